@@ -1,0 +1,735 @@
+"""The transformer: parameter table, collectives, layers, pipeline, loss and decoding, in pure JAX.
+
+Everything between "Collectives" and the public functions at the end runs inside `shard_map` on local shapes, which
+tail comments give. A mesh of (1, 1, 1) is the unsharded model; there is no second implementation.
+
+Letters: B batch, T sequence, D model, H heads, K head dim, R latent, E experts, C capacity, F feed-forward,
+V vocabulary, L layers per block, M microbatches, S stages. "axis" is a mesh axis, "dim" an array dimension:
+
+    dp  splits the batch, every large weight (gathered just before use) and, with tp, the experts
+    pp  splits the stack of blocks into stages, and the microbatches outside the pipeline
+    tp  splits heads and feed-forward width, and the sequence everywhere else
+"""
+
+import dataclasses
+import functools
+import math
+import zlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("dp", "pp", "tp")
+ROPE_BASE = 10_000.0  # RoFormer, arXiv:2104.09864, section 3.2.2
+NORM_EPS = 1e-6
+LOSS_CHUNK = 2048  # tokens whose logits are held at once, per device
+BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
+
+
+# --- Parameters: one table --------------------------------------------------------------------------------------
+
+
+class Param(NamedTuple):
+    """One leaf: everything about it that initialisation, sharding, counting and the layers need to know."""
+
+    shape: tuple
+    spec: P
+    std: float  # of its normal initialisation; 0 starts at zero
+    start: float = 0.0  # mean of its initialisation
+    gather: tuple = ()  # (dim counted from the end, axes): gathered over these before use
+    matrix: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed
+    active: float = 1.0  # share of it that one token uses
+
+
+def param_table(cfg):
+    """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits.
+
+    | weight | standard deviation |
+    | --- | --- |
+    | every matrix | 0.02 |
+    | projections back into the residual | 0.02 / sqrt(2 x layers), GPT-2's rule |
+    | norms | 0, they start at 1 |
+    | router bias | 0 |
+    """
+    m, (dp, _, tp) = cfg.model, cfg.run.n_device_axis
+    D, H, K, R, E, L = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.n_experts, m.layers_per_block
+    std, back = 0.02, 0.02 / math.sqrt(2 * m.blocks * L)
+    sizes = dict(zip(AXES, cfg.run.n_device_axis))
+
+    def norm(size):
+        return Param((size,), P(None), 0.0, start=1.0)
+
+    def matrix(shape, std=std, over=("dp",), fsdp=None, fixed=None, **more):
+        """A weight whose dim `fsdp` is split over the axes `over` (or as many of them as divide it) until it is used,
+        and whose dims in `fixed` ({dim: axes}) stay split while it is."""
+        spec = [(fixed or {}).get(dim) for dim in range(len(shape))]
+        while over and shape[fsdp] % math.prod(sizes[a] for a in over):
+            over = over[1:]
+        if over:
+            spec[fsdp] = over
+            more["gather"] = (fsdp - len(shape), over)
+        return Param(tuple(shape), P(*spec), std, **{"matrix": True, **more})
+
+    def attention(rope):
+        return dict(
+            norm=norm(D),
+            down=matrix((D, 2 * R + rope), fsdp=0),
+            q_norm=norm(R),
+            kv_norm=norm(R),
+            q_up=matrix((R, H, K + rope), fsdp=0, fixed={1: "tp"}),
+            kv_up=matrix((R, H, 2 * K), fsdp=0, fixed={1: "tp"}),
+            out=matrix((H, K, D), back, fsdp=2, fixed={0: "tp"}),
+        )
+
+    def feed_forward(F):
+        inputs = {"swiglu": 2, "gelu": 1}[m.activation]
+        return dict(
+            up=matrix((D, inputs, F), fsdp=0, fixed={2: "tp"}),
+            down=matrix((F, D), back, fsdp=1, fixed={0: "tp"}),
+        )
+
+    def experts(F):
+        """Each expert lives on one device where there are enough experts; else all are gathered where they are used."""
+        split = dict(fixed={0: ("dp", "tp")}, over=()) if experts_are_split(cfg) else dict(over=("dp", "tp"))
+        inputs = {"swiglu": 2, "gelu": 1}[m.activation]
+        return dict(
+            up=matrix((E, D, inputs, F), fsdp=1, active=m.k / E, **split),
+            down=matrix((E, F, D), back, fsdp=2, active=m.k / E, **split),
+        )
+
+    def stack(layer, *sizes):
+        """Leading dims for a leaf that every block (and every dense layer in it) has."""
+        leading = P("pp", *[None] * (len(sizes) - 1))
+        return jax.tree.map(lambda p: p._replace(shape=(*sizes, *p.shape), spec=P(*leading, *p.spec)), layer,
+                            is_leaf=is_param)  # fmt: skip
+
+    dense = dict(attention=attention(m.dhR), norm=norm(D), ffn=feed_forward(m.ffn_width))
+    sparse = dict(
+        attention=attention(0),
+        norm=norm(D),
+        router=matrix((D, E), fsdp=0, matrix=False),
+        bias=Param((E,), P(None), 0.0),
+        experts=experts(m.expert_width),
+    )
+    if m.n_shared:
+        sparse["shared"] = feed_forward(m.n_shared * m.expert_width)
+    return dict(
+        embedding=matrix((m.padded_vocab, D), over=AXES, fsdp=0),
+        dense=stack(dense, m.blocks, L - 1),
+        moe=stack(sparse, m.blocks),
+        norm=norm(D),
+    )
+
+
+def is_param(x):
+    return isinstance(x, Param)
+
+
+def table_map(f, table):
+    """`f` of every Param of a table, in the table's nesting."""
+    return jax.tree.map(f, table, is_leaf=is_param)
+
+
+def experts_are_split(cfg):
+    """Whether experts are spread over ("dp", "tp") and tokens travel to them (expert parallelism, arXiv:2006.16668)."""
+    dp, _, tp = cfg.run.n_device_axis
+    return cfg.model.n_experts % (dp * tp) == 0
+
+
+def shardings(table, mesh):
+    """NamedSharding of every parameter."""
+    return table_map(lambda p: NamedSharding(mesh, p.spec), table)
+
+
+def init_params(table, key):
+    """Float32 parameters; each leaf depends on `key` and its own path, not on the mesh or on other leaves."""
+
+    def init(path, p):
+        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return p.start + p.std * jax.random.normal(own, p.shape) if p.std else jnp.full(p.shape, p.start)
+
+    return jax.tree_util.tree_map_with_path(init, table, is_leaf=is_param)
+
+
+def count_params(cfg):
+    """(total, active for one token, embedding) numbers of parameters; the first two without the embedding."""
+    table = param_table(cfg)
+    embedding = math.prod(table["embedding"].shape)
+    leaves = jax.tree.leaves(table, is_leaf=is_param)
+    total = sum(math.prod(p.shape) for p in leaves)
+    active = sum(math.prod(p.shape) * p.active for p in leaves)
+    return total - embedding, round(active) - embedding, embedding
+
+
+def flops_per_token(cfg):
+    """Floating-point operations of forward and backward pass per training token, recomputation not counted.
+
+    6 per active weight (PaLM, arXiv:2204.02311, appendix B), the tied head included, and causal attention at half of
+    T x T.
+    """
+    m = cfg.model
+    _, active, _ = count_params(cfg)
+    rope = m.dhR * (m.layers_per_block - 1) / m.layers_per_block
+    attention = m.blocks * m.layers_per_block * m.T * m.n_head * (2 * m.head_dim + rope) / 2
+    return 6 * (active + m.vocab_size * m.model_dimension + attention)
+
+
+# --- Collectives: every one of the program ----------------------------------------------------------------------
+
+
+def axis_size(axes):
+    return lax.axis_size(axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather_weight(w, dim, axes, dtype):
+    """A weight split on `dim` over `axes` -> the whole of it in `dtype` (ZeRO-3, arXiv:1910.02054, section 5.3).
+
+    Travels in `dtype`; its transpose, a reduce-scatter, sums the gradient in the weight's own float32.
+    """
+    return lax.all_gather(w.astype(dtype), axes, axis=dim % w.ndim, tiled=True)
+
+
+def _gather_weight_forward(w, dim, axes, dtype):
+    return gather_weight(w, dim, axes, dtype), None
+
+
+def _gather_weight_backward(dim, axes, dtype, _, g):
+    return (lax.psum_scatter(g.astype(jnp.float32), axes, scatter_dimension=dim % g.ndim, tiled=True),)
+
+
+gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
+
+
+def gather_sequence(x, split):
+    """[B, T/tp, ...] -> [B, T, ...]: enter a tensor-parallel region (arXiv:2205.05198, section 4.2.2).
+
+    Transpose: reduce-scatter over T. Tokens that are not split over tp (decoding) are whole already.
+    """
+    return lax.all_gather(x, "tp", axis=1, tiled=True) if split and axis_size("tp") > 1 else x
+
+
+def scatter_sequence(x, split):
+    """[B, T, D], a partial sum on every device of tp -> [B, T/tp, D], summed: leave a tensor-parallel region.
+
+    Transpose: all-gather over T. Where tokens are not split over tp, a sum over tp.
+    """
+    if axis_size("tp") == 1:
+        return x
+    return lax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True) if split else lax.psum(x, "tp")
+
+
+def to_experts(x):
+    """Buckets [E, C, D] -> [E/n, n*C, D] on the n = dp x tp devices that own the experts. Transpose: from_experts."""
+    return lax.all_to_all(x, ("dp", "tp"), split_axis=0, concat_axis=1, tiled=True) if axis_size(("dp", "tp")) > 1 else x
+
+
+def from_experts(x):
+    """[E/n, n*C, D] -> [E, C, D], back on the devices that the tokens came from. Transpose: to_experts."""
+    return lax.all_to_all(x, ("dp", "tp"), split_axis=1, concat_axis=0, tiled=True) if axis_size(("dp", "tp")) > 1 else x
+
+
+def next_stage(x):
+    """What the stage before sent; stage 0 receives from the last. Transpose: the other way round."""
+    S = axis_size("pp")
+    return lax.ppermute(x, "pp", [(s, (s + 1) % S) for s in range(S)]) if S > 1 else x
+
+
+def to_stages(x):
+    """Microbatches [M/S, ...] of every stage -> [M, ...] on every stage. Transpose: reduce-scatter."""
+    return lax.all_gather(x, "pp", axis=0, tiled=True) if axis_size("pp") > 1 else x
+
+
+def from_last_stage(x, everywhere=False):
+    """Outputs [M, ...] of the last stage -> [M/S, ...], shared out over pp (`everywhere`: all of them on every stage).
+
+    Transpose: all-gather, of which only the last stage's part has an effect.
+    """
+    S = axis_size("pp")
+    if S == 1:
+        return x
+    x = jnp.where(lax.axis_index("pp") == S - 1, x, 0)
+    return lax.psum(x, "pp") if everywhere else lax.psum_scatter(x, "pp", scatter_dimension=0, tiled=True)
+
+
+def sum_over(x, axes):
+    """Sum over mesh axes. In the differentiated path this is the last operation of the loss and stands nowhere else."""
+    return lax.psum(x, axes)
+
+
+# --- Layers, on local shapes ------------------------------------------------------------------------------------
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of an activation [B, T/tp, D] stand in their sequences and in the training step."""
+
+    position: jax.Array  # [T/tp] position in the sequence
+    split: bool = True  # whether T is split over tp
+    key: jax.Array | None = None  # of dropout in this layer; None: no dropout
+    number: jax.Array | None = None  # [B, T/tp] uint32, number of the token within the training step
+
+
+def use(params, table, dtype):
+    """Parameters of one layer, gathered over the axes that only store them, matrices in `dtype`."""
+
+    def gathered(p, w):
+        dtype_ = dtype if p.matrix else jnp.float32
+        return gather_weight(w, *p.gather, dtype_) if p.gather else w.astype(dtype_)
+
+    return jax.tree.map(gathered, table, params, is_leaf=is_param)
+
+
+def rms_norm(x, scale):
+    """Root-mean-square norm over the last dim (arXiv:1910.07467, equation 4), in float32."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + NORM_EPS) * scale).astype(x.dtype)
+
+
+def rotate(x, position):
+    """Rotary positions (arXiv:2104.09864, section 3.2.2) on [B, T, ..., dhR], with channel i paired with i + dhR/2."""
+    half = x.shape[-1] // 2
+    angle = position[:, None] * ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [T, dhR/2]
+    angle = angle.reshape(1, len(position), *[1] * (x.ndim - 3), half)
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def dropout(x, rate, tokens, salt):
+    """Zero a share `rate` of x [B, T/tp, D], decided by each token's number in the step, so alike on every mesh."""
+    if tokens.key is None:
+        return x
+    key = jax.random.fold_in(tokens.key, salt)
+    keys = jax.vmap(jax.vmap(functools.partial(jax.random.fold_in, key)))(tokens.number)
+    keep = jax.vmap(jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[-1:])))(keys)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def attention(p, x, tokens, m, cache=None):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), tensor-parallel over heads.
+
+    x [B, T/tp, D] -> [B, T/tp, D] and the cache. Only latents are gathered over tp. The rotary key, where the layer has
+    one, is shared by the heads. `cache` [B, T_max, R + dhR] holds the normalised key/value latents and rotary keys of
+    all positions; those of x are written into it and attention reads from it.
+    """
+    R, K = m.latent_dim, m.head_dim
+    down = jnp.einsum("btd,dr->btr", x, p["down"])  # [B, T/tp, 2R + dhR]
+    q, kv, k_rope = down[..., :R], down[..., R : 2 * R], down[..., 2 * R :]
+    latents = [rms_norm(q, p["q_norm"]), rms_norm(kv, p["kv_norm"]), rotate(k_rope, tokens.position)]
+    latents = gather_sequence(jnp.concatenate(latents, -1), tokens.split)  # [B, T, 2R + dhR]
+    q, kv = latents[..., :R], latents[..., R:]
+    T = q.shape[1]
+    q_position = jnp.arange(T) + (0 if tokens.split else tokens.position[0])
+    if cache is not None:
+        kv = cache = lax.dynamic_update_slice_in_dim(cache, kv.astype(cache.dtype), tokens.position[0], 1)
+    q = jnp.einsum("btr,rhk->bthk", q, p["q_up"])  # [B, T, H/tp, K + dhR]
+    k, v = jnp.split(jnp.einsum("bsr,rhk->bshk", kv[..., :R], p["kv_up"]), 2, -1)  # [B, T, H/tp, K]
+    scores = jnp.einsum("bthk,bshk->bhts", q[..., :K], k, preferred_element_type=jnp.float32)
+    if kv.shape[-1] > R:
+        q_rope = rotate(q[..., K:], q_position)
+        scores += jnp.einsum("bthr,bsr->bhts", q_rope, kv[..., R:], preferred_element_type=jnp.float32)
+    causal = jnp.arange(kv.shape[1]) <= q_position[:, None]  # [T, T]
+    scores = jnp.where(causal, scores * q.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, -1).astype(x.dtype)  # [B, H/tp, T, T]
+    out = jnp.einsum("bhts,bshk->bthk", weights, v)
+    return scatter_sequence(jnp.einsum("bthk,hkd->btd", out, p["out"]), tokens.split), cache
+
+
+def activate(h):
+    """[..., 2, F] -> SwiGLU (arXiv:2002.05202, equation 5); [..., 1, F] -> GELU. Returns [..., F]."""
+    return jax.nn.silu(h[..., 0, :]) * h[..., 1, :] if h.shape[-2] == 2 else jax.nn.gelu(h[..., 0, :])
+
+
+def feed_forward(p, x, tokens):
+    """x [B, T/tp, D] -> [B, T/tp, D], tensor-parallel over the hidden width."""
+    x = gather_sequence(x, tokens.split)  # [B, T, D]
+    h = activate(jnp.einsum("btd,dgf->btgf", x, p["up"]))  # [B, T, F/tp]
+    return scatter_sequence(jnp.einsum("btf,fd->btd", h, p["down"]), tokens.split)
+
+
+@jax.custom_vjp
+def take_rows(x, index, inverse):
+    """Rows of x [n, D] at index [m]; index n gives zeros. inverse [r, n] says where each row went (m: nowhere), so
+    that the transpose is a gather too and needs no scatter-add."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _take_rows_forward(x, index, inverse):
+    return take_rows(x, index, inverse), inverse
+
+
+def _take_rows_backward(inverse, g):
+    return g.at[inverse].get(mode="fill", fill_value=0).sum(0), None, None
+
+
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+class Load(NamedTuple):
+    """What routing did, as sums over local tokens; adds up over microbatches, devices and steps."""
+
+    loss: jax.Array  # [] load-balancing loss, summed over sequences (here: this device's part of T)
+    tokens: jax.Array  # [E] choices that fell on each expert
+    dropped: jax.Array  # [] choices that found their expert's bucket full
+
+
+def route(p, x, m):
+    """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16), in float32.
+
+    x [n, D] -> scores [n, E], chosen experts [n, k], their gates [n, k], which sum to 1. The bias selects only.
+    """
+    scores = jax.nn.sigmoid(jnp.dot(x.astype(jnp.float32), p["router"], precision="highest"))
+    _, chosen = lax.top_k(lax.stop_gradient(scores) + lax.stop_gradient(p["bias"]), m.k)
+    gates = jnp.take_along_axis(scores, chosen, -1)
+    return scores, chosen, gates / (gates.sum(-1, keepdims=True) + 1e-20)
+
+
+def balance_loss(scores, chosen, m, split):
+    """Sequence-level load-balancing loss (DeepSeek-V3, equations 17 to 20), this device's part of sum_b sum_e f P.
+
+    scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it carries no gradient and may be summed over tp.
+    An even load gives 1 per sequence.
+    """
+    T = scores.shape[1] * (axis_size("tp") if split else 1)
+    f = jax.nn.one_hot(chosen, m.n_experts).sum((1, 2)) * m.n_experts / (m.k * T)  # [B, E]
+    f = sum_over(lax.stop_gradient(f), "tp") if split else f
+    share = scores / scores.sum(-1, keepdims=True)
+    return (f * share.sum(1) / T).sum()
+
+
+def routed_experts(p, x, m, split):
+    """Mixture of routed experts on local tokens. x [B, T/tp, D] -> [B, T/tp, D] and `Load`.
+
+    A token's first choice is served before anyone's second; choices beyond a bucket's capacity add nothing, so those
+    tokens pass by on the residual (GShard, arXiv:2006.16668, section 2.2). Buckets are filled by index.
+    """
+    (B, t, D), E, k = x.shape, m.n_experts, m.k
+    n = B * t
+    x = x.reshape(n, D)
+    scores, chosen, gates = route(p, x, m)
+    C = min(n, math.ceil(m.capacity_factor * n * k / E)) if m.capacity_factor else n
+
+    choice = chosen.T.reshape(-1)  # [k*n], all first choices first
+    hot = (choice[:, None] == jnp.arange(E)).astype(jnp.int32)  # [k*n, E]
+    rank = jnp.take_along_axis(jnp.cumsum(hot, 0), choice[:, None], 1)[:, 0] - 1  # place in the expert's queue
+    slot = jnp.where(rank < C, choice * C + rank, E * C)  # [k*n], E*C: dropped
+    entry = jnp.full(E * C, k * n).at[slot].set(jnp.arange(k * n), mode="drop")  # [E*C], k*n: empty
+    source = jnp.where(entry < k * n, entry % n, n)
+
+    buckets = take_rows(x, source, slot.reshape(k, n)).reshape(E, C, D)
+    spread = len(p["experts"]["up"]) < E  # else every device holds all experts for its own tokens
+    buckets = to_experts(buckets) if spread else buckets  # [E/(dp tp), dp tp C, D]
+    h = activate(jnp.einsum("ecd,edgf->ecgf", buckets, p["experts"]["up"]))
+    out = jnp.einsum("ecf,efd->ecd", h, p["experts"]["down"])
+    out = (from_experts(out) if spread else out).reshape(E * C, D)
+    out = take_rows(out, slot, entry[None]).reshape(k, n, D)
+    out = jnp.einsum("knd,nk->nd", out, gates.astype(x.dtype)).reshape(B, t, D)
+
+    loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
+    return out, Load(loss, hot.sum(0).astype(jnp.float32), (rank >= C).sum().astype(jnp.float32))
+
+
+def dense_layer(p, x, tokens, m, cache):
+    """Attention with rotary positions, then a dense feed-forward; pre-norm. x [B, T/tp, D] -> x, cache."""
+    with jax.named_scope("attention"):
+        a, cache = attention(p["attention"], rms_norm(x, p["attention"]["norm"]), tokens, m, cache)
+        x = x + dropout(a, m.dropout_rate, tokens, 0)
+    with jax.named_scope("feed_forward"):
+        return x + dropout(feed_forward(p["ffn"], rms_norm(x, p["norm"]), tokens), m.dropout_rate, tokens, 1), cache
+
+
+def moe_layer(p, x, tokens, m, cache):
+    """Attention without positions, then routed and shared experts; pre-norm. x [B, T/tp, D] -> x, (Load, cache)."""
+    with jax.named_scope("attention"):
+        a, cache = attention(p["attention"], rms_norm(x, p["attention"]["norm"]), tokens, m, cache)
+        x = x + dropout(a, m.dropout_rate, tokens, 0)
+    with jax.named_scope("experts"):
+        h = rms_norm(x, p["norm"])
+        out, load = routed_experts(p, h, m, tokens.split)
+        if m.n_shared:
+            out = out + feed_forward(p["shared"], h, tokens)
+        return x + dropout(out, m.dropout_rate, tokens, 1), (load, cache)
+
+
+# --- Stage and pipeline -----------------------------------------------------------------------------------------
+
+
+REMAT = {
+    "none": lambda f: f,
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "full": jax.checkpoint,
+}
+
+
+def make_stage(cfg, remat=True):
+    """`stage(params, x, tokens, cache)`: this device's blocks on x [B, T/tp, D], the same for training and decoding.
+
+    Returns x and (`Load`, with tokens [blocks/pp, E] and the rest summed; the cache, None where none was given).
+    """
+    m, table = cfg.model, param_table(cfg)
+    wrap, L, dtype = REMAT[m.remat if remat else "none"], m.layers_per_block, jnp.dtype(m.model_dtype)
+
+    def stage(params, x, tokens, cache=None):
+        def run(layer, kind, number, p, x, cache):
+            own = tokens if tokens.key is None else tokens._replace(key=jax.random.fold_in(tokens.key, number))
+            return wrap(lambda p, x, cache: layer(use(p, table[kind], dtype), x, own, m, cache))(p, x, cache)
+
+        def block(x, scanned):
+            p, number, cache = scanned
+
+            def dense(x, scanned):
+                p, i, cache = scanned
+                return run(dense_layer, "dense", number * L + i, p, x, cache)
+
+            cache = cache or dict(dense=None, moe=None)
+            x, dense_cache = lax.scan(dense, x, (p["dense"], jnp.arange(L - 1), cache["dense"]))
+            x, (load, moe_cache) = run(moe_layer, "moe", number * L + L - 1, p["moe"], x, cache["moe"])
+            return x, (load, dict(dense=dense_cache, moe=moe_cache))
+
+        blocks = m.blocks // axis_size("pp")
+        numbers = lax.axis_index("pp") * blocks + jnp.arange(blocks)
+        x, (load, cache) = lax.scan(block, x, (dict(dense=params["dense"], moe=params["moe"]), numbers, cache))
+        return x, (Load(load.loss.sum(), load.tokens, load.dropped.sum()), cache)
+
+    return stage
+
+
+def pipeline(stage, inputs, state):
+    """GPipe (arXiv:1811.06965, section 2.3): M microbatches through S stages in M + S - 1 ticks.
+
+    Warm-up: stage s idles (on zeros) for s ticks; steady; cool-down: S - 1 - s ticks. inputs [M, ...] are known to
+    every stage. `stage(x, state, m, valid)` returns y and the state to carry on; it must leave the state as it was
+    where `valid` is false. Returns outputs [M, ...], meaningful on the last stage only, and the state.
+    """
+    S, M, s = axis_size("pp"), len(inputs), lax.axis_index("pp")
+
+    def tick(carry, i):
+        x, state = carry
+        x = jnp.where(s == 0, inputs[jnp.minimum(i, M - 1)], x)
+        y, state = stage(x, state, jnp.clip(i - s, 0, M - 1), (i >= s) & (i - s < M))
+        return (next_stage(y), state), y
+
+    (_, state), outputs = lax.scan(tick, (jnp.zeros_like(inputs[0]), state), jnp.arange(M + S - 1))
+    return outputs[S - 1 :], state
+
+
+# --- Loss -------------------------------------------------------------------------------------------------------
+
+
+def logits_of(x, embedding, vocab_size):
+    """x [n, D], embedding [V, D] -> float32 logits [n, V]; the padding of the vocabulary is never predicted."""
+    logits = jnp.einsum("nd,vd->nv", x, embedding, preferred_element_type=jnp.float32)
+    return jnp.where(jnp.arange(embedding.shape[0]) < vocab_size, logits, -jnp.inf)
+
+
+def _chunks(*arrays):
+    n = len(arrays[0])
+    chunk = next(c for c in range(min(n, LOSS_CHUNK), 0, -1) if n % c == 0)
+    return jax.tree.map(lambda a: a.reshape(n // chunk, chunk, *a.shape[1:]), arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def cross_entropy(x, embedding, targets, vocab_size):
+    """Sum over tokens of -log p(target), in float32, never holding more than LOSS_CHUNK rows of logits.
+
+    x [n, D], embedding [V, D], targets [n] -> []. Its gradient is formed in the forward pass, chunk by chunk, so that
+    no logits are computed twice.
+    """
+
+    def chunk(total, scanned):
+        x, targets = scanned
+        logits = logits_of(x, embedding, vocab_size)
+        at_target = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
+        return total + (jax.nn.logsumexp(logits, -1) - at_target).sum(), None
+
+    return lax.scan(chunk, jnp.float32(0), _chunks(x, targets))[0]
+
+
+def _cross_entropy_forward(x, embedding, targets, vocab_size):
+    def chunk(carry, scanned):
+        total, d_embedding = carry
+        x, targets = scanned
+        logits = logits_of(x, embedding, vocab_size)
+        top = logits.max(-1, keepdims=True)
+        exp = jnp.exp(logits - top)
+        norm = exp.sum(-1, keepdims=True)
+        at_target = jnp.take_along_axis(logits, targets[:, None], 1)
+        total += (top + jnp.log(norm) - at_target).sum()
+        hot = targets[:, None] == jnp.arange(embedding.shape[0])
+        d_logits = (exp / norm - hot).astype(x.dtype)  # softmax minus one-hot
+        d_embedding += jnp.einsum("nv,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
+        return (total, d_embedding), jnp.einsum("nv,vd->nd", d_logits, embedding)
+
+    start = jnp.float32(0), jnp.zeros(embedding.shape, jnp.float32)
+    (total, d_embedding), dx = lax.scan(chunk, start, _chunks(x, targets))
+    return total, (dx.reshape(x.shape), d_embedding.astype(embedding.dtype))
+
+
+def _cross_entropy_backward(vocab_size, gradients, g):
+    dx, d_embedding = gradients
+    return (g * dx).astype(dx.dtype), (g * d_embedding).astype(d_embedding.dtype), None
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+class Metrics(NamedTuple):
+    """Of one batch over the whole mesh."""
+
+    cross_entropy: jax.Array  # [] nats per token
+    load_loss: jax.Array  # [] load-balancing loss summed over mixture-of-experts layers, mean over sequences
+    load: jax.Array  # [blocks, E] choices that fell on each expert
+    dropped: jax.Array  # [] share of the choices that found their expert's bucket full
+
+
+def make_loss(cfg, mesh, train):
+    """`loss(params, tokens, targets, key, first)` on global arrays, to be differentiated from outside.
+
+    tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:]; key of dropout; first: number, within the training
+    step, of the batch's first sequence. Returns the scalar loss, cross-entropy + alpha x load-balancing loss, float32,
+    and `Metrics`. Without `train`: no dropout.
+    """
+    m, table, spec = cfg.model, param_table(cfg), P(*BATCH_SPEC[1:])
+    stage, alpha, dtype = make_stage(cfg, remat=train), cfg.optimizer.alpha, jnp.dtype(cfg.model.model_dtype)
+
+    def local_loss(params, ids, targets, key, first):
+        M, B, t = ids.shape  # [M/S, B/dp, T/tp]
+        S, dp, tp = axis_size("pp"), axis_size("dp"), axis_size("tp")
+        position = lax.axis_index("tp") * t + jnp.arange(t)
+        sequence = lax.axis_index("dp") * B + jnp.arange(B)
+
+        def tokens_of(microbatch):
+            """Layout of microbatch [], counted over all stages."""
+            if not (train and m.dropout_rate):
+                return Tokens(position)
+            number = ((first + microbatch * B * dp + sequence)[:, None] * t * tp + position).astype(jnp.uint32)
+            return Tokens(position, key=key, number=number)
+
+        with jax.named_scope("embed"):
+            embedding = use(params["embedding"], table["embedding"], dtype)
+            own = lax.axis_index("pp") * M + jnp.arange(M)
+            x = jax.vmap(lambda ids, i: dropout(embedding[ids], m.dropout_rate, tokens_of(i), 2))(ids, own)
+            x = to_stages(x)  # [M, B/dp, T/tp, D]
+
+        def run_stage(x, load, microbatch, valid):
+            y, (new, _) = stage(params, x, tokens_of(microbatch))
+            return y, jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), load, new)
+
+        none = Load(jnp.float32(0), jnp.zeros((m.blocks // S, m.n_experts)), jnp.float32(0))
+        x, load = pipeline(run_stage, x, none)
+        with jax.named_scope("head"):
+            x = rms_norm(from_last_stage(x), params["norm"])  # [M/S, B/dp, T/tp, D]
+            nll = cross_entropy(x.reshape(-1, x.shape[-1]), embedding, targets.reshape(-1), m.vocab_size)
+        sequences = M * S * B * dp
+        nll, balance = nll / (sequences * t * tp), load.loss / sequences
+        loss = sum_over(nll + alpha * balance, AXES)
+        nll, balance, load = lax.stop_gradient((nll, balance, load))
+        counts = sum_over(load.tokens, ("dp", "tp"))
+        dropped = sum_over(load.dropped, AXES) / (sequences * t * tp * m.k * m.blocks)
+        return loss, Metrics(sum_over(nll, AXES), sum_over(balance, AXES), counts, dropped)
+
+    # check_vma: the blocks' parameters differ by stage and nothing else varies unannounced, but the flash kernels that
+    # platforms bring do not take part in the check
+    return jax.shard_map(
+        local_loss, mesh=mesh, in_specs=(table_map(lambda p: p.spec, table), spec, spec, P(), P()),
+        out_specs=(P(), Metrics(P(), P(), P("pp", None), P())), check_vma=False,
+    )  # fmt: skip
+
+
+def update_router_bias(params, load, rate):
+    """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias moves by `rate` towards an even
+    load. load [blocks, E], of one training step."""
+    moved = params["moe"]["bias"] + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
+    return {**params, "moe": {**params["moe"], "bias": moved}}
+
+
+# --- Decoding ---------------------------------------------------------------------------------------------------
+
+
+def make_decode(cfg, mesh):
+    """`decode(params, ids, cache, start, last)` on global arrays, for decoding on any mesh.
+
+    ids int32 [B, n], B a multiple of dp, are the tokens at positions start.. of each sequence; the cache of
+    `empty_cache` holds the latents of those before. Returns float32 logits [B, V] of ids[:, last] and the cache with
+    the n tokens added. Nothing is dropped.
+    """
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, capacity_factor=0.0))
+    m, table, stage, dtype = cfg.model, param_table(cfg), make_stage(cfg, remat=False), jnp.dtype(cfg.model.model_dtype)
+    cache_spec = dict(dense=P("pp", None, "dp", None, None), moe=P("pp", "dp", None, None))
+
+    def local_decode(params, ids, cache, start, last):
+        embedding = use(params["embedding"], table["embedding"], dtype)
+        tokens = Tokens(start + jnp.arange(ids.shape[1]), split=False)
+
+        def run_stage(x, cache, _, valid):
+            y, (_, new) = stage(params, x, tokens, cache)
+            return y, jax.tree.map(lambda old, new: jnp.where(valid, new, old), cache, new)
+
+        x, cache = pipeline(run_stage, embedding[ids][None], cache)  # [1, B/dp, n, D]
+        x = from_last_stage(lax.dynamic_index_in_dim(x[0], last, 1, keepdims=False), everywhere=True)
+        return logits_of(rms_norm(x, params["norm"]), embedding, m.vocab_size), cache
+
+    return jax.shard_map(
+        local_decode, mesh=mesh, in_specs=(table_map(lambda p: p.spec, table), P("dp", None), cache_spec, P(), P()),
+        out_specs=(P("dp", None), cache_spec), check_vma=False,
+    )  # fmt: skip
+
+
+def empty_cache(cfg, B, T):
+    """Latent cache of B sequences of at most T tokens: R numbers per token and layer, and dhR where it has positions."""
+    m = cfg.model
+    return dict(
+        dense=jnp.zeros((m.blocks, m.layers_per_block - 1, B, T, m.latent_dim + m.dhR), m.model_dtype),
+        moe=jnp.zeros((m.blocks, B, T, m.latent_dim), m.model_dtype),
+    )
+
+
+def draw_tokens(logits, key, top_k, temperature):
+    """One token per row of logits [B, V]: of the `top_k` most likely (0: all); temperature 0 takes the most likely.
+
+    Each row draws with a key of its own, so the size of the batch does not change what a row draws.
+    """
+    if temperature == 0:
+        return jnp.argmax(logits, -1)
+    if top_k:
+        logits = jnp.where(logits < lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:], -jnp.inf, logits)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(len(logits)))
+    return jax.vmap(jax.random.categorical)(keys, logits / temperature)
+
+
+def make_generate(cfg, mesh):
+    """`generate(params, prompt, key)`: continue prompt int32 [n] by max_tokens, inference_batch times over.
+
+    Returns int32 [inference_batch, n + max_tokens]. With and without use_cache the tokens are the same.
+    """
+    s, dp = cfg.sample, cfg.run.n_device_axis[0]
+    decode, B = make_decode(cfg, mesh), math.ceil(cfg.sample.inference_batch / cfg.run.n_device_axis[0]) * dp
+
+    def generate(params, prompt, key):
+        n = len(prompt)
+        text = jnp.zeros((B, n + s.max_tokens), jnp.int32).at[:, :n].set(prompt)
+        cache = empty_cache(cfg, B, n + s.max_tokens)
+
+        def append(text, logits, i):
+            token = draw_tokens(logits, jax.random.fold_in(key, i), s.top_k, s.temperature)
+            return lax.dynamic_update_slice_in_dim(text, token[:, None].astype(jnp.int32), i, 1)
+
+        def cached(carry, i):
+            text, cache = carry
+            logits, cache = decode(params, lax.dynamic_slice_in_dim(text, i - 1, 1, 1), cache, i - 1, 0)
+            return (append(text, logits, i), cache), None
+
+        def uncached(text, i):
+            return append(text, decode(params, text, cache, 0, i - 1)[0], i), None
+
+        if not s.use_cache:
+            return lax.scan(uncached, text, n + jnp.arange(s.max_tokens))[0][: s.inference_batch]
+        logits, cache = decode(params, text[:, :n], cache, 0, n - 1)
+        steps = n + 1 + jnp.arange(s.max_tokens - 1)
+        return lax.scan(cached, (append(text, logits, n), cache), steps)[0][0][: s.inference_batch]
+
+    return generate

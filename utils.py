@@ -1,0 +1,633 @@
+"""Configuration, presets, the command line, validation, tokenisers and the run's log. No jax in here.
+
+Every option is declared once, as a field of one of the dataclasses below; the flags, their help text, the
+presets, `config.json` and the comparison on resume all derive from those fields.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import fsspec
+import tyro
+
+# --- Errors -----------------------------------------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """Something that the user can mend: one sentence with what was wrong, where, and what would be right."""
+
+
+def one_sentence(program):
+    """Run `program()`; a UserError becomes one line on stderr and exit status 2, without a traceback."""
+    try:
+        return program()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+# --- Configuration ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """The architecture: DeepSeek-V3's blocks (arXiv:2412.19437, section 2.1)."""
+
+    model_dimension: int = 768
+    """Width D of the residual stream, in channels."""
+    vocab_size: int = 100277
+    """Number of token ids; padded inside to a multiple of 128, the padding is never predicted. Without the flag it
+    follows --tokenizer."""
+    n_head: int = 12
+    """Attention heads; each has model_dimension / n_head channels."""
+    blocks: int = 8
+    """Blocks of layers; pp must divide it."""
+    layers_per_block: int = 6
+    """Layers in a block: all but the last have rotary positions and a dense feed-forward, the last has no positions
+    and a mixture of experts."""
+    T: int = 1024
+    """Sequence length in tokens; tp must divide it."""
+    latent_dim: int = 128
+    """Channels of the query latent and of the key/value latent (multi-head latent attention)."""
+    dhR: int = 128
+    """Channels of the decoupled rotary part of each query, and of the one rotary key that the heads share."""
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    """Feed-forward: swiglu has three matrices, gelu two."""
+    ffn_dim: int = 0
+    """Hidden width of a dense feed-forward; 0: 4 x model_dimension for gelu, 8/3 x for swiglu (the same number of
+    parameters), rounded up to a multiple of 64."""
+    expert_dim: int = 0
+    """Hidden width of one expert; 0: the same as ffn_dim."""
+    n_experts: int = 16
+    """Routed experts E in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
+    k: int = 2
+    """Routed experts that each token goes to."""
+    n_shared: int = 2
+    """Shared experts, each as wide as a routed one, added for every token."""
+    capacity_factor: float = 1.5
+    """Bucket size of an expert in multiples of the balanced load tokens x k / n_experts; tokens beyond it pass by on
+    the residual. 0: dropless, no token is ever dropped (buckets as large as the worst case, so slower)."""
+    dropout_rate: float = 0.0
+    """Probability of zeroing a channel after the embedding and after every attention and feed-forward."""
+    model_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of activations and matrix products; parameters and sums that need it are always float32."""
+    remat: Literal["none", "dots", "full"] = "full"
+    """What a layer keeps for the backward pass: none recomputes nothing, dots keeps matrix products, full keeps only
+    the layer's input."""
+
+    @property
+    def head_dim(self):
+        return self.model_dimension // self.n_head
+
+    @property
+    def ffn_width(self):
+        """Hidden width of a dense feed-forward, --ffn_dim 0 resolved."""
+        return self.ffn_dim or {"gelu": 4 * self.model_dimension,
+                                "swiglu": math.ceil(self.model_dimension / 24) * 64}[self.activation]  # fmt: skip
+
+    @property
+    def expert_width(self):
+        """Hidden width of one expert, --expert_dim 0 resolved."""
+        return self.expert_dim or self.ffn_width
+
+    @property
+    def padded_vocab(self):
+        """Rows of the embedding: a multiple of 128, the same on every mesh, so that checkpoints fit any."""
+        return math.ceil(self.vocab_size / 128) * 128
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the tokens are."""
+
+    bucket_name: str = "data/shards"
+    """Folder, gs:// or s3:// address that holds the shard folders."""
+    process_path: str = "data/cache"
+    """Local folder to which shards of a remote bucket_name are copied before use."""
+    train_folder_name: str = "train"
+    """Folder of training shards (.npy) inside bucket_name."""
+    val_folder_name: str = "val"
+    """Folder of validation shards (.npy) inside bucket_name."""
+    tokenizer: str = ""
+    """Tokeniser of the shards: a tiktoken name (cl100k_base, gpt2, ...) or a file of tiktoken ranks. Empty: the one
+    that the shards' manifest names."""
+    train_batch_size: int = 32
+    """Training sequences per data-parallel replica and accumulation step. The global batch is this x dp x grad_step;
+    on resume it follows a change of dp or grad_step unless given."""
+    val_batch_size: int = 16
+    """Validation sequences per data-parallel replica and batch."""
+    micro_batch_size: int = 4
+    """Number of microbatches that a batch is cut into for the pipeline; pp must divide it."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW with global-norm clipping and a warm-up cosine schedule."""
+
+    max_lr: float = 6e-4
+    """Learning rate at the end of the warm-up."""
+    min_lr: float = 0.0
+    """Learning rate at step 0."""
+    end_lr: float = 6e-5
+    """Learning rate from end_steps on."""
+    warmup_steps: int = 5000
+    """Steps of linear warm-up from min_lr to max_lr."""
+    end_steps: int = 75000
+    """Step, warm-up included, at which the cosine reaches end_lr."""
+    grad_clip_norm: float = 1.0
+    """Largest global norm of the gradient, in float32 over all devices; larger ones are scaled down."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; norms and router biases are exempt."""
+    adam_b2: float = 0.95
+    """Decay of AdamW's second moment; the first moment's is 0.9."""
+    alpha: float = 1e-4
+    """Weight of the sequence-level load-balancing loss."""
+    bias_update_rate: float = 1e-3
+    """Step by which the router's selection bias moves towards an even load after every training step."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How long, how spread out, and what is written."""
+
+    preset: str = "moe1b"
+    """Named set of defaults; a flag given beside it wins."""
+    name: str = "moe1b"
+    """Name of the run; everything it writes stands in output_dir/name."""
+    output_dir: str = "runs"
+    """Folder or gs:// address of all runs."""
+    n_device_axis: tuple[int, int, int] = (0, 1, 1)
+    """Mesh shape: dp pp tp. dp 0: as many as there are devices left."""
+    n_devices: int = 0
+    """Devices to use; 0: all that are present. On a machine without an accelerator this many are simulated."""
+    training_steps: int = 75000
+    """Optimizer step at which training ends."""
+    grad_step: int = 1
+    """Batches whose gradients are accumulated for one optimizer step."""
+    eval_steps: int = 10
+    """Validation batches of an evaluation, the same ones every time."""
+    checkpoint_steps: int = 100
+    """Steps between evaluations, each with one printed line and new plots."""
+    save_steps: int = 0
+    """Steps between checkpoints and samples; 0: 10 x checkpoint_steps. One more is written at the end and on SIGTERM
+    or SIGINT."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints to keep; older ones are deleted."""
+    seed: int = 0
+    """Seed of the parameters, the data order, dropout and samples."""
+    wandb: bool = False
+    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    compilation_cache: str = "~/.cache/moe-pretraining-xla"
+    """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The samples drawn at every checkpoint."""
+
+    prompt: str = "The"
+    """Text that samples continue."""
+    inference_batch: int = 4
+    """Samples to draw."""
+    max_tokens: int = 64
+    """Tokens to add to the prompt."""
+    top_k: int = 40
+    """Draw from this many most likely tokens; 0: from all."""
+    temperature: float = 0.8
+    """Divides the logits before drawing; 0: always the most likely token."""
+    use_cache: bool = True
+    """Decode with a cache of the attention latents; without it every token recomputes the whole prefix, to the same
+    text."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pretrain a mixture-of-experts language model. README.md shows how to begin."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    run: Run = field(default_factory=Run)
+    sample: Sample = field(default_factory=Sample)
+
+
+GROUPS = tuple(f.name for f in dataclasses.fields(Config))
+
+PRESETS = {
+    "moe1b": {},
+    # trains from nothing in under five minutes on two CPU cores
+    "tiny": dict(
+        model_dimension=128, vocab_size=8192, n_head=4, blocks=2, layers_per_block=2, T=256, latent_dim=64, dhR=32,
+        n_experts=8, k=2, n_shared=1, expert_dim=128, model_dtype="float32", remat="none",
+        train_batch_size=8, val_batch_size=8, micro_batch_size=4,
+        max_lr=4e-3, end_lr=4e-4, warmup_steps=40, end_steps=500, training_steps=500,
+        checkpoint_steps=50, name="tiny", prompt="def ", bucket_name="data/shards/stdlib",
+    ),
+}  # fmt: skip
+
+# What may differ between a run and its resumption: nothing here changes the parameters' shapes, the tokens seen or
+# the mathematics of a step. The three batch sizes may differ as long as the global batch stays (see `resume`).
+FREE_ON_RESUME = frozenset(
+    "preset name output_dir bucket_name process_path n_device_axis n_devices micro_batch_size training_steps end_steps "
+    "warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat "
+    "prompt inference_batch max_tokens top_k temperature use_cache "
+    "train_batch_size val_batch_size grad_step".split()
+)
+
+
+def flatten(cfg):
+    """Config -> {flag: value} without the groups."""
+    return {name: value for group in GROUPS for name, value in vars(getattr(cfg, group)).items()}
+
+
+def replace(cfg, **flags):
+    """A copy of `cfg` with the given flags changed."""
+    groups = {}
+    for group in GROUPS:
+        values = getattr(cfg, group)
+        groups[group] = dataclasses.replace(values, **{n: flags.pop(n) for n in vars(values) if n in flags})
+    if flags:
+        raise UserError(f"no such flag: {', '.join('--' + n for n in flags)}.")
+    return dataclasses.replace(cfg, **groups)
+
+
+def preset(name):
+    """The configuration that `--preset name` stands for."""
+    if name not in PRESETS:
+        raise UserError(f"--preset {name}: no such preset; there are {', '.join(PRESETS)}.")
+    return replace(Config(), preset=name, **PRESETS[name])
+
+
+def parse(argv):
+    """Command line -> (Config, set of the flags that were given).
+
+    Raises UserError for anything that does not parse; `--help` prints the preset's values and exits.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="moe1b")
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            name = first.parse_known_args(argv)[0].preset
+    except SystemExit:
+        raise UserError(f"--preset: a name is missing; there are {', '.join(PRESETS)}.") from None
+    default = preset(name)
+    given = {m[1].replace("-", "_") for a in argv if (m := re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", a))}
+    output = io.StringIO()
+    try:
+        # tyro draws a box for people; it is printed for --help and boiled down to one sentence otherwise
+        with contextlib.redirect_stderr(output):
+            cfg = tyro.cli(Annotated[Config, tyro.conf.OmitArgPrefixes], args=argv, default=default, prog="main.py",
+                           use_underscores=True)  # fmt: skip
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(parse_complaint(output.getvalue())) from None
+    if "tokenizer" in given and "vocab_size" not in given:
+        cfg = replace(cfg, vocab_size=load_tokenizer(cfg.data.tokenizer).n_vocab)
+    for n, low in AT_LEAST.items():
+        value = flatten(cfg)[n]
+        if value < low or not math.isfinite(value):
+            raise UserError(f"--{n} {value}: must be at least {low}.")
+    return cfg, given
+
+
+def parse_complaint(box):
+    """What tyro's error box says, as one sentence: without its frame, its title and its advice."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in box.splitlines()]
+    lines = [line.strip("│─ ") for line in lines if line.strip() and line.strip()[0] not in "╭╰"]
+    said = []
+    for line in lines:
+        if not line:  # a rule across the box: advice follows
+            break
+        said.append(line)
+    return re.sub(r"\[/?bold\]", "", " ".join(said)).rstrip(".") + "; see --help."
+
+
+# Smallest sensible value of every number; relations between flags are checked in `validate`.
+AT_LEAST = dict(
+    model_dimension=1, vocab_size=2, n_head=1, blocks=1, layers_per_block=2, T=1, latent_dim=1, dhR=2, ffn_dim=0,
+    expert_dim=0, n_experts=1, k=1, n_shared=0, capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1,
+    micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
+    weight_decay=0, adam_b2=0, alpha=0, bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1,
+    checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0,
+    temperature=0,
+)  # fmt: skip
+
+
+def validate(cfg, n_present):
+    """Check the flags against each other and against the `n_present` devices; fill in the mesh and save_steps.
+
+    Returns the completed Config. Raises UserError naming the flag, its value and what would do.
+    """
+    m, d, o, r = cfg.model, cfg.data, cfg.optimizer, cfg.run
+    n_devices = r.n_devices or n_present
+    if n_devices > n_present:
+        raise UserError(f"--n_devices {n_devices}: only {n_present} devices are present.")
+    dp, pp, tp = r.n_device_axis
+    dp = dp or n_devices // max(1, pp * tp)
+    if min(dp, pp, tp) < 1 or dp * pp * tp != n_devices:
+        raise UserError(f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {dp * pp * tp} but must be the number of "
+                        f"devices, {n_devices}.")  # fmt: skip
+    multiples = [  # (flag, its value, what must divide it, in words)
+        ("model_dimension", m.model_dimension, m.n_head, "n_head"), ("blocks", m.blocks, pp, "pp"),
+        ("n_head", m.n_head, tp, "tp"), ("T", m.T, tp, "tp"), ("ffn_dim", m.ffn_width, tp, "tp"),
+        ("dhR", m.dhR, 2, "2, since channels are rotated in pairs,"), ("micro_batch_size", d.micro_batch_size, pp, "pp"),
+        ("train_batch_size", d.train_batch_size, d.micro_batch_size, "micro_batch_size"),
+        ("val_batch_size", d.val_batch_size, d.micro_batch_size, "micro_batch_size"),
+    ]  # fmt: skip
+    if m.n_shared:
+        multiples.append(("expert_dim", m.expert_width, tp, "tp"))
+    for flag, value, by, words in multiples:
+        if value % by:
+            near = sorted({max(by, value // by * by), -(-value // by) * by})
+            raise UserError(f"--{flag} {value}: must be a multiple of {words} ({by}), such as "
+                            f"{' or '.join(map(str, near))}.")  # fmt: skip
+    if m.n_experts % (dp * tp) and (dp * tp) % m.n_experts:
+        raise UserError(f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it.")
+    if m.k > m.n_experts:
+        raise UserError(f"--k {m.k}: a token cannot go to more experts than there are (--n_experts {m.n_experts}).")
+    if m.dropout_rate >= 1:
+        raise UserError(f"--dropout_rate {m.dropout_rate}: must be below 1.")
+    if o.adam_b2 >= 1:
+        raise UserError(f"--adam_b2 {o.adam_b2}: must be below 1.")
+    if o.warmup_steps >= o.end_steps:
+        raise UserError(f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}.")
+    if not re.fullmatch(r"[\w.+=@-]+", r.name) or set(r.name) == {"."}:
+        raise UserError(f"--name {r.name!r}: must be the name of a folder, of letters, digits and . _ - + = @ only.")
+    return replace(cfg, n_device_axis=(dp, pp, tp), n_devices=n_devices,
+                   save_steps=r.save_steps or 10 * r.checkpoint_steps)  # fmt: skip
+
+
+def resume(cfg, given, stored):
+    """Fit `cfg` to the stored config of the run that it resumes.
+
+    The global batch train_batch_size x dp x grad_step must stay; where dp or grad_step changed and the batch size was
+    not given, it follows (val_batch_size x dp likewise). Raises UserError with the fields that differ.
+    """
+    (dp, _, _), (old_dp, _, _) = cfg.run.n_device_axis, stored["n_device_axis"]
+    follow = [
+        ("train_batch_size", stored["train_batch_size"] * old_dp * stored["grad_step"], dp * cfg.run.grad_step),
+        ("val_batch_size", stored["val_batch_size"] * old_dp, dp),
+    ]
+    for flag, total, parts in follow:
+        if flag not in given and total % parts == 0:
+            cfg = replace(cfg, **{flag: total // parts})
+        now = flatten(cfg)[flag]
+        if now * parts != total:
+            raise UserError(f"--{flag} {now}: run {cfg.run.name} has a global batch of {total} sequences, but this "
+                            f"would make it {now * parts}; give another --name or a mesh and --grad_step whose product "
+                            f"divides it.")  # fmt: skip
+    now = json.loads(json.dumps(flatten(cfg)))
+    differ = [n for n in now if n not in FREE_ON_RESUME and n in stored and now[n] != stored[n]]
+    if differ:
+        fields = ", ".join(f"{n} was {stored[n]!r} and is now {now[n]!r}" for n in differ)
+        raise UserError(f"--name {cfg.run.name}: this run exists with another configuration ({fields}); give another "
+                        f"--name, or the values it had.")  # fmt: skip
+    return cfg
+
+
+# --- Before jax is imported -------------------------------------------------------------------------------------
+
+# Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers.
+XLA_FLAGS = {
+    "cpu": ["--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+            "--xla_cpu_collective_call_terminate_timeout_seconds=1800"],
+    "gpu": ["--xla_gpu_enable_latency_hiding_scheduler=true"],
+    "tpu": [],
+}  # fmt: skip
+
+
+def platform():
+    """The platform that jax will choose, found without importing it: "tpu", "gpu" or "cpu"."""
+    chosen = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
+    if chosen:
+        return {"cuda": "gpu", "rocm": "gpu"}.get(chosen, chosen)
+    if os.path.exists("/dev/nvidia0") and any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
+        return "gpu"
+    if (os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")) and importlib.util.find_spec("libtpu"):
+        return "tpu"
+    return "cpu"
+
+
+def set_xla_flags(n_devices):
+    """Add this platform's XLA flags to the environment; what the user has set there stays and wins."""
+    now, flags = os.environ.get("XLA_FLAGS", ""), list(XLA_FLAGS.get(platform(), []))
+    if n_devices and platform() == "cpu":
+        flags.append(f"--xla_force_host_platform_device_count={n_devices}")
+    os.environ["XLA_FLAGS"] = " ".join([now, *(f for f in flags if f.split("=")[0] not in now)]).strip()
+
+
+# Peak dense bfloat16 FLOP/s of one jax device, by the start of its device_kind (the vendors' data sheets).
+PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
+              "NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # fmt: skip
+
+
+def peak_flops(device_kind):
+    """Peak FLOP/s of a device, or None where it is not known. The longest matching name wins."""
+    known = [k for k in PEAK_FLOPS if device_kind.startswith(k)]
+    return PEAK_FLOPS[max(known, key=len)] if known else None
+
+
+# --- Tokenisers -------------------------------------------------------------------------------------------------
+
+END_OF_TEXT = "<|endoftext|>"
+# How text is cut before byte pairs are merged, for tokenisers trained here: cl100k_base's pattern without possessive
+# quantifiers, which the training library's regular expressions lack (they change speed, not the cuts).
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+           r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # fmt: skip
+
+
+def load_tokenizer(name):
+    """A `tiktoken.Encoding` by tiktoken's name for it, or from a file of ranks written by data/train_tokenizer.py."""
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+
+    if name.endswith(".tiktoken"):
+        if not os.path.isfile(name):
+            raise UserError(f"--tokenizer {name}: there is no such file; data/train_tokenizer.py makes one.")
+        try:
+            ranks = load_tiktoken_bpe(name)
+        except ValueError as e:
+            raise UserError(f"--tokenizer {name}: not a file of tiktoken ranks ({e}).") from None
+        stem = os.path.basename(name).removesuffix(".tiktoken")
+        return tiktoken.Encoding(stem, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+    if name not in tiktoken.list_encoding_names():
+        raise UserError(f"--tokenizer {name}: neither a file ending in .tiktoken nor one of "
+                        f"{', '.join(tiktoken.list_encoding_names())}.")  # fmt: skip
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as e:  # requests' errors are OSErrors too
+        raise UserError(f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
+                        f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR.") from None  # fmt: skip
+
+
+# --- The run directory ------------------------------------------------------------------------------------------
+
+
+def is_remote(path):
+    return "://" in path
+
+
+def write_file(path, content):
+    """Write bytes or text to a local path or remote address; a reader sees the old content or the new, no mixture."""
+    content = content.encode() if isinstance(content, str) else content
+    if is_remote(path):  # an object appears whole when its upload ends
+        with fsspec.open(path, "wb") as f:
+            f.write(content)
+        return
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path + ".part", "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".part", path)
+
+
+def read_file(path):
+    """Bytes of a local file or remote object, or None where there is none."""
+    try:
+        with fsspec.open(path, "rb") as f:
+            return f.read()
+    except FileNotFoundError:
+        return None
+
+
+class RunLog:
+    """What a run leaves behind: metrics.jsonl, samples.txt, plots and, on request, wandb.
+
+    Calls return at once; one background thread writes in order. `active` is true on process 0 alone, elsewhere
+    nothing is written. Metrics are plain numbers, one object a step.
+    """
+
+    def __init__(self, cfg, start_step, active):
+        self.dir, self.active, self.wandb = os.path.join(cfg.run.output_dir, cfg.run.name), active, None
+        self.worker, self.history = ThreadPoolExecutor(1), []
+        if not active:
+            return
+        # Resuming: lines after the checkpoint will be written again, and an evaluation that only the end of the
+        # earlier run brought about is not part of an uninterrupted one.
+        for line in (read_file(self.path("metrics.jsonl")) or b"").decode().splitlines():
+            with contextlib.suppress(ValueError):  # a line torn by a kill
+                row = json.loads(line)
+                if row["step"] == start_step and start_step % cfg.run.checkpoint_steps:
+                    row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
+                if row["step"] <= start_step:
+                    self.history.append(row)
+        self._write_metrics()
+        kept = (read_file(self.path("samples.txt")) or b"").decode().split("=== step ")[1:]
+        self.samples = [f"=== step {s}" for s in kept if int(s.split()[0]) <= start_step]
+        if cfg.run.wandb:
+            import wandb
+
+            run_id = read_file(self.path("wandb_id")) or wandb.util.generate_id().encode()
+            write_file(self.path("wandb_id"), run_id)
+            self.wandb = wandb
+            wandb.init(project="moe-pretraining", id=run_id.decode(), resume="allow", name=cfg.run.name, dir=self.dir,
+                       config=flatten(cfg))  # fmt: skip
+
+    def path(self, name):
+        return os.path.join(self.dir, name)
+
+    def _write_metrics(self):
+        write_file(self.path("metrics.jsonl"), "".join(json.dumps(row) + "\n" for row in self.history))
+
+    def _run(self, work):
+        if self.active:
+            self.worker.submit(work).add_done_callback(self._complain)
+
+    @staticmethod
+    def _complain(future):
+        if future.exception():
+            print(f"warning: the run's log could not be written: {future.exception()}", file=sys.stderr, flush=True)
+
+    def metrics(self, row):
+        """Record one step: {"step": int, key: number, ...}."""
+
+        def work():
+            self.history.append(row)
+            if not is_remote(self.dir):
+                with open(self.path("metrics.jsonl"), "a") as f:
+                    f.write(json.dumps(row) + "\n")
+            if self.wandb:
+                self.wandb.log({key: v for key, v in row.items() if key != "step"}, step=row["step"])
+
+        self._run(work)
+
+    def text(self, step, texts):
+        """Record the samples drawn at `step`."""
+
+        def work():
+            self.samples.append(f"=== step {step}\n" + "".join(f"--- {i}\n{t}\n" for i, t in enumerate(texts)))
+            write_file(self.path("samples.txt"), "".join(self.samples))
+            if self.wandb:
+                table = self.wandb.Table(columns=["step", "sample"], data=[[step, t] for t in texts])
+                self.wandb.log({"samples": table}, step=step)
+
+        self._run(work)
+
+    def plots(self):
+        """Redraw the three plots from all metrics so far."""
+
+        def work():
+            if is_remote(self.dir):
+                self._write_metrics()
+            for name, title, keys in [
+                ("val_loss", "validation loss (nats per token)", ["loss/val_loss"]),
+                ("load_loss", "load-balancing loss (even load: 1 per MoE layer)", ["loss/load_loss"]),
+                ("tokens_per_expert", "share of the routed tokens per expert",
+                 sorted((k for k in self.history[-1] if k.startswith("load/head_")), key=lambda k: int(k[10:]))),
+            ]:  # fmt: skip
+                write_file(self.path(name + ".png"), draw(self.history, title, keys))
+
+        self._run(work)
+
+    def close(self):
+        """Wait until everything is written."""
+        self.worker.shutdown(wait=True)
+        if self.wandb:
+            self.wandb.finish()
+
+
+def draw(history, title, keys):
+    """PNG bytes of a line per key over the step."""
+    from matplotlib.figure import Figure  # without pyplot: safe off the main thread, and needs no display
+
+    figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for key in keys:
+        rows = [row for row in history if key in row]
+        axes.plot([row["step"] for row in rows], [row[key] for row in rows], lw=1, label=key.removeprefix("load/"))
+    axes.set(xlabel="step", title=title)
+    axes.grid(alpha=0.3)
+    if 1 < len(keys) <= 16:
+        axes.legend(fontsize=7, ncols=2)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def duration(seconds):
+    """Seconds in words: 42s, 3m05s, 2h10m, 4d03h."""
+    s = int(max(0, seconds))
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
+def say(*words):
+    """Print a line with the time of day, at once."""
+    print(time.strftime("%H:%M:%S"), *words, flush=True)
