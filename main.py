@@ -1,0 +1,440 @@
+"""Train: the mesh, the optimizer, the compiled steps, checkpoints and the loop. `main` reads from top to bottom.
+
+    python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local does this and all before it)
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any, NamedTuple
+
+import utils
+from utils import UserError, say
+
+if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
+    cfg_given = utils.one_sentence(lambda: utils.parse(sys.argv[1:]))
+    utils.set_xla_flags(cfg_given[0].run.n_devices)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from absl import logging as absl_logging
+from etils import epath
+from jax import lax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import model
+from dataset import Corpus, InOrder, Shuffled, prefetch, put_batch
+
+
+class TrainState(NamedTuple):
+    """All that a step reads and writes; with the number of sequences consumed it is the whole checkpoint."""
+
+    params: Any  # float32, see model.param_table
+    opt_state: Any
+    step: jax.Array  # int32 []
+    key: jax.Array  # uint32 [2], of dropout
+
+
+# --- Mesh, optimizer, state ---------------------------------------------------------------------------------------
+
+
+def make_mesh(cfg):
+    """The (dp, pp, tp) mesh over the first n_devices devices, laid out so that neighbours on an axis are near."""
+    devices = jax.devices()[: cfg.run.n_devices]
+    grid = mesh_utils.create_device_mesh(cfg.run.n_device_axis, devices, allow_split_physical_axes=True)
+    return Mesh(grid, model.AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def make_optimizer(cfg):
+    """AdamW (arXiv:1711.05101) after clipping by the global norm, and its schedule: step -> learning rate."""
+    o = cfg.optimizer
+    schedule = optax.warmup_cosine_decay_schedule(o.min_lr, o.max_lr, o.warmup_steps, o.end_steps, o.end_lr)
+    decayed = model.table_map(lambda p: p.matrix, model.param_table(cfg))
+    adamw = optax.adamw(schedule, b1=0.9, b2=o.adam_b2, weight_decay=o.weight_decay, mask=decayed)
+    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), adamw), schedule
+
+
+def abstract_state(cfg, mesh, optimizer):
+    """TrainState of ShapeDtypeStructs with shardings: optimizer leaves lie as their parameters do, scalars everywhere."""
+    table, replicated = model.param_table(cfg), NamedSharding(mesh, P())
+    params = model.table_map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), table)
+    params = jax.tree.map(lambda s, sharding: s.update(sharding=sharding), params, model.shardings(table, mesh))
+    opt_state = optax.tree_map_params(
+        optimizer, lambda s, p: s.update(sharding=p.sharding), jax.eval_shape(optimizer.init, params), params,
+        transform_non_params=lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated),
+    )  # fmt: skip
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    return TrainState(params, opt_state, step, jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated))
+
+
+def init_state(cfg, abstract, optimizer):
+    """TrainState at step 0, made in place on the mesh; the same numbers on every mesh."""
+
+    def init():
+        init_key, key = jax.random.split(jax.random.key(cfg.run.seed))
+        params = model.init_params(model.param_table(cfg), init_key)
+        return TrainState(params, optimizer.init(params), jnp.int32(0), jax.random.key_data(key))
+
+    return jax.jit(init, out_shardings=jax.tree.map(lambda s: s.sharding, abstract))()
+
+
+# --- Steps --------------------------------------------------------------------------------------------------------
+
+
+def make_train_step(cfg, mesh, optimizer, schedule):
+    """`train_step(state, tokens, targets)` -> (state, metrics); tokens and targets int32 [accumulation, M, B, T].
+
+    Gradients are averaged over the accumulation in float32. shard_map stands around the loss alone: gradient, clipping
+    and optimizer see global arrays, so norms are global and replicated parameters get one gradient.
+    """
+    loss = model.make_loss(cfg, mesh, train=True)
+
+    def train_step(state, tokens, targets):
+        A, M, B, _ = tokens.shape
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
+        def accumulate(total, batch):
+            i, tokens, targets = batch
+            out = jax.value_and_grad(loss, has_aux=True)(state.params, tokens, targets, key, i * M * B)
+            return jax.tree.map(jnp.add, total, out), None
+
+        shapes = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), state.params, tokens[0], targets[0], key, 0)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        total, _ = lax.scan(accumulate, zeros, (jnp.arange(A), tokens, targets))
+        (mean_loss, seen), grads = jax.tree.map(lambda x: x / A, total)
+
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            params = model.update_router_bias(params, seen.load, cfg.optimizer.bias_update_rate)
+        metrics = {
+            "loss/train_loss": mean_loss,
+            "loss/train_cross_entropy_loss": seen.cross_entropy,
+            "loss/load_loss": seen.load_loss,
+            "lr": schedule(state.step),
+            "grad_norm": optax.global_norm(grads),
+            "load/head": (seen.load / seen.load.sum(-1, keepdims=True)).mean(0),  # [E] share of the routed tokens
+            "load/dropped": seen.dropped,
+        }
+        return TrainState(params, opt_state, state.step + 1, state.key), metrics
+
+    return train_step
+
+
+def make_evaluate(cfg, mesh, corpus):
+    """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over the first eval_steps validation
+    batches, always the same ones."""
+    M, B = cfg.data.micro_batch_size, cfg.data.val_batch_size * cfg.run.n_device_axis[0]
+    batches = min(cfg.run.eval_steps, corpus.n_sequences // B)
+    if not batches:
+        raise UserError(f"--val_batch_size {cfg.data.val_batch_size}: a validation batch would be {B} sequences of "
+                        f"{corpus.T + 1} tokens, but {corpus.folder} holds {corpus.n_sequences}.")  # fmt: skip
+    if batches < cfg.run.eval_steps:
+        say(f"validation: {corpus.folder} holds {batches} batches of {B} sequences, so --eval_steps is {batches}")
+    loss = jax.jit(model.make_loss(cfg, mesh, train=False))
+
+    def evaluate(params):
+        make = lambda i: put_batch(InOrder(corpus), i * B, (1, M, B // M, corpus.T), mesh)  # noqa: E731
+        total = [loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in prefetch(make, range(batches))]
+        mean = jax.tree.map(lambda *xs: float(sum(xs) / batches), *[(loss, m.cross_entropy) for loss, m in total])
+        return {"loss/val_loss": mean[0], "loss/val_cross_entropy_loss": mean[1]}
+
+    return evaluate
+
+
+# --- Checkpoints --------------------------------------------------------------------------------------------------
+
+
+@jax.jit
+def fingerprint(state):
+    """uint32 per leaf: the sum of its bit patterns modulo 2^32, the same on every mesh. A checkpoint that restores to
+    another fingerprint than it was saved with is damaged."""
+
+    def bits(x):
+        return lax.bitcast_convert_type(x, jnp.uint32).sum(dtype=jnp.uint32)
+
+    return jnp.stack([bits(x) for x in jax.tree.leaves(state)])
+
+
+class Checkpoints:
+    """Orbax checkpoints under the run directory: written in the background, verified when read."""
+
+    def __init__(self, cfg):
+        folder = os.path.join(cfg.run.output_dir, cfg.run.name, "checkpoints")
+        self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
+        options = ocp.CheckpointManagerOptions(max_to_keep=cfg.run.keep_checkpoints, create=True)
+        self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
+
+    def save(self, step, state, sequences, about):
+        """Begin to write the state at `step`, after `sequences` sequences; `about` is kept with it."""
+        if step == self.saved:
+            return
+        meta = dict(about, step=step, sequences=sequences, fingerprint=np.asarray(fingerprint(state)).tolist())
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        self.manager.save(step, args=args, force=True)
+        self.saved = step
+
+    def restore(self, abstract):
+        """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
+
+        Damaged ones are moved to checkpoints/damaged and what was lost is said. Raises UserError where none is sound.
+        """
+        steps = sorted(self.manager.all_steps(), reverse=True)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
+        damaged = []
+        for step in steps:
+            try:
+                found = self.manager.restore(step, args=args)
+                if np.asarray(fingerprint(found.state)).tolist() != found.meta["fingerprint"]:
+                    raise ValueError("its contents are not those that were saved")
+            except Exception as e:  # whatever a damaged file makes the libraries raise
+                reason = str(e).strip().splitlines() or [type(e).__name__]
+                say(f"warning: checkpoint {step} is damaged ({reason[0][:200]})")
+                damaged.append(step)
+                continue
+            if damaged:
+                self._set_aside(damaged)
+                say(f"warning: going on from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and "
+                    f"are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
+            self.saved = step
+            return found.state, found.meta
+        if damaged:
+            raise UserError(f"--name: every checkpoint in {self.folder} is damaged ({', '.join(map(str, damaged))}); give "
+                            f"another --name, or remove that folder to start again.")  # fmt: skip
+        return None
+
+    def _set_aside(self, steps):
+        aside = self.folder.parent / f"{self.folder.name}-damaged"
+        aside.mkdir(parents=True, exist_ok=True)
+        for step in steps:
+            (self.folder / str(step)).rename(aside / f"{step}-{time.time_ns()}")
+        self.manager.reload()
+
+    def close(self):
+        """Wait until what was begun is written."""
+        self.manager.wait_until_finished()
+        self.manager.close()
+
+
+class Interrupt:
+    """SIGTERM and SIGINT, noted until the step in progress is done; a second one ends the process at once."""
+
+    def __enter__(self):
+        self.signal = None
+        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def _note(self, number, _):
+        self.signal = number
+        self._restore()
+        say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint")
+
+    def _restore(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, *_):
+        self._restore()
+
+
+# --- The run ------------------------------------------------------------------------------------------------------
+
+
+def configure_jax(cfg):
+    """Settings of jax itself, made here and nowhere at import."""
+    absl_logging.set_verbosity(absl_logging.ERROR)
+    if cfg.run.compilation_cache:
+        folder = cfg.run.compilation_cache
+        jax.config.update("jax_compilation_cache_dir", folder if utils.is_remote(folder) else os.path.expanduser(folder))
+    if cfg.model.model_dtype == "float32":  # accelerators would otherwise round the inputs of matrix products
+        jax.config.update("jax_default_matmul_precision", "float32")
+
+
+def data_fingerprint(*corpora):
+    """Hash of what the shards are, wherever they stand."""
+    what = [[c.manifest.get("shards") or list(zip(c.names, c.lengths)), c.manifest.get("tokenizer_sha256")] for c in corpora]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def stored_config(cfg, given, data):
+    """`cfg`, fitted to the run that --name resumes where there is one. Raises UserError where the two do not agree."""
+    stored = utils.read_file(os.path.join(cfg.run.output_dir, cfg.run.name, "config.json"))
+    if stored is None:
+        return cfg
+    stored = json.loads(stored)
+    cfg = utils.resume(cfg, given, stored)
+    if stored["data_fingerprint"] != data:
+        raise UserError(f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
+                        f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those shards.")  # fmt: skip
+    return cfg
+
+
+def prompt_ids(cfg, encoding):
+    """Token ids of --prompt as the beginning of a document, or None where no tokeniser is known."""
+    if encoding is None:
+        return None
+    ids = [encoding.eot_token, *encoding.encode_ordinary(cfg.sample.prompt)]
+    if len(ids) + cfg.sample.max_tokens > cfg.model.T:
+        raise UserError(f"--max_tokens {cfg.sample.max_tokens}: the prompt's {len(ids)} tokens and these are more than "
+                        f"--T {cfg.model.T}.")  # fmt: skip
+    return np.array(ids, np.int32)
+
+
+def main(cfg, given):
+    """Train as `cfg` says, resuming where the run left off. Returns the exit status: 0, or 128 + the signal."""
+    configure_jax(cfg)
+    started = time.time()
+
+    # --- Mesh
+    cfg = utils.validate(cfg, jax.device_count())
+
+    # --- Data
+    train, val = Corpus(cfg, cfg.data.train_folder_name), Corpus(cfg, cfg.data.val_folder_name)
+    data = data_fingerprint(train, val)
+    cfg = utils.validate(stored_config(cfg, given, data), jax.device_count())
+    mesh = make_mesh(cfg)
+    encoding = train.encoding()
+    prompt = prompt_ids(cfg, encoding)
+    dp, pp, tp = cfg.run.n_device_axis
+    per_step = cfg.data.train_batch_size * dp * cfg.run.grad_step
+    M = cfg.data.micro_batch_size
+    shape = (cfg.run.grad_step, M, cfg.data.train_batch_size * dp // M, cfg.model.T)
+    order = Shuffled(train, cfg.run.seed)
+
+    # --- Model, optimizer
+    total, active, embedding = model.count_params(cfg)
+    kind = jax.devices()[0].device_kind
+    say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
+    say(f"parameters: {total:,} total, {active:,} active per token, both without the {embedding:,} of the embedding")
+    say(f"data: {train.n_sequences:,} sequences of {train.T} tokens in {train.folder}; {per_step * train.T:,} tokens a step")
+    optimizer, schedule = make_optimizer(cfg)
+    abstract = abstract_state(cfg, mesh, optimizer)
+
+    # --- Restore
+    checkpoints = Checkpoints(cfg)
+    found = checkpoints.restore(abstract)
+    state, meta = found or (init_state(cfg, abstract, optimizer), dict(step=0, sequences=0))
+    step, sequences = meta["step"], meta["sequences"]
+    if step:
+        say(f"resuming {cfg.run.name} at step {step}, after {sequences:,} sequences")
+    if step >= cfg.run.training_steps:
+        say(f"nothing to do: --training_steps {cfg.run.training_steps} is reached")
+        checkpoints.close()
+        return 0
+
+    # --- Steps
+    batches = prefetch(lambda n: put_batch(order, n, shape, mesh),
+                       range(sequences, sequences + (cfg.run.training_steps - step) * per_step, per_step))  # fmt: skip
+    first = next(batches)  # what is wrong with the data is said before minutes of compiling
+    evaluate = make_evaluate(cfg, mesh, val)
+    jitted = jax.jit(make_train_step(cfg, mesh, optimizer, schedule), donate_argnums=0,
+                     out_shardings=(jax.tree.map(lambda s: s.sharding, abstract), None))  # fmt: skip
+    compiling = time.time()
+    train_step = jitted.lower(state, *first).compile()
+    say(f"compiled in {utils.duration(time.time() - compiling)}")
+    generate = jax.jit(model.make_generate(cfg, mesh))
+    peak = utils.peak_flops(kind)
+
+    # --- What the run leaves behind
+    main_process = jax.process_index() == 0
+    log = utils.RunLog(cfg, step, main_process)
+    about = dict(mesh=[dp, pp, tp], versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)})
+    if main_process:
+        config = dict(utils.flatten(cfg), data_fingerprint=data)
+        utils.write_file(log.path("config.json"), json.dumps(config, indent=1) + "\n")
+
+    def save(state):
+        checkpoints.save(step, state, sequences, about)
+
+    def sample(state):
+        if prompt is None:
+            return
+        ids = np.asarray(generate(state.params, prompt, jax.random.key(cfg.run.seed))).tolist()
+        texts = [encoding.decode([t for t in row if t < encoding.n_vocab]) for row in ids]
+        log.text(step, [t.split(utils.END_OF_TEXT)[1] for t in texts])  # each begins with one; a second ends it
+
+    def fetch(step, metrics, since):
+        """Numbers of a finished step, for the log."""
+        head, *_ = values = jax.device_get((metrics["load/head"], metrics))
+        row = {"step": step} | {key: float(v) for key, v in values[1].items() if key != "load/head"}
+        row |= {f"load/head_{i}": float(v) for i, v in enumerate(head)}
+        return row | {"tokens_per_second": per_step * train.T / (time.time() - since)}
+
+    def line(row, left):
+        parts = [f"step {row['step']}/{cfg.run.training_steps}", f"train {row['loss/train_loss']:.4f}",
+                 f"val {row['loss/val_loss']:.4f}"]  # fmt: skip
+        if val.bytes_per_token:
+            parts.append(f"{row['loss/val_cross_entropy_loss'] / np.log(2) / val.bytes_per_token:.3f} bits/byte")
+        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+        if peak:
+            parts.append(f"MFU {row['tokens_per_second'] * model.flops_per_token(cfg) / peak / cfg.run.n_devices:.1%}")
+        parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{utils.duration(left)} left"]
+        tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
+        sys.stdout.flush()
+
+    # --- Loop: the host runs one step ahead of the devices, so metrics are fetched a step late
+    bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=not (main_process and sys.stderr.isatty()))
+    pending, paused, clock = None, 0.0, time.time()  # (step, metrics) not fetched; seconds spent off training
+    loop_began, first_step = clock, step
+    try:
+        with Interrupt() as interrupt:
+            for batch in itertools.chain([first], batches):
+                state, metrics = train_step(state, *batch)
+                step, sequences = step + 1, sequences + per_step
+                if pending:
+                    log.metrics(fetch(*pending, clock))
+                    clock = time.time()
+                pending = (step, metrics)
+                bar.update()
+                stop = interrupt.signal or step == cfg.run.training_steps
+                scheduled = step % cfg.run.checkpoint_steps == 0
+                saves = stop or step % cfg.run.save_steps == 0
+                if not (scheduled or saves):
+                    continue
+                row = fetch(*pending, clock)
+                pending, off = None, time.time()
+                if scheduled or (stop and not interrupt.signal):
+                    row |= evaluate(state.params)
+                    rate = (off - loop_began - paused) / (step - first_step)
+                    line(row, rate * (cfg.run.training_steps - step))
+                log.metrics(row)
+                if scheduled:
+                    log.plots()
+                if saves:
+                    save(state)
+                if saves and not interrupt.signal:
+                    sample(state)
+                clock = time.time()
+                paused += clock - off
+                if interrupt.signal:
+                    break
+    except UserError:  # storage failed: keep what was reached
+        save(state)
+        raise
+    finally:
+        batches.close()
+        bar.close()
+        checkpoints.close()
+        log.close()
+    say(f"{'stopped' if interrupt.signal else 'done'} at step {step} after {utils.duration(time.time() - started)}; "
+        f"everything stands in {log.dir}{', and the same command goes on from here' if interrupt.signal else ''}")  # fmt: skip
+    return 128 + interrupt.signal if interrupt.signal else 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(utils.one_sentence(lambda: main(*cfg_given)))
+    print("interrupted before a step was done; nothing was lost", file=sys.stderr)
+    sys.exit(130)
