@@ -5,6 +5,7 @@ presets, `config.json` and the comparison on resume all derive from those fields
 """
 
 import argparse
+import base64
 import contextlib
 import dataclasses
 import importlib.util
@@ -452,13 +453,13 @@ PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?
 def load_tokenizer(name):
     """A `tiktoken.Encoding` by tiktoken's name for it, or from a file of ranks written by data/train_tokenizer.py."""
     import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
 
     if name.endswith(".tiktoken"):
         if not os.path.isfile(name):
             raise UserError(f"--tokenizer {name}: there is no such file; data/train_tokenizer.py makes one.")
         try:
-            ranks = load_tiktoken_bpe(name)
+            with open(name, "rb") as f:  # not tiktoken's loader: it caches by name, so would miss a file made anew
+                ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in f)}
         except ValueError as e:
             raise UserError(f"--tokenizer {name}: not a file of tiktoken ranks ({e}).") from None
         stem = os.path.basename(name).removesuffix(".tiktoken")

@@ -1,0 +1,78 @@
+"""Train a byte-level BPE tokeniser on the training part of a source and store it as tiktoken ranks.
+
+python data/train_tokenizer.py --source stdlib --vocab_size 8192 --output data/shards/bpe8192.tiktoken
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sources import VAL_FRACTION, Parser, by_hash, dump_ranks, list_documents, read_text, split
+from tokenizers import Regex, Tokenizer, models, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+from utils import PATTERN, UserError, one_sentence, say, write_file
+
+SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
+PIECE = 10_000  # characters; training takes time quadratic in the longest word, such as a run of a million spaces
+
+
+def sample(documents, limit):
+    """The texts of the first documents by hash, so from all over the source, `limit` bytes in all."""
+    texts = []
+    for document in by_hash(documents):
+        if limit > 0:
+            texts.append(read_text(document, limit)[0])
+            limit -= document.size
+    return texts
+
+
+def train(texts, vocab_size):
+    """A `tokenizers.Tokenizer` with at most `vocab_size` tokens: the 256 bytes, then the merges in order."""
+    tokenizer = Tokenizer(models.BPE())
+    to_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = Sequence([Split(Regex(PATTERN), "isolated"), to_bytes])
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator((t[i : i + PIECE] for t in texts for i in range(0, len(t), PIECE)), trainer)
+    return tokenizer
+
+
+def to_ranks(tokenizer):
+    """{token bytes: rank}: the ids, which are given in the order of the merges, as tiktoken's ranks must be."""
+    # the library spells byte b as the character b where that is visible, else as the next one from U+0100 on
+    visible = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    hidden = [b for b in range(256) if b not in visible]
+    byte = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    return {bytes(byte[c] for c in token): rank for token, rank in tokenizer.get_vocab().items()}
+
+
+def main():
+    parser = Parser(__doc__.splitlines()[0])
+    parser.add_argument("--vocab_size", type=int, default=8192, help="number of tokens, with all 256 bytes and the end "
+                        "of text")  # fmt: skip
+    parser.add_argument("--output", required=True, help="file of ranks to write; its name must end in .tiktoken")
+    args, start = parser.parse_args(), time.monotonic()
+    if args.vocab_size < 257:
+        raise UserError(f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text.")
+    if not args.output.endswith(".tiktoken"):
+        raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
+    training, held_out = split(list_documents(args.source), VAL_FRACTION)
+    tokenizer = train(sample(training, SAMPLE_BYTES), args.vocab_size - 1)
+    most = tokenizer.get_vocab_size() + 1
+    if most < args.vocab_size:
+        raise UserError(f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most.")
+    try:
+        write_file(args.output, dump_ranks(to_ranks(tokenizer)))
+    except OSError as e:
+        raise UserError(f"--output {args.output}: cannot be written ({e}).") from None
+
+    texts = sample(held_out or training, SAMPLE_BYTES // 20)
+    ratio = sum(len(t.encode()) for t in texts) / max(1, sum(len(e) for e in tokenizer.encode_batch(texts)))
+    say(f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of "
+        f"{'held-out' if held_out else 'its own'} text, {time.monotonic() - start:.1f} s")  # fmt: skip
+
+
+if __name__ == "__main__":
+    one_sentence(main)

@@ -1,0 +1,122 @@
+"""Eight simulated CPU devices, set before jax is first imported, and what several test files share."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["JAX_PLATFORMS"] = "cpu"
+# compiling is most of the tests' time; a lower level shortens it by a third and changes nothing that they look at
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+
+import jax
+import numpy as np
+import pytest
+
+import main
+import model
+import utils
+
+# A model small enough to compile in seconds, with every part that a large one has.
+SMALL = dict(model_dimension=32, vocab_size=250, n_head=4, blocks=4, layers_per_block=3, T=32, latent_dim=16, dhR=8,
+             n_experts=8, k=2, n_shared=1, expert_dim=32, ffn_dim=64, capacity_factor=0.0, warmup_steps=2, end_steps=100,
+             compilation_cache="")  # fmt: skip
+MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
+
+
+def small_config(mesh=(1, 1, 1), sequences=16, **flags):
+    """A validated Config of SMALL on `mesh` with `sequences` training sequences a batch over the whole mesh."""
+    flags = {**SMALL, "train_batch_size": sequences // mesh[0], "val_batch_size": max(4, 8 // mesh[0]), **flags}
+    cfg = utils.replace(utils.preset("tiny"), n_device_axis=mesh, n_devices=int(np.prod(mesh)), **flags)
+    return utils.validate(cfg, jax.device_count())
+
+
+def make_params(cfg, mesh):
+    table = model.param_table(cfg)
+    init = jax.jit(lambda key: model.init_params(table, key), out_shardings=model.shardings(table, mesh))
+    return init(jax.random.key(cfg.run.seed))
+
+
+def random_batch(cfg, mesh, seed=0):
+    """Global (tokens, targets) [accumulation, M, B, T] of random tokens; the same sequences however they are cut."""
+    A, M = cfg.run.grad_step, cfg.data.micro_batch_size
+    B = cfg.data.train_batch_size * cfg.run.n_device_axis[0] // M
+    rows = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (A * M * B, cfg.model.T + 1)).astype(np.int32)
+    rows = rows.reshape(A, M, B, -1)
+    sharding = jax.sharding.NamedSharding(mesh, model.BATCH_SPEC)
+    return tuple(jax.device_put(part, sharding) for part in (rows[..., :-1], rows[..., 1:]))
+
+
+def furthest(a, b):
+    """Largest difference between two trees, each leaf relative to its own largest entry, and that leaf's path."""
+    differences = jax.tree_util.tree_map_with_path(
+        lambda path, x, y: (float(np.abs(x - y).max() / max(np.abs(x).max(), 1e-30)), jax.tree_util.keystr(path)),
+        jax.tree.map(np.asarray, a), jax.tree.map(np.asarray, b),
+    )  # fmt: skip
+    return max(jax.tree.leaves(differences, is_leaf=lambda x: isinstance(x, tuple)))
+
+
+def steps_of(cfg, n, seeds=None):
+    """TrainState after n optimizer steps on random batches, and the metrics of every step."""
+    mesh = main.make_mesh(cfg)
+    optimizer, schedule = main.make_optimizer(cfg)
+    state = main.init_state(cfg, main.abstract_state(cfg, mesh, optimizer), optimizer)
+    step = jax.jit(main.make_train_step(cfg, mesh, optimizer, schedule))
+    seen = []
+    for seed in seeds or range(n):
+        state, metrics = step(state, *random_batch(cfg, mesh, seed))
+        seen.append(jax.device_get(metrics))
+    return state, seen
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """Plain shards without a manifest: tokens that follow a noisy rule, so that there is something to learn."""
+    folder, rng = tmp_path_factory.mktemp("shards"), np.random.default_rng(0)
+    for split, lengths in dict(train=[9_000, 7_001, 5_003], val=[4_000]).items():
+        (folder / split).mkdir()
+        for i, n in enumerate(lengths):
+            tokens = np.cumsum(rng.choice([1, 2, 3], n, p=[0.8, 0.15, 0.05])) % SMALL["vocab_size"]
+            np.save(folder / split / f"{i:06d}.npy", tokens.astype(np.uint16))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def xla_cache(tmp_path_factory):
+    """A compilation cache that all runs of main.py in one test session share."""
+    return tmp_path_factory.mktemp("xla_cache")
+
+
+def flags_of(**flags):
+    """{flag: value} as command-line words."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        else:
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return words
+
+
+@pytest.fixture
+def train(shards, xla_cache, tmp_path):
+    """`train(mesh, **flags)`: run the program in this process on the small model and shards; returns its exit status."""
+
+    def train(mesh=(1, 1, 1), **flags):
+        flags = {**SMALL, "train_batch_size": 8 // mesh[0], "val_batch_size": 8 // mesh[0], "name": "run",
+                 "n_device_axis": mesh, "n_devices": int(np.prod(mesh)), "output_dir": tmp_path / "runs",
+                 "bucket_name": shards, "compilation_cache": xla_cache, "checkpoint_steps": 5, "eval_steps": 2,
+                 **flags}  # fmt: skip
+        words = flags_of(**{n: v for n, v in flags.items() if v is not None})
+        return main.main(*utils.parse(["--preset", "tiny", *words]))
+
+    return train
+
+
+def run_program(*words, **environment):
+    """main.py in a process of its own; returns the CompletedProcess with text output."""
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, str(ROOT / "main.py"), *map(str, words)], env=env, capture_output=True,
+                          text=True, timeout=600)  # fmt: skip

@@ -1,0 +1,331 @@
+"""The programs in data/: shards against a plain loop, on documents that try to break them."""
+
+import base64
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+
+import sources
+import tokenize_shards
+import train_tokenizer
+
+import utils
+
+CACHED_RANKS = ROOT.parent / "shared" / "tiktoken"
+HOSTILE = {
+    "specials.txt": b"<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>",
+    "empty.txt": b"",
+    "nested/deeper/empty": b"",
+    "invalid.bin": b"\xff\xfe latin \xe9t\xe9, half a character: \xf0\x9f\x98",
+    "emoji.md": "👩‍👩‍👧‍👦 naïve 한국어 العربية 𝔘𝔫𝔦 é\u200b\ufeff".encode(),
+    "replacement character.txt": "legal: \ufffd".encode(),
+    "nul.txt": b"\0a\0\0b\0",
+    "nested/line ends.txt": b"a\r\nb\rc\n\n\n  d\t \n   ",
+    "bom.txt": b"\xef\xbb\xbfwith a mark",
+    "blank": b" \n\t \n",
+    "nested/naïve.txt": b"don't WE'LL 12345 ...!!??\n",
+}
+HIDDEN = {".hidden.txt": b"not a document", ".git/config": b"nor this", "nested/.cache/x.txt": b"nor that"}
+
+
+def write_files(folder, files):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def run(program, capsys, monkeypatch, *flags):
+    """Run a program's main as its command line would; (exit status, stdout, stderr)."""
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, flags)])
+    try:
+        utils.one_sentence(program.main)
+        status = 0
+    except SystemExit as stop:
+        status = stop.code
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A folder of 40 documents, some of them hostile."""
+    folder = tmp_path_factory.mktemp("source")
+    words = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(" ")
+    rng = random.Random(0)
+    plain = {f"p/{i:02d}.txt": " ".join(rng.choices(words, k=200)).encode() for i in range(40 - len(HOSTILE))}
+    write_files(folder, plain | HOSTILE | HIDDEN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks_file(source, tmp_path_factory):
+    """A small tokeniser trained on the training part of `source`."""
+    path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
+    documents, _ = sources.split(sources.list_documents(str(source)), 0.1)
+    trained = train_tokenizer.train(train_tokenizer.sample(documents, 10**6), 299)
+    path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
+    return path
+
+
+def reference(source, encoding, val_fraction):
+    """What the shards must hold, by the plainest loop: {split: (token ids, documents, bytes, empty, replaced)}."""
+    names = [p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file()]
+    names = sorted(n for n in names if not any(part.startswith(".") for part in n.split("/")))
+    n_val = max(1, round(val_fraction * len(names))) if val_fraction else 0
+    val = sorted(names, key=lambda n: hashlib.sha256(n.encode()).hexdigest())[:n_val]
+    result = {}
+    for split in ("train", "val"):
+        ids, counts = [], [0, 0, 0, 0]
+        for name in names:
+            if (name in val) != (split == "val"):
+                continue
+            content = (source / name).read_bytes()
+            text = content.decode("utf-8", errors="replace")
+            if text:
+                ids += [encoding.eot_token, *encoding.encode_ordinary(text)]
+            valid = text.encode() == content
+            for i, more in enumerate((text != "", len(text.encode()), text == "", not valid)):
+                counts[i] += more
+        result[split] = ids, counts
+    return result
+
+
+def check_shards(output, expected, encoding, dtype, shard_tokens):
+    """The shards and the manifests in `output` are what `reference` says."""
+    for split, (ids, counts) in expected.items():
+        manifest = json.loads((output / split / "manifest.json").read_text())
+        files = sorted((output / split).glob("*.npy"))
+        assert [s["name"] for s in manifest["shards"]] == [f.name for f in files]
+        assert [f.name for f in files] == [f"{i:06d}.npy" for i in range(len(files))]
+        shards = [np.load(f) for f in files]
+        assert all(s.dtype == dtype and s.ndim == 1 for s in shards)
+        assert all(len(s) == shard_tokens for s in shards[:-1]) and 0 < len(shards[-1]) <= shard_tokens
+        np.testing.assert_array_equal(np.concatenate(shards), ids)
+        assert [s["tokens"] for s in manifest["shards"]] == [len(s) for s in shards]
+        assert [s["sha256"] for s in manifest["shards"]] == [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
+        keys = ("documents", "bytes", "empty_documents", "replaced_documents")
+        assert [manifest[k] for k in keys] == counts and manifest["tokens"] == len(ids)
+        assert (manifest["dtype"], manifest["vocab_size"]) == (dtype, encoding.n_vocab)
+        assert not list((output / split).glob("*.part"))
+
+
+def content(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# --- Shards -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard_tokens, val_fraction", [(97, 0.1), (10**8, 0.5)])
+def test_shards_equal_a_plain_loop(source, ranks_file, tmp_path, capsys, monkeypatch, shard_tokens, val_fraction):
+    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
+    flags = ["--source", source, "--output", tmp_path / "out", "--tokenizer", ranks_file, "--workers", 1]
+    flags += ["--shard_tokens", shard_tokens, "--val_fraction", val_fraction]
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert (status, err, out.count("\n")) == (0, "", 1)
+    encoding = utils.load_tokenizer(str(ranks_file))
+    expected = reference(source, encoding, val_fraction)
+    check_shards(tmp_path / "out", expected, encoding, "uint16", shard_tokens)
+    empty, replaced = (sum(counts[i] for _, counts in expected.values()) for i in (2, 3))
+    assert (empty, replaced) == (2, 1)
+    manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
+    assert manifest["tokenizer"] == "tokenizer.tiktoken"
+    assert (tmp_path / "out/tokenizer.tiktoken").read_bytes() == ranks_file.read_bytes()
+    assert manifest["tokenizer_sha256"] == hashlib.sha256(ranks_file.read_bytes()).hexdigest()
+    assert (manifest["shard_tokens"], manifest["val_fraction"]) == (shard_tokens, val_fraction)
+
+
+def test_workers_do_not_change_a_byte(source, ranks_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 1)  # 40 batches: more than are in flight at once
+    for workers in (1, 2):
+        flags = ["--source", source, "--output", tmp_path / str(workers), "--tokenizer", ranks_file]
+        assert run(tokenize_shards, capsys, monkeypatch, *flags, "--shard_tokens", 1000, "--workers", workers)[0] == 0
+    assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+@pytest.mark.parametrize("name, file, dtype", [
+    ("gpt2", None, "uint16"), ("cl100k_base", "9b5ad71b2ce5302211f9c61530b329a4922fc6a4", "uint32"),
+])  # fmt: skip
+def test_tiktoken_by_name(source, tmp_path, capsys, monkeypatch, name, file, dtype):
+    if not CACHED_RANKS.is_dir():
+        pytest.skip(f"{CACHED_RANKS} is not there: tiktoken would have to fetch its ranks")
+    shutil.copytree(CACHED_RANKS, tmp_path / "cache", copy_function=shutil.copyfile)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    flags = ["--source", source, "--output", tmp_path / "out", "--tokenizer", name, "--workers", 1]
+    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
+    encoding = utils.load_tokenizer(name)
+    check_shards(tmp_path / "out", reference(source, encoding, 0.1), encoding, dtype, 10**8)
+    manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
+    assert manifest["tokenizer"] == name and not (tmp_path / "out/tokenizer.tiktoken").exists()
+    if file:  # tiktoken's own file of ranks is the same text that the hash is taken over
+        assert manifest["tokenizer_sha256"] == hashlib.sha256((CACHED_RANKS / file).read_bytes()).hexdigest()
+
+
+def test_a_run_of_spaces_beyond_what_tiktoken_takes(ranks_file):
+    """Text comes back whole, where `encode_ordinary` itself panics, and is the same where it does not."""
+    encoding = utils.load_tokenizer(str(ranks_file))
+    for text in ("def f():" + " " * 1_200_000 + "return 1", "def f():" + " " * 1000 + "return 1"):
+        assert encoding.decode(tokenize_shards.encode_text(text, encoding)) == text
+    assert tokenize_shards.encode_text(text, encoding).tolist() == encoding.encode_ordinary(text)
+
+
+# --- Running again ----------------------------------------------------------------------------------------------
+
+
+def test_running_again(source, ranks_file, tmp_path, capsys, monkeypatch):
+    """Finished shards are left alone, those of other settings refused, unfinished ones made anew."""
+    output, other = tmp_path / "out", tmp_path / "other"
+    flags = ["--source", source, "--output", output, "--tokenizer", ranks_file, "--workers", 1, "--shard_tokens", 1000]
+    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
+    files = content(output)
+    times = {p: p.stat().st_mtime_ns for p in output.rglob("*")}
+
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert (status, err) == (0, "") and "nothing to do" in out
+    shutil.copytree(source, other)
+    (other / "one more.txt").write_text("text")
+    fewer = tmp_path / "fewer.tiktoken"
+    fewer.write_bytes(b"".join(ranks_file.read_bytes().splitlines(keepends=True)[:-1]))
+    changes = {"shard_tokens": 999, "val_fraction": 0.2, "tokenizer": fewer, "source": other}
+    for flag, value in changes.items():
+        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags, f"--{flag}", value)
+        assert (status, out, err.count("\n")) == (2, "", 1), err
+        assert str(output) in err and flag in err
+    assert {p: p.stat().st_mtime_ns for p in output.rglob("*")} == times
+
+    (output / "val/manifest.json").unlink()
+    (output / "train/000000.npy").write_bytes(b"torn")
+    for name in ("val/000007.npy", "val/000001.npy.part", "train/keep.txt"):
+        (output / name).write_bytes(b"left over")
+    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
+    assert content(output) == files | {"train/keep.txt": b"left over"}
+
+
+# --- The tokeniser ----------------------------------------------------------------------------------------------
+
+
+def test_training(source, tmp_path, capsys, monkeypatch):
+    """The same file on each run, as large as asked, from the training part alone."""
+    written = []
+    held_out = sources.split(sources.list_documents(str(source)), 0.1)[1]
+    for i in range(3):
+        copy, path = tmp_path / f"source{i}", tmp_path / f"ranks{i}.tiktoken"
+        shutil.copytree(source, copy)
+        if i == 2:
+            for document in held_out:
+                (copy / document.name).write_text("zyzzyva " * 100)
+        flags = ["--source", copy, "--vocab_size", 300, "--output", path]
+        status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
+        assert (status, err, out.count("\n")) == (0, "", 1) and "held-out" in out
+        written.append(path.read_bytes())
+    assert written[0] == written[1] == written[2]
+    lines = [line.split() for line in written[0].splitlines()]
+    assert [int(rank) for _, rank in lines] == list(range(299)) and written[0].endswith(b"\n")
+    assert {bytes([b]) for b in range(256)} <= {base64.b64decode(token) for token, _ in lines}
+    encoding = utils.load_tokenizer(str(path))
+    assert (encoding.n_vocab, encoding.eot_token) == (300, 299)
+
+
+def test_tiktoken_encodes_as_the_training_library(source, tmp_path):
+    """On the documents it was trained on, on others, and on hostile ones."""
+    train, val = sources.split(sources.list_documents("stdlib"), 0.1)
+    trained = train_tokenizer.train(train_tokenizer.sample(train, 300_000), 1000)
+    path = tmp_path / "check.tiktoken"
+    path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
+    encoding = utils.load_tokenizer(str(path))
+    texts = train_tokenizer.sample(train, 300_000) + train_tokenizer.sample(val, 300_000)
+    texts += [sources.read_text(d)[0] for d in sources.list_documents(str(source))]
+    for text in texts:
+        assert trained.encode(text).ids == encoding.encode_ordinary(text)
+
+
+def test_training_survives_a_long_word():
+    assert len(train_tokenizer.to_ranks(train_tokenizer.train([" " * 10**6 + "x" * 10**6, "some words"], 270))) == 270
+
+
+def test_training_again_into_the_same_file(tmp_path):
+    """The ranks are those in the file now, not those of an earlier file of that name (tiktoken caches by name)."""
+    path = tmp_path / "again.tiktoken"
+    for vocab_size in (260, 265):
+        trained = train_tokenizer.train(["the quick brown fox jumps over the lazy dog"], vocab_size)
+        path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
+        assert utils.load_tokenizer(str(path)).n_vocab == vocab_size + 1
+
+
+# --- Documents --------------------------------------------------------------------------------------------------
+
+
+def test_the_standard_library():
+    documents = sources.list_documents("stdlib")
+    names = [d.name for d in documents]
+    assert names == sorted(set(names)) and {"os.py", "json/decoder.py"} <= set(names)
+    assert all(n.endswith(".py") and "site-packages" not in n for n in names)
+    train, val = sources.split(documents, 0.1)
+    assert len(val) == round(0.1 * len(documents)) and sorted(train + val) == documents
+    assert sum(d.size for d in documents) > 10**7
+
+
+@pytest.mark.parametrize("n, fraction, n_val", [(1, 0.5, 0), (2, 0.1, 1), (10, 0, 0), (10, 0.25, 2), (2, 0.99, 1)])
+def test_split_sizes(n, fraction, n_val):
+    train, val = sources.split([sources.Document(str(i), "", 1) for i in range(n)], fraction)
+    assert (len(train), len(val)) == (n - n_val, n_val)
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag, value", [
+    ("source", "/no/such/folder"), ("source", "empty"), ("tokenizer", "gpt99"), ("tokenizer", "missing.tiktoken"),
+    ("val_fraction", "1"), ("val_fraction", "-0.1"), ("val_fraction", "nan"), ("val_fraction", "half"),
+    ("shard_tokens", "0"), ("shard_tokens", "10000000000000000"), ("workers", "0"), ("output", "source/shards"),
+    ("output", "a file"), ("no_such_flag", "1"),
+])  # fmt: skip
+def test_bad_flags(ranks_file, tmp_path, capsys, monkeypatch, flag, value):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path, {"source/a.txt": b"text", "source/b.txt": b"text", "empty/a.txt": b"", "a file": b""})
+    flags = {"source": "source", "output": "out", "tokenizer": str(ranks_file), "workers": "1"} | {flag: value}
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *(f"--{k}={v}" for k, v in flags.items()))
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("error: ") and f"--{flag}" in err and value.replace("00", "") in err.replace("00", "")
+
+
+@pytest.mark.parametrize("flag, value", [
+    ("source", "/no/such/folder"), ("vocab_size", "256"), ("vocab_size", "100000"), ("output", "ranks.txt"),
+    ("output", "a file/x.tiktoken"),
+])  # fmt: skip
+def test_bad_flags_of_training(tmp_path, capsys, monkeypatch, flag, value):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path, {"source/a.txt": b"some text", "source/b.txt": b"some text", "a file": b""})
+    flags = {"source": "source", "output": "out.tiktoken", "vocab_size": "258"} | {flag: value}
+    status, out, err = run(train_tokenizer, capsys, monkeypatch, *(f"--{k}={v}" for k, v in flags.items()))
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("error: ") and f"--{flag}" in err and value in err
+    assert not os.path.exists("out.tiktoken")
+
+
+def test_from_the_command_line(tmp_path):
+    """Both programs from another folder, in a process of their own, on every core; then with a mistake."""
+    write_files(tmp_path, {f"text/{i}.txt": b"some words of text, some more words " * 50 for i in range(4)})
+    python = [sys.executable, str(ROOT / "data" / "train_tokenizer.py")]
+    flags = ["--source", "text", "--vocab_size", "270", "--output", "made/x.tiktoken"]
+    subprocess.run(python + flags, cwd=tmp_path, check=True, timeout=120)
+    python = [sys.executable, str(ROOT / "data" / "tokenize_shards.py")]
+    flags = ["--source", "text", "--output", "out", "--tokenizer", "made/x.tiktoken"]
+    subprocess.run(python + flags, cwd=tmp_path, check=True, timeout=120)
+    encoding = utils.load_tokenizer(str(tmp_path / "made/x.tiktoken"))
+    check_shards(tmp_path / "out", reference(tmp_path / "text", encoding, 0.1), encoding, "uint16", 10**8)
+    flags[1] = "txt"
+    wrong = subprocess.run(python + flags, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
+    assert "--source txt" in wrong.stderr and "Traceback" not in wrong.stderr

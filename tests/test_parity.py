@@ -1,0 +1,98 @@
+"""The mesh is invisible: any mesh, and any way to cut a batch, computes what one device computes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MESHES, furthest, make_params, random_batch, small_config, steps_of
+
+import main
+import model
+
+
+@functools.cache
+def loss_and_gradients(mesh_shape, **flags):
+    cfg = small_config(mesh_shape, **flags)
+    mesh = main.make_mesh(cfg)
+    tokens, targets = random_batch(cfg, mesh)
+    f = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
+    out = f(make_params(cfg, mesh), tokens[0], targets[0], jax.random.key(7), jnp.int32(0))
+    return jax.tree.map(np.asarray, out)
+
+
+def assert_parity(mesh, **flags):
+    (loss, metrics), gradients = loss_and_gradients((1, 1, 1), **flags)
+    (loss_, metrics_), gradients_ = loss_and_gradients(mesh, **flags)
+    assert abs(loss - loss_) < 1e-5 * abs(loss)
+    assert furthest(metrics._asdict(), metrics_._asdict())[0] < 1e-5
+    assert furthest(gradients, gradients_)[0] < 1e-5, furthest(gradients, gradients_)
+    assert all(np.abs(g).max() > 0 for path, g in jax.tree_util.tree_leaves_with_path(gradients) if "bias" not in str(path))
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_parity_of_loss_and_every_gradient(mesh):
+    assert_parity(mesh)
+
+
+@pytest.mark.parametrize(
+    "mesh, flags",
+    [
+        ((2, 2, 2), dict(dropout_rate=0.2, remat="full")),  # dropout is decided by a token's number, remat repeats it
+        ((4, 1, 2), dict(n_experts=2, activation="gelu")),  # fewer experts than devices
+        ((3, 1, 2), dict(sequences=24, n_experts=6, latent_dim=9, vocab_size=127)),  # sizes that dp does not divide
+        ((1, 2, 2), dict(remat="dots", micro_batch_size=8, n_shared=0)),
+    ],
+)
+def test_parity_of_variants(mesh, flags):
+    assert_parity(mesh, **flags)
+
+
+def test_parity_of_microbatches():
+    (loss, _), gradients = loss_and_gradients((1, 1, 1))
+    (loss_, _), gradients_ = loss_and_gradients((2, 2, 2), micro_batch_size=2)
+    assert abs(loss - loss_) < 1e-5 * abs(loss) and furthest(gradients, gradients_)[0] < 1e-5
+
+
+@functools.cache
+def three_steps(mesh, **flags):
+    # of alpha enough, and of clipping enough, that an error in either shows
+    state, metrics = steps_of(small_config(mesh, grad_clip_norm=0.1, alpha=0.1, max_lr=1e-3, **flags), 3)
+    assert all(m["grad_norm"] > 0.2 for m in metrics), "clipping is not active"
+    return jax.tree.map(np.asarray, state.params), metrics
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_parity_after_three_clipped_steps(mesh):
+    params, metrics = three_steps((1, 1, 1))
+    params_, metrics_ = three_steps(mesh)
+    assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
+    for m, m_ in zip(metrics, metrics_):
+        assert furthest(m, m_)[0] < 1e-4, furthest(m, m_)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_parity_of_accumulation(mesh):
+    params, metrics = three_steps((1, 1, 1))
+    params_, metrics_ = three_steps(mesh, grad_step=2, sequences=8)
+    assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
+    assert all(abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-5 for m, m_ in zip(metrics, metrics_))
+
+
+def test_parity_of_four_accumulated_batches_with_one():
+    params, _ = three_steps((1, 1, 1))
+    params_, _ = three_steps((1, 1, 1), grad_step=4, sequences=4)
+    assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
+
+
+def test_parity_of_initialisation():
+    """Each leaf is the same on every mesh, with the spread that the table says."""
+    trees = []
+    for mesh_shape in [(1, 1, 1), (2, 2, 2)]:
+        cfg = small_config(mesh_shape)
+        trees.append(jax.tree.map(np.asarray, make_params(cfg, main.make_mesh(cfg))))
+    assert jax.tree.all(jax.tree.map(np.array_equal, *trees))
+    table = model.param_table(small_config())
+    for p, x in zip(jax.tree.leaves(table, is_leaf=model.is_param), jax.tree.leaves(trees[0])):
+        assert abs(x.std() - p.std) < 0.1 * p.std + 1e-12 and abs(x.mean() - p.start) < 0.01
