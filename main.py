@@ -124,7 +124,7 @@ def make_train_step(cfg, mesh, optimizer, schedule):
             "loss/train_cross_entropy_loss": seen.cross_entropy,
             "loss/load_loss": seen.load_loss,
             "lr": schedule(state.step),
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "load/head": (seen.load / seen.load.sum(-1, keepdims=True)).mean(0),  # [E] share of the routed tokens
             "load/dropped": seen.dropped,
         }

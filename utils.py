@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import secrets
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -295,8 +296,13 @@ def parse(argv):
         if not stop.code:
             raise
         raise UserError(parse_complaint(output.getvalue())) from None
-    if "tokenizer" in given and "vocab_size" not in given:
-        cfg = replace(cfg, vocab_size=load_tokenizer(cfg.data.tokenizer).n_vocab)
+    if cfg.data.tokenizer:
+        n_vocab = load_tokenizer(cfg.data.tokenizer).n_vocab
+        if "vocab_size" not in given:
+            cfg = replace(cfg, vocab_size=n_vocab)
+        if cfg.model.vocab_size < n_vocab:
+            raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} tokens; "
+                            f"give at least that many, or leave the flag out.")  # fmt: skip
     for n, low in AT_LEAST.items():
         value = flatten(cfg)[n]
         if value < low or not math.isfinite(value):
@@ -532,7 +538,7 @@ class RunLog:
         if cfg.run.wandb:
             import wandb
 
-            run_id = read_file(self.path("wandb_id")) or wandb.util.generate_id().encode()
+            run_id = read_file(self.path("wandb_id")) or secrets.token_hex(4).encode()
             write_file(self.path("wandb_id"), run_id)
             self.wandb = wandb
             wandb.init(project="moe-pretraining", id=run_id.decode(), resume="allow", name=cfg.run.name, dir=self.dir,

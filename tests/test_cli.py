@@ -1,0 +1,192 @@
+"""The command line: every flag reaches its field, every field is used, and every mistake gets one sentence."""
+
+import dataclasses
+import json
+import re
+import typing
+
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, flags_of, run_program
+
+import utils
+
+PATH = ["main.py", "model.py", "dataset.py", "utils.py"]
+FIELDS = {f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))}
+LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim dhR dropout_rate model_dtype k n_experts
+n_shared capacity_factor bucket_name process_path train_folder_name val_folder_name train_batch_size val_batch_size
+micro_batch_size max_lr min_lr end_lr warmup_steps end_steps alpha name output_dir checkpoint_steps seed wandb
+training_steps grad_step eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature use_cache max_tokens
+prompt n_devices""".split()
+
+
+def another(name, value):
+    """A value for the flag that differs from `value`."""
+    kind = FIELDS[name].type
+    if typing.get_origin(kind) is typing.Literal:
+        return next(v for v in typing.get_args(kind) if v != value)
+    if name == "preset":
+        return "tiny"
+    if isinstance(value, bool):
+        return not value
+    return {int: lambda: value + 1, float: lambda: value / 2 + 0.25, str: lambda: value + "x y'$",
+            tuple: lambda: (5, 6, 7)}[type(value)]()  # fmt: skip
+
+
+@pytest.fixture
+def byte_ranks(tmp_path):
+    """A tokeniser of the 256 bytes."""
+    import base64
+
+    path = tmp_path / "bytes.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_flag_reaches_its_field(name, byte_ranks):
+    default = utils.flatten(utils.preset("moe1b"))
+    value = byte_ranks if name == "tokenizer" else another(name, default[name])
+    cfg, given = utils.parse(flags_of(**{name: value}))
+    now = utils.flatten(cfg)
+    assert given == {name} and now[name] == value
+    changed = {n for n in default if now[n] != default[n]}
+    expected = {"preset": {"preset", *utils.PRESETS["tiny"]}, "tokenizer": {"tokenizer", "vocab_size"}}.get(name, {name})
+    assert changed <= expected and name in changed
+    assert name != "tokenizer" or now["vocab_size"] == 257
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - {"preset"}))  # which chooses the others' defaults
+def test_every_field_is_used(name):
+    """Somewhere on the training path a field is read as an attribute."""
+    source = "".join((ROOT / file).read_text() for file in PATH)
+    assert re.search(rf"\b(m|d|o|r|s|self|model|data|optimizer|run|sample)\.{name}\b", source), name
+
+
+def test_the_flags_that_users_know_are_there():
+    assert set(LISTED) <= set(FIELDS)
+
+
+def test_the_documented_command_is_accepted():
+    words = "--checkpoint_steps=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb --eval_steps 10"
+    cfg = utils.validate(utils.parse(words.split())[0], 32)
+    m, o, r = cfg.model, cfg.optimizer, cfg.run
+    assert (r.checkpoint_steps, r.save_steps, r.n_device_axis, r.n_devices, r.name) == (75, 750, (8, 2, 2), 32, "moe1B")
+    assert cfg.sample.use_cache and r.wandb and r.eval_steps == 10 and cfg.data.train_batch_size == 32
+    assert (m.model_dimension, m.vocab_size, m.n_head, m.blocks, m.layers_per_block, m.T) == (768, 100277, 12, 8, 6, 1024)
+    assert (m.latent_dim, m.dhR, m.n_experts, m.k, m.n_shared, m.capacity_factor) == (128, 128, 16, 2, 2, 1.5)
+    assert (o.max_lr, o.end_lr, o.warmup_steps, o.end_steps) == (6e-4, 6e-5, 5000, 75000)
+
+
+def test_a_flag_beside_a_preset_wins_and_help_shows_its_values(capsys):
+    assert utils.parse(["--blocks", "6", "--preset", "tiny"])[0].model.blocks == 6
+    with pytest.raises(SystemExit) as stop:
+        utils.parse(["--preset", "tiny", "--help"])
+    shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+    assert stop.value.code == 0
+    for name, f in FIELDS.items():
+        assert f"--{name}" in shown, name
+    assert "(default: 8192)" in shown and "(default: 100277)" not in shown
+
+
+BAD = {  # words beside the small model's on eight devices, and what the sentence must name
+    "--n_device_axis 3 2 2": ["--n_device_axis 3 2 2", "12", "8"],
+    "--blocks 3 --n_device_axis 2 2 2": ["--blocks 3", "pp", "2 or 4"],
+    "--n_head 2 --n_device_axis 2 1 4": ["--n_head 2", "tp", "4"],
+    "--T 30 --n_device_axis 2 1 4": ["--T 30", "tp", "28 or 32"],
+    "--micro_batch_size 3 --n_device_axis 4 2 1": ["--micro_batch_size 3", "pp"],
+    "--n_experts 6 --n_device_axis 8 1 1": ["--n_experts 6", "8"],
+    "--n_experts 12 --n_device_axis 8 1 1": ["--n_experts 12", "8"],
+    "--train_batch_size 6": ["--train_batch_size 6", "4 or 8"],
+    "--val_batch_size 6": ["--val_batch_size 6", "micro_batch_size"],
+    "--model_dimension 30": ["--model_dimension 30", "n_head"],
+    "--dhR 7": ["--dhR 7"],
+    "--k 9": ["--k 9", "--n_experts 8"],
+    "--k 0": ["--k 0", "at least 1"],
+    "--dropout_rate 1.0": ["--dropout_rate 1.0"],
+    "--max_lr nan": ["--max_lr nan"],
+    "--warmup_steps 100": ["--warmup_steps 100", "--end_steps 100"],
+    "--layers_per_block 1": ["--layers_per_block 1", "at least 2"],
+    "--n_devices 16": ["--n_devices 16", "8"],
+    "--preset huge": ["--preset huge", "moe1b", "tiny"],
+    "--name ../x": ["--name", "../x"],
+    "--blocks two": ["--blocks", "two"],
+    "--n_device_axis 2 2": ["--n_device_axis", "3"],
+    "--activation relu": ["--activation", "relu", "swiglu"],
+    "--lr 3": ["--lr"],
+    "--tokenizer nothing": ["--tokenizer nothing", "gpt2"],
+    "--tokenizer no.tiktoken": ["--tokenizer no.tiktoken", "no such file"],
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_a_mistake_gets_a_sentence(words):
+    argv = ["--preset", "tiny", *flags_of(**SMALL, train_batch_size=8, val_batch_size=8), *words.split()]
+    with pytest.raises(utils.UserError) as e:
+        cfg, _ = utils.parse(argv)
+        utils.validate(cfg, 8)
+    said = str(e.value)
+    assert all(part in said for part in BAD[words]), said
+    assert "\n" not in said and said.endswith(".")
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
+    with pytest.raises(utils.UserError, match="--vocab_size 100.* has 257 tokens"):
+        utils.parse(["--tokenizer", byte_ranks, "--vocab_size", "100"])
+
+
+@pytest.mark.parametrize("words", ["--n_device_axis 3 2 2", "--preset huge", "--bucket_name nowhere", "--vocab_size 100"])
+def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
+    flags = {**SMALL, "bucket_name": shards, "train_batch_size": 8, "val_batch_size": 8, "output_dir": tmp_path / "runs"}
+    done = run_program("--preset", "tiny", *flags_of(**flags), *words.split())
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert words.split()[0] in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_the_users_xla_flags_win(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    utils.set_xla_flags(8)
+    now = utils.os.environ["XLA_FLAGS"].split()
+    assert now[0] == "--xla_force_host_platform_device_count=3" and sum("device_count" in f for f in now) == 1
+    monkeypatch.setenv("XLA_FLAGS", "")
+    utils.set_xla_flags(8)
+    assert "--xla_force_host_platform_device_count=8" in utils.os.environ["XLA_FLAGS"]
+
+
+def test_a_run_directory_holds_what_is_promised(train, tmp_path):
+    """On real text, with a real tokeniser, through the data programs."""
+    import subprocess
+    import sys
+
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(20):
+        (text / f"{i}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 40)
+    ranks, bucket = tmp_path / "bpe.tiktoken", tmp_path / "bucket"
+    for program in (
+        ["train_tokenizer.py", "--vocab_size", "280", "--output", ranks],
+        ["tokenize_shards.py", "--tokenizer", ranks, "--output", bucket, "--val_fraction", "0.3", "--workers", "1"],
+    ):
+        subprocess.run([sys.executable, ROOT / "data" / program[0], *program[1:], "--source", text], check=True)
+    flags = dict(bucket_name=bucket, vocab_size=280, prompt="def", max_tokens=9, inference_batch=2, save_steps=4, T=16)
+    assert train(training_steps=10, wandb=True, **flags) == 0
+    run = tmp_path / "runs" / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    keys = {"step", "loss/train_loss", "loss/train_cross_entropy_loss", "loss/load_loss", "lr", "grad_norm",
+            "tokens_per_second", "load/dropped", *(f"load/head_{i}" for i in range(8))}  # fmt: skip
+    assert all(set(row) - {"loss/val_loss", "loss/val_cross_entropy_loss"} == keys for row in rows) and len(rows) == 10
+    assert all(abs(sum(row[f"load/head_{i}"] for i in range(8)) - 1) < 1e-5 and row["load/dropped"] == 0 for row in rows)
+    assert rows[-1]["loss/train_loss"] < rows[0]["loss/train_loss"]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["10", "4", "8"]
+    samples = (run / "samples.txt").read_text()
+    assert re.findall(r"=== step (\d+)", samples) == ["4", "8", "10"] and samples.count("\ndef") == 6
+    for plot in ("val_loss", "load_loss", "tokens_per_expert"):
+        assert (run / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
+    stored = json.loads((run / "config.json").read_text())
+    assert stored["T"] == 16 and set(FIELDS) < set(stored)
+    assert list(run.glob("wandb/offline-run-*")) and (run / "wandb_id").read_text()
+    assert train(training_steps=12, wandb=True, **flags) == 0
+    ids = {p.name.split("-")[-1] for p in run.glob("wandb/offline-run-*")}
+    assert ids == {(run / "wandb_id").read_text()}, "a restart resumes the same wandb run"
+    assert np.all([len(p.read_bytes()) for p in run.glob("*.png")])

@@ -1,0 +1,156 @@
+"""A run that was stopped is the run that was not; what is damaged or does not fit is said."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, flags_of
+
+import main
+import utils
+
+
+def metrics_of(run):
+    """Rows of metrics.jsonl without the one key that is a time."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
+
+
+def checkpoint_of(run, step):
+    """Every leaf of a checkpoint, as it was saved, and its metadata."""
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as reader:
+        state = reader.restore(run / "checkpoints" / str(step) / "state")
+    return {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def assert_bitwise(a, b):
+    assert a.keys() == b.keys() and len(a) > 60
+    different = [key for key in a if a[key].tobytes() != b[key].tobytes()]
+    assert not different, different
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_resume_is_bitwise(train, tmp_path, mesh):
+    flags = dict(mesh=mesh, dropout_rate=0.1)
+    assert train(**flags, name="whole", training_steps=20) == 0
+    assert train(**flags, name="parts", training_steps=7) == 0  # not a multiple of checkpoint_steps
+    assert train(**flags, name="parts", training_steps=20) == 0
+    whole, parts = tmp_path / "runs" / "whole", tmp_path / "runs" / "parts"
+    assert_bitwise(checkpoint_of(whole, 20), checkpoint_of(parts, 20))
+    assert metrics_of(whole) == metrics_of(parts)
+    assert [row["step"] for row in metrics_of(whole)] == list(range(1, 21))
+    assert [row["step"] for row in metrics_of(whole) if "loss/val_loss" in row] == [5, 10, 15, 20]
+
+
+def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypatch):
+    read, put_batch = [], main.put_batch
+
+    def watched(sequences, first, shape, mesh):
+        batch = put_batch(sequences, first, shape, mesh)
+        if isinstance(sequences, main.Shuffled):
+            read.append(np.asarray(batch[0]).reshape(-1, shape[-1]))
+        return batch
+
+    monkeypatch.setattr(main, "put_batch", watched)
+    assert train(name="whole", training_steps=20) == 0
+    assert train(name="moved", training_steps=10) == 0
+    # train_batch_size and val_batch_size are not given again, and follow dp and grad_step
+    moved = dict(mesh=(2, 2, 2), grad_step=2, micro_batch_size=2, train_batch_size=None, val_batch_size=None)
+    assert train(name="moved", training_steps=20, **moved) == 0
+    assert np.array_equal(np.stack(read[:20]), np.stack(read[20:]))
+    whole, moved = metrics_of(tmp_path / "runs" / "whole"), metrics_of(tmp_path / "runs" / "moved")
+    for a, b in zip(whole, moved, strict=True):
+        assert a.keys() == b.keys() and all(abs(a[k] - b[k]) < 1e-4 for k in a if k.startswith("loss")), (a, b)
+    assert json.loads((tmp_path / "runs" / "moved" / "config.json").read_text())["train_batch_size"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path, number):
+    flags = {**SMALL, "name": "run", "train_batch_size": 8, "val_batch_size": 8, "output_dir": tmp_path / "runs",
+             "bucket_name": shards, "compilation_cache": xla_cache, "checkpoint_steps": 5, "eval_steps": 2}  # fmt: skip
+    words = [sys.executable, str(ROOT / "main.py"), "--preset", "tiny", *flags_of(**flags, training_steps=100_000)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    deadline = time.time() + 300
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 6):
+        assert process.poll() is None and time.time() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number and "Traceback" not in err and "same command goes on" in out
+    step = max(int(p) for p in os.listdir(tmp_path / "runs" / "run" / "checkpoints"))
+    assert [row["step"] for row in metrics_of(metrics.parent)] == list(range(1, step + 1))
+    assert train(training_steps=step + 3) == 0
+    assert train(training_steps=step + 3, name="whole") == 0
+    runs = tmp_path / "runs"
+    assert_bitwise(checkpoint_of(runs / "run", step + 3), checkpoint_of(runs / "whole", step + 3))
+    assert metrics_of(runs / "run") == metrics_of(runs / "whole")
+
+
+def damage(folder, how):
+    """Damage the largest file of a checkpoint."""
+    largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    if how == "truncated":
+        del content[len(content) // 2 :]
+    elif how == "flipped":
+        content[len(content) // 2] ^= 4
+    if how == "missing":
+        largest.unlink()
+    else:
+        largest.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
+def test_resume_passes_over_a_damaged_checkpoint(train, tmp_path, capsys, how):
+    assert train(training_steps=4) == 0
+    assert train(training_steps=8) == 0
+    run = tmp_path / "runs" / "run"
+    sound = checkpoint_of(run, 8)
+    damage(run / "checkpoints" / "8", how)
+    capsys.readouterr()
+    assert train(training_steps=8) == 0
+    said = capsys.readouterr().out
+    assert "checkpoint 8 is damaged" in said and "going on from checkpoint 4" in said and "5 to 8" in said
+    assert_bitwise(sound, checkpoint_of(run, 8))
+    assert [p.name.split("-")[0] for p in (run / "checkpoints-damaged").iterdir()] == ["8"]
+
+
+def test_resume_refuses_where_every_checkpoint_is_damaged(train, tmp_path):
+    assert train(training_steps=4) == 0
+    damage(tmp_path / "runs" / "run" / "checkpoints" / "4", "truncated")
+    with pytest.raises(utils.UserError, match="every checkpoint in .* is damaged"):
+        train(training_steps=8)
+
+
+def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shards, tmp_path):
+    assert train(training_steps=2) == 0
+    before = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes()
+    for flag, value in dict(n_shared=2, max_lr=1e-4, seed=3, T=16, train_batch_size=16, grad_step=2).items():
+        with pytest.raises(utils.UserError) as e:
+            train(training_steps=4, **{flag: value})
+        assert ("train_batch_size" if flag == "grad_step" else flag) in str(e.value) and str(value) in str(e.value)
+    other = tmp_path / "other"
+    shutil.copytree(shards, other)
+    assert train(training_steps=3, bucket_name=other) == 0  # the same shards elsewhere
+    np.save(other / "train" / "000003.npy", np.zeros(500, np.uint16))
+    with pytest.raises(utils.UserError, match="saw other data"):
+        train(training_steps=4, bucket_name=other)
+    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes().startswith(before)
+    # what may differ
+    assert train(training_steps=4, checkpoint_steps=2, eval_steps=1, remat="full", micro_batch_size=2) == 0
+
+
+def test_nothing_to_do_is_said(train, capsys):
+    assert train(training_steps=2) == 0
+    assert train(training_steps=2) == 0
+    assert "nothing to do" in capsys.readouterr().out
