@@ -339,12 +339,13 @@ def main(cfg, given):
                        range(sequences, sequences + (cfg.run.training_steps - step) * per_step, per_step))  # fmt: skip
     first = next(batches)  # what is wrong with the data is said before minutes of compiling
     evaluate = make_evaluate(cfg, mesh, val)
+    replicated = NamedSharding(mesh, P())
     jitted = jax.jit(make_train_step(cfg, mesh, optimizer, schedule), donate_argnums=0,
-                     out_shardings=(jax.tree.map(lambda s: s.sharding, abstract), None))  # fmt: skip
+                     out_shardings=(jax.tree.map(lambda s: s.sharding, abstract), replicated))  # fmt: skip
     compiling = time.time()
     train_step = jitted.lower(state, *first).compile()
     say(f"compiled in {utils.duration(time.time() - compiling)}")
-    generate = jax.jit(model.make_generate(cfg, mesh))
+    generate = jax.jit(model.make_generate(cfg, mesh), out_shardings=replicated)
     peak = utils.peak_flops(kind)
 
     # --- What the run leaves behind
@@ -410,7 +411,7 @@ def main(cfg, given):
                     rate = (off - loop_began - paused) / (step - first_step)
                     line(row, rate * (cfg.run.training_steps - step))
                 log.metrics(row)
-                if scheduled:
+                if scheduled or stop:
                     log.plots()
                 if saves:
                     save(state)

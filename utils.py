@@ -345,8 +345,10 @@ def validate(cfg, n_present):
     dp, pp, tp = r.n_device_axis
     dp = dp or n_devices // max(1, pp * tp)
     if min(dp, pp, tp) < 1 or dp * pp * tp != n_devices:
-        raise UserError(f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {dp * pp * tp} but must be the number of "
-                        f"devices, {n_devices}.")  # fmt: skip
+        wanted = dp * pp * tp
+        simulate = f" (without an accelerator, --n_devices {wanted} simulates them)" if platform() == "cpu" else ""
+        raise UserError(f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
+                        f"{n_devices}{simulate}.")  # fmt: skip
     multiples = [  # (flag, its value, what must divide it, in words)
         ("model_dimension", m.model_dimension, m.n_head, "n_head"), ("blocks", m.blocks, pp, "pp"),
         ("n_head", m.n_head, tp, "tp"), ("T", m.T, tp, "tp"), ("ffn_dim", m.ffn_width, tp, "tp"),

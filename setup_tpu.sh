@@ -1,0 +1,181 @@
+#!/usr/bin/env bash
+# Make the virtual environment with the jax that fits this machine. Run it as often as you like: once everything is
+# there it only looks at a stamp.
+set -euo pipefail
+
+usage() {
+  cat <<'HELP'
+usage: bash setup_tpu.sh [extra ...]      make or complete the virtual environment
+       bash setup_tpu.sh --accelerator    print what this machine computes on: tpu, gpu or cpu
+
+Installs the dependencies in pyproject.toml, jax for the accelerator that it finds, and the extras named (test).
+
+  PYTHON=...           Python to build on; without it the first usable one that is found, or one fetched by uv
+  VENV=...             folder of the environment, relative to the repository (.venv)
+  JAX_PLATFORMS=cpu    leave an accelerator alone; tpu or cuda: take it as present
+HELP
+}
+say() { echo "setup: $*"; }
+die() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+# The one place that decides what the machine has; utils.platform() asks the same of an installed jax.
+accelerator() {
+  case ${JAX_PLATFORMS:-} in
+    cpu*) echo cpu ;;
+    tpu*) echo tpu ;;
+    cuda* | gpu*) echo gpu ;;
+    *)
+      # WSL has no /dev/nvidia0; elsewhere looking at /dev spares the second that nvidia-smi takes
+      if compgen -G "/dev/nvidia[0-9]*" >/dev/null || [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; then
+        echo gpu
+      # vfio hands any device to a program: it is a TPU only beside Google's PCI vendor number
+      elif compgen -G "/dev/accel[0-9]*" >/dev/null ||
+        { compgen -G "/dev/vfio/[0-9]*" >/dev/null && grep -qsx 0x1ae0 /sys/bus/pci/devices/*/vendor; }; then
+        echo tpu
+      else
+        echo cpu
+      fi
+      ;;
+  esac
+}
+
+# version PYTHON MODULES: print 3.11, say; fail unless it runs, is 3.11 or newer and has the modules.
+version() {
+  "$1" -I -c "import sys, $2; sys.version_info < (3, 11) and sys.exit(1); print('%d.%d' % sys.version_info[:2])" \
+    2>/dev/null
+}
+BUILDS="venv, ensurepip" # Debian's python3 has ensurepip only with the package python3-venv
+
+# quietly SENTENCE COMMAND...: run the command with its output in a file; if it fails show the end of that and die.
+quietly() {
+  local sentence=$1
+  shift
+  "$@" >"$log" 2>&1 || {
+    tail -n 8 "$log" >&2
+    die "$sentence"
+  }
+}
+
+# The first Python that can build the environment: the machine's own, else a newer one under its full name.
+find_python() {
+  local python pyenv=${PYENV_ROOT:-${HOME:-}/.pyenv}/versions
+  for python in python3 python python3.13 python3.12 python3.11 "$pyenv"/3.1[123].*/bin/python; do
+    if version "$python" "$BUILDS" >/dev/null; then
+      echo "$python"
+      return
+    fi
+  done
+  return 1
+}
+
+# Without such a Python: uv takes one that lacks only ensurepip, or downloads one.
+make_with_uv() {
+  local uv python mend="install Python 3.11 or newer with its venv module, or name one in PYTHON."
+  if ! uv=$(command -v uv); then
+    for python in python3 python ""; do
+      [[ -n $python ]] || die "no Python 3.11 or newer was found, nor uv, nor a Python with pip to get uv with; $mend"
+      "$python" -m pip --version >/dev/null 2>&1 && break
+    done
+    quietly "uv could not be installed with $python -m pip (see above); $mend" \
+      "$python" -m pip install -qq --target "$tmp/uv" uv
+    uv=$tmp/uv/bin/uv
+  fi
+  say "making $venv by uv, since no Python 3.11 or newer with venv and ensurepip was found"
+  quietly "uv could not find or download a Python (see above); $mend" \
+    "$uv" venv --quiet --seed --python ">=3.11,<3.14" "$venv"
+}
+
+# The requirements of pyproject.toml with the extras in its arguments, one a line. Not `pip install .`: that would
+# fetch a build backend and leave build/ and *.egg-info in the tree for a package with nothing in it.
+requirements() {
+  "$python" -I - "$@" <<'PYTHON'
+import sys, tomllib
+
+with open("pyproject.toml", "rb") as f:
+    project = tomllib.load(f)["project"]
+extras = project["optional-dependencies"]
+for name in sys.argv[1:]:
+    if name not in extras:
+        sys.exit(f"error: setup_tpu.sh {name}: no such extra; there are {', '.join(extras)}.")
+print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
+PYTHON
+}
+
+CDPATH='' cd -- "$(dirname -- "$0")"
+case ${1:-} in
+  -h | --help) usage && exit ;;
+  --accelerator) accelerator && exit ;;
+  -*) die "setup_tpu.sh $1: no such option; see --help." ;;
+esac
+
+machine=$(accelerator)
+case $machine in
+  tpu) set -- "$@" tpu ;;
+  gpu) set -- "$@" cuda ;;
+esac
+venv=${VENV:-.venv}
+python=$venv/bin/python
+stamp=$venv/.stamp # written last: line 1 what was installed, line 2 with which extras
+
+wish=
+if [[ -n ${PYTHON:-} ]]; then
+  wish=$(version "$PYTHON" "$BUILDS") || die "PYTHON=$PYTHON: must be a Python 3.11 or newer with the modules" \
+    "$BUILDS; this $("$PYTHON" -c 'import sys; print("is", sys.version.split()[0])' 2>/dev/null || echo cannot run)."
+fi
+has=$(version "$python" pip) || has=
+sum=$(cksum <pyproject.toml)
+
+had='' old=''
+if [[ -f $stamp ]]; then
+  { read -r old && read -r had; } <"$stamp" || true
+fi
+missing=
+for extra; do
+  [[ " $had " == *" $extra "* ]] || missing=$extra
+done
+if [[ -n $has && ${wish:-$has} == "$has" && $old == "python $has, pyproject.toml $sum" && -z $missing ]]; then
+  exit 0
+fi
+
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+log=$tmp/log
+started=$SECONDS
+
+if [[ -e $venv && (-z $has || ${wish:-$has} != "$has") ]]; then
+  [[ -f $venv/pyvenv.cfg || -z $(ls -A "$venv") ]] ||
+    die "VENV=$venv: is there already and is no virtual environment; name another folder."
+  if [[ -n $has ]]; then
+    say "rebuilding $venv: it has Python $has, PYTHON is $wish"
+  elif [[ -f $venv/pyvenv.cfg ]]; then
+    say "rebuilding $venv: its Python does not run, is older than 3.11 or lacks pip"
+  fi
+  rm -rf "$venv"
+  has=
+fi
+if [[ -z $has ]]; then
+  if base=${PYTHON:-$(find_python)}; then
+    say "making $venv with Python $(version "$base" "$BUILDS") ($base)"
+    quietly "$base could not make $venv (see above); name another Python in PYTHON." "$base" -m venv "$venv"
+  else
+    make_with_uv
+  fi
+  has=$(version "$python" pip) || die "$venv: its Python was made but does not run or lacks pip."
+fi
+
+# Extras that were there stay, so that asking for fewer later is no change
+for extra in $had; do
+  [[ " $* " == *" $extra "* ]] || set -- "$@" "$extra"
+done
+requirements "$@" >"$tmp/requirements.txt"
+say "installing for $machine${*:+, extras $*}; a minute or two"
+rm -f "$stamp" # from here until the end an interruption leaves no stamp
+# -I: what PYTHONPATH or the user's own site-packages hold does not count as installed
+quietly "pip could not install the requirements (see above); run this again once that is mended." \
+  "$python" -I -m pip install -qq --disable-pip-version-check -r "$tmp/requirements.txt"
+printf '%s\n' "python $has, pyproject.toml $sum" "$*" >"$stamp.part"
+mv "$stamp.part" "$stamp"
+say "done in $((SECONDS - started)) s"

@@ -1,0 +1,303 @@
+"""The shell scripts: they are clean, run.sh adds the flags that are missing and no others, setup_tpu.sh installs once.
+
+run.sh and setup_tpu.sh are copied beside stand-ins for what they call, so nothing is installed, tokenised or trained.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted(p for p in [*ROOT.glob("*.sh"), *ROOT.glob("tests/*.sh"), *ROOT.glob("data/*.sh"), ROOT / ".ci/run"])
+NAMES = [str(p.relative_to(ROOT)) for p in SCRIPTS]
+# What the scripts react to, and what the shell that runs the tests may have set
+CLEAN = {k: v for k, v in os.environ.items() if k not in {"PYTHON", "VENV", "JAX_PLATFORMS", "XLA_FLAGS"}}
+
+
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def bash(*words, cwd=None, **environment):
+    return subprocess.run(["bash", *map(str, words)], cwd=cwd, env=CLEAN | environment, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+
+
+def assert_one_sentence(result, code, *words):
+    """It failed with `code` and one line on stderr that holds the words."""
+    assert result.returncode == code, result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+# --- All scripts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
+def test_script_parses(script):
+    result = bash("-n", script)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
+def test_script_is_shellcheck_clean(script):
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    result = subprocess.run(["shellcheck", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+# --- run.sh -----------------------------------------------------------------------------------------------------
+
+RANKS = "data/shards/bpe8192.tiktoken"
+TRAIN_TOKENIZER = f"data/train_tokenizer.py --source stdlib --vocab_size 8192 --output {RANKS}".split()
+TOKENIZE = f"data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer {RANKS}".split()
+SIMULATED = ["--n_devices", "8", "--n_device_axis", "2", "2", "2"]
+STDLIB = ["--bucket_name", "data/shards/stdlib"]
+
+
+class Repository:
+    """run.sh beside a setup_tpu.sh that reports `machine`, and a Python that writes down its arguments."""
+
+    def __init__(self, root, machine="cpu"):
+        self.root, self.calls = root, root / "calls"
+        root.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "run.sh", root)
+        program(root / "setup_tpu.sh", f'echo "$@" >>"{root}/setups"\n[ "$#" = 0 ] || echo {machine}\n')
+        program(root / ".venv/bin/python", f'#!/bin/sh\nprintf "%s\\0" "$@" END >>"{self.calls}"\n')
+
+    def have_corpus(self, folder="stdlib", ranks=True):
+        for split in ("train", "val"):
+            (self.root / "data/shards" / folder / split).mkdir(parents=True)
+            (self.root / "data/shards" / folder / split / "manifest.json").touch()
+        if ranks:
+            (self.root / RANKS).touch()
+        return self
+
+    def run(self, *flags, **environment):
+        """Run `run.sh local` with the flags; returns the arguments of every call of Python, main.py's last."""
+        self.calls.unlink(missing_ok=True)
+        result = bash(self.root / "run.sh", "local", *flags, **environment)
+        assert result.returncode == 0, result.stderr
+        return [call.split("\0") for call in self.calls.read_text().split("\0END\0")[:-1]]
+
+
+@pytest.fixture
+def repository(tmp_path):
+    return Repository(tmp_path / "a folder").have_corpus()
+
+
+def test_run_help_and_unknown_host(repository):
+    result = bash(repository.root / "run.sh", "--help")
+    assert result.returncode == 0 and result.stdout.startswith("usage: bash run.sh local") and not result.stderr
+    assert_one_sentence(bash(repository.root / "run.sh", "nonsense"), 2, "nonsense", "local")
+    assert_one_sentence(bash(repository.root / "run.sh"), 2, "local")
+    assert not repository.calls.exists()
+
+
+def test_run_makes_the_corpus_that_is_missing(tmp_path):
+    bare = Repository(tmp_path / "bare").run()
+    assert bare[:-1] == [TRAIN_TOKENIZER, TOKENIZE]
+    no_ranks = Repository(tmp_path / "no ranks").have_corpus(ranks=False).run()
+    assert no_ranks[:-1] == [TRAIN_TOKENIZER]
+    half = Repository(tmp_path / "half").have_corpus()
+    (half.root / "data/shards/stdlib/val/manifest.json").unlink()
+    assert half.run()[:-1] == [TOKENIZE]
+
+
+def test_run_adds_defaults(repository):
+    assert repository.run() == [["main.py", "--preset", "tiny", *STDLIB, *SIMULATED]]
+    assert (repository.root / "setups").read_text().splitlines() == ["", "--accelerator"]
+
+
+@pytest.mark.parametrize("flags", [
+    ["--preset", "moe1b"], ["--preset=moe1b"], ["--bucket_name", "x"], ["--bucket-name=x"], ["--n_devices", "4"],
+    ["--n-devices=4"], ["--prompt", "--preset is no flag in here"], ["--seed", "1", "--no-wandb"],
+], ids=" ".join)  # fmt: skip
+def test_run_leaves_what_was_given(repository, flags):
+    flag = flags[0].split("=")[0].replace("-", "_")
+    defaults = {"__preset": ["--preset", "tiny"], "__bucket_name": STDLIB, "__n_devices": SIMULATED}
+    expected = [word for name, words in defaults.items() if name != flag for word in words]
+    assert repository.run(*flags) == [["main.py", *expected, *flags]]
+
+
+@pytest.mark.parametrize("flags, n_devices", [
+    (["--n_device_axis", "1", "2", "2"], ["--n_devices", "4"]),
+    (["--seed", "1", "--n-device-axis", "1", "1", "1", "--wandb"], ["--n_devices", "1"]),
+    (["--n_device_axis", "2", "2", "1", "--n_devices", "4"], []),
+    (["--n_device_axis", "2", "two", "1"], []),  # main.py's to refuse
+    (["--n_device_axis", "2"], []),
+], ids=lambda words: " ".join(words))  # fmt: skip
+def test_run_simulates_what_the_mesh_needs(repository, flags, n_devices):
+    assert repository.run(*flags) == [["main.py", "--preset", "tiny", *STDLIB, *n_devices, *flags]]
+
+
+def test_run_simulates_nothing_where_devices_are(repository, tmp_path):
+    forced = "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=4"
+    assert repository.run(XLA_FLAGS=forced) == [["main.py", "--preset", "tiny", *STDLIB]]
+    for machine in ("gpu", "tpu"):
+        with_accelerator = Repository(tmp_path / machine, machine).have_corpus()
+        mesh = ["--n_device_axis", "2", "1", "1"]
+        assert with_accelerator.run() == [["main.py", "--preset", "tiny", *STDLIB]]
+        assert with_accelerator.run(*mesh) == [["main.py", "--preset", "tiny", *STDLIB, *mesh]]
+
+
+@pytest.mark.parametrize("flags, tokenizer, folder", [
+    (["--tokenizer", "gpt2"], "gpt2", "stdlib-gpt2"),
+    (["--tokenizer=gpt2"], "gpt2", "stdlib-gpt2"),
+    (["--tokenizer", "my ranks/a b.tiktoken"], "my ranks/a b.tiktoken", "stdlib-a b"),
+], ids=["separate", "equals", "file"])  # fmt: skip
+def test_run_keeps_a_corpus_per_tokenizer(repository, flags, tokenizer, folder):
+    calls = repository.run(*flags)
+    tokenize = [*TOKENIZE[:4], f"data/shards/{folder}", "--tokenizer", tokenizer]
+    train = ["main.py", "--preset", "tiny", "--bucket_name", f"data/shards/{folder}", *SIMULATED, *flags]
+    assert calls == [tokenize, train]
+    assert repository.have_corpus(folder).run(*flags) == [train]
+
+
+def test_run_tokenises_nothing_for_help_or_another_bucket(tmp_path):
+    bare = Repository(tmp_path / "bare")
+    other_bucket = ["--bucket_name", "gs://b/c", "--tokenizer", "gpt2"]
+    for flags in (["--help"], ["-h"], ["--tokenizer", "gpt2", "-h"], other_bucket):
+        (call,) = bare.run(*flags)
+        assert call[0] == "main.py" and call[-len(flags) :] == flags
+
+
+def test_run_passes_every_character(repository):
+    odd = ["--prompt", "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é", "--name", "", "--output_dir=x y;z"]
+    assert repository.run(*odd)[0][-5:] == odd
+
+
+def test_run_from_elsewhere_and_failures(repository, tmp_path):
+    program(repository.root / ".venv/bin/python", "#!/bin/sh\npwd\nexit 7\n")
+    (tmp_path / "decoy/a folder").mkdir(parents=True)
+    result = bash("a folder/run.sh", "local", cwd=tmp_path, CDPATH=str(tmp_path / "decoy"))
+    assert (result.returncode, result.stdout.strip()) == (7, str(repository.root))  # main.py's status is run.sh's
+    shutil.rmtree(repository.root / "data")
+    assert bash(repository.root / "run.sh", "local").stdout.count("\n") == 1  # after a failed step nothing goes on
+    program(repository.root / "setup_tpu.sh", "exit 3\n")
+    result = bash(repository.root / "run.sh", "local")
+    assert (result.returncode, result.stdout) == (3, "")
+
+
+def test_run_hands_signals_to_the_training(repository):
+    """The training takes the place of the script: who stops the script stops the training itself, which can save."""
+    stub = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
+    stub += "print('ready', flush=True)\ntime.sleep(50)\n"
+    program(repository.root / ".venv/bin/python", f"#!{sys.executable}\n{stub}")
+    with subprocess.Popen(["bash", repository.root / "run.sh", "local"], env=CLEAN, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 42
+
+
+# --- setup_tpu.sh -----------------------------------------------------------------------------------------------
+
+# A Python whose venv is a copy of itself and whose pip only writes down what it was to install.
+STAND_IN = """#!/bin/sh
+root="{root}"
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
+  *"-m pip install "*)
+    while [ "$1" != -r ]; do shift; done
+    cat "$2" >"$root/pip"
+    if [ -e "$root/no network" ]; then echo "no network" >&2; exit 1; fi ;;
+  *) exec "{python}" "$@" ;;
+esac
+"""
+
+
+class Setup:
+    """setup_tpu.sh beside a small pyproject.toml, with the stand-in as $PYTHON."""
+
+    def __init__(self, root):
+        self.root, self.python = root, root / "bin/python"
+        root.mkdir()
+        shutil.copy(ROOT / "setup_tpu.sh", root)
+        self.write_project("one>=1")
+        program(self.python, STAND_IN.format(root=root, python=sys.executable))
+
+    def write_project(self, dependency):
+        (self.root / "pyproject.toml").write_text(
+            f'[project]\ndependencies = ["{dependency}"]\n[project.optional-dependencies]\n'
+            'tpu = ["jax[tpu]"]\ncuda = ["jax[cuda12]"]\ntest = ["pytest"]\n'
+        )
+
+    def __call__(self, *extras, **environment):
+        """Set up with the extras; returns what pip was told to install (None: it was not called) and the result."""
+        (self.root / "pip").unlink(missing_ok=True)
+        environment = {"PYTHON": str(self.python), "JAX_PLATFORMS": "cpu"} | environment
+        result = bash(self.root / "setup_tpu.sh", *extras, **environment)
+        pip = self.root / "pip"
+        return pip.read_text().split() if pip.exists() else None, result
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    return Setup(tmp_path / "a folder")
+
+
+def test_setup_installs_once(set_up):
+    installed, result = set_up("test")
+    assert result.returncode == 0, result.stderr
+    assert installed == ["one>=1", "pytest"]
+    for extras in (["test"], []):  # nothing to do, and nothing to say
+        installed, result = set_up(*extras)
+        assert (installed, result.returncode, result.stdout, result.stderr) == (None, 0, "", "")
+
+
+def test_setup_extras_accumulate_and_changes_are_seen(set_up):
+    assert set_up()[0] == ["one>=1"]
+    assert set_up("test")[0] == ["one>=1", "pytest"]
+    assert set_up(JAX_PLATFORMS="cuda")[0] == ["one>=1", "jax[cuda12]", "pytest"]
+    assert set_up("test", JAX_PLATFORMS="cpu")[0] is None
+    set_up.write_project("two>=2")
+    assert set_up()[0] == ["two>=2", "jax[cuda12]", "pytest"]
+    assert set_up()[0] is None
+
+
+def test_setup_failure_leaves_no_stamp(set_up):
+    set_up("test")
+    set_up.write_project("two>=2")
+    (set_up.root / "no network").touch()
+    _, result = set_up()
+    assert result.returncode == 1 and result.stderr.startswith("no network\nerror: ") and result.stderr.count("\n") == 2
+    (set_up.root / "no network").unlink()
+    set_up.write_project("one>=1")  # the project of the first stamp: only its absence tells
+    assert set_up()[0] == ["one>=1"]
+
+
+def test_setup_rebuilds_a_broken_environment_and_nothing_else(set_up):
+    set_up()
+    program(set_up.root / ".venv/bin/python", "#!/bin/sh\nexit 1\n")
+    installed, result = set_up()
+    assert installed == ["one>=1"] and "rebuilding .venv" in result.stdout
+    (set_up.root / "precious").mkdir()
+    (set_up.root / "precious/file").touch()
+    installed, result = set_up(VENV="precious")
+    assert installed is None and (set_up.root / "precious/file").exists()
+    assert_one_sentence(result, 1, "VENV=precious")
+
+
+def test_setup_refuses_in_one_sentence(set_up):
+    assert_one_sentence(set_up(PYTHON="nonsense")[1], 1, "PYTHON=nonsense", "3.11")
+    program(set_up.root / "old", '#!/bin/sh\n[ "$1" = -I ] && exit 1\necho is 3.9.1\n')
+    assert_one_sentence(set_up(PYTHON=str(set_up.root / "old"))[1], 1, "3.9.1", "3.11")
+    assert_one_sentence(set_up("nonsense")[1], 1, "nonsense", "test")
+    assert_one_sentence(set_up("--nonsense")[1], 1, "--nonsense", "--help")
+
+
+def test_setup_says_what_the_machine_has(set_up):
+    for platforms, machine in [("cpu", "cpu"), ("tpu,cpu", "tpu"), ("cuda", "gpu")]:
+        result = bash(set_up.root / "setup_tpu.sh", "--accelerator", JAX_PLATFORMS=platforms)
+        assert (result.stdout, result.returncode) == (machine + "\n", 0)
+    found = bash(set_up.root / "setup_tpu.sh", "--accelerator")
+    assert found.stdout.strip() in {"tpu", "gpu", "cpu"} and not found.stderr
