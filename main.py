@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json

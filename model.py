@@ -26,7 +26,8 @@ from jax.sharding import PartitionSpec as P
 AXES = ("dp", "pp", "tp")
 ROPE_BASE = 10_000.0  # RoFormer, arXiv:2104.09864, section 3.2.2
 NORM_EPS = 1e-6
-LOSS_CHUNK = 2048  # tokens whose logits are held at once, per device
+# Tokens whose logits a device holds at once: what stays in a CPU's cache, what keeps matrix units busy elsewhere.
+LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
 BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
 
 
@@ -38,7 +39,7 @@ class Param(NamedTuple):
 
     shape: tuple
     spec: P
-    std: float  # of its normal initialisation; 0 starts at zero
+    std: float  # of its normal initialisation
     start: float = 0.0  # mean of its initialisation
     gather: tuple = ()  # (dim counted from the end, axes): gathered over these before use
     matrix: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed
@@ -48,57 +49,57 @@ class Param(NamedTuple):
 def param_table(cfg):
     """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits.
 
-    | weight | standard deviation |
+    | weight | standard deviation of its normal initialisation |
     | --- | --- |
-    | every matrix | 0.02 |
-    | projections back into the residual | 0.02 / sqrt(2 x layers), GPT-2's rule |
+    | matrices | 1 / sqrt(inputs), so that outputs are as large as inputs |
+    | projections back into the residual | a tenth of that / sqrt(2 x layers), so that tokens begin as themselves |
+    | embedding, which is the head too | 1 / sqrt(D), so that logits begin with a deviation of 1 |
     | norms | 0, they start at 1 |
     | router bias | 0 |
     """
-    m, (dp, _, tp) = cfg.model, cfg.run.n_device_axis
+    m = cfg.model
     D, H, K, R, E, L = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.n_experts, m.layers_per_block
-    std, back = 0.02, 0.02 / math.sqrt(2 * m.blocks * L)
+    layers, branches = m.blocks * L, {"swiglu": 2, "gelu": 1}[m.activation]
     sizes = dict(zip(AXES, cfg.run.n_device_axis))
 
     def norm(size):
         return Param((size,), P(None), 0.0, start=1.0)
 
-    def matrix(shape, std=std, over=("dp",), fsdp=None, fixed=None, **more):
-        """A weight whose dim `fsdp` is split over the axes `over` (or as many of them as divide it) until it is used,
-        and whose dims in `fixed` ({dim: axes}) stay split while it is."""
+    def matrix(shape, inputs, over=("dp",), fsdp=None, fixed=None, back=False, **more):
+        """A weight that sums over `inputs` numbers, `back` into the residual or not. Its dim `fsdp` is split over the
+        axes `over` (or as many of them as divide it) until it is used; dims in `fixed` ({dim: axes}) stay split."""
         spec = [(fixed or {}).get(dim) for dim in range(len(shape))]
         while over and shape[fsdp] % math.prod(sizes[a] for a in over):
             over = over[1:]
         if over:
             spec[fsdp] = over
             more["gather"] = (fsdp - len(shape), over)
+        std = 0.1 / math.sqrt(inputs * 2 * layers) if back else 1 / math.sqrt(inputs)
         return Param(tuple(shape), P(*spec), std, **{"matrix": True, **more})
 
     def attention(rope):
         return dict(
             norm=norm(D),
-            down=matrix((D, 2 * R + rope), fsdp=0),
+            down=matrix((D, 2 * R + rope), D, fsdp=0),
             q_norm=norm(R),
             kv_norm=norm(R),
-            q_up=matrix((R, H, K + rope), fsdp=0, fixed={1: "tp"}),
-            kv_up=matrix((R, H, 2 * K), fsdp=0, fixed={1: "tp"}),
-            out=matrix((H, K, D), back, fsdp=2, fixed={0: "tp"}),
+            q_up=matrix((R, H, K + rope), R, fsdp=0, fixed={1: "tp"}),
+            kv_up=matrix((R, H, 2 * K), R, fsdp=0, fixed={1: "tp"}),
+            out=matrix((H, K, D), H * K, back=True, fsdp=2, fixed={0: "tp"}),
         )
 
     def feed_forward(F):
-        inputs = {"swiglu": 2, "gelu": 1}[m.activation]
         return dict(
-            up=matrix((D, inputs, F), fsdp=0, fixed={2: "tp"}),
-            down=matrix((F, D), back, fsdp=1, fixed={0: "tp"}),
+            up=matrix((D, branches, F), D, fsdp=0, fixed={2: "tp"}),
+            down=matrix((F, D), F, back=True, fsdp=1, fixed={0: "tp"}),
         )
 
     def experts(F):
         """Each expert lives on one device where there are enough experts; else all are gathered where they are used."""
         split = dict(fixed={0: ("dp", "tp")}, over=()) if experts_are_split(cfg) else dict(over=("dp", "tp"))
-        inputs = {"swiglu": 2, "gelu": 1}[m.activation]
         return dict(
-            up=matrix((E, D, inputs, F), fsdp=1, active=m.k / E, **split),
-            down=matrix((E, F, D), back, fsdp=2, active=m.k / E, **split),
+            up=matrix((E, D, branches, F), D, fsdp=1, active=m.k / E, **split),
+            down=matrix((E, F, D), F, back=True, fsdp=2, active=m.k / E, **split),
         )
 
     def stack(layer, *sizes):
@@ -111,14 +112,14 @@ def param_table(cfg):
     sparse = dict(
         attention=attention(0),
         norm=norm(D),
-        router=matrix((D, E), fsdp=0, matrix=False),
+        router=matrix((D, E), D, fsdp=0, matrix=False),
         bias=Param((E,), P(None), 0.0),
         experts=experts(m.expert_width),
     )
     if m.n_shared:
         sparse["shared"] = feed_forward(m.n_shared * m.expert_width)
     return dict(
-        embedding=matrix((m.padded_vocab, D), over=AXES, fsdp=0),
+        embedding=matrix((m.padded_vocab, D), D, over=AXES, fsdp=0),
         dense=stack(dense, m.blocks, L - 1),
         moe=stack(sparse, m.blocks),
         norm=norm(D),
@@ -181,10 +182,6 @@ def flops_per_token(cfg):
 # --- Collectives: every one of the program ----------------------------------------------------------------------
 
 
-def axis_size(axes):
-    return lax.axis_size(axes)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_weight(w, dim, axes, dtype):
     """A weight split on `dim` over `axes` -> the whole of it in `dtype` (ZeRO-3, arXiv:1910.02054, section 5.3).
@@ -210,7 +207,7 @@ def gather_sequence(x, split):
 
     Transpose: reduce-scatter over T. Tokens that are not split over tp (decoding) are whole already.
     """
-    return lax.all_gather(x, "tp", axis=1, tiled=True) if split and axis_size("tp") > 1 else x
+    return lax.all_gather(x, "tp", axis=1, tiled=True) if split and lax.axis_size("tp") > 1 else x
 
 
 def scatter_sequence(x, split):
@@ -218,30 +215,30 @@ def scatter_sequence(x, split):
 
     Transpose: all-gather over T. Where tokens are not split over tp, a sum over tp.
     """
-    if axis_size("tp") == 1:
+    if lax.axis_size("tp") == 1:
         return x
     return lax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True) if split else lax.psum(x, "tp")
 
 
 def to_experts(x):
     """Buckets [E, C, D] -> [E/n, n*C, D] on the n = dp x tp devices that own the experts. Transpose: from_experts."""
-    return lax.all_to_all(x, ("dp", "tp"), split_axis=0, concat_axis=1, tiled=True) if axis_size(("dp", "tp")) > 1 else x
+    return lax.all_to_all(x, ("dp", "tp"), split_axis=0, concat_axis=1, tiled=True) if lax.axis_size(("dp", "tp")) > 1 else x
 
 
 def from_experts(x):
     """[E/n, n*C, D] -> [E, C, D], back on the devices that the tokens came from. Transpose: to_experts."""
-    return lax.all_to_all(x, ("dp", "tp"), split_axis=1, concat_axis=0, tiled=True) if axis_size(("dp", "tp")) > 1 else x
+    return lax.all_to_all(x, ("dp", "tp"), split_axis=1, concat_axis=0, tiled=True) if lax.axis_size(("dp", "tp")) > 1 else x
 
 
 def next_stage(x):
     """What the stage before sent; stage 0 receives from the last. Transpose: the other way round."""
-    S = axis_size("pp")
+    S = lax.axis_size("pp")
     return lax.ppermute(x, "pp", [(s, (s + 1) % S) for s in range(S)]) if S > 1 else x
 
 
 def to_stages(x):
     """Microbatches [M/S, ...] of every stage -> [M, ...] on every stage. Transpose: reduce-scatter."""
-    return lax.all_gather(x, "pp", axis=0, tiled=True) if axis_size("pp") > 1 else x
+    return lax.all_gather(x, "pp", axis=0, tiled=True) if lax.axis_size("pp") > 1 else x
 
 
 def from_last_stage(x, everywhere=False):
@@ -249,7 +246,7 @@ def from_last_stage(x, everywhere=False):
 
     Transpose: all-gather, of which only the last stage's part has an effect.
     """
-    S = axis_size("pp")
+    S = lax.axis_size("pp")
     if S == 1:
         return x
     x = jnp.where(lax.axis_index("pp") == S - 1, x, 0)
@@ -328,14 +325,15 @@ def attention(p, x, tokens, m, cache=None):
         kv = cache = lax.dynamic_update_slice_in_dim(cache, kv.astype(cache.dtype), tokens.position[0], 1)
     q = jnp.einsum("btr,rhk->bthk", q, p["q_up"])  # [B, T, H/tp, K + dhR]
     k, v = jnp.split(jnp.einsum("bsr,rhk->bshk", kv[..., :R], p["kv_up"]), 2, -1)  # [B, T, H/tp, K]
-    scores = jnp.einsum("bthk,bshk->bhts", q[..., :K], k, preferred_element_type=jnp.float32)
-    if kv.shape[-1] > R:
-        q_rope = rotate(q[..., K:], q_position)
-        scores += jnp.einsum("bthr,bsr->bhts", q_rope, kv[..., R:], preferred_element_type=jnp.float32)
+    q = jnp.concatenate([q[..., :K], rotate(q[..., K:], q_position)], -1) * q.shape[-1] ** -0.5
+    k = jnp.concatenate([k, jnp.broadcast_to(kv[:, :, None, R:], (*k.shape[:3], kv.shape[-1] - R))], -1)
+    scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32)
     causal = jnp.arange(kv.shape[1]) <= q_position[:, None]  # [T, T]
-    scores = jnp.where(causal, scores * q.shape[-1] ** -0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, -1).astype(x.dtype)  # [B, H/tp, T, T]
-    out = jnp.einsum("bhts,bshk->bthk", weights, v)
+    scores = jnp.where(causal, scores, -jnp.inf)
+    # softmax, its division put off until after the sum over s: one pass less over T x T
+    weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))  # [B, H/tp, T, T]
+    out = jnp.einsum("bhts,bshk->bthk", weights.astype(x.dtype), v, preferred_element_type=jnp.float32)
+    out = (out / weights.sum(-1).swapaxes(1, 2)[..., None]).astype(x.dtype)
     return scatter_sequence(jnp.einsum("bthk,hkd->btd", out, p["out"]), tokens.split), cache
 
 
@@ -394,7 +392,7 @@ def balance_loss(scores, chosen, m, split):
     scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it carries no gradient and may be summed over tp.
     An even load gives 1 per sequence.
     """
-    T = scores.shape[1] * (axis_size("tp") if split else 1)
+    T = scores.shape[1] * (lax.axis_size("tp") if split else 1)
     f = jax.nn.one_hot(chosen, m.n_experts).sum((1, 2)) * m.n_experts / (m.k * T)  # [B, E]
     f = sum_over(lax.stop_gradient(f), "tp") if split else f
     share = scores / scores.sum(-1, keepdims=True)
@@ -465,12 +463,27 @@ REMAT = {
 }
 
 
+def stage_table(cfg):
+    """The part of the parameter table that a stage holds."""
+    table = param_table(cfg)
+    return dict(dense=table["dense"], moe=table["moe"])
+
+
+def stage_params(params, cfg):
+    """This device's blocks' parameters as a stage takes them: gathered here, once, where fsdp says so."""
+    params = dict(dense=params["dense"], moe=params["moe"])
+    return use(params, stage_table(cfg), jnp.dtype(cfg.model.model_dtype)) if cfg.model.fsdp == "hoist" else params
+
+
 def make_stage(cfg, remat=True):
     """`stage(params, x, tokens, cache)`: this device's blocks on x [B, T/tp, D], the same for training and decoding.
 
     Returns x and (`Load`, with tokens [blocks/pp, E] and the rest summed; the cache, None where none was given).
+    Parameters come through `stage_params`.
     """
-    m, table = cfg.model, param_table(cfg)
+    m, table = cfg.model, stage_table(cfg)
+    if m.fsdp == "hoist":  # gathered already
+        table = table_map(lambda p: p._replace(gather=()), table)
     wrap, L, dtype = REMAT[m.remat if remat else "none"], m.layers_per_block, jnp.dtype(m.model_dtype)
 
     def stage(params, x, tokens, cache=None):
@@ -490,9 +503,9 @@ def make_stage(cfg, remat=True):
             x, (load, moe_cache) = run(moe_layer, "moe", number * L + L - 1, p["moe"], x, cache["moe"])
             return x, (load, dict(dense=dense_cache, moe=moe_cache))
 
-        blocks = m.blocks // axis_size("pp")
+        blocks = m.blocks // lax.axis_size("pp")
         numbers = lax.axis_index("pp") * blocks + jnp.arange(blocks)
-        x, (load, cache) = lax.scan(block, x, (dict(dense=params["dense"], moe=params["moe"]), numbers, cache))
+        x, (load, cache) = lax.scan(block, x, (params, numbers, cache))
         return x, (Load(load.loss.sum(), load.tokens, load.dropped.sum()), cache)
 
     return stage
@@ -505,7 +518,7 @@ def pipeline(stage, inputs, state):
     every stage. `stage(x, state, m, valid)` returns y and the state to carry on; it must leave the state as it was
     where `valid` is false. Returns outputs [M, ...], meaningful on the last stage only, and the state.
     """
-    S, M, s = axis_size("pp"), len(inputs), lax.axis_index("pp")
+    S, M, s = lax.axis_size("pp"), len(inputs), lax.axis_index("pp")
 
     def tick(carry, i):
         x, state = carry
@@ -526,15 +539,15 @@ def logits_of(x, embedding, vocab_size):
     return jnp.where(jnp.arange(embedding.shape[0]) < vocab_size, logits, -jnp.inf)
 
 
-def _chunks(*arrays):
+def _chunks(most, *arrays):
     n = len(arrays[0])
-    chunk = next(c for c in range(min(n, LOSS_CHUNK), 0, -1) if n % c == 0)
+    chunk = next(c for c in range(min(n, most), 0, -1) if n % c == 0)
     return jax.tree.map(lambda a: a.reshape(n // chunk, chunk, *a.shape[1:]), arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def cross_entropy(x, embedding, targets, vocab_size):
-    """Sum over tokens of -log p(target), in float32, never holding more than LOSS_CHUNK rows of logits.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def cross_entropy(x, embedding, targets, vocab_size, most):
+    """Sum over tokens of -log p(target), in float32, never holding the logits of more than `most` tokens.
 
     x [n, D], embedding [V, D], targets [n] -> []. Its gradient is formed in the forward pass, chunk by chunk, so that
     no logits are computed twice.
@@ -546,10 +559,10 @@ def cross_entropy(x, embedding, targets, vocab_size):
         at_target = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
         return total + (jax.nn.logsumexp(logits, -1) - at_target).sum(), None
 
-    return lax.scan(chunk, jnp.float32(0), _chunks(x, targets))[0]
+    return lax.scan(chunk, jnp.float32(0), _chunks(most, x, targets))[0]
 
 
-def _cross_entropy_forward(x, embedding, targets, vocab_size):
+def _cross_entropy_forward(x, embedding, targets, vocab_size, most):
     def chunk(carry, scanned):
         total, d_embedding = carry
         x, targets = scanned
@@ -565,11 +578,11 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size):
         return (total, d_embedding), jnp.einsum("nv,vd->nd", d_logits, embedding)
 
     start = jnp.float32(0), jnp.zeros(embedding.shape, jnp.float32)
-    (total, d_embedding), dx = lax.scan(chunk, start, _chunks(x, targets))
+    (total, d_embedding), dx = lax.scan(chunk, start, _chunks(most, x, targets))
     return total, (dx.reshape(x.shape), d_embedding.astype(embedding.dtype))
 
 
-def _cross_entropy_backward(vocab_size, gradients, g):
+def _cross_entropy_backward(vocab_size, most, gradients, g):
     dx, d_embedding = gradients
     return (g * dx).astype(dx.dtype), (g * d_embedding).astype(d_embedding.dtype), None
 
@@ -595,10 +608,11 @@ def make_loss(cfg, mesh, train):
     """
     m, table, spec = cfg.model, param_table(cfg), P(*BATCH_SPEC[1:])
     stage, alpha, dtype = make_stage(cfg, remat=train), cfg.optimizer.alpha, jnp.dtype(cfg.model.model_dtype)
+    chunk = LOSS_CHUNK[mesh.devices.flat[0].platform]
 
     def local_loss(params, ids, targets, key, first):
         M, B, t = ids.shape  # [M/S, B/dp, T/tp]
-        S, dp, tp = axis_size("pp"), axis_size("dp"), axis_size("tp")
+        S, dp, tp = lax.axis_size("pp"), lax.axis_size("dp"), lax.axis_size("tp")
         position = lax.axis_index("tp") * t + jnp.arange(t)
         sequence = lax.axis_index("dp") * B + jnp.arange(B)
 
@@ -615,15 +629,17 @@ def make_loss(cfg, mesh, train):
             x = jax.vmap(lambda ids, i: dropout(embedding[ids], m.dropout_rate, tokens_of(i), 2))(ids, own)
             x = to_stages(x)  # [M, B/dp, T/tp, D]
 
+        blocks = stage_params(params, cfg)
+
         def run_stage(x, load, microbatch, valid):
-            y, (new, _) = stage(params, x, tokens_of(microbatch))
+            y, (new, _) = stage(blocks, x, tokens_of(microbatch))
             return y, jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), load, new)
 
         none = Load(jnp.float32(0), jnp.zeros((m.blocks // S, m.n_experts)), jnp.float32(0))
         x, load = pipeline(run_stage, x, none)
         with jax.named_scope("head"):
             x = rms_norm(from_last_stage(x), params["norm"])  # [M/S, B/dp, T/tp, D]
-            nll = cross_entropy(x.reshape(-1, x.shape[-1]), embedding, targets.reshape(-1), m.vocab_size)
+            nll = cross_entropy(x.reshape(-1, x.shape[-1]), embedding, targets.reshape(-1), m.vocab_size, chunk)
         sequences = M * S * B * dp
         nll, balance = nll / (sequences * t * tp), load.loss / sequences
         loss = sum_over(nll + alpha * balance, AXES)
@@ -665,8 +681,10 @@ def make_decode(cfg, mesh):
         embedding = use(params["embedding"], table["embedding"], dtype)
         tokens = Tokens(start + jnp.arange(ids.shape[1]), split=False)
 
+        blocks = stage_params(params, cfg)
+
         def run_stage(x, cache, _, valid):
-            y, (_, new) = stage(params, x, tokens, cache)
+            y, (_, new) = stage(blocks, x, tokens, cache)
             return y, jax.tree.map(lambda old, new: jnp.where(valid, new, old), cache, new)
 
         x, cache = pipeline(run_stage, embedding[ids][None], cache)  # [1, B/dp, n, D]
