@@ -180,7 +180,7 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path):
     assert rows[-1]["loss/train_loss"] < rows[0]["loss/train_loss"]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["10", "4", "8"]
     samples = (run / "samples.txt").read_text()
-    assert re.findall(r"=== step (\d+)", samples) == ["4", "8", "10"] and samples.count("\ndef") == 6
+    assert re.findall(r"=== step (\d+)", samples) == ["4", "8", "10"] and len(re.findall(r"--- \d\ndef", samples)) == 6
     for plot in ("val_loss", "load_loss", "tokens_per_expert"):
         assert (run / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     stored = json.loads((run / "config.json").read_text())
