@@ -398,14 +398,15 @@ def main(cfg, given):
                     clock = time.time()
                 pending = (step, metrics)
                 bar.update()
-                stop = interrupt.signal or step == cfg.run.training_steps
+                signalled = interrupt.signal  # read once: a signal that arrives from here on belongs to the next step
+                stop = signalled or step == cfg.run.training_steps
                 scheduled = step % cfg.run.checkpoint_steps == 0
                 saves = stop or step % cfg.run.save_steps == 0
                 if not (scheduled or saves):
                     continue
                 row = fetch(*pending, clock)
                 pending, off = None, time.time()
-                if scheduled or (stop and not interrupt.signal):
+                if scheduled or (stop and not signalled):
                     row |= evaluate(state.params)
                     rate = (off - loop_began - paused) / (step - first_step)
                     line(row, rate * (cfg.run.training_steps - step))
@@ -414,11 +415,11 @@ def main(cfg, given):
                     log.plots()
                 if saves:
                     save(state)
-                if saves and not interrupt.signal:
+                if saves and not signalled:
                     sample(state)
                 clock = time.time()
                 paused += clock - off
-                if interrupt.signal:
+                if signalled:
                     break
     except UserError:  # storage failed: keep what was reached
         save(state)
@@ -428,9 +429,9 @@ def main(cfg, given):
         bar.close()
         checkpoints.close()
         log.close()
-    say(f"{'stopped' if interrupt.signal else 'done'} at step {step} after {utils.duration(time.time() - started)}; "
-        f"everything stands in {log.dir}{', and the same command goes on from here' if interrupt.signal else ''}")  # fmt: skip
-    return 128 + interrupt.signal if interrupt.signal else 0
+    say(f"{'stopped' if signalled else 'done'} at step {step} after {utils.duration(time.time() - started)}; "
+        f"everything stands in {log.dir}{', and the same command goes on from here' if signalled else ''}")  # fmt: skip
+    return 128 + signalled if signalled else 0
 
 
 if __name__ == "__main__":

@@ -111,8 +111,9 @@ def train(shards, xla_cache, tmp_path):
                  "n_device_axis": mesh, "n_devices": int(np.prod(mesh)), "output_dir": tmp_path / "runs",
                  "bucket_name": shards, "compilation_cache": xla_cache, "checkpoint_steps": 5, "eval_steps": 2,
                  **flags}  # fmt: skip
-        words = flags_of(**{n: v for n, v in flags.items() if v is not None})
-        return main.main(*utils.parse(["--preset", "tiny", *words]))
+        # not through the command line: its parser compiles source, which Python 3.11 cannot do beside other threads
+        flags = {n: str(v) if isinstance(v, Path) else v for n, v in flags.items() if v is not None}
+        return main.main(utils.replace(utils.preset("tiny"), **flags), set(flags))
 
     return train
 
