@@ -400,8 +400,8 @@ def resume(cfg, given, stored):
         now = flatten(cfg)[flag]
         if now * parts != total:
             raise UserError(f"--{flag} {now}: run {cfg.run.name} has a global batch of {total} sequences, but this "
-                            f"would make it {now * parts}; give another --name or a mesh and --grad_step whose product "
-                            f"divides it.")  # fmt: skip
+                            f"would make it {now} x {parts} = {now * parts} (dp {dp}, grad_step {cfg.run.grad_step}); give "
+                            f"another --name or a mesh and --grad_step whose product divides it.")  # fmt: skip
     now = json.loads(json.dumps(flatten(cfg)))
     differ = [n for n in now if n not in FREE_ON_RESUME and n in stored and now[n] != stored[n]]
     if differ:
