@@ -42,7 +42,7 @@ def test_parity_of_loss_and_every_gradient(mesh):
         ((2, 2, 2), dict(dropout_rate=0.2, fsdp="full")),  # dropout is decided by a token's number, remat repeats it
         ((4, 1, 2), dict(n_experts=2, activation="gelu")),  # fewer experts than devices
         ((3, 1, 2), dict(sequences=24, n_experts=6, latent_dim=9, vocab_size=127)),  # sizes that dp does not divide
-        ((2, 2, 1), dict(remat="dots", fsdp="full", micro_batch_size=8, n_shared=0)),
+        ((2, 2, 1), dict(remat="dots", fsdp="full", micro_batch_size=8, val_batch_size=8, n_shared=0)),
         ((2, 1, 2), dict(remat="none")),
     ],
 )
