@@ -367,9 +367,9 @@ def main(cfg, given):
 
     def fetch(step, metrics, since):
         """Numbers of a finished step, for the log."""
-        head, *_ = values = jax.device_get((metrics["load/head"], metrics))
-        row = {"step": step} | {key: float(v) for key, v in values[1].items() if key != "load/head"}
-        row |= {f"load/head_{i}": float(v) for i, v in enumerate(head)}
+        values = jax.device_get(metrics)
+        heads = {f"load/head_{i}": float(v) for i, v in enumerate(values.pop("load/head"))}
+        row = {"step": step} | {key: float(v) for key, v in values.items()} | heads
         return row | {"tokens_per_second": per_step * train.T / (time.time() - since)}
 
     def line(row, left):

@@ -155,7 +155,7 @@ class Optimizer:
     grad_clip_norm: float = 1.0
     """Largest global norm of the gradient, in float32 over all devices; larger ones are scaled down."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms and router biases are exempt."""
+    """Decoupled weight decay of matrices; norms, routers and their biases are exempt."""
     adam_b2: float = 0.95
     """Decay of AdamW's second moment; the first moment's is 0.9."""
     alpha: float = 1e-4
