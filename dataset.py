@@ -186,17 +186,6 @@ class Shuffled:
         return rows
 
 
-class InOrder:
-    """Validation order: the sequences as they stand in the shards."""
-
-    def __init__(self, corpus):
-        self.corpus = corpus
-
-    def __call__(self, numbers):
-        """int32 [n, T + 1]: the sequences with the given numbers [n]."""
-        return self.corpus.read(np.asarray(numbers), np.arange(len(self.corpus.names)))
-
-
 def put_batch(sequences, first, shape, mesh):
     """Global (tokens, targets), int32 [accumulation, M, B, T], of the sequences from number `first` on.
 

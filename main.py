@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import model
-from dataset import Corpus, InOrder, Shuffled, prefetch, put_batch
+from dataset import Corpus, Shuffled, prefetch, put_batch
 
 
 class TrainState(NamedTuple):
@@ -60,9 +60,12 @@ def make_optimizer(cfg):
     """AdamW (arXiv:1711.05101) after clipping by the global norm, and its schedule: step -> learning rate."""
     o = cfg.optimizer
     schedule = optax.warmup_cosine_decay_schedule(o.min_lr, o.max_lr, o.warmup_steps, o.end_steps, o.end_lr)
-    decayed = model.table_map(lambda p: p.matrix, model.param_table(cfg))
+    table = model.param_table(cfg)
+    decayed = model.table_map(lambda p: p.matrix, table)
     adamw = optax.adamw(schedule, b1=0.9, b2=o.adam_b2, weight_decay=o.weight_decay, mask=decayed)
-    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), adamw), schedule
+    embedding = model.table_map(lambda p: p is table["embedding"], table)
+    faster = optax.masked(optax.scale(o.embedding_lr), embedding)
+    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), adamw, faster), schedule
 
 
 def abstract_state(cfg, mesh, optimizer):
@@ -133,8 +136,8 @@ def make_train_step(cfg, mesh, optimizer, schedule):
 
 
 def make_evaluate(cfg, mesh, corpus):
-    """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over the first eval_steps validation
-    batches, always the same ones."""
+    """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over eval_steps batches drawn from all of the
+    validation shards: the same ones every time, whatever --seed."""
     M, B = cfg.data.micro_batch_size, cfg.data.val_batch_size * cfg.run.n_device_axis[0]
     batches = min(cfg.run.eval_steps, corpus.n_sequences // B)
     if not batches:
@@ -142,10 +145,10 @@ def make_evaluate(cfg, mesh, corpus):
                         f"{corpus.T + 1} tokens, but {corpus.folder} holds {corpus.n_sequences}.")  # fmt: skip
     if batches < cfg.run.eval_steps:
         say(f"validation: {corpus.folder} holds {batches} batches of {B} sequences, so --eval_steps is {batches}")
-    loss = jax.jit(model.make_loss(cfg, mesh, train=False))
+    loss, order = jax.jit(model.make_loss(cfg, mesh, train=False)), Shuffled(corpus, seed=0)
 
     def evaluate(params):
-        make = lambda i: put_batch(InOrder(corpus), i * B, (1, M, B // M, corpus.T), mesh)  # noqa: E731
+        make = lambda i: put_batch(order, i * B, (1, M, B // M, corpus.T), mesh)  # noqa: E731
         total = [loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in prefetch(make, range(batches))]
         mean = jax.tree.map(lambda *xs: float(sum(xs) / batches), *[(loss, m.cross_entropy) for loss, m in total])
         return {"loss/val_loss": mean[0], "loss/val_cross_entropy_loss": mean[1]}
