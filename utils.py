@@ -241,9 +241,9 @@ PRESETS = {
         model_dimension=128, vocab_size=8192, n_head=4, blocks=2, layers_per_block=2, T=128, latent_dim=64, dhR=32,
         n_experts=8, k=2, n_shared=1, expert_dim=128, model_dtype="float32", fsdp="hoist",
         train_batch_size=16, val_batch_size=16, micro_batch_size=8,
-        max_lr=1.5e-3, end_lr=6e-5, embedding_lr=16.0, warmup_steps=30, end_steps=300, training_steps=300, adam_b2=0.99,
+        max_lr=1.5e-3, end_lr=6e-5, embedding_lr=16.0, warmup_steps=30, end_steps=280, training_steps=280, adam_b2=0.99,
         weight_decay=0.0,
-        checkpoint_steps=50, name="tiny", prompt="def ", bucket_name="data/shards/stdlib",
+        checkpoint_steps=40, name="tiny", prompt="def ", bucket_name="data/shards/stdlib",
     ),
 }  # fmt: skip
 
