@@ -241,6 +241,14 @@ def test_cross_entropy_and_its_gradient():
         assert np.allclose(ours, 3 * theirs, atol=1e-4)
 
 
+def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
+    still, one, three = (steps_of(small_config(min_lr=1e-3, embedding_lr=rate), 1)[0].params for rate in (0.0, 1.0, 3.0))
+    moved = [np.asarray(params["embedding"] - still["embedding"]) for params in (one, three)]
+    assert np.abs(moved[0]).max() > 5e-4 and np.allclose(3 * moved[0], moved[1], atol=1e-6)
+    for a, b in zip(jax.tree.leaves({**one, "embedding": 0}), jax.tree.leaves({**three, "embedding": 0})):
+        assert np.array_equal(a, b)
+
+
 def test_one_batch_overfits():
     cfg = small_config(max_lr=1e-2, end_lr=1e-3, warmup_steps=10, end_steps=150, bias_update_rate=1e-2)
     _, metrics = steps_of(cfg, 0, seeds=[0] * 150)
