@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXES = ("dp", "pp", "tp")
-ROPE_BASE = 10_000.0  # RoFormer, arXiv:2104.09864, section 3.2.2
-NORM_EPS = 1e-6
+YARN_BETA = 32, 1  # turns over the original T above which a frequency stays, and below which it is stretched
 # Tokens whose logits a device holds at once: what stays in a CPU's cache, what keeps matrix units busy elsewhere.
 LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
 BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
@@ -59,7 +59,7 @@ def param_table(cfg):
     """
     m = cfg.model
     D, H, K, R, E, L = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.n_experts, m.layers_per_block
-    layers, branches = m.blocks * L, {"swiglu": 2, "gelu": 1}[m.activation]
+    Q, V, layers, branches = m.q_latent, m.value_dim, m.first_layers + m.blocks * L, {"swiglu": 2, "gelu": 1}[m.activation]
     sizes = dict(zip(AXES, cfg.run.n_device_axis))
 
     def norm(size):
@@ -78,15 +78,15 @@ def param_table(cfg):
         return Param(tuple(shape), P(*spec), std, **{"matrix": True, **more})
 
     def attention(rope):
-        return dict(
+        leaves = dict(
             norm=norm(D),
-            down=matrix((D, 2 * R + rope), D, fsdp=0),
-            q_norm=norm(R),
+            down=matrix((D, Q + R + rope), D, fsdp=0),
             kv_norm=norm(R),
-            q_up=matrix((R, H, K + rope), R, fsdp=0, fixed={1: "tp"}),
-            kv_up=matrix((R, H, 2 * K), R, fsdp=0, fixed={1: "tp"}),
-            out=matrix((H, K, D), H * K, back=True, fsdp=2, fixed={0: "tp"}),
+            q_up=matrix((Q or D, H, K + rope), Q or D, fsdp=0, fixed={1: "tp"}),
+            kv_up=matrix((R, H, K + V), R, fsdp=0, fixed={1: "tp"}),
+            out=matrix((H, V, D), H * V, back=True, fsdp=2, fixed={0: "tp"}),
         )
+        return leaves | (dict(q_norm=norm(Q)) if Q else {})
 
     def feed_forward(F):
         return dict(
@@ -102,15 +102,14 @@ def param_table(cfg):
             down=matrix((E, F, D), F, back=True, fsdp=2, active=m.k / E, **split),
         )
 
-    def stack(layer, *sizes):
+    def stack(layer, *sizes, over="pp"):
         """Leading dims for a leaf that every block (and every dense layer in it) has."""
-        leading = P("pp", *[None] * (len(sizes) - 1))
-        return jax.tree.map(lambda p: p._replace(shape=(*sizes, *p.shape), spec=P(*leading, *p.spec)), layer,
-                            is_leaf=is_param)  # fmt: skip
+        leading = P(over, *[None] * (len(sizes) - 1))
+        return table_map(lambda p: p._replace(shape=(*sizes, *p.shape), spec=P(*leading, *p.spec)), layer)
 
     dense = dict(attention=attention(m.dhR), norm=norm(D), ffn=feed_forward(m.ffn_width))
     sparse = dict(
-        attention=attention(0),
+        attention=attention(m.dhR if m.moe_rope else 0),
         norm=norm(D),
         router=matrix((D, E), D, fsdp=0, matrix=False),
         bias=Param((E,), P(None), 0.0),
@@ -118,12 +117,15 @@ def param_table(cfg):
     )
     if m.n_shared:
         sparse["shared"] = feed_forward(m.n_shared * m.expert_width)
-    return dict(
-        embedding=matrix((m.padded_vocab, D), D, over=AXES, fsdp=0),
-        dense=stack(dense, m.blocks, L - 1),
-        moe=stack(sparse, m.blocks),
-        norm=norm(D),
-    )
+    vocabulary = matrix((m.padded_vocab, D), D, over=AXES, fsdp=0)
+    table = dict(embedding=vocabulary, moe=stack(sparse, m.blocks), norm=norm(D))
+    if not m.tied:
+        table["head"] = vocabulary._replace()
+    if m.first_layers:
+        table["first"] = stack(dense, m.first_layers, over=None)
+    if L > 1:
+        table["dense"] = stack(dense, m.blocks, L - 1)
+    return table
 
 
 def is_param(x):
@@ -174,9 +176,9 @@ def flops_per_token(cfg):
     """
     m = cfg.model
     _, active, _ = count_params(cfg)
-    rope = m.dhR * (m.layers_per_block - 1) / m.layers_per_block
-    attention = m.blocks * m.layers_per_block * m.T * m.n_head * (2 * m.head_dim + rope) / 2
-    return 6 * (active + m.vocab_size * m.model_dimension + attention)
+    dense = m.first_layers + m.blocks * (m.layers_per_block - 1)
+    channels = (dense + m.blocks) * (m.head_dim + m.value_dim) + (dense + m.blocks * m.moe_rope) * m.dhR
+    return 6 * (active + m.vocab_size * m.model_dimension + m.T * m.n_head * channels / 2)
 
 
 # --- Collectives: every one of the program ----------------------------------------------------------------------
@@ -280,16 +282,37 @@ def use(params, table, dtype):
     return jax.tree.map(gathered, table, params, is_leaf=is_param)
 
 
-def rms_norm(x, scale):
+def rms_norm(x, scale, eps):
     """Root-mean-square norm over the last dim (arXiv:1910.07467, equation 4), in float32."""
     x32 = x.astype(jnp.float32)
-    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + NORM_EPS) * scale).astype(x.dtype)
+    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
-def rotate(x, position):
-    """Rotary positions (arXiv:2104.09864, section 3.2.2) on [B, T, ..., dhR], with channel i paired with i + dhR/2."""
+def rotary_frequencies(m):
+    """Radians per position of the dhR/2 channel pairs (RoFormer, arXiv:2104.09864, section 3.2.2), float32.
+
+    With rope_factor > 1, YaRN (arXiv:2309.00071, section 3.2): pairs that turn often over rope_original_T keep their
+    frequency, those that turn less than once are slowed down by the factor, with a ramp between.
+    """
+    half = m.dhR // 2
+    frequencies = m.rope_base ** (-np.arange(half, dtype=np.float32) / half)
+    if m.rope_factor == 1:
+        return frequencies
+    turns = [half * math.log(m.rope_original_T / (beta * 2 * math.pi)) / math.log(m.rope_base) for beta in YARN_BETA]
+    low, high = max(math.floor(turns[0]), 0), min(math.ceil(turns[1]), m.dhR - 1)
+    slowed = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
+    return frequencies * (1 - slowed) + frequencies / m.rope_factor * slowed
+
+
+def score_scale(channels, m):
+    """Factor on the products of queries and keys of so many channels, with YaRN's temperature."""
+    return channels**-0.5 * (0.1 * m.rope_mscale * math.log(m.rope_factor) + 1) ** 2
+
+
+def rotate(x, position, m):
+    """Rotary positions on [B, T, ..., dhR], with channel i paired with i + dhR/2."""
     half = x.shape[-1] // 2
-    angle = position[:, None] * ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [T, dhR/2]
+    angle = position[:, None] * rotary_frequencies(m)[:half]  # [T, dhR/2]
     angle = angle.reshape(1, len(position), *[1] * (x.ndim - 3), half)
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -309,23 +332,25 @@ def dropout(x, rate, tokens, salt):
 def attention(p, x, tokens, m, cache=None):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), tensor-parallel over heads.
 
-    x [B, T/tp, D] -> [B, T/tp, D] and the cache. Only latents are gathered over tp. The rotary key, where the layer has
-    one, is shared by the heads. `cache` [B, T_max, R + dhR] holds the normalised key/value latents and rotary keys of
-    all positions; those of x are written into it and attention reads from it.
+    x [B, T/tp, D] -> [B, T/tp, D] and the cache. Only latents are gathered over tp, or x itself where queries have no
+    latent (Q = 0). The rotary key, where the layer has one, is shared by the heads. `cache` [B, T_max, R + dhR] holds
+    the normalised key/value latents and rotary keys of all positions; those of x are written into it and attention
+    reads from it.
     """
-    R, K = m.latent_dim, m.head_dim
-    down = jnp.einsum("btd,dr->btr", x, p["down"])  # [B, T/tp, 2R + dhR]
-    q, kv, k_rope = down[..., :R], down[..., R : 2 * R], down[..., 2 * R :]
-    latents = [rms_norm(q, p["q_norm"]), rms_norm(kv, p["kv_norm"]), rotate(k_rope, tokens.position)]
-    latents = gather_sequence(jnp.concatenate(latents, -1), tokens.split)  # [B, T, 2R + dhR]
-    q, kv = latents[..., :R], latents[..., R:]
+    Q, R, K = m.q_latent, m.latent_dim, m.head_dim
+    down = jnp.einsum("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + dhR]
+    q, kv, k_rope = jnp.split(down, (Q, Q + R), -1)
+    latents = [rms_norm(q, p["q_norm"], m.norm_eps)] if Q else []
+    latents += [rms_norm(kv, p["kv_norm"], m.norm_eps), rotate(k_rope, tokens.position, m)]
+    latents = gather_sequence(jnp.concatenate(latents, -1), tokens.split)  # [B, T, Q + R + dhR]
+    q, kv = latents[..., :Q] if Q else gather_sequence(x, tokens.split), latents[..., Q:]
     T = q.shape[1]
     q_position = jnp.arange(T) + (0 if tokens.split else tokens.position[0])
     if cache is not None:
         kv = cache = lax.dynamic_update_slice_in_dim(cache, kv.astype(cache.dtype), tokens.position[0], 1)
     q = jnp.einsum("btr,rhk->bthk", q, p["q_up"])  # [B, T, H/tp, K + dhR]
-    k, v = jnp.split(jnp.einsum("bsr,rhk->bshk", kv[..., :R], p["kv_up"]), 2, -1)  # [B, T, H/tp, K]
-    q = jnp.concatenate([q[..., :K], rotate(q[..., K:], q_position)], -1) * q.shape[-1] ** -0.5
+    k, v = jnp.split(jnp.einsum("bsr,rhk->bshk", kv[..., :R], p["kv_up"]), (K,), -1)  # [B, T, H/tp, K], [..., V]
+    q = jnp.concatenate([q[..., :K], rotate(q[..., K:], q_position, m)], -1) * score_scale(q.shape[-1], m)
     k = jnp.concatenate([k, jnp.broadcast_to(kv[:, :, None, R:], (*k.shape[:3], kv.shape[-1] - R))], -1)
     scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32)
     causal = jnp.arange(kv.shape[1]) <= q_position[:, None]  # [T, T]
@@ -378,12 +403,19 @@ class Load(NamedTuple):
 def route(p, x, m):
     """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16), in float32.
 
-    x [n, D] -> scores [n, E], chosen experts [n, k], their gates [n, k], which sum to 1. The bias selects only.
+    x [n, D] -> scores [n, E], chosen experts [n, k], their gates [n, k], which sum to routed_scaling. The bias selects
+    only. Of the groups of experts, those k_groups count whose two best experts are best (section 2.1.2).
     """
     scores = jax.nn.sigmoid(jnp.dot(x.astype(jnp.float32), p["router"], precision="highest"))
-    _, chosen = lax.top_k(lax.stop_gradient(scores) + lax.stop_gradient(p["bias"]), m.k)
+    wanted = lax.stop_gradient(scores) + lax.stop_gradient(p["bias"])
+    if m.n_groups > 1:
+        groups = wanted.reshape(len(x), m.n_groups, -1)
+        _, allowed = lax.top_k(lax.top_k(groups, 2)[0].sum(-1), m.k_groups)  # [n, k_groups]
+        allowed = (allowed[..., None] == jnp.arange(m.n_groups)).any(1)  # [n, n_groups]
+        wanted = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(wanted.shape)
+    _, chosen = lax.top_k(wanted, m.k)
     gates = jnp.take_along_axis(scores, chosen, -1)
-    return scores, chosen, gates / (gates.sum(-1, keepdims=True) + 1e-20)
+    return scores, chosen, m.routed_scaling * gates / (gates.sum(-1, keepdims=True) + 1e-20)
 
 
 def balance_loss(scores, chosen, m, split):
@@ -434,19 +466,19 @@ def routed_experts(p, x, m, split):
 def dense_layer(p, x, tokens, m, cache):
     """Attention with rotary positions, then a dense feed-forward; pre-norm. x [B, T/tp, D] -> x, cache."""
     with jax.named_scope("attention"):
-        a, cache = attention(p["attention"], rms_norm(x, p["attention"]["norm"]), tokens, m, cache)
+        a, cache = attention(p["attention"], rms_norm(x, p["attention"]["norm"], m.norm_eps), tokens, m, cache)
         x = x + dropout(a, m.dropout_rate, tokens, 0)
     with jax.named_scope("feed_forward"):
-        return x + dropout(feed_forward(p["ffn"], rms_norm(x, p["norm"]), tokens), m.dropout_rate, tokens, 1), cache
+        return x + dropout(feed_forward(p["ffn"], rms_norm(x, p["norm"], m.norm_eps), tokens), m.dropout_rate, tokens, 1), cache
 
 
 def moe_layer(p, x, tokens, m, cache):
-    """Attention without positions, then routed and shared experts; pre-norm. x [B, T/tp, D] -> x, (Load, cache)."""
+    """Attention, then routed and shared experts; pre-norm. x [B, T/tp, D] -> x, (Load, cache)."""
     with jax.named_scope("attention"):
-        a, cache = attention(p["attention"], rms_norm(x, p["attention"]["norm"]), tokens, m, cache)
+        a, cache = attention(p["attention"], rms_norm(x, p["attention"]["norm"], m.norm_eps), tokens, m, cache)
         x = x + dropout(a, m.dropout_rate, tokens, 0)
     with jax.named_scope("experts"):
-        h = rms_norm(x, p["norm"])
+        h = rms_norm(x, p["norm"], m.norm_eps)
         out, load = routed_experts(p, h, m, tokens.split)
         if m.n_shared:
             out = out + feed_forward(p["shared"], h, tokens)
@@ -463,49 +495,66 @@ REMAT = {
 }
 
 
-def stage_table(cfg):
-    """The part of the parameter table that a stage holds."""
-    table = param_table(cfg)
-    return dict(dense=table["dense"], moe=table["moe"])
+LAYERS = dict(first=dense_layer, dense=dense_layer, moe=moe_layer)  # by their place in the parameter table
 
 
-def stage_params(params, cfg):
-    """This device's blocks' parameters as a stage takes them: gathered here, once, where fsdp says so."""
-    params = dict(dense=params["dense"], moe=params["moe"])
-    return use(params, stage_table(cfg), jnp.dtype(cfg.model.model_dtype)) if cfg.model.fsdp == "hoist" else params
+def layer_params(params, cfg):
+    """This device's layers' parameters as `make_first` and `make_stage` take them: gathered here, once, where fsdp
+    says so."""
+    kinds = [kind for kind in LAYERS if kind in params]
+    params, table = ({kind: tree[kind] for kind in kinds} for tree in (params, param_table(cfg)))
+    return use(params, table, jnp.dtype(cfg.model.model_dtype)) if cfg.model.fsdp == "hoist" else params
+
+
+def make_layer(cfg, remat):
+    """`layer(kind, p, number, x, tokens, cache)`: one layer of the model, the `number`th as far as dropout goes."""
+    m, table = cfg.model, param_table(cfg)
+    if m.fsdp == "hoist":  # gathered already
+        table = table_map(lambda p: p._replace(gather=()), table)
+    wrap, dtype = REMAT[m.remat if remat else "none"], jnp.dtype(m.model_dtype)
+
+    def layer(kind, p, number, x, tokens, cache):
+        own = tokens if tokens.key is None else tokens._replace(key=jax.random.fold_in(tokens.key, number))
+        return wrap(lambda p, x, cache: LAYERS[kind](use(p, table[kind], dtype), x, own, m, cache))(p, x, cache)
+
+    return layer
+
+
+def make_dense(cfg, kind, n, remat):
+    """`dense(p, first, x, tokens, cache)`: n stacked dense layers numbered from `first` on x [B, T/tp, D]; returns x and
+    the cache."""
+    layer = make_layer(cfg, remat)
+
+    def dense(p, first, x, tokens, cache):
+        def one(x, scanned):
+            p, i, cache = scanned
+            return layer(kind, p, first + i, x, tokens, cache)
+
+        return lax.scan(one, x, (p, jnp.arange(n), cache)) if n else (x, cache)
+
+    return dense
 
 
 def make_stage(cfg, remat=True):
     """`stage(params, x, tokens, cache)`: this device's blocks on x [B, T/tp, D], the same for training and decoding.
 
     Returns x and (`Load`, with tokens [blocks/pp, E] and the rest summed; the cache, None where none was given).
-    Parameters come through `stage_params`.
+    Parameters come through `layer_params`.
     """
-    m, table = cfg.model, stage_table(cfg)
-    if m.fsdp == "hoist":  # gathered already
-        table = table_map(lambda p: p._replace(gather=()), table)
-    wrap, L, dtype = REMAT[m.remat if remat else "none"], m.layers_per_block, jnp.dtype(m.model_dtype)
+    m, L, layer = cfg.model, cfg.model.layers_per_block, make_layer(cfg, remat)
+    dense = make_dense(cfg, "dense", L - 1, remat)
 
     def stage(params, x, tokens, cache=None):
-        def run(layer, kind, number, p, x, cache):
-            own = tokens if tokens.key is None else tokens._replace(key=jax.random.fold_in(tokens.key, number))
-            return wrap(lambda p, x, cache: layer(use(p, table[kind], dtype), x, own, m, cache))(p, x, cache)
-
         def block(x, scanned):
             p, number, cache = scanned
-
-            def dense(x, scanned):
-                p, i, cache = scanned
-                return run(dense_layer, "dense", number * L + i, p, x, cache)
-
-            cache = cache or dict(dense=None, moe=None)
-            x, dense_cache = lax.scan(dense, x, (p["dense"], jnp.arange(L - 1), cache["dense"]))
-            x, (load, moe_cache) = run(moe_layer, "moe", number * L + L - 1, p["moe"], x, cache["moe"])
+            x, dense_cache = dense(p.get("dense"), number * L, x, tokens, cache["dense"])
+            x, (load, moe_cache) = layer("moe", p["moe"], number * L + L - 1, x, tokens, cache["moe"])
             return x, (load, dict(dense=dense_cache, moe=moe_cache))
 
+        params = {kind: params[kind] for kind in ("dense", "moe") if kind in params}
         blocks = m.blocks // lax.axis_size("pp")
         numbers = lax.axis_index("pp") * blocks + jnp.arange(blocks)
-        x, (load, cache) = lax.scan(block, x, (params, numbers, cache))
+        x, (load, cache) = lax.scan(block, x, (params, numbers, cache or dict(dense=None, moe=None)))
         return x, (Load(load.loss.sum(), load.tokens, load.dropped.sum()), cache)
 
     return stage
@@ -609,6 +658,7 @@ def make_loss(cfg, mesh, train):
     """
     m, table, spec = cfg.model, param_table(cfg), P(*BATCH_SPEC[1:])
     stage, alpha, dtype = make_stage(cfg, remat=train), cfg.optimizer.alpha, jnp.dtype(cfg.model.model_dtype)
+    first_layers = make_dense(cfg, "first", m.first_layers, remat=train)
     chunk = LOSS_CHUNK[mesh.devices.flat[0].platform]
 
     def local_loss(params, ids, targets, key, first):
@@ -628,19 +678,27 @@ def make_loss(cfg, mesh, train):
             embedding = use(params["embedding"], table["embedding"], dtype)
             own = lax.axis_index("pp") * M + jnp.arange(M)
             x = jax.vmap(lambda ids, i: dropout(embedding[ids], m.dropout_rate, tokens_of(i), 2))(ids, own)
-            x = to_stages(x)  # [M, B/dp, T/tp, D]
 
-        blocks = stage_params(params, cfg)
+        layers = layer_params(params, cfg)
+        if m.first_layers:
+
+            def before_blocks(scanned):
+                x, i = scanned
+                return first_layers(layers["first"], m.blocks * m.layers_per_block, x, tokens_of(i), None)[0]
+
+            x = lax.map(before_blocks, (x, own))
+        x = to_stages(x)  # [M, B/dp, T/tp, D]
 
         def run_stage(x, load, microbatch, valid):
-            y, (new, _) = stage(blocks, x, tokens_of(microbatch))
+            y, (new, _) = stage(layers, x, tokens_of(microbatch))
             return y, jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), load, new)
 
         none = Load(jnp.float32(0), jnp.zeros((m.blocks // S, m.n_experts)), jnp.float32(0))
         x, load = pipeline(run_stage, x, none)
         with jax.named_scope("head"):
-            x = rms_norm(from_last_stage(x), params["norm"])  # [M/S, B/dp, T/tp, D]
-            nll = cross_entropy(x.reshape(-1, x.shape[-1]), embedding, targets.reshape(-1), m.vocab_size, chunk)
+            x = rms_norm(from_last_stage(x), params["norm"], m.norm_eps)  # [M/S, B/dp, T/tp, D]
+            head = embedding if m.tied else use(params["head"], table["head"], dtype)
+            nll = cross_entropy(x.reshape(-1, x.shape[-1]), head, targets.reshape(-1), m.vocab_size, chunk)
         sequences = M * S * B * dp
         nll, balance = nll / (sequences * t * tp), load.loss / sequences
         loss = sum_over(nll + alpha * balance, AXES)
@@ -675,21 +733,27 @@ def make_decode(cfg, mesh):
     """
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, capacity_factor=0.0))
     m, table, stage, dtype = cfg.model, param_table(cfg), make_stage(cfg, remat=False), jnp.dtype(cfg.model.model_dtype)
-    cache_spec = dict(dense=P("pp", None, "dp", None, None), moe=P("pp", "dp", None, None))
+    first_layers = make_dense(cfg, "first", m.first_layers, remat=False)
+    cache_spec = dict(first=P(None, "dp", None, None), dense=P("pp", None, "dp", None, None),
+                      moe=P("pp", "dp", None, None))  # fmt: skip
 
     def local_decode(params, ids, cache, start, last):
         embedding = use(params["embedding"], table["embedding"], dtype)
         tokens = Tokens(start + jnp.arange(ids.shape[1]), split=False)
 
-        blocks = stage_params(params, cfg)
+        layers = layer_params(params, cfg)
 
         def run_stage(x, cache, _, valid):
-            y, (_, new) = stage(blocks, x, tokens, cache)
+            y, (_, new) = stage(layers, x, tokens, cache)
             return y, jax.tree.map(lambda old, new: jnp.where(valid, new, old), cache, new)
 
-        x, cache = pipeline(run_stage, embedding[ids][None], cache)  # [1, B/dp, n, D]
+        x, first = first_layers(layers.get("first"), 0, embedding[ids], tokens, cache["first"])
+        blocks = dict(dense=cache["dense"], moe=cache["moe"])
+        x, blocks = pipeline(run_stage, x[None], blocks)  # [1, B/dp, n, D]
+        cache = dict(blocks, first=first)
         x = from_last_stage(lax.dynamic_index_in_dim(x[0], last, 1, keepdims=False), everywhere=True)
-        return logits_of(rms_norm(x, params["norm"]), embedding, m.vocab_size), cache
+        head = embedding if m.tied else use(params["head"], table["head"], dtype)
+        return logits_of(rms_norm(x, params["norm"], m.norm_eps), head, m.vocab_size), cache
 
     return jax.shard_map(
         local_decode, mesh=mesh, in_specs=(table_map(lambda p: p.spec, table), P("dp", None), cache_spec, P(), P()),
@@ -700,9 +764,11 @@ def make_decode(cfg, mesh):
 def empty_cache(cfg, B, T):
     """Latent cache of B sequences of at most T tokens: R numbers per token and layer, and dhR where it has positions."""
     m = cfg.model
+    rotated, shape = m.latent_dim + m.dhR, (B, T)
     return dict(
-        dense=jnp.zeros((m.blocks, m.layers_per_block - 1, B, T, m.latent_dim + m.dhR), m.model_dtype),
-        moe=jnp.zeros((m.blocks, B, T, m.latent_dim), m.model_dtype),
+        first=jnp.zeros((m.first_layers, *shape, rotated), m.model_dtype),
+        dense=jnp.zeros((m.blocks, m.layers_per_block - 1, *shape, rotated), m.model_dtype),
+        moe=jnp.zeros((m.blocks, *shape, rotated if m.moe_rope else m.latent_dim), m.model_dtype),
     )
 
 

@@ -53,19 +53,41 @@ class Model:
     vocab_size: int = 100277
     """Number of token ids; padded inside to a multiple of 128, the padding is never predicted. Without the flag it
     follows --tokenizer."""
+    tied: bool = True
+    """Whether the embedding is the output head too."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in every norm."""
     n_head: int = 12
-    """Attention heads; each has model_dimension / n_head channels."""
+    """Attention heads."""
+    first_layers: int = 0
+    """Dense layers before the blocks; they run with the embedding, on all of pp, so that stages stay even."""
     blocks: int = 8
     """Blocks of layers; pp must divide it."""
     layers_per_block: int = 6
-    """Layers in a block: all but the last have rotary positions and a dense feed-forward, the last has no positions
-    and a mixture of experts."""
+    """Layers in a block: all but the last have rotary positions and a dense feed-forward, the last has a mixture of
+    experts."""
+    moe_rope: bool = False
+    """Whether the last layer of a block has rotary positions too."""
     T: int = 1024
     """Sequence length in tokens; tp must divide it."""
     latent_dim: int = 128
-    """Channels of the query latent and of the key/value latent (multi-head latent attention)."""
+    """Channels of the key/value latent (multi-head latent attention)."""
+    q_latent_dim: int = -1
+    """Channels of the query latent; -1: as latent_dim, 0: queries come from the residual itself, without one."""
+    nope_dim: int = 0
+    """Channels of each head's query and key that no position rotates; 0: model_dimension / n_head."""
+    v_dim: int = 0
+    """Channels of each head's value; 0: as nope_dim."""
     dhR: int = 128
     """Channels of the decoupled rotary part of each query, and of the one rotary key that the heads share."""
+    rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_factor: float = 1.0
+    """Times rope_original_T that YaRN stretches the context to (arXiv:2309.00071); 1: no YaRN."""
+    rope_original_T: int = 4096
+    """Sequence length in tokens that the rotary frequencies were made for, where YaRN stretches it."""
+    rope_mscale: float = 1.0
+    """Weight of YaRN's attention temperature: scores are multiplied by (0.1 x rope_mscale x ln rope_factor + 1)^2."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward: swiglu has three matrices, gelu two."""
     ffn_dim: int = 0
@@ -77,6 +99,12 @@ class Model:
     """Routed experts E in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
     k: int = 2
     """Routed experts that each token goes to."""
+    n_groups: int = 1
+    """Groups that the experts form; a token's experts come from k_groups of them."""
+    k_groups: int = 1
+    """Groups that each token may choose its experts from."""
+    routed_scaling: float = 1.0
+    """Factor on the gates, which sum to 1."""
     n_shared: int = 2
     """Shared experts, each as wide as a routed one, added for every token."""
     capacity_factor: float = 1.5
@@ -95,7 +123,18 @@ class Model:
 
     @property
     def head_dim(self):
-        return self.model_dimension // self.n_head
+        """Unrotated channels of a head, --nope_dim 0 resolved."""
+        return self.nope_dim or self.model_dimension // self.n_head
+
+    @property
+    def value_dim(self):
+        """Channels of a head's value, --v_dim 0 resolved."""
+        return self.v_dim or self.head_dim
+
+    @property
+    def q_latent(self):
+        """Channels of the query latent, --q_latent_dim -1 resolved; 0: there is none."""
+        return self.latent_dim if self.q_latent_dim < 0 else self.q_latent_dim
 
     @property
     def ffn_width(self):
@@ -245,6 +284,29 @@ PRESETS = {
         weight_decay=0.0,
         checkpoint_steps=40, name="tiny", prompt="def ", bucket_name="data/shards/stdlib",
     ),
+    # every part of DeepSeek-V3 (arXiv:2412.19437, section 4.2), as small as tiny
+    "deepseek-tiny": dict(
+        model_dimension=128, vocab_size=8192, tied=False, n_head=4, first_layers=1, blocks=4, layers_per_block=1,
+        moe_rope=True, T=128, latent_dim=64, q_latent_dim=96, nope_dim=32, v_dim=32, dhR=16,
+        n_experts=16, k=4, n_groups=4, k_groups=2, routed_scaling=2.5, n_shared=1, expert_dim=64, model_dtype="float32",
+        fsdp="hoist", train_batch_size=16, val_batch_size=16, micro_batch_size=8,
+        max_lr=1.5e-3, end_lr=6e-5, embedding_lr=16.0, warmup_steps=30, end_steps=280, training_steps=280, adam_b2=0.99,
+        weight_decay=0.0, checkpoint_steps=40, name="deepseek-tiny", prompt="def ", bucket_name="data/shards/stdlib",
+    ),
+    # moonshotai/Moonlight-16B-A3B, its published configuration
+    "moonlight-16b": dict(
+        model_dimension=2048, vocab_size=163840, tied=False, norm_eps=1e-5, n_head=16, first_layers=1, blocks=26,
+        layers_per_block=1, moe_rope=True, T=8192, latent_dim=512, q_latent_dim=0, nope_dim=128, v_dim=128, dhR=64,
+        rope_base=50_000.0, ffn_dim=11264, n_experts=64, k=6, routed_scaling=2.446, n_shared=2, expert_dim=1408,
+        name="moonlight-16b",
+    ),
+    # deepseek-ai/DeepSeek-V3, its published configuration, at the sequence length of its pretraining
+    "deepseek-v3-671b": dict(
+        model_dimension=7168, vocab_size=129280, tied=False, n_head=128, first_layers=3, blocks=58, layers_per_block=1,
+        moe_rope=True, T=4096, latent_dim=512, q_latent_dim=1536, nope_dim=128, v_dim=128, dhR=64,
+        ffn_dim=18432, n_experts=256, k=8, n_groups=8, k_groups=4, routed_scaling=2.5, n_shared=1, expert_dim=2048,
+        name="deepseek-v3-671b",
+    ),
 }  # fmt: skip
 
 # What may differ between a run and its resumption: nothing here changes the parameters' shapes, the tokens seen or
@@ -332,8 +394,9 @@ def parse_complaint(box):
 
 # Smallest sensible value of every number; relations between flags are checked in `validate`.
 AT_LEAST = dict(
-    model_dimension=1, vocab_size=2, n_head=1, blocks=1, layers_per_block=2, T=1, latent_dim=1, dhR=2, ffn_dim=0,
-    expert_dim=0, n_experts=1, k=1, n_shared=0, capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1,
+    model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1, latent_dim=1,
+    q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=2, rope_base=1, rope_factor=1, rope_original_T=1, rope_mscale=0, ffn_dim=0,
+    expert_dim=0, n_experts=1, k=1, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0, capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1,
     micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
     embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1,
     checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0,
@@ -358,12 +421,14 @@ def validate(cfg, n_present):
         raise UserError(f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
                         f"{n_devices}{simulate}.")  # fmt: skip
     multiples = [  # (flag, its value, what must divide it, in words)
-        ("model_dimension", m.model_dimension, m.n_head, "n_head"), ("blocks", m.blocks, pp, "pp"),
+        ("blocks", m.blocks, pp, "pp"), ("n_experts", m.n_experts, m.n_groups, "n_groups"),
         ("n_head", m.n_head, tp, "tp"), ("T", m.T, tp, "tp"), ("ffn_dim", m.ffn_width, tp, "tp"),
         ("dhR", m.dhR, 2, "2, since channels are rotated in pairs,"), ("micro_batch_size", d.micro_batch_size, pp, "pp"),
         ("train_batch_size", d.train_batch_size, d.micro_batch_size, "micro_batch_size"),
         ("val_batch_size", d.val_batch_size, d.micro_batch_size, "micro_batch_size"),
     ]  # fmt: skip
+    if not m.nope_dim:
+        multiples.append(("model_dimension", m.model_dimension, m.n_head, "n_head"))
     if m.n_shared:
         multiples.append(("expert_dim", m.expert_width, tp, "tp"))
     for flag, value, by, words in multiples:
@@ -375,6 +440,10 @@ def validate(cfg, n_present):
         raise UserError(f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it.")
     if m.k > m.n_experts:
         raise UserError(f"--k {m.k}: a token cannot go to more experts than there are (--n_experts {m.n_experts}).")
+    if m.k_groups > m.n_groups or m.k > m.k_groups * m.n_experts // m.n_groups:
+        raise UserError(f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --k {m.k} experts.")
+    if m.n_groups > 1 and m.n_experts < 2 * m.n_groups:
+        raise UserError(f"--n_groups {m.n_groups}: a group must have two experts at least (--n_experts {m.n_experts}).")
     if m.dropout_rate >= 1:
         raise UserError(f"--dropout_rate {m.dropout_rate}: must be below 1.")
     if o.adam_b2 >= 1:

@@ -182,7 +182,7 @@ def test_causality_by_gradient(mesh_shape):
 
     def run(params, x):
         position = jax.lax.axis_index("tp") * t_local + jnp.arange(t_local)
-        return model.make_stage(cfg)(model.stage_params(params, cfg), x, model.Tokens(position))[0]
+        return model.make_stage(cfg)(model.layer_params(params, cfg), x, model.Tokens(position))[0]
 
     stage = on_mesh(cfg, run, (specs, P(None, "tp", None)), P(None, "tp", None))
     x = jax.random.normal(jax.random.key(0), (1, 8, 32))
