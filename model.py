@@ -335,7 +335,7 @@ def attention(p, x, tokens, m, cache=None):
     x [B, T/tp, D] -> [B, T/tp, D] and the cache. Only latents are gathered over tp, or x itself where queries have no
     latent (Q = 0). The rotary key, where the layer has one, is shared by the heads. `cache` [B, T_max, R + dhR] holds
     the normalised key/value latents and rotary keys of all positions; those of x are written into it and attention
-    reads from it.
+    reads from it, in the latent space where x is one token (the paper's appendix C: up-projections absorbed).
     """
     Q, R, K = m.q_latent, m.latent_dim, m.head_dim
     down = jnp.einsum("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + dhR]
@@ -349,17 +349,28 @@ def attention(p, x, tokens, m, cache=None):
     if cache is not None:
         kv = cache = lax.dynamic_update_slice_in_dim(cache, kv.astype(cache.dtype), tokens.position[0], 1)
     q = jnp.einsum("btr,rhk->bthk", q, p["q_up"])  # [B, T, H/tp, K + dhR]
-    k, v = jnp.split(jnp.einsum("bsr,rhk->bshk", kv[..., :R], p["kv_up"]), (K,), -1)  # [B, T, H/tp, K], [..., V]
-    q = jnp.concatenate([q[..., :K], rotate(q[..., K:], q_position, m)], -1) * score_scale(q.shape[-1], m)
-    k = jnp.concatenate([k, jnp.broadcast_to(kv[:, :, None, R:], (*k.shape[:3], kv.shape[-1] - R))], -1)
-    scores = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=jnp.float32)
+    q, q_rope = q[..., :K], rotate(q[..., K:], q_position, m)
+    scale = score_scale(K + q_rope.shape[-1], m)
+    absorbed = cache is not None and T == 1
+    if absorbed:  # one query is cheaper to bring into the latent space than all keys and values out of it
+        k_up, v_up = jnp.split(p["kv_up"], (K,), -1)  # [R, H/tp, K], [R, H/tp, V]
+        q = jnp.einsum("bthk,rhk->bthr", q, k_up)  # [B, 1, H/tp, R]
+        k, v, heads = kv, kv[..., :R], ""
+    else:
+        k, v = jnp.split(jnp.einsum("bsr,rhk->bshk", kv[..., :R], p["kv_up"]), (K,), -1)  # [B, T, H/tp, K], [..., V]
+        k = jnp.concatenate([k, jnp.broadcast_to(kv[:, :, None, R:], (*k.shape[:3], kv.shape[-1] - R))], -1)
+        heads = "h"
+    q = jnp.concatenate([q, q_rope], -1) * scale
+    scores = jnp.einsum(f"bthk,bs{heads}k->bhts", q, k, preferred_element_type=jnp.float32)
     causal = jnp.arange(kv.shape[1]) <= q_position[:, None]  # [T, T]
     scores = jnp.where(causal, scores, -jnp.inf)
     # softmax, its division put off until after the sum over s: one pass less over T x T
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))  # [B, H/tp, T, T]
-    out = jnp.einsum("bhts,bshk->bthk", weights.astype(x.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum(f"bhts,bs{heads}v->bthv", weights.astype(x.dtype), v, preferred_element_type=jnp.float32)
     out = (out / weights.sum(-1).swapaxes(1, 2)[..., None]).astype(x.dtype)
-    return scatter_sequence(jnp.einsum("bthk,hkd->btd", out, p["out"]), tokens.split), cache
+    if absorbed:
+        out = jnp.einsum("bthr,rhv->bthv", out, v_up)
+    return scatter_sequence(jnp.einsum("bthv,hvd->btd", out, p["out"]), tokens.split), cache
 
 
 def activate(h):

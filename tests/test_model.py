@@ -255,6 +255,29 @@ def test_one_batch_overfits():
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 
 
+DEEPSEEK = dict(layers_per_block=1, moe_rope=True, first_layers=2, tied=False, nope_dim=12, v_dim=10, q_latent_dim=0)
+
+
+@pytest.mark.parametrize("flags", [{}, DEEPSEEK, dict(rope_factor=4.0, rope_original_T=8)])
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
+def test_cached_decoding_in_the_latent_space_equals_the_full_forward_pass(mesh_shape, flags):
+    """At every position; and what the cache holds of a token is its latent and, where there is one, its rotary key."""
+    cfg = small_config(mesh_shape, **flags)
+    m, mesh = cfg.model, main.make_mesh(cfg)
+    decode = jax.jit(model.make_decode(cfg, mesh))
+    params = jax.tree.map(lambda x: 2 * x, make_params(cfg, mesh))
+    ids = np.random.default_rng(0).integers(0, m.vocab_size, (4, 16)).astype(np.int32)
+    cache = model.empty_cache(cfg, 4, 16)
+    per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (4 * 16)
+    layers, without = m.first_layers + m.blocks * m.layers_per_block, 0 if m.moe_rope else m.blocks
+    assert per_token == layers * (m.latent_dim + m.dhR) - without * m.dhR
+    for i in range(16):
+        full, _ = decode(params, ids, model.empty_cache(cfg, 4, 16), 0, i)
+        one, cache = decode(params, ids[:, i : i + 1], cache, i, 0)
+        full, one = (np.asarray(x)[:, : m.vocab_size] for x in (full, one))
+        assert np.abs(full - one).max() < 1e-4 * np.abs(full).max()
+
+
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_cached_decoding_gives_the_same_tokens(mesh_shape):
     texts = []
