@@ -440,10 +440,10 @@ def validate(cfg, n_present):
         raise UserError(f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it.")
     if m.k > m.n_experts:
         raise UserError(f"--k {m.k}: a token cannot go to more experts than there are (--n_experts {m.n_experts}).")
-    if m.k_groups > m.n_groups or m.k > m.k_groups * m.n_experts // m.n_groups:
-        raise UserError(f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --k {m.k} experts.")
     if m.n_groups > 1 and m.n_experts < 2 * m.n_groups:
         raise UserError(f"--n_groups {m.n_groups}: a group must have two experts at least (--n_experts {m.n_experts}).")
+    if m.k_groups > m.n_groups or m.k > m.k_groups * m.n_experts // m.n_groups:
+        raise UserError(f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --k {m.k} experts.")
     if m.dropout_rate >= 1:
         raise UserError(f"--dropout_rate {m.dropout_rate}: must be below 1.")
     if o.adam_b2 >= 1:

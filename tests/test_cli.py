@@ -29,7 +29,7 @@ def another(name, value):
         return "tiny"
     if isinstance(value, bool):
         return not value
-    return {int: lambda: value + 1, float: lambda: value / 2 + 0.25, str: lambda: value + "x y'$",
+    return {int: lambda: value + 1, float: lambda: value + 0.25, str: lambda: value + "x y'$",
             tuple: lambda: (5, 6, 7)}[type(value)]()  # fmt: skip
 
 
@@ -106,7 +106,13 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--dropout_rate 1.0": ["--dropout_rate 1.0"],
     "--max_lr nan": ["--max_lr nan"],
     "--warmup_steps 100": ["--warmup_steps 100", "--end_steps 100"],
-    "--layers_per_block 1": ["--layers_per_block 1", "at least 2"],
+    "--layers_per_block 0": ["--layers_per_block 0", "at least 1"],
+    "--n_groups 3": ["--n_experts 8", "n_groups", "6 or 9"],
+    "--n_groups 8": ["--n_groups 8", "two experts"],
+    "--n_groups 4 --k_groups 5": ["--k_groups 5", "--n_groups 4"],
+    "--n_groups 4 --k_groups 1 --k 3": ["--k_groups 1", "--k 3"],
+    "--rope_factor 0.5": ["--rope_factor 0.5", "at least 1"],
+    "--q_latent_dim -2": ["--q_latent_dim -2", "at least -1"],
     "--n_devices 16": ["--n_devices 16", "8"],
     "--preset huge": ["--preset huge", "moe1b", "tiny"],
     "--name ../x": ["--name", "../x"],
