@@ -62,21 +62,22 @@ class Corpus:
             raise UserError(f"--bucket_name: {os.path.join(self.folder, missing[0])} is missing, although the "
                             f"manifest beside it lists it.")  # fmt: skip
         if not names:
-            raise UserError(f"--bucket_name: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py makes "
-                            f"them, and run.sh local does so by itself.")  # fmt: skip
+            raise UserError(f"--bucket_name: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
+                            f"makes them, and run.sh local does so by itself.")  # fmt: skip
         return names
 
     def _tokenizer(self, d):
         """Name or file of the tokeniser, checked against the manifest and the vocabulary; "" where nothing tells."""
         made_with, vocabulary = self.manifest.get("tokenizer", ""), self.manifest.get("vocab_size", 0)
         if vocabulary > self.vocab_size:
-            raise UserError(f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary of "
-                            f"{vocabulary} ({made_with}); give --vocab_size {vocabulary} or other shards.")  # fmt: skip
+            raise UserError(f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
+                            f"of {vocabulary} ({made_with}); give that or other shards.")  # fmt: skip
         given = os.path.basename(d.tokenizer)
         # a trained tokeniser's ranks are copied into bucket_name under one name, so only its kind can be compared
-        if given and made_with and given != made_with and not (given.endswith(".tiktoken") and made_with.endswith(".tiktoken")):
-            raise UserError(f"--tokenizer {d.tokenizer}: the shards in {self.folder} were made with {made_with}; give that "
-                            f"one or other shards.")  # fmt: skip
+        trained = given.endswith(".tiktoken") and made_with.endswith(".tiktoken")
+        if given and made_with and given != made_with and not trained:
+            raise UserError(f"--tokenizer {d.tokenizer}: the shards in {self.folder} were made with {made_with}; give "
+                            f"that one or other shards.")  # fmt: skip
         if not made_with.endswith(".tiktoken"):
             return d.tokenizer or made_with
         return self._local(os.path.join(d.bucket_name, made_with), os.path.join(d.process_path, "tokenizer.tiktoken"))
@@ -117,8 +118,8 @@ class Corpus:
         except (ValueError, OSError) as e:
             raise UserError(f"--bucket_name: {path} is damaged ({e}); make it again.") from None
         if len(tokens) and (top := int(tokens.max())) >= self.vocab_size:
-            raise UserError(f"--vocab_size {self.vocab_size}: {path} holds token id {top}, beyond the vocabulary; give a "
-                            f"larger --vocab_size or other shards.")  # fmt: skip
+            raise UserError(f"--vocab_size {self.vocab_size}: {path} holds token id {top}, beyond the vocabulary; give "
+                            f"a larger --vocab_size or other shards.")  # fmt: skip
         return tokens
 
     @property

@@ -1,6 +1,6 @@
 """Train: the mesh, the optimizer, the compiled steps, checkpoints and the loop. `main` reads from top to bottom.
 
-    python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local does this and all before it)
+python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local does this and all before it)
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def make_optimizer(cfg):
 
 
 def abstract_state(cfg, mesh, optimizer):
-    """TrainState of ShapeDtypeStructs with shardings: optimizer leaves lie as their parameters do, scalars everywhere."""
+    """TrainState of ShapeDtypeStructs with shardings: optimizer leaves lie as their parameters do, scalars all over."""
     table, replicated = model.param_table(cfg), NamedSharding(mesh, P())
     params = model.table_map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), table)
     params = jax.tree.map(lambda s, sharding: s.update(sharding=sharding), params, model.shardings(table, mesh))
@@ -136,8 +136,8 @@ def make_train_step(cfg, mesh, optimizer, schedule):
 
 
 def make_evaluate(cfg, mesh, corpus):
-    """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over eval_steps batches drawn from all of the
-    validation shards: the same ones every time, whatever --seed."""
+    """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over eval_steps batches drawn from all
+    of the validation shards: the same ones every time, whatever --seed."""
     M, B = cfg.data.micro_batch_size, cfg.data.val_batch_size * cfg.run.n_device_axis[0]
     batches = min(cfg.run.eval_steps, corpus.n_sequences // B)
     if not batches:
@@ -208,13 +208,13 @@ class Checkpoints:
                 continue
             if damaged:
                 self._set_aside(damaged)
-                say(f"warning: going on from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and "
-                    f"are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
+                say(f"warning: going on from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost "
+                    f"and are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
             self.saved = step
             return found.state, found.meta
         if damaged:
-            raise UserError(f"--name: every checkpoint in {self.folder} is damaged ({', '.join(map(str, damaged))}); give "
-                            f"another --name, or remove that folder to start again.")  # fmt: skip
+            raise UserError(f"--name: every checkpoint in {self.folder} is damaged ({', '.join(map(str, damaged))}); "
+                            f"give another --name, or remove that folder to start again.")  # fmt: skip
         return None
 
     def _set_aside(self, steps):
@@ -259,14 +259,17 @@ def configure_jax(cfg):
     absl_logging.set_verbosity(absl_logging.ERROR)
     if cfg.run.compilation_cache:
         folder = cfg.run.compilation_cache
-        jax.config.update("jax_compilation_cache_dir", folder if utils.is_remote(folder) else os.path.expanduser(folder))
+        folder = folder if utils.is_remote(folder) else os.path.expanduser(folder)
+        jax.config.update("jax_compilation_cache_dir", folder)
     if cfg.model.model_dtype == "float32":  # accelerators would otherwise round the inputs of matrix products
         jax.config.update("jax_default_matmul_precision", "float32")
 
 
 def data_fingerprint(*corpora):
     """Hash of what the shards are, wherever they stand."""
-    what = [[c.manifest.get("shards") or list(zip(c.names, c.lengths)), c.manifest.get("tokenizer_sha256")] for c in corpora]
+    what = [
+        [c.manifest.get("shards") or list(zip(c.names, c.lengths)), c.manifest.get("tokenizer_sha256")] for c in corpora
+    ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
@@ -279,7 +282,8 @@ def stored_config(cfg, given, data):
     cfg = utils.resume(cfg, given, stored)
     if stored["data_fingerprint"] != data:
         raise UserError(f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
-                        f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those shards.")  # fmt: skip
+                        f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those "
+                        f"shards.")  # fmt: skip
     return cfg
 
 
@@ -320,7 +324,10 @@ def main(cfg, given):
     kind = jax.devices()[0].device_kind
     say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
     say(f"parameters: {total:,} total, {active:,} active per token, both without the {embedding:,} of the embedding")
-    say(f"data: {train.n_sequences:,} sequences of {train.T} tokens in {train.folder}; {per_step * train.T:,} tokens a step")
+    say(
+        f"data: {train.n_sequences:,} sequences of {train.T} tokens in {train.folder}; "
+        f"{per_step * train.T:,} tokens a step"
+    )
     optimizer, schedule = make_optimizer(cfg)
     abstract = abstract_state(cfg, mesh, optimizer)
 
@@ -388,7 +395,9 @@ def main(cfg, given):
         sys.stdout.flush()
 
     # --- Loop: the host runs one step ahead of the devices, so metrics are fetched a step late
-    bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=not (main_process and sys.stderr.isatty()))
+    bar = tqdm(
+        total=cfg.run.training_steps, initial=step, unit="step", disable=not (main_process and sys.stderr.isatty())
+    )
     pending, paused, clock = None, 0.0, time.time()  # (step, metrics) not fetched; seconds spent off training
     loop_began, first_step = clock, step
     try:

@@ -59,7 +59,8 @@ def param_table(cfg):
     """
     m = cfg.model
     D, H, K, R, E, L = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.n_experts, m.layers_per_block
-    Q, V, layers, branches = m.q_latent, m.value_dim, m.first_layers + m.blocks * L, {"swiglu": 2, "gelu": 1}[m.activation]
+    Q, V, layers = m.q_latent, m.value_dim, m.first_layers + m.blocks * L
+    branches = {"swiglu": 2, "gelu": 1}[m.activation]
     sizes = dict(zip(AXES, cfg.run.n_device_axis))
 
     def norm(size):
@@ -224,12 +225,16 @@ def scatter_sequence(x, split):
 
 def to_experts(x):
     """Buckets [E, C, D] -> [E/n, n*C, D] on the n = dp x tp devices that own the experts. Transpose: from_experts."""
-    return lax.all_to_all(x, ("dp", "tp"), split_axis=0, concat_axis=1, tiled=True) if lax.axis_size(("dp", "tp")) > 1 else x
+    if lax.axis_size(("dp", "tp")) == 1:
+        return x
+    return lax.all_to_all(x, ("dp", "tp"), split_axis=0, concat_axis=1, tiled=True)
 
 
 def from_experts(x):
     """[E/n, n*C, D] -> [E, C, D], back on the devices that the tokens came from. Transpose: to_experts."""
-    return lax.all_to_all(x, ("dp", "tp"), split_axis=1, concat_axis=0, tiled=True) if lax.axis_size(("dp", "tp")) > 1 else x
+    if lax.axis_size(("dp", "tp")) == 1:
+        return x
+    return lax.all_to_all(x, ("dp", "tp"), split_axis=1, concat_axis=0, tiled=True)
 
 
 def next_stage(x):
@@ -480,7 +485,8 @@ def dense_layer(p, x, tokens, m, cache):
         a, cache = attention(p["attention"], rms_norm(x, p["attention"]["norm"], m.norm_eps), tokens, m, cache)
         x = x + dropout(a, m.dropout_rate, tokens, 0)
     with jax.named_scope("feed_forward"):
-        return x + dropout(feed_forward(p["ffn"], rms_norm(x, p["norm"], m.norm_eps), tokens), m.dropout_rate, tokens, 1), cache
+        out = feed_forward(p["ffn"], rms_norm(x, p["norm"], m.norm_eps), tokens)
+        return x + dropout(out, m.dropout_rate, tokens, 1), cache
 
 
 def moe_layer(p, x, tokens, m, cache):
@@ -532,8 +538,8 @@ def make_layer(cfg, remat):
 
 
 def make_dense(cfg, kind, n, remat):
-    """`dense(p, first, x, tokens, cache)`: n stacked dense layers numbered from `first` on x [B, T/tp, D]; returns x and
-    the cache."""
+    """`dense(p, first, x, tokens, cache)`: n stacked dense layers numbered from `first` on x [B, T/tp, D]; returns x
+    and the cache."""
     layer = make_layer(cfg, remat)
 
     def dense(p, first, x, tokens, cache):
@@ -773,7 +779,7 @@ def make_decode(cfg, mesh):
 
 
 def empty_cache(cfg, B, T):
-    """Latent cache of B sequences of at most T tokens: R numbers per token and layer, and dhR where it has positions."""
+    """Latent cache of B sequences of at most T tokens: R numbers per token and layer, dhR more where it rotates."""
     m = cfg.model
     rotated, shape = m.latent_dim + m.dhR, (B, T)
     return dict(

@@ -371,8 +371,8 @@ def parse(argv):
         if "vocab_size" not in given:
             cfg = replace(cfg, vocab_size=n_vocab)
         if cfg.model.vocab_size < n_vocab:
-            raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} tokens; "
-                            f"give at least that many, or leave the flag out.")  # fmt: skip
+            raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
+                            f"tokens; give at least that many, or leave the flag out.")  # fmt: skip
     for n, low in AT_LEAST.items():
         value = flatten(cfg)[n]
         if value < low or not math.isfinite(value):
@@ -394,13 +394,13 @@ def parse_complaint(box):
 
 # Smallest sensible value of every number; relations between flags are checked in `validate`.
 AT_LEAST = dict(
-    model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1, latent_dim=1,
-    q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=2, rope_base=1, rope_factor=1, rope_original_T=1, rope_mscale=0, ffn_dim=0,
-    expert_dim=0, n_experts=1, k=1, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0, capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1,
-    micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
-    embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1,
-    checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0,
-    temperature=0,
+    model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
+    latent_dim=1, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=2, rope_base=1, rope_factor=1, rope_original_T=1,
+    rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=1, k=1, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
+    capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1, micro_batch_size=1, max_lr=0, min_lr=0,
+    end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12, embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0,
+    bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0,
+    keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, temperature=0,
 )  # fmt: skip
 
 
@@ -423,7 +423,8 @@ def validate(cfg, n_present):
     multiples = [  # (flag, its value, what must divide it, in words)
         ("blocks", m.blocks, pp, "pp"), ("n_experts", m.n_experts, m.n_groups, "n_groups"),
         ("n_head", m.n_head, tp, "tp"), ("T", m.T, tp, "tp"), ("ffn_dim", m.ffn_width, tp, "tp"),
-        ("dhR", m.dhR, 2, "2, since channels are rotated in pairs,"), ("micro_batch_size", d.micro_batch_size, pp, "pp"),
+        ("dhR", m.dhR, 2, "2, since channels are rotated in pairs,"),
+        ("micro_batch_size", d.micro_batch_size, pp, "pp"),
         ("train_batch_size", d.train_batch_size, d.micro_batch_size, "micro_batch_size"),
         ("val_batch_size", d.val_batch_size, d.micro_batch_size, "micro_batch_size"),
     ]  # fmt: skip
@@ -437,7 +438,9 @@ def validate(cfg, n_present):
             raise UserError(f"--{flag} {value}: must be a multiple of {words} ({by}), such as "
                             f"{' or '.join(map(str, near))}.")  # fmt: skip
     if m.n_experts % (dp * tp) and (dp * tp) % m.n_experts:
-        raise UserError(f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it.")
+        raise UserError(
+            f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it."
+        )
     if m.k > m.n_experts:
         raise UserError(f"--k {m.k}: a token cannot go to more experts than there are (--n_experts {m.n_experts}).")
     if m.n_groups > 1 and m.n_experts < 2 * m.n_groups:
@@ -473,8 +476,8 @@ def resume(cfg, given, stored):
         now = flatten(cfg)[flag]
         if now * parts != total:
             raise UserError(f"--{flag} {now}: run {cfg.run.name} has a global batch of {total} sequences, but this "
-                            f"would make it {now} x {parts} = {now * parts} (dp {dp}, grad_step {cfg.run.grad_step}); give "
-                            f"another --name or a mesh and --grad_step whose product divides it.")  # fmt: skip
+                            f"would make it {now} x {parts} = {now * parts} (dp {dp}, grad_step {cfg.run.grad_step}); "
+                            f"give another --name or a mesh and --grad_step whose product divides it.")  # fmt: skip
     now = json.loads(json.dumps(flatten(cfg)))
     differ = [n for n in now if n not in FREE_ON_RESUME and n in stored and now[n] != stored[n]]
     if differ:

@@ -26,7 +26,8 @@ import utils
 # A model small enough to compile in seconds, with every part that a large one has.
 SMALL = dict(model_dimension=32, vocab_size=250, n_head=4, blocks=4, layers_per_block=3, T=32, latent_dim=16, dhR=8,
              n_experts=8, k=2, n_shared=1, expert_dim=32, ffn_dim=64, capacity_factor=0.0, micro_batch_size=4,
-             max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2, end_steps=100, compilation_cache="")  # fmt: skip
+             max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2, end_steps=100,
+             compilation_cache="")  # fmt: skip
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
@@ -106,7 +107,7 @@ def flags_of(**flags):
 
 @pytest.fixture
 def train(shards, xla_cache, tmp_path):
-    """`train(mesh, **flags)`: run the program in this process on the small model and shards; returns its exit status."""
+    """`train(mesh, **flags)`: run the program in this process on the small model and shards; its exit status."""
 
     def train(mesh=(1, 1, 1), **flags):
         flags = {**SMALL, "train_batch_size": 8 // mesh[0], "val_batch_size": 8 // mesh[0], "name": "run",

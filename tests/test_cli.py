@@ -13,11 +13,11 @@ import utils
 
 PATH = ["main.py", "model.py", "dataset.py", "utils.py"]
 FIELDS = {f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))}
-LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim dhR dropout_rate model_dtype k n_experts
-n_shared capacity_factor bucket_name process_path train_folder_name val_folder_name train_batch_size val_batch_size
-micro_batch_size max_lr min_lr end_lr warmup_steps end_steps alpha name output_dir checkpoint_steps seed wandb
-training_steps grad_step eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature use_cache max_tokens
-prompt n_devices""".split()
+LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim dhR dropout_rate model_dtype k
+n_experts n_shared capacity_factor bucket_name process_path train_folder_name val_folder_name train_batch_size
+val_batch_size micro_batch_size max_lr min_lr end_lr warmup_steps end_steps alpha name output_dir checkpoint_steps
+seed wandb training_steps grad_step eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature
+use_cache max_tokens prompt n_devices""".split()
 
 
 def another(name, value):
@@ -51,7 +51,9 @@ def test_every_flag_reaches_its_field(name, byte_ranks):
     now = utils.flatten(cfg)
     assert given == {name} and now[name] == value
     changed = {n for n in default if now[n] != default[n]}
-    expected = {"preset": {"preset", *utils.PRESETS["tiny"]}, "tokenizer": {"tokenizer", "vocab_size"}}.get(name, {name})
+    expected = {"preset": {"preset", *utils.PRESETS["tiny"]}, "tokenizer": {"tokenizer", "vocab_size"}}.get(
+        name, {name}
+    )
     assert changed <= expected and name in changed
     assert name != "tokenizer" or now["vocab_size"] == 257
 
@@ -68,12 +70,14 @@ def test_the_flags_that_users_know_are_there():
 
 
 def test_the_documented_command_is_accepted():
-    words = "--checkpoint_steps=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb --eval_steps 10"
+    words = "--checkpoint_steps=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb"
+    words += " --eval_steps 10"
     cfg = utils.validate(utils.parse(words.split())[0], 32)
     m, o, r = cfg.model, cfg.optimizer, cfg.run
     assert (r.checkpoint_steps, r.save_steps, r.n_device_axis, r.n_devices, r.name) == (75, 750, (8, 2, 2), 32, "moe1B")
     assert cfg.sample.use_cache and r.wandb and r.eval_steps == 10 and cfg.data.train_batch_size == 32
-    assert (m.model_dimension, m.vocab_size, m.n_head, m.blocks, m.layers_per_block, m.T) == (768, 100277, 12, 8, 6, 1024)
+    assert (m.model_dimension, m.vocab_size, m.T) == (768, 100277, 1024)
+    assert (m.n_head, m.blocks, m.layers_per_block) == (12, 8, 6)
     assert (m.latent_dim, m.dhR, m.n_experts, m.k, m.n_shared, m.capacity_factor) == (128, 128, 16, 2, 2, 1.5)
     assert (o.max_lr, o.end_lr, o.warmup_steps, o.end_steps) == (6e-4, 6e-5, 5000, 75000)
 
@@ -141,9 +145,17 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
         utils.parse(["--tokenizer", byte_ranks, "--vocab_size", "100"])
 
 
-@pytest.mark.parametrize("words", ["--n_device_axis 3 2 2", "--preset huge", "--bucket_name nowhere", "--vocab_size 100"])
+@pytest.mark.parametrize(
+    "words", ["--n_device_axis 3 2 2", "--preset huge", "--bucket_name nowhere", "--vocab_size 100"]
+)
 def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
-    flags = {**SMALL, "bucket_name": shards, "train_batch_size": 8, "val_batch_size": 8, "output_dir": tmp_path / "runs"}
+    flags = {
+        **SMALL,
+        "bucket_name": shards,
+        "train_batch_size": 8,
+        "val_batch_size": 8,
+        "output_dir": tmp_path / "runs",
+    }
     done = run_program("--preset", "tiny", *flags_of(**flags), *words.split())
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
@@ -182,7 +194,9 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path):
     keys = {"step", "loss/train_loss", "loss/train_cross_entropy_loss", "loss/load_loss", "lr", "grad_norm",
             "tokens_per_second", "load/dropped", *(f"load/head_{i}" for i in range(8))}  # fmt: skip
     assert all(set(row) - {"loss/val_loss", "loss/val_cross_entropy_loss"} == keys for row in rows) and len(rows) == 10
-    assert all(abs(sum(row[f"load/head_{i}"] for i in range(8)) - 1) < 1e-5 and row["load/dropped"] == 0 for row in rows)
+    assert all(
+        abs(sum(row[f"load/head_{i}"] for i in range(8)) - 1) < 1e-5 and row["load/dropped"] == 0 for row in rows
+    )
     assert rows[-1]["loss/train_loss"] < rows[0]["loss/train_loss"]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["10", "4", "8"]
     samples = (run / "samples.txt").read_text()

@@ -46,7 +46,8 @@ def attention_by_loops(p, x, cfg, rope):
 
     out = np.zeros_like(x)
     down = x @ p["down"]
-    q_latent, kv_latent, k_rope = norm(down[:, :R], p["q_norm"]), norm(down[:, R : 2 * R], p["kv_norm"]), down[:, 2 * R :]
+    q_latent, kv_latent = norm(down[:, :R], p["q_norm"]), norm(down[:, R : 2 * R], p["kv_norm"])
+    k_rope = down[:, 2 * R :]
     for h in range(cfg.model.n_head):
         for t in range(T):
             q = q_latent[t] @ p["q_up"][:, h]
@@ -157,7 +158,9 @@ def test_shared_experts_change_the_output_and_every_expert_gets_gradient():
 
 def test_bias_evens_out_a_skewed_load():
     # the router prefers two experts by a wide margin; nothing but the bias may move
-    cfg = small_config(blocks=1, layers_per_block=2, alpha=0.0, max_lr=0.0, min_lr=0.0, end_lr=0.0, bias_update_rate=5e-3)
+    cfg = small_config(
+        blocks=1, layers_per_block=2, alpha=0.0, max_lr=0.0, min_lr=0.0, end_lr=0.0, bias_update_rate=5e-3
+    )
     mesh = main.make_mesh(cfg)
     optimizer, schedule = main.make_optimizer(cfg)
     state = main.init_state(cfg, main.abstract_state(cfg, mesh, optimizer), optimizer)
@@ -242,7 +245,9 @@ def test_cross_entropy_and_its_gradient():
 
 
 def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
-    still, one, three = (steps_of(small_config(min_lr=1e-3, embedding_lr=rate), 1)[0].params for rate in (0.0, 1.0, 3.0))
+    still, one, three = (
+        steps_of(small_config(min_lr=1e-3, embedding_lr=rate), 1)[0].params for rate in (0.0, 1.0, 3.0)
+    )
     moved = [np.asarray(params["embedding"] - still["embedding"]) for params in (one, three)]
     assert np.abs(moved[0]).max() > 5e-4 and np.allclose(3 * moved[0], moved[1], atol=1e-6)
     for a, b in zip(jax.tree.leaves({**one, "embedding": 0}), jax.tree.leaves({**three, "embedding": 0})):

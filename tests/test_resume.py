@@ -75,7 +75,8 @@ def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypat
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path, number):
-    flags = {**SMALL, "n_device_axis": (1, 1, 1), "n_devices": 1, "name": "run", "train_batch_size": 8, "val_batch_size": 8, "output_dir": tmp_path / "runs",
+    flags = {**SMALL, "n_device_axis": (1, 1, 1), "n_devices": 1, "name": "run", "train_batch_size": 8,
+             "val_batch_size": 8, "output_dir": tmp_path / "runs",
              "bucket_name": shards, "compilation_cache": xla_cache, "checkpoint_steps": 5, "eval_steps": 2}  # fmt: skip
     words = [sys.executable, str(ROOT / "main.py"), "--preset", "tiny", *flags_of(**flags, training_steps=100_000)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)

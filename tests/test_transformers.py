@@ -15,12 +15,14 @@ torch = pytest.importorskip("torch", reason="torch is not installed; pip install
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
 # Odd sizes, each with other parts: (flags of ours, the same as DeepseekV3Config has no name for)
-DEEPSEEK = dict(tied=False, layers_per_block=1, moe_rope=True, blocks=2, first_layers=1, n_head=4, nope_dim=12, v_dim=10,
-                dhR=6, latent_dim=20, q_latent_dim=18, routed_scaling=2.5, capacity_factor=0.0)  # fmt: skip
+DEEPSEEK = dict(tied=False, layers_per_block=1, moe_rope=True, blocks=2, first_layers=1, n_head=4, nope_dim=12,
+                v_dim=10, dhR=6, latent_dim=20, q_latent_dim=18, routed_scaling=2.5, capacity_factor=0.0)  # fmt: skip
 SIZES = {
     "groups": dict(n_experts=8, n_groups=4, k_groups=2, k=3),
     "no query latent": dict(q_latent_dim=0, first_layers=2, n_shared=2, norm_eps=1e-5, rope_base=50_000.0),
-    "yarn": dict(rope_factor=40.0, rope_original_T=16, first_layers=0, model_dimension=40, nope_dim=7, v_dim=13, dhR=10),
+    "yarn": dict(
+        rope_factor=40.0, rope_original_T=16, first_layers=0, model_dimension=40, nope_dim=7, v_dim=13, dhR=10
+    ),
 }
 
 
@@ -75,7 +77,11 @@ def ours_from(tensors, cfg):
         )
         if m.q_latent:
             attention["q_norm"] = get("self_attn.q_a_layernorm")
-        ffn = lambda at: dict(up=np.stack([get(f"{at}.gate_proj"), get(f"{at}.up_proj")], 1), down=get(f"{at}.down_proj"))  # noqa: E731
+
+        def ffn(at):
+            up = np.stack([get(f"{at}.gate_proj"), get(f"{at}.up_proj")], 1)
+            return dict(up=up, down=get(f"{at}.down_proj"))
+
         out = dict(attention=attention, norm=get("post_attention_layernorm"))
         if n < m.first_layers:
             return out | dict(ffn=ffn("mlp"))
@@ -89,8 +95,8 @@ def ours_from(tensors, cfg):
 
     layers = [layer(n) for n in range(m.first_layers + m.blocks)]
     stack = lambda trees: jax.tree.map(lambda *leaves: np.stack(leaves), *trees)  # noqa: E731
-    tree = dict(embedding=rows("model.embed_tokens.weight"), head=rows("lm_head.weight"), norm=tensors["model.norm.weight"],
-                moe=stack(layers[m.first_layers :]))  # fmt: skip
+    tree = dict(embedding=rows("model.embed_tokens.weight"), head=rows("lm_head.weight"),
+                norm=tensors["model.norm.weight"], moe=stack(layers[m.first_layers :]))  # fmt: skip
     if m.first_layers:
         tree["first"] = stack(layers[: m.first_layers])
     return tree
@@ -120,7 +126,9 @@ def test_deepseek_v3_gives_the_logits_and_gradients_of_transformers(size, mesh_s
     assert np.abs(ours - logits[:, at].detach().numpy()).max() < 2e-4
 
     batch = rows.astype(np.int32).reshape(cfg.data.micro_batch_size, -1, m.T + 1)
-    batch = [jax.device_put(b, NamedSharding(mesh, P(*model.BATCH_SPEC[1:]))) for b in (batch[..., :-1], batch[..., 1:])]
+    batch = [
+        jax.device_put(b, NamedSharding(mesh, P(*model.BATCH_SPEC[1:]))) for b in (batch[..., :-1], batch[..., 1:])
+    ]
     grad = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
     (our_loss, _), our_gradients = grad(params, *batch, jax.random.key(0), 0)
     assert abs(float(our_loss) - loss.item()) < 1e-5
