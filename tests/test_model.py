@@ -79,9 +79,14 @@ def test_attention_equals_plain_loops(kind):
         assert np.abs(ours[b] - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
-def test_rotary_scores_depend_on_distance_alone():
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_rotary_scores_depend_on_distance_alone(factor):
+    m = small_config(dhR=16, rope_factor=factor, rope_original_T=64).model
     q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 16)).astype(np.float32)
-    score = lambda t, s: (model.rotate(q[None], jnp.array([t])) * model.rotate(k[None], jnp.array([s]))).sum()  # noqa: E731
+
+    def score(t, s):
+        return (model.rotate(q[None], jnp.array([t]), m) * model.rotate(k[None], jnp.array([s]), m)).sum()
+
     assert abs(score(5, 3) - score(105, 103)) < 1e-4 and abs(score(5, 3) - score(5, 4)) > 1e-3
 
 
@@ -135,8 +140,8 @@ def test_dropped_tokens_pass_by_on_the_residual():
     def run(x):
         layer = model.moe_layer({**p, "shared": jax.tree.map(jnp.zeros_like, p["shared"])}, x,
                                 model.Tokens(jnp.arange(32)), m, None)[0]  # fmt: skip
-        attended = x + model.attention(p["attention"], model.rms_norm(x, p["attention"]["norm"]),
-                                       model.Tokens(jnp.arange(32)), m)[0]  # fmt: skip
+        h = model.rms_norm(x, p["attention"]["norm"], m.norm_eps)
+        attended = x + model.attention(p["attention"], h, model.Tokens(jnp.arange(32)), m)[0]
         return layer, attended
 
     layer, attended = on_mesh(cfg, run, (P(),), (P(), P()))(x)
