@@ -195,8 +195,8 @@ def parquet(fs, paths, column, val_fraction):
         sizes.append(fs.size(path))
     identity = {"source_listing_sha256": listing_sha256(zip(paths, sizes))}
     urls = [fs.unstrip_protocol(path) if is_remote(fs.unstrip_protocol(path)) else path for path in paths]
-    # batch_size: rows in memory, where a file's row groups may be of any size
-    settings = {"data_files": urls, "columns": [column], "batch_size": 1000, "split": "train"}
+    # batch_size: rows read at a time, where a file's row groups may be of any size
+    settings = {"data_files": urls, "columns": [column], "batch_size": 100, "split": "train"}
     return Rows(column, val_fraction, identity, total, "parquet", **settings)
 
 

@@ -357,7 +357,8 @@ def write(args, source, output, encoding, ranks):
     start, done = time.monotonic(), position.get("done", 0)
     workers = ray_actors if args.ray else processes if args.workers > 1 else None
     results = encode(cut(source, position), encoding, dtype, args.workers, workers)
-    bar = {"total": source.total, "unit": source.unit, "unit_scale": True}
+    shown = "{l_bar}{bar}| {n_fmt}{unit}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
+    bar = {"total": source.total, "unit": source.unit, "unit_scale": True, "bar_format": shown}
     with tqdm(**bar, initial=done, disable=None) as bar:  # disable=None: for a terminal only
         n_bytes = n_tokens = 0
         for parts, position in results:
