@@ -9,18 +9,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sources import VAL_FRACTION, Parser, by_hash, dump_ranks, list_documents, read_text, split
+from sources import VAL_FRACTION, Parser, by_hash, dump_ranks, open_source, read_text
+from tokenize_shards import encode_text
 from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from utils import PATTERN, UserError, one_sentence, say, write_file
+from utils import PATTERN, UserError, load_tokenizer, one_sentence, say, write_file
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 PIECE = 10_000  # characters; training takes time quadratic in the longest word, such as a run of a million spaces
 
 
+def candidates(source):
+    """(training, held-out) documents to sample from: all files, but only the first SAMPLE_BYTES of records."""
+    documents, size = {"train": [], "val": []}, 0
+    for split, document in source.read({}):
+        documents[split].append(document)
+        size += 0 if document.text is None else document.size
+        if size >= SAMPLE_BYTES:
+            break
+    return documents["train"], documents["val"]
+
+
 def sample(documents, limit):
-    """The texts of the first documents by hash, so from all over the source, `limit` bytes in all."""
+    """The texts of the first documents by hash, so from all over them, `limit` bytes in all."""
     texts = []
     for document in by_hash(documents):
         if limit > 0:
@@ -48,6 +60,21 @@ def to_ranks(tokenizer):
     return {bytes(byte[c] for c in token): rank for token, rank in tokenizer.get_vocab().items()}
 
 
+def bytes_per_token(texts, encoding):
+    return sum(len(t.encode()) for t in texts) / max(1, sum(len(encode_text(t, encoding)) for t in texts))
+
+
+def compare(texts):
+    """Bytes per token of the well-known tokenisers whose ranks can be had, in words."""
+    words = ""
+    for name in ("cl100k_base", "gpt2"):
+        try:
+            words += f", {name} {bytes_per_token(texts, load_tokenizer(name)):.2f}"
+        except UserError:  # there is no network
+            words += f", {name} not at hand"
+    return words
+
+
 def main():
     parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--vocab_size", type=int, default=8192, help="number of tokens, with all 256 bytes and the end "
@@ -58,7 +85,7 @@ def main():
         raise UserError(f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text.")
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
-    training, held_out = split(list_documents(args.source), VAL_FRACTION)
+    training, held_out = candidates(open_source(args, VAL_FRACTION))
     tokenizer = train(sample(training, SAMPLE_BYTES), args.vocab_size - 1)
     most = tokenizer.get_vocab_size() + 1
     if most < args.vocab_size:
@@ -69,9 +96,9 @@ def main():
         raise UserError(f"--output {args.output}: cannot be written ({e}).") from None
 
     texts = sample(held_out or training, SAMPLE_BYTES // 20)
-    ratio = sum(len(t.encode()) for t in texts) / max(1, sum(len(e) for e in tokenizer.encode_batch(texts)))
+    ratio = bytes_per_token(texts, load_tokenizer(args.output))
     say(f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of "
-        f"{'held-out' if held_out else 'its own'} text, {time.monotonic() - start:.1f} s")  # fmt: skip
+        f"{'held-out' if held_out else 'its own'} text{compare(texts)}, {time.monotonic() - start:.1f} s")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,0 +1,506 @@
+"""data/tokenize_shards.py on sources of records, killed, on Ray, to remote storage, and on a huge document."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+
+import sources
+import tokenize_shards
+import train_tokenizer
+from test_data_programs import CACHED_RANKS, content, run
+
+import utils
+
+GCS_EMULATOR = ROOT.parent / "shared" / "tools" / "gcs_emulator.py"
+LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
+HOSTILE = ["<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>", "", None, "\0a\0\0b\0", " \n\t \n", " " * 3000,
+           "👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff", "a\r\nb\u2028c\x85", "", "don't WE'LL 12345 ...!!??\n",
+           "legal: \ufffd"]  # fmt: skip
+
+
+def make_texts(n, lone=True):
+    """n texts, the hostile ones among them."""
+    rng = random.Random(1)
+    words = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(" ")
+    hostile = HOSTILE + LONE * lone
+    return hostile + [" ".join(rng.choices(words, k=rng.randrange(1, 300))) for _ in range(n - len(hostile))]
+
+
+def write_lines(path, texts):
+    """A .jsonl file, compressed as its name says, in two frames where it is."""
+    lines = [json.dumps({"id": i, "body": t}).encode() + b"\n" for i, t in enumerate(texts)]
+    parts = b"".join(lines[: len(lines) // 2]), b"\n" + b"".join(lines[len(lines) // 2 :])
+    if path.name.endswith(".gz"):
+        parts = map(gzip.compress, parts)
+    elif path.name.endswith(".zst"):
+        parts = (pa.Codec("zstd").compress(p, asbytes=True) for p in parts)
+    path.write_bytes(b"".join(parts))
+
+
+def write_rows(path, texts):
+    pq.write_table(pa.table({"id": range(len(texts)), "body": texts}), path, row_group_size=7)
+
+
+def reference(texts, encoding, val_fraction):
+    """What the shards must hold, by the plainest loop: {split: (token ids, documents, bytes, empty, replaced)}."""
+    result = {"train": ([], [0, 0, 0, 0]), "val": ([], [0, 0, 0, 0])}
+    for i, text in enumerate(texts):
+        number = int(hashlib.sha256(str(i).encode()).hexdigest()[:16], 16)
+        ids, counts = result["val" if number < val_fraction * 2**64 else "train"]
+        valid = "".join("\ufffd" if 0xD800 <= ord(c) <= 0xDFFF else c for c in text or "")
+        if valid:
+            ids += [encoding.eot_token, *encoding.encode_ordinary(valid)]
+        for k, more in enumerate((valid != "", len(valid.encode()), valid == "", valid != (text or ""))):
+            counts[k] += more
+    return result
+
+
+def check(output, expected):
+    for split, (ids, counts) in expected.items():
+        manifest = json.loads((output / split / "manifest.json").read_text())
+        shards = [np.load(output / split / s["name"]) for s in manifest["shards"]]
+        np.testing.assert_array_equal(np.concatenate(shards), ids)
+        keys = ("documents", "bytes", "empty_documents", "replaced_documents")
+        assert [manifest[k] for k in keys] == counts and manifest["tokens"] == len(ids)
+
+
+@pytest.fixture(scope="module")
+def ranks_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
+    trained = train_tokenizer.train([t or "" for t in make_texts(60, lone=False)], 400)
+    path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
+    return path
+
+
+@pytest.fixture(params=["gpt2", "cl100k_base", "trained"])
+def tokenizer(request, ranks_file, tmp_path, monkeypatch):
+    """Name or file of a tokeniser, its ranks at hand."""
+    if request.param == "trained":
+        return str(ranks_file)
+    if not CACHED_RANKS.is_dir():
+        pytest.skip(f"{CACHED_RANKS} is not there: tiktoken would have to fetch its ranks")
+    shutil.copytree(CACHED_RANKS, tmp_path / "cache", copy_function=shutil.copyfile)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    return request.param
+
+
+def flags_of(source, output, ranks_file, *more):
+    return ["--source", source, "--output", output, "--tokenizer", ranks_file, "--text_column", "body",
+            "--workers", 1, "--shard_tokens", 1000, *more]  # fmt: skip
+
+
+def start(*flags):
+    program = [sys.executable, str(ROOT / "data" / "tokenize_shards.py"), *map(str, flags)]
+    return subprocess.Popen(program, stdout=subprocess.DEVNULL)
+
+
+# --- Sources ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("place", ["file", "folder", "glob"])
+def test_records_equal_a_plain_loop(ranks_file, tmp_path, capsys, monkeypatch, kind, place):
+    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
+    texts = make_texts(60, lone=kind != ".parquet")
+    (tmp_path / "in" / ".cache").mkdir(parents=True)
+    (tmp_path / "in" / ".cache" / "hidden.txt").write_text("no document")
+    write_file = write_rows if kind == ".parquet" else write_lines
+    cuts = [0, 60] if place == "file" else [0, 11, 40, 60]
+    for i, (a, b) in enumerate(zip(cuts, cuts[1:])):
+        write_file(tmp_path / "in" / f"{i}{kind}", texts[a:b])
+    source = tmp_path / "in" / {"file": f"0{kind}", "folder": "", "glob": f"[0-9]{kind}"}[place]
+    assert run(tokenize_shards, capsys, monkeypatch, *flags_of(source, tmp_path / "out", ranks_file))[::2] == (0, "")
+    check(tmp_path / "out", reference(texts, utils.load_tokenizer(str(ranks_file)), 0.1))
+
+
+def test_hostile_records(tokenizer, tmp_path, capsys, monkeypatch):
+    texts = make_texts(60)
+    write_lines(tmp_path / "a.jsonl", texts)
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, "--val_fraction", 0.3)
+    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
+    expected = reference(texts, utils.load_tokenizer(tokenizer), 0.3)
+    check(tmp_path / "out", expected)
+    assert [sum(counts[k] for _, counts in expected.values()) for k in (2, 3)] == [3, 3]
+
+
+def test_bytes_that_are_not_utf8(ranks_file, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": "caf\xe9"}\n{"body": "plain"}')
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, "--val_fraction", 0)
+    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
+    ids = np.load(tmp_path / "out/train/000000.npy").tolist()
+    assert utils.load_tokenizer(str(ranks_file)).decode(ids) == "<|endoftext|>caf\ufffd<|endoftext|>plain"
+
+
+def test_a_dataset_of_the_hub(ranks_file, tmp_path, capsys, monkeypatch):
+    """Config, split and revision reach `datasets`, which here reads a folder laid out as a dataset of the hub is."""
+    import datasets
+    import huggingface_hub
+
+    texts, folder = make_texts(60, lone=False), tmp_path / "hub"
+    (folder / "small").mkdir(parents=True)
+    write_rows(folder / "small" / "0.parquet", texts[:20])
+    write_rows(folder / "small" / "1.parquet", texts[20:])
+    files = "[{split: whole, path: small/*.parquet}]"
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: small\n  data_files: {files}\n---\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    info = huggingface_hub.hf_api.DatasetInfo(id="someone/texts", sha="5ha")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_: info)
+    load = datasets.load_dataset
+
+    def local(name, *args, revision, **kwargs):
+        assert (name, revision) == ("someone/texts", "5ha")
+        return load(str(folder), *args, **kwargs)
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    flags = flags_of("someone/texts", tmp_path / "out", ranks_file, "--config", "small", "--split", "whole")
+    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
+    check(tmp_path / "out", reference(texts, utils.load_tokenizer(str(ranks_file)), 0.1))
+    manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
+    of_the_hub = {"source": "someone/texts", "config": "small", "split": "whole", "revision": "5ha"}
+    assert of_the_hub.items() <= manifest.items()
+    for flag, value in (("config", "none"), ("split", "nothing")):
+        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags, f"--{flag}", value)
+        assert (status, out, err.count("\n")) == (2, "", 1) and f"--{flag} {value}" in err, err
+
+
+def test_a_tokeniser_of_records(tmp_path, capsys, monkeypatch):
+    write_lines(tmp_path / "a.jsonl.gz", make_texts(60))
+    flags = ["--source", tmp_path, "--text_column", "body", "--vocab_size", 300, "--output", tmp_path / "x.tiktoken"]
+    status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
+    assert (status, err) == (0, "") and "held-out" in out and "cl100k_base" in out and "gpt2" in out
+    assert utils.load_tokenizer(str(tmp_path / "x.tiktoken")).n_vocab == 300
+
+
+@pytest.mark.parametrize("content, flag, word", [
+    (b'{"body": "x"}\n{"body": ', "source", "line 2"), (b'{"text": "x"}', "text_column", "text"),
+    (b'["x"]', "text_column", "line 1"), (b'{"body": 3}', "text_column", "int"), (b"", "val_fraction", "train"),
+    (b'{"body": ""}\n' * 9, "val_fraction", "train"), (None, "source", "cannot be read"),
+])  # fmt: skip
+def test_bad_records(ranks_file, tmp_path, capsys, monkeypatch, content, flag, word):
+    path = tmp_path / ("a.jsonl" if content is not None else "a.jsonl.gz")
+    path.write_bytes(b"not gzip" if content is None else content)
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags_of(path, tmp_path / "out", ranks_file))
+    assert (status, out, err.count("\n")) == (2, "", 1) and f"--{flag}" in err and word in err, err
+
+
+def test_bad_sources(ranks_file, tmp_path, capsys, monkeypatch):
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in/a.parquet", ["x"])
+    (tmp_path / "in/bad.parquet").write_bytes(b"PAR1")
+    (tmp_path / "in/README.md").write_text("about it")
+    for source, word in [("", "different kinds"), ("bad.parquet", "cannot be read"), ("README.md", "glob"),
+                         ("*.txt", "glob"), ("a.parquet", "--text_column nobody")]:  # fmt: skip
+        flags = flags_of(tmp_path / "in" / source, tmp_path / "out", ranks_file, "--text_column", "nobody")
+        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+        assert (status, out, err.count("\n")) == (2, "", 1) and word in err, err
+
+
+# --- Long documents ---------------------------------------------------------------------------------------------
+
+
+def test_pieces_change_no_token(tokenizer, monkeypatch):
+    """The longest texts of the standard library, and hostile ones, in pieces of 50 characters."""
+    monkeypatch.setattr(tokenize_shards, "PIECE", 50)
+    encoding = utils.load_tokenizer(tokenizer)
+    documents = sorted(sources.list_documents("stdlib"), key=lambda d: -d.size)[:20]
+    texts = [sources.read_text(d)[0] for d in documents] + ["a b" * 100 + " \n" + "x" * 500]
+    for text in texts + list(filter(None, HOSTILE)):
+        parts = list(tokenize_shards.pieces(text))
+        assert "".join(parts) == text and (len(text) < 5000 or len(parts) > len(text) / 500)
+        assert [i for p in parts for i in encoding.encode_ordinary(p)] == encoding.encode_ordinary(text)
+
+
+def test_one_line_of_50_mb(ranks_file, tmp_path):
+    """The tokens of `encode_ordinary` on the whole, in a few times the document's size of memory."""
+    rng = random.Random(2)
+    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randrange(1, 9))) for _ in range(5000)]
+    text = " ".join(rng.choices([*words, "1234", "'s", "—", "\n"], k=10_000_000))[:50_000_000]
+    assert len(text) == 50_000_000
+    write_lines(tmp_path / "a.jsonl", ["short", text, "after"])
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, "--val_fraction", 0, "--shard_tokens", 10**7)
+    process, peak = start(*flags), 0
+    while process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))])  # kB
+        time.sleep(0.02)
+    assert process.returncode == 0 and 100_000 < peak < 500_000, f"{peak} kB"
+    encoding = utils.load_tokenizer(str(ranks_file))
+    shards = [np.load(p) for p in sorted((tmp_path / "out/train").glob("*.npy"))]
+    expected = [np.r_[encoding.eot_token, encoding.encode_to_numpy(t)] for t in ("short", text, "after")]
+    assert np.array_equal(np.concatenate(shards), np.concatenate(expected))
+
+
+# --- Killed and started again -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["folder", ".jsonl.gz", ".parquet"])
+def test_killed_and_started_again(ranks_file, tmp_path, kind):
+    """kill -9 after random times, until a run comes to its end: the files are those of an uninterrupted run."""
+    (tmp_path / "in").mkdir()
+    texts = make_texts(4000, lone=False)
+    if kind == "folder":
+        for i, text in enumerate(texts):
+            (tmp_path / "in" / f"{i}.txt").write_text(text or "")
+    else:
+        write = write_rows if kind == ".parquet" else write_lines
+        for i in range(2):
+            write(tmp_path / "in" / f"{i}{kind}", texts[2000 * i :][:2000])
+    flags = flags_of(tmp_path / "in", tmp_path / "out", ranks_file, "--workers", 2, "--shard_tokens", 9999)
+    rng, killed, progress = random.Random(kind), 0, tmp_path / "out" / "progress.npz"
+
+    def time_of_progress():
+        return progress.stat().st_mtime_ns if progress.exists() else None
+
+    for _ in range(5):
+        before, process = time_of_progress(), start(*flags)
+        while process.poll() is None and time_of_progress() in (before, None):
+            time.sleep(0.01)  # a run that is killed before its first shard comes no further
+        time.sleep(rng.random() / 10)
+        process.kill()
+        killed += process.wait() == -9
+    assert killed and start(*flags).wait(120) == 0
+    flags[3] = tmp_path / "whole"
+    assert start(*flags).wait(120) == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole") and not progress.exists()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind, remote):
+    """A run that dies at its n-th write, for every n, goes on to the same files; it reads nothing before the place."""
+    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
+    (write_rows if kind == ".parquet" else write_lines)(tmp_path / f"a{kind}", make_texts(40, lone=False))
+    writes, new_file, manifest, outputs = 0, tokenize_shards.new_file, tokenize_shards.write_file, {}
+    dies_at = None
+
+    def count():
+        nonlocal writes
+        writes += 1
+        if writes == dies_at:
+            raise Killed
+
+    monkeypatch.setattr(tokenize_shards, "new_file", lambda path: (count(), new_file(path))[1])
+    monkeypatch.setattr(tokenize_shards, "write_file", lambda path, content: (count(), manifest(path, content)))
+    base = f"memory://{kind[1:]}" if remote else str(tmp_path)
+
+    def tokenise(output):
+        nonlocal writes
+        writes = 0
+        return run(tokenize_shards, capsys, monkeypatch, *flags_of(tmp_path / f"a{kind}", output, ranks_file))
+
+    assert tokenise(f"{base}/whole")[0] == 0
+    n = writes
+    assert n > 10
+
+    def files(output):
+        fs, root = fsspec.core.url_to_fs(output)
+        return {path.removeprefix(root): fs.cat_file(path) for path in fs.find(root)}
+
+    for i in range(1, n + 1):
+        dies_at = i
+        with pytest.raises(Killed):
+            tokenise(f"{base}/{i}")
+        dies_at = None
+        assert tokenise(f"{base}/{i}")[0] == 0
+        assert writes <= n - i + 6  # what came before the last progress is not written again
+        outputs[i] = files(f"{base}/{i}")
+        assert outputs[i] == files(f"{base}/whole")
+    assert tokenise(f"{base}/1")[1].endswith("nothing to do\n")
+
+
+def test_an_interrupted_run_of_other_settings(ranks_file, tmp_path, capsys, monkeypatch):
+    """Refused, as is one that lost a shard."""
+    write_lines(tmp_path / "a.jsonl", make_texts(40))
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file)
+
+    def die(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(tokenize_shards.Output, "finish", die)
+        run(tokenize_shards, capsys, monkeypatch, *flags)
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags, "--val_fraction", 0.2)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "val_fraction" in err, err
+    (tmp_path / "out/train/000000.npy").unlink()
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "000000.npy" in err, err
+
+
+# --- Buckets ----------------------------------------------------------------------------------------------------
+
+
+class Faulty(ThreadingHTTPServer):
+    """A proxy to the server at `port` that answers every third request with 503."""
+
+    def __init__(self, port):
+        super().__init__(("127.0.0.1", 0), FaultyHandler)
+        self.behind, self.requests, self.failed = port, itertools.count(1), 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class FaultyHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # clients wait for its "100 Continue"
+
+    def answer(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, headers, content = 503, [], b""
+        if next(self.server.requests) % 3:
+            connection = HTTPConnection("127.0.0.1", self.server.behind)
+            connection.request(self.command, self.path, body, dict(self.headers))
+            response = connection.getresponse()
+            status, headers, content = response.status, response.getheaders(), response.read()
+        else:
+            self.server.failed += 1
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                self.send_header(name, value)
+        length = dict(headers).get("Content-Length") if self.command == "HEAD" else None
+        self.send_header("Content-Length", length or str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = answer
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(params=["gs", "s3"])
+def bucket(request, monkeypatch):
+    """(address of a bucket whose server fails every third request, its file system without failures, the proxy)."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    if request.param == "gs":
+        pytest.importorskip("gcp_storage_emulator", reason="pip install gcp-storage-emulator")
+        if not GCS_EMULATOR.is_file():
+            pytest.skip(f"{GCS_EMULATOR} is not there")
+        command = [GCS_EMULATOR, str(port), "bucket"]
+    else:
+        pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+        command = ["-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with socket.socket() as s:
+                if s.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        proxy, url = Faulty(port), f"http://127.0.0.1:{port}"
+        faulty = f"http://127.0.0.1:{proxy.server_port}"
+        if request.param == "gs":
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", faulty)
+            monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+            fs = fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
+        else:
+            for name, value in {"ENDPOINT_URL": faulty, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x",
+                                "DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
+                monkeypatch.setenv(f"AWS_{name}", value)
+            fs = fsspec.filesystem("s3", endpoint_url=url, skip_instance_cache=True)
+            fs.mkdir("bucket")
+        yield f"{request.param}://bucket/shards", fs, proxy
+        proxy.shutdown()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_bucket_that_fails(ranks_file, tmp_path, bucket):
+    """Every third request fails, the first run is killed: the bucket holds the bytes of a local run."""
+    address, fs, proxy = bucket
+    write_lines(tmp_path / "a.jsonl", make_texts(400))
+    more = ["--shard_tokens", 30_000, "--val_fraction", 0]
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "local", ranks_file, *more)
+    assert start(*flags).wait(100) == 0
+    flags[3] = address
+    first, folder = start(*flags), address.split("://")[1]
+    while first.poll() is None and not fs.exists(f"{folder}/progress.npz"):
+        time.sleep(0.05)
+        fs.invalidate_cache()
+    first.kill()
+    assert first.wait() == -9
+    assert start(*flags).wait(100) == 0 and proxy.failed > 5
+    fs.invalidate_cache()
+    there = {path.removeprefix(f"{folder}/"): fs.cat_file(path) for path in fs.find(folder)}
+    assert there == content(tmp_path / "local")
+
+
+# --- Ray --------------------------------------------------------------------------------------------------------
+
+
+def ray_workers():
+    """Process ids of the Ray workers that descend from this process."""
+    parents, names = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            names[int(stat.parent.name)] = (stat.parent / "cmdline").read_text()
+        except OSError:  # it has ended
+            pass
+    found = []
+    for pid in [p for p, name in names.items() if name.startswith("ray::Encoder")]:
+        ancestor = pid
+        while ancestor not in (0, os.getpid()):
+            ancestor = parents.get(ancestor, 0)
+        found += [pid] if ancestor else []
+    return found
+
+
+def test_ray_with_a_worker_killed(ranks_file, tmp_path, capsys, monkeypatch):
+    """The bytes of a single process, although a worker is lost on the way."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install ray")
+    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 20)
+    write_lines(tmp_path / "a.jsonl", make_texts(4000))
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "one", ranks_file)
+    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
+    flags[3], killed, done = tmp_path / "ray", [], threading.Event()
+
+    def kill():
+        while not done.is_set() and not killed:
+            if (tmp_path / "ray" / "progress.npz").exists() and (workers := ray_workers()):
+                os.kill(workers[0], 9)
+                killed.append(workers[0])
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        assert run(tokenize_shards, capsys, monkeypatch, *flags, "--ray", "--workers", 2)[0] == 0
+    finally:
+        done.set()
+        killer.join()
+    assert killed and content(tmp_path / "one") == content(tmp_path / "ray")
+
+
+def test_ray_is_missing(ranks_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    write_lines(tmp_path / "a.jsonl", make_texts(20))
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, "--ray")
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "pip install ray" in err
