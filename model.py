@@ -121,7 +121,7 @@ def param_table(cfg):
     vocabulary = matrix((m.padded_vocab, D), D, over=AXES, fsdp=0)
     table = dict(embedding=vocabulary, moe=stack(sparse, m.blocks), norm=norm(D))
     if not m.tied:
-        table["head"] = vocabulary._replace()
+        table["head"] = vocabulary
     if m.first_layers:
         table["first"] = stack(dense, m.first_layers, over=None)
     if L > 1:
@@ -172,14 +172,15 @@ def count_params(cfg):
 def flops_per_token(cfg):
     """Floating-point operations of forward and backward pass per training token, recomputation not counted.
 
-    6 per active weight (PaLM, arXiv:2204.02311, appendix B), the tied head included, and causal attention at half of
+    6 per active weight (PaLM, arXiv:2204.02311, appendix B), the head included, and causal attention at half of
     T x T.
     """
     m = cfg.model
     _, active, _ = count_params(cfg)
     dense = m.first_layers + m.blocks * (m.layers_per_block - 1)
     channels = (dense + m.blocks) * (m.head_dim + m.value_dim) + (dense + m.blocks * m.moe_rope) * m.dhR
-    return 6 * (active + m.vocab_size * m.model_dimension + m.T * m.n_head * channels / 2)
+    head = m.vocab_size * m.model_dimension if m.tied else 0  # a head of its own is among the active weights
+    return 6 * (active + head + m.T * m.n_head * channels / 2)
 
 
 # --- Collectives: every one of the program ----------------------------------------------------------------------
@@ -516,7 +517,7 @@ LAYERS = dict(first=dense_layer, dense=dense_layer, moe=moe_layer)  # by their p
 
 
 def layer_params(params, cfg):
-    """This device's layers' parameters as `make_first` and `make_stage` take them: gathered here, once, where fsdp
+    """This device's layers' parameters as `make_dense` and `make_stage` take them: gathered here, once, where fsdp
     says so."""
     kinds = [kind for kind in LAYERS if kind in params]
     params, table = ({kind: tree[kind] for kind in kinds} for tree in (params, param_table(cfg)))

@@ -273,25 +273,25 @@ class Config:
 
 GROUPS = tuple(f.name for f in dataclasses.fields(Config))
 
+# minutes of training on two CPU cores, on the embedded corpus
+SMALL_RUN = dict(
+    model_dtype="float32", fsdp="hoist", train_batch_size=16, val_batch_size=16, micro_batch_size=8,
+    max_lr=1.5e-3, end_lr=6e-5, embedding_lr=16.0, warmup_steps=30, end_steps=280, training_steps=280, adam_b2=0.99,
+    weight_decay=0.0, checkpoint_steps=40, prompt="def ", bucket_name="data/shards/stdlib",
+)  # fmt: skip
 PRESETS = {
     "moe1b": {},
-    # trains in minutes on two CPU cores
     "tiny": dict(
+        **SMALL_RUN, name="tiny",
         model_dimension=128, vocab_size=8192, n_head=4, blocks=2, layers_per_block=2, T=128, latent_dim=64, dhR=32,
-        n_experts=8, k=2, n_shared=1, expert_dim=128, model_dtype="float32", fsdp="hoist",
-        train_batch_size=16, val_batch_size=16, micro_batch_size=8,
-        max_lr=1.5e-3, end_lr=6e-5, embedding_lr=16.0, warmup_steps=30, end_steps=280, training_steps=280, adam_b2=0.99,
-        weight_decay=0.0,
-        checkpoint_steps=40, name="tiny", prompt="def ", bucket_name="data/shards/stdlib",
+        n_experts=8, k=2, n_shared=1, expert_dim=128,
     ),
     # every part of DeepSeek-V3 (arXiv:2412.19437, section 4.2), as small as tiny
     "deepseek-tiny": dict(
+        **SMALL_RUN, name="deepseek-tiny",
         model_dimension=128, vocab_size=8192, tied=False, n_head=4, first_layers=1, blocks=4, layers_per_block=1,
         moe_rope=True, T=128, latent_dim=64, q_latent_dim=96, nope_dim=32, v_dim=32, dhR=16,
-        n_experts=16, k=4, n_groups=4, k_groups=2, routed_scaling=2.5, n_shared=1, expert_dim=64, model_dtype="float32",
-        fsdp="hoist", train_batch_size=16, val_batch_size=16, micro_batch_size=8,
-        max_lr=1.5e-3, end_lr=6e-5, embedding_lr=16.0, warmup_steps=30, end_steps=280, training_steps=280, adam_b2=0.99,
-        weight_decay=0.0, checkpoint_steps=40, name="deepseek-tiny", prompt="def ", bucket_name="data/shards/stdlib",
+        n_experts=16, k=4, n_groups=4, k_groups=2, routed_scaling=2.5, n_shared=1, expert_dim=64,
     ),
     # moonshotai/Moonlight-16B-A3B, its published configuration
     "moonlight-16b": dict(

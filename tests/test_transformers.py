@@ -14,7 +14,7 @@ import model
 torch = pytest.importorskip("torch", reason="torch is not installed; pip install torch transformers")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
-# Odd sizes, each with other parts: (flags of ours, the same as DeepseekV3Config has no name for)
+# What all sizes share, all of them odd; below what each adds or changes
 DEEPSEEK = dict(tied=False, layers_per_block=1, moe_rope=True, blocks=2, first_layers=1, n_head=4, nope_dim=12,
                 v_dim=10, dhR=6, latent_dim=20, q_latent_dim=18, routed_scaling=2.5, capacity_factor=0.0)  # fmt: skip
 SIZES = {
