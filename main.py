@@ -123,12 +123,18 @@ def make_train_step(cfg, mesh, optimizer, schedule):
         metrics = {
             "loss/train_loss": mean_loss,
             "loss/train_cross_entropy_loss": seen.cross_entropy,
-            "loss/load_loss": seen.load_loss,
             "lr": schedule(state.step),
             "grad_norm": optax.tree.norm(grads),
-            "load/head": (seen.load / seen.load.sum(-1, keepdims=True)).mean(0),  # [E] share of the routed tokens
-            "load/dropped": seen.dropped,
         }
+        if cfg.model.n_experts:
+            load = jnp.concatenate(list(seen.load.values()))  # [layers, E]
+            metrics |= {
+                "loss/load_loss": seen.load_loss,
+                "load/head": (load / load.sum(-1, keepdims=True)).mean(0),  # [E] share of the routed tokens
+                "load/dropped": seen.dropped,
+            }
+        if cfg.model.mtp_depth:
+            metrics["loss/mtp_loss"] = seen.mtp
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
     return train_step
@@ -377,7 +383,7 @@ def main(cfg, given):
     def fetch(step, metrics, since):
         """Numbers of a finished step, for the log."""
         values = jax.device_get(metrics)
-        heads = {f"load/head_{i}": float(v) for i, v in enumerate(values.pop("load/head"))}
+        heads = {f"load/head_{i}": float(v) for i, v in enumerate(values.pop("load/head", []))}
         row = {"step": step} | {key: float(v) for key, v in values.items()} | heads
         return row | {"tokens_per_second": per_step * train.T / (time.time() - since)}
 

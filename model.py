@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ AXES = ("dp", "pp", "tp")
 YARN_BETA = 32, 1  # turns over the original T above which a frequency stays, and below which it is stretched
 # Tokens whose logits a device holds at once: what stays in a CPU's cache, what keeps matrix units busy elsewhere.
 LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
+SPREAD = dict(moe=("dp", "tp"), mtp=AXES)  # over which axes a layer's tokens are spread, the stage given
 BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
 
 
@@ -58,74 +60,93 @@ def param_table(cfg):
     | router bias | 0 |
     """
     m = cfg.model
+    table = dict(ARCHITECTURES[m.architecture].table(cfg))
+    if not m.tied:
+        table["head"] = table["embedding"]
+    return table
+
+
+def matrix(cfg, shape, std, over=("dp",), fsdp=0, fixed=None, **more):
+    """`Param` of a weight whose dim `fsdp` is split over the axes `over` (or as many of them as divide it) until it is
+    used; dims in `fixed` ({dim: axes}) stay split."""
+    sizes = dict(zip(AXES, cfg.run.n_device_axis))
+    spec = [(fixed or {}).get(dim) for dim in range(len(shape))]
+    while over and shape[fsdp] % math.prod(sizes[a] for a in over):
+        over = over[1:]
+    if over:
+        spec[fsdp] = over
+        more["gather"] = (fsdp - len(shape), over)
+    return Param(tuple(shape), P(*spec), std, **{"matrix": True, **more})
+
+
+def scale_param(size):
+    """`Param` of a norm's scale."""
+    return Param((size,), P(None), 0.0, start=1.0)
+
+
+def stack(layer, *sizes, over="pp"):
+    """Leading dims for every leaf of a layer's table, the first of them split over the axis `over`."""
+    leading = P(over, *[None] * (len(sizes) - 1))
+    return table_map(lambda p: p._replace(shape=(*sizes, *p.shape), spec=P(*leading, *p.spec)), layer)
+
+
+def deepseek_table(cfg):
+    """The parameter table of DeepSeek-V3, but for a head of its own."""
+    m, W = cfg.model, functools.partial(matrix, cfg)
     D, H, K, R, E, L = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.n_experts, m.layers_per_block
     Q, V, layers = m.q_latent, m.value_dim, m.first_layers + m.blocks * L
     branches = {"swiglu": 2, "gelu": 1}[m.activation]
-    sizes = dict(zip(AXES, cfg.run.n_device_axis))
 
-    def norm(size):
-        return Param((size,), P(None), 0.0, start=1.0)
+    def into(inputs):
+        return 1 / math.sqrt(inputs)
 
-    def matrix(shape, inputs, over=("dp",), fsdp=None, fixed=None, back=False, **more):
-        """A weight that sums over `inputs` numbers, `back` into the residual or not. Its dim `fsdp` is split over the
-        axes `over` (or as many of them as divide it) until it is used; dims in `fixed` ({dim: axes}) stay split."""
-        spec = [(fixed or {}).get(dim) for dim in range(len(shape))]
-        while over and shape[fsdp] % math.prod(sizes[a] for a in over):
-            over = over[1:]
-        if over:
-            spec[fsdp] = over
-            more["gather"] = (fsdp - len(shape), over)
-        std = 0.1 / math.sqrt(inputs * 2 * layers) if back else 1 / math.sqrt(inputs)
-        return Param(tuple(shape), P(*spec), std, **{"matrix": True, **more})
+    def back(inputs):
+        return 0.1 / math.sqrt(inputs * 2 * layers)
 
     def attention(rope):
         leaves = dict(
-            norm=norm(D),
-            down=matrix((D, Q + R + rope), D, fsdp=0),
-            kv_norm=norm(R),
-            q_up=matrix((Q or D, H, K + rope), Q or D, fsdp=0, fixed={1: "tp"}),
-            kv_up=matrix((R, H, K + V), R, fsdp=0, fixed={1: "tp"}),
-            out=matrix((H, V, D), H * V, back=True, fsdp=2, fixed={0: "tp"}),
+            norm=scale_param(D),
+            down=W((D, Q + R + rope), into(D)),
+            kv_norm=scale_param(R),
+            q_up=W((Q or D, H, K + rope), into(Q or D), fixed={1: "tp"}),
+            kv_up=W((R, H, K + V), into(R), fixed={1: "tp"}),
+            out=W((H, V, D), back(H * V), fsdp=2, fixed={0: "tp"}),
         )
-        return leaves | (dict(q_norm=norm(Q)) if Q else {})
+        return leaves | (dict(q_norm=scale_param(Q)) if Q else {})
 
     def feed_forward(F):
         return dict(
-            up=matrix((D, branches, F), D, fsdp=0, fixed={2: "tp"}),
-            down=matrix((F, D), F, back=True, fsdp=1, fixed={0: "tp"}),
+            up=W((D, branches, F), into(D), fixed={2: "tp"}),
+            down=W((F, D), back(F), fsdp=1, fixed={0: "tp"}),
         )
 
     def experts(F):
         """Each expert lives on one device where there are enough experts; else all are gathered where they are used."""
         split = dict(fixed={0: ("dp", "tp")}, over=()) if experts_are_split(cfg) else dict(over=("dp", "tp"))
         return dict(
-            up=matrix((E, D, branches, F), D, fsdp=1, active=m.k / E, **split),
-            down=matrix((E, F, D), F, back=True, fsdp=2, active=m.k / E, **split),
+            up=W((E, D, branches, F), into(D), fsdp=1, active=m.k / E, **split),
+            down=W((E, F, D), back(F), fsdp=2, active=m.k / E, **split),
         )
 
-    def stack(layer, *sizes, over="pp"):
-        """Leading dims for a leaf that every block (and every dense layer in it) has."""
-        leading = P(over, *[None] * (len(sizes) - 1))
-        return table_map(lambda p: p._replace(shape=(*sizes, *p.shape), spec=P(*leading, *p.spec)), layer)
-
-    dense = dict(attention=attention(m.dhR), norm=norm(D), ffn=feed_forward(m.ffn_width))
-    sparse = dict(
+    dense = dict(attention=attention(m.dhR), norm=scale_param(D), ffn=feed_forward(m.ffn_width))
+    moe = dict(
         attention=attention(m.dhR if m.moe_rope else 0),
-        norm=norm(D),
-        router=matrix((D, E), D, fsdp=0, matrix=False),
+        norm=scale_param(D),
+        router=W((D, E), into(D), matrix=False),
         bias=Param((E,), P(None), 0.0),
         experts=experts(m.expert_width),
     )
     if m.n_shared:
-        sparse["shared"] = feed_forward(m.n_shared * m.expert_width)
-    vocabulary = matrix((m.padded_vocab, D), D, over=AXES, fsdp=0)
-    table = dict(embedding=vocabulary, moe=stack(sparse, m.blocks), norm=norm(D))
-    if not m.tied:
-        table["head"] = vocabulary
+        moe["shared"] = feed_forward(m.n_shared * m.expert_width)
+    table = dict(embedding=W((m.padded_vocab, D), into(D), over=AXES), moe=stack(moe, m.blocks), norm=scale_param(D))
     if m.first_layers:
         table["first"] = stack(dense, m.first_layers, over=None)
     if L > 1:
         table["dense"] = stack(dense, m.blocks, L - 1)
+    if m.mtp_depth:
+        predict = dict(token_norm=scale_param(D), hidden_norm=scale_param(D), merge=W((2, D, D), into(2 * D), fsdp=1),
+                       layer=moe, norm=scale_param(D))  # fmt: skip
+        table["mtp"] = stack(predict, m.mtp_depth, over=None)
     return table
 
 
@@ -177,10 +198,10 @@ def flops_per_token(cfg):
     """
     m = cfg.model
     _, active, _ = count_params(cfg)
-    dense = m.first_layers + m.blocks * (m.layers_per_block - 1)
-    channels = (dense + m.blocks) * (m.head_dim + m.value_dim) + (dense + m.blocks * m.moe_rope) * m.dhR
-    head = m.vocab_size * m.model_dimension if m.tied else 0  # a head of its own is among the active weights
-    return 6 * (active + head + m.T * m.n_head * channels / 2)
+    dense, last = m.first_layers + m.blocks * (m.layers_per_block - 1), m.blocks + m.mtp_depth
+    channels = (dense + last) * (m.head_dim + m.value_dim) + (dense + last * m.moe_rope) * m.dhR
+    heads = m.mtp_depth + m.tied  # a head of its own is among the active weights once
+    return 6 * (active + heads * m.vocab_size * m.model_dimension + m.T * m.n_head * channels / 2)
 
 
 # --- Collectives: every one of the program ----------------------------------------------------------------------
@@ -272,10 +293,14 @@ def sum_over(x, axes):
 class Tokens(NamedTuple):
     """Where the tokens of an activation [B, T/tp, D] stand in their sequences and in the training step."""
 
-    position: jax.Array  # [T/tp] position in the sequence
+    position: jax.Array  # [B, T/tp] position in the sequence; [1, T/tp] where it is the same in all
     split: bool = True  # whether T is split over tp
     key: jax.Array | None = None  # of dropout in this layer; None: no dropout
     number: jax.Array | None = None  # [B, T/tp] uint32, number of the token within the training step
+
+    def whole(self, T):
+        """Positions [B or 1, T] of all T tokens of the sequences."""
+        return jnp.arange(T)[None] if self.split else self.position
 
 
 def use(params, table, dtype):
@@ -316,10 +341,10 @@ def score_scale(channels, m):
 
 
 def rotate(x, position, m):
-    """Rotary positions on [B, T, ..., dhR], with channel i paired with i + dhR/2."""
+    """Rotary positions [B or 1, T] on [B, T, ..., dhR], with channel i paired with i + dhR/2."""
     half = x.shape[-1] // 2
-    angle = position[:, None] * rotary_frequencies(m)[:half]  # [T, dhR/2]
-    angle = angle.reshape(1, len(position), *[1] * (x.ndim - 3), half)
+    angle = position[..., None] * rotary_frequencies(m)[:half]  # [B, T, dhR/2]
+    angle = angle.reshape(*position.shape, *[1] * (x.ndim - 3), half)
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
@@ -333,6 +358,27 @@ def dropout(x, rate, tokens, salt):
     keys = jax.vmap(jax.vmap(functools.partial(jax.random.fold_in, key)))(tokens.number)
     keep = jax.vmap(jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[-1:])))(keys)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def write_cache(cache, new, position):
+    """`new` [B, T, ...] into `cache` [B, T_max, ...] from each sequence's first position on; position [B, T]."""
+    write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
+    return jax.vmap(write)(cache, new.astype(cache.dtype), position[:, 0])
+
+
+def attend(q, k, v, position, heads="h"):
+    """Causal attention of scaled queries q [B, T, H/tp, K] at `position` [B or 1, T].
+
+    Keys and values stand at positions 0.. of k [B, S, H/tp, K] and v [B, S, H/tp, V], without the dim of the heads
+    where all share them (`heads` ""). Returns [B, T, H/tp, V].
+    """
+    scores = jnp.einsum(f"bthk,bs{heads}k->bhts", q, k, preferred_element_type=jnp.float32)
+    causal = jnp.arange(k.shape[1]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
+    scores = jnp.where(causal, scores, -jnp.inf)
+    # softmax, its division put off until after the sum over s: one pass less over T x S
+    weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
+    out = jnp.einsum(f"bhts,bs{heads}v->bthv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+    return (out / weights.sum(-1).swapaxes(1, 2)[..., None]).astype(q.dtype)
 
 
 def attention(p, x, tokens, m, cache=None):
@@ -350,14 +396,13 @@ def attention(p, x, tokens, m, cache=None):
     latents += [rms_norm(kv, p["kv_norm"], m.norm_eps), rotate(k_rope, tokens.position, m)]
     latents = gather_sequence(jnp.concatenate(latents, -1), tokens.split)  # [B, T, Q + R + dhR]
     q, kv = latents[..., :Q] if Q else gather_sequence(x, tokens.split), latents[..., Q:]
-    T = q.shape[1]
-    q_position = jnp.arange(T) + (0 if tokens.split else tokens.position[0])
+    position = tokens.whole(q.shape[1])
     if cache is not None:
-        kv = cache = lax.dynamic_update_slice_in_dim(cache, kv.astype(cache.dtype), tokens.position[0], 1)
+        kv = cache = write_cache(cache, kv, position)
     q = jnp.einsum("btr,rhk->bthk", q, p["q_up"])  # [B, T, H/tp, K + dhR]
-    q, q_rope = q[..., :K], rotate(q[..., K:], q_position, m)
+    q, q_rope = q[..., :K], rotate(q[..., K:], position, m)
     scale = score_scale(K + q_rope.shape[-1], m)
-    absorbed = cache is not None and T == 1
+    absorbed = cache is not None and q.shape[1] == 1
     if absorbed:  # one query is cheaper to bring into the latent space than all keys and values out of it
         k_up, v_up = jnp.split(p["kv_up"], (K,), -1)  # [R, H/tp, K], [R, H/tp, V]
         q = jnp.einsum("bthk,rhk->bthr", q, k_up)  # [B, 1, H/tp, R]
@@ -366,14 +411,7 @@ def attention(p, x, tokens, m, cache=None):
         k, v = jnp.split(jnp.einsum("bsr,rhk->bshk", kv[..., :R], p["kv_up"]), (K,), -1)  # [B, T, H/tp, K], [..., V]
         k = jnp.concatenate([k, jnp.broadcast_to(kv[:, :, None, R:], (*k.shape[:3], kv.shape[-1] - R))], -1)
         heads = "h"
-    q = jnp.concatenate([q, q_rope], -1) * scale
-    scores = jnp.einsum(f"bthk,bs{heads}k->bhts", q, k, preferred_element_type=jnp.float32)
-    causal = jnp.arange(kv.shape[1]) <= q_position[:, None]  # [T, T]
-    scores = jnp.where(causal, scores, -jnp.inf)
-    # softmax, its division put off until after the sum over s: one pass less over T x T
-    weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))  # [B, H/tp, T, T]
-    out = jnp.einsum(f"bhts,bs{heads}v->bthv", weights.astype(x.dtype), v, preferred_element_type=jnp.float32)
-    out = (out / weights.sum(-1).swapaxes(1, 2)[..., None]).astype(x.dtype)
+    out = attend(jnp.concatenate([q, q_rope], -1) * scale, k, v, position, heads)
     if absorbed:
         out = jnp.einsum("bthr,rhv->bthv", out, v_up)
     return scatter_sequence(jnp.einsum("bthv,hvd->btd", out, p["out"]), tokens.split), cache
@@ -415,6 +453,11 @@ class Load(NamedTuple):
     loss: jax.Array  # [] load-balancing loss, summed over sequences (here: this device's part of T)
     tokens: jax.Array  # [E] choices that fell on each expert
     dropped: jax.Array  # [] choices that found their expert's bucket full
+
+
+def no_load(*shape):
+    """A `Load` of nothing, with tokens of the given shape [..., E]."""
+    return Load(jnp.float32(0), jnp.zeros(shape), jnp.float32(0))
 
 
 def route(p, x, m):
@@ -481,13 +524,13 @@ def routed_experts(p, x, m, split):
 
 
 def dense_layer(p, x, tokens, m, cache):
-    """Attention with rotary positions, then a dense feed-forward; pre-norm. x [B, T/tp, D] -> x, cache."""
+    """Attention with rotary positions, then a dense feed-forward; pre-norm. x [B, T/tp, D] -> x, (None, cache)."""
     with jax.named_scope("attention"):
         a, cache = attention(p["attention"], rms_norm(x, p["attention"]["norm"], m.norm_eps), tokens, m, cache)
         x = x + dropout(a, m.dropout_rate, tokens, 0)
     with jax.named_scope("feed_forward"):
         out = feed_forward(p["ffn"], rms_norm(x, p["norm"], m.norm_eps), tokens)
-        return x + dropout(out, m.dropout_rate, tokens, 1), cache
+        return x + dropout(out, m.dropout_rate, tokens, 1), (None, cache)
 
 
 def moe_layer(p, x, tokens, m, cache):
@@ -503,6 +546,127 @@ def moe_layer(p, x, tokens, m, cache):
         return x + dropout(out, m.dropout_rate, tokens, 1), (load, cache)
 
 
+def mtp_layer(p, x, tokens, m, cache):
+    """One depth of multi-token prediction (DeepSeek-V3, section 2.2): x is the hidden state of the depth before and the
+    embedding of the token that it predicts, each [B, T/tp, D] -> the next hidden state, normalised, (Load, cache)."""
+    hidden, token = x
+    both = rms_norm(token, p["token_norm"], m.norm_eps), rms_norm(hidden, p["hidden_norm"], m.norm_eps)
+    x, aside = moe_layer(p["layer"], jnp.einsum("cbtd,cde->bte", jnp.stack(both), p["merge"]), tokens, m, cache)
+    return rms_norm(x, p["norm"], m.norm_eps), aside
+
+
+def embed(top, ids, position):
+    """ids [...] -> rows of the embedding [..., D]; positions are the layers' affair."""
+    return top["embedding"][ids]
+
+
+def latent_cache(cfg, B, T):
+    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: R numbers per token and layer, dhR more
+    where it rotates."""
+    m = cfg.model
+    R, rotated = m.latent_dim, m.latent_dim + m.dhR
+    cache = dict(moe=((m.blocks, B, T, rotated if m.moe_rope else R), P("pp", "dp", None, None)))
+    if m.layers_per_block > 1:
+        cache["dense"] = (m.blocks, m.layers_per_block - 1, B, T, rotated), P("pp", None, "dp", None, None)
+    if m.first_layers:
+        cache["first"] = (m.first_layers, B, T, rotated), P(None, "dp", None, None)
+    return cache
+
+
+# --- GPT-2's layers ---------------------------------------------------------------------------------------------
+
+
+def gpt2_table(cfg):
+    """The parameter table of GPT-2. Weights begin as in its paper, section 2.3, and code: normal with a deviation of
+    0.02, those back into the residual of 0.02 / sqrt(2 x layers); biases begin at 0, scales of norms at 1."""
+    m, W = cfg.model, functools.partial(matrix, cfg)
+    D, H, K, F, std = m.model_dimension, m.n_head, m.head_dim, m.ffn_width, 0.02
+    back = std / math.sqrt(2 * m.blocks)
+
+    def bias(*shape, spec=P(None)):
+        return Param(shape, spec, 0.0)
+
+    def norm():
+        return dict(scale=scale_param(D), bias=bias(D))
+
+    layer = dict(
+        attention_norm=norm(),
+        qkv=W((D, 3, H, K), std, fixed={2: "tp"}),
+        qkv_bias=bias(3, H, K, spec=P(None, "tp", None)),
+        out=W((H, K, D), back, fsdp=2, fixed={0: "tp"}),
+        out_bias=bias(D),
+        norm=norm(),
+        up=W((D, F), std, fixed={1: "tp"}),
+        up_bias=bias(F, spec=P("tp")),
+        down=W((F, D), back, fsdp=1, fixed={0: "tp"}),
+        down_bias=bias(D),
+    )
+    rows = functools.partial(W, std=std, over=AXES)
+    return dict(embedding=rows((m.padded_vocab, D)), positions=rows((m.T, D), active=1 / m.T),
+                gpt2=stack(layer, m.blocks), norm=norm())  # fmt: skip
+
+
+def layer_norm(x, p, eps):
+    """Norm by mean and deviation over the last dim (arXiv:1607.06450, equation 3), in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 -= x32.mean(-1, keepdims=True)
+    normal = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    return (normal * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def gpt2_layer(p, x, tokens, m, cache=None):
+    """GPT-2's layer (Radford et al., 2019, section 2.3): multi-head attention, then a GELU feed-forward; pre-norm.
+
+    x [B, T/tp, D] -> x, (an empty Load, cache). `cache` [B, T_max, 2, H/tp, K] holds keys and values.
+    """
+    with jax.named_scope("attention"):
+        h = gather_sequence(layer_norm(x, p["attention_norm"], m.norm_eps), tokens.split)  # [B, T, D]
+        qkv = (jnp.einsum("btd,dchk->btchk", h, p["qkv"]) + p["qkv_bias"]).astype(x.dtype)  # [B, T, 3, H/tp, K]
+        q, kv, position = qkv[:, :, 0], qkv[:, :, 1:], tokens.whole(h.shape[1])
+        if cache is not None:
+            kv = cache = write_cache(cache, kv, position)
+        out = attend(q * m.head_dim**-0.5, kv[:, :, 0], kv[:, :, 1], position)
+        out = scatter_sequence(jnp.einsum("bthk,hkd->btd", out, p["out"]), tokens.split) + p["out_bias"]
+        x = x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 0)
+    with jax.named_scope("feed_forward"):
+        h = gather_sequence(layer_norm(x, p["norm"], m.norm_eps), tokens.split)
+        h = jax.nn.gelu(jnp.einsum("btd,df->btf", h, p["up"]) + p["up_bias"]).astype(x.dtype)  # [B, T, F/tp]
+        out = scatter_sequence(jnp.einsum("btf,fd->btd", h, p["down"]), tokens.split) + p["down_bias"]
+        return x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 1), (no_load(0), cache)
+
+
+def gpt2_embed(top, ids, position):
+    """ids [..., T] at position [T] -> rows of the embedding and of the learned positions, added, [..., T, D]."""
+    return top["embedding"][ids] + top["positions"][position]
+
+
+def key_value_cache(cfg, B, T):
+    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: 2 x D numbers per token and layer."""
+    m = cfg.model
+    return dict(gpt2=((m.blocks, B, T, 2, m.n_head, m.head_dim), P("pp", "dp", None, None, "tp", None)))
+
+
+# --- Architectures ----------------------------------------------------------------------------------------------
+
+
+class Architecture(NamedTuple):
+    """What a family of models brings along; what follows is common to all."""
+
+    table: Callable  # cfg -> parameter table, but for a head of its own
+    layers: dict  # {kind of layer, as in the table: function}
+    last: str  # kind of the layer that ends a block; those before it are "dense"
+    embed: Callable  # (parameters outside layers, ids [..., T], position [T]) -> [..., T, D]
+    norm: Callable  # (x, parameters, eps) -> x, before the head
+    cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
+
+
+ARCHITECTURES = {
+    "deepseek": Architecture(deepseek_table, dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
+                             "moe", embed, rms_norm, latent_cache),
+    "gpt2": Architecture(gpt2_table, dict(gpt2=gpt2_layer), "gpt2", gpt2_embed, layer_norm, key_value_cache),
+}  # fmt: skip
+
+
 # --- Stage and pipeline -----------------------------------------------------------------------------------------
 
 
@@ -513,27 +677,34 @@ REMAT = {
 }
 
 
-LAYERS = dict(first=dense_layer, dense=dense_layer, moe=moe_layer)  # by their place in the parameter table
-
-
 def layer_params(params, cfg):
     """This device's layers' parameters as `make_dense` and `make_stage` take them: gathered here, once, where fsdp
     says so."""
-    kinds = [kind for kind in LAYERS if kind in params]
+    kinds = [kind for kind in ARCHITECTURES[cfg.model.architecture].layers if kind in params]
     params, table = ({kind: tree[kind] for kind in kinds} for tree in (params, param_table(cfg)))
     return use(params, table, jnp.dtype(cfg.model.model_dtype)) if cfg.model.fsdp == "hoist" else params
 
 
+def top_params(params, cfg):
+    """The parameters outside layers, gathered: embedding, head (which may be the embedding), norm and what
+    `Architecture.embed` needs."""
+    layers, table = ARCHITECTURES[cfg.model.architecture].layers, param_table(cfg)
+    names = [name for name in table if name not in layers]
+    params, table = ({name: tree[name] for name in names} for tree in (params, table))
+    top = use(params, table, jnp.dtype(cfg.model.model_dtype))
+    return {"head": top["embedding"], **top}
+
+
 def make_layer(cfg, remat):
     """`layer(kind, p, number, x, tokens, cache)`: one layer of the model, the `number`th as far as dropout goes."""
-    m, table = cfg.model, param_table(cfg)
+    m, table, layers = cfg.model, param_table(cfg), ARCHITECTURES[cfg.model.architecture].layers
     if m.fsdp == "hoist":  # gathered already
         table = table_map(lambda p: p._replace(gather=()), table)
     wrap, dtype = REMAT[m.remat if remat else "none"], jnp.dtype(m.model_dtype)
 
     def layer(kind, p, number, x, tokens, cache):
         own = tokens if tokens.key is None else tokens._replace(key=jax.random.fold_in(tokens.key, number))
-        return wrap(lambda p, x, cache: LAYERS[kind](use(p, table[kind], dtype), x, own, m, cache))(p, x, cache)
+        return wrap(lambda p, x, cache: layers[kind](use(p, table[kind], dtype), x, own, m, cache))(p, x, cache)
 
     return layer
 
@@ -546,9 +717,10 @@ def make_dense(cfg, kind, n, remat):
     def dense(p, first, x, tokens, cache):
         def one(x, scanned):
             p, i, cache = scanned
-            return layer(kind, p, first + i, x, tokens, cache)
+            x, (_, cache) = layer(kind, p, first + i, x, tokens, cache)
+            return x, cache
 
-        return lax.scan(one, x, (p, jnp.arange(n), cache)) if n else (x, cache)
+        return lax.scan(one, x, (p, jnp.arange(n), cache))
 
     return dense
 
@@ -556,23 +728,25 @@ def make_dense(cfg, kind, n, remat):
 def make_stage(cfg, remat=True):
     """`stage(params, x, tokens, cache)`: this device's blocks on x [B, T/tp, D], the same for training and decoding.
 
-    Returns x and (`Load`, with tokens [blocks/pp, E] and the rest summed; the cache, None where none was given).
+    Returns x and (`Load`, with tokens [blocks/pp, E] and the rest summed; the cache, empty where none was given).
     Parameters come through `layer_params`.
     """
     m, L, layer = cfg.model, cfg.model.layers_per_block, make_layer(cfg, remat)
-    dense = make_dense(cfg, "dense", L - 1, remat)
+    dense, last = make_dense(cfg, "dense", L - 1, remat), ARCHITECTURES[cfg.model.architecture].last
 
     def stage(params, x, tokens, cache=None):
         def block(x, scanned):
             p, number, cache = scanned
-            x, dense_cache = dense(p.get("dense"), number * L, x, tokens, cache["dense"])
-            x, (load, moe_cache) = layer("moe", p["moe"], number * L + L - 1, x, tokens, cache["moe"])
-            return x, (load, dict(dense=dense_cache, moe=moe_cache))
+            new = {}
+            if L > 1:
+                x, new["dense"] = dense(p["dense"], number * L, x, tokens, cache.get("dense"))
+            x, (load, new[last]) = layer(last, p[last], number * L + L - 1, x, tokens, cache.get(last))
+            return x, (load, new)
 
-        params = {kind: params[kind] for kind in ("dense", "moe") if kind in params}
+        params = {kind: params[kind] for kind in ("dense", last) if kind in params}
         blocks = m.blocks // lax.axis_size("pp")
         numbers = lax.axis_index("pp") * blocks + jnp.arange(blocks)
-        x, (load, cache) = lax.scan(block, x, (params, numbers, cache or dict(dense=None, moe=None)))
+        x, (load, cache) = lax.scan(block, x, (params, numbers, cache or {}))
         return x, (Load(load.loss.sum(), load.tokens, load.dropped.sum()), cache)
 
     return stage
@@ -612,21 +786,24 @@ def _chunks(most, *arrays):
     return jax.tree.map(lambda a: a.reshape(n // chunk, chunk, *a.shape[1:]), arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def cross_entropy(x, embedding, targets, vocab_size, most):
-    """Sum over tokens of -log p(target), in float32, never holding the logits of more than `most` tokens.
+def token_losses(x, embedding, targets, vocab_size, most):
+    """-log p(target) of every token, float32 [n], never holding the logits of more than `most` tokens; 0 where the
+    target is negative. x [n, D], embedding [V, D], targets [n]."""
 
-    x [n, D], embedding [V, D], targets [n] -> []. Its gradient is formed in the forward pass, chunk by chunk, so that
-    no logits are computed twice.
-    """
-
-    def chunk(total, scanned):
+    def chunk(_, scanned):
         x, targets = scanned
         logits = logits_of(x, embedding, vocab_size)
         at_target = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
-        return total + (jax.nn.logsumexp(logits, -1) - at_target).sum(), None
+        return None, jnp.where(targets >= 0, jax.nn.logsumexp(logits, -1) - at_target, 0)
 
-    return lax.scan(chunk, jnp.float32(0), _chunks(most, x, targets))[0]
+    return lax.scan(chunk, None, _chunks(most, x, targets))[1].reshape(-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def cross_entropy(x, embedding, targets, vocab_size, most):
+    """Sum of `token_losses`. Its gradient is formed in the forward pass, chunk by chunk, so that no logits are computed
+    twice."""
+    return token_losses(x, embedding, targets, vocab_size, most).sum()
 
 
 def _cross_entropy_forward(x, embedding, targets, vocab_size, most):
@@ -637,10 +814,10 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, most):
         top = logits.max(-1, keepdims=True)
         exp = jnp.exp(logits - top)
         norm = exp.sum(-1, keepdims=True)
-        at_target = jnp.take_along_axis(logits, targets[:, None], 1)
-        total += (top + jnp.log(norm) - at_target).sum()
+        at_target, counts = jnp.take_along_axis(logits, targets[:, None], 1), targets[:, None] >= 0
+        total += jnp.where(counts, top + jnp.log(norm) - at_target, 0).sum()
         hot = targets[:, None] == jnp.arange(embedding.shape[0])
-        d_logits = (exp / norm - hot).astype(x.dtype)  # softmax minus one-hot
+        d_logits = (exp * (counts / norm) - hot).astype(x.dtype)  # softmax minus one-hot
         d_embedding += jnp.einsum("nd,nv->dv", x, d_logits, preferred_element_type=jnp.float32)
         return (total, d_embedding), jnp.einsum("nv,vd->nd", d_logits, embedding)
 
@@ -662,145 +839,218 @@ class Metrics(NamedTuple):
     """Of one batch over the whole mesh."""
 
     cross_entropy: jax.Array  # [] nats per token
+    mtp: jax.Array  # [] nats per token of multi-token prediction, mean over its depths
     load_loss: jax.Array  # [] load-balancing loss summed over mixture-of-experts layers, mean over sequences
-    load: jax.Array  # [blocks, E] choices that fell on each expert
+    load: dict  # {"moe": [blocks, E], "mtp": [mtp_depth, E]} choices that fell on each expert
     dropped: jax.Array  # [] share of the choices that found their expert's bucket full
+
+
+def make_forward(cfg, train):
+    """`forward(params, ids, tokens_of)` on local shapes: ids int32 [M/S, B/dp, T/tp], tokens_of(i) the `Tokens` of
+    microbatch i counted over all stages.
+
+    Returns final hidden states [M/S, B/dp, T/tp, D], normalised for the head; the stage's `Load`; and the gathered
+    parameters outside layers and in layers.
+    """
+    m, arch, stage = cfg.model, ARCHITECTURES[cfg.model.architecture], make_stage(cfg, remat=train)
+    first_layers = make_dense(cfg, "first", m.first_layers, remat=train)
+
+    def forward(params, ids, tokens_of):
+        M, layers = len(ids), layer_params(params, cfg)
+        own = lax.axis_index("pp") * M + jnp.arange(M)
+
+        def enter(scanned):
+            ids, tokens = scanned[0], tokens_of(scanned[1])
+            x = dropout(arch.embed(top, ids, tokens.position[0]), m.dropout_rate, tokens, 2)
+            if m.first_layers:
+                x, _ = first_layers(layers["first"], m.blocks * m.layers_per_block, x, tokens, None)
+            return x
+
+        def run_stage(x, load, microbatch, valid):
+            y, (new, _) = stage(layers, x, tokens_of(microbatch))
+            return y, jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), load, new)
+
+        with jax.named_scope("embed"):
+            top = top_params(params, cfg)
+            x = to_stages(lax.map(enter, (ids, own)) if m.first_layers else jax.vmap(enter)((ids, own)))
+        x, load = pipeline(run_stage, x, no_load(m.blocks // lax.axis_size("pp"), m.n_experts))  # [M, B/dp, T/tp, D]
+        return arch.norm(from_last_stage(x), top["norm"], m.norm_eps), load, top, layers
+
+    return forward
 
 
 def make_loss(cfg, mesh, train):
     """`loss(params, tokens, targets, key, first)` on global arrays, to be differentiated from outside.
 
     tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:]; key of dropout; first: number, within the training
-    step, of the batch's first sequence. Returns the scalar loss, cross-entropy + alpha x load-balancing loss, float32,
-    and `Metrics`. Without `train`: no dropout.
+    step, of the batch's first sequence. Returns the scalar loss, float32, and `Metrics`: cross-entropy + alpha x
+    load-balancing loss + mtp_weight x multi-token prediction's cross-entropy. Without `train`: no dropout and no
+    multi-token prediction.
     """
-    m, table, spec = cfg.model, param_table(cfg), P(*BATCH_SPEC[1:])
-    stage, alpha, dtype = make_stage(cfg, remat=train), cfg.optimizer.alpha, jnp.dtype(cfg.model.model_dtype)
-    first_layers = make_dense(cfg, "first", m.first_layers, remat=train)
+    m, o, table, spec = cfg.model, cfg.optimizer, param_table(cfg), P(*BATCH_SPEC[1:])
+    forward, layer, depths = make_forward(cfg, train), make_layer(cfg, train), m.mtp_depth if train else 0
     chunk = LOSS_CHUNK[mesh.devices.flat[0].platform]
+
+    def predict_further(x, targets, tokens_of, top, layers):
+        """Sum of the cross-entropies of the tokens after the next (DeepSeek-V3, section 2.2), and `Load` [depths, E]:
+        depth d predicts from the hidden states of the depth before and the tokens d ahead."""
+        M, B, t = targets.shape
+        whole = gather_sequence(targets.reshape(M * B, t), True)
+        whole = jnp.pad(whole, ((0, 0), (0, depths)), constant_values=-1)  # [M*B, T + depths]
+        own, total, loads = lax.axis_index("pp") * M + jnp.arange(M), 0, []
+        for depth in range(depths):
+            p, number = jax.tree.map(lambda w: w[depth], layers["mtp"]), m.blocks * m.layers_per_block + m.first_layers
+            ahead = lax.dynamic_slice_in_dim(whole, lax.axis_index("tp") * t + depth, t + 1, 1).reshape(M, B, t + 1)
+
+            def one(scanned):
+                x, ids, i = scanned
+                token = embed(top, jnp.maximum(ids, 0), None)
+                x, (load, _) = layer("mtp", p, number + depth, (x, token), tokens_of(i), None)
+                return x, load
+
+            x, load = lax.map(one, (x, ahead[..., :-1], own))
+            loads.append(jax.tree.map(lambda v: v.sum(0), load))
+            total += cross_entropy(x.reshape(-1, x.shape[-1]), top["head"], ahead[..., 1:].reshape(-1), m.vocab_size,
+                                   chunk)  # fmt: skip
+        return total, jax.tree.map(lambda *v: jnp.stack(v), *loads)
 
     def local_loss(params, ids, targets, key, first):
         M, B, t = ids.shape  # [M/S, B/dp, T/tp]
         S, dp, tp = lax.axis_size("pp"), lax.axis_size("dp"), lax.axis_size("tp")
-        position = lax.axis_index("tp") * t + jnp.arange(t)
+        position = (lax.axis_index("tp") * t + jnp.arange(t))[None]
         sequence = lax.axis_index("dp") * B + jnp.arange(B)
 
         def tokens_of(microbatch):
-            """Layout of microbatch [], counted over all stages."""
             if not (train and m.dropout_rate):
                 return Tokens(position)
             number = ((first + microbatch * B * dp + sequence)[:, None] * t * tp + position).astype(jnp.uint32)
             return Tokens(position, key=key, number=number)
 
-        with jax.named_scope("embed"):
-            embedding = use(params["embedding"], table["embedding"], dtype)
-            own = lax.axis_index("pp") * M + jnp.arange(M)
-            x = jax.vmap(lambda ids, i: dropout(embedding[ids], m.dropout_rate, tokens_of(i), 2))(ids, own)
-
-        layers = layer_params(params, cfg)
-        if m.first_layers:
-
-            def before_blocks(scanned):
-                x, i = scanned
-                return first_layers(layers["first"], m.blocks * m.layers_per_block, x, tokens_of(i), None)[0]
-
-            x = lax.map(before_blocks, (x, own))
-        x = to_stages(x)  # [M, B/dp, T/tp, D]
-
-        def run_stage(x, load, microbatch, valid):
-            y, (new, _) = stage(layers, x, tokens_of(microbatch))
-            return y, jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), load, new)
-
-        none = Load(jnp.float32(0), jnp.zeros((m.blocks // S, m.n_experts)), jnp.float32(0))
-        x, load = pipeline(run_stage, x, none)
+        x, load, top, layers = forward(params, ids, tokens_of)
         with jax.named_scope("head"):
-            x = rms_norm(from_last_stage(x), params["norm"], m.norm_eps)  # [M/S, B/dp, T/tp, D]
-            head = embedding if m.tied else use(params["head"], table["head"], dtype)
-            nll = cross_entropy(x.reshape(-1, x.shape[-1]), head, targets.reshape(-1), m.vocab_size, chunk)
+            nll = cross_entropy(x.reshape(-1, x.shape[-1]), top["head"], targets.reshape(-1), m.vocab_size, chunk)
+        loads, mtp = dict(moe=load), jnp.float32(0)
+        if depths:
+            with jax.named_scope("mtp"):
+                mtp, loads["mtp"] = predict_further(x, targets, tokens_of, top, layers)
         sequences = M * S * B * dp
-        nll, balance = nll / (sequences * t * tp), load.loss / sequences
-        loss = sum_over(nll + alpha * balance, AXES)
-        nll, balance, load = lax.stop_gradient((nll, balance, load))
-        counts = sum_over(load.tokens, ("dp", "tp"))
-        dropped = sum_over(load.dropped, AXES) / (sequences * t * tp * m.k * m.blocks)
-        return loss, Metrics(sum_over(nll, AXES), sum_over(balance, AXES), counts, dropped)
+        nll, mtp = nll / (sequences * t * tp), mtp / (sequences * t * tp * max(1, depths))
+        balance = sum(load.loss.sum() for load in loads.values()) / sequences
+        loss = sum_over(nll + o.alpha * balance + o.mtp_weight * mtp, AXES)
+        nll, mtp, balance, loads = lax.stop_gradient((nll, mtp, balance, loads))
+        counts = {kind: sum_over(load.tokens, SPREAD[kind]) for kind, load in loads.items()}
+        choices = sequences * t * tp * m.k * (m.blocks + depths)
+        dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES) / max(1, choices)
+        return loss, Metrics(sum_over(nll, AXES), sum_over(mtp, AXES), sum_over(balance, AXES), counts, dropped)
 
+    loads = {"moe": P("pp", None)} | ({"mtp": P()} if depths else {})
     # check_vma off: what out_specs calls replicated is so by the sums above, and tests hold gradients to one device's
     return jax.shard_map(
         local_loss, mesh=mesh, in_specs=(table_map(lambda p: p.spec, table), spec, spec, P(), P()),
-        out_specs=(P(), Metrics(P(), P(), P("pp", None), P())), check_vma=False,
+        out_specs=(P(), Metrics(P(), P(), P(), loads, P())), check_vma=False,
     )  # fmt: skip
+
+
+def make_score(cfg, mesh):
+    """`score(params, tokens, targets)` on global arrays: -log p of every target, float32 [M, B, T] like the int32
+    inputs, sharded as BATCH_SPEC[1:]; 0 where the target is negative. Nothing is dropped."""
+    cfg = dropless(cfg)
+    m, spec, forward = cfg.model, P(*BATCH_SPEC[1:]), make_forward(cfg, train=False)
+    chunk = LOSS_CHUNK[mesh.devices.flat[0].platform]
+
+    def local_score(params, ids, targets):
+        position = (lax.axis_index("tp") * ids.shape[-1] + jnp.arange(ids.shape[-1]))[None]
+        x, _, top, _ = forward(params, ids, lambda _: Tokens(position))
+        losses = token_losses(x.reshape(-1, x.shape[-1]), top["head"], targets.reshape(-1), m.vocab_size, chunk)
+        return losses.reshape(targets.shape)
+
+    specs = table_map(lambda p: p.spec, param_table(cfg))
+    return jax.shard_map(local_score, mesh=mesh, in_specs=(specs, spec, spec), out_specs=spec, check_vma=False)
 
 
 def update_router_bias(params, load, rate):
     """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias moves by `rate` towards an even
-    load. load [blocks, E], of one training step."""
-    moved = params["moe"]["bias"] + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
-    return {**params, "moe": {**params["moe"], "bias": moved}}
+    load. load {kind: [layers, E]}, of one training step."""
+
+    def moved(layer, load):
+        return {**layer, "bias": layer["bias"] + rate * jnp.sign(load.mean(-1, keepdims=True) - load)}
+
+    out = dict(params)
+    if "moe" in params:
+        out["moe"] = moved(params["moe"], load["moe"])
+    if "mtp" in params:
+        out["mtp"] = {**params["mtp"], "layer": moved(params["mtp"]["layer"], load["mtp"])}
+    return out
 
 
 # --- Decoding ---------------------------------------------------------------------------------------------------
 
 
+def dropless(cfg):
+    """`cfg` without a capacity: for inference, where no token may be dropped."""
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, capacity_factor=0.0))
+
+
 def make_decode(cfg, mesh):
     """`decode(params, ids, cache, start, last)` on global arrays, for decoding on any mesh.
 
-    ids int32 [B, n], B a multiple of dp, are the tokens at positions start.. of each sequence; the cache of
-    `empty_cache` holds the latents of those before. Returns float32 logits [B, V] of ids[:, last] and the cache with
-    the n tokens added. Nothing is dropped.
+    ids int32 [B, n], B a multiple of dp, are the tokens at positions start [B].. of each sequence; the cache of
+    `empty_cache` holds what attention needs of those before. Returns float32 logits [B, V] of the token last [B] of
+    each row of ids, and the cache with the n tokens added. Rows may be padded at their end: what stands behind a row's
+    last token is overwritten before it is seen. Nothing is dropped.
     """
-    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, capacity_factor=0.0))
-    m, table, stage, dtype = cfg.model, param_table(cfg), make_stage(cfg, remat=False), jnp.dtype(cfg.model.model_dtype)
+    cfg = dropless(cfg)
+    m, arch, stage = cfg.model, ARCHITECTURES[cfg.model.architecture], make_stage(cfg, remat=False)
     first_layers = make_dense(cfg, "first", m.first_layers, remat=False)
-    cache_spec = dict(first=P(None, "dp", None, None), dense=P("pp", None, "dp", None, None),
-                      moe=P("pp", "dp", None, None))  # fmt: skip
+    cache_spec = {kind: spec for kind, (_, spec) in arch.cache(cfg, 1, 1).items()}
 
     def local_decode(params, ids, cache, start, last):
-        embedding = use(params["embedding"], table["embedding"], dtype)
-        tokens = Tokens(start + jnp.arange(ids.shape[1]), split=False)
-
-        layers = layer_params(params, cfg)
+        tokens = Tokens(start[:, None] + jnp.arange(ids.shape[1]), split=False)
+        top, layers = top_params(params, cfg), layer_params(params, cfg)
 
         def run_stage(x, cache, _, valid):
             y, (_, new) = stage(layers, x, tokens, cache)
             return y, jax.tree.map(lambda old, new: jnp.where(valid, new, old), cache, new)
 
-        x, first = first_layers(layers.get("first"), 0, embedding[ids], tokens, cache["first"])
-        blocks = dict(dense=cache["dense"], moe=cache["moe"])
+        x, blocks, done = arch.embed(top, ids, tokens.position), dict(cache), {}
+        if m.first_layers:
+            x, done["first"] = first_layers(layers["first"], 0, x, tokens, blocks.pop("first"))
         x, blocks = pipeline(run_stage, x[None], blocks)  # [1, B/dp, n, D]
-        cache = dict(blocks, first=first)
-        x = from_last_stage(lax.dynamic_index_in_dim(x[0], last, 1, keepdims=False), everywhere=True)
-        head = embedding if m.tied else use(params["head"], table["head"], dtype)
-        return logits_of(rms_norm(x, params["norm"], m.norm_eps), head, m.vocab_size), cache
+        x = from_last_stage(jnp.take_along_axis(x[0], last[:, None, None], 1)[:, 0], everywhere=True)  # [B/dp, D]
+        return logits_of(arch.norm(x, top["norm"], m.norm_eps), top["head"], m.vocab_size), blocks | done
 
+    rows = P("dp")
     return jax.shard_map(
-        local_decode, mesh=mesh, in_specs=(table_map(lambda p: p.spec, table), P("dp", None), cache_spec, P(), P()),
-        out_specs=(P("dp", None), cache_spec), check_vma=False,
+        local_decode, mesh=mesh, in_specs=(table_map(lambda p: p.spec, param_table(cfg)), rows, cache_spec, rows, rows),
+        out_specs=(rows, cache_spec), check_vma=False,
     )  # fmt: skip
 
 
 def empty_cache(cfg, B, T):
-    """Latent cache of B sequences of at most T tokens: R numbers per token and layer, dhR more where it rotates."""
-    m = cfg.model
-    rotated, shape = m.latent_dim + m.dhR, (B, T)
-    return dict(
-        first=jnp.zeros((m.first_layers, *shape, rotated), m.model_dtype),
-        dense=jnp.zeros((m.blocks, m.layers_per_block - 1, *shape, rotated), m.model_dtype),
-        moe=jnp.zeros((m.blocks, *shape, rotated if m.moe_rope else m.latent_dim), m.model_dtype),
-    )
+    """Cache of B sequences of at most T tokens, in model_dtype; its size is said at each `Architecture.cache`."""
+    cache = ARCHITECTURES[cfg.model.architecture].cache(cfg, B, T)
+    return {kind: jnp.zeros(shape, cfg.model.model_dtype) for kind, (shape, _) in cache.items()}
 
 
-def draw_tokens(logits, key, top_k, temperature):
-    """One token per row of logits [B, V]: of the `top_k` most likely (0: all); temperature 0 takes the most likely.
+def draw_tokens(logits, key, s):
+    """One token per row of logits [B, V], as the settings `s` (utils.Sample) say: of the top_k most likely (0: all),
+    and of the most likely whose probabilities add up to top_p (arXiv:1904.09751, section 3.1); temperature 0 takes the
+    most likely one.
 
     Each row draws with a key of its own, so the size of the batch does not change what a row draws.
     """
-    if temperature == 0:
+    if s.temperature == 0:
         return jnp.argmax(logits, -1)
-    if top_k:
-        logits = jnp.where(logits < lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:], -jnp.inf, logits)
+    logits = logits / s.temperature
+    if s.top_k:
+        logits = jnp.where(logits < lax.top_k(logits, min(s.top_k, logits.shape[-1]))[0][:, -1:], -jnp.inf, logits)
+    if s.top_p < 1:
+        ordered = -jnp.sort(-logits, -1)
+        share = jnp.cumsum(jax.nn.softmax(ordered, -1), -1)
+        kept = (share < s.top_p).sum(-1, keepdims=True)  # the one that reaches top_p is kept too
+        logits = jnp.where(logits < jnp.take_along_axis(ordered, kept, 1), -jnp.inf, logits)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(len(logits)))
-    return jax.vmap(jax.random.categorical)(keys, logits / temperature)
+    return jax.vmap(jax.random.categorical)(keys, logits)
 
 
 def make_generate(cfg, mesh):
@@ -809,28 +1059,30 @@ def make_generate(cfg, mesh):
     Returns int32 [inference_batch, n + max_tokens]. With and without use_cache the tokens are the same.
     """
     s, dp = cfg.sample, cfg.run.n_device_axis[0]
-    decode, B = make_decode(cfg, mesh), math.ceil(cfg.sample.inference_batch / cfg.run.n_device_axis[0]) * dp
+    decode, B = make_decode(cfg, mesh), math.ceil(s.inference_batch / dp) * dp
 
     def generate(params, prompt, key):
         n = len(prompt)
         text = jnp.zeros((B, n + s.max_tokens), jnp.int32).at[:, :n].set(prompt)
         cache = empty_cache(cfg, B, n + s.max_tokens)
+        everywhere = functools.partial(jnp.full, (B,))
 
         def append(text, logits, i):
-            token = draw_tokens(logits, jax.random.fold_in(key, i), s.top_k, s.temperature)
+            token = draw_tokens(logits, jax.random.fold_in(key, i), s)
             return lax.dynamic_update_slice_in_dim(text, token[:, None].astype(jnp.int32), i, 1)
 
         def cached(carry, i):
             text, cache = carry
-            logits, cache = decode(params, lax.dynamic_slice_in_dim(text, i - 1, 1, 1), cache, i - 1, 0)
+            newest = lax.dynamic_slice_in_dim(text, i - 1, 1, 1)
+            logits, cache = decode(params, newest, cache, everywhere(i - 1), everywhere(0))
             return (append(text, logits, i), cache), None
 
         def uncached(text, i):
-            return append(text, decode(params, text, cache, 0, i - 1)[0], i), None
+            return append(text, decode(params, text, cache, everywhere(0), everywhere(i - 1))[0], i), None
 
         if not s.use_cache:
             return lax.scan(uncached, text, n + jnp.arange(s.max_tokens))[0][: s.inference_batch]
-        logits, cache = decode(params, text[:, :n], cache, 0, n - 1)
+        logits, cache = decode(params, text[:, :n], cache, everywhere(0), everywhere(n - 1))
         steps = n + 1 + jnp.arange(s.max_tokens - 1)
         return lax.scan(cached, (append(text, logits, n), cache), steps)[0][0][: s.inference_batch]
 

@@ -46,8 +46,10 @@ def one_sentence(program):
 
 @dataclass(frozen=True)
 class Model:
-    """The architecture: DeepSeek-V3's blocks (arXiv:2412.19437, section 2.1)."""
+    """The architecture: DeepSeek-V3's blocks (arXiv:2412.19437, section 2.1) or GPT-2's."""
 
+    architecture: Literal["deepseek", "gpt2"] = "deepseek"
+    """Family of the layers; for gpt2 begin with --preset gpt2-124m."""
     model_dimension: int = 768
     """Width D of the residual stream, in channels."""
     vocab_size: int = 100277
@@ -107,6 +109,9 @@ class Model:
     """Factor on the gates, which sum to 1."""
     n_shared: int = 2
     """Shared experts, each as wide as a routed one, added for every token."""
+    mtp_depth: int = 0
+    """Further tokens that training predicts after the next, each by one more layer (multi-token prediction,
+    arXiv:2412.19437, section 2.2); evaluation and samples do without."""
     capacity_factor: float = 1.5
     """Bucket size of an expert in multiples of the balanced load tokens x k / n_experts; tokens beyond it pass by on
     the residual. 0: dropless, no token is ever dropped (buckets as large as the worst case, so slower)."""
@@ -202,6 +207,8 @@ class Optimizer:
     """Decay of AdamW's second moment; the first moment's is 0.9."""
     alpha: float = 1e-4
     """Weight of the sequence-level load-balancing loss."""
+    mtp_weight: float = 0.3
+    """Weight of the mean cross-entropy of multi-token prediction."""
     bias_update_rate: float = 1e-3
     """Step by which the router's selection bias moves towards an even load after every training step."""
 
@@ -253,6 +260,8 @@ class Sample:
     """Tokens to add to the prompt."""
     top_k: int = 40
     """Draw from this many most likely tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens whose probabilities add up to this; 1: from all."""
     temperature: float = 0.8
     """Divides the logits before drawing; 0: always the most likely token."""
     use_cache: bool = True
@@ -279,6 +288,18 @@ SMALL_RUN = dict(
     max_lr=1.5e-3, end_lr=6e-5, embedding_lr=16.0, warmup_steps=30, end_steps=280, training_steps=280, adam_b2=0.99,
     weight_decay=0.0, checkpoint_steps=40, prompt="def ", bucket_name="data/shards/stdlib",
 )  # fmt: skip
+# What GPT-2 has no use for stands at these values in every configuration of it.
+GPT2 = dict(
+    architecture="gpt2", layers_per_block=1, first_layers=0, moe_rope=False, latent_dim=0, q_latent_dim=0, nope_dim=0,
+    v_dim=0, dhR=0, rope_base=1.0, rope_factor=1.0, rope_original_T=1, rope_mscale=1.0, activation="gelu", expert_dim=0,
+    n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=1.0, n_shared=0, mtp_depth=0, capacity_factor=0.0,
+    alpha=0.0, mtp_weight=0.0, bias_update_rate=0.0,
+)  # fmt: skip
+# nanoGPT's training of GPT-2: half a million tokens a step
+GPT2_RUN = dict(
+    vocab_size=50257, norm_eps=1e-5, T=1024, train_batch_size=480, val_batch_size=48, micro_batch_size=48,
+    warmup_steps=2000, end_steps=600_000, training_steps=600_000,
+)  # fmt: skip
 PRESETS = {
     "moe1b": {},
     "tiny": dict(
@@ -293,6 +314,14 @@ PRESETS = {
         moe_rope=True, T=128, latent_dim=64, q_latent_dim=96, nope_dim=32, v_dim=32, dhR=16,
         n_experts=16, k=4, n_groups=4, k_groups=2, routed_scaling=2.5, n_shared=1, expert_dim=64,
     ),
+    # Radford et al., 2019, table 2, and a small one for minutes on two CPU cores
+    "gpt2-tiny": dict(
+        GPT2, **SMALL_RUN, name="gpt2-tiny", model_dimension=128, vocab_size=8192, norm_eps=1e-5, n_head=4, blocks=4,
+        T=128,
+    ),
+    "gpt2-124m": dict(GPT2, **GPT2_RUN, name="gpt2-124m", model_dimension=768, n_head=12, blocks=12),
+    "gpt2-350m": dict(GPT2, **GPT2_RUN, name="gpt2-350m", model_dimension=1024, n_head=16, blocks=24, max_lr=3e-4,
+                      end_lr=3e-5),
     # moonshotai/Moonlight-16B-A3B, its published configuration
     "moonlight-16b": dict(
         model_dimension=2048, vocab_size=163840, tied=False, norm_eps=1e-5, n_head=16, first_layers=1, blocks=26,
@@ -314,7 +343,7 @@ PRESETS = {
 FREE_ON_RESUME = frozenset(
     "preset name output_dir bucket_name process_path n_device_axis n_devices micro_batch_size training_steps end_steps "
     "warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
-    "prompt inference_batch max_tokens top_k temperature use_cache "
+    "prompt inference_batch max_tokens top_k top_p temperature use_cache "
     "train_batch_size val_batch_size grad_step".split()
 )
 
@@ -395,12 +424,12 @@ def parse_complaint(box):
 # Smallest sensible value of every number; relations between flags are checked in `validate`.
 AT_LEAST = dict(
     model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
-    latent_dim=1, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=2, rope_base=1, rope_factor=1, rope_original_T=1,
-    rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=1, k=1, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
-    capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1, micro_batch_size=1, max_lr=0, min_lr=0,
+    latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1, rope_original_T=1,
+    rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
+    mtp_depth=0, capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1, micro_batch_size=1, max_lr=0, min_lr=0,
     end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12, embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0,
-    bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0,
-    keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, temperature=0,
+    mtp_weight=0, bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0,
+    keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0,
 )  # fmt: skip
 
 
@@ -441,6 +470,15 @@ def validate(cfg, n_present):
         raise UserError(
             f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it."
         )
+    if m.architecture == "gpt2":
+        for flag, value in GPT2.items():
+            if vars(m).get(flag, vars(o).get(flag)) != value:
+                raise UserError(f"--{flag}: GPT-2 has no such choice, its configurations have {value} there; begin "
+                                f"with --preset gpt2-124m.")  # fmt: skip
+    else:
+        for flag in ("latent_dim", "dhR", "n_experts", "k"):
+            if not vars(m)[flag]:
+                raise UserError(f"--{flag} 0: must be at least 1; only GPT-2 (--preset gpt2-124m) goes without.")
     if m.k > m.n_experts:
         raise UserError(f"--k {m.k}: a token cannot go to more experts than there are (--n_experts {m.n_experts}).")
     if m.n_groups > 1 and m.n_experts < 2 * m.n_groups:
@@ -677,7 +715,8 @@ class RunLog:
                 ("tokens_per_expert", "share of the routed tokens per expert",
                  sorted((k for k in self.history[-1] if k.startswith("load/head_")), key=lambda k: int(k[10:]))),
             ]:  # fmt: skip
-                write_file(self.path(name + ".png"), draw(self.history, title, keys))
+                if any(key in row for row in self.history for key in keys):
+                    write_file(self.path(name + ".png"), draw(self.history, title, keys))
 
         self._run(work)
 

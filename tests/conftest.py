@@ -28,6 +28,8 @@ SMALL = dict(model_dimension=32, vocab_size=250, n_head=4, blocks=4, layers_per_
              n_experts=8, k=2, n_shared=1, expert_dim=32, ffn_dim=64, capacity_factor=0.0, micro_batch_size=4,
              max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2, end_steps=100,
              compilation_cache="")  # fmt: skip
+# GPT-2 in the same size: nothing of SMALL that it has no use for
+SMALL_GPT2 = {**utils.GPT2, "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
@@ -57,7 +59,7 @@ def random_batch(cfg, mesh, seed=0):
 def furthest(a, b):
     """Largest difference between two trees, each leaf relative to its own largest entry, and that leaf's path."""
     differences = jax.tree_util.tree_map_with_path(
-        lambda path, x, y: (float(np.abs(x - y).max() / max(np.abs(x).max(), 1e-30)), jax.tree_util.keystr(path)),
+        lambda at, x, y: (float(np.abs(x - y).max(initial=0) / np.abs(x).max(initial=1e-30)), jax.tree_util.keystr(at)),
         jax.tree.map(np.asarray, a), jax.tree.map(np.asarray, b),
     )  # fmt: skip
     return max(jax.tree.leaves(differences, is_leaf=lambda x: isinstance(x, tuple)))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_params, random_batch, small_config, steps_of
+from conftest import SMALL_GPT2, make_params, random_batch, small_config, steps_of
 from jax.sharding import PartitionSpec as P
 
 import main
@@ -71,7 +71,7 @@ def test_attention_equals_plain_loops(kind):
     x = np.random.default_rng(0).standard_normal((2, 12, 32)).astype(np.float32)
 
     def run(x):
-        return model.attention(p, x, model.Tokens(jnp.arange(12)), cfg.model)[0]
+        return model.attention(p, x, model.Tokens(jnp.arange(12)[None]), cfg.model)[0]
 
     ours = on_mesh(cfg, run, (P(),), P())(x)
     for b in range(2):
@@ -139,9 +139,9 @@ def test_dropped_tokens_pass_by_on_the_residual():
 
     def run(x):
         layer = model.moe_layer({**p, "shared": jax.tree.map(jnp.zeros_like, p["shared"])}, x,
-                                model.Tokens(jnp.arange(32)), m, None)[0]  # fmt: skip
+                                model.Tokens(jnp.arange(32)[None]), m, None)[0]  # fmt: skip
         h = model.rms_norm(x, p["attention"]["norm"], m.norm_eps)
-        attended = x + model.attention(p["attention"], h, model.Tokens(jnp.arange(32)), m)[0]
+        attended = x + model.attention(p["attention"], h, model.Tokens(jnp.arange(32)[None]), m)[0]
         return layer, attended
 
     layer, attended = on_mesh(cfg, run, (P(),), (P(), P()))(x)
@@ -189,7 +189,7 @@ def test_causality_by_gradient(mesh_shape):
     t_local = 8 // mesh_shape[2]
 
     def run(params, x):
-        position = jax.lax.axis_index("tp") * t_local + jnp.arange(t_local)
+        position = (jax.lax.axis_index("tp") * t_local + jnp.arange(t_local))[None]
         return model.make_stage(cfg)(model.layer_params(params, cfg), x, model.Tokens(position))[0]
 
     stage = on_mesh(cfg, run, (specs, P(None, "tp", None)), P(None, "tp", None))
@@ -206,7 +206,8 @@ def test_causality_of_logits():
     decode, params = jax.jit(model.make_decode(cfg, mesh)), make_params(cfg, mesh)
     ids = np.random.default_rng(0).integers(0, 250, (1, 16)).astype(np.int32)
     other = np.concatenate([ids[:, :8], 249 - ids[:, 8:]], 1)
-    logits = [decode(params, x, model.empty_cache(cfg, 1, 16), 0, last)[0] for x in (ids, other) for last in (7, 8)]
+    first, cache = np.array([0]), model.empty_cache(cfg, 1, 16)
+    logits = [decode(params, x, cache, first, np.array([last]))[0] for x in (ids, other) for last in (7, 8)]
     assert np.array_equal(logits[0], logits[2]) and not np.array_equal(logits[1], logits[3])
 
 
@@ -268,10 +269,11 @@ def test_one_batch_overfits():
 DEEPSEEK = dict(layers_per_block=1, moe_rope=True, first_layers=2, tied=False, nope_dim=12, v_dim=10, q_latent_dim=0)
 
 
-@pytest.mark.parametrize("flags", [{}, DEEPSEEK, dict(rope_factor=4.0, rope_original_T=8)])
+@pytest.mark.parametrize("flags", [{}, DEEPSEEK, dict(rope_factor=4.0, rope_original_T=8), SMALL_GPT2])
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
-def test_cached_decoding_in_the_latent_space_equals_the_full_forward_pass(mesh_shape, flags):
-    """At every position; and what the cache holds of a token is its latent and, where there is one, its rotary key."""
+def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
+    """At every position; and what the cache holds of a token is its latent and, where there is one, its rotary key (of
+    GPT-2: key and value)."""
     cfg = small_config(mesh_shape, **flags)
     m, mesh = cfg.model, main.make_mesh(cfg)
     decode = jax.jit(model.make_decode(cfg, mesh))
@@ -280,10 +282,11 @@ def test_cached_decoding_in_the_latent_space_equals_the_full_forward_pass(mesh_s
     cache = model.empty_cache(cfg, 4, 16)
     per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (4 * 16)
     layers, without = m.first_layers + m.blocks * m.layers_per_block, 0 if m.moe_rope else m.blocks
-    assert per_token == layers * (m.latent_dim + m.dhR) - without * m.dhR
+    gpt2 = 2 * m.blocks * m.model_dimension
+    assert per_token == (layers * (m.latent_dim + m.dhR) - without * m.dhR if m.n_experts else gpt2)
     for i in range(16):
-        full, _ = decode(params, ids, model.empty_cache(cfg, 4, 16), 0, i)
-        one, cache = decode(params, ids[:, i : i + 1], cache, i, 0)
+        full, _ = decode(params, ids, model.empty_cache(cfg, 4, 16), np.zeros(4, int), np.full(4, i))
+        one, cache = decode(params, ids[:, i : i + 1], cache, np.full(4, i), np.zeros(4, int))
         full, one = (np.asarray(x)[:, : m.vocab_size] for x in (full, one))
         assert np.abs(full - one).max() < 1e-4 * np.abs(full).max()
 
@@ -301,10 +304,81 @@ def test_cached_decoding_gives_the_same_tokens(mesh_shape):
     assert texts[0].max() < 250 and len({tuple(row) for row in texts[0].tolist()}) == 3
 
 
+@pytest.mark.parametrize("flags", [{}, SMALL_GPT2])
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
+def test_prompts_of_different_lengths_decode_as_each_does_alone(mesh_shape, flags):
+    cfg = small_config(mesh_shape, **flags)
+    mesh, lengths = main.make_mesh(cfg), np.array([3, 9, 1, 6])
+    decode, params = jax.jit(model.make_decode(cfg, mesh)), make_params(cfg, mesh)
+    ids = np.random.default_rng(0).integers(0, 250, (4, 14)).astype(np.int32)
+    padded = np.where(np.arange(9) < lengths[:, None], ids[:, :9], 7)
+    logits, cache = decode(params, padded, model.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths - 1)
+    for step in range(5):
+        alone, _ = decode(params, ids, model.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths + step - 1)
+        assert np.abs(logits - alone)[:, :250].max() < 1e-4 * np.abs(alone[:, :250]).max()
+        newest = np.take_along_axis(ids, (lengths + step)[:, None], 1)
+        logits, cache = decode(params, newest, cache, lengths + step, np.zeros(4, int))
+
+
+@pytest.mark.parametrize("flags", [{}, dict(DEEPSEEK, mtp_depth=1), SMALL_GPT2])
+def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
+    scores = []
+    for mesh_shape in [(1, 1, 1), (2, 2, 2)]:
+        cfg = small_config(mesh_shape, T=16, sequences=8, **{"capacity_factor": 0.5, **flags})
+        mesh = main.make_mesh(cfg)
+        (tokens,), (targets,) = (np.asarray(part) for part in random_batch(cfg, mesh))
+        targets = np.where(np.arange(16) == 5, -1, targets)
+        params = make_params(cfg, mesh)
+        scores.append(np.asarray(jax.jit(model.make_score(cfg, mesh))(params, tokens, targets)))
+    assert np.allclose(*scores, atol=1e-5) and not scores[0][..., 5].any()
+    decode, ids, rows = jax.jit(model.make_decode(cfg, mesh)), tokens.reshape(8, 16), np.zeros(8, int)
+    for i in (0, 4, 15):
+        logits, _ = decode(params, ids, model.empty_cache(cfg, 8, 16), rows, rows + i)
+        wanted = -jax.nn.log_softmax(logits)[np.arange(8), targets.reshape(8, 16)[:, i]]
+        assert np.allclose(scores[1].reshape(8, 16)[:, i], wanted, atol=1e-4)
+
+
+def test_multi_token_prediction_equals_a_plain_loop():
+    """Depth d sees the hidden states of depth d - 1 and the token d ahead, and predicts the one after that."""
+    cfg = small_config(T=8, sequences=8, micro_batch_size=8, mtp_depth=2, **DEEPSEEK)
+    m, mesh = cfg.model, main.make_mesh(cfg)
+    params, ((tokens,), (targets,)) = make_params(cfg, mesh), random_batch(cfg, mesh)
+    _, metrics = jax.jit(model.make_loss(cfg, mesh, train=True))(params, tokens, targets, jax.random.key(0), 0)
+
+    def hidden(params, ids):
+        return model.make_forward(cfg, False)(params, ids, lambda _: model.Tokens(jnp.arange(8)[None]))[0]
+
+    specs = model.table_map(lambda p: p.spec, model.param_table(cfg))
+    h, total = on_mesh(cfg, hidden, (specs, P()), P())(params, tokens), 0
+    ids = np.concatenate([tokens[:, 0], targets[:, 0, -1:]], 1)  # [B, T + 1]
+    norm = lambda x, scale: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps) * scale  # noqa: E731
+    for depth in range(2):
+        p = jax.tree.map(lambda w: w[depth], params["mtp"])
+        h = h[:, :, : 8 - 1 - depth]  # those for which the token to predict is known
+        ahead = params["embedding"][ids[:, None, 1 + depth : 8]]
+        both = jnp.concatenate([norm(ahead, p["token_norm"]), norm(h, p["hidden_norm"])], -1)
+        x = both @ p["merge"].reshape(-1, m.model_dimension)
+
+        def layer(p, x):
+            return model.moe_layer(p, x, model.Tokens(jnp.arange(x.shape[1])[None]), m, None)[0]
+
+        h = norm(on_mesh(cfg, layer, (P(), P()), P())(p["layer"], x[:, 0])[:, None], p["norm"])
+        logits = (h[:, 0] @ params["head"].T)[..., : m.vocab_size]
+        total += -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 2 + depth :, None], -1).sum()
+    assert np.allclose(metrics.mtp, total / (2 * 8 * 8), rtol=1e-4)
+
+
 def test_greedy_and_top_1_take_the_most_likely():
     logits = jnp.array(np.random.default_rng(0).standard_normal((4, 50)))
-    for top_k, temperature in [(1, 1.0), (0, 0)]:
-        assert np.array_equal(model.draw_tokens(logits, jax.random.key(0), top_k, temperature), logits.argmax(-1))
+    for s in (utils.Sample(top_k=1, temperature=1.0), utils.Sample(temperature=0), utils.Sample(top_k=0, top_p=1e-9)):
+        assert np.array_equal(model.draw_tokens(logits, jax.random.key(0), s), logits.argmax(-1))
+
+
+def test_top_p_draws_from_the_smallest_set_that_reaches_it():
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.05, 0.25, 0.2]]))
+    for top_p, wanted in [(0.3, {1}), (0.5, {1, 3}), (0.7, {1, 3, 4}), (1.0, {0, 1, 2, 3, 4})]:
+        s = utils.Sample(top_k=0, top_p=top_p, temperature=1.0)
+        assert {int(model.draw_tokens(logits, jax.random.key(i), s)[0]) for i in range(200)} == wanted
 
 
 def test_parameter_counts_of_moe1b():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, furthest, make_params, random_batch, small_config, steps_of
+from conftest import MESHES, SMALL_GPT2, furthest, make_params, random_batch, small_config, steps_of
 
 import main
 import model
@@ -53,6 +53,9 @@ DEEPSEEK = dict(first_layers=1, layers_per_block=1, moe_rope=True, tied=False, n
         ((2, 1, 2), dict(remat="none")),
         ((2, 2, 2), dict(DEEPSEEK, dropout_rate=0.1)),
         ((1, 4, 2), dict(first_layers=2, layers_per_block=1, q_latent_dim=0, fsdp="full")),
+        ((2, 2, 2), dict(DEEPSEEK, mtp_depth=2, dropout_rate=0.1)),
+        ((4, 1, 2), dict(DEEPSEEK, mtp_depth=1, fsdp="full")),
+        ((2, 2, 2), dict(SMALL_GPT2, dropout_rate=0.1)),
     ],
 )
 def test_parity_of_variants(mesh, flags):
@@ -63,6 +66,12 @@ def test_parity_of_microbatches():
     (loss, _), gradients = loss_and_gradients((1, 1, 1))
     (loss_, _), gradients_ = loss_and_gradients((2, 2, 2), micro_batch_size=2)
     assert abs(loss - loss_) < 1e-5 * abs(loss) and furthest(gradients, gradients_)[0] < 1e-5
+
+
+@pytest.mark.parametrize("flags", [DEEPSEEK, SMALL_GPT2], ids=["deepseek", "gpt2"])
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_parity_of_the_published_architectures(mesh, flags):
+    assert_parity(mesh, **flags)
 
 
 @functools.cache

@@ -120,8 +120,8 @@ def test_deepseek_v3_gives_the_logits_and_gradients_of_transformers(size, mesh_s
     assert jax.tree.map(jnp.shape, params) == model.table_map(lambda p: p.shape, table)
     params = jax.device_put(params, model.shardings(table, mesh))
     decode = jax.jit(model.make_decode(cfg, mesh))
-    at = [0, 1, m.T // 2, m.T - 1]
-    ours = [decode(params, rows[:, :-1].astype(np.int32), model.empty_cache(cfg, 8, m.T), 0, i)[0] for i in at]
+    at, cache = [0, 1, m.T // 2, m.T - 1], model.empty_cache(cfg, 8, m.T)
+    ours = [decode(params, rows[:, :-1].astype(np.int32), cache, np.zeros(8, int), np.full(8, i))[0] for i in at]
     ours = np.stack(ours, 1)[..., : m.vocab_size]
     assert np.abs(ours - logits[:, at].detach().numpy()).max() < 2e-4
 
