@@ -4,6 +4,7 @@ python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local 
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -80,15 +81,34 @@ def abstract_state(cfg, mesh, optimizer):
     return TrainState(params, opt_state, step, jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated))
 
 
-def init_state(cfg, abstract, optimizer):
-    """TrainState at step 0, made in place on the mesh; the same numbers on every mesh."""
+def init_state(cfg, abstract, optimizer, params=None):
+    """TrainState at step 0, made in place on the mesh, the same on every mesh. `params`, if given, are used up."""
 
-    def init():
+    def init(params):
         init_key, key = jax.random.split(jax.random.key(cfg.run.seed))
-        params = model.init_params(model.param_table(cfg), init_key)
+        params = params or model.init_params(model.param_table(cfg), init_key)
         return TrainState(params, optimizer.init(params), jnp.int32(0), jax.random.key_data(key))
 
-    return jax.jit(init, out_shardings=jax.tree.map(lambda s: s.sharding, abstract))()
+    shardings = jax.tree.map(lambda s: s.sharding, abstract)
+    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
+
+
+def open_weights(folder):
+    """({flag: value} of the model in `folder`, load), where load(table, mesh) places its parameters on a mesh.
+
+    `folder` is a run directory, whose newest sound checkpoint is taken, or in the Hugging Face format. Raises UserError
+    where it is neither.
+    """
+    config = json.loads(utils.read_file(os.path.join(folder, "config.json")) or "{}")
+    if "model_type" in config:
+        from tools import hf
+
+        return hf.model_flags(config, folder), functools.partial(hf.load, folder)
+    if "model_dimension" not in config:
+        raise UserError(f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a "
+                        f"config.json).")  # fmt: skip
+    checkpoints = Checkpoints(os.path.join(folder, "checkpoints"))
+    return {name: config[name] for name in vars(utils.Model()) if name in config}, checkpoints.restore_params
 
 
 # --- Steps --------------------------------------------------------------------------------------------------------
@@ -176,12 +196,12 @@ def fingerprint(state):
 
 
 class Checkpoints:
-    """Orbax checkpoints under the run directory: written in the background, verified when read."""
+    """The Orbax checkpoints in `folder`, of which the newest `keep` are kept (None: all): written in the background,
+    verified when read."""
 
-    def __init__(self, cfg):
-        folder = os.path.join(cfg.run.output_dir, cfg.run.name, "checkpoints")
+    def __init__(self, folder, keep=None):
         self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
-        options = ocp.CheckpointManagerOptions(max_to_keep=cfg.run.keep_checkpoints, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
 
     def save(self, step, state, sequences, about):
@@ -196,31 +216,48 @@ class Checkpoints:
     def restore(self, abstract):
         """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
 
-        Damaged ones are moved to checkpoints/damaged and what was lost is said. Raises UserError where none is sound.
+        Damaged ones are moved to checkpoints-damaged and what was lost is said. Raises UserError where none is sound.
         """
-        steps = sorted(self.manager.all_steps(), reverse=True)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
+        state, meta, damaged = self._newest_sound(ocp.args.StandardRestore(abstract))
+        if state is not None and damaged:
+            self._set_aside(damaged)
+            say(f"warning: going on from checkpoint {meta['step']}; the steps from {meta['step'] + 1} to {damaged[0]} "
+                f"were lost and are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
+        if state is None:
+            return None
+        self.saved = meta["step"]
+        return state, meta
+
+    def restore_params(self, table, mesh):
+        """Parameters alone of the newest sound checkpoint, placed on `mesh`. Raises UserError where there is none."""
+        abstract = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s), table,
+                                model.shardings(table, mesh), is_leaf=model.is_param)  # fmt: skip
+        item = {"params": abstract}
+        args = ocp.args.PyTreeRestore(item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
+        state, _, _ = self._newest_sound(args)
+        if state is None:
+            raise UserError(f"{self.folder}: there is no checkpoint in here.")
+        return state["params"]
+
+    def _newest_sound(self, args):
+        """(what `args` read of the newest sound checkpoint, its meta, steps of newer ones, which are damaged); where
+        there are no checkpoints (None, None, []). Raises UserError where all are damaged."""
         damaged = []
-        for step in steps:
+        for step in sorted(self.manager.all_steps(), reverse=True):
             try:
-                found = self.manager.restore(step, args=args)
-                if np.asarray(fingerprint(found.state)).tolist() != found.meta["fingerprint"]:
+                found = self.manager.restore(step, args=ocp.args.Composite(state=args, meta=ocp.args.JsonRestore()))
+                saved = np.asarray(fingerprint(found.state)).tolist()
+                if saved != found.meta["fingerprint"][: len(saved)]:  # parameters are a state's first leaves
                     raise ValueError("its contents are not those that were saved")
+                return found.state, found.meta, damaged
             except Exception as e:  # whatever a damaged file makes the libraries raise
                 reason = str(e).strip().splitlines() or [type(e).__name__]
                 say(f"warning: checkpoint {step} is damaged ({reason[0][:200]})")
                 damaged.append(step)
-                continue
-            if damaged:
-                self._set_aside(damaged)
-                say(f"warning: going on from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost "
-                    f"and are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
-            self.saved = step
-            return found.state, found.meta
         if damaged:
             raise UserError(f"--name: every checkpoint in {self.folder} is damaged ({', '.join(map(str, damaged))}); "
                             f"give another --name, or remove that folder to start again.")  # fmt: skip
-        return None
+        return None, None, []
 
     def _set_aside(self, steps):
         aside = self.folder.parent / f"{self.folder.name}-damaged"
@@ -284,6 +321,9 @@ def stored_config(cfg, given, data):
     if stored is None:
         return cfg
     stored = json.loads(stored)
+    if "data_fingerprint" not in stored:
+        raise UserError(f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
+                        f"--init_from {os.path.join(cfg.run.output_dir, cfg.run.name)}.")  # fmt: skip
     cfg = utils.resume(cfg, given, stored)
     if stored["data_fingerprint"] != data:
         raise UserError(f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
@@ -309,6 +349,9 @@ def main(cfg, given):
     started = time.time()
 
     # --- Mesh
+    if cfg.run.init_from:
+        flags, load = open_weights(cfg.run.init_from)
+        cfg = utils.adopt(cfg, given, flags)
     cfg = utils.validate(cfg, jax.device_count())
 
     # --- Data
@@ -337,9 +380,13 @@ def main(cfg, given):
     abstract = abstract_state(cfg, mesh, optimizer)
 
     # --- Restore
-    checkpoints = Checkpoints(cfg)
+    run_dir = os.path.join(cfg.run.output_dir, cfg.run.name)
+    checkpoints = Checkpoints(os.path.join(run_dir, "checkpoints"), cfg.run.keep_checkpoints)
     found = checkpoints.restore(abstract)
-    state, meta = found or (init_state(cfg, abstract, optimizer), dict(step=0, sequences=0))
+    if not found:
+        params = load(model.param_table(cfg), mesh) if cfg.run.init_from else None
+        found = init_state(cfg, abstract, optimizer, params), dict(step=0, sequences=0)
+    state, meta = found
     step, sequences = meta["step"], meta["sequences"]
     if step:
         say(f"resuming {cfg.run.name} at step {step}, after {sequences:,} sequences")
@@ -368,6 +415,7 @@ def main(cfg, given):
     about = dict(mesh=[dp, pp, tp], versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)})
     if main_process:
         config = dict(utils.flatten(cfg), data_fingerprint=data)
+        config["encoding"] = utils.keep_tokenizer(run_dir, train.tokenizer)
         utils.write_file(log.path("config.json"), json.dumps(config, indent=1) + "\n")
 
     def save(state):

@@ -223,6 +223,9 @@ class Run:
     """Name of the run; everything it writes stands in output_dir/name."""
     output_dir: str = "runs"
     """Folder or gs:// address of all runs."""
+    init_from: str = ""
+    """Weights that a new run begins with: a run directory or a folder in the Hugging Face format. The architecture is
+    taken from there."""
     n_device_axis: tuple[int, int, int] = (0, 1, 1)
     """Mesh shape: dp pp tp. dp 0: as many as there are devices left."""
     n_devices: int = 0
@@ -341,8 +344,8 @@ PRESETS = {
 # What may differ between a run and its resumption: nothing here changes the parameters' shapes, the tokens seen or
 # the mathematics of a step. The three batch sizes may differ as long as the global batch stays (see `resume`).
 FREE_ON_RESUME = frozenset(
-    "preset name output_dir bucket_name process_path n_device_axis n_devices micro_batch_size training_steps end_steps "
-    "warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
+    "preset name output_dir init_from bucket_name process_path n_device_axis n_devices micro_batch_size training_steps "
+    "end_steps warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
     "prompt inference_batch max_tokens top_k top_p temperature use_cache "
     "train_batch_size val_batch_size grad_step".split()
 )
@@ -426,10 +429,11 @@ AT_LEAST = dict(
     model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
     latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1, rope_original_T=1,
     rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
-    mtp_depth=0, capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1, micro_batch_size=1, max_lr=0, min_lr=0,
-    end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12, embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0,
-    mtp_weight=0, bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0,
-    keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0,
+    mtp_depth=0, capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1, micro_batch_size=1, max_lr=0,
+    min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12, embedding_lr=0, weight_decay=0, adam_b2=0,
+    alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1,
+    checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, top_p=0,
+    temperature=0,
 )  # fmt: skip
 
 
@@ -495,6 +499,21 @@ def validate(cfg, n_present):
         raise UserError(f"--name {r.name!r}: must be the name of a folder, of letters, digits and . _ - + = @ only.")
     return replace(cfg, n_device_axis=(dp, pp, tp), n_devices=n_devices,
                    save_steps=r.save_steps or 10 * r.checkpoint_steps)  # fmt: skip
+
+
+# Flags of the model that may differ between weights and the run that begins with them.
+FREE_OF_WEIGHTS = frozenset("capacity_factor dropout_rate model_dtype remat fsdp".split())
+
+
+def adopt(cfg, given, flags):
+    """`cfg` with the architecture {flag: value} of the weights in --init_from. Raises UserError where a flag was given
+    another value."""
+    free = FREE_OF_WEIGHTS | ({"T"} if flags["architecture"] == "deepseek" else set())  # GPT-2 learns its positions
+    for name, value in flags.items():
+        if name in given and name not in free and flatten(cfg)[name] != value:
+            raise UserError(f"--{name} {flatten(cfg)[name]}: the weights in --init_from {cfg.run.init_from} have "
+                            f"{value}; leave the flag out.")  # fmt: skip
+    return replace(cfg, **{name: value for name, value in flags.items() if name not in given})
 
 
 def resume(cfg, given, stored):
@@ -575,10 +594,40 @@ END_OF_TEXT = "<|endoftext|>"
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
+class HubTokenizer:
+    """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use. Text that spells
+    a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside, or <|endoftext|>."""
+
+    def __init__(self, path):
+        import tokenizers
+
+        self.tokenizer = tokenizers.Tokenizer.from_file(path)
+        self.tokenizer.encode_special_tokens = True
+        self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
+        config = json.loads(read_file(os.path.join(os.path.dirname(path), "tokenizer_config.json")) or "{}")
+        end = config.get("eos_token") or END_OF_TEXT
+        end = end["content"] if isinstance(end, dict) else end
+        self.eot_token = self.tokenizer.token_to_id(end)
+        if self.eot_token is None:
+            raise UserError(f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
+                            f"tokenizer_config.json beside it.")  # fmt: skip
+
+    def encode_ordinary(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def load_tokenizer(name):
-    """A `tiktoken.Encoding` by tiktoken's name for it, or from a file of ranks written by data/train_tokenizer.py."""
+    """A tokeniser by tiktoken's name for it (`tiktoken.Encoding`), from a file of ranks written by
+    data/train_tokenizer.py (the same) or from a tokenizer.json (`HubTokenizer`)."""
     import tiktoken
 
+    if name.endswith(".json"):
+        if not os.path.isfile(name):
+            raise UserError(f"--tokenizer {name}: there is no such file.")
+        return HubTokenizer(name)
     if name.endswith(".tiktoken"):
         if not os.path.isfile(name):
             raise UserError(f"--tokenizer {name}: there is no such file; data/train_tokenizer.py makes one.")
@@ -597,6 +646,29 @@ def load_tokenizer(name):
     except OSError as e:  # requests' errors are OSErrors too
         raise UserError(f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
                         f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR.") from None  # fmt: skip
+
+
+def keep_tokenizer(folder, name):
+    """Copy the files of the tokeniser `name` into a run directory; returns the name that `folder_tokenizer` knows."""
+    if not name.endswith((".tiktoken", ".json")):
+        return name
+    here, files = os.path.dirname(name), {name: "tokenizer" + os.path.splitext(name)[1]}
+    if name.endswith(".json"):
+        files[os.path.join(here, "tokenizer_config.json")] = "tokenizer_config.json"
+    for file, copy in files.items():
+        if (content := read_file(file)) is not None:
+            write_file(os.path.join(folder, copy), content)
+    return files[name]
+
+
+def folder_tokenizer(folder):
+    """The tokeniser of a local run directory or folder in the Hugging Face format, or None where it has none."""
+    name = json.loads(read_file(os.path.join(folder, "config.json")) or "{}").get("encoding", "tokenizer.json")
+    if name and name.endswith((".tiktoken", ".json")):
+        name = os.path.join(folder, name)
+        if not os.path.isfile(name):
+            return None
+    return load_tokenizer(name) if name else None
 
 
 # --- The run directory ------------------------------------------------------------------------------------------
