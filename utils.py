@@ -296,7 +296,6 @@ GPT2 = dict(
     architecture="gpt2", layers_per_block=1, first_layers=0, moe_rope=False, latent_dim=0, q_latent_dim=0, nope_dim=0,
     v_dim=0, dhR=0, rope_base=1.0, rope_factor=1.0, rope_original_T=1, rope_mscale=1.0, activation="gelu", expert_dim=0,
     n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=1.0, n_shared=0, mtp_depth=0, capacity_factor=0.0,
-    alpha=0.0, mtp_weight=0.0, bias_update_rate=0.0,
 )  # fmt: skip
 # nanoGPT's training of GPT-2: half a million tokens a step
 GPT2_RUN = dict(
@@ -476,7 +475,7 @@ def validate(cfg, n_present):
         )
     if m.architecture == "gpt2":
         for flag, value in GPT2.items():
-            if vars(m).get(flag, vars(o).get(flag)) != value:
+            if vars(m)[flag] != value:
                 raise UserError(f"--{flag}: GPT-2 has no such choice, its configurations have {value} there; begin "
                                 f"with --preset gpt2-124m.")  # fmt: skip
     else:
