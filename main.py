@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -195,13 +196,24 @@ def fingerprint(state):
     return jnp.stack([bits(x) for x in jax.tree.leaves(state)])
 
 
+CHUNK = 2**27  # bytes of an array that are stored together, and so can be read without the rest
+
+
+def stored_in_chunks(x):
+    """How Orbax stores an array: large ones cut first between blocks, layers and experts, which lead their dims."""
+    axes = 0
+    while axes < 2 and x.ndim - axes > 2 and x.shape[axes] <= 512 and 4 * math.prod(x.shape[axes:]) > CHUNK:
+        axes += 1
+    return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(range(axes)))
+
+
 class Checkpoints:
     """The Orbax checkpoints in `folder`, of which the newest `keep` are kept (None: all): written in the background,
     verified when read."""
 
     def __init__(self, folder, keep=None):
         self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
         self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
 
     def save(self, step, state, sequences, about):
@@ -209,9 +221,18 @@ class Checkpoints:
         if step == self.saved:
             return
         meta = dict(about, step=step, sequences=sequences, fingerprint=np.asarray(fingerprint(state)).tolist())
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        storage = jax.tree.map(stored_in_chunks, state)
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state, storage), meta=ocp.args.JsonSave(meta))
         self.manager.save(step, args=args, force=True)
         self.saved = step
+
+    def steps(self):
+        """Steps of all checkpoints, the newest first."""
+        return sorted(self.manager.all_steps(), reverse=True)
+
+    def meta(self, step):
+        """What `save` kept beside the state."""
+        return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
 
     def restore(self, abstract):
         """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
@@ -243,7 +264,7 @@ class Checkpoints:
         """(what `args` read of the newest sound checkpoint, its meta, steps of newer ones, which are damaged); where
         there are no checkpoints (None, None, []). Raises UserError where all are damaged."""
         damaged = []
-        for step in sorted(self.manager.all_steps(), reverse=True):
+        for step in self.steps():
             try:
                 found = self.manager.restore(step, args=ocp.args.Composite(state=args, meta=ocp.args.JsonRestore()))
                 saved = np.asarray(fingerprint(found.state)).tolist()

@@ -46,6 +46,7 @@ class Param(NamedTuple):
     gather: tuple = ()  # (dim counted from the end, axes): gathered over these before use
     matrix: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed
     active: float = 1.0  # share of it that one token uses
+    rows: int = 0  # of its first dim that are used, the others are 0 and stay so; 0: all
 
 
 def param_table(cfg):
@@ -138,7 +139,8 @@ def deepseek_table(cfg):
     )
     if m.n_shared:
         moe["shared"] = feed_forward(m.n_shared * m.expert_width)
-    table = dict(embedding=W((m.padded_vocab, D), into(D), over=AXES), moe=stack(moe, m.blocks), norm=scale_param(D))
+    embedding = W((m.padded_vocab, D), into(D), over=AXES, rows=m.vocab_size)
+    table = dict(embedding=embedding, moe=stack(moe, m.blocks), norm=scale_param(D))
     if m.first_layers:
         table["first"] = stack(dense, m.first_layers, over=None)
     if L > 1:
@@ -175,7 +177,8 @@ def init_params(table, key):
 
     def init(path, p):
         own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return p.start + p.std * jax.random.normal(own, p.shape) if p.std else jnp.full(p.shape, p.start)
+        x = p.start + p.std * jax.random.normal(own, p.shape) if p.std else jnp.full(p.shape, p.start)
+        return jnp.where(jnp.arange(p.shape[0])[:, None] < p.rows, x, 0) if p.rows else x
 
     return jax.tree_util.tree_map_with_path(init, table, is_leaf=is_param)
 
@@ -601,9 +604,9 @@ def gpt2_table(cfg):
         down=W((F, D), back, fsdp=1, fixed={0: "tp"}),
         down_bias=bias(D),
     )
-    rows = functools.partial(W, std=std, over=AXES)
-    return dict(embedding=rows((m.padded_vocab, D)), positions=rows((m.T, D), active=1 / m.T),
-                gpt2=stack(layer, m.blocks), norm=norm())  # fmt: skip
+    embedding = W((m.padded_vocab, D), std, over=AXES, rows=m.vocab_size)
+    positions = W((m.T, D), std, over=AXES, active=1 / m.T)
+    return dict(embedding=embedding, positions=positions, gpt2=stack(layer, m.blocks), norm=norm())
 
 
 def layer_norm(x, p, eps):

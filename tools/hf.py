@@ -1,0 +1,570 @@
+"""A run's weights to and from a folder that Hugging Face's transformers loads, tensor by tensor.
+
+python tools/hf.py export runs/deepseek-tiny exported      checkpoint -> folder
+python tools/hf.py import exported runs/imported           folder -> run directory with its weights alone
+
+`main.py --init_from FOLDER` trains on from such a folder without the detour.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from typing import NamedTuple
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+
+import utils
+from utils import UserError, one_sentence, say
+
+if __name__ == "__main__":
+    utils.set_xla_flags(0)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore
+import tokenizers
+from jax import lax
+from safetensors import safe_open
+
+import main
+import model
+
+SHARD_BYTES = 5 * 10**9  # most in one file
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' name
+READABLE = {"F32", "F16", "BF16", "F64"}
+
+
+# --- Which tensor is which ----------------------------------------------------------------------------------------
+
+
+class Tensor(NamedTuple):
+    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers."""
+
+    name: str
+    shape: tuple  # there
+    leaf: tuple  # path of the leaf in our tree
+    at: tuple  # its part of that leaf: an int or a slice for each leading dim, the other dims whole
+    part: tuple  # shape of the part, ints in `at` left out
+    transposed: bool = False  # torch's Linear holds [outputs, inputs]
+    rotated: int = 0  # last channels of the part that positions rotate: neighbours are paired there, halves here
+
+    def ours(self, x):
+        """Array of `shape` -> array of `part`."""
+        x = (x.T if self.transposed else x).reshape(self.part)
+        if self.rotated:
+            still, r = np.split(x, [x.shape[-1] - self.rotated], -1)
+            r = r.reshape(*r.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(r.shape)
+            x = np.concatenate([still, r], -1)
+        return x
+
+    def theirs(self, x):
+        """Array of `part` -> array of `shape`."""
+        if self.rotated:
+            still, r = np.split(x, [x.shape[-1] - self.rotated], -1)
+            r = r.reshape(*r.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(r.shape)
+            x = np.concatenate([still, r], -1)
+        return x.reshape(self.shape[::-1]).T if self.transposed else x.reshape(self.shape)
+
+
+def linear(name, leaf, at, part, inputs=1, rotated=0):
+    """A torch Linear without bias, whose inputs are the first `inputs` dims of our part."""
+    shape = math.prod(part[inputs:]), math.prod(part[:inputs])
+    return Tensor(name, shape, leaf, at, part, transposed=True, rotated=rotated)
+
+
+def plain(name, leaf, at, part, shape=None):
+    return Tensor(name, shape or part, leaf, at, part)
+
+
+def deepseek_tensors(m):
+    """`Tensor`s of DeepseekV3ForCausalLM for a utils.Model."""
+    D, H, K, R, V, Q, F = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.value_dim, m.q_latent, m.expert_width
+
+    def feed_forward(prefix, leaf, at, F):
+        for i, name in enumerate(("gate_proj", "up_proj")):
+            yield linear(f"{prefix}.{name}.weight", (*leaf, "up"), (*at, slice(None), i), (D, F))
+        yield linear(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (F, D))
+
+    def layer(n, leaf, at, moe):
+        prefix, a = f"model.layers.{n}", (*leaf, "attention")
+        yield plain(f"{prefix}.input_layernorm.weight", (*a, "norm"), at, (D,))
+        yield plain(f"{prefix}.post_attention_layernorm.weight", (*leaf, "norm"), at, (D,))
+        prefix += ".self_attn"
+        if Q:
+            yield linear(f"{prefix}.q_a_proj.weight", (*a, "down"), (*at, slice(None), slice(0, Q)), (D, Q))
+            yield plain(f"{prefix}.q_a_layernorm.weight", (*a, "q_norm"), at, (Q,))
+        q = "q_b_proj" if Q else "q_proj"
+        yield linear(f"{prefix}.{q}.weight", (*a, "q_up"), at, (Q or D, H, K + m.dhR), rotated=m.dhR)
+        yield linear(f"{prefix}.kv_a_proj_with_mqa.weight", (*a, "down"), (*at, slice(None), slice(Q, Q + R + m.dhR)),
+                     (D, R + m.dhR), rotated=m.dhR)  # fmt: skip
+        yield plain(f"{prefix}.kv_a_layernorm.weight", (*a, "kv_norm"), at, (R,))
+        yield linear(f"{prefix}.kv_b_proj.weight", (*a, "kv_up"), at, (R, H, K + V))
+        yield linear(f"{prefix}.o_proj.weight", (*a, "out"), at, (H, V, D), inputs=2)
+        prefix = f"model.layers.{n}.mlp"
+        if not moe:
+            yield from feed_forward(prefix, (*leaf, "ffn"), at, m.ffn_width)
+            return
+        yield linear(f"{prefix}.gate.weight", (*leaf, "router"), at, (D, m.n_experts))
+        yield plain(f"{prefix}.gate.e_score_correction_bias", (*leaf, "bias"), at, (m.n_experts,))
+        yield from feed_forward(f"{prefix}.shared_experts", (*leaf, "shared"), at, m.n_shared * F)
+        for e in range(m.n_experts):
+            yield from feed_forward(f"{prefix}.experts.{e}", (*leaf, "experts"), (*at, e), F)
+
+    rows = (slice(0, m.vocab_size),), (m.vocab_size, D)
+    yield plain("model.embed_tokens.weight", ("embedding",), *rows)
+    for n in range(m.first_layers):
+        yield from layer(n, ("first",), (n,), moe=False)
+    for n in range(m.blocks):
+        yield from layer(m.first_layers + n, ("moe",), (n,), moe=True)
+    yield plain("model.norm.weight", ("norm",), (), (D,))
+    if not m.tied:
+        yield plain("lm_head.weight", ("head",), *rows)
+    for d in range(m.mtp_depth):
+        n = m.first_layers + m.blocks + d
+        for theirs, ours in [("enorm", "token_norm"), ("hnorm", "hidden_norm"), ("shared_head.norm", "norm")]:
+            yield plain(f"model.layers.{n}.{theirs}.weight", ("mtp", ours), (d,), (D,))
+        yield linear(f"model.layers.{n}.eh_proj.weight", ("mtp", "merge"), (d,), (2, D, D), inputs=2)
+        yield from layer(n, ("mtp", "layer"), (d,), moe=True)
+
+
+def gpt2_tensors(m):
+    """`Tensor`s of GPT2LMHeadModel for a utils.Model; its Conv1D holds [inputs, outputs], as we do."""
+    D, H, K, F = m.model_dimension, m.n_head, m.head_dim, m.ffn_width
+
+    def norm(name, leaf, at):
+        yield plain(f"{name}.weight", (*leaf, "scale"), at, (D,))
+        yield plain(f"{name}.bias", (*leaf, "bias"), at, (D,))
+
+    yield plain("transformer.wte.weight", ("embedding",), (slice(0, m.vocab_size),), (m.vocab_size, D))
+    yield plain("transformer.wpe.weight", ("positions",), (), (m.T, D))
+    for n in range(m.blocks):
+        prefix = f"transformer.h.{n}"
+        yield from norm(f"{prefix}.ln_1", ("gpt2", "attention_norm"), (n,))
+        yield from norm(f"{prefix}.ln_2", ("gpt2", "norm"), (n,))
+        for name, leaf, part, shape in [
+            ("attn.c_attn", "qkv", (D, 3, H, K), (D, 3 * D)), ("attn.c_proj", "out", (H, K, D), (D, D)),
+            ("mlp.c_fc", "up", (D, F), (D, F)), ("mlp.c_proj", "down", (F, D), (F, D)),
+        ]:  # fmt: skip
+            bias = part[1:] if leaf == "qkv" else part[-1:]
+            yield plain(f"{prefix}.{name}.weight", ("gpt2", leaf), (n,), part, shape)
+            yield plain(f"{prefix}.{name}.bias", ("gpt2", f"{leaf}_bias"), (n,), bias, (math.prod(bias),))
+    yield from norm("transformer.ln_f", ("norm",), ())
+    if not m.tied:
+        yield plain("lm_head.weight", ("head",), (slice(0, m.vocab_size),), (m.vocab_size, D))
+
+
+# --- config.json --------------------------------------------------------------------------------------------------
+
+
+def deepseek_config(m):
+    """config.json of DeepseekV3ForCausalLM. Raises UserError where it knows no such architecture."""
+    for flag, wanted in dict(layers_per_block=1, moe_rope=True, activation="swiglu").items():
+        if vars(m)[flag] != wanted:
+            raise UserError(f"--{flag} {vars(m)[flag]}: transformers has no model with such layers; its "
+                            f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny.")  # fmt: skip
+    if not m.n_shared:
+        raise UserError("--n_shared 0: transformers has no such model; DeepseekV3ForCausalLM has shared experts.")
+    config = dict(
+        architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", vocab_size=m.vocab_size,
+        hidden_size=m.model_dimension, intermediate_size=m.ffn_width, moe_intermediate_size=m.expert_width,
+        num_hidden_layers=m.first_layers + m.blocks, num_attention_heads=m.n_head, num_key_value_heads=m.n_head,
+        n_shared_experts=m.n_shared, n_routed_experts=m.n_experts, routed_scaling_factor=m.routed_scaling,
+        kv_lora_rank=m.latent_dim, q_lora_rank=m.q_latent or None, qk_rope_head_dim=m.dhR, v_head_dim=m.value_dim,
+        qk_nope_head_dim=m.head_dim, n_group=m.n_groups, topk_group=m.k_groups, num_experts_per_tok=m.k,
+        first_k_dense_replace=m.first_layers, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc",
+        moe_layer_freq=1, hidden_act="silu", max_position_embeddings=int(m.T), rms_norm_eps=m.norm_eps,
+        attention_bias=False, attention_dropout=0.0, rope_interleave=True, rope_theta=m.rope_base,
+        tie_word_embeddings=m.tied, num_nextn_predict_layers=m.mtp_depth,
+    )  # fmt: skip
+    if m.rope_factor > 1:
+        fast, slow = model.YARN_BETA
+        config["rope_scaling"] = dict(type="yarn", rope_type="yarn", factor=m.rope_factor, beta_fast=fast,
+                                      beta_slow=slow, mscale=m.rope_mscale, mscale_all_dim=m.rope_mscale,
+                                      original_max_position_embeddings=m.rope_original_T)  # fmt: skip
+    return config
+
+
+def deepseek_flags(config):
+    """config.json of DeepseekV3ForCausalLM -> {flag: value}, but for T, which its positions leave open."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind, (fast, slow) = rope.get("rope_type", rope.get("type", "default")), model.YARN_BETA
+    head_counts = [config["num_attention_heads"], None]
+    require(config, "deepseek_v3", hidden_act=["silu"], attention_bias=[False, None], norm_topk_prob=[True, None],
+            rope_interleave=[True, None], scoring_func=["sigmoid", None], topk_method=["noaux_tc", None],
+            moe_layer_freq=[1, None], num_key_value_heads=head_counts, quantization_config=[None])  # fmt: skip
+    require(rope, "deepseek_v3", type=["default", "yarn", None], rope_type=["default", "yarn", None],
+            beta_fast=[fast, None], beta_slow=[slow, None])  # fmt: skip
+    flags = dict(
+        architecture="deepseek", model_dimension=config["hidden_size"], vocab_size=config["vocab_size"],
+        tied=config.get("tie_word_embeddings", False), norm_eps=config["rms_norm_eps"], layers_per_block=1,
+        n_head=config["num_attention_heads"], first_layers=config["first_k_dense_replace"], moe_rope=True,
+        blocks=config["num_hidden_layers"] - config["first_k_dense_replace"], latent_dim=config["kv_lora_rank"],
+        q_latent_dim=config["q_lora_rank"] or 0, nope_dim=config["qk_nope_head_dim"], v_dim=config["v_head_dim"],
+        dhR=config["qk_rope_head_dim"], rope_base=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
+        activation="swiglu", ffn_dim=config["intermediate_size"], expert_dim=config["moe_intermediate_size"],
+        n_experts=config["n_routed_experts"], k=config["num_experts_per_tok"], n_groups=config.get("n_group") or 1,
+        k_groups=config.get("topk_group") or 1, routed_scaling=config["routed_scaling_factor"],
+        n_shared=config["n_shared_experts"],
+    )  # fmt: skip
+    if kind == "yarn":
+        require(rope, "deepseek_v3", mscale=[rope.get("mscale_all_dim")])
+        flags |= dict(rope_factor=float(rope["factor"]), rope_mscale=float(rope["mscale"]),
+                      rope_original_T=rope["original_max_position_embeddings"])  # fmt: skip
+    else:
+        flags |= dict(rope_factor=1.0)
+    return flags
+
+
+def gpt2_config(m):
+    """config.json of GPT2LMHeadModel."""
+    return dict(
+        architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=m.vocab_size, n_positions=m.T,
+        n_embd=m.model_dimension, n_layer=m.blocks, n_head=m.n_head, n_inner=m.ffn_width, layer_norm_epsilon=m.norm_eps,
+        activation_function="gelu_new", tie_word_embeddings=m.tied, attn_pdrop=0.0, embd_pdrop=m.dropout_rate,
+        resid_pdrop=m.dropout_rate,
+    )  # fmt: skip
+
+
+def gpt2_flags(config):
+    """config.json of GPT2LMHeadModel -> {flag: value}."""
+    require(config, "gpt2", activation_function=["gelu_new", "gelu_pytorch_tanh", None],
+            scale_attn_weights=[True, None], scale_attn_by_inverse_layer_idx=[False, None], add_cross_attention=[False, None])  # fmt: skip
+    D = config["n_embd"]
+    return dict(
+        utils.GPT2, vocab_size=config["vocab_size"], T=config["n_positions"], model_dimension=D,
+        n_head=config["n_head"], blocks=config["n_layer"], ffn_dim=config.get("n_inner") or 4 * D, norm_eps=config["layer_norm_epsilon"],
+        tied=config.get("tie_word_embeddings", True),
+    )  # fmt: skip
+
+
+def require(config, model_type, **allowed):
+    """Raise UserError where an entry of the config has a value that the model here does not know."""
+    for key, values in allowed.items():
+        if config.get(key) not in values:
+            raise UserError(f"config.json: {key} is {config[key]!r}, but {model_type} is supported with "
+                            f"{' or '.join(repr(v) for v in values if v is not None) or 'none'} only.")  # fmt: skip
+
+
+class Format(NamedTuple):
+    tensors: object  # utils.Model -> Tensors
+    config: object  # utils.Model -> config.json
+    flags: object  # config.json -> {flag: value}
+    copies: str  # pattern of the names of tensors that hold nothing of their own
+
+
+FORMATS = {
+    "deepseek_v3": Format(deepseek_tensors, deepseek_config, deepseek_flags,
+                          r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens"),
+    "gpt2": Format(gpt2_tensors, gpt2_config, gpt2_flags, r"^lm_head.weight$|\.attn\.(masked_)?bias$"),
+}  # fmt: skip
+MODEL_TYPES = {"deepseek": "deepseek_v3", "gpt2": "gpt2"}  # by --architecture
+
+
+# --- Import -------------------------------------------------------------------------------------------------------
+
+
+def files_of(folder):
+    """{name of tensor: path of the file} of a folder's safetensors, from their headers."""
+    index = utils.read_file(os.path.join(folder, "model.safetensors.index.json"))
+    names = sorted(set(json.loads(index)["weight_map"].values())) if index else ["model.safetensors"]
+    found = {}
+    for name in names:
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            raise UserError(f"{path} is missing; a folder in the Hugging Face format holds it.")
+        try:
+            with safe_open(path, "numpy") as f:
+                found |= dict.fromkeys(f.keys(), path)
+        except Exception as e:  # safetensors has an error of its own, and others
+            raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
+    return found
+
+
+def their_name(name, there):
+    """The name of a tensor as the folder has it: GPT-2's own files leave the prefix out."""
+    short = name.removeprefix("transformer.")
+    return short if short in there and name not in there else name
+
+
+def model_flags(config, folder):
+    """{flag: value} of the model in a folder with this config.json. Raises UserError for one that is not supported."""
+    kind = config.get("model_type")
+    if kind not in FORMATS:
+        raise UserError(f"{os.path.join(folder, 'config.json')}: model_type is {kind!r}; supported are "
+                        f"{', '.join(FORMATS)}.")  # fmt: skip
+    try:
+        flags = FORMATS[kind].flags(config)
+    except KeyError as e:
+        raise UserError(f"{os.path.join(folder, 'config.json')}: {e.args[0]} is missing.") from None
+    if kind == "deepseek_v3":  # the config of many a model names predictors that its files do not hold
+        first, there = flags["first_layers"] + flags["blocks"], files_of(folder)
+        flags["mtp_depth"] = sum(f"model.layers.{first + d}.eh_proj.weight" in there
+                                 for d in range(config.get("num_nextn_predict_layers") or 0))  # fmt: skip
+    return flags
+
+
+def check(folder, tensors, form):
+    """{name of tensor: path of its file} if the folder holds exactly `tensors`. Raises UserError naming one that is
+    missing, extra, misshapen or of an unreadable type."""
+    there = files_of(folder)
+    wanted = {their_name(t.name, there): t for t in tensors}
+    for name in wanted:
+        if name not in there:
+            raise UserError(f"{folder}: tensor {name} is missing; its config.json calls for it.")
+    for name, path in there.items():
+        if re.search(form.copies, name) and name not in wanted:
+            continue
+        if name not in wanted:
+            raise UserError(f"{folder}: tensor {name} is extra; its config.json has no place for it.")
+        with safe_open(path, "numpy") as f:
+            s = f.get_slice(name)
+            shape, dtype = tuple(s.get_shape()), s.get_dtype()
+        if shape != wanted[name].shape:
+            raise UserError(f"{folder}: tensor {name} is {list(shape)}, but its config.json calls for "
+                            f"{list(wanted[name].shape)}.")  # fmt: skip
+        if dtype not in READABLE:
+            raise UserError(f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}.")
+    return {t.name: (name, there[name]) for name, t in wanted.items()}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put(leaf, part, starts):
+    return lax.dynamic_update_slice(leaf, part.astype(leaf.dtype), starts)
+
+
+def load(folder, table, mesh):
+    """Float32 parameters as `table` (model.param_table) has them, on `mesh`, from a folder: each tensor is read, put
+    into its place on the devices and forgotten. Raises UserError as `check` does."""
+    config = json.loads(utils.read_file(os.path.join(folder, "config.json")))
+    form, flags = FORMATS[config["model_type"]], model_flags(config, folder)
+    m = utils.replace(utils.Config(), **flags).model
+    tensors = list(form.tensors(m))
+    where = check(folder, tensors, form)
+    zeros = jax.jit(lambda: model.table_map(lambda p: jnp.zeros(p.shape), table),
+                    out_shardings=model.shardings(table, mesh))  # fmt: skip
+    params = zeros()
+    for t in tensors:
+        name, path = where[t.name]
+        with safe_open(path, "numpy") as f:
+            part = t.ours(f.get_tensor(name))
+        *parents, last = t.leaf
+        node = functools.reduce(dict.__getitem__, parents, params)
+        starts = tuple(i if isinstance(i, int) else i.start or 0 for i in t.at)
+        starts += (0,) * (node[last].ndim - len(starts))
+        sizes, dims = [], iter(part.shape)
+        for dim in range(node[last].ndim):
+            sizes.append(1 if dim < len(t.at) and isinstance(t.at[dim], int) else next(dims))
+        node[last] = put(node[last], part.reshape(sizes), starts)
+    return params
+
+
+def import_folder(folder, run_dir):
+    """A run directory with the weights of `folder` as its only checkpoint."""
+    if os.path.exists(run_dir):
+        raise UserError(f"{run_dir} exists already; give another run directory, or remove that one.")
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise UserError(f"{folder}: there is no config.json; a folder in the Hugging Face format holds one.")
+    flags = model_flags(json.loads(utils.read_file(os.path.join(folder, "config.json"))), folder)
+    output_dir, name = os.path.split(os.path.abspath(run_dir))
+    cfg = utils.replace(utils.Config(), **flags, name=name, output_dir=output_dir, n_device_axis=(1, 1, 1), n_devices=1)
+    cfg = utils.validate(cfg, jax.device_count())
+    mesh, part = main.make_mesh(cfg), os.path.normpath(run_dir) + ".part"
+    params = load(folder, model.param_table(cfg), mesh)
+    shutil.rmtree(part, ignore_errors=True)
+    os.makedirs(part)
+    tokenizer = os.path.join(folder, "tokenizer.json")
+    config = dict(utils.flatten(cfg), encoding="")
+    if os.path.isfile(tokenizer):
+        config["encoding"] = utils.keep_tokenizer(part, tokenizer)
+    else:
+        say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
+    checkpoints = main.Checkpoints(os.path.join(part, "checkpoints"))
+    checkpoints.save(0, {"params": params}, 0, {})
+    checkpoints.close()
+    utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=1) + "\n")
+    os.rename(part, run_dir)
+    say(f"{run_dir}: {sum(x.size for x in jax.tree.leaves(params)):,} parameters; begin a run from them with main.py "
+        f"--init_from {run_dir}")  # fmt: skip
+
+
+# --- Export -------------------------------------------------------------------------------------------------------
+
+
+class Damaged(Exception):
+    """A checkpoint whose contents are not those that were saved."""
+
+
+class StoredParams:
+    """The parameters in a checkpoint, read part by part with TensorStore, without the rest of the state."""
+
+    def __init__(self, checkpoint, fingerprint, table):
+        at = jax.tree_util.tree_flatten_with_path(table, is_leaf=model.is_param)[0]
+        self.leaves, self.wanted, self.seen = {}, {}, {}
+        for (path, _), number in zip(at, fingerprint):
+            leaf = tuple(key.key for key in path)
+            kvstore = dict(driver="ocdbt", base=f"file://{checkpoint}/state/", path=f"params.{'.'.join(leaf)}/")
+            self.leaves[leaf] = tensorstore.open(dict(driver="zarr", kvstore=kvstore)).result()
+            self.wanted[leaf], self.seen[leaf] = number, 0
+
+    def read(self, leaf, at):
+        """float32 array: the part `at` of a leaf."""
+        x = self.leaves[leaf][at].read().result()
+        self.seen[leaf] += int(x.view(np.uint32).sum(dtype=np.uint32))  # as main.fingerprint
+        return x
+
+    def verify(self, vocab_size):
+        """Raise Damaged where what was read, and the vocabulary's padding, is not what was saved. All else must have
+        been read once."""
+        for leaf, wanted in self.wanted.items():
+            if leaf in (("embedding",), ("head",)):
+                self.read(leaf, (slice(vocab_size, None),))
+            if self.seen[leaf] % 2**32 != wanted:
+                raise Damaged(f"{'.'.join(leaf)} is not what was saved")
+
+
+def write_tensors(folder, tensors, stored, dtype):
+    """The tensors as safetensors files of at most SHARD_BYTES (a larger tensor has a file to itself), one tensor in
+    memory at a time, with the index that transformers needs of several files."""
+    size_of = lambda t: math.prod(t.shape) * jnp.dtype(dtype).itemsize  # noqa: E731
+    groups, room = [], 0
+    for t in tensors:
+        if size_of(t) > room:
+            groups.append([])
+            room = SHARD_BYTES
+        groups[-1].append(t)
+        room -= size_of(t)
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    names = names if len(groups) > 1 else ["model.safetensors"]
+    for name, group in zip(names, groups):
+        header, offset = {"__metadata__": {"format": "pt"}}, 0
+        for t in group:
+            header[t.name] = dict(dtype=DTYPES[dtype], shape=t.shape, data_offsets=[offset, offset + size_of(t)])
+            offset += size_of(t)
+        head = json.dumps(header).encode()
+        head += b" " * (-len(head) % 8)
+        with open(os.path.join(folder, name), "wb") as f:
+            f.write(len(head).to_bytes(8, "little") + head)
+            for t in group:
+                f.write(np.ascontiguousarray(t.theirs(stored.read(t.leaf, t.at)).astype(dtype)).data.cast("B"))
+            f.flush()
+            os.fsync(f.fileno())
+    if len(groups) > 1:
+        where = {t.name: name for name, group in zip(names, groups) for t in group}
+        index = dict(metadata=dict(total_size=sum(map(size_of, tensors))), weight_map=where)
+        utils.write_file(os.path.join(folder, "model.safetensors.index.json"), json.dumps(index, indent=1))
+
+
+def byte_level(encoding):
+    """tokenizers.Tokenizer with the tokens, merges and cuts of a tiktoken.Encoding."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
+    letters = {b: chr(b) for b in printable}
+    letters |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in letters)}
+    spell = lambda token: "".join(letters[b] for b in token)  # noqa: E731
+    ranks, merges = encoding._mergeable_ranks, []
+
+    def halves(token, rank):
+        """The two tokens that were merged into this one: what its bytes come to without it."""
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+            i = min(range(len(pairs)), key=pairs.__getitem__)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        return parts
+
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) > 1:
+            merges.append(tuple(map(spell, halves(token, rank))))
+    bpe = tokenizers.models.BPE({spell(t): i for t, i in ranks.items()}, merges, ignore_merges=True)
+    tokenizer = tokenizers.Tokenizer(bpe)
+    # possessive quantifiers only save time in these patterns, and mean something else after {1,3} here
+    cuts = tokenizers.Regex(re.sub(r"([?*+}])\+", r"\1", encoding._pat_str))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Split(cuts, "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    special = {i: name for name, i in encoding._special_tokens.items()}
+    last = max([*special, *ranks.values()])
+    unused = {i: f"<|unused_{i}|>" for i in set(range(last)) - set(ranks.values()) - set(special)}  # ids have no gaps
+    for _, name in sorted((special | unused).items()):
+        tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
+    return tokenizer
+
+
+def export_tokenizer(folder, run_dir, T):
+    """Files that AutoTokenizer loads, where the run has a tokeniser; returns what config.json says of it."""
+    encoding = utils.folder_tokenizer(run_dir)
+    if encoding is None:
+        say(f"warning: {run_dir} has no tokeniser, so {folder} gets none")
+        return {}
+    if isinstance(encoding, utils.HubTokenizer):
+        utils.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
+    else:
+        byte_level(encoding).save(os.path.join(folder, "tokenizer.json"))
+        end = utils.END_OF_TEXT
+        about = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end, model_max_length=T,
+                     clean_up_tokenization_spaces=False)  # fmt: skip
+        utils.write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(about, indent=1) + "\n")
+    return dict(bos_token_id=encoding.eot_token, eos_token_id=encoding.eot_token)
+
+
+def export(run_dir, folder, dtype="float32"):
+    """The newest sound checkpoint of a run directory as a folder that transformers loads. It appears when whole."""
+    if os.path.exists(folder):
+        raise UserError(f"{folder} exists already; give another folder, or remove that one.")
+    stored = json.loads(utils.read_file(os.path.join(run_dir, "config.json")) or "{}")
+    if "model_dimension" not in stored:
+        raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
+    cfg = utils.replace(utils.Config(), **{name: stored[name] for name in vars(utils.Model()) if name in stored},
+                        n_device_axis=(1, 1, 1))  # fmt: skip
+    m, table, form = cfg.model, model.param_table(cfg), FORMATS[MODEL_TYPES[cfg.model.architecture]]
+    config, tensors = form.config(m), list(form.tensors(m))
+    checkpoints = main.Checkpoints(os.path.join(run_dir, "checkpoints"))
+    part = os.path.normpath(folder) + ".part"
+    for step in checkpoints.steps():
+        shutil.rmtree(part, ignore_errors=True)
+        os.makedirs(part)
+        try:
+            params = StoredParams(checkpoints.folder / str(step), checkpoints.meta(step)["fingerprint"], table)
+            write_tensors(part, tensors, params, dtype)
+            params.verify(m.vocab_size)
+        except OSError as e:
+            raise UserError(f"{part}: cannot be written ({e.strerror}).") from None
+        except Exception as e:  # whatever a damaged file makes the libraries raise
+            say(f"warning: checkpoint {step} is damaged ({str(e).splitlines()[0][:200]})")
+            continue
+        break
+    else:
+        raise UserError(f"{run_dir}: there is no sound checkpoint in it.")
+    about = dict(config, torch_dtype=dtype, **export_tokenizer(part, run_dir, m.T))
+    utils.write_file(os.path.join(part, "config.json"), json.dumps(about, indent=2) + "\n")
+    os.rename(part, folder)
+    count = sum(math.prod(t.shape) for t in tensors)
+    say(f"{folder}: {count:,} parameters of step {step} as {config['architectures'][0]}")
+
+
+def run(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    out = commands.add_parser("export", help="checkpoint of a run directory -> folder that transformers loads")
+    out.add_argument("run_dir")
+    out.add_argument("folder")
+    out.add_argument("--dtype", choices=DTYPES, default="float32", help="type to store in; bfloat16 rounds")
+    into = commands.add_parser("import", help="folder in the Hugging Face format -> run directory")
+    into.add_argument("folder")
+    into.add_argument("run_dir")
+    args = parser.parse_args(argv)
+    if args.command == "export":
+        export(args.run_dir, args.folder, args.dtype)
+    else:
+        import_folder(args.folder, args.run_dir)
+
+
+if __name__ == "__main__":
+    one_sentence(lambda: run(sys.argv[1:]))
