@@ -508,11 +508,12 @@ def adopt(cfg, given, flags):
     """`cfg` with the architecture {flag: value} of the weights in --init_from. Raises UserError where a flag was given
     another value."""
     free = FREE_OF_WEIGHTS | ({"T"} if flags["architecture"] == "deepseek" else set())  # GPT-2 learns its positions
+    flags = {name: value for name, value in flags.items() if name not in free}
     for name, value in flags.items():
-        if name in given and name not in free and flatten(cfg)[name] != value:
+        if name in given and flatten(cfg)[name] != value:
             raise UserError(f"--{name} {flatten(cfg)[name]}: the weights in --init_from {cfg.run.init_from} have "
                             f"{value}; leave the flag out.")  # fmt: skip
-    return replace(cfg, **{name: value for name, value in flags.items() if name not in given})
+    return replace(cfg, **flags)
 
 
 def resume(cfg, given, stored):

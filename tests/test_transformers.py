@@ -1,15 +1,19 @@
-"""The mathematics against Hugging Face's independent implementation of DeepSeek-V3, with random weights."""
+"""The mathematics against Hugging Face's independent implementations of DeepSeek-V3 and GPT-2, with random weights."""
+
+import functools
+import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, furthest, small_config
+from conftest import MESHES, SMALL_GPT2, small_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import main
 import model
+import utils
+from tools import hf
 
 torch = pytest.importorskip("torch", reason="torch is not installed; pip install torch transformers")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -18,109 +22,71 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 DEEPSEEK = dict(tied=False, layers_per_block=1, moe_rope=True, blocks=2, first_layers=1, n_head=4, nope_dim=12,
                 v_dim=10, dhR=6, latent_dim=20, q_latent_dim=18, routed_scaling=2.5, capacity_factor=0.0)  # fmt: skip
 SIZES = {
-    "groups": dict(n_experts=8, n_groups=4, k_groups=2, k=3),
-    "no query latent": dict(q_latent_dim=0, first_layers=2, n_shared=2, norm_eps=1e-5, rope_base=50_000.0),
-    "yarn": dict(
-        rope_factor=40.0, rope_original_T=16, first_layers=0, model_dimension=40, nope_dim=7, v_dim=13, dhR=10
-    ),
-}
+    "groups": dict(DEEPSEEK, n_experts=8, n_groups=4, k_groups=2, k=3),
+    "no query latent": dict(DEEPSEEK, q_latent_dim=0, first_layers=2, n_shared=2, norm_eps=1e-5, rope_base=50_000.0),
+    "yarn": dict(DEEPSEEK, rope_factor=40.0, rope_original_T=16, first_layers=0, model_dimension=40, nope_dim=7,
+                 v_dim=13, dhR=10),
+    "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
+    "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, norm_eps=1e-5, tied=False),
+}  # fmt: skip
 
 
 def reference(cfg):
-    """DeepseekV3ForCausalLM of the same shape with random weights, every one of which matters."""
-    m = cfg.model
-    rope = dict(rope_type="default", rope_theta=m.rope_base)
-    if m.rope_factor > 1:
-        rope |= dict(rope_type="yarn", factor=m.rope_factor, original_max_position_embeddings=m.rope_original_T,
-                     beta_fast=32, beta_slow=1, mscale=m.rope_mscale, mscale_all_dim=m.rope_mscale)  # fmt: skip
-    config = transformers.DeepseekV3Config(
-        vocab_size=m.vocab_size, hidden_size=m.model_dimension, intermediate_size=m.ffn_width,
-        moe_intermediate_size=m.expert_width, num_hidden_layers=m.first_layers + m.blocks, num_attention_heads=m.n_head,
-        num_key_value_heads=m.n_head, n_shared_experts=m.n_shared, n_routed_experts=m.n_experts,
-        routed_scaling_factor=m.routed_scaling, kv_lora_rank=m.latent_dim, q_lora_rank=m.q_latent or None,
-        qk_rope_head_dim=m.dhR, qk_nope_head_dim=m.head_dim, v_head_dim=m.value_dim, n_group=m.n_groups,
-        topk_group=m.k_groups, num_experts_per_tok=m.k, first_k_dense_replace=m.first_layers, norm_topk_prob=True,
-        max_position_embeddings=m.T, rms_norm_eps=m.norm_eps, rope_parameters=rope, num_mtp_layers=0,
-        attn_implementation="eager",
-    )  # fmt: skip
+    """transformers' model of the same shape with random weights, every one of which matters."""
+    kind = hf.MODEL_TYPES[cfg.model.architecture]
+    config = transformers.AutoConfig.for_model(**{**hf.FORMATS[kind].config(cfg.model), "attn_implementation": "eager"})
     torch.manual_seed(0)
-    theirs = transformers.DeepseekV3ForCausalLM(config).float().eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, p in [*theirs.named_parameters(), *theirs.named_buffers()]:
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 p.uniform_(0.5, 1.5)
             elif "correction_bias" in name:
                 p.uniform_(-0.2, 0.2)
-            elif "inv_freq" not in name:
+            elif p.dim() > 1:
                 p.normal_(0, 0.5 if "gate.weight" in name else 1.5 * p.shape[-1] ** -0.5)
+            elif name.endswith("bias"):
+                p.normal_(0, 0.3)
     return theirs
 
 
-def ours_from(tensors, cfg):
-    """Our parameter tree of the tensors {name: array} of DeepseekV3ForCausalLM: the weights, or their gradients."""
-    m = cfg.model
-    K, V, R = m.head_dim, m.value_dim, m.latent_dim
-    halves = np.r_[0 : m.dhR : 2, 1 : m.dhR : 2]  # theirs rotates neighbouring channels, ours those half of dhR apart
-
-    def layer(n):
-        get = lambda name: tensors[f"model.layers.{n}.{name}.weight"].T  # noqa: E731
-        q = get("self_attn.q_b_proj" if m.q_latent else "self_attn.q_proj").reshape(-1, m.n_head, K + m.dhR)
-        kv = get("self_attn.kv_a_proj_with_mqa")
-        down = [get("self_attn.q_a_proj")] if m.q_latent else []
-        attention = dict(
-            norm=get("input_layernorm"),
-            down=np.concatenate([*down, kv[:, :R], kv[:, R:][:, halves]], 1),
-            kv_norm=get("self_attn.kv_a_layernorm"),
-            q_up=np.concatenate([q[..., :K], q[..., K:][..., halves]], -1),
-            kv_up=get("self_attn.kv_b_proj").reshape(R, m.n_head, K + V),
-            out=get("self_attn.o_proj").reshape(m.n_head, V, -1),
-        )
-        if m.q_latent:
-            attention["q_norm"] = get("self_attn.q_a_layernorm")
-
-        def ffn(at):
-            up = np.stack([get(f"{at}.gate_proj"), get(f"{at}.up_proj")], 1)
-            return dict(up=up, down=get(f"{at}.down_proj"))
-
-        out = dict(attention=attention, norm=get("post_attention_layernorm"))
-        if n < m.first_layers:
-            return out | dict(ffn=ffn("mlp"))
-        up, down = (tensors[f"model.layers.{n}.mlp.experts.{w}"].swapaxes(1, 2) for w in ("gate_up_proj", "down_proj"))
-        bias = tensors.get(f"model.layers.{n}.mlp.gate.e_score_correction_bias", np.zeros(m.n_experts, np.float32))
-        experts = dict(up=up.reshape(m.n_experts, -1, 2, m.expert_width), down=down)
-        return out | dict(router=get("mlp.gate"), bias=bias, experts=experts, shared=ffn("mlp.shared_experts"))
-
-    def rows(name):
-        return np.pad(tensors[name], ((0, m.padded_vocab - m.vocab_size), (0, 0)))
-
-    layers = [layer(n) for n in range(m.first_layers + m.blocks)]
-    stack = lambda trees: jax.tree.map(lambda *leaves: np.stack(leaves), *trees)  # noqa: E731
-    tree = dict(embedding=rows("model.embed_tokens.weight"), head=rows("lm_head.weight"),
-                norm=tensors["model.norm.weight"], moe=stack(layers[m.first_layers :]))  # fmt: skip
-    if m.first_layers:
-        tree["first"] = stack(layers[: m.first_layers])
-    return tree
+def gradients_of(theirs, m):
+    """{name in a file: gradient}; in memory the matrices of all experts of a layer are one tensor."""
+    gradients = {}
+    for name, p in theirs.named_parameters():
+        g = p.grad.numpy()
+        if ".mlp.experts." not in name:
+            gradients[name] = g
+            continue
+        for e in range(m.n_experts):
+            prefix = f"{name.rpartition('.')[0]}.{e}"
+            if "gate_up" in name:
+                gate, up = np.split(g[e], 2)
+                gradients |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+            else:
+                gradients[f"{prefix}.down_proj.weight"] = g[e]
+    return gradients
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
-def test_deepseek_v3_gives_the_logits_and_gradients_of_transformers(size, mesh_shape):
+def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_path):
     assert mesh_shape in MESHES
-    cfg = small_config(mesh_shape, sequences=8, alpha=0.0, **{**DEEPSEEK, **SIZES[size]})
+    cfg = small_config(mesh_shape, sequences=8, alpha=0.0, **SIZES[size])
     m, mesh, theirs = cfg.model, main.make_mesh(cfg), reference(cfg)
     rows = np.random.default_rng(0).integers(0, m.vocab_size, (8, m.T + 1))
     logits = theirs(torch.tensor(rows[:, :-1])).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(rows[:, 1:]).flatten())
     loss.backward()
-    arrays = {name: p.detach().numpy() for name, p in [*theirs.named_parameters(), *theirs.named_buffers()]}
-    gradients = {name: p.grad.numpy() for name, p in theirs.named_parameters()}
 
-    table = model.param_table(cfg)
-    params = jax.tree.map(jnp.asarray, ours_from(arrays, cfg))
-    assert jax.tree.map(jnp.shape, params) == model.table_map(lambda p: p.shape, table)
-    params = jax.device_put(params, model.shardings(table, mesh))
-    decode = jax.jit(model.make_decode(cfg, mesh))
-    at, cache = [0, 1, m.T // 2, m.T - 1], model.empty_cache(cfg, 8, m.T)
+    theirs.save_pretrained(tmp_path)
+    flags, load = main.open_weights(str(tmp_path))
+    stored = utils.replace(cfg, **flags).model
+    for name in ("head_dim", "value_dim", "q_latent", "ffn_width", "rope_base", "rope_factor", "norm_eps", "tied"):
+        assert getattr(stored, name) == getattr(m, name)
+    params = load(model.param_table(cfg), mesh)
+    decode, cache = jax.jit(model.make_decode(cfg, mesh)), model.empty_cache(cfg, 8, m.T)
+    at = [0, 1, m.T // 2, m.T - 1]
     ours = [decode(params, rows[:, :-1].astype(np.int32), cache, np.zeros(8, int), np.full(8, i))[0] for i in at]
     ours = np.stack(ours, 1)[..., : m.vocab_size]
     assert np.abs(ours - logits[:, at].detach().numpy()).max() < 2e-4
@@ -132,4 +98,54 @@ def test_deepseek_v3_gives_the_logits_and_gradients_of_transformers(size, mesh_s
     grad = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
     (our_loss, _), our_gradients = grad(params, *batch, jax.random.key(0), 0)
     assert abs(float(our_loss) - loss.item()) < 1e-5
-    assert furthest(ours_from(gradients, cfg), our_gradients)[0] < 1e-3
+    wanted = gradients_of(theirs, m)
+    for t in hf.FORMATS[hf.MODEL_TYPES[m.architecture]].tensors(m):
+        if "correction_bias" in t.name:  # moved by the load, not by a gradient
+            continue
+        theirs_ = wanted.pop(t.name)
+        ours = t.theirs(np.asarray(functools.reduce(dict.__getitem__, t.leaf, our_gradients))[t.at])
+        assert np.abs(ours - theirs_).max() < 1e-3 * np.abs(theirs_).max(), t.name
+    assert not wanted
+
+
+@pytest.mark.parametrize("size", ["groups", "yarn", "gpt2"])
+def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
+    """Trained here for three steps, loaded there by AutoModelForCausalLM, greedily continued by both."""
+    flags = {**SIZES[size], "T": 80, "temperature": 0.0, "max_tokens": 64, "training_steps": 3, "prompt": "x"}
+    assert train((2, 2, 2), train_batch_size=4, val_batch_size=4, **flags) == 0
+    run, folder = str(tmp_path / "runs/run"), str(tmp_path / "exported")
+    hf.export(run, folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    cfg = small_config((2, 2, 2), sequences=8, **flags)
+    mesh = main.make_mesh(cfg)
+    _, load = main.open_weights(run)
+    prompt = np.arange(7, dtype=np.int32)
+    ours = jax.jit(model.make_generate(cfg, mesh))(load(model.param_table(cfg), mesh), prompt, jax.random.key(0))
+    ids = torch.tensor(prompt[None]).long()
+    generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
+    assert generated.shape == (1, 71) and np.array_equal(generated[0], ours[0])
+
+
+def test_a_published_deepseek_config_is_understood():
+    """What deepseek-ai/DeepSeek-V3 and moonshotai/Moonlight-16B-A3B have in theirs, as far as it matters."""
+    both = dict(model_type="deepseek_v3", hidden_act="silu", attention_bias=False, moe_layer_freq=1,
+                norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", tie_word_embeddings=False,
+                kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)  # fmt: skip
+    v3 = dict(both, vocab_size=129280, hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
+              num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128, n_shared_experts=1,
+              n_routed_experts=256, routed_scaling_factor=2.5, q_lora_rank=1536, n_group=8, topk_group=4,
+              num_experts_per_tok=8, first_k_dense_replace=3, rms_norm_eps=1e-6, rope_theta=10000,
+              rope_scaling=dict(type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
+                                original_max_position_embeddings=4096))  # fmt: skip
+    moonlight = dict(both, vocab_size=163840, hidden_size=2048, intermediate_size=11264, moe_intermediate_size=1408,
+                     num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, n_shared_experts=2,
+                     n_routed_experts=64, routed_scaling_factor=2.446, q_lora_rank=None, n_group=1, topk_group=1,
+                     num_experts_per_tok=6, first_k_dense_replace=1, rms_norm_eps=1e-5, rope_theta=50000.0,
+                     rope_scaling=None)  # fmt: skip
+    for config, name in [(v3, "deepseek-v3-671b"), (moonlight, "moonlight-16b")]:
+        flags, preset = hf.deepseek_flags(json.loads(json.dumps(config))), utils.preset(name)
+        stretched = {"rope_factor", "rope_mscale", "rope_original_T"}  # the preset trains before the context is
+        for flag in flags.keys() - stretched:
+            wanted = getattr(preset.model, flag)
+            assert flags[flag] == wanted or flag in ("expert_dim", "ffn_dim"), flag
+        assert utils.replace(preset, **{k: v for k, v in flags.items() if k not in stretched}) == preset

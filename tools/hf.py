@@ -234,12 +234,13 @@ def gpt2_config(m):
 def gpt2_flags(config):
     """config.json of GPT2LMHeadModel -> {flag: value}."""
     require(config, "gpt2", activation_function=["gelu_new", "gelu_pytorch_tanh", None],
-            scale_attn_weights=[True, None], scale_attn_by_inverse_layer_idx=[False, None], add_cross_attention=[False, None])  # fmt: skip
+            scale_attn_weights=[True, None], scale_attn_by_inverse_layer_idx=[False, None],
+            add_cross_attention=[False, None])  # fmt: skip
     D = config["n_embd"]
     return dict(
         utils.GPT2, vocab_size=config["vocab_size"], T=config["n_positions"], model_dimension=D,
-        n_head=config["n_head"], blocks=config["n_layer"], ffn_dim=config.get("n_inner") or 4 * D, norm_eps=config["layer_norm_epsilon"],
-        tied=config.get("tie_word_embeddings", True),
+        n_head=config["n_head"], blocks=config["n_layer"], ffn_dim=config.get("n_inner") or 4 * D,
+        norm_eps=config["layer_norm_epsilon"], tied=config.get("tie_word_embeddings", True),
     )  # fmt: skip
 
 
@@ -370,9 +371,12 @@ def import_folder(folder, run_dir):
         raise UserError(f"{run_dir} exists already; give another run directory, or remove that one.")
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise UserError(f"{folder}: there is no config.json; a folder in the Hugging Face format holds one.")
-    flags = model_flags(json.loads(utils.read_file(os.path.join(folder, "config.json"))), folder)
+    config = json.loads(utils.read_file(os.path.join(folder, "config.json")))
+    flags = model_flags(config, folder)
     output_dir, name = os.path.split(os.path.abspath(run_dir))
-    cfg = utils.replace(utils.Config(), **flags, name=name, output_dir=output_dir, n_device_axis=(1, 1, 1), n_devices=1)
+    T = min(config.get("max_position_embeddings", 4096), 4096)  # what it can do is often more than it was trained on
+    cfg = utils.replace(utils.Config(), **{"T": T, **flags}, name=name, output_dir=output_dir,
+                        n_device_axis=(1, 1, 1), n_devices=1)  # fmt: skip
     cfg = utils.validate(cfg, jax.device_count())
     mesh, part = main.make_mesh(cfg), os.path.normpath(run_dir) + ".part"
     params = load(folder, model.param_table(cfg), mesh)
@@ -401,20 +405,33 @@ class Damaged(Exception):
 
 
 class StoredParams:
-    """The parameters in a checkpoint, read part by part with TensorStore, without the rest of the state."""
+    """The parameters in a checkpoint, read part by part with TensorStore, without the rest of the state. What can't be
+    read raises Damaged."""
 
-    def __init__(self, checkpoint, fingerprint, table):
+    def __init__(self, checkpoints, step, table):
+        try:
+            fingerprint = checkpoints.meta(step)["fingerprint"]
+        except Exception as e:  # whatever a damaged file makes the library raise
+            raise Damaged(f"its meta can't be read: {type(e).__name__}") from None
+        base = f"file://{checkpoints.folder / str(step)}/state/"
         at = jax.tree_util.tree_flatten_with_path(table, is_leaf=model.is_param)[0]
         self.leaves, self.wanted, self.seen = {}, {}, {}
         for (path, _), number in zip(at, fingerprint):
             leaf = tuple(key.key for key in path)
-            kvstore = dict(driver="ocdbt", base=f"file://{checkpoint}/state/", path=f"params.{'.'.join(leaf)}/")
-            self.leaves[leaf] = tensorstore.open(dict(driver="zarr", kvstore=kvstore)).result()
+            kvstore = dict(driver="ocdbt", base=base, path=f"params.{'.'.join(leaf)}/")
+            self.leaves[leaf] = self._result(leaf, tensorstore.open(dict(driver="zarr", kvstore=kvstore)))
             self.wanted[leaf], self.seen[leaf] = number, 0
+
+    @staticmethod
+    def _result(leaf, future):
+        try:
+            return future.result()
+        except ValueError as e:  # TensorStore's error for what is missing or corrupt
+            raise Damaged(f"{'.'.join(leaf)}: {str(e)[:150]}") from None
 
     def read(self, leaf, at):
         """float32 array: the part `at` of a leaf."""
-        x = self.leaves[leaf][at].read().result()
+        x = self._result(leaf, self.leaves[leaf][at].read())
         self.seen[leaf] += int(x.view(np.uint32).sum(dtype=np.uint32))  # as main.fingerprint
         return x
 
@@ -451,7 +468,8 @@ def write_tensors(folder, tensors, stored, dtype):
         with open(os.path.join(folder, name), "wb") as f:
             f.write(len(head).to_bytes(8, "little") + head)
             for t in group:
-                f.write(np.ascontiguousarray(t.theirs(stored.read(t.leaf, t.at)).astype(dtype)).data.cast("B"))
+                x = t.theirs(stored.read(t.leaf, t.at)).astype(dtype, copy=False)
+                f.write(np.ascontiguousarray(x).view(np.uint8).data)
             f.flush()
             os.fsync(f.fileno())
     if len(groups) > 1:
@@ -482,8 +500,8 @@ def byte_level(encoding):
             merges.append(tuple(map(spell, halves(token, rank))))
     bpe = tokenizers.models.BPE({spell(t): i for t, i in ranks.items()}, merges, ignore_merges=True)
     tokenizer = tokenizers.Tokenizer(bpe)
-    # possessive quantifiers only save time in these patterns, and mean something else after {1,3} here
-    cuts = tokenizers.Regex(re.sub(r"([?*+}])\+", r"\1", encoding._pat_str))
+    # possessive quantifiers only save time in these patterns, and mean something else after {1,3} here; so does $
+    cuts = tokenizers.Regex(re.sub(r"([?*+}])\+", r"\1", encoding._pat_str).replace("$", r"\z"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
         tokenizers.pre_tokenizers.Split(cuts, "isolated"),
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -531,13 +549,13 @@ def export(run_dir, folder, dtype="float32"):
         shutil.rmtree(part, ignore_errors=True)
         os.makedirs(part)
         try:
-            params = StoredParams(checkpoints.folder / str(step), checkpoints.meta(step)["fingerprint"], table)
+            params = StoredParams(checkpoints, step, table)
             write_tensors(part, tensors, params, dtype)
             params.verify(m.vocab_size)
         except OSError as e:
             raise UserError(f"{part}: cannot be written ({e.strerror}).") from None
-        except Exception as e:  # whatever a damaged file makes the libraries raise
-            say(f"warning: checkpoint {step} is damaged ({str(e).splitlines()[0][:200]})")
+        except Damaged as e:
+            say(f"warning: checkpoint {step} is damaged ({e})")
             continue
         break
     else:

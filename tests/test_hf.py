@@ -1,0 +1,230 @@
+"""Export and import without transformers: bitwise round trips, tokenisers, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL_GPT2, small_config
+from safetensors.numpy import load_file, save_file
+
+import main
+import model
+import utils
+from tools import hf
+
+DEEPSEEK = dict(layers_per_block=1, moe_rope=True, first_layers=1, tied=False, nope_dim=12, v_dim=10, q_latent_dim=10,
+                n_groups=4, k_groups=2, k=3, routed_scaling=2.5, mtp_depth=1)  # fmt: skip
+FLAGS = {"deepseek": DEEPSEEK, "gpt2": SMALL_GPT2, "yarn": dict(DEEPSEEK, rope_factor=4.0, mtp_depth=0, tied=True)}
+
+
+def params_of(folder, **flags):
+    cfg = small_config(**flags)
+    stored, load = main.open_weights(str(folder))
+    assert utils.replace(cfg, **stored).model == utils.replace(cfg, **{n: stored[n] for n in stored}).model
+    return jax.tree.map(np.asarray, load(model.param_table(cfg), main.make_mesh(cfg)))
+
+
+@pytest.fixture(scope="module", params=FLAGS)
+def exported(request, shards, xla_cache, tmp_path_factory):
+    """(flags, run directory, exported folder) of two steps of training on (2, 2, 2)."""
+    return trained(FLAGS[request.param], shards, xla_cache, tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture(scope="module")
+def deepseek(shards, xla_cache, tmp_path_factory):
+    return trained(FLAGS["deepseek"], shards, xla_cache, tmp_path_factory.mktemp("hf"))
+
+
+def trained(flags, shards, xla_cache, folder):
+    cfg = small_config((2, 2, 2), sequences=8, name="run", output_dir=str(folder), training_steps=2, eval_steps=1,
+                       bucket_name=str(shards), compilation_cache=str(xla_cache), **flags)  # fmt: skip
+    assert main.main(cfg, set()) == 0
+    hf.export(str(folder / "run"), str(folder / "exported"))
+    return flags, folder / "run", folder / "exported"
+
+
+def test_round_trip_is_bitwise(exported, tmp_path):
+    flags, run, folder = exported
+    hf.import_folder(str(folder), str(tmp_path / "imported"))
+    before, after = params_of(run, **flags), params_of(tmp_path / "imported", **flags)
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+    hf.export(str(tmp_path / "imported"), str(tmp_path / "again"))
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_shards_of_bounded_size_load_as_one_does(exported, tmp_path, monkeypatch):
+    flags, run, _ = exported
+    monkeypatch.setattr(hf, "SHARD_BYTES", 30_000)
+    hf.export(str(run), str(tmp_path / "cut"))
+    files = sorted((tmp_path / "cut").glob("*.safetensors"))
+    largest = max(x.nbytes for f in files for x in load_file(f).values())
+    assert len(files) > 2 and all(sum(x.nbytes for x in load_file(f).values()) <= max(30_000, largest) for f in files)
+    same = jax.tree.map(np.array_equal, params_of(run, **flags), params_of(tmp_path / "cut", **flags))
+    assert jax.tree.all(same)
+
+
+def test_bfloat16_rounds_and_loads(exported, tmp_path):
+    flags, run, _ = exported
+    hf.export(str(run), str(tmp_path / "half"), "bfloat16")
+    for a, b in zip(jax.tree.leaves(params_of(run, **flags)), jax.tree.leaves(params_of(tmp_path / "half", **flags))):
+        assert np.array_equal(a.astype(jax.numpy.bfloat16), b)
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_run_begins_with_imported_weights(exported, imported, train, tmp_path, capsys):
+    """At learning rate 0 it validates exactly as the run that they come from."""
+    flags, run, folder = exported
+    if imported:
+        hf.import_folder(str(folder), str(tmp_path / "imported"))
+        folder = tmp_path / "imported"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    still = dict(max_lr=0.0, end_lr=0.0, bias_update_rate=0.0)
+    assert train((2, 2, 2), init_from=folder, training_steps=1, eval_steps=1, **{**flags, **still}) == 0
+    (row,) = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert row["loss/val_cross_entropy_loss"] == rows[-1]["loss/val_cross_entropy_loss"]
+    # and the imported run itself says that it can't be trained on under its own name
+    if imported:
+        with pytest.raises(utils.UserError, match="weights alone.*--init_from"):
+            train((2, 2, 2), name="imported", output_dir=tmp_path, training_steps=3, **flags)
+
+
+HOSTILE = ["", "a", "<|endoftext|> spelled",
+           "naïve 日本語 🦙👩‍👩‍👧 \x00\x01", "  \n\n\t x   ", "1234567 89", "I'll WE'VE don't",
+           "def f(x):\n    return x**2  # ünï\r\n", "a" * 300, "\u2028 \u00a0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "trained"])
+def test_the_exported_tokeniser_cuts_as_tiktoken_does(name, tmp_path, monkeypatch):
+    cached = ROOT.parent / "shared/tiktoken"
+    if name != "trained" and not cached.is_dir():
+        pytest.skip(f"{cached} is not there: tiktoken would have to fetch its ranks")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cached))
+    if name == "trained":
+        words = [sys.executable, ROOT / "data/train_tokenizer.py", "--source", ROOT / "data", "--vocab_size", "512",
+                 "--output", tmp_path / "small.tiktoken"]  # fmt: skip
+        subprocess.run(list(map(str, words)), check=True, capture_output=True)
+        name = str(tmp_path / "small.tiktoken")
+    encoding = utils.load_tokenizer(name)
+    run, folder = tmp_path / "run", tmp_path / "folder"
+    utils.write_file(str(run / "config.json"), json.dumps({"encoding": utils.keep_tokenizer(str(run), name)}))
+    folder.mkdir()
+    ends = hf.export_tokenizer(str(folder), str(run), 64)
+    theirs = utils.load_tokenizer(str(folder / "tokenizer.json"))
+    assert ends["eos_token_id"] == encoding.eot_token == theirs.eot_token and theirs.n_vocab == encoding.n_vocab
+    texts = [*HOSTILE, (ROOT / "README.md").read_text(), (ROOT / "model.py").read_text()]
+    for text in texts:
+        assert theirs.encode_ordinary(text) == encoding.encode_ordinary(text), text[:40]
+        assert theirs.decode(encoding.encode_ordinary(text)) == text
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    auto = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in texts[4:]:
+        assert auto.encode(text, add_special_tokens=False) == encoding.encode_ordinary(text)
+    assert auto.eos_token_id == encoding.eot_token and auto.decode(auto.encode(texts[-1])) == texts[-1]
+
+
+def spoilt(folder, tmp_path, config=None, **tensors):
+    """A copy of a folder with entries of its config changed, and tensors changed or, where None, left out."""
+    there, out = load_file(folder / "model.safetensors"), tmp_path / "spoilt"
+    tensors = {name.replace("__", "."): x for name, x in tensors.items()}
+    out.mkdir()
+    save_file({n: x for n, x in (there | tensors).items() if x is not None}, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | (config or {})))
+    return str(out)
+
+
+NORM = "model.layers.2.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    "config, tensors, sentence",
+    [
+        ({}, {NORM: None}, f"{NORM} is missing"),
+        ({}, {"model.layers.2.mlp.experts.3.up_proj.weight": None}, "experts.3.up_proj.weight is missing"),
+        ({}, {"model.layers.9.surprise.weight": np.ones(3, np.float32)}, "surprise.weight is extra"),
+        ({}, {NORM: np.ones(7, np.float32)}, rf"{NORM} is \[7\], but its config.json calls for \[32\]"),
+        ({}, {NORM: np.ones(32, np.int8)}, f"{NORM} is I8"),
+        ({"num_hidden_layers": 4}, {}, "model.layers.4.* is extra"),
+        ({"model_type": "llama"}, {}, "model_type is 'llama'; supported are deepseek_v3, gpt2"),
+        ({"hidden_act": "relu"}, {}, "hidden_act is 'relu'.*'silu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, {}, "rope_type is 'linear'"),
+    ],
+)
+def test_bad_folders_are_refused_by_name(config, tensors, sentence, deepseek, tmp_path):
+    folder = spoilt(deepseek[2], tmp_path, config, **tensors)
+    with pytest.raises(utils.UserError, match=sentence):
+        hf.import_folder(folder, str(tmp_path / "imported"))
+    assert not (tmp_path / "imported").exists()
+
+
+def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
+    _, run, folder = deepseek
+    for call, sentence in [
+        (lambda: hf.export(str(tmp_path / "none"), str(tmp_path / "x")), "not a run directory"),
+        (lambda: hf.export(str(run), str(folder)), "exists already"),
+        (lambda: hf.import_folder(str(folder), str(run)), "exists already"),
+        (lambda: hf.import_folder(str(tmp_path), str(tmp_path / "x")), "no config.json"),
+        (lambda: main.open_weights(str(tmp_path)), "neither a run directory nor"),
+    ]:
+        with pytest.raises(utils.UserError, match=sentence):
+            call()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(utils.UserError, match="model.safetensors is missing"):
+        hf.import_folder(str(broken), str(tmp_path / "x"))
+    (broken / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(utils.UserError, match="cannot be read"):
+        hf.import_folder(str(broken), str(tmp_path / "x"))
+    assert train((1, 1, 1), training_steps=1) == 0
+    with pytest.raises(utils.UserError, match="layers_per_block 3: transformers has no model"):
+        hf.export(str(tmp_path / "runs/run"), str(tmp_path / "x"))
+
+
+def test_a_damaged_checkpoint_is_not_exported(deepseek, tmp_path, capsys):
+    flags, run, _ = deepseek
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", run, copy], check=True)
+    for data in copy.glob("checkpoints/*/state/ocdbt.process_0/d/*"):
+        content = bytearray(data.read_bytes())
+        for i in range(50, len(content), 1000):
+            content[i] ^= 255
+        data.write_bytes(content)
+    with pytest.raises(utils.UserError, match="no sound checkpoint"):
+        hf.export(str(copy), str(tmp_path / "out"))
+    assert "is damaged" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_export_leaves_no_folder_that_loads(deepseek, tmp_path):
+    """Killed between two tensors; the next export is whole."""
+    _, run, folder = deepseek
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tools import hf
+read, left = hf.StoredParams.read, [20]
+def read_and_die(self, *at):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read(self, *at)
+hf.StoredParams.read = read_and_die
+hf.export({str(run)!r}, {str(tmp_path / "out")!r})
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["out.part"] and not (tmp_path / "out.part/config.json").exists()
+    hf.export(str(run), str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_the_program_says_what_is_wrong(tmp_path):
+    words = [sys.executable, str(ROOT / "tools/hf.py"), "export", str(tmp_path), str(tmp_path / "x")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
