@@ -413,13 +413,16 @@ class StoredParams:
             fingerprint = checkpoints.meta(step)["fingerprint"]
         except Exception as e:  # whatever a damaged file makes the library raise
             raise Damaged(f"its meta can't be read: {type(e).__name__}") from None
+        # experts come one by one out of chunks that hold several
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 3 * main.CHUNK}})
         base = f"file://{checkpoints.folder / str(step)}/state/"
         at = jax.tree_util.tree_flatten_with_path(table, is_leaf=model.is_param)[0]
         self.leaves, self.wanted, self.seen = {}, {}, {}
         for (path, _), number in zip(at, fingerprint):
             leaf = tuple(key.key for key in path)
             kvstore = dict(driver="ocdbt", base=base, path=f"params.{'.'.join(leaf)}/")
-            self.leaves[leaf] = self._result(leaf, tensorstore.open(dict(driver="zarr", kvstore=kvstore)))
+            opened = tensorstore.open(dict(driver="zarr", kvstore=kvstore), context=context)
+            self.leaves[leaf] = self._result(leaf, opened)
             self.wanted[leaf], self.seen[leaf] = number, 0
 
     @staticmethod
