@@ -381,6 +381,16 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_it():
         assert {int(model.draw_tokens(logits, jax.random.key(i), s)[0]) for i in range(200)} == wanted
 
 
+def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
+    """671.0B parameters; active 37.55B with the embedding and the head, of which the paper says 37B."""
+    cfg = utils.validate(utils.replace(utils.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2)), 8)
+    optimizer, _ = main.make_optimizer(cfg)
+    state = main.abstract_state(cfg, main.make_mesh(cfg), optimizer)
+    total, active, embedding = model.count_params(cfg)
+    assert sum(x.size for x in jax.tree.leaves(state.params)) == total + embedding == 671_026_419_200
+    assert active + embedding == 37_552_297_472
+
+
 def test_parameter_counts_of_moe1b():
     """JAXformer counts 949,248,384 without the embedding; ours stays within 3%."""
     cfg = utils.validate(utils.preset("moe1b"), 1)
