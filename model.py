@@ -300,10 +300,27 @@ class Tokens(NamedTuple):
     split: bool = True  # whether T is split over tp
     key: jax.Array | None = None  # of dropout in this layer; None: no dropout
     number: jax.Array | None = None  # [B, T/tp] uint32, number of the token within the training step
+    start: jax.Array | None = None  # [B, T] position at which each token's document begins; None: all are one
 
     def whole(self, T):
         """Positions [B or 1, T] of all T tokens of the sequences."""
         return jnp.arange(T)[None] if self.split else self.position
+
+    def within_document(self):
+        """Positions [B or 1, T/tp] counted from the beginning of each token's document."""
+        if self.start is None:
+            return self.position
+        return self.position - self.start[:, self.position[0]]
+
+
+def document_starts(ids, m):
+    """int32 [M, B, T]: the position of the last end-of-text token up to each token, of local ids [M/S, B/dp, T/tp] but
+    for all microbatches and the whole of T; None where documents are not kept apart."""
+    if not m.document_mask:
+        return None
+    M, B, t = ids.shape
+    ids = to_stages(gather_sequence(ids.reshape(M * B, t), True).reshape(M, B, -1))
+    return lax.cummax(jnp.where(ids == m.end_of_text, jnp.arange(ids.shape[-1]), 0), axis=2)
 
 
 def use(params, table, dtype):
@@ -369,15 +386,17 @@ def write_cache(cache, new, position):
     return jax.vmap(write)(cache, new.astype(cache.dtype), position[:, 0])
 
 
-def attend(q, k, v, position, heads="h"):
-    """Causal attention of scaled queries q [B, T, H/tp, K] at `position` [B or 1, T].
+def attend(q, k, v, position, start, heads="h"):
+    """Causal attention of scaled queries q [B, T, H/tp, K] at `position` [B or 1, T], back to `start` [B, T] if given.
 
     Keys and values stand at positions 0.. of k [B, S, H/tp, K] and v [B, S, H/tp, V], without the dim of the heads
     where all share them (`heads` ""). Returns [B, T, H/tp, V].
     """
     scores = jnp.einsum(f"bthk,bs{heads}k->bhts", q, k, preferred_element_type=jnp.float32)
-    causal = jnp.arange(k.shape[1]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
-    scores = jnp.where(causal, scores, -jnp.inf)
+    seen = jnp.arange(k.shape[1]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
+    if start is not None:
+        seen &= jnp.arange(k.shape[1]) >= start[:, None, :, None]
+    scores = jnp.where(seen, scores, -jnp.inf)
     # softmax, its division put off until after the sum over s: one pass less over T x S
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
     out = jnp.einsum(f"bhts,bs{heads}v->bthv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
@@ -414,7 +433,7 @@ def attention(p, x, tokens, m, cache=None):
         k, v = jnp.split(jnp.einsum("bsr,rhk->bshk", kv[..., :R], p["kv_up"]), (K,), -1)  # [B, T, H/tp, K], [..., V]
         k = jnp.concatenate([k, jnp.broadcast_to(kv[:, :, None, R:], (*k.shape[:3], kv.shape[-1] - R))], -1)
         heads = "h"
-    out = attend(jnp.concatenate([q, q_rope], -1) * scale, k, v, position, heads)
+    out = attend(jnp.concatenate([q, q_rope], -1) * scale, k, v, position, tokens.start, heads)
     if absorbed:
         out = jnp.einsum("bthr,rhv->bthv", out, v_up)
     return scatter_sequence(jnp.einsum("bthv,hvd->btd", out, p["out"]), tokens.split), cache
@@ -559,7 +578,7 @@ def mtp_layer(p, x, tokens, m, cache):
 
 
 def embed(top, ids, position):
-    """ids [...] -> rows of the embedding [..., D]; positions are the layers' affair."""
+    """ids [B, T] -> rows of the embedding [B, T, D]; positions are the layers' affair."""
     return top["embedding"][ids]
 
 
@@ -628,7 +647,7 @@ def gpt2_layer(p, x, tokens, m, cache=None):
         q, kv, position = qkv[:, :, 0], qkv[:, :, 1:], tokens.whole(h.shape[1])
         if cache is not None:
             kv = cache = write_cache(cache, kv, position)
-        out = attend(q * m.head_dim**-0.5, kv[:, :, 0], kv[:, :, 1], position)
+        out = attend(q * m.head_dim**-0.5, kv[:, :, 0], kv[:, :, 1], position, tokens.start)
         out = scatter_sequence(jnp.einsum("bthk,hkd->btd", out, p["out"]), tokens.split) + p["out_bias"]
         x = x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 0)
     with jax.named_scope("feed_forward"):
@@ -639,7 +658,7 @@ def gpt2_layer(p, x, tokens, m, cache=None):
 
 
 def gpt2_embed(top, ids, position):
-    """ids [..., T] at position [T] -> rows of the embedding and of the learned positions, added, [..., T, D]."""
+    """ids [B, T] at position [B or 1, T] -> rows of the embedding and of the learned positions, added, [B, T, D]."""
     return top["embedding"][ids] + top["positions"][position]
 
 
@@ -658,7 +677,7 @@ class Architecture(NamedTuple):
     table: Callable  # cfg -> parameter table, but for a head of its own
     layers: dict  # {kind of layer, as in the table: function}
     last: str  # kind of the layer that ends a block; those before it are "dense"
-    embed: Callable  # (parameters outside layers, ids [..., T], position [T]) -> [..., T, D]
+    embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
 
@@ -864,7 +883,7 @@ def make_forward(cfg, train):
 
         def enter(scanned):
             ids, tokens = scanned[0], tokens_of(scanned[1])
-            x = dropout(arch.embed(top, ids, tokens.position[0]), m.dropout_rate, tokens, 2)
+            x = dropout(arch.embed(top, ids, tokens.within_document()), m.dropout_rate, tokens, 2)
             if m.first_layers:
                 x, _ = first_layers(layers["first"], m.blocks * m.layers_per_block, x, tokens, None)
             return x
@@ -921,13 +940,14 @@ def make_loss(cfg, mesh, train):
         M, B, t = ids.shape  # [M/S, B/dp, T/tp]
         S, dp, tp = lax.axis_size("pp"), lax.axis_size("dp"), lax.axis_size("tp")
         position = (lax.axis_index("tp") * t + jnp.arange(t))[None]
-        sequence = lax.axis_index("dp") * B + jnp.arange(B)
+        sequence, starts = lax.axis_index("dp") * B + jnp.arange(B), document_starts(ids, m)
 
         def tokens_of(microbatch):
+            start = None if starts is None else starts[microbatch]
             if not (train and m.dropout_rate):
-                return Tokens(position)
+                return Tokens(position, start=start)
             number = ((first + microbatch * B * dp + sequence)[:, None] * t * tp + position).astype(jnp.uint32)
-            return Tokens(position, key=key, number=number)
+            return Tokens(position, key=key, number=number, start=start)
 
         x, load, top, layers = forward(params, ids, tokens_of)
         with jax.named_scope("head"):
@@ -963,7 +983,8 @@ def make_score(cfg, mesh):
 
     def local_score(params, ids, targets):
         position = (lax.axis_index("tp") * ids.shape[-1] + jnp.arange(ids.shape[-1]))[None]
-        x, _, top, _ = forward(params, ids, lambda _: Tokens(position))
+        starts = document_starts(ids, m)
+        x, _, top, _ = forward(params, ids, lambda i: Tokens(position, start=None if starts is None else starts[i]))
         losses = token_losses(x.reshape(-1, x.shape[-1]), top["head"], targets.reshape(-1), m.vocab_size, chunk)
         return losses.reshape(targets.shape)
 

@@ -115,6 +115,11 @@ class Model:
     capacity_factor: float = 1.5
     """Bucket size of an expert in multiples of the balanced load tokens x k / n_experts; tokens beyond it pass by on
     the residual. 0: dropless, no token is ever dropped (buckets as large as the worst case, so slower)."""
+    document_mask: bool = False
+    """Keep documents apart: no attention across the end-of-text token that begins each, and learned positions count
+    from it."""
+    end_of_text: int = -1
+    """Token id that begins a document, for document_mask; -1: the tokeniser's."""
     dropout_rate: float = 0.0
     """Probability of zeroing a channel after the embedding and after every attention and feed-forward."""
     model_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -428,8 +433,9 @@ AT_LEAST = dict(
     model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
     latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1, rope_original_T=1,
     rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
-    mtp_depth=0, capacity_factor=0, dropout_rate=0, train_batch_size=1, val_batch_size=1, micro_batch_size=1, max_lr=0,
-    min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12, embedding_lr=0, weight_decay=0, adam_b2=0,
+    mtp_depth=0, capacity_factor=0, end_of_text=-1, dropout_rate=0, train_batch_size=1, val_batch_size=1,
+    micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
+    embedding_lr=0, weight_decay=0, adam_b2=0,
     alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1,
     checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, top_p=0,
     temperature=0,
@@ -501,7 +507,7 @@ def validate(cfg, n_present):
 
 
 # Flags of the model that may differ between weights and the run that begins with them.
-FREE_OF_WEIGHTS = frozenset("capacity_factor dropout_rate model_dtype remat fsdp".split())
+FREE_OF_WEIGHTS = frozenset("capacity_factor document_mask end_of_text dropout_rate model_dtype remat fsdp".split())
 
 
 def adopt(cfg, given, flags):

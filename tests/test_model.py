@@ -338,6 +338,28 @@ def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
         assert np.allclose(scores[1].reshape(8, 16)[:, i], wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize("flags", [{}, DEEPSEEK, SMALL_GPT2])
+def test_documents_kept_apart_score_as_each_does_alone(flags):
+    """Three documents in one sequence, each begun by token 0, against each at the beginning of its own sequence."""
+    cfg = small_config((2, 2, 2), T=16, sequences=8, document_mask=True, end_of_text=0, **flags)
+    mesh, lengths, rng = main.make_mesh(cfg), [5, 1, 10], np.random.default_rng(0)
+    params, score = make_params(cfg, mesh), jax.jit(model.make_score(cfg, mesh))
+    documents = [np.concatenate([[0], rng.integers(1, 250, n - 1)]) for n in lengths]
+    tokens = np.zeros((8, 17), int)
+    tokens[0, :16] = np.concatenate(documents)
+    for i, document in enumerate(documents):
+        tokens[1 + i, : len(document)] = document
+    shaped = lambda x: x.reshape(4, 2, 16).astype(np.int32)  # noqa: E731
+    losses = np.asarray(score(params, shaped(tokens[:, :-1]), shaped(tokens[:, 1:]))).reshape(8, 16)
+    at = 0
+    for i, n in enumerate(lengths):  # the last token of a document has another target in company
+        assert np.allclose(losses[0, at : at + n - 1], losses[1 + i, : n - 1], atol=1e-5)
+        at += n
+    apart = utils.replace(cfg, document_mask=False)
+    mixed = jax.jit(model.make_score(apart, mesh))(params, shaped(tokens[:, :-1]), shaped(tokens[:, 1:]))
+    assert not np.allclose(np.asarray(mixed).reshape(8, 16)[0, 6:15], losses[0, 6:15], atol=1e-2)
+
+
 def test_multi_token_prediction_equals_a_plain_loop():
     """Depth d sees the hidden states of depth d - 1 and the token d ahead, and predicts the one after that."""
     cfg = small_config(T=8, sequences=8, micro_batch_size=8, mtp_depth=2, **DEEPSEEK)

@@ -56,6 +56,8 @@ DEEPSEEK = dict(first_layers=1, layers_per_block=1, moe_rope=True, tied=False, n
         ((2, 2, 2), dict(DEEPSEEK, mtp_depth=2, dropout_rate=0.1)),
         ((4, 1, 2), dict(DEEPSEEK, mtp_depth=1, fsdp="full")),
         ((2, 2, 2), dict(SMALL_GPT2, dropout_rate=0.1)),
+        ((2, 2, 2), dict(DEEPSEEK, mtp_depth=1, document_mask=True, end_of_text=7)),
+        ((1, 2, 4), dict(SMALL_GPT2, document_mask=True, end_of_text=7)),
     ],
 )
 def test_parity_of_variants(mesh, flags):

@@ -504,7 +504,7 @@ def byte_level(encoding):
     bpe = tokenizers.models.BPE({spell(t): i for t, i in ranks.items()}, merges, ignore_merges=True)
     tokenizer = tokenizers.Tokenizer(bpe)
     # possessive quantifiers only save time in these patterns, and mean something else after {1,3} here; so does $
-    cuts = tokenizers.Regex(re.sub(r"([?*+}])\+", r"\1", encoding._pat_str).replace("$", r"\z"))
+    cuts = tokenizers.Regex(re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", encoding._pat_str).replace("$", r"\z"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
         tokenizers.pre_tokenizers.Split(cuts, "isolated"),
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
