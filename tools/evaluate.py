@@ -123,12 +123,10 @@ def evaluate(options, path, cfg, encoding, score):
     sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)
     loss, error = mean(sums, tokens)
     out = dict(data=path, sequences=len(unit), clusters=len(sums), tokens=int(tokens.sum()), loss=loss)
-    out |= dict(loss_error=error, perplexity=math.exp(loss), perplexity_error=error and error * math.exp(loss))
-    if corpus:
-        per_byte = math.log(2) * corpus.bytes_per_token if corpus.bytes_per_token else None
-        bits = (loss / per_byte, error and error / per_byte) if per_byte else (None, None)
-    else:
-        bits = mean(sums / math.log(2), np.array(sizes))
+    perplexity = float(np.exp(loss))
+    out |= dict(loss_error=error, perplexity=perplexity, perplexity_error=error and error * perplexity)
+    size = np.array(sizes) if not corpus else tokens * corpus.bytes_per_token if corpus.bytes_per_token else None
+    bits = (None, None) if size is None else mean(sums / math.log(2), size)
     return out | dict(bits_per_byte=bits[0], bits_per_byte_error=bits[1])
 
 
@@ -138,10 +136,9 @@ def evaluate(options, path, cfg, encoding, score):
 def questions(path):
     """Yield (context, endings, number of the right one) of a file in HellaSwag's format. Raises UserError naming file
     and line."""
-    content = utils.read_file(path) if os.path.isfile(path) else None
-    if content is None:
+    if not os.path.isfile(path):
         raise UserError(f"--hellaswag {path}: there is no such file.")
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         where = f"--hellaswag {path}: line {number}"
