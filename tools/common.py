@@ -1,6 +1,8 @@
 """What the programs that use a trained model share: their flags, opening the model, text of tokens."""
 
+import contextlib
 import functools
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +69,14 @@ def parse(kind, argv, program):
     options = utils.read_flags(kind, argv, program)
     utils.check_least(vars(options), utils.AT_LEAST | dict(limit=0, stride=0, batch_size=1))
     return options
+
+
+def run(program):
+    """Run `program()` and end the process: with status 0, 2 and a sentence after a UserError, or 130 after Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        utils.one_sentence(program)
+        sys.exit()
+    sys.exit(130)
 
 
 def open_model(options, text):

@@ -6,7 +6,6 @@ The loss is the mean over tokens, in nats. Its standard error takes tokens as dr
 of shards and the documents of text. No token is dropped, whatever the capacity factor in training was.
 """
 
-import contextlib
 import glob
 import hashlib
 import json
@@ -216,7 +215,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        utils.one_sentence(lambda: main(options_given))
-        sys.exit()
-    sys.exit(130)
+    common.run(lambda: main(options_given))

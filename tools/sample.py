@@ -7,7 +7,6 @@ every document is in training; no part of it becomes a special token. Text goes 
 speeds go to stderr.
 """
 
-import contextlib
 import itertools
 import math
 import sys
@@ -148,7 +147,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        utils.one_sentence(lambda: main(options_given))
-        sys.exit()
-    sys.exit(130)
+    common.run(lambda: main(options_given))
