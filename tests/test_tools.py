@@ -166,6 +166,12 @@ def test_text_measures_as_a_plain_loop_says(run, losses_of, tmp_path, stride):
     assert got["tokens"] == 32 and got["sequences"] == 1 and got["loss_error"] is None
 
 
+def test_a_text_of_any_length_is_read(run):
+    text = "a" + 1_200_000 * " " + "b"  # on which tiktoken's own encode_ordinary ends the program
+    encoding = utils.folder_tokenizer(str(run[0]))
+    assert evaluate.encode(text, encoding).tolist() == [256, *text.encode()]
+
+
 def test_mean_of_clusters_of_one_size_is_the_plain_one():
     x = np.random.default_rng(0).normal(3, 1, 50)
     value, error = mean(7 * x, np.full(50, 7))

@@ -28,6 +28,7 @@ if __name__ == "__main__":  # flags for XLA must stand in the environment before
 
 import numpy as np
 import sources
+from tokenize_shards import encode_text, pieces
 from tqdm import tqdm
 
 from dataset import Corpus, Shuffled
@@ -36,26 +37,18 @@ from tools.scores import Piece, make_scorer, mean
 # --- Shards and text --------------------------------------------------------------------------------------------
 
 
-class OneShard(Corpus):
-    """One shard alone of the folder that it stands in."""
-
-    def __init__(self, cfg, path):
-        self.only = os.path.basename(path)
-        super().__init__(cfg, os.path.basename(os.path.dirname(path)))
-
-    def _list(self):
-        return [self.only]
-
-
 def open_shards(cfg, path):
     """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does."""
-    if path.endswith(".npy") and os.path.isfile(path):
-        path = os.path.abspath(path)
-        return OneShard(utils.replace(cfg, bucket_name=os.path.dirname(os.path.dirname(path))), path)
-    for folder in (path, os.path.join(path, "val")):
+
+    class OneShard(Corpus):
+        def _list(self):
+            return [os.path.basename(path)]
+
+    one = path.endswith(".npy") and os.path.isfile(path)
+    for folder in [os.path.dirname(path)] if one else [path, os.path.join(path, "val")]:
         if glob.glob(os.path.join(glob.escape(folder), "*.npy")):
             bucket, name = os.path.split(os.path.abspath(folder))
-            return Corpus(utils.replace(cfg, bucket_name=bucket), name)
+            return (OneShard if one else Corpus)(utils.replace(cfg, bucket_name=bucket), name)
     return None
 
 
@@ -79,6 +72,13 @@ def texts(path, column):
         raise UserError(f"--data {path}: there is no such file or folder.")
 
 
+def encode(text, encoding):
+    """Token ids of a document, end-of-text's first, as data/tokenize_shards.py encodes it: of any length."""
+    if isinstance(encoding, utils.HubTokenizer):
+        return np.array([encoding.eot_token, *encoding.encode_ordinary(text)])
+    return np.concatenate([[encoding.eot_token], *(encode_text(piece, encoding) for piece in pieces(text))])
+
+
 def windows(ids, T, stride):
     """(ids [<= T + 1], number of targets that are context) of windows that count every target of ids once."""
     for start in range(0, max(1, len(ids) - 1 - (T - stride)), stride):
@@ -97,7 +97,7 @@ def evaluate(options, path, cfg, encoding, score):
         for text in filter(None, texts(path, options.text_column)):
             if not left:
                 return
-            ids = np.array([encoding.eot_token, *encoding.encode_ordinary(text)])
+            ids = encode(text, encoding)
             if (last := int(min(len(ids) - 1, T + (left - 1) * stride))) < len(ids) - 1:
                 ids = ids[: last + 1]
                 text = common.text_of(encoding, ids[1:].tolist())
@@ -110,12 +110,12 @@ def evaluate(options, path, cfg, encoding, score):
         check_tokenizer(corpus, encoding)
         order, total = Shuffled(corpus, seed=0), corpus.n_sequences  # the order of main.py's validation
         total = min(total, options.limit or total)
-        pieces = (Piece(order([i])[0], 0, i) for i in range(total))
+        sequences = (Piece(order([i])[0], 0, i) for i in range(total))
     elif encoding is None:
         raise UserError(f"--data {path}: to read text the model needs a tokeniser, and {options.model} holds none.")
     else:
-        pieces, total = of_text(), None
-    scored = list(tqdm(score(pieces, T), path, total, leave=False, disable=not sys.stderr.isatty()))
+        sequences, total = of_text(), None
+    scored = list(tqdm(score(sequences, T), path, total, leave=False, disable=not sys.stderr.isatty()))
     if not scored:
         raise UserError(f"--data {path}: there is no text in it.")
     unit, sums, tokens = map(np.array, zip(*scored))
@@ -158,7 +158,7 @@ def choose(options, path, cfg, encoding, score):
     """{"hellaswag", "questions", "acc", "acc_error", "acc_norm", "acc_norm_error"}: the share of questions of which the
     right ending is the likeliest, by the sum of its log p and by that sum per byte of the ending. An ending follows
     its context and a space; a context too long for the model keeps its end."""
-    pieces, items, T = [], [], cfg.model.T
+    answers, items, T = [], [], cfg.model.T
     for context, endings, label in questions(path):
         if len(items) == options.limit > 0:
             break
@@ -166,12 +166,12 @@ def choose(options, path, cfg, encoding, score):
         for ending in endings:
             after = encoding.encode_ordinary(" " + ending)[:T]
             ids = np.array([*before[-(T + 1 - len(after)) :], *after])
-            pieces.append(Piece(ids, len(ids) - 1 - len(after), len(pieces)))
+            answers.append(Piece(ids, len(ids) - 1 - len(after), len(answers)))
         items.append((label, [len(ending.encode()) for ending in endings]))
     if not items:
         raise UserError(f"--hellaswag {path}: there are no questions in it.")
-    longest = min(T, math.ceil(max(len(piece.ids) - 1 for piece in pieces) / 64) * 64)  # few lengths to compile
-    progress = tqdm(score(pieces, longest), path, len(pieces), leave=False, disable=not sys.stderr.isatty())
+    longest = min(T, math.ceil(max(len(answer.ids) - 1 for answer in answers) / 64) * 64)  # few lengths to compile
+    progress = tqdm(score(answers, longest), path, len(answers), leave=False, disable=not sys.stderr.isatty())
     losses, right = iter([loss for _, loss, _ in progress]), []
     for label, sizes in items:
         mine = np.array([next(losses) for _ in sizes])
