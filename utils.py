@@ -392,16 +392,7 @@ def parse(argv):
         raise UserError(f"--preset: a name is missing; there are {', '.join(PRESETS)}.") from None
     default = preset(name)
     given = {m[1].replace("-", "_") for a in argv if (m := re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", a))}
-    output = io.StringIO()
-    try:
-        # tyro draws a box for people; it is printed for --help and boiled down to one sentence otherwise
-        with contextlib.redirect_stderr(output):
-            cfg = tyro.cli(Annotated[Config, tyro.conf.OmitArgPrefixes], args=argv, default=default, prog="main.py",
-                           use_underscores=True)  # fmt: skip
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UserError(parse_complaint(output.getvalue())) from None
+    cfg = read_flags(Annotated[Config, tyro.conf.OmitArgPrefixes], argv, "main.py", default=default)
     if cfg.data.tokenizer:
         n_vocab = load_tokenizer(cfg.data.tokenizer).n_vocab
         if "vocab_size" not in given:
@@ -409,11 +400,29 @@ def parse(argv):
         if cfg.model.vocab_size < n_vocab:
             raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
                             f"tokens; give at least that many, or leave the flag out.")  # fmt: skip
-    for n, low in AT_LEAST.items():
-        value = flatten(cfg)[n]
-        if value < low or not math.isfinite(value):
-            raise UserError(f"--{n} {value}: must be at least {low}.")
+    check_least(flatten(cfg), AT_LEAST)
     return cfg, given
+
+
+def read_flags(kind, argv, program, **settings):
+    """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError for anything that does not
+    parse; `--help` exits. settings: tyro's."""
+    output = io.StringIO()
+    try:
+        # tyro draws a box for people; it is printed for --help and boiled down to one sentence otherwise
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(kind, args=argv, prog=program, use_underscores=True, **settings)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(parse_complaint(output.getvalue())) from None
+
+
+def check_least(flags, least):
+    """Raises UserError where one of {flag: value} is smaller than {flag: number} of `least` says."""
+    for n, low in least.items():
+        if n in flags and (flags[n] < low or not math.isfinite(flags[n])):
+            raise UserError(f"--{n} {flags[n]}: must be at least {low}.")
 
 
 def parse_complaint(box):

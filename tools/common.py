@@ -1,0 +1,134 @@
+"""What the programs that use a trained model share: their flags, opening the model, text of tokens."""
+
+import contextlib
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+import utils
+from utils import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of every such program; those of utils.py that have the same name mean the same."""
+
+    model: tyro.conf.Positional[str] = tyro.MISSING
+    """A run directory, whose newest sound checkpoint is taken, or a folder in the Hugging Face format."""
+    n_device_axis: tuple[int, int, int] = utils.Run.n_device_axis
+    """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
+    n_devices: int = utils.Run.n_devices
+    """Devices to use, as for main.py; 0: all that are present."""
+    model_dtype: Literal["bfloat16", "float32"] | None = None
+    """Type of activations and matrices; None: the one that the model was trained in."""
+    compilation_cache: str = utils.Run.compilation_cache
+    """Folder of XLA's persistent compilation cache; empty: none."""
+
+
+@dataclass(frozen=True)
+class Sample(Options, utils.Sample):
+    """Continue prompts with a trained model."""
+
+    prompt: tuple[str, ...] = (utils.Sample.prompt,)
+    """Texts to continue."""
+    inference_batch: int = 1
+    """Samples to draw of each prompt."""
+    stop: tuple[str, ...] = ()
+    """Strings before which a row ends; the end-of-text token always ends it."""
+    seed: int = utils.Run.seed
+    """Seed of the draws."""
+    use_cache: tyro.conf.Suppress[bool] = True  # the program's only way
+
+
+@dataclass(frozen=True)
+class Evaluate(Options):
+    """Measure a trained model on shards, text and multiple-choice questions."""
+
+    data: tuple[str, ...] = ()
+    """Each a folder of shards, or one with such a folder val in it; a shard (.npy); a text file; a folder or a glob of
+    text files, .jsonl (also .gz and .zst) or .parquet."""
+    hellaswag: tuple[str, ...] = ()
+    """Files of multiple-choice questions, a line each: {"ctx": text, "endings": [texts], "label": number}."""
+    limit: int = 0
+    """Sequences of T tokens, or questions, to take of each; 0: all."""
+    stride: int = 0
+    """Tokens of text from the beginning of one sequence to the next; those before are context. 0: T, no overlap."""
+    batch_size: int = 8
+    """Sequences of a batch per device of dp and stage of pp."""
+    text_column: str = "text"
+    """Column of a record that holds its text."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+
+def parse(kind, argv, program):
+    """Command line -> `kind`, a subclass of `Options`. Raises UserError for whatever does not parse or is too small."""
+    options = utils.read_flags(kind, argv, program)
+    utils.check_least(vars(options), utils.AT_LEAST | dict(limit=0, stride=0, batch_size=1))
+    return options
+
+
+def run(program):
+    """Run `program()` and end the process: with status 0, 2 and a sentence after a UserError, or 130 after Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        utils.one_sentence(program)
+        sys.exit()
+    sys.exit(130)
+
+
+def open_model(options, text):
+    """(Config, mesh, parameters, tokeniser) of `options.model` on the mesh of `options`.
+
+    Parameters lie as model.param_table says, matrices in model_dtype already, so that no step converts them again; the
+    tokeniser is None where the model has none. Raises UserError where there is no such model, the mesh does not fit, or
+    `text` is wanted and there is no tokeniser.
+    """
+    import jax  # here: XLA's flags must stand in the environment before
+
+    import main
+    import model
+
+    flags, load = main.open_weights(options.model)
+    encoding = utils.folder_tokenizer(options.model)
+    if text and encoding is None:
+        raise UserError(f"{options.model}: holds no tokeniser, so it knows no text; put its tokenizer.json there.")
+    if encoding and encoding.n_vocab > flags["vocab_size"]:
+        raise UserError(f"{options.model}: its tokeniser has {encoding.n_vocab} tokens, the model only "
+                        f"{flags['vocab_size']}; they do not belong together.")  # fmt: skip
+    if options.model_dtype:
+        flags["model_dtype"] = options.model_dtype
+    flags |= {name: getattr(options, name) for name in ("n_device_axis", "n_devices", "compilation_cache")}
+    for name in ("micro_batch_size", "train_batch_size", "val_batch_size"):  # no flags here: any that fit the mesh do
+        flags[name] = max(1, options.n_device_axis[1])
+    cfg = utils.validate(utils.replace(utils.Config(), **flags), jax.device_count())
+    main.configure_jax(cfg)
+    mesh, table = main.make_mesh(cfg), model.param_table(cfg)
+
+    def convert(p, w):
+        if not p.matrix or w.dtype == cfg.model.model_dtype:
+            return w
+        converted = w.astype(cfg.model.model_dtype)
+        w.delete()  # one leaf at a time is held in both types
+        return converted
+
+    params = jax.tree.map(convert, table, load(table, mesh), is_leaf=model.is_param)
+    return cfg, mesh, params, encoding
+
+
+def text_of(encoding, ids):
+    """Text of token ids. Those that the tokeniser does not know (a model may have more) are left out; bytes that are no
+    UTF-8 become U+FFFD."""
+    return encoding.decode([t for t in ids if known(encoding, t)])
+
+
+@functools.cache
+def known(encoding, token):
+    """Whether the tokeniser has this token id; a tiktoken vocabulary may have gaps."""
+    try:
+        encoding.decode([token])
+    except KeyError:
+        return False
+    return True

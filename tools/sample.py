@@ -1,0 +1,150 @@
+"""Text from the newest checkpoint of a run or from a model in the Hugging Face format.
+
+python tools/sample.py runs/tiny --prompt "def " "import os" --max_tokens 100
+
+Prompts of all lengths are one batch, decoded with a cache on any mesh. Each is preceded by the end-of-text token, as
+every document is in training; no part of it becomes a special token. Text goes to stdout as it comes, row after row;
+speeds go to stderr.
+"""
+
+import itertools
+import math
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import utils
+from tools import common
+from utils import UserError
+
+if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
+    options_given = utils.one_sentence(lambda: common.parse(common.Sample, sys.argv[1:], "sample.py"))
+    utils.set_xla_flags(options_given.n_devices)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+
+CHUNK = 8  # tokens of a row between two looks at what was drawn: beside them the host's part is small
+MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one fit others
+
+
+def make_sampler(cfg, mesh, options, length):
+    """Jitted `prefill(params, ids [B, n], lengths [B])` -> state, and `advance(params, state)` -> state, the next
+    tokens [CHUNK, B]; rows of at most `length` tokens. A state is (newest token [B], drawn but not yet in the cache;
+    its position [B]; the cache, used up by `advance`; number of draws)."""
+    decode, key = model.make_decode(cfg, mesh), jax.random.key(options.seed)
+
+    def draw(logits, number):
+        return model.draw_tokens(logits, jax.random.fold_in(key, number), options).astype(jnp.int32)
+
+    def prefill(params, ids, lengths):
+        cache = model.empty_cache(cfg, len(ids), length)
+        logits, cache = decode(params, ids, cache, jnp.zeros_like(lengths), lengths - 1)
+        return draw(logits, 0), lengths, cache, jnp.int32(1)
+
+    def advance(params, state):
+        def one(state, _):
+            token, position, cache, number = state
+            logits, cache = decode(params, token[:, None], cache, position, jnp.zeros_like(position))
+            return (draw(logits, number), position + 1, cache, number + 1), token
+
+        return lax.scan(one, state, length=CHUNK)
+
+    rows, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
+    specs = model.ARCHITECTURES[cfg.model.architecture].cache(cfg, 1, 1)
+    placed = rows, rows, {kind: NamedSharding(mesh, spec) for kind, (_, spec) in specs.items()}, everywhere
+    advance = jax.jit(advance, out_shardings=(placed, everywhere), donate_argnums=1)
+    return jax.jit(prefill, out_shardings=placed), advance
+
+
+class Row:
+    """One sequence as its tokens arrive. prompt: token ids, of which end-of-text's is the first; head: text before."""
+
+    def __init__(self, encoding, prompt, options, head=""):
+        self.encoding, self.prompt, self.options = encoding, prompt, options
+        self.tokens, self.text, self.done = [], "", False
+        self.before, self.unseen = len(common.text_of(encoding, prompt)), head + common.text_of(encoding, prompt[1:])
+
+    def add(self, tokens):
+        """Take further tokens; `text` is then as much of the continuation as no later token changes, and `unseen` has
+        grown by what is new in it."""
+        if self.done:
+            return
+        tokens, end = tokens[: self.options.max_tokens - len(self.tokens)], self.encoding.eot_token
+        self.tokens += itertools.takewhile(lambda t: t != end, tokens)
+        self.done = end in tokens or len(self.tokens) == self.options.max_tokens
+        text, stop = common.text_of(self.encoding, self.prompt + self.tokens)[self.before :], self.options.stop
+        found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
+        if found:  # of several, the one that is whole first
+            text, self.done = text[: min(found)[1]], True
+        if not self.done:  # the end may be part of a character, or the beginning of a stop string
+            text = text.rstrip("\ufffd")
+            text = text[: len(text) - max((n for s in stop for n in range(len(s)) if text.endswith(s[:n])), default=0)]
+        self.text, self.unseen = text, self.unseen + text[len(self.text) :]
+
+
+def show(waiting):
+    """Print what is unseen of the `waiting` rows, a deque: the first as it grows, the others when it is done."""
+    while waiting:
+        print(waiting[0].unseen, end="", flush=True)
+        waiting[0].unseen = ""
+        if not waiting[0].done:
+            return
+        print(flush=True)
+        waiting.popleft()
+
+
+def main(options):
+    """Print the continuations of the prompts; returns their `Row`s."""
+    cfg, mesh, params, encoding = common.open_model(options, text=True)
+    if "" in options.stop or not options.prompt:
+        raise UserError("--stop, --prompt: a string is missing or empty.")
+    prompts = [[encoding.eot_token, *encoding.encode_ordinary(text)] for text in options.prompt]
+    longest, n_rows = max(map(len, prompts)), len(prompts) * options.inference_batch
+    if longest + options.max_tokens > cfg.model.T:
+        about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the "
+        if cfg.model.architecture == "gpt2":
+            raise UserError(f"{about}{cfg.model.T} positions that the model has learned.")
+        print(f"warning: {about}{cfg.model.T} that the model was trained on", file=sys.stderr)  # rotary ones go on
+
+    batch = [ids for ids in prompts for _ in range(options.inference_batch)]
+    rows = [Row(encoding, ids, options, f"--- {i}\n" if n_rows > 1 else "") for i, ids in enumerate(batch)]
+    batch += [[encoding.eot_token]] * (-n_rows % mesh.shape["dp"])
+    n, chunks = math.ceil(longest / MULTIPLE) * MULTIPLE, math.ceil(options.max_tokens / CHUNK)
+    ids, lengths = np.array([r + [0] * (n - len(r)) for r in batch], np.int32), np.array([*map(len, batch)], np.int32)
+    prefill, advance = make_sampler(cfg, mesh, options, n + chunks * CHUNK)
+    prefill = prefill.lower(params, ids, lengths).compile()
+    began = time.perf_counter()
+    state = jax.block_until_ready(prefill(params, ids, lengths))
+    prefilled = time.perf_counter() - began
+    advance = advance.lower(params, state).compile()
+
+    waiting, ahead, began, steps = deque(rows), None, time.perf_counter(), 0
+    for chunk in range(chunks + 1):  # the devices draw the next chunk while the host prints the one before
+        before, ahead = ahead, None
+        if chunk < chunks:
+            state, ahead = advance(params, state)
+        if before is not None:
+            for row, tokens in zip(rows, np.asarray(before).T.tolist()):
+                row.add(tokens)
+            show(waiting)
+            steps += CHUNK
+            if not waiting:
+                break
+    took, total = time.perf_counter() - began, sum(map(len, batch[:n_rows]))
+    print(f"prefill: {total} tokens, {total / prefilled:,.0f} tokens/s; decode: {n_rows} x {steps} tokens, "
+          f"{n_rows * steps / took:,.0f} tokens/s", file=sys.stderr)  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    common.run(lambda: main(options_given))
