@@ -451,7 +451,7 @@ def main(cfg, given):
         if prompt is None:
             return
         ids = np.asarray(generate(state.params, prompt, jax.random.key(cfg.run.seed))).tolist()
-        texts = [encoding.decode([t for t in row if t < encoding.n_vocab]) for row in ids]
+        texts = [utils.text_of(encoding, row) for row in ids]
         log.text(step, [t.split(utils.END_OF_TEXT)[1] for t in texts])  # each begins with one; a second ends it
 
     def fetch(step, metrics, since):

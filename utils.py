@@ -8,6 +8,7 @@ import argparse
 import base64
 import contextlib
 import dataclasses
+import functools
 import glob
 import importlib.util
 import io
@@ -661,6 +662,22 @@ def load_tokenizer(name):
     except OSError as e:  # requests' errors are OSErrors too
         raise UserError(f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
                         f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR.") from None  # fmt: skip
+
+
+def text_of(encoding, ids):
+    """Text of token ids. Those that the tokeniser does not know (a model may have more) are left out; bytes that are no
+    UTF-8 become U+FFFD."""
+    return encoding.decode([t for t in ids if known(encoding, t)])
+
+
+@functools.cache
+def known(encoding, token):
+    """Whether the tokeniser has this token id; a tiktoken vocabulary may have gaps."""
+    try:
+        encoding.decode([token])
+    except KeyError:
+        return False
+    return True
 
 
 def keep_tokenizer(folder, name):

@@ -1,7 +1,6 @@
 """What the programs that use a trained model share: their flags, opening the model, text of tokens."""
 
 import contextlib
-import functools
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -116,19 +115,3 @@ def open_model(options, text):
 
     params = jax.tree.map(convert, table, load(table, mesh), is_leaf=model.is_param)
     return cfg, mesh, params, encoding
-
-
-def text_of(encoding, ids):
-    """Text of token ids. Those that the tokeniser does not know (a model may have more) are left out; bytes that are no
-    UTF-8 become U+FFFD."""
-    return encoding.decode([t for t in ids if known(encoding, t)])
-
-
-@functools.cache
-def known(encoding, token):
-    """Whether the tokeniser has this token id; a tiktoken vocabulary may have gaps."""
-    try:
-        encoding.decode([token])
-    except KeyError:
-        return False
-    return True

@@ -100,7 +100,7 @@ def evaluate(options, path, cfg, encoding, score):
             ids = encode(text, encoding)
             if (last := int(min(len(ids) - 1, T + (left - 1) * stride))) < len(ids) - 1:
                 ids = ids[: last + 1]
-                text = common.text_of(encoding, ids[1:].tolist())
+                text = utils.text_of(encoding, ids[1:].tolist())
             sizes.append(len(text.encode()))
             for window, first in windows(ids, T, stride):
                 yield Piece(window, first, len(sizes) - 1)

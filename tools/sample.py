@@ -72,7 +72,7 @@ class Row:
     def __init__(self, encoding, prompt, options, head=""):
         self.encoding, self.prompt, self.options = encoding, prompt, options
         self.tokens, self.text, self.done = [], "", False
-        self.before, self.unseen = len(common.text_of(encoding, prompt)), head + common.text_of(encoding, prompt[1:])
+        self.before, self.unseen = len(utils.text_of(encoding, prompt)), head + utils.text_of(encoding, prompt[1:])
 
     def add(self, tokens):
         """Take further tokens; `text` is then as much of the continuation as no later token changes, and `unseen` has
@@ -82,7 +82,7 @@ class Row:
         tokens, end = tokens[: self.options.max_tokens - len(self.tokens)], self.encoding.eot_token
         self.tokens += itertools.takewhile(lambda t: t != end, tokens)
         self.done = end in tokens or len(self.tokens) == self.options.max_tokens
-        text, stop = common.text_of(self.encoding, self.prompt + self.tokens)[self.before :], self.options.stop
+        text, stop = utils.text_of(self.encoding, self.prompt + self.tokens)[self.before :], self.options.stop
         found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
         if found:  # of several, the one that is whole first
             text, self.done = text[: min(found)[1]], True
