@@ -57,7 +57,8 @@ class Cache:
             os.makedirs(self.folder, exist_ok=True)
             with open(part, "wb") as f:
                 f.write(content)
-            os.replace(part, path)
+            with contextlib.suppress(FileNotFoundError):  # another thread or process made room just then
+                os.replace(part, path)
         except OSError as e:
             raise UserError(f"--process_path: {path} cannot be written ({e}); make room, or give another folder or a "
                             f"smaller --cache_gb.") from None  # fmt: skip
@@ -106,7 +107,7 @@ class Shard:
     def header(self):
         """(position of the first token, dtype, number of tokens)."""
         try:
-            f = io.BytesIO(self._read(0, min(self.size, 4096)).tobytes())
+            f = io.BytesIO(self._read(0, min(self.size, BLOCK, 4096)).tobytes())
             version = np.lib.format.read_magic(f)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(f)
@@ -257,7 +258,9 @@ class Corpus:
                 start = int(starts[row])
                 rows[row] = self.shards[order[at[row]]].tokens(start, start + self.T + 1, self.vocab_size)
 
-        together = {}  # rows that begin in one block of uint16: one thread reads them, so that none is fetched twice
+        # the headers first, then by one thread the rows that begin in one block of uint16: no two fetch the same block
+        list(READERS.map(lambda i: self.shards[i].header, np.unique(order[at])))
+        together = {}
         for row, where in enumerate(zip(at.tolist(), (starts // (BLOCK // 2)).tolist())):
             together.setdefault(where, []).append(row)
         list(READERS.map(fill, together.values()))

@@ -446,6 +446,8 @@ def main(cfg, given):
                 if signalled:
                     break
     except UserError:  # storage failed: keep what was reached
+        if pending:
+            log.metrics(fetch(*pending, clock))
         save(state)
         raise
     finally:
