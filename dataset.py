@@ -143,24 +143,26 @@ class Shard:
     def _block(self, b):
         """uint8 [at most BLOCK]: block b, from the cache where it is there, from remote storage where it is not."""
         name, start, stop = f"{self.key}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
+        sound = self.sound[b]  # asked first: another thread may just replace a block that the cache held damaged
         content = self.cache.get(name) if is_remote(self.path) else self.mapped[start:stop]
-        if content is not None and (self.sound[b] or self._verify(b, content)):
+        if content is not None and (sound or self._verify(b, content)):
+            self.sound[b] = True
             return content
         for _ in range(2 if is_remote(self.path) else 0):  # twice, since it may have been damaged on its way
             try:
-                content = persist(lambda: self.fs.cat_file(self.there, start, stop), self.path)
+                content = persist(lambda: self.fs.cat_file(self.there, start=start, end=stop), self.path)
             except FileNotFoundError:
                 raise UserError(f"--bucket_name: {self.path} is missing; put it back or make it again.") from None
             if self._verify(b, content):
                 self.cache.put(name, content)
+                self.sound[b] = True
                 return np.frombuffer(content, np.uint8)
         raise self._damaged(f"its bytes from {start:,} on are not those that the manifest tells of")
 
     def _verify(self, b, content):
         """Whether `content` has the length and, where one is known, the checksum of block b."""
         whole, known = len(content) == min(BLOCK, self.size - b * BLOCK), self.checksums[8 * b : 8 * b + 8]
-        self.sound[b] = whole and known in ("", f"{zlib.crc32(content):08x}")
-        return self.sound[b]
+        return whole and known in ("", f"{zlib.crc32(content):08x}")
 
     def _damaged(self, how):
         return UserError(f"--bucket_name: {self.path} is damaged ({how}); make it again.")

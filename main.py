@@ -427,12 +427,13 @@ def main(cfg, given):
                 if not (scheduled or saves):
                     continue
                 row, wait = fetch(*pending, clock), waited(last_line)
-                pending, off = None, time.time()
+                off = time.time()
                 if scheduled or (stop and not signalled):
                     row |= evaluate(state.params)
                     rate = (off - loop_began - paused) / (step - first_step)
                     line(row, rate * (cfg.run.training_steps - step), wait)
                 log.metrics(row)
+                pending = None
                 if scheduled or stop:
                     log.plots()
                 if saves:

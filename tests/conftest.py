@@ -140,7 +140,9 @@ def run_program(*words, **environment):
 
 
 class Faulty(ThreadingHTTPServer):
-    """A proxy to the server at `port` that answers every third request with 503."""
+    """A proxy to the server at `port` that answers every third request with 503, `most` times."""
+
+    most = float("inf")
 
     def __init__(self, port):
         super().__init__(("127.0.0.1", 0), FaultyHandler)
@@ -154,7 +156,7 @@ class FaultyHandler(BaseHTTPRequestHandler):
     def answer(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         status, headers, content = 503, [], b""
-        if next(self.server.requests) % 3:
+        if next(self.server.requests) % 3 or self.server.failed >= self.server.most:
             connection = HTTPConnection("127.0.0.1", self.server.behind)
             connection.request(self.command, self.path, body, dict(self.headers))
             response = connection.getresponse()

@@ -109,7 +109,7 @@ def test_a_damaged_block_of_the_cache_is_fetched_again(remote, tmp_path):
         path.write_bytes(content)
     corpus = open_corpus(address, tmp_path)
     del read[:]
-    assert np.array_equal(corpus.sequences(everything, seed=1), expected) and len(read) == 4
+    assert np.array_equal(corpus.sequences(everything, seed=1), expected) and len(set(read)) == 4
 
 
 def test_shards_without_a_manifest_and_written_anew(remote, tmp_path):
@@ -183,21 +183,22 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
 
 
 def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
-    """Every third request fails; the run is stopped and goes on: losses and parameters are those of a local run."""
+    """Every third request fails for a while, and the run is stopped and goes on: it is the same as a local run."""
     address, fs, proxy = bucket
-    folder = write_corpus(tmp_path / "corpus")
+    folder, proxy.most = write_corpus(tmp_path / "corpus"), 25
     for path in filter(Path.is_file, folder.rglob("*")):
-        fs.pipe_file(f"{address.split('://')[1]}/{path.relative_to(folder)}", path.read_bytes())
+        utils.write_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
     flags = dict(bucket_name=address, process_path=tmp_path / "cache", training_steps=6)
     if address.startswith("gs"):  # Orbax writes no checkpoints to s3://
         flags["output_dir"] = "gs://bucket/runs"
     for steps in (6, 11):
         assert train(**flags | dict(training_steps=steps)) == 0
-    assert "resuming run at step 6" in capsys.readouterr().out and proxy.failed > 10
+    assert "resuming run at step 6" in capsys.readouterr().out and proxy.failed > 5
     assert train(bucket_name=folder, training_steps=11, name="local", output_dir=tmp_path / "runs") == 0
     fs.invalidate_cache()
     if address.startswith("gs"):
-        fs.get("bucket/runs/run/", f"{tmp_path}/runs/run/", recursive=True)
+        for path in fs.find("bucket/runs/run"):
+            utils.write_file(f"{tmp_path}/{path.removeprefix('bucket/')}", fs.cat_file(path))
     run, local = tmp_path / "runs" / "run", tmp_path / "runs" / "local"
     assert metrics_of(run) == metrics_of(local) and [row["data/epoch"] for row in metrics_of(run)][-1] == 88 / 372
     assert_bitwise(checkpoint_of(run, 11), checkpoint_of(local, 11))
