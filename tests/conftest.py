@@ -17,6 +17,7 @@ GCS_EMULATOR = ROOT.parent / "shared" / "tools" / "gcs_emulator.py"
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_MODE"] = "offline"
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks an emulator for gRPC, for a minute
 # compiling would be most of the tests' time; these shorten it sevenfold and change nothing that the tests look at
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10."):  # later ones have no such flag, and XLA ends a process that gives it
@@ -204,7 +205,6 @@ def bucket(request, monkeypatch):
         fsspec.get_filesystem_class(request.param).clear_instance_cache()  # of another test's server
         if request.param == "gs":
             for name, value in {"STORAGE_EMULATOR_HOST": faulty, "TENSORSTORE_GCS_HTTP_URL": faulty,
-                                "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else it asks for gRPC, for a minute
                                 "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x"}.items():  # fmt: skip
                 monkeypatch.setenv(name, value)
             fs = fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
