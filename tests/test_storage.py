@@ -178,8 +178,10 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
     path.write_bytes(content)
     fs.pipe_file(there, content)
     assert train(**flags) == 0
-    assert train(**flags, name="whole") == 0
-    assert metrics_of(tmp_path / "runs" / "run") == metrics_of(tmp_path / "runs" / "whole")
+    assert [row["step"] for row in metrics_of(tmp_path / "runs" / "run")] == list(range(1, 15))
+    if what == "damaged":
+        assert train(**flags, name="whole") == 0
+        assert metrics_of(tmp_path / "runs" / "run") == metrics_of(tmp_path / "runs" / "whole")
 
 
 def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
