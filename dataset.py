@@ -5,12 +5,18 @@ which is only a target. The order is a pure function of (shards, seed, number of
 of hosts, devices, batches or steps, so a run goes on anywhere at the same place, and its whole state is one integer.
 """
 
-import bisect
+import contextlib
 import functools
+import hashlib
+import io
+import itertools
 import json
 import os
+import threading
+import time
+import zlib
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import fsspec
 import jax
@@ -18,127 +24,265 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from model import BATCH_SPEC
-from utils import UserError, is_remote, load_tokenizer, read_file
+from utils import BLOCK, UserError, is_remote, load_tokenizer, persist, read_file, write_file
 
-WINDOW = 1 << 20  # sequences that are shuffled together; each window touches few shards, however many there are
-CHECK_AT_START = 1 << 28  # tokens up to which all shards are checked before training begins (less than a second)
+WINDOW = 1 << 30  # tokens whose sequences are shuffled together; each window touches few shards, however many there are
+CHECK_AT_START = 1 << 28  # tokens of local shards up to which all are checked before training begins (about a second)
+PERIOD = 100_000  # sequences after which the pattern of a mixture repeats; no corpus can have a smaller share than one
+READERS = ThreadPoolExecutor(32, "read")  # remote storage is slow to answer, not slow to send
+
+# --- Bytes ------------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Blocks of remote shards, in a local folder of at most `limit` bytes: the least recently used ones leave. The
+    processes of a host may share it."""
+
+    def __init__(self, folder, limit):
+        self.folder, self.limit, self.lock = folder, limit, threading.Lock()
+        self.unseen = limit  # bytes written since the folder was last looked through
+
+    def get(self, name):
+        """uint8 [n]: a block, memory-mapped, or None where it is not there."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: of no bytes, after a crash
+            path = os.path.join(self.folder, name)
+            os.utime(path)  # the time of last use
+            return np.memmap(path, np.uint8, "r")
+
+    def put(self, name, content):
+        """Keep a block. Raises UserError where the folder cannot be written."""
+        path = os.path.join(self.folder, name)
+        part = f"{path}.{os.getpid()}.{threading.get_ident()}.part"
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            with open(part, "wb") as f:
+                f.write(content)
+            with contextlib.suppress(FileNotFoundError):  # another thread or process made room just then
+                os.replace(part, path)
+        except OSError as e:
+            raise UserError(f"--process_path: {path} cannot be written ({e}); make room, or give another folder or a "
+                            f"smaller --cache_gb.") from None  # fmt: skip
+        with self.lock:
+            self.unseen += len(content)
+            if self.unseen >= self.limit / 16:  # seldom, since looking takes a while, and before the limit is passed
+                self.unseen = 0
+                self._evict()
+
+    def _evict(self):
+        kept = []
+        for entry in os.scandir(self.folder):
+            with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                kept.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        size = sum(n for _, n, _ in kept)
+        for _, n, path in sorted(kept):
+            if size <= self.limit * 15 / 16:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+            size -= n
+
+
+class Shard:
+    """One .npy file of token ids, memory-mapped where it is local, else read by blocks through a Cache. A block is
+    verified when it is first touched, where the manifest has its checksum.
+
+    info: the file's size and what else its storage says of it; about: its entry in the manifest, {} without one. All
+    methods raise UserError, naming the file, where it is missing, unreadable, damaged or no shard.
+    """
+
+    def __init__(self, path, info, about, cache):
+        self.path, self.about, self.cache, self.size = path, about, cache, info["size"]
+        self.checksums = about.get("crc32", "")  # of each block, in eight hexadecimal digits
+        self.sound = bytearray(-(-self.size // BLOCK))  # 1: this process has verified the block
+        identity = repr((path, sorted(map(repr, info.items()))))  # storage tells of an object that was written anew
+        self.key = about.get("sha256") or hashlib.sha256(identity.encode()).hexdigest()
+        self.fs, self.there = fsspec.core.url_to_fs(path)
+
+    @functools.cached_property
+    def mapped(self):
+        """uint8 [size]: the bytes of a local file."""
+        return np.memmap(self.path, np.uint8, "r")
+
+    @functools.cached_property
+    def header(self):
+        """(position of the first token, dtype, number of tokens)."""
+        try:
+            f = io.BytesIO(self._read(0, min(self.size, BLOCK, 4096)).tobytes())
+            version = np.lib.format.read_magic(f)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(f)
+        except (ValueError, OSError) as e:
+            raise UserError(f"--bucket_name: {self.path} is not a shard one can read ({e}); make it again.") from None
+        if len(shape) != 1 or dtype.kind not in "ui":
+            raise UserError(f"--bucket_name: {self.path} holds {dtype} of shape {shape}; a shard is one row of token "
+                            f"ids.")  # fmt: skip
+        if f.tell() + shape[0] * dtype.itemsize > self.size or self.about.get("tokens", shape[0]) != shape[0]:
+            raise self._damaged(f"it has {self.size:,} bytes")
+        return f.tell(), dtype, shape[0]
+
+    @property
+    def length(self):
+        """Number of tokens; the manifest tells it without a look at the file."""
+        return self.about.get("tokens") or self.header[2]
+
+    def tokens(self, start, stop, vocab_size):
+        """Token ids start .. stop, of the file's dtype. Raises UserError for one beyond the vocabulary."""
+        offset, dtype, _ = self.header
+        ids = self._read(offset + start * dtype.itemsize, offset + stop * dtype.itemsize).view(dtype)
+        if len(ids) and (top := int(ids.view(dtype.str.replace("i", "u")).max())) >= vocab_size:  # so are negative ones
+            raise UserError(f"--vocab_size {vocab_size}: {self.path} holds token id {top}, beyond the vocabulary; give "
+                            f"a larger --vocab_size or other shards.")  # fmt: skip
+        return ids
+
+    def _read(self, start, stop):
+        """uint8 [stop - start]: the bytes from `start` on."""
+        blocks = range(start // BLOCK, -(-stop // BLOCK))
+        parts = [self._block(b)[max(0, start - b * BLOCK) : stop - b * BLOCK] for b in blocks]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    def _block(self, b):
+        """uint8 [at most BLOCK]: block b, from the cache where it is there, from remote storage where it is not."""
+        name, start, stop = f"{self.key}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
+        sound = self.sound[b]  # asked first: another thread may just replace a block that the cache held damaged
+        content = self.cache.get(name) if is_remote(self.path) else self.mapped[start:stop]
+        if content is not None and (sound or self._verify(b, content)):
+            self.sound[b] = True
+            return content
+        for _ in range(2 if is_remote(self.path) else 0):  # twice, since it may have been damaged on its way
+            try:
+                content = persist(lambda: self.fs.cat_file(self.there, start=start, end=stop), self.path)
+            except FileNotFoundError:
+                raise UserError(f"--bucket_name: {self.path} is missing; put it back or make it again.") from None
+            if self._verify(b, content):
+                self.cache.put(name, content)
+                self.sound[b] = True
+                return np.frombuffer(content, np.uint8)
+        raise self._damaged(f"its bytes from {start:,} on are not those that the manifest tells of")
+
+    def _verify(self, b, content):
+        """Whether `content` has the length and, where one is known, the checksum of block b."""
+        whole, known = len(content) == min(BLOCK, self.size - b * BLOCK), self.checksums[8 * b : 8 * b + 8]
+        return whole and known in ("", f"{zlib.crc32(content):08x}")
+
+    def _damaged(self, how):
+        return UserError(f"--bucket_name: {self.path} is damaged ({how}); make it again.")
+
+
+# --- Sequences --------------------------------------------------------------------------------------------------
+
+
+def list_shards(folder):
+    """{name: what the storage says of it} of the .npy files in a folder, local or remote; {} where there is none."""
+    fs, path = fsspec.core.url_to_fs(folder)
+    try:
+        there = persist(lambda: fs.ls(path, detail=True), folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    there = {os.path.basename(info["name"]): info for info in there}
+    return {name: there[name] for name in sorted(there) if name.endswith(".npy")}
 
 
 class Corpus:
-    """The shards of one folder, read as sequences of T + 1 tokens.
+    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens.
 
     Raises UserError, naming the folder or the file, where shards are missing, unreadable, or do not fit the
     vocabulary or the tokeniser.
     """
 
-    def __init__(self, cfg, folder):
+    def __init__(self, cfg, root, folder):
         d, m = cfg.data, cfg.model
         self.T, self.vocab_size = m.T, m.vocab_size
-        self.folder = os.path.join(d.bucket_name, folder)
-        self.cache = os.path.join(d.process_path, self.folder.split("://")[-1])
+        self.folder = os.path.join(root, folder)
         manifest = read_file(os.path.join(self.folder, "manifest.json"))
         self.manifest = json.loads(manifest) if manifest else {}
-        self.names = self._list()
-        self.tokenizer = self._tokenizer(d)
-        self.lengths = [self._length(name) for name in self.names]
+        self.shards = self._open(Cache(os.path.join(d.process_path, "blocks"), d.cache_gb * 1e9))
+        self.tokenizer = self._tokenizer(d, root)
+        self.lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in self.lengths])
         self.n_sequences = int(self.counts.sum())
         if not self.n_sequences:
             raise UserError(f"--T {self.T}: the shards in {self.folder} hold no sequence of {self.T + 1} tokens.")
-        if sum(self.lengths) <= CHECK_AT_START:
-            for i in range(len(self.names)):
-                self.shard(i)
+        if not is_remote(root) and sum(self.lengths) <= CHECK_AT_START:
+            list(READERS.map(self._check, self.shards))
 
-    def _list(self):
-        """Names of the shards; the manifest, where there is one, says which must be there."""
-        fs, path = fsspec.core.url_to_fs(self.folder)
-        try:
-            there = {os.path.basename(p) for p in fs.ls(path, detail=False)}
-        except (FileNotFoundError, NotADirectoryError):
-            there = set()
-        names = sorted(n for n in there if n.endswith(".npy"))
-        missing = [s["name"] for s in self.manifest.get("shards", []) if s["name"] not in there]
-        if missing:
+    def _open(self, cache):
+        """The shards, by name; the manifest, where there is one, says which must be there."""
+        there = list_shards(self.folder)
+        about = {shard["name"]: shard for shard in self.manifest.get("shards", [])}
+        if missing := [name for name in about if name not in there]:
             raise UserError(f"--bucket_name: {os.path.join(self.folder, missing[0])} is missing, although the "
                             f"manifest beside it lists it.")  # fmt: skip
-        if not names:
+        if not there:
             raise UserError(f"--bucket_name: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
                             f"makes them, and run.sh local does so by itself.")  # fmt: skip
-        return names
+        return [Shard(os.path.join(self.folder, n), there[n], about.get(n, {}), cache) for n in there]
 
-    def _tokenizer(self, d):
+    def _check(self, shard):
+        for start in range(0, shard.length, BLOCK):
+            shard.tokens(start, min(start + BLOCK, shard.length), self.vocab_size)
+
+    def _tokenizer(self, d, root):
         """Name or file of the tokeniser, checked against the manifest and the vocabulary; "" where nothing tells."""
         made_with, vocabulary = self.manifest.get("tokenizer", ""), self.manifest.get("vocab_size", 0)
         if vocabulary > self.vocab_size:
             raise UserError(f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
                             f"of {vocabulary} ({made_with}); give that or other shards.")  # fmt: skip
         given = os.path.basename(d.tokenizer)
-        # a trained tokeniser's ranks are copied into bucket_name under one name, so only its kind can be compared
+        # a trained tokeniser's ranks are copied beside the shards under one name, so only its kind can be compared
         trained = given.endswith(".tiktoken") and made_with.endswith(".tiktoken")
         if given and made_with and given != made_with and not trained:
             raise UserError(f"--tokenizer {d.tokenizer}: the shards in {self.folder} were made with {made_with}; give "
                             f"that one or other shards.")  # fmt: skip
         if not made_with.endswith(".tiktoken"):
             return d.tokenizer or made_with
-        return self._local(os.path.join(d.bucket_name, made_with), os.path.join(d.process_path, "tokenizer.tiktoken"))
-
-    @staticmethod
-    def _local(path, copy):
-        """A local path itself; a remote one is copied whole to `copy` first, beside and then renamed."""
+        path = os.path.join(root, made_with)
         if not is_remote(path):
             return path
-        if not os.path.exists(copy):
-            os.makedirs(os.path.dirname(copy), exist_ok=True)
-            part = f"{copy}.{os.getpid()}.part"
-            fs, source = fsspec.core.url_to_fs(path)
-            fs.get_file(source, part)
-            os.replace(part, copy)
+        copy = os.path.join(d.process_path, f"{self.manifest['tokenizer_sha256']}.tiktoken")
+        if not os.path.exists(copy) and (ranks := read_file(path)):
+            write_file(copy, ranks)
         return copy
-
-    def _length(self, name):
-        """Tokens in a shard, from its header alone."""
-        path = os.path.join(self.folder, name)
-        try:
-            with fsspec.open(path, "rb") as f:
-                version = np.lib.format.read_magic(f)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(f)
-        except (ValueError, OSError) as e:
-            raise UserError(f"--bucket_name: {path} is not a shard ({e}); make it again.") from None
-        if len(shape) != 1 or dtype.kind not in "ui":
-            raise UserError(f"--bucket_name: {path} holds {dtype} of shape {shape}; a shard is one row of token ids.")
-        return shape[0]
-
-    @functools.lru_cache(maxsize=4096)
-    def shard(self, i):
-        """Shard i, memory-mapped, its ids checked against the vocabulary."""
-        path = os.path.join(self.folder, self.names[i])
-        try:
-            tokens = np.load(self._local(path, os.path.join(self.cache, self.names[i])), mmap_mode="r")
-        except (ValueError, OSError) as e:
-            raise UserError(f"--bucket_name: {path} is damaged ({e}); make it again.") from None
-        if len(tokens) and (top := int(tokens.max())) >= self.vocab_size:
-            raise UserError(f"--vocab_size {self.vocab_size}: {path} holds token id {top}, beyond the vocabulary; give "
-                            f"a larger --vocab_size or other shards.")  # fmt: skip
-        return tokens
 
     @property
     def bytes_per_token(self):
         """Mean UTF-8 bytes of a token, or None where no manifest tells."""
         return self.manifest["bytes"] / self.manifest["tokens"] if self.manifest.get("tokens") else None
 
-    def encoding(self):
-        """The tokeniser, or None where neither a manifest nor --tokenizer names it."""
-        return load_tokenizer(self.tokenizer) if self.tokenizer else None
-
     def read(self, places, order):
         """int32 [n, T + 1]: the sequences at `places` [n] of the shards laid end to end in `order`."""
-        ends = np.cumsum(self.counts[order]).tolist()
+        ends = np.cumsum(self.counts[order])
+        at = np.searchsorted(ends, places, "right")
+        starts = (places - ends[at] + self.counts[order[at]]) * self.T
         rows = np.empty((len(places), self.T + 1), np.int32)
-        for row, place in zip(rows, places):
-            at = bisect.bisect_right(ends, place)
-            start = (place - (ends[at] - self.counts[order[at]])) * self.T
-            row[:] = self.shard(int(order[at]))[start : start + self.T + 1]
+
+        def fill(near):
+            for row in near:
+                start = int(starts[row])
+                rows[row] = self.shards[order[at[row]]].tokens(start, start + self.T + 1, self.vocab_size)
+
+        # the headers first, then by one thread the rows that begin in one block of uint16: no two fetch the same block
+        list(READERS.map(lambda i: self.shards[i].header, np.unique(order[at])))
+        together = {}
+        for row, where in enumerate(zip(at.tolist(), (starts // (BLOCK // 2)).tolist())):
+            together.setdefault(where, []).append(row)
+        list(READERS.map(fill, together.values()))
+        return rows
+
+    def sequences(self, numbers, seed):
+        """int32 [n, T + 1]: the sequences with the given numbers [n], counted from the start of training.
+
+        Every epoch visits each sequence once, in a new permutation: epochs permute the shards, and sequences are
+        shuffled within windows across shards.
+        """
+        numbers, N, size = np.asarray(numbers), self.n_sequences, max(1, WINDOW // self.T)
+        rows = np.empty((len(numbers), self.T + 1), np.int32)
+        groups = np.stack([numbers // N, numbers % N // size], 1)  # (epoch, window)
+        for epoch, window in np.unique(groups, axis=0).tolist():
+            mine = (groups == (epoch, window)).all(1)
+            order = np.random.default_rng([seed, epoch]).permutation(len(self.shards))
+            start = window * size
+            inside = permute(numbers[mine] % N - start, min(size, N - start), [seed, epoch, window])
+            rows[mine] = self.read(start + inside, order)
         return rows
 
 
@@ -166,25 +310,96 @@ def permute(index, size, key):
     return x.astype(np.int64)
 
 
-class Shuffled:
-    """Training order: every epoch visits each sequence once, in a new permutation. Sequence n is a pure function of
-    (shards, seed, n): epochs permute the shards, and sequences are shuffled within windows across shards."""
+class Mixture:
+    """The corpora of --mix, or the one of --bucket_name, in fixed shares of the sequences.
 
-    def __init__(self, corpus, seed):
-        self.corpus, self.seed = corpus, seed
+    Within a period the i-th of the c sequences of a corpus stands at the fraction (i + 1/2) / c, so every stretch has
+    the shares to within about a sequence. The periods of a corpus follow one another: it is read as it would be alone.
 
-    def __call__(self, numbers):
+    `folder` is the split, train or val; with `optional`, corpora that lack it are left out and the others keep their
+    proportions. Raises UserError where a corpus or the mixture does not fit.
+    """
+
+    def __init__(self, cfg, folder, optional=False):
+        bucket = cfg.data.bucket_name
+        mix = parse_mix(cfg.data.mix) or {"": 1.0}
+        if optional and (some := {n: w for n, w in mix.items() if list_shards(os.path.join(bucket, n, folder))}):
+            mix = some
+        roots = [name if is_remote(name) else os.path.join(bucket, name) if name else bucket for name in mix]
+        self.names, self.corpora = list(mix), [Corpus(cfg, root, folder) for root in roots]
+        self.T = cfg.model.T
+        first = self.corpora[0]
+        for c in self.corpora[1:]:
+            if any(c.manifest.get(key) != first.manifest.get(key) for key in ("tokenizer", "tokenizer_sha256")):
+                raise UserError(f"--mix: {c.folder} was made with another tokeniser than {first.folder}; tokenise both "
+                                f"with the same one.")  # fmt: skip
+        # In a period of sum(share) sequences, number j is the rank[j]-th of corpus which[j].
+        edges = np.rint(np.cumsum([0.0, *mix.values()]) / sum(mix.values()) * PERIOD).astype(np.int64)
+        if not (shares := np.diff(edges)).all():
+            few = self.names[int(np.argmin(shares))]
+            raise UserError(f"--mix: {few} has less than 1/{PERIOD:,} of the sequences; give it more or leave it out.")
+        self.shares = shares // np.gcd.reduce(shares)
+        pattern = np.argsort(np.concatenate([(np.arange(c) + 0.5) / c for c in self.shares]), kind="stable")
+        self.which = np.repeat(np.arange(len(mix)), self.shares)[pattern]
+        self.rank = np.concatenate([np.arange(c) for c in self.shares])[pattern]
+
+    @property
+    def folder(self):
+        """The corpora's folders, for messages."""
+        return ", ".join(c.folder for c in self.corpora)
+
+    @property
+    def n_sequences(self):
+        """Sequences that the mixture yields before one is seen again."""
+        ends = [c.n_sequences // share * len(self.which) + np.flatnonzero(self.which == k)[c.n_sequences % share]
+                for k, (c, share) in enumerate(zip(self.corpora, self.shares))]  # fmt: skip
+        return int(min(ends))
+
+    @property
+    def bytes_per_token(self):
+        """Mean UTF-8 bytes of a token, or None where no manifest tells."""
+        each = [c.bytes_per_token for c in self.corpora]
+        return None if None in each else float(np.average(each, weights=self.shares))
+
+    def encoding(self):
+        """The tokeniser, or None where neither a manifest nor --tokenizer names it."""
+        name = self.corpora[0].tokenizer
+        return load_tokenizer(name) if name else None
+
+    def epochs(self, n):
+        """{metric: how often each corpus has been seen} after n sequences."""
+        periods, rest = divmod(n, len(self.which))
+        seen = periods * self.shares + np.bincount(self.which[:rest], minlength=len(self.shares))
+        return {"data/epoch" + (name and f"_{name}"): int(k) / c.n_sequences
+                for name, k, c in zip(self.names, seen, self.corpora)}  # fmt: skip
+
+    def sequences(self, numbers, seed):
         """int32 [n, T + 1]: the sequences with the given numbers [n], counted from the start of training."""
-        numbers, N = np.asarray(numbers), self.corpus.n_sequences
-        rows = np.empty((len(numbers), self.corpus.T + 1), np.int32)
-        groups = np.stack([numbers // N, numbers % N // WINDOW], 1)  # (epoch, window)
-        for epoch, window in np.unique(groups, axis=0).tolist():
-            mine = (groups == (epoch, window)).all(1)
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.corpus.names))
-            start = window * WINDOW
-            inside = permute(numbers[mine] % N - start, min(WINDOW, N - start), [self.seed, epoch, window])
-            rows[mine] = self.corpus.read(start + inside, order)
+        periods, rest = np.divmod(numbers, len(self.which))
+        which, rows = self.which[rest], np.empty((len(rest), self.T + 1), np.int32)
+        for k in np.unique(which).tolist():
+            mine = which == k
+            rows[mine] = self.corpora[k].sequences((periods * self.shares[k] + self.rank[rest])[mine], seed)
         return rows
+
+
+def parse_mix(mix):
+    """The {name: weight} of "a:0.7,b:0.3", {} for "". Raises UserError."""
+    weights = {}
+    for part in filter(None, mix.split(",")):
+        name, _, weight = part.strip().rpartition(":")
+        try:
+            value = float(weight)
+        except ValueError:
+            value = 0.0
+        if not name or not 0 < value < float("inf") or name in weights:
+            problem = "is named twice" if name in weights else "is not a folder, a colon and a weight above 0"
+            raise UserError(f"--mix {mix}: {part!r} {problem}; an example is --mix web:0.7,code:0.3.")
+        weights[name] = value
+    return weights
+
+
+# --- Batches ----------------------------------------------------------------------------------------------------
 
 
 def put_batch(sequences, first, shape, mesh):
@@ -194,33 +409,47 @@ def put_batch(sequences, first, shape, mesh):
     sequences. A host reads only those that its devices hold.
     """
     A, M, B, T = shape
-    numbers = first + np.arange(A * M * B).reshape(A, M, B)
-
-    @functools.cache
-    def read(*bounds):
-        mine = numbers[tuple(slice(*b) for b in bounds)]
-        return sequences(mine.ravel()).reshape(*mine.shape, T + 1)
+    numbers, sharding = first + np.arange(A * M * B).reshape(A, M, B), NamedSharding(mesh, BATCH_SPEC)
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    mine = np.unique(np.concatenate([numbers[index[:3]].ravel() for index in indices]))
+    rows = sequences(mine)  # [n, T + 1]
 
     def part(index, shift):
-        bounds = [s.indices(size)[:2] for s, size in zip(index, shape)]
-        t0, t1 = bounds[3]
-        return read(*bounds[:3])[..., t0 + shift : t1 + shift]
+        start, stop, _ = index[3].indices(T)
+        return rows[np.searchsorted(mine, numbers[index[:3]]), start + shift : stop + shift]
 
-    sharding = NamedSharding(mesh, BATCH_SPEC)
     return tuple(jax.make_array_from_callback(shape, sharding, functools.partial(part, shift=s)) for s in (0, 1))
 
 
-def prefetch(make, numbers, depth=2):
-    """make(n) for every n of `numbers`, made `depth` ahead in a background thread; errors arrive in their turn."""
-    with ThreadPoolExecutor(1) as worker:
-        ahead = deque()
-        try:
-            for n in numbers:
-                ahead.append(worker.submit(make, n))
-                if len(ahead) > depth:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            for future in ahead:
-                future.cancel()
+class Prefetch:
+    """Iterator over make(n) for every n of `numbers`, made `depth` ahead in a background thread; errors arrive in
+    their turn.
+
+    `waited` counts the seconds that a caller had nothing to do but wait: from when `busy()` returned, which is called
+    before a wait and returns when the devices have done what they were given.
+    """
+
+    def __init__(self, make, numbers, depth=2, busy=lambda: None):
+        self.make, self.numbers, self.depth, self.busy, self.waited = make, iter(numbers), depth, busy, 0.0
+        self.worker, self.ahead = ThreadPoolExecutor(1, "prefetch"), deque()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        for n in itertools.islice(self.numbers, self.depth + 1 - len(self.ahead)):
+            self.ahead.append(self.worker.submit(self.make, n))
+        if not self.ahead:
+            self.close()
+            raise StopIteration
+        made = self.ahead.popleft()
+        if not made.done():
+            self.busy()
+            began = time.monotonic()
+            wait([made])
+            self.waited += time.monotonic() - began
+        return made.result()
+
+    def close(self):
+        """Make no more; wait for what is being made."""
+        self.worker.shutdown(cancel_futures=True)

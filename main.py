@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import model
-from dataset import Corpus, Shuffled, prefetch, put_batch
+from dataset import Mixture, Prefetch, put_batch
 
 
 class TrainState(NamedTuple):
@@ -171,11 +171,11 @@ def make_evaluate(cfg, mesh, corpus):
                         f"{corpus.T + 1} tokens, but {corpus.folder} holds {corpus.n_sequences}.")  # fmt: skip
     if batches < cfg.run.eval_steps:
         say(f"validation: {corpus.folder} holds {batches} batches of {B} sequences, so --eval_steps is {batches}")
-    loss, order = jax.jit(model.make_loss(cfg, mesh, train=False)), Shuffled(corpus, seed=0)
+    loss, order = jax.jit(model.make_loss(cfg, mesh, train=False)), functools.partial(corpus.sequences, seed=0)
 
     def evaluate(params):
         make = lambda i: put_batch(order, i * B, (1, M, B // M, corpus.T), mesh)  # noqa: E731
-        total = [loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in prefetch(make, range(batches))]
+        total = [loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in Prefetch(make, range(batches))]
         mean = jax.tree.map(lambda *xs: float(sum(xs) / batches), *[(loss, m.cross_entropy) for loss, m in total])
         return {"loss/val_loss": mean[0], "loss/val_cross_entropy_loss": mean[1]}
 
@@ -328,11 +328,14 @@ def configure_jax(cfg):
         jax.config.update("jax_default_matmul_precision", "float32")
 
 
-def data_fingerprint(*corpora):
+def data_fingerprint(*mixtures):
     """Hash of what the shards are, wherever they stand."""
-    what = [
-        [c.manifest.get("shards") or list(zip(c.names, c.lengths)), c.manifest.get("tokenizer_sha256")] for c in corpora
-    ]
+
+    def shards(c):
+        return [{k: s[k] for k in s if k != "crc32"} for s in c.manifest.get("shards", [])]
+
+    what = [[shards(c) or [(os.path.basename(s.path), s.length) for s in c.shards], c.manifest.get("tokenizer_sha256")]
+            for mixture in mixtures for c in mixture.corpora]  # fmt: skip
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
@@ -376,7 +379,7 @@ def main(cfg, given):
     cfg = utils.validate(cfg, jax.device_count())
 
     # --- Data
-    train, val = Corpus(cfg, cfg.data.train_folder_name), Corpus(cfg, cfg.data.val_folder_name)
+    train, val = Mixture(cfg, cfg.data.train_folder_name), Mixture(cfg, cfg.data.val_folder_name, optional=True)
     data = data_fingerprint(train, val)
     cfg = utils.validate(stored_config(cfg, given, data), jax.device_count())
     mesh = make_mesh(cfg)
@@ -391,17 +394,16 @@ def main(cfg, given):
     per_step = cfg.data.train_batch_size * dp * cfg.run.grad_step
     M = cfg.data.micro_batch_size
     shape = (cfg.run.grad_step, M, cfg.data.train_batch_size * dp // M, cfg.model.T)
-    order = Shuffled(train, cfg.run.seed)
+    order = functools.partial(train.sequences, seed=cfg.run.seed)
 
     # --- Model, optimizer
     total, active, embedding = model.count_params(cfg)
     kind = jax.devices()[0].device_kind
     say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
     say(f"parameters: {total:,} total, {active:,} active per token, both without the {embedding:,} of the embedding")
-    say(
-        f"data: {train.n_sequences:,} sequences of {train.T} tokens in {train.folder}; "
-        f"{per_step * train.T:,} tokens a step"
-    )
+    for c, share in zip(train.corpora, train.shares / train.shares.sum()):
+        say(f"data: {c.n_sequences:,} sequences of {c.T} tokens in {c.folder}, {share:.3%} of each step's")
+    say(f"{per_step * train.T:,} tokens a step")
     optimizer, schedule = make_optimizer(cfg)
     abstract = abstract_state(cfg, mesh, optimizer)
 
@@ -422,8 +424,10 @@ def main(cfg, given):
         return 0
 
     # --- Steps
-    batches = prefetch(lambda n: put_batch(order, n, shape, mesh),
-                       range(sequences, sequences + (cfg.run.training_steps - step) * per_step, per_step))  # fmt: skip
+    pending = None  # (step, metrics) not fetched
+    batches = Prefetch(lambda n: put_batch(order, n, shape, mesh),
+                       range(sequences, sequences + (cfg.run.training_steps - step) * per_step, per_step),
+                       busy=lambda: pending and jax.block_until_ready(pending[1]))  # fmt: skip
     first = next(batches)  # what is wrong with the data is said before minutes of compiling
     evaluate = make_evaluate(cfg, mesh, val)
     replicated = NamedSharding(mesh, P())
@@ -455,13 +459,17 @@ def main(cfg, given):
         log.text(step, [t.split(utils.END_OF_TEXT)[1] for t in texts])  # each begins with one; a second ends it
 
     def fetch(step, metrics, since):
-        """Numbers of a finished step, for the log."""
+        """Numbers of a finished step, for the log; since: (time, seconds waited for data) when its interval began."""
         values = jax.device_get(metrics)
         heads = {f"load/head_{i}": float(v) for i, v in enumerate(values.pop("load/head", []))}
-        row = {"step": step} | {key: float(v) for key, v in values.items()} | heads
-        return row | {"tokens_per_second": per_step * train.T / (time.time() - since)}
+        row = {"step": step} | {key: float(v) for key, v in values.items()} | heads | train.epochs(step * per_step)
+        return row | {"tokens_per_second": per_step * train.T / (time.time() - since[0]), "data/wait": waited(since)}
 
-    def line(row, left):
+    def waited(since):
+        """Share of the time since then in which the devices had nothing to do but wait for data."""
+        return (batches.waited - since[1]) / (time.time() - since[0])
+
+    def line(row, left, wait):
         parts = [f"step {row['step']}/{cfg.run.training_steps}", f"train {row['loss/train_loss']:.4f}",
                  f"val {row['loss/val_loss']:.4f}"]  # fmt: skip
         if val.bytes_per_token:
@@ -470,6 +478,8 @@ def main(cfg, given):
         if peak:
             parts.append(f"MFU {row['tokens_per_second'] * model.flops_per_token(cfg) / peak / cfg.run.n_devices:.1%}")
         parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{utils.duration(left)} left"]
+        if wait > 0.05:
+            parts.append(f"storage is too slow: {wait:.0%} of the time was spent waiting for data")
         tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
         sys.stdout.flush()
 
@@ -477,8 +487,8 @@ def main(cfg, given):
     bar = tqdm(
         total=cfg.run.training_steps, initial=step, unit="step", disable=not (main_process and sys.stderr.isatty())
     )
-    pending, paused, clock = None, 0.0, time.time()  # (step, metrics) not fetched; seconds spent off training
-    loop_began, first_step = clock, step
+    paused, clock = 0.0, (time.time(), batches.waited)  # seconds spent off training; where a step's interval begins
+    loop_began, first_step, last_line = clock[0], step, clock
     try:
         with Interrupt() as interrupt:
             for batch in itertools.chain([first], batches):
@@ -486,7 +496,7 @@ def main(cfg, given):
                 step, sequences = step + 1, sequences + per_step
                 if pending:
                     log.metrics(fetch(*pending, clock))
-                    clock = time.time()
+                    clock = time.time(), batches.waited
                 pending = (step, metrics)
                 bar.update()
                 signalled = interrupt.signal  # read once: a signal that arrives from here on belongs to the next step
@@ -495,31 +505,36 @@ def main(cfg, given):
                 saves = stop or step % cfg.run.save_steps == 0
                 if not (scheduled or saves):
                     continue
-                row = fetch(*pending, clock)
-                pending, off = None, time.time()
+                row, wait = fetch(*pending, clock), waited(last_line)
+                off = time.time()
                 if scheduled or (stop and not signalled):
                     row |= evaluate(state.params)
                     rate = (off - loop_began - paused) / (step - first_step)
-                    line(row, rate * (cfg.run.training_steps - step))
+                    line(row, rate * (cfg.run.training_steps - step), wait)
                 log.metrics(row)
+                pending = None
                 if scheduled or stop:
                     log.plots()
                 if saves:
                     save(state)
                 if saves and not signalled:
                     sample(state)
-                clock = time.time()
-                paused += clock - off
+                clock = time.time(), batches.waited
+                paused += clock[0] - off
+                if scheduled:
+                    last_line = clock
                 if signalled:
                     break
     except UserError:  # storage failed: keep what was reached
+        if pending:
+            log.metrics(fetch(*pending, clock))
         save(state)
         raise
     finally:
-        batches.close()
         bar.close()
         checkpoints.close()
         log.close()
+        batches.close()  # last: a read that storage does not answer may take a minute to give up
     say(f"{'stopped' if signalled else 'done'} at step {step} after {utils.duration(time.time() - started)}; "
         f"everything stands in {log.dir}{', and the same command goes on from here' if signalled else ''}")  # fmt: skip
     return 128 + signalled if signalled else 0

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import random
 import re
 import secrets
 import sys
@@ -170,8 +171,14 @@ class Data:
 
     bucket_name: str = "data/shards"
     """Folder, gs:// or s3:// address that holds the shard folders."""
+    mix: str = ""
+    """Corpora and their weights, such as web:0.7,code:0.3: folders inside bucket_name, or addresses, each with folders
+    of shards of its own. Validation has the same weights. Empty: bucket_name is the one corpus."""
     process_path: str = "data/cache"
-    """Local folder to which shards of a remote bucket_name are copied before use."""
+    """Local folder for what is read of remote shards, which other runs and processes on the machine may share."""
+    cache_gb: float = 16.0
+    """Gigabytes of remote shards to keep there. Sequences are shuffled in windows of 2 to 4 GB; a cache that holds
+    less than one fetches the same bytes again and again."""
     train_folder_name: str = "train"
     """Folder of training shards (.npy) inside bucket_name."""
     val_folder_name: str = "val"
@@ -228,7 +235,7 @@ class Run:
     name: str = "moe1b"
     """Name of the run; everything it writes stands in output_dir/name."""
     output_dir: str = "runs"
-    """Folder or gs:// address of all runs."""
+    """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
     init_from: str = ""
     """Weights that a new run begins with: a run directory or a folder in the Hugging Face format. The architecture is
     taken from there."""
@@ -351,7 +358,7 @@ PRESETS = {
 FREE_ON_RESUME = frozenset(
     "preset name output_dir init_from bucket_name process_path n_device_axis n_devices micro_batch_size training_steps "
     "end_steps warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
-    "prompt inference_batch max_tokens top_k top_p temperature use_cache "
+    "cache_gb prompt inference_batch max_tokens top_k top_p temperature use_cache "
     "train_batch_size val_batch_size grad_step".split()
 )
 
@@ -443,12 +450,11 @@ AT_LEAST = dict(
     model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
     latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1, rope_original_T=1,
     rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
-    mtp_depth=0, capacity_factor=0, end_of_text=-1, dropout_rate=0, train_batch_size=1, val_batch_size=1,
+    mtp_depth=0, capacity_factor=0, end_of_text=-1, dropout_rate=0, cache_gb=0, train_batch_size=1, val_batch_size=1,
     micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
-    embedding_lr=0, weight_decay=0, adam_b2=0,
-    alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1,
-    checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, top_p=0,
-    temperature=0,
+    embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0,
+    training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
+    inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0,
 )  # fmt: skip
 
 
@@ -510,6 +516,8 @@ def validate(cfg, n_present):
         raise UserError(f"--adam_b2 {o.adam_b2}: must be below 1.")
     if o.warmup_steps >= o.end_steps:
         raise UserError(f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}.")
+    if is_remote(r.output_dir) and not r.output_dir.startswith("gs://"):
+        raise UserError(f"--output_dir {r.output_dir}: Orbax writes checkpoints to a local folder or gs:// only.")
     if not re.fullmatch(r"[\w.+=@-]+", r.name) or set(r.name) == {"."}:
         raise UserError(f"--name {r.name!r}: must be the name of a folder, of letters, digits and . _ - + = @ only.")
     return replace(cfg, n_device_axis=(dp, pp, tp), n_devices=n_devices,
@@ -710,13 +718,35 @@ def is_remote(path):
     return "://" in path
 
 
+BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
+WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try; storage that fails for a minute costs no run
+
+
+def persist(work, path):
+    """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails.
+
+    FileNotFoundError and its kin pass at once. Raises UserError after the last try.
+    """
+    for pause in (*WAITS, None):
+        try:
+            return work()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise
+        except Exception as e:  # every kind of storage has errors of its own
+            if not is_remote(path):
+                raise
+            if pause is None or isinstance(e, PermissionError):
+                raise UserError(f"{path} cannot be used ({type(e).__name__}: {e}); see that the storage is there and "
+                                f"that this machine's credentials are good for it.") from None  # fmt: skip
+            time.sleep(pause * random.uniform(0.5, 1.0))  # hosts do not come back all at one moment
+
+
 def write_file(path, content):
     """Write bytes or text to a local path or remote address; a reader sees the old content or the new, no mixture."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):  # an object appears whole when its upload ends
-        with fsspec.open(path, "wb") as f:
-            f.write(content)
-        return
+        fs, there = fsspec.core.url_to_fs(path)
+        return persist(lambda: fs.pipe_file(there, content), path)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path + ".part", "wb") as f:
         f.write(content)
@@ -727,9 +757,9 @@ def write_file(path, content):
 
 def read_file(path):
     """Bytes of a local file or remote object, or None where there is none."""
+    fs, there = fsspec.core.url_to_fs(path)
     try:
-        with fsspec.open(path, "rb") as f:
-            return f.read()
+        return persist(lambda: fs.cat_file(there), path)
     except FileNotFoundError:
         return None
 

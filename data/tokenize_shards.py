@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import zlib
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -34,7 +35,7 @@ import numpy as np
 from sources import VAL_FRACTION, Parser, dump_ranks, open_source, read_text
 from tqdm import tqdm
 
-from utils import UserError, is_remote, load_tokenizer, one_sentence, read_file, say, write_file
+from utils import BLOCK, UserError, is_remote, load_tokenizer, one_sentence, read_file, say, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH_BYTES, BATCH_DOCUMENTS = 1_000_000, 1000  # what a worker takes at once, whichever is reached first: about 0.2 s
@@ -240,8 +241,11 @@ class ShardWriter:
         with new_file(os.path.join(self.folder, name)) as f:
             np.save(f, self.shard[: self.filled])
             f.seek(0)
-            sha256 = hashlib.file_digest(f, "sha256").hexdigest()
-        self.shards.append({"name": name, "tokens": self.filled, "sha256": sha256})
+            sha256, crc32 = hashlib.sha256(), ""
+            while block := f.read(BLOCK):
+                sha256.update(block)
+                crc32 += f"{zlib.crc32(block):08x}"  # of each block, so that dataset.py verifies what it reads alone
+        self.shards.append({"name": name, "tokens": self.filled, "sha256": sha256.hexdigest(), "crc32": crc32})
         self.filled = 0
 
     @property

@@ -1,20 +1,29 @@
 """Eight simulated CPU devices, set before jax is first imported, and what several test files share."""
 
+import itertools
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+GCS_EMULATOR = ROOT.parent / "shared" / "tools" / "gcs_emulator.py"
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_MODE"] = "offline"
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks an emulator for gRPC, for a minute
 # compiling would be most of the tests' time; these shorten it sevenfold and change nothing that the tests look at
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10."):  # later ones have no such flag, and XLA ends a process that gives it
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
+import fsspec
 import jax
 import numpy as np
 import pytest
@@ -128,3 +137,87 @@ def run_program(*words, **environment):
     env = {**os.environ, **environment}
     return subprocess.run([sys.executable, str(ROOT / "main.py"), *map(str, words)], env=env, capture_output=True,
                           text=True, timeout=600)  # fmt: skip
+
+
+# --- Buckets ----------------------------------------------------------------------------------------------------
+
+
+class Faulty(ThreadingHTTPServer):
+    """A proxy to the server at `port` that answers every third request with 503, `most` times."""
+
+    most = float("inf")
+
+    def __init__(self, port):
+        super().__init__(("127.0.0.1", 0), FaultyHandler)
+        self.behind, self.requests, self.failed = port, itertools.count(1), 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class FaultyHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # clients wait for its "100 Continue"
+
+    def answer(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, headers, content = 503, [], b""
+        if next(self.server.requests) % 3 or self.server.failed >= self.server.most:
+            connection = HTTPConnection("127.0.0.1", self.server.behind)
+            connection.request(self.command, self.path, body, dict(self.headers))
+            response = connection.getresponse()
+            status, headers, content = response.status, response.getheaders(), response.read()
+        else:
+            self.server.failed += 1
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                self.send_header(name, value)
+        length = dict(headers).get("Content-Length") if self.command == "HEAD" else None
+        self.send_header("Content-Length", length or str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = answer
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(params=["gs", "s3"])
+def bucket(request, monkeypatch):
+    """(address of a bucket whose server fails every third request, its file system without failures, the proxy)."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    if request.param == "gs":
+        pytest.importorskip("gcp_storage_emulator", reason="pip install gcp-storage-emulator")
+        if not GCS_EMULATOR.is_file():
+            pytest.skip(f"{GCS_EMULATOR} is not there")
+        command = [GCS_EMULATOR, str(port), "bucket"]
+    else:
+        pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+        command = ["-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with socket.socket() as s:
+                if s.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        proxy, url = Faulty(port), f"http://127.0.0.1:{port}"
+        faulty = f"http://127.0.0.1:{proxy.server_port}"
+        fsspec.get_filesystem_class(request.param).clear_instance_cache()  # of another test's server
+        if request.param == "gs":
+            for name, value in {"STORAGE_EMULATOR_HOST": faulty, "TENSORSTORE_GCS_HTTP_URL": faulty,
+                                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x"}.items():  # fmt: skip
+                monkeypatch.setenv(name, value)
+            fs = fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
+        else:
+            for name, value in {"ENDPOINT_URL": faulty, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x",
+                                "DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
+                monkeypatch.setenv(f"AWS_{name}", value)
+            fs = fsspec.filesystem("s3", endpoint_url=url, skip_instance_cache=True)
+            fs.mkdir("bucket")
+        yield f"{request.param}://bucket/shards", fs, proxy
+        proxy.shutdown()
+    finally:
+        server.kill()
+        server.wait()

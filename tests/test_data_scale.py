@@ -2,18 +2,14 @@
 
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 import time
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -32,7 +28,6 @@ from test_data_programs import CACHED_RANKS, content, run
 
 import utils
 
-GCS_EMULATOR = ROOT.parent / "shared" / "tools" / "gcs_emulator.py"
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
 HOSTILE = ["<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>", "", None, "\0a\0\0b\0", " \n\t \n", " " * 3000,
            "👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff", "a\r\nb\u2028c\x85", "", "don't WE'LL 12345 ...!!??\n",
@@ -352,83 +347,6 @@ def test_an_interrupted_run_of_other_settings(ranks_file, tmp_path, capsys, monk
 
 
 # --- Buckets ----------------------------------------------------------------------------------------------------
-
-
-class Faulty(ThreadingHTTPServer):
-    """A proxy to the server at `port` that answers every third request with 503."""
-
-    def __init__(self, port):
-        super().__init__(("127.0.0.1", 0), FaultyHandler)
-        self.behind, self.requests, self.failed = port, itertools.count(1), 0
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class FaultyHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # clients wait for its "100 Continue"
-
-    def answer(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        status, headers, content = 503, [], b""
-        if next(self.server.requests) % 3:
-            connection = HTTPConnection("127.0.0.1", self.server.behind)
-            connection.request(self.command, self.path, body, dict(self.headers))
-            response = connection.getresponse()
-            status, headers, content = response.status, response.getheaders(), response.read()
-        else:
-            self.server.failed += 1
-        self.send_response_only(status)
-        for name, value in headers:
-            if name.lower() not in ("transfer-encoding", "content-length", "connection"):
-                self.send_header(name, value)
-        length = dict(headers).get("Content-Length") if self.command == "HEAD" else None
-        self.send_header("Content-Length", length or str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = answer
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture(params=["gs", "s3"])
-def bucket(request, monkeypatch):
-    """(address of a bucket whose server fails every third request, its file system without failures, the proxy)."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    if request.param == "gs":
-        pytest.importorskip("gcp_storage_emulator", reason="pip install gcp-storage-emulator")
-        if not GCS_EMULATOR.is_file():
-            pytest.skip(f"{GCS_EMULATOR} is not there")
-        command = [GCS_EMULATOR, str(port), "bucket"]
-    else:
-        pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
-        command = ["-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(300):
-            with socket.socket() as s:
-                if s.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        proxy, url = Faulty(port), f"http://127.0.0.1:{port}"
-        faulty = f"http://127.0.0.1:{proxy.server_port}"
-        if request.param == "gs":
-            monkeypatch.setenv("STORAGE_EMULATOR_HOST", faulty)
-            monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-            fs = fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
-        else:
-            for name, value in {"ENDPOINT_URL": faulty, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x",
-                                "DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
-                monkeypatch.setenv(f"AWS_{name}", value)
-            fs = fsspec.filesystem("s3", endpoint_url=url, skip_instance_cache=True)
-            fs.mkdir("bucket")
-        yield f"{request.param}://bucket/shards", fs, proxy
-        proxy.shutdown()
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_a_bucket_that_fails(ranks_file, tmp_path, bucket):

@@ -1,8 +1,17 @@
 """The order of sequences: a pure function of shards, seed and number, whatever the mesh and however a batch is cut."""
 
+import ast
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from functools import partial
+
 import numpy as np
 import pytest
-from conftest import small_config
+from conftest import ROOT, small_config
 
 import dataset
 import main
@@ -11,7 +20,7 @@ import utils
 
 @pytest.fixture
 def corpus(shards):
-    return dataset.Corpus(small_config(bucket_name=str(shards)), "train")
+    return dataset.Corpus(small_config(), str(shards), "train")
 
 
 def test_permute_is_a_permutation_that_depends_on_its_key():
@@ -24,38 +33,39 @@ def test_permute_is_a_permutation_that_depends_on_its_key():
 
 
 def in_order(corpus, places):
-    return corpus.read(places, np.arange(len(corpus.names)))
+    return corpus.read(places, np.arange(len(corpus.shards)))
 
 
 def as_set(rows):
     return sorted(map(tuple, rows.tolist()))
 
 
-@pytest.mark.parametrize("window", [1 << 20, 100])
+@pytest.mark.parametrize("window", [1 << 30, 3200])
 def test_an_epoch_visits_every_sequence_once_and_the_next_in_another_order(corpus, monkeypatch, window):
     monkeypatch.setattr(dataset, "WINDOW", window)
     N = corpus.n_sequences
-    assert N == sum((len(np.load(f"{corpus.folder}/{n}")) - 1) // 32 for n in corpus.names)
-    order = dataset.Shuffled(corpus, seed=3)
+    assert N == sum((len(np.load(s.path)) - 1) // 32 for s in corpus.shards)
+    order = partial(corpus.sequences, seed=3)
     epochs = [order(np.arange(N) + e * N) for e in range(2)]
     in_place = in_order(corpus, np.arange(N))
     assert as_set(epochs[0]) == as_set(epochs[1]) == as_set(in_place)
     assert not np.array_equal(*epochs) and not np.array_equal(epochs[0], in_place)
-    assert not np.array_equal(epochs[0], dataset.Shuffled(corpus, seed=4)(np.arange(N)))
+    assert not np.array_equal(epochs[0], corpus.sequences(np.arange(N), seed=4))
     # any piece, asked for alone and across the epochs' border, is the same
     piece = np.arange(N - 7, N + 7)
     assert np.array_equal(order(piece), np.concatenate(epochs)[piece])
 
 
 def test_sequences_overlap_by_their_target_alone(corpus):
-    rows, shard = in_order(corpus, np.arange(3)), np.load(f"{corpus.folder}/{corpus.names[0]}")
+    rows, shard = in_order(corpus, np.arange(3)), np.load(corpus.shards[0].path)
     assert np.array_equal(rows[1], shard[32:65]) and rows.dtype == np.int32
 
 
-@pytest.mark.parametrize("mesh_shape, grad_step", [((1, 1, 1), 1), ((1, 1, 1), 4), ((2, 2, 2), 1), ((4, 1, 2), 2)])
+@pytest.mark.parametrize("mesh_shape, grad_step", [((1, 1, 1), 1), ((1, 1, 1), 4), ((2, 2, 2), 1), ((2, 2, 2), 4),
+                                                   ((4, 1, 2), 1), ((4, 1, 2), 2)])  # fmt: skip
 def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, grad_step):
     cfg = small_config(mesh_shape)
-    mesh, order = main.make_mesh(cfg), dataset.Shuffled(corpus, 0)
+    mesh, order = main.make_mesh(cfg), partial(corpus.sequences, seed=0)
     seen = []
     for first in (0, 32):
         shape = (grad_step, 4, 32 // grad_step // 4, 32)
@@ -66,23 +76,162 @@ def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, grad_s
         assert np.array_equal(tokens, row[:, :-1]) and np.array_equal(targets, row[:, 1:])
 
 
+PROCESS = """
+import os, sys
+from functools import partial
+
+import conftest, dataset, jax, main, numpy as np
+
+address, process, shards, output = sys.argv[1:]
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, int(process))
+cfg, read = conftest.small_config((2, 2, 2)), []
+numbers = partial(dataset.Corpus(cfg, shards, "train").sequences, seed=0)
+batch = dataset.put_batch(lambda n: (read.extend(n), numbers(n))[1], 32, (2, 4, 4, 32), main.make_mesh(cfg))
+assert jax.device_count() == 8 and len(batch[0].addressable_shards) == 4 and len(set(read)) == len(read) == 16
+bounds = lambda shard: [s.indices(n)[:2] for s, n in zip(shard.index, batch[0].shape)]
+np.savez(output, **{f"{i} {bounds(s)}": s.data for i, x in enumerate(batch) for s in x.addressable_shards})
+"""
+
+
+def test_two_processes_hold_the_integers_of_one(corpus, shards, tmp_path):
+    """Every process reads only the sequences of its own devices; here each half of dp."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    both = [subprocess.Popen([sys.executable, "-c", PROCESS, address, str(i), str(shards), str(tmp_path / f"{i}.npz")],
+                             env={**os.environ, "PYTHONPATH": path}) for i in range(2)]  # fmt: skip
+    assert [p.wait(120) for p in both] == [0, 0]
+    cfg = small_config((2, 2, 2))
+    batch = dataset.put_batch(partial(corpus.sequences, seed=0), 32, (2, 4, 4, 32), main.make_mesh(cfg))
+    covered = np.zeros((2, 2, 4, 4, 32), bool)
+    for i in range(2):
+        for key, part in np.load(tmp_path / f"{i}.npz").items():
+            which, _, bounds = key.partition(" ")
+            at = tuple(slice(*b) for b in ast.literal_eval(bounds))
+            assert np.array_equal(np.asarray(batch[int(which)])[at], part)
+            covered[int(which)][at] = True
+    assert covered.all()
+
+
+def test_a_run_stopped_and_resumed_at_random_points_sees_the_same_sequences(corpus):
+    """Each part is asked for by a corpus opened anew, by its numbers alone, and cut into batches of its own."""
+    N, rng = 3 * corpus.n_sequences, np.random.default_rng(0)
+    whole = corpus.sequences(np.arange(N), seed=0)
+    stops = [0, *sorted(rng.choice(np.arange(1, N), 50, replace=False).tolist()), N]
+    for start, stop in zip(stops, stops[1:]):
+        again = dataset.Corpus(small_config(), os.path.dirname(corpus.folder), "train")
+        for part in np.array_split(np.arange(start, stop), min(rng.integers(1, 4), stop - start)):
+            assert np.array_equal(again.sequences(part, seed=0), whole[part])
+
+
+# --- Mixtures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Three corpora a, b and c of 200, 70 and 33 sequences of 32 tokens, whose tokens tell them apart; no val in c."""
+    for i, (name, n) in enumerate(dict(a=200, b=70, c=33).items()):
+        for split in ("train", "val") if name != "c" else ("train",):
+            (tmp_path / name / split).mkdir(parents=True)
+            ids = np.random.default_rng(i).integers(80 * i, 80 * i + 80, n * 32 + 1)
+            np.save(tmp_path / name / split / "000000.npy", ids.astype(np.uint16))
+    return tmp_path
+
+
+def mixture(corpora, mix, folder="train", **flags):
+    return dataset.Mixture(small_config(bucket_name=str(corpora), mix=mix, **flags), folder, folder == "val")
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 2), (0.999, 0.001), (0.12345, 0.87655), (0.5, 0.3, 0.2)])
+def test_a_mixture_holds_its_weights_and_reads_every_corpus_as_alone(corpora, weights):
+    mixed = mixture(corpora, ",".join(f"{n}:{w}" for n, w in zip("abc", weights)))
+    for first in (0, 12_345, 10**12):
+        rows = mixed.sequences(np.arange(first, first + 10_000), seed=5)
+        which = rows.max(1) // 80
+        for k, (corpus, weight) in enumerate(zip(mixed.corpora, weights)):
+            share = weight / sum(weights)
+            for part in np.split(which, 10):  # and so does every part, to within a sequence or two
+                assert abs((part == k).sum() - share * len(part)) <= 2
+            assert abs((which == k).mean() - share) < 0.01 * share + 2e-4
+            # the sequences of a corpus are those that it has alone, without a gap
+            before, after = (mixed.epochs(n)[f"data/epoch_{'abc'[k]}"] * corpus.n_sequences
+                             for n in (first, first + 10_000))  # fmt: skip
+            alone = corpus.sequences(np.arange(round(before), round(after)), seed=5)
+            assert np.array_equal(rows[which == k], alone)
+    assert np.array_equal(mixed.sequences(np.array([10**12 + 77]), seed=5)[0], rows[77])
+    assert not np.array_equal(mixed.sequences(np.arange(50), seed=6), mixed.sequences(np.arange(50), seed=5))
+
+
+def test_validation_is_mixed_too_and_repeats_nothing(corpora):
+    val = mixture(corpora, "a:2,b:1,c:1", "val")
+    assert val.names == ["a", "b"] and val.n_sequences == 211  # then comes b's first again
+    assert len(set(as_set(val.sequences(np.arange(211), seed=0)))) == 211
+    assert max(val.epochs(211).values()) == 1 < max(val.epochs(212).values())
+    one, addresses = mixture(corpora / "a", ""), mixture("nowhere", f"{corpora}/a:1,file://{corpora}/b:1")
+    assert one.epochs(100) == {"data/epoch": 0.5} and one.n_sequences == 200
+    assert [c.n_sequences for c in addresses.corpora] == [200, 70]
+
+
+@pytest.mark.parametrize("mix, said", [
+    ("a", "a colon"), ("a:0.7,b", "'b'"), ("a:x", "'a:x'"), (":1", "':1'"), ("a:0,b:1", "above 0"), ("a:-1", "above 0"),
+    ("a:nan", "above 0"), ("a:1,a:2", "named twice"), ("a:1,b:1e-9", "b has less"), ("a:1,nothing:1", "nothing/train"),
+])  # fmt: skip
+def test_a_wrong_mixture_is_named(corpora, mix, said):
+    with pytest.raises(utils.UserError) as e:
+        mixture(corpora, mix)
+    assert said in str(e.value) and str(e.value).endswith(".") and "\n" not in str(e.value)
+
+
+def test_corpora_must_share_a_tokeniser(corpora):
+    for name, ranks in dict(a="x", b="y").items():
+        manifest = {"tokenizer": "gpt2", "vocab_size": 250, "tokenizer_sha256": ranks}
+        (corpora / name / "train" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(utils.UserError, match="--mix: .*b/train was made with another tokeniser than .*a/train"):
+        mixture(corpora, "a:1,b:1")
+
+
+# --- Prefetch ---------------------------------------------------------------------------------------------------
+
+
+def test_prefetch_is_ahead_and_counts_what_it_waits_for():
+    made, go = [], threading.Event()
+
+    def make(n):
+        made.append(n)
+        assert n < 4 or go.wait(10)
+        return n
+
+    batches = dataset.Prefetch(make, range(9), busy=lambda: threading.Timer(0.2, go.set).start())
+    assert next(batches) == 0
+    while len(made) < 3:  # two are made without being asked for
+        pass
+    batches.waited = 0.0  # for the first
+    assert [next(batches) for _ in range(3)] == [1, 2, 3] and batches.waited < 0.1
+    assert next(batches) == 4 and 0.1 < batches.waited < 5
+    batches.close()
+    assert len(made) < 9
+
+
 def test_prefetch_keeps_order_and_raises_in_its_turn():
     def make(n):
         if n == 5:
             raise utils.UserError("shard gone")
         return n
 
-    assert list(dataset.prefetch(make, range(5))) == list(range(5))
+    assert list(dataset.Prefetch(make, range(5))) == list(range(5))
     seen = []
     with pytest.raises(utils.UserError, match="shard gone"):
-        for n in dataset.prefetch(make, range(9)):
+        for n in dataset.Prefetch(make, range(9)):
             seen.append(n)
     assert seen == list(range(5))
 
 
 def refused(folder, **flags):
     with pytest.raises(utils.UserError) as e:
-        dataset.Corpus(small_config(bucket_name=str(folder), **flags), "train")
+        dataset.Corpus(small_config(**flags), str(folder), "train")
     return str(e.value)
 
 
@@ -93,7 +242,7 @@ def test_bad_shards_are_named(tmp_path):
     np.save(path, np.arange(200, dtype=np.uint16))
     assert "--T 512" in refused(tmp_path, T=512)
     assert "token id 199" in refused(tmp_path, vocab_size=199) and str(path) in refused(tmp_path, vocab_size=199)
-    assert dataset.Corpus(small_config(bucket_name=str(tmp_path), vocab_size=200), "train").n_sequences == 6
+    assert dataset.Corpus(small_config(vocab_size=200), str(tmp_path), "train").n_sequences == 6
     path.write_bytes(path.read_bytes()[:-10])
     assert "damaged" in refused(tmp_path) and str(path) in refused(tmp_path)
     path.write_bytes(b"no array")
@@ -111,15 +260,3 @@ def test_the_tokenizer_must_fit(tmp_path):
     (tmp_path / "train" / "manifest.json").write_text('{"tokenizer": "gpt2", "vocab_size": 50257, "shards": []}')
     assert "--vocab_size 250" in refused(tmp_path) and "50257" in refused(tmp_path)
     assert "--tokenizer cl100k_base" in refused(tmp_path, vocab_size=50257, tokenizer="cl100k_base")
-
-
-def test_remote_shards_give_the_same_sequences(shards, corpus, tmp_path):
-    """Through fsspec's in-memory store, which stands for gs:// and s3://."""
-    import fsspec
-
-    fs = fsspec.filesystem("memory")
-    fs.put(str(shards / "train") + "/", "/bucket/train/", recursive=True)
-    remote = dataset.Corpus(small_config(bucket_name="memory://bucket", process_path=str(tmp_path)), "train")
-    everything = np.arange(corpus.n_sequences)
-    assert np.array_equal(in_order(remote, everything), in_order(corpus, everything))
-    assert sorted(p.name for p in tmp_path.rglob("*.npy")) == corpus.names

@@ -131,11 +131,11 @@ def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(run, ch
 def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, losses_of):
     _, cfg, mesh, params = run
     cfg = utils.replace(cfg, bucket_name=str(shards))
-    corpus = Corpus(cfg, "val")
+    corpus = Corpus(cfg, cfg.data.bucket_name, "val")
     (got,) = measured(run, data=(str(shards),), limit=16, batch_size=3)["data"]
     wanted = main.make_evaluate(cfg, mesh, corpus)(params)["loss/val_cross_entropy_loss"]
     assert abs(got["loss"] - wanted) < 1e-5 and got["tokens"] == 16 * 32 and got["bits_per_byte"] is None
-    each = np.array([row.mean() for row in losses_of(evaluate.Shuffled(corpus, 0)(range(16)).tolist())])
+    each = np.array([row.mean() for row in losses_of(corpus.sequences(range(16), seed=0).tolist())])
     assert abs(got["loss"] - each.mean()) < 1e-5
     assert abs(got["loss_error"] - each.std(ddof=1) / 4) < 1e-5
     for path, mesh in [(shards / "val", MESH), (shards / "val" / "000000.npy", {})]:

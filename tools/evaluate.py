@@ -31,7 +31,7 @@ import sources
 from tokenize_shards import encode_text, pieces
 from tqdm import tqdm
 
-from dataset import Corpus, Shuffled
+from dataset import Corpus
 from tools.scores import Piece, make_scorer, mean
 
 # --- Shards and text --------------------------------------------------------------------------------------------
@@ -41,14 +41,14 @@ def open_shards(cfg, path):
     """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does."""
 
     class OneShard(Corpus):
-        def _list(self):
-            return [os.path.basename(path)]
+        def _open(self, cache):
+            return [shard for shard in super()._open(cache) if os.path.samefile(shard.path, path)]
 
     one = path.endswith(".npy") and os.path.isfile(path)
     for folder in [os.path.dirname(path)] if one else [path, os.path.join(path, "val")]:
         if glob.glob(os.path.join(glob.escape(folder), "*.npy")):
             bucket, name = os.path.split(os.path.abspath(folder))
-            return (OneShard if one else Corpus)(utils.replace(cfg, bucket_name=bucket), name)
+            return (OneShard if one else Corpus)(cfg, bucket, name)
     return None
 
 
@@ -108,9 +108,8 @@ def evaluate(options, path, cfg, encoding, score):
 
     if corpus := open_shards(cfg, path):
         check_tokenizer(corpus, encoding)
-        order, total = Shuffled(corpus, seed=0), corpus.n_sequences  # the order of main.py's validation
-        total = min(total, options.limit or total)
-        sequences = (Piece(order([i])[0], 0, i) for i in range(total))
+        total = min(corpus.n_sequences, options.limit or corpus.n_sequences)
+        sequences = (Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total))  # as in main.py's validation
     elif encoding is None:
         raise UserError(f"--data {path}: to read text the model needs a tokeniser, and {options.model} holds none.")
     else:

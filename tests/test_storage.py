@@ -1,0 +1,211 @@
+"""Reading shards from storage: what is fetched, kept and verified, and training from buckets that fail."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, small_config
+from test_resume import assert_bitwise, checkpoint_of, metrics_of
+
+sys.path.insert(0, str(ROOT / "data"))
+
+import tokenize_shards
+
+import dataset
+import main
+import utils
+
+SHARDS = 12
+
+
+def write_corpus(folder, n=SHARDS, tokens=1001):
+    """train/ and val/ of n and 1 shards of `tokens`, made and described as tokenize_shards.py does."""
+    for split, count in dict(train=n, val=1).items():
+        (folder / split).mkdir(parents=True)
+        writer = tokenize_shards.ShardWriter(str(folder / split), tokens, np.dtype(np.uint16))
+        noise = np.random.default_rng(count).choice([1, 2, 3], count * tokens, p=[0.8, 0.15, 0.05])
+        writer.add((np.cumsum(noise) % SMALL["vocab_size"]).astype(np.uint16), np.array([1, 5 * count * tokens, 0, 0]))
+        (folder / split / "manifest.json").write_text(json.dumps(writer.manifest()))
+    return folder
+
+
+@pytest.fixture
+def remote(tmp_path, monkeypatch):
+    """(local folder, address of a copy in fsspec's in-memory store, list of the (name, start, stop) read from it)."""
+    monkeypatch.setattr(dataset, "BLOCK", 512)
+    monkeypatch.setattr(tokenize_shards, "BLOCK", 512)
+    folder, fs, read = write_corpus(tmp_path / "corpus"), fsspec.filesystem("memory"), []
+    fs.rm("/", recursive=True)
+    fs.put(f"{folder}/", "/bucket/", recursive=True)
+    cat_file = type(fs).cat_file
+
+    def watched(self, path, start=None, end=None):
+        read.append((os.path.basename(path), start, end))
+        return cat_file(self, path, start, end)
+
+    monkeypatch.setattr(type(fs), "cat_file", watched)
+    return folder, "memory://bucket", read
+
+
+def open_corpus(root, tmp_path, **flags):
+    return dataset.Corpus(small_config(process_path=str(tmp_path / "cache"), **flags), str(root), "train")
+
+
+def kept(tmp_path):
+    return list((tmp_path / "cache" / "blocks").glob("*"))
+
+
+def test_only_the_blocks_of_the_sequences_are_fetched_and_kept(remote, tmp_path):
+    folder, address, read = remote
+    local, corpus = open_corpus(folder, tmp_path), open_corpus(address, tmp_path)
+    assert read == [("manifest.json", None, None)], "the manifest alone tells what is where"
+    assert not kept(tmp_path) and local.n_sequences == corpus.n_sequences == SHARDS * 31
+    numbers = np.arange(5)
+    assert np.array_equal(corpus.sequences(numbers, seed=1), local.sequences(numbers, seed=1))
+    blocks = set(read[1:])
+    assert 5 < len(blocks) <= 15 and all(stop - start <= 512 for _, start, stop in blocks)
+    everything = np.arange(2 * corpus.n_sequences)
+    assert np.array_equal(corpus.sequences(everything, seed=1), local.sequences(everything, seed=1))
+    blocks = set(read[1:])
+    assert len(blocks) == len(kept(tmp_path)) == SHARDS * 5 and len(read) < 1.3 * len(blocks)
+    # another process, a day later
+    again = open_corpus(address, tmp_path)
+    del read[:]
+    assert np.array_equal(again.sequences(everything, seed=1), local.sequences(everything, seed=1)) and not read
+
+
+@pytest.mark.parametrize("limit", [0, 8192])
+def test_the_cache_is_bounded(remote, tmp_path, limit):
+    folder, address, read = remote
+    local, corpus = open_corpus(folder, tmp_path), open_corpus(address, tmp_path, cache_gb=limit / 1e9)
+    for numbers in np.array_split(np.arange(corpus.n_sequences), 20):
+        assert np.array_equal(corpus.sequences(numbers, seed=1), local.sequences(numbers, seed=1))
+        assert sum(p.stat().st_size for p in kept(tmp_path)) <= limit
+    assert len(kept(tmp_path)) > (10 if limit else -1)
+
+
+def test_the_least_recently_used_blocks_leave(tmp_path):
+    cache = dataset.Cache(str(tmp_path), 32 * 100)
+    for i in range(30):
+        cache.put(str(i), bytes(100))
+        os.utime(tmp_path / str(i), (i, i))
+    assert cache.get("0") is not None
+    for i in range(30, 40):
+        cache.put(str(i), bytes(100))
+    assert {"0", "39"} <= {p.name for p in tmp_path.iterdir()} and not (tmp_path / "1").exists()
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= cache.limit
+
+
+def test_a_damaged_block_of_the_cache_is_fetched_again(remote, tmp_path):
+    folder, address, read = remote
+    everything = np.arange(SHARDS * 31)
+    expected = open_corpus(address, tmp_path).sequences(everything, seed=1)
+    paths = sorted(kept(tmp_path))
+    for path, content in zip(paths, (b"", b"x", bytes(512), b"1" * 511)):
+        path.write_bytes(content)
+    corpus = open_corpus(address, tmp_path)
+    del read[:]
+    assert np.array_equal(corpus.sequences(everything, seed=1), expected) and len(set(read)) == 4
+
+
+def test_shards_without_a_manifest_and_written_anew(remote, tmp_path):
+    _, address, _ = remote
+    fs = fsspec.filesystem("memory")
+    fs.rm("/bucket/train/manifest.json")
+    first = open_corpus(address, tmp_path).sequences(np.arange(SHARDS * 31), seed=1)
+    for path in fs.find("/bucket/train"):
+        with fs.open(path) as f:
+            tokens = np.load(f)
+        with fs.open(path, "wb") as f:
+            np.save(f, (tokens + 1) % 250)
+    assert np.array_equal(open_corpus(address, tmp_path).sequences(np.arange(SHARDS * 31), 1), (first + 1) % 250)
+
+
+def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(remote, tmp_path):
+    _, address, _ = remote
+    corpus = open_corpus(address, tmp_path, vocab_size=249)
+    with pytest.raises(utils.UserError, match=r"--vocab_size 249: memory://bucket/train/\d+.npy holds token id 249"):
+        corpus.sequences(np.arange(SHARDS * 31), seed=1)
+
+
+def test_local_shards_are_verified(remote, tmp_path, monkeypatch):
+    """All of them at the start, where they are few; else each block when it is first read."""
+    folder, _, _ = remote
+    path = folder / "train" / "000007.npy"
+    content = bytearray(path.read_bytes())
+    content[1500] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(utils.UserError, match=f"{path} is damaged.*bytes from 1,024 on"):
+        open_corpus(folder, tmp_path)
+    monkeypatch.setattr(dataset, "CHECK_AT_START", 0)
+    corpus = open_corpus(folder, tmp_path)
+    with pytest.raises(utils.UserError, match=f"{path} is damaged.*bytes from 1,024 on"):
+        corpus.sequences(np.arange(corpus.n_sequences), seed=1)
+
+
+@pytest.mark.parametrize("where, what", [("memory", "missing"), ("memory", "damaged"), ("local", "missing")])
+def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, monkeypatch, where, what):
+    folder, address, _ = remote
+    monkeypatch.setattr(dataset, "CHECK_AT_START", 0)
+    monkeypatch.setattr(dataset, "WINDOW", 31 * 32)  # a shard: the last one of the epoch is read last
+    flags = dict(bucket_name=folder if where == "local" else address, process_path=tmp_path / "cache",
+                 train_batch_size=32, checkpoint_steps=7, training_steps=14)  # fmt: skip
+    name = f"{np.random.default_rng([0, 0]).permutation(SHARDS)[-1]:06d}.npy"
+    path, fs, there = folder / "train" / name, fsspec.filesystem("memory"), f"/bucket/train/{name}"
+    content = path.read_bytes()
+    broken = None if what == "missing" else content[:700] + b"ab" + content[702:]
+    make_evaluate = main.make_evaluate
+
+    def lose(*args):  # once training has begun
+        if broken is None:
+            path.unlink()
+            fs.rm(there)
+        else:
+            path.write_bytes(broken)
+            fs.pipe_file(there, broken)
+        return make_evaluate(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(utils.UserError) as e:
+        patch.setattr(main, "make_evaluate", lose)
+        train(**flags)
+    assert f"train/{name} is" in str(e.value) and str(e.value).count(". ") == 0, e.value
+    steps = [int(p.name) for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
+    assert steps == [341 // 32], "as many steps as there are whole batches before that shard are kept"
+    path.write_bytes(content)
+    fs.pipe_file(there, content)
+    assert train(**flags) == 0
+    assert [row["step"] for row in metrics_of(tmp_path / "runs" / "run")] == list(range(1, 15))
+    if what == "damaged":
+        assert train(**flags, name="whole") == 0
+        assert metrics_of(tmp_path / "runs" / "run") == metrics_of(tmp_path / "runs" / "whole")
+
+
+def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
+    """Every third request fails for a while, and the run is stopped and goes on: it is the same as a local run."""
+    address, fs, proxy = bucket
+    folder, proxy.most = write_corpus(tmp_path / "corpus"), 25
+    for path in filter(Path.is_file, folder.rglob("*")):
+        utils.write_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
+    flags = dict(bucket_name=address, process_path=tmp_path / "cache", training_steps=6)
+    if address.startswith("gs"):  # Orbax writes no checkpoints to s3://
+        flags["output_dir"] = "gs://bucket/runs"
+    for steps in (6, 11):
+        assert train(**flags | dict(training_steps=steps)) == 0
+    assert "resuming run at step 6" in capsys.readouterr().out and proxy.failed > 5
+    assert train(bucket_name=folder, training_steps=11, name="local", output_dir=tmp_path / "runs") == 0
+    fs.invalidate_cache()
+    if address.startswith("gs"):
+        for path in fs.find("bucket/runs/run"):
+            utils.write_file(f"{tmp_path}/{path.removeprefix('bucket/')}", fs.cat_file(path))
+    run, local = tmp_path / "runs" / "run", tmp_path / "runs" / "local"
+    assert metrics_of(run) == metrics_of(local) and [row["data/epoch"] for row in metrics_of(run)][-1] == 88 / 372
+    assert_bitwise(checkpoint_of(run, 11), checkpoint_of(local, 11))
+
+
+def test_checkpoints_to_s3_are_refused(train):
+    with pytest.raises(utils.UserError, match="--output_dir s3://bucket/runs: Orbax"):
+        train(output_dir="s3://bucket/runs")

@@ -1,0 +1,148 @@
+"""Measure the data programs side by side: the tokeniser against a bare loop, workers, reading, and memory.
+
+python tools/bench_data.py [--mb 1000] [--json FILE]      (a quick look: --mb 50)
+
+Every measure is taken on the same text, in turns, so that a machine that others share treats them alike; of several
+rounds the fastest counts. Speeds of the tokeniser are those of the whole program from reading text to renamed shards,
+without the start of Python; the bare loop encodes text that is in memory and throws the tokens away.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import sources
+
+import dataset
+import main as training
+import utils
+
+TINY_TOKENS_PER_SECOND = 5_000  # of the preset tiny on two CPU cores, see README.md
+SHARD_TOKENS = 2_000_000  # small beside the memory that is measured
+
+
+def write_text(path, documents, megabytes):
+    """A .jsonl file of the texts of `documents`, repeated until it has so many megabytes of text."""
+    size, texts = 0, [sources.read_text(d)[0] for d in documents]
+    with open(path, "w") as f:
+        while size < megabytes * 1e6:
+            for text in texts:
+                f.write(json.dumps({"text": text}) + "\n")
+                size += len(text.encode())
+                if size >= megabytes * 1e6:
+                    break
+    return path
+
+
+def tokenise(text, output, ranks, workers):
+    """Run data/tokenize_shards.py; (seconds it says it took, peak resident memory of its own process in MB)."""
+    program = [sys.executable, ROOT / "data" / "tokenize_shards.py", "--source", text, "--output", output, "--workers",
+               str(workers), "--tokenizer", ranks, "--shard_tokens", str(SHARD_TOKENS), "--val_fraction",
+               "0"]  # fmt: skip
+    process, peak = subprocess.Popen(program, stdout=subprocess.PIPE, text=True), 0
+    while process.poll() is None:
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = max([peak, *(int(kb) / 1e3 for kb in re.findall(r"VmHWM:\s+(\d+)", status))])
+        except OSError:
+            pass  # it has just ended
+        time.sleep(0.05)
+    said = process.stdout.read()
+    if process.returncode:
+        raise utils.UserError(f"--source: data/tokenize_shards.py ended with status {process.returncode} ({said}).")
+    return float(re.search(r"([\d.]+) s$", said)[1]), peak
+
+
+def bare_loop(text, ranks):
+    """Seconds of `encode_ordinary_batch` on one thread, a thousand documents at a time."""
+    encoding, texts, seconds = utils.load_tokenizer(str(ranks)), [], 0.0
+    with open(text) as f:
+        for line in f:
+            texts.append(json.loads(line)["text"])
+    for i in range(0, len(texts), 1000):
+        began = time.perf_counter()
+        encoding.encode_ordinary_batch(texts[i : i + 1000], num_threads=1)
+        seconds += time.perf_counter() - began
+    return seconds
+
+
+def read(bucket, cache, seconds=5.0):
+    """Tokens/s from shards to batches on the device, as main.py reads them for the preset tiny."""
+    cfg = utils.replace(utils.preset("tiny"), bucket_name=str(bucket), process_path=str(cache), n_device_axis=(1, 1, 1))
+    cfg = utils.validate(utils.replace(cfg, n_devices=1), jax.device_count())
+    mesh, per_step = training.make_mesh(cfg), cfg.data.train_batch_size
+    M, T = cfg.data.micro_batch_size, cfg.model.T
+    order = partial(dataset.Mixture(cfg, "train").sequences, seed=0)
+    make = lambda n: dataset.put_batch(order, n, (1, M, per_step // M, T), mesh)  # noqa: E731
+    batches = dataset.Prefetch(make, range(0, 10**12, per_step))
+    jax.block_until_ready(next(batches))
+    began, n = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        jax.block_until_ready(next(batches))
+        n += 1
+    speed = n * per_step * T / (time.perf_counter() - began)
+    batches.close()
+    return speed
+
+
+def measure(args, folder):
+    """{name: (value, what it should be, whether it is)}, with the text, the shards and the cache in `folder`."""
+    documents, ranks = sources.list_documents(args.source), folder / "bench.tiktoken"
+    trainer = [sys.executable, ROOT / "data" / "train_tokenizer.py", "--source", args.source, "--vocab_size", "8192"]
+    subprocess.run([*trainer, "--output", ranks], check=True, stdout=subprocess.DEVNULL)
+    small = write_text(folder / "small.jsonl", documents, args.mb / 10)
+    seconds = {"bare loop": [], "1 worker": [], "2 workers": []}
+    for i in range(args.rounds):
+        seconds["bare loop"].append(bare_loop(small, ranks))
+        for workers in (1, 2):
+            took, small_peak = tokenise(small, folder / f"{workers}-{i}", ranks, workers)
+            seconds[f"{workers} worker{'s' * (workers > 1)}"].append(took)
+            if workers == 1:
+                peak = small_peak
+    speed = {name: args.mb / 10 / min(took) for name, took in seconds.items()}
+    table = {f"{name}, MB/s": (value, None) for name, value in speed.items()}
+    table["1 worker / bare loop"] = speed["1 worker"] / speed["bare loop"], 0.9
+    table["2 workers / 1 worker"] = speed["2 workers"] / speed["1 worker"], 1.7
+    shards, wanted = folder / "1-0", 100 * TINY_TOKENS_PER_SECOND
+    table["local shards to batches, tokens/s"] = read(shards, folder / "cache"), wanted
+    table["cached remote shards to batches, tokens/s"] = read(f"file://{shards}", folder / "cache"), wanted
+    table[f"peak memory at {args.mb / 10:g} MB, MB"] = peak, None
+    small.unlink()
+    _, large_peak = tokenise(write_text(folder / "large.jsonl", documents, args.mb), folder / "large", ranks, 1)
+    table[f"peak memory at {args.mb:g} MB, MB"] = large_peak, None
+    table["50 MB / growth of memory"] = 50 / max(large_peak - peak, 1), 1
+    return table
+
+
+def main():
+    parser = sources.Parser(__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=float, default=1000, help="megabytes of text of the large measure of memory; the "
+                        "others take a tenth")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="times that each speed is measured")
+    parser.add_argument("--json", default=None, help="file to write the numbers to as well")
+    args = parser.parse_args()
+    for flag in ("mb", "rounds"):
+        if getattr(args, flag) < 1:
+            raise utils.UserError(f"--{flag} {getattr(args, flag)}: must be at least 1.")
+    with tempfile.TemporaryDirectory() as folder:
+        table = measure(args, Path(folder))
+    for name, (value, wanted) in table.items():
+        verdict = "" if wanted is None else f"  {'ok' if value >= wanted else 'BELOW'}, should be at least {wanted:,}"
+        print(f"{name:45} {value:15,.2f}{verdict}", flush=True)
+    if args.json:
+        utils.write_file(args.json, json.dumps({name: value for name, (value, _) in table.items()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    utils.one_sentence(main)
