@@ -9,8 +9,11 @@ import itertools
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
+import traceback
 from typing import Any, NamedTuple
 
 import utils
@@ -18,7 +21,8 @@ from utils import UserError, say
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
     cfg_given = utils.one_sentence(lambda: utils.parse(sys.argv[1:]))
-    utils.set_xla_flags(cfg_given[0].run.n_devices)
+    processes = utils.one_sentence(lambda: utils.check_processes(*cfg_given))
+    utils.set_xla_flags(cfg_given[0].run.n_devices, processes)
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +32,7 @@ import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 from etils import epath
 from jax import lax
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
@@ -46,14 +50,84 @@ class TrainState(NamedTuple):
     key: jax.Array  # uint32 [2], of dropout
 
 
+# --- Processes ----------------------------------------------------------------------------------------------------
+
+
+def join_processes(cfg):
+    """Meet the other processes of the run, if there are any: at --coordinator, else where jax finds that a TPU pod,
+    Slurm or Kubernetes tells. Raises UserError where the devices cannot all take part."""
+    r = cfg.run
+    if r.num_processes == 1:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # That service would swallow SIGTERM from here on; Interrupt makes a signal known to all processes.
+    jax.config.update("jax_enable_preemption_service", False)
+    where = {}
+    if r.coordinator:
+        host, port = r.coordinator.rsplit(":", 1)
+        # by itself jax listens on [::], which a machine without IPv6 does not have
+        where = dict(coordinator_address=r.coordinator, num_processes=r.num_processes, process_id=r.process_id,
+                     coordinator_bind_address=f"{'[::]' if host[0] == '[' else '0.0.0.0'}:{port}")  # fmt: skip
+
+    def too_late():
+        what = f"not all --num_processes {r.num_processes} came there"
+        if r.coordinator:
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), 5).close()
+            except OSError as e:
+                what = f"it could not be reached ({e.strerror or e})"
+        say(f"error: --coordinator {r.coordinator}: {what} within --connect_timeout {r.connect_timeout} s; is the "
+            f"same command running on every host, each with its own --process_id?")  # fmt: skip
+        os._exit(1)  # not 2: it may mend itself. jax is deep in C++ and would end in a stack trace
+
+    late = threading.Timer(r.connect_timeout, too_late)
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(**where, initialization_timeout=r.connect_timeout + 60,
+                                   heartbeat_timeout_seconds=r.peer_timeout,
+                                   shutdown_timeout_seconds=r.peer_timeout)  # fmt: skip
+    except ValueError:
+        if r.coordinator:
+            raise
+        return  # jax knows no cluster that this process is part of
+    except RuntimeError as e:
+        raise UserError(f"--num_processes: this process cannot join its cluster ({e}); give 1 to train alone, or "
+                        f"--coordinator.") from None  # fmt: skip
+    finally:
+        late.cancel()
+    if r.n_devices not in (0, jax.device_count()):
+        raise UserError(f"--n_devices {r.n_devices}: {jax.process_count()} processes train on all devices that they "
+                        f"have, {jax.device_count()}.")  # fmt: skip
+
+
+def all_of(here):
+    """Whether `here` is true on every process; waits for all of them."""
+    return jax.process_count() == 1 and here or bool(multihost_utils.process_allgather(np.array(here)).all())
+
+
 # --- Mesh, optimizer, state ---------------------------------------------------------------------------------------
 
 
 def make_mesh(cfg):
     """The (dp, pp, tp) mesh over the first n_devices devices, laid out so that neighbours on an axis are near."""
-    devices = jax.devices()[: cfg.run.n_devices]
-    grid = mesh_utils.create_device_mesh(cfg.run.n_device_axis, devices, allow_split_physical_axes=True)
+    grid = device_grid(cfg.run.n_device_axis, jax.devices()[: cfg.run.n_devices])
     return Mesh(grid, model.AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def device_grid(shape, devices):
+    """`devices` as an array of `shape` (dp, pp, tp): tp on the fastest links, then pp, then dp. Slices of TPUs, which
+    only a slow network joins, lie along dp, else along pp."""
+    slices = len({d.slice_index for d in devices}) if devices[0].platform == "tpu" else 1
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    across = next((axis for axis in (0, 1) if shape[axis] % slices == 0), None)
+    if across is None:
+        raise UserError(f"--n_device_axis {' '.join(map(str, shape))}: dp or pp must be a multiple of the number of "
+                        f"TPU slices, {slices}.")  # fmt: skip
+    outer = [slices if axis == across else 1 for axis in range(3)]
+    inner = [size // n for size, n in zip(shape, outer)]
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
 def make_optimizer(cfg):
@@ -196,12 +270,16 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
         damaged = []
         for step in steps:
+            reason = []
             try:
                 found = self.manager.restore(step, args=args)
-                if np.asarray(fingerprint(found.state)).tolist() != found.meta["fingerprint"]:
-                    raise ValueError("its contents are not those that were saved")
             except Exception as e:  # whatever a damaged file makes the libraries raise
                 reason = str(e).strip().splitlines() or [type(e).__name__]
+            if not all_of(not reason):
+                reason = reason or ["as another process found"]
+            elif np.asarray(fingerprint(found.state)).tolist() != found.meta["fingerprint"]:
+                reason = ["its contents are not those that were saved"]
+            if reason:
                 say(f"warning: checkpoint {step} is damaged ({reason[0][:200]})")
                 damaged.append(step)
                 continue
@@ -218,9 +296,11 @@ class Checkpoints:
 
     def _set_aside(self, steps):
         aside = self.folder.parent / f"{self.folder.name}-damaged"
-        aside.mkdir(parents=True, exist_ok=True)
-        for step in steps:
-            (self.folder / str(step)).rename(aside / f"{step}-{time.time_ns()}")
+        if jax.process_index() == 0:
+            aside.mkdir(parents=True, exist_ok=True)
+            for step in steps:
+                (self.folder / str(step)).rename(aside / f"{step}-{time.time_ns()}")
+        all_of(True)  # nobody looks before it is done
         self.manager.reload()
 
     def close(self):
@@ -232,8 +312,22 @@ class Checkpoints:
 class Interrupt:
     """SIGTERM and SIGINT, noted until the step in progress is done; a second one ends the process at once."""
 
+    def __init__(self):
+        mesh = Mesh(np.array(jax.devices()), "all")
+        self.spread, self.earlier = NamedSharding(mesh, P("all")), 0
+        self.largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+
+    def agreed(self):
+        """The signal to stop for, or 0. Several processes must stop at the same step and a signal may reach only one,
+        so they ask each other on the devices, after every step, and read the answer a step later: nobody waits."""
+        if jax.process_count() == 1:
+            return self.signal
+        mine = jax.make_array_from_callback((jax.device_count(),), self.spread, lambda _: np.array([self.signal]))
+        earlier, self.earlier = self.earlier, self.largest(mine)
+        return int(earlier)
+
     def __enter__(self):
-        self.signal = None
+        self.signal = 0
         self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
@@ -286,6 +380,32 @@ def stored_config(cfg, given, data):
     return cfg
 
 
+def same_everywhere(things):
+    """Raise UserError on all processes if the {name: value} `things` are not the same on each of them."""
+    if jax.process_count() == 1:
+        return
+    digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in things.values()]
+    every = multihost_utils.process_allgather(np.array([np.frombuffer(d, np.uint32)[0] for d in digests]))
+    for process, row in enumerate(every):
+        differ = [name for name, a, b in zip(things, row, every[0]) if a != b]
+        if differ:
+            raise UserError(f"{', '.join(differ)}: not the same on process {process} as on process 0; give all of "
+                            f"same flags, with a --bucket_name and --output_dir that each can see.")  # fmt: skip
+
+
+def check_shared(cfg):
+    """Raise UserError on all processes if one does not see what process 0 writes in output_dir: a checkpoint, of which
+    each writes its part, would never be complete."""
+    if jax.process_count() == 1:
+        return
+    path = os.path.join(cfg.run.output_dir, cfg.run.name, "shared")
+    token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
+    if jax.process_index() == 0:
+        utils.write_file(path, token)
+    all_of(True)
+    same_everywhere({"--output_dir": (utils.read_file(path) or b"").decode() == token})
+
+
 def prompt_ids(cfg, encoding):
     """Token ids of --prompt as the beginning of a document, or None where no tokeniser is known."""
     if encoding is None:
@@ -308,6 +428,9 @@ def main(cfg, given):
     # --- Data
     train, val = Corpus(cfg, cfg.data.train_folder_name), Corpus(cfg, cfg.data.val_folder_name)
     data = data_fingerprint(train, val)
+    flags = {f"--{flag}": value for flag, value in utils.flatten(cfg).items() if flag not in utils.OF_ONE_PROCESS}
+    same_everywhere(flags | {"--bucket_name": data})
+    check_shared(cfg)
     cfg = utils.validate(stored_config(cfg, given, data), jax.device_count())
     mesh = make_mesh(cfg)
     encoding = train.encoding()
@@ -409,7 +532,7 @@ def main(cfg, given):
                     clock = time.time()
                 pending = (step, metrics)
                 bar.update()
-                signalled = interrupt.signal  # read once: a signal that arrives from here on belongs to the next step
+                signalled = interrupt.agreed()  # once: a signal that arrives from here on belongs to the next step
                 stop = signalled or step == cfg.run.training_steps
                 scheduled = step % cfg.run.checkpoint_steps == 0
                 saves = stop or step % cfg.run.save_steps == 0
@@ -433,7 +556,8 @@ def main(cfg, given):
                 if signalled:
                     break
     except UserError:  # storage failed: keep what was reached
-        save(state)
+        if jax.process_count() == 1:  # others know nothing of it and would not take part
+            save(state)
         raise
     finally:
         batches.close()
@@ -445,8 +569,29 @@ def main(cfg, given):
     return 128 + signalled if signalled else 0
 
 
+def run(cfg, given):
+    """`main`, together with the other processes of the run. One that fails leaves at once: at a usual exit jax would
+    wait for the others, which wait for this one, and end in a stack trace."""
+    join_processes(cfg)
+    try:
+        return main(cfg, given)
+    except BaseException as e:
+        if jax.process_count() == 1:
+            raise
+        status = {UserError: 2, KeyboardInterrupt: 130}.get(type(e), 1)
+        if status == 1:
+            traceback.print_exc()
+        else:
+            print(f"error: {e}" if status == 2 else "interrupted", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if jax.process_index() == 0:
+            time.sleep(2)  # its end is that of the others, who may be about to say the same
+        os._exit(status)
+
+
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(utils.one_sentence(lambda: main(*cfg_given)))
+        sys.exit(utils.one_sentence(lambda: run(*cfg_given)))
     print("interrupted before a step was done; nothing was lost", file=sys.stderr)
     sys.exit(130)
