@@ -97,9 +97,8 @@ case ${1:-} in
     ;;
 esac
 
-restart=
 while [[ ${1:-} == @(--sync|--restart) ]]; do
-  if [[ $1 == --sync ]]; then export SYNC=1; else restart=1; fi
+  if [[ $1 == --sync ]]; then export SYNC=1; else export RESTART=1; fi
   shift
 done
 if [[ -z ${SYNC:-} ]]; then
@@ -110,8 +109,8 @@ if [[ -z ${SYNC:-} ]]; then
     echo "note: what is not committed here is not sent; --sync would send it"
 fi
 
-[[ -z $restart ]] || on_all stop --stop || exit
 on_all check --check || exit
+[[ -z ${RESTART:-} ]] || on_all stop --stop || exit
 on_all code --code || exit
 on_all setup --setup || exit
 launched=$$-$EPOCHSECONDS

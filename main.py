@@ -268,11 +268,15 @@ class Checkpoints:
         """
         steps = sorted(self.manager.all_steps(), reverse=True)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
+        # Each process reads by itself: one that finds damage would leave the others in Orbax's barriers.
+        me = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
+        reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
         damaged = []
         for step in steps:
             reason = []
             try:
-                found = self.manager.restore(step, args=args)
+                found = reader.restore(self.folder / str(step), args=args)
             except Exception as e:  # whatever a damaged file makes the libraries raise
                 reason = str(e).strip().splitlines() or [type(e).__name__]
             if not all_of(not reason):

@@ -70,7 +70,7 @@ begin() {
 
 on_a_host() {
   local method=${SYNC:+rsync}
-  if [[ $step == @(all|--check) ]]; then on_host "$host" preflight "${method:-git}" | clock; fi
+  if [[ $step == @(all|--check) ]]; then on_host "$host" preflight "${method:-git}" "${RESTART:-}" | clock; fi
   if [[ $step == @(all|--code) ]]; then send; fi
   if [[ $step == @(all|--setup) ]]; then on_host "$host" setup; fi
   if [[ $step == @(all|--start) ]]; then begin "$@"; fi

@@ -66,8 +66,9 @@ on_host() {
   {
     for name in "${settings[@]}" host; do printf '%s=%q\n' "$name" "${!name}"; done
     cat tools/on_host.sh
+    printf '{ ' # so that a call that is cut off on its way does not run
     printf '%q ' "$@"
-    printf '</dev/null\nexit\n'
+    printf '</dev/null; exit; }\n'
   } | "${ssh[@]}" -- "$host" bash 2>"$complaint" || status=$?
   if ((status == 255)); then
     echo "error: $(ssh_complaint "$host" "$(<"$complaint")")" >&2

@@ -14,13 +14,14 @@ die() {
 }
 alive() { "${tmux[@]}" has-session 2>/dev/null; }
 
+# preflight METHOD RESTART: print what the host has, or fail with what it lacks; METHOD is git or rsync.
 preflight() {
   local folder=$FOLDER free python users=
   printf 'clock %s\n' "$(date +%s.%N)" # compared where it arrives
   for program in git tmux; do
     type "$program" >/dev/null 2>&1 || die "$program is not installed there."
   done
-  ! alive || die "a run of SESSION=$SESSION is there already; see --status, or give --stop or --restart."
+  [[ -n $2 ]] || ! alive || die "a run of SESSION=$SESSION is there already; see --status, or give --stop or --restart."
   for python in ${PYTHON:-"$FOLDER/$VENV/bin/python" python3 python python3.13 python3.12 python3.11 uv} ''; do
     if [[ -n $python ]] && "$python" --version >/dev/null 2>&1; then break; fi
   done
@@ -31,8 +32,8 @@ preflight() {
   if [[ $1 == git && -d $FOLDER/.git && -n $(git -C "$FOLDER" status --porcelain --untracked-files=no) ]]; then
     die "it would not run the same commit: files in $FOLDER were changed there; undo that, or send yours with --sync."
   fi
-  users=$(find /proc/[0-9]*/fd \( -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' \) 2>/dev/null | cut -d/ -f3) || true
-  if type nvidia-smi >/dev/null 2>&1; then
+  alive || users=$(find /proc/[0-9]*/fd \( -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' \) 2>/dev/null | cut -d/ -f3) || true
+  if ! alive && type nvidia-smi >/dev/null 2>&1; then
     users+=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader 2>/dev/null) || true
   fi
   [[ -z $users ]] || die "another run holds its devices (process $(head -n 1 <<<"$users"))."
@@ -94,6 +95,7 @@ start() {
 SCRIPT
   } >"$state/start.sh"
   "${tmux[@]}" new-session -d -s main "exec bash $(printf %q "$state/start.sh")" || die "tmux could not start a session."
+  if [[ $launch == $(cat "$state/taken-back" 2>/dev/null) ]]; then stop 0 "$launch"; fi # while this was on its way
   for ((i = 0; i < START_TIMEOUT * 2; i++)); do
     case $(state) in
       starting*) sleep 0.5 ;;
@@ -125,6 +127,10 @@ log() { tail -n "$1" "$state/log" 2>/dev/null || echo "$host has no log of SESSI
 # stop SECONDS [LAUNCH]: SIGTERM, so that a checkpoint is written. With LAUNCH only what that launch started, and for
 # good: what does not end in time is killed.
 stop() {
+  if [[ -n ${2:-} ]]; then
+    mkdir -p "$state"
+    echo "$2" >"$state/taken-back"
+  fi
   [[ -z ${2:-} || $2 == $(cat "$state/launch" 2>/dev/null) ]] || return 0
   alive || { state && return; }
   local pid
