@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
   cat <<'HELP'
-usage: bash launcher.sh [--sync] [--restart] [any flag of main.py]
+usage: bash launcher.sh [--sync] [--restart] [--max_restarts N] [any flag of main.py]
        bash launcher.sh --status | --logs [HOST] | --stop | --attach HOST
 
 Starts main.py with the flags on all HOSTS of cluster.env (copy cluster.env.example) and returns when every host has
@@ -13,6 +13,7 @@ was started on the others is ended again.
 
   --sync         send the files as they stand here by rsync, not COMMIT by git
   --restart      end the run that is there first, with a checkpoint
+  --max_restarts N  each host starts main.py again, up to N times, after a crash, a lost peer or a preemption
   --status       what each host does, with the last line of its log
   --logs [HOST]  the last 100 lines of every host's log, or of one's
   --stop         SIGTERM: all write one checkpoint and end
@@ -97,10 +98,16 @@ case ${1:-} in
     ;;
 esac
 
-while [[ ${1:-} == @(--sync|--restart) ]]; do
-  if [[ $1 == --sync ]]; then export SYNC=1; else export RESTART=1; fi
+while :; do
+  case ${1:-} in
+    --sync) export SYNC=1 ;;
+    --restart) export RESTART=1 ;;
+    --max_restarts) export MAX_RESTARTS=${2:-} && shift $(($# > 1)) ;;
+    *) break ;;
+  esac
   shift
 done
+[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "--max_restarts $MAX_RESTARTS: must be a whole number."
 if [[ -z ${SYNC:-} ]]; then
   revision=$(git rev-parse --verify -q "$COMMIT^{commit}") ||
     die "COMMIT=$COMMIT: this repository has no such branch or commit."

@@ -59,7 +59,6 @@ def join_processes(cfg):
     r = cfg.run
     if r.num_processes == 1:
         return
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # That service would swallow SIGTERM from here on; Interrupt makes a signal known to all processes.
     jax.config.update("jax_enable_preemption_service", False)
     where = {}
@@ -70,14 +69,15 @@ def join_processes(cfg):
                      coordinator_bind_address=f"{'[::]' if host[0] == '[' else '0.0.0.0'}:{port}")  # fmt: skip
 
     def too_late():
-        what = f"not all --num_processes {r.num_processes} came there"
+        what = "the other processes did not all come"
         if r.coordinator:
+            what = f"not all --num_processes {r.num_processes} came to --coordinator {r.coordinator}"
             try:
                 socket.create_connection((host.strip("[]"), int(port)), 5).close()
             except OSError as e:
-                what = f"it could not be reached ({e.strerror or e})"
-        say(f"error: --coordinator {r.coordinator}: {what} within --connect_timeout {r.connect_timeout} s; is the "
-            f"same command running on every host, each with its own --process_id?")  # fmt: skip
+                what = f"--coordinator {r.coordinator} could not be reached ({e.strerror or e})"
+        print(f"error: --connect_timeout {r.connect_timeout}: {what} in so many seconds; is the same command running "
+              f"on every host, each with its own --process_id?", file=sys.stderr, flush=True)  # fmt: skip
         os._exit(1)  # not 2: it may mend itself. jax is deep in C++ and would end in a stack trace
 
     late = threading.Timer(r.connect_timeout, too_late)
@@ -86,7 +86,7 @@ def join_processes(cfg):
     try:
         jax.distributed.initialize(**where, initialization_timeout=r.connect_timeout + 60,
                                    heartbeat_timeout_seconds=r.peer_timeout,
-                                   shutdown_timeout_seconds=r.peer_timeout)  # fmt: skip
+                                   shutdown_timeout_seconds=3600)  # fmt: skip; process 0 may still upload its log
     except ValueError:
         if r.coordinator:
             raise
@@ -103,7 +103,7 @@ def join_processes(cfg):
 
 def all_of(here):
     """Whether `here` is true on every process; waits for all of them."""
-    return jax.process_count() == 1 and here or bool(multihost_utils.process_allgather(np.array(here)).all())
+    return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).all())
 
 
 # --- Mesh, optimizer, state ---------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def same_everywhere(things):
     for process, row in enumerate(every):
         differ = [name for name, a, b in zip(things, row, every[0]) if a != b]
         if differ:
-            raise UserError(f"{', '.join(differ)}: not the same on process {process} as on process 0; give all of "
+            raise UserError(f"{', '.join(differ)}: not the same on process {process} as on process 0; give all the "
                             f"same flags, with a --bucket_name and --output_dir that each can see.")  # fmt: skip
 
 

@@ -5,12 +5,13 @@ set -euo pipefail
 usage() {
   cat <<'HELP'
 usage: bash run.sh local [any flag of main.py]
-       bash run.sh HOST [any flag of main.py]
+       bash run.sh [--max_restarts N] HOST [any flag of main.py]
 
 HOST, one of HOSTS in cluster.env (see launcher.sh --help): checks the host, sends this repository's commit there, sets
 it up and starts main.py with the flags in a tmux session that outlives the connection. launcher.sh does this to all
 hosts at once, one of the steps --check, --code, --setup, --start before HOST at a time; --state, --log and --stop
-before HOST say what runs there, show the end of its log, end it with a checkpoint.
+before HOST say what runs there, show the end of its log, end it with a checkpoint. --max_restarts: the host starts
+main.py again, up to N times, after a crash, a lost peer or a preemption, not after an error in the flags.
 
 local: trains on this machine. Sets up .venv, makes the corpus if it is missing (Python's standard library, with a tokeniser
 trained on it) and starts main.py with these flags where they are not given:
@@ -87,6 +88,11 @@ case ${1:-} in
   -h | --help) usage && exit ;;
   *)
     source tools/cluster.sh
+    if [[ ${1:-} == --max_restarts ]]; then
+      export MAX_RESTARTS=${2:-}
+      shift $(($# > 1 ? 2 : 1))
+    fi
+    [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "--max_restarts $MAX_RESTARTS: must be a whole number."
     step=${1:-}
     case $step in
       --check | --code | --setup | --start | --state | --log | --stop) shift ;;

@@ -72,13 +72,13 @@ start() {
   umask 077
   mkdir -p "$state"
   ! alive || die "a run of SESSION=$SESSION is there already; see --status, or give --stop or --restart."
-  rm -f "$state/status" "$state/pid"
+  rm -f "$state/status" "$state/pid" "$state/stopping"
   [[ ! -f $state/log ]] || mv "$state/log" "$state/log.before"
   : >"$state/log"
   echo "$launch" >"$state/launch"
   printf '%s\n' "$environment" >"$state/environment"
   {
-    printf 'cd %q\nstate=%q\npython=%q\nflags=(' "$FOLDER" "$state" "$VENV/bin/python"
+    printf 'cd %q\nstate=%q\npython=%q\nrestarts=%q\nflags=(' "$FOLDER" "$state" "$VENV/bin/python" "$MAX_RESTARTS"
     (($# == 0)) || printf '%q ' "$@"
     cat <<'SCRIPT'
 )
@@ -86,11 +86,22 @@ start() {
   set -a
   source "$state/environment"
   set +a
-  (
-    echo "$BASHPID" >"$state/pid"
-    exec "$python" main.py "${flags[@]}"
-  )
-  echo $? >"$state/status"
+  for ((wait = 5; ; wait = SECONDS - began > 600 ? 5 : wait < 160 ? 2 * wait : 300)); do
+    began=$SECONDS
+    (
+      echo "$BASHPID" >"$state/pid"
+      exec "$python" main.py "${flags[@]}"
+    )
+    status=$?
+    # 0: done. 2: a configuration that will not mend itself. 130: Ctrl-C. All else may be another host's fault.
+    if [[ $status == @(0|2|130) || -e $state/stopping ]] || ((restarts-- == 0)); then break; fi
+    echo "main.py ended with status $status; starting it again in $wait s, $restarts times more after that"
+    for ((i = 0; i < wait; i++)); do
+      [[ -e $state/stopping ]] || sleep 1
+    done
+    [[ ! -e $state/stopping ]] || break
+  done
+  echo "$status" >"$state/status"
 } 2>&1 | tee -i -a "$state/log" # the session ends when the log is whole
 SCRIPT
   } >"$state/start.sh"
@@ -134,6 +145,7 @@ stop() {
   [[ -z ${2:-} || $2 == $(cat "$state/launch" 2>/dev/null) ]] || return 0
   alive || { state && return; }
   local pid
+  : >"$state/stopping"
   pid=$(cat "$state/pid" 2>/dev/null) || true
   [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null || true
   for ((i = 0; i < $1 * 2; i++)); do
