@@ -67,8 +67,9 @@ setup() {
 # start LAUNCH ENVIRONMENT FLAG...: main.py in a detached tmux; returns when its first step is compiled. ENVIRONMENT is
 # assignments, secrets among them: they reach a file and from there the process, never an argument.
 start() {
-  local launch=$1 environment=$2
+  local launch=$1 environment=$2 mask
   shift 2
+  mask=$(umask) # main.py's, whose files others may read
   umask 077
   mkdir -p "$state"
   ! alive || die "a run of SESSION=$SESSION is there already; see --status, or give --stop or --restart."
@@ -78,7 +79,8 @@ start() {
   echo "$launch" >"$state/launch"
   printf '%s\n' "$environment" >"$state/environment"
   {
-    printf 'cd %q\nstate=%q\npython=%q\nrestarts=%q\nflags=(' "$FOLDER" "$state" "$VENV/bin/python" "$MAX_RESTARTS"
+    printf 'umask %s\ncd %q\nstate=%q\npython=%q\nrestarts=%q\nflags=(' "$mask" "$FOLDER" "$state" \
+      "$VENV/bin/python" "$MAX_RESTARTS"
     (($# == 0)) || printf '%q ' "$@"
     cat <<'SCRIPT'
 )
@@ -93,6 +95,7 @@ start() {
       exec "$python" main.py "${flags[@]}"
     )
     status=$?
+    rm -f "$state/pid" # --stop must not meet another process of that number
     # 0: done. 2: a configuration that will not mend itself. 130: Ctrl-C. All else may be another host's fault.
     if [[ $status == @(0|2|130) || -e $state/stopping ]] || ((restarts-- == 0)); then break; fi
     echo "main.py ended with status $status; starting it again in $wait s, $restarts times more after that"
