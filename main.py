@@ -4,16 +4,19 @@ python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local 
 """
 
 import contextlib
+import faulthandler
 import hashlib
 import itertools
 import json
 import os
 import signal
 import socket
+import statistics
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from typing import Any, NamedTuple
 
 import utils
@@ -348,6 +351,38 @@ class Interrupt:
         self._restore()
 
 
+class Watchdog:
+    """A thread that writes the stacks of all threads when a phase of the loop takes stuck_factor times its median so
+    far, and ends the process after stuck_limit. What hangs one process hangs the others too, so all of them tell."""
+
+    def __init__(self, cfg):
+        self.factor, self.limit, self.took, self.over = cfg.run.stuck_factor, cfg.run.stuck_limit, {}, threading.Event()
+        self.now = None  # (phase, step, when it began)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def begin(self, phase, step):
+        """The phase before has ended, this one begins."""
+        if self.now:
+            self.took.setdefault(self.now[0], deque(maxlen=99)).append(time.monotonic() - self.now[2])
+        self.now = (phase, step, time.monotonic())
+
+    def _watch(self):
+        told = None
+        while not self.over.wait(1):
+            if not (now := self.now):
+                continue
+            phase, step, began = now
+            took, since = list(self.took.get(phase, [])), time.monotonic() - began
+            # less than 5 s, and medians of one or two, may be anything
+            if now is not told and len(took) > 2 and since > max(5, self.factor * statistics.median(took)):
+                told = now
+                say(f"watchdog: {phase} of step {step} has taken {since:.0f} s, usually {statistics.median(took):.2f}")
+                faulthandler.dump_traceback(sys.stdout)
+            if since > self.limit:
+                say(f"watchdog: {phase} of step {step} has taken more than --stuck_limit {self.limit} s; ending")
+                os._exit(75)  # "temporary failure" in sysexits.h: to be started again
+
+
 # --- The run ------------------------------------------------------------------------------------------------------
 
 
@@ -524,11 +559,13 @@ def main(cfg, given):
     bar = tqdm(
         total=cfg.run.training_steps, initial=step, unit="step", disable=not (main_process and sys.stderr.isatty())
     )
+    watchdog = Watchdog(cfg)
     pending, paused, clock = None, 0.0, time.time()  # (step, metrics) not fetched; seconds spent off training
     loop_began, first_step = clock, step
     try:
         with Interrupt() as interrupt:
             for batch in itertools.chain([first], batches):
+                watchdog.begin("training", step + 1)
                 state, metrics = train_step(state, *batch)
                 step, sequences = step + 1, sequences + per_step
                 if pending:
@@ -545,6 +582,7 @@ def main(cfg, given):
                 row = fetch(*pending, clock)
                 pending, off = None, time.time()
                 if scheduled or (stop and not signalled):
+                    watchdog.begin("evaluation", step)
                     row |= evaluate(state.params)
                     rate = (off - loop_began - paused) / (step - first_step)
                     line(row, rate * (cfg.run.training_steps - step))
@@ -552,8 +590,10 @@ def main(cfg, given):
                 if scheduled or stop:
                     log.plots()
                 if saves:
+                    watchdog.begin("checkpoint", step)
                     save(state)
                 if saves and not signalled:
+                    watchdog.begin("sampling", step)
                     sample(state)
                 clock = time.time()
                 paused += clock - off
@@ -564,6 +604,7 @@ def main(cfg, given):
             save(state)
         raise
     finally:
+        watchdog.over.set()
         batches.close()
         bar.close()
         checkpoints.close()

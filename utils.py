@@ -251,6 +251,11 @@ class Run:
     """Seconds within which all processes must have come together."""
     peer_timeout: int = 100
     """Seconds of silence after which a process is taken for lost and the others end."""
+    stuck_factor: float = 10.0
+    """Times the median so far that a step, evaluation, checkpoint or sampling may take before its process writes the
+    stacks of all its threads to the log."""
+    stuck_limit: int = 1800
+    """Seconds that one may take before its process ends, with status 75."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +332,7 @@ FREE_ON_RESUME = frozenset(
     "preset name output_dir bucket_name process_path n_device_axis n_devices micro_batch_size training_steps end_steps "
     "warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
     "prompt inference_batch max_tokens top_k temperature use_cache "
-    "coordinator num_processes process_id connect_timeout peer_timeout "
+    "coordinator num_processes process_id connect_timeout peer_timeout stuck_factor stuck_limit "
     "train_batch_size val_batch_size grad_step".split()
 )
 
@@ -442,7 +447,7 @@ AT_LEAST = dict(
     end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12, embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0,
     bias_update_rate=0, n_devices=0, training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0,
     keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, temperature=0, num_processes=0, process_id=0,
-    connect_timeout=1, peer_timeout=1,
+    connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1,
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ LACKING = [name for name in ("sshd", "ssh", "tmux", "git") if not (SSHD if name 
 needs_hosts = pytest.mark.skipif(bool(LACKING) or sys.platform != "linux", reason=f"not here: {LACKING or 'Linux'}")
 PROGRAMS = """awk basename bash cat chmod cut date df dirname env find git git-receive-pack grep head ls mkdir mktemp mv
 nice ps python3 rm rsync sed sh sleep tail tee tmux tr""".split()
+XLA_FLAGS = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
 SECRET = "s3cr3t'\"$x y"
 ODD = "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é 漢"
 
@@ -137,7 +138,7 @@ class Cluster:
             "PASS_ENV": "JAX_PLATFORMS XLA_FLAGS JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "COORDINATOR": f"127.0.0.1:{free_port()}", "MAX_CLOCK_SKEW": "5", "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", ""),
+            "XLA_FLAGS": XLA_FLAGS,
         } | more  # fmt: skip
 
     def launch(self, *words, **environment):
@@ -187,7 +188,12 @@ def flags(shards, xla_cache, tmp_path):
     return flags
 
 
-def wait_for(condition, seconds=60):
+def current_umask():
+    os.umask(mask := os.umask(0))
+    return mask
+
+
+def wait_for(condition, seconds=120):
     for _ in range(int(seconds * 5)):
         if condition():
             return
@@ -299,13 +305,14 @@ def test_three_hosts_train_to_the_losses_of_one_though_one_is_killed(idle, flags
     assert not shutil.which("rsync") or (idle.hosts[2].code / "new file").exists()
     wait_for(lambda: len(losses(tmp_path / "runs/over3")) > 7)
     os.kill(int((idle.hosts[2].state / "pid").read_text()), signal.SIGKILL)
-    wait_for(lambda: not any(h.alive for h in idle.hosts), 100)
+    wait_for(lambda: not any(h.alive for h in idle.hosts))
     assert [(h.state / "status").read_text() for h in idle.hosts] == ["0\n"] * 3
     for log in [(h.state / "log").read_text() for h in idle.hosts]:  # a log on every host
         assert "starting it again in 5 s" in log and "resuming over3 at step" in log and "done at step 25" in log
     small = dict(n_experts=6, blocks=2, layers_per_block=2, train_batch_size=12, val_batch_size=12, micro_batch_size=2)
     assert train(**small, name="one", training_steps=25) == 0
     alone, together = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/over3")
+    assert (tmp_path / "runs/over3/config.json").stat().st_mode & 0o777 == 0o666 & ~current_umask()
     assert len(together) == 25 and all(abs(alone[step] - together[step]) < 1e-4 for step in alone)
 
 
@@ -443,8 +450,8 @@ def test_a_bad_combination_gets_a_sentence(words):
     assert all(part in str(e.value) for part in BAD[words]) and str(e.value).endswith("."), e.value
 
 
-def start(words, i=0, **environment):
-    env = {**os.environ, "XLA_FLAGS": "", **environment}
+def start(words, **environment):
+    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, **environment}
     return subprocess.Popen([sys.executable, ROOT / "main.py", *words], env=env, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True)  # fmt: skip
 
@@ -470,6 +477,21 @@ def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
     for process in tasks:
         said = process.communicate(timeout=100)[0]
         assert process.returncode == 2 and "error: --seed: not the same on process 1 as on process 0" in said, said
+
+
+def test_a_frozen_process_is_found(flags, tmp_path):
+    words = [*flags(2, training_steps=100_000, end_steps=200_000, checkpoint_steps=50_000, stuck_limit=10),
+             "--coordinator", f"127.0.0.1:{free_port()}", "--num_processes", "2"]  # fmt: skip
+    first, second = [start([*words, "--process_id", str(i)]) for i in range(2)]
+    try:
+        wait_for(lambda: len(losses(tmp_path / "runs/over2")) > 5)
+        second.send_signal(signal.SIGSTOP)
+        said = first.communicate(timeout=40)[0]
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode == 75, said
+    assert "watchdog: training of step" in said and "Thread 0x" in said and "in fetch" in said, said
 
 
 def test_slices_lie_along_dp_or_pp():
