@@ -72,7 +72,7 @@ on_all() {
     printf '%-8s %-24s %s\n' "$status" "${hosts[i]}" "$(tail -n 1 "$tmp/$i")"
   done
   for i in "${failed[@]}"; do
-    grep -q . "$tmp/$i.error" || echo "error: ${hosts[i]}: $step failed." >"$tmp/$i.error"
+    grep -qF "error: ${hosts[i]}: " "$tmp/$i.error" || echo "error: ${hosts[i]}: run.sh $step failed:" >&2
     tail -n 20 "$tmp/$i.error" >&2
   done
   ((${#failed[@]} == 0))

@@ -562,8 +562,8 @@ def main(cfg, given):
     watchdog = Watchdog(cfg)
     pending, paused, clock = None, 0.0, time.time()  # (step, metrics) not fetched; seconds spent off training
     loop_began, first_step = clock, step
-    try:
-        with Interrupt() as interrupt:
+    with Interrupt() as interrupt:  # until all is written: a signal may reach this process when all have agreed to stop
+        try:
             for batch in itertools.chain([first], batches):
                 watchdog.begin("training", step + 1)
                 state, metrics = train_step(state, *batch)
@@ -599,16 +599,16 @@ def main(cfg, given):
                 paused += clock - off
                 if signalled:
                     break
-    except UserError:  # storage failed: keep what was reached
-        if jax.process_count() == 1:  # others know nothing of it and would not take part
-            save(state)
-        raise
-    finally:
-        watchdog.over.set()
-        batches.close()
-        bar.close()
-        checkpoints.close()
-        log.close()
+        except UserError:  # storage failed: keep what was reached
+            if jax.process_count() == 1:  # others know nothing of it and would not take part
+                save(state)
+            raise
+        finally:
+            watchdog.over.set()
+            batches.close()
+            bar.close()
+            checkpoints.close()
+            log.close()
     say(f"{'stopped' if signalled else 'done'} at step {step} after {utils.duration(time.time() - started)}; "
         f"everything stands in {log.dir}{', and the same command goes on from here' if signalled else ''}")  # fmt: skip
     return 128 + signalled if signalled else 0

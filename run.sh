@@ -8,13 +8,14 @@ usage: bash run.sh local [any flag of main.py]
        bash run.sh [--max_restarts N] HOST [any flag of main.py]
 
 HOST, one of HOSTS in cluster.env (see launcher.sh --help): checks the host, sends this repository's commit there, sets
-it up and starts main.py with the flags in a tmux session that outlives the connection. launcher.sh does this to all
-hosts at once, one of the steps --check, --code, --setup, --start before HOST at a time; --state, --log and --stop
-before HOST say what runs there, show the end of its log, end it with a checkpoint. --max_restarts: the host starts
-main.py again, up to N times, after a crash, a lost peer or a preemption, not after an error in the flags.
+it up and starts main.py with the flags, as one process of as many as there are HOSTS, in a tmux session that outlives
+the connection. launcher.sh does this to all hosts at once, one of the steps --check, --code, --setup, --start before
+HOST at a time; --state, --log and --stop before HOST say what runs there, show the end of its log, end it with a
+checkpoint. --max_restarts: the host starts main.py again, up to N times, after a crash, a lost peer or a preemption,
+not after an error in the flags.
 
-local: trains on this machine. Sets up .venv, makes the corpus if it is missing (Python's standard library, with a tokeniser
-trained on it) and starts main.py with these flags where they are not given:
+local: trains on this machine. Sets up .venv, makes the corpus if it is missing (Python's standard library, with a
+tokeniser trained on it) and starts main.py with these flags where they are not given:
 
   --preset tiny
   --bucket_name data/shards/stdlib        or stdlib-X, tokenised with X, beside --tokenizer X; nothing is tokenised
