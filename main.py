@@ -4,6 +4,7 @@ python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local 
 """
 
 import contextlib
+import faulthandler
 import functools
 import hashlib
 import itertools
@@ -11,8 +12,13 @@ import json
 import math
 import os
 import signal
+import socket
+import statistics
 import sys
+import threading
 import time
+import traceback
+from collections import deque
 from typing import Any, NamedTuple
 
 import utils
@@ -20,7 +26,8 @@ from utils import UserError, say
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
     cfg_given = utils.one_sentence(lambda: utils.parse(sys.argv[1:]))
-    utils.set_xla_flags(cfg_given[0].run.n_devices)
+    processes = utils.one_sentence(lambda: utils.check_processes(*cfg_given))
+    utils.set_xla_flags(cfg_given[0].run.n_devices, processes)
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +37,7 @@ import orbax.checkpoint as ocp
 from absl import logging as absl_logging
 from etils import epath
 from jax import lax
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
@@ -48,14 +55,84 @@ class TrainState(NamedTuple):
     key: jax.Array  # uint32 [2], of dropout
 
 
+# --- Processes ----------------------------------------------------------------------------------------------------
+
+
+def join_processes(cfg):
+    """Meet the other processes of the run, if there are any: at --coordinator, else where jax finds that a TPU pod,
+    Slurm or Kubernetes tells. Raises UserError where the devices cannot all take part."""
+    r = cfg.run
+    if r.num_processes == 1:
+        return
+    # That service would swallow SIGTERM from here on; Interrupt makes a signal known to all processes.
+    jax.config.update("jax_enable_preemption_service", False)
+    where = {}
+    if r.coordinator:
+        host, port = r.coordinator.rsplit(":", 1)
+        # by itself jax listens on [::], which a machine without IPv6 does not have
+        where = dict(coordinator_address=r.coordinator, num_processes=r.num_processes, process_id=r.process_id,
+                     coordinator_bind_address=f"{'[::]' if host[0] == '[' else '0.0.0.0'}:{port}")  # fmt: skip
+
+    def too_late():
+        what = "the other processes did not all come"
+        if r.coordinator:
+            what = f"not all --num_processes {r.num_processes} came to --coordinator {r.coordinator}"
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), 5).close()
+            except OSError as e:
+                what = f"--coordinator {r.coordinator} could not be reached ({e.strerror or e})"
+        print(f"error: --connect_timeout {r.connect_timeout}: {what} in so many seconds; is the same command running "
+              f"on every host, each with its own --process_id?", file=sys.stderr, flush=True)  # fmt: skip
+        os._exit(1)  # not 2: it may mend itself. jax is deep in C++ and would end in a stack trace
+
+    late = threading.Timer(r.connect_timeout, too_late)
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(**where, initialization_timeout=r.connect_timeout + 60,
+                                   heartbeat_timeout_seconds=r.peer_timeout,
+                                   shutdown_timeout_seconds=3600)  # fmt: skip; process 0 may still upload its log
+    except ValueError:
+        if r.coordinator:
+            raise
+        return  # jax knows no cluster that this process is part of
+    except RuntimeError as e:
+        raise UserError(f"--num_processes: this process cannot join its cluster ({e}); give 1 to train alone, or "
+                        f"--coordinator.") from None  # fmt: skip
+    finally:
+        late.cancel()
+    if r.n_devices not in (0, jax.device_count()):
+        raise UserError(f"--n_devices {r.n_devices}: {jax.process_count()} processes train on all devices that they "
+                        f"have, {jax.device_count()}.")  # fmt: skip
+
+
+def all_of(here):
+    """Whether `here` is true on every process; waits for all of them."""
+    return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).all())
+
+
 # --- Mesh, optimizer, state ---------------------------------------------------------------------------------------
 
 
 def make_mesh(cfg):
     """The (dp, pp, tp) mesh over the first n_devices devices, laid out so that neighbours on an axis are near."""
-    devices = jax.devices()[: cfg.run.n_devices]
-    grid = mesh_utils.create_device_mesh(cfg.run.n_device_axis, devices, allow_split_physical_axes=True)
+    grid = device_grid(cfg.run.n_device_axis, jax.devices()[: cfg.run.n_devices])
     return Mesh(grid, model.AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def device_grid(shape, devices):
+    """`devices` as an array of `shape` (dp, pp, tp): tp on the fastest links, then pp, then dp. Slices of TPUs, which
+    only a slow network joins, lie along dp, else along pp."""
+    slices = len({d.slice_index for d in devices}) if devices[0].platform == "tpu" else 1
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    across = next((axis for axis in (0, 1) if shape[axis] % slices == 0), None)
+    if across is None:
+        raise UserError(f"--n_device_axis {' '.join(map(str, shape))}: dp or pp must be a multiple of the number of "
+                        f"TPU slices, {slices}.")  # fmt: skip
+    outer = [slices if axis == across else 1 for axis in range(3)]
+    inner = [size // n for size, n in zip(shape, outer)]
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
 def make_optimizer(cfg):
@@ -263,18 +340,28 @@ class Checkpoints:
     def _newest_sound(self, args):
         """(what `args` read of the newest sound checkpoint, its meta, steps of newer ones, which are damaged); where
         there are no checkpoints (None, None, []). Raises UserError where all are damaged."""
+        args = ocp.args.Composite(state=args, meta=ocp.args.JsonRestore())
+        # Each process reads by itself: one that finds damage would leave the others in Orbax's barriers.
+        me = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
+        reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
         damaged = []
         for step in self.steps():
+            reason = []
             try:
-                found = self.manager.restore(step, args=ocp.args.Composite(state=args, meta=ocp.args.JsonRestore()))
-                saved = np.asarray(fingerprint(found.state)).tolist()
-                if saved != found.meta["fingerprint"][: len(saved)]:  # parameters are a state's first leaves
-                    raise ValueError("its contents are not those that were saved")
-                return found.state, found.meta, damaged
+                found = reader.restore(self.folder / str(step), args=args)
             except Exception as e:  # whatever a damaged file makes the libraries raise
                 reason = str(e).strip().splitlines() or [type(e).__name__]
-                say(f"warning: checkpoint {step} is damaged ({reason[0][:200]})")
-                damaged.append(step)
+            if not all_of(not reason):
+                reason = reason or ["as another process found"]
+            else:
+                saved = np.asarray(fingerprint(found.state)).tolist()
+                if saved != found.meta["fingerprint"][: len(saved)]:  # parameters are a state's first leaves
+                    reason = ["its contents are not those that were saved"]
+            if not reason:
+                return found.state, found.meta, damaged
+            say(f"warning: checkpoint {step} is damaged ({reason[0][:200]})")
+            damaged.append(step)
         if damaged:
             raise UserError(f"--name: every checkpoint in {self.folder} is damaged ({', '.join(map(str, damaged))}); "
                             f"give another --name, or remove that folder to start again.")  # fmt: skip
@@ -282,9 +369,11 @@ class Checkpoints:
 
     def _set_aside(self, steps):
         aside = self.folder.parent / f"{self.folder.name}-damaged"
-        aside.mkdir(parents=True, exist_ok=True)
-        for step in steps:
-            (self.folder / str(step)).rename(aside / f"{step}-{time.time_ns()}")
+        if jax.process_index() == 0:
+            aside.mkdir(parents=True, exist_ok=True)
+            for step in steps:
+                (self.folder / str(step)).rename(aside / f"{step}-{time.time_ns()}")
+        all_of(True)  # nobody looks before it is done
         self.manager.reload()
 
     def close(self):
@@ -296,8 +385,22 @@ class Checkpoints:
 class Interrupt:
     """SIGTERM and SIGINT, noted until the step in progress is done; a second one ends the process at once."""
 
+    def __init__(self):
+        mesh = Mesh(np.array(jax.devices()), "all")
+        self.spread, self.earlier = NamedSharding(mesh, P("all")), 0
+        self.largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+
+    def agreed(self):
+        """The signal to stop for, or 0. Several processes must stop at the same step and a signal may reach only one,
+        so they ask each other on the devices, after every step, and read the answer a step later: nobody waits."""
+        if jax.process_count() == 1:
+            return self.signal
+        mine = jax.make_array_from_callback((jax.device_count(),), self.spread, lambda _: np.array([self.signal]))
+        earlier, self.earlier = self.earlier, self.largest(mine)
+        return int(earlier)
+
     def __enter__(self):
-        self.signal = None
+        self.signal = 0
         self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
@@ -312,6 +415,38 @@ class Interrupt:
 
     def __exit__(self, *_):
         self._restore()
+
+
+class Watchdog:
+    """A thread that writes the stacks of all threads when a phase of the loop takes stuck_factor times its median so
+    far, and ends the process after stuck_limit. What hangs one process hangs the others too, so all of them tell."""
+
+    def __init__(self, cfg):
+        self.factor, self.limit, self.took, self.over = cfg.run.stuck_factor, cfg.run.stuck_limit, {}, threading.Event()
+        self.now = None  # (phase, step, when it began)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def begin(self, phase, step):
+        """The phase before has ended, this one begins."""
+        if self.now:
+            self.took.setdefault(self.now[0], deque(maxlen=99)).append(time.monotonic() - self.now[2])
+        self.now = (phase, step, time.monotonic())
+
+    def _watch(self):
+        told = None
+        while not self.over.wait(1):
+            if not (now := self.now):
+                continue
+            phase, step, began = now
+            took, since = list(self.took.get(phase, [])), time.monotonic() - began
+            # less than 5 s, and medians of one or two, may be anything
+            if now is not told and len(took) > 2 and since > max(5, self.factor * statistics.median(took)):
+                told = now
+                say(f"watchdog: {phase} of step {step} has taken {since:.0f} s, usually {statistics.median(took):.2f}")
+                faulthandler.dump_traceback(sys.stdout)
+            if since > self.limit:
+                say(f"watchdog: {phase} of step {step} has taken more than --stuck_limit {self.limit} s; ending")
+                os._exit(75)  # "temporary failure" in sysexits.h: to be started again
 
 
 # --- The run ------------------------------------------------------------------------------------------------------
@@ -356,6 +491,32 @@ def stored_config(cfg, given, data):
     return cfg
 
 
+def same_everywhere(things):
+    """Raise UserError on all processes if the {name: value} `things` are not the same on each of them."""
+    if jax.process_count() == 1:
+        return
+    digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in things.values()]
+    every = multihost_utils.process_allgather(np.array([np.frombuffer(d, np.uint32)[0] for d in digests]))
+    for process, row in enumerate(every):
+        differ = [name for name, a, b in zip(things, row, every[0]) if a != b]
+        if differ:
+            raise UserError(f"{', '.join(differ)}: not the same on process {process} as on process 0; give all the "
+                            f"same flags, with a --bucket_name and --output_dir that each can see.")  # fmt: skip
+
+
+def check_shared(cfg):
+    """Raise UserError on all processes if one does not see what process 0 writes in output_dir: a checkpoint, of which
+    each writes its part, would never be complete."""
+    if jax.process_count() == 1:
+        return
+    path = os.path.join(cfg.run.output_dir, cfg.run.name, "shared")
+    token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
+    if jax.process_index() == 0:
+        utils.write_file(path, token)
+    all_of(True)
+    same_everywhere({"--output_dir": (utils.read_file(path) or b"").decode() == token})
+
+
 def prompt_ids(cfg, encoding):
     """Token ids of --prompt as the beginning of a document, or None where no tokeniser is known."""
     if encoding is None:
@@ -381,6 +542,9 @@ def main(cfg, given):
     # --- Data
     train, val = Mixture(cfg, cfg.data.train_folder_name), Mixture(cfg, cfg.data.val_folder_name, optional=True)
     data = data_fingerprint(train, val)
+    flags = {f"--{flag}": value for flag, value in utils.flatten(cfg).items() if flag not in utils.OF_ONE_PROCESS}
+    same_everywhere(flags | {"--bucket_name": data})
+    check_shared(cfg)
     cfg = utils.validate(stored_config(cfg, given, data), jax.device_count())
     mesh = make_mesh(cfg)
     encoding = train.encoding()
@@ -487,11 +651,13 @@ def main(cfg, given):
     bar = tqdm(
         total=cfg.run.training_steps, initial=step, unit="step", disable=not (main_process and sys.stderr.isatty())
     )
+    watchdog = Watchdog(cfg)
     paused, clock = 0.0, (time.time(), batches.waited)  # seconds spent off training; where a step's interval begins
     loop_began, first_step, last_line = clock[0], step, clock
-    try:
-        with Interrupt() as interrupt:
+    with Interrupt() as interrupt:  # until all is written: a signal may reach this process when all have agreed to stop
+        try:
             for batch in itertools.chain([first], batches):
+                watchdog.begin("training", step + 1)
                 state, metrics = train_step(state, *batch)
                 step, sequences = step + 1, sequences + per_step
                 if pending:
@@ -499,7 +665,7 @@ def main(cfg, given):
                     clock = time.time(), batches.waited
                 pending = (step, metrics)
                 bar.update()
-                signalled = interrupt.signal  # read once: a signal that arrives from here on belongs to the next step
+                signalled = interrupt.agreed()  # once: a signal that arrives from here on belongs to the next step
                 stop = signalled or step == cfg.run.training_steps
                 scheduled = step % cfg.run.checkpoint_steps == 0
                 saves = stop or step % cfg.run.save_steps == 0
@@ -508,6 +674,7 @@ def main(cfg, given):
                 row, wait = fetch(*pending, clock), waited(last_line)
                 off = time.time()
                 if scheduled or (stop and not signalled):
+                    watchdog.begin("evaluation", step)
                     row |= evaluate(state.params)
                     rate = (off - loop_began - paused) / (step - first_step)
                     line(row, rate * (cfg.run.training_steps - step), wait)
@@ -516,8 +683,10 @@ def main(cfg, given):
                 if scheduled or stop:
                     log.plots()
                 if saves:
+                    watchdog.begin("checkpoint", step)
                     save(state)
                 if saves and not signalled:
+                    watchdog.begin("sampling", step)
                     sample(state)
                 clock = time.time(), batches.waited
                 paused += clock[0] - off
@@ -525,23 +694,46 @@ def main(cfg, given):
                     last_line = clock
                 if signalled:
                     break
-    except UserError:  # storage failed: keep what was reached
-        if pending:
-            log.metrics(fetch(*pending, clock))
-        save(state)
-        raise
-    finally:
-        bar.close()
-        checkpoints.close()
-        log.close()
-        batches.close()  # last: a read that storage does not answer may take a minute to give up
+        except UserError:  # storage failed: keep what was reached
+            if pending:
+                log.metrics(fetch(*pending, clock))
+            if jax.process_count() == 1:  # others know nothing of it and would not take part
+                save(state)
+            raise
+        finally:
+            watchdog.over.set()
+            bar.close()
+            checkpoints.close()
+            log.close()
+            batches.close()  # last: a read that storage does not answer may take a minute to give up
     say(f"{'stopped' if signalled else 'done'} at step {step} after {utils.duration(time.time() - started)}; "
         f"everything stands in {log.dir}{', and the same command goes on from here' if signalled else ''}")  # fmt: skip
     return 128 + signalled if signalled else 0
 
 
+def run(cfg, given):
+    """`main`, together with the other processes of the run. One that fails leaves at once: at a usual exit jax would
+    wait for the others, which wait for this one, and end in a stack trace."""
+    join_processes(cfg)
+    try:
+        return main(cfg, given)
+    except BaseException as e:
+        if jax.process_count() == 1:
+            raise
+        status = {UserError: 2, KeyboardInterrupt: 130}.get(type(e), 1)
+        if status == 1:
+            traceback.print_exc()
+        else:
+            print(f"error: {e}" if status == 2 else "interrupted", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if jax.process_index() == 0:
+            time.sleep(2)  # its end is that of the others, who may be about to say the same
+        os._exit(status)
+
+
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(utils.one_sentence(lambda: main(*cfg_given)))
+        sys.exit(utils.one_sentence(lambda: run(*cfg_given)))
     print("interrupted before a step was done; nothing was lost", file=sys.stderr)
     sys.exit(130)

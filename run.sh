@@ -5,9 +5,17 @@ set -euo pipefail
 usage() {
   cat <<'HELP'
 usage: bash run.sh local [any flag of main.py]
+       bash run.sh [--max_restarts N] HOST [any flag of main.py]
 
-Trains on this machine. Sets up .venv, makes the corpus if it is missing (Python's standard library, with a tokeniser
-trained on it) and starts main.py with these flags where they are not given:
+HOST, one of HOSTS in cluster.env (see launcher.sh --help): checks the host, sends this repository's commit there, sets
+it up and starts main.py with the flags, as one process of as many as there are HOSTS, in a tmux session that outlives
+the connection. launcher.sh does this to all hosts at once, one of the steps --check, --code, --setup, --start before
+HOST at a time; --state, --log and --stop before HOST say what runs there, show the end of its log, end it with a
+checkpoint. --max_restarts: the host starts main.py again, up to N times, after a crash, a lost peer or a preemption,
+not after an error in the flags.
+
+local: trains on this machine. Sets up .venv, makes the corpus if it is missing (Python's standard library, with a
+tokeniser trained on it) and starts main.py with these flags where they are not given:
 
   --preset tiny
   --bucket_name data/shards/stdlib        or stdlib-X, tokenised with X, beside --tokenizer X; nothing is tokenised
@@ -20,13 +28,86 @@ bash run.sh local --help lists the flags of main.py.
 HELP
 }
 
+# clock: pass lines on, but compare the line with the host's clock with this machine's in the moment that it arrives.
+clock() {
+  local line skew
+  while read -r line; do
+    if [[ $line == clock\ * ]]; then
+      skew=$(awk -v there="${line#clock }" -v here="$EPOCHREALTIME" 'BEGIN { printf "%.1f", there - here }')
+      awk -v skew="$skew" -v most="$MAX_CLOCK_SKEW" 'BEGIN { exit !(skew * skew > most * most) }' || continue
+      die "$host: its clock is $skew s off this machine's and MAX_CLOCK_SKEW is $MAX_CLOCK_SKEW; set it by NTP."
+    fi
+    echo "$line"
+  done
+}
+
+# send: this repository at COMMIT, or with --sync the files as they stand here.
+send() {
+  local folder connect revision
+  folder=$(on_host "$host" receive)
+  connect=$(quoted "${ssh[@]}") # both programs take a command line
+  if [[ -n ${SYNC:-} ]]; then
+    rsync -a --delete --exclude=/.git --filter=':- .gitignore' -e "$connect" ./ "$host:$folder/"
+    echo "files as they stand here"
+  else
+    revision=$(git rev-parse --verify -q "${COMMIT:?}^{commit}")
+    GIT_SSH_COMMAND=$connect git push -q --force "$host:$folder" "$revision:refs/heads/launched-$SESSION"
+    on_host "$host" checkout "$revision"
+    echo "commit ${revision:0:10}"
+  fi
+}
+
+# begin FLAG...: main.py as one process of as many as there are hosts.
+begin() {
+  local name environment='' cluster=() i
+  for name in $PASS_ENV $SECRETS; do
+    [[ -z ${!name:-} ]] || environment+=$(printf '%s=%q' "$name" "${!name}")$'\n'
+  done
+  if [[ -n $COORDINATOR && $COORDINATOR != none ]]; then
+    for i in "${!hosts[@]}"; do [[ ${hosts[i]} != "$host" ]] || break; done
+    cluster=(--coordinator "$COORDINATOR" --num_processes "${#hosts[@]}" --process_id "$i")
+  fi
+  on_host "$host" start "${LAUNCH:-$$-$EPOCHSECONDS}" "$environment" "${cluster[@]}" "$@"
+}
+
+on_a_host() {
+  local method=${SYNC:+rsync}
+  if [[ $step == @(all|--check) ]]; then on_host "$host" preflight "${method:-git}" "${RESTART:-}" | clock; fi
+  if [[ $step == @(all|--code) ]]; then send; fi
+  if [[ $step == @(all|--setup) ]]; then on_host "$host" setup; fi
+  if [[ $step == @(all|--start) ]]; then begin "$@"; fi
+  case $step in
+    --state) on_host "$host" state ;;
+    --log) on_host "$host" log "${1:-20}" ;;
+    --stop) on_host "$host" stop "${@:-$STOP_TIMEOUT}" ;;
+  esac
+}
+
 CDPATH='' cd -- "$(dirname -- "$0")"
 case ${1:-} in
   local) shift ;;
   -h | --help) usage && exit ;;
   *)
-    echo "error: run.sh ${1:-without a word}: the first word must be local, as in: bash run.sh local" >&2
-    exit 2
+    source tools/cluster.sh
+    if [[ ${1:-} == --max_restarts ]]; then
+      export MAX_RESTARTS=${2:-}
+      shift $(($# > 1 ? 2 : 1))
+    fi
+    [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "--max_restarts $MAX_RESTARTS: must be a whole number."
+    step=${1:-}
+    case $step in
+      --check | --code | --setup | --start | --state | --log | --stop) shift ;;
+      *) step=all ;;
+    esac
+    host=${1:-}
+    if [[ -z $host || " ${hosts[*]} " != *" $host "* ]]; then
+      echo "error: run.sh ${host:-without a word}: the first word must be local, as in: bash run.sh local," \
+        "or one of HOSTS in cluster.env (now ${HOSTS:-none})" >&2
+      exit 2
+    fi
+    shift
+    on_a_host "$@"
+    exit
     ;;
 esac
 

@@ -262,6 +262,23 @@ class Run:
     """Log to Weights & Biases too (WANDB_MODE=offline works)."""
     compilation_cache: str = "~/.cache/moe-pretraining-xla"
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
+    coordinator: str = ""
+    """HOST:PORT of process 0, for processes on several hosts that train together. Empty: what a TPU pod, Slurm or
+    Kubernetes says; where none of them is, this process trains alone."""
+    num_processes: int = 0
+    """Processes that meet at coordinator, each with an equal part of the devices. 1: this one trains alone, whatever
+    the machine belongs to."""
+    process_id: int = 0
+    """Which of the num_processes this is, from 0."""
+    connect_timeout: int = 300
+    """Seconds within which all processes must have come together."""
+    peer_timeout: int = 100
+    """Seconds of silence after which a process is taken for lost and the others end."""
+    stuck_factor: float = 10.0
+    """Times the median so far that a step, evaluation, checkpoint or sampling may take before its process writes the
+    stacks of all its threads to the log."""
+    stuck_limit: int = 1800
+    """Seconds that one may take before its process ends, with status 75."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +376,13 @@ FREE_ON_RESUME = frozenset(
     "preset name output_dir init_from bucket_name process_path n_device_axis n_devices micro_batch_size training_steps "
     "end_steps warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
     "cache_gb prompt inference_batch max_tokens top_k top_p temperature use_cache "
+    "coordinator num_processes process_id connect_timeout peer_timeout stuck_factor stuck_limit "
     "train_batch_size val_batch_size grad_step".split()
+)
+
+# What processes that train together may have each its own value of.
+OF_ONE_PROCESS = frozenset(
+    "process_id coordinator connect_timeout peer_timeout process_path bucket_name output_dir compilation_cache".split()
 )
 
 
@@ -445,6 +468,29 @@ def parse_complaint(box):
     return re.sub(r"\[/?bold\]", "", " ".join(said)).rstrip(".") + "; see --help."
 
 
+def check_processes(cfg, given):
+    """Check the flags of multi-host training against each other; returns the number of processes if they tell it or
+    Slurm does, else 1. Raises UserError."""
+    r = cfg.run
+    if not r.coordinator:
+        if r.num_processes > 1 or r.process_id:
+            flag = "num_processes" if r.num_processes > 1 else "process_id"
+            raise UserError(f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, where process 0 listens.")
+        processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
+    else:
+        if not re.fullmatch(r"(\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5}", r.coordinator):
+            raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as 10.0.0.1:8476.")
+        missing = [flag for flag in ("num_processes", "process_id") if flag not in given]
+        if missing:
+            raise UserError(f"--coordinator {r.coordinator}: needs --{' and --'.join(missing)} beside it.")
+        if r.process_id >= r.num_processes:
+            raise UserError(f"--process_id {r.process_id}: must be below --num_processes {r.num_processes}.")
+        processes = r.num_processes
+    if r.n_devices % processes:
+        raise UserError(f"--n_devices {r.n_devices}: must be a multiple of the number of processes, {processes}.")
+    return processes
+
+
 # Smallest sensible value of every number; relations between flags are checked in `validate`.
 AT_LEAST = dict(
     model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
@@ -454,7 +500,8 @@ AT_LEAST = dict(
     micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
     embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0,
     training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
-    inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0,
+    inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0, num_processes=0, process_id=0,
+    connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1,
 )  # fmt: skip
 
 
@@ -591,11 +638,12 @@ def platform():
     return "cpu"
 
 
-def set_xla_flags(n_devices):
-    """Add this platform's XLA flags to the environment; what the user has set there stays and wins."""
+def set_xla_flags(n_devices, num_processes=1):
+    """Add this platform's XLA flags to the environment; what the user has set there stays and wins. Of n_devices
+    simulated ones each process gets its part."""
     now, flags = os.environ.get("XLA_FLAGS", ""), list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
-        flags.append(f"--xla_force_host_platform_device_count={n_devices}")
+        flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
     os.environ["XLA_FLAGS"] = " ".join([now, *(f for f in flags if f.split("=")[0] not in now)]).strip()
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted(p for p in [*ROOT.glob("*.sh"), *ROOT.glob("tests/*.sh"), *ROOT.glob("data/*.sh"), ROOT / ".ci/run"])
+SCRIPTS = sorted(p for folder in (".", "tests", "data", "tools") for p in ROOT.glob(f"{folder}/*.sh"))
+SCRIPTS.append(ROOT / ".ci/run")
 NAMES = [str(p.relative_to(ROOT)) for p in SCRIPTS]
 # What the scripts react to, and what the shell that runs the tests may have set
 CLEAN = {k: v for k, v in os.environ.items() if k not in {"PYTHON", "VENV", "JAX_PLATFORMS", "XLA_FLAGS"}}
@@ -51,7 +52,7 @@ def test_script_parses(script):
 def test_script_is_shellcheck_clean(script):
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
-    result = subprocess.run(["shellcheck", script], capture_output=True, text=True)
+    result = subprocess.run(["shellcheck", "-x", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
@@ -71,6 +72,8 @@ class Repository:
         self.root, self.calls = root, root / "calls"
         root.mkdir(exist_ok=True)
         shutil.copy(ROOT / "run.sh", root)
+        shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("*.py"))
+        shutil.copy(ROOT / "cluster.env.example", root)
         program(root / "setup_tpu.sh", f'echo "$@" >>"{root}/setups"\n[ "$#" = 0 ] || echo {machine}\n')
         program(root / ".venv/bin/python", f'#!/bin/sh\nprintf "%s\\0" "$@" END >>"{self.calls}"\n')
 

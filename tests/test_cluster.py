@@ -1,0 +1,512 @@
+"""Several hosts: real sshd and tmux on 127.0.0.1-3, each with its own keys, home, programs and tmux socket.
+
+The hosts get a copy of this repository as it stands, with a stand-in for setup_tpu.sh.
+"""
+
+import contextlib
+import getpass
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, flags_of
+from test_scripts import CLEAN, program
+
+import main
+import utils
+
+SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
+LACKING = [name for name in ("sshd", "ssh", "tmux", "git") if not (SSHD if name == "sshd" else shutil.which(name))]
+needs_hosts = pytest.mark.skipif(bool(LACKING) or sys.platform != "linux", reason=f"not here: {LACKING or 'Linux'}")
+PROGRAMS = """awk basename bash cat chmod cut date df dirname env find git git-receive-pack grep head ls mkdir mktemp mv
+nice ps python3 rm rsync sed sh sleep tail tee tmux tr""".split()
+XLA_FLAGS = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+SECRET = "s3cr3t'\"$x y"
+ODD = "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é 漢"
+
+
+def free_port(address="127.0.0.1"):
+    with socket.create_server((address, 0)) as s:
+        return s.getsockname()[1]
+
+
+class Host:
+    """An sshd of its own, whose logins see their own HOME, TMUX_TMPDIR and, in bin, the only programs there are."""
+
+    def __init__(self, base, number, port):
+        self.address, self.root, self.process = f"127.0.0.{number}", base / f"h{number}", None
+        self.home, self.bin, self.port = self.root / "home", self.root / "bin", port
+        self.code, self.state = self.home / "moe-pretraining", self.home / f".moe-pretraining/train/{self.address}"
+        for folder in (self.home, self.bin, self.root / "tmux"):
+            folder.mkdir(parents=True)
+        for name in PROGRAMS:
+            self.restore(name)
+        for key in ("host", "user"):
+            subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", self.root / key], check=True)
+        shutil.copy(self.root / "user.pub", self.root / "authorized")
+        (self.root / "sshd").write_text(
+            f"Port {port}\nListenAddress {self.address}\nHostKey {self.root}/host\nStrictModes no\nPidFile none\n"
+            f"AuthorizedKeysFile {self.root}/authorized\nPasswordAuthentication no\nUsePAM no\nPermitRootLogin yes\n"
+            f"KbdInteractiveAuthentication no\nMaxStartups 100\n"
+            f"SetEnv HOME={self.home} TMUX_TMPDIR={self.root}/tmux PATH={self.bin}\n"
+        )
+
+    def up(self):
+        if os.getuid() == 0:
+            os.makedirs("/run/sshd", exist_ok=True)
+        with open(self.root / "sshd.log", "a") as log:
+            self.process = subprocess.Popen([SSHD, "-D", "-e", "-f", self.root / "sshd"], stderr=log)
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                return socket.create_connection((self.address, self.port), 1).close()
+            time.sleep(0.05)
+        raise AssertionError((self.root / "sshd.log").read_text())
+
+    def down(self):
+        """Cut every connection and listen no more."""
+        tree = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True).stdout.split("\n")[1:]
+        tree, mine = [tuple(map(int, line.split())) for line in tree if line], [self.process.pid]
+        for pid in mine:
+            mine += [child for child, parent in tree if parent == pid]
+        for pid in mine:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def tmux(self, *words):
+        env = CLEAN | {"TMUX_TMPDIR": f"{self.root}/tmux"}
+        socket_name = f"moe-train-{self.address.replace('.', '-')}"
+        return subprocess.run(["tmux", "-L", socket_name, *words], env=env, capture_output=True, text=True)
+
+    @property
+    def alive(self):
+        return self.tmux("has-session").returncode == 0
+
+    def replace(self, name, text):
+        (self.bin / name).unlink()
+        if text:
+            program(self.bin / name, text)
+
+    def restore(self, name):
+        (self.bin / name).unlink(missing_ok=True)
+        if found := sys.executable if name == "python3" else shutil.which(name):
+            (self.bin / name).symlink_to(found)
+
+
+class Cluster:
+    """Three hosts and the repository that launches onto them."""
+
+    def __init__(self, base):
+        self.base, self.repo, port = base, base / "repo", free_port()
+        self.hosts = [Host(base, number, port) for number in (1, 2, 3)]
+        config = "".join(f"Host {h.address}\n  IdentityFile {h.root}/user\n" for h in self.hosts)
+        (base / "ssh_config").write_text(config + f"Host *\n  UserKnownHostsFile {base}/known_hosts\n")
+        for file in subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True,
+                                   text=True).stdout.split():  # fmt: skip
+            if not file.startswith(("tests/", "docs/")):
+                (self.repo / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / file, self.repo / file)
+        # on a host with the file `broken` at home training fails at once
+        text = f'[ ! -e ~/broken ] || {{ echo "boom $((3+4))"; exit 7; }}\nexec nice -n 19 {sys.executable} "$@"\n'
+        program(self.repo / "setup_tpu.sh", f"mkdir -p .venv/bin\ncat >.venv/bin/python <<'E'\n#!/bin/bash\n{text}E\n"
+                                            "chmod +x .venv/bin/python\necho set up\n")  # fmt: skip
+        self.git("init", "-q")
+        self.commit()
+
+    def git(self, *words):
+        return subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=self.repo, check=True,
+                              capture_output=True, text=True).stdout.strip()  # fmt: skip
+
+    def commit(self):
+        self.git("add", "-A")
+        self.git("commit", "-qm", "as it stands")
+
+    def environment(self, hosts=2, **more):
+        return CLEAN | {
+            "HOSTS": " ".join(h.address for h in self.hosts[:hosts]), "SSH_CONFIG": str(self.base / "ssh_config"),
+            "SSH_PORT": str(self.hosts[0].port), "SSH_USER": getpass.getuser(), "MIN_DISK_GB": "0", "PYTHON": "",
+            "PASS_ENV": "JAX_PLATFORMS XLA_FLAGS JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "COORDINATOR": f"127.0.0.1:{free_port()}", "MAX_CLOCK_SKEW": "5", "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": XLA_FLAGS,
+        } | more  # fmt: skip
+
+    def launch(self, *words, **environment):
+        words = ["bash", self.repo / "launcher.sh", *map(str, words)]
+        return subprocess.run(words, env=self.environment(**environment), capture_output=True, text=True, timeout=200,
+                              stdin=subprocess.DEVNULL)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    base = Path(tempfile.mkdtemp(prefix="moe", dir="/tmp"))  # short: a socket's path has at most 107 bytes
+    cluster = Cluster(base)
+    try:
+        for host in cluster.hosts:
+            host.up()
+        yield cluster
+    finally:
+        for host in cluster.hosts:
+            host.tmux("kill-server")
+            host.down()
+        shutil.rmtree(base, ignore_errors=True)
+
+
+@pytest.fixture
+def idle(cluster):
+    """The cluster with nothing on its hosts, and their first state again afterwards."""
+    for host in cluster.hosts:
+        shutil.rmtree(host.home)
+        host.home.mkdir()
+    yield cluster
+    for host in cluster.hosts:
+        host.tmux("kill-server")
+
+
+@pytest.fixture
+def flags(shards, xla_cache, tmp_path):
+    """Flags of the small model for so many processes, each with one device, on the mesh (processes, 1, 1)."""
+
+    def flags(processes, **more):
+        small = {**SMALL, "n_experts": 6, "blocks": 2, "layers_per_block": 2, "n_device_axis": (processes, 1, 1),
+                 "n_devices": processes, "train_batch_size": 12 // processes, "val_batch_size": 12 // processes,
+                 "micro_batch_size": 2, "name": f"over{processes}", "output_dir": tmp_path / "runs",
+                 "bucket_name": shards, "compilation_cache": xla_cache, "checkpoint_steps": 5, "eval_steps": 2,
+                 "connect_timeout": 60, "peer_timeout": 20, **more}  # fmt: skip
+        return ["--preset", "tiny", *flags_of(**small)]
+
+    return flags
+
+
+def current_umask():
+    os.umask(mask := os.umask(0))
+    return mask
+
+
+def wait_for(condition, seconds=120):
+    for _ in range(int(seconds * 5)):
+        if condition():
+            return
+        time.sleep(0.2)
+    raise AssertionError("did not come true")
+
+
+def losses(run):
+    """{step: training loss} of metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {row["step"]: row["loss/train_loss"] for row in rows}
+
+
+def assert_nothing_was_started(cluster):
+    for host in cluster.hosts:
+        assert not host.alive and list(host.home.iterdir()) in ([], [host.home / "broken"])
+
+
+# --- The launcher -----------------------------------------------------------------------------------------------
+
+
+@needs_hosts
+def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
+    """The whole life of a run: the same losses as one process, cut connections, status, restart, stop, no secret."""
+    runs = tmp_path / "runs"
+    words = flags(2, training_steps=100_000, end_steps=200_000, prompt=ODD)
+    done = idle.launch(*words, WANDB_API_KEY=SECRET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("running") == 2 and SECRET not in done.stdout + done.stderr
+    assert idle.git("rev-parse", "HEAD") == idle.git("-C", idle.hosts[1].code, "rev-parse", "HEAD")
+
+    # flags arrived whole, and so did the secret, in a file for its owner and the process alone
+    argv = Path(f"/proc/{(idle.hosts[1].state / 'pid').read_text().strip()}/cmdline").read_bytes().decode().split("\0")
+    assert argv[argv.index("--prompt") + 1] == ODD
+    environment = Path(f"/proc/{(idle.hosts[1].state / 'pid').read_text().strip()}/environ").read_bytes().decode()
+    assert f"WANDB_API_KEY={SECRET}\0" in environment
+    assert (idle.hosts[0].state / "environment").stat().st_mode & 0o777 == 0o600
+
+    # every connection is cut, and nothing happens to the training
+    before = len(losses(runs / "over2"))
+    for host in idle.hosts:
+        host.down()
+    dead = idle.launch("--status")
+    assert dead.returncode and all(f"error: {h.address}: cannot be reached" in dead.stderr for h in idle.hosts[:2])
+    wait_for(lambda: len(losses(runs / "over2")) > before + 10)
+    for host in idle.hosts:
+        host.up()
+    status = idle.launch("--status")
+    assert status.returncode == 0 and status.stdout.count("running: ") == 2 and "step" in status.stdout
+
+    logs = idle.launch("--logs", "127.0.0.2")
+    assert logs.returncode == 0 and "compiled in" in logs.stdout and "127.0.0.1" not in logs.stdout
+    assert all(f"--- {h.address}" in idle.launch("--logs").stdout for h in idle.hosts[:2])
+    again = idle.launch(*words)
+    assert again.returncode and again.stderr.count("a run of SESSION=train is there already") == 2
+    assert all(h.alive for h in idle.hosts[:2])
+
+    # the secret is nowhere: argv of all processes, logs, tmux's buffers and environment, the run's folder
+    seen = [b"".join(p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if readable(p))]
+    for host in idle.hosts[:2]:
+        for what in (["capture-pane", "-p", "-S", "-"], ["show-environment", "-g"], ["show-environment"], ["list-panes",
+                     "-F", "#{pane_start_command}"], ["list-buffers"]):  # fmt: skip
+            seen.append(host.tmux(*what).stdout.encode())
+        seen += [p.read_bytes() for p in host.state.iterdir() if p.name != "environment"]
+    seen += [p.read_bytes() for p in runs.rglob("*") if p.is_file() and readable(p)]
+    assert len(seen) > 10 and b"step" in b"".join(seen) and not any(SECRET[:6].encode() in part for part in seen)
+
+    restarted = idle.launch("--restart", *words)
+    assert restarted.returncode == 0, restarted.stdout + restarted.stderr
+    assert "ended with status 143" in restarted.stdout and "resuming over2 at step" in idle.launch("--logs").stdout
+    # to one host alone: all write one checkpoint
+    os.kill(int((idle.hosts[1].state / "pid").read_text()), signal.SIGTERM)
+    wait_for(lambda: not any(h.alive for h in idle.hosts[:2]))
+    assert [(h.state / "status").read_text().strip() for h in idle.hosts[:2]] == ["143", "143"]
+
+    # a part of the newest checkpoint that only process 1 reads is damaged: both go on from the one before
+    newest = max(losses(runs / "over2"))
+    damaged = (runs / f"over2/checkpoints/{newest}/state/ocdbt.process_1").rglob("*")
+    os.truncate(max((p for p in damaged if p.is_file()), key=lambda p: p.stat().st_size), 100)
+    restarted = idle.launch(*words)
+    assert restarted.returncode == 0, restarted.stdout + restarted.stderr
+    assert idle.launch("--logs").stdout.count("warning: going on from checkpoint") == 2
+    stopped = idle.launch("--stop")
+    assert stopped.returncode == 0 and stopped.stdout.count("ended with status 143: ") == 2
+    last = max(losses(runs / "over2"))
+    assert (runs / f"over2/checkpoints/{last}/meta").exists()
+
+    small = dict(n_experts=6, blocks=2, layers_per_block=2, train_batch_size=12, val_batch_size=12, micro_batch_size=2)
+    assert train(**small, name="one", training_steps=15, end_steps=200_000) == 0
+    alone, together = losses(runs / "one"), losses(runs / "over2")
+    assert sorted(together) == list(range(1, last + 1))  # across connections cut, restart and stop
+    assert all(abs(alone[step] - together[step]) < 1e-4 for step in alone)
+
+
+def readable(path):
+    with contextlib.suppress(OSError):
+        return path.read_bytes() is not None
+
+
+@needs_hosts
+def test_three_hosts_train_to_the_losses_of_one_though_one_is_killed(idle, flags, train, tmp_path):
+    if shutil.which("rsync"):
+        (idle.repo / "new file").write_text("not committed")
+    words = ["--sync"] * bool(shutil.which("rsync")) + flags(3, training_steps=25, save_steps=5)
+    done = idle.launch("--max_restarts", "2", *words, hosts=3)
+    (idle.repo / "new file").unlink(missing_ok=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not shutil.which("rsync") or (idle.hosts[2].code / "new file").exists()
+    wait_for(lambda: len(losses(tmp_path / "runs/over3")) > 7)
+    os.kill(int((idle.hosts[2].state / "pid").read_text()), signal.SIGKILL)
+    wait_for(lambda: not any(h.alive for h in idle.hosts))
+    assert [(h.state / "status").read_text() for h in idle.hosts] == ["0\n"] * 3
+    for log in [(h.state / "log").read_text() for h in idle.hosts]:  # a log on every host
+        assert "starting it again in 5 s" in log and "resuming over3 at step" in log and "done at step 25" in log
+    small = dict(n_experts=6, blocks=2, layers_per_block=2, train_batch_size=12, val_batch_size=12, micro_batch_size=2)
+    assert train(**small, name="one", training_steps=25) == 0
+    alone, together = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/over3")
+    assert (tmp_path / "runs/over3/config.json").stat().st_mode & 0o777 == 0o666 & ~current_umask()
+    assert len(together) == 25 and all(abs(alone[step] - together[step]) < 1e-4 for step in alone)
+
+
+DATE_OFF = "#!/bin/bash\necho 1000000000.5\n"
+BAD_HOSTS = {  # what is wrong with host 2: program replaced, its text, settings, and what the sentence must hold
+    "full disk": ("df", "#!/bin/bash\necho x 9 9 9000000 9% /\n", {"MIN_DISK_GB": "20"}, "disk is full", "8 GB free"),
+    "no Python": ("python3", None, {}, "no Python runs there", "PYTHON"),
+    "no tmux": ("tmux", None, {}, "tmux is not installed"),
+    "clock": ("date", DATE_OFF, {}, "its clock is -", "NTP"),
+    "devices": ("nvidia-smi", "#!/bin/bash\necho 4711\n", {}, "another run holds its devices (process 4711)"),
+}  # fmt: skip
+
+
+@needs_hosts
+@pytest.mark.parametrize("what", BAD_HOSTS)
+def test_a_host_that_fails_the_check_is_named(idle, what):
+    name, text, settings, *words = BAD_HOSTS[what]
+    if name == "nvidia-smi":
+        program(idle.hosts[1].bin / name, text)
+    else:
+        idle.hosts[1].replace(name, text)
+    try:
+        done = idle.launch("--preset", "tiny", **settings)
+    finally:
+        (idle.hosts[1].bin / name).unlink(missing_ok=True)
+        if name != "nvidia-smi":
+            idle.hosts[1].restore(name)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: 127.0.0.2: ") and all(word in done.stderr for word in words), done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [["ok", "127.0.0.1"], ["FAILED", "127.0.0.2"]]
+    assert_nothing_was_started(idle)
+
+
+@needs_hosts
+def test_a_dead_host_a_refused_key_and_a_changed_host_key(idle):
+    host = idle.hosts[1]
+    key = (host.root / "authorized").read_text()
+    (host.root / "authorized").write_text("")
+    done = idle.launch()
+    (host.root / "authorized").write_text(key)
+    assert done.returncode == 1 and done.stderr.startswith("error: 127.0.0.2: refuses the key"), done.stderr
+    host.down()
+    done = idle.launch()
+    assert done.returncode == 1 and done.stderr.startswith("error: 127.0.0.2: cannot be reached"), done.stderr
+    for other in ("host", "host.pub"):
+        (host.root / other).rename(host.root / f"{other}.first")
+    subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", host.root / "host"], check=True)
+    host.up()
+    done = idle.launch()
+    assert done.returncode == 1 and "error: 127.0.0.2: its host key is not the one" in done.stderr, done.stderr
+    host.down()
+    for other in ("host", "host.pub"):
+        (host.root / f"{other}.first").rename(host.root / other)
+    host.up()
+    assert_nothing_was_started(idle)
+
+
+@needs_hosts
+def test_a_wrong_commit(idle):
+    done = idle.launch(COMMIT="nonsense")
+    assert done.returncode == 1 and done.stderr.startswith("error: COMMIT=nonsense: "), done.stderr
+    assert_nothing_was_started(idle)
+    for host in idle.hosts[:2]:
+        subprocess.run(["bash", idle.repo / "run.sh", "--code", host.address], env=idle.environment(), check=True)
+    (idle.hosts[1].code / "main.py").write_text("print('other')\n")
+    done = idle.launch()
+    assert done.returncode == 1 and "error: 127.0.0.2: it would not run the same commit" in done.stderr, done.stderr
+    assert not any(h.alive for h in idle.hosts)
+
+
+@needs_hosts
+def test_one_host_that_fails_to_start_takes_the_others_back(idle, flags):
+    (idle.hosts[1].home / "broken").touch()
+    done = idle.launch(*flags(3), hosts=3)
+    assert done.returncode == 1 and "taking back" in done.stdout
+    assert "--- the last 20 lines of 127.0.0.2" in done.stderr and "boom 7" in done.stderr
+    assert "ended with status 7" in done.stderr and not any(h.alive for h in idle.hosts)
+    for host in idle.hosts:  # not even outside tmux
+        for pid in [p.read_text().strip() for p in host.state.glob("pid")]:
+            command = Path(f"/proc/{pid}/cmdline")
+            assert not command.exists() or b"main.py" not in command.read_bytes()
+
+
+@needs_hosts
+def test_debug_opens_a_pane_for_each_of_many_hosts(idle):
+    names = [f"127.0.0.{i}" for i in range(1, 41)]
+    env = idle.environment(HOSTS=" ".join(names), WANDB_API_KEY=SECRET, TMUX_TMPDIR=str(idle.base))
+    words = ["bash", idle.repo / "debug_tpu.sh", "echo here is %h"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    try:
+        tmux = lambda *words: subprocess.run(["tmux", *words], env=env, capture_output=True, text=True).stdout  # noqa: E731
+        panes = tmux("list-panes", "-s", "-t", "debug-train", "-F", "#W").split()
+        assert panes.count("run") == 40 and panes.count("devices") == 40
+        wait_for(lambda: "here is 127.0.0.3" in tmux("capture-pane", "-p", "-t", "debug-train:run.2"), 20)
+        assert SECRET[:6] not in tmux("show-environment", "-g")
+    finally:
+        subprocess.run(["tmux", "kill-server"], env=env)
+
+
+@needs_hosts
+def test_a_tpus_hosts_come_from_gcloud(idle):
+    program(idle.base / "gcloud/gcloud", '#!/bin/bash\nprintf "%s\\n" "$*" >&2\n[[ $* == *ipAddress* ]] || exit 0\n'
+                                         'echo "127.0.0.1;127.0.0.3"\n')  # fmt: skip
+    tpu = {"HOSTS": "", "COORDINATOR": "", "TPU_NAME": "pod", "ZONE": "z", "PROJECT": "p"}
+    done = idle.launch("--status", **tpu, PATH=f"{idle.base}/gcloud:{os.environ['PATH']}")
+    hosts = [line.split()[1] for line in done.stdout.splitlines()[1:]]
+    assert done.returncode == 0 and hosts == ["127.0.0.1", "127.0.0.3"]
+    assert "compute tpus tpu-vm describe pod --zone z --project p" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["launcher.sh", "run.sh", "debug_tpu.sh", "setup_tpu.sh"])
+def test_help(script):
+    done = subprocess.run(["bash", ROOT / script, "--help"], env=CLEAN, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: bash {script}") and not done.stderr
+
+
+# --- Processes --------------------------------------------------------------------------------------------------
+
+BAD = {
+    "--num_processes 2": ["--num_processes 2", "--coordinator HOST:PORT"],
+    "--process_id 1": ["--process_id 1", "--coordinator"],
+    "--coordinator h:1": ["--coordinator h:1", "--num_processes and --process_id"],
+    "--coordinator h:1 --num_processes 2": ["--process_id"],
+    "--coordinator h --num_processes 2 --process_id 0": ["--coordinator h", "HOST:PORT"],
+    "--coordinator h:1 --num_processes 2 --process_id 2": ["--process_id 2", "--num_processes 2"],
+    "--coordinator h:1 --num_processes 2 --process_id 0 --n_devices 3": ["--n_devices 3", "multiple", "2"],
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_a_bad_combination_gets_a_sentence(words):
+    with pytest.raises(utils.UserError) as e:
+        utils.check_processes(*utils.parse(words.split()))
+    assert all(part in str(e.value) for part in BAD[words]) and str(e.value).endswith("."), e.value
+
+
+def start(words, **environment):
+    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, **environment}
+    return subprocess.Popen([sys.executable, ROOT / "main.py", *words], env=env, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)  # fmt: skip
+
+
+def test_processes_that_do_not_come_together_say_so_in_time(flags):
+    port = free_port()
+    words = [*flags(2, connect_timeout=3), "--coordinator", f"127.0.0.1:{port}", "--num_processes", "2"]
+    second = start([*words, "--process_id", "1"])
+    said = second.communicate(timeout=60)[0]
+    assert second.returncode == 1 and said.count("\n") == 1, said
+    assert f"--coordinator 127.0.0.1:{port} could not be reached" in said
+    first = start([*words, "--process_id", "0"])
+    said = first.communicate(timeout=60)[0]
+    assert first.returncode == 1 and "not all --num_processes 2 came" in said and "Traceback" not in said, said
+
+
+def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
+    """Two tasks of one Slurm step with different seeds: they come together without a flag, and all say what differs."""
+    port = str(free_port())
+    task = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1",
+            "JAX_COORDINATOR_PORT": port, "JAX_COORDINATOR_BIND_ADDRESS": f"0.0.0.0:{port}"}  # fmt: skip
+    tasks = [start([*flags(2, seed=i)], SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **task) for i in range(2)]
+    for process in tasks:
+        said = process.communicate(timeout=100)[0]
+        assert process.returncode == 2 and "error: --seed: not the same on process 1 as on process 0" in said, said
+
+
+def test_a_frozen_process_is_found(flags, tmp_path):
+    words = [*flags(2, training_steps=100_000, end_steps=200_000, checkpoint_steps=50_000, stuck_limit=10),
+             "--coordinator", f"127.0.0.1:{free_port()}", "--num_processes", "2"]  # fmt: skip
+    first, second = [start([*words, "--process_id", str(i)]) for i in range(2)]
+    try:
+        wait_for(lambda: len(losses(tmp_path / "runs/over2")) > 5)
+        second.send_signal(signal.SIGSTOP)
+        said = first.communicate(timeout=40)[0]
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode == 75, said
+    assert "watchdog: training of step" in said and "Thread 0x" in said and "in fetch" in said, said
+
+
+def test_slices_lie_along_dp_or_pp():
+    def devices(slices):
+        about = dict(platform="tpu", device_kind="TPU v4", core_on_chip=0)
+        return [SimpleNamespace(slice_index=s, process_index=4 * s + p // 4, id=16 * s + p,
+                                coords=(p % 2, p // 2 % 2, p // 4), **about)
+                for s in range(slices) for p in range(16)]  # fmt: skip
+
+    slice_of = np.vectorize(lambda d: d.slice_index)
+    grid = slice_of(main.device_grid((8, 2, 2), devices(2)))
+    assert grid.shape == (8, 2, 2) and (grid[:4] == 0).all() and (grid[4:] == 1).all()
+    grid = slice_of(main.device_grid((1, 8, 4), devices(2)))
+    assert (grid[:, :4] == 0).all() and (grid[:, 4:] == 1).all()
+    with pytest.raises(utils.UserError, match="number of TPU slices, 2"):
+        main.device_grid((1, 1, 32), devices(2))
+    hosts = np.vectorize(lambda d: d.id // 4)(main.device_grid((2, 2, 4), devices(1)))
+    assert hosts.shape == (2, 2, 4)
