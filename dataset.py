@@ -361,10 +361,14 @@ class Mixture:
         each = [c.bytes_per_token for c in self.corpora]
         return None if None in each else float(np.average(each, weights=self.shares))
 
+    @property
+    def tokenizer(self):
+        """Name or file of the tokeniser; "" where neither a manifest nor --tokenizer names it."""
+        return self.corpora[0].tokenizer
+
     def encoding(self):
-        """The tokeniser, or None where neither a manifest nor --tokenizer names it."""
-        name = self.corpora[0].tokenizer
-        return load_tokenizer(name) if name else None
+        """The tokeniser, or None where nothing names it."""
+        return load_tokenizer(self.tokenizer) if self.tokenizer else None
 
     def epochs(self, n):
         """{metric: how often each corpus has been seen} after n sequences."""
