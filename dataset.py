@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from model import BATCH_SPEC
-from utils import BLOCK, UserError, is_remote, load_tokenizer, persist, read_file, write_file
+from utils import BLOCK, TOKENIZER_FILES, UserError, is_remote, keep_tokenizer, load_tokenizer, persist, read_file
 
 WINDOW = 1 << 30  # tokens whose sequences are shuffled together; each window touches few shards, however many there are
 CHECK_AT_START = 1 << 28  # tokens of local shards up to which all are checked before training begins (about a second)
@@ -228,19 +228,20 @@ class Corpus:
             raise UserError(f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
                             f"of {vocabulary} ({made_with}); give that or other shards.")  # fmt: skip
         given = os.path.basename(d.tokenizer)
-        # a trained tokeniser's ranks are copied beside the shards under one name, so only its kind can be compared
-        trained = given.endswith(".tiktoken") and made_with.endswith(".tiktoken")
-        if given and made_with and given != made_with and not trained:
+        # a tokeniser's file is copied beside the shards under one name, so only its kind can be compared
+        same_kind = os.path.splitext(given)[1] == os.path.splitext(made_with)[1] in TOKENIZER_FILES
+        if given and made_with and given != made_with and not same_kind:
             raise UserError(f"--tokenizer {d.tokenizer}: the shards in {self.folder} were made with {made_with}; give "
                             f"that one or other shards.")  # fmt: skip
-        if not made_with.endswith(".tiktoken"):
+        if not made_with.endswith(TOKENIZER_FILES):
             return d.tokenizer or made_with
         path = os.path.join(root, made_with)
         if not is_remote(path):
             return path
-        copy = os.path.join(d.process_path, f"{self.manifest['tokenizer_sha256']}.tiktoken")
-        if not os.path.exists(copy) and (ranks := read_file(path)):
-            write_file(copy, ranks)
+        copies = os.path.join(d.process_path, self.manifest["tokenizer_sha256"])
+        copy = os.path.join(copies, made_with)
+        if not os.path.exists(copy):
+            keep_tokenizer(copies, path)
         return copy
 
     @property

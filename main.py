@@ -619,8 +619,8 @@ def main(cfg, given):
         if prompt is None:
             return
         ids = np.asarray(generate(state.params, prompt, jax.random.key(cfg.run.seed))).tolist()
-        texts = [utils.text_of(encoding, row) for row in ids]
-        log.text(step, [t.split(utils.END_OF_TEXT)[1] for t in texts])  # each begins with one; a second ends it
+        rows = [itertools.takewhile(lambda t: t != encoding.eot_token, row[1:]) for row in ids]  # the first is one too
+        log.text(step, [utils.text_of(encoding, row) for row in rows])
 
     def fetch(step, metrics, since):
         """Numbers of a finished step, for the log; since: (time, seconds waited for data) when its interval began."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import fsspec
+import numpy as np
 import tyro
 
 # --- Errors -----------------------------------------------------------------------------------------------------
@@ -184,8 +185,8 @@ class Data:
     val_folder_name: str = "val"
     """Folder of validation shards (.npy) inside bucket_name."""
     tokenizer: str = ""
-    """Tokeniser of the shards: a tiktoken name (cl100k_base, gpt2, ...) or a file of tiktoken ranks. Empty: the one
-    that the shards' manifest names."""
+    """Tokeniser of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
+    tokenizer.json. Empty: the one that the shards' manifest names."""
     train_batch_size: int = 32
     """Training sequences per data-parallel replica and accumulation step. The global batch is this x dp x grad_step;
     on resume it follows a change of dp or grad_step unless given."""
@@ -666,6 +667,9 @@ END_OF_TEXT = "<|endoftext|>"
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
+TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokeniser
+
+
 class HubTokenizer:
     """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use. Text that spells
     a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside, or <|endoftext|>."""
@@ -673,7 +677,7 @@ class HubTokenizer:
     def __init__(self, path):
         import tokenizers
 
-        self.tokenizer = tokenizers.Tokenizer.from_file(path)
+        self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
         self.tokenizer.encode_special_tokens = True
         self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
         config = json.loads(read_file(os.path.join(os.path.dirname(path), "tokenizer_config.json")) or "{}")
@@ -684,8 +688,14 @@ class HubTokenizer:
             raise UserError(f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
                             f"tokenizer_config.json beside it.")  # fmt: skip
 
+    def __reduce__(self):  # a pickled tokenizers.Tokenizer would forget that special tokens are text
+        return HubTokenizer, (self.path,)
+
     def encode_ordinary(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_to_numpy(self, text, disallowed_special=()):
+        return np.array(self.encode_ordinary(text), np.uint32)
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -711,7 +721,7 @@ def load_tokenizer(name):
         stem = os.path.basename(name).removesuffix(".tiktoken")
         return tiktoken.Encoding(stem, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
     if name not in tiktoken.list_encoding_names():
-        raise UserError(f"--tokenizer {name}: neither a file ending in .tiktoken nor one of "
+        raise UserError(f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of "
                         f"{', '.join(tiktoken.list_encoding_names())}.")  # fmt: skip
     try:
         return tiktoken.get_encoding(name)
@@ -737,22 +747,22 @@ def known(encoding, token):
 
 
 def keep_tokenizer(folder, name):
-    """Copy the files of the tokeniser `name` into a run directory; returns the name that `folder_tokenizer` knows."""
-    if not name.endswith((".tiktoken", ".json")):
+    """Copy the files of the tokeniser `name`, if it has any, into a folder; returns the name that it has there."""
+    ending = os.path.splitext(name)[1]
+    if ending not in TOKENIZER_FILES:
         return name
-    here, files = os.path.dirname(name), {name: "tokenizer" + os.path.splitext(name)[1]}
-    if name.endswith(".json"):
-        files[os.path.join(here, "tokenizer_config.json")] = "tokenizer_config.json"
-    for file, copy in files.items():
+    kept = f"tokenizer{ending}"
+    beside = [os.path.join(os.path.dirname(name), "tokenizer_config.json")] if ending == ".json" else []
+    for file in [*beside, name]:  # the tokeniser last: where it stands, all does
         if (content := read_file(file)) is not None:
-            write_file(os.path.join(folder, copy), content)
-    return files[name]
+            write_file(os.path.join(folder, kept if file == name else "tokenizer_config.json"), content)
+    return kept
 
 
 def folder_tokenizer(folder):
     """The tokeniser of a local run directory or folder in the Hugging Face format, or None where it has none."""
     name = json.loads(read_file(os.path.join(folder, "config.json")) or "{}").get("encoding", "tokenizer.json")
-    if name and name.endswith((".tiktoken", ".json")):
+    if name and name.endswith(TOKENIZER_FILES):
         name = os.path.join(folder, name)
         if not os.path.isfile(name):
             return None

@@ -35,7 +35,19 @@ import numpy as np
 from sources import VAL_FRACTION, Parser, dump_ranks, open_source, read_text
 from tqdm import tqdm
 
-from utils import BLOCK, UserError, is_remote, load_tokenizer, one_sentence, read_file, say, write_file
+from utils import (
+    BLOCK,
+    TOKENIZER_FILES,
+    HubTokenizer,
+    UserError,
+    is_remote,
+    keep_tokenizer,
+    load_tokenizer,
+    one_sentence,
+    read_file,
+    say,
+    write_file,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH_BYTES, BATCH_DOCUMENTS = 1_000_000, 1000  # what a worker takes at once, whichever is reached first: about 0.2 s
@@ -349,15 +361,14 @@ def version():
     return tomllib.loads(path.read_text())["project"]["version"] if path.is_file() else "unknown"
 
 
-def write(args, source, output, encoding, ranks):
+def write(args, source, output, encoding):
     """Write every split, the manifests last; returns a summary in words."""
     dtype = np.dtype(output.settings["dtype"])
     writers = {n: ShardWriter(os.path.join(args.output, n), args.shard_tokens, dtype) for n in source.splits}
     position = output.load_progress(writers)
     if not position:
         output.clear()
-    if args.tokenizer.endswith(".tiktoken"):
-        write_file(os.path.join(args.output, "tokenizer.tiktoken"), ranks)
+    keep_tokenizer(args.output, args.tokenizer)
     start, done = time.monotonic(), position.get("done", 0)
     workers = ray_actors if args.ray else processes if args.workers > 1 else None
     results = encode(cut(source, position), encoding, dtype, args.workers, workers)
@@ -392,7 +403,7 @@ def parse():
     parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--output", required=True, help="folder, gs:// or s3:// address to write train/ and val/ into")
     parser.add_argument("--tokenizer", required=True, help="tiktoken's name of an encoding (gpt2, cl100k_base, ...) "
-                        "or a .tiktoken file of ranks, which is then copied to OUTPUT/tokenizer.tiktoken")  # fmt: skip
+                        "a .tiktoken file of ranks or a Hugging Face tokenizer.json; files are copied to OUTPUT")
     parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard; memory holds one for "
                         "training and one for validation")  # fmt: skip
     parser.add_argument("--val_fraction", type=float, default=VAL_FRACTION, help="share of the documents that goes to "
@@ -417,7 +428,9 @@ def main():
     args, start = parse(), time.monotonic()
     source = open_source(args, args.val_fraction)
     encoding = load_tokenizer(args.tokenizer)
-    ranks = dump_ranks(encoding._mergeable_ranks)
+    whole = isinstance(encoding, HubTokenizer)
+    ranks = Path(args.tokenizer).read_bytes() if whole else dump_ranks(encoding._mergeable_ranks)
+    kind = os.path.splitext(args.tokenizer)[1]
     settings = {
         "source": os.path.abspath(args.source) if os.path.exists(args.source) else args.source,
         **source.identity,
@@ -425,7 +438,7 @@ def main():
         "vocab_size": encoding.n_vocab,
         "shard_tokens": args.shard_tokens,
         "val_fraction": args.val_fraction,
-        "tokenizer": "tokenizer.tiktoken" if args.tokenizer.endswith(".tiktoken") else args.tokenizer,
+        "tokenizer": f"tokenizer{kind}" if kind in TOKENIZER_FILES else args.tokenizer,
         "dtype": "uint16" if encoding.n_vocab <= 2**16 else "uint32",
     }
     try:
@@ -434,7 +447,7 @@ def main():
             output.forget_progress()  # of a run that was killed just before it would have done so
             say(f"{args.output}: these shards are there already, nothing to do")
             return
-        words = write(args, source, output, encoding, ranks)
+        words = write(args, source, output, encoding)
     except OSError as e:
         raise UserError(f"--output {args.output}: cannot be used ({e}).") from None
     say(f"{args.output}: {words}; {time.monotonic() - start:.1f} s")

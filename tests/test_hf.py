@@ -129,6 +129,28 @@ def test_the_exported_tokeniser_cuts_as_tiktoken_does(name, tmp_path, monkeypatc
     assert auto.eos_token_id == encoding.eot_token and auto.decode(auto.encode(texts[-1])) == texts[-1]
 
 
+def test_text_tokenised_with_an_imported_tokeniser_trains_its_model(tmp_path, train):
+    """tokenizer.json in place of the ranks that it was made of: the same shards, and all that follows works."""
+    tool = lambda *words: subprocess.run([sys.executable, *map(str, words)], check=True, capture_output=True)  # noqa: E731
+    ranks, folder = tmp_path / "small.tiktoken", tmp_path / "folder"
+    tool(ROOT / "data/train_tokenizer.py", "--source", ROOT / "tests", "--vocab_size", 512, "--output", ranks)
+    run = dict(init_from="", training_steps=1, vocab_size=512, **DEEPSEEK)
+    for name, tokenizer in dict(first=ranks, second=folder / "tokenizer.json").items():
+        tool(ROOT / "data/tokenize_shards.py", "--source", ROOT / "tests", "--output", tmp_path / name, "--tokenizer",
+             tokenizer, "--val_fraction", "0.2")  # fmt: skip
+        flags = {**run, "bucket_name": tmp_path / name, "name": name, "prompt": "def test", "max_tokens": 8}
+        assert train((1, 1, 1), **flags) == 0
+        samples = (tmp_path / f"runs/{name}/samples.txt").read_text()
+        assert samples.count("def test") == 4
+        if name == "first":
+            hf.export(str(tmp_path / "runs/first"), str(folder))
+            run["init_from"] = folder
+    for split in ("train", "val"):
+        shards = [np.load(tmp_path / name / split / "000000.npy") for name in ("first", "second")]
+        assert np.array_equal(*shards) and len(shards[0]) > 1000
+    assert json.loads((tmp_path / "runs/second/config.json").read_text())["encoding"] == "tokenizer.json"
+
+
 def spoilt(folder, tmp_path, config=None, **tensors):
     """A copy of a folder with entries of its config changed, and tensors changed or, where None, left out."""
     there, out = load_file(folder / "model.safetensors"), tmp_path / "spoilt"
