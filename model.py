@@ -399,8 +399,8 @@ def attend(q, k, v, position, start, heads="h"):
     scores = jnp.where(seen, scores, -jnp.inf)
     # softmax, its division put off until after the sum over s: one pass less over T x S
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
-    out = jnp.einsum(f"bhts,bs{heads}v->bthv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
-    return (out / weights.sum(-1).swapaxes(1, 2)[..., None]).astype(q.dtype)
+    out = jnp.einsum(f"bhts,bs{heads}v->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+    return (out / weights.sum(-1, keepdims=True)).astype(q.dtype).swapaxes(1, 2)
 
 
 def attention(p, x, tokens, m, cache=None):

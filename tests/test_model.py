@@ -1,5 +1,6 @@
 """The mathematics against plain loops, and properties that any right implementation has."""
 
+import functools
 import math
 
 import jax
@@ -289,6 +290,20 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
         one, cache = decode(params, ids[:, i : i + 1], cache, np.full(4, i), np.zeros(4, int))
         full, one = (np.asarray(x)[:, : m.vocab_size] for x in (full, one))
         assert np.abs(full - one).max() < 1e-4 * np.abs(full).max()
+
+
+@pytest.mark.parametrize("flags", [{}, DEEPSEEK, SMALL_GPT2])
+def test_decoding_in_bfloat16_is_near_float32(flags):
+    """Prefill and a step, for one sequence and for several: the shapes that a CPU must multiply in bfloat16."""
+    for rows in (1, 4):
+        ids, all_logits = np.random.default_rng(0).integers(0, 250, (rows, 9)).astype(np.int32), []
+        for dtype in ("float32", "bfloat16"):
+            cfg = small_config(model_dtype=dtype, **flags)
+            decode, params = jax.jit(model.make_decode(cfg, main.make_mesh(cfg))), make_params(cfg, main.make_mesh(cfg))
+            at = functools.partial(np.full, rows)
+            _, cache = decode(params, ids[:, :8], model.empty_cache(cfg, rows, 16), at(0), at(7))
+            all_logits.append(np.asarray(decode(params, ids[:, 8:], cache, at(8), at(0))[0])[:, :250])
+        assert np.abs(np.subtract(*all_logits)).max() < 0.1 * np.abs(all_logits[0]).max()
 
 
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
