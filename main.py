@@ -545,14 +545,14 @@ def main(cfg, given):
     flags = {f"--{flag}": value for flag, value in utils.flatten(cfg).items() if flag not in utils.OF_ONE_PROCESS}
     same_everywhere(flags | {"--bucket_name": data})
     check_shared(cfg)
-    cfg = utils.validate(stored_config(cfg, given, data), jax.device_count())
-    mesh = make_mesh(cfg)
     encoding = train.encoding()
     if cfg.model.document_mask and cfg.model.end_of_text < 0:
         if encoding is None:
             raise UserError(f"--document_mask: nothing tells which token begins a document in {train.folder}; give its "
                             f"--tokenizer or the token id as --end_of_text.")  # fmt: skip
         cfg = utils.replace(cfg, end_of_text=encoding.eot_token)
+    cfg = utils.validate(stored_config(cfg, given, data), jax.device_count())
+    mesh = make_mesh(cfg)
     prompt = prompt_ids(cfg, encoding)
     dp, pp, tp = cfg.run.n_device_axis
     per_step = cfg.data.train_batch_size * dp * cfg.run.grad_step

@@ -101,6 +101,15 @@ def test_parity_of_accumulation(mesh):
     assert all(abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-5 for m, m_ in zip(metrics, metrics_))
 
 
+@pytest.mark.parametrize("flags", [DEEPSEEK, SMALL_GPT2], ids=["deepseek", "gpt2"])
+def test_parity_of_the_published_architectures_after_three_steps(flags):
+    params, metrics = three_steps((1, 1, 1), **flags)
+    for spread in (dict(mesh=(2, 2, 2)), dict(mesh=(2, 1, 1), grad_step=2, sequences=16)):
+        params_, metrics_ = three_steps(**spread, **flags)
+        assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
+        assert all(abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-4 for m, m_ in zip(metrics, metrics_))
+
+
 def test_parity_of_four_accumulated_batches_with_one():
     params, _ = three_steps((1, 1, 1))
     params_, _ = three_steps((1, 1, 1), grad_step=4, sequences=8)
