@@ -694,6 +694,10 @@ class HubTokenizer:
     def encode_ordinary(self, text):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
+    def before_text(self):
+        """Token ids that the tokeniser itself puts before every text."""
+        return self.tokenizer.encode("").ids
+
     def encode_to_numpy(self, text, disallowed_special=()):
         return np.array(self.encode_ordinary(text), np.uint32)
 

@@ -2,18 +2,20 @@
 
 import functools
 import json
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
-from conftest import MESHES, SMALL_GPT2, small_config
+from conftest import MESHES, ROOT, SMALL_GPT2, small_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import main
 import model
 import utils
-from tools import hf
+from tools import common, hf, sample
 
 torch = pytest.importorskip("torch", reason="torch is not installed; pip install torch transformers")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -124,6 +126,28 @@ def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
     ids = torch.tensor(prompt[None]).long()
     generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
     assert generated.shape == (1, 71) and np.array_equal(generated[0], ours[0])
+
+
+def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
+    """From a prompt's text to the text after it, by two programs of two houses, of a run that knows its tokeniser."""
+    tool = lambda *words: subprocess.run([sys.executable, *map(str, words)], check=True, capture_output=True)  # noqa: E731
+    ranks, shards = tmp_path / "small.tiktoken", tmp_path / "shards"
+    tool(ROOT / "data/train_tokenizer.py", "--source", ROOT / "tests", "--vocab_size", 512, "--output", ranks)
+    tool(ROOT / "data/tokenize_shards.py", "--source", ROOT / "tests", "--output", shards, "--tokenizer", ranks,
+         "--val_fraction", "0.2")  # fmt: skip
+    flags = {**SIZES["groups"], "T": 80, "vocab_size": 512, "training_steps": 3, "prompt": "x", "max_tokens": 8}
+    assert train((1, 1, 1), bucket_name=shards, **flags) == 0
+    hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    for model_, before in [("exported", ""), ("runs/run", utils.END_OF_TEXT)]:
+        ids = tokenizer(f"{before}def test_of(", return_tensors="pt").input_ids
+        generated = theirs.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
+        wanted = tokenizer.decode(generated[0, ids.shape[1] :])
+        words = [str(tmp_path / model_), "--prompt", "def test_of(", "--max_tokens", "40", "--temperature", "0",
+                 "--n_devices", "1", "--model_dtype", "float32"]  # fmt: skip
+        (row,) = sample.main(common.parse(common.Sample, words, "sample.py"))
+        assert row.text == wanted.split(utils.END_OF_TEXT)[0]
 
 
 def test_a_published_deepseek_config_is_understood():

@@ -1,6 +1,8 @@
 """What the programs that use a trained model share: their flags, opening the model, text of tokens."""
 
 import contextlib
+import json
+import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -35,6 +37,9 @@ class Sample(Options, utils.Sample):
     """Texts to continue."""
     inference_batch: int = 1
     """Samples to draw of each prompt."""
+    start: Literal["auto", "end_of_text", "nothing"] = "auto"
+    """What stands before a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
+    trained here, for others what their own tokeniser puts there."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
     seed: int = utils.Run.seed
@@ -115,3 +120,11 @@ def open_model(options, text):
 
     params = jax.tree.map(convert, table, load(table, mesh), is_leaf=model.is_param)
     return cfg, mesh, params, encoding
+
+
+def before_prompt(options, encoding):
+    """Token ids that `options.start` puts before every prompt."""
+    trained_here = "data_fingerprint" in json.loads(utils.read_file(os.path.join(options.model, "config.json")))
+    if options.start == "end_of_text" or (options.start == "auto" and trained_here):
+        return [encoding.eot_token]
+    return encoding.before_text() if options.start == "auto" else []

@@ -2,9 +2,9 @@
 
 python tools/sample.py runs/tiny --prompt "def " "import os" --max_tokens 100
 
-Prompts of all lengths are one batch, decoded with a cache on any mesh. Each is preceded by the end-of-text token, as
-every document is in training; no part of it becomes a special token. Text goes to stdout as it comes, row after row;
-speeds go to stderr.
+Prompts of all lengths are one batch, decoded with a cache on any mesh. With a model trained here each is preceded by
+the end-of-text token, as every document is in training; no part of it becomes a special token. Text goes to stdout as
+it comes, row after row; speeds go to stderr.
 """
 
 import itertools
@@ -67,12 +67,13 @@ def make_sampler(cfg, mesh, options, length):
 
 
 class Row:
-    """One sequence as its tokens arrive. prompt: token ids, of which end-of-text's is the first; head: text before."""
+    """One sequence as its tokens arrive. prompt: token ids, the first `hidden` of which are not shown; head: text to
+    show before it."""
 
-    def __init__(self, encoding, prompt, options, head=""):
+    def __init__(self, encoding, prompt, options, hidden=1, head=""):
         self.encoding, self.prompt, self.options = encoding, prompt, options
         self.tokens, self.text, self.done = [], "", False
-        self.before, self.unseen = len(utils.text_of(encoding, prompt)), head + utils.text_of(encoding, prompt[1:])
+        self.before, self.unseen = len(utils.text_of(encoding, prompt)), head + utils.text_of(encoding, prompt[hidden:])
 
     def add(self, tokens):
         """Take further tokens; `text` is then as much of the continuation as no later token changes, and `unseen` has
@@ -108,7 +109,10 @@ def main(options):
     cfg, mesh, params, encoding = common.open_model(options, text=True)
     if "" in options.stop or not options.prompt:
         raise UserError("--stop, --prompt: a string is missing or empty.")
-    prompts = [[encoding.eot_token, *encoding.encode_ordinary(text)] for text in options.prompt]
+    before = common.before_prompt(options, encoding)
+    prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
+    if [] in prompts:
+        raise UserError("--prompt: is empty, and nothing stands before it; give a text, or --start end_of_text.")
     longest, n_rows = max(map(len, prompts)), len(prompts) * options.inference_batch
     if longest + options.max_tokens > cfg.model.T:
         about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the "
@@ -117,7 +121,8 @@ def main(options):
         print(f"warning: {about}{cfg.model.T} that the model was trained on", file=sys.stderr)  # rotary ones go on
 
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
-    rows = [Row(encoding, ids, options, f"--- {i}\n" if n_rows > 1 else "") for i, ids in enumerate(batch)]
+    heads = [f"--- {i}\n" if n_rows > 1 else "" for i in range(n_rows)]
+    rows = [Row(encoding, ids, options, len(before), head) for ids, head in zip(batch, heads)]
     batch += [[encoding.eot_token]] * (-n_rows % mesh.shape["dp"])
     n, chunks = math.ceil(longest / MULTIPLE) * MULTIPLE, math.ceil(options.max_tokens / CHUNK)
     ids, lengths = np.array([r + [0] * (n - len(r)) for r in batch], np.int32), np.array([*map(len, batch)], np.int32)
@@ -130,11 +135,11 @@ def main(options):
 
     waiting, ahead, began, steps = deque(rows), None, time.perf_counter(), 0
     for chunk in range(chunks + 1):  # the devices draw the next chunk while the host prints the one before
-        before, ahead = ahead, None
+        drawn, ahead = ahead, None
         if chunk < chunks:
             state, ahead = advance(params, state)
-        if before is not None:
-            for row, tokens in zip(rows, np.asarray(before).T.tolist()):
+        if drawn is not None:
+            for row, tokens in zip(rows, np.asarray(drawn).T.tolist()):
                 row.add(tokens)
             show(waiting)
             steps += CHUNK
