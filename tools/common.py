@@ -124,7 +124,9 @@ def open_model(options, text):
 
 def before_prompt(options, encoding):
     """Token ids that `options.start` puts before every prompt."""
+    if options.start == "nothing":
+        return []
     trained_here = "data_fingerprint" in json.loads(utils.read_file(os.path.join(options.model, "config.json")))
-    if options.start == "end_of_text" or (options.start == "auto" and trained_here):
-        return [encoding.eot_token]
-    return encoding.before_text() if options.start == "auto" else []
+    if options.start == "auto" and not trained_here and isinstance(encoding, utils.HubTokenizer):
+        return encoding.before_text()
+    return [encoding.eot_token]
