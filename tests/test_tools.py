@@ -114,7 +114,7 @@ def test_a_special_token_in_a_prompt_is_text_and_a_drawn_one_ends_the_row(run):
 def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(run, chunk, stop, wanted, capsys):
     tokens, shown = list("naïf 🙂 STO STOP 語\ufffd".encode()), ""
     options = common.Sample(stop=stop, max_tokens=len(tokens))
-    row = sample.Row(utils.folder_tokenizer(str(run[0])), [256, 62], options, "# ")
+    row = sample.Row(utils.folder_tokenizer(str(run[0])), [256, 62], options, 1, "# ")
     for i in range(0, len(tokens), chunk):
         row.add(tokens[i : i + chunk])
         sample.show(deque([row]))
