@@ -50,16 +50,7 @@ class Param(NamedTuple):
 
 
 def param_table(cfg):
-    """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits.
-
-    | weight | standard deviation of its normal initialisation |
-    | --- | --- |
-    | matrices | 1 / sqrt(inputs), so that outputs are as large as inputs |
-    | projections back into the residual | a tenth of that / sqrt(2 x layers), so that tokens begin as themselves |
-    | embedding, which is the head too | 1 / sqrt(D), so that logits begin with a deviation of 1 |
-    | norms | 0, they start at 1 |
-    | router bias | 0 |
-    """
+    """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits."""
     m = cfg.model
     table = dict(ARCHITECTURES[m.architecture].table(cfg))
     if not m.tied:
@@ -92,7 +83,16 @@ def stack(layer, *sizes, over="pp"):
 
 
 def deepseek_table(cfg):
-    """The parameter table of DeepSeek-V3, but for a head of its own."""
+    """The parameter table of DeepSeek-V3, but for a head of its own.
+
+    | weight | standard deviation of its normal initialisation |
+    | --- | --- |
+    | matrices | 1 / sqrt(inputs), so that outputs are as large as inputs |
+    | projections back into the residual | a tenth of that / sqrt(2 x layers), so that tokens begin as themselves |
+    | embedding, which is the head too | 1 / sqrt(D), so that logits begin with a deviation of 1 |
+    | norms | 0, they start at 1 |
+    | router bias | 0 |
+    """
     m, W = cfg.model, functools.partial(matrix, cfg)
     D, H, K, R, E, L = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.n_experts, m.layers_per_block
     Q, V, layers = m.q_latent, m.value_dim, m.first_layers + m.blocks * L
@@ -595,100 +595,6 @@ def latent_cache(cfg, B, T):
     return cache
 
 
-# --- GPT-2's layers ---------------------------------------------------------------------------------------------
-
-
-def gpt2_table(cfg):
-    """The parameter table of GPT-2. Weights begin as in its paper, section 2.3, and code: normal with a deviation of
-    0.02, those back into the residual of 0.02 / sqrt(2 x layers); biases begin at 0, scales of norms at 1."""
-    m, W = cfg.model, functools.partial(matrix, cfg)
-    D, H, K, F, std = m.model_dimension, m.n_head, m.head_dim, m.ffn_width, 0.02
-    back = std / math.sqrt(2 * m.blocks)
-
-    def bias(*shape, spec=P(None)):
-        return Param(shape, spec, 0.0)
-
-    def norm():
-        return dict(scale=scale_param(D), bias=bias(D))
-
-    layer = dict(
-        attention_norm=norm(),
-        qkv=W((D, 3, H, K), std, fixed={2: "tp"}),
-        qkv_bias=bias(3, H, K, spec=P(None, "tp", None)),
-        out=W((H, K, D), back, fsdp=2, fixed={0: "tp"}),
-        out_bias=bias(D),
-        norm=norm(),
-        up=W((D, F), std, fixed={1: "tp"}),
-        up_bias=bias(F, spec=P("tp")),
-        down=W((F, D), back, fsdp=1, fixed={0: "tp"}),
-        down_bias=bias(D),
-    )
-    embedding = W((m.padded_vocab, D), std, over=AXES, rows=m.vocab_size)
-    positions = W((m.T, D), std, over=AXES, active=1 / m.T)
-    return dict(embedding=embedding, positions=positions, gpt2=stack(layer, m.blocks), norm=norm())
-
-
-def layer_norm(x, p, eps):
-    """Norm by mean and deviation over the last dim (arXiv:1607.06450, equation 3), in float32."""
-    x32 = x.astype(jnp.float32)
-    x32 -= x32.mean(-1, keepdims=True)
-    normal = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
-    return (normal * p["scale"] + p["bias"]).astype(x.dtype)
-
-
-def gpt2_layer(p, x, tokens, m, cache=None):
-    """GPT-2's layer (Radford et al., 2019, section 2.3): multi-head attention, then a GELU feed-forward; pre-norm.
-
-    x [B, T/tp, D] -> x, (an empty Load, cache). `cache` [B, T_max, 2, H/tp, K] holds keys and values.
-    """
-    with jax.named_scope("attention"):
-        h = gather_sequence(layer_norm(x, p["attention_norm"], m.norm_eps), tokens.split)  # [B, T, D]
-        qkv = (jnp.einsum("btd,dchk->btchk", h, p["qkv"]) + p["qkv_bias"]).astype(x.dtype)  # [B, T, 3, H/tp, K]
-        q, kv, position = qkv[:, :, 0], qkv[:, :, 1:], tokens.whole(h.shape[1])
-        if cache is not None:
-            kv = cache = write_cache(cache, kv, position)
-        out = attend(q * m.head_dim**-0.5, kv[:, :, 0], kv[:, :, 1], position, tokens.start)
-        out = scatter_sequence(jnp.einsum("bthk,hkd->btd", out, p["out"]), tokens.split) + p["out_bias"]
-        x = x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 0)
-    with jax.named_scope("feed_forward"):
-        h = gather_sequence(layer_norm(x, p["norm"], m.norm_eps), tokens.split)
-        h = jax.nn.gelu(jnp.einsum("btd,df->btf", h, p["up"]) + p["up_bias"]).astype(x.dtype)  # [B, T, F/tp]
-        out = scatter_sequence(jnp.einsum("btf,fd->btd", h, p["down"]), tokens.split) + p["down_bias"]
-        return x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 1), (no_load(0), cache)
-
-
-def gpt2_embed(top, ids, position):
-    """ids [B, T] at position [B or 1, T] -> rows of the embedding and of the learned positions, added, [B, T, D]."""
-    return top["embedding"][ids] + top["positions"][position]
-
-
-def key_value_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: 2 x D numbers per token and layer."""
-    m = cfg.model
-    return dict(gpt2=((m.blocks, B, T, 2, m.n_head, m.head_dim), P("pp", "dp", None, None, "tp", None)))
-
-
-# --- Architectures ----------------------------------------------------------------------------------------------
-
-
-class Architecture(NamedTuple):
-    """What a family of models brings along; what follows is common to all."""
-
-    table: Callable  # cfg -> parameter table, but for a head of its own
-    layers: dict  # {kind of layer, as in the table: function}
-    last: str  # kind of the layer that ends a block; those before it are "dense"
-    embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
-    norm: Callable  # (x, parameters, eps) -> x, before the head
-    cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
-
-
-ARCHITECTURES = {
-    "deepseek": Architecture(deepseek_table, dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
-                             "moe", embed, rms_norm, latent_cache),
-    "gpt2": Architecture(gpt2_table, dict(gpt2=gpt2_layer), "gpt2", gpt2_embed, layer_norm, key_value_cache),
-}  # fmt: skip
-
-
 # --- Stage and pipeline -----------------------------------------------------------------------------------------
 
 
@@ -1111,3 +1017,97 @@ def make_generate(cfg, mesh):
         return lax.scan(cached, (append(text, logits, n), cache), steps)[0][0][: s.inference_batch]
 
     return generate
+
+
+# --- GPT-2's layers ---------------------------------------------------------------------------------------------
+
+
+def gpt2_table(cfg):
+    """The parameter table of GPT-2. Weights begin as in its paper, section 2.3, and code: normal with a deviation of
+    0.02, those back into the residual of 0.02 / sqrt(2 x layers); biases begin at 0, scales of norms at 1."""
+    m, W = cfg.model, functools.partial(matrix, cfg)
+    D, H, K, F, std = m.model_dimension, m.n_head, m.head_dim, m.ffn_width, 0.02
+    back = std / math.sqrt(2 * m.blocks)
+
+    def bias(*shape, spec=P(None)):
+        return Param(shape, spec, 0.0)
+
+    def norm():
+        return dict(scale=scale_param(D), bias=bias(D))
+
+    layer = dict(
+        attention_norm=norm(),
+        qkv=W((D, 3, H, K), std, fixed={2: "tp"}),
+        qkv_bias=bias(3, H, K, spec=P(None, "tp", None)),
+        out=W((H, K, D), back, fsdp=2, fixed={0: "tp"}),
+        out_bias=bias(D),
+        norm=norm(),
+        up=W((D, F), std, fixed={1: "tp"}),
+        up_bias=bias(F, spec=P("tp")),
+        down=W((F, D), back, fsdp=1, fixed={0: "tp"}),
+        down_bias=bias(D),
+    )
+    embedding = W((m.padded_vocab, D), std, over=AXES, rows=m.vocab_size)
+    positions = W((m.T, D), std, over=AXES, active=1 / m.T)
+    return dict(embedding=embedding, positions=positions, gpt2=stack(layer, m.blocks), norm=norm())
+
+
+def layer_norm(x, p, eps):
+    """Norm by mean and deviation over the last dim (arXiv:1607.06450, equation 3), in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 -= x32.mean(-1, keepdims=True)
+    normal = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    return (normal * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def gpt2_layer(p, x, tokens, m, cache=None):
+    """GPT-2's layer (Radford et al., 2019, section 2.3): multi-head attention, then a GELU feed-forward; pre-norm.
+
+    x [B, T/tp, D] -> x, (an empty Load, cache). `cache` [B, T_max, 2, H/tp, K] holds keys and values.
+    """
+    with jax.named_scope("attention"):
+        h = gather_sequence(layer_norm(x, p["attention_norm"], m.norm_eps), tokens.split)  # [B, T, D]
+        qkv = (jnp.einsum("btd,dchk->btchk", h, p["qkv"]) + p["qkv_bias"]).astype(x.dtype)  # [B, T, 3, H/tp, K]
+        q, kv, position = qkv[:, :, 0], qkv[:, :, 1:], tokens.whole(h.shape[1])
+        if cache is not None:
+            kv = cache = write_cache(cache, kv, position)
+        out = attend(q * m.head_dim**-0.5, kv[:, :, 0], kv[:, :, 1], position, tokens.start)
+        out = scatter_sequence(jnp.einsum("bthk,hkd->btd", out, p["out"]), tokens.split) + p["out_bias"]
+        x = x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 0)
+    with jax.named_scope("feed_forward"):
+        h = gather_sequence(layer_norm(x, p["norm"], m.norm_eps), tokens.split)
+        h = jax.nn.gelu(jnp.einsum("btd,df->btf", h, p["up"]) + p["up_bias"]).astype(x.dtype)  # [B, T, F/tp]
+        out = scatter_sequence(jnp.einsum("btf,fd->btd", h, p["down"]), tokens.split) + p["down_bias"]
+        return x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 1), (no_load(0), cache)
+
+
+def gpt2_embed(top, ids, position):
+    """ids [B, T] at position [B or 1, T] -> rows of the embedding and of the learned positions, added, [B, T, D]."""
+    return top["embedding"][ids] + top["positions"][position]
+
+
+def key_value_cache(cfg, B, T):
+    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: 2 x D numbers per token and layer."""
+    m = cfg.model
+    return dict(gpt2=((m.blocks, B, T, 2, m.n_head, m.head_dim), P("pp", "dp", None, None, "tp", None)))
+
+
+# --- Architectures ----------------------------------------------------------------------------------------------
+
+
+class Architecture(NamedTuple):
+    """What a family of models brings along; all else is common to them."""
+
+    table: Callable  # cfg -> parameter table, but for a head of its own
+    layers: dict  # {kind of layer, as in the table: function}
+    last: str  # kind of the layer that ends a block; those before it are "dense"
+    embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
+    norm: Callable  # (x, parameters, eps) -> x, before the head
+    cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
+
+
+ARCHITECTURES = {
+    "deepseek": Architecture(deepseek_table, dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
+                             "moe", embed, rms_norm, latent_cache),
+    "gpt2": Architecture(gpt2_table, dict(gpt2=gpt2_layer), "gpt2", gpt2_embed, layer_norm, key_value_cache),
+}  # fmt: skip
