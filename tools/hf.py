@@ -19,7 +19,8 @@ from typing import NamedTuple
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
 import utils
-from utils import UserError, one_sentence, say
+from tools import common
+from utils import UserError, say
 
 if __name__ == "__main__":
     utils.set_xla_flags(0)
@@ -588,4 +589,4 @@ def run(argv):
 
 
 if __name__ == "__main__":
-    one_sentence(lambda: run(sys.argv[1:]))
+    common.run(lambda: run(sys.argv[1:]))
