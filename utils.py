@@ -480,7 +480,7 @@ def check_processes(cfg, given):
         processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
     else:
         if not re.fullmatch(r"(\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5}", r.coordinator):
-            raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as 10.0.0.1:8476.")
+            raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476.")
         missing = [flag for flag in ("num_processes", "process_id") if flag not in given]
         if missing:
             raise UserError(f"--coordinator {r.coordinator}: needs --{' and --'.join(missing)} beside it.")
