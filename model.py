@@ -314,13 +314,14 @@ class Tokens(NamedTuple):
 
 
 def document_starts(ids, m):
-    """int32 [M, B, T]: the position of the last end-of-text token up to each token, of local ids [M/S, B/dp, T/tp] but
-    for all microbatches and the whole of T; None where documents are not kept apart."""
+    """`start(i)`: int32 [B/dp, T], where the document of each token of microbatch i (of all stages') begins: at the
+    last end-of-text token up to it; None where documents are not kept apart. ids [M/S, B/dp, T/tp]."""
     if not m.document_mask:
-        return None
+        return lambda microbatch: None
     M, B, t = ids.shape
     ids = to_stages(gather_sequence(ids.reshape(M * B, t), True).reshape(M, B, -1))
-    return lax.cummax(jnp.where(ids == m.end_of_text, jnp.arange(ids.shape[-1]), 0), axis=2)
+    starts = lax.cummax(jnp.where(ids == m.end_of_text, jnp.arange(ids.shape[-1]), 0), axis=2)  # [M, B/dp, T]
+    return lambda microbatch: starts[microbatch]
 
 
 def use(params, table, dtype):
@@ -846,14 +847,13 @@ def make_loss(cfg, mesh, train):
         M, B, t = ids.shape  # [M/S, B/dp, T/tp]
         S, dp, tp = lax.axis_size("pp"), lax.axis_size("dp"), lax.axis_size("tp")
         position = (lax.axis_index("tp") * t + jnp.arange(t))[None]
-        sequence, starts = lax.axis_index("dp") * B + jnp.arange(B), document_starts(ids, m)
+        sequence, start = lax.axis_index("dp") * B + jnp.arange(B), document_starts(ids, m)
 
         def tokens_of(microbatch):
-            start = None if starts is None else starts[microbatch]
             if not (train and m.dropout_rate):
-                return Tokens(position, start=start)
+                return Tokens(position, start=start(microbatch))
             number = ((first + microbatch * B * dp + sequence)[:, None] * t * tp + position).astype(jnp.uint32)
-            return Tokens(position, key=key, number=number, start=start)
+            return Tokens(position, key=key, number=number, start=start(microbatch))
 
         x, load, top, layers = forward(params, ids, tokens_of)
         with jax.named_scope("head"):
@@ -889,8 +889,8 @@ def make_score(cfg, mesh):
 
     def local_score(params, ids, targets):
         position = (lax.axis_index("tp") * ids.shape[-1] + jnp.arange(ids.shape[-1]))[None]
-        starts = document_starts(ids, m)
-        x, _, top, _ = forward(params, ids, lambda i: Tokens(position, start=None if starts is None else starts[i]))
+        start = document_starts(ids, m)
+        x, _, top, _ = forward(params, ids, lambda microbatch: Tokens(position, start=start(microbatch)))
         losses = token_losses(x.reshape(-1, x.shape[-1]), top["head"], targets.reshape(-1), m.vocab_size, chunk)
         return losses.reshape(targets.shape)
 

@@ -328,7 +328,7 @@ GPT2 = dict(
     v_dim=0, dhR=0, rope_base=1.0, rope_factor=1.0, rope_original_T=1, rope_mscale=1.0, activation="gelu", expert_dim=0,
     n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=1.0, n_shared=0, mtp_depth=0, capacity_factor=0.0,
 )  # fmt: skip
-# nanoGPT's training of GPT-2: half a million tokens a step
+# nanoGPT's training of GPT-2: half a million tokens a step where dp is 1
 GPT2_RUN = dict(
     vocab_size=50257, norm_eps=1e-5, T=1024, train_batch_size=480, val_batch_size=48, micro_batch_size=48,
     warmup_steps=2000, end_steps=600_000, training_steps=600_000,

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
@@ -254,9 +255,9 @@ def require(config, model_type, **allowed):
 
 
 class Format(NamedTuple):
-    tensors: object  # utils.Model -> Tensors
-    config: object  # utils.Model -> config.json
-    flags: object  # config.json -> {flag: value}
+    tensors: Callable  # utils.Model -> Tensors
+    config: Callable  # utils.Model -> config.json
+    flags: Callable  # config.json -> {flag: value}
     copies: str  # pattern of the names of tensors that hold nothing of their own
 
 
