@@ -29,6 +29,8 @@ AXES = ("dp", "pp", "tp")
 YARN_BETA = 32, 1  # turns over the original T above which a frequency stays, and below which it is stretched
 # Tokens whose logits a device holds at once: what stays in a CPU's cache, what keeps matrix units busy elsewhere.
 LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
+# The kernel that --attention auto stands for.
+BEST_ATTENTION = {"cpu": "blockwise", "gpu": "blockwise", "tpu": "splash"}
 SPREAD = dict(moe=("dp", "tp"), mtp=AXES)  # over which axes a layer's tokens are spread, the stage given
 BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
 
@@ -44,9 +46,15 @@ class Param(NamedTuple):
     std: float  # of its normal initialisation
     start: float = 0.0  # mean of its initialisation
     gather: tuple = ()  # (dim counted from the end, axes): gathered over these before use
+    expert: int = 0  # dim counted from the end of which a device uses one alone, its own expert; 0: there is none
     matrix: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed
     active: float = 1.0  # share of it that one token uses
     rows: int = 0  # of its first dim that are used, the others are 0 and stay so; 0: all
+
+
+def with_model(cfg, **flags):
+    """`cfg` with flags of the model changed."""
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **flags))
 
 
 def param_table(cfg):
@@ -59,16 +67,23 @@ def param_table(cfg):
 
 
 def matrix(cfg, shape, std, over=("dp",), fsdp=0, fixed=None, **more):
-    """`Param` of a weight whose dim `fsdp` is split over the axes `over` (or as many of them as divide it) until it is
-    used; dims in `fixed` ({dim: axes}) stay split."""
+    """`Param` of a weight whose dim `fsdp` is split over the axes `over` (or as many of them as divide it; not over dp
+    where --fsdp is none) until it is used; dims in `fixed` ({dim: axes}) stay split."""
     sizes = dict(zip(AXES, cfg.run.n_device_axis))
     spec = [(fixed or {}).get(dim) for dim in range(len(shape))]
+    if cfg.model.fsdp == "none" and not more.get("expert"):
+        over = tuple(axis for axis in over if axis != "dp")
     while over and shape[fsdp] % math.prod(sizes[a] for a in over):
-        over = over[1:]
+        over = () if more.get("expert") else over[1:]
     if over:
         spec[fsdp] = over
         more["gather"] = (fsdp - len(shape), over)
     return Param(tuple(shape), P(*spec), std, **{"matrix": True, **more})
+
+
+def over_tp(cfg, dim):
+    """How tp splits a weight behind a sum over `dim`, heads or feed-forward width, as arguments of `matrix`."""
+    return dict(fixed={dim: "tp"}) if cfg.model.sequence_parallel == "megatron" else dict(over=("dp", "tp"))
 
 
 def scale_param(size):
@@ -93,7 +108,7 @@ def deepseek_table(cfg):
     | norms | 0, they start at 1 |
     | router bias | 0 |
     """
-    m, W = cfg.model, functools.partial(matrix, cfg)
+    m, W, tp = cfg.model, functools.partial(matrix, cfg), functools.partial(over_tp, cfg)
     D, H, K, R, E, L = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.n_experts, m.layers_per_block
     Q, V, layers = m.q_latent, m.value_dim, m.first_layers + m.blocks * L
     branches = {"swiglu": 2, "gelu": 1}[m.activation]
@@ -111,22 +126,25 @@ def deepseek_table(cfg):
             kv_norm=scale_param(R),
             q_up=W((Q or D, H, K + rope), into(Q or D), fixed={1: "tp"}),
             kv_up=W((R, H, K + V), into(R), fixed={1: "tp"}),
-            out=W((H, V, D), back(H * V), fsdp=2, fixed={0: "tp"}),
+            out=W((H, V, D), back(H * V), fsdp=2, **tp(0)),
         )
         return leaves | (dict(q_norm=scale_param(Q)) if Q else {})
 
     def feed_forward(F):
         return dict(
-            up=W((D, branches, F), into(D), fixed={2: "tp"}),
-            down=W((F, D), back(F), fsdp=1, fixed={0: "tp"}),
+            up=W((D, branches, F), into(D), **tp(2)),
+            down=W((F, D), back(F), fsdp=1, **tp(0)),
         )
 
     def experts(F):
-        """Each expert lives on one device where there are enough experts; else all are gathered where they are used."""
-        split = dict(fixed={0: ("dp", "tp")}, over=()) if experts_are_split(cfg) else dict(over=("dp", "tp"))
+        """Each device of dp x tp holds experts of its own; where several share one, each holds a slice of every expert,
+        from which `gather_weight` makes theirs."""
+        dp, _, tp = cfg.run.n_device_axis
+        shared = dp * tp > E
+        split = dict(over=SPREAD["moe"]) if shared else dict(fixed={0: SPREAD["moe"]}, over=())
         return dict(
-            up=W((E, D, branches, F), into(D), fsdp=1, active=m.k / E, **split),
-            down=W((E, F, D), back(F), fsdp=2, active=m.k / E, **split),
+            up=W((E, D, branches, F), into(D), fsdp=1, active=m.k / E, expert=-4 * shared, **split),
+            down=W((E, F, D), back(F), fsdp=2, active=m.k / E, expert=-3 * shared, **split),
         )
 
     dense = dict(attention=attention(m.dhR), norm=scale_param(D), ffn=feed_forward(m.ffn_width))
@@ -159,12 +177,6 @@ def is_param(x):
 def table_map(f, table):
     """`f` of every Param of a table, in the table's nesting."""
     return jax.tree.map(f, table, is_leaf=is_param)
-
-
-def experts_are_split(cfg):
-    """Whether experts are spread over ("dp", "tp") and tokens travel to them (expert parallelism, arXiv:2006.16668)."""
-    dp, _, tp = cfg.run.n_device_axis
-    return cfg.model.n_experts % (dp * tp) == 0
 
 
 def shardings(table, mesh):
@@ -210,24 +222,68 @@ def flops_per_token(cfg):
 # --- Collectives: every one of the program ----------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_weight(w, dim, axes, dtype):
-    """A weight split on `dim` over `axes` -> the whole of it in `dtype` (ZeRO-3, arXiv:1910.02054, section 5.3).
+class Weights(NamedTuple):
+    """Weights, one or a tree of them, and zeros in float32 of the same shapes at which their gradients arrive instead:
+    see `take`."""
 
-    Travels in `dtype`; its transpose, a reduce-scatter, sums the gradient in the weight's own float32.
+    value: jax.Array
+    grad: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_weight(w, p, dtype):
+    """A weight of the `Param` p as it is stored -> the whole of it, or this device's expert, `Weights` in `dtype`
+    (ZeRO-3, arXiv:1910.02054, section 5.3).
+
+    Travels in `dtype`; the gradient, which its transpose reduces and scatters, in float32.
     """
-    return lax.all_gather(w.astype(dtype), axes, axis=dim % w.ndim, tiled=True)
+    whole = _whole(w.astype(dtype), p)
+    return Weights(whole, jnp.zeros(whole.shape, jnp.float32))
 
 
-def _gather_weight_forward(w, dim, axes, dtype):
-    return gather_weight(w, dim, axes, dtype), None
+def _whole(w, p):
+    dim, axes = p.gather or (0, SPREAD["moe"])
+    dim %= w.ndim
+    if not p.expert:
+        for axis in reversed(axes if p.gather else ()):  # one after another: XLA reduces and scatters no more than that
+            w = lax.all_gather(w, axis, axis=dim, tiled=True)
+        return w
+    E, experts = p.shape[p.expert], p.expert % w.ndim
+    apart, together = expert_groups(E)
+    if not p.gather:
+        return lax.dynamic_slice_in_dim(w, lax.axis_index(axes) // len(apart), 1, experts)
+    # device e r + j has slice e r + j of every expert, and exchanges them for the slices j, r + j, ... of expert e
+    w = lax.all_to_all(w, axes, experts, dim, axis_index_groups=apart, tiled=True)
+    shape = w.shape
+    w = w.reshape(*shape[:dim], E, -1, *shape[dim + 1 :])
+    w = lax.all_gather(w, axes, axis=dim + 1, axis_index_groups=together)  # [..., E, r, slice, ...]
+    return w.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def _gather_weight_backward(dim, axes, dtype, _, g):
-    return (lax.psum_scatter(g.astype(jnp.float32), axes, scatter_dimension=dim % g.ndim, tiled=True),)
+def _gather_weight_forward(w, p, dtype):
+    return gather_weight(w, p, dtype), None
+
+
+def _gather_weight_backward(p, dtype, _, g):
+    stored = list(g.grad.shape)
+    if p.gather:
+        stored[p.gather[0]] //= lax.axis_size(p.gather[1])
+    if p.expert:
+        stored[p.expert] = p.shape[p.expert]
+    return jax.linear_transpose(functools.partial(_whole, p=p), jax.ShapeDtypeStruct(stored, jnp.float32))(g.grad)
 
 
 gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
+
+
+def expert_groups(E):
+    """How n = dp x tp devices share E experts, device e n/E + j expert e, as axis_index_groups: (those that hold
+    different experts, those that hold the same one); (None, None) where each has experts of its own."""
+    r = lax.axis_size(SPREAD["moe"]) // E
+    if r < 2:
+        return None, None
+    devices = np.arange(E * r).reshape(E, r)
+    return devices.T.tolist(), devices.tolist()
 
 
 def gather_sequence(x, split):
@@ -248,18 +304,33 @@ def scatter_sequence(x, split):
     return lax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True) if split else lax.psum(x, "tp")
 
 
+def exchange_heads(x, split):
+    """[B, H/tp, T, V] of all tokens -> [B, H, T/tp, V] of this device's (DeepSpeed Ulysses, arXiv:2309.14509,
+    section 3.1). Transpose: the way back. Where tokens are not split over tp, [B, H, T, V], an all-gather."""
+    n = lax.axis_size("tp")
+    if n == 1 or not split:
+        return x if n == 1 else lax.all_gather(x, "tp", axis=1, tiled=True)
+    B, H, T, V = x.shape
+    x = lax.all_to_all(jnp.moveaxis(x.reshape(B, H, n, T // n, V), 2, 0), "tp", 0, 0)  # [tp, B, H/tp, T/tp, V]
+    return jnp.moveaxis(x, 0, 1).reshape(B, n * H, T // n, V)
+
+
 def to_experts(x):
-    """Buckets [E, C, D] -> [E/n, n*C, D] on the n = dp x tp devices that own the experts. Transpose: from_experts."""
-    if lax.axis_size(("dp", "tp")) == 1:
-        return x
-    return lax.all_to_all(x, ("dp", "tp"), split_axis=0, concat_axis=1, tiled=True)
+    """Buckets [E, C, D] -> [E/n, n, C, D] on the n devices of dp x tp that own the experts, of n senders each; where
+    n > E every device takes from E, [1, E, C, D]. Transpose: from_experts."""
+    if lax.axis_size(SPREAD["moe"]) == 1:
+        return x[:, None]
+    n = min(len(x), lax.axis_size(SPREAD["moe"]))
+    x = x.reshape(n, -1, *x.shape[1:])  # [n, E/n, C, D]
+    return lax.all_to_all(x, SPREAD["moe"], 0, 0, axis_index_groups=expert_groups(len(x))[0]).swapaxes(0, 1)
 
 
 def from_experts(x):
-    """[E/n, n*C, D] -> [E, C, D], back on the devices that the tokens came from. Transpose: to_experts."""
-    if lax.axis_size(("dp", "tp")) == 1:
-        return x
-    return lax.all_to_all(x, ("dp", "tp"), split_axis=1, concat_axis=0, tiled=True)
+    """[E/n, n, C, D] -> [E, C, D], back on the devices that the tokens came from. Transpose: to_experts."""
+    if lax.axis_size(SPREAD["moe"]) == 1:
+        return x[:, 0]
+    x = x.swapaxes(0, 1)  # [n, E/n, C, D]
+    return lax.all_to_all(x, SPREAD["moe"], 0, 0, axis_index_groups=expert_groups(len(x))[0]).reshape(-1, *x.shape[2:])
 
 
 def next_stage(x):
@@ -324,14 +395,30 @@ def document_starts(ids, m):
     return lambda microbatch: starts[microbatch]
 
 
-def use(params, table, dtype):
-    """Parameters of one layer, gathered over the axes that only store them, matrices in `dtype`."""
+def gather(params, table, dtype):
+    """`Weights` of parameters, gathered over the axes that only store them, matrices in `dtype`, others in float32."""
+    leaves, tree = jax.tree.flatten(params)
+    described = jax.tree.leaves(table, is_leaf=is_param)
+    pairs = [gather_weight(w, p, dtype if p.matrix else jnp.float32) for w, p in zip(leaves, described)]
+    return Weights(*(jax.tree.unflatten(tree, part) for part in zip(*pairs)))
 
-    def gathered(p, w):
-        dtype_ = dtype if p.matrix else jnp.float32
-        return gather_weight(w, *p.gather, dtype_) if p.gather else w.astype(dtype_)
 
-    return jax.tree.map(gathered, table, params, is_leaf=is_param)
+@jax.custom_vjp
+def take(weights, index):
+    """Values of one layer, at `index` of a stack of `Weights` (() for all of it), and the stack's grad to go on with.
+
+    The gradient is added to what arrives at that grad: one that is carried through a loop is summed up in place, in
+    float32, where a stack's own would be made anew in every turn.
+    """
+    return jax.tree.map(lambda w: w[index], weights.value), weights.grad
+
+
+def _take_backward(index, gradients):
+    g, total = gradients
+    return Weights(None, jax.tree.map(lambda total, g: total.at[index].add(g.astype(jnp.float32)), total, g)), None
+
+
+take.defvjp(lambda weights, index: (take(weights, index), index), _take_backward)
 
 
 def rms_norm(x, scale, eps):
@@ -362,13 +449,39 @@ def score_scale(channels, m):
 
 
 def rotate(x, position, m):
-    """Rotary positions [B or 1, T] on [B, T, ..., dhR], with channel i paired with i + dhR/2."""
-    half = x.shape[-1] // 2
-    angle = position[..., None] * rotary_frequencies(m)[:half]  # [B, T, dhR/2]
-    angle = angle.reshape(*position.shape, *[1] * (x.ndim - 3), half)
+    """Rotary positions, of the dims of x [..., dhR] but the last, with channel i paired with i + dhR/2."""
+    angle = position[..., None] * rotary_frequencies(m)[: x.shape[-1] // 2]  # [..., dhR/2]
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def project_queries(x, w, position, m):
+    """Scaled queries [B, H/tp, T, K + dhR] of x [B, T, Q], the last dhR channels rotated; w [Q, H/tp, K + dhR].
+
+    What each channel's partner adds is a product with the partners' weights: to move weights is cheaper than queries.
+    """
+    K, scale = m.head_dim, score_scale(w.shape[-1], m)
+    if w.shape[-1] == K:
+        return jnp.einsum("btr,rhk->bhtk", x, w * scale)
+    a, b = jnp.split(w[..., K:], 2, -1)
+    angle = position[:, None, :, None] * np.tile(rotary_frequencies(m), 2)  # [B or 1, 1, T, dhR]
+    before = [(0, 0)] * 3 + [(K, 0)]
+    partner = jnp.einsum("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * (jnp.sin(angle) * scale)
+    cos = jnp.pad(jnp.cos(angle) * scale, before, constant_values=scale)
+    return (jnp.einsum("btr,rhk->bhtk", x, w) * cos + jnp.pad(partner, before)).astype(x.dtype)
+
+
+def project_keys(x, k_up):
+    """Keys [B, H/tp, T, K + dhR] of x [B, T, R + dhR], latents and the rotary key, which all heads share as it is.
+
+    One product, with an identity below k_up [R, H/tp, K], so that none of its gradient is a sum over heads of its own.
+    """
+    R, H, K = k_up.shape
+    dhR = x.shape[-1] - R
+    shared = jnp.pad(jnp.eye(dhR, dtype=x.dtype), ((0, 0), (K, 0)))[:, None]  # [dhR, 1, K + dhR]
+    w = jnp.concatenate([jnp.pad(k_up, ((0, 0), (0, 0), (0, dhR))), jnp.broadcast_to(shared, (dhR, H, K + dhR))])
+    return jnp.einsum("bsr,rhk->bhsk", x, w)
 
 
 def dropout(x, rate, tokens, salt):
@@ -388,20 +501,53 @@ def write_cache(cache, new, position):
 
 
 def attend(q, k, v, position, start, heads="h"):
-    """Causal attention of scaled queries q [B, T, H/tp, K] at `position` [B or 1, T], back to `start` [B, T] if given.
+    """Causal attention of scaled queries q [B, H/tp, T, K] at `position` [B or 1, T], back to `start` [B, T] if given.
 
-    Keys and values stand at positions 0.. of k [B, S, H/tp, K] and v [B, S, H/tp, V], without the dim of the heads
-    where all share them (`heads` ""). Returns [B, T, H/tp, V].
+    Keys and values stand at positions 0.. of k [B, H/tp, S, K] and v [B, H/tp, S, V], without the dim of the heads
+    where all share them (`heads` ""). Returns [B, H/tp, T, V].
     """
-    scores = jnp.einsum(f"bthk,bs{heads}k->bhts", q, k, preferred_element_type=jnp.float32)
-    seen = jnp.arange(k.shape[1]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
+    scores = jnp.einsum(f"bhtk,b{heads}sk->bhts", q, k, preferred_element_type=jnp.float32)
+    seen = jnp.arange(k.shape[-2]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
     if start is not None:
-        seen &= jnp.arange(k.shape[1]) >= start[:, None, :, None]
+        seen &= jnp.arange(k.shape[-2]) >= start[:, None, :, None]
     scores = jnp.where(seen, scores, -jnp.inf)
     # softmax, its division put off until after the sum over s: one pass less over T x S
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
-    out = jnp.einsum(f"bhts,bs{heads}v->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
-    return (out / weights.sum(-1, keepdims=True)).astype(q.dtype).swapaxes(1, 2)
+    out = jnp.einsum(f"bhts,b{heads}sv->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
+    return (out / weights.sum(-1, keepdims=True)).astype(q.dtype)
+
+
+def blockwise_attention(q, k, v, position, start):
+    """`attend` of whole sequences in blocks of queries, each to the keys up to its end: little more than half of the
+    scores are computed, and one block's stand in memory."""
+    T = q.shape[2]
+    size = next(T // n for n in (8, 4, 2, 1) if T % n == 0 and (T // n >= 64 or n == 1))
+
+    def block(end):
+        rows = slice(end - size, end)
+        return attend(q[:, :, rows], k[:, :, :end], v[:, :, :end], position[:, rows],
+                      None if start is None else start[:, rows])  # fmt: skip
+
+    return jnp.concatenate([block(end) for end in range(size, T + 1, size)], 2)
+
+
+def splash_attention(q, k, v, position, start):
+    """`attend` of whole sequences by a kernel for TPUs that never writes scores to memory (FlashAttention-2,
+    arXiv:2307.08691). T must be a multiple of 128."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    H, T = q.shape[1:3]
+    block = next(b for b in (512, 256, 128) if T % b == 0)
+    sizes = {f.name: block for f in dataclasses.fields(splash.BlockSizes) if f.name.startswith("block")}
+    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.SEQ_MINOR)  # as products leave them
+    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * H)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=splash.BlockSizes(**sizes, **layouts))
+    documents = None if start is None else splash.SegmentIds(start, start)
+    return jax.vmap(kernel)(q, k, v, documents)
+
+
+ATTENTION = {"xla": attend, "blockwise": blockwise_attention, "splash": splash_attention}
 
 
 def attention(p, x, tokens, m, cache=None):
@@ -422,22 +568,16 @@ def attention(p, x, tokens, m, cache=None):
     position = tokens.whole(q.shape[1])
     if cache is not None:
         kv = cache = write_cache(cache, kv, position)
-    q = jnp.einsum("btr,rhk->bthk", q, p["q_up"])  # [B, T, H/tp, K + dhR]
-    q, q_rope = q[..., :K], rotate(q[..., K:], position, m)
-    scale = score_scale(K + q_rope.shape[-1], m)
-    absorbed = cache is not None and q.shape[1] == 1
-    if absorbed:  # one query is cheaper to bring into the latent space than all keys and values out of it
-        k_up, v_up = jnp.split(p["kv_up"], (K,), -1)  # [R, H/tp, K], [R, H/tp, V]
-        q = jnp.einsum("bthk,rhk->bthr", q, k_up)  # [B, 1, H/tp, R]
-        k, v, heads = kv, kv[..., :R], ""
+    q = project_queries(q, p["q_up"], position, m)  # [B, H/tp, T, K + dhR]
+    k_up, v_up = jnp.split(p["kv_up"], (K,), -1)  # [R, H/tp, K], [R, H/tp, V]
+    if cache is not None and q.shape[2] == 1:  # one query is cheaper brought into the latent space than all keys out
+        q = jnp.concatenate([jnp.einsum("bhtk,rhk->bhtr", q[..., :K], k_up), q[..., K:]], -1)  # [B, H/tp, 1, R + dhR]
+        out = jnp.einsum("bhtr,rhv->bhtv", attend(q, kv, kv[..., :R], position, tokens.start, heads=""), v_up)
     else:
-        k, v = jnp.split(jnp.einsum("bsr,rhk->bshk", kv[..., :R], p["kv_up"]), (K,), -1)  # [B, T, H/tp, K], [..., V]
-        k = jnp.concatenate([k, jnp.broadcast_to(kv[:, :, None, R:], (*k.shape[:3], kv.shape[-1] - R))], -1)
-        heads = "h"
-    out = attend(jnp.concatenate([q, q_rope], -1) * scale, k, v, position, tokens.start, heads)
-    if absorbed:
-        out = jnp.einsum("bthr,rhv->bthv", out, v_up)
-    return scatter_sequence(jnp.einsum("bthv,hvd->btd", out, p["out"]), tokens.split), cache
+        v = jnp.einsum("bsr,rhv->bhsv", kv[..., :R], v_up)
+        kernel = ATTENTION[m.attention if cache is None else "xla"]
+        out = kernel(q, project_keys(kv, k_up), v, position, tokens.start)
+    return project_heads(out, p["out"], tokens, m), cache
 
 
 def activate(h):
@@ -445,11 +585,30 @@ def activate(h):
     return jax.nn.silu(h[..., 0, :]) * h[..., 1, :] if h.shape[-2] == 2 else jax.nn.gelu(h[..., 0, :])
 
 
-def feed_forward(p, x, tokens):
-    """x [B, T/tp, D] -> [B, T/tp, D], tensor-parallel over the hidden width."""
-    x = gather_sequence(x, tokens.split)  # [B, T, D]
-    h = activate(jnp.einsum("btd,dgf->btgf", x, p["up"]))  # [B, T, F/tp]
-    return scatter_sequence(jnp.einsum("btf,fd->btd", h, p["down"]), tokens.split)
+def tensor_parallel(f, x, tokens, m):
+    """f(x), both [B, T/tp, D]: of all tokens, with a part of f's weights on every device of tp and so a part of its
+    sum; or, with --sequence_parallel ulysses, of own tokens, with all its weights."""
+    if m.sequence_parallel == "ulysses":
+        return f(x)
+    return scatter_sequence(f(gather_sequence(x, tokens.split)), tokens.split)
+
+
+def project_heads(out, weight, tokens, m):
+    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D] by weight [H/tp, V, D], or [H, V, D] with
+    --sequence_parallel ulysses."""
+    if m.sequence_parallel == "ulysses":
+        return jnp.einsum("bhtv,hvd->btd", exchange_heads(out, tokens.split), weight)
+    return scatter_sequence(jnp.einsum("bhtv,hvd->btd", out, weight), tokens.split)
+
+
+def feed_forward(p, x, tokens, m):
+    """x [B, T/tp, D] -> [B, T/tp, D]."""
+
+    def mlp(x):
+        h = activate(jnp.einsum("btd,dgf->btgf", x, p["up"]))  # [B, T, F/tp]
+        return jnp.einsum("btf,fd->btd", h, p["down"])
+
+    return tensor_parallel(mlp, x, tokens, m)
 
 
 @jax.custom_vjp
@@ -534,11 +693,9 @@ def routed_experts(p, x, m, split):
     source = jnp.where(entry < k * n, entry % n, n)
 
     buckets = take_rows(x, source, slot.reshape(k, n)).reshape(E, C, D)
-    spread = len(p["experts"]["up"]) < E  # else every device holds all experts for its own tokens
-    buckets = to_experts(buckets) if spread else buckets  # [E/(dp tp), dp tp C, D]
-    h = activate(jnp.einsum("ecd,edgf->ecgf", buckets, p["experts"]["up"]))
-    out = jnp.einsum("ecf,efd->ecd", h, p["experts"]["down"])
-    out = (from_experts(out) if spread else out).reshape(E * C, D)
+    buckets = to_experts(buckets)  # [E/(dp tp), dp tp, C, D]
+    h = activate(jnp.einsum("encd,edgf->encgf", buckets, p["experts"]["up"]))
+    out = from_experts(jnp.einsum("encf,efd->encd", h, p["experts"]["down"])).reshape(E * C, D)
     out = take_rows(out, slot, entry[None]).reshape(k, n, D)
     out = jnp.einsum("knd,nk->nd", out, gates.astype(x.dtype)).reshape(B, t, D)
 
@@ -552,7 +709,7 @@ def dense_layer(p, x, tokens, m, cache):
         a, cache = attention(p["attention"], rms_norm(x, p["attention"]["norm"], m.norm_eps), tokens, m, cache)
         x = x + dropout(a, m.dropout_rate, tokens, 0)
     with jax.named_scope("feed_forward"):
-        out = feed_forward(p["ffn"], rms_norm(x, p["norm"], m.norm_eps), tokens)
+        out = feed_forward(p["ffn"], rms_norm(x, p["norm"], m.norm_eps), tokens, m)
         return x + dropout(out, m.dropout_rate, tokens, 1), (None, cache)
 
 
@@ -565,7 +722,7 @@ def moe_layer(p, x, tokens, m, cache):
         h = rms_norm(x, p["norm"], m.norm_eps)
         out, load = routed_experts(p, h, m, tokens.split)
         if m.n_shared:
-            out = out + feed_forward(p["shared"], h, tokens)
+            out = out + feed_forward(p["shared"], h, tokens, m)
         return x + dropout(out, m.dropout_rate, tokens, 1), (load, cache)
 
 
@@ -607,11 +764,12 @@ REMAT = {
 
 
 def layer_params(params, cfg):
-    """This device's layers' parameters as `make_dense` and `make_stage` take them: gathered here, once, where fsdp
-    says so."""
+    """{kind: `Weights`} of this device's layers: gathered here, once, unless fsdp is full."""
+    table, dtype = param_table(cfg), jnp.dtype(cfg.model.model_dtype)
+    if cfg.model.fsdp == "full":
+        table, dtype = table_map(lambda p: p._replace(gather=(), expert=0), table), jnp.float32
     kinds = [kind for kind in ARCHITECTURES[cfg.model.architecture].layers if kind in params]
-    params, table = ({kind: tree[kind] for kind in kinds} for tree in (params, param_table(cfg)))
-    return use(params, table, jnp.dtype(cfg.model.model_dtype)) if cfg.model.fsdp == "hoist" else params
+    return {kind: gather(params[kind], table[kind], dtype) for kind in kinds}
 
 
 def top_params(params, cfg):
@@ -620,63 +778,76 @@ def top_params(params, cfg):
     layers, table = ARCHITECTURES[cfg.model.architecture].layers, param_table(cfg)
     names = [name for name in table if name not in layers]
     params, table = ({name: tree[name] for name in names} for tree in (params, table))
-    top = use(params, table, jnp.dtype(cfg.model.model_dtype))
+    top, _ = take(gather(params, table, jnp.dtype(cfg.model.model_dtype)), ())
     return {"head": top["embedding"], **top}
 
 
 def make_layer(cfg, remat):
-    """`layer(kind, p, number, x, tokens, cache)`: one layer of the model, the `number`th as far as dropout goes."""
+    """`layer(kind, weights, index, number, x, tokens, cache)`: the layer at `index` of the stack of its kind, the
+    `number`th of the model as far as dropout goes. Returns x, what else the layer returns, and the stack to go on with.
+    """
     m, table, layers = cfg.model, param_table(cfg), ARCHITECTURES[cfg.model.architecture].layers
-    if m.fsdp == "hoist":  # gathered already
-        table = table_map(lambda p: p._replace(gather=()), table)
     wrap, dtype = REMAT[m.remat if remat else "none"], jnp.dtype(m.model_dtype)
 
-    def layer(kind, p, number, x, tokens, cache):
+    def layer(kind, weights, index, number, x, tokens, cache):
         own = tokens if tokens.key is None else tokens._replace(key=jax.random.fold_in(tokens.key, number))
-        return wrap(lambda p, x, cache: layers[kind](use(p, table[kind], dtype), x, own, m, cache))(p, x, cache)
+
+        def run(weights, x, cache):
+            p, grad = take(weights, index)
+            if m.fsdp == "full":
+                p, _ = take(gather(p, table[kind], dtype), ())
+            return *layers[kind](p, x, own, m, cache), grad
+
+        x, aside, grad = wrap(run)(weights, x, cache)
+        return x, aside, Weights(weights.value, grad)
 
     return layer
 
 
 def make_dense(cfg, kind, n, remat):
-    """`dense(p, first, x, tokens, cache)`: n stacked dense layers numbered from `first` on x [B, T/tp, D]; returns x
-    and the cache."""
+    """`dense(weights, block, first, x, tokens, cache)`: n dense layers numbered from `first`, at (*block, 0), .. of
+    their stack, on x [B, T/tp, D]; returns x, the cache and the stack to go on with."""
     layer = make_layer(cfg, remat)
 
-    def dense(p, first, x, tokens, cache):
-        def one(x, scanned):
-            p, i, cache = scanned
-            x, (_, cache) = layer(kind, p, first + i, x, tokens, cache)
-            return x, cache
+    def dense(weights, block, first, x, tokens, cache):
+        def one(carry, scanned):
+            x, grad = carry
+            i, cache = scanned
+            x, (_, cache), new = layer(kind, Weights(weights.value, grad), (*block, i), first + i, x, tokens, cache)
+            return (x, new.grad), cache
 
-        return lax.scan(one, x, (p, jnp.arange(n), cache))
+        (x, grad), cache = lax.scan(one, (x, weights.grad), (jnp.arange(n), cache))
+        return x, cache, Weights(weights.value, grad)
 
     return dense
 
 
 def make_stage(cfg, remat=True):
-    """`stage(params, x, tokens, cache)`: this device's blocks on x [B, T/tp, D], the same for training and decoding.
+    """`stage(weights, x, tokens, cache)`: this device's blocks on x [B, T/tp, D], the same for training and decoding.
 
-    Returns x and (`Load`, with tokens [blocks/pp, E] and the rest summed; the cache, empty where none was given).
-    Parameters come through `layer_params`.
+    Returns x, (`Load`, with tokens [blocks/pp, E] and the rest summed; the cache, empty where none was given) and the
+    weights, which come from `layer_params`, to go on with.
     """
     m, L, layer = cfg.model, cfg.model.layers_per_block, make_layer(cfg, remat)
-    dense, last = make_dense(cfg, "dense", L - 1, remat), ARCHITECTURES[cfg.model.architecture].last
+    dense, last = make_dense(cfg, "dense", L - 1, remat), ARCHITECTURES[m.architecture].last
 
-    def stage(params, x, tokens, cache=None):
-        def block(x, scanned):
-            p, number, cache = scanned
-            new = {}
-            if L > 1:
-                x, new["dense"] = dense(p["dense"], number * L, x, tokens, cache.get("dense"))
-            x, (load, new[last]) = layer(last, p[last], number * L + L - 1, x, tokens, cache.get(last))
-            return x, (load, new)
-
-        params = {kind: params[kind] for kind in ("dense", last) if kind in params}
+    def stage(weights, x, tokens, cache=None):
         blocks = m.blocks // lax.axis_size("pp")
-        numbers = lax.axis_index("pp") * blocks + jnp.arange(blocks)
-        x, (load, cache) = lax.scan(block, x, (params, numbers, cache or {}))
-        return x, (Load(load.loss.sum(), load.tokens, load.dropped.sum()), cache)
+
+        def block(carry, scanned):
+            x, grads = carry
+            i, cache = scanned
+            number, new = (lax.axis_index("pp") * blocks + i) * L, {}
+            own = {kind: Weights(weights[kind].value, grad) for kind, grad in grads.items()}
+            if L > 1:
+                x, new["dense"], own["dense"] = dense(own["dense"], (i,), number, x, tokens, cache.get("dense"))
+            x, (load, new[last]), own[last] = layer(last, own[last], (i,), number + L - 1, x, tokens, cache.get(last))
+            return (x, {kind: w.grad for kind, w in own.items()}), (load, new)
+
+        grads = {kind: weights[kind].grad for kind in ("dense", last) if kind in weights}
+        (x, grads), (load, cache) = lax.scan(block, (x, grads), (jnp.arange(blocks), cache or {}))
+        weights = weights | {kind: Weights(weights[kind].value, grad) for kind, grad in grads.items()}
+        return x, (Load(load.loss.sum(), load.tokens, load.dropped.sum()), cache), weights
 
     return stage
 
@@ -764,6 +935,14 @@ def _cross_entropy_backward(vocab_size, most, gradients, g):
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
+def for_devices(cfg, mesh):
+    """`cfg` with the attention kernel that auto stands for on the devices of `mesh`."""
+    best = BEST_ATTENTION[mesh.devices.flat[0].platform]
+    if cfg.model.attention != "auto":
+        return cfg
+    return with_model(cfg, attention="blockwise" if best == "splash" and cfg.model.T % 128 else best)
+
+
 class Metrics(NamedTuple):
     """Of one batch over the whole mesh."""
 
@@ -788,21 +967,32 @@ def make_forward(cfg, train):
         M, layers = len(ids), layer_params(params, cfg)
         own = lax.axis_index("pp") * M + jnp.arange(M)
 
-        def enter(scanned):
-            ids, tokens = scanned[0], tokens_of(scanned[1])
-            x = dropout(arch.embed(top, ids, tokens.within_document()), m.dropout_rate, tokens, 2)
-            if m.first_layers:
-                x, _ = first_layers(layers["first"], m.blocks * m.layers_per_block, x, tokens, None)
-            return x
+        def enter(ids, microbatch):
+            tokens = tokens_of(microbatch)
+            return dropout(arch.embed(top, ids, tokens.within_document()), m.dropout_rate, tokens, 2)
 
-        def run_stage(x, load, microbatch, valid):
-            y, (new, _) = stage(layers, x, tokens_of(microbatch))
-            return y, jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), load, new)
+        def enter_layers(grad, scanned):
+            x, microbatch = scanned
+            x, _, new = first_layers(Weights(layers["first"].value, grad), (), m.blocks * m.layers_per_block, x,
+                                     tokens_of(microbatch), None)  # fmt: skip
+            return new.grad, x
+
+        def run_stage(x, state, microbatch, valid):
+            load, grads = state
+            weights = {kind: Weights(layers[kind].value, grad) for kind, grad in grads.items()}
+            y, (new, _), weights = stage(weights, x, tokens_of(microbatch))
+            grads = {kind: w.grad for kind, w in weights.items()}
+            return y, (jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), load, new), grads)
 
         with jax.named_scope("embed"):
             top = top_params(params, cfg)
-            x = to_stages(lax.map(enter, (ids, own)) if m.first_layers else jax.vmap(enter)((ids, own)))
-        x, load = pipeline(run_stage, x, no_load(m.blocks // lax.axis_size("pp"), m.n_experts))  # [M, B/dp, T/tp, D]
+            x = jax.vmap(enter)(ids, own)
+            if m.first_layers:
+                _, x = lax.scan(enter_layers, layers["first"].grad, (x, own))
+            x = to_stages(x)
+        grads = {kind: w.grad for kind, w in layers.items() if kind in ("dense", arch.last)}
+        load = no_load(m.blocks // lax.axis_size("pp"), m.n_experts)
+        x, (load, _) = pipeline(run_stage, x, (load, grads))  # [M, B/dp, T/tp, D]
         return arch.norm(from_last_stage(x), top["norm"], m.norm_eps), load, top, layers
 
     return forward
@@ -816,6 +1006,7 @@ def make_loss(cfg, mesh, train):
     load-balancing loss + mtp_weight x multi-token prediction's cross-entropy. Without `train`: no dropout and no
     multi-token prediction.
     """
+    cfg = for_devices(cfg, mesh)
     m, o, table, spec = cfg.model, cfg.optimizer, param_table(cfg), P(*BATCH_SPEC[1:])
     forward, layer, depths = make_forward(cfg, train), make_layer(cfg, train), m.mtp_depth if train else 0
     chunk = LOSS_CHUNK[mesh.devices.flat[0].platform]
@@ -826,18 +1017,18 @@ def make_loss(cfg, mesh, train):
         M, B, t = targets.shape
         whole = gather_sequence(targets.reshape(M * B, t), True)
         whole = jnp.pad(whole, ((0, 0), (0, depths)), constant_values=-1)  # [M*B, T + depths]
-        own, total, loads = lax.axis_index("pp") * M + jnp.arange(M), 0, []
+        own, total, loads, weights = lax.axis_index("pp") * M + jnp.arange(M), 0, [], layers["mtp"]
         for depth in range(depths):
-            p, number = jax.tree.map(lambda w: w[depth], layers["mtp"]), m.blocks * m.layers_per_block + m.first_layers
+            number = m.blocks * m.layers_per_block + m.first_layers + depth
             ahead = lax.dynamic_slice_in_dim(whole, lax.axis_index("tp") * t + depth, t + 1, 1).reshape(M, B, t + 1)
 
-            def one(scanned):
+            def one(weights, scanned):
                 x, ids, i = scanned
                 token = embed(top, jnp.maximum(ids, 0), None)
-                x, (load, _) = layer("mtp", p, number + depth, (x, token), tokens_of(i), None)
-                return x, load
+                x, (load, _), weights = layer("mtp", weights, (depth,), number, (x, token), tokens_of(i), None)  # noqa: B023
+                return weights, (x, load)
 
-            x, load = lax.map(one, (x, ahead[..., :-1], own))
+            weights, (x, load) = lax.scan(one, weights, (x, ahead[..., :-1], own))
             loads.append(jax.tree.map(lambda v: v.sum(0), load))
             total += cross_entropy(x.reshape(-1, x.shape[-1]), top["head"], ahead[..., 1:].reshape(-1), m.vocab_size,
                                    chunk)  # fmt: skip
@@ -883,7 +1074,7 @@ def make_loss(cfg, mesh, train):
 def make_score(cfg, mesh):
     """`score(params, tokens, targets)` on global arrays: -log p of every target, float32 [M, B, T] like the int32
     inputs, sharded as BATCH_SPEC[1:]; 0 where the target is negative. Nothing is dropped."""
-    cfg = dropless(cfg)
+    cfg = for_devices(dropless(cfg), mesh)
     m, spec, forward = cfg.model, P(*BATCH_SPEC[1:]), make_forward(cfg, train=False)
     chunk = LOSS_CHUNK[mesh.devices.flat[0].platform]
 
@@ -918,7 +1109,7 @@ def update_router_bias(params, load, rate):
 
 def dropless(cfg):
     """`cfg` without a capacity: for inference, where no token may be dropped."""
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, capacity_factor=0.0))
+    return with_model(cfg, capacity_factor=0.0)
 
 
 def make_decode(cfg, mesh):
@@ -939,12 +1130,12 @@ def make_decode(cfg, mesh):
         top, layers = top_params(params, cfg), layer_params(params, cfg)
 
         def run_stage(x, cache, _, valid):
-            y, (_, new) = stage(layers, x, tokens, cache)
+            y, (_, new), _ = stage(layers, x, tokens, cache)
             return y, jax.tree.map(lambda old, new: jnp.where(valid, new, old), cache, new)
 
         x, blocks, done = arch.embed(top, ids, tokens.position), dict(cache), {}
         if m.first_layers:
-            x, done["first"] = first_layers(layers["first"], 0, x, tokens, blocks.pop("first"))
+            x, done["first"], _ = first_layers(layers["first"], (), 0, x, tokens, blocks.pop("first"))
         x, blocks = pipeline(run_stage, x[None], blocks)  # [1, B/dp, n, D]
         x = from_last_stage(jnp.take_along_axis(x[0], last[:, None, None], 1)[:, 0], everywhere=True)  # [B/dp, D]
         return logits_of(arch.norm(x, top["norm"], m.norm_eps), top["head"], m.vocab_size), blocks | done
@@ -1025,7 +1216,7 @@ def make_generate(cfg, mesh):
 def gpt2_table(cfg):
     """The parameter table of GPT-2. Weights begin as in its paper, section 2.3, and code: normal with a deviation of
     0.02, those back into the residual of 0.02 / sqrt(2 x layers); biases begin at 0, scales of norms at 1."""
-    m, W = cfg.model, functools.partial(matrix, cfg)
+    m, W, tp = cfg.model, functools.partial(matrix, cfg), functools.partial(over_tp, cfg)
     D, H, K, F, std = m.model_dimension, m.n_head, m.head_dim, m.ffn_width, 0.02
     back = std / math.sqrt(2 * m.blocks)
 
@@ -1039,12 +1230,12 @@ def gpt2_table(cfg):
         attention_norm=norm(),
         qkv=W((D, 3, H, K), std, fixed={2: "tp"}),
         qkv_bias=bias(3, H, K, spec=P(None, "tp", None)),
-        out=W((H, K, D), back, fsdp=2, fixed={0: "tp"}),
+        out=W((H, K, D), back, fsdp=2, **tp(0)),
         out_bias=bias(D),
         norm=norm(),
-        up=W((D, F), std, fixed={1: "tp"}),
-        up_bias=bias(F, spec=P("tp")),
-        down=W((F, D), back, fsdp=1, fixed={0: "tp"}),
+        up=W((D, F), std, **tp(1)),
+        up_bias=bias(F, spec=P("tp" if m.sequence_parallel == "megatron" else None)),
+        down=W((F, D), back, fsdp=1, **tp(0)),
         down_bias=bias(D),
     )
     embedding = W((m.padded_vocab, D), std, over=AXES, rows=m.vocab_size)
@@ -1067,17 +1258,22 @@ def gpt2_layer(p, x, tokens, m, cache=None):
     """
     with jax.named_scope("attention"):
         h = gather_sequence(layer_norm(x, p["attention_norm"], m.norm_eps), tokens.split)  # [B, T, D]
-        qkv = (jnp.einsum("btd,dchk->btchk", h, p["qkv"]) + p["qkv_bias"]).astype(x.dtype)  # [B, T, 3, H/tp, K]
-        q, kv, position = qkv[:, :, 0], qkv[:, :, 1:], tokens.whole(h.shape[1])
+        qkv = jnp.einsum("btd,dchk->bchtk", h, p["qkv"]) + p["qkv_bias"][:, :, None]  # [B, 3, H/tp, T, K]
+        q, kv = jnp.split(qkv.astype(x.dtype), (1,), 1)
+        position, kernel = tokens.whole(h.shape[1]), m.attention
         if cache is not None:
-            kv = cache = write_cache(cache, kv, position)
-        out = attend(q * m.head_dim**-0.5, kv[:, :, 0], kv[:, :, 1], position, tokens.start)
-        out = scatter_sequence(jnp.einsum("bthk,hkd->btd", out, p["out"]), tokens.split) + p["out_bias"]
+            cache, kernel = write_cache(cache, jnp.moveaxis(kv, 3, 1), position), "xla"  # [B, T_max, 2, H/tp, K]
+            kv = jnp.moveaxis(cache, 1, 3)
+        out = ATTENTION[kernel](q[:, 0] * m.head_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start)
+        out = project_heads(out, p["out"], tokens, m) + p["out_bias"]
         x = x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 0)
     with jax.named_scope("feed_forward"):
-        h = gather_sequence(layer_norm(x, p["norm"], m.norm_eps), tokens.split)
-        h = jax.nn.gelu(jnp.einsum("btd,df->btf", h, p["up"]) + p["up_bias"]).astype(x.dtype)  # [B, T, F/tp]
-        out = scatter_sequence(jnp.einsum("btf,fd->btd", h, p["down"]), tokens.split) + p["down_bias"]
+
+        def mlp(h):
+            h = jax.nn.gelu(jnp.einsum("btd,df->btf", h, p["up"]) + p["up_bias"]).astype(x.dtype)  # [B, T, F/tp]
+            return jnp.einsum("btf,fd->btd", h, p["down"])
+
+        out = tensor_parallel(mlp, layer_norm(x, p["norm"], m.norm_eps), tokens, m) + p["down_bias"]
         return x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 1), (no_load(0), cache)
 
 

@@ -130,9 +130,16 @@ class Model:
     remat: Literal["none", "dots", "full"] = "full"
     """What a layer keeps for the backward pass: none recomputes nothing, dots keeps matrix products, full keeps only
     the layer's input."""
-    fsdp: Literal["full", "hoist"] = "full"
-    """When weights that dp stores in parts are gathered: full, before every use, for the least memory; hoist, once a
-    batch, for the fewest messages."""
+    fsdp: Literal["full", "hoist", "none"] = "hoist"
+    """Where weights lie: full, in parts over dp, gathered before every use, for the least memory; hoist, in parts,
+    gathered once a batch, for the fewest messages; none, whole on every replica (experts are always spread)."""
+    sequence_parallel: Literal["megatron", "ulysses"] = "ulysses"
+    """What travels over tp: megatron, the tokens, into and out of every attention and feed-forward, whose weights are
+    split (arXiv:2205.05198), for wide models; ulysses, latents and the heads' outputs alone (arXiv:2309.14509), for
+    more tokens than weights: what lies behind the heads is gathered over tp too."""
+    attention: Literal["auto", "xla", "blockwise", "splash"] = "auto"
+    """Kernel of the causal attention: xla writes all T x T scores to memory; blockwise computes half of them, block by
+    block; splash writes none (TPUs, T a multiple of 128). auto: splash on TPUs, else blockwise."""
 
     @property
     def head_dim(self):
@@ -192,7 +199,7 @@ class Data:
     on resume it follows a change of dp or grad_step unless given."""
     val_batch_size: int = 16
     """Validation sequences per data-parallel replica and batch."""
-    micro_batch_size: int = 4
+    micro_batch_size: int = 8
     """Number of microbatches that a batch is cut into for the pipeline; pp must divide it."""
 
 
@@ -376,6 +383,7 @@ PRESETS = {
 FREE_ON_RESUME = frozenset(
     "preset name output_dir init_from bucket_name process_path n_device_axis n_devices micro_batch_size training_steps "
     "end_steps warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
+    "sequence_parallel attention "
     "cache_gb prompt inference_batch max_tokens top_k top_p temperature use_cache "
     "coordinator num_processes process_id connect_timeout peer_timeout stuck_factor stuck_limit "
     "train_batch_size val_batch_size grad_step".split()
@@ -573,7 +581,9 @@ def validate(cfg, n_present):
 
 
 # Flags of the model that may differ between weights and the run that begins with them.
-FREE_OF_WEIGHTS = frozenset("capacity_factor document_mask end_of_text dropout_rate model_dtype remat fsdp".split())
+FREE_OF_WEIGHTS = frozenset(
+    "capacity_factor document_mask end_of_text dropout_rate model_dtype remat fsdp sequence_parallel attention".split()
+)
 
 
 def adopt(cfg, given, flags):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import SMALL_GPT2, make_params, random_batch, small_config, steps_of
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
 import main
@@ -78,6 +79,25 @@ def test_attention_equals_plain_loops(kind):
     for b in range(2):
         theirs = attention_by_loops(jax.tree.map(np.float64, p), np.float64(x[b]), cfg, rope=kind == "dense")
         assert np.abs(ours[b] - theirs).max() < 1e-4 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "splash"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_kernels_agree(kernel, documents, monkeypatch):
+    """Outputs and gradients, for keys wider than values; the TPU's kernel is interpreted."""
+    interpreted = functools.partial(splash_attention_kernel.make_splash_mha_single_device, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha_single_device", interpreted)
+    B, H, T = 2, 2, 256
+    q, k, v = (jax.random.normal(jax.random.key(i), (B, H, T, n)) for i, n in enumerate((24, 24, 16)))
+    position = jnp.arange(T)[None]
+    start = jnp.where(position < 100, 0, 100) * jnp.ones((B, 1), jnp.int32) if documents else None
+
+    def loss(kernel, q, k, v):
+        return (jnp.sin(model.ATTENTION[kernel](q, k, v, position, start)) ** 2).sum()
+
+    ours, theirs = (jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1, 2)))(q, k, v)
+                    for name in (kernel, "xla"))  # fmt: skip
+    assert all(np.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)))
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
