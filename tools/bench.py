@@ -8,7 +8,6 @@ as main.py would run it; rounds of a few steps alternate between them, so that a
 alike, and the first round of each is not counted. Speeds are medians over rounds with their quartiles.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -225,11 +224,6 @@ def machine():
 # --- The command line -------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}; see --help.")
-
-
 def words(variant):
     """Command-line words of a variant: "a=1,2 no_b" -> --a 1 2 --no_b."""
     out = []
@@ -241,8 +235,7 @@ def words(variant):
 
 def parse(argv):
     """Command line -> (own flags, Configurations). Raises UserError."""
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False, epilog="Every flag of main.py may stand "
-                    "beside these; main.py --help lists them.")  # fmt: skip
+    parser = common.Parser(__doc__)
     parser.add_argument("--vary", nargs="+", default=[""], metavar="FLAG=VALUE", help="a configuration each, by "
                         'its flags besides, such as remat=none "n_device_axis=2,2,2 n_devices=8"')  # fmt: skip
     parser.add_argument("--rounds", type=int, default=10, help="rounds of each configuration (default: 10)")
@@ -251,13 +244,13 @@ def parse(argv):
                         "one device, the same in torch (tools/torch_baseline.py)")  # fmt: skip
     parser.add_argument("--torch_compile", action="store_true", help="compile the torch one with torch.compile")
     parser.add_argument("--json", default=None, metavar="FILE", help="file to write the numbers to as well")
-    own, common = parser.parse_known_args(argv)
+    own, flags = parser.parse_known_args(argv)
     utils.check_least(vars(own), dict(rounds=1, steps=1))
     if own.torch_compile and not own.compare:
         raise UserError("--torch_compile: needs --compare beside it.")
     configurations = []
     for variant in own.vary:
-        cfg, given = utils.parse([*common, *words(variant)])
+        cfg, given = utils.parse([*flags, *words(variant)])
         name = variant or cfg.run.preset
         cfg = comparable(cfg) if own.compare else cfg
         configurations.append(Configuration(name, (prepare, cfg, given)))
