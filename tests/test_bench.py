@@ -1,6 +1,8 @@
-"""tools/bench.py: every number that was asked for is there, and the torch baseline is the same model as ours."""
+"""tools/bench.py: every number that was asked for is there, and the torch baseline is the same model as ours.
+tools/growth.py: its points are what it says."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +14,8 @@ from conftest import ROOT, SMALL, SMALL_GPT2, flags_of, make_params, random_batc
 
 import main
 import model
-from tools import bench
+import utils
+from tools import bench, growth
 from utils import UserError
 
 ROUNDS = "--rounds", "2", "--steps", "1"
@@ -122,3 +125,39 @@ def test_what_does_not_fit_the_devices_is_said_by_the_program():
     ran = subprocess.run([sys.executable, ROOT / "tools" / "bench.py", "--preset", "tiny", "--n_device_axis", "3", "1",
                           "1", "--n_devices", "2"], capture_output=True, text=True, timeout=300)  # fmt: skip
     assert ran.returncode == 2 and ran.stderr.startswith("error: --n_device_axis 3 1 1") and ran.stderr.count("\n") == 1
+
+
+# --- growth.py --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", growth.CURVES)
+def test_the_points_of_a_curve_are_valid_and_vary_one_thing(name):
+    first, points = growth.CURVES[name]
+    seen = []
+    for x, flags in points.items():
+        words = [*first.split(), *flags.split()]
+        at = words.index("--plan")
+        _, machine = words.pop(at), words.pop(at)
+        chips = math.prod(map(int, machine.removeprefix("v4:").split("x")))
+        cfg = utils.validate(utils.parse(words)[0], chips)
+        d, m = cfg.data, cfg.model
+        assert x == dict(blocks=m.blocks, chips=chips, T=m.T)[name]
+        seen.append((d.train_batch_size * m.T, cfg.run.n_device_axis[1:]))
+    assert len(set(seen)) == 1
+
+
+def test_points_are_drawn_and_listed():
+    point = dict(compile_cpu_seconds=9.5, sent_bytes=2e9, memory_bytes=2**31, step_seconds=0.5, tokens_per_second=1e6,
+                 mfu=0.25)  # fmt: skip
+    curves = {name: {x: point | dict(fits=x < 32) for x in points} for name, (_, points) in growth.CURVES.items()}
+    assert growth.draw(curves).startswith(b"\x89PNG") and growth.draw({"blocks": curves["blocks"]})[:4] == b"\x89PNG"
+    for fits in (True, False):
+        words = growth.line(1024, point | dict(fits=fits)).split()
+        assert words[:7] == ["1024", "9.5", "2.00", "2.0", "0.500", "1,000,000", "25.0%"] and (len(words) == 7) == fits
+
+
+def test_growth_needs_the_compiler_and_known_curves(monkeypatch):
+    monkeypatch.setattr(growth.importlib.util, "find_spec", lambda name: None)
+    for words, part in {"": "not installed", "--curves width": "width", "--points 0": "--points 0"}.items():
+        with pytest.raises(UserError, match=part):
+            growth.main(words.split())

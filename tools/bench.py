@@ -101,7 +101,7 @@ def prepare_torch(cfg, flops_per_token, compiled):
 def serve(pipe, prepare, *args):
     """Answer with what is known of a configuration, then every number of steps with (wall, CPU) seconds that they
     took, and 0 with the peak memory in bytes."""
-    with contextlib.suppress(KeyboardInterrupt):  # which reaches every process
+    with contextlib.suppress(KeyboardInterrupt, EOFError):  # the program's end, in whichever way
         try:
             about, run, peak = prepare(*args)
         except UserError as e:
@@ -252,6 +252,7 @@ def parse(argv):
     for variant in own.vary:
         cfg, given = utils.parse([*flags, *words(variant)])
         name = variant or cfg.run.preset
+        cfg = utils.replace(cfg, val_batch_size=cfg.data.micro_batch_size)  # no part of the step: any will do
         cfg = comparable(cfg) if own.compare else cfg
         configurations.append(Configuration(name, (prepare, cfg, given)))
         if own.compare:

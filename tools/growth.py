@@ -82,7 +82,7 @@ def draw(curves):
             some = {x: y for x, (y, fit) in points.items() if fit == fits}
             axes.scatter(list(some), list(some.values()), 14, facecolors=fill, edgecolors="C0", zorder=3)
         axes.set_xscale("log", base=2)
-        axes.set_ylim(0)
+        axes.set_ylim(0, 1.1 * max(y for y, _ in points.values()))
         axes.set_xticks(list(points), [f"{x // 1024}k" if x >= 1024 else str(x) for x in points], fontsize=7)
         axes.minorticks_off()
         axes.set_xlabel(curve, fontsize=8)
@@ -103,9 +103,9 @@ def main(argv):
     parser.add_argument("--json", default=None, metavar="FILE", help="file to write the numbers to as well")
     own, flags = parser.parse_known_args(argv)
     utils.check_least(vars(own), dict(points=1))
-    utils.use_no_device()
     if not importlib.util.find_spec("libtpu"):
         raise UserError('--curves: the TPU compiler is not installed; pip install "jax[tpu]" brings it.')
+    utils.use_no_device()
     found = {}
     for name in own.curves:
         first, points = CURVES[name]
