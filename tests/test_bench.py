@@ -88,7 +88,7 @@ def test_the_baseline_is_the_same_model():
             weights[f"layers.{i}.{name}.bias"] = p[f"{name}_bias"].reshape(-1)
     net.load_state_dict({name: torch.tensor(w) for name, w in weights.items()})
     tokens, targets = (np.asarray(x)[0] for x in random_batch(cfg, mesh))
-    ours, _ = model.make_loss(cfg, mesh, train=True)(params, tokens, targets, jax.random.key(0), 0)
+    ours, _ = jax.jit(model.make_loss(cfg, mesh, train=True))(params, tokens, targets, jax.random.key(0), 0)
     theirs = net(*(torch.tensor(x[0].astype(np.int64)) for x in (tokens, targets)))
     assert abs(float(ours) - theirs.item()) < 1e-4 and float(ours) > 1
 
