@@ -1,5 +1,6 @@
-"""What the programs that use a trained model share: their flags, opening the model, text of tokens."""
+"""What the programs here share: their flags, opening a model, text of tokens."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -73,6 +74,17 @@ def parse(kind, argv, program):
     options = utils.read_flags(kind, argv, program)
     utils.check_least(vars(options), utils.AT_LEAST | dict(limit=0, stride=0, batch_size=1))
     return options
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags of a program that takes those of main.py too, which `parse_known_args` leaves over. Raises UserError."""
+
+    def __init__(self, description):
+        also = "Every flag of main.py may stand beside these; python main.py --help lists them."
+        super().__init__(description=description.splitlines()[0], allow_abbrev=False, epilog=also)
+
+    def error(self, message):
+        raise UserError(f"{message}; see --help.")
 
 
 def run(program):

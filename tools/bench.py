@@ -1,0 +1,294 @@
+"""Speed, memory and compile time of the compiled train step, for one configuration or several side by side.
+
+python tools/bench.py --preset tiny --vary remat=full remat=none [--json FILE]
+python tools/bench.py --preset gpt2-tiny --compare                            (needs pip install torch)
+
+Takes every flag of main.py and trains on random tokens, on one host. Each configuration runs in a process of its own,
+as main.py would run it; rounds of a few steps alternate between them, so that a machine that others share treats them
+alike, and the first round of each is not counted. Speeds are medians over rounds with their quartiles.
+"""
+
+import contextlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+import utils
+from tools import common
+from utils import UserError
+
+# --- One configuration, in a process of its own -----------------------------------------------------------------
+
+
+def cores():
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def peak_rss():
+    """Largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def prepare(cfg, given):
+    """Compile main.py's train step: ({name: value} about it, `run(steps)` that returns when the devices have done them,
+    `peak()` in bytes). Raises UserError."""
+    utils.set_xla_flags(cfg.run.n_devices)  # before jax is imported
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import dataset
+    import main
+    import model
+
+    if "compilation_cache" not in given:  # what is measured is compiling, not reading
+        cfg = utils.replace(cfg, compilation_cache="")
+    main.configure_jax(cfg)
+    cfg = utils.validate(cfg, jax.device_count())
+    mesh, (optimizer, schedule) = main.make_mesh(cfg), main.make_optimizer(cfg)
+    abstract = main.abstract_state(cfg, mesh, optimizer)
+    state = main.init_state(cfg, abstract, optimizer)
+    A, M, T = cfg.run.grad_step, cfg.data.micro_batch_size, cfg.model.T
+    shape = A, M, cfg.data.train_batch_size * cfg.run.n_device_axis[0] // M, T
+    rows = np.random.default_rng(cfg.run.seed).integers(0, cfg.model.vocab_size, (int(np.prod(shape[:3])), T + 1))
+    batch = dataset.put_batch(lambda numbers: rows[numbers].astype(np.int32), 0, shape, mesh)
+    began = time.perf_counter(), time.process_time()
+    step = jax.jit(main.make_train_step(cfg, mesh, optimizer, schedule), donate_argnums=0,
+                   out_shardings=(jax.tree.map(lambda s: s.sharding, abstract), NamedSharding(mesh, PartitionSpec())))
+    step = step.lower(state, *batch).compile()  # fmt: skip
+    wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
+    used, device = step.memory_analysis(), mesh.devices.flat[0]
+
+    def run(steps):
+        nonlocal state
+        for _ in range(steps):
+            state, metrics = step(state, *batch)
+        jax.block_until_ready((state, metrics))
+
+    def peak():
+        stats = [d.memory_stats() for d in mesh.devices.flat]
+        return max(s["peak_bytes_in_use"] for s in stats) if all(stats) else peak_rss()
+
+    return dict(
+        device=device.device_kind, devices=mesh.size, tokens_per_step=rows[:, 1:].size, compile_seconds=wall,
+        compile_cpu_seconds=cpu, flops_per_token=model.flops_per_token(cfg),
+        compiler_bytes=used.argument_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+        + used.temp_size_in_bytes,
+    ), run, peak  # fmt: skip
+
+
+def prepare_torch(cfg, flops_per_token, compiled):
+    """The same of tools/torch_baseline.py."""
+    from tools import torch_baseline
+
+    about, run, peak = torch_baseline.prepare(cfg, compiled, cores())
+    return about | dict(flops_per_token=flops_per_token), run, peak or peak_rss
+
+
+def serve(pipe, prepare, *args):
+    """Answer with what is known of a configuration, then every number of steps with (wall, CPU) seconds that they
+    took, and 0 with the peak memory in bytes."""
+    with contextlib.suppress(KeyboardInterrupt, EOFError):  # the program's end, in whichever way
+        try:
+            about, run, peak = prepare(*args)
+        except UserError as e:
+            pipe.send(e)
+            return
+        pipe.send(about)
+        while steps := pipe.recv():
+            wall, cpu = time.perf_counter(), time.process_time()
+            run(steps)
+            pipe.send((time.perf_counter() - wall, time.process_time() - cpu))
+        pipe.send(peak())
+
+
+class Configuration(NamedTuple):
+    """What is measured: a name and the call, in a process of its own, that prepares it."""
+
+    name: str
+    prepare: tuple  # (function, arguments...)
+
+
+class Worker:
+    """The process of a Configuration. Raises UserError where it ends before its time."""
+
+    def __init__(self, configuration):
+        context = multiprocessing.get_context("spawn")  # a fork would share what jax and torch have begun
+        self.name, (self.pipe, theirs) = configuration.name, context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, *configuration.prepare), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.about, self.rounds = self.answer(), []
+        print(f"{self.name}: ready to run", file=sys.stderr, flush=True)
+
+    def answer(self):
+        try:
+            said = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise UserError(f"{self.name}: its process ended with status {self.process.exitcode}; what it said stands "
+                            f"above.") from None  # fmt: skip
+        if isinstance(said, UserError):
+            raise said
+        return said
+
+    def ask(self, steps):
+        self.pipe.send(steps)
+        return self.answer()
+
+
+# --- All of them ------------------------------------------------------------------------------------------------
+
+
+def measure(configurations, rounds, steps):
+    """[dict of numbers] of the configurations: each quantity with a spread is [lower quartile, median, upper one]."""
+    # a TPU belongs to one process at a time
+    groups = [[c] for c in configurations] if utils.platform() == "tpu" else [configurations]
+    if utils.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.75, 0.9 / len(configurations)):.3f}")
+    workers = []
+    for group in groups:
+        begun = [Worker(c) for c in group]
+        for _ in range(1 + rounds):
+            for worker in begun:
+                worker.rounds.append(worker.ask(steps))
+        for worker in begun:
+            worker.peak = worker.ask(0)
+            worker.process.join()
+        workers += begun
+    return [row(worker, workers[0], steps) for worker in workers]
+
+
+def row(worker, first, steps):
+    """The numbers of one Worker, beside those of the first."""
+
+    def speeds(w):  # [2, rounds] tokens per second and CPU second; the first round is the warm-up
+        return w.about["tokens_per_step"] * steps / np.array(w.rounds[1:]).T
+
+    def spread(x):
+        return np.percentile(x, (25, 50, 75)).tolist()
+
+    about, (speed, per_cpu) = worker.about, speeds(worker)
+    peak = utils.peak_flops(about["device"])
+    return dict(
+        name=worker.name, **about, rounds=len(speed), steps_per_round=steps, tokens_per_second=spread(speed),
+        ratio=spread(speed / speeds(first)[0]), step_seconds=spread(about["tokens_per_step"] / speed),
+        tokens_per_cpu_second=spread(per_cpu), peak_bytes=worker.peak,
+        mfu=spread(speed * about["flops_per_token"] / peak / about["devices"]) if peak else None,
+    )  # fmt: skip
+
+
+COLUMNS = {  # heading: cell
+    "configuration": lambda r: r["name"],
+    "tokens/s (quartiles)": lambda r: "{1:,.0f} ({0:,.0f}-{2:,.0f})".format(*r["tokens_per_second"]),
+    "x first": lambda r: "{1:.2f} ({0:.2f}-{2:.2f})".format(*r["ratio"]),
+    "step ms": lambda r: f"{1e3 * r['step_seconds'][1]:,.1f}",
+    "tokens/CPU s": lambda r: f"{r['tokens_per_cpu_second'][1]:,.0f}",
+    "MFU": lambda r: f"{r['mfu'][1]:.1%}" if r["mfu"] else "-",
+    "peak GB": lambda r: f"{r['peak_bytes'] / 1e9:.2f}",
+    "compiler's GB": lambda r: f"{r['compiler_bytes'] / 1e9:.3f}" if r["compiler_bytes"] else "-",
+    "compile s (CPU s)": lambda r: "{compile_seconds:.1f} ({compile_cpu_seconds:.1f})".format(**r)
+    if r["compile_seconds"] else "-",
+}  # fmt: skip
+
+
+def table(rows):
+    """Lines of a table of the dicts of `measure`."""
+    cells = [list(COLUMNS), *([cell(r) for cell in COLUMNS.values()] for r in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))).rstrip()
+            for line in cells]  # fmt: skip
+
+
+def machine():
+    """{name: value} of where this runs."""
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.*)", info.read_text() if info.exists() else "")
+    versions = {name: version(name) for name in ("jax", "jaxlib", "torch") if importlib.util.find_spec(name)}
+    return dict(cpu=cpu[1] if cpu else platform.machine(), cores=cores(), versions=versions)
+
+
+# --- The command line -------------------------------------------------------------------------------------------
+
+
+def words(variant):
+    """Command-line words of a variant: "a=1,2 no_b" -> --a 1 2 --no_b."""
+    out = []
+    for part in variant.split():
+        flag, _, values = part.partition("=")
+        out += [f"--{flag}", *filter(None, values.split(","))]
+    return out
+
+
+def parse(argv):
+    """Command line -> (own flags, Configurations). Raises UserError."""
+    parser = common.Parser(__doc__)
+    parser.add_argument("--vary", nargs="+", default=[""], metavar="FLAG=VALUE", help="a configuration each, by "
+                        'its flags besides, such as remat=none "n_device_axis=2,2,2 n_devices=8"')  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of each configuration (default: 10)")
+    parser.add_argument("--steps", type=int, default=5, help="training steps of a round (default: 5)")
+    parser.add_argument("--compare", action="store_true", help="beside each configuration, which must be a GPT-2 on "
+                        "one device, the same in torch (tools/torch_baseline.py)")  # fmt: skip
+    parser.add_argument("--torch_compile", action="store_true", help="compile the torch one with torch.compile")
+    parser.add_argument("--json", default=None, metavar="FILE", help="file to write the numbers to as well")
+    own, flags = parser.parse_known_args(argv)
+    utils.check_least(vars(own), dict(rounds=1, steps=1))
+    if own.torch_compile and not own.compare:
+        raise UserError("--torch_compile: needs --compare beside it.")
+    configurations = []
+    for variant in own.vary:
+        cfg, given = utils.parse([*flags, *words(variant)])
+        name = variant or cfg.run.preset
+        cfg = utils.replace(cfg, val_batch_size=cfg.data.micro_batch_size)  # no part of the step: any will do
+        cfg = comparable(cfg) if own.compare else cfg
+        configurations.append(Configuration(name, (prepare, cfg, given)))
+        if own.compare:
+            import model  # and with it jax, which otherwise only the configurations' processes need
+
+            flops = model.flops_per_token(cfg)
+            configurations.append(Configuration(f"{name}, torch", (prepare_torch, cfg, flops, own.torch_compile)))
+    return own, configurations
+
+
+def comparable(cfg):
+    """`cfg` on one device. Raises UserError where tools/torch_baseline.py cannot train the same model."""
+    if not importlib.util.find_spec("torch"):
+        raise UserError("--compare: torch is not installed; pip install torch brings it.")
+    if cfg.model.architecture != "gpt2":
+        raise UserError("--compare: the baseline is a GPT-2; give --preset gpt2-tiny or gpt2-124m.")
+    if cfg.model.dropout_rate or cfg.model.document_mask or not cfg.model.tied:
+        raise UserError("--compare: the baseline has no --dropout_rate, no --document_mask and a tied head.")
+    if utils.platform() == "tpu":
+        raise UserError("--compare: the baseline runs on a GPU or a CPU; JAX_PLATFORMS=cpu takes the latter.")
+    if cfg.run.n_devices > 1:
+        raise UserError(f"--n_devices {cfg.run.n_devices}: with --compare it must be 1, as the baseline's is.")
+    return utils.validate(utils.replace(cfg, n_devices=1), 1)
+
+
+def main(argv):
+    """Print and return the rows of `measure`."""
+    own, configurations = parse(argv)
+    where, rows = machine(), measure(configurations, own.rounds, own.steps)
+    print(f"{rows[0]['devices']} x {rows[0]['device']}, {where['cores']} cores of {where['cpu']}, "
+          f"{rows[0]['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps")  # fmt: skip
+    print("\n".join(table(rows)))
+    if own.json:
+        utils.write_file(own.json, json.dumps(where | dict(configurations=rows), indent=1) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    common.run(lambda: main(sys.argv[1:]))
