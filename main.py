@@ -225,7 +225,7 @@ def make_train_step(cfg, mesh, optimizer, schedule):
             "grad_norm": optax.tree.norm(grads),
         }
         if cfg.model.n_experts:
-            load = jnp.concatenate(list(seen.load.values()))  # [layers, E]
+            load = jnp.concatenate([x.reshape(-1, cfg.model.n_experts) for x in seen.load.values()])  # [layers, E]
             metrics |= {
                 "loss/load_loss": seen.load_loss,
                 "load/head": (load / load.sum(-1, keepdims=True)).mean(0),  # [E] share of the routed tokens

@@ -31,6 +31,7 @@ YARN_BETA = 32, 1  # turns over the original T above which a frequency stays, an
 LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
 # The kernel that --attention auto stands for.
 BEST_ATTENTION = {"cpu": "blockwise", "gpu": "blockwise", "tpu": "splash"}
+BLOCKS = {"dense", "moe", "gpt2"}  # kinds of layers that blocks consist of, in stacks that pp splits
 SPREAD = dict(moe=("dp", "tp"), mtp=AXES)  # over which axes a layer's tokens are spread, the stage given
 BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
 
@@ -61,6 +62,11 @@ def param_table(cfg):
     """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits."""
     m = cfg.model
     table = dict(ARCHITECTURES[m.architecture].table(cfg))
+    rounds = cfg.run.pp_interleave
+    if rounds > 1:  # blocks go round the stages so many times: every stage has a part of every round's
+        for kind in BLOCKS & table.keys():
+            table[kind] = table_map(lambda p: p._replace(shape=(rounds, p.shape[0] // rounds, *p.shape[1:]),
+                                                         spec=P(None, *p.spec)), table[kind])  # fmt: skip
     if not m.tied:
         table["head"] = table["embedding"]
     return table
@@ -823,25 +829,28 @@ def make_dense(cfg, kind, n, remat):
 
 
 def make_stage(cfg, remat=True):
-    """`stage(weights, x, tokens, cache)`: this device's blocks on x [B, T/tp, D], the same for training and decoding.
+    """`stage(weights, x, tokens, cache, turn)`: this device's blocks, of round `turn` with --pp_interleave, on x
+    [B, T/tp, D], the same for training and decoding.
 
-    Returns x, (`Load`, with tokens [blocks/pp, E] and the rest summed; the cache, empty where none was given) and the
+    Returns x, (`Load`, with tokens [blocks, E] and the rest summed; the cache, empty where none was given) and the
     weights, which come from `layer_params`, to go on with.
     """
-    m, L, layer = cfg.model, cfg.model.layers_per_block, make_layer(cfg, remat)
+    m, rounds, L, layer = cfg.model, cfg.run.pp_interleave, cfg.model.layers_per_block, make_layer(cfg, remat)
     dense, last = make_dense(cfg, "dense", L - 1, remat), ARCHITECTURES[m.architecture].last
 
-    def stage(weights, x, tokens, cache=None):
-        blocks = m.blocks // lax.axis_size("pp")
+    def stage(weights, x, tokens, cache=None, turn=0):
+        S = lax.axis_size("pp")
+        blocks = m.blocks // (rounds * S)
 
         def block(carry, scanned):
             x, grads = carry
             i, cache = scanned
-            number, new = (lax.axis_index("pp") * blocks + i) * L, {}
+            number, new = ((turn * S + lax.axis_index("pp")) * blocks + i) * L, {}
+            at = (turn, i) if rounds > 1 else (i,)
             own = {kind: Weights(weights[kind].value, grad) for kind, grad in grads.items()}
             if L > 1:
-                x, new["dense"], own["dense"] = dense(own["dense"], (i,), number, x, tokens, cache.get("dense"))
-            x, (load, new[last]), own[last] = layer(last, own[last], (i,), number + L - 1, x, tokens, cache.get(last))
+                x, new["dense"], own["dense"] = dense(own["dense"], at, number, x, tokens, cache.get("dense"))
+            x, (load, new[last]), own[last] = layer(last, own[last], at, number + L - 1, x, tokens, cache.get(last))
             return (x, {kind: w.grad for kind, w in own.items()}), (load, new)
 
         grads = {kind: weights[kind].grad for kind in ("dense", last) if kind in weights}
@@ -852,23 +861,29 @@ def make_stage(cfg, remat=True):
     return stage
 
 
-def pipeline(stage, inputs, state):
-    """GPipe (arXiv:1811.06965, section 2.3): M microbatches through S stages in M + S - 1 ticks.
+def pipeline(stage, inputs, state, rounds=1):
+    """GPipe (arXiv:1811.06965, section 2.3): M microbatches through S stages in M + S - 1 ticks; in `rounds` of them
+    (arXiv:2104.04473, section 2.2, without its order of forward and backward passes) in rounds x M + S - 1, each as
+    much shorter.
 
     Warm-up: stage s idles (on zeros) for s ticks; steady; cool-down: S - 1 - s ticks. inputs [M, ...] are known to
-    every stage. `stage(x, state, m, valid)` returns y and the state to carry on; it must leave the state as it was
-    where `valid` is false. Returns outputs [M, ...], meaningful on the last stage only, and the state.
+    every stage. `stage(x, state, round, m, valid)` returns y and the state to carry on; it must leave the state as it
+    was where `valid` is false. Returns outputs [M, ...], meaningful on the last stage only, and the state.
     """
     S, M, s = lax.axis_size("pp"), len(inputs), lax.axis_index("pp")
 
     def tick(carry, i):
-        x, state = carry
-        x = jnp.where(s == 0, inputs[jnp.minimum(i, M - 1)], x)
-        y, state = stage(x, state, jnp.clip(i - s, 0, M - 1), (i >= s) & (i - s < M))
-        return (next_stage(y), state), y
+        x, inputs, state = carry
+        if rounds > 1:  # what comes to stage 0 from the last one waits until its next round
+            back = jnp.maximum(i - S, 0) % M
+            inputs = inputs.at[back].set(jnp.where(i >= S, x, inputs[back]))
+        x = jnp.where(s == 0, inputs[i % M if rounds > 1 else jnp.minimum(i, M - 1)], x)
+        turn = jnp.clip(i - s, 0, rounds * M - 1)
+        y, state = stage(x, state, turn // M, turn % M, (i >= s) & (i - s < rounds * M))
+        return (next_stage(y), inputs, state), y
 
-    (_, state), outputs = lax.scan(tick, (jnp.zeros_like(inputs[0]), state), jnp.arange(M + S - 1))
-    return outputs[S - 1 :], state
+    (_, _, state), outputs = lax.scan(tick, (jnp.zeros_like(inputs[0]), inputs, state), jnp.arange(rounds * M + S - 1))
+    return outputs[-M:], state
 
 
 # --- Loss -------------------------------------------------------------------------------------------------------
@@ -949,7 +964,7 @@ class Metrics(NamedTuple):
     cross_entropy: jax.Array  # [] nats per token
     mtp: jax.Array  # [] nats per token of multi-token prediction, mean over its depths
     load_loss: jax.Array  # [] load-balancing loss summed over mixture-of-experts layers, mean over sequences
-    load: dict  # {"moe": [blocks, E], "mtp": [mtp_depth, E]} choices that fell on each expert
+    load: dict  # {"moe": [blocks, E], "mtp": [mtp_depth, E]} choices that fell on each expert; dims as in param_table
     dropped: jax.Array  # [] share of the choices that found their expert's bucket full
 
 
@@ -960,7 +975,8 @@ def make_forward(cfg, train):
     Returns final hidden states [M/S, B/dp, T/tp, D], normalised for the head; the stage's `Load`; and the gathered
     parameters outside layers and in layers.
     """
-    m, arch, stage = cfg.model, ARCHITECTURES[cfg.model.architecture], make_stage(cfg, remat=train)
+    m, arch, rounds = cfg.model, ARCHITECTURES[cfg.model.architecture], cfg.run.pp_interleave
+    stage = make_stage(cfg, remat=train)
     first_layers = make_dense(cfg, "first", m.first_layers, remat=train)
 
     def forward(params, ids, tokens_of):
@@ -977,12 +993,14 @@ def make_forward(cfg, train):
                                      tokens_of(microbatch), None)  # fmt: skip
             return new.grad, x
 
-        def run_stage(x, state, microbatch, valid):
+        def run_stage(x, state, turn, microbatch, valid):
             load, grads = state
             weights = {kind: Weights(layers[kind].value, grad) for kind, grad in grads.items()}
-            y, (new, _), weights = stage(weights, x, tokens_of(microbatch))
+            y, (new, _), weights = stage(weights, x, tokens_of(microbatch), turn)
             grads = {kind: w.grad for kind, w in weights.items()}
-            return y, (jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0), load, new), grads)
+            new = jax.tree.map(lambda n: jnp.where(valid, n, 0), new)
+            load = Load(load.loss + new.loss, load.tokens.at[turn].add(new.tokens), load.dropped + new.dropped)
+            return y, (load, grads)
 
         with jax.named_scope("embed"):
             top = top_params(params, cfg)
@@ -991,8 +1009,9 @@ def make_forward(cfg, train):
                 _, x = lax.scan(enter_layers, layers["first"].grad, (x, own))
             x = to_stages(x)
         grads = {kind: w.grad for kind, w in layers.items() if kind in ("dense", arch.last)}
-        load = no_load(m.blocks // lax.axis_size("pp"), m.n_experts)
-        x, (load, _) = pipeline(run_stage, x, (load, grads))  # [M, B/dp, T/tp, D]
+        load = no_load(rounds, m.blocks // (rounds * lax.axis_size("pp")), m.n_experts)
+        x, (load, _) = pipeline(run_stage, x, (load, grads), rounds)  # [M, B/dp, T/tp, D]
+        load = load if rounds > 1 else load._replace(tokens=load.tokens[0])
         return arch.norm(from_last_stage(x), top["norm"], m.norm_eps), load, top, layers
 
     return forward
@@ -1063,7 +1082,7 @@ def make_loss(cfg, mesh, train):
         dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES) / max(1, choices)
         return loss, Metrics(sum_over(nll, AXES), sum_over(mtp, AXES), sum_over(balance, AXES), counts, dropped)
 
-    loads = {"moe": P("pp", None)} | ({"mtp": P()} if depths else {})
+    loads = {"moe": P("pp", None) if cfg.run.pp_interleave == 1 else P(None, "pp", None)} | ({"mtp": P()} if depths else {})
     # check_vma off: what out_specs calls replicated is so by the sums above, and tests hold gradients to one device's
     return jax.shard_map(
         local_loss, mesh=mesh, in_specs=(table_map(lambda p: p.spec, table), spec, spec, P(), P()),
@@ -1091,7 +1110,7 @@ def make_score(cfg, mesh):
 
 def update_router_bias(params, load, rate):
     """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias moves by `rate` towards an even
-    load. load {kind: [layers, E]}, of one training step."""
+    load. load {kind: [layers, E]}, of one training step, dims as in param_table."""
 
     def moved(layer, load):
         return {**layer, "bias": layer["bias"] + rate * jnp.sign(load.mean(-1, keepdims=True) - load)}
@@ -1129,7 +1148,7 @@ def make_decode(cfg, mesh):
         tokens = Tokens(start[:, None] + jnp.arange(ids.shape[1]), split=False)
         top, layers = top_params(params, cfg), layer_params(params, cfg)
 
-        def run_stage(x, cache, _, valid):
+        def run_stage(x, cache, turn, microbatch, valid):
             y, (_, new), _ = stage(layers, x, tokens, cache)
             return y, jax.tree.map(lambda old, new: jnp.where(valid, new, old), cache, new)
 

@@ -251,6 +251,9 @@ class Run:
     """Mesh shape: dp pp tp. dp 0: as many as there are devices left."""
     n_devices: int = 0
     """Devices to use; 0: all that are present. On a machine without an accelerator this many are simulated."""
+    pp_interleave: int = 1
+    """Rounds of the pipeline: every stage has a part of the blocks of each round, so that the first and last
+    microbatches leave so many times less of it idle; pp times this must divide blocks."""
     training_steps: int = 75000
     """Optimizer step at which training ends."""
     grad_step: int = 1
@@ -388,7 +391,7 @@ PRESETS = {
 FREE_ON_RESUME = frozenset(
     "preset name output_dir init_from bucket_name process_path n_device_axis n_devices micro_batch_size training_steps "
     "end_steps warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
-    "sequence_parallel attention "
+    "sequence_parallel attention pp_interleave "
     "cache_gb prompt inference_batch max_tokens top_k top_p temperature use_cache "
     "coordinator num_processes process_id connect_timeout peer_timeout stuck_factor stuck_limit "
     "train_batch_size val_batch_size grad_step".split()
@@ -513,7 +516,7 @@ AT_LEAST = dict(
     mtp_depth=0, capacity_factor=0, end_of_text=-1, dropout_rate=0, cache_gb=0, train_batch_size=1, val_batch_size=1,
     micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
     embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0,
-    training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
+    pp_interleave=1, training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
     inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0, num_processes=0, process_id=0,
     connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1,
 )  # fmt: skip
@@ -536,13 +539,16 @@ def validate(cfg, n_present):
         raise UserError(f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
                         f"{n_devices}{simulate}.")  # fmt: skip
     multiples = [  # (flag, its value, what must divide it, in words)
-        ("blocks", m.blocks, pp, "pp"), ("n_experts", m.n_experts, m.n_groups, "n_groups"),
+        ("blocks", m.blocks, pp * r.pp_interleave, "pp" if r.pp_interleave == 1 else "pp x pp_interleave"),
+        ("n_experts", m.n_experts, m.n_groups, "n_groups"),
         ("n_head", m.n_head, tp, "tp"), ("T", m.T, tp, "tp"), ("ffn_dim", m.ffn_width, tp, "tp"),
         ("dhR", m.dhR, 2, "2, since channels are rotated in pairs,"),
         ("micro_batch_size", d.micro_batch_size, pp, "pp"),
         ("train_batch_size", d.train_batch_size, d.micro_batch_size, "micro_batch_size"),
         ("val_batch_size", d.val_batch_size, d.micro_batch_size, "micro_batch_size"),
     ]  # fmt: skip
+    if m.attention == "splash":
+        multiples.append(("T", m.T, 128, "128 for --attention splash"))
     if not m.nope_dim:
         multiples.append(("model_dimension", m.model_dimension, m.n_head, "n_head"))
     if m.n_shared:

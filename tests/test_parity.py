@@ -46,10 +46,13 @@ DEEPSEEK = dict(first_layers=1, layers_per_block=1, moe_rope=True, tied=False, n
 @pytest.mark.parametrize(
     "mesh, flags",
     [
-        ((2, 2, 2), dict(dropout_rate=0.2, fsdp="full", sequence_parallel="megatron")),  # dropout is decided by a token's number, remat repeats it
+        # dropout is decided by a token's number, remat repeats it
+        ((2, 2, 2), dict(dropout_rate=0.2, fsdp="full", sequence_parallel="megatron")),
         ((4, 1, 2), dict(n_experts=2, activation="gelu", fsdp="none")),  # fewer experts than devices
         ((3, 1, 2), dict(sequences=24, n_experts=3, latent_dim=9, vocab_size=127)),  # sizes that dp does not divide
         ((2, 2, 1), dict(remat="dots", fsdp="full", micro_batch_size=8, val_batch_size=8, n_shared=0)),
+        ((2, 2, 2), dict(pp_interleave=2, dropout_rate=0.1)),
+        ((1, 4, 1), dict(SMALL_GPT2, blocks=8, pp_interleave=2)),
         ((2, 1, 2), dict(remat="none", sequence_parallel="megatron", fsdp="none")),
         ((2, 2, 2), dict(DEEPSEEK, dropout_rate=0.1)),
         ((1, 4, 2), dict(first_layers=2, layers_per_block=1, q_latent_dim=0, fsdp="full")),
