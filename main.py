@@ -370,10 +370,19 @@ class Checkpoints:
             return True
         except Exception as e:  # whatever the storage makes the libraries raise
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
-            if jax.process_index() == 0:
-                shutil.rmtree(f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}", ignore_errors=True)
             say(f"warning: checkpoint {step} could not be written ({reason}); the older ones stay, and the next save "
                 f"tries again")  # fmt: skip
+            for thread in threading.enumerate():
+                if thread.name == "async_save":  # Orbax's; it may fail after another one
+                    thread.join()
+            with contextlib.suppress(Exception):
+                self.manager.check_for_errors()  # or the next save would raise its error
+            torn = f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}"
+            for _ in range(50 if jax.process_index() == 0 else 0):
+                shutil.rmtree(torn, ignore_errors=True)
+                if not os.path.exists(torn):
+                    break
+                time.sleep(0.1)  # a part of it was still on its way
             return False
 
     def settle(self):

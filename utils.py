@@ -841,7 +841,7 @@ def is_spike(loss, before, zscore):
     """Whether `loss` lies more than zscore standard deviations above the mean of the finite ones of the 100 `before`,
     which must be 20 at least."""
     before = [x for x in before[-100:] if math.isfinite(x)]
-    return 0 < zscore and 20 <= len(before) and zscore * np.std(before) < loss - np.mean(before) < math.inf
+    return len(before) >= 20 and zscore > 0 and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
 
 
 class RunLog:
