@@ -1,16 +1,24 @@
 """What goes wrong in a run: numbers that are not finite, disks that are full, damaged checkpoints, killed processes."""
 
+import contextlib
+import inspect
 import json
 import os
 import random
+import resource
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL_GPT2
+from conftest import ROOT, SMALL, SMALL_GPT2, flags_of
+from test_cluster import XLA_FLAGS, free_port
 from test_resume import metrics_of
 
 import dataset
@@ -82,7 +90,8 @@ def test_bad_steps_in_a_row_send_the_run_back_and_past_their_data(train, poison,
     assert "going back to step 4, and on with the data after sequence 72 (return 1 of 3)" in said
     assert meta_of(runs / "whole", 12)["sequences"] == 72 + 8 * 8
     rows = metrics_of(runs / "whole")
-    assert [row["step"] for row in rows] == list(range(1, 13)) and np.isfinite([r["loss/train_loss"] for r in rows]).all()
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert np.isfinite([row["loss/train_loss"] for row in rows]).all()
     assert [row["bad_steps"] for row in rows] == [0] * 4 + [3] * 8
     for steps in (6, 8, 9, 12):
         assert train(**flags, name="parts", training_steps=steps) == 0
@@ -94,7 +103,7 @@ def test_after_three_returns_the_run_stops(train, poison, tmp_path, capsys):
     poison(range(6, 60))
     flags = dict(TINY, max_bad_steps=2, save_steps=4, training_steps=50)
     for _ in range(2):
-        with pytest.raises(utils.UserError, match="--max_bad_steps 2: so many in a row from step 5 on .*after 3 returns"):
+        with pytest.raises(utils.UserError, match="--max_bad_steps 2: so many .* from step 5 on .*after 3 returns"):
             train(**flags)
         said = capsys.readouterr().out
         assert said.count("going back to step 4") == 3
@@ -188,3 +197,175 @@ def test_without_room_the_save_is_left_out_and_the_run_goes_on(train, tmp_path, 
     done = capsys.readouterr()
     assert done.err.startswith("error: --output_dir ") and "the last checkpoint, of step 8, is not written" in done.err
     assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
+
+
+# --- Two processes ------------------------------------------------------------------------------------------------
+
+# main.py with faults: argv[1] is {"bad": steps whose batches give a NaN, "pause": seconds to read a batch, "launched":
+# file that gets a line for every step, "unreadable": step whose batch this process cannot read}
+DRIVER = """
+import json, sys, time
+faults = json.loads(sys.argv.pop(1))
+sys.path.insert(0, ROOT)
+import utils
+given = utils.parse(sys.argv[1:])
+utils.set_xla_flags(2, 2)
+import jax.numpy as jnp
+import numpy as np
+import main, model, dataset
+
+cfg = given[0]
+per_step = cfg.data.train_batch_size * 2
+bad = dataset.Mixture(cfg, "train").sequences((np.array(faults["bad"]) - 1) * per_step, seed=0)[:, :-1]
+model.make_loss = poisoned(model.make_loss, bad)
+put_batch, begin = main.put_batch, main.Watchdog.begin
+
+def slow(order, first, shape, mesh):
+    time.sleep(faults.get("pause", 0))
+    if first == (faults.get("unreadable", 0) - 1) * per_step:
+        raise utils.UserError("this shard is damaged.")
+    return put_batch(order, first, shape, mesh)
+
+def counted(watchdog, phase, step):
+    if phase == "training" and faults.get("launched"):
+        open(faults["launched"], "a").write(f"{step}\\n")
+    begin(watchdog, phase, step)
+
+main.put_batch, main.Watchdog.begin = slow, counted
+sys.exit(utils.one_sentence(lambda: main.run(*given)))
+"""
+BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20
+SAVE = 20
+
+
+class Pair:
+    """Two processes that train together, each under a supervisor, with the faults of `DRIVER`."""
+
+    def __init__(self, folder, shards, cache, name, faults, restarts=0, **flags):
+        self.folder, self.run = folder / name, folder / "runs" / name
+        self.folder.mkdir()
+        (self.folder / "driver.py").write_text(f"ROOT = {str(ROOT)!r}\n{inspect.getsource(poisoned)}{DRIVER}")
+        flags = {**SMALL, **TINY, "n_device_axis": (2, 1, 1), "n_devices": 2, "train_batch_size": 4, "val_batch_size": 4,
+                 "output_dir": folder / "runs", "bucket_name": shards, "compilation_cache": cache, "name": name,
+                 "checkpoint_steps": 10 * SAVE, "save_steps": SAVE, "eval_steps": 1, "max_bad_steps": 3,
+                 "connect_timeout": 60, "peer_timeout": 10, "coordinator": f"127.0.0.1:{free_port()}",
+                 "num_processes": 2, **flags}  # fmt: skip
+        env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "RESTART_PAUSE": "0",
+               "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
+        self.supervisors = []
+        for i in range(2):
+            (self.folder / str(i)).mkdir()
+            faults_here = {key: v[i] if key == "unreadable" else v for key, v in faults.items()}
+            faults_here["launched"] = str(self.folder / str(i) / "launched")
+            words = ["bash", ROOT / "tools/supervise.sh", str(restarts), self.folder / str(i), sys.executable,
+                     self.folder / "driver.py", json.dumps({"bad": BAD} | faults_here), "--preset", "tiny",
+                     *flags_of(**flags, process_id=i)]  # fmt: skip
+            with open(self.folder / str(i) / "log", "w") as log:
+                self.supervisors.append(subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT))
+
+    def log(self, i):
+        return (self.folder / str(i) / "log").read_text()
+
+    def launched(self):
+        path = self.folder / "0" / "launched"
+        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def pid(self, i):
+        try:
+            return int((self.folder / str(i) / "pid").read_text())
+        except (OSError, ValueError):  # between two lives
+            return None
+
+    def wait(self):
+        statuses = [s.wait(300) for s in self.supervisors]
+        return statuses
+
+    def end(self):
+        for i, supervisor in enumerate(self.supervisors):
+            supervisor.terminate()
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(self.pid(i), signal.SIGKILL)
+            supervisor.wait(30)
+
+
+@pytest.fixture(scope="module")
+def pair(shards, xla_cache, tmp_path_factory):
+    """`pair(name, **faults and flags)` -> a `Pair` that has begun; all end with the tests of this file."""
+    folder, pairs = tmp_path_factory.mktemp("pairs"), []
+
+    def pair(name, restarts=0, flags={}, **faults):
+        pairs.append(Pair(folder, shards, xla_cache, name, faults, restarts, **flags))
+        return pairs[-1]
+
+    yield pair
+    for one in pairs:
+        one.end()
+
+
+STEPS = 150
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair):
+    """meta of the last checkpoint, with its fingerprint, of a run that nothing but its data disturbed."""
+    whole = pair("whole", flags=dict(training_steps=STEPS))
+    assert whole.wait() == [0, 0], whole.log(0) + whole.log(1)
+    assert "going back to step 20" in whole.log(0) and "going back to step 20" in whole.log(1)
+    return meta_of(whole.run, STEPS), metrics_of(whole.run)
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "did not come true"
+        time.sleep(0.02)
+
+
+KILLS = int(os.environ.get("FAULT_KILLS", 5))
+
+
+def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
+    """kill -9 of either process, at moments spread over the interval between saves and so within saves too."""
+    rng = random.Random(KILLS)
+    disturbed = pair("killed", restarts=99, flags=dict(training_steps=STEPS), pause=0.08)
+    after = [SAVE * (n + rng.random()) / KILLS for n in range(KILLS)]  # steps since a multiple of SAVE
+    rng.shuffle(after)
+    lives = 0
+    for n, steps in enumerate(after):
+        at = min(40 + SAVE * (n * 5 // KILLS), STEPS - 2 * SAVE) + steps
+        seen = len(disturbed.launched())
+        wait_for(lambda: len(disturbed.launched()) > seen and disturbed.launched()[-1] >= int(at))
+        time.sleep(0.08 * (at % 1))
+        victim = rng.randrange(2)
+        os.kill(disturbed.pid(victim), signal.SIGKILL)
+        lives += 1
+        wait_for(lambda: all(disturbed.log(i).count("starting it again") >= lives for i in range(2)))
+    assert disturbed.wait() == [0, 0], disturbed.log(0) + disturbed.log(1)
+    meta, rows = undisturbed
+    assert meta_of(disturbed.run, STEPS) == meta and metrics_of(disturbed.run) == rows
+    lost = len(disturbed.launched()) - STEPS
+    print(f"{KILLS} kills: {lost} steps were run again, {lost / KILLS:.1f} a kill")
+    assert lost <= KILLS * SAVE + 14  # from 34 back to 20
+    assert not list((disturbed.run / "checkpoints").glob("*tmp*"))
+
+
+def test_one_process_that_cannot_write_fails_the_save_of_all_at_once(pair, undisturbed):
+    """As on a full disk; training goes on, and the next save is sound."""
+    some = pair("full", flags=dict(training_steps=STEPS), pause=0.05)
+    wait_for(lambda: max(some.launched(), default=0) > 45)
+    resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (2000, -1))
+    wait_for(lambda: all("checkpoint 60 could not be written" in some.log(i) for i in range(2)))
+    assert sorted(p.name for p in (some.run / "checkpoints").iterdir()) == ["20", "40"]
+    resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (-1, -1))
+    assert some.wait() == [0, 0], some.log(0) + some.log(1)
+    assert meta_of(some.run, STEPS)["fingerprint"] == undisturbed[0]["fingerprint"]
+    assert "Traceback" not in some.log(0) + some.log(1)
+
+
+def test_what_one_process_cannot_read_ends_both_after_a_checkpoint(pair):
+    one = pair("unreadable", flags=dict(training_steps=STEPS), unreadable=[0, 48])
+    assert one.wait() == [2, 2], one.log(0) + one.log(1)
+    assert one.log(1).splitlines()[-1] == "error: this shard is damaged."
+    assert one.log(0).splitlines()[-1] == "error: another process cannot go on; its log says why."
+    steps = sorted(int(p.name) for p in (one.run / "checkpoints").iterdir())
+    assert steps[:2] == [20, 40] and meta_of(one.run, steps[-1])["sequences"] == (48 - 1) * 8
