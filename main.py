@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import shutil
@@ -319,30 +320,33 @@ def meet_or_fail():
     return barrier
 
 
+def retention(keep, every, best):
+    """{why: Orbax's policy} of the checkpoints to keep: the newest `keep` (None: all), those of every `every`-th step
+    (0: none) and, if `best`, the one with the smallest validation loss."""
+    policies = ocp.checkpoint_managers
+    every = {"every": policies.EveryNSteps(every)} if every else {}
+    best = policies.BestN(get_metric_fn=val_loss_of, reverse=True, n=int(best), keep_checkpoints_without_metrics=False)
+    return {"newest": policies.LatestN(keep), "best": best} | every
+
+
+def val_loss_of(metrics):
+    return metrics["val_loss"] if math.isfinite(metrics["val_loss"]) else math.inf
+
+
 class Checkpoints:
-    """The Orbax checkpoints in `folder`, written in the background, verified when read. Kept are the newest `keep`
-    (None: all), those of every `every`-th step and, if `best`, the one with the smallest validation loss."""
+    """The Orbax checkpoints in `folder`, of which those of `retention` stay: written in the background, verified
+    when read."""
 
     def __init__(self, folder, keep=None, every=0, best=False):
         self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
-        self.kept = {"newest": ocp.checkpoint_managers.LatestN(keep)}
-        if every:
-            self.kept["every"] = ocp.checkpoint_managers.EveryNSteps(every)
-        if best:
-            self.kept["best"] = ocp.checkpoint_managers.BestN(get_metric_fn=self._val_loss, reverse=True, n=1,
-                                                              keep_checkpoints_without_metrics=False)  # fmt: skip
-        policy = ocp.checkpoint_managers.AnyPreservationPolicy([*self.kept.values()])
+        policy = ocp.checkpoint_managers.AnyPreservationPolicy([*retention(keep, every, best).values()])
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy, best_fn=self._val_loss, create=keep is not None,
+            preservation_policy=policy, best_fn=val_loss_of, create=keep is not None,
             cleanup_tmp_directories=keep is not None,
             async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if jax.process_count() > 1 else None),
         )  # fmt: skip
         self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
         self.watcher, self.written = ThreadPoolExecutor(1, "checkpoint"), None
-
-    @staticmethod
-    def _val_loss(metrics):
-        return metrics["val_loss"] if math.isfinite(metrics["val_loss"]) else math.inf
 
     def save(self, step, state, sequences, about, val_loss=None):
         """Begin to write the state at `step`, after `sequences` sequences; `about` is kept with it. Where that fails,
@@ -563,7 +567,8 @@ MOST_RETURNS = 3  # to a checkpoint after bad steps; more would show that it doe
 
 def configure_jax(cfg):
     """Settings of jax itself, made here and nowhere at import."""
-    absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's errors are caught, and said in a sentence
+    absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's errors are caught and said in a sentence, which need not
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # hide in the many traces of its tasks
     if cfg.run.compilation_cache:
         folder = cfg.run.compilation_cache
         folder = folder if utils.is_remote(folder) else os.path.expanduser(folder)
@@ -774,8 +779,9 @@ def main(cfg, given):
         parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{utils.duration(left)} left"]
         if wait > 0.05:
             parts.append(f"storage is too slow: {wait:.0%} of the time was spent waiting for data")
-        tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # as in `say`
+            tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
+            sys.stdout.flush()
 
     # --- Loop: the host runs one step ahead of the devices, so metrics are fetched a step late
     bar = tqdm(

@@ -987,4 +987,5 @@ def duration(seconds):
 
 def say(*words):
     """Print a line with the time of day, at once."""
-    print(time.strftime("%H:%M:%S"), *words, flush=True)
+    with contextlib.suppress(OSError):  # a full disk under the log ends no training
+        print(time.strftime("%H:%M:%S"), *words, flush=True)
