@@ -354,9 +354,10 @@ class Checkpoints:
         if step == self.saved:
             return
         self.settle()
-        size = sum(x.nbytes for x in jax.tree.leaves(state))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        free = math.inf if utils.is_remote(str(self.folder)) else shutil.disk_usage(self.folder).free
+        size, free = sum(x.nbytes for x in jax.tree.leaves(state)), math.inf
+        if not utils.is_remote(str(self.folder)):
+            os.makedirs(self.folder, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
         if not all_of(size < free):
             say(f"warning: checkpoint {step} is not written: it may need {size / 1e9:.2f} GB and {self.folder} has "
                 f"{free / 1e9:.2f} GB free; the older ones stay, and the next save tries again")  # fmt: skip
