@@ -723,7 +723,7 @@ def main(cfg, given):
                      out_shardings=(jax.tree.map(lambda s: s.sharding, abstract), replicated))  # fmt: skip
     compiling = time.time()
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, model.BATCH_SPEC))
-    train_step = jitted.lower(state, tokens, tokens).compile()
+    train_step = jitted.lower(abstract, tokens, tokens).compile()  # not of `state`, which makes another when restored
     say(f"compiled in {utils.duration(time.time() - compiling)}")
     generate = jax.jit(model.make_generate(cfg, mesh), out_shardings=replicated)
     peak = utils.peak_flops(kind)
