@@ -407,31 +407,24 @@ class Checkpoints:
         """What `save` kept beside the state."""
         return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
 
-    def restore(self, abstract):
+    def restore(self, abstract, before=math.inf, multiple=1):
         """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
 
         Damaged ones are moved to checkpoints-damaged and what was lost is said. Raises UserError where none is sound.
+        With `before` only earlier steps count, multiples of `multiple` first, and all that came after is deleted.
         """
-        state, meta, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), self.steps())
-        if state is not None and damaged:
-            self._set_aside(damaged)
-            say(f"warning: going on from checkpoint {meta['step']}; the steps from {meta['step'] + 1} to {damaged[0]} "
-                f"were lost and are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
-        if state is None:
-            return None
-        self.saved = meta["step"]
-        return state, meta
-
-    def go_back(self, abstract, before, multiple):
-        """As `restore`, of the checkpoints of earlier steps than `before`: the newest that is a multiple of `multiple`,
-        where there is one, since only those are in every run. All after it are deleted."""
         self.settle()
         steps = sorted((s for s in self.steps() if s < before), key=lambda s: (s % multiple == 0, s), reverse=True)
         state, meta, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps)
+        if damaged:
+            self._set_aside(damaged)
+            say(f"warning: going on from checkpoint {meta['step']}; the steps from {meta['step'] + 1} to {damaged[0]} "
+                f"were lost and are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
         self.saved = meta and meta["step"]
-        for step in [s for s in self.steps() if s > (self.saved or 0)]:
-            self.manager.delete(step)
-        return state is not None and (state, meta)
+        for step in self.steps() if before < math.inf else []:
+            if step > (self.saved or 0):
+                self.manager.delete(step)
+        return None if state is None else (state, meta)
 
     def restore_params(self, table, mesh):
         """Parameters alone of the newest sound checkpoint, placed on `mesh`. Raises UserError where there is none."""
@@ -804,7 +797,7 @@ def main(cfg, given):
                     watchdog.begin("return", step)
                     pending = state = None  # there is memory for one
                     batches.close()
-                    state, meta = checkpoints.go_back(abstract, back["before"], cfg.run.save_steps) or beginning()
+                    state, meta = checkpoints.restore(abstract, back["before"], cfg.run.save_steps) or beginning()
                     step, sequences = meta["step"], back["sequences"]
                     faults |= dict(bad_steps=back["bad_steps"], in_a_row=0, returns=faults["returns"] + 1, back=None)
                     say(f"warning: going back to step {step}, and on with the data after sequence {sequences:,} "
