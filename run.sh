@@ -87,11 +87,11 @@ on_a_host() {
 
 CDPATH='' cd -- "$(dirname -- "$0")"
 if [[ ${1:-} == --max_restarts ]]; then
-  export MAX_RESTARTS=${2:-x}
+  export MAX_RESTARTS=${2:-nothing}
   shift $(($# > 1 ? 2 : 1))
 fi
 if [[ ! ${MAX_RESTARTS:-0} =~ ^[0-9]+$ ]]; then
-  echo "error: --max_restarts ${MAX_RESTARTS#x}: must be a whole number." >&2
+  echo "error: --max_restarts $MAX_RESTARTS: must be a whole number." >&2
   exit 1
 fi
 case ${1:-} in
