@@ -802,7 +802,7 @@ def main(cfg, given):
                     faults |= dict(bad_steps=back["bad_steps"], in_a_row=0, returns=faults["returns"] + 1, back=None)
                     say(f"warning: going back to step {step}, and on with the data after sequence {sequences:,} "
                         f"(return {faults['returns']} of {MOST_RETURNS})")  # fmt: skip
-                    batches = read_on()
+                    batches, interrupt.earlier = read_on(), 0  # what could not be read before may be skipped now
                     log.rewind(step)
                     paused, clock = 0.0, (time.time(), batches.waited)
                     loop_began, first_step, last_line = clock[0], step, clock

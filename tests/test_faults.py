@@ -208,6 +208,39 @@ def test_without_room_the_save_is_left_out_and_the_run_goes_on(train, tmp_path, 
     assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk]).returncode:
+        pytest.skip("nothing can be mounted here")
+    yield disk
+    subprocess.run(["umount", disk])
+
+
+def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_disk, capsys, monkeypatch):
+    monkeypatch.setattr(main.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+    checkpoints, fill = main.Checkpoints(str(small_disk / "c"), 3), small_disk / "fill"
+    checkpoints.save(1, state_of(1), 1, {})
+    checkpoints.save(2, state_of(2, 1_000_000), 2, {})  # full among the arrays
+    checkpoints.settle()
+    assert checkpoints.saved is None and os.listdir(small_disk / "c") == ["1"]
+    with contextlib.suppress(OSError):
+        fill.write_bytes(b"x" * 3_000_000)
+    checkpoints.save(3, state_of(3), 3, {})  # full from the first file on
+    checkpoints.settle()
+    said = capsys.readouterr().out
+    assert checkpoints.saved is None and os.listdir(small_disk / "c") == ["1"]
+    assert all(f"warning: checkpoint {n} could not be written (" in said for n in (2, 3)) and said.count("\n") == 2
+    fill.unlink()
+    checkpoints.save(4, state_of(4), 4, {})
+    checkpoints.close()
+    assert checkpoints.saved == 4 and sorted(os.listdir(small_disk / "c")) == ["1", "4"]
+    state, _ = main.Checkpoints(str(small_disk / "c")).restore(abstract(state_of(0)))
+    assert same(state, state_of(4))
+
+
 def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     from tools import checkpoints as tool
 
