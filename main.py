@@ -383,11 +383,11 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 self.manager.check_for_errors()  # or the next save would raise its error
             torn = f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}"
-            for _ in range(50 if jax.process_index() == 0 else 0):
+            for _ in range(10 if jax.process_index() == 0 else 0):
                 shutil.rmtree(torn, ignore_errors=True)
+                time.sleep(0.5)  # a part of it may still be on its way
                 if not os.path.exists(torn):
                     break
-                time.sleep(0.1)  # a part of it was still on its way
             return False
 
     def settle(self):
