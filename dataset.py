@@ -434,7 +434,7 @@ class Prefetch:
     before a wait and returns when the devices have done what they were given.
     """
 
-    def __init__(self, make, numbers, depth=2, busy=lambda: None):
+    def __init__(self, make, numbers, depth=3, busy=lambda: None):
         self.make, self.numbers, self.depth, self.busy, self.waited = make, iter(numbers), depth, busy, 0.0
         self.worker, self.ahead = ThreadPoolExecutor(1, "prefetch"), deque()
 
@@ -442,18 +442,31 @@ class Prefetch:
         return self
 
     def __next__(self):
-        for n in itertools.islice(self.numbers, self.depth + 1 - len(self.ahead)):
-            self.ahead.append(self.worker.submit(self.make, n))
+        self._begin(self.depth + 1)
         if not self.ahead:
             self.close()
             raise StopIteration
-        made = self.ahead.popleft()
+        self._wait(self.ahead[0])
+        return self.ahead.popleft().result()
+
+    def error(self, n):
+        """What the first of the next n that could not be made ended in, or None; waits until they are made."""
+        self._begin(self.depth)
+        for made in itertools.islice(self.ahead, n):
+            self._wait(made)
+            if made.exception():
+                return made.exception()
+
+    def _begin(self, n):
+        for number in itertools.islice(self.numbers, n - len(self.ahead)):
+            self.ahead.append(self.worker.submit(self.make, number))
+
+    def _wait(self, made):
         if not made.done():
             self.busy()
             began = time.monotonic()
             wait([made])
             self.waited += time.monotonic() - began
-        return made.result()
 
     def close(self):
         """Make no more; wait for what is being made."""

@@ -9,8 +9,10 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -19,6 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import utils
@@ -111,6 +114,15 @@ def all_of(here):
     return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).all())
 
 
+def together(error):
+    """Raise `error`, in which something ended on this process or None, if there is one: on the others a UserError."""
+    if not all_of(error is None):
+        raise error or UserError(ANOTHER)
+
+
+ANOTHER = "another process cannot go on; its log says why."
+
+
 # --- Mesh, optimizer, state ---------------------------------------------------------------------------------------
 
 
@@ -196,7 +208,8 @@ def make_train_step(cfg, mesh, optimizer, schedule):
     """`train_step(state, tokens, targets)` -> (state, metrics); tokens and targets int32 [accumulation, M, B, T].
 
     Gradients are averaged over the accumulation in float32. shard_map stands around the loss alone: gradient, clipping
-    and optimizer see global arrays, so norms are global and replicated parameters get one gradient.
+    and optimizer see global arrays, so norms are global and replicated parameters get one gradient. Where the loss or
+    the norm of the gradient is not finite, all but the step stays as it was.
     """
     loss = model.make_loss(cfg, mesh, train=True)
 
@@ -218,11 +231,15 @@ def make_train_step(cfg, mesh, optimizer, schedule):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             params = model.update_router_bias(params, seen.load, cfg.optimizer.bias_update_rate)
+            norm = optax.tree.norm(grads)
+            sound = jnp.isfinite(mean_loss) & jnp.isfinite(norm)
+            params, opt_state = jax.tree.map(functools.partial(jnp.where, sound), (params, opt_state),
+                                             (state.params, state.opt_state))  # fmt: skip
         metrics = {
             "loss/train_loss": mean_loss,
             "loss/train_cross_entropy_loss": seen.cross_entropy,
             "lr": schedule(state.step),
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": norm,
         }
         if cfg.model.n_experts:
             load = jnp.concatenate([x.reshape(-1, cfg.model.n_experts) for x in seen.load.values()])  # [layers, E]
@@ -252,7 +269,9 @@ def make_evaluate(cfg, mesh, corpus):
 
     def evaluate(params):
         make = lambda i: put_batch(order, i * B, (1, M, B // M, corpus.T), mesh)  # noqa: E731
-        total = [loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in Prefetch(make, range(batches))]
+        ahead = Prefetch(make, range(batches), depth=batches)
+        together(ahead.error(batches))
+        total = [loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in ahead]
         mean = jax.tree.map(lambda *xs: float(sum(xs) / batches), *[(loss, m.cross_entropy) for loss, m in total])
         return {"loss/val_loss": mean[0], "loss/val_cross_entropy_loss": mean[1]}
 
@@ -284,24 +303,101 @@ def stored_in_chunks(x):
     return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(range(axes)))
 
 
+def meet_or_fail():
+    """Orbax's barrier for the threads that write a checkpoint. A process whose part failed goes on to the last barriers
+    of the save ("set_value"); the others would wait for it for 20 minutes in one before, and here fail at once."""
+    client, rounds = ocp.multihost.get_jax_distributed_client(), itertools.count()
+
+    def barrier(*, key, timeout_ms):
+        for n in rounds:
+            client.key_value_set(f"checkpoint/{n}/{jax.process_index()}", key)
+            at = [client.blocking_key_value_get(f"checkpoint/{n}/{i}", timeout_ms) for i in range(jax.process_count())]
+            if {*at} == {key}:
+                return
+            if "set_value" not in key:
+                raise OSError(f"process {next(i for i, other in enumerate(at) if other != key)} failed to")
+
+    return barrier
+
+
+def retention(keep, every, best):
+    """{why: Orbax's policy} of the checkpoints to keep: the newest `keep` (None: all), those of every `every`-th step
+    (0: none) and, if `best`, the one with the smallest validation loss."""
+    policies = ocp.checkpoint_managers
+    every = {"every": policies.EveryNSteps(every)} if every else {}
+    best = policies.BestN(get_metric_fn=val_loss_of, reverse=True, n=int(best), keep_checkpoints_without_metrics=False)
+    return {"newest": policies.LatestN(keep), "best": best} | every
+
+
+def val_loss_of(metrics):
+    return metrics["val_loss"] if math.isfinite(metrics["val_loss"]) else math.inf
+
+
 class Checkpoints:
-    """The Orbax checkpoints in `folder`, of which the newest `keep` are kept (None: all): written in the background,
-    verified when read."""
+    """The Orbax checkpoints in `folder`, of which those of `retention` stay: written in the background, verified
+    when read."""
 
-    def __init__(self, folder, keep=None):
+    def __init__(self, folder, keep=None, every=0, best=False):
         self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
+        policy = ocp.checkpoint_managers.AnyPreservationPolicy([*retention(keep, every, best).values()])
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy, best_fn=val_loss_of, create=keep is not None,
+            cleanup_tmp_directories=keep is not None,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if jax.process_count() > 1 else None),
+        )  # fmt: skip
         self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
+        self.watcher, self.written = ThreadPoolExecutor(1, "checkpoint"), None
 
-    def save(self, step, state, sequences, about):
-        """Begin to write the state at `step`, after `sequences` sequences; `about` is kept with it."""
+    def save(self, step, state, sequences, about, val_loss=None):
+        """Begin to write the state at `step`, after `sequences` sequences; `about` is kept with it. Where that fails,
+        now or in the background, it is said, and `saved` is not `step` once `settle` was called."""
         if step == self.saved:
+            return
+        self.settle()
+        size, free = sum(x.nbytes for x in jax.tree.leaves(state)), math.inf
+        if not utils.is_remote(str(self.folder)):
+            os.makedirs(self.folder, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+        if not all_of(size < free):
+            say(f"warning: checkpoint {step} is not written: it may need {size / 1e9:.2f} GB and {self.folder} has "
+                f"{free / 1e9:.2f} GB free; the older ones stay, and the next save tries again")  # fmt: skip
             return
         meta = dict(about, step=step, sequences=sequences, fingerprint=np.asarray(fingerprint(state)).tolist())
         storage = jax.tree.map(stored_in_chunks, state)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state, storage), meta=ocp.args.JsonSave(meta))
-        self.manager.save(step, args=args, force=True)
-        self.saved = step
+        self.manager.save(step, args=args, force=True, metrics=None if val_loss is None else {"val_loss": val_loss})
+        self.saved, self.written = step, self.watcher.submit(self._watch, step)
+
+    def _watch(self, step):
+        """Wait until the save of `step` has ended; whether it went well. What a failed one left is removed."""
+        try:
+            self.manager.wait_until_finished()
+            return True
+        except Exception as e:  # whatever the storage makes the libraries raise
+            reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+            say(f"warning: checkpoint {step} could not be written ({reason}); the older ones stay, and the next save "
+                f"tries again")  # fmt: skip
+            for thread in threading.enumerate():
+                if thread.name == "async_save":  # Orbax's; it may fail after another one
+                    thread.join()
+            with contextlib.suppress(Exception):
+                self.manager.check_for_errors()  # or the next save would raise its error
+            torn = f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}"
+            for _ in range(10 if jax.process_index() == 0 else 0):
+                shutil.rmtree(torn, ignore_errors=True)
+                time.sleep(0.5)  # a part of it may still be on its way
+                if not os.path.exists(torn):
+                    break
+            return False
+
+    def settle(self):
+        """Wait until what was begun is written or has failed."""
+        if self.written and not self.written.result():
+            with contextlib.suppress(Exception):  # Orbax raises it once in each thread that asks
+                self.manager.wait_until_finished()
+            self.manager.reload()
+            self.saved = self.saved if self.saved in self.steps() else None
+        self.written = None
 
     def steps(self):
         """Steps of all checkpoints, the newest first."""
@@ -311,20 +407,24 @@ class Checkpoints:
         """What `save` kept beside the state."""
         return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
 
-    def restore(self, abstract):
+    def restore(self, abstract, before=math.inf, multiple=1):
         """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
 
         Damaged ones are moved to checkpoints-damaged and what was lost is said. Raises UserError where none is sound.
+        With `before` only earlier steps count, multiples of `multiple` first, and all that came after is deleted.
         """
-        state, meta, damaged = self._newest_sound(ocp.args.StandardRestore(abstract))
-        if state is not None and damaged:
+        self.settle()
+        steps = sorted((s for s in self.steps() if s < before), key=lambda s: (s % multiple == 0, s), reverse=True)
+        state, meta, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps)
+        if damaged:
             self._set_aside(damaged)
             say(f"warning: going on from checkpoint {meta['step']}; the steps from {meta['step'] + 1} to {damaged[0]} "
                 f"were lost and are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
-        if state is None:
-            return None
-        self.saved = meta["step"]
-        return state, meta
+        self.saved = meta and meta["step"]
+        for step in self.steps() if before < math.inf else []:
+            if step > (self.saved or 0):
+                self.manager.delete(step)
+        return None if state is None else (state, meta)
 
     def restore_params(self, table, mesh):
         """Parameters alone of the newest sound checkpoint, placed on `mesh`. Raises UserError where there is none."""
@@ -332,13 +432,13 @@ class Checkpoints:
                                 model.shardings(table, mesh), is_leaf=model.is_param)  # fmt: skip
         item = {"params": abstract}
         args = ocp.args.PyTreeRestore(item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
-        state, _, _ = self._newest_sound(args)
+        state, _, _ = self._newest_sound(args, self.steps())
         if state is None:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")
         return state["params"]
 
-    def _newest_sound(self, args):
-        """(what `args` read of the newest sound checkpoint, its meta, steps of newer ones, which are damaged); where
+    def _newest_sound(self, args, steps):
+        """(what `args` read of the first sound checkpoint of `steps`, its meta, those before, which are damaged); where
         there are no checkpoints (None, None, []). Raises UserError where all are damaged."""
         args = ocp.args.Composite(state=args, meta=ocp.args.JsonRestore())
         # Each process reads by itself: one that finds damage would leave the others in Orbax's barriers.
@@ -346,7 +446,7 @@ class Checkpoints:
         alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
         reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
         damaged = []
-        for step in self.steps():
+        for step in steps:
             reason = []
             try:
                 found = reader.restore(self.folder / str(step), args=args)
@@ -377,25 +477,30 @@ class Checkpoints:
         self.manager.reload()
 
     def close(self):
-        """Wait until what was begun is written."""
-        self.manager.wait_until_finished()
+        """As `settle`, for good."""
+        self.settle()
+        self.watcher.shutdown()
         self.manager.close()
 
 
 class Interrupt:
     """SIGTERM and SIGINT, noted until the step in progress is done; a second one ends the process at once."""
 
+    FAILED = 99  # above every signal
+
     def __init__(self):
         mesh = Mesh(np.array(jax.devices()), "all")
         self.spread, self.earlier = NamedSharding(mesh, P("all")), 0
         self.largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
 
-    def agreed(self):
-        """The signal to stop for, or 0. Several processes must stop at the same step and a signal may reach only one,
-        so they ask each other on the devices, after every step, and read the answer a step later: nobody waits."""
+    def agreed(self, failed):
+        """The signal to stop for, FAILED where a process has `failed`, or 0. Several processes must stop at the same
+        step and a signal may reach only one, so they ask each other on the devices, after every step, and read the
+        answer a step later: nobody waits."""
+        mine = self.FAILED if failed else self.signal
         if jax.process_count() == 1:
-            return self.signal
-        mine = jax.make_array_from_callback((jax.device_count(),), self.spread, lambda _: np.array([self.signal]))
+            return mine
+        mine = jax.make_array_from_callback((jax.device_count(),), self.spread, lambda _: np.array([mine]))
         earlier, self.earlier = self.earlier, self.largest(mine)
         return int(earlier)
 
@@ -451,10 +556,13 @@ class Watchdog:
 
 # --- The run ------------------------------------------------------------------------------------------------------
 
+MOST_RETURNS = 3  # to a checkpoint after bad steps; more would show that it does not help
+
 
 def configure_jax(cfg):
     """Settings of jax itself, made here and nowhere at import."""
-    absl_logging.set_verbosity(absl_logging.ERROR)
+    absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's errors are caught and said in a sentence, which need not
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # hide in the many traces of its tasks
     if cfg.run.compilation_cache:
         folder = cfg.run.compilation_cache
         folder = folder if utils.is_remote(folder) else os.path.expanduser(folder)
@@ -573,13 +681,17 @@ def main(cfg, given):
 
     # --- Restore
     run_dir = os.path.join(cfg.run.output_dir, cfg.run.name)
-    checkpoints = Checkpoints(os.path.join(run_dir, "checkpoints"), cfg.run.keep_checkpoints)
-    found = checkpoints.restore(abstract)
-    if not found:
+    checkpoints = Checkpoints(os.path.join(run_dir, "checkpoints"), cfg.run.keep_checkpoints, cfg.run.keep_every,
+                              cfg.run.keep_best)  # fmt: skip
+
+    def beginning():
         params = load(model.param_table(cfg), mesh) if cfg.run.init_from else None
-        found = init_state(cfg, abstract, optimizer, params), dict(step=0, sequences=0)
-    state, meta = found
+        return init_state(cfg, abstract, optimizer, params), dict(step=0, sequences=0)
+
+    state, meta = checkpoints.restore(abstract) or beginning()
     step, sequences = meta["step"], meta["sequences"]
+    # back: where to go back to and on from, once max_bad_steps in a row were bad
+    faults = dict(bad_steps=0, in_a_row=0, returns=0, back=None) | meta.get("faults", {})
     if step:
         say(f"resuming {cfg.run.name} at step {step}, after {sequences:,} sequences")
     if step >= cfg.run.training_steps:
@@ -588,17 +700,23 @@ def main(cfg, given):
         return 0
 
     # --- Steps
-    pending = None  # (step, metrics) not fetched
-    batches = Prefetch(lambda n: put_batch(order, n, shape, mesh),
-                       range(sequences, sequences + (cfg.run.training_steps - step) * per_step, per_step),
-                       busy=lambda: pending and jax.block_until_ready(pending[1]))  # fmt: skip
-    first = next(batches)  # what is wrong with the data is said before minutes of compiling
+    pending = None  # (step, sequences, metrics) not fetched
+
+    def read_on():
+        numbers = range(sequences, sequences + (cfg.run.training_steps - step) * per_step, per_step)
+        batches = Prefetch(lambda n: put_batch(order, n, shape, mesh), numbers,
+                           busy=lambda: pending and jax.block_until_ready(pending[-1]))  # fmt: skip
+        together(batches.error(2))
+        return batches
+
+    batches = read_on()  # what is wrong with the data is said before minutes of compiling
     evaluate = make_evaluate(cfg, mesh, val)
     replicated = NamedSharding(mesh, P())
     jitted = jax.jit(make_train_step(cfg, mesh, optimizer, schedule), donate_argnums=0,
                      out_shardings=(jax.tree.map(lambda s: s.sharding, abstract), replicated))  # fmt: skip
     compiling = time.time()
-    train_step = jitted.lower(state, *first).compile()
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, model.BATCH_SPEC))
+    train_step = jitted.lower(abstract, tokens, tokens).compile()  # not of `state`, which makes another when restored
     say(f"compiled in {utils.duration(time.time() - compiling)}")
     generate = jax.jit(model.make_generate(cfg, mesh), out_shardings=replicated)
     peak = utils.peak_flops(kind)
@@ -612,8 +730,8 @@ def main(cfg, given):
         config["encoding"] = utils.keep_tokenizer(run_dir, train.tokenizer)
         utils.write_file(log.path("config.json"), json.dumps(config, indent=1) + "\n")
 
-    def save(state):
-        checkpoints.save(step, state, sequences, about)
+    def save(state, row):
+        checkpoints.save(step, state, sequences, about | {"faults": dict(faults)}, row.get("loss/val_loss"))
 
     def sample(state):
         if prompt is None:
@@ -622,11 +740,22 @@ def main(cfg, given):
         rows = [itertools.takewhile(lambda t: t != encoding.eot_token, row[1:]) for row in ids]  # the first is one too
         log.text(step, [utils.text_of(encoding, row) for row in rows])
 
-    def fetch(step, metrics, since):
+    def fetch(step, sequences, metrics, since):
         """Numbers of a finished step, for the log; since: (time, seconds waited for data) when its interval began."""
         values = jax.device_get(metrics)
         heads = {f"load/head_{i}": float(v) for i, v in enumerate(values.pop("load/head", []))}
-        row = {"step": step} | {key: float(v) for key, v in values.items()} | heads | train.epochs(step * per_step)
+        row = {"step": step} | {key: float(v) for key, v in values.items()} | heads | train.epochs(sequences)
+        if math.isfinite(row["loss/train_loss"]) and math.isfinite(row["grad_norm"]):
+            faults["in_a_row"] = 0
+        else:
+            faults["bad_steps"] += 1
+            faults["in_a_row"] += 1
+            say(f"warning: step {step} is skipped, its loss is {row['loss/train_loss']:.4f} and the norm of its "
+                f"gradient {row['grad_norm']:.3f} ({faults['in_a_row']} in a row)")  # fmt: skip
+            if faults["in_a_row"] >= cfg.run.max_bad_steps > 0 and not faults["back"]:
+                faults["back"] = dict(before=step + 1 - faults["in_a_row"], sequences=sequences,
+                                      bad_steps=faults["bad_steps"])  # fmt: skip
+        row["bad_steps"] = faults["bad_steps"]
         return row | {"tokens_per_second": per_step * train.T / (time.time() - since[0]), "data/wait": waited(since)}
 
     def waited(since):
@@ -644,8 +773,9 @@ def main(cfg, given):
         parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{utils.duration(left)} left"]
         if wait > 0.05:
             parts.append(f"storage is too slow: {wait:.0%} of the time was spent waiting for data")
-        tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # as in `say`
+            tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
+            sys.stdout.flush()
 
     # --- Loop: the host runs one step ahead of the devices, so metrics are fetched a step late
     bar = tqdm(
@@ -654,24 +784,45 @@ def main(cfg, given):
     watchdog = Watchdog(cfg)
     paused, clock = 0.0, (time.time(), batches.waited)  # seconds spent off training; where a step's interval begins
     loop_began, first_step, last_line = clock[0], step, clock
+    row = None  # of the last step, where it is fetched and not logged
     with Interrupt() as interrupt:  # until all is written: a signal may reach this process when all have agreed to stop
         try:
-            for batch in itertools.chain([first], batches):
+            while True:
+                if back := faults["back"]:
+                    if faults["returns"] == MOST_RETURNS:
+                        raise UserError(f"--max_bad_steps {cfg.run.max_bad_steps}: so many in a row from step "
+                                        f"{back['before']} on had a loss or gradient that is not finite, after "
+                                        f"{MOST_RETURNS} returns to a checkpoint; look at the losses before, or begin "
+                                        f"another run by --init_from with a lower --max_lr.")  # fmt: skip
+                    watchdog.begin("return", step)
+                    pending = state = None  # there is memory for one
+                    batches.close()
+                    state, meta = checkpoints.restore(abstract, back["before"], cfg.run.save_steps) or beginning()
+                    step, sequences = meta["step"], back["sequences"]
+                    faults |= dict(bad_steps=back["bad_steps"], in_a_row=0, returns=faults["returns"] + 1, back=None)
+                    say(f"warning: going back to step {step}, and on with the data after sequence {sequences:,} "
+                        f"(return {faults['returns']} of {MOST_RETURNS})")  # fmt: skip
+                    batches, interrupt.earlier = read_on(), 0  # what could not be read before may be skipped now
+                    log.rewind(step)
+                    paused, clock = 0.0, (time.time(), batches.waited)
+                    loop_began, first_step, last_line = clock[0], step, clock
                 watchdog.begin("training", step + 1)
-                state, metrics = train_step(state, *batch)
+                state, metrics = train_step(state, *next(batches))
                 step, sequences = step + 1, sequences + per_step
                 if pending:
                     log.metrics(fetch(*pending, clock))
                     clock = time.time(), batches.waited
-                pending = (step, metrics)
-                bar.update()
-                signalled = interrupt.agreed()  # once: a signal that arrives from here on belongs to the next step
+                pending = (step, sequences, metrics)
+                bar.update(step - bar.n)
+                # Of several processes each must know of the step after next, since what they agree on comes a step late
+                error = batches.error(min(2, jax.process_count()))
+                signalled = interrupt.agreed(error)  # once: a signal that arrives from here on belongs to the next step
                 stop = signalled or step == cfg.run.training_steps
                 scheduled = step % cfg.run.checkpoint_steps == 0
                 saves = stop or step % cfg.run.save_steps == 0
                 if not (scheduled or saves):
                     continue
-                row, wait = fetch(*pending, clock), waited(last_line)
+                row, wait, pending = fetch(*pending, clock), waited(last_line), None
                 off = time.time()
                 if scheduled or (stop and not signalled):
                     watchdog.begin("evaluation", step)
@@ -679,12 +830,16 @@ def main(cfg, given):
                     rate = (off - loop_began - paused) / (step - first_step)
                     line(row, rate * (cfg.run.training_steps - step), wait)
                 log.metrics(row)
-                pending = None
                 if scheduled or stop:
                     log.plots()
+                # between bad steps nothing changes, and what they go back to must not leave for it
+                saves = stop or (saves and not (faults["in_a_row"] or faults["back"]))
                 if saves:
                     watchdog.begin("checkpoint", step)
-                    save(state)
+                    save(state, row)
+                row = None
+                if signalled == interrupt.FAILED:
+                    raise error or UserError(ANOTHER)
                 if saves and not signalled:
                     watchdog.begin("sampling", step)
                     sample(state)
@@ -692,13 +847,14 @@ def main(cfg, given):
                 paused += clock[0] - off
                 if scheduled:
                     last_line = clock
-                if signalled:
+                if stop:
                     break
-        except UserError:  # storage failed: keep what was reached
-            if pending:
-                log.metrics(fetch(*pending, clock))
-            if jax.process_count() == 1:  # others know nothing of it and would not take part
-                save(state)
+        except UserError:  # of all processes, at the same step: storage failed; keep what was reached
+            row = fetch(*pending, clock) if pending else row
+            if row:
+                log.metrics(row)
+            if not faults["back"]:
+                save(state, {})
             raise
         finally:
             watchdog.over.set()
@@ -708,6 +864,10 @@ def main(cfg, given):
             batches.close()  # last: a read that storage does not answer may take a minute to give up
     say(f"{'stopped' if signalled else 'done'} at step {step} after {utils.duration(time.time() - started)}; "
         f"everything stands in {log.dir}{', and the same command goes on from here' if signalled else ''}")  # fmt: skip
+    if checkpoints.saved != step:
+        print(f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not written; make "
+              f"room, and the same command goes on from the one before.", file=sys.stderr, flush=True)  # fmt: skip
+        return 1
     return 128 + signalled if signalled else 0
 
 

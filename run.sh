@@ -4,15 +4,14 @@ set -euo pipefail
 
 usage() {
   cat <<'HELP'
-usage: bash run.sh local [any flag of main.py]
+usage: bash run.sh [--max_restarts N] local [any flag of main.py]
        bash run.sh [--max_restarts N] HOST [any flag of main.py]
 
 HOST, one of HOSTS in cluster.env (see launcher.sh --help): checks the host, sends this repository's commit there, sets
 it up and starts main.py with the flags, as one process of as many as there are HOSTS, in a tmux session that outlives
 the connection. launcher.sh does this to all hosts at once, one of the steps --check, --code, --setup, --start before
 HOST at a time; --state, --log and --stop before HOST say what runs there, show the end of its log, end it with a
-checkpoint. --max_restarts: the host starts main.py again, up to N times, after a crash, a lost peer or a preemption,
-not after an error in the flags.
+checkpoint.
 
 local: trains on this machine. Sets up .venv, makes the corpus if it is missing (Python's standard library, with a
 tokeniser trained on it) and starts main.py with these flags where they are not given:
@@ -22,6 +21,9 @@ tokeniser trained on it) and starts main.py with these flags where they are not 
                                           if --bucket_name is given
   --n_devices 8 --n_device_axis 2 2 2     without an accelerator: simulated devices; as many as a given
                                           --n_device_axis needs
+
+--max_restarts: main.py is started again, up to N times, after a crash, a lost peer or a preemption, not after an error
+in the flags.
 
 Paths in flags are relative to the repository. PYTHON, VENV and JAX_PLATFORMS: see setup_tpu.sh --help.
 bash run.sh local --help lists the flags of main.py.
@@ -84,16 +86,20 @@ on_a_host() {
 }
 
 CDPATH='' cd -- "$(dirname -- "$0")"
+if [[ ${1:-} == --max_restarts ]]; then
+  export MAX_RESTARTS=${2:-nothing}
+  shift $(($# > 1 ? 2 : 1))
+fi
+if [[ ! ${MAX_RESTARTS:-0} =~ ^[0-9]+$ ]]; then
+  echo "error: --max_restarts $MAX_RESTARTS: must be a whole number." >&2
+  exit 1
+fi
 case ${1:-} in
   local) shift ;;
   -h | --help) usage && exit ;;
   *)
     source tools/cluster.sh
-    if [[ ${1:-} == --max_restarts ]]; then
-      export MAX_RESTARTS=${2:-}
-      shift $(($# > 1 ? 2 : 1))
-    fi
-    [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "--max_restarts $MAX_RESTARTS: must be a whole number."
+    [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number."
     step=${1:-}
     case $step in
       --check | --code | --setup | --start | --state | --log | --stop) shift ;;
@@ -163,4 +169,5 @@ if [[ $(bash setup_tpu.sh --accelerator) == cpu ]] && ! gave __n_devices; then
 fi
 
 # exec: Ctrl-C and SIGTERM reach main.py itself, which then writes a checkpoint
+((${MAX_RESTARTS:-0} == 0)) || exec bash tools/supervise.sh "$MAX_RESTARTS" "" "$python" "${train[@]}" "$@"
 exec "$python" "${train[@]}" "$@"

@@ -266,7 +266,17 @@ class Run:
     """Steps between checkpoints and samples; 0: 10 x checkpoint_steps. One more is written at the end and on SIGTERM
     or SIGINT."""
     keep_checkpoints: int = 3
-    """Newest checkpoints to keep; older ones are deleted."""
+    """Newest checkpoints to keep; older ones are deleted but for those of the next two flags."""
+    keep_every: int = 0
+    """Keep every checkpoint whose step is a multiple of this too; 0: none."""
+    keep_best: bool = True
+    """Keep the checkpoint with the smallest validation loss too."""
+    max_bad_steps: int = 10
+    """Steps in a row with a loss or gradient that is not finite, each skipped, before the run goes back to the
+    checkpoint before them and on with the data after them, three times at most; 0: never."""
+    spike_zscore: float = 6.0
+    """Standard deviations of the last 100 training losses above their mean from which a loss is logged as a spike; 0:
+    none is."""
     seed: int = 0
     """Seed of the parameters, the data order, dropout and samples."""
     wandb: bool = False
@@ -394,6 +404,7 @@ FREE_ON_RESUME = frozenset(
     "sequence_parallel attention pp_interleave "
     "cache_gb prompt inference_batch max_tokens top_k top_p temperature use_cache "
     "coordinator num_processes process_id connect_timeout peer_timeout stuck_factor stuck_limit "
+    "keep_every keep_best max_bad_steps spike_zscore "
     "train_batch_size val_batch_size grad_step".split()
 )
 
@@ -518,7 +529,7 @@ AT_LEAST = dict(
     embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0,
     pp_interleave=1, training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
     inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0, num_processes=0, process_id=0,
-    connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1,
+    connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1, keep_every=0, max_bad_steps=0, spike_zscore=0,
 )  # fmt: skip
 
 
@@ -847,6 +858,13 @@ def read_file(path):
         return None
 
 
+def is_spike(loss, before, zscore):
+    """Whether `loss` lies more than zscore standard deviations above the mean of the finite ones of the 100 `before`,
+    which must be 20 at least."""
+    before = [x for x in before[-100:] if math.isfinite(x)]
+    return len(before) >= 20 and zscore > 0 and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
+
+
 class RunLog:
     """What a run leaves behind: metrics.jsonl, samples.txt, plots and, on request, wandb.
 
@@ -856,7 +874,7 @@ class RunLog:
 
     def __init__(self, cfg, start_step, active):
         self.dir, self.active, self.wandb = os.path.join(cfg.run.output_dir, cfg.run.name), active, None
-        self.worker, self.history = ThreadPoolExecutor(1), []
+        self.worker, self.history, self.zscore = ThreadPoolExecutor(1), [], cfg.run.spike_zscore
         if not active:
             return
         # Resuming: lines after the checkpoint will be written again, and an evaluation that only the end of the
@@ -866,11 +884,10 @@ class RunLog:
                 row = json.loads(line)
                 if row["step"] == start_step and start_step % cfg.run.checkpoint_steps:
                     row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
-                if row["step"] <= start_step:
-                    self.history.append(row)
-        self._write_metrics()
+                self.history.append(row)
         kept = (read_file(self.path("samples.txt")) or b"").decode().split("=== step ")[1:]
-        self.samples = [f"=== step {s}" for s in kept if int(s.split()[0]) <= start_step]
+        self.samples = [f"=== step {s}" for s in kept]
+        self._rewind(start_step)
         if cfg.run.wandb:
             import wandb
 
@@ -886,6 +903,15 @@ class RunLog:
     def _write_metrics(self):
         write_file(self.path("metrics.jsonl"), "".join(json.dumps(row) + "\n" for row in self.history))
 
+    def _rewind(self, step):
+        self.history = [row for row in self.history if row["step"] <= step]
+        self.samples = [text for text in self.samples if int(text.split()[2]) <= step]
+        self._write_metrics()
+
+    def rewind(self, step):
+        """Forget what came after `step`, to which the run goes back."""
+        self._run(lambda: self._rewind(step))
+
     def _run(self, work):
         if self.active:
             self.worker.submit(work).add_done_callback(self._complain)
@@ -899,6 +925,14 @@ class RunLog:
         """Record one step: {"step": int, key: number, ...}."""
 
         def work():
+            losses, spikes = [], 0
+            if self.history:
+                losses = [before["loss/train_loss"] for before in self.history[-100:]]
+                spikes = self.history[-1].get("loss_spikes", 0)
+            if spike := is_spike(row["loss/train_loss"], losses, self.zscore):
+                say(f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
+                    f"{self.zscore:g} standard deviations above those before")  # fmt: skip
+            row["loss_spikes"] = spikes + spike
             self.history.append(row)
             if not is_remote(self.dir):
                 with open(self.path("metrics.jsonl"), "a") as f:
@@ -974,4 +1008,5 @@ def duration(seconds):
 
 def say(*words):
     """Print a line with the time of day, at once."""
-    print(time.strftime("%H:%M:%S"), *words, flush=True)
+    with contextlib.suppress(OSError):  # a full disk under the log ends no training
+        print(time.strftime("%H:%M:%S"), *words, flush=True)

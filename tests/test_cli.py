@@ -193,7 +193,7 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     keys = {"step", "loss/train_loss", "loss/train_cross_entropy_loss", "loss/load_loss", "lr", "grad_norm",
             "tokens_per_second", "load/dropped", *(f"load/head_{i}" for i in range(8)), "data/epoch",
-            "data/wait"}  # fmt: skip
+            "data/wait", "bad_steps", "loss_spikes"}  # fmt: skip
     assert all(set(row) - {"loss/val_loss", "loss/val_cross_entropy_loss"} == keys for row in rows) and len(rows) == 10
     assert all(
         abs(sum(row[f"load/head_{i}"] for i in range(8)) - 1) < 1e-5 and row["load/dropped"] == 0 for row in rows

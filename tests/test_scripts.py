@@ -100,7 +100,8 @@ def repository(tmp_path):
 
 def test_run_help_and_unknown_host(repository):
     result = bash(repository.root / "run.sh", "--help")
-    assert result.returncode == 0 and result.stdout.startswith("usage: bash run.sh local") and not result.stderr
+    assert result.returncode == 0 and not result.stderr
+    assert result.stdout.startswith("usage: bash run.sh [--max_restarts N] local")
     assert_one_sentence(bash(repository.root / "run.sh", "nonsense"), 2, "nonsense", "local")
     assert_one_sentence(bash(repository.root / "run.sh"), 2, "local")
     assert not repository.calls.exists()
@@ -200,6 +201,26 @@ def test_run_hands_signals_to_the_training(repository):
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 42
+
+
+def test_run_starts_the_training_again(repository):
+    """After a crash, as often as it may; not after a mistake in the flags, nor where it was to stop."""
+    supervised = ["bash", repository.root / "run.sh", "--max_restarts", "2", "local"]
+    env, lives = CLEAN | {"RESTART_PAUSE": "0"}, repository.root / "lives"
+    for statuses, left, expected in (("1 75 0", "", 0), ("1 1 1 0", "0", 1), ("1 2 0", "0", 2)):
+        lives.write_text(statuses.replace(" ", "\n") + "\n")
+        program(repository.root / ".venv/bin/python", "#!/bin/bash\nread -r s <lives; sed -i 1d lives; exit $s\n")
+        done = subprocess.run(supervised, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == expected and "starting it again in 0 s, 1 times more" in done.stdout, done.stdout
+        assert lives.read_text().strip() == left
+    stub = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+    stub += "print('ready', flush=True)\ntime.sleep(50)\n"
+    program(repository.root / ".venv/bin/python", f"#!{sys.executable}\n{stub}")
+    with subprocess.Popen(supervised, env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143 and not process.stdout.read()
+    assert_one_sentence(bash(repository.root / "run.sh", "--max_restarts", "x", "local"), 1, "--max_restarts x")
 
 
 # --- setup_tpu.sh -----------------------------------------------------------------------------------------------

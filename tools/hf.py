@@ -393,6 +393,8 @@ def import_folder(folder, run_dir):
     checkpoints = main.Checkpoints(os.path.join(part, "checkpoints"))
     checkpoints.save(0, {"params": params}, 0, {})
     checkpoints.close()
+    if checkpoints.saved is None:
+        raise UserError(f"{part}: the checkpoint could not be written there.")
     utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=1) + "\n")
     os.rename(part, run_dir)
     say(f"{run_dir}: {sum(x.size for x in jax.tree.leaves(params)):,} parameters; begin a run from them with main.py "

@@ -88,23 +88,8 @@ start() {
   set -a
   source "$state/environment"
   set +a
-  for ((wait = 5; ; wait = SECONDS - began > 600 ? 5 : wait < 160 ? 2 * wait : 300)); do
-    began=$SECONDS
-    (
-      echo "$BASHPID" >"$state/pid"
-      exec "$python" main.py "${flags[@]}"
-    )
-    status=$?
-    rm -f "$state/pid" # --stop must not meet another process of that number
-    # 0: done. 2: a configuration that will not mend itself. 130: Ctrl-C. All else may be another host's fault.
-    if [[ $status == @(0|2|130) || -e $state/stopping ]] || ((restarts-- == 0)); then break; fi
-    echo "main.py ended with status $status; starting it again in $wait s, $restarts times more after that"
-    for ((i = 0; i < wait; i++)); do
-      [[ -e $state/stopping ]] || sleep 1
-    done
-    [[ ! -e $state/stopping ]] || break
-  done
-  echo "$status" >"$state/status"
+  bash tools/supervise.sh "$restarts" "$state" "$python" main.py "${flags[@]}"
+  echo "$?" >"$state/status"
 } 2>&1 | tee -i -a "$state/log" # the session ends when the log is whole
 SCRIPT
   } >"$state/start.sh"

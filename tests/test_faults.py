@@ -1,0 +1,448 @@
+"""What goes wrong in a run: numbers that are not finite, disks that are full, damaged checkpoints, killed processes."""
+
+import contextlib
+import inspect
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, SMALL_GPT2, flags_of
+from test_cluster import XLA_FLAGS, free_port
+from test_resume import metrics_of
+
+import dataset
+import main
+import model
+import utils
+
+# --- Numbers that are not finite ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def all_in_the_cache():
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+TINY = {**SMALL_GPT2, "blocks": 1, "model_dimension": 16, "ffn_dim": 32, "T": 16}
+
+
+def poisoned(make_loss, bad):
+    """`model.make_loss` whose training loss is not finite on batches that begin with one of the rows `bad` [n, T]."""
+
+    def make(cfg, mesh, train):
+        loss = make_loss(cfg, mesh, train)
+
+        def not_finite(params, tokens, targets, key, first):
+            value, seen = loss(params, tokens, targets, key, first)
+            return jnp.where((tokens[0, 0] == bad).all(-1).any(), jnp.nan, 1.0) * value, seen
+
+        return not_finite if train else loss
+
+    return make
+
+
+@pytest.fixture
+def poison(shards, monkeypatch):
+    """`poison(steps, **flags)`: let the batches that an undisturbed run has at these steps give a NaN."""
+    make_loss = model.make_loss
+
+    def poison(steps, T=16, batch=8):
+        cfg = utils.replace(utils.preset("tiny"), bucket_name=str(shards), T=T, vocab_size=250)
+        first = (np.array(steps) - 1) * batch
+        bad = dataset.Mixture(cfg, "train").sequences(first, seed=0)[:, :-1]
+        monkeypatch.setattr(model, "make_loss", poisoned(make_loss, bad))
+
+    return poison
+
+
+def meta_of(run, step):
+    return json.loads((run / "checkpoints" / str(step) / "meta" / "metadata").read_text())
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_is_counted(train, poison, tmp_path, capsys):
+    poison([5, 6])
+    moe = dict(blocks=1, layers_per_block=1, n_experts=4)
+    assert train(mesh=(2, 1, 1), T=16, training_steps=6, save_steps=4, **moe) == 0
+    run = tmp_path / "runs" / "run"
+    said = capsys.readouterr().out
+    assert [s for s in range(1, 7) if f"step {s} is skipped, its loss is nan" in said] == [5, 6]
+    assert [row["bad_steps"] for row in metrics_of(run)] == [0, 0, 0, 0, 1, 2]
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as reader:
+        before, after = (reader.restore(run / "checkpoints" / step / "state") for step in "46")
+    steps = before.pop("step"), after.pop("step")
+    assert [int(s) for s in steps] == [4, 6] and meta_of(run, 6)["sequences"] == 48
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), before, after))
+
+
+def test_bad_steps_in_a_row_send_the_run_back_and_past_their_data(train, poison, tmp_path, capsys):
+    """The same whether or not it is stopped, before, among and after them."""
+    poison([7, 8, 9])
+    flags = dict(TINY, max_bad_steps=3, save_steps=4, keep_checkpoints=5)
+    assert train(**flags, name="whole", training_steps=12) == 0
+    said, runs = capsys.readouterr().out, tmp_path / "runs"
+    assert "going back to step 4, and on with the data after sequence 72 (return 1 of 3)" in said
+    assert meta_of(runs / "whole", 12)["sequences"] == 72 + 8 * 8
+    rows = metrics_of(runs / "whole")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert np.isfinite([row["loss/train_loss"] for row in rows]).all()
+    assert [row["bad_steps"] for row in rows] == [0] * 4 + [3] * 8
+    for steps in (6, 8, 9, 12):
+        assert train(**flags, name="parts", training_steps=steps) == 0
+    assert metrics_of(runs / "parts") == rows
+    assert meta_of(runs / "parts", 12) == meta_of(runs / "whole", 12)  # with the fingerprint
+
+
+def test_after_three_returns_the_run_stops(train, poison, tmp_path, capsys):
+    poison(range(6, 60))
+    flags = dict(TINY, max_bad_steps=2, save_steps=4, training_steps=50)
+    for _ in range(2):
+        with pytest.raises(utils.UserError, match="--max_bad_steps 2: so many .* from step 5 on .*after 3 returns"):
+            train(**flags)
+        said = capsys.readouterr().out
+        assert said.count("going back to step 4") == 3
+    assert [p.name for p in (tmp_path / "runs/run/checkpoints").iterdir()] == ["4"]
+
+
+def test_a_run_without_a_checkpoint_goes_back_to_its_beginning(train, poison, tmp_path, capsys):
+    poison([2, 3])
+    assert train(**TINY, max_bad_steps=2, training_steps=5) == 0
+    assert "going back to step 0, and on with the data after sequence 24" in capsys.readouterr().out
+    assert meta_of(tmp_path / "runs/run", 5)["sequences"] == 24 + 5 * 8
+
+
+def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
+    cfg = utils.replace(utils.preset("tiny"), output_dir=str(tmp_path), name="run")
+    log, losses = utils.RunLog(cfg, 0, True), np.random.default_rng(0).normal(3, 0.1, 150)
+    losses[[10, 60, 61, 120]] = 9, 3.5, np.nan, 4
+    for step, loss in enumerate(losses, 1):
+        log.metrics({"step": step, "loss/train_loss": float(loss)})
+    log.close()
+    counts = [json.loads(line)["loss_spikes"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert np.flatnonzero(np.diff(counts)).tolist() == [119]  # not the first of all, where no mean is known yet
+    assert capsys.readouterr().out.count("is a spike") == 1
+    log = utils.RunLog(cfg, 130, True)
+    log.metrics({"step": 131, "loss/train_loss": 4.5})
+    log.close()
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["loss_spikes"] == 2
+    assert not utils.is_spike(9.0, [3.0, 3.1] * 50, 0)
+
+
+# --- Checkpoints --------------------------------------------------------------------------------------------------
+
+
+def state_of(seed, n=3000):
+    rng = np.random.default_rng(seed)
+    return {"params": {"a": jnp.array(rng.normal(size=n), jnp.float32), "b": jnp.arange(7)}, "step": jnp.int32(seed)}
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def same(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), a, b))
+
+
+def test_a_checkpoint_truncated_anywhere_is_passed_over(tmp_path, capsys):
+    checkpoints, rng = main.Checkpoints(str(tmp_path / "whole"), 3), random.Random(0)
+    for step in (1, 2):
+        checkpoints.save(step, state_of(step), step, {})
+    checkpoints.close()
+    parts = [p.relative_to(tmp_path) for p in (tmp_path / "whole/2").rglob("*") if p.is_file()]
+    parts = [p for p in parts if "state" in p.parts or "meta" in p.parts]
+    chosen = rng.choices(parts, [(tmp_path / p).stat().st_size for p in parts], k=50)
+    passed_over = 0
+    for n, part in enumerate(chosen):
+        folder = tmp_path / str(n) / "whole"
+        shutil.copytree(tmp_path / "whole", folder)
+        os.truncate(folder.parent / part, rng.randrange((folder.parent / part).stat().st_size))
+        checkpoints = main.Checkpoints(str(folder), 3)
+        state, meta = checkpoints.restore(abstract(state_of(0)))
+        checkpoints.close()
+        assert same(state, state_of(meta["step"]))  # what no reader looks at may be missing
+        passed_over += meta["step"] == 1
+        shutil.rmtree(folder.parent)
+    assert passed_over >= 40 and capsys.readouterr().out.count("going on from checkpoint 1") == passed_over
+
+
+def test_the_newest_every_kth_and_the_best_are_kept(tmp_path):
+    checkpoints = main.Checkpoints(str(tmp_path / "c"), 2, every=3, best=True)
+    for step, loss in enumerate([5.0, 2.0, 4.0, None, float("nan"), 3.0, 3.5, 3.6], 1):
+        checkpoints.save(step, state_of(step, 10), step, {}, loss)
+    checkpoints.close()
+    checkpoints = main.Checkpoints(str(tmp_path / "c"), 2, every=3, best=True)
+    assert checkpoints.steps() == [8, 7, 6, 3, 2]
+    checkpoints.save(9, state_of(9, 10), 9, {}, 1.0)  # the earlier losses are known still
+    checkpoints.close()
+    assert checkpoints.steps() == [9, 8, 6, 3]
+
+
+def test_without_room_the_save_is_left_out_and_the_run_goes_on(train, tmp_path, capsys, monkeypatch):
+    free = iter([10**9, 10**3, 10**9])
+    monkeypatch.setattr(main.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
+    assert train(**TINY, training_steps=6, save_steps=2) == 0
+    said = capsys.readouterr().out
+    assert said.count("checkpoint 4 is not written: it may need 0.00 GB and ") == 1 and "done at step 6" in said
+    checkpoints = tmp_path / "runs/run/checkpoints"
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
+    monkeypatch.setattr(main.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**3))
+    assert train(**TINY, training_steps=8, save_steps=2) == 1
+    done = capsys.readouterr()
+    assert done.err.startswith("error: --output_dir ") and "the last checkpoint, of step 8, is not written" in done.err
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk]).returncode:
+        pytest.skip("nothing can be mounted here")
+    yield disk
+    subprocess.run(["umount", disk])
+
+
+def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_disk, capsys, monkeypatch):
+    monkeypatch.setattr(main.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+    checkpoints, fill = main.Checkpoints(str(small_disk / "c"), 3), small_disk / "fill"
+    checkpoints.save(1, state_of(1), 1, {})
+    checkpoints.save(2, state_of(2, 1_000_000), 2, {})  # full among the arrays
+    checkpoints.settle()
+    assert checkpoints.saved is None and sorted(os.listdir(small_disk / "c")) == ["1"]
+    with contextlib.suppress(OSError):
+        fill.write_bytes(b"x" * 3_000_000)
+    checkpoints.save(3, state_of(3), 3, {})  # full from the first file on
+    checkpoints.settle()
+    said = capsys.readouterr().out
+    assert checkpoints.saved is None and sorted(os.listdir(small_disk / "c")) == ["1"]
+    assert all(f"warning: checkpoint {n} could not be written (" in said for n in (2, 3)) and said.count("\n") == 2
+    fill.unlink()
+    checkpoints.save(4, state_of(4), 4, {})
+    checkpoints.close()
+    assert checkpoints.saved == 4 and sorted(os.listdir(small_disk / "c")) == ["1", "4"]
+    state, _ = main.Checkpoints(str(small_disk / "c")).restore(abstract(state_of(0)))
+    assert same(state, state_of(4))
+
+
+def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
+    from tools import checkpoints as tool
+
+    def run(*words):
+        tool.main(utils.read_flags(tool.Options, [words[0], str(tmp_path), *words[1:]], "checkpoints.py"))
+        return capsys.readouterr().out.splitlines()
+
+    with pytest.raises(utils.UserError, match="there are no checkpoints in it"):
+        run("list")
+    (tmp_path / "config.json").write_text(json.dumps({"keep_checkpoints": 1}))
+    checkpoints = main.Checkpoints(str(tmp_path / "checkpoints"), 9)
+    for step, loss in enumerate([5.0, 2.0, 4.0, None], 1):
+        checkpoints.save(step, state_of(step, 100), 8 * step, {"mesh": [2, 1, 1], "versions": {"jax": "1"}}, loss)
+    checkpoints.close()
+    lines = [line.split() for line in run("list")]
+    assert [(line[0], *line[5:9]) for line in lines[1:]] == [
+        ("1", "2x1x1", "8", "5.0000", "-"), ("2", "2x1x1", "16", "2.0000", "best"), ("3", "2x1x1", "24", "4.0000", "-"),
+        ("4", "2x1x1", "32", "-", "newest")]  # fmt: skip
+    assert run("verify") == ["1  sound", "2  sound", "3  sound", "4  sound"]
+    assert len(run("prune", "--dry_run")) == 2 and len(run("list")) == 5
+    with pytest.raises(utils.UserError, match="--keep 0: must be at least 1"):
+        run("prune", "--keep", "0")
+    assert [line[:10] for line in run("prune", "--every", "3")] == ["1  deleted"]
+    for part in (tmp_path / "checkpoints/3/state/d").iterdir():
+        os.truncate(part, 9)
+    with pytest.raises(utils.UserError, match="damaged are 3, of 3 checkpoints"):
+        run("verify")
+    assert "3  damaged: " in capsys.readouterr().out
+
+
+# --- Two processes ------------------------------------------------------------------------------------------------
+
+# main.py with faults: argv[1] is {"bad": steps whose batches give a NaN, "pause": seconds to read a batch, "launched":
+# file that gets a line for every step, "unreadable": step whose batch this process cannot read}
+DRIVER = """
+import json, sys, time
+faults = json.loads(sys.argv.pop(1))
+sys.path.insert(0, ROOT)
+import utils
+given = utils.parse(sys.argv[1:])
+utils.set_xla_flags(2, 2)
+import jax.numpy as jnp
+import numpy as np
+import main, model, dataset
+
+cfg = given[0]
+per_step = cfg.data.train_batch_size * 2
+bad = dataset.Mixture(cfg, "train").sequences((np.array(faults["bad"]) - 1) * per_step, seed=0)[:, :-1]
+model.make_loss = poisoned(model.make_loss, bad)
+put_batch, begin = main.put_batch, main.Watchdog.begin
+
+def slow(order, first, shape, mesh):
+    time.sleep(faults.get("pause", 0))
+    if first == (faults.get("unreadable", 0) - 1) * per_step:
+        raise utils.UserError("this shard is damaged.")
+    return put_batch(order, first, shape, mesh)
+
+def counted(watchdog, phase, step):
+    if phase == "training" and faults.get("launched"):
+        open(faults["launched"], "a").write(f"{step}\\n")
+    begin(watchdog, phase, step)
+
+main.put_batch, main.Watchdog.begin = slow, counted
+sys.exit(utils.one_sentence(lambda: main.run(*given)))
+"""
+BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20
+SAVE = 20
+
+
+class Pair:
+    """Two processes that train together, each under a supervisor, with the faults of `DRIVER`."""
+
+    def __init__(self, folder, shards, cache, name, faults, restarts=0, **flags):
+        self.folder, self.run = folder / name, folder / "runs" / name
+        self.folder.mkdir()
+        (self.folder / "driver.py").write_text(f"ROOT = {str(ROOT)!r}\n{inspect.getsource(poisoned)}{DRIVER}")
+        flags = {**SMALL, **TINY, "n_device_axis": (2, 1, 1), "n_devices": 2, "train_batch_size": 4,
+                 "val_batch_size": 4, "output_dir": folder / "runs", "bucket_name": shards, "name": name,
+                 "compilation_cache": cache, "checkpoint_steps": 10 * SAVE, "save_steps": SAVE, "eval_steps": 1,
+                 "max_bad_steps": 3, "connect_timeout": 60, "peer_timeout": 10, "num_processes": 2,
+                 "coordinator": f"127.0.0.1:{free_port()}", **flags}  # fmt: skip
+        env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "RESTART_PAUSE": "0",
+               "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
+        self.supervisors, self.sinks = [], []
+        for i in range(2):
+            (self.folder / str(i)).mkdir()
+            faults_here = {key: v[i] if key == "unreadable" else v for key, v in faults.items()}
+            faults_here["launched"] = str(self.folder / str(i) / "launched")
+            words = ["bash", ROOT / "tools/supervise.sh", str(restarts), self.folder / str(i), sys.executable,
+                     self.folder / "driver.py", json.dumps({"bad": BAD} | faults_here), "--preset", "tiny",
+                     *flags_of(**flags, process_id=i)]  # fmt: skip
+            with open(self.folder / str(i) / "log", "w") as log:
+                sink = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)  # a pipe has no RLIMIT_FSIZE
+            self.sinks.append(sink)
+            self.supervisors.append(subprocess.Popen(words, env=env, stdout=sink.stdin, stderr=subprocess.STDOUT))
+            sink.stdin.close()
+
+    def log(self, i):
+        return (self.folder / str(i) / "log").read_text()
+
+    def launched(self):
+        path = self.folder / "0" / "launched"
+        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def pid(self, i):
+        try:
+            return int((self.folder / str(i) / "pid").read_text())
+        except (OSError, ValueError):  # between two lives
+            return None
+
+    def wait(self):
+        statuses = [s.wait(300) for s in self.supervisors]
+        for sink in self.sinks:
+            sink.wait(30)
+        return statuses
+
+    def end(self):
+        for i, supervisor in enumerate(self.supervisors):
+            supervisor.terminate()
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.kill(self.pid(i), signal.SIGKILL)
+            supervisor.wait(30)
+            self.sinks[i].wait(30)
+
+
+@pytest.fixture(scope="module")
+def pair(shards, xla_cache, tmp_path_factory):
+    """`pair(name, **faults and flags)` -> a `Pair` that has begun; all end with the tests of this file."""
+    folder, pairs = tmp_path_factory.mktemp("pairs"), []
+
+    def pair(name, restarts=0, flags={}, **faults):
+        pairs.append(Pair(folder, shards, xla_cache, name, faults, restarts, **flags))
+        return pairs[-1]
+
+    yield pair
+    for one in pairs:
+        one.end()
+
+
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair):
+    """meta of the last checkpoint, with its fingerprint, of a run that nothing but its data disturbed."""
+    whole = pair("whole", flags=dict(training_steps=STEPS))
+    assert whole.wait() == [0, 0], whole.log(0) + whole.log(1)
+    assert "going back to step 20" in whole.log(0) and "going back to step 20" in whole.log(1)
+    return meta_of(whole.run, STEPS), metrics_of(whole.run)
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "did not come true"
+        time.sleep(0.02)
+
+
+KILLS = int(os.environ.get("FAULT_KILLS", 5))
+
+
+def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
+    """kill -9 of either process, at moments spread over the interval between saves and so within saves too."""
+    rng = random.Random(KILLS)
+    disturbed = pair("killed", restarts=99, flags=dict(training_steps=STEPS), pause=0.06)
+    after = [SAVE * (n + rng.random()) / KILLS for n in range(KILLS)]  # steps since a multiple of SAVE
+    rng.shuffle(after)
+    lives = 0
+    for n, steps in enumerate(after):
+        at = min(40 + SAVE * (n * 5 // KILLS), STEPS - 2 * SAVE) + steps
+        seen = len(disturbed.launched())
+        wait_for(lambda: len(disturbed.launched()) > seen and disturbed.launched()[-1] >= int(at))
+        time.sleep(0.06 * (at % 1))
+        victim = rng.randrange(2)
+        os.kill(disturbed.pid(victim), signal.SIGKILL)
+        lives += 1
+        wait_for(lambda: all(disturbed.log(i).count("starting it again") >= lives for i in range(2)))
+    assert disturbed.wait() == [0, 0], disturbed.log(0) + disturbed.log(1)
+    meta, rows = undisturbed
+    assert meta_of(disturbed.run, STEPS) == meta and metrics_of(disturbed.run) == rows
+    lost = len(disturbed.launched()) - STEPS
+    print(f"{KILLS} kills: {lost} steps were run again, {lost / KILLS:.1f} a kill")
+    assert lost <= KILLS * SAVE + 14  # from 34 back to 20
+    assert not list((disturbed.run / "checkpoints").glob("*tmp*"))
+
+
+def test_one_process_that_cannot_write_fails_the_save_of_all_at_once(pair, undisturbed):
+    """As on a full disk; training goes on, and the next save is sound."""
+    some = pair("full", flags=dict(training_steps=STEPS), pause=0.05)
+    wait_for(lambda: max(some.launched(), default=0) > 45)
+    resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (9000, -1))
+    wait_for(lambda: all("checkpoint 60 could not be written" in some.log(i) for i in range(2)))
+    wait_for(lambda: sorted(p.name for p in (some.run / "checkpoints").iterdir()) == ["20", "40"], 10)
+    resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (-1, -1))
+    assert some.wait() == [0, 0], some.log(0) + some.log(1)
+    assert meta_of(some.run, STEPS)["fingerprint"] == undisturbed[0]["fingerprint"]
+
+
+def test_what_one_process_cannot_read_ends_both_after_a_checkpoint(pair):
+    one = pair("unreadable", flags=dict(training_steps=STEPS), unreadable=[0, 48])
+    assert one.wait() == [2, 2], one.log(0) + one.log(1)
+    assert one.log(1).splitlines()[-1] == "error: this shard is damaged."
+    assert one.log(0).splitlines()[-1] == "error: another process cannot go on; its log says why."
+    steps = sorted(int(p.name) for p in (one.run / "checkpoints").iterdir())
+    assert steps == [20, 34] and meta_of(one.run, 34)["sequences"] == (48 - 1) * 8

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# tools/supervise.sh N STATE COMMAND...: run COMMAND, and up to N times again after a crash, a lost peer or a preemption,
+# with pauses of RESTART_PAUSE seconds doubling to 5 minutes. The folder STATE (empty: a new one) holds COMMAND's process
+# id in `pid` while it runs. Where it holds `stopping`, or after SIGTERM or SIGINT here, the end is for good.
+set -uo pipefail
+restarts=$1 state=$2 first=${RESTART_PAUSE:-5}
+shift 2
+if [[ -z $state ]]; then
+  state=$(mktemp -d)
+  trap 'rm -rf "$state"' EXIT
+fi
+trap ': >"$state/stopping"' INT # a terminal sends it to COMMAND too
+trap ': >"$state/stopping"; kill -TERM "$(<"$state/pid")" 2>/dev/null' TERM
+
+for ((wait = first; ; wait = SECONDS - began > 600 ? first : wait < 160 ? 2 * wait : 300)); do
+  began=$SECONDS
+  ( # in the background, so that SIGTERM is passed on at once
+    trap - INT
+    echo "$BASHPID" >"$state/pid"
+    exec "$@"
+  ) &
+  while
+    wait $!
+    status=$?
+    kill -0 $! 2>/dev/null # a signal ended the waiting
+  do :; done
+  rm -f "$state/pid" # who stops it must not meet another process of that number
+  # 0: done. 2: a configuration that will not mend itself. 130: Ctrl-C. All else may be another host's fault.
+  if [[ $status == @(0|2|130) || -e $state/stopping ]] || ((restarts-- == 0)); then exit "$status"; fi
+  echo "main.py ended with status $status; starting it again in $wait s, $restarts times more after that"
+  for ((i = 0; i < wait; i++)); do
+    [[ -e $state/stopping ]] || sleep 1
+  done
+  [[ ! -e $state/stopping ]] || exit "$status"
+done
