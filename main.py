@@ -171,6 +171,15 @@ def abstract_state(cfg, mesh, optimizer):
     return TrainState(params, opt_state, step, jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated))
 
 
+def arranged(tree, abstract):
+    """`tree` with the shapes and shardings of `abstract`: checkpoints and samples have the blocks in one row,
+    --pp_interleave deals them out in rounds."""
+    if all(x.shape == a.shape for x, a in zip(jax.tree.leaves(tree), jax.tree.leaves(abstract))):
+        return tree
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    return jax.jit(lambda t: jax.tree.map(lambda x, a: x.reshape(a.shape), t, abstract), out_shardings=shardings)(tree)
+
+
 def init_state(cfg, abstract, optimizer, params=None):
     """TrainState at step 0, made in place on the mesh, the same on every mesh. `params`, if given, are used up."""
 
@@ -677,7 +686,8 @@ def main(cfg, given):
         say(f"data: {c.n_sequences:,} sequences of {c.T} tokens in {c.folder}, {share:.3%} of each step's")
     say(f"{per_step * train.T:,} tokens a step")
     optimizer, schedule = make_optimizer(cfg)
-    abstract = abstract_state(cfg, mesh, optimizer)
+    in_a_row = utils.replace(cfg, pp_interleave=1)  # as blocks stand in checkpoints
+    abstract, stored = abstract_state(cfg, mesh, optimizer), abstract_state(in_a_row, mesh, optimizer)
 
     # --- Restore
     run_dir = os.path.join(cfg.run.output_dir, cfg.run.name)
@@ -685,10 +695,11 @@ def main(cfg, given):
                               cfg.run.keep_best)  # fmt: skip
 
     def beginning():
-        params = load(model.param_table(cfg), mesh) if cfg.run.init_from else None
-        return init_state(cfg, abstract, optimizer, params), dict(step=0, sequences=0)
+        params = load(model.param_table(in_a_row), mesh) if cfg.run.init_from else None
+        return init_state(in_a_row, stored, optimizer, params), dict(step=0, sequences=0)
 
-    state, meta = checkpoints.restore(abstract) or beginning()
+    state, meta = checkpoints.restore(stored) or beginning()
+    state = arranged(state, abstract)
     step, sequences = meta["step"], meta["sequences"]
     # back: where to go back to and on from, once max_bad_steps in a row were bad
     faults = dict(bad_steps=0, in_a_row=0, returns=0, back=None) | meta.get("faults", {})
@@ -718,7 +729,7 @@ def main(cfg, given):
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, model.BATCH_SPEC))
     train_step = jitted.lower(abstract, tokens, tokens).compile()  # not of `state`, which makes another when restored
     say(f"compiled in {utils.duration(time.time() - compiling)}")
-    generate = jax.jit(model.make_generate(cfg, mesh), out_shardings=replicated)
+    generate = jax.jit(model.make_generate(in_a_row, mesh), out_shardings=replicated)
     peak = utils.peak_flops(kind)
 
     # --- What the run leaves behind
@@ -731,12 +742,13 @@ def main(cfg, given):
         utils.write_file(log.path("config.json"), json.dumps(config, indent=1) + "\n")
 
     def save(state, row):
-        checkpoints.save(step, state, sequences, about | {"faults": dict(faults)}, row.get("loss/val_loss"))
+        kept = about | {"faults": dict(faults)}
+        checkpoints.save(step, arranged(state, stored), sequences, kept, row.get("loss/val_loss"))
 
     def sample(state):
         if prompt is None:
             return
-        ids = np.asarray(generate(state.params, prompt, jax.random.key(cfg.run.seed))).tolist()
+        ids = np.asarray(generate(arranged(state.params, stored.params), prompt, jax.random.key(cfg.run.seed))).tolist()
         rows = [itertools.takewhile(lambda t: t != encoding.eot_token, row[1:]) for row in ids]  # the first is one too
         log.text(step, [utils.text_of(encoding, row) for row in rows])
 
@@ -797,7 +809,8 @@ def main(cfg, given):
                     watchdog.begin("return", step)
                     pending = state = None  # there is memory for one
                     batches.close()
-                    state, meta = checkpoints.restore(abstract, back["before"], cfg.run.save_steps) or beginning()
+                    state, meta = checkpoints.restore(stored, back["before"], cfg.run.save_steps) or beginning()
+                    state = arranged(state, abstract)
                     step, sequences = meta["step"], back["sequences"]
                     faults |= dict(bad_steps=back["bad_steps"], in_a_row=0, returns=faults["returns"] + 1, back=None)
                     say(f"warning: going back to step {step}, and on with the data after sequence {sequences:,} "

@@ -473,9 +473,9 @@ def project_queries(x, w, position, m):
     a, b = jnp.split(w[..., K:], 2, -1)
     angle = position[:, None, :, None] * np.tile(rotary_frequencies(m), 2)  # [B or 1, 1, T, dhR]
     before = [(0, 0)] * 3 + [(K, 0)]
-    partner = jnp.einsum("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * (jnp.sin(angle) * scale)
-    cos = jnp.pad(jnp.cos(angle) * scale, before, constant_values=scale)
-    return (jnp.einsum("btr,rhk->bhtk", x, w) * cos + jnp.pad(partner, before)).astype(x.dtype)
+    sin, cos = ((f(angle) * scale).astype(x.dtype) for f in (jnp.sin, jnp.cos))
+    partner = jnp.einsum("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
+    return jnp.einsum("btr,rhk->bhtk", x, w) * jnp.pad(cos, before, constant_values=scale) + jnp.pad(partner, before)
 
 
 def project_keys(x, k_up):
@@ -996,7 +996,7 @@ def make_forward(cfg, train):
         def run_stage(x, state, turn, microbatch, valid):
             load, grads = state
             weights = {kind: Weights(layers[kind].value, grad) for kind, grad in grads.items()}
-            y, (new, _), weights = stage(weights, x, tokens_of(microbatch), turn)
+            y, (new, _), weights = stage(weights, x, tokens_of(microbatch), turn=turn)
             grads = {kind: w.grad for kind, w in weights.items()}
             new = jax.tree.map(lambda n: jnp.where(valid, n, 0), new)
             load = Load(load.loss + new.loss, load.tokens.at[turn].add(new.tokens), load.dropped + new.dropped)
@@ -1044,7 +1044,8 @@ def make_loss(cfg, mesh, train):
             def one(weights, scanned):
                 x, ids, i = scanned
                 token = embed(top, jnp.maximum(ids, 0), None)
-                x, (load, _), weights = layer("mtp", weights, (depth,), number, (x, token), tokens_of(i), None)  # noqa: B023
+                at = (depth,)  # noqa: B023
+                x, (load, _), weights = layer("mtp", weights, at, number, (x, token), tokens_of(i), None)  # noqa: B023
                 return weights, (x, load)
 
             weights, (x, load) = lax.scan(one, weights, (x, ahead[..., :-1], own))
@@ -1082,7 +1083,7 @@ def make_loss(cfg, mesh, train):
         dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES) / max(1, choices)
         return loss, Metrics(sum_over(nll, AXES), sum_over(mtp, AXES), sum_over(balance, AXES), counts, dropped)
 
-    loads = {"moe": P("pp", None) if cfg.run.pp_interleave == 1 else P(None, "pp", None)} | ({"mtp": P()} if depths else {})
+    loads = {"moe": P("pp") if cfg.run.pp_interleave == 1 else P(None, "pp")} | ({"mtp": P()} if depths else {})
     # check_vma off: what out_specs calls replicated is so by the sums above, and tests hold gradients to one device's
     return jax.shard_map(
         local_loss, mesh=mesh, in_specs=(table_map(lambda p: p.spec, table), spec, spec, P(), P()),

@@ -57,7 +57,7 @@ DEEPSEEK = dict(first_layers=1, layers_per_block=1, moe_rope=True, tied=False, n
         ((2, 2, 2), dict(DEEPSEEK, dropout_rate=0.1)),
         ((1, 4, 2), dict(first_layers=2, layers_per_block=1, q_latent_dim=0, fsdp="full")),
         ((2, 2, 2), dict(DEEPSEEK, mtp_depth=2, dropout_rate=0.1, sequence_parallel="megatron")),
-        ((4, 1, 2), dict(DEEPSEEK, mtp_depth=1, fsdp="full", n_experts=4)),
+        ((4, 1, 2), dict(DEEPSEEK, mtp_depth=1, fsdp="full", n_experts=4, n_groups=2, k_groups=1, k=2)),
         ((2, 2, 2), dict(SMALL_GPT2, dropout_rate=0.1, sequence_parallel="megatron")),
         ((2, 2, 2), dict(DEEPSEEK, mtp_depth=1, document_mask=True, end_of_text=7)),
         ((1, 2, 4), dict(SMALL_GPT2, document_mask=True, end_of_text=7)),

@@ -64,7 +64,8 @@ def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypat
     assert train(name="whole", training_steps=20) == 0
     assert train(name="moved", training_steps=10) == 0
     # train_batch_size and val_batch_size are not given again, and follow dp and grad_step
-    moved = dict(mesh=(2, 2, 2), grad_step=2, micro_batch_size=2, train_batch_size=None, val_batch_size=None)
+    moved = dict(mesh=(2, 2, 2), grad_step=2, micro_batch_size=2, pp_interleave=2, train_batch_size=None,
+                 val_batch_size=None)  # fmt: skip
     assert train(name="moved", training_steps=20, **moved) == 0
     assert np.array_equal(np.stack(read[:20]), np.stack(read[20:]))
     whole, moved = metrics_of(tmp_path / "runs" / "whole"), metrics_of(tmp_path / "runs" / "moved")
