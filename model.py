@@ -700,10 +700,11 @@ def routed_experts(p, x, m, split):
 
     buckets = take_rows(x, source, slot.reshape(k, n)).reshape(E, C, D)
     buckets = to_experts(buckets)  # [E/(dp tp), dp tp, C, D]
-    h = activate(jnp.einsum("encd,edgf->encgf", buckets, p["experts"]["up"]))
+    # gates go along and weigh the hidden channels: so no pass, forward or back, needs the experts' outputs again
+    gates = take_rows(gates.T.reshape(-1, 1).astype(x.dtype), entry, slot[None]).reshape(E, C, 1)
+    h = activate(jnp.einsum("encd,edgf->encgf", buckets, p["experts"]["up"])) * to_experts(gates)
     out = from_experts(jnp.einsum("encf,efd->encd", h, p["experts"]["down"])).reshape(E * C, D)
-    out = take_rows(out, slot, entry[None]).reshape(k, n, D)
-    out = jnp.einsum("knd,nk->nd", out, gates.astype(x.dtype)).reshape(B, t, D)
+    out = take_rows(out, slot, entry[None]).reshape(k, n, D).sum(0).reshape(B, t, D)
 
     loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
     return out, Load(loss, hot.sum(0).astype(jnp.float32), (rank >= C).sum().astype(jnp.float32))

@@ -199,7 +199,7 @@ class Data:
     on resume it follows a change of dp or grad_step unless given."""
     val_batch_size: int = 16
     """Validation sequences per data-parallel replica and batch."""
-    micro_batch_size: int = 8
+    micro_batch_size: int = 4
     """Number of microbatches that a batch is cut into for the pipeline; pp must divide it."""
 
 
@@ -251,9 +251,9 @@ class Run:
     """Mesh shape: dp pp tp. dp 0: as many as there are devices left."""
     n_devices: int = 0
     """Devices to use; 0: all that are present. On a machine without an accelerator this many are simulated."""
-    pp_interleave: int = 1
+    pp_interleave: int = 0
     """Rounds of the pipeline: every stage has a part of the blocks of each round, so that the first and last
-    microbatches leave so many times less of it idle; pp times this must divide blocks."""
+    microbatches leave so many times less of it idle; pp times this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = 75000
     """Optimizer step at which training ends."""
     grad_step: int = 1
@@ -526,7 +526,7 @@ AT_LEAST = dict(
     rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
     mtp_depth=0, capacity_factor=0, end_of_text=-1, dropout_rate=0, cache_gb=0, train_batch_size=1, val_batch_size=1,
     micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
-    embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0, pp_interleave=1,
+    embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0, pp_interleave=0,
     training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
     inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0, num_processes=0, process_id=0,
     connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1, keep_every=0, max_bad_steps=0, spike_zscore=0,
@@ -549,8 +549,11 @@ def validate(cfg, n_present):
         simulate = f" (without an accelerator, --n_devices {wanted} simulates them)" if platform() == "cpu" else ""
         raise UserError(f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
                         f"{n_devices}{simulate}.")  # fmt: skip
+    rounds = r.pp_interleave
+    if not rounds:
+        rounds = max(n for n in range(1, 5) if n == 1 or pp > 1 and m.blocks % (pp * n) == 0)
     multiples = [  # (flag, its value, what must divide it, in words)
-        ("blocks", m.blocks, pp * r.pp_interleave, "pp" if r.pp_interleave == 1 else "pp x pp_interleave"),
+        ("blocks", m.blocks, pp * rounds, "pp" if rounds == 1 else "pp x pp_interleave"),
         ("n_experts", m.n_experts, m.n_groups, "n_groups"),
         ("n_head", m.n_head, tp, "tp"), ("T", m.T, tp, "tp"), ("ffn_dim", m.ffn_width, tp, "tp"),
         ("dhR", m.dhR, 2, "2, since channels are rotated in pairs,"),
@@ -598,7 +601,7 @@ def validate(cfg, n_present):
         raise UserError(f"--output_dir {r.output_dir}: Orbax writes checkpoints to a local folder or gs:// only.")
     if not re.fullmatch(r"[\w.+=@-]+", r.name) or set(r.name) == {"."}:
         raise UserError(f"--name {r.name!r}: must be the name of a folder, of letters, digits and . _ - + = @ only.")
-    return replace(cfg, n_device_axis=(dp, pp, tp), n_devices=n_devices,
+    return replace(cfg, n_device_axis=(dp, pp, tp), n_devices=n_devices, pp_interleave=rounds,
                    save_steps=r.save_steps or 10 * r.checkpoint_steps)  # fmt: skip
 
 

@@ -35,8 +35,8 @@ import utils
 # A model small enough to compile in seconds, with every part that a large one has.
 SMALL = dict(model_dimension=32, vocab_size=250, n_head=4, blocks=4, layers_per_block=3, T=32, latent_dim=16, dhR=8,
              n_experts=8, k=2, n_shared=1, expert_dim=32, ffn_dim=64, capacity_factor=0.0, attention="blockwise",
-             micro_batch_size=4, max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2, end_steps=100,
-             compilation_cache="")  # fmt: skip
+             micro_batch_size=4, pp_interleave=1, max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2,
+             end_steps=100, compilation_cache="")  # fmt: skip
 # GPT-2 in the same size: nothing of SMALL that it has no use for
 SMALL_GPT2 = {**utils.GPT2, "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]

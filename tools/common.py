@@ -117,6 +117,7 @@ def open_model(options, text):
     if options.model_dtype:
         flags["model_dtype"] = options.model_dtype
     flags |= {name: getattr(options, name) for name in ("n_device_axis", "n_devices", "compilation_cache")}
+    flags["pp_interleave"] = 1  # decoding goes round once
     for name in ("micro_batch_size", "train_batch_size", "val_batch_size"):  # no flags here: any that fit the mesh do
         flags[name] = max(1, options.n_device_axis[1])
     cfg = utils.validate(utils.replace(utils.Config(), **flags), jax.device_count())
