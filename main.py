@@ -29,6 +29,11 @@ from utils import UserError, say
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
     cfg_given = utils.one_sentence(lambda: utils.parse(sys.argv[1:]))
+    if cfg_given[0].plan.plan:
+        utils.use_no_device()
+        from tools import plan
+
+        sys.exit(utils.one_sentence(lambda: plan.main(*cfg_given)))
     processes = utils.one_sentence(lambda: utils.check_processes(*cfg_given))
     utils.set_xla_flags(cfg_given[0].run.n_devices, processes)
 
@@ -135,7 +140,8 @@ def make_mesh(cfg):
 def device_grid(shape, devices):
     """`devices` as an array of `shape` (dp, pp, tp): tp on the fastest links, then pp, then dp. Slices of TPUs, which
     only a slow network joins, lie along dp, else along pp."""
-    slices = len({d.slice_index for d in devices}) if devices[0].platform == "tpu" else 1
+    # a single slice that only a compiler knows (tools/plan.py) has no index
+    slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     across = next((axis for axis in (0, 1) if shape[axis] % slices == 0), None)
@@ -262,6 +268,21 @@ def make_train_step(cfg, mesh, optimizer, schedule):
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
     return train_step
+
+
+def batch_shape(cfg):
+    """[accumulation, M, B, T] of a step's tokens over the whole mesh."""
+    d, r = cfg.data, cfg.run
+    return r.grad_step, d.micro_batch_size, d.train_batch_size * r.n_device_axis[0] // d.micro_batch_size, cfg.model.T
+
+
+def lower_train_step(cfg, mesh, optimizer, schedule, abstract):
+    """`make_train_step`, to be compiled for a TrainState like `abstract`, which it overwrites. (Not for a state itself:
+    one that was restored would make another program.)"""
+    tokens = jax.ShapeDtypeStruct(batch_shape(cfg), jnp.int32, sharding=NamedSharding(mesh, model.BATCH_SPEC))
+    shardings = jax.tree.map(lambda s: s.sharding, abstract), NamedSharding(mesh, P())
+    step = jax.jit(make_train_step(cfg, mesh, optimizer, schedule), donate_argnums=0, out_shardings=shardings)
+    return step.lower(abstract, tokens, tokens)
 
 
 def make_evaluate(cfg, mesh, corpus):
@@ -673,8 +694,7 @@ def main(cfg, given):
     prompt = prompt_ids(cfg, encoding)
     dp, pp, tp = cfg.run.n_device_axis
     per_step = cfg.data.train_batch_size * dp * cfg.run.grad_step
-    M = cfg.data.micro_batch_size
-    shape = (cfg.run.grad_step, M, cfg.data.train_batch_size * dp // M, cfg.model.T)
+    shape = batch_shape(cfg)
     order = functools.partial(train.sequences, seed=cfg.run.seed)
 
     # --- Model, optimizer
@@ -722,14 +742,10 @@ def main(cfg, given):
 
     batches = read_on()  # what is wrong with the data is said before minutes of compiling
     evaluate = make_evaluate(cfg, mesh, val)
-    replicated = NamedSharding(mesh, P())
-    jitted = jax.jit(make_train_step(cfg, mesh, optimizer, schedule), donate_argnums=0,
-                     out_shardings=(jax.tree.map(lambda s: s.sharding, abstract), replicated))  # fmt: skip
     compiling = time.time()
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, model.BATCH_SPEC))
-    train_step = jitted.lower(abstract, tokens, tokens).compile()  # not of `state`, which makes another when restored
+    train_step = lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     say(f"compiled in {utils.duration(time.time() - compiling)}")
-    generate = jax.jit(model.make_generate(in_a_row, mesh), out_shardings=replicated)
+    generate = jax.jit(model.make_generate(in_a_row, mesh), out_shardings=NamedSharding(mesh, P()))
     peak = utils.peak_flops(kind)
 
     # --- What the run leaves behind

@@ -324,6 +324,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What a step would cost, asked before paying for it; nothing is trained and no device is needed."""
+
+    plan: str = ""
+    """The machine: CHIP:TOPOLOGY such as v4:2x4x4 (also v5e, v5p, v6e), which the TPU compiler compiles the step for,
+    SLICES*CHIP:TOPOLOGY for several, or gpu:8xH200 (A100, H100, H200), by formulas alone."""
+    search: bool = False
+    """Try the meshes, microbatches, remat and fsdp that give the same global batch, and say which is fastest."""
+    plan_json: str = ""
+    """File for the plan as one JSON object."""
+    plan_dump: str = ""
+    """Folder for step.hlo, the program that the compiler made of the step."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Pretrain a mixture-of-experts language model. README.md shows how to begin."""
 
@@ -332,9 +347,10 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     run: Run = field(default_factory=Run)
     sample: Sample = field(default_factory=Sample)
+    plan: Plan = field(default_factory=Plan)
 
 
-GROUPS = tuple(f.name for f in dataclasses.fields(Config))
+GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")  # of what makes a run
 
 # minutes of training on two CPU cores, on the embedded corpus
 SMALL_RUN = dict(
@@ -460,6 +476,8 @@ def parse(argv):
             raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
                             f"tokens; give at least that many, or leave the flag out.")  # fmt: skip
     check_least(flatten(cfg), AT_LEAST)
+    if not cfg.plan.plan and (alone := [flag for flag, value in vars(cfg.plan).items() if value]):
+        raise UserError(f"--{alone[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
     return cfg, given
 
 
@@ -546,7 +564,8 @@ def validate(cfg, n_present):
     dp = dp or n_devices // max(1, pp * tp)
     if min(dp, pp, tp) < 1 or dp * pp * tp != n_devices:
         wanted = dp * pp * tp
-        simulate = f" (without an accelerator, --n_devices {wanted} simulates them)" if platform() == "cpu" else ""
+        simulated = platform() == "cpu" and not cfg.plan.plan
+        simulate = f" (without an accelerator, --n_devices {wanted} simulates them)" if simulated else ""
         raise UserError(f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
                         f"{n_devices}{simulate}.")  # fmt: skip
     rounds = r.pp_interleave
@@ -681,6 +700,12 @@ def set_xla_flags(n_devices, num_processes=1):
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
     os.environ["XLA_FLAGS"] = " ".join([now, *(f for f in flags if f.split("=")[0] not in now)]).strip()
+
+
+def use_no_device():
+    """Keep jax off the machine's own devices, and a TPU compiler from looking for any."""
+    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+                      TPU_STDERR_LOG_LEVEL="3", TPU_MIN_LOG_LEVEL="3", TF_CPP_MIN_LOG_LEVEL="3")  # fmt: skip
 
 
 # Peak dense bfloat16 FLOP/s of one jax device, by the start of its device_kind (the vendors' data sheets).

@@ -1,0 +1,398 @@
+"""What a run would cost on a machine, before it is paid for: `main.py ... --plan v4:2x4x4`.
+
+The real train step is compiled for the slice by the TPU compiler, which needs no TPU (pip install "jax[tpu]"); its
+program is read by tools/hlo.py. The formulas of tools/costs.py answer where there is no compiler, rank what --search
+tries, and say which flag would help.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import typing
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+import main as training
+import model
+import utils
+from tools import costs, hlo
+from utils import UserError, say
+
+COMPILED = 4  # configurations that --search compiles
+LISTED = 16  # rows of its table
+NO_COMPILER = 'the TPU compiler is not installed (pip install "jax[tpu]"), so these are the formulas\' numbers alone'
+
+
+class Machine(NamedTuple):
+    """What --plan names."""
+
+    name: str
+    chip: costs.Chip
+    n: int  # devices
+    slices: int = 1
+    topology: str = ""  # as the TPU compiler calls a slice; empty: it cannot be asked
+
+
+def parse_machine(name):
+    """--plan's value -> `Machine`. Raises UserError where it is none."""
+    tpus = [c for c in costs.CHIPS if costs.CHIPS[c].clock]
+    gpus = [c for c in costs.CHIPS if c not in tpus]
+    if gpu := re.fullmatch(r"gpu:(\d+)x(\w+)", name):
+        if gpu[2] not in gpus or int(gpu[1]) < 1:
+            raise UserError(f"--plan {name}: must be gpu:NUMBERxKIND with one of {', '.join(gpus)}, such as gpu:8xH200.")
+        return Machine(name, costs.CHIPS[gpu[2]], int(gpu[1]))
+    tpu = re.fullmatch(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+){1,2})", name)
+    if not tpu or tpu[2] not in tpus or tpu[1] == "0":
+        raise UserError(f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(tpus)}, such as v4:2x4x4 or "
+                        f"2*v5e:16x16, or gpu:8xH200.")  # fmt: skip
+    dims, slices = [int(n) for n in tpu[3].split("x")], int(tpu[1] or 1)
+    wanted = 3 if tpu[2] in ("v4", "v5p") else 2
+    if len(dims) != wanted or 0 in dims:
+        raise UserError(f"--plan {name}: the topology of {tpu[2]} has {wanted} dims, such as "
+                        f"{tpu[2]}:{'x'.join('444'[:wanted])}.")  # fmt: skip
+    return Machine(name, costs.CHIPS[tpu[2]], math.prod(dims) * slices, slices, f"{tpu[2]}:{tpu[3]}")
+
+
+# --- The compiler -------------------------------------------------------------------------------------------------
+
+
+def slice_devices(machine):
+    """The devices of a TPU slice (or of several), which exist for the compiler alone. Raises UserError where there is no
+    such slice."""
+    dims = [int(n) for n in machine.topology.split(":")[1].split("x")]
+    host = [2 if n % 2 == 0 else 1 for n in dims[:2]] + [1]  # chips of a host along each side
+    options = dict(chips_per_host_bounds=host, num_slices=machine.slices)
+    if len(dims) == 3:
+        options["chip_config_name"] = "megacore"  # a chip's two cores are one device, as on Cloud TPU
+    try:
+        return topologies.get_topology_desc(machine.topology, "tpu", **options).devices
+    except jax.errors.JaxRuntimeError as e:
+        raise UserError(f"--plan {machine.name}: the TPU compiler knows no such slice ({str(e).splitlines()[0]}).") from None
+
+
+class Compiled(NamedTuple):
+    """What the compiler says of a step on one device."""
+
+    text: str  # its optimised HLO
+    arguments: int  # bytes
+    temporaries: int  # bytes
+
+
+class TooLarge(Exception):
+    """A step that needs more memory than a device has; both in bytes."""
+
+    def __init__(self, used, limit):
+        self.used, self.limit = used, limit
+
+
+def compile_step(cfg, devices):
+    """`Compiled` train step, as main.py builds it, for the devices of a topology. Raises TooLarge."""
+    mesh = Mesh(training.device_grid(cfg.run.n_device_axis, devices), model.AXES, axis_types=(AxisType.Auto,) * 3)
+    optimizer, schedule = training.make_optimizer(cfg)
+    state = training.abstract_state(cfg, mesh, optimizer)
+    tokens = jax.ShapeDtypeStruct(training.batch_shape(cfg), jnp.int32,
+                                  sharding=NamedSharding(mesh, model.BATCH_SPEC))  # fmt: skip
+    lowered = training.jit_train_step(cfg, mesh, optimizer, schedule, state).lower(state, tokens, tokens)
+    try:
+        step = lowered.compile()
+    except jax.errors.JaxRuntimeError as e:
+        said = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", str(e))
+        if not said:
+            raise
+        used, limit = (float(n) * 1024 ** (" KMGT".index(unit)) for n, unit in (said.groups()[:2], said.groups()[2:]))
+        raise TooLarge(used, limit) from None
+    memory = step.memory_analysis()
+    return Compiled(step.as_text(), memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+
+
+# --- The answer ---------------------------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """A plan, on one device and for one step where it does not say otherwise; bytes and seconds."""
+
+    machine: str
+    devices: int
+    mesh: dict  # {axis: size}
+    flags: dict  # {flag: value} that the search may change
+    compiled: bool  # by the TPU compiler; else all numbers come from formulas
+    parameters: dict  # total, active, embedding
+    tokens: int  # of a step on all devices
+    memory: dict  # weights, optimizer, batch, activations, temporaries, total, limit
+    flops: dict  # of matrix products: program, model
+    collectives: list  # dicts of axes, kind, bytes, times, seconds
+    seconds: dict  # matrix products, memory, links of each group of axes, step
+    bubble: float  # share of the pipeline's ticks in which a stage idles
+    tokens_per_second: float  # of all devices
+    mfu: float
+    hours: float  # of training_steps
+    chip_hours: float
+    bound: str
+
+    @property
+    def fits(self):
+        return self.memory["total"] <= self.memory["limit"]
+
+
+SEARCHED = ("n_device_axis", "train_batch_size", "micro_batch_size", "grad_step", "remat", "fsdp")
+
+
+def answer(cfg, machine, compiled=None, too_large=None):
+    """`Answer` for a validated Config, from the compiler where it was asked, else from formulas."""
+    e, chip, mesh = costs.estimate(cfg), machine.chip, dict(zip(model.AXES, cfg.run.n_device_axis))
+    memory = dict(weights=e.weights, optimizer=e.optimizer, batch=e.batch, activations=e.activations,
+                  temporaries=e.workspace)  # fmt: skip
+    seconds, flops, collectives = costs.compute_seconds(e, chip), e.flops, e.sent
+    if too_large:
+        memory["temporaries"] = too_large.used - sum(memory.values()) + e.workspace
+    if compiled:
+        c = hlo.analyse(compiled.text, mesh)
+        memory["temporaries"] = compiled.arguments + compiled.temporaries - sum(memory.values()) + e.workspace
+        flops, collectives = c.flops + (e.scores if c.kernels else 0), c.collectives
+        kernels = e.scores * 2 / chip.peak if c.kernels else 0  # the compiler does not estimate them: at half the peak
+        seconds = {"matrix products": c.matmul_cycles / chip.clock + kernels, "memory": c.other_cycles / chip.clock}
+    memory |= dict(total=sum(memory.values()), limit=too_large.limit if too_large else chip.memory)
+    rows = [dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times,
+                 seconds=costs.link_seconds(chip, kind, n_bytes, n))
+            for (axes, kind), (n_bytes, times, n) in sorted(collectives.items())]  # fmt: skip
+    for row in rows:
+        name = "links of " + "+".join(row["axes"])
+        seconds[name] = seconds.get(name, 0) + row["seconds"]
+    step = sum(seconds.values())
+    tokens = math.prod(training.batch_shape(cfg))
+    total, active, embedding = model.count_params(cfg)
+    of_model = model.flops_per_token(cfg) * tokens / machine.n
+    # what a bubble costs stands among the compute: every stage computes in every tick, on zeros in some
+    idle = e.bubble * e.pipeline_share
+    parts = {name: t * (1 - idle if name in ("matrix products", "memory") else 1) for name, t in seconds.items()}
+    parts["the pipeline's bubble"] = idle * (seconds["matrix products"] + seconds["memory"])
+    hours = step * cfg.run.training_steps / 3600
+    return Answer(
+        machine.name, machine.n, mesh, {flag: utils.flatten(cfg)[flag] for flag in SEARCHED}, compiled is not None,
+        dict(total=total, active=active, embedding=embedding), tokens, memory, dict(program=flops, model=of_model), rows,
+        seconds | dict(step=step), e.bubble, tokens / step, of_model / step / chip.peak, hours, hours * machine.n,
+        max(parts, key=parts.get),
+    )  # fmt: skip
+
+
+def giga(n_bytes):
+    return f"{n_bytes / 2**30:.2f} GiB"
+
+
+def report(cfg, machine, a):
+    """The plan in words, as a list of lines."""
+    m, s, p = a.memory, a.seconds, a.parameters
+    mesh = ", ".join(map(str, a.mesh.values()))
+    lines = [
+        f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = ({mesh}), "
+        f"{a.tokens:,} tokens a step",
+        f"parameters   {p['total']:,} total, {p['active']:,} active per token, both without the {p['embedding']:,} of "
+        f"the embedding",
+        "memory       " + ", ".join(f"{part} {giga(m[part])}" for part in m if part not in ("total", "limit")),
+        f"             {giga(m['total'])} of a chip's {giga(m['limit'])}",
+        f"operations   {a.flops['program'] / 1e12:.2f} TFLOP of matrix products per chip, "
+        f"{a.flops['program'] / a.flops['model']:.2f} x the model's own",
+    ]  # fmt: skip
+    if a.collectives:
+        lines.append(f"{'collectives':<13}{'axes':<10} {'kind':<18} {'sent per chip':>13} {'times':>8} {'seconds':>8}")
+        for row in sorted(a.collectives, key=lambda row: -row["seconds"]):
+            if row["seconds"] > 1e-3 * s["step"]:
+                lines.append(f"{'':<13}{'+'.join(row['axes']):<10} {row['kind']:<18} {row['bytes'] / 1e6:>10,.1f} MB "
+                             f"{row['times']:>8,.0f} {row['seconds']:>8.4f}")  # fmt: skip
+    lines += [
+        f"step         {s['step']:.3f} s: " + ", ".join(f"{n} {t:.3f}" for n, t in s.items() if n != "step" and t >= 5e-4),
+        f"             {a.tokens_per_second:,.0f} tokens/s, MFU {a.mfu:.1%}, pipeline bubble {a.bubble:.1%} of its ticks",
+        f"run          {cfg.run.training_steps:,} steps: {a.hours:,.1f} hours, {a.chip_hours:,.0f} chip-hours",
+        f"bound by     {a.bound}",
+    ]  # fmt: skip
+    return lines
+
+
+# --- Other configurations -----------------------------------------------------------------------------------------
+
+
+def choices(flag):
+    """The values that a flag of a few words may have."""
+    return typing.get_args(typing.get_type_hints(utils.Model)[flag])
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def fitted(cfg, n, **flags):
+    """`cfg` with other flags and the same global batch, validated for n devices; None where they do not go together."""
+    total = cfg.data.train_batch_size * cfg.run.n_device_axis[0] * cfg.run.grad_step
+    new = utils.replace(cfg, **flags)
+    parts = new.run.n_device_axis[0] * new.run.grad_step
+    if total % parts:
+        return None
+    try:  # the validation batch is no part of the step
+        return utils.validate(utils.replace(new, train_batch_size=total // parts,
+                                            val_batch_size=new.data.micro_batch_size), n)  # fmt: skip
+    except UserError:
+        return None
+
+
+def variants(cfg, machine):
+    """Every configuration that --search considers: meshes, microbatches, remat and fsdp, for the same global batch."""
+    n = machine.n
+    for pp in divisors(math.gcd(cfg.model.blocks, n)):
+        for tp in divisors(n // pp):
+            mesh = n // pp // tp, pp, tp
+            largest = fitted(cfg, n, n_device_axis=mesh, micro_batch_size=pp)
+            if largest is None:
+                continue
+            for micro, remat, fsdp in itertools.product(
+                divisors(largest.data.train_batch_size), choices("remat"), choices("fsdp")
+            ):
+                new = fitted(cfg, n, n_device_axis=mesh, micro_batch_size=micro, remat=remat, fsdp=fsdp)
+                if new:
+                    yield new
+
+
+def changed(old, new):
+    """The flags that make `new` of `old`, as on a command line."""
+    before, now = utils.flatten(old), utils.flatten(new)
+    return " ".join(f"--{flag} {' '.join(map(str, v)) if isinstance(v := now[flag], tuple) else v}"
+                    for flag in SEARCHED if now[flag] != before[flag])  # fmt: skip
+
+
+def advise(cfg, machine, a):
+    """One sentence: the flag that would help most by the formulas, or what would make the step fit."""
+    d, r = cfg.data, cfg.run
+    steps = [dict(remat=v) for v in choices("remat")] + [dict(fsdp=v) for v in choices("fsdp")]
+    steps += [dict(micro_batch_size=v) for v in (d.micro_batch_size // 2, d.micro_batch_size * 2) if v]
+    steps += [dict(grad_step=v) for v in (r.grad_step // 2, r.grad_step * 2) if v]
+    steps += [dict(n_device_axis=v.run.n_device_axis) for v in variants(cfg, machine)
+              if v.data.micro_batch_size == d.micro_batch_size]  # fmt: skip
+    now, spare = answer(cfg, machine), a.memory["limit"] - a.memory["total"]
+    best, gain = None, (0.02 * now.seconds["step"] if a.fits else -math.inf)
+    for flags in steps:
+        new = fitted(cfg, machine.n, **flags)
+        if new is None or new == cfg:
+            continue
+        other = answer(new, machine)
+        saved = now.seconds["step"] - other.seconds["step"]
+        if other.memory["total"] - now.memory["total"] <= spare and saved > gain:
+            best, gain = new, saved
+    if a.fits:
+        if best is None:
+            return "no single flag helps by more than 2%, as far as the formulas know"
+        return f"{changed(cfg, best)} would help most: by {gain / now.seconds['step']:.0%} of the step, as formulas go"
+    lacks = f"does not fit: it needs {giga(-spare)} more than a chip's {giga(a.memory['limit'])}"
+    if best is None:
+        return f"{lacks}, and no single flag would make it fit; take more chips or a smaller model"
+    return f"{lacks}; {changed(cfg, best)} would make it fit, as formulas go"
+
+
+def search(cfg, machine, devices):
+    """[(Config, Answer, remark)] of the best configuration of every mesh, the fastest first: formulas rank all of them,
+    the compiler, if it is there, checks the best."""
+    best = {}
+    tried = 0
+    for new in variants(cfg, machine):
+        tried += 1
+        a, mesh = answer(new, machine), new.run.n_device_axis
+        if mesh not in best or rank(a) < rank(best[mesh][1]):
+            best[mesh] = new, a
+    found = sorted(best.values(), key=lambda pair: rank(pair[1]))
+    if not found:
+        raise UserError(f"--search: no mesh of {machine.n} devices fits these flags; a train_batch_size x dp x grad_step "
+                        f"with more divisors may help.")  # fmt: skip
+    say(f"{tried:,} configurations on {len(found)} meshes ranked by formulas")
+    for i, (new, a) in enumerate(found[:COMPILED] if devices else []):
+        if a.fits:
+            say(f"compiling the best on {new.run.n_device_axis}")
+            found[i] = new, ask_compiler(new, machine, devices)[0]
+    found.sort(key=lambda pair: (not pair[1].compiled and bool(devices), *rank(pair[1])))
+    return found
+
+
+def rank(a):
+    """What --search sorts by: what fits by its time, what does not by its memory."""
+    return not a.fits, a.seconds["step"] if a.fits else a.memory["total"]
+
+
+def table(found):
+    """The answers of `search` as lines; each but the first with the part of its step that makes it lose."""
+    first = found[0][1]
+    lines = [f"{'dp':>4} {'pp':>3} {'tp':>3} {'micro':>6} {'remat':>6} {'fsdp':>6} {'step s':>8} {'MFU':>6} {'GiB':>6}  by"]
+    for _, a in found[:LISTED]:
+        why = ""
+        if not a.fits:
+            why = f"needs {giga(a.memory['total'] - a.memory['limit'])} more than there is"
+        elif a is not first:
+            parts = set(a.seconds) | set(first.seconds) - {"step"}
+            more = {name: a.seconds.get(name, 0) - first.seconds.get(name, 0) for name in parts - {"step"}}
+            most = max(more, key=more.get)
+            why = f"{most} +{more[most]:.3f} s" if more[most] > 0 else ""
+        f = a.flags
+        lines.append(f"{a.mesh['dp']:>4} {a.mesh['pp']:>3} {a.mesh['tp']:>3} {f['micro_batch_size']:>6} {f['remat']:>6} "
+                     f"{f['fsdp']:>6} {a.seconds['step']:>8.3f} {a.mfu:>6.1%} {a.memory['total'] / 2**30:>6.1f}  "
+                     f"{'compiler' if a.compiled else 'formulas':<9} {why}")  # fmt: skip
+    return lines
+
+
+def ask_compiler(cfg, machine, devices):
+    """(Answer, text of the program or None) from the compiler; also where it refuses since memory does not suffice."""
+    try:
+        compiled = compile_step(cfg, devices)
+    except TooLarge as e:
+        return answer(cfg, machine, too_large=e), None
+    return answer(cfg, machine, compiled), compiled.text
+
+
+def main(cfg, given):
+    """Print the plan of the run that the flags describe, and write what --plan_json and --plan_dump ask for."""
+    asked, machine = cfg.plan, parse_machine(cfg.plan.plan)
+    if cfg.run.n_devices not in (0, machine.n):
+        raise UserError(f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}; leave the flag out.")
+    if cfg.run.init_from:
+        cfg = utils.adopt(cfg, given, training.open_weights(cfg.run.init_from)[0])
+    cfg = utils.validate(utils.replace(cfg, n_devices=0), machine.n)
+    if cfg.model.document_mask:
+        cfg = utils.replace(cfg, end_of_text=0)  # any token will do
+    training.configure_jax(cfg)
+    devices = None
+    if machine.topology and importlib.util.find_spec("libtpu"):
+        devices = slice_devices(machine)
+    elif asked.plan_dump:
+        raise UserError(f"--plan_dump {asked.plan_dump}: " + (NO_COMPILER if machine.topology else
+                        "a GPU's program cannot be compiled without one") + ".")  # fmt: skip
+    found, text = [], None
+    if asked.search:
+        found = search(cfg, machine, devices)
+        cfg, a = found[0]
+    elif devices:
+        say(f"compiling the step for {machine.name}")
+        a, text = ask_compiler(cfg, machine, devices)
+    else:
+        a = answer(cfg, machine)
+    if machine.topology and not devices:
+        print(NO_COMPILER)
+    for line in table(found) if found else []:
+        print(line)
+    for line in report(cfg, machine, a):
+        print(line)
+    advice = advise(cfg, machine, a)
+    print(f"next         {advice}", flush=True)
+    if asked.plan_json:
+        content = a._asdict() | dict(fits=a.fits, advice=advice)
+        if found:
+            content["search"] = [other._asdict() | dict(fits=other.fits) for _, other in found]
+        utils.write_file(asked.plan_json, json.dumps(content, indent=1) + "\n")
+    if asked.plan_dump:
+        if text is None and a.fits:
+            text = compile_step(cfg, devices).text
+        if text:
+            utils.write_file(os.path.join(asked.plan_dump, "step.hlo"), text)
+    return 0
