@@ -705,7 +705,7 @@ def set_xla_flags(n_devices, num_processes=1):
 def use_no_device():
     """Keep jax off the machine's own devices, and a TPU compiler from looking for any."""
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-                      TPU_STDERR_LOG_LEVEL="3", TPU_MIN_LOG_LEVEL="3", TF_CPP_MIN_LOG_LEVEL="3")  # fmt: skip
+                      TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v4-8", TPU_WORKER_ID="0")  # fmt: skip
 
 
 # Peak dense bfloat16 FLOP/s of one jax device, by the start of its device_kind (the vendors' data sheets).

@@ -19,7 +19,7 @@ class Chip(NamedTuple):
     """One device, from the vendors' data sheets. Its peak FLOP/s stand in utils.PEAK_FLOPS."""
 
     kind: str  # as jax names it
-    memory: float  # bytes
+    memory: float  # bytes of it that a program may use
     bandwidth: float  # bytes/s of that memory
     link: float  # bytes/s of one link, one way
     clock: float = 0.0  # Hz, in which the TPU compiler counts cycles
@@ -32,10 +32,10 @@ class Chip(NamedTuple):
 
 GiB = 2**30
 CHIPS = {
-    "v4": Chip("TPU v4", 32 * GiB, 1228e9, 45e9, 1.05e9),
-    "v5e": Chip("TPU v5e", 16 * GiB, 819e9, 45e9, 1.5e9),
-    "v5p": Chip("TPU v5", 95 * GiB, 2765e9, 90e9, 1.75e9),
-    "v6e": Chip("TPU v6 lite", 32 * GiB, 1640e9, 90e9, 1.75e9),
+    "v4": Chip("TPU v4", 30.75 * GiB, 1228e9, 45e9, 1.05e9),
+    "v5e": Chip("TPU v5e", 15.75 * GiB, 819e9, 45e9, 1.5e9),
+    "v5p": Chip("TPU v5", 95.74 * GiB, 2765e9, 90e9, 1.75e9),
+    "v6e": Chip("TPU v6 lite", 31.25 * GiB, 1640e9, 90e9, 1.75e9),
     "A100": Chip("NVIDIA A100", 80e9, 2039e9, 300e9),
     "H100": Chip("NVIDIA H100", 80e9, 3350e9, 450e9),
     "H200": Chip("NVIDIA H200", 141e9, 4800e9, 450e9),
@@ -171,10 +171,24 @@ def head_cost(cfg):
     return 6 * tokens * m.padded_vocab * m.model_dimension * (1 + m.mtp_depth), min(tokens, 2048) * m.padded_vocab * 4
 
 
-def local_size(p, split):
-    """Elements of a parameter that one device stores."""
-    axes = [a for entry in p.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)]
-    return math.prod(p.shape) // math.prod(split[a] for a in axes), axes
+def local_shape(p, split):
+    """(shape of the part of a parameter that one device stores, axes that split it)."""
+    dims = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in p.spec]
+    shape = [n // math.prod(split[a] for a in axes) for n, axes in zip(p.shape, dims, strict=True)]
+    return shape, [a for axes in dims for a in axes]
+
+
+def tiled(shape, platform):
+    """Elements that an array takes: a TPU stores the two dims that it chooses in tiles of 8 x 128."""
+    if platform != "tpu" or len(shape) < 2:
+        return math.prod(shape)
+
+    def grown(minor, second):
+        rows = min(8, 1 << (shape[second] - 1).bit_length())
+        return math.ceil(shape[minor] / 128) * 128 / shape[minor] * math.ceil(shape[second] / rows) * rows / shape[second]
+
+    dims = range(len(shape))
+    return round(math.prod(shape) * min(grown(a, b) for a in dims for b in dims if a != b))
 
 
 def estimate(cfg, platform="tpu"):
@@ -204,8 +218,8 @@ def estimate(cfg, platform="tpu"):
     for name, part in model.param_table(cfg).items():
         layers, times = runs.get(name, (1, 1))
         for p in leaves(part):
-            local, axes = local_size(p, split)
-            stored += local
+            shape, axes = local_shape(p, split)
+            local, stored = math.prod(shape), stored + tiled(shape, platform)
             send("all-reduce", set(model.AXES) - set(axes), 4 * local)  # the gradient of what is stored in copies
             width = s.bytes if p.matrix else 4
             whole = local * math.prod(split[a] for a in p.gather[1]) if p.gather else local

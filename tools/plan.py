@@ -104,11 +104,13 @@ def compile_step(cfg, devices):
     try:
         step = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
-        said = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", str(e))
+        said = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm|"
+                         r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", str(e))  # fmt: skip
         if not said:
             raise
-        used, limit = (float(n) * 1024 ** (" KMGT".index(unit)) for n, unit in (said.groups()[:2], said.groups()[2:]))
-        raise TooLarge(used, limit) from None
+        used, used_unit, limit, limit_unit = (word for word in said.groups() if word)
+        raise TooLarge(*(float(n) * 1024 ** " KMGT".index(unit) for n, unit in ((used, used_unit), (limit, limit_unit)))) \
+            from None
     memory = step.memory_analysis()
     return Compiled(step.as_text(), memory.argument_size_in_bytes, memory.temp_size_in_bytes)
 

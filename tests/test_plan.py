@@ -1,0 +1,265 @@
+"""Planning: the formulas against what XLA compiles, the reader of its programs, and what --plan says."""
+
+import importlib.util
+import json
+import os
+from unittest import mock
+
+import jax
+import pytest
+from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
+
+import model
+import utils
+from tools import costs, hlo, plan
+
+tpu_compiler = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"')
+# from tiny to a few layers of DeepSeek-V3's kind: (mesh, flags of conftest's small model)
+CONFIGURATIONS = [
+    ((8, 1, 1), dict(fsdp="full")),
+    ((2, 2, 2), dict(remat="dots")),
+    ((1, 2, 4), dict(fsdp="full", remat="none", grad_step=2, train_batch_size=16)),
+    ((4, 2, 1), dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64)),
+]
+TPU_CONFIGURATIONS = [
+    ("v4:2x2x2", (2, 2, 2), dict(T=256, model_dimension=256, model_dtype="bfloat16")),
+    ("v5e:2x4", (4, 1, 2), dict(T=512, model_dimension=256, model_dtype="bfloat16", fsdp="full", latent_dim=64)),
+]
+
+
+def agree(e, compiled, mesh):
+    """Hold an `Estimate` to what was compiled, within the tolerances that the README states."""
+    c = hlo.analyse(compiled.text, dict(zip(model.AXES, mesh)))
+    assert e.weights + e.optimizer + e.batch == pytest.approx(compiled.arguments, rel=0.01)
+    assert e.flops - (e.scores if c.kernels else 0) == pytest.approx(c.flops, rel=0.03)
+    sent = {}
+    for (axes, _), (n_bytes, _, _) in e.sent.items():
+        sent[axes] = sent.get(axes, 0) + n_bytes
+    for axes in set(sent) | set(c.sent):
+        small = 0.001 * sum(c.sent.values())  # sums of a few numbers
+        assert sent.get(axes, 0) == pytest.approx(c.sent.get(axes, 0), rel=0.1, abs=small), axes
+    return c
+
+
+@pytest.mark.parametrize("mesh, flags", CONFIGURATIONS, ids=str)
+def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
+    cfg = small_config(mesh, **flags)
+    agree(costs.estimate(cfg, "cpu"), plan.compile_step(cfg, jax.devices()), mesh)
+
+
+def test_formulas_agree_with_xla_on_gpt2():
+    cfg = small_config((2, 2, 2), **SMALL_GPT2)
+    agree(costs.estimate(cfg, "cpu"), plan.compile_step(cfg, jax.devices()), (2, 2, 2))
+
+
+@pytest.fixture
+def no_device():
+    """The environment that --plan sets, for one test."""
+    with mock.patch.dict(os.environ):
+        utils.use_no_device()
+        yield
+
+
+@tpu_compiler
+@pytest.mark.parametrize("name, mesh, flags", TPU_CONFIGURATIONS, ids=str)
+def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
+    machine = plan.parse_machine(name)
+    cfg = small_config(mesh, **flags)
+    compiled = plan.compile_step(cfg, plan.slice_devices(machine))
+    c = agree(costs.estimate(cfg, "tpu"), compiled, mesh)
+    a = plan.answer(cfg, machine, compiled)
+    assert c.matmul_cycles > 0 and c.other_cycles > 0 and a.compiled and a.fits
+    assert a.memory["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
+
+
+# --- Reading programs ---------------------------------------------------------------------------------------------
+
+MESH = dict(dp=2, pp=3, tp=4)
+
+
+@pytest.mark.parametrize("attribute, axes, n", [
+    ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("tp",), 4),
+    ("replica_groups={{0,12},{1,13}}", ("dp",), 2),
+    ("replica_groups=[6,4]<=[24]", ("tp",), 4),
+    ("replica_groups=[12,2]<=[2,12]T(1,0)", ("dp",), 2),
+    ("replica_groups=[3,8]<=[2,3,4]T(1,0,2)", ("dp", "tp"), 8),
+    ("replica_groups=mesh['a'=2,'b'=3,'c'=4] {'b'}", ("pp",), 3),
+    ("replica_groups=mesh['a'=3,'b'=2,'c'=4], device_ids=([2,3,4]T(1,0,2)) {'b','c'}", ("dp", "tp"), 8),
+    ("source_target_pairs={{0,4},{4,8},{8,0}}", ("pp",), 2),
+    ("replica_groups={}", ("dp", "pp", "tp"), 24),
+])  # fmt: skip
+def test_axes_of_a_collective(attribute, axes, n):
+    op = hlo.Op("x", "f32[8]", "all-reduce", f"%y), channel_id=1, {attribute}, to_apply=%add")
+    assert hlo.group_axes(op, MESH) == (axes, n)
+
+
+@pytest.mark.parametrize("out, operands, rest, flops", [
+    ("f32[5,7]", ("f32[5,3]", "f32[3,7]"), "lhs_contracting_dims={1}, rhs_contracting_dims={0}", 2 * 5 * 3 * 7),
+    ("bf16[2,5,7]", ("bf16[2,5,3]", "bf16[2,7,3]"), "lhs_batch_dims={0}, lhs_contracting_dims={2}", 2 * 2 * 5 * 3 * 7),
+    # as the TPU compiler writes [8,512,128] x [128,6,64]: heads as a dim of the window, five sixths of it on padding
+    ("bf16[8,512,6,64]", ("bf16[8,512,128,1]", "bf16[128,6,64]"),
+     "window={size=1x6 pad=0_0x5_5 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f", None),
+    # and batched products: one place of the window for each member of the batch
+    ("f32[8,6,32,16]", ("bf16[8,32,6,24]", "bf16[8,16,6,24]"),
+     "window={size=8x6 stride=7x5 lhs_dilate=8x6}, dim_labels=0b1f_0o1i->01bf", 2 * 8 * 6 * 32 * 16 * 24),
+])  # fmt: skip
+def test_operations_of_a_product(out, operands, rest, flops):
+    if flops is None:  # b is 512 rows of 8 batches along a dim of the window of size 1
+        out, operands, flops = "bf16[8,512,6,64]", ("bf16[8,512,128,1]", "bf16[128,6,64,1]"), 2 * 8 * 512 * 6 * 64 * 128
+    kind = "convolution" if "window" in rest else "dot"
+    types = dict(zip(("a", "b"), operands))
+    assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}"), types) == flops
+
+
+def test_loops_multiply():
+    text = """HloModule step
+
+%body (p: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {
+  %p = (s32[], f32[4,4]) parameter(0)
+  %x = f32[4,4] get-tuple-element(%p), index=1
+  %g = f32[4,4] all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  %d = f32[4,4] dot(%g, %g), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], f32[4,4]) tuple(%x, %d)
+}
+
+%condition (p: (s32[], f32[4,4])) -> pred[] {
+  %p = (s32[], f32[4,4]) parameter(0)
+  %n = s32[] constant(5)
+  ROOT %less = pred[] compare(%p, %n), direction=LT
+}
+
+ENTRY %main (x: f32[4,4]) -> f32[4,4] {
+  %x = f32[4,4] parameter(0)
+  %w = (s32[], f32[4,4]) while(%x), condition=%condition, body=%body
+  ROOT %r = f32[4,4] get-tuple-element(%w), index=1
+}
+"""
+    c = hlo.analyse(text, dict(dp=2, pp=1, tp=1))
+    assert c.flops == 5 * 2 * 4**3
+    assert c.collectives == {(("dp",), "all-reduce"): [5 * 2 * 64 / 2, 5, 2]}
+
+
+# --- The answer ---------------------------------------------------------------------------------------------------
+
+TINY = ["--preset", "tiny"]
+
+
+def planned(*words, **flags):
+    """JSON of a plan made in this process, whose printed lines are not looked at."""
+    cfg, given = utils.parse([*TINY, *map(str, words), *flags_of(**flags)])
+    plan.main(cfg, given)
+    with open(cfg.plan.plan_json) as f:
+        return json.load(f)
+
+
+def test_a_plan_of_gpus(tmp_path, capsys):
+    a = planned(plan="gpu:8xH200", n_device_axis=(4, 2, 1), plan_json=tmp_path / "plan.json")
+    said = capsys.readouterr().out
+    assert a["devices"] == 8 and a["mesh"] == dict(dp=4, pp=2, tp=1) and not a["compiled"] and a["fits"]
+    assert a["tokens"] == 16 * 4 * 128 and a["bubble"] == pytest.approx(1 / 9)
+    assert a["seconds"]["step"] == pytest.approx(sum(t for part, t in a["seconds"].items() if part != "step"))
+    assert a["tokens_per_second"] == pytest.approx(a["tokens"] / a["seconds"]["step"])
+    assert a["hours"] == pytest.approx(280 * a["seconds"]["step"] / 3600) and a["chip_hours"] == 8 * a["hours"]
+    assert a["mfu"] == pytest.approx(a["flops"]["model"] / a["seconds"]["step"] / 989e12)
+    cfg = utils.preset("tiny")
+    assert a["parameters"]["total"] == model.count_params(utils.validate(cfg, 1))[0]
+    for word in ("parameters", "memory", "operations", "collectives", "tokens/s", "chip-hours", "bound by", "next"):
+        assert word in said
+
+
+def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
+    a = planned("--search", plan="gpu:4xA100", train_batch_size=16, plan_json=tmp_path / "plan.json")
+    said = capsys.readouterr().out
+    meshes = [tuple(row["mesh"].values()) for row in a["search"]]
+    assert set(meshes) == {(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)}
+    assert all(row["tokens"] == 64 * 128 for row in a["search"])
+    steps = [row["seconds"]["step"] for row in a["search"]]
+    assert steps == sorted(steps) and a["seconds"]["step"] == steps[0]
+    assert "links of" in said and "formulas" in said
+
+
+def test_what_does_not_fit_says_what_would(tmp_path, capsys):
+    flags = dict(preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, micro_batch_size=4, val_batch_size=4)
+    cfg, given = utils.parse(flags_of(**flags))
+    plan.main(cfg, given)
+    assert "does not fit: it needs" in (said := capsys.readouterr().out) and "--" in said.split("next")[1]
+
+
+def test_without_a_compiler_formulas_answer(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    a = planned(plan="v4:2x2x2", plan_json=tmp_path / "plan.json")
+    assert 'pip install "jax[tpu]"' in capsys.readouterr().out and a["devices"] == 8 and not a["compiled"]
+    with pytest.raises(utils.UserError, match="jax\\[tpu\\]"):
+        planned(plan="v4:2x2x2", plan_json=tmp_path / "plan.json", plan_dump=tmp_path)
+
+
+@pytest.mark.parametrize("name, n, slices, topology", [
+    ("v4:2x4x4", 32, 1, "v4:2x4x4"), ("v5e:4x8", 32, 1, "v5e:4x8"), ("2*v5p:2x2x1", 8, 2, "v5p:2x2x1"),
+    ("gpu:8xH200", 8, 1, ""),
+])  # fmt: skip
+def test_machines(name, n, slices, topology):
+    machine = plan.parse_machine(name)
+    assert (machine.n, machine.slices, machine.topology) == (n, slices, topology) and machine.chip.peak
+
+
+@pytest.mark.parametrize("name", ["v4", "v9:2x2", "v4:2x2", "v5e:2x2x2", "v4:2x0x2", "0*v4:2x2x1", "gpu:8xT4", "8xH200",
+                                  "gpu:0xH100", "v4:2x2x2x2", "v4:ax2x2"])  # fmt: skip
+def test_a_machine_that_is_none(name):
+    with pytest.raises(utils.UserError, match="such as"):
+        plan.parse_machine(name)
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--search"], "--plan"), (["--plan_dump", "x"], "--plan"),
+    (["--plan", "gpu:8xH200", "--n_device_axis", "3", "1", "1"], "--n_device_axis 3 1 1"),
+    (["--plan", "gpu:8xH200", "--n_devices", "4"], "--n_devices 4"),
+    (["--plan", "gpu:8xH200", "--plan_dump", "x"], "--plan_dump x"),
+    (["--plan", "v7:2x2"], "--plan v7:2x2"),
+    (["--plan", "gpu:8xH200", "--search", "--train_batch_size", "1", "--micro_batch_size", "1"], ""),
+])  # fmt: skip
+def test_mistakes_get_one_sentence(words, said):
+    ran = run_program(*words)
+    if said:
+        assert ran.returncode == 2 and said in ran.stderr, ran.stderr
+        assert len(ran.stderr.strip().splitlines()) == 1 and "simulates" not in ran.stderr
+    else:
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_a_plan_is_no_part_of_a_run():
+    cfg, _ = utils.parse(["--plan", "v4:2x2x1", "--search"])
+    assert cfg.plan.search and not {"plan", "search", "plan_json", "plan_dump"} & set(utils.flatten(cfg))
+    assert utils.replace(cfg, T=64).plan == cfg.plan
+
+
+@tpu_compiler
+def test_a_plan_by_the_tpu_compiler(tmp_path):
+    small = {k: v for k, v in SMALL.items() if k != "compilation_cache"} | dict(T=128, fsdp="hoist")
+    ran = run_program(*flags_of(preset="tiny", plan="v4:2x2x1", n_device_axis=(2, 2, 1), **small,
+                                plan_json=tmp_path / "a/plan.json", plan_dump=tmp_path / "dump"))  # fmt: skip
+    assert ran.returncode == 0 and "TPU v4" in ran.stdout, ran.stderr
+    a = json.loads((tmp_path / "a/plan.json").read_text())
+    c = hlo.analyse((tmp_path / "dump/step.hlo").read_text(), a["mesh"])
+    assert a["compiled"] and sum(row["bytes"] for row in a["collectives"]) == pytest.approx(sum(c.sent.values()))
+
+
+@tpu_compiler
+def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
+    words = flags_of(plan="v5e:2x2", n_device_axis=(4, 1, 1), remat="none", train_batch_size=64, micro_batch_size=1)
+    cfg, given = utils.parse(words)
+    plan.main(cfg, given)
+    assert "does not fit: it needs" in capsys.readouterr().out
+
+
+@tpu_compiler
+def test_a_slice_that_no_one_sells(no_device):
+    with pytest.raises(utils.UserError, match="knows no such slice"):
+        plan.slice_devices(plan.parse_machine("v4:2x3x64"))
+
+
+@tpu_compiler
+def test_several_slices_lie_along_dp(no_device):
+    cfg = utils.validate(utils.replace(utils.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
+    devices = plan.slice_devices(plan.parse_machine("2*v4:2x2x1"))
+    grid = plan.training.device_grid(cfg.run.n_device_axis, devices)
+    assert {d.slice_index for d in grid[:2].flat} != {d.slice_index for d in grid[2:].flat}
