@@ -254,7 +254,7 @@ def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
 @tpu_compiler
 def test_a_slice_that_no_one_sells(no_device):
     with pytest.raises(utils.UserError, match="knows no such slice"):
-        plan.slice_devices(plan.parse_machine("v4:2x3x64"))
+        plan.slice_devices(plan.parse_machine("v4:3x4x4"))
 
 
 @tpu_compiler

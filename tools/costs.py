@@ -6,13 +6,15 @@ routing by index, biases) costs memory bandwidth, not matrix products; `Estimate
 activations. tests/test_plan.py holds all of this to what XLA compiles.
 """
 
-import dataclasses
 import math
 from collections import defaultdict
 from typing import NamedTuple
 
+import numpy as np
+
 import model
 import utils
+from tools import hlo
 
 
 class Chip(NamedTuple):
@@ -22,6 +24,7 @@ class Chip(NamedTuple):
     memory: float  # bytes of it that a program may use
     bandwidth: float  # bytes/s of that memory
     link: float  # bytes/s of one link, one way
+    network: float = 0.0  # bytes/s that it sends to other TPU slices (jax-ml.github.io/scaling-book, chapter 2)
     clock: float = 0.0  # Hz, in which the TPU compiler counts cycles
 
     @property
@@ -32,10 +35,10 @@ class Chip(NamedTuple):
 
 GiB = 2**30
 CHIPS = {
-    "v4": Chip("TPU v4", 30.75 * GiB, 1228e9, 45e9, 1.05e9),
-    "v5e": Chip("TPU v5e", 15.75 * GiB, 819e9, 45e9, 1.5e9),
-    "v5p": Chip("TPU v5", 95.74 * GiB, 2765e9, 90e9, 1.75e9),
-    "v6e": Chip("TPU v6 lite", 31.25 * GiB, 1640e9, 90e9, 1.75e9),
+    "v4": Chip("TPU v4", 30.75 * GiB, 1228e9, 45e9, 6.25e9, 1.05e9),
+    "v5e": Chip("TPU v5e", 15.75 * GiB, 819e9, 45e9, 3.125e9, 1.5e9),
+    "v5p": Chip("TPU v5", 95.74 * GiB, 2765e9, 90e9, 6.25e9, 1.75e9),
+    "v6e": Chip("TPU v6 lite", 31.25 * GiB, 1640e9, 90e9, 12.5e9, 1.75e9),
     "A100": Chip("NVIDIA A100", 80e9, 2039e9, 300e9),
     "H100": Chip("NVIDIA H100", 80e9, 3350e9, 450e9),
     "H200": Chip("NVIDIA H200", 141e9, 4800e9, 450e9),
@@ -48,6 +51,8 @@ def link_seconds(chip, kind, n_bytes, n):
     A ring of more than two uses a link's both directions. An all-to-all goes s/4 hops on average along each side of a
     torus of side s; between GPUs one switch is all there is.
     """
+    if kind == hlo.ACROSS:
+        return n_bytes / chip.network
     if not chip.clock:
         return n_bytes / chip.link
     hops = 1.0
@@ -63,7 +68,8 @@ class Estimate(NamedTuple):
     flops: float  # of matrix products
     scores: float  # of these, attention's products of queries, keys and values
     sent: dict  # {(axes, kind): [bytes, collectives, devices that take part]}
-    passes: float  # bytes that what is not a matrix product reads and writes
+    operands: float  # bytes that matrix products read and write
+    passes: float  # bytes that everything else does
     weights: float  # bytes, float32
     optimizer: float  # bytes of AdamW's two moments
     batch: float  # bytes of tokens and targets
@@ -108,17 +114,19 @@ def layer_runs(cfg):
 
 
 class Layer(NamedTuple):
-    """A layer's forward pass of one microbatch on one device."""
+    """A layer's forward pass of one microbatch on one device: operations of matrix products, and what travels."""
 
-    projections: float  # floating-point operations of products with weights
-    scores: float  # of attention
+    projections: float  # products with weights
+    scores: float  # attention's products of queries, keys and values, forward
+    scores_backward: float
     experts: float  # of routed experts
     last: float  # of the product at its end, which recomputation has no need of
-    gathered: float  # channels per token that enter its tensor-parallel regions
-    scattered: float  # channels per token that leave them
+    gathered: float  # channels per token that are gathered over tp
+    scattered: float  # channels per token that are summed over tp
+    heads: float  # channels per token that are exchanged for tokens over tp
     to_experts: float  # bytes of the buckets that travel to other devices' experts, there alone
-    wide: float  # channels per token that it computes, split over tp
-    narrow: float  # and on the residual
+    kept: float  # channels per token that products with weights give, so that --remat dots keeps them
+    wide: float  # channels per token of all its intermediates
 
 
 def capacity(cfg, tokens):
@@ -127,41 +135,57 @@ def capacity(cfg, tokens):
     return min(tokens, math.ceil(m.capacity_factor * tokens * m.k / m.n_experts)) if m.capacity_factor else tokens
 
 
-def layer_cost(cfg, kind):
+def attention_share(m, platform):
+    """Share of T x T scores that the attention kernel computes."""
+    if m.attention == "xla":
+        return 1.0
+    if platform == "tpu" and m.attention == "auto" and m.T % 128 == 0 or m.attention == "splash":
+        return (1 + next(b for b in (512, 256, 128) if m.T % b == 0) / m.T) / 2
+    blocks = next(n for n in (8, 4, 2, 1) if m.T % n == 0 and (m.T // n >= 64 or n == 1))
+    return (1 + 1 / blocks) / 2
+
+
+def layer_cost(cfg, kind, platform):
     """`Layer` of a kind of layer; a product [a, b] x [b, c] takes 2abc operations. Attention after DeepSeek-V2,
     arXiv:2405.04434, section 2.1; feed-forward after arXiv:2002.05202; experts after arXiv:2006.16668, section 2.2."""
     m, s = cfg.model, sizes(cfg)
     D, H, K, V, R, Q, T = m.model_dimension, m.n_head / s.tp, m.head_dim, m.value_dim, m.latent_dim, m.q_latent, m.T
     tokens, local = s.B * T, s.B * T / s.tp
     rope = m.dhR if m.moe_rope or kind in ("dense", "first") else 0
-    branches = {"swiglu": 2, "gelu": 1}[m.activation]
+    branches, split_width = {"swiglu": 2, "gelu": 1}[m.activation], m.sequence_parallel == "megatron"
 
     if kind == "gpt2":
         projections, enter = 2 * tokens * D * 4 * H * K, D
     else:
-        down, enter = Q + R + rope, Q + R + rope + (0 if Q else D)
-        up = (Q or D) * H * (K + rope) + R * H * (K + V) + H * V * D
-        projections = 2 * local * D * down + 2 * tokens * up
-    scores = 2 * tokens * T * H * (K + rope + V)
-    wide, narrow = H * (2 * K + 2 * rope + 2 * V), 8 * D
+        enter = Q + R + rope + (0 if Q else D)
+        # what rotates queries, and copies the rotary key to every head, is a product too (model.project_queries)
+        up = (Q or D) * (K + 2 * rope) + (R + rope) * (K + rope) + R * V + V * D
+        projections = 2 * local * D * (Q + R + rope) + 2 * tokens * H * up
+    area = 2 * tokens * T * H * attention_share(m, platform)
+    forward, backward = K + rope + V, 2 * (K + rope + V)
+    if platform == "tpu" and m.attention in ("auto", "splash") and m.T % 128 == 0:
+        backward += 2 * (K + rope) + V  # each of the kernel's two backward passes computes the scores anew
+    heads = H * s.tp * (2 * K + 3 * rope + V)
+    kept = 2 * D + enter + heads
 
     def feed_forward(F):
-        return 2 * tokens * (branches + 1) * D * F / s.tp, 2 * tokens * D * F / s.tp, (branches + 1) * F / s.tp
+        return 2 * local * (branches + 1) * D * F, 2 * local * D * F, (branches + 1) * F
 
-    experts, travels = 0, 0
+    experts, travels, inside = 0, 0, 0
     if kind in ("moe", "mtp"):
         C, F = capacity(cfg, int(local)), m.expert_width
         projections += 2 * local * D * m.n_experts + (2 * local * 2 * D * D if kind == "mtp" else 0)
         experts = 2 * m.n_experts * C * (branches + 1) * D * F
-        shared, last, more = feed_forward(m.n_shared * F)
-        travels = m.n_experts * C * D * s.bytes if model.experts_are_split(cfg) else 0
-        wide += more + m.n_experts * C / tokens * ((branches + 1) * F + 2 * D)
-        projections, regions = projections + shared, 1 + bool(m.n_shared)
+        more, last, extra = feed_forward(m.n_shared * F)
+        travels = m.n_experts * C * D * s.bytes
+        inside = m.n_experts * C / local * ((branches + 1) * F + 2 * D)
     else:
-        regions = 2
         more, last, extra = feed_forward(m.ffn_width)
-        projections, wide = projections + more, wide + extra
-    return Layer(projections, scores, experts, last, enter + (regions - 1) * D, regions * D, travels, wide, narrow)
+    regions = split_width * D * bool(more)
+    kept += extra
+    wide = kept + inside + 4 * D + m.n_head * V  # norms, residuals, attention's output
+    return Layer(projections + more, area * forward, area * backward, experts, last, enter + regions,
+                 regions + split_width * D, 0 if split_width else m.n_head * V, travels, kept, wide)  # fmt: skip
 
 
 def head_cost(cfg):
@@ -191,85 +215,147 @@ def tiled(shape, platform):
     return round(math.prod(shape) * min(grown(a, b) for a in dims for b in dims if a != b))
 
 
-def estimate(cfg, platform="tpu"):
-    """`Estimate` of a validated Config."""
+def estimate(cfg, platform="tpu", slices=1, across="dp"):
+    """`Estimate` of a validated Config, on so many TPU slices joined by the axis `across`."""
     m, s = cfg.model, sizes(cfg)
     split, A = dict(zip(model.AXES, cfg.run.n_device_axis)), cfg.run.grad_step
-    runs, sent = layer_runs(cfg), defaultdict(lambda: [0.0, 0.0, 0])
+    runs, sent, recomputed = layer_runs(cfg), defaultdict(lambda: [0.0, 0.0, 0]), m.remat != "none"
 
-    def send(kind, axes, whole, times=1):
-        """A collective of arrays of `whole` bytes, all parts together, by rings: all-reduce is reduce-scatter and
-        all-gather (arXiv:1909.09756, section 3)."""
+    def send(kind, axes, whole, times=1, count=1, n=0, whole_tiles=True):
+        """Collectives, `times` times in a step `count` of them, together of arrays of `whole` bytes with all their parts,
+        among n devices (0: all along the axes), by rings: all-reduce is reduce-scatter and all-gather
+        (arXiv:1909.09756, section 3). The TPU compiler makes an all-reduce of a reduce-scatter over all devices, or
+        whose parts are not of whole tiles."""
         axes = tuple(a for a in model.AXES if a in axes and split[a] > 1)
-        n = math.prod(split[a] for a in axes)
-        if n == 1 or not times:
+        n = n or math.prod(split[a] for a in axes)
+        if n == 1 or not times * whole:
             return
-        if kind == "reduce-scatter" and n == cfg.run.n_devices and platform == "tpu":
-            kind = "all-reduce"  # what the TPU compiler makes of one over all devices of a slice
-        share = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
-        entry = sent[axes, kind]
-        entry[0] += A * times * whole * share
-        entry[1] += A * times
-        entry[2] = n
+        if kind == "reduce-scatter" and platform == "tpu" and (n == cfg.run.n_devices or not whole_tiles):
+            kind = "all-reduce"
+        steps = [(axes, kind, n, whole)]
+        if slices > 1 and across in axes:  # between slices what a slice's devices have not exchanged among themselves
+            if kind == "all-to-all":
+                steps = [((across,), hlo.ACROSS, slices, whole * (slices - 1) / slices)]
+            elif kind == "collective-permute":
+                steps += [((across,), hlo.ACROSS, slices, whole)]
+            else:
+                twice = 1 + (kind == "all-reduce")
+                inside = axes if split[across] > slices else tuple(a for a in axes if a != across)
+                steps = [(inside, kind, n // slices, whole),
+                         ((across,), hlo.ACROSS, slices, twice * whole / n * (slices - 1))]  # fmt: skip
+        for axes, kind, n, whole in steps:
+            share = {"collective-permute": 1, hlo.ACROSS: 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+            if share:
+                entry = sent[axes, kind]
+                entry[0] += times * whole * share
+                entry[1] += times * count
+                entry[2] = n
 
-    # Weights: ZeRO-3 (arXiv:1910.02054, section 5.3): gathered for the forward and again for the backward pass, and
-    # gradients reduce-scattered in float32. The forward gathers do not depend on the microbatch, and XLA runs them once.
-    stored, gathered_layer, gathered_top, held = 0, defaultdict(float), 0, 0
+    # Weights: ZeRO-3 (arXiv:1910.02054, section 5.3): gathered for the forward pass, again for the backward pass where it
+    # computes the forward pass anew, and gradients reduce-scattered in float32. XLA gathers once a step for the forward
+    # passes of all batches and microbatches, since weights do not depend on them.
+    stored, held, top, added = 0, 0, 0, 0
     for name, part in model.param_table(cfg).items():
         layers, times = runs.get(name, (1, 1))
+        once = name not in runs or m.fsdp != "full"
+        forth, back, count = (1, A, 1) if once else (1 + A * times * recomputed, A * times, layers)
         for p in leaves(part):
             shape, axes = local_shape(p, split)
-            local, stored = math.prod(shape), stored + tiled(shape, platform)
-            send("all-reduce", set(model.AXES) - set(axes), 4 * local)  # the gradient of what is stored in copies
+            whole, stored = math.prod(shape), stored + tiled(shape, platform)
             width = s.bytes if p.matrix else 4
-            whole = local * math.prod(split[a] for a in p.gather[1]) if p.gather else local
-            once = name not in runs or m.fsdp == "hoist"
-            if p.gather:
-                send("all-gather", p.gather[1], whole * width, 1 if once else 1 + times)
-                send("reduce-scatter", p.gather[1], whole * 4, 1 if once else times)
+            send("all-reduce", set(model.AXES) - set(axes), 4 * whole, A)  # the gradient of what is stored in copies
+            if p.expert and p.gather:  # slices of all experts for all slices of one
+                apart, together = expert_axes(m.n_experts, split)
+                for kind, over, n in (("all-to-all", apart, m.n_experts), ("all-gather", together, 0)):
+                    n = n or math.prod(split[a] for a in p.gather[1]) // m.n_experts
+                    whole *= 1 if kind == "all-to-all" else n
+                    send(kind, over, whole * width, forth, count, n)
+                    send({"all-gather": "reduce-scatter"}.get(kind, kind), over, whole * 4, back, count, n)
+            elif p.gather:
+                for axis in reversed(p.gather[1]):
+                    piece, whole = shape[p.gather[0]], whole * split[axis]
+                    shape[p.gather[0]] *= split[axis]
+                    # the rows of a tile are of one dim; stacked weights with a short one have none but short ones left
+                    lead = 2 if name == "dense" else 1
+                    short = once and name in runs and min(shape[lead:]) < 8 and max(shape[:lead]) < 8
+                    send("all-gather", (axis,), whole * width, forth, count)
+                    send("reduce-scatter", (axis,), whole * 4, back, count, whole_tiles=not short and piece % 8 == 0)
+            whole //= m.n_experts if p.expert else 1
             if name in runs:
-                gathered_layer[name] += whole / layers
-                held += whole * width
-            elif p.matrix:
-                gathered_top += whole
+                held += whole
+                added += whole * A * times
+            else:
+                top += whole
 
-    # Layers: tensor and sequence parallelism (arXiv:2205.05198, section 4.2.2), experts (arXiv:2006.16668, section 3.2)
-    flops, scores, pipelined, kept = 0, 0, 0, 0
-    recomputed = m.remat != "none"
+    # Layers: tensor and sequence parallelism (arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1),
+    # experts (arXiv:2006.16668, section 3.2). Every collective runs in the forward pass, again where that is
+    # recomputed, and its transpose in the backward pass.
+    flops, scores, pipelined, kept, touched, largest = 0, 0, 0, 0, 0, 0
     for kind, (layers, times) in runs.items():
-        c, n = layer_cost(cfg, kind), layers * times
+        c, n = layer_cost(cfg, kind, platform), A * layers * times
         again = {"none": 0, "dots": c.scores + c.experts, "full": c.projections + c.scores + c.experts - c.last}[m.remat]
-        layer = n * (3 * (c.projections + c.scores + c.experts) + again)
-        flops, scores = flops + layer, scores + n * c.scores * (3 + recomputed)
+        layer = n * (3 * (c.projections + c.experts) + c.scores + c.scores_backward + again)
+        flops, scores = flops + layer, scores + n * (c.scores * (1 + recomputed) + c.scores_backward)
         pipelined += layer if times == s.ticks else 0
-        channel = s.B * s.T * s.bytes
-        leave, D = c.scattered, m.model_dimension
+        channel, last = s.B * s.T * s.bytes, m.model_dimension if c.scattered else 0
         send("all-gather", ("tp",), channel * c.gathered, n * (1 + recomputed))
         send("reduce-scatter", ("tp",), channel * c.gathered, n)
-        send("reduce-scatter", ("tp",), channel * leave, n)
-        send("reduce-scatter", ("tp",), channel * (leave - D), n * recomputed)
-        send("all-gather", ("tp",), channel * leave, n)
-        send("all-to-all", ("dp", "tp"), c.to_experts, 2 * n * (2 + recomputed))
-        kept += n * s.B * s.T / s.tp * m.model_dimension * s.bytes
+        send("reduce-scatter", ("tp",), channel * c.scattered, n)
+        send("reduce-scatter", ("tp",), channel * (c.scattered - last), n * recomputed)
+        send("all-gather", ("tp",), channel * c.scattered, n)
+        send("all-to-all", ("tp",), channel * c.heads / s.tp, n * (2 + recomputed))
+        if c.to_experts:
+            spread = min(m.n_experts, s.dp * s.tp)
+            send("all-to-all", expert_axes(m.n_experts, split)[0], c.to_experts, n * 2 * (2 + recomputed), 1, spread)
+        own = s.B * s.T / s.tp * s.bytes
+        keep = {"none": KEPT * c.wide, "dots": c.kept + m.model_dimension, "full": m.model_dimension}[m.remat]
+        kept, largest, touched = kept + layers * times * own * keep, max(largest, own * c.wide), touched + n * own * c.wide
     head, logits = head_cost(cfg)
-    flops += head
+    flops += A * head
 
     # Pipeline: a tick's activations go to the next stage and their gradients back; inputs and outputs are shared out
     residual = s.B * s.T / s.tp * m.model_dimension * s.bytes
-    send("collective-permute", ("pp",), residual, 2 * s.ticks)
+    send("collective-permute", ("pp",), residual, A * 2 * s.ticks)
     for kind in ("all-gather", "reduce-scatter"):
-        send(kind, ("pp",), cfg.data.micro_batch_size * residual, 2)
+        send(kind, ("pp",), cfg.data.micro_batch_size * residual, A * 2)
 
-    return Estimate(A * flops, A * scores, dict(sent), 0, 4 * stored, 8 * stored, 8 * A * s.own * s.B * s.T / s.tp, kept,
-                    0, (s.pp - 1) / s.ticks, pipelined / flops)  # fmt: skip
+    # Memory: what the forward pass of all ticks leaves for the backward pass; gathered weights and, unless they are
+    # gathered anew, their gradients in float32; the head's weights, gradients and logits; one layer's intermediates.
+    gradients = 0 if m.fsdp == "full" else GRADIENTS * held
+    workspace = held * s.bytes + gradients + 4 * stored + LOGITS * logits
+    all_logits = head / (1 + m.mtp_depth) / 6 / m.model_dimension * 4
+    operands = OPERANDS * touched
+    passes = PASSES * touched + STACKED * A * kept + ADDED * added + MOVED * held + 8 * A * all_logits
+    return Estimate(flops, scores, dict(sent), operands, passes, 4 * stored, 8 * stored, 8 * A * s.own * s.B * s.T / s.tp,
+                    kept, workspace, (s.pp - 1) / s.ticks, pipelined / flops)  # fmt: skip
 
 
-MATMUL = 0.4  # share of the peak that matrix products reach, as the TPU compiler estimates it
+# Fitted to what the TPU compiler says of moe1b, gpt2-124m, moonlight-16b and deepseek-v3-671b
+KEPT = 1.7  # channels that --remat none keeps, per channel of a layer's intermediates
+GRADIENTS = 8.0  # bytes per gathered weight
+LOGITS = 1.2
+OPERANDS = 6.3
+PASSES = 3.5
+STACKED = 22.0
+ADDED = 89.0
+MOVED = 116.0
 
 
 def compute_seconds(e, chip):
-    """{part: seconds} of an `Estimate` on a chip, without its links."""
-    return {"matrix products": e.flops / chip.peak / MATMUL, "memory": e.passes / chip.bandwidth}
+    """{part: seconds} of an `Estimate` on a chip, without its links: matrix products at its peak, attention's kernels at
+    half of it, and memory at its bandwidth."""
+    return {"matrix products": (e.flops + e.scores) / chip.peak + e.operands / chip.bandwidth,
+            "memory": e.passes / chip.bandwidth}  # fmt: skip
+
+
+def expert_axes(E, split):
+    """Axes along which the devices differ that hold different experts, and those that hold the same one; see
+    model.expert_groups."""
+    at = np.arange(split["dp"] * split["tp"])
+    r = max(1, len(at) // E)
+    at, groups = np.stack([at // split["tp"], at % split["tp"]]), at.reshape(-1, r)
+    return [tuple(a for a, n in zip(model.SPREAD["moe"], (at[:, g] != at[:, g[0]][:, None]).any(1)) if n)
+            for g in (groups[:, 0], groups[0])]  # fmt: skip
 
 
 def leaves(part):

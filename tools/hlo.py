@@ -14,8 +14,10 @@ import numpy as np
 
 DTYPE_BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8)
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+ACROSS = "across slices"
 OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{?%?([\w.\-]+)")
+UNKNOWN = 2**62  # cycles; the compiler writes 2^63 - 1 where it has no estimate
 SHAPE = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
 
 
@@ -30,8 +32,7 @@ class Cost(NamedTuple):
     """Of one step on one device."""
 
     flops: float  # of matrix products
-    kernels: dict  # name of a custom kernel: times that it runs
-    kernel_flops: float  # theirs
+    kernels: dict  # {name: times that it runs} of custom kernels, whose operations the program does not tell
     matmul_cycles: float  # the compiler's estimate for operations that hold a matrix product
     other_cycles: float  # and for all others, which memory bandwidth bounds
     sent: dict  # {axes: bytes}: axes such as ("dp", "tp"), over which one collective runs
@@ -142,14 +143,10 @@ def matmul_flops(op, types):
     return 2 * valid * out[result.index("b")] * out[result.index("f")] * rhs[right.index("i")]
 
 
-def kernel_flops(op, types):
-    """Of a Pallas kernel: as it says itself, else 0."""
-    said = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', op.rest)
-    return int(said[1]) if said else 0
-
-
-def analyse(text, mesh):
-    """`Cost` of the optimised HLO `text` of a program on a {axis: size} mesh."""
+def analyse(text, mesh, slices=1, across="dp"):
+    """`Cost` of the optimised HLO `text` of a program on a {axis: size} mesh of so many TPU slices, which the axis
+    `across` joins. What travels between slices, in "send"s to their hosts, counts as kind "across slices"."""
+    mesh = mesh | {across: mesh[across] // slices}  # each slice numbers its own devices
     comps = computations(text)
     kernels, collectives, total = defaultdict(int), {}, defaultdict(float)
 
@@ -163,6 +160,11 @@ def analyse(text, mesh):
                 axes, n = group_axes(op, mesh)
                 entry = collectives.setdefault((axes, kind), [0, 0, n])
                 entry[0] += sent_bytes(op, n) * times
+                entry[1] += times
+            elif kind == "send" and "megascale" in op.rest:
+                entry = collectives.setdefault(((across,), ACROSS), [0, 0, slices])
+                share = slices - 1 if "ALL_TO_ALL" not in op.rest else (slices - 1) / slices
+                entry[0] += max(size(s) for s in shapes(op.type)) * share * times
                 entry[1] += times
             elif kind in ("dot", "convolution"):
                 types = types or {o.name: o.type for o in ops}
@@ -178,13 +180,9 @@ def analyse(text, mesh):
                 for callee in re.findall(r"[\w.\-]+", branches[1]) if branches else either or CALLED.findall(op.rest):
                     own += visit(callee, times)
             elif kind == "custom-call" and "tpu_custom_call" in op.rest:
-                types = types or {o.name: o.type for o in ops}
-                name = re.search(r'op_name="[^"]*?([\w.\-]+)(?:/pallas_call)?"', op.rest)
-                kernels[name[1] if name else "kernel"] += times
-                own = kernel_flops(op, types)
-                total["kernel_flops"] += own * times
+                kernels[re.sub(r"[.\d]+$", "", op.name)] += times
             cycles = re.search(r'"estimated_cycles":"(\d+)"', op.rest)
-            if scheduled and cycles:
+            if scheduled and cycles and int(cycles[1]) < UNKNOWN:
                 total["matmul_cycles" if own else "other_cycles"] += int(cycles[1]) * times
             flops += own
         return flops
@@ -193,5 +191,5 @@ def analyse(text, mesh):
     sent = defaultdict(float)
     for (axes, _), (n_bytes, _, _) in collectives.items():
         sent[axes] += n_bytes
-    return Cost(total["flops"], dict(kernels), total["kernel_flops"], total["matmul_cycles"], total["other_cycles"],
+    return Cost(total["flops"], dict(kernels), total["matmul_cycles"], total["other_cycles"],
                 dict(sent), collectives)  # fmt: skip

@@ -68,7 +68,7 @@ def slice_devices(machine):
     """The devices of a TPU slice (or of several), which exist for the compiler alone. Raises UserError where there is no
     such slice."""
     dims = [int(n) for n in machine.topology.split(":")[1].split("x")]
-    host = [2 if n % 2 == 0 else 1 for n in dims[:2]] + [1]  # chips of a host along each side
+    host = [min(2, n) for n in dims[:2]] + [1]  # chips of a host along each side
     options = dict(chips_per_host_bounds=host, num_slices=machine.slices)
     if len(dims) == 3:
         options["chip_config_name"] = "megacore"  # a chip's two cores are one device, as on Cloud TPU
@@ -83,7 +83,7 @@ class Compiled(NamedTuple):
 
     text: str  # its optimised HLO
     arguments: int  # bytes
-    temporaries: int  # bytes
+    temporaries: int  # bytes, of those that are held at the same time where they are most
 
 
 class TooLarge(Exception):
@@ -112,7 +112,8 @@ def compile_step(cfg, devices):
         raise TooLarge(*(float(n) * 1024 ** " KMGT".index(unit) for n, unit in ((used, used_unit), (limit, limit_unit)))) \
             from None
     memory = step.memory_analysis()
-    return Compiled(step.as_text(), memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+    arguments = memory.argument_size_in_bytes  # temp_size_in_bytes counts more than stands in memory at any time
+    return Compiled(step.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
 
 
 # --- The answer ---------------------------------------------------------------------------------------------------
@@ -144,19 +145,23 @@ class Answer(NamedTuple):
         return self.memory["total"] <= self.memory["limit"]
 
 
-SEARCHED = ("n_device_axis", "train_batch_size", "micro_batch_size", "grad_step", "remat", "fsdp")
+WAYS = ("remat", "fsdp", "sequence_parallel")  # flags of a few words that change how a step is computed, not what
+SEARCHED = ("n_device_axis", "train_batch_size", "micro_batch_size", "grad_step", *WAYS)
 
 
 def answer(cfg, machine, compiled=None, too_large=None):
     """`Answer` for a validated Config, from the compiler where it was asked, else from formulas."""
-    e, chip, mesh = costs.estimate(cfg), machine.chip, dict(zip(model.AXES, cfg.run.n_device_axis))
+    chip, mesh = machine.chip, dict(zip(model.AXES, cfg.run.n_device_axis))
+    # where main.device_grid lays several slices
+    between = dict(slices=machine.slices, across="dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp")
+    e = costs.estimate(cfg, "tpu" if machine.topology else "gpu", **between)
     memory = dict(weights=e.weights, optimizer=e.optimizer, batch=e.batch, activations=e.activations,
                   temporaries=e.workspace)  # fmt: skip
     seconds, flops, collectives = costs.compute_seconds(e, chip), e.flops, e.sent
     if too_large:
         memory["temporaries"] = too_large.used - sum(memory.values()) + e.workspace
     if compiled:
-        c = hlo.analyse(compiled.text, mesh)
+        c = hlo.analyse(compiled.text, mesh, **between)
         memory["temporaries"] = compiled.arguments + compiled.temporaries - sum(memory.values()) + e.workspace
         flops, collectives = c.flops + (e.scores if c.kernels else 0), c.collectives
         kernels = e.scores * 2 / chip.peak if c.kernels else 0  # the compiler does not estimate them: at half the peak
@@ -166,7 +171,7 @@ def answer(cfg, machine, compiled=None, too_large=None):
                  seconds=costs.link_seconds(chip, kind, n_bytes, n))
             for (axes, kind), (n_bytes, times, n) in sorted(collectives.items())]  # fmt: skip
     for row in rows:
-        name = "links of " + "+".join(row["axes"])
+        name = ("network of " if row["kind"] == hlo.ACROSS else "links of ") + "+".join(row["axes"])
         seconds[name] = seconds.get(name, 0) + row["seconds"]
     step = sum(seconds.values())
     tokens = math.prod(training.batch_shape(cfg))
@@ -244,21 +249,22 @@ def fitted(cfg, n, **flags):
         return None
 
 
-def variants(cfg, machine):
-    """Every configuration that --search considers: meshes, microbatches, remat and fsdp, for the same global batch."""
-    n = machine.n
+def meshes(cfg, n):
+    """The shapes (dp, pp, tp) of n devices that the model can be spread over."""
     for pp in divisors(math.gcd(cfg.model.blocks, n)):
         for tp in divisors(n // pp):
-            mesh = n // pp // tp, pp, tp
-            largest = fitted(cfg, n, n_device_axis=mesh, micro_batch_size=pp)
-            if largest is None:
-                continue
-            for micro, remat, fsdp in itertools.product(
-                divisors(largest.data.train_batch_size), choices("remat"), choices("fsdp")
-            ):
-                new = fitted(cfg, n, n_device_axis=mesh, micro_batch_size=micro, remat=remat, fsdp=fsdp)
-                if new:
-                    yield new
+            yield n // pp // tp, pp, tp
+
+
+def variants(cfg, n):
+    """Every configuration that --search considers: meshes, microbatches and ways, for the same global batch."""
+    total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
+    for mesh in meshes(cfg, n):
+        ways = [choices(flag) if flag != "sequence_parallel" or mesh[2] > 1 else [vars(cfg.model)[flag]] for flag in WAYS]
+        for micro, *values in itertools.product(divisors(max(1, total // mesh[0])), *ways):
+            flags = dict(zip(WAYS, values), n_device_axis=mesh, micro_batch_size=micro)
+            if new := fitted(cfg, n, **flags):
+                yield new
 
 
 def changed(old, new):
@@ -271,11 +277,10 @@ def changed(old, new):
 def advise(cfg, machine, a):
     """One sentence: the flag that would help most by the formulas, or what would make the step fit."""
     d, r = cfg.data, cfg.run
-    steps = [dict(remat=v) for v in choices("remat")] + [dict(fsdp=v) for v in choices("fsdp")]
-    steps += [dict(micro_batch_size=v) for v in (d.micro_batch_size // 2, d.micro_batch_size * 2) if v]
-    steps += [dict(grad_step=v) for v in (r.grad_step // 2, r.grad_step * 2) if v]
-    steps += [dict(n_device_axis=v.run.n_device_axis) for v in variants(cfg, machine)
-              if v.data.micro_batch_size == d.micro_batch_size]  # fmt: skip
+    steps = [{flag: value} for flag in WAYS for value in choices(flag)]
+    steps += [dict(micro_batch_size=v) for v in divisors(d.train_batch_size)]
+    steps += [dict(grad_step=v) for v in divisors(d.train_batch_size * r.grad_step)]
+    steps += [dict(n_device_axis=mesh) for mesh in meshes(cfg, machine.n)]
     now, spare = answer(cfg, machine), a.memory["limit"] - a.memory["total"]
     best, gain = None, (0.02 * now.seconds["step"] if a.fits else -math.inf)
     for flags in steps:
@@ -297,11 +302,11 @@ def advise(cfg, machine, a):
 
 
 def search(cfg, machine, devices):
-    """[(Config, Answer, remark)] of the best configuration of every mesh, the fastest first: formulas rank all of them,
+    """[(Config, Answer)] of the best configuration of every mesh, the fastest first: formulas rank all of them,
     the compiler, if it is there, checks the best."""
     best = {}
     tried = 0
-    for new in variants(cfg, machine):
+    for new in variants(cfg, machine.n):
         tried += 1
         a, mesh = answer(new, machine), new.run.n_device_axis
         if mesh not in best or rank(a) < rank(best[mesh][1]):
@@ -327,11 +332,12 @@ def rank(a):
 def table(found):
     """The answers of `search` as lines; each but the first with the part of its step that makes it lose."""
     first = found[0][1]
-    lines = [f"{'dp':>4} {'pp':>3} {'tp':>3} {'micro':>6} {'remat':>6} {'fsdp':>6} {'step s':>8} {'MFU':>6} {'GiB':>6}  by"]
+    lines = [f"{'dp':>4} {'pp':>3} {'tp':>3} {'micro':>6} {'remat':>6} {'fsdp':>6} {'sequences':>9} {'step s':>8} {'MFU':>6} "
+             f"{'GiB':>6}  {'by':<9} why not"]  # fmt: skip
     for _, a in found[:LISTED]:
         why = ""
         if not a.fits:
-            why = f"needs {giga(a.memory['total'] - a.memory['limit'])} more than there is"
+            why = f"does not fit: {giga(a.memory['total'] - a.memory['limit'])} more than there is"
         elif a is not first:
             parts = set(a.seconds) | set(first.seconds) - {"step"}
             more = {name: a.seconds.get(name, 0) - first.seconds.get(name, 0) for name in parts - {"step"}}
@@ -339,7 +345,7 @@ def table(found):
             why = f"{most} +{more[most]:.3f} s" if more[most] > 0 else ""
         f = a.flags
         lines.append(f"{a.mesh['dp']:>4} {a.mesh['pp']:>3} {a.mesh['tp']:>3} {f['micro_batch_size']:>6} {f['remat']:>6} "
-                     f"{f['fsdp']:>6} {a.seconds['step']:>8.3f} {a.mfu:>6.1%} {a.memory['total'] / 2**30:>6.1f}  "
+                     f"{f['fsdp']:>6} {f['sequence_parallel']:>9} {a.seconds['step']:>8.3f} {a.mfu:>6.1%} {a.memory['total'] / 2**30:>6.1f}  "
                      f"{'compiler' if a.compiled else 'formulas':<9} {why}")  # fmt: skip
     return lines
 
