@@ -188,11 +188,68 @@ def layer_cost(cfg, kind, platform):
                  regions + split_width * D, 0 if split_width else m.n_head * V, travels, kept, wide)  # fmt: skip
 
 
-def head_cost(cfg):
-    """(operations of logits and their two gradients, bytes of the logits that a device holds at once)."""
+def head_cost(cfg, platform):
+    """(operations of all logits and their two gradients, numbers of logits in all, bytes of those held at once)."""
     m, s = cfg.model, sizes(cfg)
     tokens = s.own * s.B * s.T / s.tp
-    return 6 * tokens * m.padded_vocab * m.model_dimension * (1 + m.mtp_depth), min(tokens, 2048) * m.padded_vocab * 4
+    logits, held = tokens * m.padded_vocab * (1 + m.mtp_depth), min(tokens, model.LOSS_CHUNK[platform]) * m.padded_vocab
+    return 6 * logits * m.model_dimension, logits, 4 * held
+
+
+# --- What travels -------------------------------------------------------------------------------------------------
+
+
+class Traffic:
+    """Collects the collectives of a step in `sent`, as `Estimate` has it."""
+
+    def __init__(self, cfg, platform, slices, across):
+        self.split = dict(zip(model.AXES, cfg.run.n_device_axis))
+        self.devices, self.platform, self.slices, self.across = cfg.run.n_devices, platform, slices, across
+        self.sent = defaultdict(lambda: [0.0, 0.0, 0])
+
+    def send(self, kind, axes, whole, times=1, count=1, n=0, whole_tiles=True):
+        """Collectives, `times` times in a step `count` of them, together of arrays of `whole` bytes with all their
+        parts, among n devices (0: all along the axes), by rings: all-reduce is reduce-scatter and all-gather
+        (arXiv:1909.09756, section 3). The TPU compiler makes an all-reduce of a reduce-scatter over all devices, or
+        whose parts are not of whole tiles."""
+        axes = tuple(a for a in model.AXES if a in axes and self.split[a] > 1)
+        n = n or math.prod(self.split[a] for a in axes)
+        if n == 1 or not times * whole:
+            return
+        if kind == "reduce-scatter" and self.platform == "tpu" and (n == self.devices or not whole_tiles):
+            kind = "all-reduce"
+        if self.slices > 1 and self.across in axes:
+            axes, n, whole = self.send_across(kind, axes, n, whole, times, count)
+        share = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+        self.add(axes, kind, n, whole * share, times, count)
+
+    def send_across(self, kind, axes, n, whole, times, count):
+        """What such a collective moves between slices; returns its axes, devices and bytes inside one."""
+        inside = axes if self.split[self.across] > self.slices else tuple(a for a in axes if a != self.across)
+        most = {"all-to-all": whole * (self.slices - 1) / self.slices, "collective-permute": whole}
+        rest = whole / n * (self.slices - 1) * (1 + (kind == "all-reduce"))  # each device's part to every other slice
+        self.add((self.across,), hlo.ACROSS, self.slices, most.get(kind, rest), times, count)
+        return inside, n // self.slices, 0 if kind == "all-to-all" else whole
+
+    def add(self, axes, kind, n, n_bytes, times, count):
+        if n_bytes:
+            entry = self.sent[axes, kind]
+            entry[0] += times * n_bytes
+            entry[1] += times * count
+            entry[2] = n
+
+
+def expert_axes(E, split):
+    """Axes along which the devices differ that hold different experts, and those that hold the same one; see
+    model.expert_groups."""
+    at = np.arange(split["dp"] * split["tp"])
+    r = max(1, len(at) // E)
+    at, groups = np.stack([at // split["tp"], at % split["tp"]]), at.reshape(-1, r)
+    return [tuple(a for a, n in zip(model.SPREAD["moe"], (at[:, g] != at[:, g[0]][:, None]).any(1)) if n)
+            for g in (groups[:, 0], groups[0])]  # fmt: skip
+
+
+# --- Weights ------------------------------------------------------------------------------------------------------
 
 
 def local_shape(p, split):
@@ -207,157 +264,129 @@ def tiled(shape, platform):
     if platform != "tpu" or len(shape) < 2:
         return math.prod(shape)
 
-    def grown(minor, second):
-        rows = min(8, 1 << (shape[second] - 1).bit_length())
-        return math.ceil(shape[minor] / 128) * 128 / shape[minor] * math.ceil(shape[second] / rows) * rows / shape[second]
+    def grown(n, to):
+        return math.ceil(n / to) * to / n
+
+    def tile(minor, second):
+        return grown(shape[minor], 128) * grown(shape[second], min(8, 1 << (shape[second] - 1).bit_length()))
 
     dims = range(len(shape))
-    return round(math.prod(shape) * min(grown(a, b) for a in dims for b in dims if a != b))
+    return round(math.prod(shape) * min(tile(a, b) for a in dims for b in dims if a != b))
+
+
+def weights_cost(cfg, traffic):
+    """(elements stored, elements of layers' weights when gathered, those times the runs that give them a gradient).
+
+    ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass, and
+    again where the backward pass computes that anew; else once a step, since XLA takes out of a loop what does not
+    depend on it. Gradients are reduce-scattered in float32.
+    """
+    m, s, split, A = cfg.model, sizes(cfg), traffic.split, cfg.run.grad_step
+    stored, held, added, runs = 0, 0, 0, layer_runs(cfg)
+    for name, part in model.param_table(cfg).items():
+        layers, times = runs.get(name, (1, 1))
+        once = name not in runs or m.fsdp != "full"
+        forth, back, count = (1, A, 1) if once else (A * times * (1 + (m.remat != "none")), A * times, layers)
+        for p in model.jax.tree.leaves(part, is_leaf=model.is_param):
+            shape, axes = local_shape(p, split)
+            whole, stored = math.prod(shape), stored + tiled(shape, traffic.platform)
+            width = s.bytes if p.matrix else 4
+            traffic.send("all-reduce", set(model.AXES) - set(axes), 4 * whole, A)  # of what is stored in copies
+            if p.expert and p.gather:  # slices of all experts are exchanged for slices of one, and these gathered
+                (apart, together), n = expert_axes(m.n_experts, split), m.n_experts
+                traffic.send("all-to-all", apart, whole * width, forth, count, n)
+                traffic.send("all-to-all", apart, whole * 4, back, count, n)
+                n = math.prod(split[a] for a in p.gather[1]) // n
+                whole *= n
+                traffic.send("all-gather", together, whole * width, forth, count, n)
+                traffic.send("reduce-scatter", together, whole * 4, back, count, n)
+            elif p.gather:
+                lead = 2 if name == "dense" else 1  # dims of the stack
+                # a tile's rows are of one dim: a stack of few layers of weights with a short dim has none long enough
+                short = once and name in runs and min(shape[lead:]) < 8 and max(shape[:lead]) < 8
+                for axis in reversed(p.gather[1]):
+                    tiles = not short and shape[p.gather[0]] % 8 == 0
+                    shape[p.gather[0]] *= split[axis]
+                    whole *= split[axis]
+                    traffic.send("all-gather", (axis,), whole * width, forth, count)
+                    traffic.send("reduce-scatter", (axis,), whole * 4, back, count, whole_tiles=tiles)
+            if name in runs:
+                held += whole
+                added += whole * A * times
+    return stored, held, added
+
+
+# --- The step -----------------------------------------------------------------------------------------------------
+
+
+def layers_cost(cfg, platform, traffic):
+    """(operations of all layers, of these in attention, of these in the pipeline's ticks; bytes that the forward passes
+    of a batch leave for the backward passes; bytes of all layers' intermediates).
+
+    Tensor and sequence parallelism (arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1) and experts
+    (arXiv:2006.16668, section 3.2): every collective runs in the forward pass, again where that is recomputed, and its
+    transpose in the backward pass.
+    """
+    m, s, again = cfg.model, sizes(cfg), cfg.model.remat != "none"
+    flops, scores, pipelined, kept, touched = 0, 0, 0, 0, 0
+    channel, residual = s.B * s.T * s.bytes, m.model_dimension
+    for kind, (layers, times) in layer_runs(cfg).items():
+        c, n = layer_cost(cfg, kind, platform), cfg.run.grad_step * layers * times
+        recomputed = {"none": 0, "dots": c.scores + c.experts, "full": c.projections + c.scores + c.experts - c.last}
+        layer = n * (3 * (c.projections + c.experts) + c.scores + c.scores_backward + recomputed[m.remat])
+        flops, scores = flops + layer, scores + n * (c.scores * (1 + again) + c.scores_backward)
+        pipelined += layer if times == s.ticks else 0
+        last = residual if c.scattered else 0  # which recomputation has no need of
+        traffic.send("all-gather", ("tp",), channel * c.gathered, n * (1 + again))
+        traffic.send("reduce-scatter", ("tp",), channel * c.gathered, n)
+        traffic.send("reduce-scatter", ("tp",), channel * c.scattered, n)
+        traffic.send("reduce-scatter", ("tp",), channel * (c.scattered - last), n * again)
+        traffic.send("all-gather", ("tp",), channel * c.scattered, n)
+        traffic.send("all-to-all", ("tp",), channel * c.heads / s.tp, n * (2 + again))
+        if c.to_experts:
+            apart, spread = expert_axes(m.n_experts, traffic.split)[0], min(m.n_experts, s.dp * s.tp)
+            traffic.send("all-to-all", apart, c.to_experts, n * 2 * (2 + again), 1, spread)
+        keep = {"none": KEPT * c.wide, "dots": c.kept + residual, "full": residual}[m.remat]
+        kept, touched = kept + layers * times * channel / s.tp * keep, touched + n * channel / s.tp * c.wide
+    return flops, scores, pipelined, kept, touched
+
+
+# Fitted to what the TPU compiler says of moe1b, gpt2-124m, moonlight-16b and deepseek-v3-671b in the README's
+# configurations; the bytes of the first two take memory, those of the others time.
+KEPT = 1.7  # channels that --remat none keeps, per channel of a layer's intermediates
+GRADIENTS = 8.0  # bytes per gathered weight
+LOGITS = 1.2  # copies of the logits that are held at once
+OPERANDS = 6.3  # reads and writes of intermediates by matrix products, in forward and backward passes
+PASSES = 3.5  # and by all else
+STACKED = 22.0  # reads and writes of what is kept for the backward pass
+ADDED = 89.0  # bytes per gathered weight and gradient that it receives
+MOVED = 116.0  # bytes per gathered weight
 
 
 def estimate(cfg, platform="tpu", slices=1, across="dp"):
     """`Estimate` of a validated Config, on so many TPU slices joined by the axis `across`."""
-    m, s = cfg.model, sizes(cfg)
-    split, A = dict(zip(model.AXES, cfg.run.n_device_axis)), cfg.run.grad_step
-    runs, sent, recomputed = layer_runs(cfg), defaultdict(lambda: [0.0, 0.0, 0]), m.remat != "none"
-
-    def send(kind, axes, whole, times=1, count=1, n=0, whole_tiles=True):
-        """Collectives, `times` times in a step `count` of them, together of arrays of `whole` bytes with all their parts,
-        among n devices (0: all along the axes), by rings: all-reduce is reduce-scatter and all-gather
-        (arXiv:1909.09756, section 3). The TPU compiler makes an all-reduce of a reduce-scatter over all devices, or
-        whose parts are not of whole tiles."""
-        axes = tuple(a for a in model.AXES if a in axes and split[a] > 1)
-        n = n or math.prod(split[a] for a in axes)
-        if n == 1 or not times * whole:
-            return
-        if kind == "reduce-scatter" and platform == "tpu" and (n == cfg.run.n_devices or not whole_tiles):
-            kind = "all-reduce"
-        steps = [(axes, kind, n, whole)]
-        if slices > 1 and across in axes:  # between slices what a slice's devices have not exchanged among themselves
-            if kind == "all-to-all":
-                steps = [((across,), hlo.ACROSS, slices, whole * (slices - 1) / slices)]
-            elif kind == "collective-permute":
-                steps += [((across,), hlo.ACROSS, slices, whole)]
-            else:
-                twice = 1 + (kind == "all-reduce")
-                inside = axes if split[across] > slices else tuple(a for a in axes if a != across)
-                steps = [(inside, kind, n // slices, whole),
-                         ((across,), hlo.ACROSS, slices, twice * whole / n * (slices - 1))]  # fmt: skip
-        for axes, kind, n, whole in steps:
-            share = {"collective-permute": 1, hlo.ACROSS: 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
-            if share:
-                entry = sent[axes, kind]
-                entry[0] += times * whole * share
-                entry[1] += times * count
-                entry[2] = n
-
-    # Weights: ZeRO-3 (arXiv:1910.02054, section 5.3): gathered for the forward pass, again for the backward pass where it
-    # computes the forward pass anew, and gradients reduce-scattered in float32. XLA gathers once a step for the forward
-    # passes of all batches and microbatches, since weights do not depend on them.
-    stored, held, top, added = 0, 0, 0, 0
-    for name, part in model.param_table(cfg).items():
-        layers, times = runs.get(name, (1, 1))
-        once = name not in runs or m.fsdp != "full"
-        forth, back, count = (1, A, 1) if once else (1 + A * times * recomputed, A * times, layers)
-        for p in leaves(part):
-            shape, axes = local_shape(p, split)
-            whole, stored = math.prod(shape), stored + tiled(shape, platform)
-            width = s.bytes if p.matrix else 4
-            send("all-reduce", set(model.AXES) - set(axes), 4 * whole, A)  # the gradient of what is stored in copies
-            if p.expert and p.gather:  # slices of all experts for all slices of one
-                apart, together = expert_axes(m.n_experts, split)
-                for kind, over, n in (("all-to-all", apart, m.n_experts), ("all-gather", together, 0)):
-                    n = n or math.prod(split[a] for a in p.gather[1]) // m.n_experts
-                    whole *= 1 if kind == "all-to-all" else n
-                    send(kind, over, whole * width, forth, count, n)
-                    send({"all-gather": "reduce-scatter"}.get(kind, kind), over, whole * 4, back, count, n)
-            elif p.gather:
-                for axis in reversed(p.gather[1]):
-                    piece, whole = shape[p.gather[0]], whole * split[axis]
-                    shape[p.gather[0]] *= split[axis]
-                    # the rows of a tile are of one dim; stacked weights with a short one have none but short ones left
-                    lead = 2 if name == "dense" else 1
-                    short = once and name in runs and min(shape[lead:]) < 8 and max(shape[:lead]) < 8
-                    send("all-gather", (axis,), whole * width, forth, count)
-                    send("reduce-scatter", (axis,), whole * 4, back, count, whole_tiles=not short and piece % 8 == 0)
-            whole //= m.n_experts if p.expert else 1
-            if name in runs:
-                held += whole
-                added += whole * A * times
-            else:
-                top += whole
-
-    # Layers: tensor and sequence parallelism (arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1),
-    # experts (arXiv:2006.16668, section 3.2). Every collective runs in the forward pass, again where that is
-    # recomputed, and its transpose in the backward pass.
-    flops, scores, pipelined, kept, touched, largest = 0, 0, 0, 0, 0, 0
-    for kind, (layers, times) in runs.items():
-        c, n = layer_cost(cfg, kind, platform), A * layers * times
-        again = {"none": 0, "dots": c.scores + c.experts, "full": c.projections + c.scores + c.experts - c.last}[m.remat]
-        layer = n * (3 * (c.projections + c.experts) + c.scores + c.scores_backward + again)
-        flops, scores = flops + layer, scores + n * (c.scores * (1 + recomputed) + c.scores_backward)
-        pipelined += layer if times == s.ticks else 0
-        channel, last = s.B * s.T * s.bytes, m.model_dimension if c.scattered else 0
-        send("all-gather", ("tp",), channel * c.gathered, n * (1 + recomputed))
-        send("reduce-scatter", ("tp",), channel * c.gathered, n)
-        send("reduce-scatter", ("tp",), channel * c.scattered, n)
-        send("reduce-scatter", ("tp",), channel * (c.scattered - last), n * recomputed)
-        send("all-gather", ("tp",), channel * c.scattered, n)
-        send("all-to-all", ("tp",), channel * c.heads / s.tp, n * (2 + recomputed))
-        if c.to_experts:
-            spread = min(m.n_experts, s.dp * s.tp)
-            send("all-to-all", expert_axes(m.n_experts, split)[0], c.to_experts, n * 2 * (2 + recomputed), 1, spread)
-        own = s.B * s.T / s.tp * s.bytes
-        keep = {"none": KEPT * c.wide, "dots": c.kept + m.model_dimension, "full": m.model_dimension}[m.remat]
-        kept, largest, touched = kept + layers * times * own * keep, max(largest, own * c.wide), touched + n * own * c.wide
-    head, logits = head_cost(cfg)
-    flops += A * head
-
-    # Pipeline: a tick's activations go to the next stage and their gradients back; inputs and outputs are shared out
-    residual = s.B * s.T / s.tp * m.model_dimension * s.bytes
-    send("collective-permute", ("pp",), residual, A * 2 * s.ticks)
-    for kind in ("all-gather", "reduce-scatter"):
-        send(kind, ("pp",), cfg.data.micro_batch_size * residual, A * 2)
-
-    # Memory: what the forward pass of all ticks leaves for the backward pass; gathered weights and, unless they are
-    # gathered anew, their gradients in float32; the head's weights, gradients and logits; one layer's intermediates.
-    gradients = 0 if m.fsdp == "full" else GRADIENTS * held
-    workspace = held * s.bytes + gradients + 4 * stored + LOGITS * logits
-    all_logits = head / (1 + m.mtp_depth) / 6 / m.model_dimension * 4
-    operands = OPERANDS * touched
-    passes = PASSES * touched + STACKED * A * kept + ADDED * added + MOVED * held + 8 * A * all_logits
-    return Estimate(flops, scores, dict(sent), operands, passes, 4 * stored, 8 * stored, 8 * A * s.own * s.B * s.T / s.tp,
-                    kept, workspace, (s.pp - 1) / s.ticks, pipelined / flops)  # fmt: skip
-
-
-# Fitted to what the TPU compiler says of moe1b, gpt2-124m, moonlight-16b and deepseek-v3-671b
-KEPT = 1.7  # channels that --remat none keeps, per channel of a layer's intermediates
-GRADIENTS = 8.0  # bytes per gathered weight
-LOGITS = 1.2
-OPERANDS = 6.3
-PASSES = 3.5
-STACKED = 22.0
-ADDED = 89.0
-MOVED = 116.0
+    s, A = sizes(cfg), cfg.run.grad_step
+    traffic = Traffic(cfg, platform, slices, across)
+    stored, held, added = weights_cost(cfg, traffic)
+    flops, scores, pipelined, kept, touched = layers_cost(cfg, platform, traffic)
+    head, logits, logits_held = head_cost(cfg, platform)
+    # a tick's activations go to the next stage and their gradients back; inputs and outputs are shared out
+    tick = s.B * s.T / s.tp * cfg.model.model_dimension * s.bytes
+    traffic.send("collective-permute", ("pp",), tick, A * 2 * s.ticks)
+    traffic.send("all-gather", ("pp",), cfg.data.micro_batch_size * tick, A * 2)
+    traffic.send("reduce-scatter", ("pp",), cfg.data.micro_batch_size * tick, A * 2)
+    gradients = 0 if cfg.model.fsdp == "full" else GRADIENTS * held
+    return Estimate(
+        flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched,
+        passes=PASSES * touched + STACKED * A * kept + ADDED * added + MOVED * held + 8 * A * logits,
+        weights=4 * stored, optimizer=8 * stored, batch=8 * A * s.own * s.B * s.T / s.tp, activations=kept,
+        workspace=held * s.bytes + gradients + 4 * stored + LOGITS * logits_held,
+        bubble=(s.pp - 1) / s.ticks, pipeline_share=pipelined / (flops + A * head),
+    )  # fmt: skip
 
 
 def compute_seconds(e, chip):
-    """{part: seconds} of an `Estimate` on a chip, without its links: matrix products at its peak, attention's kernels at
-    half of it, and memory at its bandwidth."""
+    """{part: seconds} of an `Estimate` on a chip, without its links: matrix products at its peak, attention's at half
+    of it, and memory at its bandwidth."""
     return {"matrix products": (e.flops + e.scores) / chip.peak + e.operands / chip.bandwidth,
             "memory": e.passes / chip.bandwidth}  # fmt: skip
-
-
-def expert_axes(E, split):
-    """Axes along which the devices differ that hold different experts, and those that hold the same one; see
-    model.expert_groups."""
-    at = np.arange(split["dp"] * split["tp"])
-    r = max(1, len(at) // E)
-    at, groups = np.stack([at // split["tp"], at % split["tp"]]), at.reshape(-1, r)
-    return [tuple(a for a, n in zip(model.SPREAD["moe"], (at[:, g] != at[:, g[0]][:, None]).any(1)) if n)
-            for g in (groups[:, 0], groups[0])]  # fmt: skip
-
-
-def leaves(part):
-    """The `Param`s of a part of a parameter table."""
-    return model.jax.tree.leaves(part, is_leaf=model.is_param)

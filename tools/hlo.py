@@ -4,7 +4,6 @@ and the bytes that each collective sends over each mesh axis.
 XLA's cost_analysis() counts the body of a loop once; here everything is multiplied by the trip counts around it.
 """
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -120,7 +119,8 @@ def sent_bytes(op, n):
 
 def matmul_flops(op, types):
     """2 x the multiplications of a dot or convolution; `types` {name: type} of the operations around it. The TPU
-    compiler writes batched products as convolutions over padded or dilated dims: what falls on padding is not counted."""
+    compiler writes batched products as convolutions over padded or dilated dims; what falls on padding is not counted.
+    """
     out = shapes(op.type)[0][1]
     lhs, rhs = (shapes(types[name])[0][1] for name in re.findall(r"%([\w.\-]+)", op.rest.split(")")[0])[:2])
     if op.kind == "dot":

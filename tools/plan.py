@@ -5,7 +5,6 @@ program is read by tools/hlo.py. The formulas of tools/costs.py answer where the
 tries, and say which flag would help.
 """
 
-import dataclasses
 import importlib.util
 import itertools
 import json
@@ -47,12 +46,13 @@ def parse_machine(name):
     gpus = [c for c in costs.CHIPS if c not in tpus]
     if gpu := re.fullmatch(r"gpu:(\d+)x(\w+)", name):
         if gpu[2] not in gpus or int(gpu[1]) < 1:
-            raise UserError(f"--plan {name}: must be gpu:NUMBERxKIND with one of {', '.join(gpus)}, such as gpu:8xH200.")
+            raise UserError(f"--plan {name}: must be gpu:NUMBERxKIND with one of {', '.join(gpus)}, such as "
+                            f"gpu:8xH200.")  # fmt: skip
         return Machine(name, costs.CHIPS[gpu[2]], int(gpu[1]))
     tpu = re.fullmatch(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+){1,2})", name)
     if not tpu or tpu[2] not in tpus or tpu[1] == "0":
-        raise UserError(f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(tpus)}, such as v4:2x4x4 or "
-                        f"2*v5e:16x16, or gpu:8xH200.")  # fmt: skip
+        raise UserError(f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(tpus)}, such as "
+                        f"v4:2x4x4 or 2*v5e:16x16, or gpu:8xH200.")  # fmt: skip
     dims, slices = [int(n) for n in tpu[3].split("x")], int(tpu[1] or 1)
     wanted = 3 if tpu[2] in ("v4", "v5p") else 2
     if len(dims) != wanted or 0 in dims:
@@ -65,8 +65,8 @@ def parse_machine(name):
 
 
 def slice_devices(machine):
-    """The devices of a TPU slice (or of several), which exist for the compiler alone. Raises UserError where there is no
-    such slice."""
+    """The devices of a TPU slice (or of several), which exist for the compiler alone. Raises UserError where there is
+    no such slice."""
     dims = [int(n) for n in machine.topology.split(":")[1].split("x")]
     host = [min(2, n) for n in dims[:2]] + [1]  # chips of a host along each side
     options = dict(chips_per_host_bounds=host, num_slices=machine.slices)
@@ -75,7 +75,8 @@ def slice_devices(machine):
     try:
         return topologies.get_topology_desc(machine.topology, "tpu", **options).devices
     except jax.errors.JaxRuntimeError as e:
-        raise UserError(f"--plan {machine.name}: the TPU compiler knows no such slice ({str(e).splitlines()[0]}).") from None
+        reason = str(e).splitlines()[0]
+        raise UserError(f"--plan {machine.name}: the TPU compiler knows no such slice ({reason}).") from None
 
 
 class Compiled(NamedTuple):
@@ -104,13 +105,11 @@ def compile_step(cfg, devices):
     try:
         step = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
-        said = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm|"
-                         r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", str(e))  # fmt: skip
-        if not said:
+        sizes = re.search(r"Used (\S+) of (\S+) hbm|temporaries \((\S+)\) exceeds available HBM \((\S+)\)", str(e))
+        if not sizes:
             raise
-        used, used_unit, limit, limit_unit = (word for word in said.groups() if word)
-        raise TooLarge(*(float(n) * 1024 ** " KMGT".index(unit) for n, unit in ((used, used_unit), (limit, limit_unit)))) \
-            from None
+        words = [word for word in sizes.groups() if word]
+        raise TooLarge(*(float(word[:-1]) * 1024 ** " KMGT".index(word[-1]) for word in words)) from None
     memory = step.memory_analysis()
     arguments = memory.argument_size_in_bytes  # temp_size_in_bytes counts more than stands in memory at any time
     return Compiled(step.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
@@ -184,9 +183,9 @@ def answer(cfg, machine, compiled=None, too_large=None):
     hours = step * cfg.run.training_steps / 3600
     return Answer(
         machine.name, machine.n, mesh, {flag: utils.flatten(cfg)[flag] for flag in SEARCHED}, compiled is not None,
-        dict(total=total, active=active, embedding=embedding), tokens, memory, dict(program=flops, model=of_model), rows,
-        seconds | dict(step=step), e.bubble, tokens / step, of_model / step / chip.peak, hours, hours * machine.n,
-        max(parts, key=parts.get),
+        dict(total=total, active=active, embedding=embedding), tokens, memory, dict(program=flops, model=of_model),
+        rows, seconds | dict(step=step), e.bubble, tokens / step, of_model / step / chip.peak, hours,
+        hours * machine.n, max(parts, key=parts.get),
     )  # fmt: skip
 
 
@@ -214,9 +213,10 @@ def report(cfg, machine, a):
             if row["seconds"] > 1e-3 * s["step"]:
                 lines.append(f"{'':<13}{'+'.join(row['axes']):<10} {row['kind']:<18} {row['bytes'] / 1e6:>10,.1f} MB "
                              f"{row['times']:>8,.0f} {row['seconds']:>8.4f}")  # fmt: skip
+    parts = ", ".join(f"{part} {t:.3f}" for part, t in s.items() if part != "step" and t >= 5e-4)
     lines += [
-        f"step         {s['step']:.3f} s: " + ", ".join(f"{n} {t:.3f}" for n, t in s.items() if n != "step" and t >= 5e-4),
-        f"             {a.tokens_per_second:,.0f} tokens/s, MFU {a.mfu:.1%}, pipeline bubble {a.bubble:.1%} of its ticks",
+        f"step         {s['step']:.3f} s: {parts}",
+        f"             {a.tokens_per_second:,.0f} tokens/s, MFU {a.mfu:.1%}, pipeline bubble {a.bubble:.1%} of ticks",
         f"run          {cfg.run.training_steps:,} steps: {a.hours:,.1f} hours, {a.chip_hours:,.0f} chip-hours",
         f"bound by     {a.bound}",
     ]  # fmt: skip
@@ -260,7 +260,9 @@ def variants(cfg, n):
     """Every configuration that --search considers: meshes, microbatches and ways, for the same global batch."""
     total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
     for mesh in meshes(cfg, n):
-        ways = [choices(flag) if flag != "sequence_parallel" or mesh[2] > 1 else [vars(cfg.model)[flag]] for flag in WAYS]
+        ways = [choices(flag) for flag in WAYS]
+        if mesh[2] == 1:  # no tp: no sequences to be split
+            ways[WAYS.index("sequence_parallel")] = [cfg.model.sequence_parallel]
         for micro, *values in itertools.product(divisors(max(1, total // mesh[0])), *ways):
             flags = dict(zip(WAYS, values), n_device_axis=mesh, micro_batch_size=micro)
             if new := fitted(cfg, n, **flags):
@@ -313,8 +315,8 @@ def search(cfg, machine, devices):
             best[mesh] = new, a
     found = sorted(best.values(), key=lambda pair: rank(pair[1]))
     if not found:
-        raise UserError(f"--search: no mesh of {machine.n} devices fits these flags; a train_batch_size x dp x grad_step "
-                        f"with more divisors may help.")  # fmt: skip
+        raise UserError(f"--search: no mesh of {machine.n} devices fits these flags; a train_batch_size x dp x "
+                        f"grad_step with more divisors may help.")  # fmt: skip
     say(f"{tried:,} configurations on {len(found)} meshes ranked by formulas")
     for i, (new, a) in enumerate(found[:COMPILED] if devices else []):
         if a.fits:
@@ -332,8 +334,8 @@ def rank(a):
 def table(found):
     """The answers of `search` as lines; each but the first with the part of its step that makes it lose."""
     first = found[0][1]
-    lines = [f"{'dp':>4} {'pp':>3} {'tp':>3} {'micro':>6} {'remat':>6} {'fsdp':>6} {'sequences':>9} {'step s':>8} {'MFU':>6} "
-             f"{'GiB':>6}  {'by':<9} why not"]  # fmt: skip
+    row = "{:>4} {:>3} {:>3} {:>6} {:>6} {:>6} {:>9} {:>8} {:>6} {:>6}  {:<9} {}"
+    lines = [row.format(*"dp pp tp micro remat fsdp sequences step MFU GiB by".split(), "why not")]
     for _, a in found[:LISTED]:
         why = ""
         if not a.fits:
@@ -343,10 +345,9 @@ def table(found):
             more = {name: a.seconds.get(name, 0) - first.seconds.get(name, 0) for name in parts - {"step"}}
             most = max(more, key=more.get)
             why = f"{most} +{more[most]:.3f} s" if more[most] > 0 else ""
-        f = a.flags
-        lines.append(f"{a.mesh['dp']:>4} {a.mesh['pp']:>3} {a.mesh['tp']:>3} {f['micro_batch_size']:>6} {f['remat']:>6} "
-                     f"{f['fsdp']:>6} {f['sequence_parallel']:>9} {a.seconds['step']:>8.3f} {a.mfu:>6.1%} {a.memory['total'] / 2**30:>6.1f}  "
-                     f"{'compiler' if a.compiled else 'formulas':<9} {why}")  # fmt: skip
+        values = [a.flags[flag] for flag in ("micro_batch_size", *WAYS)]
+        lines.append(row.format(*a.mesh.values(), *values, f"{a.seconds['step']:.3f}", f"{a.mfu:.1%}",
+                                f"{a.memory['total'] / 2**30:.1f}", "compiler" if a.compiled else "formulas", why))
     return lines
 
 
