@@ -90,7 +90,7 @@ class Sizes(NamedTuple):
     dp: int
     pp: int
     tp: int
-    ticks: int  # in which every stage runs once: GPipe (arXiv:1811.06965, section 2.3)
+    ticks: int  # in which every stage runs a round's blocks once, see model.pipeline
     own: int  # microbatches that a device embeds and takes the loss of
     B: int  # sequences of a microbatch on one device
     T: int
@@ -100,14 +100,14 @@ class Sizes(NamedTuple):
 def sizes(cfg):
     """`Sizes` of a validated Config."""
     (dp, pp, tp), M = cfg.run.n_device_axis, cfg.data.micro_batch_size
-    return Sizes(dp, pp, tp, M + pp - 1, M // pp, cfg.data.train_batch_size // M, cfg.model.T,
+    return Sizes(dp, pp, tp, cfg.run.pp_interleave * M + pp - 1, M // pp, cfg.data.train_batch_size // M, cfg.model.T,
                  2 if cfg.model.model_dtype == "bfloat16" else 4)  # fmt: skip
 
 
 def layer_runs(cfg):
-    """{kind of layer: (layers on a device, times that each runs forward)}."""
+    """{kind of layer: (layers on a device that run together, times that they run forward)}."""
     m, s = cfg.model, sizes(cfg)
-    blocks = m.blocks // s.pp
+    blocks = m.blocks // (s.pp * cfg.run.pp_interleave)
     runs = dict(dense=(blocks * (m.layers_per_block - 1), s.ticks), first=(m.first_layers, s.own),
                 mtp=(m.mtp_depth, s.own), **{model.ARCHITECTURES[m.architecture].last: (blocks, s.ticks)})  # fmt: skip
     return {kind: run for kind, run in runs.items() if run[0]}
@@ -301,7 +301,7 @@ def weights_cost(cfg, traffic):
                 traffic.send("all-gather", together, whole * width, forth, count, n)
                 traffic.send("reduce-scatter", together, whole * 4, back, count, n)
             elif p.gather:
-                lead = 2 if name == "dense" else 1  # dims of the stack
+                lead = 1 + (name == "dense") + (name in model.BLOCKS and cfg.run.pp_interleave > 1)  # dims of the stack
                 # a tile's rows are of one dim: a stack of few layers of weights with a short dim has none long enough
                 short = once and name in runs and min(shape[lead:]) < 8 and max(shape[:lead]) < 8
                 for axis in reversed(p.gather[1]):

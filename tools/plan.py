@@ -15,9 +15,8 @@ import typing
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 
 import main as training
 import model
@@ -99,9 +98,7 @@ def compile_step(cfg, devices):
     mesh = Mesh(training.device_grid(cfg.run.n_device_axis, devices), model.AXES, axis_types=(AxisType.Auto,) * 3)
     optimizer, schedule = training.make_optimizer(cfg)
     state = training.abstract_state(cfg, mesh, optimizer)
-    tokens = jax.ShapeDtypeStruct(training.batch_shape(cfg), jnp.int32,
-                                  sharding=NamedSharding(mesh, model.BATCH_SPEC))  # fmt: skip
-    lowered = training.jit_train_step(cfg, mesh, optimizer, schedule, state).lower(state, tokens, tokens)
+    lowered = training.lower_train_step(cfg, mesh, optimizer, schedule, state)
     try:
         step = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
@@ -145,7 +142,7 @@ class Answer(NamedTuple):
 
 
 WAYS = ("remat", "fsdp", "sequence_parallel")  # flags of a few words that change how a step is computed, not what
-SEARCHED = ("n_device_axis", "train_batch_size", "micro_batch_size", "grad_step", *WAYS)
+SEARCHED = ("n_device_axis", "pp_interleave", "train_batch_size", "micro_batch_size", "grad_step", *WAYS)
 
 
 def answer(cfg, machine, compiled=None, too_large=None):
@@ -257,14 +254,15 @@ def meshes(cfg, n):
 
 
 def variants(cfg, n):
-    """Every configuration that --search considers: meshes, microbatches and ways, for the same global batch."""
+    """Every configuration that --search considers: meshes, rounds, microbatches, ways, for the same global batch."""
     total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
     for mesh in meshes(cfg, n):
         ways = [choices(flag) for flag in WAYS]
         if mesh[2] == 1:  # no tp: no sequences to be split
             ways[WAYS.index("sequence_parallel")] = [cfg.model.sequence_parallel]
-        for micro, *values in itertools.product(divisors(max(1, total // mesh[0])), *ways):
-            flags = dict(zip(WAYS, values), n_device_axis=mesh, micro_batch_size=micro)
+        rounds = divisors(cfg.model.blocks // mesh[1]) if mesh[1] > 1 else [1]
+        for micro, turns, *values in itertools.product(divisors(max(1, total // mesh[0])), rounds, *ways):
+            flags = dict(zip(WAYS, values), n_device_axis=mesh, micro_batch_size=micro, pp_interleave=turns)
             if new := fitted(cfg, n, **flags):
                 yield new
 
@@ -280,6 +278,7 @@ def advise(cfg, machine, a):
     """One sentence: the flag that would help most by the formulas, or what would make the step fit."""
     d, r = cfg.data, cfg.run
     steps = [{flag: value} for flag in WAYS for value in choices(flag)]
+    steps += [dict(pp_interleave=v) for v in divisors(cfg.model.blocks // r.n_device_axis[1])]
     steps += [dict(micro_batch_size=v) for v in divisors(d.train_batch_size)]
     steps += [dict(grad_step=v) for v in divisors(d.train_batch_size * r.grad_step)]
     steps += [dict(n_device_axis=mesh) for mesh in meshes(cfg, machine.n)]
@@ -334,8 +333,8 @@ def rank(a):
 def table(found):
     """The answers of `search` as lines; each but the first with the part of its step that makes it lose."""
     first = found[0][1]
-    row = "{:>4} {:>3} {:>3} {:>6} {:>6} {:>6} {:>9} {:>8} {:>6} {:>6}  {:<9} {}"
-    lines = [row.format(*"dp pp tp micro remat fsdp sequences step MFU GiB by".split(), "why not")]
+    row = "{:>4} {:>3} {:>3} {:>6} {:>6} {:>6} {:>6} {:>9} {:>8} {:>6} {:>6}  {:<9} {}"
+    lines = [row.format(*"dp pp tp rounds micro remat fsdp sequences step MFU GiB by".split(), "why not")]
     for _, a in found[:LISTED]:
         why = ""
         if not a.fits:
@@ -345,7 +344,7 @@ def table(found):
             more = {name: a.seconds.get(name, 0) - first.seconds.get(name, 0) for name in parts - {"step"}}
             most = max(more, key=more.get)
             why = f"{most} +{more[most]:.3f} s" if more[most] > 0 else ""
-        values = [a.flags[flag] for flag in ("micro_batch_size", *WAYS)]
+        values = [a.flags[flag] for flag in ("pp_interleave", "micro_batch_size", *WAYS)]
         lines.append(row.format(*a.mesh.values(), *values, f"{a.seconds['step']:.3f}", f"{a.mfu:.1%}",
                                 f"{a.memory['total'] / 2**30:.1f}", "compiler" if a.compiled else "formulas", why))
     return lines
