@@ -166,26 +166,26 @@ def layer_cost(cfg, kind, platform):
     if platform == "tpu" and m.attention in ("auto", "splash") and m.T % 128 == 0:
         backward += 2 * (K + rope) + V  # each of the kernel's two backward passes computes the scores anew
     heads = H * s.tp * (2 * K + 3 * rope + V)
-    kept = 2 * D + enter + heads
-
-    def feed_forward(F):
-        return 2 * local * (branches + 1) * D * F, 2 * local * D * F, (branches + 1) * F
 
     experts, travels, inside = 0, 0, 0
     if kind in ("moe", "mtp"):
         C, F = capacity(cfg, int(local)), m.expert_width
         projections += 2 * local * D * m.n_experts + (2 * local * 2 * D * D if kind == "mtp" else 0)
         experts = 2 * m.n_experts * C * (branches + 1) * D * F
-        more, last, extra = feed_forward(m.n_shared * F)
+        width = m.n_shared * F
         travels = m.n_experts * C * D * s.bytes
         inside = m.n_experts * C / local * ((branches + 1) * F + 2 * D)
     else:
-        more, last, extra = feed_forward(m.ffn_width)
+        width = m.ffn_width
+    more, last = 2 * local * (branches + 1) * D * width, 2 * local * D * width
     regions = split_width * D * bool(more)
-    kept += extra
-    wide = kept + inside + 4 * D + m.n_head * V  # norms, residuals, attention's output
-    return Layer(projections + more, area * forward, area * backward, experts, last, enter + regions,
-                 regions + split_width * D, 0 if split_width else m.n_head * V, travels, kept, wide)  # fmt: skip
+    gathered, scattered = enter + regions, regions + split_width * D
+    back = D * s.tp if split_width else D  # what a product gives back to the residual, of all tokens or of own ones
+    kept = Q + R + rope + heads + branches * width + back
+    # and norms, residuals, attention's output, what is gathered
+    wide = kept + width + inside + back + gathered * s.tp + 4 * D + m.n_head * V
+    return Layer(projections + more, area * forward, area * backward, experts, last, gathered, scattered,
+                 0 if split_width else m.n_head * V, travels, kept, wide)  # fmt: skip
 
 
 def head_cost(cfg, platform):
@@ -285,6 +285,8 @@ def weights_cost(cfg, traffic):
     stored, held, added, runs = 0, 0, 0, layer_runs(cfg)
     for name, part in model.param_table(cfg).items():
         layers, times = runs.get(name, (1, 1))
+        times /= cfg.run.pp_interleave if name in model.BLOCKS else 1  # each time those of one round
+        layers *= cfg.run.pp_interleave if name in model.BLOCKS else 1
         once = name not in runs or m.fsdp != "full"
         forth, back, count = (1, A, 1) if once else (A * times * (1 + (m.remat != "none")), A * times, layers)
         for p in model.jax.tree.leaves(part, is_leaf=model.is_param):
@@ -351,16 +353,14 @@ def layers_cost(cfg, platform, traffic):
     return flops, scores, pipelined, kept, touched
 
 
-# Fitted to what the TPU compiler says of moe1b, gpt2-124m, moonlight-16b and deepseek-v3-671b in the README's
-# configurations; the bytes of the first two take memory, those of the others time.
+# Fitted to what the TPU compiler says of the README's configurations. Memory:
 KEPT = 1.7  # channels that --remat none keeps, per channel of a layer's intermediates
-GRADIENTS = 8.0  # bytes per gathered weight
-LOGITS = 1.2  # copies of the logits that are held at once
-OPERANDS = 6.3  # reads and writes of intermediates by matrix products, in forward and backward passes
-PASSES = 3.5  # and by all else
-STACKED = 22.0  # reads and writes of what is kept for the backward pass
-ADDED = 89.0  # bytes per gathered weight and gradient that it receives
-MOVED = 116.0  # bytes per gathered weight
+GRADIENTS = 5.0  # bytes per gathered weight while layers' gradients are summed up
+LOGITS = 1.95  # copies of the logits that are held at once, before that
+# Time, in bytes read and written per one of each:
+OPERANDS, WEIGHTS = 5.2, 22.0  # intermediates (bytes) and gathered weights, every time, by matrix products
+PASSES, SUMS = 3.7, 12.0  # the same, by all else
+STACKED, HEAD = 29.0, 47.0  # what is kept for the backward pass (bytes), logits (numbers)
 
 
 def estimate(cfg, platform="tpu", slices=1, across="dp"):
@@ -377,10 +377,10 @@ def estimate(cfg, platform="tpu", slices=1, across="dp"):
     traffic.send("reduce-scatter", ("pp",), cfg.data.micro_batch_size * tick, A * 2)
     gradients = 0 if cfg.model.fsdp == "full" else GRADIENTS * held
     return Estimate(
-        flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched,
-        passes=PASSES * touched + STACKED * A * kept + ADDED * added + MOVED * held + 8 * A * logits,
+        flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched + WEIGHTS * added,
+        passes=PASSES * touched + SUMS * added + STACKED * A * kept + HEAD * A * logits,
         weights=4 * stored, optimizer=8 * stored, batch=8 * A * s.own * s.B * s.T / s.tp, activations=kept,
-        workspace=held * s.bytes + gradients + 4 * stored + LOGITS * logits_held,
+        workspace=held * s.bytes + 4 * stored + max(gradients, LOGITS * logits_held),
         bubble=(s.pp - 1) / s.ticks, pipeline_share=pipelined / (flops + A * head),
     )  # fmt: skip
 
