@@ -17,8 +17,10 @@ tpu_compiler = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason
 # from tiny to a few layers of DeepSeek-V3's kind: (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
     ((8, 1, 1), dict(fsdp="full")),
-    ((2, 2, 2), dict(remat="dots")),
-    ((1, 2, 4), dict(fsdp="full", remat="none", grad_step=2, train_batch_size=16)),
+    ((2, 2, 2), dict(remat="dots", fsdp="none", sequence_parallel="megatron")),
+    ((1, 2, 4), dict(fsdp="full", remat="dots", pp_interleave=2)),
+    ((2, 1, 4), dict(n_experts=4, attention="xla")),
+    ((1, 2, 4), dict(fsdp="full", remat="none", grad_step=2, train_batch_size=16, T=64)),
     ((4, 2, 1), dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64)),
 ]
 TPU_CONFIGURATIONS = [
