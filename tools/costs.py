@@ -376,12 +376,12 @@ def estimate(cfg, platform="tpu", slices=1, across="dp"):
     traffic.send("collective-permute", ("pp",), tick, A * 2 * s.ticks)
     traffic.send("all-gather", ("pp",), cfg.data.micro_batch_size * tick, A * 2)
     traffic.send("reduce-scatter", ("pp",), cfg.data.micro_batch_size * tick, A * 2)
-    gradients = 0 if cfg.model.fsdp == "full" else GRADIENTS * held
+    summed = {"full": 0, "hoist": GRADIENTS * held, "none": GRADIENTS * held - 4 * stored}[cfg.model.fsdp]
     return Estimate(
         flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched + WEIGHTS * added,
         passes=PASSES * touched + SUMS * added + STACKED * A * kept + HEAD * A * logits,
         weights=4 * stored, optimizer=8 * stored, batch=8 * A * s.own * s.B * s.T / s.tp, activations=kept,
-        workspace=held * s.bytes + 4 * stored + max(gradients, LOGITS * logits_held),
+        workspace=held * s.bytes + 4 * stored + max(summed, LOGITS * logits_held),
         bubble=(s.pp - 1) / s.ticks, pipeline_share=pipelined / (flops + A * head),
     )  # fmt: skip
 
