@@ -305,8 +305,7 @@ def advise(cfg, machine, a):
 def search(cfg, machine, devices):
     """[(Config, Answer)] of the best configuration of every mesh, the fastest first: formulas rank all of them,
     the compiler, if it is there, checks the best."""
-    best = {}
-    tried = 0
+    best, tried = {}, 0
     for new in variants(cfg, machine.n):
         tried += 1
         a, mesh = answer(new, machine), new.run.n_device_axis
@@ -340,8 +339,8 @@ def table(found):
         if not a.fits:
             why = f"does not fit: {giga(a.memory['total'] - a.memory['limit'])} more than there is"
         elif a is not first:
-            parts = set(a.seconds) | set(first.seconds) - {"step"}
-            more = {name: a.seconds.get(name, 0) - first.seconds.get(name, 0) for name in parts - {"step"}}
+            parts = (a.seconds | first.seconds).keys() - {"step"}
+            more = {part: a.seconds.get(part, 0) - first.seconds.get(part, 0) for part in parts}
             most = max(more, key=more.get)
             why = f"{most} +{more[most]:.3f} s" if more[most] > 0 else ""
         values = [a.flags[flag] for flag in ("pp_interleave", "micro_batch_size", *WAYS)]
@@ -376,7 +375,7 @@ def main(cfg, given):
     elif asked.plan_dump:
         raise UserError(f"--plan_dump {asked.plan_dump}: " + (NO_COMPILER if machine.topology else
                         "a GPU's program cannot be compiled without one") + ".")  # fmt: skip
-    found, text = [], None
+    given_cfg, found, text = cfg, [], None
     if asked.search:
         found = search(cfg, machine, devices)
         cfg, a = found[0]
@@ -387,8 +386,8 @@ def main(cfg, given):
         a = answer(cfg, machine)
     if machine.topology and not devices:
         print(NO_COMPILER)
-    for line in table(found) if found else []:
-        print(line)
+    if found:
+        print(*table(found), f"the fastest: {changed(given_cfg, cfg) or 'the flags as given'}", sep="\n")
     for line in report(cfg, machine, a):
         print(line)
     advice = advise(cfg, machine, a)
