@@ -702,7 +702,8 @@ def routed_experts(p, x, m, split):
     buckets = to_experts(buckets)  # [E/(dp tp), dp tp, C, D]
     # gates go along and weigh the hidden channels: so no pass, forward or back, needs the experts' outputs again
     gates = take_rows(gates.T.reshape(-1, 1).astype(x.dtype), entry, slot[None]).reshape(E, C, 1)
-    h = activate(jnp.einsum("encd,edgf->encgf", buckets, p["experts"]["up"])) * to_experts(gates)
+    h = activate(jnp.einsum("encd,edgf->encgf", buckets, p["experts"]["up"]))
+    h = jnp.einsum("encf,enc->encf", h, to_experts(gates)[..., 0])
     out = from_experts(jnp.einsum("encf,efd->encd", h, p["experts"]["down"])).reshape(E * C, D)
     out = take_rows(out, slot, entry[None]).reshape(k, n, D).sum(0).reshape(B, t, D)
 
