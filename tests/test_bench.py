@@ -105,6 +105,9 @@ WRONG = {
     "--vary remat=sometimes": ["remat", "sometimes"],
     "--vary nonsense": ["nonsense"],
     "--preset nonsense": ["--preset nonsense"],
+    "--plan v4:2x2x2": ["--plan", "main.py"],
+    "--plan_json=plan.json": ["--plan_json", "main.py"],
+    "--vary search": ["--search", "main.py"],
 }
 
 
