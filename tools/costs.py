@@ -120,6 +120,7 @@ class Layer(NamedTuple):
     scores: float  # attention's products of queries, keys and values, forward
     scores_backward: float
     experts: float  # of routed experts
+    experts_again: float  # of these, in the products that recomputation needs
     last: float  # of the product at its end, which recomputation has no need of
     gathered: float  # channels per token that are gathered over tp
     scattered: float  # channels per token that are summed over tp
@@ -167,11 +168,11 @@ def layer_cost(cfg, kind, platform):
         backward += 2 * (K + rope) + V  # each of the kernel's two backward passes computes the scores anew
     heads = H * s.tp * (2 * K + 3 * rope + V)
 
-    experts, travels, inside = 0, 0, 0
+    experts, back_from_experts, travels, inside = 0, 0, 0, 0
     if kind in ("moe", "mtp"):
         C, F = capacity(cfg, int(local)), m.expert_width
         projections += 2 * local * D * m.n_experts + (2 * local * 2 * D * D if kind == "mtp" else 0)
-        experts = 2 * m.n_experts * C * (branches + 1) * D * F
+        experts, back_from_experts = 2 * m.n_experts * C * (branches + 1) * D * F, 2 * m.n_experts * C * D * F
         width = m.n_shared * F
         travels = m.n_experts * C * D * s.bytes
         inside = m.n_experts * C / local * ((branches + 1) * F + 2 * D)
@@ -184,8 +185,8 @@ def layer_cost(cfg, kind, platform):
     kept = Q + R + rope + heads + branches * width + back
     # and norms, residuals, attention's output, what is gathered
     wide = kept + width + inside + back + gathered * s.tp + 4 * D + m.n_head * V
-    return Layer(projections + more, area * forward, area * backward, experts, last, gathered, scattered,
-                 0 if split_width else m.n_head * V, travels, kept, wide)  # fmt: skip
+    return Layer(projections + more, area * forward, area * backward, experts, experts - back_from_experts, last,
+                 gathered, scattered, 0 if split_width else m.n_head * V, travels, kept, wide)  # fmt: skip
 
 
 def head_cost(cfg, platform):
@@ -335,8 +336,9 @@ def layers_cost(cfg, platform, traffic):
     channel, residual = s.B * s.T * s.bytes, m.model_dimension
     for kind, (layers, times) in layer_runs(cfg).items():
         c, n = layer_cost(cfg, kind, platform), cfg.run.grad_step * layers * times
-        recomputed = {"none": 0, "dots": c.scores + c.experts, "full": c.projections + c.scores + c.experts - c.last}
-        layer = n * (3 * (c.projections + c.experts) + c.scores + c.scores_backward + recomputed[m.remat])
+        batched = c.scores + c.experts_again
+        recomputed = {"none": 0, "dots": batched, "full": c.projections + batched - c.last}[m.remat]
+        layer = n * (3 * (c.projections + c.experts) + c.scores + c.scores_backward + recomputed)
         flops, scores = flops + layer, scores + n * (c.scores * (1 + again) + c.scores_backward)
         pipelined += layer if times == s.ticks else 0
         last = residual if c.scattered else 0  # which recomputation has no need of
@@ -348,7 +350,9 @@ def layers_cost(cfg, platform, traffic):
         traffic.send("all-to-all", ("tp",), channel * c.heads / s.tp, n * (2 + again))
         if c.to_experts:
             apart, spread = expert_axes(m.n_experts, traffic.split)[0], min(m.n_experts, s.dp * s.tp)
-            traffic.send("all-to-all", apart, c.to_experts, n * 2 * (2 + again), 1, spread)
+            gates = c.to_experts / m.model_dimension  # a number a slot, there alone
+            traffic.send("all-to-all", apart, c.to_experts, n * (4 + again), 1, spread)
+            traffic.send("all-to-all", apart, gates, n * (2 + again), 1, spread)
         keep = {"none": KEPT * c.wide, "dots": c.kept + residual, "full": residual}[m.remat]
         kept, touched = kept + layers * times * channel / s.tp * keep, touched + n * channel / s.tp * c.wide
     return flops, scores, pipelined, kept, touched

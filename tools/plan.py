@@ -281,7 +281,7 @@ def advise(cfg, machine, a):
     steps += [dict(pp_interleave=v) for v in divisors(cfg.model.blocks // r.n_device_axis[1])]
     steps += [dict(micro_batch_size=v) for v in divisors(d.train_batch_size)]
     steps += [dict(grad_step=v) for v in divisors(d.train_batch_size * r.grad_step)]
-    steps += [dict(n_device_axis=mesh) for mesh in meshes(cfg, machine.n)]
+    steps += [dict(n_device_axis=mesh, pp_interleave=0) for mesh in meshes(cfg, machine.n)]
     now, spare = answer(cfg, machine), a.memory["limit"] - a.memory["total"]
     best, gain = None, (0.02 * now.seconds["step"] if a.fits else -math.inf)
     for flags in steps:
