@@ -1,12 +1,14 @@
 """tools/bench.py: every number that was asked for is there, and the torch baseline is the same model as ours.
 tools/growth.py: its points are what it says."""
 
+import importlib.util
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -105,6 +107,9 @@ WRONG = {
     "--vary remat=sometimes": ["remat", "sometimes"],
     "--vary nonsense": ["nonsense"],
     "--preset nonsense": ["--preset nonsense"],
+    "--plan v4:2x2x2": ["--plan", "main.py"],
+    "--plan_json=plan.json": ["--plan_json", "main.py"],
+    "--vary search": ["--search", "main.py"],
 }
 
 
@@ -143,7 +148,7 @@ def test_the_points_of_a_curve_are_valid_and_vary_one_thing(name):
         cfg = utils.validate(utils.parse(words)[0], chips)
         d, m = cfg.data, cfg.model
         assert x == dict(blocks=m.blocks, chips=chips, T=m.T)[name]
-        seen.append((d.train_batch_size * m.T, cfg.run.n_device_axis[1:]))
+        seen.append((d.train_batch_size * m.T, cfg.run.n_device_axis[1:], cfg.run.pp_interleave))
     assert len(set(seen)) == 1
 
 
@@ -155,6 +160,16 @@ def test_points_are_drawn_and_listed():
     for fits in (True, False):
         words = growth.line(1024, point | dict(fits=fits)).split()
         assert words[:7] == ["1024", "9.5", "2.00", "2.0", "0.500", "1,000,000", "25.0%"] and (len(words) == 7) == fits
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"')
+def test_a_point_is_compiled(tmp_path):
+    words = "--curves blocks --points 1 --preset tiny --plan v4:2x2x2 --n_device_axis 2 2 2".split()
+    with mock.patch.dict(os.environ):
+        found = growth.main([*words, "--json", str(tmp_path / "growth.json"), "--plot", str(tmp_path / "growth.png")])
+    assert found["blocks"][4]["fits"] and all(found["blocks"][4].values())
+    assert json.loads((tmp_path / "growth.json").read_text()) == {"blocks": {"4": found["blocks"][4]}}
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_growth_needs_the_compiler_and_known_curves(monkeypatch):

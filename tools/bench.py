@@ -11,6 +11,7 @@ alike, and the first round of each is not counted. Speeds are medians over round
 import contextlib
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -48,7 +49,6 @@ def prepare(cfg, given):
     `peak()` in bytes). Raises UserError."""
     utils.set_xla_flags(cfg.run.n_devices)  # before jax is imported
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     import dataset
     import main
@@ -61,14 +61,11 @@ def prepare(cfg, given):
     mesh, (optimizer, schedule) = main.make_mesh(cfg), main.make_optimizer(cfg)
     abstract = main.abstract_state(cfg, mesh, optimizer)
     state = main.init_state(cfg, abstract, optimizer)
-    A, M, T = cfg.run.grad_step, cfg.data.micro_batch_size, cfg.model.T
-    shape = A, M, cfg.data.train_batch_size * cfg.run.n_device_axis[0] // M, T
-    rows = np.random.default_rng(cfg.run.seed).integers(0, cfg.model.vocab_size, (int(np.prod(shape[:3])), T + 1))
+    *count, T = shape = main.batch_shape(cfg)
+    rows = np.random.default_rng(cfg.run.seed).integers(0, cfg.model.vocab_size, (math.prod(count), T + 1))
     batch = dataset.put_batch(lambda numbers: rows[numbers].astype(np.int32), 0, shape, mesh)
     began = time.perf_counter(), time.process_time()
-    step = jax.jit(main.make_train_step(cfg, mesh, optimizer, schedule), donate_argnums=0,
-                   out_shardings=(jax.tree.map(lambda s: s.sharding, abstract), NamedSharding(mesh, PartitionSpec())))
-    step = step.lower(state, *batch).compile()  # fmt: skip
+    step = main.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
     used, device = step.memory_analysis(), mesh.devices.flat[0]
 
@@ -250,7 +247,10 @@ def parse(argv):
         raise UserError("--torch_compile: needs --compare beside it.")
     configurations = []
     for variant in own.vary:
-        cfg, given = utils.parse([*flags, *words(variant)])
+        line = [*flags, *words(variant)]
+        if asked := [word for word in line if re.match("--(plan|search)", word)]:
+            raise UserError(f"{asked[0]}: here steps are run, not planned; give the flag to main.py.")
+        cfg, given = utils.parse(line)
         name = variant or cfg.run.preset
         cfg = utils.replace(cfg, val_batch_size=cfg.data.micro_batch_size)  # no part of the step: any will do
         cfg = comparable(cfg) if own.compare else cfg
