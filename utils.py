@@ -604,6 +604,8 @@ def validate(cfg, n_present):
         for flag in ("latent_dim", "dhR", "n_experts", "k"):
             if not vars(m)[flag]:
                 raise UserError(f"--{flag} 0: must be at least 1; only GPT-2 (--preset gpt2-124m) goes without.")
+    if m.attention == "splash" and platform() != "tpu" and not cfg.plan.plan:
+        raise UserError("--attention splash: this kernel is for TPUs; auto takes the best for the devices at hand.")
     if m.k > m.n_experts:
         raise UserError(f"--k {m.k}: a token cannot go to more experts than there are (--n_experts {m.n_experts}).")
     if m.n_groups > 1 and m.n_experts < 2 * m.n_groups:

@@ -105,6 +105,8 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--val_batch_size 6": ["--val_batch_size 6", "micro_batch_size"],
     "--model_dimension 30": ["--model_dimension 30", "n_head"],
     "--dhR 7": ["--dhR 7"],
+    "--attention splash --T 128": ["--attention splash", "TPUs", "auto"],
+    "--pp_interleave 3 --n_device_axis 2 2 2": ["--blocks 4", "pp x pp_interleave", "6"],
     "--k 9": ["--k 9", "--n_experts 8"],
     "--k 0": ["--k 0", "at least 1"],
     "--dropout_rate 1.0": ["--dropout_rate 1.0"],
