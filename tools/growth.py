@@ -115,7 +115,7 @@ def main(argv):
             point = measure([*first.split(), *flags, *points[x].split(), "--compilation_cache", ""])
             found.setdefault(name, {})[x] = point
             print(line(x, point), flush=True)
-            if own.json:  # at every point: all of them take an hour
+            if own.json:  # at every point, not to lose what took a minute each
                 utils.write_file(own.json, json.dumps(found, indent=1) + "\n")
             if own.plot:
                 utils.write_file(own.plot, draw(found))
