@@ -177,13 +177,13 @@ def abstract_state(cfg, mesh, optimizer):
     return TrainState(params, opt_state, step, jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated))
 
 
-def arranged(tree, abstract):
-    """`tree` with the shapes and shardings of `abstract`: checkpoints and samples have the blocks in one row,
-    --pp_interleave deals them out in rounds."""
-    if all(x.shape == a.shape for x, a in zip(jax.tree.leaves(tree), jax.tree.leaves(abstract))):
-        return tree
+def arranger(cfg, abstract):
+    """Function that gives a tree the shapes and shardings of `abstract`: checkpoints and samples have the blocks in one
+    row, --pp_interleave deals them out in rounds."""
+    if cfg.run.pp_interleave == 1:
+        return lambda tree: tree
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    return jax.jit(lambda t: jax.tree.map(lambda x, a: x.reshape(a.shape), t, abstract), out_shardings=shardings)(tree)
+    return jax.jit(lambda t: jax.tree.map(lambda x, a: x.reshape(a.shape), t, abstract), out_shardings=shardings)
 
 
 def init_state(cfg, abstract, optimizer, params=None):
@@ -708,6 +708,7 @@ def main(cfg, given):
     optimizer, schedule = make_optimizer(cfg)
     in_a_row = utils.replace(cfg, pp_interleave=1)  # as blocks stand in checkpoints
     abstract, stored = abstract_state(cfg, mesh, optimizer), abstract_state(in_a_row, mesh, optimizer)
+    to_run, to_store, to_sample = (arranger(cfg, a) for a in (abstract, stored, stored.params))
 
     # --- Restore
     run_dir = os.path.join(cfg.run.output_dir, cfg.run.name)
@@ -719,7 +720,7 @@ def main(cfg, given):
         return init_state(in_a_row, stored, optimizer, params), dict(step=0, sequences=0)
 
     state, meta = checkpoints.restore(stored) or beginning()
-    state = arranged(state, abstract)
+    state = to_run(state)
     step, sequences = meta["step"], meta["sequences"]
     # back: where to go back to and on from, once max_bad_steps in a row were bad
     faults = dict(bad_steps=0, in_a_row=0, returns=0, back=None) | meta.get("faults", {})
@@ -759,12 +760,12 @@ def main(cfg, given):
 
     def save(state, row):
         kept = about | {"faults": dict(faults)}
-        checkpoints.save(step, arranged(state, stored), sequences, kept, row.get("loss/val_loss"))
+        checkpoints.save(step, to_store(state), sequences, kept, row.get("loss/val_loss"))
 
     def sample(state):
         if prompt is None:
             return
-        ids = np.asarray(generate(arranged(state.params, stored.params), prompt, jax.random.key(cfg.run.seed))).tolist()
+        ids = np.asarray(generate(to_sample(state.params), prompt, jax.random.key(cfg.run.seed))).tolist()
         rows = [itertools.takewhile(lambda t: t != encoding.eot_token, row[1:]) for row in ids]  # the first is one too
         log.text(step, [utils.text_of(encoding, row) for row in rows])
 
@@ -826,7 +827,7 @@ def main(cfg, given):
                     pending = state = None  # there is memory for one
                     batches.close()
                     state, meta = checkpoints.restore(stored, back["before"], cfg.run.save_steps) or beginning()
-                    state = arranged(state, abstract)
+                    state = to_run(state)
                     step, sequences = meta["step"], back["sequences"]
                     faults |= dict(bad_steps=back["bad_steps"], in_a_row=0, returns=faults["returns"] + 1, back=None)
                     say(f"warning: going back to step {step}, and on with the data after sequence {sequences:,} "
