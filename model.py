@@ -138,8 +138,8 @@ def deepseek_table(cfg):
 
     def feed_forward(F):
         return dict(
-            up=W((D, branches, F), into(D), **tp(2)),
-            down=W((F, D), back(F), fsdp=1, **tp(0)),
+            up=W((branches, D, F), into(D), fsdp=1, **tp(2)),
+            down=W((D, F), back(F), **tp(1)),
         )
 
     def experts(F):
@@ -149,8 +149,8 @@ def deepseek_table(cfg):
         shared = dp * tp > E
         split = dict(over=SPREAD["moe"]) if shared else dict(fixed={0: SPREAD["moe"]}, over=())
         return dict(
-            up=W((E, D, branches, F), into(D), fsdp=1, active=m.k / E, expert=-4 * shared, **split),
-            down=W((E, F, D), back(F), fsdp=2, active=m.k / E, expert=-3 * shared, **split),
+            up=W((E, branches, D, F), into(D), fsdp=2, active=m.k / E, expert=-4 * shared, **split),
+            down=W((E, D, F), back(F), fsdp=1, active=m.k / E, expert=-3 * shared, **split),
         )
 
     dense = dict(attention=attention(m.dhR), norm=scale_param(D), ffn=feed_forward(m.ffn_width))
@@ -427,6 +427,28 @@ def _take_backward(index, gradients):
 take.defvjp(lambda weights, index: (take(weights, index), index), _take_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(spec, x, w):
+    """`einsum` of x and a weight w.
+
+    The weight's gradient is formed with the narrower of x and what comes back first: CPUs write the first operand out
+    anew, transposed.
+    """
+    return jnp.einsum(spec, x, w)
+
+
+def _product_backward(spec, operands, g):
+    x, w = operands
+    of_x, of_w, of_g = spec.replace("->", ",").split(",")
+    (first, a), (second, b) = sorted([(of_x, x), (of_g, g)], key=lambda operand: operand[1].size)
+    ordered = "".join(sorted(of_w, key=lambda dim: (dim not in first, dim not in second)))  # batch, first, second
+    dw = jnp.einsum(f"{ordered}->{of_w}", jnp.einsum(f"{first},{second}->{ordered}", a, b))
+    return jnp.einsum(f"{of_g},{of_w}->{of_x}", g, w), dw
+
+
+product.defvjp(lambda spec, x, w: (product(spec, x, w), (x, w)), _product_backward)
+
+
 def rms_norm(x, scale, eps):
     """Root-mean-square norm over the last dim (arXiv:1910.07467, equation 4), in float32."""
     x32 = x.astype(jnp.float32)
@@ -611,8 +633,8 @@ def feed_forward(p, x, tokens, m):
     """x [B, T/tp, D] -> [B, T/tp, D]."""
 
     def mlp(x):
-        h = activate(jnp.einsum("btd,dgf->btgf", x, p["up"]))  # [B, T, F/tp]
-        return jnp.einsum("btf,fd->btd", h, p["down"])
+        h = activate(product("btd,gdf->btgf", x, p["up"]))  # [B, T, F/tp]
+        return product("btf,df->btd", h, p["down"])
 
     return tensor_parallel(mlp, x, tokens, m)
 
@@ -629,7 +651,7 @@ def _take_rows_forward(x, index, inverse):
 
 
 def _take_rows_backward(inverse, g):
-    return g.at[inverse].get(mode="fill", fill_value=0).sum(0), None, None
+    return sum(g.at[inverse].get(mode="fill", fill_value=0)), None, None
 
 
 take_rows.defvjp(_take_rows_forward, _take_rows_backward)
@@ -702,10 +724,10 @@ def routed_experts(p, x, m, split):
     buckets = to_experts(buckets)  # [E/(dp tp), dp tp, C, D]
     # gates go along and weigh the hidden channels: so no pass, forward or back, needs the experts' outputs again
     gates = take_rows(gates.T.reshape(-1, 1).astype(x.dtype), entry, slot[None]).reshape(E, C, 1)
-    h = activate(jnp.einsum("encd,edgf->encgf", buckets, p["experts"]["up"]))
+    h = activate(product("encd,egdf->encgf", buckets, p["experts"]["up"]))
     h = jnp.einsum("encf,enc->encf", h, to_experts(gates)[..., 0])
-    out = from_experts(jnp.einsum("encf,efd->encd", h, p["experts"]["down"])).reshape(E * C, D)
-    out = take_rows(out, slot, entry[None]).reshape(k, n, D).sum(0).reshape(B, t, D)
+    out = from_experts(product("encf,edf->encd", h, p["experts"]["down"])).reshape(E * C, D)
+    out = sum(take_rows(out, slot, entry[None]).reshape(k, B, t, D))
 
     loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
     return out, Load(loss, hot.sum(0).astype(jnp.float32), (rank >= C).sum().astype(jnp.float32))
