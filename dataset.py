@@ -24,7 +24,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from model import BATCH_SPEC
-from utils import BLOCK, TOKENIZER_FILES, UserError, is_remote, keep_tokenizer, load_tokenizer, persist, read_file
+from tokenization import TOKENIZER_FILES, keep_tokenizer, load_tokenizer
+from utils import BLOCK, UserError, is_remote, persist, read_file
 
 WINDOW = 1 << 30  # tokens whose sequences are shuffled together; each window touches few shards, however many there are
 CHECK_AT_START = 1 << 28  # tokens of local shards up to which all are checked before training begins (about a second)

@@ -1,32 +1,24 @@
-"""Configuration, presets, the command line, validation, tokenisers and the run's log. No jax in here.
+"""Configuration, presets, validation, files and messages. No jax in here.
 
 Every option is declared once, as a field of one of the dataclasses below; the flags, their help text, the
 presets, `config.json` and the comparison on resume all derive from those fields.
 """
 
-import argparse
-import base64
 import contextlib
 import dataclasses
-import functools
 import glob
 import importlib.util
-import io
 import json
 import math
 import os
 import random
 import re
-import secrets
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import fsspec
-import numpy as np
-import tyro
 
 # --- Errors -----------------------------------------------------------------------------------------------------
 
@@ -453,104 +445,6 @@ def preset(name):
     return replace(Config(), preset=name, **PRESETS[name])
 
 
-def parse(argv):
-    """Command line -> (Config, set of the flags that were given).
-
-    Raises UserError for anything that does not parse; `--help` prints the preset's values and exits.
-    """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", default="moe1b")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            name = first.parse_known_args(argv)[0].preset
-    except SystemExit:
-        raise UserError(f"--preset: a name is missing; there are {', '.join(PRESETS)}.") from None
-    default = preset(name)
-    given = {m[1].replace("-", "_") for a in argv if (m := re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", a))}
-    cfg = read_flags(Annotated[Config, tyro.conf.OmitArgPrefixes], argv, "main.py", default=default)
-    if cfg.data.tokenizer:
-        n_vocab = load_tokenizer(cfg.data.tokenizer).n_vocab
-        if "vocab_size" not in given:
-            cfg = replace(cfg, vocab_size=n_vocab)
-        if cfg.model.vocab_size < n_vocab:
-            raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
-                            f"tokens; give at least that many, or leave the flag out.")  # fmt: skip
-    check_least(flatten(cfg), AT_LEAST)
-    if not cfg.plan.plan and (alone := [flag for flag, value in vars(cfg.plan).items() if value]):
-        raise UserError(f"--{alone[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
-    return cfg, given
-
-
-def read_flags(kind, argv, program, **settings):
-    """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError for anything that does not
-    parse; `--help` exits. settings: tyro's."""
-    output = io.StringIO()
-    try:
-        # tyro draws a box for people; it is printed for --help and boiled down to one sentence otherwise
-        with contextlib.redirect_stderr(output):
-            return tyro.cli(kind, args=argv, prog=program, use_underscores=True, **settings)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UserError(parse_complaint(output.getvalue())) from None
-
-
-def check_least(flags, least):
-    """Raises UserError where one of {flag: value} is smaller than {flag: number} of `least` says."""
-    for n, low in least.items():
-        if n in flags and (flags[n] < low or not math.isfinite(flags[n])):
-            raise UserError(f"--{n} {flags[n]}: must be at least {low}.")
-
-
-def parse_complaint(box):
-    """What tyro's error box says, as one sentence: without its frame, its title and its advice."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in box.splitlines()]
-    lines = [line.strip("│─ ") for line in lines if line.strip() and line.strip()[0] not in "╭╰"]
-    said = []
-    for line in lines:
-        if not line:  # a rule across the box: advice follows
-            break
-        said.append(line)
-    return re.sub(r"\[/?bold\]", "", " ".join(said)).rstrip(".") + "; see --help."
-
-
-def check_processes(cfg, given):
-    """Check the flags of multi-host training against each other; returns the number of processes if they tell it or
-    Slurm does, else 1. Raises UserError."""
-    r = cfg.run
-    if not r.coordinator:
-        if r.num_processes > 1 or r.process_id:
-            flag = "num_processes" if r.num_processes > 1 else "process_id"
-            raise UserError(f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, where process 0 listens.")
-        processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
-    else:
-        if not re.fullmatch(r"(\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5}", r.coordinator):
-            raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476.")
-        missing = [flag for flag in ("num_processes", "process_id") if flag not in given]
-        if missing:
-            raise UserError(f"--coordinator {r.coordinator}: needs --{' and --'.join(missing)} beside it.")
-        if r.process_id >= r.num_processes:
-            raise UserError(f"--process_id {r.process_id}: must be below --num_processes {r.num_processes}.")
-        processes = r.num_processes
-    if r.n_devices % processes:
-        raise UserError(f"--n_devices {r.n_devices}: must be a multiple of the number of processes, {processes}.")
-    return processes
-
-
-# Smallest sensible value of every number; relations between flags are checked in `validate`.
-AT_LEAST = dict(
-    model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
-    latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1, rope_original_T=1,
-    rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
-    mtp_depth=0, capacity_factor=0, end_of_text=-1, dropout_rate=0, cache_gb=0, train_batch_size=1, val_batch_size=1,
-    micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
-    embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0, pp_interleave=0,
-    training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
-    inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0, num_processes=0, process_id=0,
-    connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1, keep_every=0, max_bad_steps=0, spike_zscore=0,
-)  # fmt: skip
-
-
 def validate(cfg, n_present):
     """Check the flags against each other and against the `n_present` devices; fill in the mesh and save_steps.
 
@@ -721,121 +615,7 @@ def peak_flops(device_kind):
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-# --- Tokenisers -------------------------------------------------------------------------------------------------
-
-END_OF_TEXT = "<|endoftext|>"
-# How text is cut before byte pairs are merged, for tokenisers trained here: GPT-2's pattern. (tiktoken writes it with
-# possessive quantifiers, which the training library lacks; they change speed, not the cuts.)
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokeniser
-
-
-class HubTokenizer:
-    """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use. Text that spells
-    a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside, or <|endoftext|>."""
-
-    def __init__(self, path):
-        import tokenizers
-
-        self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
-        self.tokenizer.encode_special_tokens = True
-        self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
-        config = json.loads(read_file(os.path.join(os.path.dirname(path), "tokenizer_config.json")) or "{}")
-        end = config.get("eos_token") or END_OF_TEXT
-        end = end["content"] if isinstance(end, dict) else end
-        self.eot_token = self.tokenizer.token_to_id(end)
-        if self.eot_token is None:
-            raise UserError(f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
-                            f"tokenizer_config.json beside it.")  # fmt: skip
-
-    def __reduce__(self):  # a pickled tokenizers.Tokenizer would forget that special tokens are text
-        return HubTokenizer, (self.path,)
-
-    def encode_ordinary(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def before_text(self):
-        """Token ids that the tokeniser itself puts before every text."""
-        return self.tokenizer.encode("").ids
-
-    def encode_to_numpy(self, text, disallowed_special=()):
-        return np.array(self.encode_ordinary(text), np.uint32)
-
-    def decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def load_tokenizer(name):
-    """A tokeniser by tiktoken's name for it (`tiktoken.Encoding`), from a file of ranks written by
-    data/train_tokenizer.py (the same) or from a tokenizer.json (`HubTokenizer`)."""
-    import tiktoken
-
-    if name.endswith(".json"):
-        if not os.path.isfile(name):
-            raise UserError(f"--tokenizer {name}: there is no such file.")
-        return HubTokenizer(name)
-    if name.endswith(".tiktoken"):
-        if not os.path.isfile(name):
-            raise UserError(f"--tokenizer {name}: there is no such file; data/train_tokenizer.py makes one.")
-        try:
-            with open(name, "rb") as f:  # not tiktoken's loader: it caches by name, so would miss a file made anew
-                ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in f)}
-        except ValueError as e:
-            raise UserError(f"--tokenizer {name}: not a file of tiktoken ranks ({e}).") from None
-        stem = os.path.basename(name).removesuffix(".tiktoken")
-        return tiktoken.Encoding(stem, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
-    if name not in tiktoken.list_encoding_names():
-        raise UserError(f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of "
-                        f"{', '.join(tiktoken.list_encoding_names())}.")  # fmt: skip
-    try:
-        return tiktoken.get_encoding(name)
-    except OSError as e:  # requests' errors are OSErrors too
-        raise UserError(f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
-                        f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR.") from None  # fmt: skip
-
-
-def text_of(encoding, ids):
-    """Text of token ids. Those that the tokeniser does not know (a model may have more) are left out; bytes that are no
-    UTF-8 become U+FFFD."""
-    return encoding.decode([t for t in ids if known(encoding, t)])
-
-
-@functools.cache
-def known(encoding, token):
-    """Whether the tokeniser has this token id; a tiktoken vocabulary may have gaps."""
-    try:
-        encoding.decode([token])
-    except KeyError:
-        return False
-    return True
-
-
-def keep_tokenizer(folder, name):
-    """Copy the files of the tokeniser `name`, if it has any, into a folder; returns the name that it has there."""
-    ending = os.path.splitext(name)[1]
-    if ending not in TOKENIZER_FILES:
-        return name
-    kept = f"tokenizer{ending}"
-    beside = [os.path.join(os.path.dirname(name), "tokenizer_config.json")] if ending == ".json" else []
-    for file in [*beside, name]:  # the tokeniser last: where it stands, all does
-        if (content := read_file(file)) is not None:
-            write_file(os.path.join(folder, kept if file == name else "tokenizer_config.json"), content)
-    return kept
-
-
-def folder_tokenizer(folder):
-    """The tokeniser of a local run directory or folder in the Hugging Face format, or None where it has none."""
-    name = json.loads(read_file(os.path.join(folder, "config.json")) or "{}").get("encoding", "tokenizer.json")
-    if name and name.endswith(TOKENIZER_FILES):
-        name = os.path.join(folder, name)
-        if not os.path.isfile(name):
-            return None
-    return load_tokenizer(name) if name else None
-
-
-# --- The run directory ------------------------------------------------------------------------------------------
+# --- Files and messages -----------------------------------------------------------------------------------------
 
 
 def is_remote(path):
@@ -886,144 +666,6 @@ def read_file(path):
         return persist(lambda: fs.cat_file(there), path)
     except FileNotFoundError:
         return None
-
-
-def is_spike(loss, before, zscore):
-    """Whether `loss` lies more than zscore standard deviations above the mean of the finite ones of the 100 `before`,
-    which must be 20 at least."""
-    before = [x for x in before[-100:] if math.isfinite(x)]
-    return len(before) >= 20 and zscore > 0 and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
-
-
-class RunLog:
-    """What a run leaves behind: metrics.jsonl, samples.txt, plots and, on request, wandb.
-
-    Calls return at once; one background thread writes in order. `active` is true on process 0 alone, elsewhere
-    nothing is written. Metrics are plain numbers, one object a step.
-    """
-
-    def __init__(self, cfg, start_step, active):
-        self.dir, self.active, self.wandb = os.path.join(cfg.run.output_dir, cfg.run.name), active, None
-        self.worker, self.history, self.zscore = ThreadPoolExecutor(1), [], cfg.run.spike_zscore
-        if not active:
-            return
-        # Resuming: lines after the checkpoint will be written again, and an evaluation that only the end of the
-        # earlier run brought about is not part of an uninterrupted one.
-        for line in (read_file(self.path("metrics.jsonl")) or b"").decode().splitlines():
-            with contextlib.suppress(ValueError):  # a line torn by a kill
-                row = json.loads(line)
-                if row["step"] == start_step and start_step % cfg.run.checkpoint_steps:
-                    row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
-                self.history.append(row)
-        kept = (read_file(self.path("samples.txt")) or b"").decode().split("=== step ")[1:]
-        self.samples = [f"=== step {s}" for s in kept]
-        self._rewind(start_step)
-        if cfg.run.wandb:
-            import wandb
-
-            run_id = read_file(self.path("wandb_id")) or secrets.token_hex(4).encode()
-            write_file(self.path("wandb_id"), run_id)
-            self.wandb = wandb
-            wandb.init(project="moe-pretraining", id=run_id.decode(), resume="allow", name=cfg.run.name, dir=self.dir,
-                       config=flatten(cfg))  # fmt: skip
-
-    def path(self, name):
-        return os.path.join(self.dir, name)
-
-    def _write_metrics(self):
-        write_file(self.path("metrics.jsonl"), "".join(json.dumps(row) + "\n" for row in self.history))
-
-    def _rewind(self, step):
-        self.history = [row for row in self.history if row["step"] <= step]
-        self.samples = [text for text in self.samples if int(text.split()[2]) <= step]
-        self._write_metrics()
-
-    def rewind(self, step):
-        """Forget what came after `step`, to which the run goes back."""
-        self._run(lambda: self._rewind(step))
-
-    def _run(self, work):
-        if self.active:
-            self.worker.submit(work).add_done_callback(self._complain)
-
-    @staticmethod
-    def _complain(future):
-        if future.exception():
-            print(f"warning: the run's log could not be written: {future.exception()}", file=sys.stderr, flush=True)
-
-    def metrics(self, row):
-        """Record one step: {"step": int, key: number, ...}."""
-
-        def work():
-            losses, spikes = [], 0
-            if self.history:
-                losses = [before["loss/train_loss"] for before in self.history[-100:]]
-                spikes = self.history[-1].get("loss_spikes", 0)
-            if spike := is_spike(row["loss/train_loss"], losses, self.zscore):
-                say(f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
-                    f"{self.zscore:g} standard deviations above those before")  # fmt: skip
-            row["loss_spikes"] = spikes + spike
-            self.history.append(row)
-            if not is_remote(self.dir):
-                with open(self.path("metrics.jsonl"), "a") as f:
-                    f.write(json.dumps(row) + "\n")
-            if self.wandb:
-                self.wandb.log({key: v for key, v in row.items() if key != "step"}, step=row["step"])
-
-        self._run(work)
-
-    def text(self, step, texts):
-        """Record the samples drawn at `step`."""
-
-        def work():
-            self.samples.append(f"=== step {step}\n" + "".join(f"--- {i}\n{t}\n" for i, t in enumerate(texts)))
-            write_file(self.path("samples.txt"), "".join(self.samples))
-            if self.wandb:
-                table = self.wandb.Table(columns=["step", "sample"], data=[[step, t] for t in texts])
-                self.wandb.log({"samples": table}, step=step)
-
-        self._run(work)
-
-    def plots(self):
-        """Redraw the three plots from all metrics so far."""
-
-        def work():
-            if is_remote(self.dir):
-                self._write_metrics()
-            for name, title, keys in [
-                ("val_loss", "validation loss (nats per token)", ["loss/val_loss"]),
-                ("load_loss", "load-balancing loss (even load: 1 per MoE layer)", ["loss/load_loss"]),
-                ("tokens_per_expert", "share of the routed tokens per expert",
-                 sorted((k for k in self.history[-1] if k.startswith("load/head_")), key=lambda k: int(k[10:]))),
-            ]:  # fmt: skip
-                if any(key in row for row in self.history for key in keys):
-                    write_file(self.path(name + ".png"), draw(self.history, title, keys))
-
-        self._run(work)
-
-    def close(self):
-        """Wait until everything is written."""
-        self.worker.shutdown(wait=True)
-        if self.wandb:
-            self.wandb.finish()
-
-
-def draw(history, title, keys):
-    """PNG bytes of a line per key over the step."""
-    from matplotlib.figure import Figure  # without pyplot: safe off the main thread, and needs no display
-
-    figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    for key in keys:
-        rows = [row for row in history if key in row]
-        axes.plot([row["step"] for row in rows], [row[key] for row in rows], lw=1, label=key.removeprefix("load/"))
-    axes.set(xlabel="step", title=title)
-    axes.grid(alpha=0.3)
-    if 1 < len(keys) <= 16:
-        axes.legend(fontsize=7, ncols=2)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
 
 
 def duration(seconds):

@@ -35,19 +35,8 @@ import numpy as np
 from sources import VAL_FRACTION, Parser, dump_ranks, open_source, read_text
 from tqdm import tqdm
 
-from utils import (
-    BLOCK,
-    TOKENIZER_FILES,
-    HubTokenizer,
-    UserError,
-    is_remote,
-    keep_tokenizer,
-    load_tokenizer,
-    one_sentence,
-    read_file,
-    say,
-    write_file,
-)
+from tokenization import TOKENIZER_FILES, HubTokenizer, keep_tokenizer, load_tokenizer
+from utils import BLOCK, UserError, is_remote, one_sentence, read_file, say, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH_BYTES, BATCH_DOCUMENTS = 1_000_000, 1000  # what a worker takes at once, whichever is reached first: about 0.2 s

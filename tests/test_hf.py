@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import main
 import model
+import tokenization
 import utils
 from tools import hf
 
@@ -110,12 +111,12 @@ def test_the_exported_tokeniser_cuts_as_tiktoken_does(name, tmp_path, monkeypatc
                  "--output", tmp_path / "small.tiktoken"]  # fmt: skip
         subprocess.run(list(map(str, words)), check=True, capture_output=True)
         name = str(tmp_path / "small.tiktoken")
-    encoding = utils.load_tokenizer(name)
+    encoding = tokenization.load_tokenizer(name)
     run, folder = tmp_path / "run", tmp_path / "folder"
-    utils.write_file(str(run / "config.json"), json.dumps({"encoding": utils.keep_tokenizer(str(run), name)}))
+    utils.write_file(str(run / "config.json"), json.dumps({"encoding": tokenization.keep_tokenizer(str(run), name)}))
     folder.mkdir()
     ends = hf.export_tokenizer(str(folder), str(run), 64)
-    theirs = utils.load_tokenizer(str(folder / "tokenizer.json"))
+    theirs = tokenization.load_tokenizer(str(folder / "tokenizer.json"))
     assert ends["eos_token_id"] == encoding.eot_token == theirs.eot_token and theirs.n_vocab == encoding.n_vocab
     assert len(encoding.encode_ordinary("import pytest")) < 10  # that there is something to merge
     texts = [*HOSTILE, (ROOT / "README.md").read_text(), (ROOT / "model.py").read_text()]

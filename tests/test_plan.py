@@ -9,6 +9,7 @@ import jax
 import pytest
 from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
 
+import cli
 import model
 import utils
 from tools import costs, hlo, plan
@@ -151,7 +152,7 @@ TINY = ["--preset", "tiny"]
 
 def planned(*words, **flags):
     """JSON of a plan made in this process, whose printed lines are not looked at."""
-    cfg, given = utils.parse([*TINY, *map(str, words), *flags_of(**flags)])
+    cfg, given = cli.parse([*TINY, *map(str, words), *flags_of(**flags)])
     plan.main(cfg, given)
     with open(cfg.plan.plan_json) as f:
         return json.load(f)
@@ -185,7 +186,7 @@ def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
 
 def test_what_does_not_fit_says_what_would(tmp_path, capsys):
     flags = dict(preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, micro_batch_size=4, val_batch_size=4)
-    cfg, given = utils.parse(flags_of(**flags))
+    cfg, given = cli.parse(flags_of(**flags))
     plan.main(cfg, given)
     assert "does not fit: it needs" in (said := capsys.readouterr().out) and "--" in said.split("next")[1]
 
@@ -232,7 +233,7 @@ def test_mistakes_get_one_sentence(words, said):
 
 
 def test_a_plan_is_no_part_of_a_run():
-    cfg, _ = utils.parse(["--plan", "v4:2x2x1", "--search"])
+    cfg, _ = cli.parse(["--plan", "v4:2x2x1", "--search"])
     assert cfg.plan.search and not {"plan", "search", "plan_json", "plan_dump"} & set(utils.flatten(cfg))
     assert utils.replace(cfg, T=64).plan == cfg.plan
 
@@ -251,7 +252,7 @@ def test_a_plan_by_the_tpu_compiler(tmp_path):
 @tpu_compiler
 def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
     words = flags_of(plan="v5e:2x2", n_device_axis=(4, 1, 1), remat="none", train_batch_size=64, micro_batch_size=1)
-    cfg, given = utils.parse(words)
+    cfg, given = cli.parse(words)
     plan.main(cfg, given)
     assert "does not fit: it needs" in capsys.readouterr().out
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import main
 import model
+import tokenization
 import utils
 from tools import common, hf, sample
 
@@ -140,14 +141,14 @@ def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
     hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    for model_, before in [("exported", ""), ("runs/run", utils.END_OF_TEXT)]:
+    for model_, before in [("exported", ""), ("runs/run", tokenization.END_OF_TEXT)]:
         ids = tokenizer(f"{before}def test_of(", return_tensors="pt").input_ids
         generated = theirs.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
         wanted = tokenizer.decode(generated[0, ids.shape[1] :])
         words = [str(tmp_path / model_), "--prompt", "def test_of(", "--max_tokens", "40", "--temperature", "0",
                  "--n_devices", "1", "--model_dtype", "float32"]  # fmt: skip
         (row,) = sample.main(common.parse(common.Sample, words, "sample.py"))
-        assert row.text == wanted.split(utils.END_OF_TEXT)[0]
+        assert row.text == wanted.split(tokenization.END_OF_TEXT)[0]
 
 
 def test_a_published_deepseek_config_is_understood():

@@ -26,6 +26,7 @@ import sources
 
 import dataset
 import main as training
+import tokenization
 import utils
 
 TINY_TOKENS_PER_SECOND = 5_000  # of the preset tiny on two CPU cores, see README.md
@@ -66,7 +67,7 @@ def tokenise(text, output, ranks, workers):
 
 def bare_loop(text, ranks):
     """Seconds of `encode_ordinary_batch` on one thread, a thousand documents at a time."""
-    encoding, texts, seconds = utils.load_tokenizer(str(ranks)), [], 0.0
+    encoding, texts, seconds = tokenization.load_tokenizer(str(ranks)), [], 0.0
     with open(text) as f:
         for line in f:
             texts.append(json.loads(line)["text"])

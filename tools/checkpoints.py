@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fsspec
 import tyro
 
+import cli
 import utils
 from tools import common
 from utils import UserError
@@ -46,14 +47,14 @@ class Options:
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators may belong to the run
-    options_given = utils.one_sentence(lambda: utils.read_flags(Options, sys.argv[1:], "checkpoints.py"))
+    options_given = utils.one_sentence(lambda: cli.read_flags(Options, sys.argv[1:], "checkpoints.py"))
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-import main as training
+import checkpointing
 
 
 def about(checkpoints, step):
@@ -76,13 +77,13 @@ def kept(checkpoints, options, config, every):
                    every=config.get("keep_every", utils.Run.keep_every),
                    best=config.get("keep_best", utils.Run.keep_best))  # fmt: skip
     wanted = {name: default[name] if getattr(options, name) is None else getattr(options, name) for name in default}
-    utils.check_least(wanted, dict(keep=1, every=0))
+    cli.check_least(wanted, dict(keep=1, every=0))
     losses = {step: one["val_loss"] for step, one in every.items()}
     infos = [SimpleNamespace(step=step, metrics=None if losses[step] is None else {"val_loss": losses[step]})
              for step in sorted(every)]  # fmt: skip
     reasons = {info.step: [] for info in infos}
     context = ocp.checkpoint_managers.PreservationContext()
-    for why, policy in training.retention(**wanted).items():
+    for why, policy in checkpointing.retention(**wanted).items():
         for info, keep in zip(infos, policy.should_preserve(infos, context=context)):
             reasons[info.step] += [why] * keep
     return reasons
@@ -127,7 +128,7 @@ def complaint(checkpoints, step):
 def main(options):
     logging.set_verbosity(logging.FATAL)  # what Orbax has to say is said here in a line for each checkpoint
     config = json.loads(utils.read_file(os.path.join(options.run_dir, "config.json")) or "{}")
-    checkpoints = training.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
+    checkpoints = checkpointing.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
     steps = checkpoints.steps()
     if not steps:
         raise UserError(f"{options.run_dir}: there are no checkpoints in it.")

@@ -10,6 +10,8 @@ from typing import Literal
 
 import tyro
 
+import cli
+import tokenization
 import utils
 from utils import UserError
 
@@ -71,8 +73,8 @@ class Evaluate(Options):
 
 def parse(kind, argv, program):
     """Command line -> `kind`, a subclass of `Options`. Raises UserError for whatever does not parse or is too small."""
-    options = utils.read_flags(kind, argv, program)
-    utils.check_least(vars(options), utils.AT_LEAST | dict(limit=0, stride=0, batch_size=1))
+    options = cli.read_flags(kind, argv, program)
+    cli.check_least(vars(options), cli.AT_LEAST | dict(limit=0, stride=0, batch_size=1))
     return options
 
 
@@ -108,7 +110,7 @@ def open_model(options, text):
     import model
 
     flags, load = main.open_weights(options.model)
-    encoding = utils.folder_tokenizer(options.model)
+    encoding = tokenization.folder_tokenizer(options.model)
     if text and encoding is None:
         raise UserError(f"{options.model}: holds no tokeniser, so it knows no text; put its tokenizer.json there.")
     if encoding and encoding.n_vocab > flags["vocab_size"]:
@@ -140,6 +142,6 @@ def before_prompt(options, encoding):
     if options.start == "nothing":
         return []
     trained_here = "data_fingerprint" in json.loads(utils.read_file(os.path.join(options.model, "config.json")))
-    if options.start == "auto" and not trained_here and isinstance(encoding, utils.HubTokenizer):
+    if options.start == "auto" and not trained_here and isinstance(encoding, tokenization.HubTokenizer):
         return encoding.before_text()
     return [encoding.eot_token]

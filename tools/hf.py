@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
+import tokenization
 import utils
 from tools import common
 from utils import UserError, say
@@ -34,6 +35,7 @@ import tokenizers
 from jax import lax
 from safetensors import safe_open
 
+import checkpointing
 import main
 import model
 
@@ -387,10 +389,10 @@ def import_folder(folder, run_dir):
     tokenizer = os.path.join(folder, "tokenizer.json")
     config = dict(utils.flatten(cfg), encoding="")
     if os.path.isfile(tokenizer):
-        config["encoding"] = utils.keep_tokenizer(part, tokenizer)
+        config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
     else:
         say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
-    checkpoints = main.Checkpoints(os.path.join(part, "checkpoints"))
+    checkpoints = checkpointing.Checkpoints(os.path.join(part, "checkpoints"))
     checkpoints.save(0, {"params": params}, 0, {})
     checkpoints.close()
     if checkpoints.saved is None:
@@ -418,7 +420,7 @@ class StoredParams:
         except Exception as e:  # whatever a damaged file makes the library raise
             raise Damaged(f"its meta can't be read: {type(e).__name__}") from None
         # experts come one by one out of chunks that hold several
-        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 3 * main.CHUNK}})
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 3 * checkpointing.CHUNK}})
         base = f"file://{checkpoints.folder / str(step)}/state/"
         at = jax.tree_util.tree_flatten_with_path(table, is_leaf=model.is_param)[0]
         self.leaves, self.wanted, self.seen = {}, {}, {}
@@ -439,7 +441,7 @@ class StoredParams:
     def read(self, leaf, at):
         """float32 array: the part `at` of a leaf."""
         x = self._result(leaf, self.leaves[leaf][at].read())
-        self.seen[leaf] += int(x.view(np.uint32).sum(dtype=np.uint32))  # as main.fingerprint
+        self.seen[leaf] += int(x.view(np.uint32).sum(dtype=np.uint32))  # as checkpointing.fingerprint
         return x
 
     def verify(self, vocab_size):
@@ -524,15 +526,15 @@ def byte_level(encoding):
 
 def export_tokenizer(folder, run_dir, T):
     """Files that AutoTokenizer loads, where the run has a tokeniser; returns what config.json says of it."""
-    encoding = utils.folder_tokenizer(run_dir)
+    encoding = tokenization.folder_tokenizer(run_dir)
     if encoding is None:
         say(f"warning: {run_dir} has no tokeniser, so {folder} gets none")
         return {}
-    if isinstance(encoding, utils.HubTokenizer):
-        utils.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
+    if isinstance(encoding, tokenization.HubTokenizer):
+        tokenization.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
     else:
         byte_level(encoding).save(os.path.join(folder, "tokenizer.json"))
-        end = utils.END_OF_TEXT
+        end = tokenization.END_OF_TEXT
         about = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end, model_max_length=T,
                      clean_up_tokenization_spaces=False)  # fmt: skip
         utils.write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(about, indent=1) + "\n")
@@ -550,7 +552,7 @@ def export(run_dir, folder, dtype="float32"):
                         n_device_axis=(1, 1, 1))  # fmt: skip
     m, table, form = cfg.model, model.param_table(cfg), FORMATS[MODEL_TYPES[cfg.model.architecture]]
     config, tensors = form.config(m), list(form.tensors(m))
-    checkpoints = main.Checkpoints(os.path.join(run_dir, "checkpoints"))
+    checkpoints = checkpointing.Checkpoints(os.path.join(run_dir, "checkpoints"))
     part = os.path.normpath(folder) + ".part"
     for step in checkpoints.steps():
         shutil.rmtree(part, ignore_errors=True)
