@@ -16,7 +16,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax import lax
 
-import model
 import utils
 from processes import all_of
 from utils import UserError, say
@@ -167,10 +166,8 @@ class Checkpoints:
                 self.manager.delete(step)
         return None if state is None else (state, meta)
 
-    def restore_params(self, table, mesh):
-        """Parameters alone of the newest sound checkpoint, placed on `mesh`. Raises UserError where there is none."""
-        abstract = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s), table,
-                                model.shardings(table, mesh), is_leaf=model.is_param)  # fmt: skip
+    def restore_params(self, abstract):
+        """Parameters alone of the newest sound checkpoint, as `abstract`. Raises UserError where there is none."""
         item = {"params": abstract}
         args = ocp.args.PyTreeRestore(item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
         state, _, _ = self._newest_sound(args, self.steps())

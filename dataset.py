@@ -10,7 +10,6 @@ import functools
 import hashlib
 import io
 import itertools
-import json
 import os
 import threading
 import time
@@ -25,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from model import BATCH_SPEC
 from tokenization import TOKENIZER_FILES, keep_tokenizer, load_tokenizer
-from utils import BLOCK, UserError, is_remote, persist, read_file
+from utils import BLOCK, UserError, is_remote, persist, read_json
 
 WINDOW = 1 << 30  # tokens whose sequences are shuffled together; each window touches few shards, however many there are
 CHECK_AT_START = 1 << 28  # tokens of local shards up to which all are checked before training begins (about a second)
@@ -194,8 +193,7 @@ class Corpus:
         d, m = cfg.data, cfg.model
         self.T, self.vocab_size = m.T, m.vocab_size
         self.folder = os.path.join(root, folder)
-        manifest = read_file(os.path.join(self.folder, "manifest.json"))
-        self.manifest = json.loads(manifest) if manifest else {}
+        self.manifest = read_json(self.folder, "manifest.json")
         self.shards = self._open(Cache(os.path.join(d.process_path, "blocks"), d.cache_gb * 1e9))
         self.tokenizer = self._tokenizer(d, root)
         self.lengths = list(READERS.map(lambda shard: shard.length, self.shards))

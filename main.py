@@ -95,11 +95,16 @@ def make_optimizer(cfg):
     return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), adamw, faster), schedule
 
 
+def abstract_params(cfg, mesh):
+    """The parameters as float32 ShapeDtypeStructs with shardings."""
+    table = model.param_table(cfg)
+    return jax.tree.map(lambda p, sharding: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding), table,
+                        model.shardings(table, mesh), is_leaf=model.is_param)  # fmt: skip
+
+
 def abstract_state(cfg, mesh, optimizer):
     """TrainState of ShapeDtypeStructs with shardings: optimizer leaves lie as their parameters do, scalars all over."""
-    table, replicated = model.param_table(cfg), NamedSharding(mesh, P())
-    params = model.table_map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), table)
-    params = jax.tree.map(lambda s, sharding: s.update(sharding=sharding), params, model.shardings(table, mesh))
+    params, replicated = abstract_params(cfg, mesh), NamedSharding(mesh, P())
     opt_state = optax.tree_map_params(
         optimizer, lambda s, p: s.update(sharding=p.sharding), jax.eval_shape(optimizer.init, params), params,
         transform_non_params=lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated),
@@ -130,12 +135,12 @@ def init_state(cfg, abstract, optimizer, params=None):
 
 
 def open_weights(folder):
-    """({flag: value} of the model in `folder`, load), where load(table, mesh) places its parameters on a mesh.
+    """({flag: value} of the model in `folder`, load), where load(abstract) places its parameters as `abstract_params`.
 
     `folder` is a run directory, whose newest sound checkpoint is taken, or in the Hugging Face format. Raises UserError
     where it is neither.
     """
-    config = json.loads(utils.read_file(os.path.join(folder, "config.json")) or "{}")
+    config = utils.read_json(folder, "config.json")
     if "model_type" in config:
         from tools import hf
 
@@ -267,23 +272,6 @@ def data_fingerprint(*mixtures):
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def stored_config(cfg, given, data):
-    """`cfg`, fitted to the run that --name resumes where there is one. Raises UserError where the two do not agree."""
-    stored = utils.read_file(os.path.join(cfg.run.output_dir, cfg.run.name, "config.json"))
-    if stored is None:
-        return cfg
-    stored = json.loads(stored)
-    if "data_fingerprint" not in stored:
-        raise UserError(f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
-                        f"--init_from {os.path.join(cfg.run.output_dir, cfg.run.name)}.")  # fmt: skip
-    cfg = utils.resume(cfg, given, stored)
-    if stored["data_fingerprint"] != data:
-        raise UserError(f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
-                        f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those "
-                        f"shards.")  # fmt: skip
-    return cfg
-
-
 def prompt_ids(cfg, encoding):
     """Token ids of --prompt as the beginning of a document, or None where no tokeniser is known."""
     if encoding is None:
@@ -318,7 +306,7 @@ def main(cfg, given):
             raise UserError(f"--document_mask: nothing tells which token begins a document in {train.folder}; give its "
                             f"--tokenizer or the token id as --end_of_text.")  # fmt: skip
         cfg = utils.replace(cfg, end_of_text=encoding.eot_token)
-    cfg = utils.validate(stored_config(cfg, given, data), jax.device_count())
+    cfg = utils.validate(utils.resume(cfg, given, data), jax.device_count())
     mesh = make_mesh(cfg)
     prompt = prompt_ids(cfg, encoding)
     dp, pp, tp = cfg.run.n_device_axis
@@ -340,12 +328,11 @@ def main(cfg, given):
     to_run, to_store, to_sample = (arranger(cfg, a) for a in (abstract, stored, stored.params))
 
     # --- Restore
-    run_dir = os.path.join(cfg.run.output_dir, cfg.run.name)
-    checkpoints = Checkpoints(os.path.join(run_dir, "checkpoints"), cfg.run.keep_checkpoints, cfg.run.keep_every,
+    checkpoints = Checkpoints(os.path.join(cfg.run.folder, "checkpoints"), cfg.run.keep_checkpoints, cfg.run.keep_every,
                               cfg.run.keep_best)  # fmt: skip
 
     def beginning():
-        params = load(model.param_table(in_a_row), mesh) if cfg.run.init_from else None
+        params = load(stored.params) if cfg.run.init_from else None
         return init_state(in_a_row, stored, optimizer, params), dict(step=0, sequences=0)
 
     state, meta = checkpoints.restore(stored) or beginning()
@@ -384,7 +371,7 @@ def main(cfg, given):
     about = dict(mesh=[dp, pp, tp], versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)})
     if main_process:
         config = dict(utils.flatten(cfg), data_fingerprint=data)
-        config["encoding"] = keep_tokenizer(run_dir, train.tokenizer)
+        config["encoding"] = keep_tokenizer(cfg.run.folder, train.tokenizer)
         utils.write_file(log.path("config.json"), json.dumps(config, indent=1) + "\n")
 
     def save(state, row):

@@ -103,7 +103,7 @@ def check_shared(cfg):
     each writes its part, would never be complete."""
     if jax.process_count() == 1:
         return
-    path = os.path.join(cfg.run.output_dir, cfg.run.name, "shared")
+    path = os.path.join(cfg.run.folder, "shared")
     token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
     if jax.process_index() == 0:
         utils.write_file(path, token)

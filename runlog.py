@@ -29,7 +29,7 @@ class RunLog:
     """
 
     def __init__(self, cfg, start_step, active):
-        self.dir, self.active, self.wandb = os.path.join(cfg.run.output_dir, cfg.run.name), active, None
+        self.dir, self.active, self.wandb = cfg.run.folder, active, None
         self.worker, self.history, self.zscore = ThreadPoolExecutor(1), [], cfg.run.spike_zscore
         if not active:
             return

@@ -2,12 +2,11 @@
 
 import base64
 import functools
-import json
 import os
 
 import numpy as np
 
-from utils import UserError, read_file, write_file
+from utils import UserError, read_file, read_json, write_file
 
 END_OF_TEXT = "<|endoftext|>"
 # How text is cut before byte pairs are merged, for tokenisers trained here: GPT-2's pattern. (tiktoken writes it with
@@ -28,7 +27,7 @@ class HubTokenizer:
         self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
         self.tokenizer.encode_special_tokens = True
         self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
-        config = json.loads(read_file(os.path.join(os.path.dirname(path), "tokenizer_config.json")) or "{}")
+        config = read_json(os.path.dirname(path), "tokenizer_config.json")
         end = config.get("eos_token") or END_OF_TEXT
         end = end["content"] if isinstance(end, dict) else end
         self.eot_token = self.tokenizer.token_to_id(end)
@@ -113,7 +112,7 @@ def keep_tokenizer(folder, name):
 
 def folder_tokenizer(folder):
     """The tokeniser of a local run directory or folder in the Hugging Face format, or None where it has none."""
-    name = json.loads(read_file(os.path.join(folder, "config.json")) or "{}").get("encoding", "tokenizer.json")
+    name = read_json(folder, "config.json").get("encoding", "tokenizer.json")
     if name and name.endswith(TOKENIZER_FILES):
         name = os.path.join(folder, name)
         if not os.path.isfile(name):

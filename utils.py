@@ -293,6 +293,11 @@ class Run:
     stuck_limit: int = 1800
     """Seconds that one may take before its process ends, with status 75."""
 
+    @property
+    def folder(self):
+        """The run directory: everything that the run writes stands in it."""
+        return os.path.join(self.output_dir, self.name)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -405,19 +410,14 @@ PRESETS = {
 }  # fmt: skip
 
 # What may differ between a run and its resumption: nothing here changes the parameters' shapes, the tokens seen or
-# the mathematics of a step. The three batch sizes may differ as long as the global batch stays (see `resume`).
-FREE_ON_RESUME = frozenset(
-    "preset name output_dir init_from bucket_name process_path n_device_axis n_devices micro_batch_size training_steps "
-    "end_steps warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
-    "sequence_parallel attention pp_interleave "
-    "cache_gb prompt inference_batch max_tokens top_k top_p temperature use_cache "
-    "coordinator num_processes process_id connect_timeout peer_timeout stuck_factor stuck_limit "
-    "keep_every keep_best max_bad_steps spike_zscore "
-    "train_batch_size val_batch_size grad_step".split()
+# the mathematics of a step. The batch sizes may differ as long as the global batch stays (see `resume`).
+FREE_ON_RESUME = {*vars(Run()), *vars(Sample())} - {"seed"} | set(
+    "bucket_name process_path cache_gb train_batch_size val_batch_size micro_batch_size end_steps warmup_steps remat "
+    "fsdp sequence_parallel attention".split()
 )
 
 # What processes that train together may have each its own value of.
-OF_ONE_PROCESS = frozenset(
+OF_ONE_PROCESS = set(
     "process_id coordinator connect_timeout peer_timeout process_path bucket_name output_dir compilation_cache".split()
 )
 
@@ -473,13 +473,10 @@ def validate(cfg, n_present):
         ("micro_batch_size", d.micro_batch_size, pp, "pp"),
         ("train_batch_size", d.train_batch_size, d.micro_batch_size, "micro_batch_size"),
         ("val_batch_size", d.val_batch_size, d.micro_batch_size, "micro_batch_size"),
+        ("T", m.T, 128 if m.attention == "splash" else 1, "128 for --attention splash"),
+        ("model_dimension", m.model_dimension, 1 if m.nope_dim else m.n_head, "n_head"),
+        ("expert_dim", m.expert_width, tp if m.n_shared else 1, "tp"),
     ]  # fmt: skip
-    if m.attention == "splash":
-        multiples.append(("T", m.T, 128, "128 for --attention splash"))
-    if not m.nope_dim:
-        multiples.append(("model_dimension", m.model_dimension, m.n_head, "n_head"))
-    if m.n_shared:
-        multiples.append(("expert_dim", m.expert_width, tp, "tp"))
     for flag, value, by, words in multiples:
         if value % by:
             near = sorted({max(by, value // by * by), -(-value // by) * by})
@@ -521,7 +518,7 @@ def validate(cfg, n_present):
 
 
 # Flags of the model that may differ between weights and the run that begins with them.
-FREE_OF_WEIGHTS = frozenset(
+FREE_OF_WEIGHTS = set(
     "capacity_factor document_mask end_of_text dropout_rate model_dtype remat fsdp sequence_parallel attention".split()
 )
 
@@ -538,12 +535,18 @@ def adopt(cfg, given, flags):
     return replace(cfg, **flags)
 
 
-def resume(cfg, given, stored):
-    """Fit `cfg` to the stored config of the run that it resumes.
+def resume(cfg, given, data):
+    """`cfg`, fitted to the run that --name resumes where there is one; data: fingerprint of the shards.
 
     The global batch train_batch_size x dp x grad_step must stay; where dp or grad_step changed and the batch size was
-    not given, it follows (val_batch_size x dp likewise). Raises UserError with the fields that differ.
+    not given, it follows (val_batch_size x dp likewise). Raises UserError with what differs.
     """
+    stored = read_json(cfg.run.folder, "config.json")
+    if not stored:
+        return cfg
+    if "data_fingerprint" not in stored:
+        raise UserError(f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
+                        f"--init_from {cfg.run.folder}.")  # fmt: skip
     (dp, _, _), (old_dp, _, _) = cfg.run.n_device_axis, stored["n_device_axis"]
     follow = [
         ("train_batch_size", stored["train_batch_size"] * old_dp * stored["grad_step"], dp * cfg.run.grad_step),
@@ -563,6 +566,10 @@ def resume(cfg, given, stored):
         fields = ", ".join(f"{n} was {stored[n]!r} and is now {now[n]!r}" for n in differ)
         raise UserError(f"--name {cfg.run.name}: this run exists with another configuration ({fields}); give another "
                         f"--name, or the values it had.")  # fmt: skip
+    if stored["data_fingerprint"] != data:
+        raise UserError(f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
+                        f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those "
+                        f"shards.")  # fmt: skip
     return cfg
 
 
@@ -666,6 +673,11 @@ def read_file(path):
         return persist(lambda: fs.cat_file(there), path)
     except FileNotFoundError:
         return None
+
+
+def read_json(*path):
+    """Content of a local JSON file or remote object, its path in parts; {} where there is none."""
+    return json.loads(read_file(os.path.join(*path)) or "{}")
 
 
 def duration(seconds):

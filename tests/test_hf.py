@@ -13,7 +13,6 @@ from conftest import ROOT, SMALL_GPT2, small_config
 from safetensors.numpy import load_file, save_file
 
 import main
-import model
 import tokenization
 import utils
 from tools import hf
@@ -27,7 +26,7 @@ def params_of(folder, **flags):
     cfg = small_config(**flags)
     stored, load = main.open_weights(str(folder))
     assert utils.replace(cfg, **stored).model == utils.replace(cfg, **{n: stored[n] for n in stored}).model
-    return jax.tree.map(np.asarray, load(model.param_table(cfg), main.make_mesh(cfg)))
+    return jax.tree.map(np.asarray, load(main.abstract_params(cfg, main.make_mesh(cfg))))
 
 
 @pytest.fixture(scope="module", params=FLAGS)

@@ -87,7 +87,7 @@ def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_pa
     stored = utils.replace(cfg, **flags).model
     for name in ("head_dim", "value_dim", "q_latent", "ffn_width", "rope_base", "rope_factor", "norm_eps", "tied"):
         assert getattr(stored, name) == getattr(m, name)
-    params = load(model.param_table(cfg), mesh)
+    params = load(main.abstract_params(cfg, mesh))
     decode, cache = jax.jit(model.make_decode(cfg, mesh)), model.empty_cache(cfg, 8, m.T)
     at = [0, 1, m.T // 2, m.T - 1]
     ours = [decode(params, rows[:, :-1].astype(np.int32), cache, np.zeros(8, int), np.full(8, i))[0] for i in at]
@@ -123,7 +123,7 @@ def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
     mesh = main.make_mesh(cfg)
     _, load = main.open_weights(run)
     prompt = np.arange(7, dtype=np.int32)
-    ours = jax.jit(model.make_generate(cfg, mesh))(load(model.param_table(cfg), mesh), prompt, jax.random.key(0))
+    ours = jax.jit(model.make_generate(cfg, mesh))(load(main.abstract_params(cfg, mesh)), prompt, jax.random.key(0))
     ids = torch.tensor(prompt[None]).long()
     generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
     assert generated.shape == (1, 71) and np.array_equal(generated[0], ours[0])

@@ -7,7 +7,6 @@ python tools/checkpoints.py prune runs/tiny --keep 1 --every 1000 --dry_run
 It needs no accelerator, so it can look at a run that is in progress; prune one only when it has ended.
 """
 
-import json
 import os
 import sys
 import time
@@ -127,7 +126,7 @@ def complaint(checkpoints, step):
 
 def main(options):
     logging.set_verbosity(logging.FATAL)  # what Orbax has to say is said here in a line for each checkpoint
-    config = json.loads(utils.read_file(os.path.join(options.run_dir, "config.json")) or "{}")
+    config = utils.read_json(options.run_dir, "config.json")
     checkpoints = checkpointing.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
     steps = checkpoints.steps()
     if not steps:

@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import json
-import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -133,7 +131,7 @@ def open_model(options, text):
         w.delete()  # one leaf at a time is held in both types
         return converted
 
-    params = jax.tree.map(convert, table, load(table, mesh), is_leaf=model.is_param)
+    params = jax.tree.map(convert, table, load(main.abstract_params(cfg, mesh)), is_leaf=model.is_param)
     return cfg, mesh, params, encoding
 
 
@@ -141,7 +139,7 @@ def before_prompt(options, encoding):
     """Token ids that `options.start` puts before every prompt."""
     if options.start == "nothing":
         return []
-    trained_here = "data_fingerprint" in json.loads(utils.read_file(os.path.join(options.model, "config.json")))
+    trained_here = "data_fingerprint" in utils.read_json(options.model, "config.json")
     if options.start == "auto" and not trained_here and isinstance(encoding, tokenization.HubTokenizer):
         return encoding.before_text()
     return [encoding.eot_token]

@@ -343,16 +343,16 @@ def put(leaf, part, starts):
     return lax.dynamic_update_slice(leaf, part.astype(leaf.dtype), starts)
 
 
-def load(folder, table, mesh):
-    """Float32 parameters as `table` (model.param_table) has them, on `mesh`, from a folder: each tensor is read, put
-    into its place on the devices and forgotten. Raises UserError as `check` does."""
-    config = json.loads(utils.read_file(os.path.join(folder, "config.json")))
+def load(folder, abstract):
+    """Parameters like `abstract` (main.abstract_params) from a folder: each tensor is read, put into its place on the
+    devices and forgotten. Raises UserError as `check` does."""
+    config = utils.read_json(folder, "config.json")
     form, flags = FORMATS[config["model_type"]], model_flags(config, folder)
     m = utils.replace(utils.Config(), **flags).model
     tensors = list(form.tensors(m))
     where = check(folder, tensors, form)
-    zeros = jax.jit(lambda: model.table_map(lambda p: jnp.zeros(p.shape), table),
-                    out_shardings=model.shardings(table, mesh))  # fmt: skip
+    zeros = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape), abstract),
+                    out_shardings=jax.tree.map(lambda a: a.sharding, abstract))  # fmt: skip
     params = zeros()
     for t in tensors:
         name, path = where[t.name]
@@ -375,7 +375,7 @@ def import_folder(folder, run_dir):
         raise UserError(f"{run_dir} exists already; give another run directory, or remove that one.")
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise UserError(f"{folder}: there is no config.json; a folder in the Hugging Face format holds one.")
-    config = json.loads(utils.read_file(os.path.join(folder, "config.json")))
+    config = utils.read_json(folder, "config.json")
     flags = model_flags(config, folder)
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     T = min(config.get("max_position_embeddings", 4096), 4096)  # what it can do is often more than it was trained on
@@ -383,7 +383,7 @@ def import_folder(folder, run_dir):
                         n_device_axis=(1, 1, 1), n_devices=1)  # fmt: skip
     cfg = utils.validate(cfg, jax.device_count())
     mesh, part = main.make_mesh(cfg), os.path.normpath(run_dir) + ".part"
-    params = load(folder, model.param_table(cfg), mesh)
+    params = load(folder, main.abstract_params(cfg, mesh))
     shutil.rmtree(part, ignore_errors=True)
     os.makedirs(part)
     tokenizer = os.path.join(folder, "tokenizer.json")
@@ -545,7 +545,7 @@ def export(run_dir, folder, dtype="float32"):
     """The newest sound checkpoint of a run directory as a folder that transformers loads. It appears when whole."""
     if os.path.exists(folder):
         raise UserError(f"{folder} exists already; give another folder, or remove that one.")
-    stored = json.loads(utils.read_file(os.path.join(run_dir, "config.json")) or "{}")
+    stored = utils.read_json(run_dir, "config.json")
     if "model_dimension" not in stored:
         raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
     cfg = utils.replace(utils.Config(), **{name: stored[name] for name in vars(utils.Model()) if name in stored},
