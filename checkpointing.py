@@ -25,11 +25,7 @@ from utils import UserError, say
 def fingerprint(state):
     """uint32 per leaf: the sum of its bit patterns modulo 2^32, the same on every mesh. A checkpoint that restores to
     another fingerprint than it was saved with is damaged."""
-
-    def bits(x):
-        return lax.bitcast_convert_type(x, jnp.uint32).sum(dtype=jnp.uint32)
-
-    return jnp.stack([bits(x) for x in jax.tree.leaves(state)])
+    return jnp.stack([lax.bitcast_convert_type(x, jnp.uint32).sum(dtype=jnp.uint32) for x in jax.tree.leaves(state)])
 
 
 CHUNK = 2**27  # bytes of an array that are stored together, and so can be read without the rest
@@ -73,6 +69,11 @@ def val_loss_of(metrics):
     return metrics["val_loss"] if math.isfinite(metrics["val_loss"]) else math.inf
 
 
+def first_line(error):
+    """What an error of the libraries says, 200 characters of it at most."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 class Checkpoints:
     """The Orbax checkpoints in `folder`, of which those of `retention` stay: written in the background, verified
     when read."""
@@ -114,9 +115,8 @@ class Checkpoints:
             self.manager.wait_until_finished()
             return True
         except Exception as e:  # whatever the storage makes the libraries raise
-            reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
-            say(f"warning: checkpoint {step} could not be written ({reason}); the older ones stay, and the next save "
-                f"tries again")  # fmt: skip
+            say(f"warning: checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next "
+                f"save tries again")  # fmt: skip
             for thread in threading.enumerate():
                 if thread.name == "async_save":  # Orbax's; it may fail after another one
                     thread.join()
@@ -185,20 +185,19 @@ class Checkpoints:
         reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
         damaged = []
         for step in steps:
-            reason = []
+            reason = ""
             try:
                 found = reader.restore(self.folder / str(step), args=args)
             except Exception as e:  # whatever a damaged file makes the libraries raise
-                reason = str(e).strip().splitlines() or [type(e).__name__]
+                reason = first_line(e)
             if not all_of(not reason):
-                reason = reason or ["as another process found"]
+                reason = reason or "as another process found"
             else:
                 saved = np.asarray(fingerprint(found.state)).tolist()
-                if saved != found.meta["fingerprint"][: len(saved)]:  # parameters are a state's first leaves
-                    reason = ["its contents are not those that were saved"]
-            if not reason:
-                return found.state, found.meta, damaged
-            say(f"warning: checkpoint {step} is damaged ({reason[0][:200]})")
+                if saved == found.meta["fingerprint"][: len(saved)]:  # parameters are a state's first leaves
+                    return found.state, found.meta, damaged
+                reason = "its contents are not those that were saved"
+            say(f"warning: checkpoint {step} is damaged ({reason})")
             damaged.append(step)
         if damaged:
             raise UserError(f"--name: every checkpoint in {self.folder} is damaged ({', '.join(map(str, damaged))}); "

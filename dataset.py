@@ -196,12 +196,12 @@ class Corpus:
         self.manifest = read_json(self.folder, "manifest.json")
         self.shards = self._open(Cache(os.path.join(d.process_path, "blocks"), d.cache_gb * 1e9))
         self.tokenizer = self._tokenizer(d, root)
-        self.lengths = list(READERS.map(lambda shard: shard.length, self.shards))
-        self.counts = np.array([max(0, (n - 1) // self.T) for n in self.lengths])
+        lengths = list(READERS.map(lambda shard: shard.length, self.shards))
+        self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])
         self.n_sequences = int(self.counts.sum())
         if not self.n_sequences:
             raise UserError(f"--T {self.T}: the shards in {self.folder} hold no sequence of {self.T + 1} tokens.")
-        if not is_remote(root) and sum(self.lengths) <= CHECK_AT_START:
+        if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(self._check, self.shards))
 
     def _open(self, cache):

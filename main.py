@@ -45,8 +45,8 @@ from tqdm import tqdm
 import model
 from checkpointing import Checkpoints
 from dataset import Mixture, Prefetch, put_batch
-from processes import ANOTHER, Interrupt, Watchdog, check_shared, join_processes, same_everywhere, together
-from runlog import RunLog
+from processes import ANOTHER, Interrupt, Watchdog, check_agreement, join_processes, together
+from runlog import RunLog, progress
 from tokenization import keep_tokenizer, text_of
 
 
@@ -254,9 +254,7 @@ def configure_jax(cfg):
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's errors are caught and said in a sentence, which need not
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # hide in the many traces of its tasks
     if cfg.run.compilation_cache:
-        folder = cfg.run.compilation_cache
-        folder = folder if utils.is_remote(folder) else os.path.expanduser(folder)
-        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cfg.run.compilation_cache))
     if cfg.model.model_dtype == "float32":  # accelerators would otherwise round the inputs of matrix products
         jax.config.update("jax_default_matmul_precision", "float32")
 
@@ -297,9 +295,7 @@ def main(cfg, given):
     # --- Data
     train, val = Mixture(cfg, cfg.data.train_folder_name), Mixture(cfg, cfg.data.val_folder_name, optional=True)
     data = data_fingerprint(train, val)
-    flags = {f"--{flag}": value for flag, value in utils.flatten(cfg).items() if flag not in utils.OF_ONE_PROCESS}
-    same_everywhere(flags | {"--bucket_name": data})
-    check_shared(cfg)
+    check_agreement(cfg, data)
     encoding = train.encoding()
     if cfg.model.document_mask and cfg.model.end_of_text < 0:
         if encoding is None:
@@ -310,8 +306,8 @@ def main(cfg, given):
     mesh = make_mesh(cfg)
     prompt = prompt_ids(cfg, encoding)
     dp, pp, tp = cfg.run.n_device_axis
-    per_step = cfg.data.train_batch_size * dp * cfg.run.grad_step
     shape = batch_shape(cfg)
+    per_step = math.prod(shape[:-1])  # sequences
     order = functools.partial(train.sequences, seed=cfg.run.seed)
 
     # --- Model, optimizer
@@ -336,8 +332,7 @@ def main(cfg, given):
         return init_state(in_a_row, stored, optimizer, params), dict(step=0, sequences=0)
 
     state, meta = checkpoints.restore(stored) or beginning()
-    state = to_run(state)
-    step, sequences = meta["step"], meta["sequences"]
+    state, step, sequences = to_run(state), meta["step"], meta["sequences"]
     # back: where to go back to and on from, once max_bad_steps in a row were bad
     faults = dict(bad_steps=0, in_a_row=0, returns=0, back=None) | meta.get("faults", {})
     if step:
@@ -363,11 +358,12 @@ def main(cfg, given):
     train_step = lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     say(f"compiled in {utils.duration(time.time() - compiling)}")
     generate = jax.jit(model.make_generate(in_a_row, mesh), out_shardings=NamedSharding(mesh, P()))
-    peak = utils.peak_flops(kind)
 
-    # --- What the run leaves behind
+    # --- What the run says and leaves behind
     main_process = jax.process_index() == 0
     log = RunLog(cfg, step, main_process)
+    peak = utils.peak_flops(kind)
+    at_peak = peak and peak * cfg.run.n_devices / model.flops_per_token(cfg)  # tokens per second
     about = dict(mesh=[dp, pp, tp], versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)})
     if main_process:
         config = dict(utils.flatten(cfg), data_fingerprint=data)
@@ -385,8 +381,16 @@ def main(cfg, given):
         rows = [itertools.takewhile(lambda t: t != encoding.eot_token, row[1:]) for row in ids]  # the first is one too
         log.text(step, [text_of(encoding, row) for row in rows])
 
-    def fetch(step, sequences, metrics, since):
-        """Numbers of a finished step, for the log; since: (time, seconds waited for data) when its interval began."""
+    def now():
+        """(time, seconds waited for data so far)."""
+        return time.time(), batches.waited
+
+    def waited(since):
+        """Share of the time since an earlier `now()` in which the devices had nothing to do but wait for data."""
+        return (batches.waited - since[1]) / (time.time() - since[0])
+
+    def fetch(step, sequences, metrics):
+        """Numbers of a finished step, for the log."""
         values = jax.device_get(metrics)
         heads = {f"load/head_{i}": float(v) for i, v in enumerate(values.pop("load/head", []))}
         row = {"step": step} | {key: float(v) for key, v in values.items()} | heads | train.epochs(sequences)
@@ -401,34 +405,14 @@ def main(cfg, given):
                 faults["back"] = dict(before=step + 1 - faults["in_a_row"], sequences=sequences,
                                       bad_steps=faults["bad_steps"])  # fmt: skip
         row["bad_steps"] = faults["bad_steps"]
-        return row | {"tokens_per_second": per_step * train.T / (time.time() - since[0]), "data/wait": waited(since)}
-
-    def waited(since):
-        """Share of the time since then in which the devices had nothing to do but wait for data."""
-        return (batches.waited - since[1]) / (time.time() - since[0])
-
-    def line(row, left, wait):
-        parts = [f"step {row['step']}/{cfg.run.training_steps}", f"train {row['loss/train_loss']:.4f}",
-                 f"val {row['loss/val_loss']:.4f}"]  # fmt: skip
-        if val.bytes_per_token:
-            parts.append(f"{row['loss/val_cross_entropy_loss'] / np.log(2) / val.bytes_per_token:.3f} bits/byte")
-        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
-        if peak:
-            parts.append(f"MFU {row['tokens_per_second'] * model.flops_per_token(cfg) / peak / cfg.run.n_devices:.1%}")
-        parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{utils.duration(left)} left"]
-        if wait > 0.05:
-            parts.append(f"storage is too slow: {wait:.0%} of the time was spent waiting for data")
-        with contextlib.suppress(OSError):  # as in `say`
-            tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
-            sys.stdout.flush()
+        return row | {"tokens_per_second": per_step * train.T / (time.time() - clock[0]), "data/wait": waited(clock)}
 
     # --- Loop: the host runs one step ahead of the devices, so metrics are fetched a step late
-    bar = tqdm(
-        total=cfg.run.training_steps, initial=step, unit="step", disable=not (main_process and sys.stderr.isatty())
-    )
+    quiet = not (main_process and sys.stderr.isatty())
+    bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=quiet)
     watchdog = Watchdog(cfg)
-    paused, clock = 0.0, (time.time(), batches.waited)  # seconds spent off training; where a step's interval begins
-    loop_began, first_step, last_line = clock[0], step, clock
+    clock = last_line = now()  # where a step's interval begins; where that of a printed line does
+    began, first_step = clock[0], step  # of training; moved on by the time spent off it
     row = None  # of the last step, where it is fetched and not logged
     with Interrupt() as interrupt:  # until all is written: a signal may reach this process when all have agreed to stop
         try:
@@ -443,21 +427,20 @@ def main(cfg, given):
                     pending = state = None  # there is memory for one
                     batches.close()
                     state, meta = checkpoints.restore(stored, back["before"], cfg.run.save_steps) or beginning()
-                    state = to_run(state)
-                    step, sequences = meta["step"], back["sequences"]
+                    state, step, sequences = to_run(state), meta["step"], back["sequences"]
                     faults |= dict(bad_steps=back["bad_steps"], in_a_row=0, returns=faults["returns"] + 1, back=None)
                     say(f"warning: going back to step {step}, and on with the data after sequence {sequences:,} "
                         f"(return {faults['returns']} of {MOST_RETURNS})")  # fmt: skip
                     batches, interrupt.earlier = read_on(), 0  # what could not be read before may be skipped now
                     log.rewind(step)
-                    paused, clock = 0.0, (time.time(), batches.waited)
-                    loop_began, first_step, last_line = clock[0], step, clock
+                    clock = last_line = now()
+                    began, first_step = clock[0], step
                 watchdog.begin("training", step + 1)
                 state, metrics = train_step(state, *next(batches))
                 step, sequences = step + 1, sequences + per_step
                 if pending:
-                    log.metrics(fetch(*pending, clock))
-                    clock = time.time(), batches.waited
+                    log.metrics(fetch(*pending))
+                    clock = now()
                 pending = (step, sequences, metrics)
                 bar.update(step - bar.n)
                 # Of several processes each must know of the step after next, since what they agree on comes a step late
@@ -468,13 +451,13 @@ def main(cfg, given):
                 saves = stop or step % cfg.run.save_steps == 0
                 if not (scheduled or saves):
                     continue
-                row, wait, pending = fetch(*pending, clock), waited(last_line), None
+                row, wait, pending = fetch(*pending), waited(last_line), None
                 off = time.time()
                 if scheduled or (stop and not signalled):
                     watchdog.begin("evaluation", step)
                     row |= evaluate(state.params)
-                    rate = (off - loop_began - paused) / (step - first_step)
-                    line(row, rate * (cfg.run.training_steps - step), wait)
+                    left = (off - began) / (step - first_step) * (cfg.run.training_steps - step)
+                    progress(cfg, row, left, wait, val.bytes_per_token, at_peak)
                 log.metrics(row)
                 if scheduled or stop:
                     log.plots()
@@ -489,14 +472,14 @@ def main(cfg, given):
                 if saves and not signalled:
                     watchdog.begin("sampling", step)
                     sample(state)
-                clock = time.time(), batches.waited
-                paused += clock[0] - off
+                clock = now()
+                began += clock[0] - off
                 if scheduled:
                     last_line = clock
                 if stop:
                     break
         except UserError:  # of all processes, at the same step: storage failed; keep what was reached
-            row = fetch(*pending, clock) if pending else row
+            row = fetch(*pending) if pending else row
             if row:
                 log.metrics(row)
             if not faults["back"]:

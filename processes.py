@@ -85,10 +85,24 @@ def together(error):
 ANOTHER = "another process cannot go on; its log says why."
 
 
-def same_everywhere(things):
-    """Raise UserError on all processes if the {name: value} `things` are not the same on each of them."""
+def check_agreement(cfg, data):
+    """Raise UserError on all processes unless they have the same flags and shards (`data`: fingerprint of these), and
+    each sees what process 0 writes in output_dir: a checkpoint, of which each writes its part, would never be
+    complete."""
     if jax.process_count() == 1:
         return
+    flags = {f"--{flag}": value for flag, value in utils.flatten(cfg).items() if flag not in utils.OF_ONE_PROCESS}
+    same_everywhere(flags | {"--bucket_name": data})
+    path = os.path.join(cfg.run.folder, "shared")
+    token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
+    if jax.process_index() == 0:
+        utils.write_file(path, token)
+    all_of(True)
+    same_everywhere({"--output_dir": (utils.read_file(path) or b"").decode() == token})
+
+
+def same_everywhere(things):
+    """Raise UserError on all processes if the {name: value} `things` are not the same on each of them."""
     digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in things.values()]
     every = multihost_utils.process_allgather(np.array([np.frombuffer(d, np.uint32)[0] for d in digests]))
     for process, row in enumerate(every):
@@ -96,19 +110,6 @@ def same_everywhere(things):
         if differ:
             raise UserError(f"{', '.join(differ)}: not the same on process {process} as on process 0; give all the "
                             f"same flags, with a --bucket_name and --output_dir that each can see.")  # fmt: skip
-
-
-def check_shared(cfg):
-    """Raise UserError on all processes if one does not see what process 0 writes in output_dir: a checkpoint, of which
-    each writes its part, would never be complete."""
-    if jax.process_count() == 1:
-        return
-    path = os.path.join(cfg.run.folder, "shared")
-    token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
-    if jax.process_index() == 0:
-        utils.write_file(path, token)
-    all_of(True)
-    same_everywhere({"--output_dir": (utils.read_file(path) or b"").decode() == token})
 
 
 class Interrupt:

@@ -1,4 +1,4 @@
-"""What a run leaves behind beside its checkpoints: metrics, samples, plots."""
+"""What a run says of its progress and leaves behind beside its checkpoints: metrics, samples, plots."""
 
 import contextlib
 import io
@@ -7,17 +7,37 @@ import math
 import os
 import secrets
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from tqdm import tqdm
 
-from utils import flatten, is_remote, read_file, say, write_file
+from utils import duration, flatten, is_remote, read_file, say, write_file
+
+
+def progress(cfg, row, left, wait, bytes_per_token, at_peak):
+    """Print the line of an evaluation. row: the step's metrics; left: seconds to the end; wait: share of the time that
+    was spent waiting for data; at_peak: tokens per second at the devices' peak, or None."""
+    parts = [f"step {row['step']}/{cfg.run.training_steps}", f"train {row['loss/train_loss']:.4f}",
+             f"val {row['loss/val_loss']:.4f}"]  # fmt: skip
+    if bytes_per_token:
+        parts.append(f"{row['loss/val_cross_entropy_loss'] / np.log(2) / bytes_per_token:.3f} bits/byte")
+    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    if at_peak:
+        parts.append(f"MFU {row['tokens_per_second'] / at_peak:.1%}")
+    parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{duration(left)} left"]
+    if wait > 0.05:
+        parts.append(f"storage is too slow: {wait:.0%} of the time was spent waiting for data")
+    with contextlib.suppress(OSError):  # as in `say`
+        tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
+        sys.stdout.flush()
 
 
 def is_spike(loss, before, zscore):
-    """Whether `loss` lies more than zscore standard deviations above the mean of the finite ones of the 100 `before`,
-    which must be 20 at least."""
-    before = [x for x in before[-100:] if math.isfinite(x)]
+    """Whether `loss` lies more than zscore standard deviations above the mean of the finite ones of the losses
+    `before`, which must be 20 at least."""
+    before = [x for x in before if math.isfinite(x)]
     return len(before) >= 20 and zscore > 0 and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
 
 
@@ -81,10 +101,8 @@ class RunLog:
         """Record one step: {"step": int, key: number, ...}."""
 
         def work():
-            losses, spikes = [], 0
-            if self.history:
-                losses = [before["loss/train_loss"] for before in self.history[-100:]]
-                spikes = self.history[-1].get("loss_spikes", 0)
+            losses = [before["loss/train_loss"] for before in self.history[-100:]]
+            spikes = self.history[-1].get("loss_spikes", 0) if self.history else 0
             if spike := is_spike(row["loss/train_loss"], losses, self.zscore):
                 say(f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
                     f"{self.zscore:g} standard deviations above those before")  # fmt: skip

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 import typing
 
 import numpy as np
@@ -165,6 +167,10 @@ def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
     assert words.split()[0] in done.stderr and not (tmp_path / "runs").exists()
 
 
+def test_flags_are_read_before_jax_is_imported():
+    subprocess.run([sys.executable, "-c", "import cli, sys; sys.exit('jax' in sys.modules)"], cwd=ROOT, check=True)
+
+
 def test_the_users_xla_flags_win(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     utils.set_xla_flags(8)
@@ -177,9 +183,6 @@ def test_the_users_xla_flags_win(monkeypatch):
 
 def test_a_run_directory_holds_what_is_promised(train, tmp_path):
     """On real text, with a real tokeniser, through the data programs."""
-    import subprocess
-    import sys
-
     text = tmp_path / "text"
     text.mkdir()
     for i in range(20):

@@ -118,7 +118,7 @@ def complaint(checkpoints, step):
             state = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=arrays))
         saved = checkpoints.meta(step)["fingerprint"]
     except Exception as e:  # whatever a damaged file makes the libraries raise
-        return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+        return checkpointing.first_line(e)
     sums = [int(np.asarray(x).view(np.uint32).sum(dtype=np.uint32)) for x in jax.tree.leaves(state)]
     # in any order: a state's leaves come otherwise out of a file
     return None if sorted(sums) == sorted(saved) else "its contents are not those that were saved"
