@@ -162,7 +162,7 @@ def make_train_step(cfg, mesh, optimizer, schedule):
     and optimizer see global arrays, so norms are global and replicated parameters get one gradient. Where the loss or
     the norm of the gradient is not finite, all but the step stays as it was.
     """
-    loss = model.make_loss(cfg, mesh, train=True)
+    gradient = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
 
     def train_step(state, tokens, targets):
         A, M, B, _ = tokens.shape
@@ -170,11 +170,9 @@ def make_train_step(cfg, mesh, optimizer, schedule):
 
         def accumulate(total, batch):
             i, tokens, targets = batch
-            out = jax.value_and_grad(loss, has_aux=True)(state.params, tokens, targets, key, i * M * B)
-            return jax.tree.map(jnp.add, total, out), None
+            return jax.tree.map(jnp.add, total, gradient(state.params, tokens, targets, key, i * M * B)), None
 
-        shapes = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), state.params, tokens[0], targets[0], key, 0)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradient, state.params, tokens[0], targets[0], key, 0))
         total, _ = lax.scan(accumulate, zeros, (jnp.arange(A), tokens, targets))
         (mean_loss, seen), grads = jax.tree.map(lambda x: x / A, total)
 
@@ -237,9 +235,9 @@ def make_evaluate(cfg, mesh, corpus):
         make = lambda i: put_batch(order, i * B, (1, M, B // M, corpus.T), mesh)  # noqa: E731
         ahead = Prefetch(make, range(batches), depth=batches)
         together(ahead.error(batches))
-        total = [loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in ahead]
-        mean = jax.tree.map(lambda *xs: float(sum(xs) / batches), *[(loss, m.cross_entropy) for loss, m in total])
-        return {"loss/val_loss": mean[0], "loss/val_cross_entropy_loss": mean[1]}
+        losses, seen = zip(*[loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in ahead])
+        return {"loss/val_loss": float(sum(losses) / batches),
+                "loss/val_cross_entropy_loss": float(sum(s.cross_entropy for s in seen) / batches)}  # fmt: skip
 
     return evaluate
 

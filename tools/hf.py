@@ -276,8 +276,8 @@ MODEL_TYPES = {"deepseek": "deepseek_v3", "gpt2": "gpt2"}  # by --architecture
 
 def files_of(folder):
     """{name of tensor: path of the file} of a folder's safetensors, from their headers."""
-    index = utils.read_file(os.path.join(folder, "model.safetensors.index.json"))
-    names = sorted(set(json.loads(index)["weight_map"].values())) if index else ["model.safetensors"]
+    index = utils.read_json(folder, "model.safetensors.index.json")
+    names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
     found = {}
     for name in names:
         path = os.path.join(folder, name)
