@@ -321,12 +321,11 @@ class Mixture:
     """
 
     def __init__(self, cfg, folder, optional=False):
-        bucket = cfg.data.bucket_name
         mix = parse_mix(cfg.data.mix) or {"": 1.0}
-        if optional and (some := {n: w for n, w in mix.items() if list_shards(os.path.join(bucket, n, folder))}):
+        roots = {name: name if is_remote(name) else os.path.join(cfg.data.bucket_name, name) for name in mix}
+        if optional and (some := {n: w for n, w in mix.items() if list_shards(os.path.join(roots[n], folder))}):
             mix = some
-        roots = [name if is_remote(name) else os.path.join(bucket, name) if name else bucket for name in mix]
-        self.names, self.corpora = list(mix), [Corpus(cfg, root, folder) for root in roots]
+        self.names, self.corpora = list(mix), [Corpus(cfg, roots[name], folder) for name in mix]
         self.T = cfg.model.T
         first = self.corpora[0]
         for c in self.corpora[1:]:
