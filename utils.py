@@ -629,7 +629,6 @@ def is_remote(path):
     return "://" in path
 
 
-BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try; storage that fails for a minute costs no run
 
 

@@ -35,8 +35,9 @@ import numpy as np
 from sources import VAL_FRACTION, Parser, dump_ranks, open_source, read_text
 from tqdm import tqdm
 
+from storage import BLOCK
 from tokenization import TOKENIZER_FILES, HubTokenizer, keep_tokenizer, load_tokenizer
-from utils import BLOCK, UserError, is_remote, one_sentence, read_file, read_json, say, write_file
+from utils import UserError, is_remote, one_sentence, read_file, read_json, say, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH_BYTES, BATCH_DOCUMENTS = 1_000_000, 1000  # what a worker takes at once, whichever is reached first: about 0.2 s
