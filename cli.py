@@ -10,8 +10,9 @@ from typing import Annotated
 
 import tyro
 
+from presets import PRESETS, preset
 from tokenization import load_tokenizer
-from utils import PRESETS, Config, UserError, flatten, preset, replace
+from utils import Config, UserError, flatten, replace
 
 
 def parse(argv):

@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT, SMALL, flags_of, run_program
 
 import cli
+import presets
 import utils
 
 PATH = ["main", "model", "dataset", "utils", "cli", "processes", "checkpointing", "runlog"]
@@ -48,13 +49,13 @@ def byte_ranks(tmp_path):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_flag_reaches_its_field(name, byte_ranks):
-    default = utils.flatten(utils.preset("moe1b"))
+    default = utils.flatten(presets.preset("moe1b"))
     value = byte_ranks if name == "tokenizer" else another(name, default[name])
     cfg, given = cli.parse(flags_of(**{name: value}))
     now = utils.flatten(cfg)
     assert given == {name} and now[name] == value
     changed = {n for n in default if now[n] != default[n]}
-    expected = {"preset": {"preset", *utils.PRESETS["tiny"]}, "tokenizer": {"tokenizer", "vocab_size"}}.get(
+    expected = {"preset": {"preset", *presets.PRESETS["tiny"]}, "tokenizer": {"tokenizer", "vocab_size"}}.get(
         name, {name}
     )
     assert changed <= expected and name in changed

@@ -25,6 +25,7 @@ import checkpointing
 import cli
 import dataset
 import model
+import presets
 import runlog
 import utils
 
@@ -63,7 +64,7 @@ def poison(shards, monkeypatch):
     make_loss = model.make_loss
 
     def poison(steps, T=16, batch=8):
-        cfg = utils.replace(utils.preset("tiny"), bucket_name=str(shards), T=T, vocab_size=250)
+        cfg = utils.replace(presets.preset("tiny"), bucket_name=str(shards), T=T, vocab_size=250)
         first = (np.array(steps) - 1) * batch
         bad = dataset.Mixture(cfg, "train").sequences(first, seed=0)[:, :-1]
         monkeypatch.setattr(model, "make_loss", poisoned(make_loss, bad))
@@ -129,7 +130,7 @@ def test_a_run_without_a_checkpoint_goes_back_to_its_beginning(train, poison, tm
 
 
 def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
-    cfg = utils.replace(utils.preset("tiny"), output_dir=str(tmp_path), name="run")
+    cfg = utils.replace(presets.preset("tiny"), output_dir=str(tmp_path), name="run")
     log, losses = runlog.RunLog(cfg, 0, True), np.random.default_rng(0).normal(3, 0.1, 150)
     losses[[10, 60, 61, 120]] = 9, 3.5, np.nan, 4
     for step, loss in enumerate(losses, 1):

@@ -11,6 +11,7 @@ from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
 
 import cli
 import model
+import presets
 import utils
 from tools import costs, hlo, plan
 
@@ -167,7 +168,7 @@ def test_a_plan_of_gpus(tmp_path, capsys):
     assert a["tokens_per_second"] == pytest.approx(a["tokens"] / a["seconds"]["step"])
     assert a["hours"] == pytest.approx(280 * a["seconds"]["step"] / 3600) and a["chip_hours"] == 8 * a["hours"]
     assert a["mfu"] == pytest.approx(a["flops"]["model"] / a["seconds"]["step"] / 989e12)
-    cfg = utils.preset("tiny")
+    cfg = presets.preset("tiny")
     assert a["parameters"]["total"] == model.count_params(utils.validate(cfg, 1))[0]
     for word in ("parameters", "memory", "operations", "collectives", "tokens/s", "chip-hours", "bound by", "next"):
         assert word in said
@@ -265,7 +266,7 @@ def test_a_slice_that_no_one_sells(no_device):
 
 @tpu_compiler
 def test_several_slices_lie_along_dp(no_device):
-    cfg = utils.validate(utils.replace(utils.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
+    cfg = utils.validate(utils.replace(presets.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
     devices = plan.slice_devices(plan.parse_machine("2*v4:2x2x1"))
     grid = plan.training.device_grid(cfg.run.n_device_axis, devices)
     assert {d.slice_index for d in grid[:2].flat} != {d.slice_index for d in grid[2:].flat}

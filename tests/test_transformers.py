@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import main
 import model
+import presets
 import tokenization
 import utils
 from tools import common, hf, sample
@@ -168,7 +169,7 @@ def test_a_published_deepseek_config_is_understood():
                      num_experts_per_tok=6, first_k_dense_replace=1, rms_norm_eps=1e-5, rope_theta=50000.0,
                      rope_scaling=None)  # fmt: skip
     for config, name in [(v3, "deepseek-v3-671b"), (moonlight, "moonlight-16b")]:
-        flags, preset = hf.deepseek_flags(json.loads(json.dumps(config))), utils.preset(name)
+        flags, preset = hf.deepseek_flags(json.loads(json.dumps(config))), presets.preset(name)
         stretched = {"rope_factor", "rope_mscale", "rope_original_T"}  # the preset trains before the context is
         for flag in flags.keys() - stretched:
             wanted = getattr(preset.model, flag)
