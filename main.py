@@ -1,10 +1,9 @@
-"""Train: the mesh, the optimizer, the compiled steps, checkpoints and the loop. `main` reads from top to bottom.
+"""Train: the mesh, the optimizer, the compiled steps and the loop. `main` reads from top to bottom.
 
 python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local does this and all before it)
 """
 
 import contextlib
-import faulthandler
 import functools
 import hashlib
 import itertools
@@ -12,30 +11,24 @@ import json
 import logging
 import math
 import os
-import shutil
-import signal
-import socket
-import statistics
 import sys
-import threading
 import time
 import traceback
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import cli
 import utils
 from utils import UserError, say
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
-    cfg_given = utils.one_sentence(lambda: utils.parse(sys.argv[1:]))
+    cfg_given = utils.one_sentence(lambda: cli.parse(sys.argv[1:]))
     if cfg_given[0].plan.plan:
         utils.use_no_device()
         from tools import plan
 
         sys.exit(utils.one_sentence(lambda: plan.main(*cfg_given)))
-    processes = utils.one_sentence(lambda: utils.check_processes(*cfg_given))
-    utils.set_xla_flags(cfg_given[0].run.n_devices, processes)
+    n_processes = utils.one_sentence(lambda: cli.check_processes(*cfg_given))
+    utils.set_xla_flags(cfg_given[0].run.n_devices, n_processes)
 
 import jax
 import jax.numpy as jnp
@@ -43,15 +36,18 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
-from etils import epath
 from jax import lax
-from jax.experimental import mesh_utils, multihost_utils
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import model
+from checkpointing import Checkpoints
 from dataset import Mixture, Prefetch, put_batch
+from processes import ANOTHER, Interrupt, Watchdog, check_agreement, join_processes, together
+from runlog import RunLog, progress
+from tokenization import keep_tokenizer, text_of
 
 
 class TrainState(NamedTuple):
@@ -61,71 +57,6 @@ class TrainState(NamedTuple):
     opt_state: Any
     step: jax.Array  # int32 []
     key: jax.Array  # uint32 [2], of dropout
-
-
-# --- Processes ----------------------------------------------------------------------------------------------------
-
-
-def join_processes(cfg):
-    """Meet the other processes of the run, if there are any: at --coordinator, else where jax finds that a TPU pod,
-    Slurm or Kubernetes tells. Raises UserError where the devices cannot all take part."""
-    r = cfg.run
-    if r.num_processes == 1:
-        return
-    # That service would swallow SIGTERM from here on; Interrupt makes a signal known to all processes.
-    jax.config.update("jax_enable_preemption_service", False)
-    where = {}
-    if r.coordinator:
-        host, port = r.coordinator.rsplit(":", 1)
-        # by itself jax listens on [::], which a machine without IPv6 does not have
-        where = dict(coordinator_address=r.coordinator, num_processes=r.num_processes, process_id=r.process_id,
-                     coordinator_bind_address=f"{'[::]' if host[0] == '[' else '0.0.0.0'}:{port}")  # fmt: skip
-
-    def too_late():
-        what = "the other processes did not all come"
-        if r.coordinator:
-            what = f"not all --num_processes {r.num_processes} came to --coordinator {r.coordinator}"
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), 5).close()
-            except OSError as e:
-                what = f"--coordinator {r.coordinator} could not be reached ({e.strerror or e})"
-        print(f"error: --connect_timeout {r.connect_timeout}: {what} in so many seconds; is the same command running "
-              f"on every host, each with its own --process_id?", file=sys.stderr, flush=True)  # fmt: skip
-        os._exit(1)  # not 2: it may mend itself. jax is deep in C++ and would end in a stack trace
-
-    late = threading.Timer(r.connect_timeout, too_late)
-    late.daemon = True
-    late.start()
-    try:
-        jax.distributed.initialize(**where, initialization_timeout=r.connect_timeout + 60,
-                                   heartbeat_timeout_seconds=r.peer_timeout,
-                                   shutdown_timeout_seconds=3600)  # fmt: skip; process 0 may still upload its log
-    except ValueError:
-        if r.coordinator:
-            raise
-        return  # jax knows no cluster that this process is part of
-    except RuntimeError as e:
-        raise UserError(f"--num_processes: this process cannot join its cluster ({e}); give 1 to train alone, or "
-                        f"--coordinator.") from None  # fmt: skip
-    finally:
-        late.cancel()
-    if r.n_devices not in (0, jax.device_count()):
-        raise UserError(f"--n_devices {r.n_devices}: {jax.process_count()} processes train on all devices that they "
-                        f"have, {jax.device_count()}.")  # fmt: skip
-
-
-def all_of(here):
-    """Whether `here` is true on every process; waits for all of them."""
-    return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).all())
-
-
-def together(error):
-    """Raise `error`, in which something ended on this process or None, if there is one: on the others a UserError."""
-    if not all_of(error is None):
-        raise error or UserError(ANOTHER)
-
-
-ANOTHER = "another process cannot go on; its log says why."
 
 
 # --- Mesh, optimizer, state ---------------------------------------------------------------------------------------
@@ -164,11 +95,16 @@ def make_optimizer(cfg):
     return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), adamw, faster), schedule
 
 
+def abstract_params(cfg, mesh):
+    """The parameters as float32 ShapeDtypeStructs with shardings."""
+    table = model.param_table(cfg)
+    return jax.tree.map(lambda p, sharding: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding), table,
+                        model.shardings(table, mesh), is_leaf=model.is_param)  # fmt: skip
+
+
 def abstract_state(cfg, mesh, optimizer):
     """TrainState of ShapeDtypeStructs with shardings: optimizer leaves lie as their parameters do, scalars all over."""
-    table, replicated = model.param_table(cfg), NamedSharding(mesh, P())
-    params = model.table_map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), table)
-    params = jax.tree.map(lambda s, sharding: s.update(sharding=sharding), params, model.shardings(table, mesh))
+    params, replicated = abstract_params(cfg, mesh), NamedSharding(mesh, P())
     opt_state = optax.tree_map_params(
         optimizer, lambda s, p: s.update(sharding=p.sharding), jax.eval_shape(optimizer.init, params), params,
         transform_non_params=lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated),
@@ -199,12 +135,12 @@ def init_state(cfg, abstract, optimizer, params=None):
 
 
 def open_weights(folder):
-    """({flag: value} of the model in `folder`, load), where load(table, mesh) places its parameters on a mesh.
+    """({flag: value} of the model in `folder`, load), where load(abstract) places its parameters as `abstract_params`.
 
     `folder` is a run directory, whose newest sound checkpoint is taken, or in the Hugging Face format. Raises UserError
     where it is neither.
     """
-    config = json.loads(utils.read_file(os.path.join(folder, "config.json")) or "{}")
+    config = utils.read_json(folder, "config.json")
     if "model_type" in config:
         from tools import hf
 
@@ -226,7 +162,7 @@ def make_train_step(cfg, mesh, optimizer, schedule):
     and optimizer see global arrays, so norms are global and replicated parameters get one gradient. Where the loss or
     the norm of the gradient is not finite, all but the step stays as it was.
     """
-    loss = model.make_loss(cfg, mesh, train=True)
+    gradient = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
 
     def train_step(state, tokens, targets):
         A, M, B, _ = tokens.shape
@@ -234,11 +170,9 @@ def make_train_step(cfg, mesh, optimizer, schedule):
 
         def accumulate(total, batch):
             i, tokens, targets = batch
-            out = jax.value_and_grad(loss, has_aux=True)(state.params, tokens, targets, key, i * M * B)
-            return jax.tree.map(jnp.add, total, out), None
+            return jax.tree.map(jnp.add, total, gradient(state.params, tokens, targets, key, i * M * B)), None
 
-        shapes = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), state.params, tokens[0], targets[0], key, 0)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradient, state.params, tokens[0], targets[0], key, 0))
         total, _ = lax.scan(accumulate, zeros, (jnp.arange(A), tokens, targets))
         (mean_loss, seen), grads = jax.tree.map(lambda x: x / A, total)
 
@@ -301,287 +235,11 @@ def make_evaluate(cfg, mesh, corpus):
         make = lambda i: put_batch(order, i * B, (1, M, B // M, corpus.T), mesh)  # noqa: E731
         ahead = Prefetch(make, range(batches), depth=batches)
         together(ahead.error(batches))
-        total = [loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in ahead]
-        mean = jax.tree.map(lambda *xs: float(sum(xs) / batches), *[(loss, m.cross_entropy) for loss, m in total])
-        return {"loss/val_loss": mean[0], "loss/val_cross_entropy_loss": mean[1]}
+        losses, seen = zip(*[loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in ahead])
+        return {"loss/val_loss": float(sum(losses) / batches),
+                "loss/val_cross_entropy_loss": float(sum(s.cross_entropy for s in seen) / batches)}  # fmt: skip
 
     return evaluate
-
-
-# --- Checkpoints --------------------------------------------------------------------------------------------------
-
-
-@jax.jit
-def fingerprint(state):
-    """uint32 per leaf: the sum of its bit patterns modulo 2^32, the same on every mesh. A checkpoint that restores to
-    another fingerprint than it was saved with is damaged."""
-
-    def bits(x):
-        return lax.bitcast_convert_type(x, jnp.uint32).sum(dtype=jnp.uint32)
-
-    return jnp.stack([bits(x) for x in jax.tree.leaves(state)])
-
-
-CHUNK = 2**27  # bytes of an array that are stored together, and so can be read without the rest
-
-
-def stored_in_chunks(x):
-    """How Orbax stores an array: large ones cut first between blocks, layers and experts, which lead their dims."""
-    axes = 0
-    while axes < 2 and x.ndim - axes > 2 and x.shape[axes] <= 512 and 4 * math.prod(x.shape[axes:]) > CHUNK:
-        axes += 1
-    return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(range(axes)))
-
-
-def meet_or_fail():
-    """Orbax's barrier for the threads that write a checkpoint. A process whose part failed goes on to the last barriers
-    of the save ("set_value"); the others would wait for it for 20 minutes in one before, and here fail at once."""
-    client, rounds = ocp.multihost.get_jax_distributed_client(), itertools.count()
-
-    def barrier(*, key, timeout_ms):
-        for n in rounds:
-            client.key_value_set(f"checkpoint/{n}/{jax.process_index()}", key)
-            at = [client.blocking_key_value_get(f"checkpoint/{n}/{i}", timeout_ms) for i in range(jax.process_count())]
-            if {*at} == {key}:
-                return
-            if "set_value" not in key:
-                raise OSError(f"process {next(i for i, other in enumerate(at) if other != key)} failed to")
-
-    return barrier
-
-
-def retention(keep, every, best):
-    """{why: Orbax's policy} of the checkpoints to keep: the newest `keep` (None: all), those of every `every`-th step
-    (0: none) and, if `best`, the one with the smallest validation loss."""
-    policies = ocp.checkpoint_managers
-    every = {"every": policies.EveryNSteps(every)} if every else {}
-    best = policies.BestN(get_metric_fn=val_loss_of, reverse=True, n=int(best), keep_checkpoints_without_metrics=False)
-    return {"newest": policies.LatestN(keep), "best": best} | every
-
-
-def val_loss_of(metrics):
-    return metrics["val_loss"] if math.isfinite(metrics["val_loss"]) else math.inf
-
-
-class Checkpoints:
-    """The Orbax checkpoints in `folder`, of which those of `retention` stay: written in the background, verified
-    when read."""
-
-    def __init__(self, folder, keep=None, every=0, best=False):
-        self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
-        policy = ocp.checkpoint_managers.AnyPreservationPolicy([*retention(keep, every, best).values()])
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy, best_fn=val_loss_of, create=keep is not None,
-            cleanup_tmp_directories=keep is not None,
-            async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if jax.process_count() > 1 else None),
-        )  # fmt: skip
-        self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
-        self.watcher, self.written = ThreadPoolExecutor(1, "checkpoint"), None
-
-    def save(self, step, state, sequences, about, val_loss=None):
-        """Begin to write the state at `step`, after `sequences` sequences; `about` is kept with it. Where that fails,
-        now or in the background, it is said, and `saved` is not `step` once `settle` was called."""
-        if step == self.saved:
-            return
-        self.settle()
-        size, free = sum(x.nbytes for x in jax.tree.leaves(state)), math.inf
-        if not utils.is_remote(str(self.folder)):
-            os.makedirs(self.folder, exist_ok=True)
-            free = shutil.disk_usage(self.folder).free
-        if not all_of(size < free):
-            say(f"warning: checkpoint {step} is not written: it may need {size / 1e9:.2f} GB and {self.folder} has "
-                f"{free / 1e9:.2f} GB free; the older ones stay, and the next save tries again")  # fmt: skip
-            return
-        meta = dict(about, step=step, sequences=sequences, fingerprint=np.asarray(fingerprint(state)).tolist())
-        storage = jax.tree.map(stored_in_chunks, state)
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state, storage), meta=ocp.args.JsonSave(meta))
-        self.manager.save(step, args=args, force=True, metrics=None if val_loss is None else {"val_loss": val_loss})
-        self.saved, self.written = step, self.watcher.submit(self._watch, step)
-
-    def _watch(self, step):
-        """Wait until the save of `step` has ended; whether it went well. What a failed one left is removed."""
-        try:
-            self.manager.wait_until_finished()
-            return True
-        except Exception as e:  # whatever the storage makes the libraries raise
-            reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
-            say(f"warning: checkpoint {step} could not be written ({reason}); the older ones stay, and the next save "
-                f"tries again")  # fmt: skip
-            for thread in threading.enumerate():
-                if thread.name == "async_save":  # Orbax's; it may fail after another one
-                    thread.join()
-            with contextlib.suppress(Exception):
-                self.manager.check_for_errors()  # or the next save would raise its error
-            torn = f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}"
-            for _ in range(10 if jax.process_index() == 0 else 0):
-                shutil.rmtree(torn, ignore_errors=True)
-                time.sleep(0.5)  # a part of it may still be on its way
-                if not os.path.exists(torn):
-                    break
-            return False
-
-    def settle(self):
-        """Wait until what was begun is written or has failed."""
-        if self.written and not self.written.result():
-            with contextlib.suppress(Exception):  # Orbax raises it once in each thread that asks
-                self.manager.wait_until_finished()
-            self.manager.reload()
-            self.saved = self.saved if self.saved in self.steps() else None
-        self.written = None
-
-    def steps(self):
-        """Steps of all checkpoints, the newest first."""
-        return sorted(self.manager.all_steps(), reverse=True)
-
-    def meta(self, step):
-        """What `save` kept beside the state."""
-        return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-
-    def restore(self, abstract, before=math.inf, multiple=1):
-        """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
-
-        Damaged ones are moved to checkpoints-damaged and what was lost is said. Raises UserError where none is sound.
-        With `before` only earlier steps count, multiples of `multiple` first, and all that came after is deleted.
-        """
-        self.settle()
-        steps = sorted((s for s in self.steps() if s < before), key=lambda s: (s % multiple == 0, s), reverse=True)
-        state, meta, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps)
-        if damaged:
-            self._set_aside(damaged)
-            say(f"warning: going on from checkpoint {meta['step']}; the steps from {meta['step'] + 1} to {damaged[0]} "
-                f"were lost and are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
-        self.saved = meta and meta["step"]
-        for step in self.steps() if before < math.inf else []:
-            if step > (self.saved or 0):
-                self.manager.delete(step)
-        return None if state is None else (state, meta)
-
-    def restore_params(self, table, mesh):
-        """Parameters alone of the newest sound checkpoint, placed on `mesh`. Raises UserError where there is none."""
-        abstract = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s), table,
-                                model.shardings(table, mesh), is_leaf=model.is_param)  # fmt: skip
-        item = {"params": abstract}
-        args = ocp.args.PyTreeRestore(item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
-        state, _, _ = self._newest_sound(args, self.steps())
-        if state is None:
-            raise UserError(f"{self.folder}: there is no checkpoint in here.")
-        return state["params"]
-
-    def _newest_sound(self, args, steps):
-        """(what `args` read of the first sound checkpoint of `steps`, its meta, those before, which are damaged); where
-        there are no checkpoints (None, None, []). Raises UserError where all are damaged."""
-        args = ocp.args.Composite(state=args, meta=ocp.args.JsonRestore())
-        # Each process reads by itself: one that finds damage would leave the others in Orbax's barriers.
-        me = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
-        reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
-        damaged = []
-        for step in steps:
-            reason = []
-            try:
-                found = reader.restore(self.folder / str(step), args=args)
-            except Exception as e:  # whatever a damaged file makes the libraries raise
-                reason = str(e).strip().splitlines() or [type(e).__name__]
-            if not all_of(not reason):
-                reason = reason or ["as another process found"]
-            else:
-                saved = np.asarray(fingerprint(found.state)).tolist()
-                if saved != found.meta["fingerprint"][: len(saved)]:  # parameters are a state's first leaves
-                    reason = ["its contents are not those that were saved"]
-            if not reason:
-                return found.state, found.meta, damaged
-            say(f"warning: checkpoint {step} is damaged ({reason[0][:200]})")
-            damaged.append(step)
-        if damaged:
-            raise UserError(f"--name: every checkpoint in {self.folder} is damaged ({', '.join(map(str, damaged))}); "
-                            f"give another --name, or remove that folder to start again.")  # fmt: skip
-        return None, None, []
-
-    def _set_aside(self, steps):
-        aside = self.folder.parent / f"{self.folder.name}-damaged"
-        if jax.process_index() == 0:
-            aside.mkdir(parents=True, exist_ok=True)
-            for step in steps:
-                (self.folder / str(step)).rename(aside / f"{step}-{time.time_ns()}")
-        all_of(True)  # nobody looks before it is done
-        self.manager.reload()
-
-    def close(self):
-        """As `settle`, for good."""
-        self.settle()
-        self.watcher.shutdown()
-        self.manager.close()
-
-
-class Interrupt:
-    """SIGTERM and SIGINT, noted until the step in progress is done; a second one ends the process at once."""
-
-    FAILED = 99  # above every signal
-
-    def __init__(self):
-        mesh = Mesh(np.array(jax.devices()), "all")
-        self.spread, self.earlier = NamedSharding(mesh, P("all")), 0
-        self.largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
-
-    def agreed(self, failed):
-        """The signal to stop for, FAILED where a process has `failed`, or 0. Several processes must stop at the same
-        step and a signal may reach only one, so they ask each other on the devices, after every step, and read the
-        answer a step later: nobody waits."""
-        mine = self.FAILED if failed else self.signal
-        if jax.process_count() == 1:
-            return mine
-        mine = jax.make_array_from_callback((jax.device_count(),), self.spread, lambda _: np.array([mine]))
-        earlier, self.earlier = self.earlier, self.largest(mine)
-        return int(earlier)
-
-    def __enter__(self):
-        self.signal = 0
-        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def _note(self, number, _):
-        self.signal = number
-        self._restore()
-        say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint")
-
-    def _restore(self):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def __exit__(self, *_):
-        self._restore()
-
-
-class Watchdog:
-    """A thread that writes the stacks of all threads when a phase of the loop takes stuck_factor times its median so
-    far, and ends the process after stuck_limit. What hangs one process hangs the others too, so all of them tell."""
-
-    def __init__(self, cfg):
-        self.factor, self.limit, self.took, self.over = cfg.run.stuck_factor, cfg.run.stuck_limit, {}, threading.Event()
-        self.now = None  # (phase, step, when it began)
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def begin(self, phase, step):
-        """The phase before has ended, this one begins."""
-        if self.now:
-            self.took.setdefault(self.now[0], deque(maxlen=99)).append(time.monotonic() - self.now[2])
-        self.now = (phase, step, time.monotonic())
-
-    def _watch(self):
-        told = None
-        while not self.over.wait(1):
-            if not (now := self.now):
-                continue
-            phase, step, began = now
-            took, since = list(self.took.get(phase, [])), time.monotonic() - began
-            # less than 5 s, and medians of one or two, may be anything
-            if now is not told and len(took) > 2 and since > max(5, self.factor * statistics.median(took)):
-                told = now
-                say(f"watchdog: {phase} of step {step} has taken {since:.0f} s, usually {statistics.median(took):.2f}")
-                faulthandler.dump_traceback(sys.stdout)
-            if since > self.limit:
-                say(f"watchdog: {phase} of step {step} has taken more than --stuck_limit {self.limit} s; ending")
-                os._exit(75)  # "temporary failure" in sysexits.h: to be started again
 
 
 # --- The run ------------------------------------------------------------------------------------------------------
@@ -594,9 +252,7 @@ def configure_jax(cfg):
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's errors are caught and said in a sentence, which need not
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # hide in the many traces of its tasks
     if cfg.run.compilation_cache:
-        folder = cfg.run.compilation_cache
-        folder = folder if utils.is_remote(folder) else os.path.expanduser(folder)
-        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cfg.run.compilation_cache))
     if cfg.model.model_dtype == "float32":  # accelerators would otherwise round the inputs of matrix products
         jax.config.update("jax_default_matmul_precision", "float32")
 
@@ -610,49 +266,6 @@ def data_fingerprint(*mixtures):
     what = [[shards(c) or [(os.path.basename(s.path), s.length) for s in c.shards], c.manifest.get("tokenizer_sha256")]
             for mixture in mixtures for c in mixture.corpora]  # fmt: skip
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
-
-
-def stored_config(cfg, given, data):
-    """`cfg`, fitted to the run that --name resumes where there is one. Raises UserError where the two do not agree."""
-    stored = utils.read_file(os.path.join(cfg.run.output_dir, cfg.run.name, "config.json"))
-    if stored is None:
-        return cfg
-    stored = json.loads(stored)
-    if "data_fingerprint" not in stored:
-        raise UserError(f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
-                        f"--init_from {os.path.join(cfg.run.output_dir, cfg.run.name)}.")  # fmt: skip
-    cfg = utils.resume(cfg, given, stored)
-    if stored["data_fingerprint"] != data:
-        raise UserError(f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
-                        f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those "
-                        f"shards.")  # fmt: skip
-    return cfg
-
-
-def same_everywhere(things):
-    """Raise UserError on all processes if the {name: value} `things` are not the same on each of them."""
-    if jax.process_count() == 1:
-        return
-    digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in things.values()]
-    every = multihost_utils.process_allgather(np.array([np.frombuffer(d, np.uint32)[0] for d in digests]))
-    for process, row in enumerate(every):
-        differ = [name for name, a, b in zip(things, row, every[0]) if a != b]
-        if differ:
-            raise UserError(f"{', '.join(differ)}: not the same on process {process} as on process 0; give all the "
-                            f"same flags, with a --bucket_name and --output_dir that each can see.")  # fmt: skip
-
-
-def check_shared(cfg):
-    """Raise UserError on all processes if one does not see what process 0 writes in output_dir: a checkpoint, of which
-    each writes its part, would never be complete."""
-    if jax.process_count() == 1:
-        return
-    path = os.path.join(cfg.run.output_dir, cfg.run.name, "shared")
-    token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
-    if jax.process_index() == 0:
-        utils.write_file(path, token)
-    all_of(True)
-    same_everywhere({"--output_dir": (utils.read_file(path) or b"").decode() == token})
 
 
 def prompt_ids(cfg, encoding):
@@ -680,21 +293,19 @@ def main(cfg, given):
     # --- Data
     train, val = Mixture(cfg, cfg.data.train_folder_name), Mixture(cfg, cfg.data.val_folder_name, optional=True)
     data = data_fingerprint(train, val)
-    flags = {f"--{flag}": value for flag, value in utils.flatten(cfg).items() if flag not in utils.OF_ONE_PROCESS}
-    same_everywhere(flags | {"--bucket_name": data})
-    check_shared(cfg)
+    check_agreement(cfg, data)
     encoding = train.encoding()
     if cfg.model.document_mask and cfg.model.end_of_text < 0:
         if encoding is None:
             raise UserError(f"--document_mask: nothing tells which token begins a document in {train.folder}; give its "
                             f"--tokenizer or the token id as --end_of_text.")  # fmt: skip
         cfg = utils.replace(cfg, end_of_text=encoding.eot_token)
-    cfg = utils.validate(stored_config(cfg, given, data), jax.device_count())
+    cfg = utils.validate(utils.resume(cfg, given, data), jax.device_count())
     mesh = make_mesh(cfg)
     prompt = prompt_ids(cfg, encoding)
     dp, pp, tp = cfg.run.n_device_axis
-    per_step = cfg.data.train_batch_size * dp * cfg.run.grad_step
     shape = batch_shape(cfg)
+    per_step = math.prod(shape[:-1])  # sequences
     order = functools.partial(train.sequences, seed=cfg.run.seed)
 
     # --- Model, optimizer
@@ -711,17 +322,15 @@ def main(cfg, given):
     to_run, to_store, to_sample = (arranger(cfg, a) for a in (abstract, stored, stored.params))
 
     # --- Restore
-    run_dir = os.path.join(cfg.run.output_dir, cfg.run.name)
-    checkpoints = Checkpoints(os.path.join(run_dir, "checkpoints"), cfg.run.keep_checkpoints, cfg.run.keep_every,
+    checkpoints = Checkpoints(os.path.join(cfg.run.folder, "checkpoints"), cfg.run.keep_checkpoints, cfg.run.keep_every,
                               cfg.run.keep_best)  # fmt: skip
 
     def beginning():
-        params = load(model.param_table(in_a_row), mesh) if cfg.run.init_from else None
+        params = load(stored.params) if cfg.run.init_from else None
         return init_state(in_a_row, stored, optimizer, params), dict(step=0, sequences=0)
 
     state, meta = checkpoints.restore(stored) or beginning()
-    state = to_run(state)
-    step, sequences = meta["step"], meta["sequences"]
+    state, step, sequences = to_run(state), meta["step"], meta["sequences"]
     # back: where to go back to and on from, once max_bad_steps in a row were bad
     faults = dict(bad_steps=0, in_a_row=0, returns=0, back=None) | meta.get("faults", {})
     if step:
@@ -747,15 +356,16 @@ def main(cfg, given):
     train_step = lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     say(f"compiled in {utils.duration(time.time() - compiling)}")
     generate = jax.jit(model.make_generate(in_a_row, mesh), out_shardings=NamedSharding(mesh, P()))
-    peak = utils.peak_flops(kind)
 
-    # --- What the run leaves behind
+    # --- What the run says and leaves behind
     main_process = jax.process_index() == 0
-    log = utils.RunLog(cfg, step, main_process)
+    log = RunLog(cfg, step, main_process)
+    peak = utils.peak_flops(kind)
+    at_peak = peak and peak * cfg.run.n_devices / model.flops_per_token(cfg)  # tokens per second
     about = dict(mesh=[dp, pp, tp], versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)})
     if main_process:
         config = dict(utils.flatten(cfg), data_fingerprint=data)
-        config["encoding"] = utils.keep_tokenizer(run_dir, train.tokenizer)
+        config["encoding"] = keep_tokenizer(cfg.run.folder, train.tokenizer)
         utils.write_file(log.path("config.json"), json.dumps(config, indent=1) + "\n")
 
     def save(state, row):
@@ -767,10 +377,18 @@ def main(cfg, given):
             return
         ids = np.asarray(generate(to_sample(state.params), prompt, jax.random.key(cfg.run.seed))).tolist()
         rows = [itertools.takewhile(lambda t: t != encoding.eot_token, row[1:]) for row in ids]  # the first is one too
-        log.text(step, [utils.text_of(encoding, row) for row in rows])
+        log.text(step, [text_of(encoding, row) for row in rows])
 
-    def fetch(step, sequences, metrics, since):
-        """Numbers of a finished step, for the log; since: (time, seconds waited for data) when its interval began."""
+    def now():
+        """(time, seconds waited for data so far)."""
+        return time.time(), batches.waited
+
+    def waited(since):
+        """Share of the time since an earlier `now()` in which the devices had nothing to do but wait for data."""
+        return (batches.waited - since[1]) / (time.time() - since[0])
+
+    def fetch(step, sequences, metrics):
+        """Numbers of a finished step, for the log."""
         values = jax.device_get(metrics)
         heads = {f"load/head_{i}": float(v) for i, v in enumerate(values.pop("load/head", []))}
         row = {"step": step} | {key: float(v) for key, v in values.items()} | heads | train.epochs(sequences)
@@ -785,34 +403,14 @@ def main(cfg, given):
                 faults["back"] = dict(before=step + 1 - faults["in_a_row"], sequences=sequences,
                                       bad_steps=faults["bad_steps"])  # fmt: skip
         row["bad_steps"] = faults["bad_steps"]
-        return row | {"tokens_per_second": per_step * train.T / (time.time() - since[0]), "data/wait": waited(since)}
-
-    def waited(since):
-        """Share of the time since then in which the devices had nothing to do but wait for data."""
-        return (batches.waited - since[1]) / (time.time() - since[0])
-
-    def line(row, left, wait):
-        parts = [f"step {row['step']}/{cfg.run.training_steps}", f"train {row['loss/train_loss']:.4f}",
-                 f"val {row['loss/val_loss']:.4f}"]  # fmt: skip
-        if val.bytes_per_token:
-            parts.append(f"{row['loss/val_cross_entropy_loss'] / np.log(2) / val.bytes_per_token:.3f} bits/byte")
-        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
-        if peak:
-            parts.append(f"MFU {row['tokens_per_second'] * model.flops_per_token(cfg) / peak / cfg.run.n_devices:.1%}")
-        parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{utils.duration(left)} left"]
-        if wait > 0.05:
-            parts.append(f"storage is too slow: {wait:.0%} of the time was spent waiting for data")
-        with contextlib.suppress(OSError):  # as in `say`
-            tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
-            sys.stdout.flush()
+        return row | {"tokens_per_second": per_step * train.T / (time.time() - clock[0]), "data/wait": waited(clock)}
 
     # --- Loop: the host runs one step ahead of the devices, so metrics are fetched a step late
-    bar = tqdm(
-        total=cfg.run.training_steps, initial=step, unit="step", disable=not (main_process and sys.stderr.isatty())
-    )
+    quiet = not (main_process and sys.stderr.isatty())
+    bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=quiet)
     watchdog = Watchdog(cfg)
-    paused, clock = 0.0, (time.time(), batches.waited)  # seconds spent off training; where a step's interval begins
-    loop_began, first_step, last_line = clock[0], step, clock
+    clock = last_line = now()  # where a step's interval begins; where that of a printed line does
+    began, first_step = clock[0], step  # of training; moved on by the time spent off it
     row = None  # of the last step, where it is fetched and not logged
     with Interrupt() as interrupt:  # until all is written: a signal may reach this process when all have agreed to stop
         try:
@@ -827,21 +425,20 @@ def main(cfg, given):
                     pending = state = None  # there is memory for one
                     batches.close()
                     state, meta = checkpoints.restore(stored, back["before"], cfg.run.save_steps) or beginning()
-                    state = to_run(state)
-                    step, sequences = meta["step"], back["sequences"]
+                    state, step, sequences = to_run(state), meta["step"], back["sequences"]
                     faults |= dict(bad_steps=back["bad_steps"], in_a_row=0, returns=faults["returns"] + 1, back=None)
                     say(f"warning: going back to step {step}, and on with the data after sequence {sequences:,} "
                         f"(return {faults['returns']} of {MOST_RETURNS})")  # fmt: skip
                     batches, interrupt.earlier = read_on(), 0  # what could not be read before may be skipped now
                     log.rewind(step)
-                    paused, clock = 0.0, (time.time(), batches.waited)
-                    loop_began, first_step, last_line = clock[0], step, clock
+                    clock = last_line = now()
+                    began, first_step = clock[0], step
                 watchdog.begin("training", step + 1)
                 state, metrics = train_step(state, *next(batches))
                 step, sequences = step + 1, sequences + per_step
                 if pending:
-                    log.metrics(fetch(*pending, clock))
-                    clock = time.time(), batches.waited
+                    log.metrics(fetch(*pending))
+                    clock = now()
                 pending = (step, sequences, metrics)
                 bar.update(step - bar.n)
                 # Of several processes each must know of the step after next, since what they agree on comes a step late
@@ -852,13 +449,13 @@ def main(cfg, given):
                 saves = stop or step % cfg.run.save_steps == 0
                 if not (scheduled or saves):
                     continue
-                row, wait, pending = fetch(*pending, clock), waited(last_line), None
+                row, wait, pending = fetch(*pending), waited(last_line), None
                 off = time.time()
                 if scheduled or (stop and not signalled):
                     watchdog.begin("evaluation", step)
                     row |= evaluate(state.params)
-                    rate = (off - loop_began - paused) / (step - first_step)
-                    line(row, rate * (cfg.run.training_steps - step), wait)
+                    left = (off - began) / (step - first_step) * (cfg.run.training_steps - step)
+                    progress(cfg, row, left, wait, val.bytes_per_token, at_peak)
                 log.metrics(row)
                 if scheduled or stop:
                     log.plots()
@@ -873,14 +470,14 @@ def main(cfg, given):
                 if saves and not signalled:
                     watchdog.begin("sampling", step)
                     sample(state)
-                clock = time.time(), batches.waited
-                paused += clock[0] - off
+                clock = now()
+                began += clock[0] - off
                 if scheduled:
                     last_line = clock
                 if stop:
                     break
         except UserError:  # of all processes, at the same step: storage failed; keep what was reached
-            row = fetch(*pending, clock) if pending else row
+            row = fetch(*pending) if pending else row
             if row:
                 log.metrics(row)
             if not faults["back"]:

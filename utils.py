@@ -1,32 +1,24 @@
-"""Configuration, presets, the command line, validation, tokenisers and the run's log. No jax in here.
+"""Configuration, validation, files and messages. No jax in here.
 
-Every option is declared once, as a field of one of the dataclasses below; the flags, their help text, the
-presets, `config.json` and the comparison on resume all derive from those fields.
+Every option is declared once, as a field of one of the dataclasses below; the flags, their help text, the presets,
+`config.json` and the comparison on resume all derive from those fields.
 """
 
-import argparse
-import base64
 import contextlib
 import dataclasses
-import functools
 import glob
 import importlib.util
-import io
 import json
 import math
 import os
 import random
 import re
-import secrets
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import fsspec
-import numpy as np
-import tyro
 
 # --- Errors -----------------------------------------------------------------------------------------------------
 
@@ -301,6 +293,11 @@ class Run:
     stuck_limit: int = 1800
     """Seconds that one may take before its process ends, with status 75."""
 
+    @property
+    def folder(self):
+        """The run directory: everything that the run writes stands in it."""
+        return os.path.join(self.output_dir, self.name)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -352,80 +349,22 @@ class Config:
 
 GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")  # of what makes a run
 
-# minutes of training on two CPU cores, on the embedded corpus
-SMALL_RUN = dict(
-    model_dtype="float32", fsdp="hoist", train_batch_size=16, val_batch_size=16, micro_batch_size=8,
-    max_lr=1.5e-3, end_lr=6e-5, embedding_lr=16.0, warmup_steps=30, end_steps=280, training_steps=280, adam_b2=0.99,
-    weight_decay=0.0, checkpoint_steps=40, prompt="def ", bucket_name="data/shards/stdlib",
-)  # fmt: skip
 # What GPT-2 has no use for stands at these values in every configuration of it.
 GPT2 = dict(
     architecture="gpt2", layers_per_block=1, first_layers=0, moe_rope=False, latent_dim=0, q_latent_dim=0, nope_dim=0,
     v_dim=0, dhR=0, rope_base=1.0, rope_factor=1.0, rope_original_T=1, rope_mscale=1.0, activation="gelu", expert_dim=0,
     n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=1.0, n_shared=0, mtp_depth=0, capacity_factor=0.0,
 )  # fmt: skip
-# nanoGPT's training of GPT-2: half a million tokens a step where dp is 1
-GPT2_RUN = dict(
-    vocab_size=50257, norm_eps=1e-5, T=1024, train_batch_size=480, val_batch_size=48, micro_batch_size=48,
-    warmup_steps=2000, end_steps=600_000, training_steps=600_000,
-)  # fmt: skip
-PRESETS = {
-    "moe1b": {},
-    "tiny": dict(
-        **SMALL_RUN, name="tiny",
-        model_dimension=128, vocab_size=8192, n_head=4, blocks=2, layers_per_block=2, T=128, latent_dim=64, dhR=32,
-        n_experts=8, k=2, n_shared=1, expert_dim=128,
-    ),
-    # JAXformer's small configuration, 8,192 tokens a step on one device, to measure speed on a CPU: see tools/bench.py
-    "jaxformer-small": dict(
-        name="jaxformer-small", model_dimension=256, vocab_size=8192, n_head=4, blocks=2, layers_per_block=2, T=256,
-        latent_dim=64, dhR=32, activation="gelu", n_experts=8, k=2, n_shared=1, model_dtype="float32", fsdp="hoist",
-    ),
-    # every part of DeepSeek-V3 (arXiv:2412.19437, section 4.2), as small as tiny
-    "deepseek-tiny": dict(
-        **SMALL_RUN, name="deepseek-tiny",
-        model_dimension=128, vocab_size=8192, tied=False, n_head=4, first_layers=1, blocks=4, layers_per_block=1,
-        moe_rope=True, T=128, latent_dim=64, q_latent_dim=96, nope_dim=32, v_dim=32, dhR=16,
-        n_experts=16, k=4, n_groups=4, k_groups=2, routed_scaling=2.5, n_shared=1, expert_dim=64,
-    ),
-    # Radford et al., 2019, table 2, and a small one for minutes on two CPU cores
-    "gpt2-tiny": dict(
-        GPT2, **SMALL_RUN, name="gpt2-tiny", model_dimension=128, vocab_size=8192, norm_eps=1e-5, n_head=4, blocks=4,
-        T=128,
-    ),
-    "gpt2-124m": dict(GPT2, **GPT2_RUN, name="gpt2-124m", model_dimension=768, n_head=12, blocks=12),
-    "gpt2-350m": dict(GPT2, **GPT2_RUN, name="gpt2-350m", model_dimension=1024, n_head=16, blocks=24, max_lr=3e-4,
-                      end_lr=3e-5),
-    # moonshotai/Moonlight-16B-A3B, its published configuration
-    "moonlight-16b": dict(
-        model_dimension=2048, vocab_size=163840, tied=False, norm_eps=1e-5, n_head=16, first_layers=1, blocks=26,
-        layers_per_block=1, moe_rope=True, T=8192, latent_dim=512, q_latent_dim=0, nope_dim=128, v_dim=128, dhR=64,
-        rope_base=50_000.0, ffn_dim=11264, n_experts=64, k=6, routed_scaling=2.446, n_shared=2, expert_dim=1408,
-        name="moonlight-16b",
-    ),
-    # deepseek-ai/DeepSeek-V3, its published configuration, at the sequence length of its pretraining
-    "deepseek-v3-671b": dict(
-        model_dimension=7168, vocab_size=129280, tied=False, n_head=128, first_layers=3, blocks=58, layers_per_block=1,
-        moe_rope=True, T=4096, latent_dim=512, q_latent_dim=1536, nope_dim=128, v_dim=128, dhR=64,
-        ffn_dim=18432, n_experts=256, k=8, n_groups=8, k_groups=4, routed_scaling=2.5, n_shared=1, expert_dim=2048,
-        name="deepseek-v3-671b",
-    ),
-}  # fmt: skip
 
 # What may differ between a run and its resumption: nothing here changes the parameters' shapes, the tokens seen or
-# the mathematics of a step. The three batch sizes may differ as long as the global batch stays (see `resume`).
-FREE_ON_RESUME = frozenset(
-    "preset name output_dir init_from bucket_name process_path n_device_axis n_devices micro_batch_size training_steps "
-    "end_steps warmup_steps eval_steps checkpoint_steps save_steps keep_checkpoints wandb compilation_cache remat fsdp "
-    "sequence_parallel attention pp_interleave "
-    "cache_gb prompt inference_batch max_tokens top_k top_p temperature use_cache "
-    "coordinator num_processes process_id connect_timeout peer_timeout stuck_factor stuck_limit "
-    "keep_every keep_best max_bad_steps spike_zscore "
-    "train_batch_size val_batch_size grad_step".split()
+# the mathematics of a step. The batch sizes may differ as long as the global batch stays (see `resume`).
+FREE_ON_RESUME = {*vars(Run()), *vars(Sample())} - {"seed"} | set(
+    "bucket_name process_path cache_gb train_batch_size val_batch_size micro_batch_size end_steps warmup_steps remat "
+    "fsdp sequence_parallel attention".split()
 )
 
 # What processes that train together may have each its own value of.
-OF_ONE_PROCESS = frozenset(
+OF_ONE_PROCESS = set(
     "process_id coordinator connect_timeout peer_timeout process_path bucket_name output_dir compilation_cache".split()
 )
 
@@ -444,111 +383,6 @@ def replace(cfg, **flags):
     if flags:
         raise UserError(f"no such flag: {', '.join('--' + n for n in flags)}.")
     return dataclasses.replace(cfg, **groups)
-
-
-def preset(name):
-    """The configuration that `--preset name` stands for."""
-    if name not in PRESETS:
-        raise UserError(f"--preset {name}: no such preset; there are {', '.join(PRESETS)}.")
-    return replace(Config(), preset=name, **PRESETS[name])
-
-
-def parse(argv):
-    """Command line -> (Config, set of the flags that were given).
-
-    Raises UserError for anything that does not parse; `--help` prints the preset's values and exits.
-    """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", default="moe1b")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            name = first.parse_known_args(argv)[0].preset
-    except SystemExit:
-        raise UserError(f"--preset: a name is missing; there are {', '.join(PRESETS)}.") from None
-    default = preset(name)
-    given = {m[1].replace("-", "_") for a in argv if (m := re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", a))}
-    cfg = read_flags(Annotated[Config, tyro.conf.OmitArgPrefixes], argv, "main.py", default=default)
-    if cfg.data.tokenizer:
-        n_vocab = load_tokenizer(cfg.data.tokenizer).n_vocab
-        if "vocab_size" not in given:
-            cfg = replace(cfg, vocab_size=n_vocab)
-        if cfg.model.vocab_size < n_vocab:
-            raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
-                            f"tokens; give at least that many, or leave the flag out.")  # fmt: skip
-    check_least(flatten(cfg), AT_LEAST)
-    if not cfg.plan.plan and (alone := [flag for flag, value in vars(cfg.plan).items() if value]):
-        raise UserError(f"--{alone[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
-    return cfg, given
-
-
-def read_flags(kind, argv, program, **settings):
-    """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError for anything that does not
-    parse; `--help` exits. settings: tyro's."""
-    output = io.StringIO()
-    try:
-        # tyro draws a box for people; it is printed for --help and boiled down to one sentence otherwise
-        with contextlib.redirect_stderr(output):
-            return tyro.cli(kind, args=argv, prog=program, use_underscores=True, **settings)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UserError(parse_complaint(output.getvalue())) from None
-
-
-def check_least(flags, least):
-    """Raises UserError where one of {flag: value} is smaller than {flag: number} of `least` says."""
-    for n, low in least.items():
-        if n in flags and (flags[n] < low or not math.isfinite(flags[n])):
-            raise UserError(f"--{n} {flags[n]}: must be at least {low}.")
-
-
-def parse_complaint(box):
-    """What tyro's error box says, as one sentence: without its frame, its title and its advice."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in box.splitlines()]
-    lines = [line.strip("│─ ") for line in lines if line.strip() and line.strip()[0] not in "╭╰"]
-    said = []
-    for line in lines:
-        if not line:  # a rule across the box: advice follows
-            break
-        said.append(line)
-    return re.sub(r"\[/?bold\]", "", " ".join(said)).rstrip(".") + "; see --help."
-
-
-def check_processes(cfg, given):
-    """Check the flags of multi-host training against each other; returns the number of processes if they tell it or
-    Slurm does, else 1. Raises UserError."""
-    r = cfg.run
-    if not r.coordinator:
-        if r.num_processes > 1 or r.process_id:
-            flag = "num_processes" if r.num_processes > 1 else "process_id"
-            raise UserError(f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, where process 0 listens.")
-        processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
-    else:
-        if not re.fullmatch(r"(\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5}", r.coordinator):
-            raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476.")
-        missing = [flag for flag in ("num_processes", "process_id") if flag not in given]
-        if missing:
-            raise UserError(f"--coordinator {r.coordinator}: needs --{' and --'.join(missing)} beside it.")
-        if r.process_id >= r.num_processes:
-            raise UserError(f"--process_id {r.process_id}: must be below --num_processes {r.num_processes}.")
-        processes = r.num_processes
-    if r.n_devices % processes:
-        raise UserError(f"--n_devices {r.n_devices}: must be a multiple of the number of processes, {processes}.")
-    return processes
-
-
-# Smallest sensible value of every number; relations between flags are checked in `validate`.
-AT_LEAST = dict(
-    model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
-    latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1, rope_original_T=1,
-    rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
-    mtp_depth=0, capacity_factor=0, end_of_text=-1, dropout_rate=0, cache_gb=0, train_batch_size=1, val_batch_size=1,
-    micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
-    embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0, pp_interleave=0,
-    training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
-    inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0, num_processes=0, process_id=0,
-    connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1, keep_every=0, max_bad_steps=0, spike_zscore=0,
-)  # fmt: skip
 
 
 def validate(cfg, n_present):
@@ -579,13 +413,10 @@ def validate(cfg, n_present):
         ("micro_batch_size", d.micro_batch_size, pp, "pp"),
         ("train_batch_size", d.train_batch_size, d.micro_batch_size, "micro_batch_size"),
         ("val_batch_size", d.val_batch_size, d.micro_batch_size, "micro_batch_size"),
+        ("T", m.T, 128 if m.attention == "splash" else 1, "128 for --attention splash"),
+        ("model_dimension", m.model_dimension, 1 if m.nope_dim else m.n_head, "n_head"),
+        ("expert_dim", m.expert_width, tp if m.n_shared else 1, "tp"),
     ]  # fmt: skip
-    if m.attention == "splash":
-        multiples.append(("T", m.T, 128, "128 for --attention splash"))
-    if not m.nope_dim:
-        multiples.append(("model_dimension", m.model_dimension, m.n_head, "n_head"))
-    if m.n_shared:
-        multiples.append(("expert_dim", m.expert_width, tp, "tp"))
     for flag, value, by, words in multiples:
         if value % by:
             near = sorted({max(by, value // by * by), -(-value // by) * by})
@@ -627,7 +458,7 @@ def validate(cfg, n_present):
 
 
 # Flags of the model that may differ between weights and the run that begins with them.
-FREE_OF_WEIGHTS = frozenset(
+FREE_OF_WEIGHTS = set(
     "capacity_factor document_mask end_of_text dropout_rate model_dtype remat fsdp sequence_parallel attention".split()
 )
 
@@ -644,12 +475,18 @@ def adopt(cfg, given, flags):
     return replace(cfg, **flags)
 
 
-def resume(cfg, given, stored):
-    """Fit `cfg` to the stored config of the run that it resumes.
+def resume(cfg, given, data):
+    """`cfg`, fitted to the run that --name resumes where there is one; data: fingerprint of the shards.
 
     The global batch train_batch_size x dp x grad_step must stay; where dp or grad_step changed and the batch size was
-    not given, it follows (val_batch_size x dp likewise). Raises UserError with the fields that differ.
+    not given, it follows (val_batch_size x dp likewise). Raises UserError with what differs.
     """
+    stored = read_json(cfg.run.folder, "config.json")
+    if not stored:
+        return cfg
+    if "data_fingerprint" not in stored:
+        raise UserError(f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
+                        f"--init_from {cfg.run.folder}.")  # fmt: skip
     (dp, _, _), (old_dp, _, _) = cfg.run.n_device_axis, stored["n_device_axis"]
     follow = [
         ("train_batch_size", stored["train_batch_size"] * old_dp * stored["grad_step"], dp * cfg.run.grad_step),
@@ -669,6 +506,10 @@ def resume(cfg, given, stored):
         fields = ", ".join(f"{n} was {stored[n]!r} and is now {now[n]!r}" for n in differ)
         raise UserError(f"--name {cfg.run.name}: this run exists with another configuration ({fields}); give another "
                         f"--name, or the values it had.")  # fmt: skip
+    if stored["data_fingerprint"] != data:
+        raise UserError(f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
+                        f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those "
+                        f"shards.")  # fmt: skip
     return cfg
 
 
@@ -721,128 +562,13 @@ def peak_flops(device_kind):
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-# --- Tokenisers -------------------------------------------------------------------------------------------------
-
-END_OF_TEXT = "<|endoftext|>"
-# How text is cut before byte pairs are merged, for tokenisers trained here: GPT-2's pattern. (tiktoken writes it with
-# possessive quantifiers, which the training library lacks; they change speed, not the cuts.)
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokeniser
-
-
-class HubTokenizer:
-    """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use. Text that spells
-    a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside, or <|endoftext|>."""
-
-    def __init__(self, path):
-        import tokenizers
-
-        self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
-        self.tokenizer.encode_special_tokens = True
-        self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
-        config = json.loads(read_file(os.path.join(os.path.dirname(path), "tokenizer_config.json")) or "{}")
-        end = config.get("eos_token") or END_OF_TEXT
-        end = end["content"] if isinstance(end, dict) else end
-        self.eot_token = self.tokenizer.token_to_id(end)
-        if self.eot_token is None:
-            raise UserError(f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
-                            f"tokenizer_config.json beside it.")  # fmt: skip
-
-    def __reduce__(self):  # a pickled tokenizers.Tokenizer would forget that special tokens are text
-        return HubTokenizer, (self.path,)
-
-    def encode_ordinary(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def before_text(self):
-        """Token ids that the tokeniser itself puts before every text."""
-        return self.tokenizer.encode("").ids
-
-    def encode_to_numpy(self, text, disallowed_special=()):
-        return np.array(self.encode_ordinary(text), np.uint32)
-
-    def decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def load_tokenizer(name):
-    """A tokeniser by tiktoken's name for it (`tiktoken.Encoding`), from a file of ranks written by
-    data/train_tokenizer.py (the same) or from a tokenizer.json (`HubTokenizer`)."""
-    import tiktoken
-
-    if name.endswith(".json"):
-        if not os.path.isfile(name):
-            raise UserError(f"--tokenizer {name}: there is no such file.")
-        return HubTokenizer(name)
-    if name.endswith(".tiktoken"):
-        if not os.path.isfile(name):
-            raise UserError(f"--tokenizer {name}: there is no such file; data/train_tokenizer.py makes one.")
-        try:
-            with open(name, "rb") as f:  # not tiktoken's loader: it caches by name, so would miss a file made anew
-                ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in f)}
-        except ValueError as e:
-            raise UserError(f"--tokenizer {name}: not a file of tiktoken ranks ({e}).") from None
-        stem = os.path.basename(name).removesuffix(".tiktoken")
-        return tiktoken.Encoding(stem, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
-    if name not in tiktoken.list_encoding_names():
-        raise UserError(f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of "
-                        f"{', '.join(tiktoken.list_encoding_names())}.")  # fmt: skip
-    try:
-        return tiktoken.get_encoding(name)
-    except OSError as e:  # requests' errors are OSErrors too
-        raise UserError(f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
-                        f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR.") from None  # fmt: skip
-
-
-def text_of(encoding, ids):
-    """Text of token ids. Those that the tokeniser does not know (a model may have more) are left out; bytes that are no
-    UTF-8 become U+FFFD."""
-    return encoding.decode([t for t in ids if known(encoding, t)])
-
-
-@functools.cache
-def known(encoding, token):
-    """Whether the tokeniser has this token id; a tiktoken vocabulary may have gaps."""
-    try:
-        encoding.decode([token])
-    except KeyError:
-        return False
-    return True
-
-
-def keep_tokenizer(folder, name):
-    """Copy the files of the tokeniser `name`, if it has any, into a folder; returns the name that it has there."""
-    ending = os.path.splitext(name)[1]
-    if ending not in TOKENIZER_FILES:
-        return name
-    kept = f"tokenizer{ending}"
-    beside = [os.path.join(os.path.dirname(name), "tokenizer_config.json")] if ending == ".json" else []
-    for file in [*beside, name]:  # the tokeniser last: where it stands, all does
-        if (content := read_file(file)) is not None:
-            write_file(os.path.join(folder, kept if file == name else "tokenizer_config.json"), content)
-    return kept
-
-
-def folder_tokenizer(folder):
-    """The tokeniser of a local run directory or folder in the Hugging Face format, or None where it has none."""
-    name = json.loads(read_file(os.path.join(folder, "config.json")) or "{}").get("encoding", "tokenizer.json")
-    if name and name.endswith(TOKENIZER_FILES):
-        name = os.path.join(folder, name)
-        if not os.path.isfile(name):
-            return None
-    return load_tokenizer(name) if name else None
-
-
-# --- The run directory ------------------------------------------------------------------------------------------
+# --- Files and messages -----------------------------------------------------------------------------------------
 
 
 def is_remote(path):
     return "://" in path
 
 
-BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try; storage that fails for a minute costs no run
 
 
@@ -888,152 +614,17 @@ def read_file(path):
         return None
 
 
-def is_spike(loss, before, zscore):
-    """Whether `loss` lies more than zscore standard deviations above the mean of the finite ones of the 100 `before`,
-    which must be 20 at least."""
-    before = [x for x in before[-100:] if math.isfinite(x)]
-    return len(before) >= 20 and zscore > 0 and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
-
-
-class RunLog:
-    """What a run leaves behind: metrics.jsonl, samples.txt, plots and, on request, wandb.
-
-    Calls return at once; one background thread writes in order. `active` is true on process 0 alone, elsewhere
-    nothing is written. Metrics are plain numbers, one object a step.
-    """
-
-    def __init__(self, cfg, start_step, active):
-        self.dir, self.active, self.wandb = os.path.join(cfg.run.output_dir, cfg.run.name), active, None
-        self.worker, self.history, self.zscore = ThreadPoolExecutor(1), [], cfg.run.spike_zscore
-        if not active:
-            return
-        # Resuming: lines after the checkpoint will be written again, and an evaluation that only the end of the
-        # earlier run brought about is not part of an uninterrupted one.
-        for line in (read_file(self.path("metrics.jsonl")) or b"").decode().splitlines():
-            with contextlib.suppress(ValueError):  # a line torn by a kill
-                row = json.loads(line)
-                if row["step"] == start_step and start_step % cfg.run.checkpoint_steps:
-                    row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
-                self.history.append(row)
-        kept = (read_file(self.path("samples.txt")) or b"").decode().split("=== step ")[1:]
-        self.samples = [f"=== step {s}" for s in kept]
-        self._rewind(start_step)
-        if cfg.run.wandb:
-            import wandb
-
-            run_id = read_file(self.path("wandb_id")) or secrets.token_hex(4).encode()
-            write_file(self.path("wandb_id"), run_id)
-            self.wandb = wandb
-            wandb.init(project="moe-pretraining", id=run_id.decode(), resume="allow", name=cfg.run.name, dir=self.dir,
-                       config=flatten(cfg))  # fmt: skip
-
-    def path(self, name):
-        return os.path.join(self.dir, name)
-
-    def _write_metrics(self):
-        write_file(self.path("metrics.jsonl"), "".join(json.dumps(row) + "\n" for row in self.history))
-
-    def _rewind(self, step):
-        self.history = [row for row in self.history if row["step"] <= step]
-        self.samples = [text for text in self.samples if int(text.split()[2]) <= step]
-        self._write_metrics()
-
-    def rewind(self, step):
-        """Forget what came after `step`, to which the run goes back."""
-        self._run(lambda: self._rewind(step))
-
-    def _run(self, work):
-        if self.active:
-            self.worker.submit(work).add_done_callback(self._complain)
-
-    @staticmethod
-    def _complain(future):
-        if future.exception():
-            print(f"warning: the run's log could not be written: {future.exception()}", file=sys.stderr, flush=True)
-
-    def metrics(self, row):
-        """Record one step: {"step": int, key: number, ...}."""
-
-        def work():
-            losses, spikes = [], 0
-            if self.history:
-                losses = [before["loss/train_loss"] for before in self.history[-100:]]
-                spikes = self.history[-1].get("loss_spikes", 0)
-            if spike := is_spike(row["loss/train_loss"], losses, self.zscore):
-                say(f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
-                    f"{self.zscore:g} standard deviations above those before")  # fmt: skip
-            row["loss_spikes"] = spikes + spike
-            self.history.append(row)
-            if not is_remote(self.dir):
-                with open(self.path("metrics.jsonl"), "a") as f:
-                    f.write(json.dumps(row) + "\n")
-            if self.wandb:
-                self.wandb.log({key: v for key, v in row.items() if key != "step"}, step=row["step"])
-
-        self._run(work)
-
-    def text(self, step, texts):
-        """Record the samples drawn at `step`."""
-
-        def work():
-            self.samples.append(f"=== step {step}\n" + "".join(f"--- {i}\n{t}\n" for i, t in enumerate(texts)))
-            write_file(self.path("samples.txt"), "".join(self.samples))
-            if self.wandb:
-                table = self.wandb.Table(columns=["step", "sample"], data=[[step, t] for t in texts])
-                self.wandb.log({"samples": table}, step=step)
-
-        self._run(work)
-
-    def plots(self):
-        """Redraw the three plots from all metrics so far."""
-
-        def work():
-            if is_remote(self.dir):
-                self._write_metrics()
-            for name, title, keys in [
-                ("val_loss", "validation loss (nats per token)", ["loss/val_loss"]),
-                ("load_loss", "load-balancing loss (even load: 1 per MoE layer)", ["loss/load_loss"]),
-                ("tokens_per_expert", "share of the routed tokens per expert",
-                 sorted((k for k in self.history[-1] if k.startswith("load/head_")), key=lambda k: int(k[10:]))),
-            ]:  # fmt: skip
-                if any(key in row for row in self.history for key in keys):
-                    write_file(self.path(name + ".png"), draw(self.history, title, keys))
-
-        self._run(work)
-
-    def close(self):
-        """Wait until everything is written."""
-        self.worker.shutdown(wait=True)
-        if self.wandb:
-            self.wandb.finish()
-
-
-def draw(history, title, keys):
-    """PNG bytes of a line per key over the step."""
-    from matplotlib.figure import Figure  # without pyplot: safe off the main thread, and needs no display
-
-    figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    for key in keys:
-        rows = [row for row in history if key in row]
-        axes.plot([row["step"] for row in rows], [row[key] for row in rows], lw=1, label=key.removeprefix("load/"))
-    axes.set(xlabel="step", title=title)
-    axes.grid(alpha=0.3)
-    if 1 < len(keys) <= 16:
-        axes.legend(fontsize=7, ncols=2)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+def read_json(*path):
+    """Content of a local JSON file or remote object, its path in parts; {} where there is none."""
+    return json.loads(read_file(os.path.join(*path)) or "{}")
 
 
 def duration(seconds):
     """Seconds in words: 42s, 3m05s, 2h10m, 4d03h."""
-    s = int(max(0, seconds))
-    if s < 60:
-        return f"{s}s"
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02d}s"
-    return f"{s // 3600}h{s % 3600 // 60:02d}m" if s < 86400 else f"{s // 86400}d{s % 86400 // 3600:02d}h"
+    m, s = divmod(int(max(0, seconds)), 60)
+    h, m = divmod(m, 60)
+    d, h = divmod(h, 24)
+    return f"{d}d{h:02d}h" if d else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
 
 
 def say(*words):

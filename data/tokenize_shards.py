@@ -35,19 +35,9 @@ import numpy as np
 from sources import VAL_FRACTION, Parser, dump_ranks, open_source, read_text
 from tqdm import tqdm
 
-from utils import (
-    BLOCK,
-    TOKENIZER_FILES,
-    HubTokenizer,
-    UserError,
-    is_remote,
-    keep_tokenizer,
-    load_tokenizer,
-    one_sentence,
-    read_file,
-    say,
-    write_file,
-)
+from storage import BLOCK
+from tokenization import TOKENIZER_FILES, HubTokenizer, keep_tokenizer, load_tokenizer
+from utils import UserError, is_remote, one_sentence, read_file, read_json, say, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH_BYTES, BATCH_DOCUMENTS = 1_000_000, 1000  # what a worker takes at once, whichever is reached first: about 0.2 s
@@ -301,7 +291,7 @@ class Output:
         """Whether the shards of all splits are there. Raises UserError where there are those of other settings."""
         finished = True
         for name in ("train", "val"):
-            manifest = json.loads(read_file(os.path.join(self.path, name, "manifest.json")) or "{}")
+            manifest = read_json(self.path, name, "manifest.json")
             if manifest:
                 self.check(manifest, name)
             finished &= (bool(manifest) and not self.missing(name, manifest["shards"])) or name not in self.splits

@@ -14,7 +14,8 @@ from tokenize_shards import encode_text
 from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from utils import PATTERN, UserError, load_tokenizer, one_sentence, say, write_file
+from tokenization import PATTERN, load_tokenizer
+from utils import UserError, one_sentence, say, write_file
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 PIECE = 10_000  # characters; training takes time quadratic in the longest word, such as a run of a million spaces

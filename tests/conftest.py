@@ -30,6 +30,7 @@ import pytest
 
 import main
 import model
+import presets
 import utils
 
 # A model small enough to compile in seconds, with every part that a large one has.
@@ -45,7 +46,7 @@ MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 
 def small_config(mesh=(1, 1, 1), sequences=32, **flags):
     """A validated Config of SMALL on `mesh` with `sequences` training sequences a batch over the whole mesh."""
     flags = {**SMALL, "train_batch_size": sequences // mesh[0], "val_batch_size": max(4, 8 // mesh[0]), **flags}
-    cfg = utils.replace(utils.preset("tiny"), n_device_axis=mesh, n_devices=int(np.prod(mesh)), **flags)
+    cfg = utils.replace(presets.preset("tiny"), n_device_axis=mesh, n_devices=int(np.prod(mesh)), **flags)
     return utils.validate(cfg, jax.device_count())
 
 
@@ -127,7 +128,7 @@ def train(shards, xla_cache, tmp_path):
                  **flags}  # fmt: skip
         # not through the command line: its parser compiles source, which Python 3.11 cannot do beside other threads
         flags = {n: str(v) if isinstance(v, Path) else v for n, v in flags.items() if v is not None}
-        return main.main(utils.replace(utils.preset("tiny"), **flags), set(flags))
+        return main.main(utils.replace(presets.preset("tiny"), **flags), set(flags))
 
     return train
 

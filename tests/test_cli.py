@@ -3,15 +3,19 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 import typing
 
 import numpy as np
 import pytest
 from conftest import ROOT, SMALL, flags_of, run_program
 
+import cli
+import presets
 import utils
 
-PATH = ["main.py", "model.py", "dataset.py", "utils.py"]
+PATH = ["main", "model", "dataset", "utils", "cli", "processes", "checkpointing", "runlog"]
 FIELDS = {f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))}
 LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim dhR dropout_rate model_dtype k
 n_experts n_shared capacity_factor bucket_name process_path train_folder_name val_folder_name train_batch_size
@@ -45,13 +49,13 @@ def byte_ranks(tmp_path):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_flag_reaches_its_field(name, byte_ranks):
-    default = utils.flatten(utils.preset("moe1b"))
+    default = utils.flatten(presets.preset("moe1b"))
     value = byte_ranks if name == "tokenizer" else another(name, default[name])
-    cfg, given = utils.parse(flags_of(**{name: value}))
+    cfg, given = cli.parse(flags_of(**{name: value}))
     now = utils.flatten(cfg)
     assert given == {name} and now[name] == value
     changed = {n for n in default if now[n] != default[n]}
-    expected = {"preset": {"preset", *utils.PRESETS["tiny"]}, "tokenizer": {"tokenizer", "vocab_size"}}.get(
+    expected = {"preset": {"preset", *presets.PRESETS["tiny"]}, "tokenizer": {"tokenizer", "vocab_size"}}.get(
         name, {name}
     )
     assert changed <= expected and name in changed
@@ -61,7 +65,7 @@ def test_every_flag_reaches_its_field(name, byte_ranks):
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - {"preset"}))  # which chooses the others' defaults
 def test_every_field_is_used(name):
     """Somewhere on the training path a field is read as an attribute."""
-    source = "".join((ROOT / file).read_text() for file in PATH)
+    source = "".join((ROOT / f"{module}.py").read_text() for module in PATH)
     assert re.search(rf"\b(m|d|o|r|s|self|model|data|optimizer|run|sample)\.{name}\b", source), name
 
 
@@ -72,7 +76,7 @@ def test_the_flags_that_users_know_are_there():
 def test_the_documented_command_is_accepted():
     words = "--checkpoint_steps=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb"
     words += " --eval_steps 10"
-    cfg = utils.validate(utils.parse(words.split())[0], 32)
+    cfg = utils.validate(cli.parse(words.split())[0], 32)
     m, o, r = cfg.model, cfg.optimizer, cfg.run
     assert (r.checkpoint_steps, r.save_steps, r.n_device_axis, r.n_devices, r.name) == (75, 750, (8, 2, 2), 32, "moe1B")
     assert cfg.sample.use_cache and r.wandb and r.eval_steps == 10 and cfg.data.train_batch_size == 32
@@ -83,9 +87,9 @@ def test_the_documented_command_is_accepted():
 
 
 def test_a_flag_beside_a_preset_wins_and_help_shows_its_values(capsys):
-    assert utils.parse(["--blocks", "6", "--preset", "tiny"])[0].model.blocks == 6
+    assert cli.parse(["--blocks", "6", "--preset", "tiny"])[0].model.blocks == 6
     with pytest.raises(SystemExit) as stop:
-        utils.parse(["--preset", "tiny", "--help"])
+        cli.parse(["--preset", "tiny", "--help"])
     shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
     assert stop.value.code == 0
     for name, f in FIELDS.items():
@@ -135,7 +139,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
 def test_a_mistake_gets_a_sentence(words):
     argv = ["--preset", "tiny", *flags_of(**SMALL, train_batch_size=8, val_batch_size=8), *words.split()]
     with pytest.raises(utils.UserError) as e:
-        cfg, _ = utils.parse(argv)
+        cfg, _ = cli.parse(argv)
         utils.validate(cfg, 8)
     said = str(e.value)
     assert all(part in said for part in BAD[words]), said
@@ -144,7 +148,7 @@ def test_a_mistake_gets_a_sentence(words):
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
     with pytest.raises(utils.UserError, match="--vocab_size 100.* has 257 tokens"):
-        utils.parse(["--tokenizer", byte_ranks, "--vocab_size", "100"])
+        cli.parse(["--tokenizer", byte_ranks, "--vocab_size", "100"])
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,10 @@ def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
     assert words.split()[0] in done.stderr and not (tmp_path / "runs").exists()
 
 
+def test_flags_are_read_before_jax_is_imported():
+    subprocess.run([sys.executable, "-c", "import cli, sys; sys.exit('jax' in sys.modules)"], cwd=ROOT, check=True)
+
+
 def test_the_users_xla_flags_win(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     utils.set_xla_flags(8)
@@ -176,9 +184,6 @@ def test_the_users_xla_flags_win(monkeypatch):
 
 def test_a_run_directory_holds_what_is_promised(train, tmp_path):
     """On real text, with a real tokeniser, through the data programs."""
-    import subprocess
-    import sys
-
     text = tmp_path / "text"
     text.mkdir()
     for i in range(20):

@@ -22,6 +22,7 @@ import pytest
 from conftest import ROOT, SMALL, flags_of
 from test_scripts import CLEAN, program
 
+import cli
 import main
 import utils
 
@@ -446,7 +447,7 @@ BAD = {
 @pytest.mark.parametrize("words", BAD)
 def test_a_bad_combination_gets_a_sentence(words):
     with pytest.raises(utils.UserError) as e:
-        utils.check_processes(*utils.parse(words.split()))
+        cli.check_processes(*cli.parse(words.split()))
     assert all(part in str(e.value) for part in BAD[words]) and str(e.value).endswith("."), e.value
 
 

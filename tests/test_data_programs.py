@@ -20,6 +20,7 @@ import sources
 import tokenize_shards
 import train_tokenizer
 
+import tokenization
 import utils
 
 CACHED_RANKS = ROOT.parent / "shared" / "tiktoken"
@@ -134,7 +135,7 @@ def test_shards_equal_a_plain_loop(source, ranks_file, tmp_path, capsys, monkeyp
     flags += ["--shard_tokens", shard_tokens, "--val_fraction", val_fraction]
     status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
     assert (status, err, out.count("\n")) == (0, "", 1)
-    encoding = utils.load_tokenizer(str(ranks_file))
+    encoding = tokenization.load_tokenizer(str(ranks_file))
     expected = reference(source, encoding, val_fraction)
     check_shards(tmp_path / "out", expected, encoding, "uint16", shard_tokens)
     empty, replaced = (sum(counts[i] for _, counts in expected.values()) for i in (2, 3))
@@ -164,7 +165,7 @@ def test_tiktoken_by_name(source, tmp_path, capsys, monkeypatch, name, file, dty
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     flags = ["--source", source, "--output", tmp_path / "out", "--tokenizer", name, "--workers", 1]
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
-    encoding = utils.load_tokenizer(name)
+    encoding = tokenization.load_tokenizer(name)
     check_shards(tmp_path / "out", reference(source, encoding, 0.1), encoding, dtype, 10**8)
     manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
     assert manifest["tokenizer"] == name and not (tmp_path / "out/tokenizer.tiktoken").exists()
@@ -174,7 +175,7 @@ def test_tiktoken_by_name(source, tmp_path, capsys, monkeypatch, name, file, dty
 
 def test_a_run_of_spaces_beyond_what_tiktoken_takes(ranks_file):
     """Text comes back whole, where `encode_ordinary` itself panics, and is the same where it does not."""
-    encoding = utils.load_tokenizer(str(ranks_file))
+    encoding = tokenization.load_tokenizer(str(ranks_file))
     for text in ("def f():" + " " * 1_200_000 + "return 1", "def f():" + " " * 1000 + "return 1"):
         assert encoding.decode(tokenize_shards.encode_text(text, encoding)) == text
     assert tokenize_shards.encode_text(text, encoding).tolist() == encoding.encode_ordinary(text)
@@ -233,7 +234,7 @@ def test_training(source, tmp_path, capsys, monkeypatch):
     lines = [line.split() for line in written[0].splitlines()]
     assert [int(rank) for _, rank in lines] == list(range(299)) and written[0].endswith(b"\n")
     assert {bytes([b]) for b in range(256)} <= {base64.b64decode(token) for token, _ in lines}
-    encoding = utils.load_tokenizer(str(path))
+    encoding = tokenization.load_tokenizer(str(path))
     assert (encoding.n_vocab, encoding.eot_token) == (300, 299)
 
 
@@ -243,7 +244,7 @@ def test_tiktoken_encodes_as_the_training_library(source, tmp_path):
     trained = train_tokenizer.train(train_tokenizer.sample(train, 300_000), 1000)
     path = tmp_path / "check.tiktoken"
     path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
-    encoding = utils.load_tokenizer(str(path))
+    encoding = tokenization.load_tokenizer(str(path))
     texts = train_tokenizer.sample(train, 300_000) + train_tokenizer.sample(val, 300_000)
     texts += [sources.read_text(d)[0] for d in sources.list_documents(str(source))]
     for text in texts:
@@ -260,7 +261,7 @@ def test_training_again_into_the_same_file(tmp_path):
     for vocab_size in (260, 265):
         trained = train_tokenizer.train(["the quick brown fox jumps over the lazy dog"], vocab_size)
         path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
-        assert utils.load_tokenizer(str(path)).n_vocab == vocab_size + 1
+        assert tokenization.load_tokenizer(str(path)).n_vocab == vocab_size + 1
 
 
 # --- Documents --------------------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ def test_from_the_command_line(tmp_path):
     python = [sys.executable, str(ROOT / "data" / "tokenize_shards.py")]
     flags = ["--source", "text", "--output", "out", "--tokenizer", "made/x.tiktoken"]
     subprocess.run(python + flags, cwd=tmp_path, check=True, timeout=120)
-    encoding = utils.load_tokenizer(str(tmp_path / "made/x.tiktoken"))
+    encoding = tokenization.load_tokenizer(str(tmp_path / "made/x.tiktoken"))
     check_shards(tmp_path / "out", reference(tmp_path / "text", encoding, 0.1), encoding, "uint16", 10**8)
     flags[1] = "txt"
     wrong = subprocess.run(python + flags, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -26,7 +26,7 @@ import tokenize_shards
 import train_tokenizer
 from test_data_programs import CACHED_RANKS, content, run
 
-import utils
+import tokenization
 
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
 HOSTILE = ["<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>", "", None, "\0a\0\0b\0", " \n\t \n", " " * 3000,
@@ -126,7 +126,7 @@ def test_records_equal_a_plain_loop(ranks_file, tmp_path, capsys, monkeypatch, k
         write_file(tmp_path / "in" / f"{i}{kind}", texts[a:b])
     source = tmp_path / "in" / {"file": f"0{kind}", "folder": "", "glob": f"[0-9]{kind}"}[place]
     assert run(tokenize_shards, capsys, monkeypatch, *flags_of(source, tmp_path / "out", ranks_file))[::2] == (0, "")
-    check(tmp_path / "out", reference(texts, utils.load_tokenizer(str(ranks_file)), 0.1))
+    check(tmp_path / "out", reference(texts, tokenization.load_tokenizer(str(ranks_file)), 0.1))
 
 
 def test_hostile_records(tokenizer, tmp_path, capsys, monkeypatch):
@@ -134,7 +134,7 @@ def test_hostile_records(tokenizer, tmp_path, capsys, monkeypatch):
     write_lines(tmp_path / "a.jsonl", texts)
     flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, "--val_fraction", 0.3)
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
-    expected = reference(texts, utils.load_tokenizer(tokenizer), 0.3)
+    expected = reference(texts, tokenization.load_tokenizer(tokenizer), 0.3)
     check(tmp_path / "out", expected)
     assert [sum(counts[k] for _, counts in expected.values()) for k in (2, 3)] == [3, 3]
 
@@ -144,7 +144,7 @@ def test_bytes_that_are_not_utf8(ranks_file, tmp_path, capsys, monkeypatch):
     flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, "--val_fraction", 0)
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
     ids = np.load(tmp_path / "out/train/000000.npy").tolist()
-    assert utils.load_tokenizer(str(ranks_file)).decode(ids) == "<|endoftext|>caf\ufffd<|endoftext|>plain"
+    assert tokenization.load_tokenizer(str(ranks_file)).decode(ids) == "<|endoftext|>caf\ufffd<|endoftext|>plain"
 
 
 def test_a_dataset_of_the_hub(ranks_file, tmp_path, capsys, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_dataset_of_the_hub(ranks_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", local)
     flags = flags_of("someone/texts", tmp_path / "out", ranks_file, "--config", "small", "--split", "whole")
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
-    check(tmp_path / "out", reference(texts, utils.load_tokenizer(str(ranks_file)), 0.1))
+    check(tmp_path / "out", reference(texts, tokenization.load_tokenizer(str(ranks_file)), 0.1))
     manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
     of_the_hub = {"source": "someone/texts", "config": "small", "split": "whole", "revision": "5ha"}
     assert of_the_hub.items() <= manifest.items()
@@ -184,7 +184,7 @@ def test_a_tokeniser_of_records(tmp_path, capsys, monkeypatch):
     flags = ["--source", tmp_path, "--text_column", "body", "--vocab_size", 300, "--output", tmp_path / "x.tiktoken"]
     status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
     assert (status, err) == (0, "") and "held-out" in out and "cl100k_base" in out and "gpt2" in out
-    assert utils.load_tokenizer(str(tmp_path / "x.tiktoken")).n_vocab == 300
+    assert tokenization.load_tokenizer(str(tmp_path / "x.tiktoken")).n_vocab == 300
 
 
 @pytest.mark.parametrize("content, flag, word", [
@@ -217,7 +217,7 @@ def test_bad_sources(ranks_file, tmp_path, capsys, monkeypatch):
 def test_pieces_change_no_token(tokenizer, monkeypatch):
     """The longest texts of the standard library, and hostile ones, in pieces of 50 characters."""
     monkeypatch.setattr(tokenize_shards, "PIECE", 50)
-    encoding = utils.load_tokenizer(tokenizer)
+    encoding = tokenization.load_tokenizer(tokenizer)
     documents = sorted(sources.list_documents("stdlib"), key=lambda d: -d.size)[:20]
     texts = [sources.read_text(d)[0] for d in documents] + ["a b" * 100 + " \n" + "x" * 500]
     for text in texts + list(filter(None, HOSTILE)):
@@ -240,7 +240,7 @@ def test_one_line_of_50_mb(ranks_file, tmp_path):
         peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))])  # kB
         time.sleep(0.02)
     assert process.returncode == 0 and 100_000 < peak < 500_000, f"{peak} kB"
-    encoding = utils.load_tokenizer(str(ranks_file))
+    encoding = tokenization.load_tokenizer(str(ranks_file))
     shards = [np.load(p) for p in sorted((tmp_path / "out/train").glob("*.npy"))]
     expected = [np.r_[encoding.eot_token, encoding.encode_to_numpy(t)] for t in ("short", text, "after")]
     assert np.array_equal(np.concatenate(shards), np.concatenate(expected))

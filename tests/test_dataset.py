@@ -173,6 +173,7 @@ def test_validation_is_mixed_too_and_repeats_nothing(corpora):
     one, addresses = mixture(corpora / "a", ""), mixture("nowhere", f"{corpora}/a:1,file://{corpora}/b:1")
     assert one.epochs(100) == {"data/epoch": 0.5} and one.n_sequences == 200
     assert [c.n_sequences for c in addresses.corpora] == [200, 70]
+    assert mixture(corpora, f"a:2,file://{corpora}/b:1", "val").shares.tolist() == val.shares.tolist()
 
 
 @pytest.mark.parametrize("mix, said", [

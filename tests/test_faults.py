@@ -21,9 +21,12 @@ from conftest import ROOT, SMALL, SMALL_GPT2, flags_of
 from test_cluster import XLA_FLAGS, free_port
 from test_resume import metrics_of
 
+import checkpointing
+import cli
 import dataset
-import main
 import model
+import presets
+import runlog
 import utils
 
 # --- Numbers that are not finite ----------------------------------------------------------------------------------
@@ -61,7 +64,7 @@ def poison(shards, monkeypatch):
     make_loss = model.make_loss
 
     def poison(steps, T=16, batch=8):
-        cfg = utils.replace(utils.preset("tiny"), bucket_name=str(shards), T=T, vocab_size=250)
+        cfg = utils.replace(presets.preset("tiny"), bucket_name=str(shards), T=T, vocab_size=250)
         first = (np.array(steps) - 1) * batch
         bad = dataset.Mixture(cfg, "train").sequences(first, seed=0)[:, :-1]
         monkeypatch.setattr(model, "make_loss", poisoned(make_loss, bad))
@@ -127,8 +130,8 @@ def test_a_run_without_a_checkpoint_goes_back_to_its_beginning(train, poison, tm
 
 
 def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
-    cfg = utils.replace(utils.preset("tiny"), output_dir=str(tmp_path), name="run")
-    log, losses = utils.RunLog(cfg, 0, True), np.random.default_rng(0).normal(3, 0.1, 150)
+    cfg = utils.replace(presets.preset("tiny"), output_dir=str(tmp_path), name="run")
+    log, losses = runlog.RunLog(cfg, 0, True), np.random.default_rng(0).normal(3, 0.1, 150)
     losses[[10, 60, 61, 120]] = 9, 3.5, np.nan, 4
     for step, loss in enumerate(losses, 1):
         log.metrics({"step": step, "loss/train_loss": float(loss)})
@@ -136,11 +139,11 @@ def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
     counts = [json.loads(line)["loss_spikes"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert np.flatnonzero(np.diff(counts)).tolist() == [119]  # not the first of all, where no mean is known yet
     assert capsys.readouterr().out.count("is a spike") == 1
-    log = utils.RunLog(cfg, 130, True)
+    log = runlog.RunLog(cfg, 130, True)
     log.metrics({"step": 131, "loss/train_loss": 4.5})
     log.close()
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["loss_spikes"] == 2
-    assert not utils.is_spike(9.0, [3.0, 3.1] * 50, 0)
+    assert not runlog.is_spike(9.0, [3.0, 3.1] * 50, 0)
 
 
 # --- Checkpoints --------------------------------------------------------------------------------------------------
@@ -160,7 +163,7 @@ def same(a, b):
 
 
 def test_a_checkpoint_truncated_anywhere_is_passed_over(tmp_path, capsys):
-    checkpoints, rng = main.Checkpoints(str(tmp_path / "whole"), 3), random.Random(0)
+    checkpoints, rng = checkpointing.Checkpoints(str(tmp_path / "whole"), 3), random.Random(0)
     for step in (1, 2):
         checkpoints.save(step, state_of(step), step, {})
     checkpoints.close()
@@ -172,7 +175,7 @@ def test_a_checkpoint_truncated_anywhere_is_passed_over(tmp_path, capsys):
         folder = tmp_path / str(n) / "whole"
         shutil.copytree(tmp_path / "whole", folder)
         os.truncate(folder.parent / part, rng.randrange((folder.parent / part).stat().st_size))
-        checkpoints = main.Checkpoints(str(folder), 3)
+        checkpoints = checkpointing.Checkpoints(str(folder), 3)
         state, meta = checkpoints.restore(abstract(state_of(0)))
         checkpoints.close()
         assert same(state, state_of(meta["step"]))  # what no reader looks at may be missing
@@ -182,11 +185,11 @@ def test_a_checkpoint_truncated_anywhere_is_passed_over(tmp_path, capsys):
 
 
 def test_the_newest_every_kth_and_the_best_are_kept(tmp_path):
-    checkpoints = main.Checkpoints(str(tmp_path / "c"), 2, every=3, best=True)
+    checkpoints = checkpointing.Checkpoints(str(tmp_path / "c"), 2, every=3, best=True)
     for step, loss in enumerate([5.0, 2.0, 4.0, None, float("nan"), 3.0, 3.5, 3.6], 1):
         checkpoints.save(step, state_of(step, 10), step, {}, loss)
     checkpoints.close()
-    checkpoints = main.Checkpoints(str(tmp_path / "c"), 2, every=3, best=True)
+    checkpoints = checkpointing.Checkpoints(str(tmp_path / "c"), 2, every=3, best=True)
     assert checkpoints.steps() == [8, 7, 6, 3, 2]
     checkpoints.save(9, state_of(9, 10), 9, {}, 1.0)  # the earlier losses are known still
     checkpoints.close()
@@ -195,13 +198,13 @@ def test_the_newest_every_kth_and_the_best_are_kept(tmp_path):
 
 def test_without_room_the_save_is_left_out_and_the_run_goes_on(train, tmp_path, capsys, monkeypatch):
     free = iter([10**9, 10**3, 10**9])
-    monkeypatch.setattr(main.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
+    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
     assert train(**TINY, training_steps=6, save_steps=2) == 0
     said = capsys.readouterr().out
     assert said.count("checkpoint 4 is not written: it may need 0.00 GB and ") == 1 and "done at step 6" in said
     checkpoints = tmp_path / "runs/run/checkpoints"
     assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
-    monkeypatch.setattr(main.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**3))
+    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**3))
     assert train(**TINY, training_steps=8, save_steps=2) == 1
     done = capsys.readouterr()
     assert done.err.startswith("error: --output_dir ") and "the last checkpoint, of step 8, is not written" in done.err
@@ -220,8 +223,8 @@ def small_disk(tmp_path):
 
 
 def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_disk, capsys, monkeypatch):
-    monkeypatch.setattr(main.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
-    checkpoints, fill = main.Checkpoints(str(small_disk / "c"), 3), small_disk / "fill"
+    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+    checkpoints, fill = checkpointing.Checkpoints(str(small_disk / "c"), 3), small_disk / "fill"
     checkpoints.save(1, state_of(1), 1, {})
     checkpoints.save(2, state_of(2, 1_000_000), 2, {})  # full among the arrays
     checkpoints.settle()
@@ -237,7 +240,7 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_di
     checkpoints.save(4, state_of(4), 4, {})
     checkpoints.close()
     assert checkpoints.saved == 4 and sorted(os.listdir(small_disk / "c")) == ["1", "4"]
-    state, _ = main.Checkpoints(str(small_disk / "c")).restore(abstract(state_of(0)))
+    state, _ = checkpointing.Checkpoints(str(small_disk / "c")).restore(abstract(state_of(0)))
     assert same(state, state_of(4))
 
 
@@ -245,13 +248,13 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     from tools import checkpoints as tool
 
     def run(*words):
-        tool.main(utils.read_flags(tool.Options, [words[0], str(tmp_path), *words[1:]], "checkpoints.py"))
+        tool.main(cli.read_flags(tool.Options, [words[0], str(tmp_path), *words[1:]], "checkpoints.py"))
         return capsys.readouterr().out.splitlines()
 
     with pytest.raises(utils.UserError, match="there are no checkpoints in it"):
         run("list")
     (tmp_path / "config.json").write_text(json.dumps({"keep_checkpoints": 1}))
-    checkpoints = main.Checkpoints(str(tmp_path / "checkpoints"), 9)
+    checkpoints = checkpointing.Checkpoints(str(tmp_path / "checkpoints"), 9)
     for step, loss in enumerate([5.0, 2.0, 4.0, None], 1):
         checkpoints.save(step, state_of(step, 100), 8 * step, {"mesh": [2, 1, 1], "versions": {"jax": "1"}}, loss)
     checkpoints.close()
@@ -279,18 +282,18 @@ DRIVER = """
 import json, sys, time
 faults = json.loads(sys.argv.pop(1))
 sys.path.insert(0, ROOT)
-import utils
-given = utils.parse(sys.argv[1:])
+import cli, utils
+given = cli.parse(sys.argv[1:])
 utils.set_xla_flags(2, 2)
 import jax.numpy as jnp
 import numpy as np
-import main, model, dataset
+import dataset, main, model, processes
 
 cfg = given[0]
 per_step = cfg.data.train_batch_size * 2
 bad = dataset.Mixture(cfg, "train").sequences((np.array(faults["bad"]) - 1) * per_step, seed=0)[:, :-1]
 model.make_loss = poisoned(model.make_loss, bad)
-put_batch, begin = main.put_batch, main.Watchdog.begin
+put_batch, begin = main.put_batch, processes.Watchdog.begin
 
 def slow(order, first, shape, mesh):
     time.sleep(faults.get("pause", 0))
@@ -303,7 +306,7 @@ def counted(watchdog, phase, step):
         open(faults["launched"], "a").write(f"{step}\\n")
     begin(watchdog, phase, step)
 
-main.put_batch, main.Watchdog.begin = slow, counted
+main.put_batch, processes.Watchdog.begin = slow, counted
 sys.exit(utils.one_sentence(lambda: main.run(*given)))
 """
 BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20

@@ -13,7 +13,7 @@ from conftest import ROOT, SMALL_GPT2, small_config
 from safetensors.numpy import load_file, save_file
 
 import main
-import model
+import tokenization
 import utils
 from tools import hf
 
@@ -26,7 +26,7 @@ def params_of(folder, **flags):
     cfg = small_config(**flags)
     stored, load = main.open_weights(str(folder))
     assert utils.replace(cfg, **stored).model == utils.replace(cfg, **{n: stored[n] for n in stored}).model
-    return jax.tree.map(np.asarray, load(model.param_table(cfg), main.make_mesh(cfg)))
+    return jax.tree.map(np.asarray, load(main.abstract_params(cfg, main.make_mesh(cfg))))
 
 
 @pytest.fixture(scope="module", params=FLAGS)
@@ -110,12 +110,12 @@ def test_the_exported_tokeniser_cuts_as_tiktoken_does(name, tmp_path, monkeypatc
                  "--output", tmp_path / "small.tiktoken"]  # fmt: skip
         subprocess.run(list(map(str, words)), check=True, capture_output=True)
         name = str(tmp_path / "small.tiktoken")
-    encoding = utils.load_tokenizer(name)
+    encoding = tokenization.load_tokenizer(name)
     run, folder = tmp_path / "run", tmp_path / "folder"
-    utils.write_file(str(run / "config.json"), json.dumps({"encoding": utils.keep_tokenizer(str(run), name)}))
+    utils.write_file(str(run / "config.json"), json.dumps({"encoding": tokenization.keep_tokenizer(str(run), name)}))
     folder.mkdir()
     ends = hf.export_tokenizer(str(folder), str(run), 64)
-    theirs = utils.load_tokenizer(str(folder / "tokenizer.json"))
+    theirs = tokenization.load_tokenizer(str(folder / "tokenizer.json"))
     assert ends["eos_token_id"] == encoding.eot_token == theirs.eot_token and theirs.n_vocab == encoding.n_vocab
     assert len(encoding.encode_ordinary("import pytest")) < 10  # that there is something to merge
     texts = [*HOSTILE, (ROOT / "README.md").read_text(), (ROOT / "model.py").read_text()]

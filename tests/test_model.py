@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import main
 import model
+import presets
 import utils
 
 
@@ -442,7 +443,7 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_it():
 
 def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
     """671.0B parameters; active 37.55B with the embedding and the head, of which the paper says 37B."""
-    cfg = utils.validate(utils.replace(utils.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2)), 8)
+    cfg = utils.validate(utils.replace(presets.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2)), 8)
     optimizer, _ = main.make_optimizer(cfg)
     state = main.abstract_state(cfg, main.make_mesh(cfg), optimizer)
     total, active, embedding = model.count_params(cfg)
@@ -452,7 +453,7 @@ def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
 
 def test_parameter_counts_of_moe1b():
     """JAXformer counts 949,248,384 without the embedding; ours stays within 3%."""
-    cfg = utils.validate(utils.preset("moe1b"), 1)
+    cfg = utils.validate(presets.preset("moe1b"), 1)
     total, active, embedding = model.count_params(cfg)
     assert abs(total / 949_248_384 - 1) < 0.03
     assert embedding == 100352 * 768 and active < 0.45 * total

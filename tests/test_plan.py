@@ -9,7 +9,9 @@ import jax
 import pytest
 from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
 
+import cli
 import model
+import presets
 import utils
 from tools import costs, hlo, plan
 
@@ -151,7 +153,7 @@ TINY = ["--preset", "tiny"]
 
 def planned(*words, **flags):
     """JSON of a plan made in this process, whose printed lines are not looked at."""
-    cfg, given = utils.parse([*TINY, *map(str, words), *flags_of(**flags)])
+    cfg, given = cli.parse([*TINY, *map(str, words), *flags_of(**flags)])
     plan.main(cfg, given)
     with open(cfg.plan.plan_json) as f:
         return json.load(f)
@@ -166,7 +168,7 @@ def test_a_plan_of_gpus(tmp_path, capsys):
     assert a["tokens_per_second"] == pytest.approx(a["tokens"] / a["seconds"]["step"])
     assert a["hours"] == pytest.approx(280 * a["seconds"]["step"] / 3600) and a["chip_hours"] == 8 * a["hours"]
     assert a["mfu"] == pytest.approx(a["flops"]["model"] / a["seconds"]["step"] / 989e12)
-    cfg = utils.preset("tiny")
+    cfg = presets.preset("tiny")
     assert a["parameters"]["total"] == model.count_params(utils.validate(cfg, 1))[0]
     for word in ("parameters", "memory", "operations", "collectives", "tokens/s", "chip-hours", "bound by", "next"):
         assert word in said
@@ -185,7 +187,7 @@ def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
 
 def test_what_does_not_fit_says_what_would(tmp_path, capsys):
     flags = dict(preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, micro_batch_size=4, val_batch_size=4)
-    cfg, given = utils.parse(flags_of(**flags))
+    cfg, given = cli.parse(flags_of(**flags))
     plan.main(cfg, given)
     assert "does not fit: it needs" in (said := capsys.readouterr().out) and "--" in said.split("next")[1]
 
@@ -232,7 +234,7 @@ def test_mistakes_get_one_sentence(words, said):
 
 
 def test_a_plan_is_no_part_of_a_run():
-    cfg, _ = utils.parse(["--plan", "v4:2x2x1", "--search"])
+    cfg, _ = cli.parse(["--plan", "v4:2x2x1", "--search"])
     assert cfg.plan.search and not {"plan", "search", "plan_json", "plan_dump"} & set(utils.flatten(cfg))
     assert utils.replace(cfg, T=64).plan == cfg.plan
 
@@ -251,7 +253,7 @@ def test_a_plan_by_the_tpu_compiler(tmp_path):
 @tpu_compiler
 def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
     words = flags_of(plan="v5e:2x2", n_device_axis=(4, 1, 1), remat="none", train_batch_size=64, micro_batch_size=1)
-    cfg, given = utils.parse(words)
+    cfg, given = cli.parse(words)
     plan.main(cfg, given)
     assert "does not fit: it needs" in capsys.readouterr().out
 
@@ -264,7 +266,7 @@ def test_a_slice_that_no_one_sells(no_device):
 
 @tpu_compiler
 def test_several_slices_lie_along_dp(no_device):
-    cfg = utils.validate(utils.replace(utils.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
+    cfg = utils.validate(utils.replace(presets.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
     devices = plan.slice_devices(plan.parse_machine("2*v4:2x2x1"))
     grid = plan.training.device_grid(cfg.run.n_device_axis, devices)
     assert {d.slice_index for d in grid[:2].flat} != {d.slice_index for d in grid[2:].flat}

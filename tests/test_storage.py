@@ -17,6 +17,7 @@ import tokenize_shards
 
 import dataset
 import main
+import storage
 import utils
 
 SHARDS = 12
@@ -36,6 +37,7 @@ def write_corpus(folder, n=SHARDS, tokens=1001):
 @pytest.fixture
 def remote(tmp_path, monkeypatch):
     """(local folder, address of a copy in fsspec's in-memory store, list of the (name, start, stop) read from it)."""
+    monkeypatch.setattr(storage, "BLOCK", 512)
     monkeypatch.setattr(dataset, "BLOCK", 512)
     monkeypatch.setattr(tokenize_shards, "BLOCK", 512)
     folder, fs, read = write_corpus(tmp_path / "corpus"), fsspec.filesystem("memory"), []
@@ -89,7 +91,7 @@ def test_the_cache_is_bounded(remote, tmp_path, limit):
 
 
 def test_the_least_recently_used_blocks_leave(tmp_path):
-    cache = dataset.Cache(str(tmp_path), 32 * 100)
+    cache = storage.Cache(str(tmp_path), 32 * 100)
     for i in range(30):
         cache.put(str(i), bytes(100))
         os.utime(tmp_path / str(i), (i, i))

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, SMALL_GPT2, small_config
 
+import checkpointing
 import main
 import model
+import tokenization
 import utils
 from dataset import Corpus
 from tools import common, evaluate, sample
@@ -33,10 +35,10 @@ def make_run(folder, **flags):
     mesh, (optimizer, _) = main.make_mesh(cfg), main.make_optimizer(cfg)
     state = main.init_state(cfg, main.abstract_state(cfg, mesh, optimizer), optimizer)
     state = state._replace(params=jax.tree.map(lambda x: 3 * x, state.params))  # far from uniform logits
-    checkpoints = main.Checkpoints(str(folder / "run" / "checkpoints"))
+    checkpoints = checkpointing.Checkpoints(str(folder / "run" / "checkpoints"))
     checkpoints.save(1, state, 0, {})
     checkpoints.close()
-    config = utils.flatten(cfg) | {"encoding": utils.keep_tokenizer(str(folder / "run"), str(ranks))}
+    config = utils.flatten(cfg) | {"encoding": tokenization.keep_tokenizer(str(folder / "run"), str(ranks))}
     (folder / "run" / "config.json").write_text(json.dumps(config))
     return folder / "run", cfg, mesh, state.params
 
@@ -101,10 +103,10 @@ def test_every_prompt_of_a_batch_goes_on_as_a_plain_loop_says_on_every_mesh(run,
 
 
 def test_a_special_token_in_a_prompt_is_text_and_a_drawn_one_ends_the_row(run):
-    encoding = utils.folder_tokenizer(str(run[0]))
-    row = sample.Row(encoding, [256, *encoding.encode_ordinary(utils.END_OF_TEXT)], common.Sample())
+    encoding = tokenization.folder_tokenizer(str(run[0]))
+    row = sample.Row(encoding, [256, *encoding.encode_ordinary(tokenization.END_OF_TEXT)], common.Sample())
     row.add([97, 98, 256, 99])
-    assert row.unseen == utils.END_OF_TEXT + "ab" and row.text == "ab" and row.done
+    assert row.unseen == tokenization.END_OF_TEXT + "ab" and row.text == "ab" and row.done
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 8, 100])
@@ -114,7 +116,7 @@ def test_a_special_token_in_a_prompt_is_text_and_a_drawn_one_ends_the_row(run):
 def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(run, chunk, stop, wanted, capsys):
     tokens, shown = list("naïf 🙂 STO STOP 語\ufffd".encode()), ""
     options = common.Sample(stop=stop, max_tokens=len(tokens))
-    row = sample.Row(utils.folder_tokenizer(str(run[0])), [256, 62], options, 1, "# ")
+    row = sample.Row(tokenization.folder_tokenizer(str(run[0])), [256, 62], options, 1, "# ")
     for i in range(0, len(tokens), chunk):
         row.add(tokens[i : i + chunk])
         sample.show(deque([row]))
@@ -168,7 +170,7 @@ def test_text_measures_as_a_plain_loop_says(run, losses_of, tmp_path, stride):
 
 def test_a_text_of_any_length_is_read(run):
     text = "a" + 1_200_000 * " " + "b"  # on which tiktoken's own encode_ordinary ends the program
-    encoding = utils.folder_tokenizer(str(run[0]))
+    encoding = tokenization.folder_tokenizer(str(run[0]))
     assert evaluate.encode(text, encoding).tolist() == [256, *text.encode()]
 
 

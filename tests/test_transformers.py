@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import main
 import model
+import presets
+import tokenization
 import utils
 from tools import common, hf, sample
 
@@ -86,7 +88,7 @@ def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_pa
     stored = utils.replace(cfg, **flags).model
     for name in ("head_dim", "value_dim", "q_latent", "ffn_width", "rope_base", "rope_factor", "norm_eps", "tied"):
         assert getattr(stored, name) == getattr(m, name)
-    params = load(model.param_table(cfg), mesh)
+    params = load(main.abstract_params(cfg, mesh))
     decode, cache = jax.jit(model.make_decode(cfg, mesh)), model.empty_cache(cfg, 8, m.T)
     at = [0, 1, m.T // 2, m.T - 1]
     ours = [decode(params, rows[:, :-1].astype(np.int32), cache, np.zeros(8, int), np.full(8, i))[0] for i in at]
@@ -122,7 +124,7 @@ def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
     mesh = main.make_mesh(cfg)
     _, load = main.open_weights(run)
     prompt = np.arange(7, dtype=np.int32)
-    ours = jax.jit(model.make_generate(cfg, mesh))(load(model.param_table(cfg), mesh), prompt, jax.random.key(0))
+    ours = jax.jit(model.make_generate(cfg, mesh))(load(main.abstract_params(cfg, mesh)), prompt, jax.random.key(0))
     ids = torch.tensor(prompt[None]).long()
     generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
     assert generated.shape == (1, 71) and np.array_equal(generated[0], ours[0])
@@ -140,14 +142,14 @@ def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
     hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    for model_, before in [("exported", ""), ("runs/run", utils.END_OF_TEXT)]:
+    for model_, before in [("exported", ""), ("runs/run", tokenization.END_OF_TEXT)]:
         ids = tokenizer(f"{before}def test_of(", return_tensors="pt").input_ids
         generated = theirs.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
         wanted = tokenizer.decode(generated[0, ids.shape[1] :])
         words = [str(tmp_path / model_), "--prompt", "def test_of(", "--max_tokens", "40", "--temperature", "0",
                  "--n_devices", "1", "--model_dtype", "float32"]  # fmt: skip
         (row,) = sample.main(common.parse(common.Sample, words, "sample.py"))
-        assert row.text == wanted.split(utils.END_OF_TEXT)[0]
+        assert row.text == wanted.split(tokenization.END_OF_TEXT)[0]
 
 
 def test_a_published_deepseek_config_is_understood():
@@ -167,7 +169,7 @@ def test_a_published_deepseek_config_is_understood():
                      num_experts_per_tok=6, first_k_dense_replace=1, rms_norm_eps=1e-5, rope_theta=50000.0,
                      rope_scaling=None)  # fmt: skip
     for config, name in [(v3, "deepseek-v3-671b"), (moonlight, "moonlight-16b")]:
-        flags, preset = hf.deepseek_flags(json.loads(json.dumps(config))), utils.preset(name)
+        flags, preset = hf.deepseek_flags(json.loads(json.dumps(config))), presets.preset(name)
         stretched = {"rope_factor", "rope_mscale", "rope_original_T"}  # the preset trains before the context is
         for flag in flags.keys() - stretched:
             wanted = getattr(preset.model, flag)

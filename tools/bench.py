@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
+import cli
 import utils
 from tools import common
 from utils import UserError
@@ -242,7 +243,7 @@ def parse(argv):
     parser.add_argument("--torch_compile", action="store_true", help="compile the torch one with torch.compile")
     parser.add_argument("--json", default=None, metavar="FILE", help="file to write the numbers to as well")
     own, flags = parser.parse_known_args(argv)
-    utils.check_least(vars(own), dict(rounds=1, steps=1))
+    cli.check_least(vars(own), dict(rounds=1, steps=1))
     if own.torch_compile and not own.compare:
         raise UserError("--torch_compile: needs --compare beside it.")
     configurations = []
@@ -250,7 +251,7 @@ def parse(argv):
         line = [*flags, *words(variant)]
         if asked := [word for word in line if re.match("--(plan|search)", word)]:
             raise UserError(f"{asked[0]}: here steps are run, not planned; give the flag to main.py.")
-        cfg, given = utils.parse(line)
+        cfg, given = cli.parse(line)
         name = variant or cfg.run.preset
         cfg = utils.replace(cfg, val_batch_size=cfg.data.micro_batch_size)  # no part of the step: any will do
         cfg = comparable(cfg) if own.compare else cfg

@@ -26,7 +26,9 @@ import sources
 
 import dataset
 import main as training
+import tokenization
 import utils
+from presets import preset
 
 TINY_TOKENS_PER_SECOND = 5_000  # of the preset tiny on two CPU cores, see README.md
 SHARD_TOKENS = 2_000_000  # small beside the memory that is measured
@@ -66,7 +68,7 @@ def tokenise(text, output, ranks, workers):
 
 def bare_loop(text, ranks):
     """Seconds of `encode_ordinary_batch` on one thread, a thousand documents at a time."""
-    encoding, texts, seconds = utils.load_tokenizer(str(ranks)), [], 0.0
+    encoding, texts, seconds = tokenization.load_tokenizer(str(ranks)), [], 0.0
     with open(text) as f:
         for line in f:
             texts.append(json.loads(line)["text"])
@@ -79,7 +81,7 @@ def bare_loop(text, ranks):
 
 def read(bucket, cache, seconds=5.0):
     """Tokens/s from shards to batches on the device, as main.py reads them for the preset tiny."""
-    cfg = utils.replace(utils.preset("tiny"), bucket_name=str(bucket), process_path=str(cache), n_device_axis=(1, 1, 1))
+    cfg = utils.replace(preset("tiny"), bucket_name=str(bucket), process_path=str(cache), n_device_axis=(1, 1, 1))
     cfg = utils.validate(utils.replace(cfg, n_devices=1), jax.device_count())
     mesh, per_step = training.make_mesh(cfg), cfg.data.train_batch_size
     M, T = cfg.data.micro_batch_size, cfg.model.T

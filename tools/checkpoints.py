@@ -7,7 +7,6 @@ python tools/checkpoints.py prune runs/tiny --keep 1 --every 1000 --dry_run
 It needs no accelerator, so it can look at a run that is in progress; prune one only when it has ended.
 """
 
-import json
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fsspec
 import tyro
 
+import cli
 import utils
 from tools import common
 from utils import UserError
@@ -46,14 +46,14 @@ class Options:
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators may belong to the run
-    options_given = utils.one_sentence(lambda: utils.read_flags(Options, sys.argv[1:], "checkpoints.py"))
+    options_given = utils.one_sentence(lambda: cli.read_flags(Options, sys.argv[1:], "checkpoints.py"))
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-import main as training
+import checkpointing
 
 
 def about(checkpoints, step):
@@ -76,13 +76,13 @@ def kept(checkpoints, options, config, every):
                    every=config.get("keep_every", utils.Run.keep_every),
                    best=config.get("keep_best", utils.Run.keep_best))  # fmt: skip
     wanted = {name: default[name] if getattr(options, name) is None else getattr(options, name) for name in default}
-    utils.check_least(wanted, dict(keep=1, every=0))
+    cli.check_least(wanted, dict(keep=1, every=0))
     losses = {step: one["val_loss"] for step, one in every.items()}
     infos = [SimpleNamespace(step=step, metrics=None if losses[step] is None else {"val_loss": losses[step]})
              for step in sorted(every)]  # fmt: skip
     reasons = {info.step: [] for info in infos}
     context = ocp.checkpoint_managers.PreservationContext()
-    for why, policy in training.retention(**wanted).items():
+    for why, policy in checkpointing.retention(**wanted).items():
         for info, keep in zip(infos, policy.should_preserve(infos, context=context)):
             reasons[info.step] += [why] * keep
     return reasons
@@ -118,7 +118,7 @@ def complaint(checkpoints, step):
             state = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=arrays))
         saved = checkpoints.meta(step)["fingerprint"]
     except Exception as e:  # whatever a damaged file makes the libraries raise
-        return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+        return checkpointing.first_line(e)
     sums = [int(np.asarray(x).view(np.uint32).sum(dtype=np.uint32)) for x in jax.tree.leaves(state)]
     # in any order: a state's leaves come otherwise out of a file
     return None if sorted(sums) == sorted(saved) else "its contents are not those that were saved"
@@ -126,8 +126,8 @@ def complaint(checkpoints, step):
 
 def main(options):
     logging.set_verbosity(logging.FATAL)  # what Orbax has to say is said here in a line for each checkpoint
-    config = json.loads(utils.read_file(os.path.join(options.run_dir, "config.json")) or "{}")
-    checkpoints = training.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
+    config = utils.read_json(options.run_dir, "config.json")
+    checkpoints = checkpointing.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
     steps = checkpoints.steps()
     if not steps:
         raise UserError(f"{options.run_dir}: there are no checkpoints in it.")

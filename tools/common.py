@@ -2,14 +2,14 @@
 
 import argparse
 import contextlib
-import json
-import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
 import tyro
 
+import cli
+import tokenization
 import utils
 from utils import UserError
 
@@ -71,8 +71,8 @@ class Evaluate(Options):
 
 def parse(kind, argv, program):
     """Command line -> `kind`, a subclass of `Options`. Raises UserError for whatever does not parse or is too small."""
-    options = utils.read_flags(kind, argv, program)
-    utils.check_least(vars(options), utils.AT_LEAST | dict(limit=0, stride=0, batch_size=1))
+    options = cli.read_flags(kind, argv, program)
+    cli.check_least(vars(options), cli.AT_LEAST | dict(limit=0, stride=0, batch_size=1))
     return options
 
 
@@ -108,7 +108,7 @@ def open_model(options, text):
     import model
 
     flags, load = main.open_weights(options.model)
-    encoding = utils.folder_tokenizer(options.model)
+    encoding = tokenization.folder_tokenizer(options.model)
     if text and encoding is None:
         raise UserError(f"{options.model}: holds no tokeniser, so it knows no text; put its tokenizer.json there.")
     if encoding and encoding.n_vocab > flags["vocab_size"]:
@@ -131,7 +131,7 @@ def open_model(options, text):
         w.delete()  # one leaf at a time is held in both types
         return converted
 
-    params = jax.tree.map(convert, table, load(table, mesh), is_leaf=model.is_param)
+    params = jax.tree.map(convert, table, load(main.abstract_params(cfg, mesh)), is_leaf=model.is_param)
     return cfg, mesh, params, encoding
 
 
@@ -139,7 +139,7 @@ def before_prompt(options, encoding):
     """Token ids that `options.start` puts before every prompt."""
     if options.start == "nothing":
         return []
-    trained_here = "data_fingerprint" in json.loads(utils.read_file(os.path.join(options.model, "config.json")))
-    if options.start == "auto" and not trained_here and isinstance(encoding, utils.HubTokenizer):
+    trained_here = "data_fingerprint" in utils.read_json(options.model, "config.json")
+    if options.start == "auto" and not trained_here and isinstance(encoding, tokenization.HubTokenizer):
         return encoding.before_text()
     return [encoding.eot_token]

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import tokenization
 import utils
 from tools import common
 from utils import UserError
@@ -74,7 +75,7 @@ def texts(path, column):
 
 def encode(text, encoding):
     """Token ids of a document, end-of-text's first, as data/tokenize_shards.py encodes it: of any length."""
-    if isinstance(encoding, utils.HubTokenizer):
+    if isinstance(encoding, tokenization.HubTokenizer):
         return np.array([encoding.eot_token, *encoding.encode_ordinary(text)])
     return np.concatenate([[encoding.eot_token], *(encode_text(piece, encoding) for piece in pieces(text))])
 
@@ -100,7 +101,7 @@ def evaluate(options, path, cfg, encoding, score):
             ids = encode(text, encoding)
             if (last := int(min(len(ids) - 1, T + (left - 1) * stride))) < len(ids) - 1:
                 ids = ids[: last + 1]
-                text = utils.text_of(encoding, ids[1:].tolist())
+                text = tokenization.text_of(encoding, ids[1:].tolist())
             sizes.append(len(text.encode()))
             for window, first in windows(ids, T, stride):
                 yield Piece(window, first, len(sizes) - 1)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import cli
 import utils
 from tools import common
 from utils import UserError
@@ -42,7 +43,7 @@ def measure(argv):
     """{name: number} of one step on one chip, for the flags of main.py with a --plan among them."""
     from tools import plan
 
-    cfg, _ = utils.parse(argv)
+    cfg, _ = cli.parse(argv)
     machine = plan.parse_machine(cfg.plan.plan)
     cfg = utils.validate(utils.replace(cfg, n_devices=0), machine.n)
     plan.training.configure_jax(cfg)
@@ -103,7 +104,7 @@ def main(argv):
     parser.add_argument("--plot", default=None, metavar="FILE", help="PNG file to draw")
     parser.add_argument("--json", default=None, metavar="FILE", help="file to write the numbers to as well")
     own, flags = parser.parse_known_args(argv)
-    utils.check_least(vars(own), dict(points=1))
+    cli.check_least(vars(own), dict(points=1))
     if not importlib.util.find_spec("libtpu"):
         raise UserError('--curves: the TPU compiler is not installed; pip install "jax[tpu]" brings it.')
     utils.use_no_device()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
+import tokenization
 import utils
 from tools import common
 from utils import UserError, say
@@ -34,6 +35,7 @@ import tokenizers
 from jax import lax
 from safetensors import safe_open
 
+import checkpointing
 import main
 import model
 
@@ -274,8 +276,8 @@ MODEL_TYPES = {"deepseek": "deepseek_v3", "gpt2": "gpt2"}  # by --architecture
 
 def files_of(folder):
     """{name of tensor: path of the file} of a folder's safetensors, from their headers."""
-    index = utils.read_file(os.path.join(folder, "model.safetensors.index.json"))
-    names = sorted(set(json.loads(index)["weight_map"].values())) if index else ["model.safetensors"]
+    index = utils.read_json(folder, "model.safetensors.index.json")
+    names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
     found = {}
     for name in names:
         path = os.path.join(folder, name)
@@ -341,16 +343,16 @@ def put(leaf, part, starts):
     return lax.dynamic_update_slice(leaf, part.astype(leaf.dtype), starts)
 
 
-def load(folder, table, mesh):
-    """Float32 parameters as `table` (model.param_table) has them, on `mesh`, from a folder: each tensor is read, put
-    into its place on the devices and forgotten. Raises UserError as `check` does."""
-    config = json.loads(utils.read_file(os.path.join(folder, "config.json")))
+def load(folder, abstract):
+    """Parameters like `abstract` (main.abstract_params) from a folder: each tensor is read, put into its place on the
+    devices and forgotten. Raises UserError as `check` does."""
+    config = utils.read_json(folder, "config.json")
     form, flags = FORMATS[config["model_type"]], model_flags(config, folder)
     m = utils.replace(utils.Config(), **flags).model
     tensors = list(form.tensors(m))
     where = check(folder, tensors, form)
-    zeros = jax.jit(lambda: model.table_map(lambda p: jnp.zeros(p.shape), table),
-                    out_shardings=model.shardings(table, mesh))  # fmt: skip
+    zeros = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape), abstract),
+                    out_shardings=jax.tree.map(lambda a: a.sharding, abstract))  # fmt: skip
     params = zeros()
     for t in tensors:
         name, path = where[t.name]
@@ -373,7 +375,7 @@ def import_folder(folder, run_dir):
         raise UserError(f"{run_dir} exists already; give another run directory, or remove that one.")
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise UserError(f"{folder}: there is no config.json; a folder in the Hugging Face format holds one.")
-    config = json.loads(utils.read_file(os.path.join(folder, "config.json")))
+    config = utils.read_json(folder, "config.json")
     flags = model_flags(config, folder)
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     T = min(config.get("max_position_embeddings", 4096), 4096)  # what it can do is often more than it was trained on
@@ -381,16 +383,16 @@ def import_folder(folder, run_dir):
                         n_device_axis=(1, 1, 1), n_devices=1)  # fmt: skip
     cfg = utils.validate(cfg, jax.device_count())
     mesh, part = main.make_mesh(cfg), os.path.normpath(run_dir) + ".part"
-    params = load(folder, model.param_table(cfg), mesh)
+    params = load(folder, main.abstract_params(cfg, mesh))
     shutil.rmtree(part, ignore_errors=True)
     os.makedirs(part)
     tokenizer = os.path.join(folder, "tokenizer.json")
     config = dict(utils.flatten(cfg), encoding="")
     if os.path.isfile(tokenizer):
-        config["encoding"] = utils.keep_tokenizer(part, tokenizer)
+        config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
     else:
         say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
-    checkpoints = main.Checkpoints(os.path.join(part, "checkpoints"))
+    checkpoints = checkpointing.Checkpoints(os.path.join(part, "checkpoints"))
     checkpoints.save(0, {"params": params}, 0, {})
     checkpoints.close()
     if checkpoints.saved is None:
@@ -418,7 +420,7 @@ class StoredParams:
         except Exception as e:  # whatever a damaged file makes the library raise
             raise Damaged(f"its meta can't be read: {type(e).__name__}") from None
         # experts come one by one out of chunks that hold several
-        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 3 * main.CHUNK}})
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 3 * checkpointing.CHUNK}})
         base = f"file://{checkpoints.folder / str(step)}/state/"
         at = jax.tree_util.tree_flatten_with_path(table, is_leaf=model.is_param)[0]
         self.leaves, self.wanted, self.seen = {}, {}, {}
@@ -439,7 +441,7 @@ class StoredParams:
     def read(self, leaf, at):
         """float32 array: the part `at` of a leaf."""
         x = self._result(leaf, self.leaves[leaf][at].read())
-        self.seen[leaf] += int(x.view(np.uint32).sum(dtype=np.uint32))  # as main.fingerprint
+        self.seen[leaf] += int(x.view(np.uint32).sum(dtype=np.uint32))  # as checkpointing.fingerprint
         return x
 
     def verify(self, vocab_size):
@@ -524,15 +526,15 @@ def byte_level(encoding):
 
 def export_tokenizer(folder, run_dir, T):
     """Files that AutoTokenizer loads, where the run has a tokeniser; returns what config.json says of it."""
-    encoding = utils.folder_tokenizer(run_dir)
+    encoding = tokenization.folder_tokenizer(run_dir)
     if encoding is None:
         say(f"warning: {run_dir} has no tokeniser, so {folder} gets none")
         return {}
-    if isinstance(encoding, utils.HubTokenizer):
-        utils.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
+    if isinstance(encoding, tokenization.HubTokenizer):
+        tokenization.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
     else:
         byte_level(encoding).save(os.path.join(folder, "tokenizer.json"))
-        end = utils.END_OF_TEXT
+        end = tokenization.END_OF_TEXT
         about = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end, model_max_length=T,
                      clean_up_tokenization_spaces=False)  # fmt: skip
         utils.write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(about, indent=1) + "\n")
@@ -543,14 +545,14 @@ def export(run_dir, folder, dtype="float32"):
     """The newest sound checkpoint of a run directory as a folder that transformers loads. It appears when whole."""
     if os.path.exists(folder):
         raise UserError(f"{folder} exists already; give another folder, or remove that one.")
-    stored = json.loads(utils.read_file(os.path.join(run_dir, "config.json")) or "{}")
+    stored = utils.read_json(run_dir, "config.json")
     if "model_dimension" not in stored:
         raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
     cfg = utils.replace(utils.Config(), **{name: stored[name] for name in vars(utils.Model()) if name in stored},
                         n_device_axis=(1, 1, 1))  # fmt: skip
     m, table, form = cfg.model, model.param_table(cfg), FORMATS[MODEL_TYPES[cfg.model.architecture]]
     config, tensors = form.config(m), list(form.tensors(m))
-    checkpoints = main.Checkpoints(os.path.join(run_dir, "checkpoints"))
+    checkpoints = checkpointing.Checkpoints(os.path.join(run_dir, "checkpoints"))
     part = os.path.normpath(folder) + ".part"
     for step in checkpoints.steps():
         shutil.rmtree(part, ignore_errors=True)

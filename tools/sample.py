@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import utils
+from tokenization import text_of
 from tools import common
 from utils import UserError
 
@@ -73,7 +74,7 @@ class Row:
     def __init__(self, encoding, prompt, options, hidden=1, head=""):
         self.encoding, self.prompt, self.options = encoding, prompt, options
         self.tokens, self.text, self.done = [], "", False
-        self.before, self.unseen = len(utils.text_of(encoding, prompt)), head + utils.text_of(encoding, prompt[hidden:])
+        self.before, self.unseen = len(text_of(encoding, prompt)), head + text_of(encoding, prompt[hidden:])
 
     def add(self, tokens):
         """Take further tokens; `text` is then as much of the continuation as no later token changes, and `unseen` has
@@ -83,7 +84,7 @@ class Row:
         tokens, end = tokens[: self.options.max_tokens - len(self.tokens)], self.encoding.eot_token
         self.tokens += itertools.takewhile(lambda t: t != end, tokens)
         self.done = end in tokens or len(self.tokens) == self.options.max_tokens
-        text, stop = utils.text_of(self.encoding, self.prompt + self.tokens)[self.before :], self.options.stop
+        text, stop = text_of(self.encoding, self.prompt + self.tokens)[self.before :], self.options.stop
         found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
         if found:  # of several, the one that is whole first
             text, self.done = text[: min(found)[1]], True

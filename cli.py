@@ -1,0 +1,113 @@
+"""The command line: flags to a `utils.Config`, and one sentence for what does not parse. No jax in here."""
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import re
+from typing import Annotated
+
+import tyro
+
+from presets import PRESETS, preset
+from tokenization import load_tokenizer
+from utils import Config, UserError, flatten, replace
+
+
+def parse(argv):
+    """Command line -> (Config, set of the flags that were given).
+
+    Raises UserError for anything that does not parse; `--help` prints the preset's values and exits.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="moe1b")
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            name = first.parse_known_args(argv)[0].preset
+    except SystemExit:
+        raise UserError(f"--preset: a name is missing; there are {', '.join(PRESETS)}.") from None
+    default = preset(name)
+    given = {m[1].replace("-", "_") for a in argv if (m := re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", a))}
+    cfg = read_flags(Annotated[Config, tyro.conf.OmitArgPrefixes], argv, "main.py", default=default)
+    if cfg.data.tokenizer:
+        n_vocab = load_tokenizer(cfg.data.tokenizer).n_vocab
+        if "vocab_size" not in given:
+            cfg = replace(cfg, vocab_size=n_vocab)
+        if cfg.model.vocab_size < n_vocab:
+            raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
+                            f"tokens; give at least that many, or leave the flag out.")  # fmt: skip
+    check_least(flatten(cfg), AT_LEAST)
+    if not cfg.plan.plan and (alone := [flag for flag, value in vars(cfg.plan).items() if value]):
+        raise UserError(f"--{alone[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
+    return cfg, given
+
+
+def read_flags(kind, argv, program, **settings):
+    """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError for anything that does not
+    parse; `--help` exits. settings: tyro's."""
+    output = io.StringIO()
+    try:
+        # tyro draws a box for people; it is printed for --help and boiled down to one sentence otherwise
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(kind, args=argv, prog=program, use_underscores=True, **settings)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(parse_complaint(output.getvalue())) from None
+
+
+def check_least(flags, least):
+    """Raises UserError where one of {flag: value} is smaller than {flag: number} of `least` says."""
+    for n, low in least.items():
+        if n in flags and (flags[n] < low or not math.isfinite(flags[n])):
+            raise UserError(f"--{n} {flags[n]}: must be at least {low}.")
+
+
+def parse_complaint(box):
+    """What tyro's error box says, as one sentence: without its frame, its title and its advice."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in box.splitlines()]
+    lines = [line.strip("│─ ") for line in lines if line.strip() and line.strip()[0] not in "╭╰"]
+    said = []
+    for line in lines:
+        if not line:  # a rule across the box: advice follows
+            break
+        said.append(line)
+    return re.sub(r"\[/?bold\]", "", " ".join(said)).rstrip(".") + "; see --help."
+
+
+def check_processes(cfg, given):
+    """Check the flags of multi-host training against each other; returns the number of processes if they tell it or
+    Slurm does, else 1. Raises UserError."""
+    r = cfg.run
+    if not r.coordinator:
+        if r.num_processes > 1 or r.process_id:
+            flag = "num_processes" if r.num_processes > 1 else "process_id"
+            raise UserError(f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, where process 0 listens.")
+        processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
+    else:
+        if not re.fullmatch(r"(\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5}", r.coordinator):
+            raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476.")
+        missing = [flag for flag in ("num_processes", "process_id") if flag not in given]
+        if missing:
+            raise UserError(f"--coordinator {r.coordinator}: needs --{' and --'.join(missing)} beside it.")
+        if r.process_id >= r.num_processes:
+            raise UserError(f"--process_id {r.process_id}: must be below --num_processes {r.num_processes}.")
+        processes = r.num_processes
+    if r.n_devices % processes:
+        raise UserError(f"--n_devices {r.n_devices}: must be a multiple of the number of processes, {processes}.")
+    return processes
+
+
+# Smallest sensible value of every number; relations between flags are checked in `validate`.
+AT_LEAST = dict(
+    model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
+    latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1, rope_original_T=1,
+    rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
+    mtp_depth=0, capacity_factor=0, end_of_text=-1, dropout_rate=0, cache_gb=0, train_batch_size=1, val_batch_size=1,
+    micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
+    embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0, pp_interleave=0,
+    training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
+    inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0, num_processes=0, process_id=0,
+    connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1, keep_every=0, max_bad_steps=0, spike_zscore=0,
+)  # fmt: skip

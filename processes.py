@@ -1,0 +1,183 @@
+"""The processes of a run: they meet, agree on what they were given and when to stop, and say where they hang."""
+
+import faulthandler
+import hashlib
+import os
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import utils
+from utils import UserError, say
+
+
+def join_processes(cfg):
+    """Meet the other processes of the run, if there are any: at --coordinator, else where jax finds that a TPU pod,
+    Slurm or Kubernetes tells. Raises UserError where the devices cannot all take part."""
+    r = cfg.run
+    if r.num_processes == 1:
+        return
+    # That service would swallow SIGTERM from here on; Interrupt makes a signal known to all processes.
+    jax.config.update("jax_enable_preemption_service", False)
+    where = {}
+    if r.coordinator:
+        host, port = r.coordinator.rsplit(":", 1)
+        # by itself jax listens on [::], which a machine without IPv6 does not have
+        where = dict(coordinator_address=r.coordinator, num_processes=r.num_processes, process_id=r.process_id,
+                     coordinator_bind_address=f"{'[::]' if host[0] == '[' else '0.0.0.0'}:{port}")  # fmt: skip
+
+    def too_late():
+        what = "the other processes did not all come"
+        if r.coordinator:
+            what = f"not all --num_processes {r.num_processes} came to --coordinator {r.coordinator}"
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), 5).close()
+            except OSError as e:
+                what = f"--coordinator {r.coordinator} could not be reached ({e.strerror or e})"
+        print(f"error: --connect_timeout {r.connect_timeout}: {what} in so many seconds; is the same command running "
+              f"on every host, each with its own --process_id?", file=sys.stderr, flush=True)  # fmt: skip
+        os._exit(1)  # not 2: it may mend itself. jax is deep in C++ and would end in a stack trace
+
+    late = threading.Timer(r.connect_timeout, too_late)
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            **where, initialization_timeout=r.connect_timeout + 60, heartbeat_timeout_seconds=r.peer_timeout,
+            shutdown_timeout_seconds=3600,  # process 0 may still upload its log
+        )  # fmt: skip
+    except ValueError:
+        if r.coordinator:
+            raise
+        return  # jax knows no cluster that this process is part of
+    except RuntimeError as e:
+        raise UserError(f"--num_processes: this process cannot join its cluster ({e}); give 1 to train alone, or "
+                        f"--coordinator.") from None  # fmt: skip
+    finally:
+        late.cancel()
+    if r.n_devices not in (0, jax.device_count()):
+        raise UserError(f"--n_devices {r.n_devices}: {jax.process_count()} processes train on all devices that they "
+                        f"have, {jax.device_count()}.")  # fmt: skip
+
+
+def all_of(here):
+    """Whether `here` is true on every process; waits for all of them."""
+    return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).all())
+
+
+def together(error):
+    """Raise `error`, in which something ended on this process or None, if there is one: on the others a UserError."""
+    if not all_of(error is None):
+        raise error or UserError(ANOTHER)
+
+
+ANOTHER = "another process cannot go on; its log says why."
+
+
+def check_agreement(cfg, data):
+    """Raise UserError on all processes unless they have the same flags and shards (`data`: fingerprint of these), and
+    each sees what process 0 writes in output_dir: a checkpoint, of which each writes its part, would never be
+    complete."""
+    if jax.process_count() == 1:
+        return
+    flags = {f"--{flag}": value for flag, value in utils.flatten(cfg).items() if flag not in utils.OF_ONE_PROCESS}
+    same_everywhere(flags | {"--bucket_name": data})
+    path = os.path.join(cfg.run.folder, "shared")
+    token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
+    if jax.process_index() == 0:
+        utils.write_file(path, token)
+    all_of(True)
+    same_everywhere({"--output_dir": (utils.read_file(path) or b"").decode() == token})
+
+
+def same_everywhere(things):
+    """Raise UserError on all processes if the {name: value} `things` are not the same on each of them."""
+    digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in things.values()]
+    every = multihost_utils.process_allgather(np.array([np.frombuffer(d, np.uint32)[0] for d in digests]))
+    for process, row in enumerate(every):
+        differ = [name for name, a, b in zip(things, row, every[0]) if a != b]
+        if differ:
+            raise UserError(f"{', '.join(differ)}: not the same on process {process} as on process 0; give all the "
+                            f"same flags, with a --bucket_name and --output_dir that each can see.")  # fmt: skip
+
+
+class Interrupt:
+    """SIGTERM and SIGINT, noted until the step in progress is done; a second one ends the process at once."""
+
+    FAILED = 99  # above every signal
+
+    def __init__(self):
+        mesh = Mesh(np.array(jax.devices()), "all")
+        self.spread, self.earlier = NamedSharding(mesh, P("all")), 0
+        self.largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+
+    def agreed(self, failed):
+        """The signal to stop for, FAILED where a process has `failed`, or 0. Several processes must stop at the same
+        step and a signal may reach only one, so they ask each other on the devices, after every step, and read the
+        answer a step later: nobody waits."""
+        mine = self.FAILED if failed else self.signal
+        if jax.process_count() == 1:
+            return mine
+        mine = jax.make_array_from_callback((jax.device_count(),), self.spread, lambda _: np.array([mine]))
+        earlier, self.earlier = self.earlier, self.largest(mine)
+        return int(earlier)
+
+    def __enter__(self):
+        self.signal = 0
+        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def _note(self, number, _):
+        self.signal = number
+        self._restore()
+        say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint")
+
+    def _restore(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, *_):
+        self._restore()
+
+
+class Watchdog:
+    """A thread that writes the stacks of all threads when a phase of the loop takes stuck_factor times its median so
+    far, and ends the process after stuck_limit. What hangs one process hangs the others too, so all of them tell."""
+
+    def __init__(self, cfg):
+        self.factor, self.limit, self.took, self.over = cfg.run.stuck_factor, cfg.run.stuck_limit, {}, threading.Event()
+        self.now = None  # (phase, step, when it began)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def begin(self, phase, step):
+        """The phase before has ended, this one begins."""
+        if self.now:
+            self.took.setdefault(self.now[0], deque(maxlen=99)).append(time.monotonic() - self.now[2])
+        self.now = (phase, step, time.monotonic())
+
+    def _watch(self):
+        told = None
+        while not self.over.wait(1):
+            if not (now := self.now):
+                continue
+            phase, step, began = now
+            took, since = list(self.took.get(phase, [])), time.monotonic() - began
+            # less than 5 s, and medians of one or two, may be anything
+            if now is not told and len(took) > 2 and since > max(5, self.factor * statistics.median(took)):
+                told = now
+                say(f"watchdog: {phase} of step {step} has taken {since:.0f} s, usually {statistics.median(took):.2f}")
+                faulthandler.dump_traceback(sys.stdout)
+            if since > self.limit:
+                say(f"watchdog: {phase} of step {step} has taken more than --stuck_limit {self.limit} s; ending")
+                os._exit(75)  # "temporary failure" in sysexits.h: to be started again

@@ -1,0 +1,170 @@
+"""What a run says of its progress and leaves behind beside its checkpoints: metrics, samples, plots."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import secrets
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from tqdm import tqdm
+
+from utils import duration, flatten, is_remote, read_file, say, write_file
+
+
+def progress(cfg, row, left, wait, bytes_per_token, at_peak):
+    """Print the line of an evaluation. row: the step's metrics; left: seconds to the end; wait: share of the time that
+    was spent waiting for data; at_peak: tokens per second at the devices' peak, or None."""
+    parts = [f"step {row['step']}/{cfg.run.training_steps}", f"train {row['loss/train_loss']:.4f}",
+             f"val {row['loss/val_loss']:.4f}"]  # fmt: skip
+    if bytes_per_token:
+        parts.append(f"{row['loss/val_cross_entropy_loss'] / np.log(2) / bytes_per_token:.3f} bits/byte")
+    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    if at_peak:
+        parts.append(f"MFU {row['tokens_per_second'] / at_peak:.1%}")
+    parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{duration(left)} left"]
+    if wait > 0.05:
+        parts.append(f"storage is too slow: {wait:.0%} of the time was spent waiting for data")
+    with contextlib.suppress(OSError):  # as in `say`
+        tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
+        sys.stdout.flush()
+
+
+def is_spike(loss, before, zscore):
+    """Whether `loss` lies more than zscore standard deviations above the mean of the finite ones of the losses
+    `before`, which must be 20 at least."""
+    before = [x for x in before if math.isfinite(x)]
+    return len(before) >= 20 and zscore > 0 and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
+
+
+class RunLog:
+    """What a run leaves behind: metrics.jsonl, samples.txt, plots and, on request, wandb.
+
+    Calls return at once; one background thread writes in order. `active` is true on process 0 alone, elsewhere
+    nothing is written. Metrics are plain numbers, one object a step.
+    """
+
+    def __init__(self, cfg, start_step, active):
+        self.dir, self.active, self.wandb = cfg.run.folder, active, None
+        self.worker, self.history, self.zscore = ThreadPoolExecutor(1), [], cfg.run.spike_zscore
+        if not active:
+            return
+        # Resuming: lines after the checkpoint will be written again, and an evaluation that only the end of the
+        # earlier run brought about is not part of an uninterrupted one.
+        for line in (read_file(self.path("metrics.jsonl")) or b"").decode().splitlines():
+            with contextlib.suppress(ValueError):  # a line torn by a kill
+                row = json.loads(line)
+                if row["step"] == start_step and start_step % cfg.run.checkpoint_steps:
+                    row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
+                self.history.append(row)
+        kept = (read_file(self.path("samples.txt")) or b"").decode().split("=== step ")[1:]
+        self.samples = [f"=== step {s}" for s in kept]
+        self._rewind(start_step)
+        if cfg.run.wandb:
+            import wandb
+
+            run_id = read_file(self.path("wandb_id")) or secrets.token_hex(4).encode()
+            write_file(self.path("wandb_id"), run_id)
+            self.wandb = wandb
+            wandb.init(project="moe-pretraining", id=run_id.decode(), resume="allow", name=cfg.run.name, dir=self.dir,
+                       config=flatten(cfg))  # fmt: skip
+
+    def path(self, name):
+        return os.path.join(self.dir, name)
+
+    def _write_metrics(self):
+        write_file(self.path("metrics.jsonl"), "".join(json.dumps(row) + "\n" for row in self.history))
+
+    def _rewind(self, step):
+        self.history = [row for row in self.history if row["step"] <= step]
+        self.samples = [text for text in self.samples if int(text.split()[2]) <= step]
+        self._write_metrics()
+
+    def rewind(self, step):
+        """Forget what came after `step`, to which the run goes back."""
+        self._run(lambda: self._rewind(step))
+
+    def _run(self, work):
+        if self.active:
+            self.worker.submit(work).add_done_callback(self._complain)
+
+    @staticmethod
+    def _complain(future):
+        if future.exception():
+            print(f"warning: the run's log could not be written: {future.exception()}", file=sys.stderr, flush=True)
+
+    def metrics(self, row):
+        """Record one step: {"step": int, key: number, ...}."""
+
+        def work():
+            losses = [before["loss/train_loss"] for before in self.history[-100:]]
+            spikes = self.history[-1].get("loss_spikes", 0) if self.history else 0
+            if spike := is_spike(row["loss/train_loss"], losses, self.zscore):
+                say(f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
+                    f"{self.zscore:g} standard deviations above those before")  # fmt: skip
+            row["loss_spikes"] = spikes + spike
+            self.history.append(row)
+            if not is_remote(self.dir):
+                with open(self.path("metrics.jsonl"), "a") as f:
+                    f.write(json.dumps(row) + "\n")
+            if self.wandb:
+                self.wandb.log({key: v for key, v in row.items() if key != "step"}, step=row["step"])
+
+        self._run(work)
+
+    def text(self, step, texts):
+        """Record the samples drawn at `step`."""
+
+        def work():
+            self.samples.append(f"=== step {step}\n" + "".join(f"--- {i}\n{t}\n" for i, t in enumerate(texts)))
+            write_file(self.path("samples.txt"), "".join(self.samples))
+            if self.wandb:
+                table = self.wandb.Table(columns=["step", "sample"], data=[[step, t] for t in texts])
+                self.wandb.log({"samples": table}, step=step)
+
+        self._run(work)
+
+    def plots(self):
+        """Redraw the three plots from all metrics so far."""
+
+        def work():
+            if is_remote(self.dir):
+                self._write_metrics()
+            for name, title, keys in [
+                ("val_loss", "validation loss (nats per token)", ["loss/val_loss"]),
+                ("load_loss", "load-balancing loss (even load: 1 per MoE layer)", ["loss/load_loss"]),
+                ("tokens_per_expert", "share of the routed tokens per expert",
+                 sorted((k for k in self.history[-1] if k.startswith("load/head_")), key=lambda k: int(k[10:]))),
+            ]:  # fmt: skip
+                if any(key in row for row in self.history for key in keys):
+                    write_file(self.path(name + ".png"), draw(self.history, title, keys))
+
+        self._run(work)
+
+    def close(self):
+        """Wait until everything is written."""
+        self.worker.shutdown(wait=True)
+        if self.wandb:
+            self.wandb.finish()
+
+
+def draw(history, title, keys):
+    """PNG bytes of a line per key over the step."""
+    from matplotlib.figure import Figure  # without pyplot: safe off the main thread, and needs no display
+
+    figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for key in keys:
+        rows = [row for row in history if key in row]
+        axes.plot([row["step"] for row in rows], [row[key] for row in rows], lw=1, label=key.removeprefix("load/"))
+    axes.set(xlabel="step", title=title)
+    axes.grid(alpha=0.3)
+    if 1 < len(keys) <= 16:
+        axes.legend(fontsize=7, ncols=2)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()

@@ -1,0 +1,120 @@
+"""Tokenisers: tiktoken's own, those trained here and Hugging Face's, and the files that they stand in."""
+
+import base64
+import functools
+import os
+
+import numpy as np
+
+from utils import UserError, read_file, read_json, write_file
+
+END_OF_TEXT = "<|endoftext|>"
+# How text is cut before byte pairs are merged, for tokenisers trained here: GPT-2's pattern. (tiktoken writes it with
+# possessive quantifiers, which the training library lacks; they change speed, not the cuts.)
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokeniser
+
+
+class HubTokenizer:
+    """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use. Text that spells
+    a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside, or <|endoftext|>."""
+
+    def __init__(self, path):
+        import tokenizers
+
+        self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
+        self.tokenizer.encode_special_tokens = True
+        self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
+        config = read_json(os.path.dirname(path), "tokenizer_config.json")
+        end = config.get("eos_token") or END_OF_TEXT
+        end = end["content"] if isinstance(end, dict) else end
+        self.eot_token = self.tokenizer.token_to_id(end)
+        if self.eot_token is None:
+            raise UserError(f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
+                            f"tokenizer_config.json beside it.")  # fmt: skip
+
+    def __reduce__(self):  # a pickled tokenizers.Tokenizer would forget that special tokens are text
+        return HubTokenizer, (self.path,)
+
+    def encode_ordinary(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def before_text(self):
+        """Token ids that the tokeniser itself puts before every text."""
+        return self.tokenizer.encode("").ids
+
+    def encode_to_numpy(self, text, disallowed_special=()):
+        return np.array(self.encode_ordinary(text), np.uint32)
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def load_tokenizer(name):
+    """A tokeniser by tiktoken's name for it (`tiktoken.Encoding`), from a file of ranks written by
+    data/train_tokenizer.py (the same) or from a tokenizer.json (`HubTokenizer`)."""
+    import tiktoken
+
+    if name.endswith(".json"):
+        if not os.path.isfile(name):
+            raise UserError(f"--tokenizer {name}: there is no such file.")
+        return HubTokenizer(name)
+    if name.endswith(".tiktoken"):
+        if not os.path.isfile(name):
+            raise UserError(f"--tokenizer {name}: there is no such file; data/train_tokenizer.py makes one.")
+        try:
+            with open(name, "rb") as f:  # not tiktoken's loader: it caches by name, so would miss a file made anew
+                ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in f)}
+        except ValueError as e:
+            raise UserError(f"--tokenizer {name}: not a file of tiktoken ranks ({e}).") from None
+        stem = os.path.basename(name).removesuffix(".tiktoken")
+        return tiktoken.Encoding(stem, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+    if name not in tiktoken.list_encoding_names():
+        raise UserError(f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of "
+                        f"{', '.join(tiktoken.list_encoding_names())}.")  # fmt: skip
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as e:  # requests' errors are OSErrors too
+        raise UserError(f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
+                        f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR.") from None  # fmt: skip
+
+
+def text_of(encoding, ids):
+    """Text of token ids. Those that the tokeniser does not know (a model may have more) are left out; bytes that are no
+    UTF-8 become U+FFFD."""
+    return encoding.decode([t for t in ids if known(encoding, t)])
+
+
+@functools.cache
+def known(encoding, token):
+    """Whether the tokeniser has this token id; a tiktoken vocabulary may have gaps."""
+    try:
+        encoding.decode([token])
+    except KeyError:
+        return False
+    return True
+
+
+def keep_tokenizer(folder, name):
+    """Copy the files of the tokeniser `name`, if it has any, into a folder; returns the name that it has there."""
+    ending = os.path.splitext(name)[1]
+    if ending not in TOKENIZER_FILES:
+        return name
+    kept = f"tokenizer{ending}"
+    beside = [os.path.join(os.path.dirname(name), "tokenizer_config.json")] if ending == ".json" else []
+    for file in [*beside, name]:  # the tokeniser last: where it stands, all does
+        if (content := read_file(file)) is not None:
+            write_file(os.path.join(folder, kept if file == name else "tokenizer_config.json"), content)
+    return kept
+
+
+def folder_tokenizer(folder):
+    """The tokeniser of a local run directory or folder in the Hugging Face format, or None where it has none."""
+    name = read_json(folder, "config.json").get("encoding", "tokenizer.json")
+    if name and name.endswith(TOKENIZER_FILES):
+        name = os.path.join(folder, name)
+        if not os.path.isfile(name):
+            return None
+    return load_tokenizer(name) if name else None
