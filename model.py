@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -427,13 +428,18 @@ def _take_backward(index, gradients):
 take.defvjp(lambda weights, index: (take(weights, index), index), _take_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(spec, x, w):
-    """`einsum` of x and a weight w.
+def product(spec, x, w, keep=True):
+    """`einsum` of x and a weight w; --remat dots keeps it.
 
     The weight's gradient is formed with the narrower of x and what comes back first: CPUs write the first operand out
     anew, transposed.
     """
+    y = _product(spec, x, w)
+    return checkpoint_name(y, "product") if keep else y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(spec, x, w):
     return jnp.einsum(spec, x, w)
 
 
@@ -446,7 +452,7 @@ def _product_backward(spec, operands, g):
     return jnp.einsum(f"{of_g},{of_w}->{of_x}", g, w), dw
 
 
-product.defvjp(lambda spec, x, w: (product(spec, x, w), (x, w)), _product_backward)
+_product.defvjp(lambda spec, x, w: (_product(spec, x, w), (x, w)), _product_backward)
 
 
 def rms_norm(x, scale, eps):
@@ -491,13 +497,13 @@ def project_queries(x, w, position, m):
     """
     K, scale = m.head_dim, score_scale(w.shape[-1], m)
     if w.shape[-1] == K:
-        return jnp.einsum("btr,rhk->bhtk", x, w * scale)
+        return product("btr,rhk->bhtk", x, w * scale)
     a, b = jnp.split(w[..., K:], 2, -1)
     angle = position[:, None, :, None] * np.tile(rotary_frequencies(m), 2)  # [B or 1, 1, T, dhR]
     before = [(0, 0)] * 3 + [(K, 0)]
     sin, cos = ((f(angle) * scale).astype(x.dtype) for f in (jnp.sin, jnp.cos))
-    partner = jnp.einsum("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
-    return jnp.einsum("btr,rhk->bhtk", x, w) * jnp.pad(cos, before, constant_values=scale) + jnp.pad(partner, before)
+    partner = product("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
+    return product("btr,rhk->bhtk", x, w) * jnp.pad(cos, before, constant_values=scale) + jnp.pad(partner, before)
 
 
 def project_keys(x, k_up):
@@ -509,7 +515,7 @@ def project_keys(x, k_up):
     dhR = x.shape[-1] - R
     shared = jnp.pad(jnp.eye(dhR, dtype=x.dtype), ((0, 0), (K, 0)))[:, None]  # [dhR, 1, K + dhR]
     w = jnp.concatenate([jnp.pad(k_up, ((0, 0), (0, 0), (0, dhR))), jnp.broadcast_to(shared, (dhR, H, K + dhR))])
-    return jnp.einsum("bsr,rhk->bhsk", x, w)
+    return product("bsr,rhk->bhsk", x, w)
 
 
 def dropout(x, rate, tokens, salt):
@@ -587,7 +593,7 @@ def attention(p, x, tokens, m, cache=None):
     reads from it, in the latent space where x is one token (the paper's appendix C: up-projections absorbed).
     """
     Q, R, K = m.q_latent, m.latent_dim, m.head_dim
-    down = jnp.einsum("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + dhR]
+    down = product("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + dhR]
     q, kv, k_rope = jnp.split(down, (Q, Q + R), -1)
     latents = [rms_norm(q, p["q_norm"], m.norm_eps)] if Q else []
     latents += [rms_norm(kv, p["kv_norm"], m.norm_eps), rotate(k_rope, tokens.position, m)]
@@ -602,7 +608,7 @@ def attention(p, x, tokens, m, cache=None):
         q = jnp.concatenate([jnp.einsum("bhtk,rhk->bhtr", q[..., :K], k_up), q[..., K:]], -1)  # [B, H/tp, 1, R + dhR]
         out = jnp.einsum("bhtr,rhv->bhtv", attend(q, kv, kv[..., :R], position, tokens.start, heads=""), v_up)
     else:
-        v = jnp.einsum("bsr,rhv->bhsv", kv[..., :R], v_up)
+        v = product("bsr,rhv->bhsv", kv[..., :R], v_up)
         kernel = ATTENTION[m.attention if cache is None else "xla"]
         out = kernel(q, project_keys(kv, k_up), v, position, tokens.start)
     return project_heads(out, p["out"], tokens, m), cache
@@ -625,8 +631,8 @@ def project_heads(out, weight, tokens, m):
     """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D] by weight [H/tp, V, D], or [H, V, D] with
     --sequence_parallel ulysses."""
     if m.sequence_parallel == "ulysses":
-        return jnp.einsum("bhtv,hvd->btd", exchange_heads(out, tokens.split), weight)
-    return scatter_sequence(jnp.einsum("bhtv,hvd->btd", out, weight), tokens.split)
+        return product("bhtv,hvd->btd", exchange_heads(out, tokens.split), weight)
+    return scatter_sequence(product("bhtv,hvd->btd", out, weight), tokens.split)
 
 
 def feed_forward(p, x, tokens, m):
@@ -724,9 +730,9 @@ def routed_experts(p, x, m, split):
     buckets = to_experts(buckets)  # [E/(dp tp), dp tp, C, D]
     # gates go along and weigh the hidden channels: so no pass, forward or back, needs the experts' outputs again
     gates = take_rows(gates.T.reshape(-1, 1).astype(x.dtype), entry, slot[None]).reshape(E, C, 1)
-    h = activate(product("encd,egdf->encgf", buckets, p["experts"]["up"]))
+    h = activate(product("encd,egdf->encgf", buckets, p["experts"]["up"], keep=False))
     h = jnp.einsum("encf,enc->encf", h, to_experts(gates)[..., 0])
-    out = from_experts(product("encf,edf->encd", h, p["experts"]["down"])).reshape(E * C, D)
+    out = from_experts(product("encf,edf->encd", h, p["experts"]["down"], keep=False)).reshape(E * C, D)
     out = sum(take_rows(out, slot, entry[None]).reshape(k, B, t, D))
 
     loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
@@ -788,7 +794,7 @@ def latent_cache(cfg, B, T):
 
 REMAT = {
     "none": lambda f: f,
-    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("product")),
     "full": jax.checkpoint,
 }
 
@@ -1302,7 +1308,7 @@ def gpt2_layer(p, x, tokens, m, cache=None):
     """
     with jax.named_scope("attention"):
         h = gather_sequence(layer_norm(x, p["attention_norm"], m.norm_eps), tokens.split)  # [B, T, D]
-        qkv = jnp.einsum("btd,dchk->bchtk", h, p["qkv"]) + p["qkv_bias"][:, :, None]  # [B, 3, H/tp, T, K]
+        qkv = product("btd,dchk->bchtk", h, p["qkv"]) + p["qkv_bias"][:, :, None]  # [B, 3, H/tp, T, K]
         q, kv = jnp.split(qkv.astype(x.dtype), (1,), 1)
         position, kernel = tokens.whole(h.shape[1]), m.attention
         if cache is not None:
@@ -1314,8 +1320,8 @@ def gpt2_layer(p, x, tokens, m, cache=None):
     with jax.named_scope("feed_forward"):
 
         def mlp(h):
-            h = jax.nn.gelu(jnp.einsum("btd,df->btf", h, p["up"]) + p["up_bias"]).astype(x.dtype)  # [B, T, F/tp]
-            return jnp.einsum("btf,fd->btd", h, p["down"])
+            h = jax.nn.gelu(product("btd,df->btf", h, p["up"]) + p["up_bias"]).astype(x.dtype)  # [B, T, F/tp]
+            return product("btf,fd->btd", h, p["down"])
 
         out = tensor_parallel(mlp, layer_norm(x, p["norm"], m.norm_eps), tokens, m) + p["down_bias"]
         return x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 1), (no_load(0), cache)

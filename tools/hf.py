@@ -92,8 +92,8 @@ def deepseek_tensors(m):
 
     def feed_forward(prefix, leaf, at, F):
         for i, name in enumerate(("gate_proj", "up_proj")):
-            yield linear(f"{prefix}.{name}.weight", (*leaf, "up"), (*at, slice(None), i), (D, F))
-        yield linear(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (F, D))
+            yield linear(f"{prefix}.{name}.weight", (*leaf, "up"), (*at, i), (D, F))
+        yield plain(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (D, F))
 
     def layer(n, leaf, at, moe):
         prefix, a = f"model.layers.{n}", (*leaf, "attention")
