@@ -42,6 +42,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+import decoding
 import model
 from checkpointing import Checkpoints
 from dataset import Mixture, Prefetch, put_batch
@@ -355,7 +356,7 @@ def main(cfg, given):
     compiling = time.time()
     train_step = lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     say(f"compiled in {utils.duration(time.time() - compiling)}")
-    generate = jax.jit(model.make_generate(in_a_row, mesh), out_shardings=NamedSharding(mesh, P()))
+    generate = jax.jit(decoding.make_generate(in_a_row, mesh), out_shardings=NamedSharding(mesh, P()))
 
     # --- What the run says and leaves behind
     main_process = jax.process_index() == 0

@@ -11,6 +11,7 @@ from conftest import SMALL_GPT2, make_params, random_batch, small_config, steps_
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
+import decoding
 import main
 import model
 import presets
@@ -225,10 +226,10 @@ def test_causality_of_logits():
     """Logits at t are the same whatever tokens follow."""
     cfg = small_config()
     mesh = main.make_mesh(cfg)
-    decode, params = jax.jit(model.make_decode(cfg, mesh)), make_params(cfg, mesh)
+    decode, params = jax.jit(decoding.make_decode(cfg, mesh)), make_params(cfg, mesh)
     ids = np.random.default_rng(0).integers(0, 250, (1, 16)).astype(np.int32)
     other = np.concatenate([ids[:, :8], 249 - ids[:, 8:]], 1)
-    first, cache = np.array([0]), model.empty_cache(cfg, 1, 16)
+    first, cache = np.array([0]), decoding.empty_cache(cfg, 1, 16)
     logits = [decode(params, x, cache, first, np.array([last]))[0] for x in (ids, other) for last in (7, 8)]
     assert np.array_equal(logits[0], logits[2]) and not np.array_equal(logits[1], logits[3])
 
@@ -300,16 +301,16 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
     GPT-2: key and value)."""
     cfg = small_config(mesh_shape, **flags)
     m, mesh = cfg.model, main.make_mesh(cfg)
-    decode = jax.jit(model.make_decode(cfg, mesh))
+    decode = jax.jit(decoding.make_decode(cfg, mesh))
     params = jax.tree.map(lambda x: 2 * x, make_params(cfg, mesh))
     ids = np.random.default_rng(0).integers(0, m.vocab_size, (4, 16)).astype(np.int32)
-    cache = model.empty_cache(cfg, 4, 16)
+    cache = decoding.empty_cache(cfg, 4, 16)
     per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (4 * 16)
     layers, without = m.first_layers + m.blocks * m.layers_per_block, 0 if m.moe_rope else m.blocks
     gpt2 = 2 * m.blocks * m.model_dimension
     assert per_token == (layers * (m.latent_dim + m.dhR) - without * m.dhR if m.n_experts else gpt2)
     for i in range(16):
-        full, _ = decode(params, ids, model.empty_cache(cfg, 4, 16), np.zeros(4, int), np.full(4, i))
+        full, _ = decode(params, ids, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), np.full(4, i))
         one, cache = decode(params, ids[:, i : i + 1], cache, np.full(4, i), np.zeros(4, int))
         full, one = (np.asarray(x)[:, : m.vocab_size] for x in (full, one))
         assert np.abs(full - one).max() < 1e-4 * np.abs(full).max()
@@ -322,9 +323,10 @@ def test_decoding_in_bfloat16_is_near_float32(flags):
         ids, all_logits = np.random.default_rng(0).integers(0, 250, (rows, 9)).astype(np.int32), []
         for dtype in ("float32", "bfloat16"):
             cfg = small_config(model_dtype=dtype, **flags)
-            decode, params = jax.jit(model.make_decode(cfg, main.make_mesh(cfg))), make_params(cfg, main.make_mesh(cfg))
+            mesh = main.make_mesh(cfg)
+            decode, params = jax.jit(decoding.make_decode(cfg, mesh)), make_params(cfg, mesh)
             at = functools.partial(np.full, rows)
-            _, cache = decode(params, ids[:, :8], model.empty_cache(cfg, rows, 16), at(0), at(7))
+            _, cache = decode(params, ids[:, :8], decoding.empty_cache(cfg, rows, 16), at(0), at(7))
             all_logits.append(np.asarray(decode(params, ids[:, 8:], cache, at(8), at(0))[0])[:, :250])
         assert np.abs(np.subtract(*all_logits)).max() < 0.1 * np.abs(all_logits[0]).max()
 
@@ -335,7 +337,7 @@ def test_cached_decoding_gives_the_same_tokens(mesh_shape):
     for use_cache in (True, False):
         cfg = small_config(mesh_shape, use_cache=use_cache, inference_batch=3, max_tokens=12, top_k=20, temperature=1.0)
         mesh = main.make_mesh(cfg)
-        generate = jax.jit(model.make_generate(cfg, mesh))
+        generate = jax.jit(decoding.make_generate(cfg, mesh))
         params = jax.tree.map(lambda x: 3 * x, make_params(cfg, mesh))  # far from uniform logits
         texts.append(np.asarray(generate(params, np.arange(5, dtype=np.int32), jax.random.key(3))))
     assert texts[0].shape == (3, 17) and np.array_equal(*texts)
@@ -347,12 +349,12 @@ def test_cached_decoding_gives_the_same_tokens(mesh_shape):
 def test_prompts_of_different_lengths_decode_as_each_does_alone(mesh_shape, flags):
     cfg = small_config(mesh_shape, **flags)
     mesh, lengths = main.make_mesh(cfg), np.array([3, 9, 1, 6])
-    decode, params = jax.jit(model.make_decode(cfg, mesh)), make_params(cfg, mesh)
+    decode, params = jax.jit(decoding.make_decode(cfg, mesh)), make_params(cfg, mesh)
     ids = np.random.default_rng(0).integers(0, 250, (4, 14)).astype(np.int32)
     padded = np.where(np.arange(9) < lengths[:, None], ids[:, :9], 7)
-    logits, cache = decode(params, padded, model.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths - 1)
+    logits, cache = decode(params, padded, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths - 1)
     for step in range(5):
-        alone, _ = decode(params, ids, model.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths + step - 1)
+        alone, _ = decode(params, ids, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths + step - 1)
         assert np.abs(logits - alone)[:, :250].max() < 1e-4 * np.abs(alone[:, :250]).max()
         newest = np.take_along_axis(ids, (lengths + step)[:, None], 1)
         logits, cache = decode(params, newest, cache, lengths + step, np.zeros(4, int))
@@ -369,9 +371,9 @@ def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
         params = make_params(cfg, mesh)
         scores.append(np.asarray(jax.jit(model.make_score(cfg, mesh))(params, tokens, targets)))
     assert np.allclose(*scores, atol=1e-5) and not scores[0][..., 5].any()
-    decode, ids, rows = jax.jit(model.make_decode(cfg, mesh)), tokens.reshape(8, 16), np.zeros(8, int)
+    decode, ids, rows = jax.jit(decoding.make_decode(cfg, mesh)), tokens.reshape(8, 16), np.zeros(8, int)
     for i in (0, 4, 15):
-        logits, _ = decode(params, ids, model.empty_cache(cfg, 8, 16), rows, rows + i)
+        logits, _ = decode(params, ids, decoding.empty_cache(cfg, 8, 16), rows, rows + i)
         wanted = -jax.nn.log_softmax(logits)[np.arange(8), targets.reshape(8, 16)[:, i]]
         assert np.allclose(scores[1].reshape(8, 16)[:, i], wanted, atol=1e-4)
 
@@ -431,14 +433,14 @@ def test_multi_token_prediction_equals_a_plain_loop():
 def test_greedy_and_top_1_take_the_most_likely():
     logits = jnp.array(np.random.default_rng(0).standard_normal((4, 50)))
     for s in (utils.Sample(top_k=1, temperature=1.0), utils.Sample(temperature=0), utils.Sample(top_k=0, top_p=1e-9)):
-        assert np.array_equal(model.draw_tokens(logits, jax.random.key(0), s), logits.argmax(-1))
+        assert np.array_equal(decoding.draw_tokens(logits, jax.random.key(0), s), logits.argmax(-1))
 
 
 def test_top_p_draws_from_the_smallest_set_that_reaches_it():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.05, 0.25, 0.2]]))
     for top_p, wanted in [(0.3, {1}), (0.5, {1, 3}), (0.7, {1, 3, 4}), (1.0, {0, 1, 2, 3, 4})]:
         s = utils.Sample(top_k=0, top_p=top_p, temperature=1.0)
-        assert {int(model.draw_tokens(logits, jax.random.key(i), s)[0]) for i in range(200)} == wanted
+        assert {int(decoding.draw_tokens(logits, jax.random.key(i), s)[0]) for i in range(200)} == wanted
 
 
 def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():

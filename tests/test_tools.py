@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT, SMALL_GPT2, small_config
 
 import checkpointing
+import decoding
 import main
-import model
 import tokenization
 import utils
 from dataset import Corpus
@@ -52,7 +52,7 @@ def run(tmp_path_factory):
 def logits_of(run):
     """`logits_of(ids [B, n])` -> [B, n, V]: all of the logits, one position at a time and without a cache."""
     _, cfg, mesh, params = run
-    decode, cache, rows = model.make_decode(cfg, mesh), model.empty_cache(cfg, 16, 40), np.zeros(16, np.int32)
+    decode, cache, rows = decoding.make_decode(cfg, mesh), decoding.empty_cache(cfg, 16, 40), np.zeros(16, np.int32)
     every = jax.jit(lambda ids: jax.lax.map(lambda i: decode(params, ids, cache, rows, rows + i)[0], np.arange(40)))
 
     def logits_of(ids):

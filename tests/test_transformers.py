@@ -12,6 +12,7 @@ from conftest import MESHES, ROOT, SMALL_GPT2, small_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import decoding
 import main
 import model
 import presets
@@ -89,7 +90,7 @@ def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_pa
     for name in ("head_dim", "value_dim", "q_latent", "ffn_width", "rope_base", "rope_factor", "norm_eps", "tied"):
         assert getattr(stored, name) == getattr(m, name)
     params = load(main.abstract_params(cfg, mesh))
-    decode, cache = jax.jit(model.make_decode(cfg, mesh)), model.empty_cache(cfg, 8, m.T)
+    decode, cache = jax.jit(decoding.make_decode(cfg, mesh)), decoding.empty_cache(cfg, 8, m.T)
     at = [0, 1, m.T // 2, m.T - 1]
     ours = [decode(params, rows[:, :-1].astype(np.int32), cache, np.zeros(8, int), np.full(8, i))[0] for i in at]
     ours = np.stack(ours, 1)[..., : m.vocab_size]
@@ -124,7 +125,7 @@ def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
     mesh = main.make_mesh(cfg)
     _, load = main.open_weights(run)
     prompt = np.arange(7, dtype=np.int32)
-    ours = jax.jit(model.make_generate(cfg, mesh))(load(main.abstract_params(cfg, mesh)), prompt, jax.random.key(0))
+    ours = jax.jit(decoding.make_generate(cfg, mesh))(load(main.abstract_params(cfg, mesh)), prompt, jax.random.key(0))
     ids = torch.tensor(prompt[None]).long()
     generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
     assert generated.shape == (1, 71) and np.array_equal(generated[0], ours[0])

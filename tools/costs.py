@@ -304,12 +304,9 @@ def weights_cost(cfg, traffic):
                 traffic.send("all-gather", together, whole * width, forth, count, n)
                 traffic.send("reduce-scatter", together, whole * 4, back, count, n)
             elif p.gather:
-                lead = 1 + (name == "dense") + (name in model.BLOCKS and cfg.run.pp_interleave > 1)  # dims of the stack
-                # swiglu's two halves stand where a tile's rows would, unless a dim of the stack can take their place
-                halves = once and name in runs and 2 in shape[lead:] and all(n % 8 for n in shape[:lead])
                 for axis in reversed(p.gather[1]):
                     top = name not in runs and split[axis] in (4, 16)  # embedding and head: seen, not understood
-                    tiles = not halves and not top and shape[p.gather[0]] % 8 == 0
+                    tiles = not top and shape[p.gather[0]] % 8 == 0
                     shape[p.gather[0]] *= split[axis]
                     whole *= split[axis]
                     traffic.send("all-gather", (axis,), whole * width, forth, count)

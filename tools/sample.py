@@ -32,6 +32,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import decoding
 import model
 
 CHUNK = 8  # tokens of a row between two looks at what was drawn: beside them the host's part is small
@@ -42,13 +43,13 @@ def make_sampler(cfg, mesh, options, length):
     """Jitted `prefill(params, ids [B, n], lengths [B])` -> state, and `advance(params, state)` -> state, the next
     tokens [CHUNK, B]; rows of at most `length` tokens. A state is (newest token [B], drawn but not yet in the cache;
     its position [B]; the cache, used up by `advance`; number of draws)."""
-    decode, key = model.make_decode(cfg, mesh), jax.random.key(options.seed)
+    decode, key = decoding.make_decode(cfg, mesh), jax.random.key(options.seed)
 
     def draw(logits, number):
-        return model.draw_tokens(logits, jax.random.fold_in(key, number), options).astype(jnp.int32)
+        return decoding.draw_tokens(logits, jax.random.fold_in(key, number), options).astype(jnp.int32)
 
     def prefill(params, ids, lengths):
-        cache = model.empty_cache(cfg, len(ids), length)
+        cache = decoding.empty_cache(cfg, len(ids), length)
         logits, cache = decode(params, ids, cache, jnp.zeros_like(lengths), lengths - 1)
         return draw(logits, 0), lengths, cache, jnp.int32(1)
 
