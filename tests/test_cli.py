@@ -15,7 +15,7 @@ import cli
 import presets
 import utils
 
-PATH = ["main", "model", "dataset", "utils", "cli", "processes", "checkpointing", "runlog"]
+PATH = ["main", "model", "dataset", "utils", "cli", "processes", "checkpointing", "runlog", "decoding"]
 FIELDS = {f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))}
 LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim dhR dropout_rate model_dtype k
 n_experts n_shared capacity_factor bucket_name process_path train_folder_name val_folder_name train_batch_size

@@ -365,7 +365,8 @@ def main(cfg, given):
         raise UserError(f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}; leave the flag out.")
     if cfg.run.init_from:
         cfg = utils.adopt(cfg, given, training.open_weights(cfg.run.init_from)[0])
-    cfg = utils.validate(utils.replace(cfg, n_devices=0), machine.n)
+    # no cache: what was compiled for devices that are not there cannot be read back
+    cfg = utils.validate(utils.replace(cfg, n_devices=0, compilation_cache=""), machine.n)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     training.configure_jax(cfg)
