@@ -645,6 +645,11 @@ def feed_forward(p, x, tokens, m):
     return tensor_parallel(mlp, x, tokens, m)
 
 
+def add_up(x):
+    """Sum over the first dim, in float32: addition by addition, since CPUs are slow to reduce a leading dim."""
+    return sum(x.astype(jnp.float32)).astype(x.dtype)
+
+
 @jax.custom_vjp
 def take_rows(x, index, inverse):
     """Rows of x [n, D] at index [m]; index n gives zeros. inverse [r, n] says where each row went (m: nowhere), so
@@ -657,7 +662,7 @@ def _take_rows_forward(x, index, inverse):
 
 
 def _take_rows_backward(inverse, g):
-    return sum(g.at[inverse].get(mode="fill", fill_value=0)), None, None
+    return add_up(g.at[inverse].get(mode="fill", fill_value=0)), None, None
 
 
 take_rows.defvjp(_take_rows_forward, _take_rows_backward)
@@ -733,7 +738,7 @@ def routed_experts(p, x, m, split):
     h = activate(product("encd,egdf->encgf", buckets, p["experts"]["up"], keep=False))
     h = jnp.einsum("encf,enc->encf", h, to_experts(gates)[..., 0])
     out = from_experts(product("encf,edf->encd", h, p["experts"]["down"], keep=False)).reshape(E * C, D)
-    out = sum(take_rows(out, slot, entry[None]).reshape(k, B, t, D))
+    out = add_up(take_rows(out, slot, entry[None]).reshape(k, B, t, D))
 
     loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
     return out, Load(loss, hot.sum(0).astype(jnp.float32), (rank >= C).sum().astype(jnp.float32))
