@@ -120,8 +120,8 @@ class Model:
     model_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of activations and matrix products; parameters and sums that need it are always float32."""
     remat: Literal["none", "dots", "full"] = "full"
-    """What a layer keeps for the backward pass: none recomputes nothing, dots keeps matrix products, full keeps only
-    the layer's input."""
+    """What a layer keeps for the backward pass: none recomputes nothing, dots keeps products with weights other
+    than experts', full keeps only the layer's input."""
     fsdp: Literal["full", "hoist", "none"] = "hoist"
     """Where weights lie: full, in parts over dp, gathered before every use, for the least memory; hoist, in parts,
     gathered once a batch, for the fewest messages; none, whole on every replica (experts are always spread)."""
