@@ -346,21 +346,28 @@ def next_stage(x):
     return lax.ppermute(x, "pp", [(s, (s + 1) % S) for s in range(S)]) if S > 1 else x
 
 
+@jax.custom_vjp
 def to_stages(x):
-    """Microbatches [M/S, ...] of every stage -> [M, ...] on every stage. Transpose: reduce-scatter."""
+    """Microbatches [M/S, ...] of every stage -> [M, ...] on every stage. Transpose: `share_out` by stage 0, which alone
+    puts them to use."""
     return lax.all_gather(x, "pp", axis=0, tiled=True) if lax.axis_size("pp") > 1 else x
 
 
-def from_last_stage(x, everywhere=False):
-    """Outputs [M, ...] of the last stage -> [M/S, ...], shared out over pp (`everywhere`: all of them on every stage).
+to_stages.defvjp(lambda x: (to_stages(x), None), lambda _, g: (share_out(g, 0),))
 
-    Transpose: all-gather, of which only the last stage's part has an effect.
-    """
+
+def share_out(x, stage):
+    """Microbatches [M, ...] of one stage -> [M/S, ...] on every stage. Transpose: the way back."""
     S = lax.axis_size("pp")
-    if S == 1:
-        return x
-    x = jnp.where(lax.axis_index("pp") == S - 1, x, 0)
-    return lax.psum(x, "pp") if everywhere else lax.psum_scatter(x, "pp", scatter_dimension=0, tiled=True)
+    return lax.all_to_all(x.reshape(S, -1, *x.shape[1:]), "pp", 0, 0)[stage] if S > 1 else x
+
+
+def from_last_stage(x, everywhere=False):
+    """Outputs [M, ...] of the last stage -> [M/S, ...], shared out over pp (`everywhere`: all of them on every stage)."""
+    last = lax.axis_size("pp") - 1
+    if everywhere:
+        return lax.psum(jnp.where(lax.axis_index("pp") == last, x, 0), "pp")
+    return share_out(x, last)
 
 
 def sum_over(x, axes):

@@ -375,8 +375,8 @@ def estimate(cfg, platform="tpu", slices=1, across="dp"):
     # a tick's activations go to the next stage and their gradients back; inputs and outputs are shared out
     tick = s.B * s.T / s.tp * cfg.model.model_dimension * s.bytes
     traffic.send("collective-permute", ("pp",), tick, A * 2 * s.ticks)
-    traffic.send("all-gather", ("pp",), cfg.data.micro_batch_size * tick, A * 2)
-    traffic.send("reduce-scatter", ("pp",), cfg.data.micro_batch_size * tick, A * 2)
+    traffic.send("all-gather", ("pp",), cfg.data.micro_batch_size * tick, A)
+    traffic.send("all-to-all", ("pp",), cfg.data.micro_batch_size * tick, A * 3)
     summed = {"full": 0, "hoist": GRADIENTS * held, "none": GRADIENTS * held - 4 * stored}[cfg.model.fsdp]
     return Estimate(
         flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched + WEIGHTS * added,
