@@ -363,7 +363,7 @@ def share_out(x, stage):
 
 
 def from_last_stage(x, everywhere=False):
-    """Outputs [M, ...] of the last stage -> [M/S, ...], shared out over pp (`everywhere`: all of them on every stage)."""
+    """Outputs [M, ...] of the last stage -> [M/S, ...], shared out (`everywhere`: all of them on every stage)."""
     last = lax.axis_size("pp") - 1
     if everywhere:
         return lax.psum(jnp.where(lax.axis_index("pp") == last, x, 0), "pp")
