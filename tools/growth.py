@@ -24,7 +24,7 @@ TOKENS = 65_536  # of a replica and step along T
 CURVES = {  # {name: (flags that a user may override, {x: flags of the point})}
     "blocks": ("--plan v4:2x4x4 --n_device_axis 8 2 2 --pp_interleave 2", {n: f"--blocks {n}" for n in (4, 8, 16)}),
     "chips": ("--n_device_axis 0 2 2", {8: "--plan v4:2x2x2", 32: "--plan v4:2x4x4", 128: "--plan v4:4x4x8",
-                                        512: "--plan v4:8x8x8"}),
+                                        512: "--plan v4:8x8x8", 1024: "--plan v4:8x8x16"}),
     "T": ("--plan v4:2x2x4 --n_device_axis 4 1 4",
           {T: f"--T {T} --train_batch_size {TOKENS // T} --micro_batch_size {min(4, TOKENS // T)}"
            for T in (1024, 4096, 16384, 65536)}),
