@@ -168,9 +168,6 @@ if [[ $(bash setup_tpu.sh --accelerator) == cpu ]] && ! gave __n_devices; then
   fi
 fi
 
-# Every step on CPU devices takes its memory anew from the system: fewer page faults in pages of 2 MiB (glibc 2.35).
-export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
-
 # exec: Ctrl-C and SIGTERM reach main.py itself, which then writes a checkpoint
 ((${MAX_RESTARTS:-0} == 0)) || exec bash tools/supervise.sh "$MAX_RESTARTS" "" "$python" "${train[@]}" "$@"
 exec "$python" "${train[@]}" "$@"

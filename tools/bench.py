@@ -157,7 +157,6 @@ def measure(configurations, rounds, steps):
     groups = [[c] for c in configurations] if utils.platform() == "tpu" else [configurations]
     if utils.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.75, 0.9 / len(configurations)):.3f}")
-    os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # as run.sh local trains
     workers = []
     for group in groups:
         begun = [Worker(c) for c in group]
