@@ -229,6 +229,30 @@ def flops_per_token(cfg):
 # --- Collectives: every one of the program ----------------------------------------------------------------------
 
 
+def all_gather(x, axis, dim):
+    """[.., n, ..], a part along `dim` -> the parts of all devices of a mesh axis, one after another. Transpose:
+    reduce-scatter.
+
+    The TPU compiler makes an all-reduce, of twice the bytes, of many a reduce-scatter among all devices of a mesh, of
+    small last dims or along the first: that goes in two steps (arXiv:1909.09756, section 3), with the dims after `dim`
+    as one, and with parts along a dim of their own.
+    """
+    n, shape = lax.axis_size(axis), x.shape
+    near = next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0) if n == lax.axis_size(AXES) else 1
+    devices = np.arange(n).reshape(-1, near)
+    x = x if dim == x.ndim - 1 else x.reshape(*shape[: dim + 1], -1)
+    for groups in (devices, devices.T) if near > 1 else (devices.T,) if n > 1 else ():
+        x = lax.all_gather(x, axis, axis=dim, tiled=dim > 0, axis_index_groups=groups.tolist())
+    return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def reduce_scatter(x, axis, dim):
+    """A sum over a mesh axis, of which every device takes its part along `dim`. Transpose: `all_gather`."""
+    part = x.shape[:dim] + (x.shape[dim] // lax.axis_size(axis),) + x.shape[dim + 1 :]
+    gather = functools.partial(all_gather, axis=axis, dim=dim)
+    return jax.linear_transpose(gather, jax.ShapeDtypeStruct(part, x.dtype))(x)[0]
+
+
 class Weights(NamedTuple):
     """Weights, one or a tree of them, and zeros in float32 of the same shapes at which their gradients arrive instead:
     see `take`."""
@@ -253,7 +277,7 @@ def _whole(w, p):
     dim %= w.ndim
     if not p.expert:
         for axis in reversed(axes if p.gather else ()):  # one after another: XLA reduces and scatters no more than that
-            w = lax.all_gather(w, axis, axis=dim, tiled=True)
+            w = all_gather(w, axis, dim)
         return w
     E, experts = p.shape[p.expert], p.expert % w.ndim
     apart, together = expert_groups(E)
@@ -263,7 +287,7 @@ def _whole(w, p):
     w = lax.all_to_all(w, axes, experts, dim, axis_index_groups=apart, tiled=True)
     shape = w.shape
     w = w.reshape(*shape[:dim], E, -1, *shape[dim + 1 :])
-    w = lax.all_gather(w, axes, axis=dim + 1, axis_index_groups=together)  # [..., E, r, slice, ...]
+    w = lax.all_gather(w, axes, axis=dim + 1, tiled=True, axis_index_groups=together)  # [..., E, r x slice, ...]
     return w.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
@@ -298,7 +322,7 @@ def gather_sequence(x, split):
 
     Transpose: reduce-scatter over T. Tokens that are not split over tp (decoding) are whole already.
     """
-    return lax.all_gather(x, "tp", axis=1, tiled=True) if split and lax.axis_size("tp") > 1 else x
+    return all_gather(x, "tp", 1) if split else x
 
 
 def scatter_sequence(x, split):
@@ -308,7 +332,7 @@ def scatter_sequence(x, split):
     """
     if lax.axis_size("tp") == 1:
         return x
-    return lax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True) if split else lax.psum(x, "tp")
+    return reduce_scatter(x, "tp", 1) if split else lax.psum(x, "tp")
 
 
 def exchange_heads(x, split):

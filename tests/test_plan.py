@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 from unittest import mock
 
 import jax
@@ -256,6 +257,22 @@ def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
     cfg, given = cli.parse(words)
     plan.main(cfg, given)
     assert "does not fit: it needs" in capsys.readouterr().out
+
+
+def abort(cfg, machine):
+    """What some programs make of the TPU compiler."""
+    print("F1121 emitter.cc:1904] Check failed: s_count.has_value() ", file=sys.stderr, flush=True)
+    os.abort()
+
+
+@tpu_compiler
+def test_formulas_answer_where_the_tpu_compiler_aborts(no_device, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "compile_for", abort)
+    a = planned("--search", plan="v4:2x2x1", train_batch_size=16, plan_json=tmp_path / "plan.json")
+    assert "its own (libtpu" in (said := capsys.readouterr().out) and ": Check failed: s_count.has_value())" in said
+    assert a["fits"] and not any(row["compiled"] for row in a["search"])
+    with pytest.raises(utils.UserError, match="no program to write"):
+        planned(plan="v4:2x2x1", n_device_axis=(4, 1, 1), plan_dump=tmp_path)
 
 
 @tpu_compiler

@@ -211,13 +211,14 @@ class Traffic:
     def send(self, kind, axes, whole, times=1, count=1, n=0, whole_tiles=True):
         """Collectives, `times` times in a step `count` of them, together of arrays of `whole` bytes with all their
         parts, among n devices (0: all along the axes), by rings: all-reduce is reduce-scatter and all-gather
-        (arXiv:1909.09756, section 3). The TPU compiler makes an all-reduce of a reduce-scatter over all devices, or
-        whose parts are not of whole tiles."""
+        (arXiv:1909.09756, section 3). The TPU compiler makes an all-reduce of a reduce-scatter over all devices that
+        model.all_gather cannot do in two steps, or whose parts are not of whole tiles."""
         axes = tuple(a for a in model.AXES if a in axes and self.split[a] > 1)
         n = n or math.prod(self.split[a] for a in axes)
         if n == 1 or not times * whole:
             return
-        if kind == "reduce-scatter" and self.platform == "tpu" and (n == self.devices or not whole_tiles):
+        at_once = n == self.devices and all(n % k for k in range(2, math.isqrt(n) + 1))
+        if kind == "reduce-scatter" and self.platform == "tpu" and (at_once or not whole_tiles):
             kind = "all-reduce"
         if self.slices > 1 and self.across in axes:
             axes, n, whole = self.send_across(kind, axes, n, whole, times, count)
@@ -279,8 +280,8 @@ def weights_cost(cfg, traffic):
     """(elements stored, elements of layers' weights when gathered, those times the runs that give them a gradient).
 
     ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass, and
-    again where the backward pass computes that anew; else once a step, since XLA takes out of a loop what does not
-    depend on it. Gradients are reduce-scattered in float32.
+    again where the backward pass computes that anew; else once a batch of gradient accumulation. Gradients are
+    reduce-scattered in float32.
     """
     m, s, split, A = cfg.model, sizes(cfg), traffic.split, cfg.run.grad_step
     stored, held, added, runs = 0, 0, 0, layer_runs(cfg)
@@ -289,7 +290,7 @@ def weights_cost(cfg, traffic):
         times /= cfg.run.pp_interleave if name in model.BLOCKS else 1  # each time those of one round
         layers *= cfg.run.pp_interleave if name in model.BLOCKS else 1
         once = name not in runs or m.fsdp != "full"
-        forth, back, count = (1, A, 1) if once else (A * times * (1 + (m.remat != "none")), A * times, layers)
+        forth, back, count = (A, A, 1) if once else (A * times * (1 + (m.remat != "none")), A * times, layers)
         for p in model.jax.tree.leaves(part, is_leaf=model.is_param):
             shape, axes = local_shape(p, split)
             whole, stored = math.prod(shape), stored + tiled(shape, traffic.platform)
@@ -305,8 +306,7 @@ def weights_cost(cfg, traffic):
                 traffic.send("reduce-scatter", together, whole * 4, back, count, n)
             elif p.gather:
                 for axis in reversed(p.gather[1]):
-                    top = name not in runs and split[axis] in (4, 16)  # embedding and head: seen, not understood
-                    tiles = not top and shape[p.gather[0]] % 8 == 0
+                    tiles = shape[p.gather[0]] % 8 == 0
                     shape[p.gather[0]] *= split[axis]
                     whole *= split[axis]
                     traffic.send("all-gather", (axis,), whole * width, forth, count)
@@ -322,14 +322,14 @@ def weights_cost(cfg, traffic):
 
 def layers_cost(cfg, platform, traffic):
     """(operations of all layers, of these in attention, of these in the pipeline's ticks; bytes that the forward passes
-    of a batch leave for the backward passes; bytes of all layers' intermediates).
+    of a batch leave for the backward passes; bytes of all layers' intermediates, and of the widest layer's).
 
     Tensor and sequence parallelism (arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1) and experts
     (arXiv:2006.16668, section 3.2): every collective runs in the forward pass, again where that is recomputed, and its
     transpose in the backward pass.
     """
     m, s, again = cfg.model, sizes(cfg), cfg.model.remat != "none"
-    flops, scores, pipelined, kept, touched = 0, 0, 0, 0, 0
+    flops, scores, pipelined, kept, touched, widest = 0, 0, 0, 0, 0, 0
     channel, residual = s.B * s.T * s.bytes, m.model_dimension
     for kind, (layers, times) in layer_runs(cfg).items():
         c, n = layer_cost(cfg, kind, platform), cfg.run.grad_step * layers * times
@@ -351,18 +351,20 @@ def layers_cost(cfg, platform, traffic):
             traffic.send("all-to-all", apart, c.to_experts, n * (4 + again), 1, spread)
             traffic.send("all-to-all", apart, gates, n * (2 + again), 1, spread)
         keep = {"none": KEPT * c.wide, "dots": c.kept + residual, "full": residual}[m.remat]
-        kept, touched = kept + layers * times * channel / s.tp * keep, touched + n * channel / s.tp * c.wide
-    return flops, scores, pipelined, kept, touched
+        kept, wide = kept + layers * times * channel / s.tp * keep, channel / s.tp * c.wide
+        touched, widest = touched + n * wide, max(widest, wide)
+    return flops, scores, pipelined, kept, touched, widest
 
 
 # Fitted to what the TPU compiler says of the README's configurations. Memory:
 KEPT = 1.7  # channels that --remat none keeps, per channel of a layer's intermediates
-GRADIENTS = 5.0  # bytes per gathered weight while layers' gradients are summed up
-LOGITS = 1.95  # copies of the logits that are held at once, before that
+GRADIENTS, LAYER = 4.4, 1.4  # bytes per gathered weight while layers' gradients are summed up, per byte of the widest's
+LOGITS = 1.6  # copies of the logits that are held at once, before that
 # Time, in bytes read and written per one of each:
 OPERANDS, WEIGHTS = 5.2, 22.0  # intermediates (bytes) and gathered weights, every time, by matrix products
 PASSES, SUMS = 3.7, 12.0  # the same, by all else
-STACKED, HEAD = 29.0, 47.0  # what is kept for the backward pass (bytes), logits (numbers)
+STACKED = dict(none=9.0, dots=26.0, full=29.0)  # what is kept for the backward pass (bytes), by --remat
+HEAD = 47.0  # logits (numbers)
 
 
 def estimate(cfg, platform="tpu", slices=1, across="dp"):
@@ -370,19 +372,19 @@ def estimate(cfg, platform="tpu", slices=1, across="dp"):
     s, A = sizes(cfg), cfg.run.grad_step
     traffic = Traffic(cfg, platform, slices, across)
     stored, held, added = weights_cost(cfg, traffic)
-    flops, scores, pipelined, kept, touched = layers_cost(cfg, platform, traffic)
+    flops, scores, pipelined, kept, touched, widest = layers_cost(cfg, platform, traffic)
     head, logits, logits_held = head_cost(cfg, platform)
     # a tick's activations go to the next stage and their gradients back; inputs and outputs are shared out
     tick = s.B * s.T / s.tp * cfg.model.model_dimension * s.bytes
     traffic.send("collective-permute", ("pp",), tick, A * 2 * s.ticks)
     traffic.send("all-gather", ("pp",), cfg.data.micro_batch_size * tick, A)
     traffic.send("all-to-all", ("pp",), cfg.data.micro_batch_size * tick, A * 3)
-    summed = {"full": 0, "hoist": GRADIENTS * held, "none": GRADIENTS * held - 4 * stored}[cfg.model.fsdp]
+    summed = {"full": 0, "hoist": GRADIENTS * held, "none": max(0, GRADIENTS * held - 4 * stored)}[cfg.model.fsdp]
     return Estimate(
         flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched + WEIGHTS * added,
-        passes=PASSES * touched + SUMS * added + STACKED * A * kept + HEAD * A * logits,
+        passes=PASSES * touched + SUMS * added + STACKED[cfg.model.remat] * A * kept + HEAD * A * logits,
         weights=4 * stored, optimizer=8 * stored, batch=8 * A * s.own * s.B * s.T / s.tp, activations=kept,
-        workspace=held * s.bytes + 4 * stored + max(summed, LOGITS * logits_held),
+        workspace=held * s.bytes + 4 * stored + max(summed + LAYER * widest, LOGITS * logits_held),
         bubble=(s.pp - 1) / s.ticks, pipeline_share=pipelined / (flops + A * head),
     )  # fmt: skip
 

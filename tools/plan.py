@@ -5,13 +5,17 @@ program is read by tools/hlo.py. The formulas of tools/costs.py answer where the
 tries, and say which flag would help.
 """
 
+import importlib.metadata
 import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
+import tempfile
 import typing
+from concurrent import futures
 from typing import NamedTuple
 
 import jax
@@ -110,6 +114,32 @@ def compile_step(cfg, devices):
     memory = step.memory_analysis()
     arguments = memory.argument_size_in_bytes  # temp_size_in_bytes counts more than stands in memory at any time
     return Compiled(step.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
+
+
+def ask_compiler(cfg, machine):
+    """`Compiled` train step for a slice, or None where the compiler fails. Raises TooLarge.
+
+    In a process of its own, which some programs end: the TPU compiler aborts where a check of its own fails.
+    """
+    with tempfile.NamedTemporaryFile("r") as log, futures.ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), redirect_errors, (log.name,)) as apart:  # fmt: skip
+        try:
+            return apart.submit(compile_for, cfg, machine).result()
+        except futures.process.BrokenProcessPool:
+            check = re.search(r"Check failed: .*\S", log.read())
+            why = f"libtpu {importlib.metadata.version('libtpu')}" + (f": {check[0]}" if check else "")
+            say(f"the TPU compiler aborts on this step, a fault of its own ({why}), as it would on the machine; the "
+                f"formulas answer, and another mesh or width may pass")  # fmt: skip
+            return None
+
+
+def redirect_errors(path):
+    os.dup2(os.open(path, os.O_WRONLY), 2)
+
+
+def compile_for(cfg, machine):
+    training.configure_jax(cfg)
+    return compile_step(cfg, slice_devices(machine))
 
 
 # --- The answer ---------------------------------------------------------------------------------------------------
@@ -302,7 +332,7 @@ def advise(cfg, machine, a):
     return f"{lacks}; {changed(cfg, best)} would make it fit, as formulas go"
 
 
-def search(cfg, machine, devices):
+def search(cfg, machine, compiler):
     """[(Config, Answer)] of the best configuration of every mesh, the fastest first: formulas rank all of them,
     the compiler, if it is there, checks the best."""
     best, tried = {}, 0
@@ -316,11 +346,11 @@ def search(cfg, machine, devices):
         raise UserError(f"--search: no mesh of {machine.n} devices fits these flags; a train_batch_size x dp x "
                         f"grad_step with more divisors may help.")  # fmt: skip
     say(f"{tried:,} configurations on {len(found)} meshes ranked by formulas")
-    for i, (new, a) in enumerate(found[:COMPILED] if devices else []):
+    for i, (new, a) in enumerate(found[:COMPILED] if compiler else []):
         if a.fits:
             say(f"compiling the best on {new.run.n_device_axis}")
-            found[i] = new, ask_compiler(new, machine, devices)[0]
-    found.sort(key=lambda pair: (not pair[1].compiled and bool(devices), *rank(pair[1])))
+            found[i] = new, compiled_answer(new, machine)[0]
+    found.sort(key=lambda pair: (compiler and not pair[1].compiled, *rank(pair[1])))
     return found
 
 
@@ -349,13 +379,13 @@ def table(found):
     return lines
 
 
-def ask_compiler(cfg, machine, devices):
+def compiled_answer(cfg, machine):
     """(Answer, text of the program or None) from the compiler; also where it refuses since memory does not suffice."""
     try:
-        compiled = compile_step(cfg, devices)
+        compiled = ask_compiler(cfg, machine)
     except TooLarge as e:
         return answer(cfg, machine, too_large=e), None
-    return answer(cfg, machine, compiled), compiled.text
+    return answer(cfg, machine, compiled), compiled and compiled.text
 
 
 def main(cfg, given):
@@ -370,22 +400,22 @@ def main(cfg, given):
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     training.configure_jax(cfg)
-    devices = None
-    if machine.topology and importlib.util.find_spec("libtpu"):
-        devices = slice_devices(machine)
+    compiler = bool(machine.topology and importlib.util.find_spec("libtpu"))
+    if compiler:
+        slice_devices(machine)
     elif asked.plan_dump:
         raise UserError(f"--plan_dump {asked.plan_dump}: " + (NO_COMPILER if machine.topology else
                         "a GPU's program cannot be compiled without one") + ".")  # fmt: skip
     given_cfg, found, text = cfg, [], None
     if asked.search:
-        found = search(cfg, machine, devices)
+        found = search(cfg, machine, compiler)
         cfg, a = found[0]
-    elif devices:
+    elif compiler:
         say(f"compiling the step for {machine.name}")
-        a, text = ask_compiler(cfg, machine, devices)
+        a, text = compiled_answer(cfg, machine)
     else:
         a = answer(cfg, machine)
-    if machine.topology and not devices:
+    if machine.topology and not compiler:
         print(NO_COMPILER)
     if found:
         print(*table(found), f"the fastest: {changed(given_cfg, cfg) or 'the flags as given'}", sep="\n")
@@ -399,8 +429,10 @@ def main(cfg, given):
             content["search"] = [other._asdict() | dict(fits=other.fits) for _, other in found]
         utils.write_file(asked.plan_json, json.dumps(content, indent=1) + "\n")
     if asked.plan_dump:
-        if text is None and a.fits:
-            text = compile_step(cfg, devices).text
+        if asked.search and a.compiled and a.fits:
+            text = ask_compiler(cfg, machine).text
+        if a.fits and text is None:
+            raise UserError(f"--plan_dump {asked.plan_dump}: the TPU compiler failed, so there is no program to write.")
         if text:
             utils.write_file(os.path.join(asked.plan_dump, "step.hlo"), text)
     return 0
