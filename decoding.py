@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import kernels
 import model
 
 
@@ -37,7 +38,7 @@ def make_decode(cfg, mesh):
             x, done["first"], _ = first_layers(layers["first"], (), 0, x, tokens, blocks.pop("first"))
         x, blocks = model.pipeline(run_stage, x[None], blocks)  # [1, B/dp, n, D]
         x = model.from_last_stage(jnp.take_along_axis(x[0], last[:, None, None], 1)[:, 0], everywhere=True)  # [B/dp, D]
-        return model.logits_of(arch.norm(x, top["norm"], m.norm_eps), top["head"], m.vocab_size), blocks | done
+        return kernels.logits_of(arch.norm(x, top["norm"], m.norm_eps), top["head"], m.vocab_size), blocks | done
 
     specs, rows = model.table_map(lambda p: p.spec, model.param_table(cfg)), P("dp")
     return jax.shard_map(

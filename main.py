@@ -17,18 +17,19 @@ import traceback
 from typing import Any, NamedTuple
 
 import cli
+import platforms
 import utils
 from utils import UserError, say
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
     cfg_given = utils.one_sentence(lambda: cli.parse(sys.argv[1:]))
     if cfg_given[0].plan.plan:
-        utils.use_no_device()
+        platforms.use_no_device()
         from tools import plan
 
         sys.exit(utils.one_sentence(lambda: plan.main(*cfg_given)))
     n_processes = utils.one_sentence(lambda: cli.check_processes(*cfg_given))
-    utils.set_xla_flags(cfg_given[0].run.n_devices, n_processes)
+    platforms.set_xla_flags(cfg_given[0].run.n_devices, n_processes)
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ import model
 from checkpointing import Checkpoints
 from dataset import Mixture, Prefetch, put_batch
 from processes import ANOTHER, Interrupt, Watchdog, check_agreement, join_processes, together
-from runlog import RunLog, progress
+from runlog import RunLog, duration, progress
 from tokenization import keep_tokenizer, text_of
 
 
@@ -355,13 +356,13 @@ def main(cfg, given):
     evaluate = make_evaluate(cfg, mesh, val)
     compiling = time.time()
     train_step = lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
-    say(f"compiled in {utils.duration(time.time() - compiling)}")
+    say(f"compiled in {duration(time.time() - compiling)}")
     generate = jax.jit(decoding.make_generate(in_a_row, mesh), out_shardings=NamedSharding(mesh, P()))
 
     # --- What the run says and leaves behind
     main_process = jax.process_index() == 0
     log = RunLog(cfg, step, main_process)
-    peak = utils.peak_flops(kind)
+    peak = platforms.peak_flops(kind)
     at_peak = peak and peak * cfg.run.n_devices / model.flops_per_token(cfg)  # tokens per second
     about = dict(mesh=[dp, pp, tp], versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)})
     if main_process:
@@ -490,7 +491,7 @@ def main(cfg, given):
             checkpoints.close()
             log.close()
             batches.close()  # last: a read that storage does not answer may take a minute to give up
-    say(f"{'stopped' if signalled else 'done'} at step {step} after {utils.duration(time.time() - started)}; "
+    say(f"{'stopped' if signalled else 'done'} at step {step} after {duration(time.time() - started)}; "
         f"everything stands in {log.dir}{', and the same command goes on from here' if signalled else ''}")  # fmt: skip
     if checkpoints.saved != step:
         print(f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not written; make "

@@ -26,12 +26,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import kernels
+
 AXES = ("dp", "pp", "tp")
 YARN_BETA = 32, 1  # turns over the original T above which a frequency stays, and below which it is stretched
-# Tokens whose logits a device holds at once: what stays in a CPU's cache, what keeps matrix units busy elsewhere.
-LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
-# The kernel that --attention auto stands for.
-BEST_ATTENTION = {"cpu": "blockwise", "gpu": "blockwise", "tpu": "splash"}
 BLOCKS = {"dense", "moe", "gpt2"}  # kinds of layers that blocks consist of, in stacks that pp splits
 SPREAD = dict(moe=("dp", "tp"), mtp=AXES)  # over which axes a layer's tokens are spread, the stage given
 BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
@@ -248,9 +246,8 @@ def all_gather(x, axis, dim):
 
 def reduce_scatter(x, axis, dim):
     """A sum over a mesh axis, of which every device takes its part along `dim`. Transpose: `all_gather`."""
-    part = x.shape[:dim] + (x.shape[dim] // lax.axis_size(axis),) + x.shape[dim + 1 :]
-    gather = functools.partial(all_gather, axis=axis, dim=dim)
-    return jax.linear_transpose(gather, jax.ShapeDtypeStruct(part, x.dtype))(x)[0]
+    part = jax.ShapeDtypeStruct(x.shape[:dim] + (x.shape[dim] // lax.axis_size(axis),) + x.shape[dim + 1 :], x.dtype)
+    return jax.linear_transpose(functools.partial(all_gather, axis=axis, dim=dim), part)(x)[0]
 
 
 class Weights(NamedTuple):
@@ -330,8 +327,6 @@ def scatter_sequence(x, split):
 
     Transpose: all-gather over T. Where tokens are not split over tp, a sum over tp.
     """
-    if lax.axis_size("tp") == 1:
-        return x
     return reduce_scatter(x, "tp", 1) if split else lax.psum(x, "tp")
 
 
@@ -565,56 +560,6 @@ def write_cache(cache, new, position):
     return jax.vmap(write)(cache, new.astype(cache.dtype), position[:, 0])
 
 
-def attend(q, k, v, position, start, heads="h"):
-    """Causal attention of scaled queries q [B, H/tp, T, K] at `position` [B or 1, T], back to `start` [B, T] if given.
-
-    Keys and values stand at positions 0.. of k [B, H/tp, S, K] and v [B, H/tp, S, V], without the dim of the heads
-    where all share them (`heads` ""). Returns [B, H/tp, T, V].
-    """
-    scores = jnp.einsum(f"bhtk,b{heads}sk->bhts", q, k, preferred_element_type=jnp.float32)
-    seen = jnp.arange(k.shape[-2]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
-    if start is not None:
-        seen &= jnp.arange(k.shape[-2]) >= start[:, None, :, None]
-    scores = jnp.where(seen, scores, -jnp.inf)
-    # softmax, its division put off until after the sum over s: one pass less over T x S
-    weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
-    out = jnp.einsum(f"bhts,b{heads}sv->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
-    return (out / weights.sum(-1, keepdims=True)).astype(q.dtype)
-
-
-def blockwise_attention(q, k, v, position, start):
-    """`attend` of whole sequences in blocks of queries, each to the keys up to its end: little more than half of the
-    scores are computed, and one block's stand in memory."""
-    T = q.shape[2]
-    size = next(T // n for n in (8, 4, 2, 1) if T % n == 0 and (T // n >= 64 or n == 1))
-
-    def block(end):
-        rows = slice(end - size, end)
-        return attend(q[:, :, rows], k[:, :, :end], v[:, :, :end], position[:, rows],
-                      None if start is None else start[:, rows])  # fmt: skip
-
-    return jnp.concatenate([block(end) for end in range(size, T + 1, size)], 2)
-
-
-def splash_attention(q, k, v, position, start):
-    """`attend` of whole sequences by a kernel for TPUs that never writes scores to memory (FlashAttention-2,
-    arXiv:2307.08691). T must be a multiple of 128."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    H, T = q.shape[1:3]
-    block = next(b for b in (512, 256, 128) if T % b == 0)
-    sizes = {f.name: block for f in dataclasses.fields(splash.BlockSizes) if f.name.startswith("block")}
-    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.SEQ_MINOR)  # as products leave them
-    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * H)
-    kernel = splash.make_splash_mha_single_device(mask, block_sizes=splash.BlockSizes(**sizes, **layouts))
-    documents = None if start is None else splash.SegmentIds(start, start)
-    return jax.vmap(kernel)(q, k, v, documents)
-
-
-ATTENTION = {"xla": attend, "blockwise": blockwise_attention, "splash": splash_attention}
-
-
 def attention(p, x, tokens, m, cache=None):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), tensor-parallel over heads.
 
@@ -637,10 +582,10 @@ def attention(p, x, tokens, m, cache=None):
     k_up, v_up = jnp.split(p["kv_up"], (K,), -1)  # [R, H/tp, K], [R, H/tp, V]
     if cache is not None and q.shape[2] == 1:  # one query is cheaper brought into the latent space than all keys out
         q = jnp.concatenate([jnp.einsum("bhtk,rhk->bhtr", q[..., :K], k_up), q[..., K:]], -1)  # [B, H/tp, 1, R + dhR]
-        out = jnp.einsum("bhtr,rhv->bhtv", attend(q, kv, kv[..., :R], position, tokens.start, heads=""), v_up)
+        out = jnp.einsum("bhtr,rhv->bhtv", kernels.attend(q, kv, kv[..., :R], position, tokens.start, heads=""), v_up)
     else:
         v = product("bsr,rhv->bhsv", kv[..., :R], v_up)
-        kernel = ATTENTION[m.attention if cache is None else "xla"]
+        kernel = kernels.ATTENTION[m.attention if cache is None else "xla"]
         out = kernel(q, project_keys(kv, k_up), v, position, tokens.start)
     return project_heads(out, p["out"], tokens, m), cache
 
@@ -955,70 +900,9 @@ def pipeline(stage, inputs, state, rounds=1):
 # --- Loss -------------------------------------------------------------------------------------------------------
 
 
-def logits_of(x, embedding, vocab_size):
-    """x [n, D], embedding [V, D] -> float32 logits [n, V]; the padding of the vocabulary is never predicted."""
-    logits = jnp.einsum("nd,vd->nv", x, embedding, preferred_element_type=jnp.float32)
-    return jnp.where(jnp.arange(embedding.shape[0]) < vocab_size, logits, -jnp.inf)
-
-
-def _chunks(most, *arrays):
-    n = len(arrays[0])
-    chunk = next(c for c in range(min(n, most), 0, -1) if n % c == 0)
-    return jax.tree.map(lambda a: a.reshape(n // chunk, chunk, *a.shape[1:]), arrays)
-
-
-def token_losses(x, embedding, targets, vocab_size, most):
-    """-log p(target) of every token, float32 [n], never holding the logits of more than `most` tokens; 0 where the
-    target is negative. x [n, D], embedding [V, D], targets [n]."""
-
-    def chunk(_, scanned):
-        x, targets = scanned
-        logits = logits_of(x, embedding, vocab_size)
-        at_target = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
-        return None, jnp.where(targets >= 0, jax.nn.logsumexp(logits, -1) - at_target, 0)
-
-    return lax.scan(chunk, None, _chunks(most, x, targets))[1].reshape(-1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def cross_entropy(x, embedding, targets, vocab_size, most):
-    """Sum of `token_losses`. Its gradient is formed in the forward pass, chunk by chunk, so that no logits are computed
-    twice."""
-    return token_losses(x, embedding, targets, vocab_size, most).sum()
-
-
-def _cross_entropy_forward(x, embedding, targets, vocab_size, most):
-    def chunk(carry, scanned):
-        total, d_embedding = carry
-        x, targets = scanned
-        logits = logits_of(x, embedding, vocab_size)
-        top = logits.max(-1, keepdims=True)
-        exp = jnp.exp(logits - top)
-        norm = exp.sum(-1, keepdims=True)
-        at_target, counts = jnp.take_along_axis(logits, targets[:, None], 1), targets[:, None] >= 0
-        total += jnp.where(counts, top + jnp.log(norm) - at_target, 0).sum()
-        hot = targets[:, None] == jnp.arange(embedding.shape[0])
-        d_logits = (exp * (counts / norm) - hot).astype(x.dtype)  # softmax minus one-hot
-        d_embedding += jnp.einsum("nd,nv->dv", x, d_logits, preferred_element_type=jnp.float32)
-        return (total, d_embedding), jnp.einsum("nv,vd->nd", d_logits, embedding)
-
-    # the embedding's gradient is summed up transposed: CPUs multiply so twice as fast
-    start = jnp.float32(0), jnp.zeros(embedding.shape[::-1], jnp.float32)
-    (total, d_embedding), dx = lax.scan(chunk, start, _chunks(most, x, targets))
-    return total, (dx.reshape(x.shape), d_embedding.T.astype(embedding.dtype))
-
-
-def _cross_entropy_backward(vocab_size, most, gradients, g):
-    dx, d_embedding = gradients
-    return (g * dx).astype(dx.dtype), (g * d_embedding).astype(d_embedding.dtype), None
-
-
-cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
-
-
 def for_devices(cfg, mesh):
     """`cfg` with the attention kernel that auto stands for on the devices of `mesh`."""
-    best = BEST_ATTENTION[mesh.devices.flat[0].platform]
+    best = kernels.BEST_ATTENTION[mesh.devices.flat[0].platform]
     if cfg.model.attention != "auto":
         return cfg
     return with_model(cfg, attention="blockwise" if best == "splash" and cfg.model.T % 128 else best)
@@ -1094,7 +978,7 @@ def make_loss(cfg, mesh, train):
     cfg = for_devices(cfg, mesh)
     m, o, table, spec = cfg.model, cfg.optimizer, param_table(cfg), P(*BATCH_SPEC[1:])
     forward, layer, depths = make_forward(cfg, train), make_layer(cfg, train), m.mtp_depth if train else 0
-    chunk = LOSS_CHUNK[mesh.devices.flat[0].platform]
+    chunk = kernels.LOSS_CHUNK[mesh.devices.flat[0].platform]
 
     def predict_further(x, targets, tokens_of, top, layers):
         """Sum of the cross-entropies of the tokens after the next (DeepSeek-V3, section 2.2), and `Load` [depths, E]:
@@ -1116,8 +1000,7 @@ def make_loss(cfg, mesh, train):
 
             weights, (x, load) = lax.scan(one, weights, (x, ahead[..., :-1], own))
             loads.append(jax.tree.map(lambda v: v.sum(0), load))
-            total += cross_entropy(x.reshape(-1, x.shape[-1]), top["head"], ahead[..., 1:].reshape(-1), m.vocab_size,
-                                   chunk)  # fmt: skip
+            total += kernels.cross_entropy(x, top["head"], ahead[..., 1:], m.vocab_size, chunk)
         return total, jax.tree.map(lambda *v: jnp.stack(v), *loads)
 
     def local_loss(params, ids, targets, key, first):
@@ -1134,7 +1017,7 @@ def make_loss(cfg, mesh, train):
 
         x, load, top, layers = forward(params, ids, tokens_of)
         with jax.named_scope("head"):
-            nll = cross_entropy(x.reshape(-1, x.shape[-1]), top["head"], targets.reshape(-1), m.vocab_size, chunk)
+            nll = kernels.cross_entropy(x, top["head"], targets, m.vocab_size, chunk)
         loads, mtp = dict(moe=load), jnp.float32(0)
         if depths:
             with jax.named_scope("mtp"):
@@ -1167,14 +1050,13 @@ def make_score(cfg, mesh):
     inputs, sharded as BATCH_SPEC[1:]; 0 where the target is negative. Nothing is dropped."""
     cfg = for_devices(dropless(cfg), mesh)
     m, spec, forward = cfg.model, P(*BATCH_SPEC[1:]), make_forward(cfg, train=False)
-    chunk = LOSS_CHUNK[mesh.devices.flat[0].platform]
+    chunk = kernels.LOSS_CHUNK[mesh.devices.flat[0].platform]
 
     def local_score(params, ids, targets):
         position = (lax.axis_index("tp") * ids.shape[-1] + jnp.arange(ids.shape[-1]))[None]
         start = document_starts(ids, m)
         x, _, top, _ = forward(params, ids, lambda microbatch: Tokens(position, start=start(microbatch)))
-        losses = token_losses(x.reshape(-1, x.shape[-1]), top["head"], targets.reshape(-1), m.vocab_size, chunk)
-        return losses.reshape(targets.shape)
+        return kernels.token_losses(x, top["head"], targets, m.vocab_size, chunk)
 
     specs = table_map(lambda p: p.spec, param_table(cfg))
     return jax.shard_map(local_score, mesh=mesh, in_specs=(specs, spec, spec), out_specs=spec, check_vma=False)
@@ -1249,7 +1131,7 @@ def gpt2_layer(p, x, tokens, m, cache=None):
         if cache is not None:
             cache, kernel = write_cache(cache, jnp.moveaxis(kv, 3, 1), position), "xla"  # [B, T_max, 2, H/tp, K]
             kv = jnp.moveaxis(cache, 1, 3)
-        out = ATTENTION[kernel](q[:, 0] * m.head_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start)
+        out = kernels.ATTENTION[kernel](q[:, 0] * m.head_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start)
         out = project_heads(out, p["out"], tokens, m) + p["out_bias"]
         x = x + dropout(out.astype(x.dtype), m.dropout_rate, tokens, 0)
     with jax.named_scope("feed_forward"):

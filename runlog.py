@@ -13,7 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from tqdm import tqdm
 
-from utils import duration, flatten, is_remote, read_file, say, write_file
+from utils import flatten, is_remote, read_file, say, write_file
+
+
+def duration(seconds):
+    """Seconds in words: 42s, 3m05s, 2h10m, 4d03h."""
+    m, s = divmod(int(max(0, seconds)), 60)
+    h, m = divmod(m, 60)
+    d, h = divmod(h, 24)
+    return f"{d}d{h:02d}h" if d else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
 
 
 def progress(cfg, row, left, wait, bytes_per_token, at_peak):

@@ -21,7 +21,7 @@ die() {
   exit 1
 }
 
-# The one place that decides what the machine has; utils.platform() asks the same of an installed jax.
+# The one place that decides what the machine has; platforms.platform() asks the same of an installed jax.
 accelerator() {
   case ${JAX_PLATFORMS:-} in
     cpu*) echo cpu ;;

@@ -6,8 +6,6 @@ Every option is declared once, as a field of one of the dataclasses below; the f
 
 import contextlib
 import dataclasses
-import glob
-import importlib.util
 import json
 import math
 import os
@@ -19,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import fsspec
+
+import platforms
 
 # --- Errors -----------------------------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ def validate(cfg, n_present):
     dp = dp or n_devices // max(1, pp * tp)
     if min(dp, pp, tp) < 1 or dp * pp * tp != n_devices:
         wanted = dp * pp * tp
-        simulated = platform() == "cpu" and not cfg.plan.plan
+        simulated = platforms.platform() == "cpu" and not cfg.plan.plan
         simulate = f" (without an accelerator, --n_devices {wanted} simulates them)" if simulated else ""
         raise UserError(f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
                         f"{n_devices}{simulate}.")  # fmt: skip
@@ -435,7 +435,7 @@ def validate(cfg, n_present):
         for flag in ("latent_dim", "dhR", "n_experts", "k"):
             if not vars(m)[flag]:
                 raise UserError(f"--{flag} 0: must be at least 1; only GPT-2 (--preset gpt2-124m) goes without.")
-    if m.attention == "splash" and platform() != "tpu" and not cfg.plan.plan:
+    if m.attention == "splash" and platforms.platform() != "tpu" and not cfg.plan.plan:
         raise UserError("--attention splash: this kernel is for TPUs; auto takes the best for the devices at hand.")
     if m.k > m.n_experts:
         raise UserError(f"--k {m.k}: a token cannot go to more experts than there are (--n_experts {m.n_experts}).")
@@ -513,55 +513,6 @@ def resume(cfg, given, data):
     return cfg
 
 
-# --- Before jax is imported -------------------------------------------------------------------------------------
-
-# Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers.
-XLA_FLAGS = {
-    "cpu": ["--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
-            "--xla_cpu_collective_call_terminate_timeout_seconds=1800"],
-    "gpu": ["--xla_gpu_enable_latency_hiding_scheduler=true"],
-    "tpu": [],
-}  # fmt: skip
-
-
-def platform():
-    """The platform that jax will choose, found without importing it: "tpu", "gpu" or "cpu"."""
-    chosen = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
-    if chosen:
-        return {"cuda": "gpu", "rocm": "gpu"}.get(chosen, chosen)
-    if glob.glob("/dev/nvidia[0-9]*") and any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
-        return "gpu"
-    if (os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")) and importlib.util.find_spec("libtpu"):
-        return "tpu"
-    return "cpu"
-
-
-def set_xla_flags(n_devices, num_processes=1):
-    """Add this platform's XLA flags to the environment; what the user has set there stays and wins. Of n_devices
-    simulated ones each process gets its part."""
-    now, flags = os.environ.get("XLA_FLAGS", ""), list(XLA_FLAGS.get(platform(), []))
-    if n_devices and platform() == "cpu":
-        flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
-    os.environ["XLA_FLAGS"] = " ".join([now, *(f for f in flags if f.split("=")[0] not in now)]).strip()
-
-
-def use_no_device():
-    """Keep jax off the machine's own devices, and a TPU compiler from looking for any."""
-    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-                      TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v4-8", TPU_WORKER_ID="0")  # fmt: skip
-
-
-# Peak dense bfloat16 FLOP/s of one jax device, by the start of its device_kind (the vendors' data sheets).
-PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
-              "NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # fmt: skip
-
-
-def peak_flops(device_kind):
-    """Peak FLOP/s of a device, or None where it is not known. The longest matching name wins."""
-    known = [k for k in PEAK_FLOPS if device_kind.startswith(k)]
-    return PEAK_FLOPS[max(known, key=len)] if known else None
-
-
 # --- Files and messages -----------------------------------------------------------------------------------------
 
 
@@ -617,14 +568,6 @@ def read_file(path):
 def read_json(*path):
     """Content of a local JSON file or remote object, its path in parts; {} where there is none."""
     return json.loads(read_file(os.path.join(*path)) or "{}")
-
-
-def duration(seconds):
-    """Seconds in words: 42s, 3m05s, 2h10m, 4d03h."""
-    m, s = divmod(int(max(0, seconds)), 60)
-    h, m = divmod(m, 60)
-    d, h = divmod(h, 24)
-    return f"{d}d{h:02d}h" if d else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
 
 
 def say(*words):

@@ -12,10 +12,11 @@ import pytest
 from conftest import ROOT, SMALL, flags_of, run_program
 
 import cli
+import platforms
 import presets
 import utils
 
-PATH = ["main", "model", "dataset", "utils", "cli", "processes", "checkpointing", "runlog", "decoding"]
+PATH = ["main", "model", "dataset", "utils", "cli", "processes", "checkpointing", "runlog", "decoding", "kernels"]
 FIELDS = {f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))}
 LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim dhR dropout_rate model_dtype k
 n_experts n_shared capacity_factor bucket_name process_path train_folder_name val_folder_name train_batch_size
@@ -174,11 +175,11 @@ def test_flags_are_read_before_jax_is_imported():
 
 def test_the_users_xla_flags_win(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
-    utils.set_xla_flags(8)
+    platforms.set_xla_flags(8)
     now = utils.os.environ["XLA_FLAGS"].split()
     assert now[0] == "--xla_force_host_platform_device_count=3" and sum("device_count" in f for f in now) == 1
     monkeypatch.setenv("XLA_FLAGS", "")
-    utils.set_xla_flags(8)
+    platforms.set_xla_flags(8)
     assert "--xla_force_host_platform_device_count=8" in utils.os.environ["XLA_FLAGS"]
 
 

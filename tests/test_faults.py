@@ -282,9 +282,9 @@ DRIVER = """
 import json, sys, time
 faults = json.loads(sys.argv.pop(1))
 sys.path.insert(0, ROOT)
-import cli, utils
+import cli, platforms, utils
 given = cli.parse(sys.argv[1:])
-utils.set_xla_flags(2, 2)
+platforms.set_xla_flags(2, 2)
 import jax.numpy as jnp
 import numpy as np
 import dataset, main, model, processes

@@ -12,6 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import PartitionSpec as P
 
 import decoding
+import kernels
 import main
 import model
 import presets
@@ -95,7 +96,7 @@ def test_attention_kernels_agree(kernel, documents, monkeypatch):
     start = jnp.where(position < 100, 0, 100) * jnp.ones((B, 1), jnp.int32) if documents else None
 
     def loss(kernel, q, k, v):
-        return (jnp.sin(model.ATTENTION[kernel](q, k, v, position, start)) ** 2).sum()
+        return (jnp.sin(kernels.ATTENTION[kernel](q, k, v, position, start)) ** 2).sum()
 
     ours, theirs = (jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1, 2)))(q, k, v)
                     for name in (kernel, "xla"))  # fmt: skip
@@ -268,7 +269,7 @@ def test_cross_entropy_and_its_gradient():
         return -jax.nn.log_softmax(x @ table[:100].T)[jnp.arange(24), targets].sum()
 
     def chunked(x, table):
-        return model.cross_entropy(x, table, targets, 100, 7)  # the largest divisor of 24 up to 7 is 6
+        return kernels.cross_entropy(x, table, targets, 100, 7)  # the largest divisor of 24 up to 7 is 6
 
     assert np.allclose(chunked(x, table), plain(x, table), rtol=1e-5)
     for ours, theirs in zip(jax.grad(lambda *a: 3 * chunked(*a), (0, 1))(x, table), jax.grad(plain, (0, 1))(x, table)):

@@ -12,6 +12,7 @@ from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
 
 import cli
 import model
+import platforms
 import presets
 import utils
 from tools import costs, hlo, plan
@@ -64,7 +65,7 @@ def test_formulas_agree_with_xla_on_gpt2():
 def no_device():
     """The environment that --plan sets, for one test."""
     with mock.patch.dict(os.environ):
-        utils.use_no_device()
+        platforms.use_no_device()
         yield
 
 

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 import cli
+import platforms
 import utils
 from tools import common
 from utils import UserError
@@ -48,7 +49,7 @@ def peak_rss():
 def prepare(cfg, given):
     """Compile main.py's train step: ({name: value} about it, `run(steps)` that returns when the devices have done them,
     `peak()` in bytes). Raises UserError."""
-    utils.set_xla_flags(cfg.run.n_devices)  # before jax is imported
+    platforms.set_xla_flags(cfg.run.n_devices)  # before jax is imported
     import jax
 
     import dataset
@@ -154,8 +155,8 @@ class Worker:
 def measure(configurations, rounds, steps):
     """[dict of numbers] of the configurations: each quantity with a spread is [lower quartile, median, upper one]."""
     # a TPU belongs to one process at a time
-    groups = [[c] for c in configurations] if utils.platform() == "tpu" else [configurations]
-    if utils.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
+    groups = [[c] for c in configurations] if platforms.platform() == "tpu" else [configurations]
+    if platforms.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.75, 0.9 / len(configurations)):.3f}")
     workers = []
     for group in groups:
@@ -180,7 +181,7 @@ def row(worker, first, steps):
         return np.percentile(x, (25, 50, 75)).tolist()
 
     about, (speed, per_cpu) = worker.about, speeds(worker)
-    peak = utils.peak_flops(about["device"])
+    peak = platforms.peak_flops(about["device"])
     return dict(
         name=worker.name, **about, rounds=len(speed), steps_per_round=steps, tokens_per_second=spread(speed),
         ratio=spread(speed / speeds(first)[0]), step_seconds=spread(about["tokens_per_step"] / speed),
@@ -272,7 +273,7 @@ def comparable(cfg):
         raise UserError("--compare: the baseline is a GPT-2; give --preset gpt2-tiny or gpt2-124m.")
     if cfg.model.dropout_rate or cfg.model.document_mask or not cfg.model.tied:
         raise UserError("--compare: the baseline has no --dropout_rate, no --document_mask and a tied head.")
-    if utils.platform() == "tpu":
+    if platforms.platform() == "tpu":
         raise UserError("--compare: the baseline runs on a GPU or a CPU; JAX_PLATFORMS=cpu takes the latter.")
     if cfg.run.n_devices > 1:
         raise UserError(f"--n_devices {cfg.run.n_devices}: with --compare it must be 1, as the baseline's is.")

@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+import kernels
 import model
-import utils
+import platforms
 from tools import hlo
 
 
 class Chip(NamedTuple):
-    """One device, from the vendors' data sheets. Its peak FLOP/s stand in utils.PEAK_FLOPS."""
+    """One device, from the vendors' data sheets. Its peak FLOP/s stand in platforms.PEAK_FLOPS."""
 
     kind: str  # as jax names it
     memory: float  # bytes of it that a program may use
@@ -30,7 +31,7 @@ class Chip(NamedTuple):
     @property
     def peak(self):
         """Dense bfloat16 FLOP/s."""
-        return utils.peak_flops(self.kind)
+        return platforms.peak_flops(self.kind)
 
 
 GiB = 2**30
@@ -193,7 +194,8 @@ def head_cost(cfg, platform):
     """(operations of all logits and their two gradients, numbers of logits in all, bytes of those held at once)."""
     m, s = cfg.model, sizes(cfg)
     tokens = s.own * s.B * s.T / s.tp
-    logits, held = tokens * m.padded_vocab * (1 + m.mtp_depth), min(tokens, model.LOSS_CHUNK[platform]) * m.padded_vocab
+    logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
+    held = min(tokens, kernels.LOSS_CHUNK[platform]) * m.padded_vocab
     return 6 * logits * m.model_dimension, logits, 4 * held
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import platforms
 import tokenization
 import utils
 from tools import common
@@ -25,7 +26,7 @@ from utils import UserError
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
     options_given = utils.one_sentence(lambda: common.parse(common.Evaluate, sys.argv[1:], "evaluate.py"))
-    utils.set_xla_flags(options_given.n_devices)
+    platforms.set_xla_flags(options_given.n_devices)
 
 import numpy as np
 import sources

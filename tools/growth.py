@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cli
+import platforms
 import utils
 from tools import common
 from utils import UserError
@@ -107,7 +108,7 @@ def main(argv):
     cli.check_least(vars(own), dict(points=1))
     if not importlib.util.find_spec("libtpu"):
         raise UserError('--curves: the TPU compiler is not installed; pip install "jax[tpu]" brings it.')
-    utils.use_no_device()
+    platforms.use_no_device()
     found = {}
     for name in own.curves:
         first, points = CURVES[name]

@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
+import platforms
 import tokenization
 import utils
 from tools import common
 from utils import UserError, say
 
 if __name__ == "__main__":
-    utils.set_xla_flags(0)
+    platforms.set_xla_flags(0)
 
 import jax
 import jax.numpy as jnp

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import platforms
 import utils
 from tokenization import text_of
 from tools import common
@@ -23,7 +24,7 @@ from utils import UserError
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
     options_given = utils.one_sentence(lambda: common.parse(common.Sample, sys.argv[1:], "sample.py"))
-    utils.set_xla_flags(options_given.n_devices)
+    platforms.set_xla_flags(options_given.n_devices)
 
 import jax
 import jax.numpy as jnp

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import utils
+import platforms
 from utils import UserError
 
 
@@ -56,7 +56,7 @@ class GPT2(nn.Module):
 def prepare(cfg, compiled, threads):
     """As `prepare` of tools/bench.py, on the first GPU or on `threads` CPU threads; peak is None where it is the
     process's own. Raises UserError."""
-    device = "cuda" if utils.platform() == "gpu" else "cpu"
+    device = "cuda" if platforms.platform() == "gpu" else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--compare: jax has a GPU here, but this torch has none; install the one that has.")
     torch.set_num_threads(threads)
