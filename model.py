@@ -233,14 +233,14 @@ def all_gather(x, axis, dim):
 
     The TPU compiler makes an all-reduce, of twice the bytes, of many a reduce-scatter among all devices of a mesh, of
     small last dims or along the first: that goes in two steps (arXiv:1909.09756, section 3), with the dims after `dim`
-    as one, and with parts along a dim of their own.
+    as one, and with parts of less than 2^28 numbers along a dim of their own.
     """
-    n, shape = lax.axis_size(axis), x.shape
+    n, shape, tiled = lax.axis_size(axis), x.shape, dim > 0 or x.size >= 2**28
     near = next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0) if n == lax.axis_size(AXES) else 1
     devices = np.arange(n).reshape(-1, near)
     x = x if dim == x.ndim - 1 else x.reshape(*shape[: dim + 1], -1)
     for groups in (devices, devices.T) if near > 1 else (devices.T,) if n > 1 else ():
-        x = lax.all_gather(x, axis, axis=dim, tiled=dim > 0, axis_index_groups=groups.tolist())
+        x = lax.all_gather(x, axis, axis=dim, tiled=tiled, axis_index_groups=groups.tolist())
     return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 

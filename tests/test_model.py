@@ -31,6 +31,18 @@ def layer_params(cfg, kind, scale=3.0, seed=1):
     return model.table_map(draw, table)
 
 
+@pytest.mark.parametrize("mesh, axis", [((8, 1, 1), "dp"), ((1, 2, 4), "tp"), ((2, 2, 2), "dp"), ((8, 1, 1), "tp")])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gathering_joins_parts_in_order_and_reduce_scattering_is_its_transpose(mesh, axis, dim):
+    cfg, n = small_config(mesh), dict(zip(model.AXES, mesh))[axis]
+    x = np.arange(8 * 16 * 24, dtype=np.float32).reshape(8, 16, 24)
+    parts = P(*[axis if i == dim else None for i in range(3)])
+    gathered = on_mesh(cfg, functools.partial(model.all_gather, axis=axis, dim=dim), parts, P())(x)
+    assert np.array_equal(gathered, x)
+    summed = on_mesh(cfg, functools.partial(model.reduce_scatter, axis=axis, dim=dim), P(), parts)(x)
+    assert np.array_equal(summed, n * x)
+
+
 def norm(x, scale):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
