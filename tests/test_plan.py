@@ -25,6 +25,8 @@ CONFIGURATIONS = [
     ((1, 2, 4), dict(fsdp="full", remat="dots", pp_interleave=2)),
     ((2, 1, 4), dict(n_experts=4, attention="xla")),
     ((1, 2, 4), dict(fsdp="full", remat="none", grad_step=2, train_batch_size=16, layers_per_block=2)),
+    ((4, 1, 2), dict(fsdp="hoist", grad_step=2, n_experts=8)),
+    ((2, 1, 4), dict(fsdp="none", grad_step=2, n_experts=8)),
     ((4, 2, 1), dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64)),
 ]
 TPU_CONFIGURATIONS = [

@@ -282,22 +282,24 @@ def weights_cost(cfg, traffic):
     """(elements stored, elements of layers' weights when gathered, those times the runs that give them a gradient).
 
     ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass, and
-    again where the backward pass computes that anew; else once a batch of gradient accumulation. Gradients are
-    reduce-scattered in float32.
+    again where the backward pass computes that anew; else once a step, since XLA takes out of the loop of gradient
+    accumulation what does not depend on it, but for TPUs once a batch. Gradients are reduce-scattered in float32.
     """
     m, s, split, A = cfg.model, sizes(cfg), traffic.split, cfg.run.grad_step
-    stored, held, added, runs = 0, 0, 0, layer_runs(cfg)
+    stored, held, added, runs, batches = 0, 0, 0, layer_runs(cfg), A if traffic.platform == "tpu" else 1
     for name, part in model.param_table(cfg).items():
         layers, times = runs.get(name, (1, 1))
         times /= cfg.run.pp_interleave if name in model.BLOCKS else 1  # each time those of one round
         layers *= cfg.run.pp_interleave if name in model.BLOCKS else 1
         once = name not in runs or m.fsdp != "full"
-        forth, back, count = (A, A, 1) if once else (A * times * (1 + (m.remat != "none")), A * times, layers)
+        again = A * times * (1 + (m.remat != "none"))
+        forth, back, count = (batches, A, 1) if once else (again, A * times, layers)
         for p in model.jax.tree.leaves(part, is_leaf=model.is_param):
             shape, axes = local_shape(p, split)
             whole, stored = math.prod(shape), stored + tiled(shape, traffic.platform)
             width = s.bytes if p.matrix else 4
-            traffic.send("all-reduce", set(model.AXES) - set(axes), 4 * whole, A)  # of what is stored in copies
+            # of what is stored in copies; the TPU compiler takes it out of the loop of gradient accumulation
+            traffic.send("all-reduce", set(model.AXES) - set(axes), 4 * whole, 1 if traffic.platform == "tpu" else A)
             if p.expert and p.gather:  # slices of all experts are exchanged for slices of one, and these gathered
                 (apart, together), n = expert_axes(m.n_experts, split), m.n_experts
                 traffic.send("all-to-all", apart, whole * width, forth, count, n)
@@ -381,7 +383,8 @@ def estimate(cfg, platform="tpu", slices=1, across="dp"):
     traffic.send("collective-permute", ("pp",), tick, A * 2 * s.ticks)
     traffic.send("all-gather", ("pp",), cfg.data.micro_batch_size * tick, A)
     traffic.send("all-to-all", ("pp",), cfg.data.micro_batch_size * tick, A * 3)
-    summed = {"full": 0, "hoist": GRADIENTS * held, "none": max(0, GRADIENTS * held - 4 * stored)}[cfg.model.fsdp]
+    whole = max(0, GRADIENTS * held - 4 * stored) + (A > 1) * 4 * held  # sums of the accumulation, not yet of devices
+    summed = {"full": 0, "hoist": GRADIENTS * held, "none": whole}[cfg.model.fsdp]
     return Estimate(
         flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched + WEIGHTS * added,
         passes=PASSES * touched + SUMS * added + STACKED[cfg.model.remat] * A * kept + HEAD * A * logits,
