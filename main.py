@@ -25,9 +25,9 @@ if __name__ == "__main__":  # flags for XLA must stand in the environment before
     cfg_given = utils.one_sentence(lambda: cli.parse(sys.argv[1:]))
     if cfg_given[0].plan.plan:
         platforms.use_no_device()
-        from tools import plan
+        from tools import common, plan
 
-        sys.exit(utils.one_sentence(lambda: plan.main(*cfg_given)))
+        common.run(lambda: plan.main(*cfg_given))
     n_processes = utils.one_sentence(lambda: cli.check_processes(*cfg_given))
     platforms.set_xla_flags(cfg_given[0].run.n_devices, n_processes)
 
