@@ -128,7 +128,7 @@ def ask_compiler(cfg, machine):
         except futures.process.BrokenProcessPool:
             check = re.search(r"Check failed: .*\S", log.read())
             why = f"libtpu {importlib.metadata.version('libtpu')}" + (f": {check[0]}" if check else "")
-            say(f"the TPU compiler aborts on this step, a fault of its own ({why}), as it would on the machine; the "
+            say(f"the TPU compiler aborts on this step, a fault of its own ({why}), and may on the machine too; the "
                 f"formulas answer, and another mesh or width may pass")  # fmt: skip
             return None
 
@@ -402,7 +402,7 @@ def main(cfg, given):
     training.configure_jax(cfg)
     compiler = bool(machine.topology and importlib.util.find_spec("libtpu"))
     if compiler:
-        slice_devices(machine)
+        slice_devices(machine)  # a slice that there is not is refused here, before formulas rank anything for it
     elif asked.plan_dump:
         raise UserError(f"--plan_dump {asked.plan_dump}: " + (NO_COMPILER if machine.topology else
                         "a GPU's program cannot be compiled without one") + ".")  # fmt: skip
