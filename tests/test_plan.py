@@ -7,10 +7,14 @@ import sys
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import cli
+import main
 import model
 import platforms
 import presets
@@ -83,6 +87,28 @@ def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
     assert a.memory["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
 
 
+@tpu_compiler
+@pytest.mark.parametrize("shape, dim, kept", [  # parts of one device, of 8
+    ((128, 5504), 0, True), ((8, 128), 0, False), ((24, 5504), 0, False), ((16, 128), 0, True),
+    ((8 * 304, 128), 0, True), ((8 * 306, 128), 0, False), ((8 * 308, 128), 0, True), ((8 * 612, 128), 0, False),
+    ((3, 8, 640), 1, True), ((3, 12, 640), 1, False), ((1, 64, 512), 1, False),
+    ((6, 12, 64, 128), 3, True), ((6, 12, 64, 192), 3, False),
+], ids=str)  # fmt: skip
+def test_formulas_know_which_reduce_scatters_the_tpu_compiler_keeps(no_device, shape, dim, kept):
+    assert costs.stays_scattered(shape, dim, 8) == kept
+    devices = plan.slice_devices(plan.parse_machine("v4:2x4x4"))
+    mesh = jax.sharding.Mesh(main.device_grid((8, 2, 2), devices), model.AXES)
+
+    def summed(x):
+        return model.reduce_scatter(x * lax.axis_index("dp"), "dp", dim)[None]
+
+    program = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=P(), out_specs=P(model.AXES), check_vma=False))
+    whole = jax.ShapeDtypeStruct([8 * n if i == dim else n for i, n in enumerate(shape)], jnp.float32,
+                                 sharding=jax.NamedSharding(mesh, P()))  # fmt: skip
+    c = hlo.analyse(program.lower(whole).compile().as_text(), dict(dp=8, pp=2, tp=2))
+    assert [((("dp",), kind) in c.collectives) for kind in ("reduce-scatter", "all-reduce")] == [kept, not kept]
+
+
 # --- Reading programs ---------------------------------------------------------------------------------------------
 
 MESH = dict(dp=2, pp=3, tp=4)
@@ -148,6 +174,34 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
     c = hlo.analyse(text, dict(dp=2, pp=1, tp=1))
     assert c.flops == 5 * 2 * 4**3
     assert c.collectives == {(("dp",), "all-reduce"): [5 * 2 * 64 / 2, 5, 2]}
+
+
+def test_a_collective_beside_several_fusions_counts_once():
+    text = """HloModule step
+
+%first (p: f32[4]) -> f32[8] {
+  %p = f32[4] parameter(0)
+  ROOT %g = f32[8] all-gather(%p), replica_groups={{0,1}}, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%second (p: f32[4]) -> f32[8] {
+  %p = f32[4] parameter(0)
+  ROOT %g = f32[8] all-gather(%p), replica_groups={{0,1}}, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%other (p: f32[4]) -> f32[8] {
+  %p = f32[4] parameter(0)
+  ROOT %g = f32[8] all-gather(%p), replica_groups={{0,1}}, dimensions={0}, frontend_attributes={chain_id="1"}
+}
+
+ENTRY %main (x: f32[4]) -> f32[8] {
+  %x = f32[4] parameter(0)
+  %a = f32[8] fusion(%x), kind=kCustom, calls=%first
+  %b = f32[8] fusion(%x), kind=kCustom, calls=%second
+  ROOT %c = f32[8] fusion(%x), kind=kCustom, calls=%other
+}
+"""
+    assert hlo.analyse(text, dict(dp=2, pp=1, tp=1)).collectives == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 2]}
 
 
 # --- The answer ---------------------------------------------------------------------------------------------------

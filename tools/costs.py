@@ -210,17 +210,24 @@ class Traffic:
         self.devices, self.platform, self.slices, self.across = cfg.run.n_devices, platform, slices, across
         self.sent = defaultdict(lambda: [0.0, 0.0, 0])
 
-    def send(self, kind, axes, whole, times=1, count=1, n=0, whole_tiles=True):
+    def steps(self, axis):
+        """(devices, parts of one device's that theirs have) of a reduce-scatter along an axis: two where these are all
+        devices, see model.all_gather."""
+        n = self.split[axis]
+        near = next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
+        return [(n // near, near), (near, 1)] if n == self.devices and near > 1 and self.slices == 1 else [(n, 1)]
+
+    def send(self, kind, axes, whole, times=1, count=1, n=0):
         """Collectives, `times` times in a step `count` of them, together of arrays of `whole` bytes with all their
         parts, among n devices (0: all along the axes), by rings: all-reduce is reduce-scatter and all-gather
         (arXiv:1909.09756, section 3). The TPU compiler makes an all-reduce of a reduce-scatter over all devices that
-        model.all_gather cannot do in two steps, or whose parts are not of whole tiles."""
+        model.all_gather cannot do in two steps."""
         axes = tuple(a for a in model.AXES if a in axes and self.split[a] > 1)
         n = n or math.prod(self.split[a] for a in axes)
         if n == 1 or not times * whole:
             return
         at_once = n == self.devices and all(n % k for k in range(2, math.isqrt(n) + 1))
-        if kind == "reduce-scatter" and self.platform == "tpu" and (at_once or not whole_tiles):
+        if kind == "reduce-scatter" and self.platform == "tpu" and at_once:
             kind = "all-reduce"
         if self.slices > 1 and self.across in axes:
             axes, n, whole = self.send_across(kind, axes, n, whole, times, count)
@@ -241,6 +248,22 @@ class Traffic:
             entry[0] += times * n_bytes
             entry[1] += times * count
             entry[2] = n
+
+
+def stays_scattered(part, dim, n):
+    """Whether the TPU compiler keeps a reduce-scatter of float32 among n devices, each of which gets a part of such a
+    shape along `dim`, as model.all_gather has it; else it makes an all-reduce of it.
+
+    Found by compiling 2,000 single ones (libtpu 0.0.42). Parts are of whole tiles, 8 x 128 numbers. Along the first dim
+    they must also fall into two halves of 1, 2, 4, .. equal spans that fit a buffer; behind a lone one, none is kept.
+    """
+    if dim == len(part) - 1:
+        return part[dim] % 128 == 0 or part[dim] < 128  # smaller ones are laid out with another dim last
+    if dim or math.prod(part) >= 2**28:
+        return part[dim] % 8 == 0 and (not dim or math.prod(part[:dim]) > 1)
+    tiles = math.ceil(part[0] / 8) * math.ceil(math.prod(part[1:]) / 128)
+    spans = 1 << (math.ceil(tiles * (n / 2 + 2) / BUFFER) - 1).bit_length()
+    return tiles % (2 * spans) == 0
 
 
 def expert_axes(E, split):
@@ -279,19 +302,21 @@ def tiled(shape, platform):
 
 
 def weights_cost(cfg, traffic):
-    """(elements stored, elements of layers' weights when gathered, those times the runs that give them a gradient).
+    """(elements stored; elements of layers' weights when gathered, of all and of the largest layer; those of all times
+    the runs that give them a gradient).
 
     ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass, and
     again where the backward pass computes that anew; else once a step, since XLA takes out of the loop of gradient
     accumulation what does not depend on it, but for TPUs once a batch. Gradients are reduce-scattered in float32.
     """
     m, s, split, A = cfg.model, sizes(cfg), traffic.split, cfg.run.grad_step
-    stored, held, added, runs, batches = 0, 0, 0, layer_runs(cfg), A if traffic.platform == "tpu" else 1
+    stored, held, added, runs, batches = 0, {}, 0, layer_runs(cfg), A if traffic.platform == "tpu" else 1
     for name, part in model.param_table(cfg).items():
         layers, times = runs.get(name, (1, 1))
         times /= cfg.run.pp_interleave if name in model.BLOCKS else 1  # each time those of one round
         layers *= cfg.run.pp_interleave if name in model.BLOCKS else 1
         once = name not in runs or m.fsdp != "full"
+        stacked = 1 + (name == "dense") + (name in model.BLOCKS and cfg.run.pp_interleave > 1)
         again = A * times * (1 + (m.remat != "none"))
         forth, back, count = (batches, A, 1) if once else (again, A * times, layers)
         for p in model.jax.tree.leaves(part, is_leaf=model.is_param):
@@ -310,18 +335,21 @@ def weights_cost(cfg, traffic):
                 traffic.send("reduce-scatter", together, whole * 4, back, count, n)
             elif p.gather:
                 for axis in reversed(p.gather[1]):
-                    # embedding and head, among some of the devices: only multiples of 256 rows, but over pp; seen in 30
-                    # programs, not understood
-                    rows = 256 if name not in runs and axis != "pp" and 4 <= split[axis] < traffic.devices else 8
-                    tiles = shape[p.gather[0]] % rows == 0
+                    own = shape[0 if once else stacked :]
+                    dim = len(own) + p.gather[0]
+                    for n, size in traffic.steps(axis):
+                        grown = [*own[:dim], size * own[dim], *own[dim + 1 :]]
+                        kept = traffic.platform != "tpu" or stays_scattered(grown, dim, n)
+                        kind = "reduce-scatter" if kept else "all-reduce"
+                        traffic.send(kind, (axis,), whole * size * n * 4, back, count, n)
                     shape[p.gather[0]] *= split[axis]
                     whole *= split[axis]
                     traffic.send("all-gather", (axis,), whole * width, forth, count)
-                    traffic.send("reduce-scatter", (axis,), whole * 4, back, count, whole_tiles=tiles)
             if name in runs:
-                held += whole
+                held[name] = held.get(name, 0) + whole
                 added += whole * A * times
-    return stored, held, added
+    largest = max(n / runs[name][0] for name, n in held.items())
+    return stored, sum(held.values()), largest / cfg.run.pp_interleave, added
 
 
 # --- The step -----------------------------------------------------------------------------------------------------
@@ -346,10 +374,12 @@ def layers_cost(cfg, platform, traffic):
         flops, scores = flops + layer, scores + n * (c.scores * (1 + again) + c.scores_backward)
         pipelined += layer if times == s.ticks else 0
         last = residual if c.scattered else 0  # which recomputation has no need of
+        regions = c.scattered - last
+        summed = "all-reduce" if platform == "tpu" and s.B == 1 else "reduce-scatter"  # see stays_scattered
         traffic.send("all-gather", ("tp",), channel * c.gathered, n * (1 + again))
-        traffic.send("reduce-scatter", ("tp",), channel * c.gathered, n)
-        traffic.send("reduce-scatter", ("tp",), channel * c.scattered, n)
-        traffic.send("reduce-scatter", ("tp",), channel * (c.scattered - last), n * again)
+        traffic.send("reduce-scatter", ("tp",), channel * (c.gathered - regions), n)
+        traffic.send(summed, ("tp",), channel * (c.scattered + regions), n)
+        traffic.send(summed, ("tp",), channel * regions, n * again)
         traffic.send("all-gather", ("tp",), channel * c.scattered, n)
         traffic.send("all-to-all", ("tp",), channel * c.heads / s.tp, n * (2 + again))
         if c.to_experts:
@@ -363,6 +393,7 @@ def layers_cost(cfg, platform, traffic):
     return flops, scores, pipelined, kept, touched, widest
 
 
+BUFFER = 1824  # tiles, of which n / 2 + 2 spans of a reduce-scatter among n devices share a TPU's
 # Fitted to what the TPU compiler says of the README's configurations. Memory:
 KEPT = 1.7  # channels that --remat none keeps, per channel of a layer's intermediates
 GRADIENTS, LAYER = 4.4, 1.4  # bytes per gathered weight while layers' gradients are summed up, per byte of the widest's
@@ -378,7 +409,7 @@ def estimate(cfg, platform="tpu", slices=1, across="dp"):
     """`Estimate` of a validated Config, on so many TPU slices joined by the axis `across`."""
     s, A = sizes(cfg), cfg.run.grad_step
     traffic = Traffic(cfg, platform, slices, across)
-    stored, held, added = weights_cost(cfg, traffic)
+    stored, held, largest, added = weights_cost(cfg, traffic)
     flops, scores, pipelined, kept, touched, widest = layers_cost(cfg, platform, traffic)
     head, logits, logits_held = head_cost(cfg, platform)
     # a tick's activations go to the next stage and their gradients back; inputs and outputs are shared out
@@ -388,11 +419,13 @@ def estimate(cfg, platform="tpu", slices=1, across="dp"):
     traffic.send("all-to-all", ("pp",), cfg.data.micro_batch_size * tick, A * 3)
     whole = max(0, GRADIENTS * held - 4 * stored) + (A > 1) * 4 * held  # sums of the accumulation, not yet of devices
     summed = {"full": 0, "hoist": GRADIENTS * held, "none": whole}[cfg.model.fsdp]
+    # one layer at a time: its weights, the next one's, and its gradient
+    gathered = (2 * s.bytes + 4) * largest if cfg.model.fsdp == "full" else s.bytes * held
     return Estimate(
         flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched + WEIGHTS * added,
         passes=PASSES * touched + SUMS * added + STACKED[cfg.model.remat] * A * kept + HEAD * A * logits,
         weights=4 * stored, optimizer=8 * stored, batch=8 * A * s.own * s.B * s.T / s.tp, activations=kept,
-        workspace=held * s.bytes + 4 * stored + max(summed + LAYER * widest, LOGITS * logits_held),
+        workspace=gathered + 4 * stored + max(summed + LAYER * widest, LOGITS * logits_held),
         bubble=(s.pp - 1) / s.ticks, pipeline_share=pipelined / (flops + A * head),
     )  # fmt: skip
 

@@ -150,12 +150,18 @@ def analyse(text, mesh, slices=1, across="dp"):
     comps = computations(text)
     kernels, collectives, total = defaultdict(int), {}, defaultdict(float)
 
-    def visit(name, times, scheduled=True):
-        """Adds up a computation that runs so many times; returns the floating-point operations of one run. Cycles are
-        told of scheduled operations alone, not of those inside a fusion."""
-        ops, types, flops = comps.get(name, []), None, 0
+    def visit(name, times, fused=None):
+        """Adds up a computation that runs so many times; returns the floating-point operations of one run. Inside a
+        fusion, `fused` holds the collectives that others before it took parts of: one that runs beside several fusions
+        stands in all of them. Cycles are told of scheduled operations alone."""
+        ops, types, flops, scheduled, beside = comps.get(name, []), None, 0, fused is None, set()
         for op in ops:
             own, kind = 0, op.kind.removesuffix("-start")
+            chain = re.search(r'chain_id="(\d+)"', op.rest)
+            if kind in COLLECTIVES and chain and not scheduled:
+                if chain[1] in fused:
+                    continue
+                fused.add(chain[1])
             if kind in COLLECTIVES:
                 axes, n = group_axes(op, mesh)
                 entry = collectives.setdefault((axes, kind), [0, 0, n])
@@ -173,7 +179,7 @@ def analyse(text, mesh, slices=1, across="dp"):
             elif kind == "while":
                 visit(re.search(r"body=%?([\w.\-]+)", op.rest)[1], times * trip_count(op, comps))
             elif kind == "fusion":
-                own = sum(visit(callee, times, False) for callee in CALLED.findall(op.rest))
+                own = sum(visit(callee, times, beside) for callee in CALLED.findall(op.rest))
             elif kind in ("call", "conditional", "async"):
                 branches = re.search(r"branch_computations=\{([^}]*)\}", op.rest)
                 either = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", op.rest)
