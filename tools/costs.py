@@ -202,6 +202,12 @@ def head_cost(cfg, platform):
 # --- What travels -------------------------------------------------------------------------------------------------
 
 
+def near_devices(n):
+    """Of n devices, how many gather among themselves first where it goes in two steps, see model.all_gather; 1: it goes
+    in one, n being a prime."""
+    return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
+
+
 class Traffic:
     """Collects the collectives of a step in `sent`, as `Estimate` has it."""
 
@@ -212,10 +218,10 @@ class Traffic:
 
     def steps(self, axis):
         """(devices, parts of one device's that theirs have) of a reduce-scatter along an axis: two where these are all
-        devices, see model.all_gather."""
+        devices, see model.all_gather; of several slices as one, since `send_across` takes it whole."""
         n = self.split[axis]
-        near = next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
-        return [(n // near, near), (near, 1)] if n == self.devices and near > 1 and self.slices == 1 else [(n, 1)]
+        near = near_devices(n) if n == self.devices and self.slices == 1 else 1
+        return [(n // near, near), (near, 1)] if near > 1 else [(n, 1)]
 
     def send(self, kind, axes, whole, times=1, count=1, n=0):
         """Collectives, `times` times in a step `count` of them, together of arrays of `whole` bytes with all their
@@ -226,7 +232,7 @@ class Traffic:
         n = n or math.prod(self.split[a] for a in axes)
         if n == 1 or not times * whole:
             return
-        at_once = n == self.devices and all(n % k for k in range(2, math.isqrt(n) + 1))
+        at_once = n == self.devices and near_devices(n) == 1
         if kind == "reduce-scatter" and self.platform == "tpu" and at_once:
             kind = "all-reduce"
         if self.slices > 1 and self.across in axes:
@@ -250,15 +256,19 @@ class Traffic:
             entry[2] = n
 
 
+BUFFER = 1824  # tiles that n / 2 + 2 spans of a reduce-scatter among n devices share (v6e has twice as many)
+
+
 def stays_scattered(part, dim, n):
     """Whether the TPU compiler keeps a reduce-scatter of float32 among n devices, each of which gets a part of such a
     shape along `dim`, as model.all_gather has it; else it makes an all-reduce of it.
 
-    Found by compiling 2,000 single ones (libtpu 0.0.42). Parts are of whole tiles, 8 x 128 numbers. Along the first dim
-    they must also fall into two halves of 1, 2, 4, .. equal spans that fit a buffer; behind a lone one, none is kept.
+    Found by compiling 6,000 single ones (libtpu 0.0.42). Parts are of whole tiles, 8 x 128 numbers. Along the first
+    dim they must also fall into two halves of 1, 2, 4, .. equal spans that fit a buffer, and four chips in a plane of
+    2 x 2 never keep one, which is not told here; along a middle one there must be more than one part before it.
     """
     if dim == len(part) - 1:
-        return part[dim] % 128 == 0 or part[dim] < 128  # smaller ones are laid out with another dim last
+        return part[dim] % 128 == 0 or part[dim] < 128  # whole programs lay out smaller ones with another dim last
     if dim or math.prod(part) >= 2**28:
         return part[dim] % 8 == 0 and (not dim or math.prod(part[:dim]) > 1)
     tiles = math.ceil(part[0] / 8) * math.ceil(math.prod(part[1:]) / 128)
@@ -375,7 +385,8 @@ def layers_cost(cfg, platform, traffic):
         pipelined += layer if times == s.ticks else 0
         last = residual if c.scattered else 0  # which recomputation has no need of
         regions = c.scattered - last
-        summed = "all-reduce" if platform == "tpu" and s.B == 1 else "reduce-scatter"  # see stays_scattered
+        # see stays_scattered: one sequence is a lone dim; latents are laid out with T last and stay as they are
+        summed = "all-reduce" if platform == "tpu" and s.B == 1 else "reduce-scatter"
         traffic.send("all-gather", ("tp",), channel * c.gathered, n * (1 + again))
         traffic.send("reduce-scatter", ("tp",), channel * (c.gathered - regions), n)
         traffic.send(summed, ("tp",), channel * (c.scattered + regions), n)
@@ -393,7 +404,6 @@ def layers_cost(cfg, platform, traffic):
     return flops, scores, pipelined, kept, touched, widest
 
 
-BUFFER = 1824  # tiles, of which n / 2 + 2 spans of a reduce-scatter among n devices share a TPU's
 # Fitted to what the TPU compiler says of the README's configurations. Memory:
 KEPT = 1.7  # channels that --remat none keeps, per channel of a layer's intermediates
 GRADIENTS, LAYER = 4.4, 1.4  # bytes per gathered weight while layers' gradients are summed up, per byte of the widest's

@@ -157,12 +157,11 @@ def analyse(text, mesh, slices=1, across="dp"):
         ops, types, flops, scheduled, beside = comps.get(name, []), None, 0, fused is None, set()
         for op in ops:
             own, kind = 0, op.kind.removesuffix("-start")
-            chain = re.search(r'chain_id="(\d+)"', op.rest)
-            if kind in COLLECTIVES and chain and not scheduled:
-                if chain[1] in fused:
-                    continue
-                fused.add(chain[1])
             if kind in COLLECTIVES:
+                if not scheduled and (chain := re.search(r'chain_id="(\d+)"', op.rest)):
+                    if chain[1] in fused:
+                        continue
+                    fused.add(chain[1])
                 axes, n = group_axes(op, mesh)
                 entry = collectives.setdefault((axes, kind), [0, 0, n])
                 entry[0] += sent_bytes(op, n) * times
