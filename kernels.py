@@ -117,7 +117,8 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, most):
     # the embedding's gradient is summed up transposed: CPUs multiply so twice as fast
     start = jnp.float32(0), jnp.zeros(embedding.shape[::-1], jnp.float32)
     (total, d_embedding), dx = lax.scan(chunk, start, _chunks(most, x, targets))
-    return total, (dx.reshape(x.shape), d_embedding.T.astype(embedding.dtype))
+    # all of it now: what XLA puts off, such as the loss itself, would keep the logits through the backward pass
+    return lax.optimization_barrier((total, (dx.reshape(x.shape), d_embedding.T.astype(embedding.dtype))))
 
 
 def _cross_entropy_backward(vocab_size, most, gradients, g):

@@ -59,12 +59,12 @@ def agree(e, compiled, mesh, reductions=True):
 @pytest.mark.parametrize("mesh, flags", CONFIGURATIONS, ids=str)
 def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
     cfg = small_config(mesh, **flags)
-    agree(costs.estimate(cfg, "cpu"), plan.compile_step(cfg, jax.devices()), mesh)
+    agree(costs.estimate(cfg, costs.Place("cpu")), plan.compile_step(cfg, jax.devices()), mesh)
 
 
 def test_formulas_agree_with_xla_on_gpt2():
     cfg = small_config((2, 2, 2), **SMALL_GPT2)
-    agree(costs.estimate(cfg, "cpu"), plan.compile_step(cfg, jax.devices()), (2, 2, 2))
+    agree(costs.estimate(cfg, costs.Place("cpu")), plan.compile_step(cfg, jax.devices()), (2, 2, 2))
 
 
 @pytest.fixture
@@ -81,7 +81,9 @@ def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
     machine = plan.parse_machine(name)
     cfg = small_config(mesh, **flags)
     compiled = plan.compile_step(cfg, plan.slice_devices(machine))
-    c = agree(costs.estimate(cfg, "tpu"), compiled, mesh, reductions=False)
+    e = costs.estimate(cfg, plan.place_of(cfg, machine))
+    c = agree(e, compiled, mesh, reductions=False)
+    assert e.activations + e.workspace == pytest.approx(compiled.temporaries, rel=0.5)  # of 20 MB
     a = plan.answer(cfg, machine, compiled)
     assert c.matmul_cycles > 0 and c.other_cycles > 0 and a.compiled and a.fits
     assert a.memory["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
@@ -96,17 +98,39 @@ def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
 ], ids=str)  # fmt: skip
 def test_formulas_know_which_reduce_scatters_the_tpu_compiler_keeps(no_device, shape, dim, kept):
     assert costs.stays_scattered(shape, dim, 8) == kept
-    devices = plan.slice_devices(plan.parse_machine("v4:2x4x4"))
-    mesh = jax.sharding.Mesh(main.device_grid((8, 2, 2), devices), model.AXES)
+    assert reductions("v4:2x4x4", (8, 2, 2), "dp", shape, dim) == {"reduce-scatter" if kept else "all-reduce"}
+
+
+@tpu_compiler
+@pytest.mark.parametrize("name, mesh, squares", [
+    ("v4:2x2x2", (4, 2, 1), (("dp", 1),)), ("v5p:2x2x2", (8, 1, 1), (("dp", 2),)),
+    ("v4:2x2x4", (4, 1, 4), (("tp", 1),)), ("v4:2x2x4", (4, 2, 2), ()), ("v5e:4x4", (4, 1, 4), ()),
+], ids=str)  # fmt: skip
+def test_four_chips_in_a_plane_reduce_all_along_the_first_dim(no_device, name, mesh, squares):
+    machine = plan.parse_machine(name)
+    assert plan.square_steps(machine, mesh) == squares
+    for i, axis in enumerate(model.AXES):
+        if mesh[i] > 2:
+            for n, distance in costs.steps(mesh[i], machine.n):
+                square = (axis, distance) in squares
+                assert costs.stays_scattered((distance * 128, 768), 0, n, machine.chip.buffer, square) is not square
+            reduced = reductions(name, mesh, axis, (128, 768), 0)
+            assert ("all-reduce" in reduced) == any(a == axis for a, _ in squares)
+
+
+def reductions(name, mesh, axis, part, dim):
+    """What the TPU compiler makes of model.reduce_scatter to such float32 parts: reduce-scatters, all-reduces."""
+    devices = plan.slice_devices(plan.parse_machine(name))
+    grid = jax.sharding.Mesh(main.device_grid(mesh, devices), model.AXES)
 
     def summed(x):
-        return model.reduce_scatter(x * lax.axis_index("dp"), "dp", dim)[None]
+        return model.reduce_scatter(x * lax.axis_index(axis), axis, dim)[None]
 
-    program = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=P(), out_specs=P(model.AXES), check_vma=False))
-    whole = jax.ShapeDtypeStruct([8 * n if i == dim else n for i, n in enumerate(shape)], jnp.float32,
-                                 sharding=jax.NamedSharding(mesh, P()))  # fmt: skip
-    c = hlo.analyse(program.lower(whole).compile().as_text(), dict(dp=8, pp=2, tp=2))
-    assert [((("dp",), kind) in c.collectives) for kind in ("reduce-scatter", "all-reduce")] == [kept, not kept]
+    program = jax.jit(jax.shard_map(summed, mesh=grid, in_specs=P(), out_specs=P(model.AXES), check_vma=False))
+    whole = jax.ShapeDtypeStruct([grid.shape[axis] * n if i == dim else n for i, n in enumerate(part)], jnp.float32,
+                                 sharding=jax.NamedSharding(grid, P()))  # fmt: skip
+    c = hlo.analyse(program.lower(whole).compile().as_text(), dict(zip(model.AXES, mesh)))
+    return {kind for _, kind in c.collectives} & {"reduce-scatter", "all-reduce"}
 
 
 # --- Reading programs ---------------------------------------------------------------------------------------------

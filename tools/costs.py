@@ -27,6 +27,8 @@ class Chip(NamedTuple):
     link: float  # bytes/s of one link, one way
     network: float = 0.0  # bytes/s that it sends to other TPU slices (jax-ml.github.io/scaling-book, chapter 2)
     clock: float = 0.0  # Hz, in which the TPU compiler counts cycles
+    buffer: int = 1824  # tiles, see stays_scattered
+    fuses: bool = False  # whether its compiler forms operands of products within them, so that less goes through memory
 
     @property
     def peak(self):
@@ -37,9 +39,9 @@ class Chip(NamedTuple):
 GiB = 2**30
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GiB, 1228e9, 45e9, 6.25e9, 1.05e9),
-    "v5e": Chip("TPU v5e", 15.75 * GiB, 819e9, 45e9, 3.125e9, 1.5e9),
+    "v5e": Chip("TPU v5e", 15.75 * GiB, 819e9, 45e9, 3.125e9, 1.5e9, fuses=True),
     "v5p": Chip("TPU v5", 95.74 * GiB, 2765e9, 90e9, 6.25e9, 1.75e9),
-    "v6e": Chip("TPU v6 lite", 31.25 * GiB, 1640e9, 90e9, 12.5e9, 1.75e9),
+    "v6e": Chip("TPU v6 lite", 31.25 * GiB, 1640e9, 90e9, 12.5e9, 1.75e9, 3648, True),
     "A100": Chip("NVIDIA A100", 80e9, 2039e9, 300e9),
     "H100": Chip("NVIDIA H100", 80e9, 3350e9, 450e9),
     "H200": Chip("NVIDIA H200", 141e9, 4800e9, 450e9),
@@ -129,6 +131,7 @@ class Layer(NamedTuple):
     to_experts: float  # bytes of the buckets that travel to other devices' experts, there alone
     kept: float  # channels per token that products with weights give, so that --remat dots keeps them
     wide: float  # channels per token of all its intermediates
+    inside: float  # of these, of routed experts
 
 
 def capacity(cfg, tokens):
@@ -187,7 +190,7 @@ def layer_cost(cfg, kind, platform):
     # and norms, residuals, attention's output, what is gathered
     wide = kept + width + inside + back + gathered * s.tp + 4 * D + m.n_head * V
     return Layer(projections + more, area * forward, area * backward, experts, experts - back_from_experts, last,
-                 gathered, scattered, 0 if split_width else m.n_head * V, travels, kept, wide)  # fmt: skip
+                 gathered, scattered, 0 if split_width else m.n_head * V, travels, kept, wide, inside)  # fmt: skip
 
 
 def head_cost(cfg, platform):
@@ -208,20 +211,30 @@ def near_devices(n):
     return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
 
 
+def steps(n, devices, slices=1):
+    """[(devices, distance between neighbours)] of the steps in which n of all devices reduce and scatter along an axis:
+    two among all, see model.all_gather; on several slices one, since `Traffic.send_across` takes it whole."""
+    near = near_devices(n) if n == devices and slices == 1 else 1
+    return [(n // near, near), (near, 1)] if near > 1 else [(n, 1)]
+
+
+class Place(NamedTuple):
+    """What of the machine decides which collectives run and what is held."""
+
+    platform: str = "tpu"
+    slices: int = 1  # of TPUs, joined by
+    across: str = "dp"
+    squares: tuple = ()  # (axis, distance) of `steps` among four chips that lie in a plane of 2 x 2
+    buffer: int = 1824  # and
+    fuses: bool = False  # of its Chip
+
+
 class Traffic:
     """Collects the collectives of a step in `sent`, as `Estimate` has it."""
 
-    def __init__(self, cfg, platform, slices, across):
-        self.split = dict(zip(model.AXES, cfg.run.n_device_axis))
-        self.devices, self.platform, self.slices, self.across = cfg.run.n_devices, platform, slices, across
+    def __init__(self, cfg, place):
+        self.split, self.devices, self.place = dict(zip(model.AXES, cfg.run.n_device_axis)), cfg.run.n_devices, place
         self.sent = defaultdict(lambda: [0.0, 0.0, 0])
-
-    def steps(self, axis):
-        """(devices, parts of one device's that theirs have) of a reduce-scatter along an axis: two where these are all
-        devices, see model.all_gather; of several slices as one, since `send_across` takes it whole."""
-        n = self.split[axis]
-        near = near_devices(n) if n == self.devices and self.slices == 1 else 1
-        return [(n // near, near), (near, 1)] if near > 1 else [(n, 1)]
 
     def send(self, kind, axes, whole, times=1, count=1, n=0):
         """Collectives, `times` times in a step `count` of them, together of arrays of `whole` bytes with all their
@@ -233,20 +246,30 @@ class Traffic:
         if n == 1 or not times * whole:
             return
         at_once = n == self.devices and near_devices(n) == 1
-        if kind == "reduce-scatter" and self.platform == "tpu" and at_once:
+        if kind == "reduce-scatter" and self.place.platform == "tpu" and at_once:
             kind = "all-reduce"
-        if self.slices > 1 and self.across in axes:
+        if self.place.slices > 1 and self.place.across in axes:
             axes, n, whole = self.send_across(kind, axes, n, whole, times, count)
         share = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
         self.add(axes, kind, n, whole * share, times, count)
 
     def send_across(self, kind, axes, n, whole, times, count):
         """What such a collective moves between slices; returns its axes, devices and bytes inside one."""
-        inside = axes if self.split[self.across] > self.slices else tuple(a for a in axes if a != self.across)
-        most = {"all-to-all": whole * (self.slices - 1) / self.slices, "collective-permute": whole}
-        rest = whole / n * (self.slices - 1) * (1 + (kind == "all-reduce"))  # each device's part to every other slice
-        self.add((self.across,), hlo.ACROSS, self.slices, most.get(kind, rest), times, count)
-        return inside, n // self.slices, 0 if kind == "all-to-all" else whole
+        slices, across = self.place.slices, self.place.across
+        inside = axes if self.split[across] > slices else tuple(a for a in axes if a != across)
+        most = {"all-to-all": whole * (slices - 1) / slices, "collective-permute": whole}
+        rest = whole / n * (slices - 1) * (1 + (kind == "all-reduce"))  # each device's part to every other slice
+        self.add((across,), hlo.ACROSS, slices, most.get(kind, rest), times, count)
+        return inside, n // slices, 0 if kind == "all-to-all" else whole
+
+    def reduce_scatter(self, axis, part, dim, n_bytes, times, count):
+        """Reduce-scatters along `dim` to parts of such a shape, `count` of them together of n_bytes, in the steps of
+        model.all_gather."""
+        p = self.place
+        for n, distance in steps(self.split[axis], self.devices, p.slices):
+            own = [*part[:dim], distance * part[dim], *part[dim + 1 :]]
+            kept = p.platform != "tpu" or stays_scattered(own, dim, n, p.buffer, (axis, distance) in p.squares)
+            self.send("reduce-scatter" if kept else "all-reduce", (axis,), n_bytes * distance * n, times, count, n)
 
     def add(self, axes, kind, n, n_bytes, times, count):
         if n_bytes:
@@ -256,24 +279,22 @@ class Traffic:
             entry[2] = n
 
 
-BUFFER = 1824  # tiles that n / 2 + 2 spans of a reduce-scatter among n devices share (v6e has twice as many)
-
-
-def stays_scattered(part, dim, n):
+def stays_scattered(part, dim, n, buffer=Place().buffer, square=False):
     """Whether the TPU compiler keeps a reduce-scatter of float32 among n devices, each of which gets a part of such a
     shape along `dim`, as model.all_gather has it; else it makes an all-reduce of it.
 
     Found by compiling 6,000 single ones (libtpu 0.0.42). Parts are of whole tiles, 8 x 128 numbers. Along the first
-    dim they must also fall into two halves of 1, 2, 4, .. equal spans that fit a buffer, and four chips in a plane of
-    2 x 2 never keep one, which is not told here; along a middle one there must be more than one part before it.
+    dim they must also fall into two halves of 1, 2, 4, .. equal spans, of which n / 2 + 2 fit a `buffer` of so many
+    tiles, and not belong to a `square`, four chips in a plane of 2 x 2; along a middle one there must be more than one
+    part before it.
     """
     if dim == len(part) - 1:
         return part[dim] % 128 == 0 or part[dim] < 128  # whole programs lay out smaller ones with another dim last
     if dim or math.prod(part) >= 2**28:
         return part[dim] % 8 == 0 and (not dim or math.prod(part[:dim]) > 1)
     tiles = math.ceil(part[0] / 8) * math.ceil(math.prod(part[1:]) / 128)
-    spans = 1 << (math.ceil(tiles * (n / 2 + 2) / BUFFER) - 1).bit_length()
-    return tiles % (2 * spans) == 0
+    spans = 1 << (math.ceil(tiles * (n / 2 + 2) / buffer) - 1).bit_length()
+    return tiles % (2 * spans) == 0 and not square
 
 
 def expert_axes(E, split):
@@ -296,9 +317,9 @@ def local_shape(p, split):
     return shape, [a for axes in dims for a in axes]
 
 
-def tiled(shape, platform):
-    """Elements that an array takes: a TPU stores the two dims that it chooses in tiles of 8 x 128."""
-    if platform != "tpu" or len(shape) < 2:
+def tiled(shape):
+    """Elements that an array takes on a TPU, which stores the two dims that it chooses in tiles of 8 x 128."""
+    if len(shape) < 2:
         return math.prod(shape)
 
     def grown(n, to):
@@ -320,7 +341,8 @@ def weights_cost(cfg, traffic):
     accumulation what does not depend on it, but for TPUs once a batch. Gradients are reduce-scattered in float32.
     """
     m, s, split, A = cfg.model, sizes(cfg), traffic.split, cfg.run.grad_step
-    stored, held, added, runs, batches = 0, {}, 0, layer_runs(cfg), A if traffic.platform == "tpu" else 1
+    tpu = traffic.place.platform == "tpu"
+    stored, held, added, runs, batches = 0, {}, 0, layer_runs(cfg), A if tpu else 1
     for name, part in model.param_table(cfg).items():
         layers, times = runs.get(name, (1, 1))
         times /= cfg.run.pp_interleave if name in model.BLOCKS else 1  # each time those of one round
@@ -331,10 +353,10 @@ def weights_cost(cfg, traffic):
         forth, back, count = (batches, A, 1) if once else (again, A * times, layers)
         for p in model.jax.tree.leaves(part, is_leaf=model.is_param):
             shape, axes = local_shape(p, split)
-            whole, stored = math.prod(shape), stored + tiled(shape, traffic.platform)
+            whole, stored = math.prod(shape), stored + (tiled(shape) if tpu else math.prod(shape))
             width = s.bytes if p.matrix else 4
             # of what is stored in copies; the TPU compiler takes it out of the loop of gradient accumulation
-            traffic.send("all-reduce", set(model.AXES) - set(axes), 4 * whole, 1 if traffic.platform == "tpu" else A)
+            traffic.send("all-reduce", set(model.AXES) - set(axes), 4 * whole, 1 if tpu else A)
             if p.expert and p.gather:  # slices of all experts are exchanged for slices of one, and these gathered
                 (apart, together), n = expert_axes(m.n_experts, split), m.n_experts
                 traffic.send("all-to-all", apart, whole * width, forth, count, n)
@@ -346,12 +368,7 @@ def weights_cost(cfg, traffic):
             elif p.gather:
                 for axis in reversed(p.gather[1]):
                     own = shape[0 if once else stacked :]
-                    dim = len(own) + p.gather[0]
-                    for n, size in traffic.steps(axis):
-                        grown = [*own[:dim], size * own[dim], *own[dim + 1 :]]
-                        kept = traffic.platform != "tpu" or stays_scattered(grown, dim, n)
-                        kind = "reduce-scatter" if kept else "all-reduce"
-                        traffic.send(kind, (axis,), whole * size * n * 4, back, count, n)
+                    traffic.reduce_scatter(axis, own, len(own) + p.gather[0], 4 * whole, back, count)
                     shape[p.gather[0]] *= split[axis]
                     whole *= split[axis]
                     traffic.send("all-gather", (axis,), whole * width, forth, count)
@@ -398,27 +415,46 @@ def layers_cost(cfg, platform, traffic):
             gates = c.to_experts / m.model_dimension  # a number a slot, there alone
             traffic.send("all-to-all", apart, c.to_experts, n * (4 + again), 1, spread)
             traffic.send("all-to-all", apart, gates, n * (2 + again), 1, spread)
-        keep = {"none": KEPT * c.wide, "dots": c.kept + residual, "full": residual}[m.remat]
+        of_all = KEPT[m.architecture] * (c.wide - c.inside) + KEPT["experts"] * c.inside
+        keep = {"none": of_all, "dots": c.kept + residual, "full": residual}[m.remat]
         kept, wide = kept + layers * times * channel / s.tp * keep, channel / s.tp * c.wide
         touched, widest = touched + n * wide, max(widest, wide)
     return flops, scores, pipelined, kept, touched, widest
 
 
 # Fitted to what the TPU compiler says of the README's configurations. Memory:
-KEPT = 1.7  # channels that --remat none keeps, per channel of a layer's intermediates
-GRADIENTS, LAYER = 4.4, 1.4  # bytes per gathered weight while layers' gradients are summed up, per byte of the widest's
-LOGITS = 1.6  # copies of the logits that are held at once, before that
+# channels that --remat none keeps, per channel of a layer's intermediates: in float32 where biases are added
+KEPT = dict(deepseek=1.6, experts=2.5, gpt2=3.0)
+LAYER = 1.4  # bytes held while the widest layer's gradients are computed, per byte of its intermediates
+LOGITS = 1.5, 1.0  # copies of the logits that are held at once; here and below, the second where the compiler fuses
 # Time, in bytes read and written per one of each:
 OPERANDS, WEIGHTS = 5.2, 22.0  # intermediates (bytes) and gathered weights, every time, by matrix products
-PASSES, SUMS = 3.7, 12.0  # the same, by all else
-STACKED = dict(none=9.0, dots=26.0, full=29.0)  # what is kept for the backward pass (bytes), by --remat
-HEAD = 47.0  # logits (numbers)
+PASSES, SUMS = (3.7, 2.8), (12.0, 9.0)  # the same, by all else
+STACKED = dict(none=(11.0, 3.0), dots=(26.0, 6.0), full=(29.0, 29.0))  # what is kept (bytes), by --remat
+HEAD = 47.0, 35.0  # logits (numbers)
 
 
-def estimate(cfg, platform="tpu", slices=1, across="dp"):
-    """`Estimate` of a validated Config, on so many TPU slices joined by the axis `across`."""
-    s, A = sizes(cfg), cfg.run.grad_step
-    traffic = Traffic(cfg, platform, slices, across)
+def workspace(cfg, fuses, stored, held, largest, kept, widest, logits, logits_held):
+    """Bytes that are held beside weights, moments, the batch and what is `kept` for the backward pass, where they are
+    most: while there are logits, in a layer's backward pass, or when the embedding's two gradients are added up."""
+    s, again = sizes(cfg), cfg.run.grad_step > 1
+    embedding = cfg.model.padded_vocab * cfg.model.model_dimension
+    several = 4 * logits > logits_held  # chunks of logits
+    if cfg.model.fsdp == "full":  # one layer at a time: its weights, the next one's, and its gradient
+        gathered, gradients = 2 * s.bytes * largest, 4 * (largest + stored)
+    else:
+        gathered, gradients = s.bytes * held, 4 * held
+    one_of_several = kept / s.ticks * (s.ticks > 1)  # what is kept of a microbatch is copied out of all that is kept
+    return 4 * again * (held if cfg.model.fsdp == "none" else stored) + max(
+        gathered + (s.bytes + 4 * several) * embedding + LOGITS[fuses] * logits_held,
+        gathered + s.bytes * embedding + gradients + one_of_several + LAYER * widest,
+        gradients + (s.bytes + 4) * embedding - kept,
+    )
+
+
+def estimate(cfg, place=Place()):
+    """`Estimate` of a validated Config."""
+    s, A, platform, fuses, traffic = sizes(cfg), cfg.run.grad_step, place.platform, place.fuses, Traffic(cfg, place)
     stored, held, largest, added = weights_cost(cfg, traffic)
     flops, scores, pipelined, kept, touched, widest = layers_cost(cfg, platform, traffic)
     head, logits, logits_held = head_cost(cfg, platform)
@@ -427,15 +463,12 @@ def estimate(cfg, platform="tpu", slices=1, across="dp"):
     traffic.send("collective-permute", ("pp",), tick, A * 2 * s.ticks)
     traffic.send("all-gather", ("pp",), cfg.data.micro_batch_size * tick, A)
     traffic.send("all-to-all", ("pp",), cfg.data.micro_batch_size * tick, A * 3)
-    whole = max(0, GRADIENTS * held - 4 * stored) + (A > 1) * 4 * held  # sums of the accumulation, not yet of devices
-    summed = {"full": 0, "hoist": GRADIENTS * held, "none": whole}[cfg.model.fsdp]
-    # one layer at a time: its weights, the next one's, and its gradient
-    gathered = (2 * s.bytes + 4) * largest if cfg.model.fsdp == "full" else s.bytes * held
     return Estimate(
         flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched + WEIGHTS * added,
-        passes=PASSES * touched + SUMS * added + STACKED[cfg.model.remat] * A * kept + HEAD * A * logits,
+        passes=PASSES[fuses] * touched + SUMS[fuses] * added + STACKED[cfg.model.remat][fuses] * A * kept
+        + HEAD[fuses] * A * logits,
         weights=4 * stored, optimizer=8 * stored, batch=8 * A * s.own * s.B * s.T / s.tp, activations=kept,
-        workspace=gathered + 4 * stored + max(summed + LAYER * widest, LOGITS * logits_held),
+        workspace=workspace(cfg, fuses, stored, held, largest, kept, widest, logits, logits_held),
         bubble=(s.pp - 1) / s.ticks, pipeline_share=pipelined / (flops + A * head),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ program is read by tools/hlo.py. The formulas of tools/costs.py answer where the
 tries, and say which flag would help.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -19,6 +20,7 @@ from concurrent import futures
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
@@ -80,6 +82,28 @@ def slice_devices(machine):
     except jax.errors.JaxRuntimeError as e:
         reason = str(e).splitlines()[0]
         raise UserError(f"--plan {machine.name}: the TPU compiler knows no such slice ({reason}).") from None
+
+
+@functools.cache
+def square_steps(machine, shape):
+    """`squares` of costs.Place for a mesh of such a shape; none where no compiler tells where chips lie."""
+    if machine.topology.count("x") < 2 or machine.slices > 1 or not importlib.util.find_spec("libtpu"):
+        return ()
+    grid, found = training.device_grid(shape, slice_devices(machine)), []
+    at = np.array([d.coords for d in grid.flat]).reshape(*shape, 3)
+    for i, axis in enumerate(model.AXES):
+        for n, distance in costs.steps(shape[i], machine.n):
+            four = np.moveaxis(at, i, 0).reshape(-1, n, distance, math.prod(shape) // shape[i], 3)
+            if n == 4 and ((four != four[:, :1]).any((0, 1, 2, 3))).sum() == 2:
+                found.append((axis, distance))
+    return tuple(found)
+
+
+def place_of(cfg, machine):
+    """`costs.Place` of a validated Config on a machine, several slices as main.device_grid lays them."""
+    across = "dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp"
+    squares, chip = square_steps(machine, cfg.run.n_device_axis), machine.chip
+    return costs.Place("tpu" if machine.topology else "gpu", machine.slices, across, squares, chip.buffer, chip.fuses)
 
 
 class Compiled(NamedTuple):
@@ -178,16 +202,15 @@ SEARCHED = ("n_device_axis", "pp_interleave", "train_batch_size", "micro_batch_s
 def answer(cfg, machine, compiled=None, too_large=None):
     """`Answer` for a validated Config, from the compiler where it was asked, else from formulas."""
     chip, mesh = machine.chip, dict(zip(model.AXES, cfg.run.n_device_axis))
-    # where main.device_grid lays several slices
-    between = dict(slices=machine.slices, across="dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp")
-    e = costs.estimate(cfg, "tpu" if machine.topology else "gpu", **between)
+    place = place_of(cfg, machine)
+    e = costs.estimate(cfg, place)
     memory = dict(weights=e.weights, optimizer=e.optimizer, batch=e.batch, activations=e.activations,
                   temporaries=e.workspace)  # fmt: skip
     seconds, flops, collectives = costs.compute_seconds(e, chip), e.flops, e.sent
     if too_large:
         memory["temporaries"] = too_large.used - sum(memory.values()) + e.workspace
     if compiled:
-        c = hlo.analyse(compiled.text, mesh, **between)
+        c = hlo.analyse(compiled.text, mesh, place.slices, place.across)
         memory["temporaries"] = compiled.arguments + compiled.temporaries - sum(memory.values()) + e.workspace
         flops, collectives = c.flops + (e.scores if c.kernels else 0), c.collectives
         kernels = e.scores * 2 / chip.peak if c.kernels else 0  # the compiler does not estimate them: at half the peak
