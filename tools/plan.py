@@ -87,16 +87,20 @@ def slice_devices(machine):
 @functools.cache
 def square_steps(machine, shape):
     """`squares` of costs.Place for a mesh of such a shape; none where no compiler tells where chips lie."""
-    if machine.topology.count("x") < 2 or machine.slices > 1 or not importlib.util.find_spec("libtpu"):
+    fours = [(axis, distance) for i, axis in enumerate(model.AXES)
+             for n, distance in costs.steps(shape[i], machine.n) if n == 4]  # fmt: skip
+    torus = machine.topology.count("x") == 2 and machine.slices == 1
+    if not fours or not torus or not importlib.util.find_spec("libtpu"):
         return ()
-    grid, found = training.device_grid(shape, slice_devices(machine)), []
+    grid = training.device_grid(shape, slice_devices(machine))
     at = np.array([d.coords for d in grid.flat]).reshape(*shape, 3)
-    for i, axis in enumerate(model.AXES):
-        for n, distance in costs.steps(shape[i], machine.n):
-            four = np.moveaxis(at, i, 0).reshape(-1, n, distance, math.prod(shape) // shape[i], 3)
-            if n == 4 and ((four != four[:, :1]).any((0, 1, 2, 3))).sum() == 2:
-                found.append((axis, distance))
-    return tuple(found)
+
+    def is_square(axis, distance):
+        i = model.AXES.index(axis)
+        four = np.moveaxis(at, i, 0).reshape(-1, 4, distance, grid.size // shape[i], 3)
+        return (four != four[:, :1]).any((0, 1, 2, 3)).sum() == 2
+
+    return tuple(step for step in fours if is_square(*step))
 
 
 def place_of(cfg, machine):
