@@ -19,7 +19,8 @@ from tools import hlo
 
 
 class Chip(NamedTuple):
-    """One device, from the vendors' data sheets. Its peak FLOP/s stand in platforms.PEAK_FLOPS."""
+    """One device, from the vendors' data sheets, and what its compiler's programs show. Its peak FLOP/s stand in
+    platforms.PEAK_FLOPS."""
 
     kind: str  # as jax names it
     memory: float  # bytes of it that a program may use
