@@ -47,7 +47,7 @@ import decoding
 import model
 from checkpointing import Checkpoints
 from dataset import Mixture, Prefetch, put_batch
-from processes import ANOTHER, Interrupt, Watchdog, check_agreement, join_processes, together
+from processes import ANOTHER, Interrupt, Watchdog, alone_in_folder, check_agreement, join_processes, together
 from runlog import RunLog, duration, progress
 from tokenization import keep_tokenizer, text_of
 
@@ -284,13 +284,18 @@ def prompt_ids(cfg, encoding):
 def main(cfg, given):
     """Train as `cfg` says, resuming where the run left off. Returns the exit status: 0, or 128 + the signal."""
     configure_jax(cfg)
-    started = time.time()
-
-    # --- Mesh
+    load = None
     if cfg.run.init_from:
         flags, load = open_weights(cfg.run.init_from)
         cfg = utils.adopt(cfg, given, flags)
     cfg = utils.validate(cfg, jax.device_count())
+    with alone_in_folder(cfg.run):
+        return train_in_folder(cfg, given, load)
+
+
+def train_in_folder(cfg, given, load):
+    """`main`, in a run directory that is this run's alone. load: of `open_weights`, for --init_from."""
+    started = time.time()
 
     # --- Data
     train, val = Mixture(cfg, cfg.data.train_folder_name), Mixture(cfg, cfg.data.val_folder_name, optional=True)
@@ -328,7 +333,7 @@ def main(cfg, given):
                               cfg.run.keep_best)  # fmt: skip
 
     def beginning():
-        params = load(stored.params) if cfg.run.init_from else None
+        params = load(stored.params) if load else None
         return init_state(in_a_row, stored, optimizer, params), dict(step=0, sequences=0)
 
     state, meta = checkpoints.restore(stored) or beginning()

@@ -1,5 +1,6 @@
 """The processes of a run: they meet, agree on what they were given and when to stop, and say where they hang."""
 
+import contextlib
 import faulthandler
 import hashlib
 import os
@@ -83,6 +84,21 @@ def together(error):
 
 
 ANOTHER = "another process cannot go on; its log says why."
+
+
+@contextlib.contextmanager
+def alone_in_folder(run):
+    """Hold the run directory for the processes of this run, by process 0, before any of them writes there. Raises
+    UserError on all of them where another run holds it or it cannot be written."""
+    with contextlib.ExitStack() as held:
+        error = None
+        try:
+            if jax.process_index() == 0:
+                held.enter_context(utils.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name"))
+        except UserError as e:
+            error = e
+        together(error)
+        yield
 
 
 def check_agreement(cfg, data):

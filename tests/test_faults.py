@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -272,6 +273,85 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     with pytest.raises(utils.UserError, match="damaged are 3, of 3 checkpoints"):
         run("verify")
     assert "3  damaged: " in capsys.readouterr().out
+
+
+# --- One process in a folder --------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+import utils
+with utils.alone_in(sys.argv[1], "--output x", "--output"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def holding(folder):
+    """A process that holds `folder`, until it is killed."""
+    words = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refusal(folder):
+    with pytest.raises(utils.UserError) as e, utils.alone_in(str(folder), "--output x", "--output"):
+        pass
+    return str(e.value)
+
+
+def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys):
+    from tools import checkpoints as tool
+
+    run, flags = tmp_path / "runs" / "run", dict(TINY, training_steps=2)
+    with holding(run) as pid:
+        before = (run / "lock").read_bytes()
+        with pytest.raises(utils.UserError) as e:
+            train(**flags)
+        said = f"process {pid} on {socket.gethostname()} has been writing to {run} since "
+        assert said in str(e.value) and "; wait for its end, or give another --name." in str(e.value)
+        options = cli.read_flags(tool.Options, ["prune", str(run)], "checkpoints.py")
+        with pytest.raises(utils.UserError, match=said):
+            tool.main(options)
+        assert [p.name for p in run.iterdir()] == ["lock"] and (run / "lock").read_bytes() == before
+    assert train(**flags) == 0  # what the killed process left is taken over
+    assert f"{run} is taken over from process {pid}, which ended without a word" in capsys.readouterr().out
+    assert "lock" not in os.listdir(run)
+    with pytest.raises(utils.UserError, match="--bucket_name"):
+        train(**flags, output_dir=tmp_path / "other", bucket_name=tmp_path / "nowhere")
+    assert not (tmp_path / "other").exists(), "a refusal leaves nothing"
+
+
+@pytest.mark.parametrize("where", ["local", "memory://locks"])
+def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(where, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(utils.time, "sleep", lambda _: None)
+    folder = str(tmp_path / "out") if where == "local" else f"{where}/out"
+    path, me = f"{folder}/lock", utils.this_process()
+
+    def left(**differs):
+        utils.write_file(path, json.dumps(me | differs))
+
+    left(host="faraway", boot="another", pid=5, since="noon")
+    assert refusal(folder) == (f"--output x: process 5 on faraway has been writing to {folder} since noon; if it runs "
+                               f"no more, remove {path}, else give another --output.")  # fmt: skip
+    assert json.loads(utils.read_file(path))["host"] == "faraway"
+    for gone in (dict(pid=2**22 + 1), dict(began=me["began"] - 1)):  # its number may be another's by now
+        left(**gone)
+        with utils.alone_in(folder, "--output x", "--output"):
+            assert json.loads(utils.read_file(path))["pid"] == os.getpid()
+            assert f"process {os.getpid()} on {me['host']}" in refusal(folder)
+        assert utils.read_file(path) is None
+        assert "is taken over from process" in capsys.readouterr().out
+    with utils.alone_in(folder, "--output x", "--output"):
+        if where == "local":
+            os.remove(path)
+        left(host="faraway")
+    assert utils.read_file(path), "another's by now, so it stays"
 
 
 # --- Two processes ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ python tools/checkpoints.py list runs/tiny
 python tools/checkpoints.py verify runs/tiny
 python tools/checkpoints.py prune runs/tiny --keep 1 --every 1000 --dry_run
 
-It needs no accelerator, so it can look at a run that is in progress; prune one only when it has ended.
+It needs no accelerator, so it can look at a run that is in progress; prune refuses such a one.
 """
 
 import os
@@ -126,6 +126,14 @@ def complaint(checkpoints, step):
 
 def main(options):
     logging.set_verbosity(logging.FATAL)  # what Orbax has to say is said here in a line for each checkpoint
+    if options.command != "prune" or options.dry_run:
+        return look_at(options)
+    with utils.alone_in(options.run_dir, options.run_dir, "run directory"):  # a run may need what is to be deleted
+        look_at(options)
+
+
+def look_at(options):
+    """List, verify or prune."""
     config = utils.read_json(options.run_dir, "config.json")
     checkpoints = checkpointing.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
     steps = checkpoints.steps()
