@@ -87,7 +87,7 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if jax.process_count() > 1 else None),
         )  # fmt: skip
         self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
-        self.watcher, self.written = ThreadPoolExecutor(1, "checkpoint"), None
+        self.watcher, self.written, self.on_disk = ThreadPoolExecutor(1, "checkpoint"), None, None
 
     def save(self, step, state, sequences, about, val_loss=None):
         """Begin to write the state at `step`, after `sequences` sequences; `about` is kept with it. Where that fails,
@@ -113,6 +113,7 @@ class Checkpoints:
         """Wait until the save of `step` has ended; whether it went well. What a failed one left is removed."""
         try:
             self.manager.wait_until_finished()
+            self.on_disk = step
             return True
         except Exception as e:  # whatever the storage makes the libraries raise
             say(f"warning: checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next "
@@ -160,7 +161,7 @@ class Checkpoints:
             self._set_aside(damaged)
             say(f"warning: going on from checkpoint {meta['step']}; the steps from {meta['step'] + 1} to {damaged[0]} "
                 f"were lost and are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
-        self.saved = meta and meta["step"]
+        self.saved = self.on_disk = meta and meta["step"]
         for step in self.steps() if before < math.inf else []:
             if step > (self.saved or 0):
                 self.manager.delete(step)

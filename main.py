@@ -3,7 +3,11 @@
 python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local does this and all before it)
 """
 
-import contextlib
+import interrupts
+
+if __name__ == "__main__":
+    interrupts.at_once(interrupts.NOTHING_LOST)
+
 import functools
 import hashlib
 import itertools
@@ -394,6 +398,11 @@ def train_in_folder(cfg, given, load):
         """Share of the time since an earlier `now()` in which the devices had nothing to do but wait for data."""
         return (batches.waited - since[1]) / (time.time() - since[0])
 
+    def lost():
+        """Steps that are in no checkpoint yet, in words."""
+        first = (checkpoints.on_disk or 0) + 1
+        return f"the steps from {first} to {step}" if step >= first else "no step"
+
     def fetch(step, sequences, metrics):
         """Numbers of a finished step, for the log."""
         values = jax.device_get(metrics)
@@ -419,7 +428,8 @@ def train_in_folder(cfg, given, load):
     clock = last_line = now()  # where a step's interval begins; where that of a printed line does
     began, first_step = clock[0], step  # of training; moved on by the time spent off it
     row = None  # of the last step, where it is fetched and not logged
-    with Interrupt() as interrupt:  # until all is written: a signal may reach this process when all have agreed to stop
+    # until all is written: a signal may reach this process when all have agreed to stop
+    with Interrupt(lost) as interrupt:
         try:
             while True:
                 if back := faults["back"]:
@@ -508,17 +518,18 @@ def train_in_folder(cfg, given, load):
 def run(cfg, given):
     """`main`, together with the other processes of the run. One that fails leaves at once: at a usual exit jax would
     wait for the others, which wait for this one, and end in a stack trace."""
+    interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.NOTHING_LOST))
     join_processes(cfg)
     try:
         return main(cfg, given)
     except BaseException as e:
         if jax.process_count() == 1:
             raise
-        status = {UserError: 2, KeyboardInterrupt: 130}.get(type(e), 1)
+        status = 2 if isinstance(e, UserError) else 1
         if status == 1:
             traceback.print_exc()
         else:
-            print(f"error: {e}" if status == 2 else "interrupted", file=sys.stderr)
+            print(f"error: {e}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         if jax.process_index() == 0:
@@ -527,7 +538,4 @@ def run(cfg, given):
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(utils.one_sentence(lambda: run(*cfg_given)))
-    print("interrupted before a step was done; nothing was lost", file=sys.stderr)
-    sys.exit(130)
+    sys.exit(utils.one_sentence(lambda: run(*cfg_given)))

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import interrupts
 import utils
 from utils import UserError, say
 
@@ -129,14 +130,16 @@ def same_everywhere(things):
 
 
 class Interrupt:
-    """SIGTERM and SIGINT, noted until the step in progress is done; a second one ends the process at once."""
+    """SIGTERM and SIGINT: the first is noted until the step in progress is done and saved. A second one says what a
+    third would lose, which ends the process at once. lost(): that, in words."""
 
     FAILED = 99  # above every signal
 
-    def __init__(self):
+    def __init__(self, lost):
         mesh = Mesh(np.array(jax.devices()), "all")
         self.spread, self.earlier = NamedSharding(mesh, P("all")), 0
         self.largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+        self.lost, self.signal, self.received = lost, 0, 0
 
     def agreed(self, failed):
         """The signal to stop for, FAILED where a process has `failed`, or 0. Several processes must stop at the same
@@ -150,21 +153,21 @@ class Interrupt:
         return int(earlier)
 
     def __enter__(self):
-        self.signal = 0
-        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.over = interrupts.watch(self._note)
         return self
 
-    def _note(self, number, _):
-        self.signal = number
-        self._restore()
-        say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint")
-
-    def _restore(self):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+    def _note(self, number):
+        name, self.received = signal.Signals(number).name, self.received + 1
+        if self.received == 1:
+            self.signal = number
+            say(f"{name}: stopping after this step, with a checkpoint")
+        elif self.received == 2:
+            say(f"{name}: what was begun is still being finished; a third signal ends it at once, losing {self.lost()}")
+        else:
+            interrupts.end(128 + number, f"{name}: ended at once, losing {self.lost()}")
 
     def __exit__(self, *_):
-        self._restore()
+        self.over()
 
 
 class Watchdog:
@@ -195,5 +198,6 @@ class Watchdog:
                 say(f"watchdog: {phase} of step {step} has taken {since:.0f} s, usually {statistics.median(took):.2f}")
                 faulthandler.dump_traceback(sys.stdout)
             if since > self.limit:
-                say(f"watchdog: {phase} of step {step} has taken more than --stuck_limit {self.limit} s; ending")
-                os._exit(75)  # "temporary failure" in sysexits.h: to be started again
+                # 75: "temporary failure" in sysexits.h, to be started again
+                words = f"watchdog: {phase} of step {step} has taken more than --stuck_limit {self.limit} s; ending"
+                interrupts.end(75, words)

@@ -23,6 +23,7 @@ from typing import Literal
 
 import fsspec
 
+import interrupts
 import platforms
 
 # --- Errors -----------------------------------------------------------------------------------------------------
@@ -715,10 +716,12 @@ def alone_in(folder, flag, other):
     except OSError as e:
         why = f"{folder} cannot be written ({e.strerror or e})"
         raise UserError(f"{flag}: {why}; give a folder that can be, with room in it.") from None
+    interrupts.given_back.append(give_back)
     try:
         if left:
             say(f"{folder} is taken over from process {holder_in(left).get('pid', '?')}, which ended without a word")
         yield
     finally:
+        interrupts.given_back.remove(give_back)
         with contextlib.suppress(OSError, UserError):  # what stays, the next one takes over
             give_back()

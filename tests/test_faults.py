@@ -25,8 +25,10 @@ from test_resume import metrics_of
 import checkpointing
 import cli
 import dataset
+import interrupts
 import model
 import presets
+import processes
 import runlog
 import utils
 
@@ -352,6 +354,48 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(whe
             os.remove(path)
         left(host="faraway")
     assert utils.read_file(path), "another's by now, so it stays"
+
+
+# --- Signals ------------------------------------------------------------------------------------------------------
+
+
+def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monkeypatch):
+    heard, save = [], checkpointing.Checkpoints.save
+
+    def signalled(checkpoints, step, *rest):
+        checkpoints.settle()
+        for n in range(3 if step == 6 else 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(lambda: len(heard) > n)
+        save(checkpoints, step, *rest)
+
+    monkeypatch.setattr(checkpointing.Checkpoints, "save", signalled)
+    monkeypatch.setattr(processes, "say", heard.append)
+    monkeypatch.setattr(interrupts, "end", lambda *what: heard.append(what))
+    assert train(**TINY, training_steps=6, save_steps=4) == 0
+    first, second, third = heard
+    assert first == "SIGTERM: stopping after this step, with a checkpoint"
+    assert second.endswith("; a third signal ends it at once, losing the steps from 5 to 6")
+    assert third == (128 + signal.SIGTERM, "SIGTERM: ended at once, losing the steps from 5 to 6")
+    assert sorted(os.listdir(tmp_path / "runs/run/checkpoints")) == ["4", "6"], "what was begun is finished"
+
+
+@pytest.fixture
+def fake_jax(tmp_path):
+    """Environment in which whoever imports jax is sent SIGINT."""
+    (tmp_path / "jax.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
+    programs = ["main.py", "tools/sample.py x", "tools/evaluate.py x", "tools/hf.py", "tools/checkpoints.py list x",
+                "tools/bench_data.py"]  # fmt: skip
+    begun = [subprocess.Popen([sys.executable, *p.split()], cwd=ROOT, env=fake_jax, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True) for p in programs]  # fmt: skip
+    for name, process in zip(programs, begun):
+        out, err = process.communicate(timeout=60)
+        word = "interrupted while no step was in progress; nothing was lost" if name == "main.py" else "interrupted"
+        assert (process.returncode, out, err) == (130, "", word + "\n"), name
 
 
 # --- Two processes ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A run that was stopped is the run that was not; what is damaged or does not fit is said."""
 
+import itertools
 import json
 import os
 import shutil
@@ -87,8 +88,12 @@ def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, t
         assert process.poll() is None and time.time() < deadline, process.communicate()
         time.sleep(0.05)
     process.send_signal(number)
+    said = itertools.takewhile(lambda line: "stopping after this step" not in line, process.stdout)
+    assert len(list(said)) > 3
+    process.send_signal(number)  # which changes nothing
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + number and "Traceback" not in err and "same command goes on" in out
+    assert process.returncode == 128 + number and not err and "same command goes on" in out
+    assert "a third signal ends it at once, losing the steps from 1 to " in out
     step = max(int(p) for p in os.listdir(tmp_path / "runs" / "run" / "checkpoints"))
     assert [row["step"] for row in metrics_of(metrics.parent)] == list(range(1, step + 1))
     assert train(training_steps=step + 3) == 0

@@ -25,6 +25,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import interrupts
+
+if __name__ == "__main__":
+    interrupts.at_once("interrupted")
+
 import numpy as np
 
 import cli

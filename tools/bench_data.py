@@ -19,6 +19,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+
+import interrupts
+
+if __name__ == "__main__":
+    interrupts.at_once("interrupted")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -29,6 +34,7 @@ import main as training
 import tokenization
 import utils
 from presets import preset
+from tools import common
 
 TINY_TOKENS_PER_SECOND = 5_000  # of the preset tiny on two CPU cores, see README.md
 SHARD_TOKENS = 2_000_000  # small beside the memory that is measured
@@ -148,4 +154,4 @@ def main():
 
 
 if __name__ == "__main__":
-    utils.one_sentence(main)
+    common.run(main)

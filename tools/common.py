@@ -9,6 +9,7 @@ from typing import Literal
 import tyro
 
 import cli
+import interrupts
 import tokenization
 import utils
 from utils import UserError
@@ -90,8 +91,10 @@ class Parser(argparse.ArgumentParser):
 def run(program):
     """Run `program()` and end the process: with status 0, 2 and a sentence after a UserError, or 130 after Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt):
+        interrupts.as_usual()
         utils.one_sentence(program)
         sys.exit()
+    print("interrupted", file=sys.stderr)
     sys.exit(130)
 
 

@@ -15,6 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import interrupts
+
+if __name__ == "__main__":
+    interrupts.at_once("interrupted")
+
 import cli
 import platforms
 import utils

@@ -19,6 +19,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
+import interrupts
+
+if __name__ == "__main__":
+    interrupts.at_once("interrupted")
+
 import platforms
 import tokenization
 import utils
