@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+import cuts
 from utils import UserError, read_file, read_json, write_file
 
 END_OF_TEXT = "<|endoftext|>"
@@ -26,6 +27,9 @@ class HubTokenizer:
 
         self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
         self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()  # a file may ask for either, for the batches of its own model
+        self.tokenizer.no_padding()
+        self.may_be_cut = cuts.may_be_cut(self.tokenizer)
         self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
         config = read_json(os.path.dirname(path), "tokenizer_config.json")
         end = config.get("eos_token") or END_OF_TEXT

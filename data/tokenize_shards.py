@@ -35,6 +35,7 @@ import numpy as np
 from sources import VAL_FRACTION, Parser, dump_ranks, open_source, read_text
 from tqdm import tqdm
 
+from cuts import CUT
 from storage import BLOCK
 from tokenization import TOKENIZER_FILES, HubTokenizer, keep_tokenizer, load_tokenizer
 from utils import UserError, is_remote, one_sentence, read_file, read_json, say, write_file
@@ -44,17 +45,14 @@ BATCH_BYTES, BATCH_DOCUMENTS = 1_000_000, 1000  # what a worker takes at once, w
 IN_FLIGHT = 4 * BATCH_BYTES  # per worker: enough that none waits, and a bound on memory
 COUNTS = ("documents", "bytes", "empty_documents", "replaced_documents")
 PIECE = 1_000_000  # characters; longer texts are encoded in pieces of at least so many, where they can be cut
-# Every pattern of tiktoken's, and ours, ends a word at a space and begins the next one with it, so a cut after a letter
-# that a space and a letter follow changes no token.
-CUT = re.compile("[A-Za-z](?= [A-Za-z])")
 
 # --- From documents to tokens -----------------------------------------------------------------------------------
 
 
-def pieces(text):
-    """The text in pieces whose tokens, one after the other, are its tokens."""
-    start = 0
-    while end := CUT.search(text, start + PIECE):
+def pieces(text, encoding):
+    """The text in pieces whose tokens, one after the other, are its tokens: itself where it may not be cut."""
+    start, may_be_cut = 0, getattr(encoding, "may_be_cut", True)  # tiktoken's always may
+    while may_be_cut and (end := CUT.search(text, start + PIECE)):
         yield text[start : end.end()]
         start = end.end()
     yield text[start:]
@@ -64,12 +62,13 @@ def encode_text(text, encoding):
     """Token ids of a text, uint32: those of `encode_ordinary`.
 
     tiktoken's regular expressions give up after a million steps, which a run of that many spaces takes; a text with
-    one is cut in halves until each passes.
+    one is cut in two, where that changes no token if it can, until each passes.
     """
     try:
         return encoding.encode_to_numpy(text, disallowed_special=())  # no text is special, and none is an error
     except ValueError:
         half = len(text) // 2
+        half = cut.end() if (cut := CUT.search(text, half)) else half
         return np.concatenate([encode_text(text[:half], encoding), encode_text(text[half:], encoding)])
 
 
@@ -81,7 +80,7 @@ def encode_batch(batch, encoding, dtype):
         text, replaced = read_text(document)
         if text:
             ids.append(np.array([encoding.eot_token], dtype))
-            ids += [encode_text(piece, encoding).astype(dtype) for piece in pieces(text)]
+            ids += [encode_text(piece, encoding).astype(dtype) for piece in pieces(text, encoding)]
         counts += bool(text), len(text.encode()), not text, replaced
     return {split: (np.concatenate(ids), counts) for split, (ids, counts) in parts.items()}
 

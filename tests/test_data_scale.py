@@ -221,7 +221,7 @@ def test_pieces_change_no_token(tokenizer, monkeypatch):
     documents = sorted(sources.list_documents("stdlib"), key=lambda d: -d.size)[:20]
     texts = [sources.read_text(d)[0] for d in documents] + ["a b" * 100 + " \n" + "x" * 500]
     for text in texts + list(filter(None, HOSTILE)):
-        parts = list(tokenize_shards.pieces(text))
+        parts = list(tokenize_shards.pieces(text, encoding))
         assert "".join(parts) == text and (len(text) < 5000 or len(parts) > len(text) / 500)
         assert [i for p in parts for i in encoding.encode_ordinary(p)] == encoding.encode_ordinary(text)
 

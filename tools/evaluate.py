@@ -81,9 +81,7 @@ def texts(path, column):
 
 def encode(text, encoding):
     """Token ids of a document, end-of-text's first, as data/tokenize_shards.py encodes it: of any length."""
-    if isinstance(encoding, tokenization.HubTokenizer):
-        return np.array([encoding.eot_token, *encoding.encode_ordinary(text)])
-    return np.concatenate([[encoding.eot_token], *(encode_text(piece, encoding) for piece in pieces(text))])
+    return np.concatenate([[encoding.eot_token], *(encode_text(piece, encoding) for piece in pieces(text, encoding))])
 
 
 def windows(ids, T, stride):
