@@ -158,6 +158,13 @@ def open_weights(folder):
     return {name: config[name] for name in vars(utils.Model()) if name in config}, checkpoints.restore_params
 
 
+def positions(folder, T):
+    """Tokens of the longest sequence that the model in `folder` was made for; T: what `open_weights` says that it was
+    trained with, which may be less."""
+    config = utils.read_json(folder, "config.json")
+    return config.get("max_position_embeddings") or config.get("positions") or T
+
+
 # --- Steps --------------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +299,9 @@ def main(cfg, given):
     if cfg.run.init_from:
         flags, load = open_weights(cfg.run.init_from)
         cfg = utils.adopt(cfg, given, flags)
+        if cfg.model.T > (most := positions(cfg.run.init_from, flags["T"])):
+            weights = f"the weights in --init_from {cfg.run.init_from}"
+            say(f"warning: --T {cfg.model.T}: {weights} were made for {most} tokens")
     cfg = utils.validate(cfg, jax.device_count())
     with alone_in_folder(cfg.run):
         return train_in_folder(cfg, given, load)

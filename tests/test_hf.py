@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import main
 import tokenization
 import utils
-from tools import hf
+from tools import common, evaluate, hf
 
 DEEPSEEK = dict(layers_per_block=1, moe_rope=True, first_layers=1, tied=False, nope_dim=12, v_dim=10, q_latent_dim=10,
                 n_groups=4, k_groups=2, k=3, routed_scaling=2.5, mtp_depth=1)  # fmt: skip
@@ -92,6 +92,32 @@ def test_a_run_begins_with_imported_weights(exported, imported, train, tmp_path,
     if imported:
         with pytest.raises(utils.UserError, match="weights alone.*--init_from"):
             train((2, 2, 2), name="imported", output_dir=tmp_path, training_steps=3, **flags)
+
+
+def test_the_tools_measure_a_folder_as_the_run_imported_from_it(deepseek, shards, xla_cache, train, tmp_path, capsys):
+    """With the T that the model was trained with; further only with a warning."""
+    flags, run, folder = deepseek
+    hf.import_folder(str(folder), str(tmp_path / "imported"))
+
+    def measured(model, **options):
+        options = dict(n_devices=1, compilation_cache=str(xla_cache), limit=4, data=(str(shards),)) | options
+        (row,) = evaluate.main(common.Evaluate(model=str(model), **options))["data"]
+        return row["tokens"], row["loss"]
+
+    capsys.readouterr()
+    assert measured(folder) == measured(tmp_path / "imported") and measured(run)[0] == 4 * 32
+    assert measured(folder, T=8)[0] == 4 * 8 and capsys.readouterr().err == ""
+    for model in (folder, tmp_path / "imported", run):
+        assert measured(model, T=40)[0] == 4 * 40
+        assert capsys.readouterr().err == f"warning: --T 40: {model} was made for 32 tokens\n"
+    with pytest.raises(utils.UserError, match="nowhere"):
+        train(init_from=folder, T=40, bucket_name=tmp_path / "nowhere", **flags)
+    assert f"--T 40: the weights in --init_from {folder} were made for 32 tokens" in capsys.readouterr().out
+    far = spoilt(folder, tmp_path, {"max_position_embeddings": 8192})
+    hf.import_folder(far, str(tmp_path / "far"))
+    for model in (far, str(tmp_path / "far")):
+        T = main.open_weights(model)[0]["T"]
+        assert (T, main.positions(model, T)) == (4096, 8192)
 
 
 HOSTILE = ["", "a", "<|endoftext|> spelled",

@@ -252,14 +252,23 @@ def byte_manifest(shards, tmp_path):
     return folder
 
 
-def test_gpt2_goes_no_further_than_its_positions_and_rotary_models_with_a_warning(run, tmp_path, capsys):
+def test_gpt2_goes_no_further_than_its_positions_and_rotary_models_with_a_warning(run, shards, tmp_path, capsys):
     gpt2 = make_run(tmp_path, **SMALL_GPT2)
     with pytest.raises(utils.UserError, match="--max_tokens 20: a prompt's 18 tokens .* 32 positions"):
         continued(gpt2, max_tokens=20)
+    with pytest.raises(utils.UserError, match="--max_tokens 20: .* more than the 16 of --T"):
+        continued(gpt2, PROMPTS[:1], max_tokens=20, T=16)
+    for program in (lambda: continued(gpt2, T=33), lambda: measured(gpt2, data=(str(shards),), T=33)):
+        with pytest.raises(utils.UserError, match="--T 33: .* has learned 32 positions"):
+            program()
     assert continued(gpt2, PROMPTS, max_tokens=14)[2].done
+    for T in (16, 13):
+        assert measured(gpt2, data=(str(shards),), limit=4, T=T, **MESH)["data"][0]["tokens"] == 4 * T
     capsys.readouterr()
     assert continued(run, PROMPTS[2:3], max_tokens=20)[0].done
     assert "warning: --max_tokens 20" in capsys.readouterr().err
+    assert continued(run, PROMPTS[2:3], max_tokens=20, T=40)[0].done
+    assert capsys.readouterr().err.startswith(f"warning: --T 40: {run[0]} was made for 32 tokens\nprefill")
 
 
 def test_a_model_without_a_tokeniser_measures_shards_alone(run, shards, tmp_path):

@@ -25,6 +25,9 @@ class Options:
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
     n_devices: int = utils.Run.n_devices
     """Devices to use, as for main.py; 0: all that are present."""
+    T: int = 0
+    """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
+    trained with or, for one that was imported, was made for. With more, rotary models go on, GPT-2 has no positions."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
     """Type of activations and matrices; None: the one that the model was trained in."""
     compilation_cache: str = utils.Run.compilation_cache
@@ -73,7 +76,7 @@ class Evaluate(Options):
 def parse(kind, argv, program):
     """Command line -> `kind`, a subclass of `Options`. Raises UserError for whatever does not parse or is too small."""
     options = cli.read_flags(kind, argv, program)
-    cli.check_least(vars(options), cli.AT_LEAST | dict(limit=0, stride=0, batch_size=1))
+    cli.check_least(vars(options), cli.AT_LEAST | dict(T=0, limit=0, stride=0, batch_size=1))
     return options
 
 
@@ -102,8 +105,8 @@ def open_model(options, text):
     """(Config, mesh, parameters, tokeniser) of `options.model` on the mesh of `options`.
 
     Parameters lie as model.param_table says, matrices in model_dtype already, so that no step converts them again; the
-    tokeniser is None where the model has none. Raises UserError where there is no such model, the mesh does not fit, or
-    `text` is wanted and there is no tokeniser.
+    tokeniser is None where the model has none. Raises UserError where there is no such model, the mesh does not fit,
+    GPT-2 has not --T positions, or `text` is wanted and there is no tokeniser.
     """
     import jax  # here: XLA's flags must stand in the environment before
 
@@ -117,10 +120,11 @@ def open_model(options, text):
     if encoding and encoding.n_vocab > flags["vocab_size"]:
         raise UserError(f"{options.model}: its tokeniser has {encoding.n_vocab} tokens, the model only "
                         f"{flags['vocab_size']}; they do not belong together.")  # fmt: skip
+    check_T(options, flags)
     if options.model_dtype:
         flags["model_dtype"] = options.model_dtype
     flags |= {name: getattr(options, name) for name in ("n_device_axis", "n_devices", "compilation_cache")}
-    flags["pp_interleave"] = 1  # decoding goes round once
+    flags |= dict(pp_interleave=1, attention="auto")  # decoding goes round once, perhaps on another platform
     for name in ("micro_batch_size", "train_batch_size", "val_batch_size"):  # no flags here: any that fit the mesh do
         flags[name] = max(1, options.n_device_axis[1])
     cfg = utils.validate(utils.replace(utils.Config(), **flags), jax.device_count())
@@ -136,6 +140,17 @@ def open_model(options, text):
 
     params = jax.tree.map(convert, table, load(main.abstract_params(cfg, mesh)), is_leaf=model.is_param)
     return cfg, mesh, params, encoding
+
+
+def check_T(options, flags):
+    """Warn where --T is more than the model was made for. Raises UserError where GPT-2 has no such positions."""
+    import main
+
+    most = main.positions(options.model, flags["T"])
+    if options.T > most:
+        if flags["architecture"] == "gpt2":
+            raise UserError(f"--T {options.T}: {options.model} has learned {most} positions; give at most so many.")
+        print(f"warning: --T {options.T}: {options.model} was made for {most} tokens", file=sys.stderr)
 
 
 def before_prompt(options, encoding):

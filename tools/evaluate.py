@@ -93,9 +93,10 @@ def windows(ids, T, stride):
 def evaluate(options, path, cfg, encoding, score):
     """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data; each of loss, perplexity and
     bits_per_byte has its standard error beside it, None where there is one cluster alone."""
-    T, stride, sizes = cfg.model.T, options.stride or cfg.model.T, []  # sizes: bytes of each document
+    T = options.T or cfg.model.T
+    stride, sizes = options.stride or T, []  # sizes: bytes of each document
     if stride > T:
-        raise UserError(f"--stride {stride}: must be at most the model's T, {T}, or text would be left out.")
+        raise UserError(f"--stride {stride}: must be at most --T, which is {T}, or text would be left out.")
 
     def of_text():
         left = options.limit or math.inf
@@ -111,7 +112,7 @@ def evaluate(options, path, cfg, encoding, score):
                 yield Piece(window, first, len(sizes) - 1)
                 left -= 1
 
-    if corpus := open_shards(cfg, path):
+    if corpus := open_shards(utils.replace(cfg, T=T), path):
         check_tokenizer(corpus, encoding)
         total = min(corpus.n_sequences, options.limit or corpus.n_sequences)
         sequences = (Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total))  # as in main.py's validation
@@ -162,7 +163,7 @@ def choose(options, path, cfg, encoding, score):
     """{"hellaswag", "questions", "acc", "acc_error", "acc_norm", "acc_norm_error"}: the share of questions of which the
     right ending is the likeliest, by the sum of its log p and by that sum per byte of the ending. An ending follows
     its context and a space; a context too long for the model keeps its end."""
-    answers, items, T = [], [], cfg.model.T
+    answers, items, T = [], [], options.T or cfg.model.T
     for context, endings, label in questions(path):
         if len(items) == options.limit > 0:
             break

@@ -47,6 +47,7 @@ import model
 
 SHARD_BYTES = 5 * 10**9  # most in one file
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' name
+MOST_T = 4096  # tokens of a sequence, unless told otherwise: what a model can do is often more than it was trained on
 READABLE = {"F32", "F16", "BF16", "F64"}
 
 
@@ -315,6 +316,7 @@ def model_flags(config, folder):
         raise UserError(f"{os.path.join(folder, 'config.json')}: {e.args[0]} is missing.") from None
     if kind == "deepseek_v3":  # the config of many a model names predictors that its files do not hold
         first, there = flags["first_layers"] + flags["blocks"], files_of(folder)
+        flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
         flags["mtp_depth"] = sum(f"model.layers.{first + d}.eh_proj.weight" in there
                                  for d in range(config.get("num_nextn_predict_layers") or 0))  # fmt: skip
     return flags
@@ -384,16 +386,14 @@ def import_folder(folder, run_dir):
     config = utils.read_json(folder, "config.json")
     flags = model_flags(config, folder)
     output_dir, name = os.path.split(os.path.abspath(run_dir))
-    T = min(config.get("max_position_embeddings", 4096), 4096)  # what it can do is often more than it was trained on
-    cfg = utils.replace(utils.Config(), **{"T": T, **flags}, name=name, output_dir=output_dir,
-                        n_device_axis=(1, 1, 1), n_devices=1)  # fmt: skip
+    cfg = utils.replace(utils.Config(), **flags, name=name, output_dir=output_dir, n_device_axis=(1, 1, 1), n_devices=1)
     cfg = utils.validate(cfg, jax.device_count())
     mesh, part = main.make_mesh(cfg), os.path.normpath(run_dir) + ".part"
     params = load(folder, main.abstract_params(cfg, mesh))
     shutil.rmtree(part, ignore_errors=True)
     os.makedirs(part)
     tokenizer = os.path.join(folder, "tokenizer.json")
-    config = dict(utils.flatten(cfg), encoding="")
+    config = dict(utils.flatten(cfg), encoding="", positions=main.positions(folder, flags["T"]))
     if os.path.isfile(tokenizer):
         config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
     else:

@@ -40,6 +40,7 @@ from jax.sharding import PartitionSpec as P
 
 import decoding
 import model
+from main import positions
 
 CHUNK = 8  # tokens of a row between two looks at what was drawn: beside them the host's part is small
 MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one fit others
@@ -122,11 +123,12 @@ def main(options):
     if [] in prompts:
         raise UserError("--prompt: is empty, and nothing stands before it; give a text, or --start end_of_text.")
     longest, n_rows = max(map(len, prompts)), len(prompts) * options.inference_batch
-    if longest + options.max_tokens > cfg.model.T:
-        about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the "
+    most = options.T or positions(options.model, cfg.model.T)
+    if longest + options.max_tokens > most:
+        about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the {most} "
         if cfg.model.architecture == "gpt2":
-            raise UserError(f"{about}{cfg.model.T} positions that the model has learned.")
-        print(f"warning: {about}{cfg.model.T} that the model was trained on", file=sys.stderr)  # rotary ones go on
+            raise UserError(f"{about}{'of --T' if options.T else 'positions that the model has learned'}.")
+        print(f"warning: {about}{'of --T' if options.T else 'that the model was made for'}", file=sys.stderr)
 
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
     heads = [f"--- {i}\n" if n_rows > 1 else "" for i in range(n_rows)]

@@ -26,6 +26,7 @@ def make_scorer(cfg, mesh, params, batch_size):
     of the targets that count, their number), in order. Batches are batch_size sequences per device of dp and stage of
     pp; all are padded to one length, so that one program is compiled."""
     dp, pp, tp = cfg.run.n_device_axis
+    multiple = math.lcm(tp, 128) if model.for_devices(cfg, mesh).model.attention == "splash" else tp
     rows, scores = pp * batch_size * dp, jax.jit(model.make_score(cfg, mesh))
     sharding = NamedSharding(mesh, P(*model.BATCH_SPEC[1:]))
 
@@ -42,7 +43,7 @@ def make_scorer(cfg, mesh, params, batch_size):
             yield piece.unit, row.sum(), len(piece.ids) - 1 - piece.first
 
     def score(pieces, T):
-        pieces, T, running = iter(pieces), math.ceil(T / tp) * tp, deque()
+        pieces, T, running = iter(pieces), math.ceil(T / multiple) * multiple, deque()
         while batch := list(itertools.islice(pieces, rows)):
             running.append(begin(batch, T))
             if len(running) > 1:  # the devices score a batch while the host makes the next one
