@@ -35,9 +35,8 @@ import numpy as np
 from sources import VAL_FRACTION, Parser, dump_ranks, open_source, read_text
 from tqdm import tqdm
 
-from cuts import CUT
 from storage import BLOCK
-from tokenization import TOKENIZER_FILES, HubTokenizer, keep_tokenizer, load_tokenizer
+from tokenization import CUT, TOKENIZER_FILES, HubTokenizer, keep_tokenizer, load_tokenizer
 from utils import UserError, is_remote, one_sentence, read_file, read_json, say, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
