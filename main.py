@@ -51,7 +51,17 @@ import decoding
 import model
 from checkpointing import Checkpoints
 from dataset import Mixture, Prefetch, put_batch
-from processes import ANOTHER, Interrupt, Watchdog, alone_in_folder, check_agreement, join_processes, together
+from processes import (
+    ANOTHER,
+    Interrupt,
+    Watchdog,
+    alone_in_folder,
+    check_agreement,
+    end_for_loss,
+    is_loss,
+    join_processes,
+    together,
+)
 from runlog import RunLog, duration, progress
 from tokenization import keep_tokenizer, text_of
 
@@ -408,7 +418,7 @@ def train_in_folder(cfg, given, load):
         """Share of the time since an earlier `now()` in which the devices had nothing to do but wait for data."""
         return (batches.waited - since[1]) / (time.time() - since[0])
 
-    def lost():
+    def at_stake():
         """Steps that are in no checkpoint yet, in words."""
         first = (checkpoints.on_disk or 0) + 1
         return f"the steps from {first} to {step}" if step >= first else "no step"
@@ -439,7 +449,7 @@ def train_in_folder(cfg, given, load):
     began, first_step = clock[0], step  # of training; moved on by the time spent off it
     row = None  # of the last step, where it is fetched and not logged
     # until all is written: a signal may reach this process when all have agreed to stop
-    with Interrupt(lost) as interrupt:
+    with Interrupt(at_stake) as interrupt:
         try:
             while True:
                 if back := faults["back"]:
@@ -535,11 +545,14 @@ def run(cfg, given):
     except BaseException as e:
         if jax.process_count() == 1:
             raise
-        status = 2 if isinstance(e, UserError) else 1
-        if status == 1:
-            traceback.print_exc()
-        else:
+        status = 1
+        if isinstance(e, UserError):
+            status = 2
             print(f"error: {e}", file=sys.stderr)
+        elif is_loss(e):
+            end_for_loss()
+        else:
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         if jax.process_index() == 0:

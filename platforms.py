@@ -32,6 +32,8 @@ def set_xla_flags(n_devices, num_processes=1):
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
     os.environ["XLA_FLAGS"] = " ".join([now, *(f for f in flags if f.split("=")[0] not in now)]).strip()
+    if num_processes > 1:  # what it tells of a lost process, over and over, is said here in a sentence
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def use_no_device():

@@ -1,6 +1,7 @@
 """The processes of a run: they meet, agree on what they were given and when to stop, and say where they hang."""
 
 import contextlib
+import ctypes
 import faulthandler
 import hashlib
 import os
@@ -23,6 +24,37 @@ import interrupts
 import utils
 from utils import UserError, say
 
+LOST = "another process of this run was lost; its log says why, and the same command on all goes on from a checkpoint."
+
+
+def is_loss(error):
+    """Whether an error of jax's tells of another process that does not answer any more."""
+    words = "Gloo", "NCCL", "UNAVAILABLE", "Connection closed by peer", "Connection reset", "heartbeat", "coordination"
+    return any(word in str(error) for word in words)
+
+
+def end_for_loss(*_):
+    interrupts.end(75, f"error: {LOST}")
+
+
+def end_when_one_is_lost():
+    """Let jax end this process with a sentence when another one is lost, not from C++ with a stack. To be called before
+    `jax.distributed.initialize`, which leaves no choice."""
+    with contextlib.suppress(ImportError, AttributeError):  # another jax, which ends in its own way
+        from jax._src.lib import _jax as lib
+
+        connect = lib.get_distributed_runtime_client
+
+        def connect_and_watch(*args, **kwargs):
+            with contextlib.suppress(AttributeError, OSError):
+                # jax 0.10 cannot call `end_for_loss` and has C++ end the process, which calls this
+                connect_and_watch.kept = ctypes.CFUNCTYPE(None)(end_for_loss)
+                ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(connect_and_watch.kept)
+            return connect(*args, missed_heartbeat_callback=end_for_loss, **kwargs)
+
+        if "missed_heartbeat_callback" in connect.__doc__:
+            lib.get_distributed_runtime_client = connect_and_watch
+
 
 def join_processes(cfg):
     """Meet the other processes of the run, if there are any: at --coordinator, else where jax finds that a TPU pod,
@@ -30,6 +62,7 @@ def join_processes(cfg):
     r = cfg.run
     if r.num_processes == 1:
         return
+    end_when_one_is_lost()
     # That service would swallow SIGTERM from here on; Interrupt makes a signal known to all processes.
     jax.config.update("jax_enable_preemption_service", False)
     where = {}

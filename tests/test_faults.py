@@ -451,6 +451,7 @@ class Pair:
                  "coordinator": f"127.0.0.1:{free_port()}", **flags}  # fmt: skip
         env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "RESTART_PAUSE": "0",
                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
+        env.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax sets it here
         self.supervisors, self.sinks = [], []
         for i in range(2):
             (self.folder / str(i)).mkdir()
@@ -546,6 +547,9 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
         lives += 1
         wait_for(lambda: all(disturbed.log(i).count("starting it again") >= lives for i in range(2)))
     assert disturbed.wait() == [0, 0], disturbed.log(0) + disturbed.log(1)
+    said = disturbed.log(0) + disturbed.log(1)
+    assert said.count("error: another process of this run was lost; its log says why") == lives
+    assert not any(word in said for word in ("Traceback", "stack trace", "E1", "terminate called")), said
     meta, rows = undisturbed
     assert meta_of(disturbed.run, STEPS) == meta and metrics_of(disturbed.run) == rows
     lost = len(disturbed.launched()) - STEPS
