@@ -62,7 +62,7 @@ from processes import (
     join_processes,
     together,
 )
-from runlog import RunLog, duration, progress
+from runlog import RunLog, check_login, duration, progress, uploading
 from tokenization import keep_tokenizer, text_of
 
 
@@ -164,6 +164,7 @@ def open_weights(folder):
     if "model_dimension" not in config:
         raise UserError(f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a "
                         f"config.json).")  # fmt: skip
+    utils.check_stored(config, folder, ["architecture"])
     checkpoints = Checkpoints(os.path.join(folder, "checkpoints"))
     return {name: config[name] for name in vars(utils.Model()) if name in config}, checkpoints.restore_params
 
@@ -274,8 +275,13 @@ def configure_jax(cfg):
     """Settings of jax itself, made here and nowhere at import."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's errors are caught and said in a sentence, which need not
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # hide in the many traces of its tasks
-    if cfg.run.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cfg.run.compilation_cache))
+    if cache := os.path.expanduser(cfg.run.compilation_cache):
+        try:
+            if not utils.is_remote(cache):
+                utils.check_place(os.path.join(cache, "entry"), "--compilation_cache")
+            jax.config.update("jax_compilation_cache_dir", cache)
+        except UserError as e:  # jax would warn of every program
+            print(f"warning: {e}", file=sys.stderr, flush=True)
     if cfg.model.model_dtype == "float32":  # accelerators would otherwise round the inputs of matrix products
         jax.config.update("jax_default_matmul_precision", "float32")
 
@@ -313,6 +319,13 @@ def main(cfg, given):
             weights = f"the weights in --init_from {cfg.run.init_from}"
             say(f"warning: --T {cfg.model.T}: {weights} were made for {most} tokens")
     cfg = utils.validate(cfg, jax.device_count())
+    error = None
+    try:
+        if cfg.run.wandb and jax.process_index() == 0:
+            check_login()
+    except UserError as e:
+        error = e
+    together(error)
     with alone_in_folder(cfg.run):
         return train_in_folder(cfg, given, load)
 
@@ -541,7 +554,7 @@ def run(cfg, given):
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.NOTHING_LOST))
     join_processes(cfg)
     try:
-        return main(cfg, given)
+        status = main(cfg, given)
     except BaseException as e:
         if jax.process_count() == 1:
             raise
@@ -558,6 +571,11 @@ def run(cfg, given):
         if jax.process_index() == 0:
             time.sleep(2)  # its end is that of the others, who may be about to say the same
         os._exit(status)
+    if uploading():
+        jax.distributed.shutdown()
+        runs = os.path.join(cfg.run.folder, "wandb", "run-*")
+        interrupts.end(status, f"warning: --wandb: the upload takes too long; wandb sync {runs} goes on with it")
+    return status
 
 
 if __name__ == "__main__":

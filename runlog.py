@@ -4,16 +4,20 @@ import contextlib
 import io
 import json
 import math
+import netrc
 import os
+import re
 import secrets
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 import numpy as np
 from tqdm import tqdm
 
-from utils import flatten, is_remote, read_file, say, write_file
+from utils import UserError, flatten, is_remote, read_file, say, write_file
 
 
 def duration(seconds):
@@ -49,6 +53,46 @@ def is_spike(loss, before, zscore):
     return len(before) >= 20 and zscore > 0 and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
 
 
+SAMPLE = re.compile(r"^(?==== step \d+$)", re.MULTILINE)  # where the samples of a step begin
+
+
+def rows_in(content):
+    """The rows of metrics.jsonl, without what is none, such as a line that a kill tore."""
+    rows = []
+    for line in content.decode(errors="replace").split("\n"):
+        with contextlib.suppress(ValueError, AttributeError):
+            row = {key: math.nan if v is None else v for key, v in json.loads(line).items()}
+            numbers = all(isinstance(v, int | float) for v in row.values())
+            if numbers and {"step", "loss/train_loss"} <= row.keys():
+                rows.append(row)
+    return rows
+
+
+UPLOAD, MOST_UPLOAD = "wandb", 600  # name of a thread, and the seconds to wait for it at the end of a run
+
+
+def check_login():
+    """Raises UserError where wandb would ask for a key or refuse to begin; it is not asked, nor its server."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.mode in ("offline", "dryrun", "disabled") or settings.api_key:
+        return
+    files = os.environ.get("NETRC"), os.path.expanduser("~/.netrc"), os.path.expanduser("~/_netrc")
+    for file in filter(None, files):
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(file).authenticators(urlsplit(settings.base_url).hostname):
+                return
+    if not getattr(settings, "identity_token_file", None):
+        advice = "run wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"
+        raise UserError(f"--wandb: this machine is not logged in to Weights & Biases; {advice}.")
+
+
+def uploading():
+    """Whether an upload to wandb goes on that the run's end waits no longer for."""
+    return any(thread.name == UPLOAD for thread in threading.enumerate())
+
+
 class RunLog:
     """What a run leaves behind: metrics.jsonl, samples.txt, plots and, on request, wandb.
 
@@ -63,23 +107,34 @@ class RunLog:
             return
         # Resuming: lines after the checkpoint will be written again, and an evaluation that only the end of the
         # earlier run brought about is not part of an uninterrupted one.
-        for line in (read_file(self.path("metrics.jsonl")) or b"").decode().splitlines():
-            with contextlib.suppress(ValueError):  # a line torn by a kill
-                row = json.loads(line)
-                if row["step"] == start_step and start_step % cfg.run.checkpoint_steps:
-                    row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
-                self.history.append(row)
-        kept = (read_file(self.path("samples.txt")) or b"").decode().split("=== step ")[1:]
-        self.samples = [f"=== step {s}" for s in kept]
+        for row in rows_in(read_file(self.path("metrics.jsonl")) or b""):
+            if row["step"] == start_step and start_step % cfg.run.checkpoint_steps:
+                row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
+            self.history.append(row)
+        kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
+        self.samples = [text for text in re.split(SAMPLE, kept) if text]
         self._rewind(start_step)
         if cfg.run.wandb:
-            import wandb
+            self._run(lambda: self._begin_wandb(cfg))
 
-            run_id = read_file(self.path("wandb_id")) or secrets.token_hex(4).encode()
+    def _begin_wandb(self, cfg):
+        """Begin wandb's run, offline where its server is not reached in half a minute or refuses it."""
+        import wandb
+
+        run_id = (read_file(self.path("wandb_id")) or b"").decode(errors="replace").strip()
+        if not re.fullmatch(r"\w+", run_id):
+            run_id = secrets.token_hex(4)
             write_file(self.path("wandb_id"), run_id)
-            self.wandb = wandb
-            wandb.init(project="moe-pretraining", id=run_id.decode(), resume="allow", name=cfg.run.name, dir=self.dir,
-                       config=flatten(cfg))  # fmt: skip
+        about = dict(project="moe-pretraining", id=run_id, name=cfg.run.name, dir=self.dir, config=flatten(cfg))
+        try:
+            wandb.init(resume="allow", settings=wandb.Settings(init_timeout=30), **about)
+        except wandb.errors.Error as e:
+            reason = (str(e).splitlines() or [type(e).__name__])[0]
+            later = f"wandb sync {self.path('wandb')}/offline-run-* uploads it"
+            say(f"warning: --wandb: {reason:.200}; the run is logged offline, and {later}")
+            wandb.teardown()  # it still holds the run's id
+            wandb.init(mode="offline", **about)
+        self.wandb = wandb
 
     def path(self, name):
         return os.path.join(self.dir, name)
@@ -89,7 +144,7 @@ class RunLog:
 
     def _rewind(self, step):
         self.history = [row for row in self.history if row["step"] <= step]
-        self.samples = [text for text in self.samples if int(text.split()[2]) <= step]
+        self.samples = [text for text in self.samples if not re.match(SAMPLE, text) or int(text.split()[2]) <= step]
         self._write_metrics()
 
     def rewind(self, step):
@@ -157,7 +212,9 @@ class RunLog:
         """Wait until everything is written."""
         self.worker.shutdown(wait=True)
         if self.wandb:
-            self.wandb.finish()
+            upload = threading.Thread(target=self.wandb.finish, name=UPLOAD, daemon=True)
+            upload.start()
+            upload.join(MOST_UPLOAD)
 
 
 def draw(history, title, keys):

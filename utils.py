@@ -6,6 +6,7 @@ Every option is declared once, as a field of one of the dataclasses below; the f
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import inspect
 import json
@@ -17,6 +18,7 @@ import secrets
 import shlex
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -481,6 +483,28 @@ def adopt(cfg, given, flags):
     return replace(cfg, **flags)
 
 
+# Of config.json, beside what must be the same.
+NEEDED_TO_RESUME = ["n_device_axis", "train_batch_size", "grad_step", "val_batch_size", "bucket_name"]
+
+
+def check_stored(config, folder, needed):
+    """Raises UserError where the {flag: value} `config` of a run directory lacks one of `needed`, or has a value that
+    its flag cannot have, as a file that someone edited."""
+    kinds = {bool: bool, int: int, float: (int, float), str: str, tuple: list}
+    path = os.path.join(folder, "config.json")
+    if missing := [name for name in needed if name not in config]:
+        raise UserError(f"{path}: {', '.join(missing)} is missing; put back what it was.")
+    for name, default in flatten(Config()).items():
+        if name not in config or (name in FREE_ON_RESUME and name not in needed):
+            continue
+        value = config[name]
+        sound = isinstance(value, kinds[type(default)]) and isinstance(value, bool) == isinstance(default, bool)
+        if name == "n_device_axis":
+            sound = sound and len(value) == 3 and all(type(n) is int and n > 0 for n in value)
+        if not sound:
+            raise UserError(f"{path}: {name} is {value!r:.40}, which no run has; put back what it was.")
+
+
 def resume(cfg, given, data):
     """`cfg`, fitted to the run that --name resumes where there is one; data: fingerprint of the shards.
 
@@ -493,6 +517,7 @@ def resume(cfg, given, data):
     if "data_fingerprint" not in stored:
         raise UserError(f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
                         f"--init_from {cfg.run.folder}.")  # fmt: skip
+    check_stored(stored, cfg.run.folder, NEEDED_TO_RESUME)
     (dp, _, _), (old_dp, _, _) = cfg.run.n_device_axis, stored["n_device_axis"]
     follow = [
         ("train_batch_size", stored["train_batch_size"] * old_dp * stored["grad_step"], dp * cfg.run.grad_step),
@@ -549,17 +574,38 @@ def persist(work, path):
 
 
 def write_file(path, content):
-    """Write bytes or text to a local path or remote address; a reader sees the old content or the new, no mixture."""
+    """Write bytes or text to a local path or remote address; a reader sees the old content or the new, no mixture.
+    Raises UserError where it cannot be written."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):  # an object appears whole when its upload ends
         fs, there = fsspec.core.url_to_fs(path)
         return persist(lambda: fs.pipe_file(there, content), path)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path + ".part", "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".part", path)
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(path + ".part", "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".part", path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".part")
+        raise UserError(f"{path} cannot be written ({e.strerror}); give a place that can be, with room.") from None
+
+
+def check_place(path, flag):
+    """Raises UserError where no file can be written at the local `path` that `flag` named: before one works for it."""
+    at = os.path.abspath(path)
+    try:
+        if os.path.isdir(at):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        while not os.path.isdir(at):
+            at = os.path.dirname(at)
+            if os.path.isfile(at):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        tempfile.TemporaryFile(dir=at).close()
+    except OSError as e:
+        raise UserError(f"{flag} {path}: cannot be written ({e.strerror}); give a place that can be.") from None
 
 
 def read_file(path):
@@ -572,8 +618,16 @@ def read_file(path):
 
 
 def read_json(*path):
-    """Content of a local JSON file or remote object, its path in parts; {} where there is none."""
-    return json.loads(read_file(os.path.join(*path)) or "{}")
+    """The object in a local JSON file or remote object, its path in parts; {} where there is none. Raises UserError
+    where it holds something else."""
+    path = os.path.join(*path)
+    try:
+        content = json.loads(read_file(path) or b"{}")
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path}: is not JSON ({e}); put back what it was.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds {content!r:.40}, not a JSON object; put back what it was.")
+    return content
 
 
 def say(*words):

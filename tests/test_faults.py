@@ -26,6 +26,7 @@ import checkpointing
 import cli
 import dataset
 import interrupts
+import main
 import model
 import presets
 import processes
@@ -354,6 +355,59 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(whe
             os.remove(path)
         left(host="faraway")
     assert utils.read_file(path), "another's by now, so it stays"
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(train, small_disk, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    with contextlib.suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as f:
+        while f.write(b"x" * 4096):
+            pass
+    cases = dict(output_dir=[tmp_path / "file", "/proc", small_disk], name=["file", "x" * 300])
+    for flag, values in cases.items():
+        for value in values:
+            with pytest.raises(utils.UserError) as e:
+                train(**TINY, **{"output_dir": tmp_path, flag: value})
+            assert " cannot be written (" in str(e.value) and "\n" not in str(e.value), e.value
+    assert [p.name for p in small_disk.iterdir()] == ["fill"]
+    with pytest.raises(utils.UserError, match="cannot be written .No space left"):
+        utils.write_file(str(small_disk / "plan.json"), "x" * 9000)
+    for place in ("/proc/plan.json", tmp_path / "file/x/plan.json", tmp_path):
+        with pytest.raises(utils.UserError, match="--plan_json .*: cannot be written"):
+            utils.check_place(str(place), "--plan_json")
+    main.configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
+    assert capsys.readouterr().err.startswith("warning: --compilation_cache /proc/cache/entry: cannot be written (")
+    utils.check_place(str(tmp_path / "new/plan.json"), "--plan_json")
+    assert not (tmp_path / "new").exists()
+    assert [p.name for p in small_disk.iterdir()] == ["fill"]
+
+
+def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(train, tmp_path, monkeypatch, capsys):
+    import wandb
+
+    settings = SimpleNamespace(mode=None, api_key=None, base_url="https://api.wandb.ai", identity_token_file=None)
+    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=settings))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "netrc").write_text("machine example.com login user password x\n")
+    with pytest.raises(utils.UserError, match="--wandb: this machine is not logged in .*WANDB_MODE=offline"):
+        train(**TINY, wandb=True)
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    runlog.check_login()
+
+    def init(**settings):
+        begun.append(settings)
+        if settings.get("mode") != "offline":
+            raise wandb.errors.CommError("no network\nat all")
+
+    begun = []
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda: None)
+    monkeypatch.setattr(wandb, "log", lambda row, step: begun.append(step))
+    monkeypatch.setattr(wandb, "finish", lambda: None)
+    assert train(**TINY, wandb=True, training_steps=2) == 0
+    assert begun[1]["id"] == begun[0]["id"] and begun[2:] == [1, 2, 2][: len(begun) - 2]
+    assert "warning: --wandb: no network; the run is logged offline, and wandb sync" in capsys.readouterr().out
 
 
 # --- Signals ------------------------------------------------------------------------------------------------------

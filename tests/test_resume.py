@@ -157,6 +157,28 @@ def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shar
     assert train(training_steps=4, checkpoint_steps=2, eval_steps=1, remat="full", micro_batch_size=2) == 0
 
 
+def test_a_torn_config_is_one_sentence_and_torn_logs_are_read_as_far_as_they_go(train, tmp_path):
+    assert train(training_steps=2) == 0
+    run = tmp_path / "runs" / "run"
+    good = (run / "config.json").read_text()
+    stored = json.loads(good)
+    edited = [{**stored, "n_device_axis": "1 1 1"}, {**stored, "train_batch_size": None}, {**stored, "T": "32"},
+              {name: value for name, value in stored.items() if name != "grad_step"}]  # fmt: skip
+    for torn in [good[:100], "[1, 2]", "null", "3", *map(json.dumps, edited)]:
+        (run / "config.json").write_text(torn)
+        with pytest.raises(utils.UserError, match=r"config\.json: .*; put back what it was\.$"):
+            train(training_steps=4)
+    (run / "config.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(utils.UserError, match=r"config\.json: is not JSON"):
+        main.open_weights(str(run))
+    (run / "config.json").write_text(good)
+    with open(run / "metrics.jsonl", "ab") as f:
+        f.write(b'5\n[1]\n{"x": 1}\n{"step": "2", "loss/train_loss": 1}\n\xff\xfe\n{"step": 2, "loss/tr')
+    (run / "samples.txt").write_bytes(b"=== step x\n\xff\n=== step 2\n--- 0\n=== step \n")
+    assert train(training_steps=4) == 0
+    assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4]
+
+
 def test_nothing_to_do_is_said(train, capsys):
     assert train(training_steps=2) == 0
     assert train(training_steps=2) == 0

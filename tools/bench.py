@@ -288,6 +288,8 @@ def comparable(cfg):
 def main(argv):
     """Print and return the rows of `measure`."""
     own, configurations = parse(argv)
+    if own.json:
+        utils.check_place(own.json, "--json")
     where, rows = machine(), measure(configurations, own.rounds, own.steps)
     print(f"{rows[0]['devices']} x {rows[0]['device']}, {where['cores']} cores of {where['cpu']}, "
           f"{rows[0]['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps")  # fmt: skip

@@ -144,6 +144,8 @@ def main():
     for flag in ("mb", "rounds"):
         if getattr(args, flag) < 1:
             raise utils.UserError(f"--{flag} {getattr(args, flag)}: must be at least 1.")
+    if args.json:
+        utils.check_place(args.json, "--json")
     with tempfile.TemporaryDirectory() as folder:
         table = measure(args, Path(folder))
     for name, (value, wanted) in table.items():

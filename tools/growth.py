@@ -111,6 +111,9 @@ def main(argv):
     parser.add_argument("--json", default=None, metavar="FILE", help="file to write the numbers to as well")
     own, flags = parser.parse_known_args(argv)
     cli.check_least(vars(own), dict(points=1))
+    for flag, path in dict(json=own.json, plot=own.plot).items():
+        if path:
+            utils.check_place(path, f"--{flag}")
     if not importlib.util.find_spec("libtpu"):
         raise UserError('--curves: the TPU compiler is not installed; pip install "jax[tpu]" brings it.')
     platforms.use_no_device()

@@ -420,6 +420,10 @@ def main(cfg, given):
     asked, machine = cfg.plan, parse_machine(cfg.plan.plan)
     if cfg.run.n_devices not in (0, machine.n):
         raise UserError(f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}; leave the flag out.")
+    if asked.plan_json:
+        utils.check_place(asked.plan_json, "--plan_json")
+    if asked.plan_dump:
+        utils.check_place(os.path.join(asked.plan_dump, "step.hlo"), "--plan_dump")
     if cfg.run.init_from:
         cfg = utils.adopt(cfg, given, training.open_weights(cfg.run.init_from)[0])
     # no cache: what was compiled for devices that are not there cannot be read back
