@@ -120,6 +120,11 @@ venv=${VENV:-.venv}
 python=$venv/bin/python
 stamp=$venv/.stamp # written last: line 1 what was installed, line 2 with which extras
 
+# One setup of an environment at a time; who waited finds it made. A folder that cannot be written or locked does without.
+if type flock >/dev/null 2>&1 && { command exec 9>>"$venv.lock"; } 2>/dev/null; then
+  flock -n 9 || { say "waiting for another setup of $venv" && flock 9; } || true
+fi
+
 wish=
 if [[ -n ${PYTHON:-} ]]; then
   wish=$(version "$PYTHON" "$BUILDS") || die "PYTHON=$PYTHON: must be a Python 3.11 or newer with the modules" \

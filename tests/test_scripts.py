@@ -278,6 +278,19 @@ def test_setup_installs_once(set_up):
         assert (installed, result.returncode, result.stdout, result.stderr) == (None, 0, "", "")
 
 
+def test_two_setups_at_once_install_once(set_up):
+    if not shutil.which("flock"):
+        pytest.skip("flock is not installed")
+    slow = '    echo x >>"$root/installs"; sleep 1\n    cat "$2" >"$root/pip"'
+    text = STAND_IN.replace('    cat "$2" >"$root/pip"', slow)
+    program(set_up.python, text.format(root=set_up.root, python=sys.executable))
+    env = CLEAN | {"PYTHON": str(set_up.python), "JAX_PLATFORMS": "cpu"}
+    both = [subprocess.Popen(["bash", set_up.root / "setup_tpu.sh"], env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert (set_up.root / "installs").read_text() == "x\n" and b"waiting for another setup" in b"".join(outputs)
+
+
 def test_setup_extras_accumulate_and_changes_are_seen(set_up):
     assert set_up()[0] == ["one>=1"]
     assert set_up("test")[0] == ["one>=1", "pytest"]
