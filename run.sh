@@ -43,20 +43,16 @@ clock() {
   done
 }
 
-# send: this repository at COMMIT, or with --sync the files as they stand here.
+# objects COMMIT: a git pack of the commit and its files, without its history.
+objects() { git rev-list --objects --no-walk "$1" | git pack-objects -q --stdout; }
+
+# send: this repository at COMMIT; with --sync the launcher made that of the files as they stand here.
 send() {
-  local folder connect revision
-  folder=$(on_host "$host" receive)
-  connect=$(quoted "${ssh[@]}") # both programs take a command line
-  if [[ -n ${SYNC:-} ]]; then
-    rsync -a --delete --exclude=/.git --filter=':- .gitignore' -e "$connect" ./ "$host:$folder/"
-    echo "files as they stand here"
-  else
-    revision=$(git rev-parse --verify -q "${COMMIT:?}^{commit}")
-    GIT_SSH_COMMAND=$connect git push -q --force "$host:$folder" "$revision:refs/heads/launched-$SESSION"
-    on_host "$host" checkout "$revision"
-    echo "commit ${revision:0:10}"
-  fi
+  local revision
+  revision=$(git rev-parse --verify -q "${COMMIT:?}^{commit}")
+  payload=(objects "$revision")
+  on_host "$host" receive "$LAUNCH" "$revision" "$method"
+  payload=()
 }
 
 # begin FLAG...: main.py as one process of as many as there are hosts.
@@ -69,14 +65,16 @@ begin() {
     for i in "${!hosts[@]}"; do [[ ${hosts[i]} != "$host" ]] || break; done
     cluster=(--coordinator "$COORDINATOR" --num_processes "${#hosts[@]}" --process_id "$i")
   fi
-  on_host "$host" start "${LAUNCH:-$$-$EPOCHSECONDS}" "$environment" "${cluster[@]}" "$@"
+  on_host "$host" start "$LAUNCH" "$environment" "${cluster[@]}" "$@"
 }
 
 on_a_host() {
-  local method=${SYNC:+rsync}
-  if [[ $step == @(all|--check) ]]; then on_host "$host" preflight "${method:-git}" "${RESTART:-}" | clock; fi
+  local method=commit
+  [[ -z ${SYNC:-} ]] || method=files
+  LAUNCH=${LAUNCH:-$$-$EPOCHSECONDS}
+  if [[ $step == @(all|--check) ]]; then on_host "$host" preflight "$method" "${RESTART:-}" | clock; fi
   if [[ $step == @(all|--code) ]]; then send; fi
-  if [[ $step == @(all|--setup) ]]; then on_host "$host" setup; fi
+  if [[ $step == @(all|--setup) ]]; then on_host "$host" setup "$LAUNCH"; fi
   if [[ $step == @(all|--start) ]]; then begin "$@"; fi
   case $step in
     --state) on_host "$host" state ;;

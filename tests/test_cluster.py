@@ -30,7 +30,7 @@ SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/s
 LACKING = [name for name in ("sshd", "ssh", "tmux", "git") if not (SSHD if name == "sshd" else shutil.which(name))]
 needs_hosts = pytest.mark.skipif(bool(LACKING) or sys.platform != "linux", reason=f"not here: {LACKING or 'Linux'}")
 PROGRAMS = """awk basename bash cat chmod cut date df dirname env find git git-receive-pack grep head ls mkdir mktemp mv
-nice ps python3 rm rsync sed sh sleep tail tee tmux tr""".split()
+nice ps python3 rm sed sh sleep tail tee tmux tr""".split()
 XLA_FLAGS = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
 SECRET = "s3cr3t'\"$x y"
 ODD = "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é 漢"
@@ -117,8 +117,10 @@ class Cluster:
             if not file.startswith(("tests/", "docs/")):
                 (self.repo / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / file, self.repo / file)
-        # on a host with the file `broken` at home training fails at once
-        text = f'[ ! -e ~/broken ] || {{ echo "boom $((3+4))"; exit 7; }}\nexec nice -n 19 {sys.executable} "$@"\n'
+        # on a host with the file `broken` at home training fails at once, with `instant` it is done at once
+        text = '[ ! -e ~/broken ] || { echo "boom $((3+4))"; exit 7; }\n'
+        text += "[ ! -e ~/instant ] || { echo compiled in 0 s; exit; }\n"
+        text += f'exec nice -n 19 {sys.executable} "$@"\n'
         program(self.repo / "setup_tpu.sh", f"mkdir -p .venv/bin\ncat >.venv/bin/python <<'E'\n#!/bin/bash\n{text}E\n"
                                             "chmod +x .venv/bin/python\necho set up\n")  # fmt: skip
         self.git("init", "-q")
@@ -141,6 +143,12 @@ class Cluster:
             "COORDINATOR": f"127.0.0.1:{free_port()}", "MAX_CLOCK_SKEW": "5", "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": XLA_FLAGS,
         } | more  # fmt: skip
+
+    def run(self, step, host, **environment):
+        """run.sh's one step on the host, started."""
+        words = ["bash", self.repo / "run.sh", step, host.address]
+        return subprocess.Popen(words, env=self.environment(3, **environment), stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL)  # fmt: skip
 
     def launch(self, *words, **environment):
         words = ["bash", self.repo / "launcher.sh", *map(str, words)]
@@ -297,13 +305,12 @@ def readable(path):
 
 @needs_hosts
 def test_three_hosts_train_to_the_losses_of_one_though_one_is_killed(idle, flags, train, tmp_path):
-    if shutil.which("rsync"):
-        (idle.repo / "new file").write_text("not committed")
-    words = ["--sync"] * bool(shutil.which("rsync")) + flags(3, training_steps=25, save_steps=5)
-    done = idle.launch("--max_restarts", "2", *words, hosts=3)
-    (idle.repo / "new file").unlink(missing_ok=True)
+    (idle.repo / "new file").write_text("not committed")
+    words = flags(3, training_steps=25, save_steps=5)
+    done = idle.launch("--sync", "--max_restarts", "2", *words, hosts=3)
+    (idle.repo / "new file").unlink()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not shutil.which("rsync") or (idle.hosts[2].code / "new file").exists()
+    assert (idle.hosts[2].code / "new file").exists()
     wait_for(lambda: len(losses(tmp_path / "runs/over3")) > 7)
     os.kill(int((idle.hosts[2].state / "pid").read_text()), signal.SIGKILL)
     wait_for(lambda: not any(h.alive for h in idle.hosts))
@@ -377,11 +384,181 @@ def test_a_wrong_commit(idle):
     assert done.returncode == 1 and done.stderr.startswith("error: COMMIT=nonsense: "), done.stderr
     assert_nothing_was_started(idle)
     for host in idle.hosts[:2]:
-        subprocess.run(["bash", idle.repo / "run.sh", "--code", host.address], env=idle.environment(), check=True)
+        assert said(idle.run("--code", host))[0] == 0
     (idle.hosts[1].code / "main.py").write_text("print('other')\n")
     done = idle.launch()
     assert done.returncode == 1 and "error: 127.0.0.2: it would not run the same commit" in done.stderr, done.stderr
     assert not any(h.alive for h in idle.hosts)
+
+
+# --- What is sent, and what stays -------------------------------------------------------------------------------
+
+
+def said(process):
+    text = process.communicate(timeout=60)[0]
+    return process.returncode, text
+
+
+def assert_refused(done, *words):
+    assert done.returncode == 1 and done.stderr.startswith("error: 127.0.0.1: "), done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.fixture
+def alone(idle):
+    """`alone(words, **environment)`: launch on host 1 alone, where training is done at once. Its files are put back."""
+    (idle.hosts[0].home / "instant").touch()
+    yield lambda *words, **environment: idle.launch(*words, hosts=1, **environment)
+    idle.git("reset", "-q", "--hard")
+    idle.git("clean", "-qfd")
+
+
+@needs_hosts
+def test_a_folder_that_others_made_is_left_alone(idle, alone):
+    host = idle.hosts[0]
+    host.code.mkdir()
+    (host.code / "thesis.tex").write_text("theirs")
+    for mode in ([], ["--sync"]):
+        assert_refused(alone(*mode), "the launcher did not make it", "TAKE_FOLDER")
+        assert_refused(alone(*mode, FOLDER="."), "the home and / are never filled")
+    assert [p.name for p in host.code.iterdir()] == ["thesis.tex"]
+    (host.code / "main.py").write_text("theirs")
+    assert_refused(alone("--sync", TAKE_FOLDER="yes"), "would be overwritten (1 files or folders, main.py first)")
+    assert (host.code / "main.py").read_text() == "theirs" and len(list(host.code.iterdir())) == 3
+    (host.code / "main.py").unlink()
+    assert alone("--sync", TAKE_FOLDER="yes").returncode == 0
+    assert (host.code / "thesis.tex").read_text() == "theirs" and (host.code / "main.py").exists()
+
+    # a git repository: with changes in it, then with a commit that no branch holds, and a file that it ignores
+    theirs, git = host.home / "theirs", lambda *words: idle.git("-C", theirs, *words)
+    theirs.mkdir()
+    git("init", "-q")
+    (theirs / ".git/info/exclude").write_text("main.py\n")
+    for name in ("notes", "more"):
+        (theirs / name).write_text("theirs")
+        git("add", name)
+        git("commit", "-qm", name)
+        git("checkout", "-q", "--detach")
+    (theirs / "more").write_text("changed")
+    assert_refused(alone("--sync", FOLDER="theirs", TAKE_FOLDER="yes"), "commit or undo that first")
+    git("checkout", "-q", "more")
+    (theirs / "main.py").write_text("theirs")
+    assert_refused(alone(FOLDER="theirs", TAKE_FOLDER="yes"), "would be overwritten (1 files", "main.py first)")
+    assert (theirs / "main.py").read_text() == "theirs"
+    (theirs / "main.py").unlink()
+    assert alone(FOLDER="theirs", TAKE_FOLDER="yes").returncode == 0
+    assert git("branch", "--list", "kept-*") and git("log", "--all", "--format=%s").count("more") == 1
+
+
+@needs_hosts
+def test_only_what_was_sent_is_ever_removed(idle, alone):
+    """--sync and commits in turn: run directories and files of others stay, changes made there are not lost."""
+    host, runs = idle.hosts[0], ["out/run", "runs/other"]
+    for name in ("new.py", "folder/inside/a b\n'é"):
+        (idle.repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (idle.repo / name).write_text("ours")
+    for run in (idle.repo / "out/run", idle.repo / "local"):  # of this machine: not sent
+        (run / "checkpoints/5").mkdir(parents=True)
+        (run / "metrics.jsonl").write_text("ours")
+    status = idle.git("status", "--porcelain")
+    assert alone("--sync").returncode == 0
+    assert status == idle.git("status", "--porcelain") and not (host.code / "local").exists()
+    assert (host.code / "folder/inside/a b\n'é").exists() and not (host.code / "out").exists()
+
+    for run in runs:
+        (host.code / run / "checkpoints/5").mkdir(parents=True)
+        (host.code / run / "metrics.jsonl").write_text("theirs")
+    (host.code / "folder/mine").write_text("theirs")
+    (host.code / "main.py").write_text("theirs")
+    (idle.repo / "new.py").unlink()
+    shutil.rmtree(idle.repo / "folder")
+    done = alone("--sync", "--restart", "--output_dir", "out")
+    assert done.returncode == 0 and "kept in its git branch kept-" in done.stdout, done.stdout + done.stderr
+    kept = idle.git("-C", host.code, "branch", "--list", "kept-*", "--format=%(refname:short)")
+    assert idle.git("-C", host.code, "show", f"{kept}:main.py") == "theirs"
+    assert (host.code / "main.py").read_text() == (idle.repo / "main.py").read_text()
+    assert not (host.code / "new.py").exists() and [p.name for p in (host.code / "folder").iterdir()] == ["mine"]
+    assert [(host.code / run / "metrics.jsonl").read_text() for run in runs] == ["theirs"] * 2
+
+    # what is sent lies where a run wrote, or where somebody else did
+    (idle.repo / "out/run/metrics.jsonl").write_text("sent")
+    idle.git("add", "-f", "out/run/metrics.jsonl")
+    assert_refused(alone("--sync"), "would be overwritten (1 files or folders, out/run/metrics.jsonl first)")
+    idle.git("reset", "-q")
+    assert [(host.code / run / "metrics.jsonl").read_text() for run in runs] == ["theirs"] * 2
+
+    done = alone()  # by commit again
+    assert done.returncode == 0 and idle.git("-C", host.code, "rev-parse", "HEAD") == idle.git("rev-parse", "HEAD")
+    assert "what git does not know here is not sent (2 files, local/metrics.jsonl first)" in done.stdout
+    assert (host.code / "folder/mine").exists() and (host.code / "out/run/checkpoints/5").exists()
+    (host.code / "main.py").write_text("theirs")
+    assert_refused(alone(), "files in", "were changed there", "--sync")
+
+
+@needs_hosts
+def test_what_an_older_launcher_made_and_what_was_interrupted_goes_on(idle):
+    host = idle.hosts[0]
+    git = lambda *words: idle.git("-C", host.code, *words)  # noqa: E731
+    host.code.mkdir()
+    git("init", "-q")
+    git("config", "receive.shallowUpdate", "true")
+    for name in ("main.py", "leftover.py"):
+        (host.code / name).write_text("by rsync")
+    for step in ("--check", "--code"):
+        assert said(idle.run(step, host))[0] == 0
+    assert git("status", "--porcelain") == "?? leftover.py"
+    assert git("rev-parse", "HEAD") == idle.git("rev-parse", "HEAD")
+
+    # git was killed while it put another commit's files there
+    tree = idle.git("commit-tree", "-m", "another", "HEAD^{tree}")
+    git("update-ref", "refs/moe-launcher/half", git("commit-tree", "-m", "another", "HEAD^{tree}"))
+    (host.code / ".git/index.lock").touch()
+    (host.code / "main.py").write_text("half")
+    for step in ("--check", "--code"):
+        assert said(idle.run(step, host, COMMIT=tree))[0] == 0
+    assert git("status", "--porcelain") == "?? leftover.py" and git("rev-parse", "HEAD") == tree
+
+
+@needs_hosts
+def test_hosts_that_share_a_folder_get_it_once(idle):
+    """All of three, two of three, and each by hand at the same time; host 2 has no flock."""
+    for host in idle.hosts:
+        (host.home / "instant").touch()
+    for host in (idle.hosts[0], idle.hosts[2]):
+        host.restore("flock")
+    shared, names = idle.base / "shared", [idle.base / f"at {host.address}" for host in idle.hosts]
+    shared.mkdir()
+    for name in names[:2]:
+        name.symlink_to(shared)
+    try:
+        done = idle.launch("--sync", hosts=3, FOLDER=f"{idle.base}/a b")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("files as they stand") == done.stdout.count(" set up") == 1
+        done = idle.launch(hosts=3, FOLDER=f"{idle.base}/at %h")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count(" commit ") == done.stdout.count(" set up") == 2
+        assert done.stdout.count("the folder of 127.0.0.") == 2
+        others = [idle.git("commit-tree", "-m", f"{i}", "HEAD^{tree}") for i in range(3)]
+        for step in ("--code", "--check"):
+            started = [
+                idle.run(step, host, FOLDER=str(shared), COMMIT=c) for host, c in zip(idle.hosts, others, strict=True)
+            ]
+            assert [said(process)[0] for process in started] == [0, 0, 0]
+        assert not idle.git("-C", shared, "status", "--porcelain", "--untracked-files=no")
+        assert idle.git("-C", shared, "rev-parse", "HEAD") in others
+    finally:
+        for folder in (shared, idle.base / "a b", *names):
+            folder.unlink() if folder.is_symlink() else shutil.rmtree(folder, ignore_errors=True)
+
+
+@needs_hosts
+def test_a_shell_that_prints_disturbs_nothing(idle, alone):
+    (idle.hosts[0].home / ".bashrc").write_text("echo Welcome\nprintf more\ntrap 'echo bye' EXIT\n")
+    for mode in ([], ["--sync"]):
+        done = alone(*mode)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not any(word in done.stdout + done.stderr for word in ("Welcome", "more", "bye"))
+    assert "Welcome" not in alone("--logs").stdout
 
 
 @needs_hosts

@@ -57,19 +57,33 @@ ssh_complaint() {
   esac
 }
 
+began="--- moe-launcher begins ---"
+# past_noise: pass on what follows that line; the startup files of the shell there may print something before.
+past_noise() {
+  local line
+  while IFS= read -r line; do
+    [[ $line != *"$began" ]] || exec cat
+  done
+}
+
 # on_host HOST FUNCTION ARGUMENT...: run a function of tools/on_host.sh there. Everything travels on stdin: arguments of
-# ssh stand in the process lists of two machines and pass through whatever shell the user has there.
+# ssh stand in the process lists of two machines and pass through whatever shell the user has there. What the command in
+# `payload`, if there is one, prints is the function's stdin.
+payload=()
 on_host() {
   local host=$1 status=0 name complaint
   shift
   complaint=$(mktemp)
   {
+    printf 'echo %q\n' "$began"
     for name in "${settings[@]}" host; do printf '%s=%q\n' "$name" "${!name}"; done
     cat tools/on_host.sh
     printf '{ ' # so that a call that is cut off on its way does not run
     printf '%q ' "$@"
-    printf '</dev/null; exit; }\n'
-  } | "${ssh[@]}" -- "$host" bash 2>"$complaint" || status=$?
+    ((${#payload[@]})) || printf '</dev/null'
+    printf '; exit; }\n'
+    "${payload[@]}"
+  } | "${ssh[@]}" -- "$host" exec bash 2>"$complaint" | past_noise || status=${PIPESTATUS[1]} # who reads on may have enough
   if ((status == 255)); then
     echo "error: $(ssh_complaint "$host" "$(<"$complaint")")" >&2
   else

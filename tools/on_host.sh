@@ -14,7 +14,7 @@ die() {
 }
 alive() { "${tmux[@]}" has-session 2>/dev/null; }
 
-# preflight METHOD RESTART: print what the host has, or fail with what it lacks; METHOD is git or rsync.
+# preflight METHOD RESTART: print what the host has, or fail with what it lacks; METHOD is commit or files.
 preflight() {
   local folder=$FOLDER free python users=
   printf 'clock %s\n' "$(date +%s.%N)" # compared where it arrives
@@ -26,12 +26,13 @@ preflight() {
     if [[ -n $python ]] && "$python" --version >/dev/null 2>&1; then break; fi
   done
   [[ -n $python ]] || die "no Python runs there${PYTHON:+ as PYTHON=$PYTHON}; install 3.11 or newer, or name one in PYTHON."
-  while [[ ! -d $folder ]]; do folder=$(dirname "$folder"); done
+  while [[ ! -e $folder && ! -L $folder ]]; do folder=$(dirname "$folder"); done
+  [[ -d $folder && -w $folder ]] || die "FOLDER=$FOLDER: $folder there is not a folder that this user may write to."
   free=$(df -Pk "$folder" | awk 'END { print int($4 / 2^20) }')
   ((free >= MIN_DISK_GB)) || die "its disk is full: $folder has $free GB free and MIN_DISK_GB is $MIN_DISK_GB."
-  if [[ $1 == git && -d $FOLDER/.git && -n $(git -C "$FOLDER" status --porcelain --untracked-files=no) ]]; then
-    die "it would not run the same commit: files in $FOLDER were changed there; undo that, or send yours with --sync."
-  fi
+  suits
+  [[ ! -e $mark ]] || lock # for what is being sent there looks like a change
+  unchanged "$1"
   alive || users=$(find /proc/[0-9]*/fd \( -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' \) 2>/dev/null | cut -d/ -f3) || true
   if ! alive && type nvidia-smi >/dev/null 2>&1; then
     users+=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader 2>/dev/null) || true
@@ -40,24 +41,149 @@ preflight() {
   echo "$free GB free, $("$python" --version 2>&1)"
 }
 
-# receive: make the folder that git push or rsync fills.
-receive() {
-  mkdir -p "$FOLDER"
-  if [[ ! -e $FOLDER/.git ]]; then
-    git init -q "$FOLDER"
-    git -C "$FOLDER" config receive.shallowUpdate true
+# --- The code: FOLDER is a git repository there, so that git knows which files the launcher put into it: it changes and
+# removes these and no others.
+
+mark=$FOLDER/.git/moe-launcher                 # the launcher made FOLDER; "LAUNCH HOST" that filled it last
+half=$FOLDER/.git/refs/moe-launcher/half       # the commit whose files are being put there
+
+# in_folder WORD...: git there, without the hooks, signatures and background work that somebody may have asked for.
+in_folder() {
+  LC_ALL=C git -C "$FOLDER" -c core.hooksPath=/dev/null -c commit.gpgSign=false -c gc.auto=0 -c core.fsmonitor=false \
+    -c user.name=launcher -c user.email=launcher@localhost "$@"
+}
+changed() { [[ -e $FOLDER/.git/HEAD && -n $(in_folder status --porcelain --untracked-files=no) ]]; }
+
+# older: an older launcher made FOLDER; it left no mark, but a setting that nobody else needs.
+older() { [[ ! -e $mark && $(git config --file "$FOLDER/.git/config" receive.shallowUpdate 2>/dev/null) == true ]]; }
+
+# others: FOLDER is there, and the launcher did not make it. The mark is looked for last: it is there before the files.
+others() {
+  [[ -e $FOLDER/.git/HEAD || -f $FOLDER/.git || -n $(find "$FOLDER/" -mindepth 1 -maxdepth 1 ! -name .git -print -quit 2>/dev/null) ]] &&
+    ! older && [[ ! -e $mark ]]
+}
+
+# suits: die where FOLDER must not be filled.
+suits() {
+  others || return 0
+  [[ ! $FOLDER -ef / && ! $FOLDER -ef $HOME ]] ||
+    die "FOLDER=$FOLDER: the home and / are never filled; name a folder for the code alone."
+  [[ -n $TAKE_FOLDER && ! -f $FOLDER/.git ]] ||
+    die "FOLDER=$FOLDER: is there, and the launcher did not make it; name another, or see TAKE_FOLDER in launcher.sh --help."
+}
+
+# unchanged METHOD: die where files that belong to a commit were changed, unless METHOD takes the place of any change.
+unchanged() {
+  local advice="undo that, or send yours with --sync"
+  if others; then
+    advice="commit or undo that first"
+  elif [[ $1 == files || -e $half ]]; then
+    return 0
   fi
-  echo "$FOLDER"
+  ! changed || die "it would not run the same commit: files in $FOLDER were changed there; $advice."
 }
 
-# checkout COMMIT: what was pushed.
-checkout() {
-  git -C "$FOLDER" checkout -q --detach "$1"
-  [[ $(git -C "$FOLDER" rev-parse HEAD) == "$1" ]] || die "$FOLDER did not reach commit $1."
+# filled_by LAUNCH: print the other host that shares FOLDER and filled it in this launch; fail if none did.
+filled_by() {
+  local launch='' other=''
+  [[ ! -e $mark ]] || read -r launch other <"$mark" || true
+  [[ $launch == "$1" && $other != "$host" ]] && echo "$other"
 }
 
-# setup: as main.py will find it.
+# lock: wait until nobody else fills FOLDER, from any host. The lock ends with this process, however that ends.
+lock() {
+  exec 9>>"$mark.lock"
+  if type flock >/dev/null 2>&1; then
+    flock -w 600 9 || (($? != 1)) || die "FOLDER=$FOLDER: somebody else has been filling it for 10 minutes."
+  else
+    python3 -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null || true
+  fi
+}
+
+# in_run PATH: it lies in a run directory of main.py.
+in_run() {
+  local folder=$1
+  while [[ $folder == */* ]]; do
+    folder=${folder%/*}
+    [[ ! -e $FOLDER/$folder/metrics.jsonl ]] || return 0
+    [[ ! -e $FOLDER/$folder/config.json || ! -e $FOLDER/$folder/checkpoints ]] || return 0
+  done
+  return 1
+}
+
+# keep COMMIT [OLD...]: before COMMIT is checked out, what is no commit of the launcher's goes to a branch: files changed
+# and commits made there, and what stands where COMMIT and OLD have files, if OLD was not checked out whole. Files in run
+# directories are no longer git's instead, so that it leaves them alone.
+keep() {
+  local commit=$1 path branch
+  branch=kept-$(date +%Y%m%d-%H%M%S)-$$
+  in_folder update-index -q --refresh >/dev/null || true
+  in_folder diff-index -z --name-only "$commit" | while IFS= read -r -d '' path; do
+    if in_run "$path"; then printf '%s\0' "$path"; fi
+  done | in_folder update-index -z --force-remove --stdin
+  if (($# > 1)); then
+    for commit; do in_folder ls-tree -rz --name-only "$commit"; done | while IFS= read -r -d '' path; do
+      if [[ (-f $FOLDER/$path || -L $FOLDER/$path) ]] && ! in_run "$path"; then printf '%s\0' "$path"; fi
+    done | in_folder update-index -z --add --stdin
+  fi
+  in_folder add -u
+  if changed; then
+    in_folder checkout -q -b "$branch"
+    in_folder commit -q -m "what stood here before $1"
+  elif ! in_folder rev-parse -q --verify HEAD >/dev/null || [[ -n $(in_folder for-each-ref --contains HEAD) ]]; then
+    return 0
+  else
+    in_folder branch "$branch"
+  fi
+  printf 'what differed there is kept in its git branch %s; ' "$branch"
+}
+
+# receive LAUNCH COMMIT METHOD: COMMIT, whose objects come on stdin without its history, is what FOLDER then holds.
+receive() {
+  local commit=$2 method=$3 other parent complaint old=() in_the_way
+  suits
+  mkdir -p "$FOLDER/.git" || die "FOLDER=$FOLDER: it could not be made there."
+  lock
+  if other=$(filled_by "$1"); then
+    echo "the folder of $other, which has it"
+    return
+  fi
+  unchanged "$method"
+  if [[ -e $half ]]; then
+    rm -f "$FOLDER"/.git/{index,HEAD}.lock # of who did not end
+    old=("$(<"$half")")
+  elif older; then
+    old=("$commit")
+  fi
+  others || older || : >>"$mark"
+  [[ -e $FOLDER/.git/HEAD ]] || git init -q "$FOLDER"
+  in_folder unpack-objects -q || die "FOLDER=$FOLDER: the files did not arrive whole; nothing was changed."
+  for parent in $(in_folder rev-parse "$commit^@"); do
+    in_folder cat-file -e "$parent" 2>/dev/null || { echo "$commit" >>"$FOLDER/.git/shallow" && break; }
+  done
+  in_folder update-ref refs/moe-launcher/half "$commit"
+  ! older || : >>"$mark"
+  keep "$commit" "${old[@]}"
+  if ! complaint=$(in_folder checkout -q --detach --no-overwrite-ignore "$commit" 2>&1); then
+    mapfile -t in_the_way < <(sed -n 's/^\t//p' <<<"$complaint")
+    ((${#in_the_way[@]})) || die "$FOLDER did not reach commit $commit (${complaint//$'\n'/ })."
+    in_folder update-ref -d refs/moe-launcher/half # git looks before it writes
+    die "FOLDER=$FOLDER: what stands there and was not sent would be overwritten (${#in_the_way[@]} files or folders," \
+      "${in_the_way[0]} first); move it away, or name another folder."
+  fi
+  in_folder update-ref "refs/heads/launched-${SESSION//[^a-zA-Z0-9]/-}" "$commit"
+  echo "$1 $host" >"$mark"
+  in_folder update-ref -d refs/moe-launcher/half
+  if [[ $method == files ]]; then echo "files as they stand here"; else echo "commit ${commit:0:10}"; fi
+}
+
+# setup LAUNCH: as main.py will find it; once where hosts share the folder that it is in.
 setup() {
+  local other
+  if [[ $VENV != /* ]] && other=$(filled_by "$1"); then
+    echo "the folder of $other, which sets it up"
+    return
+  fi
   cd "$FOLDER"
   export VENV
   [[ -z $PYTHON ]] || export PYTHON
