@@ -19,9 +19,9 @@ was started on the others is ended again.
   --stop         SIGTERM: all write one checkpoint and end
   --attach HOST  look into the tmux session there (detach: Ctrl-b d)
 
-Only files that the launcher put into FOLDER are ever changed or removed there; with --sync, what somebody changed of them
-is kept in a git branch there. A FOLDER with files in it that the launcher did not make is refused; with TAKE_FOLDER=yes
-the code is put beside what is there, or refused where it would overwrite something.
+Only files that the launcher put into FOLDER are ever changed or removed there; with --sync, what somebody changed of
+them is kept in a git branch there. A FOLDER with files in it that the launcher did not make is refused; with
+TAKE_FOLDER=yes the code is put beside what is there, or refused where it would overwrite something.
 
 A status other than 0: a host failed; it is named, with its last lines.
 HELP
@@ -82,8 +82,8 @@ on_all() {
   ((${#failed[@]} == 0))
 }
 
-# snapshot: COMMIT becomes one of the files as they stand here. It lies in $tmp, and nothing here changes. Run directories
-# that git does not know are left out: a host has its own.
+# snapshot: COMMIT becomes one of the files as they stand here. It lies in $tmp, and nothing here changes. Run
+# directories that git does not know are left out: a host has its own.
 snapshot() {
   local index prefix file folder tree nested left_out=()
   if ! git ls-files --error-unmatch launcher.sh >/dev/null 2>&1; then
@@ -154,7 +154,8 @@ else
     echo "note: what is not committed here is not sent; --sync would send it"
   mapfile -t untracked < <(git ls-files --others --exclude-standard)
   ((${#untracked[@]} == 0)) ||
-    echo "note: what git does not know here is not sent (${#untracked[@]} files, ${untracked[0]} first); --sync would send it"
+    echo "note: what git does not know here is not sent (${#untracked[@]} files, ${untracked[0]} first);" \
+      "--sync would send it"
 fi
 
 on_all check --check || exit

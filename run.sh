@@ -49,7 +49,8 @@ objects() { git rev-list --objects --no-walk "$1" | git pack-objects -q --stdout
 # send: this repository at COMMIT; with --sync the launcher made that of the files as they stand here.
 send() {
   local revision
-  revision=$(git rev-parse --verify -q "${COMMIT:?}^{commit}")
+  revision=$(git rev-parse --verify -q "$COMMIT^{commit}") ||
+    die "COMMIT=$COMMIT: this repository has no such branch or commit."
   payload=(objects "$revision")
   on_host "$host" receive "$LAUNCH" "$revision" "$method"
   payload=()

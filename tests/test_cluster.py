@@ -385,6 +385,7 @@ def test_a_wrong_commit(idle):
     assert_nothing_was_started(idle)
     for host in idle.hosts[:2]:
         assert said(idle.run("--code", host))[0] == 0
+    assert said(idle.run("--code", host, COMMIT="nonsense"))[1] == done.stderr
     (idle.hosts[1].code / "main.py").write_text("print('other')\n")
     done = idle.launch()
     assert done.returncode == 1 and "error: 127.0.0.2: it would not run the same commit" in done.stderr, done.stderr
@@ -509,14 +510,18 @@ def test_what_an_older_launcher_made_and_what_was_interrupted_goes_on(idle):
     assert git("status", "--porcelain") == "?? leftover.py"
     assert git("rev-parse", "HEAD") == idle.git("rev-parse", "HEAD")
 
-    # git was killed while it put another commit's files there
+    # git was killed, or its machine, while it put another commit's files there
     tree = idle.git("commit-tree", "-m", "another", "HEAD^{tree}")
     git("update-ref", "refs/moe-launcher/half", git("commit-tree", "-m", "another", "HEAD^{tree}"))
     (host.code / ".git/index.lock").touch()
     (host.code / "main.py").write_text("half")
-    for step in ("--check", "--code"):
-        assert said(idle.run(step, host, COMMIT=tree))[0] == 0
-    assert git("status", "--porcelain") == "?? leftover.py" and git("rev-parse", "HEAD") == tree
+    for text in (None, "", "0" * 40):
+        if text is not None:
+            (host.code / ".git/refs/moe-launcher").mkdir(exist_ok=True)
+            (host.code / ".git/refs/moe-launcher/half").write_text(text)
+        for step in ("--check", "--code"):
+            assert said(idle.run(step, host, COMMIT=tree))[0] == 0
+        assert git("status", "--porcelain") == "?? leftover.py" and git("rev-parse", "HEAD") == tree
 
 
 @needs_hosts

@@ -83,7 +83,7 @@ on_host() {
     ((${#payload[@]})) || printf '</dev/null'
     printf '; exit; }\n'
     "${payload[@]}"
-  } | "${ssh[@]}" -- "$host" exec bash 2>"$complaint" | past_noise || status=${PIPESTATUS[1]} # who reads on may have enough
+  } | "${ssh[@]}" -- "$host" exec bash 2>"$complaint" | past_noise || status=${PIPESTATUS[1]}
   if ((status == 255)); then
     echo "error: $(ssh_complaint "$host" "$(<"$complaint")")" >&2
   else

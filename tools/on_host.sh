@@ -59,8 +59,9 @@ older() { [[ ! -e $mark && $(git config --file "$FOLDER/.git/config" receive.sha
 
 # others: FOLDER is there, and the launcher did not make it. The mark is looked for last: it is there before the files.
 others() {
-  [[ -e $FOLDER/.git/HEAD || -f $FOLDER/.git || -n $(find "$FOLDER/" -mindepth 1 -maxdepth 1 ! -name .git -print -quit 2>/dev/null) ]] &&
-    ! older && [[ ! -e $mark ]]
+  local inside
+  inside=$(find "$FOLDER/" -mindepth 1 -maxdepth 1 ! -name .git -print -quit 2>/dev/null) || true
+  [[ -n $inside || -e $FOLDER/.git/HEAD || -f $FOLDER/.git ]] && ! older && [[ ! -e $mark ]]
 }
 
 # suits: die where FOLDER must not be filled.
@@ -69,15 +70,17 @@ suits() {
   [[ ! $FOLDER -ef / && ! $FOLDER -ef $HOME ]] ||
     die "FOLDER=$FOLDER: the home and / are never filled; name a folder for the code alone."
   [[ -n $TAKE_FOLDER && ! -f $FOLDER/.git ]] ||
-    die "FOLDER=$FOLDER: is there, and the launcher did not make it; name another, or see TAKE_FOLDER in launcher.sh --help."
+    die "FOLDER=$FOLDER: is there, and the launcher did not make it; name another, or see TAKE_FOLDER in" \
+      "launcher.sh --help."
 }
 
 # unchanged METHOD: die where files that belong to a commit were changed, unless METHOD takes the place of any change.
 unchanged() {
   local advice="undo that, or send yours with --sync"
+  [[ ! -e $half ]] || return 0 # what differs is of the launcher, which did not end
   if others; then
     advice="commit or undo that first"
-  elif [[ $1 == files || -e $half ]]; then
+  elif [[ $1 == files ]]; then
     return 0
   fi
   ! changed || die "it would not run the same commit: files in $FOLDER were changed there; $advice."
@@ -111,9 +114,9 @@ in_run() {
   return 1
 }
 
-# keep COMMIT [OLD...]: before COMMIT is checked out, what is no commit of the launcher's goes to a branch: files changed
-# and commits made there, and what stands where COMMIT and OLD have files, if OLD was not checked out whole. Files in run
-# directories are no longer git's instead, so that it leaves them alone.
+# keep COMMIT [OLD]: before COMMIT is checked out, what is no commit of the launcher's goes to a branch: files changed and
+# commits made there, and what stands where COMMIT and OLD have files, if OLD was not checked out whole. Files in run
+# directories are let go by git instead, which then leaves them alone.
 keep() {
   local commit=$1 path branch
   branch=kept-$(date +%Y%m%d-%H%M%S)-$$
@@ -152,6 +155,7 @@ receive() {
   if [[ -e $half ]]; then
     rm -f "$FOLDER"/.git/{index,HEAD}.lock # of who did not end
     old=("$(<"$half")")
+    in_folder cat-file -e "${old[0]:-none}^{tree}" 2>/dev/null || { old=("$commit") && rm "$half"; }
   elif older; then
     old=("$commit")
   fi
