@@ -101,13 +101,14 @@ def check_processes(cfg, given):
 
 # Smallest sensible value of every number; relations between flags are checked in `validate`.
 AT_LEAST = dict(
-    model_dimension=1, vocab_size=2, norm_eps=0, n_head=1, first_layers=0, blocks=1, layers_per_block=1, T=1,
-    latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1, rope_original_T=1,
-    rope_mscale=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=0, n_shared=0,
-    mtp_depth=0, capacity_factor=0, end_of_text=-1, dropout_rate=0, cache_gb=0, train_batch_size=1, val_batch_size=1,
-    micro_batch_size=1, max_lr=0, min_lr=0, end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12,
-    embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0, mtp_weight=0, bias_update_rate=0, n_devices=0, pp_interleave=0,
-    training_steps=1, grad_step=1, eval_steps=1, checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0,
-    inference_batch=1, max_tokens=1, top_k=0, top_p=0, temperature=0, num_processes=0, process_id=0,
-    connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1, keep_every=0, max_bad_steps=0, spike_zscore=0,
+    model_dimension=1, vocab_size=2, norm_eps=0, latent_norm_eps=0, n_head=1, first_layers=0, blocks=1,
+    layers_per_block=1, T=1, latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1,
+    rope_original_T=1, rope_mscale=0, rope_attention_factor=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0,
+    n_groups=1, k_groups=1, routed_scaling=0, n_shared=0, mtp_depth=0, capacity_factor=0, end_of_text=-1,
+    dropout_rate=0, cache_gb=0, train_batch_size=1, val_batch_size=1, micro_batch_size=1, max_lr=0, min_lr=0,
+    end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12, embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0,
+    mtp_weight=0, bias_update_rate=0, n_devices=0, pp_interleave=0, training_steps=1, grad_step=1, eval_steps=1,
+    checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, top_p=0,
+    temperature=0, num_processes=0, process_id=0, connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1,
+    keep_every=0, max_bad_steps=0, spike_zscore=0,
 )  # fmt: skip

@@ -156,7 +156,7 @@ def open_weights(folder):
     `folder` is a run directory, whose newest sound checkpoint is taken, or in the Hugging Face format. Raises UserError
     where it is neither.
     """
-    config = utils.read_json(folder, "config.json")
+    config = utils.run_config(folder)
     if "model_type" in config:
         from tools import hf
 

@@ -96,6 +96,11 @@ def scale_param(size):
     return Param((size,), P(None), 0.0, start=1.0)
 
 
+def bias_param(*shape, spec=P(None)):
+    """`Param` of a bias."""
+    return Param(shape, spec, 0.0)
+
+
 def stack(layer, *sizes, over="pp"):
     """Leading dims for every leaf of a layer's table, the first of them split over the axis `over`."""
     leading = P(over, *[None] * (len(sizes) - 1))
@@ -111,7 +116,7 @@ def deepseek_table(cfg):
     | projections back into the residual | a tenth of that / sqrt(2 x layers), so that tokens begin as themselves |
     | embedding, which is the head too | 1 / sqrt(D), so that logits begin with a deviation of 1 |
     | norms | 0, they start at 1 |
-    | router bias | 0 |
+    | biases | 0 |
     """
     m, W, tp = cfg.model, functools.partial(matrix, cfg), functools.partial(over_tp, cfg)
     D, H, K, R, E, L = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.n_experts, m.layers_per_block
@@ -133,7 +138,11 @@ def deepseek_table(cfg):
             kv_up=W((R, H, K + V), into(R), fixed={1: "tp"}),
             out=W((H, V, D), back(H * V), fsdp=2, **tp(0)),
         )
-        return leaves | (dict(q_norm=scale_param(Q)) if Q else {})
+        if Q:
+            leaves["q_norm"] = scale_param(Q)
+        if m.attention_bias:
+            leaves |= dict(down_bias=bias_param(Q + R + rope), out_bias=bias_param(D))
+        return leaves
 
     def feed_forward(F):
         return dict(
@@ -157,7 +166,7 @@ def deepseek_table(cfg):
         attention=attention(m.dhR if m.moe_rope else 0),
         norm=scale_param(D),
         router=W((D, E), into(D), matrix=False),
-        bias=Param((E,), P(None), 0.0),
+        bias=bias_param(E),
         experts=experts(m.expert_width),
     )
     if m.n_shared:
@@ -491,7 +500,8 @@ def rotary_frequencies(m):
     """Radians per position of the dhR/2 channel pairs (RoFormer, arXiv:2104.09864, section 3.2.2), float32.
 
     With rope_factor > 1, YaRN (arXiv:2309.00071, section 3.2): pairs that turn often over rope_original_T keep their
-    frequency, those that turn less than once are slowed down by the factor, with a ramp between.
+    frequency, those that turn less than once are slowed down by the factor, with a ramp between, as DeepSeek's code
+    has it.
     """
     half = m.dhR // 2
     frequencies = m.rope_base ** (-np.arange(half, dtype=np.float32) / half)
@@ -499,7 +509,7 @@ def rotary_frequencies(m):
         return frequencies
     turns = [half * math.log(m.rope_original_T / (beta * 2 * math.pi)) / math.log(m.rope_base) for beta in YARN_BETA]
     low, high = max(math.floor(turns[0]), 0), min(math.ceil(turns[1]), m.dhR - 1)
-    slowed = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
+    slowed = np.clip((np.arange(half, dtype=np.float32) - low) / (high - low or 1e-3), 0, 1)
     return frequencies * (1 - slowed) + frequencies / m.rope_factor * slowed
 
 
@@ -509,10 +519,11 @@ def score_scale(channels, m):
 
 
 def rotate(x, position, m):
-    """Rotary positions, of the dims of x [..., dhR] but the last, with channel i paired with i + dhR/2."""
+    """Rotary positions, of the dims of x [..., dhR] but the last, with channel i paired with i + dhR/2, times
+    --rope_attention_factor."""
     angle = position[..., None] * rotary_frequencies(m)[: x.shape[-1] // 2]  # [..., dhR/2]
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = (f(angle) * m.rope_attention_factor for f in (jnp.cos, jnp.sin))
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
@@ -527,7 +538,8 @@ def project_queries(x, w, position, m):
     a, b = jnp.split(w[..., K:], 2, -1)
     angle = position[:, None, :, None] * np.tile(rotary_frequencies(m), 2)  # [B or 1, 1, T, dhR]
     before = [(0, 0)] * 3 + [(K, 0)]
-    sin, cos = ((f(angle) * scale).astype(x.dtype) for f in (jnp.sin, jnp.cos))
+    rotated = scale * m.rope_attention_factor
+    sin, cos = ((f(angle) * rotated).astype(x.dtype) for f in (jnp.sin, jnp.cos))
     partner = product("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
     return product("btr,rhk->bhtk", x, w) * jnp.pad(cos, before, constant_values=scale) + jnp.pad(partner, before)
 
@@ -570,9 +582,11 @@ def attention(p, x, tokens, m, cache=None):
     """
     Q, R, K = m.q_latent, m.latent_dim, m.head_dim
     down = product("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + dhR]
+    if m.attention_bias:
+        down = (down + p["down_bias"]).astype(x.dtype)
     q, kv, k_rope = jnp.split(down, (Q, Q + R), -1)
-    latents = [rms_norm(q, p["q_norm"], m.norm_eps)] if Q else []
-    latents += [rms_norm(kv, p["kv_norm"], m.norm_eps), rotate(k_rope, tokens.position, m)]
+    latents = [rms_norm(q, p["q_norm"], m.latent_norm_eps)] if Q else []
+    latents += [rms_norm(kv, p["kv_norm"], m.latent_norm_eps), rotate(k_rope, tokens.position, m)]
     latents = gather_sequence(jnp.concatenate(latents, -1), tokens.split)  # [B, T, Q + R + dhR]
     q, kv = latents[..., :Q] if Q else gather_sequence(x, tokens.split), latents[..., Q:]
     position = tokens.whole(q.shape[1])
@@ -587,7 +601,10 @@ def attention(p, x, tokens, m, cache=None):
         v = product("bsr,rhv->bhsv", kv[..., :R], v_up)
         kernel = kernels.ATTENTION[m.attention if cache is None else "xla"]
         out = kernel(q, project_keys(kv, k_up), v, position, tokens.start)
-    return project_heads(out, p["out"], tokens, m), cache
+    out = project_heads(out, p["out"], tokens, m)
+    if m.attention_bias:  # after the sum over tp, so once
+        out = (out + p["out_bias"]).astype(x.dtype)
+    return out, cache
 
 
 def activate(h):
@@ -660,8 +677,9 @@ def no_load(*shape):
 def route(p, x, m):
     """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16), in float32.
 
-    x [n, D] -> scores [n, E], chosen experts [n, k], their gates [n, k], which sum to routed_scaling. The bias selects
-    only. Of the groups of experts, those k_groups count whose two best experts are best (section 2.1.2).
+    x [n, D] -> scores [n, E], chosen experts [n, k], their gates [n, k], which sum to routed_scaling, or without
+    --norm_topk_prob are the scores times it. The bias selects only. Of the groups of experts, those k_groups count
+    whose two best experts are best (section 2.1.2).
     """
     scores = jax.nn.sigmoid(jnp.dot(x.astype(jnp.float32), p["router"], precision="highest"))
     wanted = lax.stop_gradient(scores) + lax.stop_gradient(p["bias"])
@@ -672,7 +690,8 @@ def route(p, x, m):
         wanted = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(wanted.shape)
     _, chosen = lax.top_k(wanted, m.k)
     gates = jnp.take_along_axis(scores, chosen, -1)
-    return scores, chosen, m.routed_scaling * gates / (gates.sum(-1, keepdims=True) + 1e-20)
+    total = gates.sum(-1, keepdims=True) + 1e-20 if m.norm_topk_prob else 1
+    return scores, chosen, m.routed_scaling * gates / total
 
 
 def balance_loss(scores, chosen, m, split):
@@ -1087,23 +1106,20 @@ def gpt2_table(cfg):
     D, H, K, F, std = m.model_dimension, m.n_head, m.head_dim, m.ffn_width, 0.02
     back = std / math.sqrt(2 * m.blocks)
 
-    def bias(*shape, spec=P(None)):
-        return Param(shape, spec, 0.0)
-
     def norm():
-        return dict(scale=scale_param(D), bias=bias(D))
+        return dict(scale=scale_param(D), bias=bias_param(D))
 
     layer = dict(
         attention_norm=norm(),
         qkv=W((D, 3, H, K), std, fixed={2: "tp"}),
-        qkv_bias=bias(3, H, K, spec=P(None, "tp", None)),
+        qkv_bias=bias_param(3, H, K, spec=P(None, "tp", None)),
         out=W((H, K, D), back, fsdp=2, **tp(0)),
-        out_bias=bias(D),
+        out_bias=bias_param(D),
         norm=norm(),
         up=W((D, F), std, **tp(1)),
-        up_bias=bias(F, spec=P("tp" if m.sequence_parallel == "megatron" else None)),
+        up_bias=bias_param(F, spec=P("tp" if m.sequence_parallel == "megatron" else None)),
         down=W((F, D), back, fsdp=1, **tp(0)),
-        down_bias=bias(D),
+        down_bias=bias_param(D),
     )
     embedding = W((m.padded_vocab, D), std, over=AXES, rows=m.vocab_size)
     positions = W((m.T, D), std, over=AXES, active=1 / m.T)

@@ -61,7 +61,9 @@ class Model:
     tied: bool = True
     """Whether the embedding is the output head too."""
     norm_eps: float = 1e-6
-    """Added to the mean square in every norm."""
+    """Added to the mean square in every norm but those of latents."""
+    latent_norm_eps: float = 1e-6
+    """Added to the mean square in the norms of latents; DeepSeek-V3's code has 1e-6 there whatever norm_eps is."""
     n_head: int = 12
     """Attention heads."""
     first_layers: int = 0
@@ -93,6 +95,10 @@ class Model:
     """Sequence length in tokens that the rotary frequencies were made for, where YaRN stretches it."""
     rope_mscale: float = 1.0
     """Weight of YaRN's attention temperature: scores are multiplied by (0.1 x rope_mscale x ln rope_factor + 1)^2."""
+    rope_attention_factor: float = 1.0
+    """Factor on the rotated channels of queries and keys, after their rotation."""
+    attention_bias: bool = False
+    """Whether the projections into latents and back into the residual have a bias (GPT-2's layers always have)."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward: swiglu has three matrices, gelu two."""
     ffn_dim: int = 0
@@ -109,7 +115,9 @@ class Model:
     k_groups: int = 1
     """Groups that each token may choose its experts from."""
     routed_scaling: float = 1.0
-    """Factor on the gates, which sum to 1."""
+    """Factor on the gates."""
+    norm_topk_prob: bool = True
+    """Divide the gates of a token's experts by their sum; without it they are the router's scores."""
     n_shared: int = 2
     """Shared experts, each as wide as a routed one, added for every token."""
     mtp_depth: int = 0
@@ -359,9 +367,10 @@ GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")  
 
 # What GPT-2 has no use for stands at these values in every configuration of it.
 GPT2 = dict(
-    architecture="gpt2", layers_per_block=1, first_layers=0, moe_rope=False, latent_dim=0, q_latent_dim=0, nope_dim=0,
-    v_dim=0, dhR=0, rope_base=1.0, rope_factor=1.0, rope_original_T=1, rope_mscale=1.0, activation="gelu", expert_dim=0,
-    n_experts=0, k=0, n_groups=1, k_groups=1, routed_scaling=1.0, n_shared=0, mtp_depth=0, capacity_factor=0.0,
+    architecture="gpt2", latent_norm_eps=1e-6, layers_per_block=1, first_layers=0, moe_rope=False, latent_dim=0,
+    q_latent_dim=0, nope_dim=0, v_dim=0, dhR=0, rope_base=1.0, rope_factor=1.0, rope_original_T=1, rope_mscale=1.0,
+    rope_attention_factor=1.0, attention_bias=False, activation="gelu", expert_dim=0, n_experts=0, k=0, n_groups=1,
+    k_groups=1, routed_scaling=1.0, norm_topk_prob=True, n_shared=0, mtp_depth=0, capacity_factor=0.0,
 )  # fmt: skip
 
 # What may differ between a run and its resumption: nothing here changes the parameters' shapes, the tokens seen or
@@ -443,6 +452,8 @@ def validate(cfg, n_present):
         for flag in ("latent_dim", "dhR", "n_experts", "k"):
             if not vars(m)[flag]:
                 raise UserError(f"--{flag} 0: must be at least 1; only GPT-2 (--preset gpt2-124m) goes without.")
+        if m.rope_factor > 1 and m.rope_base <= 1:
+            raise UserError(f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context.")
     if m.attention == "splash" and platforms.platform() != "tpu" and not cfg.plan.plan:
         raise UserError("--attention splash: this kernel is for TPUs; auto takes the best for the devices at hand.")
     if m.k > m.n_experts:
@@ -463,6 +474,16 @@ def validate(cfg, n_present):
         raise UserError(f"--name {r.name!r}: must be the name of a folder, of letters, digits and . _ - + = @ only.")
     return replace(cfg, n_device_axis=(dp, pp, tp), n_devices=n_devices, pp_interleave=rounds,
                    save_steps=r.save_steps or 10 * r.checkpoint_steps)  # fmt: skip
+
+
+def run_config(folder):
+    """config.json of a run directory, {} where there is none. Runs from before --latent_norm_eps were trained with
+    norm_eps there, and what was imported before it with 1e-6."""
+    stored = read_json(folder, "config.json")
+    if "model_dimension" in stored and stored.get("architecture") != "gpt2":
+        before = stored.get("norm_eps", Model.norm_eps) if "data_fingerprint" in stored else Model.latent_norm_eps
+        stored.setdefault("latent_norm_eps", before)
+    return stored
 
 
 # Flags of the model that may differ between weights and the run that begins with them.
@@ -511,7 +532,7 @@ def resume(cfg, given, data):
     The global batch train_batch_size x dp x grad_step must stay; where dp or grad_step changed and the batch size was
     not given, it follows (val_batch_size x dp likewise). Raises UserError with what differs.
     """
-    stored = read_json(cfg.run.folder, "config.json")
+    stored = run_config(cfg.run.folder)
     if not stored:
         return cfg
     if "data_fingerprint" not in stored:
@@ -531,6 +552,8 @@ def resume(cfg, given, data):
             raise UserError(f"--{flag} {now}: run {cfg.run.name} has a global batch of {total} sequences, but this "
                             f"would make it {now} x {parts} = {now * parts} (dp {dp}, grad_step {cfg.run.grad_step}); "
                             f"give another --name or a mesh and --grad_step whose product divides it.")  # fmt: skip
+    if "latent_norm_eps" not in given and "latent_norm_eps" in stored:  # of runs from before the flag, norm_eps
+        cfg = replace(cfg, latent_norm_eps=stored["latent_norm_eps"])
     now = json.loads(json.dumps(flatten(cfg)))
     differ = [n for n in now if n not in FREE_ON_RESUME and n in stored and now[n] != stored[n]]
     if differ:

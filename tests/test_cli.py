@@ -123,6 +123,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--n_groups 4 --k_groups 5": ["--k_groups 5", "--n_groups 4"],
     "--n_groups 4 --k_groups 1 --k 3": ["--k_groups 1", "--k 3"],
     "--rope_factor 0.5": ["--rope_factor 0.5", "at least 1"],
+    "--rope_factor 2 --rope_base 1": ["--rope_base 1", "above 1"],
     "--q_latent_dim -2": ["--q_latent_dim -2", "at least -1"],
     "--n_devices 16": ["--n_devices 16", "8"],
     "--preset huge": ["--preset huge", "moe1b", "tiny"],

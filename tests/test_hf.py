@@ -18,8 +18,14 @@ import utils
 from tools import common, evaluate, hf
 
 DEEPSEEK = dict(layers_per_block=1, moe_rope=True, first_layers=1, tied=False, nope_dim=12, v_dim=10, q_latent_dim=10,
-                n_groups=4, k_groups=2, k=3, routed_scaling=2.5, mtp_depth=1)  # fmt: skip
-FLAGS = {"deepseek": DEEPSEEK, "gpt2": SMALL_GPT2, "yarn": dict(DEEPSEEK, rope_factor=4.0, mtp_depth=0, tied=True)}
+                n_groups=4, k_groups=2, k=3, routed_scaling=2.5, mtp_depth=1, attention_bias=True,
+                norm_topk_prob=False)  # fmt: skip
+YARN = dict(rope_factor=4.0, rope_mscale=0.0, rope_attention_factor=1.2)
+FLAGS = {
+    "deepseek": DEEPSEEK,
+    "gpt2": SMALL_GPT2,
+    "yarn": dict(DEEPSEEK, mtp_depth=0, tied=True, attention_bias=False, n_shared=0, **YARN),
+}
 
 
 def params_of(folder, **flags):
@@ -187,7 +193,39 @@ def spoilt(folder, tmp_path, config=None, **tensors):
     return str(out)
 
 
-NORM = "model.layers.2.input_layernorm.weight"
+def float8(folder, block, seed=0):
+    """({name of tensor: array} with the matrices of a folder in float8 and their scales, the same by plain loops in
+    float32)."""
+    rng, stored, plain = np.random.default_rng(seed), load_file(folder / "model.safetensors"), {}
+    for name, x in list(stored.items()):
+        if x.ndim < 2 or any(part in name for part in ("embed", "lm_head", "gate.weight", "eh_proj")):
+            continue
+        rows, columns = (-(-n // size) for n, size in zip(x.shape, block))
+        scales = rng.uniform(0.01, 0.1, (rows, columns)).astype(np.float32)
+        stored[name], stored[f"{name}_scale_inv"] = (x * 20).astype(jax.numpy.float8_e4m3fn), scales
+        plain[name] = stored[name].astype(np.float32)
+        for i, j in np.ndindex(x.shape):
+            plain[name][i, j] *= scales[i // block[0], j // block[1]]
+    return stored, plain
+
+
+@pytest.mark.parametrize("block", [(16, 24), (128, 128)])
+def test_float8_weights_are_read_times_their_scales(block, deepseek, tmp_path):
+    """Blocks that do not divide the weights, and one that is larger than any."""
+    flags, _, folder = deepseek
+    stored, plain = float8(folder, block)
+    quantised = dict(quant_method="fp8", fmt="e4m3", weight_block_size=block, activation_scheme="dynamic")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    a = spoilt(folder, tmp_path / "a", {"quantization_config": quantised}, **stored)
+    b = spoilt(folder, tmp_path / "b", **plain)
+    assert len(plain) > 40
+    assert jax.tree.all(jax.tree.map(np.array_equal, params_of(a, **flags), params_of(b, **flags)))
+
+
+NORM, OUT = "model.layers.2.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"
+FLOAT8 = {OUT: np.ones((32, 40), jax.numpy.float8_e4m3fn)}
+QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
 
 
 @pytest.mark.parametrize(
@@ -201,8 +239,21 @@ NORM = "model.layers.2.input_layernorm.weight"
         ({"num_hidden_layers": 4}, {}, "model.layers.4.* is extra"),
         ({"model_type": "llama"}, {}, "model_type is 'llama'; supported are deepseek_v3, gpt2"),
         ({"hidden_act": "relu"}, {}, "hidden_act is 'relu'.*'silu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, {}, "rope_type is 'linear'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, {}, "rope_type is 'longrope'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, {}, "truncate is False"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, {}, "factor is 0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "x": 1}}, {}, "x is 1, and what that changes"),
+        ({"rope_interleave": None}, {}, "rope_interleave is None"),  # as false there, and not as if it were missing
+        ({"head_dim": 4}, {}, "head_dim is 4"),
+        ({"sliding_window": 128}, {}, "sliding_window is 128, and what that changes in deepseek_v3 is not known"),
+        ({"tie_word_embeddings": True}, {}, "lm_head.weight is not model.embed_tokens.weight"),
+        ({"quantization_config": {"bits": 4, "quant_method": "gptq"}}, {}, "quant_method is 'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}, {}, "weight_block_size is None"),
+        ({}, FLOAT8, f"{OUT} is F8_E4M3"),
+        (QUANTISED, FLOAT8, f"{OUT}_scale_inv is missing"),
+        (QUANTISED, {**FLOAT8, f"{OUT}_scale_inv": np.ones((2, 2), np.float32)}, r"is \[2, 2\], .* \[2, 3\]"),
+        (QUANTISED, {f"{OUT}_scale_inv": np.ones((2, 3), np.float32)}, f"{OUT}_scale_inv is extra"),
     ],
 )
 def test_bad_folders_are_refused_by_name(config, tensors, sentence, deepseek, tmp_path):
@@ -220,6 +271,7 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
         (lambda: hf.import_folder(str(folder), str(run)), "exists already"),
         (lambda: hf.import_folder(str(tmp_path), str(tmp_path / "x")), "no config.json"),
         (lambda: main.open_weights(str(tmp_path)), "neither a run directory nor"),
+        (lambda: hf.deepseek_config(small_config(**DEEPSEEK, latent_norm_eps=1e-5).model), "--latent_norm_eps 1e-05"),
     ]:
         with pytest.raises(utils.UserError, match=sentence):
             call()

@@ -43,8 +43,8 @@ def test_gathering_joins_parts_in_order_and_reduce_scattering_is_its_transpose(m
     assert np.array_equal(summed, n * x)
 
 
-def norm(x, scale):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+def norm(x, scale, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
 
 
 def sigmoid(x):
@@ -53,19 +53,19 @@ def sigmoid(x):
 
 def attention_by_loops(p, x, cfg, rope):
     """One sequence x [T, D], one head and one query at a time."""
-    R, K, T = cfg.model.latent_dim, cfg.model.head_dim, len(x)
-    half = cfg.model.dhR // 2
+    m, T = cfg.model, len(x)
+    R, K, half, eps = m.latent_dim, m.head_dim, m.dhR // 2, m.latent_norm_eps
 
     def turn(v, t):
         angle = t * 10_000.0 ** (-np.arange(half) / half)
         z = (v[:half] + 1j * v[half:]) * np.exp(1j * angle)
-        return np.concatenate([z.real, z.imag])
+        return m.rope_attention_factor * np.concatenate([z.real, z.imag])
 
-    out = np.zeros_like(x)
-    down = x @ p["down"]
-    q_latent, kv_latent = norm(down[:, :R], p["q_norm"]), norm(down[:, R : 2 * R], p["kv_norm"])
+    out = np.zeros_like(x) + p.get("out_bias", 0)
+    down = x @ p["down"] + p.get("down_bias", 0)
+    q_latent, kv_latent = norm(down[:, :R], p["q_norm"], eps), norm(down[:, R : 2 * R], p["kv_norm"], eps)
     k_rope = down[:, 2 * R :]
-    for h in range(cfg.model.n_head):
+    for h in range(m.n_head):
         for t in range(T):
             q = q_latent[t] @ p["q_up"][:, h]
             scores = []
@@ -82,8 +82,9 @@ def attention_by_loops(p, x, cfg, rope):
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_attention_equals_plain_loops(kind):
-    cfg = small_config(T=12)
+@pytest.mark.parametrize("flags", [{}, dict(attention_bias=True, latent_norm_eps=0.1, rope_attention_factor=1.5)])
+def test_attention_equals_plain_loops(kind, flags):
+    cfg = small_config(T=12, **flags)
     p = layer_params(cfg, kind)["attention"]
     x = np.random.default_rng(0).standard_normal((2, 12, 32)).astype(np.float32)
 
@@ -140,13 +141,14 @@ def experts_by_loops(p, x, m, capacity):
             seats[e] -= 1
             gate_and_up = np.einsum("d,gdf->gf", x[t], p["experts"]["up"][e])
             hidden = gate_and_up[0] * sigmoid(gate_and_up[0]) * gate_and_up[1]
-            out[t] += scores[t, e] / scores[t, chosen[t]].sum() * (p["experts"]["down"][e] @ hidden)
+            gate = scores[t, e] / (scores[t, chosen[t]].sum() if m.norm_topk_prob else 1)
+            out[t] += m.routed_scaling * gate * (p["experts"]["down"][e] @ hidden)
     return out, load, dropped, chosen, scores
 
 
-@pytest.mark.parametrize("capacity_factor", [0.0, 1.0, 1.5])
-def test_experts_equal_plain_loops(capacity_factor):
-    cfg = small_config(capacity_factor=capacity_factor)
+@pytest.mark.parametrize("capacity_factor, norm_topk_prob", [(0.0, False), (1.0, True), (1.5, True)])
+def test_experts_equal_plain_loops(capacity_factor, norm_topk_prob):
+    cfg = small_config(capacity_factor=capacity_factor, norm_topk_prob=norm_topk_prob, routed_scaling=1.3)
     m, p = cfg.model, layer_params(cfg, "moe")
     x = np.random.default_rng(0).standard_normal((2, 16, 32)).astype(np.float32)
     out, load = on_mesh(cfg, lambda x: model.routed_experts(p, x, m, True), (P(),), P())(x)
@@ -307,7 +309,15 @@ def test_one_batch_overfits():
 DEEPSEEK = dict(layers_per_block=1, moe_rope=True, first_layers=2, tied=False, nope_dim=12, v_dim=10, q_latent_dim=0)
 
 
-@pytest.mark.parametrize("flags", [{}, DEEPSEEK, dict(rope_factor=4.0, rope_original_T=8), SMALL_GPT2])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        dict(DEEPSEEK, attention_bias=True, norm_topk_prob=False, n_shared=0),
+        dict(rope_factor=4.0, rope_original_T=8, rope_attention_factor=1.3, rope_mscale=0.5),
+        SMALL_GPT2,
+    ],
+)
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
     """At every position; and what the cache holds of a token is its latent and, where there is one, its rotary key (of
@@ -315,7 +325,7 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
     cfg = small_config(mesh_shape, **flags)
     m, mesh = cfg.model, main.make_mesh(cfg)
     decode = jax.jit(decoding.make_decode(cfg, mesh))
-    params = jax.tree.map(lambda x: 2 * x, make_params(cfg, mesh))
+    params = jax.tree.map(lambda x: 2 * x + 0.02, make_params(cfg, mesh))  # biases begin at 0
     ids = np.random.default_rng(0).integers(0, m.vocab_size, (4, 16)).astype(np.int32)
     cache = decoding.empty_cache(cfg, 4, 16)
     per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (4 * 16)

@@ -1,7 +1,9 @@
 """The mathematics against Hugging Face's independent implementations of DeepSeek-V3 and GPT-2, with random weights."""
 
+import dataclasses
 import functools
 import json
+import math
 import subprocess
 import sys
 
@@ -27,13 +29,16 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 DEEPSEEK = dict(tied=False, layers_per_block=1, moe_rope=True, blocks=2, first_layers=1, n_head=4, nope_dim=12,
                 v_dim=10, dhR=6, latent_dim=20, q_latent_dim=18, routed_scaling=2.5, capacity_factor=0.0)  # fmt: skip
 SIZES = {
-    "groups": dict(DEEPSEEK, n_experts=8, n_groups=4, k_groups=2, k=3),
-    "no query latent": dict(DEEPSEEK, q_latent_dim=0, first_layers=2, n_shared=2, norm_eps=1e-5, rope_base=50_000.0),
+    "groups": dict(DEEPSEEK, n_experts=8, n_groups=4, k_groups=2, k=3, n_shared=2, attention_bias=True),
+    "no query latent": dict(DEEPSEEK, q_latent_dim=0, first_layers=2, rope_base=50_000.0, attention_bias=True,
+                            norm_topk_prob=False, n_shared=0, sequence_parallel="megatron"),
     "yarn": dict(DEEPSEEK, rope_factor=40.0, rope_original_T=16, first_layers=0, model_dimension=40, nope_dim=7,
-                 v_dim=13, dhR=10),
+                 v_dim=13, dhR=10, rope_mscale=0.7, rope_attention_factor=1.2),
     "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
-    "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, norm_eps=1e-5, tied=False),
+    "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
 }  # fmt: skip
+for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, -3, len(SIZES))):
+    flags["norm_eps"] = float(10**exponent)
 
 
 def reference(cfg):
@@ -48,7 +53,7 @@ def reference(cfg):
                 p.uniform_(0.5, 1.5)
             elif "correction_bias" in name:
                 p.uniform_(-0.2, 0.2)
-            elif p.dim() > 1:
+            elif p.dim() > 1 and p.numel():
                 p.normal_(0, 0.5 if "gate.weight" in name else 1.5 * p.shape[-1] ** -0.5)
             elif name.endswith("bias"):
                 p.normal_(0, 0.3)
@@ -59,6 +64,8 @@ def gradients_of(theirs, m):
     """{name in a file: gradient}; in memory the matrices of all experts of a layer are one tensor."""
     gradients = {}
     for name, p in theirs.named_parameters():
+        if not p.numel():  # of shared experts where there are none
+            continue
         g = p.grad.numpy()
         if ".mlp.experts." not in name:
             gradients[name] = g
@@ -87,7 +94,8 @@ def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_pa
     theirs.save_pretrained(tmp_path)
     flags, load = main.open_weights(str(tmp_path))
     stored = utils.replace(cfg, **flags).model
-    for name in ("head_dim", "value_dim", "q_latent", "ffn_width", "rope_base", "rope_factor", "norm_eps", "tied"):
+    assert stored == dataclasses.replace(m, **{n: getattr(stored, n) for n in ("nope_dim", "v_dim", "ffn_dim")})
+    for name in ("head_dim", "value_dim", "q_latent", "ffn_width"):
         assert getattr(stored, name) == getattr(m, name)
     params = load(main.abstract_params(cfg, mesh))
     decode, cache = jax.jit(decoding.make_decode(cfg, mesh)), decoding.empty_cache(cfg, 8, m.T)
@@ -153,26 +161,94 @@ def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
         assert row.text == wanted.split(tokenization.END_OF_TEXT)[0]
 
 
-def test_a_published_deepseek_config_is_understood():
-    """What deepseek-ai/DeepSeek-V3 and moonshotai/Moonlight-16B-A3B have in theirs, as far as it matters."""
-    both = dict(model_type="deepseek_v3", hidden_act="silu", attention_bias=False, moe_layer_freq=1,
-                norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", tie_word_embeddings=False,
-                kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)  # fmt: skip
-    v3 = dict(both, vocab_size=129280, hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
-              num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128, n_shared_experts=1,
-              n_routed_experts=256, routed_scaling_factor=2.5, q_lora_rank=1536, n_group=8, topk_group=4,
-              num_experts_per_tok=8, first_k_dense_replace=3, rms_norm_eps=1e-6, rope_theta=10000,
-              rope_scaling=dict(type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
-                                original_max_position_embeddings=4096))  # fmt: skip
-    moonlight = dict(both, vocab_size=163840, hidden_size=2048, intermediate_size=11264, moe_intermediate_size=1408,
-                     num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, n_shared_experts=2,
-                     n_routed_experts=64, routed_scaling_factor=2.446, q_lora_rank=None, n_group=1, topk_group=1,
-                     num_experts_per_tok=6, first_k_dense_replace=1, rms_norm_eps=1e-5, rope_theta=50000.0,
-                     rope_scaling=None)  # fmt: skip
-    for config, name in [(v3, "deepseek-v3-671b"), (moonlight, "moonlight-16b")]:
-        flags, preset = hf.deepseek_flags(json.loads(json.dumps(config))), presets.preset(name)
-        stretched = {"rope_factor", "rope_mscale", "rope_original_T"}  # the preset trains before the context is
-        for flag in flags.keys() - stretched:
-            wanted = getattr(preset.model, flag)
-            assert flags[flag] == wanted or flag in ("expert_dim", "ffn_dim"), flag
-        assert utils.replace(preset, **{k: v for k, v in flags.items() if k not in stretched}) == preset
+# config.json of deepseek-ai/DeepSeek-V3, and what others have otherwise
+PUBLISHED = dict(
+    architectures=["DeepseekV3ForCausalLM"], attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001,
+    auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, bos_token_id=0, eos_token_id=1, ep_size=1,
+    first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, initializer_range=0.02, intermediate_size=18432,
+    kv_lora_rank=512, max_position_embeddings=163840, model_type="deepseek_v3", moe_intermediate_size=2048,
+    moe_layer_freq=1, n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True,
+    num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61, num_key_value_heads=128,
+    num_nextn_predict_layers=1, pretraining_tp=1, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8",
+                             weight_block_size=[128, 128], scale_fmt="ue8m0"),
+    rms_norm_eps=1e-6, rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True,
+    rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0, type="yarn",
+                      original_max_position_embeddings=4096),
+    tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", torch_dtype="bfloat16",
+    transformers_version="4.33.1", use_cache=True, v_head_dim=128, vocab_size=129280,
+)  # fmt: skip
+# of moonshotai/Moonlight-16B-A3B
+MOONLIGHT = dict(
+    PUBLISHED, vocab_size=163840, hidden_size=2048, intermediate_size=11264, moe_intermediate_size=1408,
+    num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, n_shared_experts=2, n_routed_experts=64,
+    routed_scaling_factor=2.446, q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=6,
+    first_k_dense_replace=1, rms_norm_eps=1e-5, rope_theta=50000.0, rope_scaling=None, quantization_config=None,
+    max_position_embeddings=8192, bos_token_id=163584, eos_token_id=163585, pad_token_id=163838,
+)  # fmt: skip
+# of openai-community/gpt2
+GPT2 = dict(
+    activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1, bos_token_id=50256,
+    embd_pdrop=0.1, eos_token_id=50256, initializer_range=0.02, layer_norm_epsilon=1e-5, model_type="gpt2", n_ctx=1024,
+    n_embd=768, n_head=12, n_layer=12, n_positions=1024, resid_pdrop=0.1, summary_activation=None,
+    summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True,
+    task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}, vocab_size=50257,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    "config, name", [(PUBLISHED, "deepseek-v3-671b"), (MOONLIGHT, "moonlight-16b"), (GPT2, "gpt2-124m")]
+)
+def test_a_published_config_is_understood(config, name, saved):
+    """As it is, and as transformers writes it again."""
+    form, preset = hf.FORMATS[config["model_type"]], presets.preset(name)
+    if saved:
+        config = {n: v for n, v in config.items() if n != "quantization_config"}
+        config = transformers.AutoConfig.for_model(**config).to_dict()
+    flags = form.flags(json.loads(json.dumps(config)))
+    # the preset trains before the context is stretched; which predictors there are is seen in the files
+    stretched = {"rope_factor", "rope_mscale", "rope_original_T", "mtp_depth"}
+    for flag in flags.keys() - stretched:
+        assert flags[flag] == getattr(preset.model, flag) or flag in ("expert_dim", "ffn_dim"), flag
+    assert utils.replace(preset, **{k: v for k, v in flags.items() if k not in stretched}).model == dataclasses.replace(
+        preset.model, **{n: flags[n] for n in ("expert_dim", "ffn_dim")}
+    )
+
+
+def test_rotary_positions_are_those_of_transformers_or_refused():
+    """Drawn entries of rope_scaling: frequencies, their factor and that of scores, and again after an export."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    rng, seen, missing = np.random.default_rng(0), [], object()
+    choices = dict(
+        type=["yarn", "yarn", "default", "linear", missing], rope_type=["yarn", "yarn", missing], factor=[1.0, 3, 40.0],
+        beta_fast=[32, 32, None, missing, 8], beta_slow=[1, missing, missing, 2],
+        truncate=[missing, missing, missing, True, False],
+        attention_factor=[missing, missing, None, 0.0, 1.3], mscale=[missing, None, 0.0, 0.707, 1.0, 1.3],
+        mscale_all_dim=[missing, None, 0.0, 0.707, 1.0], original_max_position_embeddings=[missing, 2, 100, 4096],
+        rope_theta=[missing, 77.0, 5e4],
+    )  # fmt: skip
+
+    def numbers_of(config):
+        config = transformers.DeepseekV3Config(**json.loads(json.dumps(config)))
+        rotary = theirs.DeepseekV3RotaryEmbedding(config)
+        scale = theirs.yarn_apply_mscale(config.rope_parameters, 1.0)
+        return [*rotary.inv_freq.tolist(), rotary.attention_scaling, scale]
+
+    for _ in range(300):
+        drawn = {key: values[rng.integers(len(values))] for key, values in choices.items()}
+        rope = {key: value for key, value in drawn.items() if value is not missing}
+        config = dict(PUBLISHED, rope_scaling=rope, qk_rope_head_dim=10, max_position_embeddings=300)
+        try:
+            m = dataclasses.replace(utils.Model(), **hf.deepseek_flags(config))
+        except utils.UserError as e:
+            assert any(key in str(e) for key in ("type", "truncate", "beta", "factor", "mscale", "original")), e
+            continue
+        ours = [*model.rotary_frequencies(m), m.rope_attention_factor, model.score_scale(10, m) * math.sqrt(10)]
+        assert np.allclose(ours, numbers_of(config), rtol=1e-5), rope
+        again = hf.deepseek_config(m)
+        assert np.allclose(ours, numbers_of(again), rtol=1e-5), rope
+        assert dataclasses.replace(m, **hf.deepseek_flags(again)) == m
+        seen.append((m.rope_factor, m.rope_attention_factor, m.rope_mscale))
+    assert len(seen) > 40 and len(set(seen)) > 15

@@ -49,6 +49,7 @@ SHARD_BYTES = 5 * 10**9  # most in one file
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' name
 MOST_T = 4096  # tokens of a sequence, unless told otherwise: what a model can do is often more than it was trained on
 READABLE = {"F32", "F16", "BF16", "F64"}
+FLOAT8, SCALE = "F8_E4M3", "_scale_inv"  # what quantised weights are, and the end of the names of their scales
 
 
 # --- Which tensor is which ----------------------------------------------------------------------------------------
@@ -89,8 +90,8 @@ def linear(name, leaf, at, part, inputs=1, rotated=0):
     return Tensor(name, shape, leaf, at, part, transposed=True, rotated=rotated)
 
 
-def plain(name, leaf, at, part, shape=None):
-    return Tensor(name, shape or part, leaf, at, part)
+def plain(name, leaf, at, part, shape=None, rotated=0):
+    return Tensor(name, shape or part, leaf, at, part, rotated=rotated)
 
 
 def deepseek_tensors(m):
@@ -110,6 +111,8 @@ def deepseek_tensors(m):
         if Q:
             yield linear(f"{prefix}.q_a_proj.weight", (*a, "down"), (*at, slice(None), slice(0, Q)), (D, Q))
             yield plain(f"{prefix}.q_a_layernorm.weight", (*a, "q_norm"), at, (Q,))
+            if m.attention_bias:
+                yield plain(f"{prefix}.q_a_proj.bias", (*a, "down_bias"), (*at, slice(0, Q)), (Q,))
         q = "q_b_proj" if Q else "q_proj"
         yield linear(f"{prefix}.{q}.weight", (*a, "q_up"), at, (Q or D, H, K + m.dhR), rotated=m.dhR)
         yield linear(f"{prefix}.kv_a_proj_with_mqa.weight", (*a, "down"), (*at, slice(None), slice(Q, Q + R + m.dhR)),
@@ -117,13 +120,18 @@ def deepseek_tensors(m):
         yield plain(f"{prefix}.kv_a_layernorm.weight", (*a, "kv_norm"), at, (R,))
         yield linear(f"{prefix}.kv_b_proj.weight", (*a, "kv_up"), at, (R, H, K + V))
         yield linear(f"{prefix}.o_proj.weight", (*a, "out"), at, (H, V, D), inputs=2)
+        if m.attention_bias:
+            yield plain(f"{prefix}.kv_a_proj_with_mqa.bias", (*a, "down_bias"), (*at, slice(Q, Q + R + m.dhR)),
+                        (R + m.dhR,), rotated=m.dhR)  # fmt: skip
+            yield plain(f"{prefix}.o_proj.bias", (*a, "out_bias"), at, (D,))
         prefix = f"model.layers.{n}.mlp"
         if not moe:
             yield from feed_forward(prefix, (*leaf, "ffn"), at, m.ffn_width)
             return
         yield linear(f"{prefix}.gate.weight", (*leaf, "router"), at, (D, m.n_experts))
         yield plain(f"{prefix}.gate.e_score_correction_bias", (*leaf, "bias"), at, (m.n_experts,))
-        yield from feed_forward(f"{prefix}.shared_experts", (*leaf, "shared"), at, m.n_shared * F)
+        if m.n_shared:
+            yield from feed_forward(f"{prefix}.shared_experts", (*leaf, "shared"), at, m.n_shared * F)
         for e in range(m.n_experts):
             yield from feed_forward(f"{prefix}.experts.{e}", (*leaf, "experts"), (*at, e), F)
 
@@ -175,12 +183,10 @@ def gpt2_tensors(m):
 
 def deepseek_config(m):
     """config.json of DeepseekV3ForCausalLM. Raises UserError where it knows no such architecture."""
-    for flag, wanted in dict(layers_per_block=1, moe_rope=True, activation="swiglu").items():
+    for flag, wanted in dict(layers_per_block=1, moe_rope=True, activation="swiglu", latent_norm_eps=1e-6).items():
         if vars(m)[flag] != wanted:
             raise UserError(f"--{flag} {vars(m)[flag]}: transformers has no model with such layers; its "
                             f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny.")  # fmt: skip
-    if not m.n_shared:
-        raise UserError("--n_shared 0: transformers has no such model; DeepseekV3ForCausalLM has shared experts.")
     config = dict(
         architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", vocab_size=m.vocab_size,
         hidden_size=m.model_dimension, intermediate_size=m.ffn_width, moe_intermediate_size=m.expert_width,
@@ -188,48 +194,101 @@ def deepseek_config(m):
         n_shared_experts=m.n_shared, n_routed_experts=m.n_experts, routed_scaling_factor=m.routed_scaling,
         kv_lora_rank=m.latent_dim, q_lora_rank=m.q_latent or None, qk_rope_head_dim=m.dhR, v_head_dim=m.value_dim,
         qk_nope_head_dim=m.head_dim, n_group=m.n_groups, topk_group=m.k_groups, num_experts_per_tok=m.k,
-        first_k_dense_replace=m.first_layers, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc",
-        moe_layer_freq=1, hidden_act="silu", max_position_embeddings=int(m.T), rms_norm_eps=m.norm_eps,
-        attention_bias=False, attention_dropout=0.0, rope_interleave=True, rope_theta=m.rope_base,
-        tie_word_embeddings=m.tied, num_nextn_predict_layers=m.mtp_depth,
+        first_k_dense_replace=m.first_layers, norm_topk_prob=m.norm_topk_prob, scoring_func="sigmoid",
+        topk_method="noaux_tc", moe_layer_freq=1, hidden_act="silu", max_position_embeddings=int(m.T),
+        rms_norm_eps=m.norm_eps, attention_bias=m.attention_bias, attention_dropout=0.0, rope_interleave=True,
+        rope_theta=m.rope_base, tie_word_embeddings=m.tied, num_nextn_predict_layers=m.mtp_depth,
     )  # fmt: skip
-    if m.rope_factor > 1:
-        fast, slow = model.YARN_BETA
-        config["rope_scaling"] = dict(type="yarn", rope_type="yarn", factor=m.rope_factor, beta_fast=fast,
-                                      beta_slow=slow, mscale=m.rope_mscale, mscale_all_dim=m.rope_mscale,
-                                      original_max_position_embeddings=m.rope_original_T)  # fmt: skip
+    if m.rope_factor > 1 or m.rope_attention_factor != 1:
+        config["rope_scaling"] = yarn_config(m)
     return config
 
 
+def yarn_config(m):
+    """The entry rope_scaling. Some programs know no attention_factor and take the ratio of temperatures of mscale and
+    mscale_all_dim for it."""
+    fast, slow = model.YARN_BETA
+    weight, log = m.rope_mscale, 0.1 * math.log(m.rope_factor)
+    if m.rope_attention_factor != 1 and log:
+        weight = (m.rope_attention_factor * (log * m.rope_mscale + 1) - 1) / log
+    return dict(type="yarn", rope_type="yarn", factor=m.rope_factor, beta_fast=fast, beta_slow=slow, mscale=weight,
+                mscale_all_dim=m.rope_mscale, attention_factor=m.rope_attention_factor,
+                original_max_position_embeddings=m.rope_original_T)  # fmt: skip
+
+
 def deepseek_flags(config):
-    """config.json of DeepseekV3ForCausalLM -> {flag: value}, but for T, which its positions leave open."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind, (fast, slow) = rope.get("rope_type", rope.get("type", "default")), model.YARN_BETA
-    head_counts = [config["num_attention_heads"], None]
-    require(config, "deepseek_v3", hidden_act=["silu"], attention_bias=[False, None], norm_topk_prob=[True, None],
-            rope_interleave=[True, None], scoring_func=["sigmoid", None], topk_method=["noaux_tc", None],
-            moe_layer_freq=[1, None], num_key_value_heads=head_counts, quantization_config=[None])  # fmt: skip
-    require(rope, "deepseek_v3", type=["default", "yarn", None], rope_type=["default", "yarn", None],
-            beta_fast=[fast, None], beta_slow=[slow, None])  # fmt: skip
+    """config.json of DeepseekV3ForCausalLM -> {flag: value}, but for T, which its positions leave open.
+
+    Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing."""
+    left = dict(config)
+    take = left.pop
+    heads, nope, rotated, first = map(
+        take, ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "first_k_dense_replace")
+    )
     flags = dict(
-        architecture="deepseek", model_dimension=config["hidden_size"], vocab_size=config["vocab_size"],
-        tied=config.get("tie_word_embeddings", False), norm_eps=config["rms_norm_eps"], layers_per_block=1,
-        n_head=config["num_attention_heads"], first_layers=config["first_k_dense_replace"], moe_rope=True,
-        blocks=config["num_hidden_layers"] - config["first_k_dense_replace"], latent_dim=config["kv_lora_rank"],
-        q_latent_dim=config["q_lora_rank"] or 0, nope_dim=config["qk_nope_head_dim"], v_dim=config["v_head_dim"],
-        dhR=config["qk_rope_head_dim"], rope_base=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
-        activation="swiglu", ffn_dim=config["intermediate_size"], expert_dim=config["moe_intermediate_size"],
-        n_experts=config["n_routed_experts"], k=config["num_experts_per_tok"], n_groups=config.get("n_group") or 1,
-        k_groups=config.get("topk_group") or 1, routed_scaling=config["routed_scaling_factor"],
-        n_shared=config["n_shared_experts"],
+        architecture="deepseek", model_dimension=take("hidden_size"), vocab_size=take("vocab_size"),
+        tied=bool(take("tie_word_embeddings", False)), norm_eps=take("rms_norm_eps"), latent_norm_eps=1e-6,
+        layers_per_block=1, n_head=heads, first_layers=first, moe_rope=True, blocks=take("num_hidden_layers") - first,
+        latent_dim=take("kv_lora_rank"), q_latent_dim=take("q_lora_rank") or 0, nope_dim=nope, v_dim=take("v_head_dim"),
+        dhR=rotated, attention_bias=bool(take("attention_bias", False)), activation="swiglu",
+        ffn_dim=take("intermediate_size"), expert_dim=take("moe_intermediate_size"), n_experts=take("n_routed_experts"),
+        k=take("num_experts_per_tok"), n_groups=take("n_group") or 1, k_groups=take("topk_group") or 1,
+        routed_scaling=take("routed_scaling_factor"), norm_topk_prob=bool(take("norm_topk_prob", True)),
+        n_shared=take("n_shared_experts") or 0, mtp_depth=take("num_nextn_predict_layers", 0) or 0,
+        **rope_flags(left),
     )  # fmt: skip
-    if kind == "yarn":
-        require(rope, "deepseek_v3", mscale=[rope.get("mscale_all_dim")])
-        flags |= dict(rope_factor=float(rope["factor"]), rope_mscale=float(rope["mscale"]),
-                      rope_original_T=rope["original_max_position_embeddings"])  # fmt: skip
-    else:
-        flags |= dict(rope_factor=1.0)
+    block_sizes(left)
+    require(left, "deepseek_v3", hidden_act=["silu"], rope_interleave=[True], scoring_func=["sigmoid", None],
+            topk_method=["noaux_tc", None], moe_layer_freq=[1, None], num_key_value_heads=[heads, None],
+            head_dim=[rotated], qk_head_dim=[nope + rotated])  # fmt: skip
     return flags
+
+
+def rope_flags(left):
+    """{flag: value} of the rotary positions in a config, whose entries are taken out, as transformers computes them
+    (modeling_rope_utils.py: RotaryEmbeddingConfigMixin, _compute_yarn_parameters; there mscale counts only beside
+    mscale_all_dim, and neither where attention_factor is given)."""
+    theta, positions = left.pop("rope_theta", 10_000.0), left.pop("max_position_embeddings", 4096)
+    scaling, parameters = left.pop("rope_scaling", None), left.pop("rope_parameters", None)
+    rope = dict(scaling or parameters or {})
+    outside = left.pop("original_max_position_embeddings", None)
+    kind = rope.pop("rope_type", rope.get("type", "default"))
+    rope.pop("type", None)
+    flags = dict(rope_base=float(rope.pop("rope_theta", theta)), rope_factor=1.0, rope_attention_factor=1.0)
+    if kind == "yarn":
+        factor, original = rope.pop("factor"), rope.pop("original_max_position_embeddings", positions)
+        original = outside or original
+        for key, value in dict(factor=factor, original_max_position_embeddings=original).items():
+            if not (isinstance(value, (int, float)) and value >= 1):
+                raise UserError(f"config.json: {key} is {value!r}, but yarn is supported with numbers from 1 on only.")
+        mscale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
+        amplitude, log = rope.pop("attention_factor", None), 0.1 * math.log(factor)
+        if amplitude is None:
+            amplitude = (log * mscale + 1) / (log * all_dim + 1) if mscale and all_dim else log + 1
+        flags |= dict(rope_factor=float(factor), rope_mscale=float(all_dim or 0), rope_original_T=original,
+                      rope_attention_factor=float(amplitude))  # fmt: skip
+    fast, slow = model.YARN_BETA
+    require({"rope_type": kind} | rope, "deepseek_v3", rope_type=["default", "yarn"], beta_fast=[fast, None],
+            beta_slow=[slow, None], truncate=[True], partial_rotary_factor=[1])  # fmt: skip
+    return flags
+
+
+def block_sizes(left):
+    """(rows, columns) of the blocks that share a scale in the float8 weights that a config tells of, None where it
+    tells of none; its entry is taken out."""
+    quantized = left.pop("quantization_config", None)
+    if quantized is None:
+        return None
+    quantized = {"quant_method": None} | quantized
+    size = quantized.pop("weight_block_size", (128, 128))
+    # which weights are quantised is seen in the files; activations are not; a scale is a number however it was chosen
+    for key in ("modules_to_not_convert", "ignored_layers", "dequantize", "scale_fmt"):
+        quantized.pop(key, None)
+    require(quantized, "a quantization_config of deepseek_v3", quant_method=["fp8"], fmt=["e4m3", None],
+            activation_scheme=["dynamic"], expert_dtype=["fp8"])  # fmt: skip
+    if not (isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
+        raise UserError(f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128].")
+    return tuple(size)
 
 
 def gpt2_config(m):
@@ -243,24 +302,57 @@ def gpt2_config(m):
 
 
 def gpt2_flags(config):
-    """config.json of GPT2LMHeadModel -> {flag: value}."""
-    require(config, "gpt2", activation_function=["gelu_new", "gelu_pytorch_tanh", None],
-            scale_attn_weights=[True, None], scale_attn_by_inverse_layer_idx=[False, None],
-            add_cross_attention=[False, None])  # fmt: skip
-    D = config["n_embd"]
-    return dict(
-        utils.GPT2, vocab_size=config["vocab_size"], T=config["n_positions"], model_dimension=D,
-        n_head=config["n_head"], blocks=config["n_layer"], ffn_dim=config.get("n_inner") or 4 * D,
-        norm_eps=config["layer_norm_epsilon"], tied=config.get("tie_word_embeddings", True),
+    """config.json of GPT2LMHeadModel -> {flag: value}. Raises as `deepseek_flags` does."""
+    left = dict(config)
+    take = left.pop
+    D = take("n_embd")
+    flags = dict(
+        utils.GPT2, vocab_size=take("vocab_size"), T=take("n_positions"), model_dimension=D, n_head=take("n_head"),
+        blocks=take("n_layer"), ffn_dim=take("n_inner", None) or 4 * D, norm_eps=take("layer_norm_epsilon"),
+        tied=bool(take("tie_word_embeddings", True)),
     )  # fmt: skip
+    require(left, "gpt2", activation_function=["gelu_new", "gelu_pytorch_tanh"], scale_attn_weights=[True],
+            scale_attn_by_inverse_layer_idx=[False], quantization_config=[None])  # fmt: skip
+    return flags
 
 
-def require(config, model_type, **allowed):
-    """Raise UserError where an entry of the config has a value that the model here does not know."""
-    for key, values in allowed.items():
-        if config.get(key) not in values:
-            raise UserError(f"config.json: {key} is {config[key]!r}, but {model_type} is supported with "
+# Entries of a config.json that change no number here.
+IMMATERIAL = set(
+    # names: of classes, of what wrote it, of the type that weights are stored in, which each tensor says itself
+    "architectures auto_map model_type torch_dtype dtype use_bfloat16 transformers_version name_or_path _name_or_path "
+    "_commit_hash unsloth_version unsloth_fixed "
+    # how a program runs it: kernels, caches, devices, the order of products
+    "use_cache pretraining_tp ep_size attn_implementation _attn_implementation _attn_implementation_autoset "
+    "_attn_implementation_internal experts_implementation _experts_implementation torchscript gradient_checkpointing "
+    "chunk_size_feed_forward reorder_and_upcast_attn n_ctx "
+    # training alone: dropout, beginnings, losses, for which there are flags here
+    "attention_dropout attn_pdrop embd_pdrop resid_pdrop initializer_range aux_loss_alpha seq_aux tf_legacy_loss "
+    # what it returns besides logits, and models with another head or an encoder
+    "return_dict output_hidden_states output_attentions output_router_logits output_past id2label label2id num_labels "
+    "problem_type finetuning_task summary_type summary_use_proj summary_activation summary_proj_to_labels "
+    "summary_first_dropout predict_special_tokens n_special is_decoder is_encoder_decoder tie_encoder_decoder "
+    "cross_attention_hidden_size "
+    # the tokenizer's affairs, and how text is drawn
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix "
+    "task_specific_params max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
+    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate "
+    "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens".split()
+)
+
+
+def require(left, kind, **allowed):
+    """Raise UserError where one of the entries that are left of a config has none of the values `allowed`, or is
+    neither among these nor known to change no number. What is missing stands at the first of its values."""
+    for key, value in left.items():
+        values = (dict(add_cross_attention=[False], pruned_heads=[{}, None]) | allowed).get(key)
+        if values is not None and value not in values:
+            raise UserError(f"config.json: {key} is {value!r}, but {kind} is supported with "
                             f"{' or '.join(repr(v) for v in values if v is not None) or 'none'} only.")  # fmt: skip
+        if values is None and key not in IMMATERIAL:
+            raise UserError(f"config.json: {key} is {value!r}, and what that changes in {kind} is not known here; "
+                            f"remove the entry if it changes no number.")  # fmt: skip
 
 
 class Format(NamedTuple):
@@ -281,8 +373,16 @@ MODEL_TYPES = {"deepseek": "deepseek_v3", "gpt2": "gpt2"}  # by --architecture
 # --- Import -------------------------------------------------------------------------------------------------------
 
 
+class Stored(NamedTuple):
+    """Where a tensor stands, as the header of its file says."""
+
+    path: str
+    shape: tuple
+    dtype: str
+
+
 def files_of(folder):
-    """{name of tensor: path of the file} of a folder's safetensors, from their headers."""
+    """{name of tensor: `Stored`} of a folder's safetensors."""
     index = utils.read_json(folder, "model.safetensors.index.json")
     names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
     found = {}
@@ -292,7 +392,8 @@ def files_of(folder):
             raise UserError(f"{path} is missing; a folder in the Hugging Face format holds it.")
         try:
             with safe_open(path, "numpy") as f:
-                found |= dict.fromkeys(f.keys(), path)
+                slices = {name: f.get_slice(name) for name in f.keys()}
+                found |= {name: Stored(path, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
         except Exception as e:  # safetensors has an error of its own, and others
             raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
     return found
@@ -316,34 +417,53 @@ def model_flags(config, folder):
         raise UserError(f"{os.path.join(folder, 'config.json')}: {e.args[0]} is missing.") from None
     if kind == "deepseek_v3":  # the config of many a model names predictors that its files do not hold
         first, there = flags["first_layers"] + flags["blocks"], files_of(folder)
+        predictors = [f"model.layers.{first + d}.eh_proj.weight" for d in range(flags["mtp_depth"])]
         flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
-        flags["mtp_depth"] = sum(f"model.layers.{first + d}.eh_proj.weight" in there
-                                 for d in range(config.get("num_nextn_predict_layers") or 0))  # fmt: skip
+        flags["mtp_depth"] = sum(name in there for name in predictors)
     return flags
 
 
-def check(folder, tensors, form):
-    """{name of tensor: path of its file} if the folder holds exactly `tensors`. Raises UserError naming one that is
-    missing, extra, misshapen or of an unreadable type."""
+def check(folder, tensors, form, block):
+    """{name: `Stored`} of a folder that holds exactly `tensors`, float8 ones with scales of `block_sizes`. Raises
+    UserError naming one that is missing, extra, misshapen or of an unreadable type."""
     there = files_of(folder)
-    wanted = {their_name(t.name, there): t for t in tensors}
+    wanted = {their_name(t.name, there): t.shape for t in tensors}
+    for name in wanted.keys() & there.keys() if block else ():
+        if there[name].dtype == FLOAT8 and len(wanted[name]) == 2:
+            wanted[name + SCALE] = tuple(-(-n // size) for n, size in zip(wanted[name], block))
     for name in wanted:
         if name not in there:
             raise UserError(f"{folder}: tensor {name} is missing; its config.json calls for it.")
-    for name, path in there.items():
-        if re.search(form.copies, name) and name not in wanted:
+    for name, (_, shape, dtype) in there.items():
+        if name not in wanted and (re.search(form.copies, name) or 0 in shape):
             continue
         if name not in wanted:
             raise UserError(f"{folder}: tensor {name} is extra; its config.json has no place for it.")
-        with safe_open(path, "numpy") as f:
-            s = f.get_slice(name)
-            shape, dtype = tuple(s.get_shape()), s.get_dtype()
-        if shape != wanted[name].shape:
+        if shape != wanted[name]:
             raise UserError(f"{folder}: tensor {name} is {list(shape)}, but its config.json calls for "
-                            f"{list(wanted[name].shape)}.")  # fmt: skip
-        if dtype not in READABLE:
+                            f"{list(wanted[name])}.")  # fmt: skip
+        if dtype not in READABLE and name + SCALE not in wanted:
             raise UserError(f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}.")
-    return {t.name: (name, there[name]) for name, t in wanted.items()}
+    return there
+
+
+def read_tensor(there, name, block):
+    """numpy array of a tensor in a folder; a float8 one in float32, with each block of it times its scale (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3.2)."""
+    path, shape, dtype = there[name]
+    if dtype != FLOAT8:
+        with safe_open(path, "numpy") as f:
+            return f.get_tensor(name)
+    with open(path, "rb") as f:  # numpy has no such type, so safetensors gives none
+        length = int.from_bytes(f.read(8), "little")
+        begin, end = json.loads(f.read(length))[name]["data_offsets"]
+        f.seek(8 + length + begin)
+        x = np.frombuffer(f.read(end - begin), jnp.float8_e4m3fn).reshape(shape).astype(np.float32)
+    scales = read_tensor(there, name + SCALE, block).astype(np.float32)
+    for first in range(0, shape[0], block[0]):
+        row = np.repeat(scales[first // block[0]], block[1])
+        x[first : first + block[0]] *= row[: shape[1]]
+    return x
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -358,14 +478,17 @@ def load(folder, abstract):
     form, flags = FORMATS[config["model_type"]], model_flags(config, folder)
     m = utils.replace(utils.Config(), **flags).model
     tensors = list(form.tensors(m))
-    where = check(folder, tensors, form)
+    block = block_sizes(dict(config))
+    there = check(folder, tensors, form, block)
+    head, rows = (their_name(name, there) for name in ("lm_head.weight", tensors[0].name))
+    if m.tied and head in there and not np.array_equal(*(read_tensor(there, name, block) for name in (head, rows))):
+        raise UserError(f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings "
+                        f"must be false there.")  # fmt: skip
     zeros = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape), abstract),
                     out_shardings=jax.tree.map(lambda a: a.sharding, abstract))  # fmt: skip
     params = zeros()
     for t in tensors:
-        name, path = where[t.name]
-        with safe_open(path, "numpy") as f:
-            part = t.ours(f.get_tensor(name))
+        part = t.ours(read_tensor(there, their_name(t.name, there), block))
         *parents, last = t.leaf
         node = functools.reduce(dict.__getitem__, parents, params)
         starts = tuple(i if isinstance(i, int) else i.start or 0 for i in t.at)
@@ -551,7 +674,7 @@ def export(run_dir, folder, dtype="float32"):
     """The newest sound checkpoint of a run directory as a folder that transformers loads. It appears when whole."""
     if os.path.exists(folder):
         raise UserError(f"{folder} exists already; give another folder, or remove that one.")
-    stored = utils.read_json(run_dir, "config.json")
+    stored = utils.run_config(run_dir)
     if "model_dimension" not in stored:
         raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
     cfg = utils.replace(utils.Config(), **{name: stored[name] for name in vars(utils.Model()) if name in stored},
