@@ -146,9 +146,9 @@ class Cluster:
 
     def run(self, step, host, **environment):
         """run.sh's one step on the host, started."""
-        words = ["bash", self.repo / "run.sh", step, host.address]
-        return subprocess.Popen(words, env=self.environment(3, **environment), stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL)  # fmt: skip
+        words, env = ["bash", self.repo / "run.sh", step, host.address], self.environment(3, **environment)
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(words, env=env, text=True, **pipes)
 
     def launch(self, *words, **environment):
         words = ["bash", self.repo / "launcher.sh", *map(str, words)]
@@ -396,13 +396,14 @@ def test_a_wrong_commit(idle):
 
 
 def said(process):
-    text = process.communicate(timeout=60)[0]
-    return process.returncode, text
+    text = process.communicate(timeout=60)
+    return process.returncode, "".join(text)
 
 
 def assert_refused(done, *words):
-    assert done.returncode == 1 and done.stderr.startswith("error: 127.0.0.1: "), done.stdout + done.stderr
-    assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words), done.stderr
+    status, text = done
+    assert status == 1 and text.startswith("error: 127.0.0.1: ") and text.count("\n") == 1, text
+    assert all(word in text for word in words), text
 
 
 @pytest.fixture
@@ -415,19 +416,21 @@ def alone(idle):
 
 
 @needs_hosts
-def test_a_folder_that_others_made_is_left_alone(idle, alone):
+def test_a_folder_that_others_made_is_left_alone(idle):
     host = idle.hosts[0]
+    step = lambda word="--code", **settings: said(idle.run(word, host, **settings))  # noqa: E731
     host.code.mkdir()
     (host.code / "thesis.tex").write_text("theirs")
-    for mode in ([], ["--sync"]):
-        assert_refused(alone(*mode), "the launcher did not make it", "TAKE_FOLDER")
-        assert_refused(alone(*mode, FOLDER="."), "the home and / are never filled")
+    for word, sync in (("--check", ""), ("--check", "1"), ("--code", "1")):
+        assert_refused(step(word, SYNC=sync), "the launcher did not make it", "TAKE_FOLDER")
+    for folder in (".", "/", str(host.home)):
+        assert_refused(step("--check", FOLDER=folder, TAKE_FOLDER="yes"), "the home and / are never filled")
     assert [p.name for p in host.code.iterdir()] == ["thesis.tex"]
     (host.code / "main.py").write_text("theirs")
-    assert_refused(alone("--sync", TAKE_FOLDER="yes"), "would be overwritten (1 files or folders, main.py first)")
+    assert_refused(step(SYNC="1", TAKE_FOLDER="yes"), "would be overwritten (1 files or folders, main.py first)")
     assert (host.code / "main.py").read_text() == "theirs" and len(list(host.code.iterdir())) == 3
     (host.code / "main.py").unlink()
-    assert alone("--sync", TAKE_FOLDER="yes").returncode == 0
+    assert step(SYNC="1", TAKE_FOLDER="yes") == (0, "files as they stand here\n")
     assert (host.code / "thesis.tex").read_text() == "theirs" and (host.code / "main.py").exists()
 
     # a git repository: with changes in it, then with a commit that no branch holds, and a file that it ignores
@@ -441,13 +444,14 @@ def test_a_folder_that_others_made_is_left_alone(idle, alone):
         git("commit", "-qm", name)
         git("checkout", "-q", "--detach")
     (theirs / "more").write_text("changed")
-    assert_refused(alone("--sync", FOLDER="theirs", TAKE_FOLDER="yes"), "commit or undo that first")
+    assert_refused(step("--check", SYNC="1", FOLDER="theirs", TAKE_FOLDER="yes"), "commit or undo that first")
     git("checkout", "-q", "more")
     (theirs / "main.py").write_text("theirs")
-    assert_refused(alone(FOLDER="theirs", TAKE_FOLDER="yes"), "would be overwritten (1 files", "main.py first)")
+    status, text = step(FOLDER="theirs", TAKE_FOLDER="yes")
+    assert status == 1 and "would be overwritten (1 files or folders, main.py first)" in text, text
     assert (theirs / "main.py").read_text() == "theirs"
     (theirs / "main.py").unlink()
-    assert alone(FOLDER="theirs", TAKE_FOLDER="yes").returncode == 0
+    assert step(FOLDER="theirs", TAKE_FOLDER="yes")[0] == 0
     assert git("branch", "--list", "kept-*") and git("log", "--all", "--format=%s").count("more") == 1
 
 
@@ -481,19 +485,21 @@ def test_only_what_was_sent_is_ever_removed(idle, alone):
     assert not (host.code / "new.py").exists() and [p.name for p in (host.code / "folder").iterdir()] == ["mine"]
     assert [(host.code / run / "metrics.jsonl").read_text() for run in runs] == ["theirs"] * 2
 
-    # what is sent lies where a run wrote, or where somebody else did
-    (idle.repo / "out/run/metrics.jsonl").write_text("sent")
-    idle.git("add", "-f", "out/run/metrics.jsonl")
-    assert_refused(alone("--sync"), "would be overwritten (1 files or folders, out/run/metrics.jsonl first)")
-    idle.git("reset", "-q")
-    assert [(host.code / run / "metrics.jsonl").read_text() for run in runs] == ["theirs"] * 2
-
     done = alone()  # by commit again
     assert done.returncode == 0 and idle.git("-C", host.code, "rev-parse", "HEAD") == idle.git("rev-parse", "HEAD")
     assert "what git does not know here is not sent (2 files, local/metrics.jsonl first)" in done.stdout
     assert (host.code / "folder/mine").exists() and (host.code / "out/run/checkpoints/5").exists()
     (host.code / "main.py").write_text("theirs")
-    assert_refused(alone(), "files in", "were changed there", "--sync")
+    assert_refused(said(idle.run("--check", host)), "files in", "were changed there", "--sync")
+    (host.code / "main.py").write_text((idle.repo / "main.py").read_text())
+
+    # what is sent lies where a run wrote
+    idle.git("add", "-f", "out/run/metrics.jsonl")
+    commit = idle.git("commit-tree", "-m", "a run's file", idle.git("write-tree"))
+    for sync in ("", "1"):
+        refused = said(idle.run("--code", host, COMMIT=commit, SYNC=sync))
+        assert_refused(refused, "would be overwritten (1 files or folders, out/run/metrics.jsonl first)")
+    assert [(host.code / run / "metrics.jsonl").read_text() for run in runs] == ["theirs"] * 2
 
 
 @needs_hosts
@@ -538,10 +544,10 @@ def test_hosts_that_share_a_folder_get_it_once(idle):
     try:
         done = idle.launch("--sync", hosts=3, FOLDER=f"{idle.base}/a b")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count("files as they stand") == done.stdout.count(" set up") == 1
+        assert done.stdout.count("files as they stand") == done.stdout.count("  set up") == 1
         done = idle.launch(hosts=3, FOLDER=f"{idle.base}/at %h")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count(" commit ") == done.stdout.count(" set up") == 2
+        assert done.stdout.count(" commit ") == done.stdout.count("  set up") == 2
         assert done.stdout.count("the folder of 127.0.0.") == 2
         others = [idle.git("commit-tree", "-m", f"{i}", "HEAD^{tree}") for i in range(3)]
         for step in ("--code", "--check"):
@@ -559,11 +565,10 @@ def test_hosts_that_share_a_folder_get_it_once(idle):
 @needs_hosts
 def test_a_shell_that_prints_disturbs_nothing(idle, alone):
     (idle.hosts[0].home / ".bashrc").write_text("echo Welcome\nprintf more\ntrap 'echo bye' EXIT\n")
-    for mode in ([], ["--sync"]):
-        done = alone(*mode)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert not any(word in done.stdout + done.stderr for word in ("Welcome", "more", "bye"))
-    assert "Welcome" not in alone("--logs").stdout
+    done = alone("--sync")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = [done.stdout + done.stderr, said(idle.run("--code", idle.hosts[0]))[1], alone("--logs").stdout]
+    assert not any(word in "".join(done) for word in ("Welcome", "more", "bye"))
 
 
 @needs_hosts
