@@ -422,7 +422,7 @@ def test_a_folder_that_others_made_is_left_alone(idle):
     host.code.mkdir()
     (host.code / "thesis.tex").write_text("theirs")
     for word, sync in (("--check", ""), ("--check", "1"), ("--code", "1")):
-        assert_refused(step(word, SYNC=sync), "the launcher did not make it", "TAKE_FOLDER")
+        assert_refused(step(word, SYNC=sync, TAKE_FOLDER="no"), "the launcher did not make it", "TAKE_FOLDER")
     for folder in (".", "/", str(host.home)):
         assert_refused(step("--check", FOLDER=folder, TAKE_FOLDER="yes"), "the home and / are never filled")
     assert [p.name for p in host.code.iterdir()] == ["thesis.tex"]

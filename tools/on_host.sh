@@ -49,8 +49,8 @@ half=$FOLDER/.git/refs/moe-launcher/half       # the commit whose files are bein
 
 # in_folder WORD...: git there, without the hooks, signatures and background work that somebody may have asked for.
 in_folder() {
-  LC_ALL=C git -C "$FOLDER" -c core.hooksPath=/dev/null -c commit.gpgSign=false -c gc.auto=0 -c core.fsmonitor=false \
-    -c user.name=launcher -c user.email=launcher@localhost "$@"
+  LC_ALL=C GIT_OPTIONAL_LOCKS=0 git -C "$FOLDER" -c core.hooksPath=/dev/null -c commit.gpgSign=false -c gc.auto=0 \
+    -c core.fsmonitor=false -c core.autocrlf=false -c user.name=launcher -c user.email=launcher@localhost "$@"
 }
 changed() { [[ -e $FOLDER/.git/HEAD && -n $(in_folder status --porcelain --untracked-files=no) ]]; }
 
@@ -69,9 +69,9 @@ suits() {
   others || return 0
   [[ ! $FOLDER -ef / && ! $FOLDER -ef $HOME ]] ||
     die "FOLDER=$FOLDER: the home and / are never filled; name a folder for the code alone."
-  [[ -n $TAKE_FOLDER && ! -f $FOLDER/.git ]] ||
-    die "FOLDER=$FOLDER: is there, and the launcher did not make it; name another, or see TAKE_FOLDER in" \
-      "launcher.sh --help."
+  [[ $TAKE_FOLDER == yes && ! -f $FOLDER/.git ]] ||
+    die "FOLDER=$FOLDER: is there, and the launcher did not make it; name another, or set TAKE_FOLDER=yes (see" \
+      "launcher.sh --help)."
 }
 
 # unchanged METHOD: die where files that belong to a commit were changed, unless METHOD takes the place of any change.
