@@ -103,7 +103,7 @@ snapshot() {
     fi
   done < <(git ls-files -z --others --exclude-standard -- metrics.jsonl '*/metrics.jsonl' '*/config.json')
   git -c core.autocrlf=false -c advice.addEmbeddedRepo=false add -A -- . "${left_out[@]}" 2>"$tmp/complaint" ||
-    die "--sync: the files here cannot all be read ($(head -n 1 "$tmp/complaint"))."
+    die "--sync: the files here cannot all be read ($(sed -n 's/^error: //p' "$tmp/complaint" | head -n 1))."
   tree=$(git write-tree ${prefix:+--prefix="$prefix"})
   nested=$(git ls-tree -r "$tree" | sed -n 's/^160000[^\t]*\t//p')
   [[ -z $nested ]] || echo "note: git repositories inside this one are not sent (${nested//$'\n'/, })"
