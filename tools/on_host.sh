@@ -95,7 +95,7 @@ filled_by() {
 
 # lock: wait until nobody else fills FOLDER, from any host. The lock ends with this process, however that ends.
 lock() {
-  exec 9>>"$mark.lock"
+  { command exec 9>>"$mark.lock"; } 2>/dev/null || die "FOLDER=$FOLDER: this user may not write to its .git."
   if type flock >/dev/null 2>&1; then
     flock -w 600 9 || (($? != 1)) || die "FOLDER=$FOLDER: somebody else has been filling it for 10 minutes."
   else
@@ -145,7 +145,7 @@ keep() {
 receive() {
   local commit=$2 method=$3 other parent complaint old=() in_the_way
   suits
-  mkdir -p "$FOLDER/.git" || die "FOLDER=$FOLDER: it could not be made there."
+  mkdir -p "$FOLDER/.git" 2>/dev/null || die "FOLDER=$FOLDER: it could not be made there."
   lock
   if other=$(filled_by "$1"); then
     echo "the folder of $other, which has it"
