@@ -3,22 +3,25 @@
 import argparse
 import contextlib
 import io
+import json
 import math
 import os
 import re
+import sys
 from typing import Annotated
 
 import tyro
 
 from presets import PRESETS, preset
 from tokenization import load_tokenizer
-from utils import Config, UserError, flatten, replace
+from utils import FREE_ON_RESUME, Config, UserError, flatten, is_remote, one_sentence, replace, run_config, validate
 
 
-def parse(argv):
+def parse(argv, load=load_tokenizer):
     """Command line -> (Config, set of the flags that were given).
 
-    Raises UserError for anything that does not parse; `--help` prints the preset's values and exits.
+    load: name -> the tokenizer, or None where it is not to be had. Raises UserError for anything that does not parse;
+    `--help` prints the preset's values and exits.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="moe1b")
@@ -30,8 +33,9 @@ def parse(argv):
     default = preset(name)
     given = {m[1].replace("-", "_") for a in argv if (m := re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", a))}
     cfg = read_flags(Annotated[Config, tyro.conf.OmitArgPrefixes], argv, "main.py", default=default)
-    if cfg.data.tokenizer:
-        n_vocab = load_tokenizer(cfg.data.tokenizer).n_vocab
+    encoding = load(cfg.data.tokenizer) if cfg.data.tokenizer else None
+    if encoding:
+        n_vocab = encoding.n_vocab
         if "vocab_size" not in given:
             cfg = replace(cfg, vocab_size=n_vocab)
         if cfg.model.vocab_size < n_vocab:
@@ -99,6 +103,40 @@ def check_processes(cfg, given):
     return processes
 
 
+def check(argv, elsewhere):
+    """All that can be known of main.py's command line without devices, data and weights. Raises UserError.
+
+    elsewhere: main.py will run on another machine, whose tokenizers and place among its processes are not known here.
+    """
+
+    def load(name):
+        coming = os.path.join(os.path.dirname(__file__), name)  # with the program, and is no file here so far
+        absent = elsewhere or os.path.isfile(coming) and not os.path.isfile(name)
+        return None if absent else load_tokenizer(name)
+
+    cfg, given = parse(argv, load)
+    if cfg.plan.plan:
+        return
+    if not elsewhere:
+        check_processes(cfg, given)
+        check_run(cfg, given)
+    if cfg.run.init_from:  # the architecture is that of the weights
+        return
+    dp, pp, tp = cfg.run.n_device_axis
+    # where nothing tells how many devices there are: so many that every number of experts fits
+    validate(cfg, cfg.run.n_devices or (dp or cfg.model.n_experts or 1) * pp * tp)
+
+
+def check_run(cfg, given):
+    """Raises UserError where a flag was given that the run in a local folder, if there is one, cannot go on with."""
+    stored = {} if is_remote(cfg.run.folder) else run_config(cfg.run.folder)
+    now = json.loads(json.dumps(flatten(cfg)))
+    for flag in sorted(given & set(now) & set(stored) - FREE_ON_RESUME):
+        if now[flag] != stored[flag]:
+            raise UserError(f"--{flag} {now[flag]}: run {cfg.run.name} has {stored[flag]}; leave the flag out, or give "
+                            f"another --name.")  # fmt: skip
+
+
 # Smallest sensible value of every number; relations between flags are checked in `validate`.
 AT_LEAST = dict(
     model_dimension=1, vocab_size=2, norm_eps=0, latent_norm_eps=0, n_head=1, first_layers=0, blocks=1,
@@ -112,3 +150,7 @@ AT_LEAST = dict(
     temperature=0, num_processes=0, process_id=0, connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1,
     keep_every=0, max_bad_steps=0, spike_zscore=0,
 )  # fmt: skip
+
+if __name__ == "__main__":  # cli.py here FLAG... or elsewhere FLAG...: the launcher asks before it stops anything
+    one_sentence(lambda: check(sys.argv[2:], sys.argv[1] == "elsewhere"))
+    print("flags understood")

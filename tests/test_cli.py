@@ -146,6 +146,34 @@ def test_a_mistake_gets_a_sentence(words):
     said = str(e.value)
     assert all(part in said for part in BAD[words]), said
     assert "\n" not in said and said.endswith(".")
+    if words != "--n_devices 16":  # only devices tell
+        with pytest.raises(utils.UserError):
+            cli.check([*argv[:2], "--n_devices", "8", *argv[2:]], elsewhere=False)
+
+
+def test_a_check_without_devices_refuses_nothing_that_some_devices_would_take(byte_ranks, monkeypatch):
+    """With as many devices as the mesh says, with any number of them, with a tokenizer that is elsewhere."""
+    monkeypatch.setattr(cli, "load_tokenizer", None)  # asked for no file
+    small = {**SMALL, "train_batch_size": 8, "val_batch_size": 8, "tokenizer": byte_ranks}
+    for dp, pp, tp in [(2, 2, 2), (0, 1, 1), (0, 2, 4)]:
+        cli.check(["--preset", "tiny", *flags_of(**small, n_device_axis=(dp, pp, tp))], elsewhere=True)
+        cli.check(flags_of(n_device_axis=(dp, pp, tp), preset="gpt2-124m", tokenizer="none.json"), elsewhere=True)
+    few = flags_of(**(small | {"n_experts": 6}), n_device_axis=(0, 1, 4))  # 3 x 1 x 4 devices would do
+    cli.check(["--preset", "tiny", *few, "--init_from", "anything"], elsewhere=True)
+    cli.check(["--preset", "tiny", *few, "--plan", "v4:2x2x1"], elsewhere=True)
+    cli.check(["--preset", "tiny", *few, "--num_processes", "3"], elsewhere=True)
+
+
+def test_a_check_knows_the_run_that_is_there(tmp_path):
+    """A flag that the run cannot go on with is refused; what may change, and what the preset says, is not."""
+    stored = utils.flatten(utils.replace(presets.preset("tiny"), T=64, train_batch_size=4)) | {"data_fingerprint": "x"}
+    utils.write_file(str(tmp_path / "tiny/config.json"), json.dumps(stored))
+    words = ["--preset", "tiny", "--output_dir", str(tmp_path)]
+    for more in ("", "--T 64 --n_device_axis 0 1 1", "--max_tokens 9", "--T 32 --name b"):
+        cli.check([*words, *more.split()], elsewhere=False)
+    with pytest.raises(utils.UserError, match="--T 32: run tiny has 64; leave the flag out"):
+        cli.check([*words, "--T", "32"], elsewhere=False)
+    cli.check([*words, "--T", "32"], elsewhere=True)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
@@ -171,7 +199,8 @@ def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
 
 
 def test_flags_are_read_before_jax_is_imported():
-    subprocess.run([sys.executable, "-c", "import cli, sys; sys.exit('jax' in sys.modules)"], cwd=ROOT, check=True)
+    check = "import cli, sys; cli.check(['--preset', 'tiny'], False); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
 def test_the_users_xla_flags_win(monkeypatch):
