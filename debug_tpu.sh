@@ -43,6 +43,7 @@ panes() {
 }
 
 panes run "${1:-tail -n 100 -F ~/.moe-pretraining/$SESSION/%h/log}"
-panes devices 'while :; do clear; hostname; .venv/bin/tpu-info 2>/dev/null || tpu-info 2>/dev/null || nvidia-smi 2>/dev/null || echo no tpu-info, no nvidia-smi; sleep 5; done'
+tpu_info=$(quoted "$VENV/bin/tpu-info")
+panes devices "while :; do clear; hostname; $tpu_info 2>/dev/null || tpu-info 2>/dev/null || nvidia-smi 2>/dev/null || echo no tpu-info, no nvidia-smi; sleep 5; done"
 [[ ! -t 1 ]] || exec tmux attach -t "=$session"
 echo "tmux attach -t $session"

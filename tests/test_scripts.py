@@ -4,6 +4,7 @@ run.sh and setup_tpu.sh are copied beside stand-ins for what they call, so nothi
 """
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -221,6 +222,93 @@ def test_run_starts_the_training_again(repository):
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143 and not process.stdout.read()
     assert_one_sentence(bash(repository.root / "run.sh", "--max_restarts", "x", "local"), 1, "--max_restarts x")
+
+
+# --- tools/on_host.sh, on this machine ---------------------------------------------------------------------------
+
+
+def on_this_host(home, *call, **settings):
+    """A function of tools/on_host.sh, as it runs on a host, whose home is `home`."""
+    settings = dict(FOLDER=str(home), SESSION="s", VENV=".venv", PYTHON="", host="h") | settings
+    script = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in settings.items())
+    script += (ROOT / "tools/on_host.sh").read_text() + shlex.join(map(str, call)) + " </dev/null\n"
+    env = CLEAN | {"HOME": str(home), "TMUX_TMPDIR": str(home)}
+    return subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, timeout=60)
+
+
+SAID = "11:26:35 compiled in 13s"
+TRACE = 'Traceback (most recent call last):\n  File "main.py", line 3, in f\n    return g()\n           ^^^\n'
+ERROR = "error: --name x: no."
+NOISE = """[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
+E1122 11:28:49.777834    4112 coordination_service_agent.cc:289] Polled an error from coordination service.
+Additional GRPC error information from remote target coordination_service while calling /xla.coordination:
+:UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1732274805.123456    4112 service.cc:148] XLA service 0x55 initialized
+2026-11-22 11:28:49.123456: W external/xla/xla/service/hlo_pass.cc:79] Slow pass
+WARNING:absl:something about a checkpoint
+/a/b.py:12: UserWarning: this is deprecated
+  warnings.warn("this")
+
+   \r
+ 45%|####5     | 45/100 [00:01<00:01, 38.7it/s]\r 46%|####6     | 46/100 [00:01<00:01, 38.7it/s]
+tools/supervise.sh: line 23:  3995 Killed                  ( trap - INT; exec "$@" )
+"""
+LOGS = {  # log, what --status says of it
+    "noise": (f"{SAID}\n{NOISE}", SAID),
+    "only noise": (NOISE, ""),
+    "exception": (f"{SAID}\n{TRACE}ValueError: a\n more\nof it\n{NOISE}", "ValueError: a"),
+    "two exceptions": (f"{TRACE}KeyError: 1\n\nDuring handling of it:\n\n{TRACE}OSError: 2\n", "OSError: 2"),
+    "error before": (f"{SAID}\n{ERROR}\n{TRACE}ValueError: a\n{NOISE}Fatal Python error\n", ERROR),
+    "error after": (f"{SAID}\n{TRACE}ValueError: a\n{ERROR}\n", ERROR),
+    "another life": (f"{ERROR}\nmain.py ended with status 1; starting it again in 5 s\n{NOISE}", "main.py ended with"),
+    "a whole life": (f"{ERROR}\n{TRACE}ValueError: a\nmain.py ended with status 1; again\n{NOISE}{SAID}\n", SAID),
+    "at exit": (f"{SAID}\nException ignored in: <f>\n{TRACE}ValueError: a\n", SAID),
+    "abort": (f"{SAID}\nF1122 11:28:49.7    4112 client.h:80] Terminating process\n{NOISE}", "Terminating process"),
+    "another program": (f"{NOISE}boom 7\n", "boom 7"),
+    "no program": ("tools/supervise.sh: line 2: /x: No such file\n", "tools/supervise.sh: line 2: /x: No such"),
+    "colours": ("\x1b[31mboom\x1b[0m\r\n", "boom"),
+}
+
+
+def test_status_shows_the_last_line_that_means_something(tmp_path):
+    state = tmp_path / ".moe-pretraining/s/h"
+    state.mkdir(parents=True)
+    (state / "status").write_text("3\n")
+    for name, (log, expected) in LOGS.items():
+        (state / "log").write_text(log)
+        said = on_this_host(tmp_path, "state").stdout.strip()
+        assert said.startswith(f"ended with status 3: {expected}" if expected else "ended with status 3"), (name, said)
+        assert expected or said == "ended with status 3"
+
+
+LIVES = """#!/bin/bash
+echo "$SECRET" >>"$HOME/lives"
+[ ! -e "$HOME/.moe-pretraining/s/h/environment" ] || echo it is there >>"$HOME/lives"
+(($(wc -l <"$HOME/lives") == 2)) && echo 11:26:35 compiled in 1s || exit 1
+"""
+
+
+def test_secrets_reach_every_life_and_no_file_outlives_their_reading(tmp_path):
+    if not shutil.which("tmux"):
+        pytest.skip("tmux is not installed")
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    program(tmp_path / ".venv/bin/python", LIVES)
+    settings = dict(MAX_RESTARTS="1", START_TIMEOUT="30")
+    done = on_this_host(tmp_path, "start", "1", "SECRET=s3cret\nRESTART_PAUSE=0\n", "--seed", "1", **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    while (said := on_this_host(tmp_path, "state").stdout).startswith("running"):
+        pass
+    assert said.startswith("ended with status 0: 11:26:35"), said
+    assert (tmp_path / "lives").read_text() == "s3cret\n" * 2
+    # nor where no session could be started, nor where it ended before the file was read
+    environment = tmp_path / ".moe-pretraining/s/h/environment"
+    assert not environment.exists()
+    program(tmp_path / "tmux", "#!/bin/sh\nexit 1\n")
+    done = on_this_host(tmp_path, "start", "2", "SECRET=s3cret\n", PATH=f"{tmp_path}:{os.environ['PATH']}", **settings)
+    assert done.returncode == 1 and "tmux could not start" in done.stderr and not environment.exists()
+    environment.write_text("SECRET=s3cret\n")
+    assert on_this_host(tmp_path, "stop", "1").returncode == 0 and not environment.exists()
 
 
 # --- setup_tpu.sh -----------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ set -euo pipefail
 
 FOLDER=${FOLDER//%h/$host}
 [[ $FOLDER == /* ]] || FOLDER=$HOME/$FOLDER
+venv=$VENV
+[[ $venv == /* ]] || venv=$FOLDER/$VENV
 state=$HOME/.moe-pretraining/$SESSION/$host # by host too, since hosts may share a home
 tmux=(tmux -L "moe-$SESSION-${host//[^a-zA-Z0-9]/-}")
 
@@ -22,7 +24,7 @@ preflight() {
     type "$program" >/dev/null 2>&1 || die "$program is not installed there."
   done
   [[ -n $2 ]] || ! alive || die "a run of SESSION=$SESSION is there already; see --status, or give --stop or --restart."
-  for python in ${PYTHON:-"$FOLDER/$VENV/bin/python" python3 python python3.13 python3.12 python3.11 uv} ''; do
+  for python in ${PYTHON:-"$venv/bin/python" python3 python python3.13 python3.12 python3.11 uv} ''; do
     if [[ -n $python ]] && "$python" --version >/dev/null 2>&1; then break; fi
   done
   [[ -n $python ]] || die "no Python runs there${PYTHON:+ as PYTHON=$PYTHON}; install 3.11 or newer, or name one in PYTHON."
@@ -218,34 +220,61 @@ start() {
   set -a
   source "$state/environment"
   set +a
+  rm -f "$state/environment" # tools/supervise.sh and all it starts have it from here
   bash tools/supervise.sh "$restarts" "$state" "$python" main.py "${flags[@]}"
   echo "$?" >"$state/status"
 } 2>&1 | tee -i -a "$state/log" # the session ends when the log is whole
 SCRIPT
   } >"$state/start.sh"
-  "${tmux[@]}" new-session -d -s main "exec bash $(printf %q "$state/start.sh")" || die "tmux could not start a session."
+  "${tmux[@]}" new-session -d -s main "exec bash $(printf %q "$state/start.sh")" || {
+    rm -f "$state/environment"
+    die "tmux could not start a session."
+  }
   if [[ $launch == $(cat "$state/taken-back" 2>/dev/null) ]]; then stop 0 "$launch"; fi # while this was on its way
+  local i now
   for ((i = 0; i < START_TIMEOUT * 2; i++)); do
-    case $(state) in
+    now=$(state)
+    case $now in
       starting*) sleep 0.5 ;;
-      "ended with status 0"* | running*) state && return ;;
-      *) die "main.py $(state)." ;;
+      "ended with status 0"* | running*) echo "$now" && return ;;
+      *) die "main.py ${now%.}." ;;
     esac
   done
   die "main.py compiled no step within START_TIMEOUT=$START_TIMEOUT s."
 }
 
+# telling_line: the last line of the log that says something: an `error:` sentence unless a life of main.py began after
+# it, of a traceback the exception, never what jax's libraries write for themselves, a progress bar or a warning.
+telling_line() {
+  tail -n 1000 "$state/log" 2>/dev/null | LC_ALL=C awk '
+    { sub(/\r$/, ""); sub(/.*\r/, ""); gsub(/\033\[[0-9;]*[A-Za-z]/, "") }
+    /^[ \t]*$/ || /^[ \t]/ { next } # what is indented goes with the line before: of a traceback, a warning
+    /^Exception ignored / { ignored = 1; next } # by Python, at its end
+    /^Traceback / { traceback = ignored ? 2 : 1; ignored = 0; next }
+    traceback == 1 { traceback = 2; if (!error) last = $0; next } # the exception; what follows belongs to it
+    /^[0-9][0-9]:[0-9][0-9]:[0-9][0-9] |^main\.py ended with status / { last = $0; error = traceback = 0; next }
+    /^error: / { last = $0; error = 1; next }
+    error || traceback { next }
+    /^F[0-9][0-9][0-9][0-9] [0-9:.]+ / { sub(/^[^]]*\] */, ""); last = $0; next } # the reason of an abort
+    /^\[Gloo\]|^[IWE][0-9][0-9][0-9][0-9] [0-9:.]+ |^[0-9-]+ [0-9:.]+: [IWEF] |^:UNKNOWN:|^Additional GRPC / { next }
+    /^(WARNING|INFO|ERROR):|^wandb: |^[^ ]+:[0-9]+: [A-Za-z]*Warning: |^\*\*\* |^(Thread|Current thread) 0x/ { next }
+    /^tools\/supervise\.sh: line [0-9]+: +[0-9]+ |[0-9]%\|.*\||it\/s[],]|s\/it[],]/ { next }
+    { last = $0 }
+    END { print last }'
+}
+
 # state: one line on what the session does.
 state() {
   local last
-  last=$(tail -n 1 "$state/log" 2>/dev/null | cut -c1-150) || true
+  last=$(telling_line | cut -c1-150) || true
+  last=${last:+: $last}
   if alive; then
     # main.py says this once what can go wrong at its start did not
-    if grep -q ' compiled in ' "$state/log"; then echo "running: $last"; else echo "starting: $last"; fi
+    if grep -q ' compiled in ' "$state/log"; then echo "running$last"; else echo "starting$last"; fi
   elif [[ -s $state/status ]]; then
-    echo "ended with status $(<"$state/status"): $last"
+    echo "ended with status $(<"$state/status")$last"
   elif [[ -e $state/launch ]]; then
-    echo "was killed, or its host restarted: $last"
+    echo "was killed, or its host restarted$last"
   else
     echo "nothing was started"
   fi
@@ -261,16 +290,23 @@ stop() {
     echo "$2" >"$state/taken-back"
   fi
   [[ -z ${2:-} || $2 == $(cat "$state/launch" 2>/dev/null) ]] || return 0
-  alive || { state && return; }
+  alive || { ended && return; }
   local pid
   : >"$state/stopping"
   pid=$(cat "$state/pid" 2>/dev/null) || true
   [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null || true
   for ((i = 0; i < $1 * 2; i++)); do
-    alive || { state && return; }
+    alive || { ended && return; }
     sleep 0.5
   done
   [[ -n ${2:-} ]] || die "it still runs, $1 s after SIGTERM; see --logs $host."
   [[ -z $pid ]] || kill -KILL "$pid" 2>/dev/null || true
   "${tmux[@]}" kill-session 2>/dev/null || true
+  ended >/dev/null
+}
+
+# ended: what is left to do and to say where nothing runs any more.
+ended() {
+  rm -f "$state/environment" # still there where the end came before it was read
+  state
 }
