@@ -5,17 +5,22 @@ set -euo pipefail
 usage() {
   cat <<'HELP'
 usage: bash launcher.sh [--sync] [--restart] [--max_restarts N] [any flag of main.py]
-       bash launcher.sh --status | --logs [HOST] | --stop | --attach HOST
+       bash launcher.sh --status | --logs [-f] [HOST] | --stop | --attach HOST
 
 Starts main.py with the flags on all HOSTS of cluster.env (copy cluster.env.example) and returns when every host has
-compiled its first step. Nothing is changed anywhere until all hosts have passed the check; if one fails to start, what
-was started on the others is ended again.
+compiled its first step. Nothing is stopped or changed anywhere until all hosts have passed the check and the program
+that will run has parsed its flags; if one fails to start, what was started on the others is ended again.
+
+The flags are parsed here where a Python has the packages (VENV, python3), and on each host that was set up before:
+their names, their values, how they fit each other and the run of that name in a folder there. What devices, data or
+weights tell, and all of it where no Python can parse, is said when main.py starts.
 
   --sync         send the files as they stand here, not COMMIT; what git ignores and run directories stay here
   --restart      end the run that is there first, with a checkpoint
   --max_restarts N  each host starts main.py again, up to N times, after a crash, a lost peer or a preemption
-  --status       what each host does, with the last line of its log
+  --status       what each host does, with the last line of its log that says something
   --logs [HOST]  the last 100 lines of every host's log, or of one's
+  --logs -f [HOST]  these, and each further line as it is written, behind the name of its host; Ctrl-C ends it
   --stop         SIGTERM: all write one checkpoint and end
   --attach HOST  look into the tmux session there (detach: Ctrl-b d)
 
@@ -33,21 +38,42 @@ source tools/cluster.sh
 ((${#hosts[@]})) || die "HOSTS: names no host; copy cluster.env.example to cluster.env and fill it in."
 
 tmp=$(mktemp -d)
-pids=() # of the hosts' jobs in progress
+export TMPDIR=$tmp # what is started from here leaves nothing elsewhere
+pids=()            # of the hosts' jobs in progress, each with all that it starts a process group
 launched=
+start_job() {
+  set -m
+  "$@" </dev/null &
+  set +m
+}
+
 # Whatever ends the launch before it is whole takes back what it started.
 finish() {
-  trap '' INT TERM
-  ((${#pids[@]} == 0)) || kill "${pids[@]}" 2>/dev/null || true
-  if [[ -n $launched ]]; then
-    echo "taking back what was started"
-    pids=()
-    for host in "${hosts[@]}"; do bash run.sh --stop "$host" 20 "$launched" >/dev/null 2>&1 & done
-    wait
-  fi
+  local pid
+  trap '' INT TERM HUP
+  for pid in "${pids[@]}"; do kill -- "-$pid" 2>/dev/null || true; done
+  [[ -z $launched ]] || take_back
   rm -rf "$tmp"
 }
 trap finish EXIT
+
+take_back() {
+  local i reason again=''
+  ((MAX_RESTARTS == 0)) || again=", and start again up to $MAX_RESTARTS times"
+  echo "taking back what was started"
+  pids=()
+  for i in "${!hosts[@]}"; do
+    bash run.sh --stop "${hosts[i]}" 20 "$launched" >/dev/null 2>"$tmp/$i.error" &
+    pids[i]=$!
+  done
+  for i in "${!hosts[@]}"; do
+    wait "${pids[i]}" && continue
+    reason=$(tail -n 1 "$tmp/$i.error")
+    reason=${reason#"error: ${hosts[i]}: "}
+    echo "error: ${hosts[i]}: was not taken back (${reason%.}); what was started there may still run$again;" \
+      "once the host can be reached, end it by: bash run.sh --stop ${hosts[i]}" >&2
+  done
+}
 
 # on_all TITLE WORD...: `run.sh WORD HOST...` (HOST is put after the first word) on all hosts at once, and a table of
 # how it went. The hosts that failed are left in `failed`; with FIRST=1 waiting ends with the first that fails.
@@ -57,7 +83,7 @@ on_all() {
   pids=() failed=()
   declare -A index=()
   for i in "${!hosts[@]}"; do
-    bash run.sh "$step" "${hosts[i]}" "$@" >"$tmp/$i" 2>"$tmp/$i.error" &
+    start_job bash run.sh "$step" "${hosts[i]}" "$@" >"$tmp/$i" 2>"$tmp/$i.error"
     pids[i]=$! index[$!]=$i
   done
   while ((${#pids[@]})); do
@@ -113,21 +139,105 @@ snapshot() {
   export COMMIT
 }
 
+# alone OPTION WORD...: OPTION has no use for a further WORD.
+alone() { (($# == 1)) || die "$1 $2: $1 takes nothing more; see --help."; }
+
+# a_host WORD: it is one of HOSTS.
+a_host() { [[ " ${hosts[*]} " == *" $1 "* ]] || die "$1: must be one of HOSTS ($HOSTS)."; }
+
+# meant WORD: print the option here that the word is, or differs from by a letter or two.
+meant() {
+  local word=${1%%=*}
+  WORD=${word//-/_} awk -v names="sync restart max_restarts status logs stop attach" '
+    function least(a, b) { return a < b ? a : b }
+    function distance(a, b, i, j, d, same) { # Levenshtein, and neighbours that changed places
+      for (i = 0; i <= length(a); i++) d[i, 0] = i
+      for (j = 0; j <= length(b); j++) d[0, j] = j
+      for (i = 1; i <= length(a); i++) for (j = 1; j <= length(b); j++) {
+        same = substr(a, i, 1) == substr(b, j, 1)
+        d[i, j] = least(least(d[i - 1, j], d[i, j - 1]) + 1, d[i - 1, j - 1] + !same)
+        if (i > 1 && j > 1 && substr(a, i - 1, 2) == substr(b, j, 1) substr(b, j - 1, 1))
+          d[i, j] = least(d[i, j], d[i - 2, j - 2] + 1)
+      }
+      return d[length(a), length(b)]
+    }
+    BEGIN {
+      word = ENVIRON["WORD"]
+      sub(/^_*/, "", word)
+      n = split(names, name, " ")
+      for (k = 1; k <= n; k++) if (distance(word, name[k]) <= (length(name[k]) > 5) + 1) { print "--" name[k]; exit }
+    }'
+}
+
+# none_meant WORD...: main.py's words hold no option of this script, nor one mistyped.
+none_meant() {
+  local word option first=$1
+  for word; do
+    [[ $word =~ ^--?[A-Za-z] || $word == "$first" ]] || continue
+    [[ $word != @(-h|--help) ]] || { usage && exit; }
+    option=$(meant "$word")
+    [[ $word != "$option" || -z $option ]] || die "$word: stands alone, or before the flags of main.py; see --help."
+    [[ -z $option ]] || die "$word: there is no such option; the nearest is $option, see --help."
+  done
+}
+
+# follow HOST: its log as it grows, each line behind the host's name. The terminal there ends tail with the connection.
+follow() {
+  local line begun='' status=0 complaint there mark="--- the log of $1"
+  there="cd; echo $(quoted "$mark"); exec tail -n 100 -F $(quoted ".moe-pretraining/$SESSION/$1/log")"
+  complaint=$(mktemp)
+  while IFS= read -r line; do
+    line=${line%$'\r'}
+    if [[ -n $begun ]]; then
+      printf '%s: %s\n' "$1" "$line"
+    elif [[ $line == *"$mark" ]]; then # the startup files of the shell there may print something before
+      begun=1
+    fi
+  done < <("${ssh[@]}" -tt -- "$1" "exec bash -c $(quoted "$there")" 2>"$complaint" </dev/null)
+  wait $! || status=$?
+  if ((status == 255)); then
+    echo "error: $(ssh_complaint "$1" "$(<"$complaint")")" >&2
+  else
+    echo "error: $1: its log is followed no longer; tail ended there with status $status." >&2
+  fi
+  return 1
+}
+
+# logs [-f] [HOST]
+logs() {
+  local word host pid status=0 step=show names=()
+  for word; do
+    if [[ $word == -f ]]; then step=follow; else a_host "$word" && names+=("$word"); fi
+  done
+  ((${#names[@]} < 2)) || die "--logs ${names[*]}: takes one of HOSTS, or none for all of them."
+  ((${#names[@]})) || names=("${hosts[@]}")
+  for host in "${names[@]}"; do
+    if [[ $step == follow ]]; then
+      start_job follow "$host"
+      pids+=($!)
+    else
+      echo "--- $host"
+      bash run.sh --log "$host" 100 || status=1
+    fi
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+  return "$status"
+}
+
 case ${1:-} in
   --status | --stop)
+    alone "$@"
     on_all "${1#--}" "${1/status/state}"
     exit
     ;;
   --logs)
-    [[ -n ${2:-} ]] || set -- --logs "${hosts[@]}"
-    for host in "${@:2}"; do
-      echo "--- $host"
-      bash run.sh --log "$host" 100
-    done
+    logs "${@:2}"
     exit
     ;;
   --attach)
-    [[ " ${hosts[*]} " == *" ${2:-} "* && -n ${2:-} ]] || die "--attach ${2:-}: must be one of HOSTS ($HOSTS)."
+    [[ -n ${2:-} ]] || die "--attach: one of HOSTS must follow it ($HOSTS)."
+    a_host "$2"
+    alone "--attach $2" "${@:3}"
     "${ssh[@]}" -t -- "$2" "tmux -L $(quoted "moe-$SESSION-${2//[^a-zA-Z0-9]/-}") attach"
     exit
     ;;
@@ -137,17 +247,22 @@ while :; do
   case ${1:-} in
     --sync) export SYNC=1 ;;
     --restart) export RESTART=1 ;;
-    --max_restarts) export MAX_RESTARTS=${2:-} && shift $(($# > 1)) ;;
+    --max_restarts)
+      [[ ${2:-} =~ ^[0-9]+$ ]] || die "--max_restarts ${2:-without a number}: a whole number must follow it."
+      export MAX_RESTARTS=$2
+      shift
+      ;;
     *) break ;;
   esac
   shift
 done
-[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "--max_restarts $MAX_RESTARTS: must be a whole number."
+[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number."
+(($# == 0)) || none_meant "$@"
 export LAUNCH=$$-$EPOCHSECONDS
 if [[ -n ${SYNC:-} ]]; then
   snapshot
 else
-  revision=$(git rev-parse --verify -q "$COMMIT^{commit}") ||
+  revision=$(git rev-parse --verify -q "$COMMIT^{commit}" 2>/dev/null) ||
     die "COMMIT=$COMMIT: this repository has no such branch or commit."
   export COMMIT=$revision # from here on it is one commit, whatever is committed meanwhile
   [[ -z $(git status --porcelain --untracked-files=no) ]] ||
@@ -158,7 +273,16 @@ else
       "--sync would send it"
 fi
 
+# What main.py refuses is refused before any host is asked, where a Python here has what parsing needs.
+parse_here() {
+  local host="this machine"
+  read_program
+  FOLDER=$PWD call flags elsewhere "" "${program[@]}" "$@" | JAX_PLATFORMS=${JAX_PLATFORMS:-tpu} bash >/dev/null
+}
+
+parse_here "$@" || exit
 on_all check --check || exit
+on_all flags --flags "$@" || exit
 [[ -z ${RESTART:-} ]] || on_all stop --stop || exit
 on_all code --code || exit
 on_all setup --setup || exit

@@ -9,9 +9,9 @@ usage: bash run.sh [--max_restarts N] local [any flag of main.py]
 
 HOST, one of HOSTS in cluster.env (see launcher.sh --help): checks the host, sends this repository's commit there, sets
 it up and starts main.py with the flags, as one process of as many as there are HOSTS, in a tmux session that outlives
-the connection. launcher.sh does this to all hosts at once, one of the steps --check, --code, --setup, --start before
-HOST at a time; --state, --log and --stop before HOST say what runs there, show the end of its log, end it with a
-checkpoint.
+the connection. launcher.sh does this to all hosts at once, one of the steps --check, --flags, --code, --setup, --start
+before HOST at a time; --state, --log and --stop before HOST say what runs there, show the end of its log, end it with
+a checkpoint.
 
 local: trains on this machine. Sets up .venv, makes the corpus if it is missing (Python's standard library, with a
 tokeniser trained on it) and starts main.py with these flags where they are not given:
@@ -56,17 +56,36 @@ send() {
   payload=()
 }
 
+# passed NAME...: assignments of those variables that are set.
+passed() {
+  local name
+  for name; do
+    [[ -z ${!name:-} ]] || printf '%s=%q\n' "$name" "${!name}"
+  done
+}
+
+# find_others: the flags by which main.py on $host finds the other processes, into the array `others`.
+find_others() {
+  local i
+  others=()
+  [[ -n $COORDINATOR && $COORDINATOR != none ]] || return 0
+  for i in "${!hosts[@]}"; do [[ ${hosts[i]} != "$host" ]] || break; done
+  others=(--coordinator "$COORDINATOR" --num_processes "${#hosts[@]}" --process_id "$i")
+}
+
+# parse FLAG...: whether main.py, as it is to be sent, takes the flags on that host.
+parse() {
+  read_program
+  find_others
+  # shellcheck disable=SC2086  # a word for each name
+  on_host "$host" flags here "$(passed $PASS_ENV)" "${program[@]}" "${others[@]}" "$@"
+}
+
 # begin FLAG...: main.py as one process of as many as there are hosts.
 begin() {
-  local name environment='' cluster=() i
-  for name in $PASS_ENV $SECRETS; do
-    [[ -z ${!name:-} ]] || environment+=$(printf '%s=%q' "$name" "${!name}")$'\n'
-  done
-  if [[ -n $COORDINATOR && $COORDINATOR != none ]]; then
-    for i in "${!hosts[@]}"; do [[ ${hosts[i]} != "$host" ]] || break; done
-    cluster=(--coordinator "$COORDINATOR" --num_processes "${#hosts[@]}" --process_id "$i")
-  fi
-  on_host "$host" start "$LAUNCH" "$environment" "${cluster[@]}" "$@"
+  find_others
+  # shellcheck disable=SC2086
+  on_host "$host" start "$LAUNCH" "$(passed $PASS_ENV $SECRETS)" "${others[@]}" "$@"
 }
 
 on_a_host() {
@@ -74,6 +93,7 @@ on_a_host() {
   [[ -z ${SYNC:-} ]] || method=files
   LAUNCH=${LAUNCH:-$$-$EPOCHSECONDS}
   if [[ $step == @(all|--check) ]]; then on_host "$host" preflight "$method" "${RESTART:-}" | clock; fi
+  if [[ $step == @(all|--flags) ]]; then parse "$@"; fi
   if [[ $step == @(all|--code) ]]; then send; fi
   if [[ $step == @(all|--setup) ]]; then on_host "$host" setup "$LAUNCH"; fi
   if [[ $step == @(all|--start) ]]; then begin "$@"; fi
@@ -101,7 +121,7 @@ case ${1:-} in
     [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number."
     step=${1:-}
     case $step in
-      --check | --code | --setup | --start | --state | --log | --stop) shift ;;
+      --check | --flags | --code | --setup | --start | --state | --log | --stop) shift ;;
       *) step=all ;;
     esac
     host=${1:-}

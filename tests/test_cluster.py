@@ -48,7 +48,7 @@ class Host:
         self.address, self.root, self.process = f"127.0.0.{number}", base / f"h{number}", None
         self.home, self.bin, self.port = self.root / "home", self.root / "bin", port
         self.code, self.state = self.home / "moe-pretraining", self.home / f".moe-pretraining/train/{self.address}"
-        for folder in (self.home, self.bin, self.root / "tmux"):
+        for folder in (self.home, self.bin, self.root / "tmux", self.root / "tmp"):
             folder.mkdir(parents=True)
         for name in PROGRAMS:
             self.restore(name)
@@ -59,7 +59,7 @@ class Host:
             f"Port {port}\nListenAddress {self.address}\nHostKey {self.root}/host\nStrictModes no\nPidFile none\n"
             f"AuthorizedKeysFile {self.root}/authorized\nPasswordAuthentication no\nUsePAM no\nPermitRootLogin yes\n"
             f"KbdInteractiveAuthentication no\nMaxStartups 100\n"
-            f"SetEnv HOME={self.home} TMUX_TMPDIR={self.root}/tmux PATH={self.bin}\n"
+            f"SetEnv HOME={self.home} TMUX_TMPDIR={self.root}/tmux PATH={self.bin} TMPDIR={self.root}/tmp\n"
         )
 
     def up(self):
@@ -111,6 +111,7 @@ class Cluster:
         self.base, self.repo, port = base, base / "repo", free_port()
         self.hosts = [Host(base, number, port) for number in (1, 2, 3)]
         config = "".join(f"Host {h.address}\n  IdentityFile {h.root}/user\n" for h in self.hosts)
+        (base / "tmp").mkdir()
         (base / "ssh_config").write_text(config + f"Host *\n  UserKnownHostsFile {base}/known_hosts\n")
         for file in subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True,
                                    text=True).stdout.split():  # fmt: skip
@@ -141,7 +142,7 @@ class Cluster:
             "PASS_ENV": "JAX_PLATFORMS XLA_FLAGS JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "COORDINATOR": f"127.0.0.1:{free_port()}", "MAX_CLOCK_SKEW": "5", "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": XLA_FLAGS,
+            "XLA_FLAGS": XLA_FLAGS, "TMPDIR": str(self.base / "tmp"),
         } | more  # fmt: skip
 
     def run(self, step, host, **environment):
@@ -150,10 +151,15 @@ class Cluster:
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         return subprocess.Popen(words, env=env, text=True, **pipes)
 
-    def launch(self, *words, **environment):
-        words = ["bash", self.repo / "launcher.sh", *map(str, words)]
-        return subprocess.run(words, env=self.environment(**environment), capture_output=True, text=True, timeout=200,
-                              stdin=subprocess.DEVNULL)  # fmt: skip
+    def launch(self, *words, script="launcher.sh", **environment):
+        launch = self.begin(*words, script=script, **environment)
+        said = launch.communicate(timeout=200)
+        return SimpleNamespace(returncode=launch.returncode, stdout=said[0], stderr=said[1])
+
+    def begin(self, *words, script="launcher.sh", **environment):
+        words, env = ["bash", self.repo / script, *map(str, words)], self.environment(**environment)
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(words, env=env, text=True, **pipes)
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +179,16 @@ def cluster():
 
 @pytest.fixture
 def idle(cluster):
-    """The cluster with nothing on its hosts, and their first state again afterwards."""
+    """The cluster with nothing on its hosts, and their first state again afterwards. No temporary file stays, here or
+    there."""
     for host in cluster.hosts:
-        shutil.rmtree(host.home)
-        host.home.mkdir()
+        for folder in (host.home, host.root / "tmp"):
+            shutil.rmtree(folder)
+            folder.mkdir()
     yield cluster
     for host in cluster.hosts:
         host.tmux("kill-server")
+    assert [p for root in (cluster.base, *(h.root for h in cluster.hosts)) for p in (root / "tmp").iterdir()] == []
 
 
 @pytest.fixture
@@ -235,12 +244,12 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert done.stdout.count("running") == 2 and SECRET not in done.stdout + done.stderr
     assert idle.git("rev-parse", "HEAD") == idle.git("-C", idle.hosts[1].code, "rev-parse", "HEAD")
 
-    # flags arrived whole, and so did the secret, in a file for its owner and the process alone
+    # flags arrived whole, and so did the secret, in no file any more
     argv = Path(f"/proc/{(idle.hosts[1].state / 'pid').read_text().strip()}/cmdline").read_bytes().decode().split("\0")
     assert argv[argv.index("--prompt") + 1] == ODD
     environment = Path(f"/proc/{(idle.hosts[1].state / 'pid').read_text().strip()}/environ").read_bytes().decode()
     assert f"WANDB_API_KEY={SECRET}\0" in environment
-    assert (idle.hosts[0].state / "environment").stat().st_mode & 0o777 == 0o600
+    assert not any((h.state / "environment").exists() for h in idle.hosts)
 
     # every connection is cut, and nothing happens to the training
     before = len(losses(runs / "over2"))
@@ -262,14 +271,22 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert all(h.alive for h in idle.hosts[:2])
 
     # the secret is nowhere: argv of all processes, logs, tmux's buffers and environment, the run's folder
-    seen = [b"".join(p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if readable(p))]
+    seen = [b"".join(map(content, Path("/proc").glob("[0-9]*/cmdline")))]
     for host in idle.hosts[:2]:
         for what in (["capture-pane", "-p", "-S", "-"], ["show-environment", "-g"], ["show-environment"], ["list-panes",
                      "-F", "#{pane_start_command}"], ["list-buffers"]):  # fmt: skip
             seen.append(host.tmux(*what).stdout.encode())
-        seen += [p.read_bytes() for p in host.state.iterdir() if p.name != "environment"]
-    seen += [p.read_bytes() for p in runs.rglob("*") if p.is_file() and readable(p)]
+        seen += [p.read_bytes() for p in host.state.iterdir()]
+    seen += [content(p) for p in runs.rglob("*") if p.is_file()]
     assert len(seen) > 10 and b"step" in b"".join(seen) and not any(SECRET[:6].encode() in part for part in seen)
+
+    # flags that main.py would refuse stop nothing
+    pids = [(h.state / "pid").read_text() for h in idle.hosts[:2]]
+    for wrong in (["--modle_dimension", 3], ["--tokenizer", "none.tiktoken"]):
+        refused = idle.launch("--restart", *words, *wrong)
+        assert refused.returncode and refused.stderr.count("error: 127.0.0.2: ") == 1, refused.stderr
+        assert wrong[0] in refused.stderr and "stop " not in refused.stdout, refused.stdout
+    assert pids == [(h.state / "pid").read_text() for h in idle.hosts[:2]] and all(h.alive for h in idle.hosts[:2])
 
     restarted = idle.launch("--restart", *words)
     assert restarted.returncode == 0, restarted.stdout + restarted.stderr
@@ -298,9 +315,10 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert all(abs(alone[step] - together[step]) < 1e-4 for step in alone)
 
 
-def readable(path):
-    with contextlib.suppress(OSError):
-        return path.read_bytes() is not None
+def content(path):
+    with contextlib.suppress(OSError):  # of a process that has just ended
+        return path.read_bytes()
+    return b""
 
 
 @needs_hosts
@@ -322,6 +340,111 @@ def test_three_hosts_train_to_the_losses_of_one_though_one_is_killed(idle, flags
     alone, together = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/over3")
     assert (tmp_path / "runs/over3/config.json").stat().st_mode & 0o777 == 0o666 & ~current_umask()
     assert len(together) == 25 and all(abs(alone[step] - together[step]) < 1e-4 for step in alone)
+
+
+@needs_hosts
+def test_flags_are_parsed_by_the_program_that_is_to_run(idle):
+    """Neither by the one that stands on the host, which nothing changes, nor by the one here where a commit is sent."""
+    host = idle.hosts[0]
+
+    def step(word, *flags, **settings):
+        done = idle.launch(word, host.address, *flags, script="run.sh", hosts=1, **settings)
+        return done.stdout + done.stderr
+
+    new, bare = "--preset tiny --brand_new 3 --tokenizer ranks/new.tiktoken".split(), (ROOT / "utils.py").read_text()
+    flag = '    brand_new: int = 0\n    """New."""\n'
+
+    def here(*words):
+        """What the launcher says before it asks a host, or of a host that it asks."""
+        asked = idle.launch(*words, hosts=1, MIN_DISK_GB="9999999")
+        assert asked.returncode == (1 if "its disk is full" in asked.stderr else 2) and asked.stderr.count("\n") == 1
+        return asked.stderr
+
+    assert "flags not checked" in step("--flags", *new)  # the environment is not there yet
+    step("--code")
+    step("--setup")
+    before = {p: p.read_bytes() for p in host.code.rglob("*") if p.is_file()}
+    assert "--brand_new" in step("--flags", *new)
+    try:
+        program(idle.repo / ".venv/bin/python", f'#!/bin/bash\nexec {sys.executable} "$@"\n')  # here a Python can
+        (idle.repo / "utils.py").write_text(bare.replace("    seed: int = 0\n", f"{flag}    seed: int = 0\n"))
+        (idle.repo / "ranks").mkdir()
+        (idle.repo / "ranks/new.tiktoken").write_text("IQ== 0\n")
+        assert "--brand_new" in here(*new) and "disk" in here("--sync", *new)
+        idle.commit()
+        (idle.repo / "utils.py").write_text(bare)
+        assert "--brand_new" in here("--sync", *new) and "disk" in here(*new)
+        assert step("--flags", *new) == "flags understood\n"
+        assert "other.tiktoken: there is no such file" in step("--flags", *new, "--tokenizer", "ranks/other.tiktoken")
+    finally:
+        (idle.repo / "utils.py").write_text(bare)
+        shutil.rmtree(idle.repo / "ranks")
+        shutil.rmtree(idle.repo / ".venv")
+        idle.commit()
+    assert before == {p: p.read_bytes() for p in host.code.rglob("*") if p.is_file()}
+
+
+@needs_hosts
+def test_a_launch_cut_short_names_what_it_could_not_take_back_and_leaves_no_file(idle, flags):
+    """A host is lost while it starts, then Ctrl-C while all start: nothing goes on unmentioned."""
+    host = idle.hosts[1]
+
+    def begin():
+        process = idle.begin("--max_restarts", "2", *flags(2))
+        wait_for(lambda: (host.state / "pid").exists() and host.alive)
+        return process
+
+    launch = begin()
+    host.down()
+    said = launch.communicate(timeout=60)
+    named = [line for line in said[1].splitlines() if "was not taken back" in line]
+    assert launch.returncode == 1 and len(named) == 1, said
+    assert named[0].startswith("error: 127.0.0.2: was not taken back (cannot be reached"), named
+    assert "again up to 2 times" in named[0] and not idle.hosts[0].alive
+    logs = idle.launch("--logs")
+    assert logs.returncode == 1 and "--- 127.0.0.2" in logs.stdout and "error: 127.0.0.2: cannot be" in logs.stderr
+    host.up()
+    assert host.alive
+    advice = named[0].split("end it by: ")[1]
+    assert subprocess.run(advice, cwd=idle.repo, env=idle.environment(), shell=True).returncode == 0 and not host.alive
+
+    (host.state / "pid").unlink(missing_ok=True)
+    launch = begin()
+    launch.send_signal(signal.SIGINT)
+    said = launch.communicate(timeout=60)
+    assert launch.returncode and "taking back" in said[0] and "not taken back" not in said[1], said
+    assert not any(h.alive for h in idle.hosts)
+    wait_for(lambda: not jobs(b"ssh", bytes(idle.base)), 20)
+
+
+def jobs(name, word):
+    """Command lines of the processes of a program, one of whose arguments holds `word`."""
+    lines = [content(p).split(b"\0") for p in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line for line in lines if line[0] == name and any(word in part for part in line)]
+
+
+@needs_hosts
+def test_logs_are_followed_on_all_hosts_until_ctrl_c(idle):
+    for host in idle.hosts[:2]:
+        host.state.mkdir(parents=True)
+        (host.state / "log").write_text(f"old {host.address}\n")
+        (host.home / ".bashrc").write_text("echo noise; printf 'more of it'\n")
+    idle.hosts[2].down()
+    follow = idle.begin("--logs", "-f", hosts=3)
+    try:
+        assert sorted(follow.stdout.readline() for _ in "12") == [f"127.0.0.{i}: old 127.0.0.{i}\n" for i in (1, 2)]
+        assert follow.stderr.readline().startswith("error: 127.0.0.3: cannot be reached")
+        with open(idle.hosts[1].state / "log", "a") as log:
+            log.write("a  new\\ line\n")
+        assert follow.stdout.readline() == "127.0.0.2: a  new\\ line\n"
+        follow.send_signal(signal.SIGINT)
+        follow.communicate(timeout=20)
+        assert follow.returncode
+        wait_for(lambda: not jobs(b"tail", b".moe-pretraining/train/127.0.0."), 20)
+        wait_for(lambda: not jobs(b"ssh", bytes(idle.base)), 20)
+    finally:
+        follow.terminate()
+        idle.hosts[2].up()
 
 
 DATE_OFF = "#!/bin/bash\necho 1000000000.5\n"
@@ -365,17 +488,32 @@ def test_a_dead_host_a_refused_key_and_a_changed_host_key(idle):
     host.down()
     done = idle.launch()
     assert done.returncode == 1 and done.stderr.startswith("error: 127.0.0.2: cannot be reached"), done.stderr
+    shutil.copy(idle.hosts[0].root / "user", idle.base / "open key")
+    (idle.base / "open key").chmod(0o644)
+    done = idle.launch("--status", SSH_KEY=str(idle.base / "open key"), SSH_CONFIG="/dev/null", hosts=1)
+    assert "open key" in done.stderr and "chmod 600" in done.stderr and "refuses" not in done.stderr, done.stderr
     for other in ("host", "host.pub"):
         (host.root / other).rename(host.root / f"{other}.first")
     subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", host.root / "host"], check=True)
     host.up()
     done = idle.launch()
     assert done.returncode == 1 and "error: 127.0.0.2: its host key is not the one" in done.stderr, done.stderr
+    advice = done.stderr.split(" run ")[1].split(" and start again")[0]  # it helps, as it stands
+    assert subprocess.run(advice, shell=True, capture_output=True).returncode == 0, advice
+    assert idle.launch("--status").returncode == 0
+    subprocess.run(advice, shell=True, capture_output=True)  # for the first key again
     host.down()
     for other in ("host", "host.pub"):
         (host.root / f"{other}.first").rename(host.root / other)
     host.up()
     assert_nothing_was_started(idle)
+
+
+@needs_hosts
+def test_the_check_reports_the_python_of_an_absolute_environment(idle):
+    program(idle.hosts[0].home / "an env/bin/python", "#!/bin/sh\necho Python 9.9\n")
+    done = idle.launch("--check", "127.0.0.1", script="run.sh", VENV=idle.hosts[0].home / "an env")
+    assert done.stdout.endswith("Python 9.9\n"), done.stdout + done.stderr
 
 
 @needs_hosts

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import utils
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(p for folder in (".", "tests", "data", "tools") for p in ROOT.glob(f"{folder}/*.sh"))
 SCRIPTS.append(ROOT / ".ci/run")
@@ -73,6 +75,7 @@ class Repository:
         self.root, self.calls = root, root / "calls"
         root.mkdir(exist_ok=True)
         shutil.copy(ROOT / "run.sh", root)
+        shutil.copy(ROOT / "launcher.sh", root)
         shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("*.py"))
         shutil.copy(ROOT / "cluster.env.example", root)
         program(root / "setup_tpu.sh", f'echo "$@" >>"{root}/setups"\n[ "$#" = 0 ] || echo {machine}\n')
@@ -222,6 +225,63 @@ def test_run_starts_the_training_again(repository):
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143 and not process.stdout.read()
     assert_one_sentence(bash(repository.root / "run.sh", "--max_restarts", "x", "local"), 1, "--max_restarts x")
+
+
+# --- launcher.sh, as far as it needs no host ---------------------------------------------------------------------
+
+# words, and what the sentence must hold
+WRONG_WORDS = """
+--statsu: --statsu --status
+--stpo: --stop
+--lgos: --logs
+--sycn --preset tiny: --sycn --sync
+--preset tiny --restrat: --restrat --restart
+--preset tiny --restart: --restart before
+--max-restarts 3: --max_restarts
+--max_restart=3: --max_restarts
+--max_restarts: --max_restarts number
+--max_restarts --preset: --preset number
+status: --status
+--sync --status: --status alone
+--restart --stop: --stop alone
+--status extra words: --status extra
+--stop a: --stop a
+--logs b: b HOSTS
+--logs -f b: b HOSTS
+--logs a c: c HOSTS
+--logs a x@c: --logs a x@c
+--logs x@c b -f: b HOSTS
+--attach: --attach HOSTS
+--attach a b: b
+"""
+
+
+def test_launcher_refuses_mistyped_words_and_no_flag_of_main(repository):
+    """One sentence and nothing else, before any host is asked; the words of main.py pass."""
+    script, env = repository.root / "launcher.sh", dict(HOSTS="a x@c", PATH=f"{repository.root}:{os.environ['PATH']}")
+    program(repository.root / "ssh", f"#!/bin/sh\ntouch '{repository.root}/asked'\nexit 255\n")
+    for line in WRONG_WORDS.strip().splitlines():
+        words, expected = line.split(": ")
+        result = bash(script, *words.split(), **env)
+        assert_one_sentence(result, 1, *expected.split())
+        assert not result.stdout
+    for words in ("--sync --help", "--restart --preset tiny --help", "--sync -h"):
+        result = bash(script, *words.split(), **env)
+        assert result.returncode == 0 and result.stdout.startswith("usage: bash launcher.sh") and not result.stderr
+    names = [*utils.flatten(utils.Config()), *vars(utils.Plan())]
+    flags = [f"--{no}{name}" for name in names for no in ("", "no_", "no-")]
+    assert_one_sentence(bash(script, *flags, "--name", "status", COMMIT="none", **env), 1, "COMMIT=none")
+    assert not (repository.root / "asked").exists()
+
+
+def test_hosts_and_keys_that_cannot_be_right_are_refused_at_once(repository, tmp_path):
+    script = repository.root / "launcher.sh"
+    for hosts in ("a b a", "me@a b you@a", "a A"):
+        assert_one_sentence(bash(script, "--status", HOSTS=hosts), 1, "HOSTS: names", "twice")
+    missing = str(tmp_path / "no key")
+    result = bash(script, "--status", HOSTS="a", SSH_KEY=missing)
+    assert_one_sentence(result, 1, f"SSH_KEY={missing}: there is no such file")
+    assert_one_sentence(bash(script, "--status", HOSTS="a", SSH_KEY=str(tmp_path)), 1, "cannot be read")
 
 
 # --- tools/on_host.sh, on this machine ---------------------------------------------------------------------------

@@ -30,10 +30,18 @@ if [[ -z $HOSTS && -n $TPU_NAME ]]; then
   COORDINATOR=${COORDINATOR:-none}
 fi
 read -ra hosts <<<"$HOSTS"
+twice=$(printf '%s\n' "${hosts[@]#*@}" | sort -f | uniq -di | head -n 1) # under two users too: it has its devices once
+[[ -z $twice ]] || die "HOSTS: names $twice twice; each host is one process, so name it once."
 if [[ -z $COORDINATOR && ${#hosts[@]} -gt 1 ]]; then
   COORDINATOR=${hosts[0]#*@}:8476
 fi
 export HOSTS COORDINATOR # the scripts started from here need not ask again
+
+key=${SSH_KEY/#\~\//$HOME/}
+if [[ -n $key && $key != *[%$]* && $key != \~* ]]; then # which ssh replaces
+  [[ -e $key ]] || die "SSH_KEY=$SSH_KEY: there is no such file; name the private key that the hosts know."
+  [[ -f $key && -r $key ]] || die "SSH_KEY=$SSH_KEY: cannot be read; name a private key file of your own."
+fi
 
 # Host keys are written down at first contact and compared ever after.
 ssh=(ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 -o ServerAliveInterval=15
@@ -48,12 +56,20 @@ quoted() {
 
 # ssh_complaint HOST STDERR: why ssh itself failed, as a sentence.
 ssh_complaint() {
-  case $2 in
+  local said=${2//$'\r'/} name file
+  case $said in
     *"IDENTIFICATION HAS CHANGED"* | *"Host key verification failed"*)
-      echo "$1: its host key is not the one of the first contact; if that is as it should be, run ssh-keygen -R $1." ;;
+      name=$(sed -n 's/^Host key for \(.*\) has changed.*/\1/p' <<<"$said")
+      file=$(sed -n 's/^Offending .* key in \(.*\):[0-9]*$/\1/p' <<<"$said")
+      echo "$1: its host key is not the one of the first contact; if that is as it should be, run ssh-keygen" \
+        "${file:+-f $(quoted "$file")}-R $(quoted "${name:-$1}")and start again." ;;
+    *"Load key "*)
+      echo "$1: a key cannot be used ($(grep -m 1 '^Load key ' <<<"$said")); name one in SSH_KEY that ssh reads without a" \
+        "passphrase and of which no one else may read the file (chmod 600)." ;;
     *"Permission denied"* | *"Too many authentication failures"*)
-      echo "$1: refuses the key${SSH_KEY:+ SSH_KEY=$SSH_KEY}; add its public half to authorized_keys there, or name another in SSH_KEY." ;;
-    *) echo "$1: cannot be reached by ssh ($(tail -n 1 <<<"$2" | tr -d '\r'))." ;;
+      echo "$1: refuses the key${SSH_KEY:+ SSH_KEY=$SSH_KEY}; add its public half to authorized_keys there, name another" \
+        "in SSH_KEY, or give ssh-agent its passphrase." ;;
+    *) echo "$1: cannot be reached by ssh ($(tail -n 1 <<<"$said"))." ;;
   esac
 }
 
@@ -66,29 +82,55 @@ past_noise() {
   done
 }
 
-# on_host HOST FUNCTION ARGUMENT...: run a function of tools/on_host.sh there. Everything travels on stdin: arguments of
-# ssh stand in the process lists of two machines and pass through whatever shell the user has there. What the command in
+# call FUNCTION ARGUMENT...: a script for bash that calls a function of tools/on_host.sh, for $host. What the command in
 # `payload`, if there is one, prints is the function's stdin.
 payload=()
+call() {
+  local name
+  printf 'echo %q\n' "$began"
+  for name in "${settings[@]}" host; do printf '%s=%q\n' "$name" "${!name}"; done
+  cat tools/on_host.sh
+  printf '{ ' # so that a call that is cut off on its way does not run
+  printf '%q ' "$@"
+  ((${#payload[@]})) || printf '</dev/null'
+  printf '; exit; }\n'
+  "${payload[@]}"
+}
+
+# on_host HOST FUNCTION ARGUMENT...: run a function of tools/on_host.sh there. Everything travels on stdin: arguments of
+# ssh stand in the process lists of two machines and pass through whatever shell the user has there.
 on_host() {
-  local host=$1 status=0 name complaint
+  local host=$1 status=0 complaint
   shift
-  complaint=$(mktemp)
   {
-    printf 'echo %q\n' "$began"
-    for name in "${settings[@]}" host; do printf '%s=%q\n' "$name" "${!name}"; done
-    cat tools/on_host.sh
-    printf '{ ' # so that a call that is cut off on its way does not run
-    printf '%q ' "$@"
-    ((${#payload[@]})) || printf '</dev/null'
-    printf '; exit; }\n'
-    "${payload[@]}"
-  } | "${ssh[@]}" -- "$host" exec bash 2>"$complaint" | past_noise || status=${PIPESTATUS[1]}
+    complaint=$(
+      {
+        call "$@" | "${ssh[@]}" -- "$host" exec bash 2>&3 | past_noise >&4
+        exit "${PIPESTATUS[1]}"
+      } 3>&1
+    ) || status=$?
+  } 4>&1
   if ((status == 255)); then
-    echo "error: $(ssh_complaint "$host" "$(<"$complaint")")" >&2
-  else
-    cat "$complaint" >&2
+    echo "error: $(ssh_complaint "$host" "$complaint")" >&2
+  elif [[ -n $complaint ]]; then
+    printf '%s\n' "$complaint" >&2
   fi
-  rm -f "$complaint"
   return "$status"
+}
+
+# read_program: what `flags` of tools/on_host.sh needs of COMMIT, into the array `program`: a number, then so many pairs of
+# a name and a text. Of files that may hold a tokenizer the name is enough.
+read_program() {
+  local name text
+  program=()
+  while read -r name; do
+    case $name in
+      */*.py) continue ;; # main.py's flags are parsed by what stands beside it
+      *.py) text=$(git show "$COMMIT:$name") ;;
+      *.json | *.tiktoken) text= ;;
+      *) continue ;;
+    esac
+    program+=("$name" "$text")
+  done < <(git ls-tree -r --full-tree --name-only "$COMMIT" 2>/dev/null)
+  program=("$((${#program[@]} / 2))" "${program[@]}")
 }

@@ -43,6 +43,37 @@ preflight() {
   echo "$free GB free, $("$python" --version 2>&1)"
 }
 
+# flags WHERE ENVIRONMENT COUNT (NAME TEXT)... FLAG...: refuse what main.py would. What runs there stays as it is: the
+# program that is to come is sent as text, COUNT files of it. WHERE is here, or elsewhere for another machine's flags.
+flags() {
+  local where=$1 environment=$2 count=$3 python status said
+  shift 3
+  code=$(mktemp -d) # not local: the trap runs when this function is left
+  trap 'rm -rf "$code"' EXIT
+  for ((; count > 0; count--)); do
+    mkdir -p "$code/$(dirname "$1")"
+    printf '%s\n' "$2" >"$code/$1"
+    shift 2
+  done
+  set -a
+  eval "$environment"
+  set +a
+  [[ ! -d $FOLDER ]] || cd "$FOLDER" # paths in flags begin there
+  for python in "$venv/bin/python" python3; do
+    status=0
+    said=$("$python" -B "$code/cli.py" "$where" "$@" 2>&1) || status=$?
+    said=${said##*$'\n'}
+    if ((status == 0)); then
+      echo "${said:-this commit does not check its flags}"
+      return
+    elif [[ $status == 2 && $said == "error: "* ]]; then
+      [[ $where == here ]] || { echo "$said" >&2 && exit 2; }
+      die "${said#error: }"
+    fi
+  done
+  echo "flags not checked: no environment there yet"
+}
+
 # --- The code: FOLDER is a git repository there, so that git knows which files the launcher put into it: it changes and
 # removes these and no others.
 
