@@ -8,13 +8,24 @@ import math
 import os
 import re
 import sys
-from typing import Annotated
+from typing import Annotated, get_args, get_type_hints
 
 import tyro
 
 from presets import PRESETS, preset
 from tokenization import load_tokenizer
-from utils import FREE_ON_RESUME, Config, UserError, flatten, is_remote, one_sentence, replace, run_config, validate
+from utils import (
+    FREE_ON_RESUME,
+    Config,
+    Model,
+    UserError,
+    flatten,
+    is_remote,
+    one_sentence,
+    replace,
+    run_config,
+    validate,
+)
 
 
 def parse(argv, load=load_tokenizer):
@@ -66,6 +77,31 @@ def check_least(flags, least):
     for n, low in least.items():
         if n in flags and (flags[n] < low or not math.isfinite(flags[n])):
             raise UserError(f"--{n} {flags[n]}: must be at least {low}.")
+
+
+def check_model(flags, where, names=None):
+    """Raises UserError where {flag: value} of a model, read from the file `where`, are no such values or do not fit
+    together. names: {flag: what the file calls it}, where that differs."""
+    names, kinds = names or {}, get_type_hints(Model)
+    for flag, value in flags.items():
+        if not is_value(value, kinds[flag]):
+            wanted = " or ".join(map(repr, get_args(kinds[flag]))) or f"of type {kinds[flag].__name__}"
+            raise UserError(f"{where}: {names.get(flag, flag)} is {value!r}, but must be {wanted}.")
+    try:
+        check_least(flags, AT_LEAST)
+        validate(replace(Config(), **flags | dict(attention="auto"), n_device_axis=(1, 1, 1), n_devices=1), 1)
+    except UserError as e:
+        words = re.sub(r"--(\w+)", lambda m: names.get(m[1], m[1]) if m[1] in flags else m[0], str(e))
+        raise UserError(f"{where}: {words}") from None
+
+
+def is_value(value, kind):
+    """Whether a value of a JSON file is one of a flag of this type."""
+    if get_args(kind):
+        return value in get_args(kind)
+    if kind is int and isinstance(value, int) and abs(value) >= 2**31:
+        return False
+    return isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
 
 
 def parse_complaint(box):

@@ -164,16 +164,24 @@ def open_weights(folder):
     if "model_dimension" not in config:
         raise UserError(f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a "
                         f"config.json).")  # fmt: skip
+    flags = model_of_run(config, folder)
+    return flags, Checkpoints(os.path.join(folder, "checkpoints")).restore_params
+
+
+def model_of_run(config, folder):
+    """{flag: value} of the model that a run's config.json tells of. Raises UserError for values that no model has."""
     utils.check_stored(config, folder, ["architecture"])
-    checkpoints = Checkpoints(os.path.join(folder, "checkpoints"))
-    return {name: config[name] for name in vars(utils.Model()) if name in config}, checkpoints.restore_params
+    flags = {name: config[name] for name in vars(utils.Model()) if name in config}
+    cli.check_model(flags, os.path.join(folder, "config.json"))
+    return flags
 
 
 def positions(folder, T):
     """Tokens of the longest sequence that the model in `folder` was made for; T: what `open_weights` says that it was
     trained with, which may be less."""
     config = utils.read_json(folder, "config.json")
-    return config.get("max_position_embeddings") or config.get("positions") or T
+    most = config.get("max_position_embeddings") or config.get("positions")
+    return most if isinstance(most, int) else T
 
 
 # --- Steps --------------------------------------------------------------------------------------------------------
@@ -271,10 +279,15 @@ def make_evaluate(cfg, mesh, corpus):
 MOST_RETURNS = 3  # to a checkpoint after bad steps; more would show that it does not help
 
 
-def configure_jax(cfg):
-    """Settings of jax itself, made here and nowhere at import."""
+def quiet_libraries():
+    """Leave out what the libraries say of matters that the programs here say themselves."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's errors are caught and said in a sentence, which need not
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # hide in the many traces of its tasks
+
+
+def configure_jax(cfg):
+    """Settings of jax itself, made here and nowhere at import."""
+    quiet_libraries()
     if cache := os.path.expanduser(cfg.run.compilation_cache):
         try:
             if not utils.is_remote(cache):
@@ -284,6 +297,12 @@ def configure_jax(cfg):
             print(f"warning: {e}", file=sys.stderr, flush=True)
     if cfg.model.model_dtype == "float32":  # accelerators would otherwise round the inputs of matrix products
         jax.config.update("jax_default_matmul_precision", "float32")
+
+
+def count_in_words(cfg):
+    """The model's parameters in words, the same wherever they are told."""
+    total, active, embedding = model.count_params(cfg)
+    return f"{total:,} total, {active:,} active per token, both without the {embedding:,} of the embedding"
 
 
 def data_fingerprint(*mixtures):
@@ -353,10 +372,9 @@ def train_in_folder(cfg, given, load):
     order = functools.partial(train.sequences, seed=cfg.run.seed)
 
     # --- Model, optimizer
-    total, active, embedding = model.count_params(cfg)
     kind = jax.devices()[0].device_kind
     say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
-    say(f"parameters: {total:,} total, {active:,} active per token, both without the {embedding:,} of the embedding")
+    say(f"parameters: {count_in_words(cfg)}")
     for c, share in zip(train.corpora, train.shares / train.shares.sum()):
         say(f"data: {c.n_sequences:,} sequences of {c.T} tokens in {c.folder}, {share:.3%} of each step's")
     say(f"{per_step * train.T:,} tokens a step")

@@ -93,16 +93,19 @@ class HubTokenizer:
     def __init__(self, path):
         import tokenizers
 
-        self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
+        try:
+            self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
+        except Exception as e:  # the library raises no other class
+            raise UserError(f"--tokenizer {path}: cannot be read as a tokenizer ({e}); copy it again.") from None
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()  # a file may ask for either, for the batches of its own model
         self.tokenizer.no_padding()
         self.may_be_cut = may_be_cut(self.tokenizer)
-        self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
+        self.n_vocab = max(self.tokenizer.get_vocab().values(), default=-1) + 1
         config = read_json(os.path.dirname(path), "tokenizer_config.json")
         end = config.get("eos_token") or END_OF_TEXT
-        end = end["content"] if isinstance(end, dict) else end
-        self.eot_token = self.tokenizer.token_to_id(end)
+        end = end.get("content") if isinstance(end, dict) else end
+        self.eot_token = self.tokenizer.token_to_id(end) if isinstance(end, str) else None
         if self.eot_token is None:
             raise UserError(f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
                             f"tokenizer_config.json beside it.")  # fmt: skip
@@ -185,8 +188,13 @@ def keep_tokenizer(folder, name):
 def folder_tokenizer(folder):
     """The tokeniser of a local run directory or folder in the Hugging Face format, or None where it has none."""
     name = read_json(folder, "config.json").get("encoding", "tokenizer.json")
+    if not isinstance(name, str | None):
+        raise UserError(f"{os.path.join(folder, 'config.json')}: encoding is {name!r}, but must name a tokenizer.")
     if name and name.endswith(TOKENIZER_FILES):
         name = os.path.join(folder, name)
         if not os.path.isfile(name):
             return None
-    return load_tokenizer(name) if name else None
+    try:
+        return load_tokenizer(name) if name else None
+    except UserError as e:  # no flag named it
+        raise UserError(str(e).removeprefix("--tokenizer ")) from None

@@ -636,7 +636,7 @@ def read_file(path):
     fs, there = fsspec.core.url_to_fs(path)
     try:
         return persist(lambda: fs.cat_file(there), path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -646,6 +646,8 @@ def read_json(*path):
     path = os.path.join(*path)
     try:
         content = json.loads(read_file(path) or b"{}")
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror}).") from None
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: is not JSON ({e}); put back what it was.") from None
     if not isinstance(content, dict):

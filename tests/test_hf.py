@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import sys
 import jax
 import numpy as np
 import pytest
+from absl import logging as absl_logging
 from conftest import ROOT, SMALL_GPT2, small_config
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models
 
 import main
 import tokenization
@@ -146,7 +149,7 @@ def test_the_exported_tokeniser_cuts_as_tiktoken_does(name, tmp_path, monkeypatc
     run, folder = tmp_path / "run", tmp_path / "folder"
     utils.write_file(str(run / "config.json"), json.dumps({"encoding": tokenization.keep_tokenizer(str(run), name)}))
     folder.mkdir()
-    ends = hf.export_tokenizer(str(folder), str(run), 64)
+    ends = hf.export_tokenizer(str(folder), str(run), utils.Model(T=64))
     theirs = tokenization.load_tokenizer(str(folder / "tokenizer.json"))
     assert ends["eos_token_id"] == encoding.eot_token == theirs.eot_token and theirs.n_vocab == encoding.n_vocab
     assert len(encoding.encode_ordinary("import pytest")) < 10  # that there is something to merge
@@ -261,6 +264,105 @@ def test_bad_folders_are_refused_by_name(config, tensors, sentence, deepseek, tm
     with pytest.raises(utils.UserError, match=sentence):
         hf.import_folder(folder, str(tmp_path / "imported"))
     assert not (tmp_path / "imported").exists()
+
+
+def test_what_import_and_export_say(deepseek, tmp_path, capsys, caplog):
+    """One count of parameters, that of main.py; nothing of the libraries, nor of the folder that is written first."""
+    flags, run, folder = deepseek
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    capsys.readouterr()
+    hf.run(["import", str(folder), str(tmp_path / "imported")])
+    hf.run(["export", str(tmp_path / "imported"), str(tmp_path / "again")])
+    out, err = capsys.readouterr()
+    count = main.count_in_words(small_config(**flags))
+    assert out.count(count) == 2 and out.count("\n") == 4 and "part" not in out, out
+    assert err + caplog.text == ""
+    for at, end in ((folder, None), (tmp_path / "again", None)):
+        config = json.loads((at / "config.json").read_text())
+        assert config["eos_token_id"] is config["bos_token_id"] is end
+    assert hf.export_tokenizer(str(tmp_path), str(run), utils.Model(end_of_text=7))["eos_token_id"] == 7
+    with pytest.raises(utils.UserError, match="down/x: cannot be written"):
+        (tmp_path / "down").write_text("")
+        hf.export(str(run), str(tmp_path / "down/x"))
+    with pytest.raises(utils.UserError, match="down/x: cannot be written"):
+        hf.import_folder(str(folder), str(tmp_path / "down/x"))
+
+
+WORDS = "must be a whole number of at least"
+
+
+def test_odd_values_are_refused_by_file_and_key(deepseek, tmp_path):
+    """Of an imported config.json and of a run's, by whatever reads them."""
+    _, run, folder = deepseek
+    theirs, ours = (json.loads((at / "config.json").read_text()) for at in (folder, run))
+    cases = [
+        ("{", "is not JSON"), ("null", "holds None, not a JSON object"), ("[1]", "not a JSON object"),
+        (b"\xff\xfe\x00", "is not JSON"), (theirs | {"hidden_size": "32"}, f'hidden_size is "32", but {WORDS} 1'),
+        (theirs | {"num_hidden_layers": None}, f"num_hidden_layers is null, but {WORDS} 1"),
+        (theirs | {"q_lora_rank": -1}, f"q_lora_rank is -1, but {WORDS} 0"),
+        (theirs | {"vocab_size": 2.5}, f"vocab_size is 2.5, but {WORDS}"),
+        (theirs | {"kv_lora_rank": True}, f"kv_lora_rank is true, but {WORDS}"),
+        (theirs | {"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN, but must be a number"),
+        (theirs | {"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no", but must be true or false'),
+        (theirs | {"rope_parameters": 3}, "rope_parameters is 3, but must be an object"),
+        (theirs | {"rope_parameters": {"rope_theta": []}}, "rope_parameters: rope_theta is [], but"),
+        (theirs | {"num_experts_per_tok": 99}, "num_experts_per_tok 99: a token cannot go to more experts"),
+        (theirs | {"first_k_dense_replace": 5}, "num_hidden_layers 0: must be at least 1"),
+        (theirs | {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7: must be a multiple of 2"),
+        (theirs | {"num_hidden_layers": 2**30}, "tensor model.layers"),
+        ({k: v for k, v in theirs.items() if k != "v_head_dim"}, "v_head_dim is missing"),
+        (ours | {"n_head": "4"}, "n_head is '4', which no run has"),
+        (ours | {"tied": None}, "tied is None, which no run has"),
+        (ours | {"activation": "relu"}, "activation is 'relu', but must be 'swiglu' or 'gelu'"),
+        (ours | {"encoding": 3}, "encoding is 3, but must name a tokenizer"),
+        (ours | {"blocks": 0}, "blocks 0: must be at least 1"), (ours | {"k": 99}, "k 99: a token cannot"),
+    ]  # fmt: skip
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    os.symlink(folder / "model.safetensors", odd / "model.safetensors")
+    for content, said in cases:
+        content = json.dumps(content) if isinstance(content, dict) else content
+        utils.write_file(str(odd / "config.json"), content)
+        use = common.Sample(model=str(odd), n_devices=1, compilation_cache="")
+        for program in (lambda: hf.import_folder(str(odd), str(tmp_path / "x")), lambda: common.open_model(use, False),
+                        lambda: hf.export(str(odd), str(tmp_path / "x"))):  # fmt: skip
+            with pytest.raises(utils.UserError) as e:
+                program()
+            reads_it = said in str(e.value) or "model_type" in str(e.value) or "not a run directory" in str(e.value)
+            assert reads_it and "\n" not in str(e.value) and str(odd) in str(e.value), (said, e.value)
+        assert said in str(e.value) or '"model_type"' in str(content)
+        assert os.listdir(tmp_path) == ["odd"]
+
+
+def test_odd_files_and_numbers_are_refused_before_anything_is_written(deepseek, tmp_path):
+    folder, index = str(deepseek[2]), "model.safetensors.index.json"
+    flat = json.loads((deepseek[2] / "config.json").read_text())
+    for number, value in enumerate((np.nan, np.inf, 1e300)):
+        (tmp_path / str(number)).mkdir()
+        bad = spoilt(deepseek[2], tmp_path / str(number), {}, **{NORM: np.array([value] * 32)})
+        with pytest.raises(utils.UserError, match=f"tensor {NORM} holds NaN or infinite values"):
+            hf.import_folder(bad, str(tmp_path / "x"))
+    for name, content, said in [
+        (index, "{", "is not JSON"), (index, "[]", "not a JSON object"), (index, "{}", ""),
+        (index, '{"weight_map": 3}', "weight_map must give each tensor the name of a file"),
+        (index, '{"weight_map": {"a": null}}', "weight_map must give each tensor the name of a file"),
+        (index, '{"weight_map": {"a": "../up.safetensors"}}', "weight_map must give each tensor the name of a file"),
+        (index, '{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing"),
+        (index, '{"weight_map": {}}', ""), ("tokenizer.json", '{"a"', "cannot be read as a tokenizer"),
+        ("tokenizer.json", "", "cannot be read as a tokenizer"),
+        ("tokenizer_config.json", "[", "is not JSON"), ("tokenizer_config.json", '{"eos_token": 3}', "has no token 3"),
+        ("tokenizer_config.json", '{"eos_token": {"a": 1}}', "has no token None"),
+    ]:  # fmt: skip
+        odd = tmp_path / "odd"
+        odd.mkdir()
+        (odd / "config.json").write_text(json.dumps(flat))
+        os.symlink(os.path.join(folder, "model.safetensors"), odd / "model.safetensors")
+        Tokenizer(models.BPE({"a": 0}, [])).save(str(odd / "tokenizer.json"))
+        (odd / name).write_text(content)
+        with pytest.raises(utils.UserError, match=said or "has no token") as e:
+            hf.import_folder(str(odd), str(tmp_path / "x"))
+        assert "\n" not in str(e.value) and {"x", "x.part"}.isdisjoint(os.listdir(tmp_path)), e.value
+        shutil.rmtree(odd)
 
 
 def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):

@@ -7,6 +7,7 @@ python tools/hf.py import exported runs/imported           folder -> run directo
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -42,6 +43,7 @@ from jax import lax
 from safetensors import safe_open
 
 import checkpointing
+import cli
 import main
 import model
 
@@ -355,17 +357,70 @@ def require(left, kind, **allowed):
                             f"remove the entry if it changes no number.")  # fmt: skip
 
 
+# What the entries of a config.json must be, those of rope_scaling among them
+WHOLE = dict.fromkeys(  # at least
+    "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads kv_lora_rank "
+    "num_key_value_heads qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts num_experts_per_tok n_group "
+    "topk_group moe_layer_freq max_position_embeddings original_max_position_embeddings n_positions n_embd n_layer "
+    "n_head n_inner".split(), 1,
+) | dict.fromkeys("first_k_dense_replace q_lora_rank n_shared_experts num_nextn_predict_layers".split(), 0)  # fmt: skip
+NUMBERS = set(
+    "rms_norm_eps layer_norm_epsilon routed_scaling_factor rope_theta factor attention_factor mscale mscale_all_dim "
+    "beta_fast beta_slow".split()
+)
+TRUTHS = set("tie_word_embeddings attention_bias norm_topk_prob rope_interleave truncate".split())
+OBJECTS = {"rope_scaling", "rope_parameters", "quantization_config"}
+MAY_BE_NULL = TRUTHS | OBJECTS | set(
+    "q_lora_rank n_shared_experts num_nextn_predict_layers num_key_value_heads n_group topk_group moe_layer_freq "
+    "n_inner max_position_embeddings original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast "
+    "beta_slow".split()
+)  # fmt: skip
+
+
+def check_entries(config, where):
+    """Raise UserError naming an entry of a config, or of an object in it, that is not what one of its name must be."""
+    for key, value in config.items():
+        if value is None and key in MAY_BE_NULL:
+            continue
+        truth, number = isinstance(value, bool), isinstance(value, (int, float))
+        wanted = ""
+        if key in WHOLE and (truth or not isinstance(value, int) or not WHOLE[key] <= value < 2**31):
+            wanted = f"a whole number of at least {WHOLE[key]}"
+        elif key in NUMBERS and (truth or not number or not 0 <= value < math.inf):
+            wanted = "a number of at least 0"
+        elif key in TRUTHS and not truth:
+            wanted = "true or false"
+        elif key in OBJECTS and not isinstance(value, dict):
+            wanted = "an object"
+        if wanted:
+            raise UserError(f"{where}: {key} is {json.dumps(value)[:40]}, but must be {wanted}.")
+        if key in OBJECTS:
+            check_entries(value, f"{where}: {key}")
+
+
 class Format(NamedTuple):
     tensors: Callable  # utils.Model -> Tensors
     config: Callable  # utils.Model -> config.json
     flags: Callable  # config.json -> {flag: value}
     copies: str  # pattern of the names of tensors that hold nothing of their own
+    names: dict  # {flag: entry of config.json}
 
 
+DEEPSEEK_NAMES = dict(
+    model_dimension="hidden_size", n_head="num_attention_heads", blocks="num_hidden_layers", k="num_experts_per_tok",
+    first_layers="first_k_dense_replace", latent_dim="kv_lora_rank", q_latent_dim="q_lora_rank", n_groups="n_group",
+    nope_dim="qk_nope_head_dim", v_dim="v_head_dim", dhR="qk_rope_head_dim", rope_base="rope_theta",
+    rope_factor="factor", k_groups="topk_group", ffn_dim="intermediate_size", expert_dim="moe_intermediate_size",
+    n_experts="n_routed_experts", n_shared="n_shared_experts", norm_eps="rms_norm_eps",
+    routed_scaling="routed_scaling_factor", T="max_position_embeddings",
+)  # fmt: skip
 FORMATS = {
     "deepseek_v3": Format(deepseek_tensors, deepseek_config, deepseek_flags,
-                          r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens"),
-    "gpt2": Format(gpt2_tensors, gpt2_config, gpt2_flags, r"^lm_head.weight$|\.attn\.(masked_)?bias$"),
+                          r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
+                          DEEPSEEK_NAMES),
+    "gpt2": Format(gpt2_tensors, gpt2_config, gpt2_flags, r"^lm_head.weight$|\.attn\.(masked_)?bias$",
+                   dict(model_dimension="n_embd", blocks="n_layer", ffn_dim="n_inner", T="n_positions",
+                        norm_eps="layer_norm_epsilon")),
 }  # fmt: skip
 MODEL_TYPES = {"deepseek": "deepseek_v3", "gpt2": "gpt2"}  # by --architecture
 
@@ -383,10 +438,13 @@ class Stored(NamedTuple):
 
 def files_of(folder):
     """{name of tensor: `Stored`} of a folder's safetensors."""
-    index = utils.read_json(folder, "model.safetensors.index.json")
-    names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
+    path = os.path.join(folder, "model.safetensors.index.json")
+    index = utils.read_json(path)
+    names = index.get("weight_map") if index else {"": "model.safetensors"}
+    if not isinstance(names, dict) or not all(map(is_file_name, names.values())):
+        raise UserError(f"{path}: its weight_map must give each tensor the name of a file beside it; copy it again.")
     found = {}
-    for name in names:
+    for name in sorted(set(names.values())):
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
             raise UserError(f"{path} is missing; a folder in the Hugging Face format holds it.")
@@ -399,6 +457,10 @@ def files_of(folder):
     return found
 
 
+def is_file_name(name):
+    return isinstance(name, str) and name.endswith(".safetensors") and os.path.basename(name) == name
+
+
 def their_name(name, there):
     """The name of a tensor as the folder has it: GPT-2's own files leave the prefix out."""
     short = name.removeprefix("transformer.")
@@ -407,19 +469,21 @@ def their_name(name, there):
 
 def model_flags(config, folder):
     """{flag: value} of the model in a folder with this config.json. Raises UserError for one that is not supported."""
-    kind = config.get("model_type")
-    if kind not in FORMATS:
-        raise UserError(f"{os.path.join(folder, 'config.json')}: model_type is {kind!r}; supported are "
-                        f"{', '.join(FORMATS)}.")  # fmt: skip
+    kind, where = config.get("model_type"), os.path.join(folder, "config.json")
+    if kind not in list(FORMATS):
+        raise UserError(f"{where}: model_type is {kind!r}; supported are {', '.join(FORMATS)}.")
+    check_entries(config, where)
     try:
         flags = FORMATS[kind].flags(config)
     except KeyError as e:
-        raise UserError(f"{os.path.join(folder, 'config.json')}: {e.args[0]} is missing.") from None
+        raise UserError(f"{where}: {e.args[0]} is missing.") from None
     if kind == "deepseek_v3":  # the config of many a model names predictors that its files do not hold
         first, there = flags["first_layers"] + flags["blocks"], files_of(folder)
-        predictors = [f"model.layers.{first + d}.eh_proj.weight" for d in range(flags["mtp_depth"])]
+        depth = min(flags["mtp_depth"], len(there))
+        predictors = [f"model.layers.{first + d}.eh_proj.weight" for d in range(depth)]
         flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
         flags["mtp_depth"] = sum(name in there for name in predictors)
+    cli.check_model(flags, where, FORMATS[kind].names)
     return flags
 
 
@@ -427,10 +491,14 @@ def check(folder, tensors, form, block):
     """{name: `Stored`} of a folder that holds exactly `tensors`, float8 ones with scales of `block_sizes`. Raises
     UserError naming one that is missing, extra, misshapen or of an unreadable type."""
     there = files_of(folder)
-    wanted = {their_name(t.name, there): t.shape for t in tensors}
-    for name in wanted.keys() & there.keys() if block else ():
-        if there[name].dtype == FLOAT8 and len(wanted[name]) == 2:
-            wanted[name + SCALE] = tuple(-(-n // size) for n, size in zip(wanted[name], block))
+    wanted = {}
+    for t in tensors:  # of an absurd config billions, but then one of the first is missing
+        name = their_name(t.name, there)
+        if name not in there:
+            raise UserError(f"{folder}: tensor {name} is missing; its config.json calls for it.")
+        wanted[name] = t.shape
+        if block and there[name].dtype == FLOAT8 and len(t.shape) == 2:
+            wanted[name + SCALE] = tuple(-(-n // size) for n, size in zip(t.shape, block))
     for name in wanted:
         if name not in there:
             raise UserError(f"{folder}: tensor {name} is missing; its config.json calls for it.")
@@ -466,6 +534,15 @@ def read_tensor(there, name, block):
     return x
 
 
+def read_sound(there, name, block):
+    """`read_tensor` of one whose numbers are all finite in float32. Raises UserError naming one that is not."""
+    x = read_tensor(there, name, block)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(x.astype(np.float32, copy=False)).all():
+            raise UserError(f"{there[name].path}: tensor {name} holds NaN or infinite values; copy it again.")
+    return x
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def put(leaf, part, starts):
     return lax.dynamic_update_slice(leaf, part.astype(leaf.dtype), starts)
@@ -477,18 +554,18 @@ def load(folder, abstract):
     config = utils.read_json(folder, "config.json")
     form, flags = FORMATS[config["model_type"]], model_flags(config, folder)
     m = utils.replace(utils.Config(), **flags).model
-    tensors = list(form.tensors(m))
     block = block_sizes(dict(config))
-    there = check(folder, tensors, form, block)
-    head, rows = (their_name(name, there) for name in ("lm_head.weight", tensors[0].name))
-    if m.tied and head in there and not np.array_equal(*(read_tensor(there, name, block) for name in (head, rows))):
+    there = check(folder, form.tensors(m), form, block)
+    first = next(form.tensors(m)).name
+    head, rows = (their_name(name, there) for name in ("lm_head.weight", first))
+    if m.tied and head in there and not np.array_equal(*(read_sound(there, name, block) for name in (head, rows))):
         raise UserError(f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings "
                         f"must be false there.")  # fmt: skip
     zeros = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape), abstract),
                     out_shardings=jax.tree.map(lambda a: a.sharding, abstract))  # fmt: skip
     params = zeros()
-    for t in tensors:
-        part = t.ours(read_tensor(there, their_name(t.name, there), block))
+    for t in form.tensors(m):
+        part = t.ours(read_sound(there, their_name(t.name, there), block))
         *parents, last = t.leaf
         node = functools.reduce(dict.__getitem__, parents, params)
         starts = tuple(i if isinstance(i, int) else i.start or 0 for i in t.at)
@@ -511,25 +588,41 @@ def import_folder(folder, run_dir):
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     cfg = utils.replace(utils.Config(), **flags, name=name, output_dir=output_dir, n_device_axis=(1, 1, 1), n_devices=1)
     cfg = utils.validate(cfg, jax.device_count())
-    mesh, part = main.make_mesh(cfg), os.path.normpath(run_dir) + ".part"
+    tokenization.folder_tokenizer(folder)  # said now, if it is torn
+    mesh = main.make_mesh(cfg)
     params = load(folder, main.abstract_params(cfg, mesh))
-    shutil.rmtree(part, ignore_errors=True)
-    os.makedirs(part)
     tokenizer = os.path.join(folder, "tokenizer.json")
     config = dict(utils.flatten(cfg), encoding="", positions=main.positions(folder, flags["T"]))
-    if os.path.isfile(tokenizer):
-        config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
-    else:
-        say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
-    checkpoints = checkpointing.Checkpoints(os.path.join(part, "checkpoints"))
-    checkpoints.save(0, {"params": params}, 0, {})
-    checkpoints.close()
-    if checkpoints.saved is None:
-        raise UserError(f"{part}: the checkpoint could not be written there.")
-    utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=1) + "\n")
-    os.rename(part, run_dir)
-    say(f"{run_dir}: {sum(x.size for x in jax.tree.leaves(params)):,} parameters; begin a run from them with main.py "
-        f"--init_from {run_dir}")  # fmt: skip
+    with appearing(run_dir) as part:
+        if os.path.isfile(tokenizer):
+            config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
+        else:
+            say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
+        checkpoints = checkpointing.Checkpoints(os.path.join(part, "checkpoints"))
+        checkpoints.save(0, {"params": params}, 0, {})
+        checkpoints.close()
+        if checkpoints.saved is None:
+            raise UserError(f"{run_dir}: the checkpoint could not be written there.")
+        utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=1) + "\n")
+    say(f"{run_dir}: {main.count_in_words(cfg)}; begin a run from them with main.py --init_from {run_dir}")
+
+
+@contextlib.contextmanager
+def appearing(folder):
+    """A new folder beside to write into, which becomes `folder` when all is written, or goes where that fails. Raises
+    UserError where it cannot be written."""
+    part = os.path.normpath(folder) + ".part"
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        os.makedirs(part)
+        yield part
+        os.rename(part, folder)
+    except OSError as e:
+        shutil.rmtree(part, ignore_errors=True)
+        raise UserError(f"{folder}: cannot be written ({e.strerror}).") from None
+    except UserError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 # --- Export -------------------------------------------------------------------------------------------------------
@@ -653,18 +746,19 @@ def byte_level(encoding):
     return tokenizer
 
 
-def export_tokenizer(folder, run_dir, T):
-    """Files that AutoTokenizer loads, where the run has a tokeniser; returns what config.json says of it."""
+def export_tokenizer(folder, run_dir, m):
+    """Files that AutoTokenizer loads, where the run has a tokenizer; returns what config.json says of it. Without one
+    the ends of text are those of the utils.Model, or null, where transformers would take ids of its own."""
     encoding = tokenization.folder_tokenizer(run_dir)
     if encoding is None:
-        say(f"warning: {run_dir} has no tokeniser, so {folder} gets none")
-        return {}
+        say(f"warning: {run_dir} has no tokenizer, so what is exported has none")
+        return dict.fromkeys(("bos_token_id", "eos_token_id"), m.end_of_text if m.end_of_text >= 0 else None)
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
     else:
         byte_level(encoding).save(os.path.join(folder, "tokenizer.json"))
         end = tokenization.END_OF_TEXT
-        about = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end, model_max_length=T,
+        about = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end, model_max_length=m.T,
                      clean_up_tokenization_spaces=False)  # fmt: skip
         utils.write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(about, indent=1) + "\n")
     return dict(bos_token_id=encoding.eot_token, eos_token_id=encoding.eot_token)
@@ -677,32 +771,33 @@ def export(run_dir, folder, dtype="float32"):
     stored = utils.run_config(run_dir)
     if "model_dimension" not in stored:
         raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
-    cfg = utils.replace(utils.Config(), **{name: stored[name] for name in vars(utils.Model()) if name in stored},
-                        n_device_axis=(1, 1, 1))  # fmt: skip
+    cfg = utils.replace(utils.Config(), **main.model_of_run(stored, run_dir), n_device_axis=(1, 1, 1))
     m, table, form = cfg.model, model.param_table(cfg), FORMATS[MODEL_TYPES[cfg.model.architecture]]
     config, tensors = form.config(m), list(form.tensors(m))
+    tokenization.folder_tokenizer(run_dir)  # said now, if it is torn
     checkpoints = checkpointing.Checkpoints(os.path.join(run_dir, "checkpoints"))
-    part = os.path.normpath(folder) + ".part"
+    with appearing(folder) as part:
+        step = write_newest(part, checkpoints, table, tensors, m.vocab_size, dtype)
+        if step is None:
+            raise UserError(f"{run_dir}: there is no sound checkpoint in it.")
+        about = dict(config, torch_dtype=dtype, **export_tokenizer(part, run_dir, m))
+        utils.write_file(os.path.join(part, "config.json"), json.dumps(about, indent=2) + "\n")
+    say(f"{folder}: {main.count_in_words(cfg)}; of step {step}, as {config['architectures'][0]}")
+
+
+def write_newest(folder, checkpoints, table, tensors, vocab_size, dtype):
+    """`write_tensors` of the newest sound checkpoint; returns its step, None where there is none."""
     for step in checkpoints.steps():
-        shutil.rmtree(part, ignore_errors=True)
-        os.makedirs(part)
         try:
             params = StoredParams(checkpoints, step, table)
-            write_tensors(part, tensors, params, dtype)
-            params.verify(m.vocab_size)
-        except OSError as e:
-            raise UserError(f"{part}: cannot be written ({e.strerror}).") from None
+            write_tensors(folder, tensors, params, dtype)
+            params.verify(vocab_size)
+            return step
         except Damaged as e:
             say(f"warning: checkpoint {step} is damaged ({e})")
-            continue
-        break
-    else:
-        raise UserError(f"{run_dir}: there is no sound checkpoint in it.")
-    about = dict(config, torch_dtype=dtype, **export_tokenizer(part, run_dir, m.T))
-    utils.write_file(os.path.join(part, "config.json"), json.dumps(about, indent=2) + "\n")
-    os.rename(part, folder)
-    count = sum(math.prod(t.shape) for t in tensors)
-    say(f"{folder}: {count:,} parameters of step {step} as {config['architectures'][0]}")
+            for name in os.listdir(folder):
+                os.remove(os.path.join(folder, name))
+    return None
 
 
 def run(argv):
@@ -716,6 +811,7 @@ def run(argv):
     into.add_argument("folder")
     into.add_argument("run_dir")
     args = parser.parse_args(argv)
+    main.quiet_libraries()
     if args.command == "export":
         export(args.run_dir, args.folder, args.dtype)
     else:
