@@ -53,6 +53,29 @@ def empty_cache(cfg, B, T):
     return {kind: jnp.zeros(shape, cfg.model.model_dtype) for kind, (shape, _) in cache.items()}
 
 
+def to_integers(x):
+    """int32 in the order of the float32 of an array: sorting and comparing them is much faster on a CPU."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def from_integers(i):
+    """The float32 of `to_integers`."""
+    return lax.bitcast_convert_type(jnp.where(i < 0, i ^ 0x7FFFFFFF, i), jnp.float32)
+
+
+def kth_largest(x, k):
+    """The k-th largest of each row of float32 [B, V], [B, 1], found bit by bit: the largest number that k of the row
+    reach. A row of fewer has its smallest."""
+    i, k = to_integers(x), min(k, x.shape[-1])
+
+    def one_bit(n, found):
+        higher = found ^ jnp.left_shift(jnp.int32(1), 31 - n)  # the first turns the smallest number into 0
+        return jnp.where((i >= higher).sum(-1, keepdims=True) >= k, higher, found)
+
+    return from_integers(lax.fori_loop(0, 32, one_bit, jnp.full((len(x), 1), jnp.iinfo(jnp.int32).min)))
+
+
 def draw_tokens(logits, key, s):
     """One token per row of logits [B, V], as the settings `s` (utils.Sample) say: of the top_k most likely (0: all),
     and of the most likely whose probabilities add up to top_p (arXiv:1904.09751, section 3.1); temperature 0 takes the
@@ -64,9 +87,9 @@ def draw_tokens(logits, key, s):
         return jnp.argmax(logits, -1)
     logits = logits / s.temperature
     if s.top_k:
-        logits = jnp.where(logits < lax.top_k(logits, min(s.top_k, logits.shape[-1]))[0][:, -1:], -jnp.inf, logits)
+        logits = jnp.where(logits < kth_largest(logits, s.top_k), -jnp.inf, logits)
     if s.top_p < 1:
-        ordered = -jnp.sort(-logits, -1)
+        ordered = from_integers(jnp.sort(to_integers(logits), -1)[:, ::-1])
         share = jnp.cumsum(jax.nn.softmax(ordered, -1), -1)
         kept = (share < s.top_p).sum(-1, keepdims=True)  # the one that reaches top_p is kept too
         logits = jnp.where(logits < jnp.take_along_axis(ordered, kept, 1), -jnp.inf, logits)

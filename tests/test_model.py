@@ -466,6 +466,41 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_it():
         assert {int(decoding.draw_tokens(logits, jax.random.key(i), s)[0]) for i in range(200)} == wanted
 
 
+def drawn_by_sorting(logits, key, s):
+    """`decoding.draw_tokens` as the papers write it, with every logit sorted."""
+    logits = logits / s.temperature
+    if s.top_k:
+        kth = jax.lax.top_k(logits, min(s.top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < kth, -jnp.inf, logits)
+    if s.top_p < 1:
+        ordered = -jnp.sort(-logits, -1)
+        kept = (jnp.cumsum(jax.nn.softmax(ordered, -1), -1) < s.top_p).sum(-1, keepdims=True)
+        logits = jnp.where(logits < jnp.take_along_axis(ordered, kept, 1), -jnp.inf, logits)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(logits)))
+    return jax.vmap(jax.random.categorical)(keys, logits)
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 2, 40, 299, 300, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.7, 1e-9])
+def test_a_threshold_draws_what_sorting_draws(top_k, top_p):
+    """Among ties, zeros of both signs, impossible tokens, and rows with fewer possible ones than top_k."""
+    rng = np.random.default_rng(top_k)
+    logits = rng.normal(0, 3, (64, 300)).astype(np.float32)
+    logits[16:32] = np.round(logits[16:32])
+    logits[32:40] *= 1e-38  # below the smallest normal number
+    logits[40:48] *= 1e37
+    logits[48:, 5:] = np.where(rng.random((16, 295)) < 0.9, -np.inf, logits[48:, 5:])
+    logits[::7, :40] = rng.choice([0.0, -0.0], 40)
+    s = utils.Sample(temperature=0.8, top_k=top_k, top_p=top_p)
+    for draw in range(3):
+        key = jax.random.key(draw)
+        tokens, wanted = decoding.draw_tokens(logits, key, s), drawn_by_sorting(logits, key, s)
+        assert np.array_equal(tokens, wanted)
+    k = max(1, top_k)
+    wanted = -np.sort(-logits, -1)[:, min(k, 300) - 1]
+    assert np.array_equal(decoding.kth_largest(jnp.array(logits), k)[:, 0], wanted)
+
+
 def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
     """671.0B parameters; active 37.55B with the embedding and the head, of which the paper says 37B."""
     cfg = utils.validate(utils.replace(presets.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2)), 8)
