@@ -86,6 +86,12 @@ def ends_words_at_spaces(part):
     return part["type"] in WORD_SPLITTERS or pattern_of(part) in WORD_PATTERNS
 
 
+def whole_characters(text):
+    """The text with U+FFFD for every half of a character alone, which JSON and a command line can hold and no tokenizer
+    takes."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 class HubTokenizer:
     """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use. Text that spells
     a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside, or <|endoftext|>."""
@@ -114,7 +120,7 @@ class HubTokenizer:
         return HubTokenizer, (self.path,)
 
     def encode_ordinary(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
 
     def before_text(self):
         """Token ids that the tokeniser itself puts before every text."""

@@ -11,6 +11,7 @@ from collections import deque
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from conftest import ROOT, SMALL_GPT2, small_config
 
 import checkpointing
@@ -217,6 +218,16 @@ def test_a_malformed_question_is_named_by_file_and_line(tmp_path, line, said):
     with pytest.raises(utils.UserError, match=r"q.jsonl: line 2") as e:
         list(evaluate.questions(str(path)))
     assert said in str(e.value) and "\n" not in str(e.value)
+
+
+def test_half_a_character_alone_is_replaced(tmp_path):
+    halves = "a \ud83d b \ude42"
+    (tmp_path / "q.jsonl").write_text(json.dumps(dict(ctx=halves, endings=["x", halves], label=0)))
+    ((context, endings, _),) = evaluate.questions(str(tmp_path / "q.jsonl"))
+    assert context == endings[1] == "a \ufffd b \ufffd" and tokenization.whole_characters("é🙂\n") == "é🙂\n"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "\ufffd": 1, tokenization.END_OF_TEXT: 2}, []))
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert tokenization.load_tokenizer(str(tmp_path / "tokenizer.json")).encode_ordinary(halves) == [0, 1, 1]
 
 
 def test_mistakes_get_a_sentence(run, shards, tmp_path, byte_manifest):

@@ -80,15 +80,19 @@ def parse(kind, argv, program):
     return options
 
 
-class Parser(argparse.ArgumentParser):
+class OneSentence(argparse.ArgumentParser):
+    """A parser whose complaints are UserErrors."""
+
+    def error(self, message):
+        raise UserError(f"{message}; see --help.")
+
+
+class Parser(OneSentence):
     """Flags of a program that takes those of main.py too, which `parse_known_args` leaves over. Raises UserError."""
 
     def __init__(self, description):
         also = "Every flag of main.py may stand beside these; python main.py --help lists them."
         super().__init__(description=description.splitlines()[0], allow_abbrev=False, epilog=also)
-
-    def error(self, message):
-        raise UserError(f"{message}; see --help.")
 
 
 def run(program):

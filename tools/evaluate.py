@@ -156,7 +156,7 @@ def questions(path):
             raise UserError(f"{where}: its context and its endings must be texts, none of them empty.")
         if not 0 <= label < len(endings):
             raise UserError(f"{where}: its label is {label}, but its {len(endings)} endings count from 0.")
-        yield context, endings, label
+        yield tokenization.whole_characters(context), [*map(tokenization.whole_characters, endings)], label
 
 
 def choose(options, path, cfg, encoding, score):

@@ -801,7 +801,7 @@ def write_newest(folder, checkpoints, table, tensors, vocab_size, dtype):
 
 
 def run(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.OneSentence(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="checkpoint of a run directory -> folder that transformers loads")
     out.add_argument("run_dir")
@@ -811,6 +811,9 @@ def run(argv):
     into.add_argument("folder")
     into.add_argument("run_dir")
     args = parser.parse_args(argv)
+    for path in (args.run_dir, args.folder):
+        if utils.is_remote(path):
+            raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
     main.quiet_libraries()
     if args.command == "export":
         export(args.run_dir, args.folder, args.dtype)
