@@ -3,19 +3,25 @@
 python data/train_tokenizer.py --source stdlib --vocab_size 8192 --output data/shards/bpe8192.tiktoken
 """
 
+import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import interrupts
+
+if __name__ == "__main__":
+    interrupts.at_once("interrupted; nothing was written")
+
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from sources import VAL_FRACTION, Parser, by_hash, dump_ranks, open_source, read_text
+from sources import VAL_FRACTION, Parser, by_hash, dump_ranks, open_source, read_text, run, say_what_stands, warn
 from tokenize_shards import encode_text
 from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from tokenization import PATTERN, load_tokenizer
-from utils import UserError, one_sentence, say, write_file
+from utils import UserError, check_place, is_remote, say, write_file
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 PIECE = 10_000  # characters; training takes time quadratic in the longest word, such as a run of a million spaces
@@ -25,19 +31,30 @@ def candidates(source):
     """(training, held-out) documents to sample from: all files, but only the first SAMPLE_BYTES of records."""
     documents, size = {"train": [], "val": []}, 0
     for split, document in source.read({}):
-        documents[split].append(document)
+        documents[split] += [] if any(document.lost) else [document]
         size += 0 if document.text is None else document.size
         if size >= SAMPLE_BYTES:
             break
     return documents["train"], documents["val"]
 
 
-def sample(documents, limit):
+def text_of(document, limit, skip):
+    """The beginning of a document's text, "" where it cannot be read and skip is true. Raises UserError."""
+    try:
+        return read_text(document, limit).text
+    except UserError as e:
+        if not skip:
+            raise
+        warn("damage", f"{str(e).rstrip('.')}: skipped")
+        return ""
+
+
+def sample(documents, limit, skip=False):
     """The texts of the first documents by hash, so from all over them, `limit` bytes in all."""
     texts = []
     for document in by_hash(documents):
         if limit > 0:
-            texts.append(read_text(document, limit)[0])
+            texts.append(text_of(document, limit, skip))
             limit -= document.size
     return texts
 
@@ -86,21 +103,28 @@ def main():
         raise UserError(f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text.")
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
+    if not is_remote(args.output):
+        check_place(args.output, "--output")
     training, held_out = candidates(open_source(args, VAL_FRACTION))
-    tokenizer = train(sample(training, SAMPLE_BYTES), args.vocab_size - 1)
+    texts = sample(training, SAMPLE_BYTES, args.skip_damaged)
+    if not any(texts):
+        raise UserError(f"--source {args.source}: there is no text in its {len(training):,} documents; give another, "
+                        f"or see that --text_column {args.text_column} is the column with the text.")  # fmt: skip
+    tokenizer = train(texts, args.vocab_size - 1)
     most = tokenizer.get_vocab_size() + 1
     if most < args.vocab_size:
         raise UserError(f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most.")
     try:
         write_file(args.output, dump_ranks(to_ranks(tokenizer)))
-    except OSError as e:
-        raise UserError(f"--output {args.output}: cannot be written ({e}).") from None
+    except UserError as e:
+        raise UserError(f"--output {e}") from None
 
-    texts = sample(held_out or training, SAMPLE_BYTES // 20)
+    say_what_stands(f"{args.output} is written")
+    texts = sample(held_out or training, SAMPLE_BYTES // 20, args.skip_damaged)
     ratio = bytes_per_token(texts, load_tokenizer(args.output))
     say(f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of "
         f"{'held-out' if held_out else 'its own'} text{compare(texts)}, {time.monotonic() - start:.1f} s")  # fmt: skip
 
 
 if __name__ == "__main__":
-    one_sentence(main)
+    run(main)

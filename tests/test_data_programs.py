@@ -34,6 +34,9 @@ HOSTILE = {
     "nul.txt": b"\0a\0\0b\0",
     "nested/line ends.txt": b"a\r\nb\rc\n\n\n  d\t \n   ",
     "bom.txt": b"\xef\xbb\xbfwith a mark",
+    "utf-16.txt": "\ufeffnaïve text of Windows".encode("utf-16-le"),
+    "big-endian.txt": "\ufeffand of others".encode("utf-16-be"),
+    "latin-1.txt": "déjà vu".encode("latin-1"),
     "blank": b" \n\t \n",
     "nested/naïve.txt": b"don't WE'LL 12345 ...!!??\n",
 }
@@ -92,10 +95,11 @@ def reference(source, encoding, val_fraction):
             if (name in val) != (split == "val"):
                 continue
             content = (source / name).read_bytes()
-            text = content.decode("utf-8", errors="replace")
+            wide = {"utf-16.txt": "utf-16", "big-endian.txt": "utf-16"}
+            text = content.decode(wide.get(name, "utf-8-sig"), errors="replace")
             if text:
                 ids += [encoding.eot_token, *encoding.encode_ordinary(text)]
-            valid = text.encode() == content
+            valid = name not in ("invalid.bin", "latin-1.txt")
             for i, more in enumerate((text != "", len(text.encode()), text == "", not valid)):
                 counts[i] += more
         result[split] = ids, counts
@@ -134,12 +138,16 @@ def test_shards_equal_a_plain_loop(source, ranks_file, tmp_path, capsys, monkeyp
     flags = ["--source", source, "--output", tmp_path / "out", "--tokenizer", ranks_file, "--workers", 1]
     flags += ["--shard_tokens", shard_tokens, "--val_fraction", val_fraction]
     status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
-    assert (status, err, out.count("\n")) == (0, "", 1)
+    assert (status, out.count("\n")) == (0, 1)
     encoding = tokenization.load_tokenizer(str(ranks_file))
     expected = reference(source, encoding, val_fraction)
     check_shards(tmp_path / "out", expected, encoding, "uint16", shard_tokens)
     empty, replaced = (sum(counts[i] for _, counts in expected.values()) for i in (2, 3))
-    assert (empty, replaced) == (2, 1)
+    assert (empty, replaced) == (2, 2)
+    assert "latin-1.txt is not UTF-8: 2 characters became U+FFFD (perhaps it is latin-1" in err
+    assert "invalid.bin is not UTF-8: 5 characters" in err and "7 characters of 2 documents became U+FFFD" in err
+    assert "utf-16.txt is UTF-16" in err and "big-endian.txt is UTF-16" in err and "nul.txt is full of NUL" in err
+    assert all(line.startswith("warning: ") for line in err.splitlines()) and err.count("\n") == 6
     manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
     assert manifest["tokenizer"] == "tokenizer.tiktoken"
     assert (tmp_path / "out/tokenizer.tiktoken").read_bytes() == ranks_file.read_bytes()
@@ -185,7 +193,9 @@ def test_a_run_of_spaces_beyond_what_tiktoken_takes(ranks_file):
 
 
 def test_running_again(source, ranks_file, tmp_path, capsys, monkeypatch):
-    """Finished shards are left alone, those of other settings refused, unfinished ones made anew."""
+    """Finished shards are left alone, those of other settings or of text that changed refused, unfinished ones made
+    anew."""
+    source = shutil.copytree(source, tmp_path / "source")
     output, other = tmp_path / "out", tmp_path / "other"
     flags = ["--source", source, "--output", output, "--tokenizer", ranks_file, "--workers", 1, "--shard_tokens", 1000]
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
@@ -204,6 +214,18 @@ def test_running_again(source, ranks_file, tmp_path, capsys, monkeypatch):
         assert (status, out, err.count("\n")) == (2, "", 1), err
         assert str(output) in err and flag in err
     assert {p: p.stat().st_mtime_ns for p in output.rglob("*")} == times
+
+    text = (source / "bom.txt").read_bytes()
+    os.utime(source / "latin-1.txt")  # the same content, written again
+    (source / "bom.txt").write_bytes(text.replace(b"mark", b"bark"))
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1) and "bom.txt has changed" in err, err
+    (source / "bom.txt").write_bytes(text)
+    for again in (2, 0):
+        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+        assert (status, err) == (0, "") and "nothing to do" in out
+        assert (f"{again} files written again with the same content" in out) == (again > 0)
+    files["source.npz"] = content(output)["source.npz"]
 
     (output / "val/manifest.json").unlink()
     (output / "train/000000.npy").write_bytes(b"torn")
@@ -313,6 +335,26 @@ def test_bad_flags_of_training(tmp_path, capsys, monkeypatch, flag, value):
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("error: ") and f"--{flag}" in err and value in err
     assert not os.path.exists("out.tiktoken")
+
+
+def test_a_source_without_text(tmp_path, capsys, monkeypatch):
+    """Both programs say what is there, and what would do."""
+    files = {
+        "hidden/.a.txt": b"text",
+        "blank/a.txt": b"",
+        "records/a.jsonl": b"",
+        "nulls/a.jsonl": b'{"text": null}\n' * 9,
+    }
+    write_files(tmp_path, files)
+    ranks = tmp_path / "x.tiktoken"
+    ranks.write_bytes(sources.dump_ranks({bytes([i]): i for i in range(256)}))
+    for folder, word in {"hidden": "has no file", "blank": "has 1 file without a character", "records": "0 documents",
+                         "nulls": "documents"}.items():  # fmt: skip
+        for program, more in ((tokenize_shards, ["--tokenizer", ranks, "--output", tmp_path / "out", "--workers", 1]),
+                              (train_tokenizer, ["--output", tmp_path / "y.tiktoken"])):  # fmt: skip
+            status, out, err = run(program, capsys, monkeypatch, "--source", tmp_path / folder, *more)
+            assert (status, out, err.count("\n")) == (2, "", 1) and "give a" in err, err
+            assert f"--source {tmp_path / folder}: there is no text" in err and word in err, err
 
 
 def test_from_the_command_line(tmp_path):

@@ -1,11 +1,13 @@
 """data/tokenize_shards.py on sources of records, killed, on Ray, to remote storage, and on a huge document."""
 
+import contextlib
 import gzip
 import hashlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -27,11 +29,15 @@ import train_tokenizer
 from test_data_programs import CACHED_RANKS, content, run
 
 import tokenization
+import utils
 
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
 HOSTILE = ["<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>", "", None, "\0a\0\0b\0", " \n\t \n", " " * 3000,
            "👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff", "a\r\nb\u2028c\x85", "", "don't WE'LL 12345 ...!!??\n",
            "legal: \ufffd"]  # fmt: skip
+
+
+COMPRESS = {".gz": gzip.compress, ".zst": lambda content: pa.Codec("zstd").compress(content, asbytes=True)}
 
 
 def make_texts(n, lone=True):
@@ -46,10 +52,8 @@ def write_lines(path, texts):
     """A .jsonl file, compressed as its name says, in two frames where it is."""
     lines = [json.dumps({"id": i, "body": t}).encode() + b"\n" for i, t in enumerate(texts)]
     parts = b"".join(lines[: len(lines) // 2]), b"\n" + b"".join(lines[len(lines) // 2 :])
-    if path.name.endswith(".gz"):
-        parts = map(gzip.compress, parts)
-    elif path.name.endswith(".zst"):
-        parts = (pa.Codec("zstd").compress(p, asbytes=True) for p in parts)
+    if path.suffix in COMPRESS:
+        parts = map(COMPRESS[path.suffix], parts)
     path.write_bytes(b"".join(parts))
 
 
@@ -125,7 +129,8 @@ def test_records_equal_a_plain_loop(ranks_file, tmp_path, capsys, monkeypatch, k
     for i, (a, b) in enumerate(zip(cuts, cuts[1:])):
         write_file(tmp_path / "in" / f"{i}{kind}", texts[a:b])
     source = tmp_path / "in" / {"file": f"0{kind}", "folder": "", "glob": f"[0-9]{kind}"}[place]
-    assert run(tokenize_shards, capsys, monkeypatch, *flags_of(source, tmp_path / "out", ranks_file))[::2] == (0, "")
+    status, _, err = run(tokenize_shards, capsys, monkeypatch, *flags_of(source, tmp_path / "out", ranks_file))
+    assert status == 0 and ("4 characters of 3 documents became U+FFFD" in err or (kind == ".parquet" and not err)), err
     check(tmp_path / "out", reference(texts, tokenization.load_tokenizer(str(ranks_file)), 0.1))
 
 
@@ -142,9 +147,32 @@ def test_hostile_records(tokenizer, tmp_path, capsys, monkeypatch):
 def test_bytes_that_are_not_utf8(ranks_file, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(b'{"body": "caf\xe9"}\n{"body": "plain"}')
     flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, "--val_fraction", 0)
-    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
+    status, _, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert status == 0 and "document 0 is not UTF-8: 1 character became U+FFFD (perhaps it is latin-1" in err
     ids = np.load(tmp_path / "out/train/000000.npy").tolist()
     assert tokenization.load_tokenizer(str(ranks_file)).decode(ids) == "<|endoftext|>caf\ufffd<|endoftext|>plain"
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_records_with_a_byte_order_mark(ranks_file, tmp_path, capsys, monkeypatch, kind):
+    """UTF-8, or UTF-16 and UTF-32 of either order; a README and others beside; a folder that is a link."""
+    lines = '{"body": "naïve €"}\n\n{"body": "second"}'
+    for i, encoding in enumerate(["utf-8", "utf-16-le", "utf-16-be", "utf-32-le"]):
+        content = f"\ufeff{lines}".encode(encoding)
+        (tmp_path / f"{i}{kind}").write_bytes(COMPRESS.get(Path(kind).suffix, bytes)(content))
+    for name in ("README.md", "LICENSE", "dataset_infos.json"):
+        (tmp_path / name).write_text("about it")
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "linked.jsonl").symlink_to(tmp_path / "0.jsonl")
+    flags = flags_of(tmp_path, tmp_path.parent / f"{tmp_path.name}-out", ranks_file, "--val_fraction", 0)
+    status, _, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert status == 0 and err.count("\n") == 5 and err.count("is read as such") == 3, err
+    assert f"left out: 3 other files (such as {tmp_path}/LICENSE)" in err
+    assert f"left out: 1 symlinked folder ({tmp_path}/link)" in err
+    ids = np.load(Path(flags[3]) / "train/000000.npy").tolist()
+    times = 5 if kind == ".jsonl" else 4
+    text = tokenization.load_tokenizer(str(ranks_file)).decode(ids)
+    assert text == "<|endoftext|>naïve €<|endoftext|>second" * times
 
 
 def test_a_dataset_of_the_hub(ranks_file, tmp_path, capsys, monkeypatch):
@@ -161,13 +189,13 @@ def test_a_dataset_of_the_hub(ranks_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     info = huggingface_hub.hf_api.DatasetInfo(id="someone/texts", sha="5ha")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_: info)
-    load = datasets.load_dataset
+    for loader in ("load_dataset", "load_dataset_builder"):
 
-    def local(name, *args, revision, **kwargs):
-        assert (name, revision) == ("someone/texts", "5ha")
-        return load(str(folder), *args, **kwargs)
+        def local(name, *args, revision, load=getattr(datasets, loader), **kwargs):
+            assert (name, revision) == ("someone/texts", "5ha")
+            return load(str(folder), *args, **kwargs)
 
-    monkeypatch.setattr(datasets, "load_dataset", local)
+        monkeypatch.setattr(datasets, loader, local)
     flags = flags_of("someone/texts", tmp_path / "out", ranks_file, "--config", "small", "--split", "whole")
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
     check(tmp_path / "out", reference(texts, tokenization.load_tokenizer(str(ranks_file)), 0.1))
@@ -189,8 +217,8 @@ def test_a_tokeniser_of_records(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("content, flag, word", [
     (b'{"body": "x"}\n{"body": ', "source", "line 2"), (b'{"text": "x"}', "text_column", "text"),
-    (b'["x"]', "text_column", "line 1"), (b'{"body": 3}', "text_column", "int"), (b"", "val_fraction", "train"),
-    (b'{"body": ""}\n' * 9, "val_fraction", "train"), (None, "source", "cannot be read"),
+    (b'["x"]', "text_column", "line 1"), (b'{"body": 3}', "text_column", "int"), (b"", "source", "0 documents"),
+    (b'{"body": ""}\n' * 9, "source", "9 documents, all of them empty"), (None, "source", "cannot be read"),
 ])  # fmt: skip
 def test_bad_records(ranks_file, tmp_path, capsys, monkeypatch, content, flag, word):
     path = tmp_path / ("a.jsonl" if content is not None else "a.jsonl.gz")
@@ -204,11 +232,56 @@ def test_bad_sources(ranks_file, tmp_path, capsys, monkeypatch):
     write_rows(tmp_path / "in/a.parquet", ["x"])
     (tmp_path / "in/bad.parquet").write_bytes(b"PAR1")
     (tmp_path / "in/README.md").write_text("about it")
+    write_lines(tmp_path / "in/b.jsonl", ["y"])
     for source, word in [("", "different kinds"), ("bad.parquet", "cannot be read"), ("README.md", "glob"),
                          ("*.txt", "glob"), ("a.parquet", "--text_column nobody")]:  # fmt: skip
         flags = flags_of(tmp_path / "in" / source, tmp_path / "out", ranks_file, "--text_column", "nobody")
         status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
         assert (status, out, err.count("\n")) == (2, "", 1) and word in err, err
+
+
+COLUMNS = {"list": ["x"], "struct": {"a": "x"}, "binary": b"x", "int64": 3, "double": 0.5, "bool": True}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_parquet_columns_that_hold_no_text(ranks_file, tmp_path, capsys, monkeypatch, kind):
+    """The first file has text: the second one and the type that it has instead are named before anything is written."""
+    write_rows(tmp_path / "0.parquet", ["text"] * 9)
+    pq.write_table(pa.table({"body": [COLUMNS[kind]] * 9}), tmp_path / "1.parquet")
+    flags = flags_of(tmp_path / "*.parquet", tmp_path / "out", ranks_file)
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1) and not (tmp_path / "out").exists()
+    assert f"--text_column body: {tmp_path}/1.parquet holds {kind}" in err, err
+
+
+def test_parquet_columns_that_hold_text(ranks_file, tmp_path, capsys, monkeypatch):
+    """However Arrow stores it. Only threads of this program read: those of Arrow that still do at exit abort it."""
+    texts, readers = make_texts(60, lone=False), set()
+    one = pa.array(texts)
+    forms = [one, one.cast(pa.large_string()), one.cast(pa.string_view()), one.dictionary_encode(), pa.nulls(60)]
+    bad = pa.array([b"caf\xe9", None, b"x"] * 20).cast(pa.binary()).view(pa.string())
+    for i, form in enumerate([*forms, bad]):
+        pq.write_table(pa.table({"body": form}), tmp_path / f"{i}.parquet", row_group_size=13)
+    opened = type(fsspec.filesystem("file")).open
+
+    def watched(self, path, *args, **kwargs):
+        f = opened(self, path, *args, **kwargs)
+        if path.endswith(".parquet"):
+            read = f.f.read
+            f.read = lambda *args: (readers.add(type(threading.current_thread()).__name__), read(*args))[1]
+        return f
+
+    monkeypatch.setattr(type(fsspec.filesystem("file")), "open", watched)
+    flags = flags_of(tmp_path / "*.parquet", tmp_path / "out", ranks_file)
+    status, _, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert status == 0 and "20 characters of 20 documents became U+FFFD" in err
+    assert readers == {"_MainThread", "Thread"}, "a _DummyThread is none of Python's"
+    expected = reference(
+        texts * 4 + [None] * 60 + ["caf\ufffd", None, "x"] * 20, tokenization.load_tokenizer(str(ranks_file)), 0.1
+    )
+    for name, (_, counts) in expected.items():
+        counts[3] = json.loads((tmp_path / f"out/{name}/manifest.json").read_text())["replaced_documents"]
+    check(tmp_path / "out", expected)
 
 
 # --- Long documents ---------------------------------------------------------------------------------------------
@@ -290,6 +363,7 @@ def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind,
     """A run that dies at its n-th write, for every n, goes on to the same files; it reads nothing before the place."""
     monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
     (write_rows if kind == ".parquet" else write_lines)(tmp_path / f"a{kind}", make_texts(40, lone=False))
+    monkeypatch.setattr(utils.time, "sleep", lambda _: None)  # between two looks at a remote lock
     writes, new_file, manifest, outputs = 0, tokenize_shards.new_file, tokenize_shards.write_file, {}
     dies_at = None
 
@@ -344,6 +418,172 @@ def test_an_interrupted_run_of_other_settings(ranks_file, tmp_path, capsys, monk
     (tmp_path / "out/train/000000.npy").unlink()
     status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
     assert (status, out, err.count("\n")) == (2, "", 1) and "000000.npy" in err, err
+
+
+# --- Interrupted ------------------------------------------------------------------------------------------------
+
+
+def in_session(session):
+    """Numbers of the processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
+            found += [stat.parent.name] if its_session == str(session) and state not in "ZX" else []
+    return found
+
+
+def interrupt(process, number):
+    """Send a signal to a process and all that it started, as a terminal does; its one line on stderr."""
+    os.killpg(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.count("\n")) == (128 + number, "", 1) and err.startswith("interrupted; "), err
+    for _ in range(100):  # what was killed takes a moment to go
+        if not in_session(process.pid):
+            return err
+        time.sleep(0.1)
+    raise AssertionError(in_session(process.pid))
+
+
+def listens(process):
+    """Whether a process has begun to take SIGTERM: it is importing."""
+    caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return int(caught, 16) >> (signal.SIGTERM - 1) & 1
+
+
+def cpu_seconds(process):
+    ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize("number, seconds", [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 4)])
+def test_training_is_interrupted(tmp_path, number, seconds):
+    """While it imports, and after so many seconds of work, when it merges: one line, and nothing is written."""
+    flags = ["--source", "stdlib", "--vocab_size", "30000", "--output", str(tmp_path / "x.tiktoken")]
+    process = subprocess.Popen([sys.executable, str(ROOT / "data" / "train_tokenizer.py"), *flags], **PIPES)
+    while process.poll() is None and not listens(process):
+        time.sleep(0.01)
+    while process.poll() is None and cpu_seconds(process) < seconds:
+        time.sleep(0.01)
+    assert "nothing was written" in interrupt(process, number) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_tokenizing_is_interrupted(ranks_file, tmp_path, capsys, monkeypatch, number):
+    """Two workers encode: one line that says what stands. Until then another run of the folder is refused."""
+    write_lines(tmp_path / "a.jsonl", make_texts(4000, lone=False))
+    (tmp_path / "b.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() * 20)
+    flags = flags_of(tmp_path / "*.jsonl", tmp_path / "out", ranks_file, "--workers", 2, "--shard_tokens", 99_999)
+    process = subprocess.Popen([sys.executable, tokenize_shards.__file__, *map(str, flags)], **PIPES)
+    while process.poll() is None and not (tmp_path / "out" / "progress.npz").exists():
+        time.sleep(0.01)
+    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1) and f"process {process.pid} on" in err, err
+    err = interrupt(process, number)
+    assert "documents, and the same command goes on after them" in err and not (tmp_path / "out" / "lock").exists()
+
+
+# --- Damage -----------------------------------------------------------------------------------------------------
+
+
+def damage(path):
+    """Cut a compressed file short, or overwrite a row group in the middle of a parquet file."""
+    sound = path.read_bytes()
+    if path.suffix == ".parquet":
+        column = pq.ParquetFile(path).metadata.row_group(2).column(1)
+        start = column.dictionary_page_offset or column.data_page_offset
+        path.write_bytes(
+            sound[:start] + b"\xff" * column.total_compressed_size + sound[start:][column.total_compressed_size :]
+        )
+    else:
+        path.write_bytes(sound[: len(sound) * 2 // 3])
+    return sound
+
+
+@pytest.fixture(params=[".jsonl.gz", ".jsonl.zst", ".parquet"])
+def three(request, tmp_path, ranks_file, capsys, monkeypatch):
+    """(three files of 40 records, of which the second is damaged, what it was before, function that tokenizes them)."""
+    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
+    (tmp_path / "in").mkdir()
+    paths = [tmp_path / "in" / f"{i}{request.param}" for i in range(3)]
+    for path in paths:
+        texts = [f"{path.name} {t}" for t in make_texts(40, lone=False)]
+        (write_rows if request.param == ".parquet" else write_lines)(path, texts)
+    flags = flags_of(tmp_path / "in", None, ranks_file)
+
+    def tokenize(output, *more):
+        flags[3] = tmp_path / output
+        return run(tokenize_shards, capsys, monkeypatch, *flags, *more)
+
+    return paths, damage(paths[1]), tokenize
+
+
+def test_a_damaged_file_is_replaced(three, tmp_path):
+    """The same command goes on from what is sound, to the bytes of a run that met no damage."""
+    paths, sound, tokenize = three
+    name = f"{paths[1].name} cannot be read"
+    for _ in range(2):
+        status, out, err = tokenize("out")
+        assert (status, out, err.count("\n")) == (2, "", 1) and name in err and "the same command goes on" in err, err
+    shard = tmp_path / "out/train/000000.npy"
+    written, first = shard.stat().st_mtime_ns, paths[0].read_bytes()
+    paths[1].write_bytes(sound)
+    (write_rows if paths[0].suffix == ".parquet" else write_lines)(paths[0], make_texts(40, lone=False)[::-1])
+    status, out, err = tokenize("out")
+    assert (status, out, err.count("\n")) == (2, "", 1) and f"{paths[0]} has changed" in err, err
+    paths[0].write_bytes(first)  # as it was, but written anew
+    assert tokenize("out")[::2] == (0, "") and shard.stat().st_mtime_ns == written
+    assert tokenize("whole")[0] == 0 and content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_damage_is_skipped_and_counted(three, tmp_path, monkeypatch):
+    """Also by a run that is stopped at its n-th write and started again, for every n, and by worker processes."""
+    paths, sound, tokenize = three
+    writes, new_file = [], tokenize_shards.new_file
+    if paths[0].suffix != ".parquet":
+        for line in (b'{"body": ', b'{"id": 3}', b'{"body": 3}', b"[]"):
+            paths[2].write_bytes(paths[2].read_bytes() + COMPRESS[paths[2].suffix](line + b"\n"))
+    lost = (
+        {"damaged_files": 0, "damaged_records": 7}
+        if paths[0].suffix == ".parquet"
+        else {"damaged_files": 1, "damaged_records": 4}
+    )
+
+    def dying(path):
+        writes.append(path)
+        if len(writes) == dies_at:
+            raise Killed
+        return new_file(path)
+
+    monkeypatch.setattr(tokenize_shards, "new_file", dying)
+    dies_at = None
+    status, out, err = tokenize("whole", "--skip_damaged")
+    words = (
+        f"{lost['damaged_files']} damaged file{'s' * (not lost['damaged_files'])} and {lost['damaged_records']} damaged"
+    )
+    assert status == 0 and f"{paths[1]} cannot be read" in err and words in err, err
+    manifests = [json.loads((tmp_path / f"whole/{s}/manifest.json").read_text()) for s in ("train", "val")]
+    assert {key: sum(m[key] for m in manifests) for key in lost} == lost
+    documents = sum(m["documents"] + m["empty_documents"] for m in manifests)
+    assert documents == 113 if paths[0].suffix == ".parquet" else 80 <= documents < 120
+    for dies_at in range(1, len(writes), 4):
+        writes.clear()
+        with pytest.raises(Killed):
+            tokenize(str(dies_at), "--skip_damaged")
+        at, dies_at = dies_at, None
+        assert tokenize(str(at), "--skip_damaged")[0] == 0
+        assert content(tmp_path / str(at)) == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("three", [".jsonl.gz"], indirect=True)
+def test_damage_is_skipped_by_workers(three, tmp_path):
+    paths, _, tokenize = three
+    for workers in (1, 2):
+        assert tokenize(str(workers), "--skip_damaged", "--workers", workers)[0] == 0
+    assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
 # --- Buckets ----------------------------------------------------------------------------------------------------

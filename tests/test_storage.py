@@ -29,7 +29,8 @@ def write_corpus(folder, n=SHARDS, tokens=1001):
         (folder / split).mkdir(parents=True)
         writer = tokenize_shards.ShardWriter(str(folder / split), tokens, np.dtype(np.uint16))
         noise = np.random.default_rng(count).choice([1, 2, 3], count * tokens, p=[0.8, 0.15, 0.05])
-        writer.add((np.cumsum(noise) % SMALL["vocab_size"]).astype(np.uint16), np.array([1, 5 * count * tokens, 0, 0]))
+        counts = np.array([1, 5 * count * tokens] + [0] * (len(tokenize_shards.COUNTS) - 2))
+        writer.add((np.cumsum(noise) % SMALL["vocab_size"]).astype(np.uint16), counts)
         (folder / split / "manifest.json").write_text(json.dumps(writer.manifest()))
     return folder
 
