@@ -261,13 +261,13 @@ def rope_flags(left):
         factor, original = rope.pop("factor"), rope.pop("original_max_position_embeddings", positions)
         original = outside or original
         for key, value in dict(factor=factor, original_max_position_embeddings=original).items():
-            if not (isinstance(value, (int, float)) and value >= 1):
+            if not (isinstance(value, (int, float)) and value >= 1 and (key == "factor" or value == int(value))):
                 raise UserError(f"config.json: {key} is {value!r}, but yarn is supported with numbers from 1 on only.")
         mscale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
         amplitude, log = rope.pop("attention_factor", None), 0.1 * math.log(factor)
         if amplitude is None:
             amplitude = (log * mscale + 1) / (log * all_dim + 1) if mscale and all_dim else log + 1
-        flags |= dict(rope_factor=float(factor), rope_mscale=float(all_dim or 0), rope_original_T=original,
+        flags |= dict(rope_factor=float(factor), rope_mscale=float(all_dim or 0), rope_original_T=int(original),
                       rope_attention_factor=float(amplitude))  # fmt: skip
     fast, slow = model.YARN_BETA
     require({"rope_type": kind} | rope, "deepseek_v3", rope_type=["default", "yarn"], beta_fast=[fast, None],
@@ -347,8 +347,9 @@ IMMATERIAL = set(
 def require(left, kind, **allowed):
     """Raise UserError where one of the entries that are left of a config has none of the values `allowed`, or is
     neither among these nor known to change no number. What is missing stands at the first of its values."""
+    allowed |= dict(add_cross_attention=[False], pruned_heads=[{}, None])
     for key, value in left.items():
-        values = (dict(add_cross_attention=[False], pruned_heads=[{}, None]) | allowed).get(key)
+        values = allowed.get(key)
         if values is not None and value not in values:
             raise UserError(f"config.json: {key} is {value!r}, but {kind} is supported with "
                             f"{' or '.join(repr(v) for v in values if v is not None) or 'none'} only.")  # fmt: skip
