@@ -58,7 +58,8 @@ FLOAT8, SCALE = "F8_E4M3", "_scale_inv"  # what quantised weights are, and the e
 
 
 class Tensor(NamedTuple):
-    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers."""
+    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers. Where there
+    are no shared experts, theirs are of width 0 there and need not be in a file; here there is nothing."""
 
     name: str
     shape: tuple  # there
@@ -132,8 +133,7 @@ def deepseek_tensors(m):
             return
         yield linear(f"{prefix}.gate.weight", (*leaf, "router"), at, (D, m.n_experts))
         yield plain(f"{prefix}.gate.e_score_correction_bias", (*leaf, "bias"), at, (m.n_experts,))
-        if m.n_shared:
-            yield from feed_forward(f"{prefix}.shared_experts", (*leaf, "shared"), at, m.n_shared * F)
+        yield from feed_forward(f"{prefix}.shared_experts", (*leaf, "shared"), at, m.n_shared * F)
         for e in range(m.n_experts):
             yield from feed_forward(f"{prefix}.experts.{e}", (*leaf, "experts"), (*at, e), F)
 
@@ -544,6 +544,11 @@ def read_sound(there, name, block):
     return x
 
 
+def filled(tensors):
+    """Those of the tensors that hold numbers."""
+    return (t for t in tensors if math.prod(t.shape))
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def put(leaf, part, starts):
     return lax.dynamic_update_slice(leaf, part.astype(leaf.dtype), starts)
@@ -556,7 +561,7 @@ def load(folder, abstract):
     form, flags = FORMATS[config["model_type"]], model_flags(config, folder)
     m = utils.replace(utils.Config(), **flags).model
     block = block_sizes(dict(config))
-    there = check(folder, form.tensors(m), form, block)
+    there = check(folder, filled(form.tensors(m)), form, block)
     first = next(form.tensors(m)).name
     head, rows = (their_name(name, there) for name in ("lm_head.weight", first))
     if m.tied and head in there and not np.array_equal(*(read_sound(there, name, block) for name in (head, rows))):
@@ -565,7 +570,7 @@ def load(folder, abstract):
     zeros = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape), abstract),
                     out_shardings=jax.tree.map(lambda a: a.sharding, abstract))  # fmt: skip
     params = zeros()
-    for t in form.tensors(m):
+    for t in filled(form.tensors(m)):
         part = t.ours(read_sound(there, their_name(t.name, there), block))
         *parents, last = t.leaf
         node = functools.reduce(dict.__getitem__, parents, params)
@@ -700,7 +705,8 @@ def write_tensors(folder, tensors, stored, dtype):
         with open(os.path.join(folder, name), "wb") as f:
             f.write(len(head).to_bytes(8, "little") + head)
             for t in group:
-                x = t.theirs(stored.read(t.leaf, t.at)).astype(dtype, copy=False)
+                x = stored.read(t.leaf, t.at) if math.prod(t.shape) else np.zeros(t.part)
+                x = t.theirs(x).astype(dtype, copy=False)
                 f.write(np.ascontiguousarray(x).view(np.uint8).data)
             f.flush()
             os.fsync(f.fileno())
