@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 
+PROGRAM = "__main__", "__mp_main__"  # what its module is called, in what it spawned too
 SIGNALS = signal.SIGINT, signal.SIGTERM
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
 
@@ -20,15 +21,17 @@ def end(status, words):
                 one()
 
     with contextlib.suppress(OSError):  # a terminal that is gone
-        os.write(2, f"{words}\n".encode())  # sys.stderr may be another's just now
+        os.write(2, f"{words}\n".encode() if words else b"")  # sys.stderr may be another's just now
     thread = threading.Thread(target=give_back, daemon=True)
     thread.start()
     thread.join(5)  # storage may not answer
     os._exit(status)
 
 
-def at_once(words):
-    """Let both signals end the process, with these words, as soon as the main thread is in Python: while it imports."""
+def at_once(words, name="__main__"):
+    """Let both signals end the process, with these words, as soon as the main thread is in Python: while it imports.
+    name: of the program's module; what it spawned ends without a word."""
+    words = words if name == "__main__" else ""
     for number in SIGNALS:
         signal.signal(number, lambda number, _: end(128 + number, words))
 

@@ -5,8 +5,8 @@ python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local 
 
 import interrupts
 
-if __name__ == "__main__":
-    interrupts.at_once(interrupts.NOTHING_LOST)
+if __name__ in interrupts.PROGRAM:
+    interrupts.at_once(interrupts.NOTHING_LOST, __name__)
 
 import functools
 import hashlib

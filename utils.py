@@ -677,8 +677,11 @@ def this_process():
     """What a lock tells of its holder. Its number and host may be another's too, later or in a container."""
     me = dict(host=socket.gethostname(), pid=os.getpid(), began=process_began(os.getpid()))
     me |= dict(since=time.strftime("%Y-%m-%d %H:%M:%S %Z"), command=shlex.join(sys.argv), token=secrets.token_hex(8))
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as f:
-        me |= dict(boot=f.read().strip(), pids=os.readlink("/proc/self/ns/pid"))
+    for name, path in dict(machine="/etc/machine-id", boot="/proc/sys/kernel/random/boot_id").items():
+        with contextlib.suppress(OSError), open(path) as f:
+            me[name] = f.read().strip()
+    with contextlib.suppress(OSError):
+        me["pids"] = os.readlink("/proc/self/ns/pid")
     return me
 
 
@@ -694,10 +697,12 @@ def holder_in(content):
 def is_gone(holder, me, dropped=None):
     """Whether the holder of a lock has surely ended. dropped: whether the system says so, which may not know of other
     hosts; None where it keeps no locks, and only processes of this machine are known."""
-    same = {key for key in ("host", "boot", "pids") if holder.get(key, "none") == me.get(key)}
-    if dropped is None:
-        return same >= {"boot", "pids"} and process_began(holder.get("pid")) != holder.get("began")
-    return dropped and bool(not holder or same & {"host", "boot"})
+    same = {key for key in ("host", "machine", "boot", "pids") if me.get(key) and holder.get(key) == me[key]}
+    if dropped:
+        return bool(not holder or same & {"host", "boot"})
+    if "boot" in same:
+        return "pids" in same and process_began(holder.get("pid")) != holder.get("began")
+    return same >= {"host", "machine"} and "boot" in holder and "boot" in me  # it was started anew
 
 
 def system_lock(file):

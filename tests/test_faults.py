@@ -308,7 +308,16 @@ def refusal(folder):
     return str(e.value)
 
 
-def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys):
+def assert_all_are_refused(run, monkeypatch):
+    """Of two processes the one that does not ask for the lock is refused too, where the other tells that it was."""
+    with monkeypatch.context() as patch, pytest.raises(utils.UserError, match="another process cannot go on"):
+        patch.setattr(jax, "process_index", lambda: 1)
+        patch.setattr(processes, "all_of", lambda here: False)
+        with processes.alone_in_folder(SimpleNamespace(folder=str(run), output_dir=str(run.parent))):
+            pass
+
+
+def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypatch):
     from tools import checkpoints as tool
 
     run, flags = tmp_path / "runs" / "run", dict(TINY, training_steps=2)
@@ -322,6 +331,7 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys):
         with pytest.raises(utils.UserError, match=said):
             tool.main(options)
         assert [p.name for p in run.iterdir()] == ["lock"] and (run / "lock").read_bytes() == before
+        assert_all_are_refused(run, monkeypatch)
     assert train(**flags) == 0  # what the killed process left is taken over
     assert f"{run} is taken over from process {pid}, which ended without a word" in capsys.readouterr().out
     assert "lock" not in os.listdir(run)
@@ -340,10 +350,17 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(whe
         utils.write_file(path, json.dumps(me | differs))
 
     left(host="faraway", boot="another", pid=5, since="noon")
+    for unknown in (dict(pids="of a container"), dict(boot="before", machine="of the same name")):
+        left(**unknown)
+        assert where == "local" or "if it runs no more, remove" in refusal(folder)
+    left(host="faraway", boot="another", pid=5, since="noon")
     assert refusal(folder) == (f"--output x: process 5 on faraway has been writing to {folder} since noon; if it runs "
                                f"no more, remove {path}, else give another --output.")  # fmt: skip
     assert json.loads(utils.read_file(path))["host"] == "faraway"
-    for gone in (dict(pid=2**22 + 1), dict(began=me["began"] - 1)):  # its number may be another's by now
+    me["machine"] = "this one"
+    monkeypatch.setattr(utils, "this_process", lambda: dict(me, token=os.urandom(8).hex()))
+    # its number may be another's by now, and the machine may have been started anew
+    for gone in (dict(pid=2**22 + 1), dict(began=me["began"] - 1), dict(boot="before")):
         left(**gone)
         with utils.alone_in(folder, "--output x", "--output"):
             assert json.loads(utils.read_file(path))["pid"] == os.getpid()
@@ -436,16 +453,16 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
 
 @pytest.fixture
 def fake_jax(tmp_path):
-    """Environment in which whoever imports jax is sent SIGINT."""
-    (tmp_path / "jax.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    """Environment in which whoever imports jax, and all of its group, are sent SIGINT, as from a terminal."""
+    (tmp_path / "jax.py").write_text("import os, signal, time\nos.killpg(0, signal.SIGINT)\ntime.sleep(60)\n")
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
 def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
     programs = ["main.py", "tools/sample.py x", "tools/evaluate.py x", "tools/hf.py", "tools/checkpoints.py list x",
-                "tools/bench_data.py"]  # fmt: skip
+                "tools/bench_data.py", "tools/bench.py --preset tiny"]  # fmt: skip
     begun = [subprocess.Popen([sys.executable, *p.split()], cwd=ROOT, env=fake_jax, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True) for p in programs]  # fmt: skip
+                              stderr=subprocess.PIPE, text=True, start_new_session=True) for p in programs]  # fmt: skip
     for name, process in zip(programs, begun):
         out, err = process.communicate(timeout=60)
         word = "interrupted while no step was in progress; nothing was lost" if name == "main.py" else "interrupted"

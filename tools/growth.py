@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import interrupts
 
-if __name__ == "__main__":
-    interrupts.at_once("interrupted")
+if __name__ in interrupts.PROGRAM:
+    interrupts.at_once("interrupted", __name__)
 
 import cli
 import platforms
