@@ -75,7 +75,11 @@ def check_login():
     """Raises UserError where wandb would ask for a key or refuse to begin; it is not asked, nor its server."""
     import wandb
 
-    settings = wandb.setup().settings
+    try:
+        settings = wandb.setup().settings
+    except Exception as e:  # whatever library checks them
+        reason = " ".join(str(e).split("For further information")[0].split())
+        raise UserError(f"--wandb: its settings, of the environment or its files, are refused: {reason}.") from None
     if settings.mode in ("offline", "dryrun", "disabled") or settings.api_key:
         return
     files = os.environ.get("NETRC"), os.path.expanduser("~/.netrc"), os.path.expanduser("~/_netrc")

@@ -401,6 +401,10 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(train, 
 def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(train, tmp_path, monkeypatch, capsys):
     import wandb
 
+    with monkeypatch.context() as patch, pytest.raises(utils.UserError, match="--wandb: its settings, .*'foo'") as e:
+        patch.setattr(wandb, "setup", lambda: wandb.Settings(mode="foo"))
+        runlog.check_login()
+    assert "\n" not in str(e.value)
     settings = SimpleNamespace(mode=None, api_key=None, base_url="https://api.wandb.ai", identity_token_file=None)
     monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=settings))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
