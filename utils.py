@@ -731,7 +731,7 @@ def lock_file(path, me, in_use):
     while not os.path.lexists(at):
         made.append(at)
         at = os.path.dirname(at)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     file = None
     while not (file and is_at(file, path)):  # else its holder removed it just now
         file = open(path, "a+b", buffering=0)
