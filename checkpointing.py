@@ -1,12 +1,17 @@
 """Checkpoints: written in the background, kept by a policy, verified when read, passed over when damaged."""
 
+import asyncio
 import contextlib
+import functools
 import itertools
+import json
 import math
 import os
 import shutil
+import sys
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -71,23 +76,107 @@ def val_loss_of(metrics):
 
 def first_line(error):
     """What an error of the libraries says, 200 characters of it at most."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    text = str(error).split(" See full TensorStore")[0].strip()  # what follows there is a function's address
+    return (text.splitlines() or [type(error).__name__])[0][:200]
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """Orbax reads the arrays of a checkpoint together in an event loop, which it closes when the first cannot be read.
+    The others are on their way still: they are given up before, and what their threads report later, each time in a
+    traceback of its own that the loop is closed, is wanted by nobody."""
+
+    def close(self):
+        others = set() if self.is_closed() or self.is_running() else asyncio.all_tasks(self)
+        for task in others:
+            task.cancel()
+        if others:
+            self.run_until_complete(asyncio.gather(*others, return_exceptions=True))
+        super().close()
+
+    def call_soon_threadsafe(self, callback, *args, context=None):
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+
+
+class Loops(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self):
+        return Loop()
+
+
+def meta_sum(meta):
+    """Sum of what is kept beside a state, to know a damaged one."""
+    return zlib.crc32(json.dumps({**meta, "sum": 0}, sort_keys=True).encode())
+
+
+def is_sound(meta):
+    """Whether what was read beside a state can be what `save` kept there. Older ones have no sum."""
+    kinds = dict(step=int, sequences=int, fingerprint=list)
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
+        return False
+    return "sum" not in meta or meta["sum"] == meta_sum(meta)
+
+
+def shapes_of(tree):
+    """{path of a leaf: its shape} of a tree of arrays or of what describes them, the same however it was stored."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {name(path): tuple(x.shape) for path, x in leaves}
+
+
+def first_misfit(there, here):
+    """The first leaf that `there` and `here`, {path: shape}, have in different shapes, in words; "" where none is."""
+    for leaf in sorted(there.keys() | here.keys(), key=lambda leaf: (not leaf.startswith("params"), leaf)):
+        if there.get(leaf) != here.get(leaf):
+            saved, wanted = (list(side[leaf]) if leaf in side else "missing" for side in (there, here))
+            return f"{leaf} is {saved} there and {wanted} here"
+    return ""
 
 
 class Checkpoints:
     """The Orbax checkpoints in `folder`, of which those of `retention` stay: written in the background, verified
-    when read."""
+    when read. explain({flag: value} kept with one or None, {path: shape} of it) tells in words which flags make it of
+    another model."""
 
-    def __init__(self, folder, keep=None, every=0, best=False):
+    def __init__(self, folder, keep=None, every=0, best=False, explain=None):
+        asyncio.set_event_loop_policy(Loops())
+        self.explain = explain
         self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
         policy = ocp.checkpoint_managers.AnyPreservationPolicy([*retention(keep, every, best).values()])
+        writes = keep is not None
+        if writes:
+            self._remove_torn_losses()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy, best_fn=val_loss_of, create=keep is not None,
-            cleanup_tmp_directories=keep is not None,
+            preservation_policy=policy, best_fn=val_loss_of, create=writes, cleanup_tmp_directories=writes,
+            lightweight_initialize=not writes,  # or it reads all validation losses, of which one may be damaged
             async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if jax.process_count() > 1 else None),
         )  # fmt: skip
         self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
         self.watcher, self.written, self.on_disk = ThreadPoolExecutor(1, "checkpoint"), None, None
+
+    def val_loss(self, step):
+        """The validation loss that is kept with a checkpoint, or None. Raises ValueError where that is damaged."""
+        content = utils.read_file(str(self.folder / str(step) / "metrics" / "metrics"))
+        if content is None:
+            return None
+        kept = json.loads(content)
+        if not isinstance(kept, dict) or not isinstance(kept.get("val_loss"), int | float):
+            raise ValueError("it holds no such number")
+        return kept["val_loss"]
+
+    def _remove_torn_losses(self):
+        """Orbax begins by reading the losses of all checkpoints, and ends the run where one is damaged. Without it the
+        checkpoint is as sound as it was, but none of the best."""
+        steps = [path.parent.name for path in self.folder.glob("*/metrics") if path.parent.name.isdigit()]
+        for step in steps if jax.process_index() == 0 else []:
+            try:
+                self.val_loss(step)
+            except Exception as e:  # whatever it holds
+                say(f"warning: the validation loss of checkpoint {step} is damaged ({first_line(e)}) and removed")
+                (self.folder / step / "metrics").rmtree()
+        all_of(True)  # nobody looks before it is done
 
     def save(self, step, state, sequences, about, val_loss=None):
         """Begin to write the state at `step`, after `sequences` sequences; `about` is kept with it. Where that fails,
@@ -100,10 +189,11 @@ class Checkpoints:
             os.makedirs(self.folder, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
         if not all_of(size < free):
-            say(f"warning: checkpoint {step} is not written: it may need {size / 1e9:.2f} GB and {self.folder} has "
-                f"{free / 1e9:.2f} GB free; the older ones stay, and the next save tries again")  # fmt: skip
+            say(f"warning: checkpoint {step} is not written: it may need {utils.size(size)} and {self.folder} has "
+                f"{utils.size(free)} free; the older ones stay, and the next save tries again")  # fmt: skip
             return
         meta = dict(about, step=step, sequences=sequences, fingerprint=np.asarray(fingerprint(state)).tolist())
+        meta["sum"] = meta_sum(meta)
         storage = jax.tree.map(stored_in_chunks, state)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state, storage), meta=ocp.args.JsonSave(meta))
         self.manager.save(step, args=args, force=True, metrics=None if val_loss is None else {"val_loss": val_loss})
@@ -156,39 +246,54 @@ class Checkpoints:
         """
         self.settle()
         steps = sorted((s for s in self.steps() if s < before), key=lambda s: (s % multiple == 0, s), reverse=True)
-        state, meta, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps)
+        advice = ("give another --name, or the values it had",
+                  "give another --name, or remove that folder to start again")  # fmt: skip
+        found, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), shapes_of(abstract), steps, say, advice)
         if damaged:
             self._set_aside(damaged)
-            say(f"warning: going on from checkpoint {meta['step']}; the steps from {meta['step'] + 1} to {damaged[0]} "
-                f"were lost and are run again, the damaged checkpoints stand in {self.folder}-damaged")  # fmt: skip
-        self.saved = self.on_disk = meta and meta["step"]
+            say(f"warning: going on from checkpoint {found[1]['step']}; the steps from {found[1]['step'] + 1} to "
+                f"{damaged[0]} were lost and are run again, the damaged checkpoints stand in "
+                f"{self.folder}-damaged")  # fmt: skip
+        self.saved = self.on_disk = found and found[1]["step"]
         for step in self.steps() if before < math.inf else []:
             if step > (self.saved or 0):
                 self.manager.delete(step)
-        return None if state is None else (state, meta)
+        return found
 
     def restore_params(self, abstract):
         """Parameters alone of the newest sound checkpoint, as `abstract`. Raises UserError where there is none."""
         item = {"params": abstract}
         args = ocp.args.PyTreeRestore(item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
-        state, _, _ = self._newest_sound(args, self.steps())
-        if state is None:
+        tell = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
+        advice = "restore the run's config.json", "take another run"
+        found, damaged = self._newest_sound(args, shapes_of(item), self.steps(), tell, advice)
+        if found is None:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")
-        return state["params"]
+        other = self.explain and self.explain(found[1].get("config"), {})
+        if other:
+            raise UserError(f"{self.folder}: checkpoint {found[1]['step']} is of a model with other flags ({other}); "
+                            f"{advice[0]}.")  # fmt: skip
+        if damaged:
+            tell(f"warning: the parameters are those of checkpoint {found[1]['step']}")
+        return found[0]["params"]
 
-    def _newest_sound(self, args, steps):
-        """(what `args` read of the first sound checkpoint of `steps`, its meta, those before, which are damaged); where
-        there are no checkpoints (None, None, []). Raises UserError where all are damaged."""
+    def _newest_sound(self, args, shapes, steps, tell, advice):
+        """((what `args` read of the first sound checkpoint of `steps`, its meta), those before, which are damaged);
+        (None, []) where there are no checkpoints. shapes: {path: shape} of what is read.
+
+        Where none is sound it raises UserError, which ends with advice[0] where one has other shapes, else advice[1].
+        """
         args = ocp.args.Composite(state=args, meta=ocp.args.JsonRestore())
         # Each process reads by itself: one that finds damage would leave the others in Orbax's barriers.
         me = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
         reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
-        damaged = []
+        damaged, unfit = [], ""
         for step in steps:
-            reason = ""
+            reason, found = "", None
             try:
                 found = reader.restore(self.folder / str(step), args=args)
+                reason = "" if is_sound(found.meta) else "what stands beside its arrays is not what was saved"
             except Exception as e:  # whatever a damaged file makes the libraries raise
                 reason = first_line(e)
             if not all_of(not reason):
@@ -196,14 +301,33 @@ class Checkpoints:
             else:
                 saved = np.asarray(fingerprint(found.state)).tolist()
                 if saved == found.meta["fingerprint"][: len(saved)]:  # parameters are a state's first leaves
-                    return found.state, found.meta, damaged
+                    return (found.state, found.meta), damaged
                 reason = "its contents are not those that were saved"
-            say(f"warning: checkpoint {step} is damaged ({reason})")
+            if other := self._misfit(step, shapes):
+                unfit = unfit or f"checkpoint {step} is of a model with other flags ({other}); {advice[0]}"
+            else:
+                tell(f"warning: checkpoint {step} is damaged ({reason})")
             damaged.append(step)
         if damaged:
-            raise UserError(f"--name: every checkpoint in {self.folder} is damaged ({', '.join(map(str, damaged))}); "
-                            f"give another --name, or remove that folder to start again.")  # fmt: skip
-        return None, None, []
+            every = f"every checkpoint in here is damaged ({', '.join(map(str, damaged))}); {advice[1]}"
+            raise UserError(f"{self.folder}: {unfit or every}.")
+        return None, []
+
+    def _misfit(self, step, shapes):
+        """How the arrays of a checkpoint differ from {path: shape} `shapes`, which may lack the optimizer's; "" where
+        they do not, or nothing tells."""
+        try:
+            there = shapes_of(ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state").tree)
+        except Exception:  # as above
+            return ""
+        parts = {leaf.split(".")[0] for leaf in shapes}
+        there = {leaf: shape for leaf, shape in there.items() if leaf.split(".")[0] in parts}
+        differs = first_misfit(there, shapes)
+        if differs and self.explain:
+            with contextlib.suppress(ValueError, UserError):
+                meta = utils.read_json(str(self.folder), str(step), "meta", "metadata")
+                differs = self.explain(meta.get("config"), there) or differs
+        return differs
 
     def _set_aside(self, steps):
         aside = self.folder.parent / f"{self.folder.name}-damaged"

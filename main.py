@@ -49,7 +49,7 @@ from tqdm import tqdm
 
 import decoding
 import model
-from checkpointing import Checkpoints
+from checkpointing import Checkpoints, shapes_of
 from dataset import Mixture, Prefetch, put_batch
 from processes import (
     ANOTHER,
@@ -150,6 +150,36 @@ def init_state(cfg, abstract, optimizer, params=None):
     return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
 
 
+def other_flags(cfg, kept, there):
+    """In words: the flags of the model that are not those of a checkpoint with arrays of the shapes {path: shape}
+    `there`. kept: {flag: value} that it was saved with; for None, in older ones, it is found out if it is one flag."""
+    free = utils.free_of_weights(cfg.model.architecture)
+    now, kept = {flag: value for flag, value in vars(cfg.model).items() if flag not in free}, kept or {}
+    differ = {flag: kept[flag] for flag in now if flag in kept and kept[flag] != now[flag]}
+    if not kept and (wanted := {path: shape for path, shape in there.items() if path.startswith("params.")}):
+        fitting = (other for other in neighbours(now, wanted) if parameter_shapes(cfg, *other) == wanted)
+        differ = dict(itertools.islice(fitting, 1))
+    return ", ".join(f"--{flag} was {value} and is now {now[flag]}" for flag, value in differ.items())
+
+
+def neighbours(flags, shapes):
+    """Yield each (flag, value) that differs from {flag: value} `flags` and may give parameters of `shapes`."""
+    sizes = sorted({*range(10), *itertools.chain(*shapes.values())})
+    for flag, value in flags.items():
+        known = [True, False] if isinstance(value, bool) else sizes if isinstance(value, int) else []
+        for other in ["swiglu", "gelu"] if flag == "activation" else known:
+            if other != value:
+                yield flag, other
+
+
+def parameter_shapes(cfg, flag, value):
+    """{path: shape} of the parameters of `cfg` with the flag of the model changed, or {} where that is no model."""
+    with contextlib.suppress(ArithmeticError, ValueError):
+        table = model.param_table(utils.replace(cfg, **{flag: value}))
+        return shapes_of({"params": model.table_map(lambda p: np.broadcast_to(0, p.shape), table)})
+    return {}
+
+
 def open_weights(folder):
     """({flag: value} of the model in `folder`, load), where load(abstract) places its parameters as `abstract_params`.
 
@@ -165,7 +195,8 @@ def open_weights(folder):
         raise UserError(f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a "
                         f"config.json).")  # fmt: skip
     flags = model_of_run(config, folder)
-    return flags, Checkpoints(os.path.join(folder, "checkpoints")).restore_params
+    explain = functools.partial(other_flags, utils.replace(utils.Config(), pp_interleave=1, **flags))
+    return flags, Checkpoints(os.path.join(folder, "checkpoints"), explain=explain).restore_params
 
 
 def model_of_run(config, folder):
@@ -385,7 +416,7 @@ def train_in_folder(cfg, given, load):
 
     # --- Restore
     checkpoints = Checkpoints(os.path.join(cfg.run.folder, "checkpoints"), cfg.run.keep_checkpoints, cfg.run.keep_every,
-                              cfg.run.keep_best)  # fmt: skip
+                              cfg.run.keep_best, functools.partial(other_flags, in_a_row))  # fmt: skip
 
     def beginning():
         params = load(stored.params) if load else None
@@ -424,7 +455,8 @@ def train_in_folder(cfg, given, load):
     log = RunLog(cfg, step, main_process)
     peak = platforms.peak_flops(kind)
     at_peak = peak and peak * cfg.run.n_devices / model.flops_per_token(cfg)  # tokens per second
-    about = dict(mesh=[dp, pp, tp], versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)})
+    about = dict(mesh=[dp, pp, tp], versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)},
+                 config=utils.to_resume(cfg, data))  # fmt: skip
     if main_process:
         config = dict(utils.flatten(cfg), data_fingerprint=data)
         config["encoding"] = keep_tokenizer(cfg.run.folder, train.tokenizer)

@@ -492,10 +492,15 @@ FREE_OF_WEIGHTS = set(
 )
 
 
+def free_of_weights(architecture):
+    """Flags of the model that may differ between weights and what uses them; GPT-2 learns its positions."""
+    return FREE_OF_WEIGHTS | ({"T"} if architecture == "deepseek" else set())
+
+
 def adopt(cfg, given, flags):
     """`cfg` with the architecture {flag: value} of the weights in --init_from. Raises UserError where a flag was given
     another value."""
-    free = FREE_OF_WEIGHTS | ({"T"} if flags["architecture"] == "deepseek" else set())  # GPT-2 learns its positions
+    free = free_of_weights(flags["architecture"])
     flags = {name: value for name, value in flags.items() if name not in free}
     for name, value in flags.items():
         if name in given and flatten(cfg)[name] != value:
@@ -526,13 +531,40 @@ def check_stored(config, folder, needed):
             raise UserError(f"{path}: {name} is {value!r:.40}, which no run has; put back what it was.")
 
 
+def to_resume(cfg, data):
+    """What `resume` reads of config.json, which every checkpoint keeps too: a run is more than that file."""
+    now = flatten(cfg)
+    wanted = {"bucket_name", "n_device_axis", "train_batch_size", "val_batch_size", "grad_step"}
+    wanted |= now.keys() - FREE_ON_RESUME
+    return {name: now[name] for name in now if name in wanted} | dict(data_fingerprint=data)
+
+
+def stored_config(folder):
+    """config.json of a run directory, or where that is missing what the newest checkpoint that has it keeps of it; {}
+    where there is neither."""
+    if stored := run_config(folder):
+        return stored
+    fs, there = fsspec.core.url_to_fs(os.path.join(folder, "checkpoints"))
+    with contextlib.suppress(FileNotFoundError):
+        steps = [name for path in persist(lambda: fs.ls(there, detail=False), folder)
+                 if (name := os.path.basename(path.rstrip("/"))).isdigit()]  # fmt: skip
+        for step in sorted(steps, key=int, reverse=True):
+            with contextlib.suppress(ValueError, AttributeError, UserError):  # a damaged one
+                if stored := read_json(folder, "checkpoints", step, "meta", "metadata").get("config"):
+                    return stored
+        if steps:
+            say(f"warning: {folder} holds no config.json and its checkpoints are of an older version, which kept no "
+                f"flags; that they are those of before is taken on trust")  # fmt: skip
+    return {}
+
+
 def resume(cfg, given, data):
     """`cfg`, fitted to the run that --name resumes where there is one; data: fingerprint of the shards.
 
     The global batch train_batch_size x dp x grad_step must stay; where dp or grad_step changed and the batch size was
     not given, it follows (val_batch_size x dp likewise). Raises UserError with what differs.
     """
-    stored = run_config(cfg.run.folder)
+    stored = stored_config(cfg.run.folder)
     if not stored:
         return cfg
     if "data_fingerprint" not in stored:
@@ -653,6 +685,13 @@ def read_json(*path):
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds {content!r:.40}, not a JSON object; put back what it was.")
     return content
+
+
+def size(n, of=1000):
+    """Bytes in a unit that fits, of 1000 or of 1024 of the one below: 999 B, 16.00 KiB, 0.12 GB."""
+    power = max(p for p in range(4) if p == 0 or n >= 0.1 * of**p)
+    unit = ("i" if of == 1024 and power else "") + "B"
+    return f"{n / of**power:.{2 * bool(power)}f} {' KMG'[power].strip()}{unit}"
 
 
 def say(*words):

@@ -66,8 +66,9 @@ def about(checkpoints, step):
     what can be read."""
     folder, known = str(checkpoints.folder / str(step)), dict(meta={}, val_loss=None, date=None)
     try:
-        known["meta"] = checkpoints.meta(step)
-        known["val_loss"] = (checkpoints.manager.metrics(step) or {}).get("val_loss")
+        known["val_loss"] = checkpoints.val_loss(step)
+        meta = checkpoints.meta(step)
+        known["meta"] = meta if checkpointing.is_sound(meta) else {}
         known["date"] = checkpoints.manager.metadata(step).commit_timestamp_nsecs / 1e9
     except Exception:  # whatever a damaged file makes the libraries raise; `verify` says what
         pass
@@ -93,10 +94,6 @@ def kept(checkpoints, options, config, every):
     return reasons
 
 
-def size(n):
-    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
-
-
 def show(every, reasons):
     """Print a line for each checkpoint."""
     rows = [["step", "written", "size", "mesh", "sequences", "val loss", "kept", "versions"]]
@@ -104,7 +101,7 @@ def show(every, reasons):
         meta, date = one["meta"], one["date"]
         versions = " ".join(f"{name.split('.')[0]} {v}" for name, v in meta.get("versions", {}).items())
         rows.append([str(step), time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) if date else "?",
-                     size(one["size"]), "x".join(map(str, meta.get("mesh", ["?"]))),
+                     utils.size(one["size"]), "x".join(map(str, meta.get("mesh", ["?"]))),
                      f"{meta['sequences']:,}" if meta else "?",
                      "-" if one["val_loss"] is None else f"{one['val_loss']:.4f}", "+".join(reasons[step]) or "-",
                      versions])  # fmt: skip
@@ -121,12 +118,15 @@ def complaint(checkpoints, step):
             tree = reader.metadata(folder).item_metadata.tree
             arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
             state = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=arrays))
-        saved = checkpoints.meta(step)["fingerprint"]
+        meta = checkpoints.meta(step)
+        checkpoints.val_loss(step)
     except Exception as e:  # whatever a damaged file makes the libraries raise
         return checkpointing.first_line(e)
+    if not checkpointing.is_sound(meta):
+        return "what stands beside its arrays is not what was saved"
     sums = [int(np.asarray(x).view(np.uint32).sum(dtype=np.uint32)) for x in jax.tree.leaves(state)]
     # in any order: a state's leaves come otherwise out of a file
-    return None if sorted(sums) == sorted(saved) else "its contents are not those that were saved"
+    return None if sorted(sums) == sorted(meta["fingerprint"]) else "its contents are not those that were saved"
 
 
 def main(options):
@@ -158,7 +158,7 @@ def look_at(options):
     if options.command == "list":
         return show(every, reasons)
     for step in (step for step in sorted(steps) if not reasons[step]):
-        print(f"{step}  {'would be deleted' if options.dry_run else 'deleted'}, {size(every[step]['size'])}")
+        print(f"{step}  {'would be deleted' if options.dry_run else 'deleted'}, {utils.size(every[step]['size'])}")
         if not options.dry_run:
             checkpoints.manager.delete(step)
 

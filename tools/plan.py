@@ -28,7 +28,7 @@ import main as training
 import model
 import utils
 from tools import costs, hlo
-from utils import UserError, say
+from utils import UserError, say, size
 
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
@@ -243,10 +243,6 @@ def answer(cfg, machine, compiled=None, too_large=None):
     )  # fmt: skip
 
 
-def giga(n_bytes):
-    return f"{n_bytes / 2**30:.2f} GiB"
-
-
 def report(cfg, machine, a):
     """The plan in words, as a list of lines."""
     m, s, p = a.memory, a.seconds, a.parameters
@@ -256,8 +252,8 @@ def report(cfg, machine, a):
         f"{a.tokens:,} tokens a step",
         f"parameters   {p['total']:,} total, {p['active']:,} active per token, both without the {p['embedding']:,} of "
         f"the embedding",
-        "memory       " + ", ".join(f"{part} {giga(m[part])}" for part in m if part not in ("total", "limit")),
-        f"             {giga(m['total'])} of a chip's {giga(m['limit'])}",
+        "memory       " + ", ".join(f"{part} {size(m[part], 1024)}" for part in m if part not in ("total", "limit")),
+        f"             {size(m['total'], 1024)} of a chip's {size(m['limit'], 1024)}",
         f"operations   {a.flops['program'] / 1e12:.2f} TFLOP of matrix products per chip, "
         f"{a.flops['program'] / a.flops['model']:.2f} x the model's own",
     ]  # fmt: skip
@@ -353,7 +349,7 @@ def advise(cfg, machine, a):
         if best is None:
             return "no single flag helps by more than 2%, as far as the formulas know"
         return f"{changed(cfg, best)} would help most: by {gain / now.seconds['step']:.0%} of the step, as formulas go"
-    lacks = f"does not fit: it needs {giga(-spare)} more than a chip's {giga(a.memory['limit'])}"
+    lacks = f"does not fit: it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
     if best is None:
         return f"{lacks}, and no single flag would make it fit; take more chips or a smaller model"
     return f"{lacks}; {changed(cfg, best)} would make it fit, as formulas go"
@@ -394,7 +390,7 @@ def table(found):
     for _, a in found[:LISTED]:
         why = ""
         if not a.fits:
-            why = f"does not fit: {giga(a.memory['total'] - a.memory['limit'])} more than there is"
+            why = f"does not fit: {size(a.memory['total'] - a.memory['limit'], 1024)} more than there is"
         elif a is not first:
             parts = (a.seconds | first.seconds).keys() - {"step"}
             more = {part: a.seconds.get(part, 0) - first.seconds.get(part, 0) for part in parts}
