@@ -8,6 +8,7 @@ import interrupts
 if __name__ in interrupts.PROGRAM:
     interrupts.at_once(interrupts.NOTHING_LOST, __name__)
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -62,7 +63,7 @@ from processes import (
     join_processes,
     together,
 )
-from runlog import RunLog, check_login, duration, progress, uploading
+from runlog import Pace, RunLog, check_login, duration, progress, uploading
 from tokenization import keep_tokenizer, text_of
 
 
@@ -473,14 +474,6 @@ def train_in_folder(cfg, given, load):
         rows = [itertools.takewhile(lambda t: t != encoding.eot_token, row[1:]) for row in ids]  # the first is one too
         log.text(step, [text_of(encoding, row) for row in rows])
 
-    def now():
-        """(time, seconds waited for data so far)."""
-        return time.time(), batches.waited
-
-    def waited(since):
-        """Share of the time since an earlier `now()` in which the devices had nothing to do but wait for data."""
-        return (batches.waited - since[1]) / (time.time() - since[0])
-
     def at_stake():
         """Steps that are in no checkpoint yet, in words."""
         first = (checkpoints.on_disk or 0) + 1
@@ -502,14 +495,14 @@ def train_in_folder(cfg, given, load):
                 faults["back"] = dict(before=step + 1 - faults["in_a_row"], sequences=sequences,
                                       bad_steps=faults["bad_steps"])  # fmt: skip
         row["bad_steps"] = faults["bad_steps"]
-        return row | {"tokens_per_second": per_step * train.T / (time.time() - clock[0]), "data/wait": waited(clock)}
+        return row | pace.step()
 
     # --- Loop: the host runs one step ahead of the devices, so metrics are fetched a step late
     quiet = not (main_process and sys.stderr.isatty())
     bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=quiet)
     watchdog = Watchdog(cfg)
-    clock = last_line = now()  # where a step's interval begins; where that of a printed line does
-    began, first_step = clock[0], step  # of training; moved on by the time spent off it
+    pace = Pace(per_step * train.T, batches.waited)
+    began, first_step = time.time(), step  # of training; moved on by the time spent off it
     row = None  # of the last step, where it is fetched and not logged
     # until all is written: a signal may reach this process when all have agreed to stop
     with Interrupt(at_stake) as interrupt:
@@ -531,14 +524,15 @@ def train_in_folder(cfg, given, load):
                         f"(return {faults['returns']} of {MOST_RETURNS})")  # fmt: skip
                     batches, interrupt.earlier = read_on(), 0  # what could not be read before may be skipped now
                     log.rewind(step)
-                    clock = last_line = now()
-                    began, first_step = clock[0], step
+                    pace.close()
+                    pace = Pace(per_step * train.T, batches.waited)
+                    began, first_step = time.time(), step
                 watchdog.begin("training", step + 1)
                 state, metrics = train_step(state, *next(batches))
+                pace.launched(metrics, batches.waited)
                 step, sequences = step + 1, sequences + per_step
                 if pending:
                     log.metrics(fetch(*pending))
-                    clock = now()
                 pending = (step, sequences, metrics)
                 bar.update(step - bar.n)
                 # Of several processes each must know of the step after next, since what they agree on comes a step late
@@ -549,13 +543,13 @@ def train_in_folder(cfg, given, load):
                 saves = stop or step % cfg.run.save_steps == 0
                 if not (scheduled or saves):
                     continue
-                row, wait, pending = fetch(*pending), waited(last_line), None
+                row, pending = fetch(*pending), None
                 off = time.time()
                 if scheduled or (stop and not signalled):
                     watchdog.begin("evaluation", step)
                     row |= evaluate(state.params)
                     left = (off - began) / (step - first_step) * (cfg.run.training_steps - step)
-                    progress(cfg, row, left, wait, val.bytes_per_token, at_peak)
+                    progress(cfg, row | pace.since_last(), left, val.bytes_per_token, at_peak)
                 log.metrics(row)
                 if scheduled or stop:
                     log.plots()
@@ -570,10 +564,8 @@ def train_in_folder(cfg, given, load):
                 if saves and not signalled:
                     watchdog.begin("sampling", step)
                     sample(state)
-                clock = now()
-                began += clock[0] - off
-                if scheduled:
-                    last_line = clock
+                pace.on(batches.waited)
+                began += time.time() - off
                 if stop:
                     break
         except UserError:  # of all processes, at the same step: storage failed; keep what was reached
@@ -585,6 +577,7 @@ def train_in_folder(cfg, given, load):
             raise
         finally:
             watchdog.over.set()
+            pace.close()
             bar.close()
             checkpoints.close()
             log.close()

@@ -11,13 +11,15 @@ import secrets
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
-from utils import UserError, flatten, is_remote, read_file, say, write_file
+from utils import UserError, flatten, is_remote, read_file, say, to_json, write_file
 
 
 def duration(seconds):
@@ -28,9 +30,53 @@ def duration(seconds):
     return f"{d}d{h:02d}h" if d else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
 
 
-def progress(cfg, row, left, wait, bytes_per_token, at_peak):
-    """Print the line of an evaluation. row: the step's metrics; left: seconds to the end; wait: share of the time that
-    was spent waiting for data; at_peak: tokens per second at the devices' peak, or None."""
+class Pace:
+    """How fast steps of `tokens` tokens are done. The host sees some of them late, and then several at once; a thread
+    waits for each, so that a step takes from when the devices had done the one before, or turned to training again, to
+    when they had done it. waited: seconds so far in which the devices had nothing to do but wait for data."""
+
+    def __init__(self, tokens, waited):
+        self.tokens, self.worker, self.launches = tokens, ThreadPoolExecutor(1, "pace"), deque()
+        self.steps, self.newest = [], deque(maxlen=10)  # (seconds, of these waited): since the last line, the last ten
+        self.on(waited)
+
+    def on(self, waited):
+        """The devices turn to training, and have done all before."""
+        self.before, self.waited = time.time(), waited
+
+    def launched(self, metrics, waited):
+        """The next step is on the devices' list; metrics: of its results."""
+        end = self.worker.submit(lambda: (jax.block_until_ready(metrics), time.time())[1])
+        self.launches.append((end, waited - self.waited))
+        self.waited = waited
+
+    def step(self):
+        """{"tokens_per_second", "data/wait": share of the time}, means of ten steps up to the first launched one that
+        was not asked for: on a busy machine the thread too may see two ends at once."""
+        end, waited = self.launches.popleft()
+        seconds, self.before = end.result() - self.before, end.result()
+        self.steps.append((seconds, waited))
+        self.newest.append((seconds, waited))
+        return self._mean(self.newest)
+
+    def since_last(self):
+        """The same, means of all steps since the last call."""
+        steps, self.steps = self.steps, []
+        return self._mean(steps)
+
+    def _mean(self, steps):
+        seconds, waited = map(sum, zip(*steps))
+        seconds = max(1e-9, seconds)
+        return {"tokens_per_second": self.tokens * len(steps) / seconds, "data/wait": min(1.0, waited / seconds)}
+
+    def close(self):
+        """Wait for no more steps."""
+        self.worker.shutdown(wait=False)
+
+
+def progress(cfg, row, left, bytes_per_token, at_peak):
+    """Print the line of an evaluation. row: the step's metrics, with the pace since the last line; left: seconds to the
+    end; at_peak: tokens per second at the devices' peak, or None."""
     parts = [f"step {row['step']}/{cfg.run.training_steps}", f"train {row['loss/train_loss']:.4f}",
              f"val {row['loss/val_loss']:.4f}"]  # fmt: skip
     if bytes_per_token:
@@ -39,8 +85,8 @@ def progress(cfg, row, left, wait, bytes_per_token, at_peak):
     if at_peak:
         parts.append(f"MFU {row['tokens_per_second'] / at_peak:.1%}")
     parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{duration(left)} left"]
-    if wait > 0.05:
-        parts.append(f"storage is too slow: {wait:.0%} of the time was spent waiting for data")
+    if row["data/wait"] > 0.05:
+        parts.append(f"storage is too slow: {row['data/wait']:.0%} of the time was spent waiting for data")
     with contextlib.suppress(OSError):  # as in `say`
         tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
         sys.stdout.flush()
@@ -144,7 +190,7 @@ class RunLog:
         return os.path.join(self.dir, name)
 
     def _write_metrics(self):
-        write_file(self.path("metrics.jsonl"), "".join(json.dumps(row) + "\n" for row in self.history))
+        write_file(self.path("metrics.jsonl"), "".join(to_json(row) + "\n" for row in self.history))
 
     def _rewind(self, step):
         self.history = [row for row in self.history if row["step"] <= step]
@@ -177,7 +223,7 @@ class RunLog:
             self.history.append(row)
             if not is_remote(self.dir):
                 with open(self.path("metrics.jsonl"), "a") as f:
-                    f.write(json.dumps(row) + "\n")
+                    f.write(to_json(row) + "\n")
             if self.wandb:
                 self.wandb.log({key: v for key, v in row.items() if key != "step"}, step=row["step"])
 

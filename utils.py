@@ -687,6 +687,19 @@ def read_json(*path):
     return content
 
 
+def to_json(content, **settings):
+    """JSON of `content`, with null for numbers that are not finite, since it has no others; settings: of json.dumps."""
+
+    def finite(x):
+        if isinstance(x, dict):
+            return {key: finite(value) for key, value in x.items()}
+        if isinstance(x, list | tuple):
+            return [finite(value) for value in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(finite(content), **settings)
+
+
 def size(n, of=1000):
     """Bytes in a unit that fits, of 1000 or of 1024 of the one below: 999 B, 16.00 KiB, 0.12 GB."""
     power = max(p for p in range(4) if p == 0 or n >= 0.1 * of**p)

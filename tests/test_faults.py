@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import math
 import os
 import random
 import re
@@ -12,7 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import wait
 from types import SimpleNamespace
 
 import jax
@@ -141,14 +144,48 @@ def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
     for step, loss in enumerate(losses, 1):
         log.metrics({"step": step, "loss/train_loss": float(loss)})
     log.close()
-    counts = [json.loads(line)["loss_spikes"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows if row["loss/train_loss"] is None] == [62]
+    counts = [row["loss_spikes"] for row in rows]
     assert np.flatnonzero(np.diff(counts)).tolist() == [119]  # not the first of all, where no mean is known yet
     assert capsys.readouterr().out.count("is a spike") == 1
-    log = runlog.RunLog(cfg, 130, True)
-    log.metrics({"step": 131, "loss/train_loss": 4.5})
-    log.close()
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["loss_spikes"] == 2
+    written = metrics.read_text()
+    for before in (written, written.replace("null", "NaN").replace("9.0,", "Infinity,")):  # as older versions wrote
+        metrics.write_text(before)
+        log = runlog.RunLog(cfg, 130, True)
+        log.metrics({"step": 131, "loss/train_loss": 4.5})
+        log.plots()
+        log.close()
+        rows = [json.loads(line, parse_constant=pytest.fail) for line in metrics.read_text().splitlines()]
+        assert rows[-1]["loss_spikes"] == 2 and rows[61]["loss/train_loss"] is None
+    assert "could not be written" not in capsys.readouterr().err
+    assert utils.to_json({"a": [math.inf, (math.nan, 1.5)], "b": 2}) == '{"a": [null, [null, 1.5]], "b": 2}'
     assert not runlog.is_spike(9.0, [3.0, 3.1] * 50, 0)
+
+
+def test_the_pace_is_that_of_the_devices_however_late_the_host_looks(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(runlog.time, "time", lambda: now)
+    monkeypatch.setattr(runlog.jax, "block_until_ready", threading.Event.wait)
+    pace, ends = runlog.Pace(tokens=100, waited=0.5), [threading.Event() for _ in range(3)]
+    for end, waited in zip(ends, [0.5, 1.5, 1.5]):
+        pace.launched(end, waited)
+    for now, end in zip([2.0, 4.0, 6.0], ends):
+        end.set()
+        wait([pace.launches[ends.index(end)][0]])
+    now = 60.0
+    assert pace.step() == {"tokens_per_second": 50, "data/wait": 0}
+    assert pace.step() == {"tokens_per_second": 50, "data/wait": 0.25} == pace.step() | {"data/wait": 0.25}
+    assert pace.since_last() == {"tokens_per_second": 50, "data/wait": 1 / 6}
+    pace.on(7.0)  # after a minute of evaluation
+    end = threading.Event()
+    pace.launched(end, 7.0)
+    now = 60.5
+    end.set()
+    pace.step()
+    assert pace.since_last() == {"tokens_per_second": 200, "data/wait": 0}
+    pace.close()
 
 
 # --- Checkpoints --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ alike, and the first round of each is not counted. Speeds are medians over round
 
 import contextlib
 import importlib.util
-import json
 import math
 import multiprocessing
 import os
@@ -295,7 +294,7 @@ def main(argv):
           f"{rows[0]['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps")  # fmt: skip
     print("\n".join(table(rows)))
     if own.json:
-        utils.write_file(own.json, json.dumps(where | dict(configurations=rows), indent=1) + "\n")
+        utils.write_file(own.json, utils.to_json(where | dict(configurations=rows), indent=1) + "\n")
     return rows
 
 

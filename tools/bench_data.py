@@ -152,7 +152,7 @@ def main():
         verdict = "" if wanted is None else f"  {'ok' if value >= wanted else 'BELOW'}, should be at least {wanted:,}"
         print(f"{name:45} {value:15,.2f}{verdict}", flush=True)
     if args.json:
-        utils.write_file(args.json, json.dumps({name: value for name, (value, _) in table.items()}, indent=1) + "\n")
+        utils.write_file(args.json, utils.to_json({name: value for name, (value, _) in table.items()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def main(options):
     except UserError as e:  # the modules that read shards and text know them by the flags of other programs
         raise UserError(str(e).replace("--bucket_name", "--data").replace("--source", "--data")) from None
     if options.json:
-        print(json.dumps(results))
+        print(utils.to_json(results))
     else:
         print("\n".join(line for rows in results.values() if rows for line in table(rows)))
     return results

@@ -8,7 +8,6 @@ Every point is the real train step, compiled for a slice of TPU v4 by the TPU co
 
 import importlib.util
 import io
-import json
 import sys
 import time
 from pathlib import Path
@@ -126,7 +125,7 @@ def main(argv):
             found.setdefault(name, {})[x] = point
             print(line(x, point), flush=True)
             if own.json:  # at every point, not to lose what took a minute each
-                utils.write_file(own.json, json.dumps(found, indent=1) + "\n")
+                utils.write_file(own.json, utils.to_json(found, indent=1) + "\n")
             if own.plot:
                 utils.write_file(own.plot, draw(found))
     return found

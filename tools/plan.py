@@ -9,7 +9,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -454,7 +453,7 @@ def main(cfg, given):
         content = a._asdict() | dict(fits=a.fits, advice=advice)
         if found:
             content["search"] = [other._asdict() | dict(fits=other.fits) for _, other in found]
-        utils.write_file(asked.plan_json, json.dumps(content, indent=1) + "\n")
+        utils.write_file(asked.plan_json, utils.to_json(content, indent=1) + "\n")
     if asked.plan_dump:
         if asked.search and a.compiled and a.fits:
             text = ask_compiler(cfg, machine).text
