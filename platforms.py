@@ -1,6 +1,8 @@
 """The devices that jax will find: which kind, the flags that XLA needs for it, its peak. No jax in here."""
 
+import contextlib
 import glob
+import importlib.metadata
 import importlib.util
 import os
 
@@ -25,9 +27,34 @@ def platform():
     return "cpu"
 
 
+def may_have_tpu():
+    """Whether anything here hints at a TPU: its device files or chips, or what its hosts have in the environment."""
+    devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*")
+    told = [name for name in os.environ if name.startswith("TPU_") and name != "TPU_LIBRARY_PATH"]
+    return bool(devices or told or any(map(is_google, glob.glob("/sys/bus/pci/devices/*/vendor"))))
+
+
+def is_google(path):
+    """Whether the vendor in a file of the PCI bus is Google, which makes TPUs."""
+    with contextlib.suppress(OSError), open(path) as f:
+        return f.read().strip() == "0x1ae0"
+    return False
+
+
+def other_plugins():
+    """Whether jax finds plugins for devices other than TPUs."""
+    return bool(importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins"))
+
+
 def set_xla_flags(n_devices, num_processes=1):
     """Add this platform's XLA flags to the environment; what the user has set there stays and wins. Of n_devices
-    simulated ones each process gets its part."""
+    simulated ones each process gets its part.
+
+    Where libtpu is installed and there is no TPU, jax is told to leave it: it complains for lines that it finds none.
+    """
+    if not os.environ.get("JAX_PLATFORMS") and importlib.util.find_spec("libtpu"):
+        if not may_have_tpu() and not other_plugins():
+            os.environ["JAX_PLATFORMS"] = "cpu"
     now, flags = os.environ.get("XLA_FLAGS", ""), list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")

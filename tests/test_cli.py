@@ -1,6 +1,7 @@
 """The command line: every flag reaches its field, every field is used, and every mistake gets one sentence."""
 
 import dataclasses
+import fnmatch
 import json
 import re
 import subprocess
@@ -211,6 +212,29 @@ def test_the_users_xla_flags_win(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     platforms.set_xla_flags(8)
     assert "--xla_force_host_platform_device_count=8" in utils.os.environ["XLA_FLAGS"]
+
+
+@pytest.mark.parametrize("hint, chosen", [
+    ({}, "cpu"), ({"env": {"JAX_PLATFORMS": "tpu,cpu"}}, "tpu,cpu"), ({"env": {"TPU_NAME": "a"}}, ""),
+    ({"files": ["/dev/vfio/1"]}, ""), ({"files": ["/dev/accel0"]}, ""), ({"files": ["/dev/accel0"], "spec": ()}, ""),
+    ({"chip": "0x1ae0"}, ""), ({"chip": "0x10de"}, "cpu"), ({"spec": ("libtpu", "jax_plugins")}, ""),
+    ({"spec": ()}, ""),
+])  # fmt: skip
+def test_libtpu_is_left_alone_where_there_is_no_tpu_and_only_there(hint, chosen, monkeypatch, tmp_path):
+    for name in [name for name in utils.os.environ if name.startswith(("TPU_", "JAX_PLATFORMS"))]:
+        monkeypatch.delenv(name)
+    for name, value in hint.get("env", {}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "vendor").write_text(hint.get("chip", "0x8086") + "\n")
+    chips = {"/sys/bus/pci/devices/*/vendor": [tmp_path / "vendor"]}
+    matching = lambda pattern: chips.get(pattern, fnmatch.filter(hint.get("files", []), pattern))  # noqa: E731
+    monkeypatch.setattr(platforms.glob, "glob", matching)
+    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda n: n in hint.get("spec", ("libtpu",)) or None)
+    monkeypatch.setattr(platforms.importlib.metadata, "entry_points", lambda group: [])
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("JAX_PLATFORMS", utils.os.environ.get("JAX_PLATFORMS", ""))  # to be put back
+    platforms.set_xla_flags(0)
+    assert utils.os.environ["JAX_PLATFORMS"] == chosen
 
 
 def test_a_run_directory_holds_what_is_promised(train, tmp_path):
