@@ -2,12 +2,14 @@
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import math
 import os
 import re
 import sys
+import typing
 from typing import Annotated, get_args, get_type_hints
 
 import tyro
@@ -19,7 +21,9 @@ from utils import (
     Config,
     Model,
     UserError,
+    complaint,
     flatten,
+    follow,
     is_remote,
     one_sentence,
     replace,
@@ -53,6 +57,7 @@ def parse(argv, load=load_tokenizer):
             raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
                             f"tokens; give at least that many, or leave the flag out.")  # fmt: skip
     check_least(flatten(cfg), AT_LEAST)
+    cfg = follow(cfg, given)
     if not cfg.plan.plan and (alone := [flag for flag, value in vars(cfg.plan).items() if value]):
         raise UserError(f"--{alone[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
     return cfg, given
@@ -69,7 +74,19 @@ def read_flags(kind, argv, program, **settings):
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UserError(parse_complaint(output.getvalue())) from None
+        raise UserError(complaint(boiled_down(output.getvalue()), argv, flags_of(kind))) from None
+
+
+def flags_of(kind):
+    """All flags of the dataclass `kind`, whose fields may be dataclasses in turn."""
+    kind = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+    flags = ["--help"]
+    for name, one in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(one):
+            flags += flags_of(one)
+        else:
+            flags += [f"--{name}", f"--no_{name}"] if one is bool else [f"--{name}"]
+    return flags
 
 
 def check_least(flags, least):
@@ -104,8 +121,8 @@ def is_value(value, kind):
     return isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
 
 
-def parse_complaint(box):
-    """What tyro's error box says, as one sentence: without its frame, its title and its advice."""
+def boiled_down(box):
+    """What tyro's error box says, on one line: without its frame, its title and its advice."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in box.splitlines()]
     lines = [line.strip("│─ ") for line in lines if line.strip() and line.strip()[0] not in "╭╰"]
     said = []
@@ -113,7 +130,7 @@ def parse_complaint(box):
         if not line:  # a rule across the box: advice follows
             break
         said.append(line)
-    return re.sub(r"\[/?bold\]", "", " ".join(said)).rstrip(".") + "; see --help."
+    return re.sub(r"\[/?bold\]", "", " ".join(said))
 
 
 def check_processes(cfg, given):

@@ -348,15 +348,21 @@ def data_fingerprint(*mixtures):
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def prompt_ids(cfg, encoding):
-    """Token ids of --prompt as the beginning of a document, or None where no tokeniser is known."""
-    if encoding is None:
-        return None
-    ids = [encoding.eot_token, *encoding.encode_ordinary(cfg.sample.prompt)]
-    if len(ids) + cfg.sample.max_tokens > cfg.model.T:
-        raise UserError(f"--max_tokens {cfg.sample.max_tokens}: the prompt's {len(ids)} tokens and these are more than "
-                        f"--T {cfg.model.T}.")  # fmt: skip
-    return np.array(ids, np.int32)
+def with_prompt(cfg, given, encoding):
+    """(`cfg`, token ids of --prompt as the beginning of a document), of which what was not given is cut so that both
+    and --max_tokens fit in --T; the ids are None where no tokeniser is known or T leaves no room for a sample."""
+    if encoding is None or cfg.model.T < 2:
+        return cfg, None
+    ids, tokens = [encoding.eot_token, *encoding.encode_ordinary(cfg.sample.prompt)], cfg.sample.max_tokens
+    if "prompt" not in given:
+        ids = ids[: max(1, cfg.model.T - (tokens if "max_tokens" in given else 1))]
+    if "max_tokens" not in given:
+        tokens = max(1, min(tokens, cfg.model.T - len(ids)))
+    if len(ids) + tokens > cfg.model.T:
+        flag = f"max_tokens {tokens}" if "max_tokens" in given else "prompt"
+        raise UserError(f"--{flag}: the prompt's {len(ids)} tokens and {tokens} after it are more than --T "
+                        f"{cfg.model.T}.")  # fmt: skip
+    return utils.replace(cfg, max_tokens=tokens), np.array(ids, np.int32)
 
 
 def main(cfg, given):
@@ -395,9 +401,9 @@ def train_in_folder(cfg, given, load):
             raise UserError(f"--document_mask: nothing tells which token begins a document in {train.folder}; give its "
                             f"--tokenizer or the token id as --end_of_text.")  # fmt: skip
         cfg = utils.replace(cfg, end_of_text=encoding.eot_token)
-    cfg = utils.validate(utils.resume(cfg, given, data), jax.device_count())
+    cfg = utils.follow(utils.resume(cfg, given, data), {*given, "train_batch_size", "val_batch_size"})
+    cfg, prompt = with_prompt(utils.validate(cfg, jax.device_count()), given, encoding)
     mesh = make_mesh(cfg)
-    prompt = prompt_ids(cfg, encoding)
     dp, pp, tp = cfg.run.n_device_axis
     shape = batch_shape(cfg)
     per_step = math.prod(shape[:-1])  # sequences

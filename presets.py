@@ -1,6 +1,6 @@
 """Presets: named sets of defaults, each a model and how it is trained."""
 
-from utils import GPT2, Config, UserError, replace
+from utils import GPT2, Config, UserError, nearest, replace
 
 # minutes of training on two CPU cores, on the embedded corpus
 SMALL_RUN = dict(
@@ -61,5 +61,6 @@ PRESETS = {
 def preset(name):
     """The configuration that `--preset name` stands for."""
     if name not in PRESETS:
-        raise UserError(f"--preset {name}: no such preset; there are {', '.join(PRESETS)}.")
+        raise UserError(f"--preset {name}: no such preset{nearest(name, PRESETS)}; there are "
+                        f"{', '.join(PRESETS)}.")  # fmt: skip
     return replace(Config(), preset=name, **PRESETS[name])

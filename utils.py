@@ -4,8 +4,10 @@ Every option is declared once, as a field of one of the dataclasses below; the f
 `config.json` and the comparison on resume all derive from those fields.
 """
 
+import argparse
 import contextlib
 import dataclasses
+import difflib
 import errno
 import fcntl
 import inspect
@@ -42,6 +44,55 @@ def one_sentence(program):
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def nearest(word, known):
+    """The words "; the nearest is X" for one of the words `known`, or "" where none is near."""
+    plain = {k.strip("-").replace("-", "_").lower(): k for k in known}
+    near = difflib.get_close_matches(word.strip("-").replace("-", "_").lower(), plain, 1)
+    return f"; the nearest is {plain[near[0]]}" if near else ""
+
+
+def flags_in(argv):
+    """The words of a command line that look like flags, without =VALUE."""
+    return [word.split("=")[0] for word in argv if re.match(r"--?[A-Za-z]", word)]
+
+
+def complaint(said, argv, known):
+    """What a parser said of the command line argv, as a sentence, with the nearest of the flags `known` for one that is
+    not among them, or of the choices that it lists."""
+    said, exact = said.rstrip("."), {flag.replace("-", "_") for flag in known}
+    if re.search("unrecognized|required|missing", said, re.IGNORECASE):
+        for flag in flags_in(argv):
+            if flag.replace("-", "_") not in exact and (near := nearest(flag, known)):
+                return f"{flag}: there is no such flag{near}; see --help."
+    if choice := re.search(r"invalid choice:? '(.*?)'.*\((?:choose from )?(.*)\)", said):
+        said += nearest(choice[1], [word.strip("'\" ") for word in choice[2].split(",")])
+    return f"{said}; see --help."
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose mistakes are UserErrors, with the nearest flag, not a page of usage."""
+
+    argv, commands = (), None
+
+    def add_subparsers(self, **settings):
+        self.commands = super().add_subparsers(**settings)
+        return self.commands
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.argv = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def flags(self):
+        """All that it and its commands know."""
+        known = re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", self.format_help())
+        for command in self.commands.choices.values() if self.commands else []:
+            known += command.flags()
+        return known
+
+    def error(self, message):
+        raise UserError(complaint(message, self.argv, self.flags()))
 
 
 # --- Configuration ----------------------------------------------------------------------------------------------
@@ -467,7 +518,8 @@ def validate(cfg, n_present):
     if o.adam_b2 >= 1:
         raise UserError(f"--adam_b2 {o.adam_b2}: must be below 1.")
     if o.warmup_steps >= o.end_steps:
-        raise UserError(f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}.")
+        raise UserError(f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}; give "
+                        f"fewer, or a larger --end_steps.")  # fmt: skip
     if is_remote(r.output_dir) and not r.output_dir.startswith("gs://"):
         raise UserError(f"--output_dir {r.output_dir}: Orbax writes checkpoints to a local folder or gs:// only.")
     if not re.fullmatch(r"[\w.+=@-]+", r.name) or set(r.name) == {"."}:
@@ -484,6 +536,31 @@ def run_config(folder):
         before = stored.get("norm_eps", Model.norm_eps) if "data_fingerprint" in stored else Model.latent_norm_eps
         stored.setdefault("latent_norm_eps", before)
     return stored
+
+
+def follow(cfg, given):
+    """`cfg`, where a default that would refuse what was `given` gives way to it; whatever fits stays as it is."""
+    d, o, changed = cfg.data, cfg.optimizer, {}
+    if "k" not in given and cfg.model.n_experts:
+        changed["k"] = min(cfg.model.k, cfg.model.n_experts)
+    if "warmup_steps" not in given and o.warmup_steps >= o.end_steps:
+        changed["warmup_steps"] = o.end_steps // 10
+    sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
+    micro = d.micro_batch_size
+    if "micro_batch_size" not in given:
+        micro = changed["micro_batch_size"] = microbatches(cfg, given, sizes)
+    changed |= {flag: -(-size // micro) * micro for flag, size in sizes.items() if flag not in given}
+    return replace(cfg, **changed)
+
+
+def microbatches(cfg, given, sizes):
+    """The most microbatches, up to the default, that pp divides and that divide the `given` of the batch `sizes`, and
+    the others too if any do; where none do, as many as the default, rounded up to a multiple of pp."""
+    pp, default = max(1, cfg.run.n_device_axis[1]), cfg.data.micro_batch_size
+    fitting = [n for n in range(default, 0, -1) if n % pp == 0]
+    fitting = [n for n in fitting if not any(sizes[flag] % n for flag in sizes.keys() & given)]
+    fitting_all = [n for n in fitting if not any(size % n for size in sizes.values())]
+    return next(iter(fitting_all or fitting), -(-default // pp) * pp)
 
 
 # Flags of the model that may differ between weights and the run that begins with them.

@@ -20,6 +20,7 @@ import pyarrow.parquet
 from tqdm import tqdm
 
 import interrupts
+import utils
 from utils import UserError, is_remote, one_sentence, persist
 
 VAL_FRACTION = 0.1  # tokenize_shards.py's default; train_tokenizer.py learns from none of these documents
@@ -621,8 +622,8 @@ def dump_ranks(ranks):
     return b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in sorted(ranks.items(), key=lambda item: item[1]))
 
 
-class Parser(argparse.ArgumentParser):
-    """Help that shows the defaults; a flag that does not parse is a UserError, not a page of usage."""
+class Parser(utils.Parser):
+    """Help that shows the defaults."""
 
     def __init__(self, description):
         super().__init__(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
@@ -636,9 +637,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--text_column", default="text", help="column of a record that holds the text")
         self.add_argument("--skip_damaged", action="store_true", default=False, help="leave out, report and count "
                           "files and records that cannot be read")  # fmt: skip
-
-    def error(self, message):
-        raise UserError(f"{message}; see --help.")
 
 
 # --- Running a program ------------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import typing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT, SMALL, flags_of, run_program
 
 import cli
+import main
 import platforms
 import presets
 import utils
@@ -57,9 +59,9 @@ def test_every_flag_reaches_its_field(name, byte_ranks):
     now = utils.flatten(cfg)
     assert given == {name} and now[name] == value
     changed = {n for n in default if now[n] != default[n]}
-    expected = {"preset": {"preset", *presets.PRESETS["tiny"]}, "tokenizer": {"tokenizer", "vocab_size"}}.get(
-        name, {name}
-    )
+    batch = {"train_batch_size", "val_batch_size", "micro_batch_size"}  # which follow each other, and pp
+    expected = {"preset": {*presets.PRESETS["tiny"]}, "tokenizer": {"vocab_size"}, "n_device_axis": batch}
+    expected = {name} | expected.get(name, batch if name in batch else set())
     assert changed <= expected and name in changed
     assert name != "tokenizer" or now["vocab_size"] == 257
 
@@ -128,6 +130,11 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--q_latent_dim -2": ["--q_latent_dim -2", "at least -1"],
     "--n_devices 16": ["--n_devices 16", "8"],
     "--preset huge": ["--preset huge", "moe1b", "tiny"],
+    "--preset tinny": ["--preset tinny", "the nearest is tiny"],
+    "--modle_dimension 64": ["--modle_dimension", "the nearest is --model_dimension"],
+    "--no-wandbb": ["--no-wandbb", "the nearest is --no_wandb"],
+    "-T 64": ["-T", "the nearest is --T"],
+    "--remat ful": ["'ful'", "the nearest is full"],
     "--name ../x": ["--name", "../x"],
     "--blocks two": ["--blocks", "two"],
     "--n_device_axis 2 2": ["--n_device_axis", "3"],
@@ -212,6 +219,68 @@ def test_the_users_xla_flags_win(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     platforms.set_xla_flags(8)
     assert "--xla_force_host_platform_device_count=8" in utils.os.environ["XLA_FLAGS"]
+
+
+def test_the_programs_name_the_nearest_flag():
+    from tools import checkpoints, common, hf
+
+    sys.path.insert(0, str(ROOT / "data"))
+    import sources
+
+    own = common.Parser("A program.")
+    own.add_argument("--steps", type=int)
+    assert own.parse_known_args(["--steps", "3", "--blocks", "4"])[1] == ["--blocks", "4"]
+    for program, words, nearest in [
+        (lambda w: cli.read_flags(common.Sample, w, "s"), "x --promt a", "--prompt"),
+        (lambda w: cli.read_flags(common.Sample, w, "s"), "--promt a", "--prompt"),
+        (lambda w: cli.read_flags(checkpoints.Options, w, "c"), "lst x", "list"),
+        (own.parse_known_args, "--stepss 3", "--steps"), (own.parse_known_args, "--blokcs=3", "--blocks"),
+        (sources.Parser("A program.").parse_args, "--sourc x", "--source"), (hf.run, "exprt a b", "export"),
+        (hf.run, "export a b --dtype flaot32", "float32"), (hf.run, "export a b --dtpye float32", "--dtype"),
+    ]:  # fmt: skip
+        with pytest.raises(utils.UserError, match=f"; the nearest is {nearest}; see --help.") as e:
+            program(words.split())
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("words, changed", [
+    ("--n_experts 1", dict(k=1)), ("--end_steps 20", dict(warmup_steps=2)), ("--train_batch_size 6", dict(micro=2)),
+    ("--train_batch_size 1", dict(micro=1)), ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
+    ("--n_device_axis 1 2 1 --val_batch_size 6", dict(micro=2)), ("--micro_batch_size 3", dict(train=18, val=18)),
+    ("--n_device_axis 1 3 1 --blocks 3", dict(micro=6, train=18, val=18)), ("--train_batch_size 24", {}), ("", {}),
+    ("--n_device_axis 1 3 1 --blocks 3 --val_batch_size 7", None), ("--train_batch_size 6 --micro_batch_size 4", None),
+    ("--k 9", None), ("--warmup_steps 300", None),
+])  # fmt: skip
+def test_a_default_never_refuses_what_was_given(words, changed):
+    argv = ["--preset", "tiny", *words.split()]
+    devices = int(np.prod([int(n) for n in words.split()[1:4]])) if "axis" in words else 1
+    if changed is None:
+        with pytest.raises(utils.UserError, match="such as|cannot go|less than"):
+            utils.validate(cli.parse(argv)[0], devices)
+        return
+    cfg, given = cli.parse(argv)
+    before = utils.flatten(presets.preset("tiny"))
+    names = {"train": "train_batch_size", "val": "val_batch_size", "micro": "micro_batch_size"}
+    read = {name: value for name, value in utils.flatten(cfg).items() if name not in given and value != before[name]}
+    assert read == {names.get(name, name): value for name, value in changed.items()}
+    utils.validate(cfg, devices)
+    assert utils.follow(cfg, given) == cfg
+
+
+def test_samples_fit_in_short_sequences_unless_their_length_was_given():
+    encoding = SimpleNamespace(eot_token=256, encode_ordinary=lambda text: list(text.encode()))
+
+    def fitted(T, *given, **flags):
+        cfg, ids = main.with_prompt(utils.replace(presets.preset("tiny"), T=T, **flags), set(given), encoding)
+        return cfg.sample.max_tokens, None if ids is None else ids.tolist()
+
+    prompt = [256, *b"def "]
+    assert fitted(128) == (64, prompt) and fitted(64) == (59, prompt) and fitted(6) == (1, prompt)
+    assert fitted(3) == (1, prompt[:2]) and fitted(2) == (1, prompt[:1]) and fitted(1) == (64, None)
+    assert fitted(8, "max_tokens", max_tokens=6) == (6, prompt[:2])
+    for given, said in (("max_tokens",), "--max_tokens 64"), (("prompt",), "--prompt"), (("max_tokens", "prompt"), "-"):
+        with pytest.raises(utils.UserError, match=f"{said}.*--T 5"):
+            fitted(5, *given)
 
 
 @pytest.mark.parametrize("hint, chosen", [

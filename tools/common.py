@@ -1,6 +1,5 @@
 """What the programs here share: their flags, opening a model, text of tokens."""
 
-import argparse
 import contextlib
 import sys
 from dataclasses import dataclass
@@ -80,15 +79,18 @@ def parse(kind, argv, program):
     return options
 
 
-class OneSentence(argparse.ArgumentParser):
-    """A parser whose complaints are UserErrors."""
-
-    def error(self, message):
-        raise UserError(f"{message}; see --help.")
-
-
-class Parser(OneSentence):
+class Parser(utils.Parser):
     """Flags of a program that takes those of main.py too, which `parse_known_args` leaves over. Raises UserError."""
+
+    def flags(self):
+        return super().flags() + cli.flags_of(utils.Config)
+
+    def parse_known_args(self, args=None, namespace=None):
+        known, rest = super().parse_known_args(args, namespace)
+        plain = {flag.replace("-", "_") for flag in self.flags()}
+        if unknown := [flag for flag in utils.flags_in(rest) if flag.replace("-", "_") not in plain]:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, rest
 
     def __init__(self, description):
         also = "Every flag of main.py may stand beside these; python main.py --help lists them."

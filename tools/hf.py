@@ -808,7 +808,7 @@ def write_newest(folder, checkpoints, table, tensors, vocab_size, dtype):
 
 
 def run(argv):
-    parser = common.OneSentence(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = utils.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="checkpoint of a run directory -> folder that transformers loads")
     out.add_argument("run_dir")
