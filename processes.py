@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import interrupts
+import locks
 import utils
 from utils import UserError, say
 
@@ -128,7 +129,7 @@ def alone_in_folder(run):
         error = None
         try:
             if jax.process_index() == 0:
-                held.enter_context(utils.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name"))
+                held.enter_context(locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name"))
         except UserError as e:
             error = e
         together(error)

@@ -43,9 +43,10 @@ import numpy as np
 from sources import VAL_FRACTION, Parser, dump_ranks, many, open_source, read_text, run, say_what_stands, warn
 from tqdm import tqdm
 
+from locks import alone_in
 from storage import BLOCK
 from tokenization import CUT, TOKENIZER_FILES, HubTokenizer, keep_tokenizer, load_tokenizer
-from utils import UserError, alone_in, is_remote, read_file, read_json, say, write_file
+from utils import UserError, is_remote, read_file, read_json, say, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH_BYTES, BATCH_DOCUMENTS = 1_000_000, 1000  # what a worker takes at once, whichever is reached first: about 0.2 s

@@ -28,8 +28,8 @@ import tokenize_shards
 import train_tokenizer
 from test_data_programs import CACHED_RANKS, content, run
 
+import locks
 import tokenization
-import utils
 
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
 HOSTILE = ["<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>", "", None, "\0a\0\0b\0", " \n\t \n", " " * 3000,
@@ -363,7 +363,7 @@ def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind,
     """A run that dies at its n-th write, for every n, goes on to the same files; it reads nothing before the place."""
     monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
     (write_rows if kind == ".parquet" else write_lines)(tmp_path / f"a{kind}", make_texts(40, lone=False))
-    monkeypatch.setattr(utils.time, "sleep", lambda _: None)  # between two looks at a remote lock
+    monkeypatch.setattr(locks.time, "sleep", lambda _: None)  # between two looks at a remote lock
     writes, new_file, manifest, outputs = 0, tokenize_shards.new_file, tokenize_shards.write_file, {}
     dies_at = None
 

@@ -30,6 +30,7 @@ import checkpointing
 import cli
 import dataset
 import interrupts
+import locks
 import main
 import model
 import presets
@@ -423,8 +424,8 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
 
 HOLD = """
 import sys, time
-import utils
-with utils.alone_in(sys.argv[1], "--output x", "--output"):
+import locks
+with locks.alone_in(sys.argv[1], "--output x", "--output"):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -444,7 +445,7 @@ def holding(folder):
 
 
 def refusal(folder):
-    with pytest.raises(utils.UserError) as e, utils.alone_in(str(folder), "--output x", "--output"):
+    with pytest.raises(utils.UserError) as e, locks.alone_in(str(folder), "--output x", "--output"):
         pass
     return str(e.value)
 
@@ -483,9 +484,9 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
 
 @pytest.mark.parametrize("where", ["local", "memory://locks"])
 def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(where, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(utils.time, "sleep", lambda _: None)
+    monkeypatch.setattr(locks.time, "sleep", lambda _: None)
     folder = str(tmp_path / "out") if where == "local" else f"{where}/out"
-    path, me = f"{folder}/lock", utils.this_process()
+    path, me = f"{folder}/lock", locks.this_process()
 
     def left(**differs):
         utils.write_file(path, json.dumps(me | differs))
@@ -499,16 +500,16 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(whe
                                f"no more, remove {path}, else give another --output.")  # fmt: skip
     assert json.loads(utils.read_file(path))["host"] == "faraway"
     me["machine"] = "this one"
-    monkeypatch.setattr(utils, "this_process", lambda: dict(me, token=os.urandom(8).hex()))
+    monkeypatch.setattr(locks, "this_process", lambda: dict(me, token=os.urandom(8).hex()))
     # its number may be another's by now, and the machine may have been started anew
     for gone in (dict(pid=2**22 + 1), dict(began=me["began"] - 1), dict(boot="before")):
         left(**gone)
-        with utils.alone_in(folder, "--output x", "--output"):
+        with locks.alone_in(folder, "--output x", "--output"):
             assert json.loads(utils.read_file(path))["pid"] == os.getpid()
             assert f"process {os.getpid()} on {me['host']}" in refusal(folder)
         assert utils.read_file(path) is None
         assert "is taken over from process" in capsys.readouterr().out
-    with utils.alone_in(folder, "--output x", "--output"):
+    with locks.alone_in(folder, "--output x", "--output"):
         if where == "local":
             os.remove(path)
         left(host="faraway")

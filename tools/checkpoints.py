@@ -26,6 +26,7 @@ import fsspec
 import tyro
 
 import cli
+import locks
 import utils
 from tools import common
 from utils import UserError
@@ -133,7 +134,7 @@ def main(options):
     logging.set_verbosity(logging.FATAL)  # what Orbax has to say is said here in a line for each checkpoint
     if options.command != "prune" or options.dry_run:
         return look_at(options)
-    with utils.alone_in(options.run_dir, options.run_dir, "run directory"):  # a run may need what is to be deleted
+    with locks.alone_in(options.run_dir, options.run_dir, "run directory"):  # a run may need what is to be deleted
         look_at(options)
 
 
