@@ -57,6 +57,23 @@ def end_when_one_is_lost():
             lib.get_distributed_runtime_client = connect_and_watch
 
 
+def write_own_cache_entries():
+    """Let each process write what it compiled for CPUs into the compilation cache. jax has process 0 do so for all, but
+    the key of an entry names the devices as a process sees them, which on CPUs are others for each process."""
+    with contextlib.suppress(ImportError, AttributeError):  # another jax
+        from jax._src import compilation_cache, compiler
+
+        write = compiler._cache_write
+
+        def write_own(key, seconds, name, backend, executable, *callbacks):  # jax 0.12 has no callbacks there
+            if jax.process_index() == 0 or backend.platform != "cpu":
+                write(key, seconds, name, backend, executable, *callbacks)
+            elif not any(callbacks) and seconds >= jax.config.jax_persistent_cache_min_compile_time_secs:
+                compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+
+        compiler._cache_write = write_own
+
+
 def join_processes(cfg):
     """Meet the other processes of the run, if there are any: at --coordinator, else where jax finds that a TPU pod,
     Slurm or Kubernetes tells. Raises UserError where the devices cannot all take part."""
@@ -64,6 +81,7 @@ def join_processes(cfg):
     if r.num_processes == 1:
         return
     end_when_one_is_lost()
+    write_own_cache_entries()
     # That service would swallow SIGTERM from here on; Interrupt makes a signal known to all processes.
     jax.config.update("jax_enable_preemption_service", False)
     where = {}

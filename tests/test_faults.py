@@ -626,9 +626,16 @@ sys.path.insert(0, ROOT)
 import cli, platforms, utils
 given = cli.parse(sys.argv[1:])
 platforms.set_xla_flags(2, 2)
+import jax
 import jax.numpy as jnp
 import numpy as np
 import dataset, main, model, processes
+
+asked = dict.fromkeys(["compile_requests_use_cache", "cache_hits"], 0)  # of the compilation cache
+
+def count(event, **_):
+    if event.split("/")[-1] in asked:
+        asked[event.split("/")[-1]] += 1
 
 cfg = given[0]
 per_step = cfg.data.train_batch_size * 2
@@ -648,7 +655,10 @@ def counted(watchdog, phase, step):
     begin(watchdog, phase, step)
 
 main.put_batch, processes.Watchdog.begin = slow, counted
-sys.exit(utils.one_sentence(lambda: main.run(*given)))
+jax.monitoring.register_event_listener(count)
+status = utils.one_sentence(lambda: main.run(*given))
+open(faults["launched"] + ".cache", "w").write(json.dumps([*asked.values()]))
+sys.exit(status)
 """
 BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20
 SAVE = 20
@@ -769,6 +779,9 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
     assert not any(word in said for word in ("Traceback", "stack trace", "E1", "terminate called")), said
     meta, rows = undisturbed
     assert meta_of(disturbed.run, STEPS) == meta and metrics_of(disturbed.run) == rows
+    for i in range(2):  # both, though jax has process 0 alone write the compilation cache
+        requests, hits = json.loads((disturbed.folder / str(i) / "launched.cache").read_text())
+        assert requests == hits > 10, (i, requests, hits)
     lost = len(disturbed.launched()) - STEPS
     print(f"{KILLS} kills: {lost} steps were run again, {lost / KILLS:.1f} a kill")
     assert lost <= KILLS * SAVE + 14  # from 34 back to 20
