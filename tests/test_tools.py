@@ -273,6 +273,7 @@ def test_gpt2_goes_no_further_than_its_positions_and_rotary_models_with_a_warnin
         with pytest.raises(utils.UserError, match="--T 33: .* has learned 32 positions"):
             program()
     assert continued(gpt2, PROMPTS, max_tokens=14)[2].done
+    assert continued(gpt2, PROMPTS, max_tokens=None)[2].done, "the default refuses nothing"
     for T in (16, 13):
         assert measured(gpt2, data=(str(shards),), limit=4, T=T, **MESH)["data"][0]["tokens"] == 4 * T
     capsys.readouterr()

@@ -41,6 +41,8 @@ class Sample(Options, utils.Sample):
     """Texts to continue."""
     inference_batch: int = 1
     """Samples to draw of each prompt."""
+    max_tokens: int | None = None
+    """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
     """What stands before a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
     trained here, for others what their own tokeniser puts there."""
@@ -75,7 +77,8 @@ class Evaluate(Options):
 def parse(kind, argv, program):
     """Command line -> `kind`, a subclass of `Options`. Raises UserError for whatever does not parse or is too small."""
     options = cli.read_flags(kind, argv, program)
-    cli.check_least(vars(options), cli.AT_LEAST | dict(T=0, limit=0, stride=0, batch_size=1))
+    given = {flag: value for flag, value in vars(options).items() if value is not None}
+    cli.check_least(given, cli.AT_LEAST | dict(T=0, limit=0, stride=0, batch_size=1))
     return options
 
 

@@ -7,6 +7,7 @@ the end-of-text token, as every document is in training; no part of it becomes a
 it comes, row after row; speeds go to stderr.
 """
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -124,6 +125,9 @@ def main(options):
         raise UserError("--prompt: is empty, and nothing stands before it; give a text, or --start end_of_text.")
     longest, n_rows = max(map(len, prompts)), len(prompts) * options.inference_batch
     most = options.T or positions(options.model, cfg.model.T)
+    if options.max_tokens is None:
+        usual = utils.Sample.max_tokens
+        options = dataclasses.replace(options, max_tokens=min(usual, most - longest) if longest < most else usual)
     if longest + options.max_tokens > most:
         about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the {most} "
         if cfg.model.architecture == "gpt2":
