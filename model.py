@@ -519,11 +519,10 @@ def score_scale(channels, m):
 
 
 def rotate(x, position, m):
-    """Rotary positions, of the dims of x [..., dhR] but the last, with channel i paired with i + dhR/2, times
-    --rope_attention_factor."""
+    """Rotary positions, of the dims of x [..., dhR] but the last, with channel i paired with i + dhR/2."""
     angle = position[..., None] * rotary_frequencies(m)[: x.shape[-1] // 2]  # [..., dhR/2]
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    cos, sin = (f(angle) * m.rope_attention_factor for f in (jnp.cos, jnp.sin))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
@@ -538,7 +537,7 @@ def project_queries(x, w, position, m):
     a, b = jnp.split(w[..., K:], 2, -1)
     angle = position[:, None, :, None] * np.tile(rotary_frequencies(m), 2)  # [B or 1, 1, T, dhR]
     before = [(0, 0)] * 3 + [(K, 0)]
-    rotated = scale * m.rope_attention_factor
+    rotated = scale * m.rope_attention_factor**2  # the keys' too, so that they need no operation for it
     sin, cos = ((f(angle) * rotated).astype(x.dtype) for f in (jnp.sin, jnp.cos))
     partner = product("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
     return product("btr,rhk->bhtk", x, w) * jnp.pad(cos, before, constant_values=scale) + jnp.pad(partner, before)
@@ -690,8 +689,10 @@ def route(p, x, m):
         wanted = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(wanted.shape)
     _, chosen = lax.top_k(wanted, m.k)
     gates = jnp.take_along_axis(scores, chosen, -1)
-    total = gates.sum(-1, keepdims=True) + 1e-20 if m.norm_topk_prob else 1
-    return scores, chosen, m.routed_scaling * gates / total
+    scaled = m.routed_scaling * gates
+    if m.norm_topk_prob:
+        scaled /= gates.sum(-1, keepdims=True) + 1e-20
+    return scores, chosen, scaled
 
 
 def balance_loss(scores, chosen, m, split):
