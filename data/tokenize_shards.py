@@ -536,7 +536,7 @@ def parse():
     parser.add_argument(
         "--tokenizer",
         required=True,
-        help="tiktoken's name of an encoding (gpt2, cl100k_base, ...) "
+        help="tiktoken's name of an encoding (gpt2, cl100k_base, ...), "
         "a .tiktoken file of ranks or a Hugging Face tokenizer.json; files are copied to OUTPUT",
     )
     parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard; memory holds one for "
