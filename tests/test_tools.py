@@ -105,7 +105,7 @@ def test_every_prompt_of_a_batch_goes_on_as_a_plain_loop_says_on_every_mesh(run,
 
 def test_a_special_token_in_a_prompt_is_text_and_a_drawn_one_ends_the_row(run):
     encoding = tokenization.folder_tokenizer(str(run[0]))
-    row = sample.Row(encoding, [256, *encoding.encode_ordinary(tokenization.END_OF_TEXT)], common.Sample())
+    row = sample.Row(encoding, [256, *encoding.encode_ordinary(tokenization.END_OF_TEXT)], common.Sample(max_tokens=4))
     row.add([97, 98, 256, 99])
     assert row.unseen == tokenization.END_OF_TEXT + "ab" and row.text == "ab" and row.done
 

@@ -1,6 +1,7 @@
 """What the programs here share: their flags, opening a model, text of tokens."""
 
 import contextlib
+import multiprocessing
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -106,6 +107,8 @@ def run(program):
         interrupts.as_usual()
         utils.one_sentence(program)
         sys.exit()
+    for child in multiprocessing.active_children():  # which may miss the signal while it imports
+        child.kill()
     print("interrupted", file=sys.stderr)
     sys.exit(130)
 
