@@ -775,7 +775,8 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
         wait_for(lambda: all(disturbed.log(i).count("starting it again") >= lives for i in range(2)))
     assert disturbed.wait() == [0, 0], disturbed.log(0) + disturbed.log(1)
     said = disturbed.log(0) + disturbed.log(1)
-    assert said.count("error: another process of this run was lost; its log says why") == lives
+    # The survivor says it. A process that started again may say it too, when it reached the survivor before that ended.
+    assert lives <= said.count("error: another process of this run was lost; its log says why") <= 2 * lives
     assert not any(word in said for word in ("Traceback", "stack trace", "E1", "terminate called")), said
     meta, rows = undisturbed
     assert meta_of(disturbed.run, STEPS) == meta and metrics_of(disturbed.run) == rows
