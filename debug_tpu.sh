@@ -14,7 +14,7 @@ HELP
 
 CDPATH='' cd -- "$(dirname -- "$0")"
 [[ ${1:-} != @(-h|--help) ]] || { usage && exit; }
-source tools/cluster.sh
+source tools/cluster/cluster.sh
 ((${#hosts[@]})) || die "HOSTS: names no host; copy cluster.env.example to cluster.env and fill it in."
 type tmux >/dev/null 2>&1 || die "tmux is not installed on this machine."
 for name in $SECRETS; do unset "$name"; done # tmux would show them to all who ask for its environment

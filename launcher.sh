@@ -34,7 +34,7 @@ HELP
 
 CDPATH='' cd -- "$(dirname -- "$0")"
 [[ ${1:-} != @(-h|--help) ]] || { usage && exit; }
-source tools/cluster.sh
+source tools/cluster/cluster.sh
 ((${#hosts[@]})) || die "HOSTS: names no host; copy cluster.env.example to cluster.env and fill it in."
 
 tmp=$(mktemp -d)

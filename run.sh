@@ -117,7 +117,7 @@ case ${1:-} in
   local) shift ;;
   -h | --help) usage && exit ;;
   *)
-    source tools/cluster.sh
+    source tools/cluster/cluster.sh
     [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number."
     step=${1:-}
     case $step in
@@ -188,5 +188,5 @@ if [[ $(bash setup_tpu.sh --accelerator) == cpu ]] && ! gave __n_devices; then
 fi
 
 # exec: Ctrl-C and SIGTERM reach main.py itself, which then writes a checkpoint
-((${MAX_RESTARTS:-0} == 0)) || exec bash tools/supervise.sh "$MAX_RESTARTS" "" "$python" "${train[@]}" "$@"
+((${MAX_RESTARTS:-0} == 0)) || exec bash tools/cluster/supervise.sh "$MAX_RESTARTS" "" "$python" "${train[@]}" "$@"
 exec "$python" "${train[@]}" "$@"

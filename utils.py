@@ -22,7 +22,7 @@ from typing import Literal
 
 import fsspec
 
-import platforms
+from training import platforms
 
 # --- Errors -----------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Model:
     """Channels of each head's query and key that no position rotates; 0: model_dimension / n_head."""
     v_dim: int = 0
     """Channels of each head's value; 0: as nope_dim."""
-    dhR: int = 128
+    rope_dim: int = 128
     """Channels of the decoupled rotary part of each query, and of the one rotary key that the heads share."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
@@ -153,7 +153,7 @@ class Model:
     """Hidden width of one expert; 0: the same as ffn_dim."""
     n_experts: int = 16
     """Routed experts E in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
-    k: int = 2
+    experts_per_token: int = 2
     """Routed experts that each token goes to."""
     n_groups: int = 1
     """Groups that the experts form; a token's experts come from k_groups of them."""
@@ -212,8 +212,13 @@ class Model:
     @property
     def ffn_width(self):
         """Hidden width of a dense feed-forward, --ffn_dim 0 resolved."""
-        return self.ffn_dim or {"gelu": 4 * self.model_dimension,
-                                "swiglu": math.ceil(self.model_dimension / 24) * 64}[self.activation]  # fmt: skip
+        return (
+            self.ffn_dim
+            or {
+                "gelu": 4 * self.model_dimension,
+                "swiglu": math.ceil(self.model_dimension / 24) * 64,
+            }[self.activation]
+        )
 
     @property
     def expert_width(self):
@@ -235,7 +240,7 @@ class Data:
     mix: str = ""
     """Corpora and their weights, such as web:0.7,code:0.3: folders inside bucket_name, or addresses, each with folders
     of shards of its own. Validation has the same weights. Empty: bucket_name is the one corpus."""
-    process_path: str = "data/cache"
+    cache_dir: str = "data/cache"
     """Local folder for what is read of remote shards, which other runs and processes on the machine may share."""
     cache_gb: float = 16.0
     """Gigabytes of remote shards to keep there. Sequences are shuffled in windows of 2 to 4 GB; a cache that holds
@@ -248,11 +253,11 @@ class Data:
     """Tokeniser of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
     train_batch_size: int = 32
-    """Training sequences per data-parallel replica and accumulation step. The global batch is this x dp x grad_step;
-    on resume it follows a change of dp or grad_step unless given."""
+    """Training sequences per data-parallel replica and accumulation step. The global batch is this x dp x accumulation_steps;
+    on resume it follows a change of dp or accumulation_steps unless given."""
     val_batch_size: int = 16
     """Validation sequences per data-parallel replica and batch."""
-    micro_batch_size: int = 4
+    microbatches: int = 4
     """Number of microbatches that a batch is cut into for the pipeline; pp must divide it."""
 
 
@@ -279,7 +284,7 @@ class Optimizer:
     """Decoupled weight decay of matrices; norms, routers and their biases are exempt."""
     adam_b2: float = 0.95
     """Decay of AdamW's second moment; the first moment's is 0.9."""
-    alpha: float = 1e-4
+    balance_weight: float = 1e-4
     """Weight of the sequence-level load-balancing loss."""
     mtp_weight: float = 0.3
     """Weight of the mean cross-entropy of multi-token prediction."""
@@ -309,14 +314,14 @@ class Run:
     microbatches leave so many times less of it idle; pp times this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = 75000
     """Optimizer step at which training ends."""
-    grad_step: int = 1
+    accumulation_steps: int = 1
     """Batches whose gradients are accumulated for one optimizer step."""
     eval_steps: int = 10
     """Validation batches of an evaluation, the same ones every time."""
-    checkpoint_steps: int = 100
+    eval_every: int = 100
     """Steps between evaluations, each with one printed line and new plots."""
     save_steps: int = 0
-    """Steps between checkpoints and samples; 0: 10 x checkpoint_steps. One more is written at the end and on SIGTERM
+    """Steps between checkpoints and samples; 0: 10 x eval_every. One more is written at the end and on SIGTERM
     or SIGINT."""
     keep_checkpoints: int = 3
     """Newest checkpoints to keep; older ones are deleted but for those of the next two flags."""
@@ -408,26 +413,68 @@ class Config:
     plan: Plan = field(default_factory=Plan)
 
 
-GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")  # of what makes a run
+GROUPS = tuple(
+    f.name for f in dataclasses.fields(Config) if f.name != "plan"
+)  # of what makes a run
 
 # What GPT-2 has no use for stands at these values in every configuration of it.
 GPT2 = dict(
-    architecture="gpt2", latent_norm_eps=1e-6, layers_per_block=1, first_layers=0, moe_rope=False, latent_dim=0,
-    q_latent_dim=0, nope_dim=0, v_dim=0, dhR=0, rope_base=1.0, rope_factor=1.0, rope_original_T=1, rope_mscale=1.0,
-    rope_attention_factor=1.0, attention_bias=False, activation="gelu", expert_dim=0, n_experts=0, k=0, n_groups=1,
-    k_groups=1, routed_scaling=1.0, norm_topk_prob=True, n_shared=0, mtp_depth=0, capacity_factor=0.0,
-)  # fmt: skip
+    architecture="gpt2",
+    latent_norm_eps=1e-6,
+    layers_per_block=1,
+    first_layers=0,
+    moe_rope=False,
+    latent_dim=0,
+    q_latent_dim=0,
+    nope_dim=0,
+    v_dim=0,
+    rope_dim=0,
+    rope_base=1.0,
+    rope_factor=1.0,
+    rope_original_T=1,
+    rope_mscale=1.0,
+    rope_attention_factor=1.0,
+    attention_bias=False,
+    activation="gelu",
+    expert_dim=0,
+    n_experts=0,
+    experts_per_token=0,
+    n_groups=1,
+    k_groups=1,
+    routed_scaling=1.0,
+    norm_topk_prob=True,
+    n_shared=0,
+    mtp_depth=0,
+    capacity_factor=0.0,
+)
+
+# Flags that had another name: {old: clear}. The old ones are accepted on command lines and in run directories.
+RENAMED = dict(
+    micro_batch_size="microbatches",
+    checkpoint_steps="eval_every",
+    process_path="cache_dir",
+    grad_step="accumulation_steps",
+    dhR="rope_dim",
+    k="experts_per_token",
+    alpha="balance_weight",
+)
+
+
+def clear_names(flags):
+    """{flag: value} of a run directory, with the clear names of flags that had another."""
+    return {RENAMED.get(flag, flag): value for flag, value in flags.items()}
+
 
 # What may differ between a run and its resumption: nothing here changes the parameters' shapes, the tokens seen or
 # the mathematics of a step. The batch sizes may differ as long as the global batch stays (see `resume`).
 FREE_ON_RESUME = {*vars(Run()), *vars(Sample())} - {"seed"} | set(
-    "bucket_name process_path cache_gb train_batch_size val_batch_size micro_batch_size end_steps warmup_steps remat "
+    "bucket_name cache_dir cache_gb train_batch_size val_batch_size microbatches end_steps warmup_steps remat "
     "fsdp sequence_parallel attention".split()
 )
 
 # What processes that train together may have each its own value of.
 OF_ONE_PROCESS = set(
-    "process_id coordinator connect_timeout peer_timeout process_path bucket_name output_dir compilation_cache".split()
+    "process_id coordinator connect_timeout peer_timeout cache_dir bucket_name output_dir compilation_cache".split()
 )
 
 
@@ -441,7 +488,9 @@ def replace(cfg, **flags):
     groups = {}
     for group in GROUPS:
         values = getattr(cfg, group)
-        groups[group] = dataclasses.replace(values, **{n: flags.pop(n) for n in vars(values) if n in flags})
+        groups[group] = dataclasses.replace(
+            values, **{n: flags.pop(n) for n in vars(values) if n in flags}
+        )
     if flags:
         raise UserError(f"no such flag: {', '.join('--' + n for n in flags)}.")
     return dataclasses.replace(cfg, **groups)
@@ -461,29 +510,37 @@ def validate(cfg, n_present):
     if min(dp, pp, tp) < 1 or dp * pp * tp != n_devices:
         wanted = dp * pp * tp
         simulated = platforms.platform() == "cpu" and not cfg.plan.plan
-        simulate = f" (without an accelerator, --n_devices {wanted} simulates them)" if simulated else ""
-        raise UserError(f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
-                        f"{n_devices}{simulate}.")  # fmt: skip
+        simulate = (
+            f" (without an accelerator, --n_devices {wanted} simulates them)" if simulated else ""
+        )
+        raise UserError(
+            f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
+            f"{n_devices}{simulate}."
+        )
     rounds = r.pp_interleave
     if not rounds:
         rounds = max(n for n in range(1, 5) if n == 1 or pp > 1 and m.blocks % (pp * n) == 0)
     multiples = [  # (flag, its value, what must divide it, in words)
         ("blocks", m.blocks, pp * rounds, "pp" if rounds == 1 else "pp x pp_interleave"),
         ("n_experts", m.n_experts, m.n_groups, "n_groups"),
-        ("n_head", m.n_head, tp, "tp"), ("T", m.T, tp, "tp"), ("ffn_dim", m.ffn_width, tp, "tp"),
-        ("dhR", m.dhR, 2, "2, since channels are rotated in pairs,"),
-        ("micro_batch_size", d.micro_batch_size, pp, "pp"),
-        ("train_batch_size", d.train_batch_size, d.micro_batch_size, "micro_batch_size"),
-        ("val_batch_size", d.val_batch_size, d.micro_batch_size, "micro_batch_size"),
+        ("n_head", m.n_head, tp, "tp"),
+        ("T", m.T, tp, "tp"),
+        ("ffn_dim", m.ffn_width, tp, "tp"),
+        ("rope_dim", m.rope_dim, 2, "2, since channels are rotated in pairs,"),
+        ("microbatches", d.microbatches, pp, "pp"),
+        ("train_batch_size", d.train_batch_size, d.microbatches, "microbatches"),
+        ("val_batch_size", d.val_batch_size, d.microbatches, "microbatches"),
         ("T", m.T, 128 if m.attention == "splash" else 1, "128 for --attention splash"),
         ("model_dimension", m.model_dimension, 1 if m.nope_dim else m.n_head, "n_head"),
         ("expert_dim", m.expert_width, tp if m.n_shared else 1, "tp"),
-    ]  # fmt: skip
+    ]
     for flag, value, by, words in multiples:
         if value % by:
             near = sorted({max(by, value // by * by), -(-value // by) * by})
-            raise UserError(f"--{flag} {value}: must be a multiple of {words} ({by}), such as "
-                            f"{' or '.join(map(str, near))}.")  # fmt: skip
+            raise UserError(
+                f"--{flag} {value}: must be a multiple of {words} ({by}), such as "
+                f"{' or '.join(map(str, near))}."
+            )
     if m.n_experts % (dp * tp) and (dp * tp) % m.n_experts:
         raise UserError(
             f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it."
@@ -491,43 +548,72 @@ def validate(cfg, n_present):
     if m.architecture == "gpt2":
         for flag, value in GPT2.items():
             if vars(m)[flag] != value:
-                raise UserError(f"--{flag}: GPT-2 has no such choice, its configurations have {value} there; begin "
-                                f"with --preset gpt2-124m.")  # fmt: skip
+                raise UserError(
+                    f"--{flag}: GPT-2 has no such choice, its configurations have {value} there; begin "
+                    f"with --preset gpt2-124m."
+                )
     else:
-        for flag in ("latent_dim", "dhR", "n_experts", "k"):
+        for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
             if not vars(m)[flag]:
-                raise UserError(f"--{flag} 0: must be at least 1; only GPT-2 (--preset gpt2-124m) goes without.")
+                raise UserError(
+                    f"--{flag} 0: must be at least 1; only GPT-2 (--preset gpt2-124m) goes without."
+                )
         if m.rope_factor > 1 and m.rope_base <= 1:
-            raise UserError(f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context.")
+            raise UserError(
+                f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
+            )
     if m.attention == "splash" and platforms.platform() != "tpu" and not cfg.plan.plan:
-        raise UserError("--attention splash: this kernel is for TPUs; auto takes the best for the devices at hand.")
-    if m.k > m.n_experts:
-        raise UserError(f"--k {m.k}: a token cannot go to more experts than there are (--n_experts {m.n_experts}).")
+        raise UserError(
+            "--attention splash: this kernel is for TPUs; auto takes the best for the devices at hand."
+        )
+    if m.experts_per_token > m.n_experts:
+        raise UserError(
+            f"--experts_per_token {m.experts_per_token}: a token cannot go to more experts than there are (--n_experts {m.n_experts})."
+        )
     if m.n_groups > 1 and m.n_experts < 2 * m.n_groups:
-        raise UserError(f"--n_groups {m.n_groups}: a group must have two experts at least (--n_experts {m.n_experts}).")
-    if m.k_groups > m.n_groups or m.k > m.k_groups * m.n_experts // m.n_groups:
-        raise UserError(f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --k {m.k} experts.")
+        raise UserError(
+            f"--n_groups {m.n_groups}: a group must have two experts at least (--n_experts {m.n_experts})."
+        )
+    if m.k_groups > m.n_groups or m.experts_per_token > m.k_groups * m.n_experts // m.n_groups:
+        raise UserError(
+            f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --experts_per_token {m.experts_per_token} experts."
+        )
     if m.dropout_rate >= 1:
         raise UserError(f"--dropout_rate {m.dropout_rate}: must be below 1.")
     if o.adam_b2 >= 1:
         raise UserError(f"--adam_b2 {o.adam_b2}: must be below 1.")
     if o.warmup_steps >= o.end_steps:
-        raise UserError(f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}; give "
-                        f"fewer, or a larger --end_steps.")  # fmt: skip
+        raise UserError(
+            f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}; give "
+            f"fewer, or a larger --end_steps."
+        )
     if is_remote(r.output_dir) and not r.output_dir.startswith("gs://"):
-        raise UserError(f"--output_dir {r.output_dir}: Orbax writes checkpoints to a local folder or gs:// only.")
+        raise UserError(
+            f"--output_dir {r.output_dir}: Orbax writes checkpoints to a local folder or gs:// only."
+        )
     if not re.fullmatch(r"[\w.+=@-]+", r.name) or set(r.name) == {"."}:
-        raise UserError(f"--name {r.name!r}: must be the name of a folder, of letters, digits and . _ - + = @ only.")
-    return replace(cfg, n_device_axis=(dp, pp, tp), n_devices=n_devices, pp_interleave=rounds,
-                   save_steps=r.save_steps or 10 * r.checkpoint_steps)  # fmt: skip
+        raise UserError(
+            f"--name {r.name!r}: must be the name of a folder, of letters, digits and . _ - + = @ only."
+        )
+    return replace(
+        cfg,
+        n_device_axis=(dp, pp, tp),
+        n_devices=n_devices,
+        pp_interleave=rounds,
+        save_steps=r.save_steps or 10 * r.eval_every,
+    )
 
 
 def run_config(folder):
     """config.json of a run directory, {} where there is none. Runs from before --latent_norm_eps were trained with
     norm_eps there, and what was imported before it with 1e-6."""
-    stored = read_json(folder, "config.json")
+    stored = clear_names(read_json(folder, "config.json"))
     if "model_dimension" in stored and stored.get("architecture") != "gpt2":
-        before = stored.get("norm_eps", Model.norm_eps) if "data_fingerprint" in stored else Model.latent_norm_eps
+        before = (
+            stored.get("norm_eps", Model.norm_eps)
+            if "data_fingerprint" in stored
+            else Model.latent_norm_eps
+        )
         stored.setdefault("latent_norm_eps", before)
     return stored
 
@@ -535,22 +621,24 @@ def run_config(folder):
 def follow(cfg, given):
     """`cfg`, where a default that would refuse what was `given` gives way to it; whatever fits stays as it is."""
     d, o, changed = cfg.data, cfg.optimizer, {}
-    if "k" not in given and cfg.model.n_experts:
-        changed["k"] = min(cfg.model.k, cfg.model.n_experts)
+    if "experts_per_token" not in given and cfg.model.n_experts:
+        changed["experts_per_token"] = min(cfg.model.experts_per_token, cfg.model.n_experts)
     if "warmup_steps" not in given and o.warmup_steps >= o.end_steps:
         changed["warmup_steps"] = o.end_steps // 10
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
-    micro = d.micro_batch_size
-    if "micro_batch_size" not in given:
-        micro = changed["micro_batch_size"] = microbatches(cfg, given, sizes)
-    changed |= {flag: -(-size // micro) * micro for flag, size in sizes.items() if flag not in given}
+    micro = d.microbatches
+    if "microbatches" not in given:
+        micro = changed["microbatches"] = microbatches(cfg, given, sizes)
+    changed |= {
+        flag: -(-size // micro) * micro for flag, size in sizes.items() if flag not in given
+    }
     return replace(cfg, **changed)
 
 
 def microbatches(cfg, given, sizes):
     """The most microbatches, up to the default, that pp divides and that divide the `given` of the batch `sizes`, and
     the others too if any do; where none do, as many as the default, rounded up to a multiple of pp."""
-    pp, default = max(1, cfg.run.n_device_axis[1]), cfg.data.micro_batch_size
+    pp, default = max(1, cfg.run.n_device_axis[1]), cfg.data.microbatches
     fitting = [n for n in range(default, 0, -1) if n % pp == 0]
     fitting = [n for n in fitting if not any(sizes[flag] % n for flag in sizes.keys() & given)]
     fitting_all = [n for n in fitting if not any(size % n for size in sizes.values())]
@@ -575,13 +663,21 @@ def adopt(cfg, given, flags):
     flags = {name: value for name, value in flags.items() if name not in free}
     for name, value in flags.items():
         if name in given and flatten(cfg)[name] != value:
-            raise UserError(f"--{name} {flatten(cfg)[name]}: the weights in --init_from {cfg.run.init_from} have "
-                            f"{value}; leave the flag out.")  # fmt: skip
+            raise UserError(
+                f"--{name} {flatten(cfg)[name]}: the weights in --init_from {cfg.run.init_from} have "
+                f"{value}; leave the flag out."
+            )
     return replace(cfg, **flags)
 
 
 # Of config.json, beside what must be the same.
-NEEDED_TO_RESUME = ["n_device_axis", "train_batch_size", "grad_step", "val_batch_size", "bucket_name"]
+NEEDED_TO_RESUME = [
+    "n_device_axis",
+    "train_batch_size",
+    "accumulation_steps",
+    "val_batch_size",
+    "bucket_name",
+]
 
 
 def check_stored(config, folder, needed):
@@ -595,17 +691,27 @@ def check_stored(config, folder, needed):
         if name not in config or (name in FREE_ON_RESUME and name not in needed):
             continue
         value = config[name]
-        sound = isinstance(value, kinds[type(default)]) and isinstance(value, bool) == isinstance(default, bool)
+        sound = isinstance(value, kinds[type(default)]) and isinstance(value, bool) == isinstance(
+            default, bool
+        )
         if name == "n_device_axis":
             sound = sound and len(value) == 3 and all(type(n) is int and n > 0 for n in value)
         if not sound:
-            raise UserError(f"{path}: {name} is {value!r:.40}, which no run has; put back what it was.")
+            raise UserError(
+                f"{path}: {name} is {value!r:.40}, which no run has; put back what it was."
+            )
 
 
 def to_resume(cfg, data):
     """What `resume` reads of config.json, which every checkpoint keeps too: a run is more than that file."""
     now = flatten(cfg)
-    wanted = {"bucket_name", "n_device_axis", "train_batch_size", "val_batch_size", "grad_step"}
+    wanted = {
+        "bucket_name",
+        "n_device_axis",
+        "train_batch_size",
+        "val_batch_size",
+        "accumulation_steps",
+    }
     wanted |= now.keys() - FREE_ON_RESUME
     return {name: now[name] for name in now if name in wanted} | dict(data_fingerprint=data)
 
@@ -617,34 +723,47 @@ def stored_config(folder):
         return stored
     fs, there = fsspec.core.url_to_fs(os.path.join(folder, "checkpoints"))
     with contextlib.suppress(FileNotFoundError):
-        steps = [name for path in persist(lambda: fs.ls(there, detail=False), folder)
-                 if (name := os.path.basename(path.rstrip("/"))).isdigit()]  # fmt: skip
+        steps = [
+            name
+            for path in persist(lambda: fs.ls(there, detail=False), folder)
+            if (name := os.path.basename(path.rstrip("/"))).isdigit()
+        ]
         for step in sorted(steps, key=int, reverse=True):
             with contextlib.suppress(ValueError, AttributeError, UserError):  # a damaged one
-                if stored := read_json(folder, "checkpoints", step, "meta", "metadata").get("config"):
-                    return stored
+                if stored := read_json(folder, "checkpoints", step, "meta", "metadata").get(
+                    "config"
+                ):
+                    return clear_names(stored)
         if steps:
-            say(f"warning: {folder} holds no config.json and its checkpoints are of an older version, which kept no "
-                f"flags; that they are those of before is taken on trust")  # fmt: skip
+            say(
+                f"warning: {folder} holds no config.json and its checkpoints are of an older version, which kept no "
+                f"flags; that they are those of before is taken on trust"
+            )
     return {}
 
 
 def resume(cfg, given, data):
     """`cfg`, fitted to the run that --name resumes where there is one; data: fingerprint of the shards.
 
-    The global batch train_batch_size x dp x grad_step must stay; where dp or grad_step changed and the batch size was
+    The global batch train_batch_size x dp x accumulation_steps must stay; where dp or accumulation_steps changed and the batch size was
     not given, it follows (val_batch_size x dp likewise). Raises UserError with what differs.
     """
     stored = stored_config(cfg.run.folder)
     if not stored:
         return cfg
     if "data_fingerprint" not in stored:
-        raise UserError(f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
-                        f"--init_from {cfg.run.folder}.")  # fmt: skip
+        raise UserError(
+            f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
+            f"--init_from {cfg.run.folder}."
+        )
     check_stored(stored, cfg.run.folder, NEEDED_TO_RESUME)
     (dp, _, _), (old_dp, _, _) = cfg.run.n_device_axis, stored["n_device_axis"]
     follow = [
-        ("train_batch_size", stored["train_batch_size"] * old_dp * stored["grad_step"], dp * cfg.run.grad_step),
+        (
+            "train_batch_size",
+            stored["train_batch_size"] * old_dp * stored["accumulation_steps"],
+            dp * cfg.run.accumulation_steps,
+        ),
         ("val_batch_size", stored["val_batch_size"] * old_dp, dp),
     ]
     for flag, total, parts in follow:
@@ -652,21 +771,29 @@ def resume(cfg, given, data):
             cfg = replace(cfg, **{flag: total // parts})
         now = flatten(cfg)[flag]
         if now * parts != total:
-            raise UserError(f"--{flag} {now}: run {cfg.run.name} has a global batch of {total} sequences, but this "
-                            f"would make it {now} x {parts} = {now * parts} (dp {dp}, grad_step {cfg.run.grad_step}); "
-                            f"give another --name or a mesh and --grad_step whose product divides it.")  # fmt: skip
-    if "latent_norm_eps" not in given and "latent_norm_eps" in stored:  # of runs from before the flag, norm_eps
+            raise UserError(
+                f"--{flag} {now}: run {cfg.run.name} has a global batch of {total} sequences, but this "
+                f"would make it {now} x {parts} = {now * parts} (dp {dp}, accumulation_steps {cfg.run.accumulation_steps}); "
+                f"give another --name or a mesh and --accumulation_steps whose product divides it."
+            )
+    if (
+        "latent_norm_eps" not in given and "latent_norm_eps" in stored
+    ):  # of runs from before the flag, norm_eps
         cfg = replace(cfg, latent_norm_eps=stored["latent_norm_eps"])
     now = json.loads(json.dumps(flatten(cfg)))
     differ = [n for n in now if n not in FREE_ON_RESUME and n in stored and now[n] != stored[n]]
     if differ:
         fields = ", ".join(f"{n} was {stored[n]!r} and is now {now[n]!r}" for n in differ)
-        raise UserError(f"--name {cfg.run.name}: this run exists with another configuration ({fields}); give another "
-                        f"--name, or the values it had.")  # fmt: skip
+        raise UserError(
+            f"--name {cfg.run.name}: this run exists with another configuration ({fields}); give another "
+            f"--name, or the values it had."
+        )
     if stored["data_fingerprint"] != data:
-        raise UserError(f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
-                        f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those "
-                        f"shards.")  # fmt: skip
+        raise UserError(
+            f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
+            f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those "
+            f"shards."
+        )
     return cfg
 
 
@@ -677,7 +804,14 @@ def is_remote(path):
     return "://" in path
 
 
-WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try; storage that fails for a minute costs no run
+WAITS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+)  # seconds before each further try; storage that fails for a minute costs no run
 
 
 def persist(work, path):
@@ -694,8 +828,10 @@ def persist(work, path):
             if not is_remote(path):
                 raise
             if pause is None or isinstance(e, PermissionError):
-                raise UserError(f"{path} cannot be used ({type(e).__name__}: {e}); see that the storage is there and "
-                                f"that this machine's credentials are good for it.") from None  # fmt: skip
+                raise UserError(
+                    f"{path} cannot be used ({type(e).__name__}: {e}); see that the storage is there and "
+                    f"that this machine's credentials are good for it."
+                ) from None
             time.sleep(pause * random.uniform(0.5, 1.0))  # hosts do not come back all at one moment
 
 
@@ -716,7 +852,9 @@ def write_file(path, content):
     except OSError as e:
         with contextlib.suppress(OSError):
             os.remove(path + ".part")
-        raise UserError(f"{path} cannot be written ({e.strerror}); give a place that can be, with room.") from None
+        raise UserError(
+            f"{path} cannot be written ({e.strerror}); give a place that can be, with room."
+        ) from None
 
 
 def check_place(path, flag):
@@ -731,7 +869,9 @@ def check_place(path, flag):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         tempfile.TemporaryFile(dir=at).close()
     except OSError as e:
-        raise UserError(f"{flag} {path}: cannot be written ({e.strerror}); give a place that can be.") from None
+        raise UserError(
+            f"{flag} {path}: cannot be written ({e.strerror}); give a place that can be."
+        ) from None
 
 
 def read_file(path):

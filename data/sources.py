@@ -19,16 +19,37 @@ import pyarrow
 import pyarrow.parquet
 from tqdm import tqdm
 
-import interrupts
 import utils
+from training import interrupts
 from utils import UserError, is_remote, one_sentence, persist
 
-VAL_FRACTION = 0.1  # tokenize_shards.py's default; train_tokenizer.py learns from none of these documents
-RECORDS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd", ".parquet": None}  # ending: compression
-DAMAGE = (OSError, EOFError, UnicodeError, pyarrow.ArrowException)  # what reading a damaged file raises
-WIDE = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
-        codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # fmt: skip
-TEXT_TYPES = ("string", "large_string", "string_view", "null")  # Arrow's, of a column that holds text
+VAL_FRACTION = (
+    0.1  # tokenize_shards.py's default; train_tokenizer.py learns from none of these documents
+)
+RECORDS = {
+    ".jsonl": None,
+    ".jsonl.gz": "gzip",
+    ".jsonl.zst": "zstd",
+    ".parquet": None,
+}  # ending: compression
+DAMAGE = (
+    OSError,
+    EOFError,
+    UnicodeError,
+    pyarrow.ArrowException,
+)  # what reading a damaged file raises
+WIDE = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+TEXT_TYPES = (
+    "string",
+    "large_string",
+    "string_view",
+    "null",
+)  # Arrow's, of a column that holds text
 SHOWN = 3  # warnings of one kind that are printed; the rest are counted
 
 
@@ -88,7 +109,11 @@ def walk(root, leave_out=()):
     for folder, subfolders, files in os.walk(root, onerror=stop):
         subfolders[:] = [s for s in subfolders if s not in leave_out and not s.startswith(".")]
         links += [path for s in subfolders if os.path.islink(path := os.path.join(folder, s))]
-        paths += [path for f in files if not f.startswith(".") and os.path.isfile(path := os.path.join(folder, f))]
+        paths += [
+            path
+            for f in files
+            if not f.startswith(".") and os.path.isfile(path := os.path.join(folder, f))
+        ]
     return paths, links
 
 
@@ -101,7 +126,17 @@ def warn_of_left_out(what, paths):
 def stamp_of(info):
     """A number that changes when a file is written again, from what its file system says of it; 0 where that is
     nothing. Storage that knows a checksum tells that one, so that a copy has the same."""
-    for key in ("md5Hash", "crc32c", "ETag", "etag", "blob_id", "mtime", "LastModified", "last_modified", "created"):
+    for key in (
+        "md5Hash",
+        "crc32c",
+        "ETag",
+        "etag",
+        "blob_id",
+        "mtime",
+        "LastModified",
+        "last_modified",
+        "created",
+    ):
         if info.get(key):
             return int.from_bytes(hashlib.sha256(str(info[key]).encode()).digest()[:8], "big") >> 1
     return 0
@@ -113,7 +148,11 @@ class Source:
     def __init__(self, files, skip):
         self.files, self.skip, self.crc32s = files, skip, []
         # skip: None for a program without such a flag
-        self.advice = "; replace it and the same command goes on, or give --skip_damaged" if skip is False else ""
+        self.advice = (
+            "; replace it and the same command goes on, or give --skip_damaged"
+            if skip is False
+            else ""
+        )
 
     def seen(self, position):
         """{name: integers} of the files that were read up to `position`: their sizes, stamps and CRC-32s."""
@@ -122,7 +161,10 @@ class Source:
 
     def stamps(self, n=None):
         """{name: integers} of the first n files, or all: their sizes and stamps."""
-        return {"sizes": [f.size for f in self.files[:n]], "stamps": [f.stamp for f in self.files[:n]]}
+        return {
+            "sizes": [f.size for f in self.files[:n]],
+            "stamps": [f.stamp for f in self.files[:n]],
+        }
 
     def names_sha256(self, n):
         """Hash of the names that must stay, where n files were read: of all, since the split depends on all."""
@@ -132,12 +174,16 @@ class Source:
         """Take over what an earlier run has `seen`, up to `position`. Raises UserError where a file has changed since;
         one that was written again with the same content has not."""
         again = []
-        for i, (file, *held) in enumerate(zip(self.files, *(seen[k].tolist() for k in ("sizes", "stamps", "crc32s")))):
+        for i, (file, *held) in enumerate(
+            zip(self.files, *(seen[k].tolist() for k in ("sizes", "stamps", "crc32s")))
+        ):
             size, stamp, crc32 = held
             if (file.size, file.stamp) == (size, stamp) or (crc32 < 0 and file.size == size):
                 continue
             if crc32 < 0 or self.crc32(i, position) != crc32:
-                raise UserError(f"--source: {file.name} has changed since it was read for these shards; {advice}.")
+                raise UserError(
+                    f"--source: {file.name} has changed since it was read for these shards; {advice}."
+                )
             again.append(file.name)
         self.crc32s = seen["crc32s"].tolist()
         return again
@@ -173,10 +219,16 @@ def list_documents(source):
     documents = [Document(name, path, os.path.getsize(path)) for name, path in names.items()]
     warn_of_left_out("symlinked folder", links)
     if not any(d.size for d in documents):
-        what = f"has {many(len(documents), 'file')} without a character" if documents else "has no file"
-        raise UserError(f"--source {source}: there is no text, the folder {what} (hidden ones and symlinked folders do "
-                        f"not count); give a folder with text files, or a file or quoted glob of "
-                        f"{', '.join(RECORDS)}.")  # fmt: skip
+        what = (
+            f"has {many(len(documents), 'file')} without a character"
+            if documents
+            else "has no file"
+        )
+        raise UserError(
+            f"--source {source}: there is no text, the folder {what} (hidden ones and symlinked folders do "
+            f"not count); give a folder with text files, or a file or quoted glob of "
+            f"{', '.join(RECORDS)}."
+        )
     return sorted(documents)
 
 
@@ -204,18 +256,24 @@ class Files(Source):
 
     def __init__(self, source, val_fraction, skip):
         self.documents = list_documents(source)
-        super().__init__([File(d.name, d.size, os.stat(d.path).st_mtime_ns) for d in self.documents], skip)
+        super().__init__(
+            [File(d.name, d.size, os.stat(d.path).st_mtime_ns) for d in self.documents], skip
+        )
         val = {d.name for d in split(self.documents, val_fraction)[1]}
         self.split_of = ["val" if d.name in val else "train" for d in self.documents]
         self.splits = ("train", "val") if val else ("train",)
         self.total = sum(d.size for d in self.documents)
         # names and sizes, quick to compare: another Python has another stdlib, and folders change
-        self.identity = {"source_listing_sha256": listing_sha256((d.name, d.size) for d in self.documents)}
+        self.identity = {
+            "source_listing_sha256": listing_sha256((d.name, d.size) for d in self.documents)
+        }
 
     def read(self, position):
         """Yield (split, document) from `position` on; self.position then says where the next document begins."""
         done, first = position.get("done", 0), position.get("documents", 0)
-        self.crc32s += [-1] * (first - len(self.crc32s))  # a position of an earlier version tells none
+        self.crc32s += [-1] * (
+            first - len(self.crc32s)
+        )  # a position of an earlier version tells none
         for i in range(first, len(self.documents)):
             done += self.documents[i].size
             self.position = {"documents": i + 1, "done": done}
@@ -232,10 +290,16 @@ class Files(Source):
 def text_in(row, column, where):
     """The text of a record, a str or None; `where` names it in the UserError of one that has none."""
     if not isinstance(row, dict) or column not in row:
-        there = f"its columns are {', '.join(map(str, row))}" if isinstance(row, dict) else "it is no object"
+        there = (
+            f"its columns are {', '.join(map(str, row))}"
+            if isinstance(row, dict)
+            else "it is no object"
+        )
         raise UserError(f"--text_column {column}: {where} has no such column ({there}).")
     if not isinstance(row[column], str | None):
-        raise UserError(f"--text_column {column}: {where} holds {type(row[column]).__name__} there, not text.")
+        raise UserError(
+            f"--text_column {column}: {where} holds {type(row[column]).__name__} there, not text."
+        )
     return row[column]
 
 
@@ -243,14 +307,18 @@ def record(i, text, val_fraction):
     """(split, document) of record i of a source."""
     # the number's hash: any reader of the source finds the same split, wherever it begins
     hashed = int.from_bytes(hashlib.sha256(b"%d" % i).digest()[:8], "big") / 2**64
-    return "val" if hashed < val_fraction else "train", Document(str(i), "", len(text or ""), text or "")
+    return "val" if hashed < val_fraction else "train", Document(
+        str(i), "", len(text or ""), text or ""
+    )
 
 
 class Records(Source):
     """A source of files that hold records, each of which is a document. `entries` reads those of one file."""
 
     def __init__(self, fs, files, column, val_fraction, skip):
-        super().__init__([File(p, info["size"] or 0, stamp_of(info)) for p, info in files.items()], skip)
+        super().__init__(
+            [File(p, info["size"] or 0, stamp_of(info)) for p, info in files.items()], skip
+        )
         self.fs, self.column, self.val_fraction = fs, column, val_fraction
         self.splits = ("train", "val") if val_fraction else ("train",)
         listing = listing_sha256((f.name, f.size) for f in self.files)
@@ -258,8 +326,12 @@ class Records(Source):
 
     def read(self, position):
         """Yield (split, document) from `position` on; self.position then says where the next document begins."""
-        n, first, line, crc32 = (position.get(key, 0) for key in ("documents", "file", "line", "crc32"))
-        crc32 = -1 if n and "crc32" not in position else crc32  # a position of an earlier version tells none
+        n, first, line, crc32 = (
+            position.get(key, 0) for key in ("documents", "file", "line", "crc32")
+        )
+        crc32 = (
+            -1 if n and "crc32" not in position else crc32
+        )  # a position of an earlier version tells none
         self.crc32s += [-1] * (first - len(self.crc32s))
         del self.crc32s[first:]
         for file in range(first, len(self.files)):
@@ -269,14 +341,26 @@ class Records(Source):
                     item = "train", Document("", "", 0, "", text)
                     if not isinstance(text, Lost):
                         item, n = record(n, text, self.val_fraction), n + 1
-                    self.position = {"documents": n, "done": done, "file": file, "line": line, "crc32": crc32}
+                    self.position = {
+                        "documents": n,
+                        "done": done,
+                        "file": file,
+                        "line": line,
+                        "crc32": crc32,
+                    }
                     yield item
                 self.crc32s.append(crc32)
             except (UserError, *DAMAGE) as e:
                 self.see_storage(self.files[file].name)
                 lost = self.damaged(self.cannot_be_read(self.files[file].name, e), files=1)
                 self.crc32s.append(crc32)
-                self.position = {"documents": n, "done": self.before(file + 1), "file": file + 1, "line": 0, "crc32": 0}
+                self.position = {
+                    "documents": n,
+                    "done": self.before(file + 1),
+                    "file": file + 1,
+                    "line": 0,
+                    "crc32": 0,
+                }
                 yield "train", Document("", "", 0, "", lost)
             line = crc32 = 0
 
@@ -324,7 +408,9 @@ class Lines(Records):
         """The lines, in UTF-8, of an open file in UTF-8 or, with a byte order mark, in UTF-16 or UTF-32."""
         compression = RECORDS[ending(path)]
         stream = pyarrow.CompressedInputStream(raw, compression) if compression else raw
-        stream = io.BufferedReader(stream, 1 << 16)  # where a file is torn, what stands in this buffer is lost
+        stream = io.BufferedReader(
+            stream, 1 << 16
+        )  # where a file is torn, what stands in this buffer is lost
         if compression and not stream.peek(1) and not raw.tell():
             raise EOFError("no bytes are in it, not even those of an empty archive")
         if wide := wide_encoding(stream.peek(4)):
@@ -340,7 +426,12 @@ class Lines(Records):
                 content = content.removeprefix(codecs.BOM_UTF8)
                 if line < first or not content.strip():
                     continue
-                yield line + 1, before + raw.tell(), content, self.text(content, f"line {line + 1} of {path}")
+                yield (
+                    line + 1,
+                    before + raw.tell(),
+                    content,
+                    self.text(content, f"line {line + 1} of {path}"),
+                )
 
     def text(self, content, where):
         try:
@@ -349,7 +440,9 @@ class Lines(Records):
         except UserError as e:
             return self.damaged(e, records=1)
         except (ValueError, RecursionError) as e:
-            return self.damaged(UserError(f"--source: {where} is not JSON ({e}){self.advice}."), records=1)
+            return self.damaged(
+                UserError(f"--source: {where} is not JSON ({e}){self.advice}."), records=1
+            )
 
 
 class Tables(Records):
@@ -363,7 +456,9 @@ class Tables(Records):
     def __init__(self, *args):
         super().__init__(*args)
         with ThreadPoolExecutor(16) as pool:  # remote storage is slow to answer
-            self.groups = list(pool.map(self.look, [f.name for f in self.files]))  # rows of each row group
+            self.groups = list(
+                pool.map(self.look, [f.name for f in self.files])
+            )  # rows of each row group
         errors = [g for g in self.groups if isinstance(g, UserError)]
         if errors and (not self.skip or len(errors) == len(self.groups)):
             raise errors[0]
@@ -371,7 +466,9 @@ class Tables(Records):
 
     def open(self, f):
         settings = {"buffer_size": 1 << 20, "page_checksum_verification": True}
-        return pyarrow.parquet.ParquetFile(f, pre_buffer=False, **settings)  # no thread of Arrow reads ahead
+        return pyarrow.parquet.ParquetFile(
+            f, pre_buffer=False, **settings
+        )  # no thread of Arrow reads ahead
 
     def look(self, path):
         """Rows of each row group of a file, or the UserError of one that is damaged or has no text in the column."""
@@ -383,12 +480,16 @@ class Tables(Records):
             return self.cannot_be_read(path, e)
         if self.column not in types:
             has = ", ".join(types)
-            return UserError(f"--text_column {self.column}: {path} has no such column; it has {has}.")
+            return UserError(
+                f"--text_column {self.column}: {path} has no such column; it has {has}."
+            )
         kind = types[self.column]
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if str(kind) not in TEXT_TYPES:
-            return UserError(f"--text_column {self.column}: {path} holds {kind} there, not text; give a column of "
-                             f"strings.")  # fmt: skip
+            return UserError(
+                f"--text_column {self.column}: {path} holds {kind} there, not text; give a column of "
+                f"strings."
+            )
         return rows
 
     def before(self, file):
@@ -467,7 +568,9 @@ class Rows(Source):
             except StopIteration:
                 return
             except Exception as e:  # of the network, of a format: datasets raises what it meets
-                raise UserError(f"--source: document {n} cannot be read ({first_line(e)}).") from None
+                raise UserError(
+                    f"--source: document {n} cannot be read ({first_line(e)})."
+                ) from None
             try:
                 item = record(n, text_in(row, self.column, f"document {n}"), self.val_fraction)
                 n += 1
@@ -490,15 +593,19 @@ def hub(name, config, split, *settings):
             fs = fsspec.core.url_to_fs(urls[0])[0]
             with ThreadPoolExecutor(16) as pool:
                 infos = list(pool.map(fs.info, urls))
-            source = Tables(fs, {fs._strip_protocol(url): info for url, info in zip(urls, infos)}, *settings)
+            source = Tables(
+                fs, {fs._strip_protocol(url): info for url, info in zip(urls, infos)}, *settings
+            )
             del source.identity["source_listing_sha256"]  # the revision tells
         else:
             source = Rows(*settings, name, config, revision=revision, split=split)
     except UserError:
         raise
     except Exception as e:  # of the network, of datasets' builders: there is no common class
-        raise UserError(f"--source {name}: there is no such file or folder, and the Hugging Face hub gives no such "
-                        f"dataset with --config {config} and --split {split} ({first_line(e)}).") from None  # fmt: skip
+        raise UserError(
+            f"--source {name}: there is no such file or folder, and the Hugging Face hub gives no such "
+            f"dataset with --config {config} and --split {split} ({first_line(e)})."
+        ) from None
     source.identity = {"config": config, "split": split, "revision": revision} | source.identity
     return source
 
@@ -517,7 +624,9 @@ def first_line(error):
 
 def listing_sha256(files):
     """Hash of (name, size) pairs."""
-    return hashlib.sha256(os.fsencode("".join(f"{name}\0{size}\0" for name, size in files))).hexdigest()
+    return hashlib.sha256(
+        os.fsencode("".join(f"{name}\0{size}\0" for name, size in files))
+    ).hexdigest()
 
 
 def find(source):
@@ -527,7 +636,9 @@ def find(source):
     if not fs.isdir(path):
         there = fs.glob(path, detail=True)
         beginning = re.split(r"[*?\[]", path)[0]
-        links = walk(os.path.dirname(beginning))[1] if "**" in path and not is_remote(source) else []
+        links = (
+            walk(os.path.dirname(beginning))[1] if "**" in path and not is_remote(source) else []
+        )
     elif is_remote(source):
         there, links = fs.find(path, detail=True), []
         there = {p: info for p, info in there.items() if "/." not in p.removeprefix(path)}
@@ -554,12 +665,16 @@ def open_source(args, val_fraction):
             return Files(source, val_fraction, skip)
         if not files and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
             return hub(source, args.config, args.split, *settings)
-        raise UserError(f"--source {source}: there is no such folder, and no such file ending in {', '.join(RECORDS)}; "
-                        f"give one, a glob of such files, a dataset of the Hugging Face hub as ORGANISATION/NAME, "
-                        f"or stdlib.")  # fmt: skip
+        raise UserError(
+            f"--source {source}: there is no such folder, and no such file ending in {', '.join(RECORDS)}; "
+            f"give one, a glob of such files, a dataset of the Hugging Face hub as ORGANISATION/NAME, "
+            f"or stdlib."
+        )
     if len(kinds) > 1:
-        raise UserError(f"--source {source}: holds files of different kinds ({', '.join(kinds.values())}); give a glob "
-                        f"of one kind, such as {os.path.join(source, '**', '*.parquet')}.")  # fmt: skip
+        raise UserError(
+            f"--source {source}: holds files of different kinds ({', '.join(kinds.values())}); give a glob "
+            f"of one kind, such as {os.path.join(source, '**', '*.parquet')}."
+        )
     warn_of_left_out("symlinked folder", links)
     warn_of_left_out("other file", [p for p in files if not ending(p)])
     records = {p: info for p, info in files.items() if ending(p)}
@@ -572,7 +687,9 @@ class Text(NamedTuple):
     text: str
     replaced: int = 0  # characters that became U+FFFD
     crc32: int = 0  # of a file's bytes
-    encoding: str = "utf-8"  # that it was read in; "" where nothing but ASCII in it is UTF-8, as in latin-1
+    encoding: str = (
+        "utf-8"  # that it was read in; "" where nothing but ASCII in it is UTF-8, as in latin-1
+    )
 
 
 def wide_encoding(content):
@@ -607,8 +724,12 @@ def read_text(document, limit=None):
             return Text(text)
         except UnicodeEncodeError:
             whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            foreign = re.search("[\udc80-\udcff]", text) and whole.replace("\ufffd", "").isascii()  # once bytes
-            return Text(whole, whole.count("\ufffd") - text.count("\ufffd"), 0, "" if foreign else "utf-8")
+            foreign = (
+                re.search("[\udc80-\udcff]", text) and whole.replace("\ufffd", "").isascii()
+            )  # once bytes
+            return Text(
+                whole, whole.count("\ufffd") - text.count("\ufffd"), 0, "" if foreign else "utf-8"
+            )
     try:
         with open(document.path, "rb") as f:
             content = f.read(limit)
@@ -619,29 +740,54 @@ def read_text(document, limit=None):
 
 def dump_ranks(ranks):
     """{token bytes: rank} -> the bytes of a file of tiktoken ranks: a line `base64(token) rank` for each, by rank."""
-    return b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in sorted(ranks.items(), key=lambda item: item[1]))
+    return b"".join(
+        base64.b64encode(t) + b" %d\n" % r
+        for t, r in sorted(ranks.items(), key=lambda item: item[1])
+    )
 
 
 class Parser(utils.Parser):
     """Help that shows the defaults."""
 
     def __init__(self, description):
-        super().__init__(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                         formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-        self.add_argument("--source", required=True, help="a folder of text files, read recursively, each file being a "
-                          f"document; a file, a folder or a quoted glob of {', '.join(RECORDS)}, local or remote, each "
-                          "record being a document; a dataset of the Hugging Face hub, ORGANISATION/NAME; or stdlib: "
-                          "the .py files of Python's standard library")  # fmt: skip
-        self.add_argument("--config", default=None, help="configuration of a dataset of the hub, such as sample-10BT")
-        self.add_argument("--split", default="train", help="split of a dataset of the hub, all of which is read")
-        self.add_argument("--text_column", default="text", help="column of a record that holds the text")
-        self.add_argument("--skip_damaged", action="store_true", default=False, help="leave out, report and count "
-                          "files and records that cannot be read")  # fmt: skip
+        super().__init__(
+            description=description,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        self.add_argument(
+            "--source",
+            required=True,
+            help="a folder of text files, read recursively, each file being a "
+            f"document; a file, a folder or a quoted glob of {', '.join(RECORDS)}, local or remote, each "
+            "record being a document; a dataset of the Hugging Face hub, ORGANISATION/NAME; or stdlib: "
+            "the .py files of Python's standard library",
+        )
+        self.add_argument(
+            "--config",
+            default=None,
+            help="configuration of a dataset of the hub, such as sample-10BT",
+        )
+        self.add_argument(
+            "--split", default="train", help="split of a dataset of the hub, all of which is read"
+        )
+        self.add_argument(
+            "--text_column", default="text", help="column of a record that holds the text"
+        )
+        self.add_argument(
+            "--skip_damaged",
+            action="store_true",
+            default=False,
+            help="leave out, report and count files and records that cannot be read",
+        )
 
 
 # --- Running a program ------------------------------------------------------------------------------------------
 
-stands = "nothing was written, and the same command begins anew"  # what a signal now leaves, in words
+stands = (
+    "nothing was written, and the same command begins anew"  # what a signal now leaves, in words
+)
 
 
 def say_what_stands(words):

@@ -14,7 +14,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import interrupts
+from training import interrupts
 
 if __name__ == "__main__":
     interrupts.at_once("interrupted; nothing was written")
@@ -40,19 +40,40 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
-from sources import VAL_FRACTION, Parser, dump_ranks, many, open_source, read_text, run, say_what_stands, warn
 from tqdm import tqdm
 
-from locks import alone_in
-from storage import BLOCK
-from tokenization import CUT, TOKENIZER_FILES, HubTokenizer, keep_tokenizer, load_tokenizer
+from data.sources import (
+    VAL_FRACTION,
+    Parser,
+    dump_ranks,
+    many,
+    open_source,
+    read_text,
+    run,
+    say_what_stands,
+    warn,
+)
+from data.storage import BLOCK
+from data.tokenization import CUT, TOKENIZER_FILES, HubTokenizer, keep_tokenizer, load_tokenizer
+from training.locks import alone_in
 from utils import UserError, is_remote, read_file, read_json, say, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
-BATCH_BYTES, BATCH_DOCUMENTS = 1_000_000, 1000  # what a worker takes at once, whichever is reached first: about 0.2 s
+BATCH_BYTES, BATCH_DOCUMENTS = (
+    1_000_000,
+    1000,
+)  # what a worker takes at once, whichever is reached first: about 0.2 s
 IN_FLIGHT = 4 * BATCH_BYTES  # per worker: enough that none waits, and a bound on memory
-COUNTS = ("documents", "bytes", "empty_documents", "replaced_documents", "replaced_characters", "foreign_documents",
-          "damaged_files", "damaged_records")  # fmt: skip
+COUNTS = (
+    "documents",
+    "bytes",
+    "empty_documents",
+    "replaced_documents",
+    "replaced_characters",
+    "foreign_documents",
+    "damaged_files",
+    "damaged_records",
+)
 PIECE = 1_000_000  # characters; longer texts are encoded in pieces of at least so many, where they can be cut
 
 # --- From documents to tokens -----------------------------------------------------------------------------------
@@ -74,11 +95,15 @@ def encode_text(text, encoding):
     one is cut in two, where that changes no token if it can, until each passes.
     """
     try:
-        return encoding.encode_to_numpy(text, disallowed_special=())  # no text is special, and none is an error
+        return encoding.encode_to_numpy(
+            text, disallowed_special=()
+        )  # no text is special, and none is an error
     except ValueError:
         half = len(text) // 2
         half = cut.end() if (cut := CUT.search(text, half)) else half
-        return np.concatenate([encode_text(text[:half], encoding), encode_text(text[half:], encoding)])
+        return np.concatenate(
+            [encode_text(text[:half], encoding), encode_text(text[half:], encoding)]
+        )
 
 
 def encode_batch(batch, encoding, dtype, skip):
@@ -86,7 +111,9 @@ def encode_batch(batch, encoding, dtype, skip):
     are files, [(kind, words)] to warn of); no tokens of empty documents. skip: go on where a file cannot be read."""
     parts, crc32s, warnings = {}, [], []
     for split, document in batch:
-        ids, counts = parts.setdefault(split, ([np.empty(0, dtype)], np.zeros(len(COUNTS), np.int64)))
+        ids, counts = parts.setdefault(
+            split, ([np.empty(0, dtype)], np.zeros(len(COUNTS), np.int64))
+        )
         if any(document.lost):
             counts[-2:] += document.lost
             continue
@@ -105,19 +132,32 @@ def encode_batch(batch, encoding, dtype, skip):
         counts[:6] += bool(text), len(text.encode()), not text, replaced > 0, replaced, not held_in
         crc32s += [crc32] if document.path else []
         warnings += odd_encoding(document, text, replaced, held_in)
-    return {split: (np.concatenate(ids), counts) for split, (ids, counts) in parts.items()}, crc32s, warnings
+    return (
+        {split: (np.concatenate(ids), counts) for split, (ids, counts) in parts.items()},
+        crc32s,
+        warnings,
+    )
 
 
 def odd_encoding(document, text, replaced, held_in):
     """[(kind, words)] to warn of a document that is not plain UTF-8."""
     name = document.name if document.path else f"document {document.name}"
     if not held_in or replaced:
-        but = "" if held_in else " (perhaps it is latin-1: iconv -f latin1 -t utf-8 would keep them)"
-        return [("replaced", f"{name} is not UTF-8: {many(replaced, 'character')} became U+FFFD{but}")]
+        but = (
+            "" if held_in else " (perhaps it is latin-1: iconv -f latin1 -t utf-8 would keep them)"
+        )
+        return [
+            ("replaced", f"{name} is not UTF-8: {many(replaced, 'character')} became U+FFFD{but}")
+        ]
     if held_in != "utf-8":
         return [("wide", f"{name} is {held_in.upper()} and is read as such")]
     if document.path and text.count("\0") * 4 > len(text):
-        return [("nul", f"{name} is full of NUL characters, as UTF-16 without its mark would be; they stay")]
+        return [
+            (
+                "nul",
+                f"{name} is full of NUL characters, as UTF-16 without its mark would be; they stay",
+            )
+        ]
     return []
 
 
@@ -140,7 +180,9 @@ def processes(workers, *arguments):
     """(function that submits a batch, function that waits for its result), on this machine's processes."""
     # not a Pool: that waits for ever when the system kills a worker
     executor, most = ProcessPoolExecutor(workers, get_context("spawn"), set_up_worker, arguments), 0
-    error = UserError(f"--workers {workers}: one was killed, as happens when memory is short; try fewer.")
+    error = UserError(
+        f"--workers {workers}: one was killed, as happens when memory is short; try fewer."
+    )
     starting = threading.Lock()
 
     def submit(batch):
@@ -157,7 +199,9 @@ def processes(workers, *arguments):
         starting.acquire()  # for ever: none is to start any more
         for worker in active_children():
             worker.kill()
-        util._run_finalizers(0)  # semaphores, which else are said to be left over; not what waits for the workers
+        util._run_finalizers(
+            0
+        )  # semaphores, which else are said to be left over; not what waits for the workers
 
     def result(future):
         while True:
@@ -185,7 +229,9 @@ def ray_actors(workers, *arguments):
     try:
         import ray
     except ImportError:
-        raise UserError("--ray: the package ray is not installed; pip install ray does that.") from None
+        raise UserError(
+            "--ray: the package ray is not installed; pip install ray does that."
+        ) from None
 
     class Encoder:
         def encode(self, batch):
@@ -200,13 +246,19 @@ def ray_actors(workers, *arguments):
     # the cluster's other machines have this repository, and tiktoken's ranks, where this one has them
     names = ("PYTHONPATH", "TIKTOKEN_CACHE_DIR")
     environment = {name: os.environ[name] for name in names if name in os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "data"), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "data"), environment.get("PYTHONPATH", "")]
+    )
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.ERROR
+    )
     signal.signal(signal.SIGTERM, before)  # Ray took it
     interrupts.given_back.append(ray.shutdown)
     try:
-        actor = ray.remote(max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD")(Encoder)
+        actor = ray.remote(max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD")(
+            Encoder
+        )
         actors = deque(actor.remote() for _ in range(workers))
 
         def submit(batch):
@@ -239,7 +291,9 @@ def encode(batches, workers, start, *arguments):
 
         for batch, position in batches:
             its_size = size_of(batch)
-            while underway and (size + its_size > IN_FLIGHT * workers or len(underway) >= 4 * workers):
+            while underway and (
+                size + its_size > IN_FLIGHT * workers or len(underway) >= 4 * workers
+            ):
                 yield oldest()
             underway.append((submit(batch), position, its_size))
             size += its_size
@@ -292,11 +346,18 @@ class ShardWriter:
     """Cuts a stream of token ids into files of exactly `shard_tokens`, the last one shorter; holds one at a time."""
 
     def __init__(self, folder, shard_tokens, dtype):
-        self.folder, self.shards, self.filled, self.totals = folder, [], 0, np.zeros(len(COUNTS), np.int64)
+        self.folder, self.shards, self.filled, self.totals = (
+            folder,
+            [],
+            0,
+            np.zeros(len(COUNTS), np.int64),
+        )
         try:
             self.shard = np.empty(shard_tokens, dtype)
         except (MemoryError, ValueError):
-            raise UserError(f"--shard_tokens {shard_tokens}: a shard must fit into memory; try fewer.") from None
+            raise UserError(
+                f"--shard_tokens {shard_tokens}: a shard must fit into memory; try fewer."
+            ) from None
 
     def add(self, ids, counts):
         """Take token ids and their COUNTS; whether this filled a shard."""
@@ -322,7 +383,9 @@ class ShardWriter:
             while block := f.read(BLOCK):
                 sha256.update(block)
                 crc32 += f"{zlib.crc32(block):08x}"  # of each block, so that dataset.py verifies what it reads alone
-        self.shards.append({"name": name, "tokens": self.filled, "sha256": sha256.hexdigest(), "crc32": crc32})
+        self.shards.append(
+            {"name": name, "tokens": self.filled, "sha256": sha256.hexdigest(), "crc32": crc32}
+        )
         self.filled = 0
 
     @property
@@ -331,7 +394,11 @@ class ShardWriter:
 
     def manifest(self):
         """What there is so far, for the manifest, and to go on from together with the tokens of the next shard."""
-        return {"tokens": self.tokens, **dict(zip(COUNTS, self.totals.tolist(), strict=True)), "shards": self.shards}
+        return {
+            "tokens": self.tokens,
+            **dict(zip(COUNTS, self.totals.tolist(), strict=True)),
+            "shards": self.shards,
+        }
 
     def go_on(self, manifest, ids):
         """Return to the state that `manifest` and the tokens `ids` of the unfinished shard describe."""
@@ -357,8 +424,10 @@ class Output:
         if differ == ["source_listing_sha256"]:
             words = ["the source has other files now, or files of other sizes"]
         if differ:
-            raise UserError(f"--output {self.path}: {name} holds shards of other settings ({', '.join(words)}); give "
-                            f"another folder, or delete this one.")  # fmt: skip
+            raise UserError(
+                f"--output {self.path}: {name} holds shards of other settings ({', '.join(words)}); give "
+                f"another folder, or delete this one."
+            )
 
     def load(self, name):
         """The arrays of a .npz file of this folder, {} where there is none."""
@@ -366,7 +435,9 @@ class Output:
         try:
             return dict(np.load(io.BytesIO(content))) if content else {}
         except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
-            raise UserError(f"--output {self.path}: {name} is damaged ({e}); delete the folder.") from None
+            raise UserError(
+                f"--output {self.path}: {name} is damaged ({e}); delete the folder."
+            ) from None
 
     def save(self, name, **arrays):
         with new_file(os.path.join(self.path, name)) as f:
@@ -384,11 +455,19 @@ class Output:
             manifest = read_json(self.path, name, "manifest.json")
             if manifest:
                 self.check(manifest, name)
-            finished &= (bool(manifest) and not self.missing(name, manifest["shards"])) or name not in self.splits
+            finished &= (
+                bool(manifest) and not self.missing(name, manifest["shards"])
+            ) or name not in self.splits
         held = self.load("source.npz") if finished else {}  # shards of earlier versions have none
-        if held and (again := self.source.compare(held, {}, "give another --output, or delete this one")):
-            say(f"--source: {many(len(again), 'file')} written again with the same content, such as {again[0]}")
-            with suppress(OSError, UserError):  # a folder to read from alone: they are compared again the next time
+        if held and (
+            again := self.source.compare(held, {}, "give another --output, or delete this one")
+        ):
+            say(
+                f"--source: {many(len(again), 'file')} written again with the same content, such as {again[0]}"
+            )
+            with suppress(
+                OSError, UserError
+            ):  # a folder to read from alone: they are compared again the next time
                 self.save("source.npz", **held | self.source.stamps())
         return finished
 
@@ -398,18 +477,32 @@ class Output:
         for name in ("train", "val"):
             folder = os.path.join(self.root, name)
             self.fs.makedirs(folder, exist_ok=True)
-            there = self.fs.find(folder, maxdepth=1)  # not ls, to which an empty folder of a bucket is an error
-            ours += [p for p in there if re.fullmatch(r"(manifest\.json|\d{6,}\.npy)(\.part)?", os.path.basename(p))]
+            there = self.fs.find(
+                folder, maxdepth=1
+            )  # not ls, to which an empty folder of a bucket is an error
+            ours += [
+                p
+                for p in there
+                if re.fullmatch(r"(manifest\.json|\d{6,}\.npy)(\.part)?", os.path.basename(p))
+            ]
         for path in sorted(ours, key=lambda path: not path.endswith("manifest.json")):
             self.fs.rm_file(path)
 
     def save_progress(self, position, writers):
         """Write where a run that is killed from now on goes on: after the batch that ended at `position`."""
-        splits, seen = {name: writer.manifest() for name, writer in writers.items()}, self.source.seen(position)
+        splits, seen = (
+            {name: writer.manifest() for name, writer in writers.items()},
+            self.source.seen(position),
+        )
         state = {"settings": self.settings, "position": position, "splits": splits}
         state["names_sha256"] = self.source.names_sha256(len(seen["sizes"]))
         unfinished = {name: writer.shard[: writer.filled] for name, writer in writers.items()}
-        self.save("progress.npz", state=np.frombuffer(json.dumps(state).encode(), np.uint8), **seen, **unfinished)
+        self.save(
+            "progress.npz",
+            state=np.frombuffer(json.dumps(state).encode(), np.uint8),
+            **seen,
+            **unfinished,
+        )
         self.say_what_stands(position)
 
     def load_progress(self, writers):
@@ -419,19 +512,25 @@ class Output:
         if not held:
             return {}
         state = json.loads(bytes(held["state"]))
-        names = state.get("names_sha256")  # an earlier version has none, and what it read is told by all files alone
+        names = state.get(
+            "names_sha256"
+        )  # an earlier version has none, and what it read is told by all files alone
         self.check(state["settings"], "progress.npz", but=names and "source_listing_sha256")
         advice = f"put back what it was, or give another --output, or delete {self.path}"
         if names:
             if names != self.source.names_sha256(len(held["sizes"])):
-                raise UserError(f"--source: files that were read for these shards have gone, or new ones lie between "
-                                f"them; {advice}.")  # fmt: skip
+                raise UserError(
+                    f"--source: files that were read for these shards have gone, or new ones lie between "
+                    f"them; {advice}."
+                )
             self.source.compare(held, state["position"], advice)
         for name, writer in writers.items():
             writer.go_on(state["splits"][name], held[name])
             if path := self.missing(name, writer.shards):
-                raise UserError(f"--output {self.path}: {path} is missing, which an interrupted run had written; put "
-                                f"it back, or delete the folder.")  # fmt: skip
+                raise UserError(
+                    f"--output {self.path}: {path} is missing, which an interrupted run had written; put "
+                    f"it back, or delete the folder."
+                )
         self.say_what_stands(state["position"])
         return state["position"]
 
@@ -446,7 +545,10 @@ class Output:
         self.save("source.npz", **self.source.stamps(), crc32s=self.source.crc32s)
         for name, writer in writers.items():
             manifest = {"version": version(), **self.settings, **writer.manifest()}
-            write_file(os.path.join(self.path, name, "manifest.json"), json.dumps(manifest, indent=1) + "\n")
+            write_file(
+                os.path.join(self.path, name, "manifest.json"),
+                json.dumps(manifest, indent=1) + "\n",
+            )
         self.forget_progress()
 
     def forget_progress(self):
@@ -463,14 +565,19 @@ def version():
 def write(args, source, output, encoding):
     """Write every split, the manifests last; returns a summary in words."""
     dtype = np.dtype(output.settings["dtype"])
-    writers = {n: ShardWriter(os.path.join(args.output, n), args.shard_tokens, dtype) for n in source.splits}
+    writers = {
+        n: ShardWriter(os.path.join(args.output, n), args.shard_tokens, dtype)
+        for n in source.splits
+    }
     position = output.load_progress(writers)
     if not position:
         output.clear()
     keep_tokenizer(args.output, args.tokenizer)
     start, done = time.monotonic(), position.get("done", 0)
     workers = ray_actors if args.ray else processes if args.workers > 1 else None
-    results = encode(cut(source, position), args.workers, workers, encoding, dtype, args.skip_damaged)
+    results = encode(
+        cut(source, position), args.workers, workers, encoding, dtype, args.skip_damaged
+    )
     shown = "{l_bar}{bar}| {n_fmt}{unit}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
     bar = {"total": source.total, "unit": source.unit, "unit_scale": True, "bar_format": shown}
     with tqdm(**bar, initial=done, disable=None) as bar:  # disable=None: for a terminal only
@@ -492,7 +599,9 @@ def write(args, source, output, encoding):
     check_text(args, writers)
     output.finish(writers)
     warn_of_losses(writers)
-    return ", ".join(f"{n} {w.tokens:,} tokens of {w.totals[0]:,} documents" for n, w in writers.items())
+    return ", ".join(
+        f"{n} {w.tokens:,} tokens of {w.totals[0]:,} documents" for n, w in writers.items()
+    )
 
 
 def check_text(args, writers):
@@ -502,12 +611,16 @@ def check_text(args, writers):
         what = f"{many(totals['empty_documents'], 'document')}, all of them empty"
         if totals["damaged_files"] + totals["damaged_records"]:
             what += f", and {left_out(totals)} left out"
-        raise UserError(f"--source {args.source}: there is no text in it ({what}); give another, or see that "
-                        f"--text_column {args.text_column} is the column with the text.")  # fmt: skip
+        raise UserError(
+            f"--source {args.source}: there is no text in it ({what}); give another, or see that "
+            f"--text_column {args.text_column} is the column with the text."
+        )
     for name, writer in writers.items():
         if not writer.tokens:
-            raise UserError(f"--val_fraction {args.val_fraction}: there is no text for {name} in the "
-                            f"{writer.totals[2]} documents that fall to it; 0 makes no val.")  # fmt: skip
+            raise UserError(
+                f"--val_fraction {args.val_fraction}: there is no text for {name} in the "
+                f"{writer.totals[2]} documents that fall to it; 0 makes no val."
+            )
 
 
 def left_out(totals):
@@ -518,12 +631,21 @@ def warn_of_losses(writers):
     """Say how much of the text was replaced or left out, by all runs that made these shards."""
     totals = dict(zip(COUNTS, sum(writer.totals for writer in writers.values()).tolist()))
     if totals["replaced_characters"]:
-        characters, documents = many(totals["replaced_characters"], "character"), totals["replaced_documents"]
+        characters, documents = (
+            many(totals["replaced_characters"], "character"),
+            totals["replaced_documents"],
+        )
         foreign = totals["foreign_documents"]
         foreign = f"; {many(foreign, 'document')} perhaps in latin-1" if foreign else ""
-        warn("total", f"{characters} of {many(documents, 'document')} became U+FFFD, not being UTF-8{foreign}")
+        warn(
+            "total",
+            f"{characters} of {many(documents, 'document')} became U+FFFD, not being UTF-8{foreign}",
+        )
     if totals["damaged_files"] + totals["damaged_records"]:
-        warn("total", f"{left_out(totals)} left out; of a file, what comes before the damage is there")
+        warn(
+            "total",
+            f"{left_out(totals)} left out; of a file, what comes before the damage is there",
+        )
 
 
 # --- The program ------------------------------------------------------------------------------------------------
@@ -532,21 +654,44 @@ def warn_of_losses(writers):
 def parse():
     """The command line, checked. Raises UserError."""
     parser = Parser(__doc__.splitlines()[0])
-    parser.add_argument("--output", required=True, help="folder, gs:// or s3:// address to write train/ and val/ into")
+    parser.add_argument(
+        "--output",
+        required=True,
+        help="folder, gs:// or s3:// address to write train/ and val/ into",
+    )
     parser.add_argument(
         "--tokenizer",
         required=True,
         help="tiktoken's name of an encoding (gpt2, cl100k_base, ...), "
         "a .tiktoken file of ranks or a Hugging Face tokenizer.json; files are copied to OUTPUT",
     )
-    parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard; memory holds one for "
-                        "training and one for validation")  # fmt: skip
-    parser.add_argument("--val_fraction", type=float, default=VAL_FRACTION, help="share of the documents that goes to "
-                        "val/, from 0 to below 1: those whose relative paths, or numbers, hash lowest")  # fmt: skip
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; the shards do not depend on it")
-    parser.add_argument("--ray", action="store_true", default=False, help="have the workers on the Ray cluster that "
-                        "RAY_ADDRESS names, or on one of this machine; all of its machines need this repository, and "
-                        "a source of text files, at the same paths")  # fmt: skip
+    parser.add_argument(
+        "--shard_tokens",
+        type=int,
+        default=100_000_000,
+        help="tokens per shard; memory holds one for training and one for validation",
+    )
+    parser.add_argument(
+        "--val_fraction",
+        type=float,
+        default=VAL_FRACTION,
+        help="share of the documents that goes to "
+        "val/, from 0 to below 1: those whose relative paths, or numbers, hash lowest",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        help="processes; the shards do not depend on it",
+    )
+    parser.add_argument(
+        "--ray",
+        action="store_true",
+        default=False,
+        help="have the workers on the Ray cluster that "
+        "RAY_ADDRESS names, or on one of this machine; all of its machines need this repository, and "
+        "a source of text files, at the same paths",
+    )
     args = parser.parse_args()
     if not 0 <= args.val_fraction < 1:
         raise UserError(f"--val_fraction {args.val_fraction}: must be at least 0 and below 1.")
@@ -555,7 +700,9 @@ def parse():
             raise UserError(f"--{flag} {getattr(args, flag)}: must be at least 1.")
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
     if local and Path(args.output).resolve().is_relative_to(Path(args.source).resolve()):
-        raise UserError(f"--output {args.output}: must not lie in --source {args.source}, whose files are documents.")
+        raise UserError(
+            f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
+        )
     return args
 
 
@@ -584,7 +731,9 @@ def main():
             say(f"{args.output}: these shards are there already, nothing to do")
             return
     except OSError as e:
-        raise UserError(f"--output {args.output}: cannot be used ({e}); make room, or give another.") from None
+        raise UserError(
+            f"--output {args.output}: cannot be used ({e}); make room, or give another."
+        ) from None
     say(f"{args.output}: {words}; {time.monotonic() - start:.1f} s")
 
 

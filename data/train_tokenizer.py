@@ -8,19 +8,29 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import interrupts
+from training import interrupts
 
 if __name__ == "__main__":
     interrupts.at_once("interrupted; nothing was written")
 
 import time
 
-from sources import VAL_FRACTION, Parser, by_hash, dump_ranks, open_source, read_text, run, say_what_stands, warn
-from tokenize_shards import encode_text
 from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from tokenization import PATTERN, load_tokenizer
+from data.sources import (
+    VAL_FRACTION,
+    Parser,
+    by_hash,
+    dump_ranks,
+    open_source,
+    read_text,
+    run,
+    say_what_stands,
+    warn,
+)
+from data.tokenization import PATTERN, load_tokenizer
+from data.tokenize_shards import encode_text
 from utils import UserError, check_place, is_remote, say, write_file
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
@@ -64,8 +74,12 @@ def train(texts, vocab_size):
     tokenizer = Tokenizer(models.BPE())
     to_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = Sequence([Split(Regex(PATTERN), "isolated"), to_bytes])
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
-    tokenizer.train_from_iterator((t[i : i + PIECE] for t in texts for i in range(0, len(t), PIECE)), trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        (t[i : i + PIECE] for t in texts for i in range(0, len(t), PIECE)), trainer
+    )
     return tokenizer
 
 
@@ -79,7 +93,9 @@ def to_ranks(tokenizer):
 
 
 def bytes_per_token(texts, encoding):
-    return sum(len(t.encode()) for t in texts) / max(1, sum(len(encode_text(t, encoding)) for t in texts))
+    return sum(len(t.encode()) for t in texts) / max(
+        1, sum(len(encode_text(t, encoding)) for t in texts)
+    )
 
 
 def compare(texts):
@@ -95,12 +111,20 @@ def compare(texts):
 
 def main():
     parser = Parser(__doc__.splitlines()[0])
-    parser.add_argument("--vocab_size", type=int, default=8192, help="number of tokens, with all 256 bytes and the end "
-                        "of text")  # fmt: skip
-    parser.add_argument("--output", required=True, help="file of ranks to write; its name must end in .tiktoken")
+    parser.add_argument(
+        "--vocab_size",
+        type=int,
+        default=8192,
+        help="number of tokens, with all 256 bytes and the end of text",
+    )
+    parser.add_argument(
+        "--output", required=True, help="file of ranks to write; its name must end in .tiktoken"
+    )
     args, start = parser.parse_args(), time.monotonic()
     if args.vocab_size < 257:
-        raise UserError(f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text.")
+        raise UserError(
+            f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text."
+        )
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if not is_remote(args.output):
@@ -108,12 +132,16 @@ def main():
     training, held_out = candidates(open_source(args, VAL_FRACTION))
     texts = sample(training, SAMPLE_BYTES, args.skip_damaged)
     if not any(texts):
-        raise UserError(f"--source {args.source}: there is no text in its {len(training):,} documents; give another, "
-                        f"or see that --text_column {args.text_column} is the column with the text.")  # fmt: skip
+        raise UserError(
+            f"--source {args.source}: there is no text in its {len(training):,} documents; give another, "
+            f"or see that --text_column {args.text_column} is the column with the text."
+        )
     tokenizer = train(texts, args.vocab_size - 1)
     most = tokenizer.get_vocab_size() + 1
     if most < args.vocab_size:
-        raise UserError(f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most.")
+        raise UserError(
+            f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most."
+        )
     try:
         write_file(args.output, dump_ranks(to_ranks(tokenizer)))
     except UserError as e:
@@ -122,8 +150,10 @@ def main():
     say_what_stands(f"{args.output} is written")
     texts = sample(held_out or training, SAMPLE_BYTES // 20, args.skip_damaged)
     ratio = bytes_per_token(texts, load_tokenizer(args.output))
-    say(f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of "
-        f"{'held-out' if held_out else 'its own'} text{compare(texts)}, {time.monotonic() - start:.1f} s")  # fmt: skip
+    say(
+        f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of "
+        f"{'held-out' if held_out else 'its own'} text{compare(texts)}, {time.monotonic() - start:.1f} s"
+    )
 
 
 if __name__ == "__main__":

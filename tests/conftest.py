@@ -17,10 +17,16 @@ GCS_EMULATOR = ROOT.parent / "shared" / "tools" / "gcs_emulator.py"
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_MODE"] = "offline"
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # else gcsfs asks an emulator for gRPC, for a minute
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = (
+    "false"  # else gcsfs asks an emulator for gRPC, for a minute
+)
 # compiling would be most of the tests' time; these shorten it sevenfold and change nothing that the tests look at
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-if version("jaxlib").startswith("0.10."):  # later ones have no such flag, and XLA ends a process that gives it
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
+if version("jaxlib").startswith(
+    "0.10."
+):  # later ones have no such flag, and XLA ends a process that gives it
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import fsspec
@@ -28,16 +34,41 @@ import jax
 import numpy as np
 import pytest
 
+import collectives
 import main
 import model
 import presets
 import utils
+from architectures import parameters
+from training import steps
+from training.optimizer import make_optimizer
 
 # A model small enough to compile in seconds, with every part that a large one has.
-SMALL = dict(model_dimension=32, vocab_size=250, n_head=4, blocks=4, layers_per_block=3, T=32, latent_dim=16, dhR=8,
-             n_experts=8, k=2, n_shared=1, expert_dim=32, ffn_dim=64, capacity_factor=0.0, attention="blockwise",
-             micro_batch_size=4, pp_interleave=1, max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2,
-             end_steps=100, compilation_cache="")  # fmt: skip
+SMALL = dict(
+    model_dimension=32,
+    vocab_size=250,
+    n_head=4,
+    blocks=4,
+    layers_per_block=3,
+    T=32,
+    latent_dim=16,
+    rope_dim=8,
+    n_experts=8,
+    experts_per_token=2,
+    n_shared=1,
+    expert_dim=32,
+    ffn_dim=64,
+    capacity_factor=0.0,
+    attention="blockwise",
+    microbatches=4,
+    pp_interleave=1,
+    max_lr=5e-3,
+    end_lr=2e-4,
+    embedding_lr=2.0,
+    warmup_steps=2,
+    end_steps=100,
+    compilation_cache="",
+)
 # GPT-2 in the same size: nothing of SMALL that it has no use for
 SMALL_GPT2 = {**utils.GPT2, "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
@@ -45,42 +76,60 @@ MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 
 
 def small_config(mesh=(1, 1, 1), sequences=32, **flags):
     """A validated Config of SMALL on `mesh` with `sequences` training sequences a batch over the whole mesh."""
-    flags = {**SMALL, "train_batch_size": sequences // mesh[0], "val_batch_size": max(4, 8 // mesh[0]), **flags}
-    cfg = utils.replace(presets.preset("tiny"), n_device_axis=mesh, n_devices=int(np.prod(mesh)), **flags)
+    flags = {
+        **SMALL,
+        "train_batch_size": sequences // mesh[0],
+        "val_batch_size": max(4, 8 // mesh[0]),
+        **flags,
+    }
+    cfg = utils.replace(
+        presets.preset("tiny"), n_device_axis=mesh, n_devices=int(np.prod(mesh)), **flags
+    )
     return utils.validate(cfg, jax.device_count())
 
 
 def make_params(cfg, mesh):
     table = model.param_table(cfg)
-    init = jax.jit(lambda key: model.init_params(table, key), out_shardings=model.shardings(table, mesh))
+    init = jax.jit(
+        lambda key: parameters.init_params(table, key),
+        out_shardings=parameters.shardings(table, mesh),
+    )
     return init(jax.random.key(cfg.run.seed))
 
 
 def random_batch(cfg, mesh, seed=0):
     """Global (tokens, targets) [accumulation, M, B, T] of random tokens; the same sequences however they are cut."""
-    A, M = cfg.run.grad_step, cfg.data.micro_batch_size
+    A, M = cfg.run.accumulation_steps, cfg.data.microbatches
     B = cfg.data.train_batch_size * cfg.run.n_device_axis[0] // M
-    rows = np.random.default_rng(seed).integers(0, cfg.model.vocab_size, (A * M * B, cfg.model.T + 1)).astype(np.int32)
+    rows = (
+        np.random.default_rng(seed)
+        .integers(0, cfg.model.vocab_size, (A * M * B, cfg.model.T + 1))
+        .astype(np.int32)
+    )
     rows = rows.reshape(A, M, B, -1)
-    sharding = jax.sharding.NamedSharding(mesh, model.BATCH_SPEC)
+    sharding = jax.sharding.NamedSharding(mesh, collectives.BATCH_SPEC)
     return tuple(jax.device_put(part, sharding) for part in (rows[..., :-1], rows[..., 1:]))
 
 
 def furthest(a, b):
     """Largest difference between two trees, each leaf relative to its own largest entry, and that leaf's path."""
     differences = jax.tree_util.tree_map_with_path(
-        lambda at, x, y: (float(np.abs(x - y).max(initial=0) / np.abs(x).max(initial=1e-30)), jax.tree_util.keystr(at)),
-        jax.tree.map(np.asarray, a), jax.tree.map(np.asarray, b),
-    )  # fmt: skip
+        lambda at, x, y: (
+            float(np.abs(x - y).max(initial=0) / np.abs(x).max(initial=1e-30)),
+            jax.tree_util.keystr(at),
+        ),
+        jax.tree.map(np.asarray, a),
+        jax.tree.map(np.asarray, b),
+    )
     return max(jax.tree.leaves(differences, is_leaf=lambda x: isinstance(x, tuple)))
 
 
 def steps_of(cfg, n, seeds=None):
     """TrainState after n optimizer steps on random batches, and the metrics of every step."""
-    mesh = main.make_mesh(cfg)
-    optimizer, schedule = main.make_optimizer(cfg)
-    state = main.init_state(cfg, main.abstract_state(cfg, mesh, optimizer), optimizer)
-    step = jax.jit(main.make_train_step(cfg, mesh, optimizer, schedule))
+    mesh = steps.make_mesh(cfg)
+    optimizer, schedule = make_optimizer(cfg)
+    state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
+    step = jax.jit(steps.make_train_step(cfg, mesh, optimizer, schedule))
     seen = []
     for seed in seeds or range(n):
         state, metrics = step(state, *random_batch(cfg, mesh, seed))
@@ -122,10 +171,20 @@ def train(shards, xla_cache, tmp_path):
     """`train(mesh, **flags)`: run the program in this process on the small model and shards; its exit status."""
 
     def train(mesh=(1, 1, 1), **flags):
-        flags = {**SMALL, "train_batch_size": 8 // mesh[0], "val_batch_size": 8 // mesh[0], "name": "run",
-                 "n_device_axis": mesh, "n_devices": int(np.prod(mesh)), "output_dir": tmp_path / "runs",
-                 "bucket_name": shards, "compilation_cache": xla_cache, "checkpoint_steps": 5, "eval_steps": 2,
-                 **flags}  # fmt: skip
+        flags = {
+            **SMALL,
+            "train_batch_size": 8 // mesh[0],
+            "val_batch_size": 8 // mesh[0],
+            "name": "run",
+            "n_device_axis": mesh,
+            "n_devices": int(np.prod(mesh)),
+            "output_dir": tmp_path / "runs",
+            "bucket_name": shards,
+            "compilation_cache": xla_cache,
+            "eval_every": 5,
+            "eval_steps": 2,
+            **flags,
+        }
         # not through the command line: its parser compiles source, which Python 3.11 cannot do beside other threads
         flags = {n: str(v) if isinstance(v, Path) else v for n, v in flags.items() if v is not None}
         return main.main(utils.replace(presets.preset("tiny"), **flags), set(flags))
@@ -136,8 +195,13 @@ def train(shards, xla_cache, tmp_path):
 def run_program(*words, **environment):
     """main.py in a process of its own; returns the CompletedProcess with text output."""
     env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, str(ROOT / "main.py"), *map(str, words)], env=env, capture_output=True,
-                          text=True, timeout=600)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, str(ROOT / "main.py"), *map(str, words)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 # --- Buckets ----------------------------------------------------------------------------------------------------
@@ -196,7 +260,9 @@ def bucket(request, monkeypatch):
     else:
         pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
         command = ["-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for _ in range(300):
             with socket.socket() as s:
@@ -205,15 +271,24 @@ def bucket(request, monkeypatch):
             time.sleep(0.1)
         proxy, url = Faulty(port), f"http://127.0.0.1:{port}"
         faulty = f"http://127.0.0.1:{proxy.server_port}"
-        fsspec.get_filesystem_class(request.param).clear_instance_cache()  # of another test's server
+        fsspec.get_filesystem_class(
+            request.param
+        ).clear_instance_cache()  # of another test's server
         if request.param == "gs":
-            for name, value in {"STORAGE_EMULATOR_HOST": faulty, "TENSORSTORE_GCS_HTTP_URL": faulty,
-                                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x"}.items():  # fmt: skip
+            for name, value in {
+                "STORAGE_EMULATOR_HOST": faulty,
+                "TENSORSTORE_GCS_HTTP_URL": faulty,
+                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+            }.items():
                 monkeypatch.setenv(name, value)
             fs = fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
         else:
-            for name, value in {"ENDPOINT_URL": faulty, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x",
-                                "DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
+            for name, value in {
+                "ENDPOINT_URL": faulty,
+                "ACCESS_KEY_ID": "x",
+                "SECRET_ACCESS_KEY": "x",
+                "DEFAULT_REGION": "us-east-1",
+            }.items():
                 monkeypatch.setenv(f"AWS_{name}", value)
             fs = fsspec.filesystem("s3", endpoint_url=url, skip_instance_cache=True)
             fs.mkdir("bucket")

@@ -13,18 +13,29 @@ import numpy as np
 import pytest
 from conftest import ROOT, SMALL, flags_of, run_program
 
-import cli
 import main
-import platforms
 import presets
 import utils
+from training import command_line, platforms
 
-PATH = ["main", "model", "dataset", "utils", "cli", "processes", "checkpointing", "runlog", "decoding", "kernels"]
-FIELDS = {f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))}
-LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim dhR dropout_rate model_dtype k
-n_experts n_shared capacity_factor bucket_name process_path train_folder_name val_folder_name train_batch_size
-val_batch_size micro_batch_size max_lr min_lr end_lr warmup_steps end_steps alpha name output_dir checkpoint_steps
-seed wandb training_steps grad_step eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature
+PATH = [
+    "main.py",
+    "model.py",
+    "dataset.py",
+    "utils.py",
+    *(
+        str(p.relative_to(ROOT))
+        for room in ("architectures", "kernels", "training")
+        for p in (ROOT / room).glob("*.py")
+    ),
+]
+FIELDS = {
+    f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))
+}
+LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim rope_dim dropout_rate model_dtype experts_per_token
+n_experts n_shared capacity_factor bucket_name cache_dir train_folder_name val_folder_name train_batch_size
+val_batch_size microbatches max_lr min_lr end_lr warmup_steps end_steps balance_weight name output_dir eval_every
+seed wandb training_steps accumulation_steps eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature
 use_cache max_tokens prompt n_devices""".split()
 
 
@@ -37,8 +48,12 @@ def another(name, value):
         return "tiny"
     if isinstance(value, bool):
         return not value
-    return {int: lambda: value + 1, float: lambda: value + 0.25, str: lambda: value + "x y'$",
-            tuple: lambda: (5, 6, 7)}[type(value)]()  # fmt: skip
+    return {
+        int: lambda: value + 1,
+        float: lambda: value + 0.25,
+        str: lambda: value + "x y'$",
+        tuple: lambda: (5, 6, 7),
+    }[type(value)]()
 
 
 @pytest.fixture
@@ -55,21 +70,31 @@ def byte_ranks(tmp_path):
 def test_every_flag_reaches_its_field(name, byte_ranks):
     default = utils.flatten(presets.preset("moe1b"))
     value = byte_ranks if name == "tokenizer" else another(name, default[name])
-    cfg, given = cli.parse(flags_of(**{name: value}))
+    cfg, given = command_line.parse(flags_of(**{name: value}))
     now = utils.flatten(cfg)
     assert given == {name} and now[name] == value
     changed = {n for n in default if now[n] != default[n]}
-    batch = {"train_batch_size", "val_batch_size", "micro_batch_size"}  # which follow each other, and pp
-    expected = {"preset": {*presets.PRESETS["tiny"]}, "tokenizer": {"vocab_size"}, "n_device_axis": batch}
+    batch = {
+        "train_batch_size",
+        "val_batch_size",
+        "microbatches",
+    }  # which follow each other, and pp
+    expected = {
+        "preset": {*presets.PRESETS["tiny"]},
+        "tokenizer": {"vocab_size"},
+        "n_device_axis": batch,
+    }
     expected = {name} | expected.get(name, batch if name in batch else set())
     assert changed <= expected and name in changed
     assert name != "tokenizer" or now["vocab_size"] == 257
 
 
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - {"preset"}))  # which chooses the others' defaults
+@pytest.mark.parametrize(
+    "name", sorted(set(FIELDS) - {"preset"})
+)  # which chooses the others' defaults
 def test_every_field_is_used(name):
     """Somewhere on the training path a field is read as an attribute."""
-    source = "".join((ROOT / f"{module}.py").read_text() for module in PATH)
+    source = "".join((ROOT / path).read_text() for path in PATH)
     assert re.search(rf"\b(m|d|o|r|s|self|model|data|optimizer|run|sample)\.{name}\b", source), name
 
 
@@ -78,22 +103,37 @@ def test_the_flags_that_users_know_are_there():
 
 
 def test_the_documented_command_is_accepted():
-    words = "--checkpoint_steps=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb"
+    words = "--eval_every=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb"
     words += " --eval_steps 10"
-    cfg = utils.validate(cli.parse(words.split())[0], 32)
+    cfg = utils.validate(command_line.parse(words.split())[0], 32)
     m, o, r = cfg.model, cfg.optimizer, cfg.run
-    assert (r.checkpoint_steps, r.save_steps, r.n_device_axis, r.n_devices, r.name) == (75, 750, (8, 2, 2), 32, "moe1B")
-    assert cfg.sample.use_cache and r.wandb and r.eval_steps == 10 and cfg.data.train_batch_size == 32
+    assert (r.eval_every, r.save_steps, r.n_device_axis, r.n_devices, r.name) == (
+        75,
+        750,
+        (8, 2, 2),
+        32,
+        "moe1B",
+    )
+    assert (
+        cfg.sample.use_cache and r.wandb and r.eval_steps == 10 and cfg.data.train_batch_size == 32
+    )
     assert (m.model_dimension, m.vocab_size, m.T) == (768, 100277, 1024)
     assert (m.n_head, m.blocks, m.layers_per_block) == (12, 8, 6)
-    assert (m.latent_dim, m.dhR, m.n_experts, m.k, m.n_shared, m.capacity_factor) == (128, 128, 16, 2, 2, 1.5)
+    assert (
+        m.latent_dim,
+        m.rope_dim,
+        m.n_experts,
+        m.experts_per_token,
+        m.n_shared,
+        m.capacity_factor,
+    ) == (128, 128, 16, 2, 2, 1.5)
     assert (o.max_lr, o.end_lr, o.warmup_steps, o.end_steps) == (6e-4, 6e-5, 5000, 75000)
 
 
 def test_a_flag_beside_a_preset_wins_and_help_shows_its_values(capsys):
-    assert cli.parse(["--blocks", "6", "--preset", "tiny"])[0].model.blocks == 6
+    assert command_line.parse(["--blocks", "6", "--preset", "tiny"])[0].model.blocks == 6
     with pytest.raises(SystemExit) as stop:
-        cli.parse(["--preset", "tiny", "--help"])
+        command_line.parse(["--preset", "tiny", "--help"])
     shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
     assert stop.value.code == 0
     for name, f in FIELDS.items():
@@ -106,17 +146,17 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--blocks 3 --n_device_axis 2 2 2": ["--blocks 3", "pp", "2 or 4"],
     "--n_head 2 --n_device_axis 2 1 4": ["--n_head 2", "tp", "4"],
     "--T 30 --n_device_axis 2 1 4": ["--T 30", "tp", "28 or 32"],
-    "--micro_batch_size 3 --n_device_axis 4 2 1": ["--micro_batch_size 3", "pp"],
+    "--microbatches 3 --n_device_axis 4 2 1": ["--microbatches 3", "pp"],
     "--n_experts 6 --n_device_axis 8 1 1": ["--n_experts 6", "8"],
     "--n_experts 12 --n_device_axis 8 1 1": ["--n_experts 12", "8"],
     "--train_batch_size 6": ["--train_batch_size 6", "4 or 8"],
-    "--val_batch_size 6": ["--val_batch_size 6", "micro_batch_size"],
+    "--val_batch_size 6": ["--val_batch_size 6", "microbatches"],
     "--model_dimension 30": ["--model_dimension 30", "n_head"],
-    "--dhR 7": ["--dhR 7"],
+    "--rope_dim 7": ["--rope_dim 7"],
     "--attention splash --T 128": ["--attention splash", "TPUs", "auto"],
     "--pp_interleave 3 --n_device_axis 2 2 2": ["--blocks 4", "pp x pp_interleave", "6"],
-    "--k 9": ["--k 9", "--n_experts 8"],
-    "--k 0": ["--k 0", "at least 1"],
+    "--experts_per_token 9": ["--experts_per_token 9", "--n_experts 8"],
+    "--experts_per_token 0": ["--experts_per_token 0", "at least 1"],
     "--dropout_rate 1.0": ["--dropout_rate 1.0"],
     "--max_lr nan": ["--max_lr nan"],
     "--warmup_steps 100": ["--warmup_steps 100", "--end_steps 100"],
@@ -124,7 +164,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--n_groups 3": ["--n_experts 8", "n_groups", "6 or 9"],
     "--n_groups 8": ["--n_groups 8", "two experts"],
     "--n_groups 4 --k_groups 5": ["--k_groups 5", "--n_groups 4"],
-    "--n_groups 4 --k_groups 1 --k 3": ["--k_groups 1", "--k 3"],
+    "--n_groups 4 --k_groups 1 --experts_per_token 3": ["--k_groups 1", "--experts_per_token 3"],
     "--rope_factor 0.5": ["--rope_factor 0.5", "at least 1"],
     "--rope_factor 2 --rope_base 1": ["--rope_base 1", "above 1"],
     "--q_latent_dim -2": ["--q_latent_dim -2", "at least -1"],
@@ -147,46 +187,60 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
 
 @pytest.mark.parametrize("words", BAD)
 def test_a_mistake_gets_a_sentence(words):
-    argv = ["--preset", "tiny", *flags_of(**SMALL, train_batch_size=8, val_batch_size=8), *words.split()]
+    argv = [
+        "--preset",
+        "tiny",
+        *flags_of(**SMALL, train_batch_size=8, val_batch_size=8),
+        *words.split(),
+    ]
     with pytest.raises(utils.UserError) as e:
-        cfg, _ = cli.parse(argv)
+        cfg, _ = command_line.parse(argv)
         utils.validate(cfg, 8)
     said = str(e.value)
     assert all(part in said for part in BAD[words]), said
     assert "\n" not in said and said.endswith(".")
     if words != "--n_devices 16":  # only devices tell
         with pytest.raises(utils.UserError):
-            cli.check([*argv[:2], "--n_devices", "8", *argv[2:]], elsewhere=False)
+            command_line.check([*argv[:2], "--n_devices", "8", *argv[2:]], elsewhere=False)
 
 
-def test_a_check_without_devices_refuses_nothing_that_some_devices_would_take(byte_ranks, monkeypatch):
+def test_a_check_without_devices_refuses_nothing_that_some_devices_would_take(
+    byte_ranks, monkeypatch
+):
     """With as many devices as the mesh says, with any number of them, with a tokenizer that is elsewhere."""
-    monkeypatch.setattr(cli, "load_tokenizer", None)  # asked for no file
+    monkeypatch.setattr(command_line, "load_tokenizer", None)  # asked for no file
     small = {**SMALL, "train_batch_size": 8, "val_batch_size": 8, "tokenizer": byte_ranks}
     for dp, pp, tp in [(2, 2, 2), (0, 1, 1), (0, 2, 4)]:
-        cli.check(["--preset", "tiny", *flags_of(**small, n_device_axis=(dp, pp, tp))], elsewhere=True)
-        cli.check(flags_of(n_device_axis=(dp, pp, tp), preset="gpt2-124m", tokenizer="none.json"), elsewhere=True)
-    few = flags_of(**(small | {"n_experts": 6}), n_device_axis=(0, 1, 4))  # 3 x 1 x 4 devices would do
-    cli.check(["--preset", "tiny", *few, "--init_from", "anything"], elsewhere=True)
-    cli.check(["--preset", "tiny", *few, "--plan", "v4:2x2x1"], elsewhere=True)
-    cli.check(["--preset", "tiny", *few, "--num_processes", "3"], elsewhere=True)
+        command_line.check(
+            ["--preset", "tiny", *flags_of(**small, n_device_axis=(dp, pp, tp))], elsewhere=True
+        )
+        words = flags_of(n_device_axis=(dp, pp, tp), preset="gpt2-124m", tokenizer="none.json")
+        command_line.check(words, elsewhere=True)
+    few = flags_of(
+        **(small | {"n_experts": 6}), n_device_axis=(0, 1, 4)
+    )  # 3 x 1 x 4 devices would do
+    command_line.check(["--preset", "tiny", *few, "--init_from", "anything"], elsewhere=True)
+    command_line.check(["--preset", "tiny", *few, "--plan", "v4:2x2x1"], elsewhere=True)
+    command_line.check(["--preset", "tiny", *few, "--num_processes", "3"], elsewhere=True)
 
 
 def test_a_check_knows_the_run_that_is_there(tmp_path):
     """A flag that the run cannot go on with is refused; what may change, and what the preset says, is not."""
-    stored = utils.flatten(utils.replace(presets.preset("tiny"), T=64, train_batch_size=4)) | {"data_fingerprint": "x"}
+    stored = utils.flatten(utils.replace(presets.preset("tiny"), T=64, train_batch_size=4)) | {
+        "data_fingerprint": "x"
+    }
     utils.write_file(str(tmp_path / "tiny/config.json"), json.dumps(stored))
     words = ["--preset", "tiny", "--output_dir", str(tmp_path)]
     for more in ("", "--T 64 --n_device_axis 0 1 1", "--max_tokens 9", "--T 32 --name b"):
-        cli.check([*words, *more.split()], elsewhere=False)
+        command_line.check([*words, *more.split()], elsewhere=False)
     with pytest.raises(utils.UserError, match="--T 32: run tiny has 64; leave the flag out"):
-        cli.check([*words, "--T", "32"], elsewhere=False)
-    cli.check([*words, "--T", "32"], elsewhere=True)
+        command_line.check([*words, "--T", "32"], elsewhere=False)
+    command_line.check([*words, "--T", "32"], elsewhere=True)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
     with pytest.raises(utils.UserError, match="--vocab_size 100.* has 257 tokens"):
-        cli.parse(["--tokenizer", byte_ranks, "--vocab_size", "100"])
+        command_line.parse(["--tokenizer", byte_ranks, "--vocab_size", "100"])
 
 
 @pytest.mark.parametrize(
@@ -202,12 +256,16 @@ def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
     }
     done = run_program("--preset", "tiny", *flags_of(**flags), *words.split())
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert (
+        done.stderr.startswith("error: ")
+        and done.stderr.count("\n") == 1
+        and "Traceback" not in done.stderr
+    )
     assert words.split()[0] in done.stderr and not (tmp_path / "runs").exists()
 
 
 def test_flags_are_read_before_jax_is_imported():
-    check = "import cli, sys; cli.check(['--preset', 'tiny'], False); sys.exit('jax' in sys.modules)"
+    check = "import sys; from training import command_line; command_line.check(['--preset', 'tiny'], False); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
@@ -215,7 +273,10 @@ def test_the_users_xla_flags_win(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     platforms.set_xla_flags(8)
     now = utils.os.environ["XLA_FLAGS"].split()
-    assert now[0] == "--xla_force_host_platform_device_count=3" and sum("device_count" in f for f in now) == 1
+    assert (
+        now[0] == "--xla_force_host_platform_device_count=3"
+        and sum("device_count" in f for f in now) == 1
+    )
     monkeypatch.setenv("XLA_FLAGS", "")
     platforms.set_xla_flags(8)
     assert "--xla_force_host_platform_device_count=8" in utils.os.environ["XLA_FLAGS"]
@@ -225,43 +286,61 @@ def test_the_programs_name_the_nearest_flag():
     from tools import checkpoints, common, hf
 
     sys.path.insert(0, str(ROOT / "data"))
-    import sources
+    from data import sources
 
     own = common.Parser("A program.")
     own.add_argument("--steps", type=int)
     assert own.parse_known_args(["--steps", "3", "--blocks", "4"])[1] == ["--blocks", "4"]
     for program, words, nearest in [
-        (lambda w: cli.read_flags(common.Sample, w, "s"), "x --promt a", "--prompt"),
-        (lambda w: cli.read_flags(common.Sample, w, "s"), "--promt a", "--prompt"),
-        (lambda w: cli.read_flags(checkpoints.Options, w, "c"), "lst x", "list"),
-        (own.parse_known_args, "--stepss 3", "--steps"), (own.parse_known_args, "--blokcs=3", "--blocks"),
-        (sources.Parser("A program.").parse_args, "--sourc x", "--source"), (hf.run, "exprt a b", "export"),
-        (hf.run, "export a b --dtype flaot32", "float32"), (hf.run, "export a b --dtpye float32", "--dtype"),
-    ]:  # fmt: skip
+        (lambda w: command_line.read_flags(common.Sample, w, "s"), "x --promt a", "--prompt"),
+        (lambda w: command_line.read_flags(common.Sample, w, "s"), "--promt a", "--prompt"),
+        (lambda w: command_line.read_flags(checkpoints.Options, w, "c"), "lst x", "list"),
+        (own.parse_known_args, "--stepss 3", "--steps"),
+        (own.parse_known_args, "--blokcs=3", "--blocks"),
+        (sources.Parser("A program.").parse_args, "--sourc x", "--source"),
+        (hf.run, "exprt a b", "export"),
+        (hf.run, "export a b --dtype flaot32", "float32"),
+        (hf.run, "export a b --dtpye float32", "--dtype"),
+    ]:
         with pytest.raises(utils.UserError, match=f"; the nearest is {nearest}; see --help.") as e:
             program(words.split())
         assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("words, changed", [
-    ("--n_experts 1", dict(k=1)), ("--end_steps 20", dict(warmup_steps=2)), ("--train_batch_size 6", dict(micro=2)),
-    ("--train_batch_size 1", dict(micro=1)), ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
-    ("--n_device_axis 1 2 1 --val_batch_size 6", dict(micro=2)), ("--micro_batch_size 3", dict(train=18, val=18)),
-    ("--n_device_axis 1 3 1 --blocks 3", dict(micro=6, train=18, val=18)), ("--train_batch_size 24", {}), ("", {}),
-    ("--n_device_axis 1 3 1 --blocks 3 --val_batch_size 7", None), ("--train_batch_size 6 --micro_batch_size 4", None),
-    ("--k 9", None), ("--warmup_steps 300", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, changed",
+    [
+        ("--n_experts 1", dict(experts_per_token=1)),
+        ("--end_steps 20", dict(warmup_steps=2)),
+        ("--train_batch_size 6", dict(micro=2)),
+        ("--train_batch_size 1", dict(micro=1)),
+        ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
+        ("--n_device_axis 1 2 1 --val_batch_size 6", dict(micro=2)),
+        ("--microbatches 3", dict(train=18, val=18)),
+        ("--n_device_axis 1 3 1 --blocks 3", dict(micro=6, train=18, val=18)),
+        ("--train_batch_size 24", {}),
+        ("", {}),
+        ("--n_device_axis 1 3 1 --blocks 3 --val_batch_size 7", None),
+        ("--train_batch_size 6 --microbatches 4", None),
+        ("--experts_per_token 9", None),
+        ("--warmup_steps 300", None),
+    ],
+)
 def test_a_default_never_refuses_what_was_given(words, changed):
     argv = ["--preset", "tiny", *words.split()]
     devices = int(np.prod([int(n) for n in words.split()[1:4]])) if "axis" in words else 1
     if changed is None:
         with pytest.raises(utils.UserError, match="such as|cannot go|less than"):
-            utils.validate(cli.parse(argv)[0], devices)
+            utils.validate(command_line.parse(argv)[0], devices)
         return
-    cfg, given = cli.parse(argv)
+    cfg, given = command_line.parse(argv)
     before = utils.flatten(presets.preset("tiny"))
-    names = {"train": "train_batch_size", "val": "val_batch_size", "micro": "micro_batch_size"}
-    read = {name: value for name, value in utils.flatten(cfg).items() if name not in given and value != before[name]}
+    names = {"train": "train_batch_size", "val": "val_batch_size", "micro": "microbatches"}
+    read = {
+        name: value
+        for name, value in utils.flatten(cfg).items()
+        if name not in given and value != before[name]
+    }
     assert read == {names.get(name, name): value for name, value in changed.items()}
     utils.validate(cfg, devices)
     assert utils.follow(cfg, given) == cfg
@@ -271,25 +350,42 @@ def test_samples_fit_in_short_sequences_unless_their_length_was_given():
     encoding = SimpleNamespace(eot_token=256, encode_ordinary=lambda text: list(text.encode()))
 
     def fitted(T, *given, **flags):
-        cfg, ids = main.with_prompt(utils.replace(presets.preset("tiny"), T=T, **flags), set(given), encoding)
+        cfg, ids = main.with_prompt(
+            utils.replace(presets.preset("tiny"), T=T, **flags), set(given), encoding
+        )
         return cfg.sample.max_tokens, None if ids is None else ids.tolist()
 
     prompt = [256, *b"def "]
     assert fitted(128) == (64, prompt) and fitted(64) == (59, prompt) and fitted(6) == (1, prompt)
     assert fitted(3) == (1, prompt[:2]) and fitted(2) == (1, prompt[:1]) and fitted(1) == (64, None)
     assert fitted(8, "max_tokens", max_tokens=6) == (6, prompt[:2])
-    for given, said in (("max_tokens",), "--max_tokens 64"), (("prompt",), "--prompt"), (("max_tokens", "prompt"), "-"):
+    for given, said in (
+        (("max_tokens",), "--max_tokens 64"),
+        (("prompt",), "--prompt"),
+        (("max_tokens", "prompt"), "-"),
+    ):
         with pytest.raises(utils.UserError, match=f"{said}.*--T 5"):
             fitted(5, *given)
 
 
-@pytest.mark.parametrize("hint, chosen", [
-    ({}, "cpu"), ({"env": {"JAX_PLATFORMS": "tpu,cpu"}}, "tpu,cpu"), ({"env": {"TPU_NAME": "a"}}, ""),
-    ({"files": ["/dev/vfio/1"]}, ""), ({"files": ["/dev/accel0"]}, ""), ({"files": ["/dev/accel0"], "spec": ()}, ""),
-    ({"chip": "0x1ae0"}, ""), ({"chip": "0x10de"}, "cpu"), ({"spec": ("libtpu", "jax_plugins")}, ""),
-    ({"spec": ()}, ""),
-])  # fmt: skip
-def test_libtpu_is_left_alone_where_there_is_no_tpu_and_only_there(hint, chosen, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "hint, chosen",
+    [
+        ({}, "cpu"),
+        ({"env": {"JAX_PLATFORMS": "tpu,cpu"}}, "tpu,cpu"),
+        ({"env": {"TPU_NAME": "a"}}, ""),
+        ({"files": ["/dev/vfio/1"]}, ""),
+        ({"files": ["/dev/accel0"]}, ""),
+        ({"files": ["/dev/accel0"], "spec": ()}, ""),
+        ({"chip": "0x1ae0"}, ""),
+        ({"chip": "0x10de"}, "cpu"),
+        ({"spec": ("libtpu", "jax_plugins")}, ""),
+        ({"spec": ()}, ""),
+    ],
+)
+def test_libtpu_is_left_alone_where_there_is_no_tpu_and_only_there(
+    hint, chosen, monkeypatch, tmp_path
+):
     for name in [name for name in utils.os.environ if name.startswith(("TPU_", "JAX_PLATFORMS"))]:
         monkeypatch.delenv(name)
     for name, value in hint.get("env", {}).items():
@@ -298,7 +394,9 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu_and_only_there(hint, chosen,
     chips = {"/sys/bus/pci/devices/*/vendor": [tmp_path / "vendor"]}
     matching = lambda pattern: chips.get(pattern, fnmatch.filter(hint.get("files", []), pattern))  # noqa: E731
     monkeypatch.setattr(platforms.glob, "glob", matching)
-    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda n: n in hint.get("spec", ("libtpu",)) or None)
+    monkeypatch.setattr(
+        platforms.importlib.util, "find_spec", lambda n: n in hint.get("spec", ("libtpu",)) or None
+    )
     monkeypatch.setattr(platforms.importlib.metadata, "entry_points", lambda group: [])
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("JAX_PLATFORMS", utils.os.environ.get("JAX_PLATFORMS", ""))  # to be put back
@@ -315,24 +413,63 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path):
     ranks, bucket = tmp_path / "bpe.tiktoken", tmp_path / "bucket"
     for program in (
         ["train_tokenizer.py", "--vocab_size", "280", "--output", ranks],
-        ["tokenize_shards.py", "--tokenizer", ranks, "--output", bucket, "--val_fraction", "0.3", "--workers", "1"],
+        [
+            "tokenize_shards.py",
+            "--tokenizer",
+            ranks,
+            "--output",
+            bucket,
+            "--val_fraction",
+            "0.3",
+            "--workers",
+            "1",
+        ],
     ):
-        subprocess.run([sys.executable, ROOT / "data" / program[0], *program[1:], "--source", text], check=True)
-    flags = dict(bucket_name=bucket, vocab_size=280, prompt="def", max_tokens=9, inference_batch=2, save_steps=4, T=16)
+        subprocess.run(
+            [sys.executable, ROOT / "data" / program[0], *program[1:], "--source", text], check=True
+        )
+    flags = dict(
+        bucket_name=bucket,
+        vocab_size=280,
+        prompt="def",
+        max_tokens=9,
+        inference_batch=2,
+        save_steps=4,
+        T=16,
+    )
     assert train(training_steps=10, wandb=True, **flags) == 0
     run = tmp_path / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    keys = {"step", "loss/train_loss", "loss/train_cross_entropy_loss", "loss/load_loss", "lr", "grad_norm",
-            "tokens_per_second", "load/dropped", *(f"load/head_{i}" for i in range(8)), "data/epoch",
-            "data/wait", "bad_steps", "loss_spikes"}  # fmt: skip
-    assert all(set(row) - {"loss/val_loss", "loss/val_cross_entropy_loss"} == keys for row in rows) and len(rows) == 10
+    keys = {
+        "step",
+        "loss/train_loss",
+        "loss/train_cross_entropy_loss",
+        "loss/load_loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "load/dropped",
+        *(f"load/head_{i}" for i in range(8)),
+        "data/epoch",
+        "data/wait",
+        "bad_steps",
+        "loss_spikes",
+    }
+    assert (
+        all(set(row) - {"loss/val_loss", "loss/val_cross_entropy_loss"} == keys for row in rows)
+        and len(rows) == 10
+    )
     assert all(
-        abs(sum(row[f"load/head_{i}"] for i in range(8)) - 1) < 1e-5 and row["load/dropped"] == 0 for row in rows
+        abs(sum(row[f"load/head_{i}"] for i in range(8)) - 1) < 1e-5 and row["load/dropped"] == 0
+        for row in rows
     )
     assert rows[-1]["loss/train_loss"] < rows[0]["loss/train_loss"]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["10", "4", "8"]
     samples = (run / "samples.txt").read_text()
-    assert re.findall(r"=== step (\d+)", samples) == ["4", "8", "10"] and len(re.findall(r"--- \d\ndef", samples)) == 6
+    assert (
+        re.findall(r"=== step (\d+)", samples) == ["4", "8", "10"]
+        and len(re.findall(r"--- \d\ndef", samples)) == 6
+    )
     for plot in ("val_loss", "load_loss", "tokens_per_expert"):
         assert (run / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     stored = json.loads((run / "config.json").read_text())

@@ -22,13 +22,18 @@ import pytest
 from conftest import ROOT, SMALL, flags_of
 from test_scripts import CLEAN, program
 
-import cli
-import main
 import utils
+from training import command_line, steps
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
-LACKING = [name for name in ("sshd", "ssh", "tmux", "git") if not (SSHD if name == "sshd" else shutil.which(name))]
-needs_hosts = pytest.mark.skipif(bool(LACKING) or sys.platform != "linux", reason=f"not here: {LACKING or 'Linux'}")
+LACKING = [
+    name
+    for name in ("sshd", "ssh", "tmux", "git")
+    if not (SSHD if name == "sshd" else shutil.which(name))
+]
+needs_hosts = pytest.mark.skipif(
+    bool(LACKING) or sys.platform != "linux", reason=f"not here: {LACKING or 'Linux'}"
+)
 PROGRAMS = """awk basename bash cat chmod cut date df dirname env find git git-receive-pack grep head ls mkdir mktemp mv
 nice ps python3 rm sed sh sleep tail tee tmux tr""".split()
 XLA_FLAGS = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
@@ -47,13 +52,18 @@ class Host:
     def __init__(self, base, number, port):
         self.address, self.root, self.process = f"127.0.0.{number}", base / f"h{number}", None
         self.home, self.bin, self.port = self.root / "home", self.root / "bin", port
-        self.code, self.state = self.home / "moe-pretraining", self.home / f".moe-pretraining/train/{self.address}"
+        self.code, self.state = (
+            self.home / "moe-pretraining",
+            self.home / f".moe-pretraining/train/{self.address}",
+        )
         for folder in (self.home, self.bin, self.root / "tmux", self.root / "tmp"):
             folder.mkdir(parents=True)
         for name in PROGRAMS:
             self.restore(name)
         for key in ("host", "user"):
-            subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", self.root / key], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", self.root / key], check=True
+            )
         shutil.copy(self.root / "user.pub", self.root / "authorized")
         (self.root / "sshd").write_text(
             f"Port {port}\nListenAddress {self.address}\nHostKey {self.root}/host\nStrictModes no\nPidFile none\n"
@@ -66,7 +76,9 @@ class Host:
         if os.getuid() == 0:
             os.makedirs("/run/sshd", exist_ok=True)
         with open(self.root / "sshd.log", "a") as log:
-            self.process = subprocess.Popen([SSHD, "-D", "-e", "-f", self.root / "sshd"], stderr=log)
+            self.process = subprocess.Popen(
+                [SSHD, "-D", "-e", "-f", self.root / "sshd"], stderr=log
+            )
         for _ in range(100):
             with contextlib.suppress(OSError):
                 return socket.create_connection((self.address, self.port), 1).close()
@@ -75,7 +87,9 @@ class Host:
 
     def down(self):
         """Cut every connection and listen no more."""
-        tree = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True).stdout.split("\n")[1:]
+        tree = subprocess.run(
+            ["ps", "-eo", "pid,ppid"], capture_output=True, text=True
+        ).stdout.split("\n")[1:]
         tree, mine = [tuple(map(int, line.split())) for line in tree if line], [self.process.pid]
         for pid in mine:
             mine += [child for child, parent in tree if parent == pid]
@@ -87,7 +101,9 @@ class Host:
     def tmux(self, *words):
         env = CLEAN | {"TMUX_TMPDIR": f"{self.root}/tmux"}
         socket_name = f"moe-train-{self.address.replace('.', '-')}"
-        return subprocess.run(["tmux", "-L", socket_name, *words], env=env, capture_output=True, text=True)
+        return subprocess.run(
+            ["tmux", "-L", socket_name, *words], env=env, capture_output=True, text=True
+        )
 
     @property
     def alive(self):
@@ -112,9 +128,15 @@ class Cluster:
         self.hosts = [Host(base, number, port) for number in (1, 2, 3)]
         config = "".join(f"Host {h.address}\n  IdentityFile {h.root}/user\n" for h in self.hosts)
         (base / "tmp").mkdir()
-        (base / "ssh_config").write_text(config + f"Host *\n  UserKnownHostsFile {base}/known_hosts\n")
-        for file in subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True,
-                                   text=True).stdout.split():  # fmt: skip
+        (base / "ssh_config").write_text(
+            config + f"Host *\n  UserKnownHostsFile {base}/known_hosts\n"
+        )
+        for file in subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        ).stdout.split():
             if not file.startswith(("tests/", "docs/")):
                 (self.repo / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / file, self.repo / file)
@@ -122,32 +144,54 @@ class Cluster:
         text = '[ ! -e ~/broken ] || { echo "boom $((3+4))"; exit 7; }\n'
         text += "[ ! -e ~/instant ] || { echo compiled in 0 s; exit; }\n"
         text += f'exec nice -n 19 {sys.executable} "$@"\n'
-        program(self.repo / "setup_tpu.sh", f"mkdir -p .venv/bin\ncat >.venv/bin/python <<'E'\n#!/bin/bash\n{text}E\n"
-                                            "chmod +x .venv/bin/python\necho set up\n")  # fmt: skip
+        program(
+            self.repo / "setup_tpu.sh",
+            f"mkdir -p .venv/bin\ncat >.venv/bin/python <<'E'\n#!/bin/bash\n{text}E\n"
+            "chmod +x .venv/bin/python\necho set up\n",
+        )
         self.git("init", "-q")
         self.commit()
 
     def git(self, *words):
-        return subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=self.repo, check=True,
-                              capture_output=True, text=True).stdout.strip()  # fmt: skip
+        return subprocess.run(
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
+            cwd=self.repo,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
 
     def commit(self):
         self.git("add", "-A")
         self.git("commit", "-qm", "as it stands")
 
     def environment(self, hosts=2, **more):
-        return CLEAN | {
-            "HOSTS": " ".join(h.address for h in self.hosts[:hosts]), "SSH_CONFIG": str(self.base / "ssh_config"),
-            "SSH_PORT": str(self.hosts[0].port), "SSH_USER": getpass.getuser(), "MIN_DISK_GB": "0", "PYTHON": "",
-            "PASS_ENV": "JAX_PLATFORMS XLA_FLAGS JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "COORDINATOR": f"127.0.0.1:{free_port()}", "MAX_CLOCK_SKEW": "5", "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": XLA_FLAGS, "TMPDIR": str(self.base / "tmp"),
-        } | more  # fmt: skip
+        return (
+            CLEAN
+            | {
+                "HOSTS": " ".join(h.address for h in self.hosts[:hosts]),
+                "SSH_CONFIG": str(self.base / "ssh_config"),
+                "SSH_PORT": str(self.hosts[0].port),
+                "SSH_USER": getpass.getuser(),
+                "MIN_DISK_GB": "0",
+                "PYTHON": "",
+                "PASS_ENV": "JAX_PLATFORMS XLA_FLAGS JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "COORDINATOR": f"127.0.0.1:{free_port()}",
+                "MAX_CLOCK_SKEW": "5",
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": XLA_FLAGS,
+                "TMPDIR": str(self.base / "tmp"),
+            }
+            | more
+        )
 
     def run(self, step, host, **environment):
         """run.sh's one step on the host, started."""
-        words, env = ["bash", self.repo / "run.sh", step, host.address], self.environment(3, **environment)
+        words, env = (
+            ["bash", self.repo / "run.sh", step, host.address],
+            self.environment(3, **environment),
+        )
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         return subprocess.Popen(words, env=env, text=True, **pipes)
 
@@ -164,7 +208,9 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster():
-    base = Path(tempfile.mkdtemp(prefix="moe", dir="/tmp"))  # short: a socket's path has at most 107 bytes
+    base = Path(
+        tempfile.mkdtemp(prefix="moe", dir="/tmp")
+    )  # short: a socket's path has at most 107 bytes
     cluster = Cluster(base)
     try:
         for host in cluster.hosts:
@@ -188,7 +234,11 @@ def idle(cluster):
     yield cluster
     for host in cluster.hosts:
         host.tmux("kill-server")
-    assert [p for root in (cluster.base, *(h.root for h in cluster.hosts)) for p in (root / "tmp").iterdir()] == []
+    assert [
+        p
+        for root in (cluster.base, *(h.root for h in cluster.hosts))
+        for p in (root / "tmp").iterdir()
+    ] == []
 
 
 @pytest.fixture
@@ -196,11 +246,26 @@ def flags(shards, xla_cache, tmp_path):
     """Flags of the small model for so many processes, each with one device, on the mesh (processes, 1, 1)."""
 
     def flags(processes, **more):
-        small = {**SMALL, "n_experts": 6, "blocks": 2, "layers_per_block": 2, "n_device_axis": (processes, 1, 1),
-                 "n_devices": processes, "train_batch_size": 12 // processes, "val_batch_size": 12 // processes,
-                 "micro_batch_size": 2, "name": f"over{processes}", "output_dir": tmp_path / "runs",
-                 "bucket_name": shards, "compilation_cache": xla_cache, "checkpoint_steps": 5, "eval_steps": 2,
-                 "connect_timeout": 60, "peer_timeout": 20, **more}  # fmt: skip
+        small = {
+            **SMALL,
+            "n_experts": 6,
+            "blocks": 2,
+            "layers_per_block": 2,
+            "n_device_axis": (processes, 1, 1),
+            "n_devices": processes,
+            "train_batch_size": 12 // processes,
+            "val_batch_size": 12 // processes,
+            "microbatches": 2,
+            "name": f"over{processes}",
+            "output_dir": tmp_path / "runs",
+            "bucket_name": shards,
+            "compilation_cache": xla_cache,
+            "eval_every": 5,
+            "eval_steps": 2,
+            "connect_timeout": 60,
+            "peer_timeout": 20,
+            **more,
+        }
         return ["--preset", "tiny", *flags_of(**small)]
 
     return flags
@@ -245,9 +310,18 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert idle.git("rev-parse", "HEAD") == idle.git("-C", idle.hosts[1].code, "rev-parse", "HEAD")
 
     # flags arrived whole, and so did the secret, in no file any more
-    argv = Path(f"/proc/{(idle.hosts[1].state / 'pid').read_text().strip()}/cmdline").read_bytes().decode().split("\0")
+    argv = (
+        Path(f"/proc/{(idle.hosts[1].state / 'pid').read_text().strip()}/cmdline")
+        .read_bytes()
+        .decode()
+        .split("\0")
+    )
     assert argv[argv.index("--prompt") + 1] == ODD
-    environment = Path(f"/proc/{(idle.hosts[1].state / 'pid').read_text().strip()}/environ").read_bytes().decode()
+    environment = (
+        Path(f"/proc/{(idle.hosts[1].state / 'pid').read_text().strip()}/environ")
+        .read_bytes()
+        .decode()
+    )
     assert f"WANDB_API_KEY={SECRET}\0" in environment
     assert not any((h.state / "environment").exists() for h in idle.hosts)
 
@@ -256,12 +330,16 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     for host in idle.hosts:
         host.down()
     dead = idle.launch("--status")
-    assert dead.returncode and all(f"error: {h.address}: cannot be reached" in dead.stderr for h in idle.hosts[:2])
+    assert dead.returncode and all(
+        f"error: {h.address}: cannot be reached" in dead.stderr for h in idle.hosts[:2]
+    )
     wait_for(lambda: len(losses(runs / "over2")) > before + 10)
     for host in idle.hosts:
         host.up()
     status = idle.launch("--status")
-    assert status.returncode == 0 and status.stdout.count("running: ") == 2 and "step" in status.stdout
+    assert (
+        status.returncode == 0 and status.stdout.count("running: ") == 2 and "step" in status.stdout
+    )
 
     logs = idle.launch("--logs", "127.0.0.2")
     assert logs.returncode == 0 and "compiled in" in logs.stdout and "127.0.0.1" not in logs.stdout
@@ -273,24 +351,40 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     # the secret is nowhere: argv of all processes, logs, tmux's buffers and environment, the run's folder
     seen = [b"".join(map(content, Path("/proc").glob("[0-9]*/cmdline")))]
     for host in idle.hosts[:2]:
-        for what in (["capture-pane", "-p", "-S", "-"], ["show-environment", "-g"], ["show-environment"], ["list-panes",
-                     "-F", "#{pane_start_command}"], ["list-buffers"]):  # fmt: skip
+        for what in (
+            ["capture-pane", "-p", "-S", "-"],
+            ["show-environment", "-g"],
+            ["show-environment"],
+            ["list-panes", "-F", "#{pane_start_command}"],
+            ["list-buffers"],
+        ):
             seen.append(host.tmux(*what).stdout.encode())
         seen += [p.read_bytes() for p in host.state.iterdir()]
     seen += [content(p) for p in runs.rglob("*") if p.is_file()]
-    assert len(seen) > 10 and b"step" in b"".join(seen) and not any(SECRET[:6].encode() in part for part in seen)
+    assert (
+        len(seen) > 10
+        and b"step" in b"".join(seen)
+        and not any(SECRET[:6].encode() in part for part in seen)
+    )
 
     # flags that main.py would refuse stop nothing
     pids = [(h.state / "pid").read_text() for h in idle.hosts[:2]]
     for wrong in (["--modle_dimension", 3], ["--tokenizer", "none.tiktoken"]):
         refused = idle.launch("--restart", *words, *wrong)
-        assert refused.returncode and refused.stderr.count("error: 127.0.0.2: ") == 1, refused.stderr
+        assert refused.returncode and refused.stderr.count("error: 127.0.0.2: ") == 1, (
+            refused.stderr
+        )
         assert wrong[0] in refused.stderr and "stop " not in refused.stdout, refused.stdout
-    assert pids == [(h.state / "pid").read_text() for h in idle.hosts[:2]] and all(h.alive for h in idle.hosts[:2])
+    assert pids == [(h.state / "pid").read_text() for h in idle.hosts[:2]] and all(
+        h.alive for h in idle.hosts[:2]
+    )
 
     restarted = idle.launch("--restart", *words)
     assert restarted.returncode == 0, restarted.stdout + restarted.stderr
-    assert "ended with status 143" in restarted.stdout and "resuming over2 at step" in idle.launch("--logs").stdout
+    assert (
+        "ended with status 143" in restarted.stdout
+        and "resuming over2 at step" in idle.launch("--logs").stdout
+    )
     # to one host alone: all write one checkpoint
     os.kill(int((idle.hosts[1].state / "pid").read_text()), signal.SIGTERM)
     wait_for(lambda: not any(h.alive for h in idle.hosts[:2]))
@@ -308,7 +402,14 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     last = max(losses(runs / "over2"))
     assert (runs / f"over2/checkpoints/{last}/meta").exists()
 
-    small = dict(n_experts=6, blocks=2, layers_per_block=2, train_batch_size=12, val_batch_size=12, micro_batch_size=2)
+    small = dict(
+        n_experts=6,
+        blocks=2,
+        layers_per_block=2,
+        train_batch_size=12,
+        val_batch_size=12,
+        microbatches=2,
+    )
     assert train(**small, name="one", training_steps=15, end_steps=200_000) == 0
     alone, together = losses(runs / "one"), losses(runs / "over2")
     assert sorted(together) == list(range(1, last + 1))  # across connections cut, restart and stop
@@ -334,8 +435,19 @@ def test_three_hosts_train_to_the_losses_of_one_though_one_is_killed(idle, flags
     wait_for(lambda: not any(h.alive for h in idle.hosts))
     assert [(h.state / "status").read_text() for h in idle.hosts] == ["0\n"] * 3
     for log in [(h.state / "log").read_text() for h in idle.hosts]:  # a log on every host
-        assert "starting it again in 5 s" in log and "resuming over3 at step" in log and "done at step 25" in log
-    small = dict(n_experts=6, blocks=2, layers_per_block=2, train_batch_size=12, val_batch_size=12, micro_batch_size=2)
+        assert (
+            "starting it again in 5 s" in log
+            and "resuming over3 at step" in log
+            and "done at step 25" in log
+        )
+    small = dict(
+        n_experts=6,
+        blocks=2,
+        layers_per_block=2,
+        train_batch_size=12,
+        val_batch_size=12,
+        microbatches=2,
+    )
     assert train(**small, name="one", training_steps=25) == 0
     alone, together = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/over3")
     assert (tmp_path / "runs/over3/config.json").stat().st_mode & 0o777 == 0o666 & ~current_umask()
@@ -351,13 +463,19 @@ def test_flags_are_parsed_by_the_program_that_is_to_run(idle):
         done = idle.launch(word, host.address, *flags, script="run.sh", hosts=1, **settings)
         return done.stdout + done.stderr
 
-    new, bare = "--preset tiny --brand_new 3 --tokenizer ranks/new.tiktoken".split(), (ROOT / "utils.py").read_text()
+    new, bare = (
+        "--preset tiny --brand_new 3 --tokenizer ranks/new.tiktoken".split(),
+        (ROOT / "utils.py").read_text(),
+    )
     flag = '    brand_new: int = 0\n    """New."""\n'
 
     def here(*words):
         """What the launcher says before it asks a host, or of a host that it asks."""
         asked = idle.launch(*words, hosts=1, MIN_DISK_GB="9999999")
-        assert asked.returncode == (1 if "its disk is full" in asked.stderr else 2) and asked.stderr.count("\n") == 1
+        assert (
+            asked.returncode == (1 if "its disk is full" in asked.stderr else 2)
+            and asked.stderr.count("\n") == 1
+        )
         return asked.stderr
 
     assert "flags not checked" in step("--flags", *new)  # the environment is not there yet
@@ -366,8 +484,12 @@ def test_flags_are_parsed_by_the_program_that_is_to_run(idle):
     before = {p: p.read_bytes() for p in host.code.rglob("*") if p.is_file()}
     assert "--brand_new" in step("--flags", *new)
     try:
-        program(idle.repo / ".venv/bin/python", f'#!/bin/bash\nexec {sys.executable} "$@"\n')  # here a Python can
-        (idle.repo / "utils.py").write_text(bare.replace("    seed: int = 0\n", f"{flag}    seed: int = 0\n"))
+        program(
+            idle.repo / ".venv/bin/python", f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+        )  # here a Python can
+        (idle.repo / "utils.py").write_text(
+            bare.replace("    seed: int = 0\n", f"{flag}    seed: int = 0\n")
+        )
         (idle.repo / "ranks").mkdir()
         (idle.repo / "ranks/new.tiktoken").write_text("IQ== 0\n")
         assert "--brand_new" in here(*new) and "disk" in here("--sync", *new)
@@ -375,7 +497,9 @@ def test_flags_are_parsed_by_the_program_that_is_to_run(idle):
         (idle.repo / "utils.py").write_text(bare)
         assert "--brand_new" in here("--sync", *new) and "disk" in here(*new)
         assert step("--flags", *new) == "flags understood\n"
-        assert "other.tiktoken: there is no such file" in step("--flags", *new, "--tokenizer", "ranks/other.tiktoken")
+        assert "other.tiktoken: there is no such file" in step(
+            "--flags", *new, "--tokenizer", "ranks/other.tiktoken"
+        )
     finally:
         (idle.repo / "utils.py").write_text(bare)
         shutil.rmtree(idle.repo / "ranks")
@@ -402,11 +526,18 @@ def test_a_launch_cut_short_names_what_it_could_not_take_back_and_leaves_no_file
     assert named[0].startswith("error: 127.0.0.2: was not taken back (cannot be reached"), named
     assert "again up to 2 times" in named[0] and not idle.hosts[0].alive
     logs = idle.launch("--logs")
-    assert logs.returncode == 1 and "--- 127.0.0.2" in logs.stdout and "error: 127.0.0.2: cannot be" in logs.stderr
+    assert (
+        logs.returncode == 1
+        and "--- 127.0.0.2" in logs.stdout
+        and "error: 127.0.0.2: cannot be" in logs.stderr
+    )
     host.up()
     assert host.alive
     advice = named[0].split("end it by: ")[1]
-    assert subprocess.run(advice, cwd=idle.repo, env=idle.environment(), shell=True).returncode == 0 and not host.alive
+    assert (
+        subprocess.run(advice, cwd=idle.repo, env=idle.environment(), shell=True).returncode == 0
+        and not host.alive
+    )
 
     (host.state / "pid").unlink(missing_ok=True)
     launch = begin()
@@ -432,7 +563,9 @@ def test_logs_are_followed_on_all_hosts_until_ctrl_c(idle):
     idle.hosts[2].down()
     follow = idle.begin("--logs", "-f", hosts=3)
     try:
-        assert sorted(follow.stdout.readline() for _ in "12") == [f"127.0.0.{i}: old 127.0.0.{i}\n" for i in (1, 2)]
+        assert sorted(follow.stdout.readline() for _ in "12") == [
+            f"127.0.0.{i}: old 127.0.0.{i}\n" for i in (1, 2)
+        ]
         assert follow.stderr.readline().startswith("error: 127.0.0.3: cannot be reached")
         with open(idle.hosts[1].state / "log", "a") as log:
             log.write("a  new\\ line\n")
@@ -449,12 +582,23 @@ def test_logs_are_followed_on_all_hosts_until_ctrl_c(idle):
 
 DATE_OFF = "#!/bin/bash\necho 1000000000.5\n"
 BAD_HOSTS = {  # what is wrong with host 2: program replaced, its text, settings, and what the sentence must hold
-    "full disk": ("df", "#!/bin/bash\necho x 9 9 9000000 9% /\n", {"MIN_DISK_GB": "20"}, "disk is full", "8 GB free"),
+    "full disk": (
+        "df",
+        "#!/bin/bash\necho x 9 9 9000000 9% /\n",
+        {"MIN_DISK_GB": "20"},
+        "disk is full",
+        "8 GB free",
+    ),
     "no Python": ("python3", None, {}, "no Python runs there", "PYTHON"),
     "no tmux": ("tmux", None, {}, "tmux is not installed"),
     "clock": ("date", DATE_OFF, {}, "its clock is -", "NTP"),
-    "devices": ("nvidia-smi", "#!/bin/bash\necho 4711\n", {}, "another run holds its devices (process 4711)"),
-}  # fmt: skip
+    "devices": (
+        "nvidia-smi",
+        "#!/bin/bash\necho 4711\n",
+        {},
+        "another run holds its devices (process 4711)",
+    ),
+}
 
 
 @needs_hosts
@@ -472,8 +616,13 @@ def test_a_host_that_fails_the_check_is_named(idle, what):
         if name != "nvidia-smi":
             idle.hosts[1].restore(name)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("error: 127.0.0.2: ") and all(word in done.stderr for word in words), done.stderr
-    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [["ok", "127.0.0.1"], ["FAILED", "127.0.0.2"]]
+    assert done.stderr.startswith("error: 127.0.0.2: ") and all(
+        word in done.stderr for word in words
+    ), done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
+        ["ok", "127.0.0.1"],
+        ["FAILED", "127.0.0.2"],
+    ]
     assert_nothing_was_started(idle)
 
 
@@ -484,20 +633,30 @@ def test_a_dead_host_a_refused_key_and_a_changed_host_key(idle):
     (host.root / "authorized").write_text("")
     done = idle.launch()
     (host.root / "authorized").write_text(key)
-    assert done.returncode == 1 and done.stderr.startswith("error: 127.0.0.2: refuses the key"), done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: 127.0.0.2: refuses the key"), (
+        done.stderr
+    )
     host.down()
     done = idle.launch()
-    assert done.returncode == 1 and done.stderr.startswith("error: 127.0.0.2: cannot be reached"), done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: 127.0.0.2: cannot be reached"), (
+        done.stderr
+    )
     shutil.copy(idle.hosts[0].root / "user", idle.base / "open key")
     (idle.base / "open key").chmod(0o644)
-    done = idle.launch("--status", SSH_KEY=str(idle.base / "open key"), SSH_CONFIG="/dev/null", hosts=1)
-    assert "open key" in done.stderr and "chmod 600" in done.stderr and "refuses" not in done.stderr, done.stderr
+    done = idle.launch(
+        "--status", SSH_KEY=str(idle.base / "open key"), SSH_CONFIG="/dev/null", hosts=1
+    )
+    assert (
+        "open key" in done.stderr and "chmod 600" in done.stderr and "refuses" not in done.stderr
+    ), done.stderr
     for other in ("host", "host.pub"):
         (host.root / other).rename(host.root / f"{other}.first")
     subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", host.root / "host"], check=True)
     host.up()
     done = idle.launch()
-    assert done.returncode == 1 and "error: 127.0.0.2: its host key is not the one" in done.stderr, done.stderr
+    assert (
+        done.returncode == 1 and "error: 127.0.0.2: its host key is not the one" in done.stderr
+    ), done.stderr
     advice = done.stderr.split(" run ")[1].split(" and start again")[0]  # it helps, as it stands
     assert subprocess.run(advice, shell=True, capture_output=True).returncode == 0, advice
     assert idle.launch("--status").returncode == 0
@@ -526,7 +685,9 @@ def test_a_wrong_commit(idle):
     assert said(idle.run("--code", host, COMMIT="nonsense"))[1] == done.stderr
     (idle.hosts[1].code / "main.py").write_text("print('other')\n")
     done = idle.launch()
-    assert done.returncode == 1 and "error: 127.0.0.2: it would not run the same commit" in done.stderr, done.stderr
+    assert (
+        done.returncode == 1 and "error: 127.0.0.2: it would not run the same commit" in done.stderr
+    ), done.stderr
     assert not any(h.alive for h in idle.hosts)
 
 
@@ -560,12 +721,19 @@ def test_a_folder_that_others_made_is_left_alone(idle):
     host.code.mkdir()
     (host.code / "thesis.tex").write_text("theirs")
     for word, sync in (("--check", ""), ("--check", "1"), ("--code", "1")):
-        assert_refused(step(word, SYNC=sync, TAKE_FOLDER="no"), "the launcher did not make it", "TAKE_FOLDER")
+        assert_refused(
+            step(word, SYNC=sync, TAKE_FOLDER="no"), "the launcher did not make it", "TAKE_FOLDER"
+        )
     for folder in (".", "/", str(host.home)):
-        assert_refused(step("--check", FOLDER=folder, TAKE_FOLDER="yes"), "the home and / are never filled")
+        assert_refused(
+            step("--check", FOLDER=folder, TAKE_FOLDER="yes"), "the home and / are never filled"
+        )
     assert [p.name for p in host.code.iterdir()] == ["thesis.tex"]
     (host.code / "main.py").write_text("theirs")
-    assert_refused(step(SYNC="1", TAKE_FOLDER="yes"), "would be overwritten (1 files or folders, main.py first)")
+    assert_refused(
+        step(SYNC="1", TAKE_FOLDER="yes"),
+        "would be overwritten (1 files or folders, main.py first)",
+    )
     assert (host.code / "main.py").read_text() == "theirs" and len(list(host.code.iterdir())) == 3
     (host.code / "main.py").unlink()
     assert step(SYNC="1", TAKE_FOLDER="yes") == (0, "files as they stand here\n")
@@ -582,7 +750,9 @@ def test_a_folder_that_others_made_is_left_alone(idle):
         git("commit", "-qm", name)
         git("checkout", "-q", "--detach")
     (theirs / "more").write_text("changed")
-    assert_refused(step("--check", SYNC="1", FOLDER="theirs", TAKE_FOLDER="yes"), "commit or undo that first")
+    assert_refused(
+        step("--check", SYNC="1", FOLDER="theirs", TAKE_FOLDER="yes"), "commit or undo that first"
+    )
     git("checkout", "-q", "more")
     (theirs / "main.py").write_text("theirs")
     status, text = step(FOLDER="theirs", TAKE_FOLDER="yes")
@@ -590,7 +760,9 @@ def test_a_folder_that_others_made_is_left_alone(idle):
     assert (theirs / "main.py").read_text() == "theirs"
     (theirs / "main.py").unlink()
     assert step(FOLDER="theirs", TAKE_FOLDER="yes")[0] == 0
-    assert git("branch", "--list", "kept-*") and git("log", "--all", "--format=%s").count("more") == 1
+    assert (
+        git("branch", "--list", "kept-*") and git("log", "--all", "--format=%s").count("more") == 1
+    )
 
 
 @needs_hosts
@@ -616,16 +788,25 @@ def test_only_what_was_sent_is_ever_removed(idle, alone):
     (idle.repo / "new.py").unlink()
     shutil.rmtree(idle.repo / "folder")
     done = alone("--sync", "--restart", "--output_dir", "out")
-    assert done.returncode == 0 and "kept in its git branch kept-" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "kept in its git branch kept-" in done.stdout, (
+        done.stdout + done.stderr
+    )
     kept = idle.git("-C", host.code, "branch", "--list", "kept-*", "--format=%(refname:short)")
     assert idle.git("-C", host.code, "show", f"{kept}:main.py") == "theirs"
     assert (host.code / "main.py").read_text() == (idle.repo / "main.py").read_text()
-    assert not (host.code / "new.py").exists() and [p.name for p in (host.code / "folder").iterdir()] == ["mine"]
+    assert not (host.code / "new.py").exists() and [
+        p.name for p in (host.code / "folder").iterdir()
+    ] == ["mine"]
     assert [(host.code / run / "metrics.jsonl").read_text() for run in runs] == ["theirs"] * 2
 
     done = alone()  # by commit again
-    assert done.returncode == 0 and idle.git("-C", host.code, "rev-parse", "HEAD") == idle.git("rev-parse", "HEAD")
-    assert "what git does not know here is not sent (2 files, local/metrics.jsonl first)" in done.stdout
+    assert done.returncode == 0 and idle.git("-C", host.code, "rev-parse", "HEAD") == idle.git(
+        "rev-parse", "HEAD"
+    )
+    assert (
+        "what git does not know here is not sent (2 files, local/metrics.jsonl first)"
+        in done.stdout
+    )
     assert (host.code / "folder/mine").exists() and (host.code / "out/run/checkpoints/5").exists()
     (host.code / "main.py").write_text("theirs")
     assert_refused(said(idle.run("--check", host)), "files in", "were changed there", "--sync")
@@ -636,7 +817,9 @@ def test_only_what_was_sent_is_ever_removed(idle, alone):
     commit = idle.git("commit-tree", "-m", "a run's file", idle.git("write-tree"))
     for sync in ("", "1"):
         refused = said(idle.run("--code", host, COMMIT=commit, SYNC=sync))
-        assert_refused(refused, "would be overwritten (1 files or folders, out/run/metrics.jsonl first)")
+        assert_refused(
+            refused, "would be overwritten (1 files or folders, out/run/metrics.jsonl first)"
+        )
     assert [(host.code / run / "metrics.jsonl").read_text() for run in runs] == ["theirs"] * 2
 
 
@@ -690,7 +873,8 @@ def test_hosts_that_share_a_folder_get_it_once(idle):
         others = [idle.git("commit-tree", "-m", f"{i}", "HEAD^{tree}") for i in range(3)]
         for step in ("--code", "--check"):
             started = [
-                idle.run(step, host, FOLDER=str(shared), COMMIT=c) for host, c in zip(idle.hosts, others, strict=True)
+                idle.run(step, host, FOLDER=str(shared), COMMIT=c)
+                for host, c in zip(idle.hosts, others, strict=True)
             ]
             assert [said(process)[0] for process in started] == [0, 0, 0]
         assert not idle.git("-C", shared, "status", "--porcelain", "--untracked-files=no")
@@ -705,7 +889,11 @@ def test_a_shell_that_prints_disturbs_nothing(idle, alone):
     (idle.hosts[0].home / ".bashrc").write_text("echo Welcome\nprintf more\ntrap 'echo bye' EXIT\n")
     done = alone("--sync")
     assert done.returncode == 0, done.stdout + done.stderr
-    done = [done.stdout + done.stderr, said(idle.run("--code", idle.hosts[0]))[1], alone("--logs").stdout]
+    done = [
+        done.stdout + done.stderr,
+        said(idle.run("--code", idle.hosts[0]))[1],
+        alone("--logs").stdout,
+    ]
     assert not any(word in "".join(done) for word in ("Welcome", "more", "bye"))
 
 
@@ -730,10 +918,14 @@ def test_debug_opens_a_pane_for_each_of_many_hosts(idle):
     done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     try:
-        tmux = lambda *words: subprocess.run(["tmux", *words], env=env, capture_output=True, text=True).stdout  # noqa: E731
+        tmux = lambda *words: (
+            subprocess.run(["tmux", *words], env=env, capture_output=True, text=True).stdout
+        )  # noqa: E731
         panes = tmux("list-panes", "-s", "-t", "debug-train", "-F", "#W").split()
         assert panes.count("run") == 40 and panes.count("devices") == 40
-        wait_for(lambda: "here is 127.0.0.3" in tmux("capture-pane", "-p", "-t", "debug-train:run.2"), 20)
+        wait_for(
+            lambda: "here is 127.0.0.3" in tmux("capture-pane", "-p", "-t", "debug-train:run.2"), 20
+        )
         assert SECRET[:6] not in tmux("show-environment", "-g")
     finally:
         subprocess.run(["tmux", "kill-server"], env=env)
@@ -741,8 +933,11 @@ def test_debug_opens_a_pane_for_each_of_many_hosts(idle):
 
 @needs_hosts
 def test_a_tpus_hosts_come_from_gcloud(idle):
-    program(idle.base / "gcloud/gcloud", '#!/bin/bash\nprintf "%s\\n" "$*" >&2\n[[ $* == *ipAddress* ]] || exit 0\n'
-                                         'echo "127.0.0.1;127.0.0.3"\n')  # fmt: skip
+    program(
+        idle.base / "gcloud/gcloud",
+        '#!/bin/bash\nprintf "%s\\n" "$*" >&2\n[[ $* == *ipAddress* ]] || exit 0\n'
+        'echo "127.0.0.1;127.0.0.3"\n',
+    )
     tpu = {"HOSTS": "", "COORDINATOR": "", "TPU_NAME": "pod", "ZONE": "z", "PROJECT": "p"}
     done = idle.launch("--status", **tpu, PATH=f"{idle.base}/gcloud:{os.environ['PATH']}")
     hosts = [line.split()[1] for line in done.stdout.splitlines()[1:]]
@@ -752,8 +947,12 @@ def test_a_tpus_hosts_come_from_gcloud(idle):
 
 @pytest.mark.parametrize("script", ["launcher.sh", "run.sh", "debug_tpu.sh", "setup_tpu.sh"])
 def test_help(script):
-    done = subprocess.run(["bash", ROOT / script, "--help"], env=CLEAN, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith(f"usage: bash {script}") and not done.stderr
+    done = subprocess.run(
+        ["bash", ROOT / script, "--help"], env=CLEAN, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 0 and done.stdout.startswith(f"usage: bash {script}") and not done.stderr
+    )
 
 
 # --- Processes --------------------------------------------------------------------------------------------------
@@ -765,49 +964,85 @@ BAD = {
     "--coordinator h:1 --num_processes 2": ["--process_id"],
     "--coordinator h --num_processes 2 --process_id 0": ["--coordinator h", "HOST:PORT"],
     "--coordinator h:1 --num_processes 2 --process_id 2": ["--process_id 2", "--num_processes 2"],
-    "--coordinator h:1 --num_processes 2 --process_id 0 --n_devices 3": ["--n_devices 3", "multiple", "2"],
+    "--coordinator h:1 --num_processes 2 --process_id 0 --n_devices 3": [
+        "--n_devices 3",
+        "multiple",
+        "2",
+    ],
 }
 
 
 @pytest.mark.parametrize("words", BAD)
 def test_a_bad_combination_gets_a_sentence(words):
     with pytest.raises(utils.UserError) as e:
-        cli.check_processes(*cli.parse(words.split()))
+        command_line.check_processes(*command_line.parse(words.split()))
     assert all(part in str(e.value) for part in BAD[words]) and str(e.value).endswith("."), e.value
 
 
 def start(words, **environment):
     env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, **environment}
-    return subprocess.Popen([sys.executable, ROOT / "main.py", *words], env=env, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, ROOT / "main.py", *words],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def test_processes_that_do_not_come_together_say_so_in_time(flags):
     port = free_port()
-    words = [*flags(2, connect_timeout=3), "--coordinator", f"127.0.0.1:{port}", "--num_processes", "2"]
+    words = [
+        *flags(2, connect_timeout=3),
+        "--coordinator",
+        f"127.0.0.1:{port}",
+        "--num_processes",
+        "2",
+    ]
     second = start([*words, "--process_id", "1"])
     said = second.communicate(timeout=60)[0]
     assert second.returncode == 1 and said.count("\n") == 1, said
     assert f"--coordinator 127.0.0.1:{port} could not be reached" in said
     first = start([*words, "--process_id", "0"])
     said = first.communicate(timeout=60)[0]
-    assert first.returncode == 1 and "not all --num_processes 2 came" in said and "Traceback" not in said, said
+    assert (
+        first.returncode == 1
+        and "not all --num_processes 2 came" in said
+        and "Traceback" not in said
+    ), said
 
 
 def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
     """Two tasks of one Slurm step with different seeds: they come together without a flag, and all say what differs."""
     port = str(free_port())
-    task = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1",
-            "JAX_COORDINATOR_PORT": port, "JAX_COORDINATOR_BIND_ADDRESS": f"0.0.0.0:{port}"}  # fmt: skip
-    tasks = [start([*flags(2, seed=i)], SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **task) for i in range(2)]
+    task = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "JAX_COORDINATOR_PORT": port,
+        "JAX_COORDINATOR_BIND_ADDRESS": f"0.0.0.0:{port}",
+    }
+    tasks = [
+        start([*flags(2, seed=i)], SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **task)
+        for i in range(2)
+    ]
     for process in tasks:
         said = process.communicate(timeout=100)[0]
-        assert process.returncode == 2 and "error: --seed: not the same on process 1 as on process 0" in said, said
+        assert (
+            process.returncode == 2
+            and "error: --seed: not the same on process 1 as on process 0" in said
+        ), said
 
 
 def test_a_frozen_process_is_found(flags, tmp_path):
-    words = [*flags(2, training_steps=100_000, end_steps=200_000, checkpoint_steps=50_000, stuck_limit=10),
-             "--coordinator", f"127.0.0.1:{free_port()}", "--num_processes", "2"]  # fmt: skip
+    words = [
+        *flags(2, training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=10),
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--num_processes",
+        "2",
+    ]
     first, second = [start([*words, "--process_id", str(i)]) for i in range(2)]
     try:
         wait_for(lambda: len(losses(tmp_path / "runs/over2")) > 5)
@@ -823,16 +1058,24 @@ def test_a_frozen_process_is_found(flags, tmp_path):
 def test_slices_lie_along_dp_or_pp():
     def devices(slices):
         about = dict(platform="tpu", device_kind="TPU v4", core_on_chip=0)
-        return [SimpleNamespace(slice_index=s, process_index=4 * s + p // 4, id=16 * s + p,
-                                coords=(p % 2, p // 2 % 2, p // 4), **about)
-                for s in range(slices) for p in range(16)]  # fmt: skip
+        return [
+            SimpleNamespace(
+                slice_index=s,
+                process_index=4 * s + p // 4,
+                id=16 * s + p,
+                coords=(p % 2, p // 2 % 2, p // 4),
+                **about,
+            )
+            for s in range(slices)
+            for p in range(16)
+        ]
 
     slice_of = np.vectorize(lambda d: d.slice_index)
-    grid = slice_of(main.device_grid((8, 2, 2), devices(2)))
+    grid = slice_of(steps.device_grid((8, 2, 2), devices(2)))
     assert grid.shape == (8, 2, 2) and (grid[:4] == 0).all() and (grid[4:] == 1).all()
-    grid = slice_of(main.device_grid((1, 8, 4), devices(2)))
+    grid = slice_of(steps.device_grid((1, 8, 4), devices(2)))
     assert (grid[:, :4] == 0).all() and (grid[:, 4:] == 1).all()
     with pytest.raises(utils.UserError, match="number of TPU slices, 2"):
-        main.device_grid((1, 1, 32), devices(2))
-    hosts = np.vectorize(lambda d: d.id // 4)(main.device_grid((2, 2, 4), devices(1)))
+        steps.device_grid((1, 1, 32), devices(2))
+    hosts = np.vectorize(lambda d: d.id // 4)(steps.device_grid((2, 2, 4), devices(1)))
     assert hosts.shape == (2, 2, 4)

@@ -16,12 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
-import sources
-import tokenize_shards
-import train_tokenizer
-
-import tokenization
 import utils
+from data import sources, tokenization, tokenize_shards, train_tokenizer
 
 CACHED_RANKS = ROOT.parent / "shared" / "tiktoken"
 HOSTILE = {
@@ -40,7 +36,11 @@ HOSTILE = {
     "blank": b" \n\t \n",
     "nested/naïve.txt": b"don't WE'LL 12345 ...!!??\n",
 }
-HIDDEN = {".hidden.txt": b"not a document", ".git/config": b"nor this", "nested/.cache/x.txt": b"nor that"}
+HIDDEN = {
+    ".hidden.txt": b"not a document",
+    ".git/config": b"nor this",
+    "nested/.cache/x.txt": b"nor that",
+}
 
 
 def write_files(folder, files):
@@ -65,9 +65,14 @@ def run(program, capsys, monkeypatch, *flags):
 def source(tmp_path_factory):
     """A folder of 40 documents, some of them hostile."""
     folder = tmp_path_factory.mktemp("source")
-    words = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(" ")
+    words = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(
+        " "
+    )
     rng = random.Random(0)
-    plain = {f"p/{i:02d}.txt": " ".join(rng.choices(words, k=200)).encode() for i in range(40 - len(HOSTILE))}
+    plain = {
+        f"p/{i:02d}.txt": " ".join(rng.choices(words, k=200)).encode()
+        for i in range(40 - len(HOSTILE))
+    }
     write_files(folder, plain | HOSTILE | HIDDEN)
     return folder
 
@@ -115,10 +120,14 @@ def check_shards(output, expected, encoding, dtype, shard_tokens):
         assert [f.name for f in files] == [f"{i:06d}.npy" for i in range(len(files))]
         shards = [np.load(f) for f in files]
         assert all(s.dtype == dtype and s.ndim == 1 for s in shards)
-        assert all(len(s) == shard_tokens for s in shards[:-1]) and 0 < len(shards[-1]) <= shard_tokens
+        assert (
+            all(len(s) == shard_tokens for s in shards[:-1]) and 0 < len(shards[-1]) <= shard_tokens
+        )
         np.testing.assert_array_equal(np.concatenate(shards), ids)
         assert [s["tokens"] for s in manifest["shards"]] == [len(s) for s in shards]
-        assert [s["sha256"] for s in manifest["shards"]] == [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
+        assert [s["sha256"] for s in manifest["shards"]] == [
+            hashlib.sha256(f.read_bytes()).hexdigest() for f in files
+        ]
         keys = ("documents", "bytes", "empty_documents", "replaced_documents")
         assert [manifest[k] for k in keys] == counts and manifest["tokens"] == len(ids)
         assert (manifest["dtype"], manifest["vocab_size"]) == (dtype, encoding.n_vocab)
@@ -126,16 +135,29 @@ def check_shards(output, expected, encoding, dtype, shard_tokens):
 
 
 def content(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
 
 
 # --- Shards -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shard_tokens, val_fraction", [(97, 0.1), (10**8, 0.5)])
-def test_shards_equal_a_plain_loop(source, ranks_file, tmp_path, capsys, monkeypatch, shard_tokens, val_fraction):
+def test_shards_equal_a_plain_loop(
+    source, ranks_file, tmp_path, capsys, monkeypatch, shard_tokens, val_fraction
+):
     monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
-    flags = ["--source", source, "--output", tmp_path / "out", "--tokenizer", ranks_file, "--workers", 1]
+    flags = [
+        "--source",
+        source,
+        "--output",
+        tmp_path / "out",
+        "--tokenizer",
+        ranks_file,
+        "--workers",
+        1,
+    ]
     flags += ["--shard_tokens", shard_tokens, "--val_fraction", val_fraction]
     status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
     assert (status, out.count("\n")) == (0, 1)
@@ -145,8 +167,15 @@ def test_shards_equal_a_plain_loop(source, ranks_file, tmp_path, capsys, monkeyp
     empty, replaced = (sum(counts[i] for _, counts in expected.values()) for i in (2, 3))
     assert (empty, replaced) == (2, 2)
     assert "latin-1.txt is not UTF-8: 2 characters became U+FFFD (perhaps it is latin-1" in err
-    assert "invalid.bin is not UTF-8: 5 characters" in err and "7 characters of 2 documents became U+FFFD" in err
-    assert "utf-16.txt is UTF-16" in err and "big-endian.txt is UTF-16" in err and "nul.txt is full of NUL" in err
+    assert (
+        "invalid.bin is not UTF-8: 5 characters" in err
+        and "7 characters of 2 documents became U+FFFD" in err
+    )
+    assert (
+        "utf-16.txt is UTF-16" in err
+        and "big-endian.txt is UTF-16" in err
+        and "nul.txt is full of NUL" in err
+    )
     assert all(line.startswith("warning: ") for line in err.splitlines()) and err.count("\n") == 6
     manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
     assert manifest["tokenizer"] == "tokenizer.tiktoken"
@@ -156,16 +185,34 @@ def test_shards_equal_a_plain_loop(source, ranks_file, tmp_path, capsys, monkeyp
 
 
 def test_workers_do_not_change_a_byte(source, ranks_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 1)  # 40 batches: more than are in flight at once
+    monkeypatch.setattr(
+        tokenize_shards, "BATCH_DOCUMENTS", 1
+    )  # 40 batches: more than are in flight at once
     for workers in (1, 2):
         flags = ["--source", source, "--output", tmp_path / str(workers), "--tokenizer", ranks_file]
-        assert run(tokenize_shards, capsys, monkeypatch, *flags, "--shard_tokens", 1000, "--workers", workers)[0] == 0
+        assert (
+            run(
+                tokenize_shards,
+                capsys,
+                monkeypatch,
+                *flags,
+                "--shard_tokens",
+                1000,
+                "--workers",
+                workers,
+            )[0]
+            == 0
+        )
     assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
-@pytest.mark.parametrize("name, file, dtype", [
-    ("gpt2", None, "uint16"), ("cl100k_base", "9b5ad71b2ce5302211f9c61530b329a4922fc6a4", "uint32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, file, dtype",
+    [
+        ("gpt2", None, "uint16"),
+        ("cl100k_base", "9b5ad71b2ce5302211f9c61530b329a4922fc6a4", "uint32"),
+    ],
+)
 def test_tiktoken_by_name(source, tmp_path, capsys, monkeypatch, name, file, dtype):
     if not CACHED_RANKS.is_dir():
         pytest.skip(f"{CACHED_RANKS} is not there: tiktoken would have to fetch its ranks")
@@ -178,7 +225,10 @@ def test_tiktoken_by_name(source, tmp_path, capsys, monkeypatch, name, file, dty
     manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
     assert manifest["tokenizer"] == name and not (tmp_path / "out/tokenizer.tiktoken").exists()
     if file:  # tiktoken's own file of ranks is the same text that the hash is taken over
-        assert manifest["tokenizer_sha256"] == hashlib.sha256((CACHED_RANKS / file).read_bytes()).hexdigest()
+        assert (
+            manifest["tokenizer_sha256"]
+            == hashlib.sha256((CACHED_RANKS / file).read_bytes()).hexdigest()
+        )
 
 
 def test_a_run_of_spaces_beyond_what_tiktoken_takes(ranks_file):
@@ -197,7 +247,18 @@ def test_running_again(source, ranks_file, tmp_path, capsys, monkeypatch):
     anew."""
     source = shutil.copytree(source, tmp_path / "source")
     output, other = tmp_path / "out", tmp_path / "other"
-    flags = ["--source", source, "--output", output, "--tokenizer", ranks_file, "--workers", 1, "--shard_tokens", 1000]
+    flags = [
+        "--source",
+        source,
+        "--output",
+        output,
+        "--tokenizer",
+        ranks_file,
+        "--workers",
+        1,
+        "--shard_tokens",
+        1000,
+    ]
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
     files = content(output)
     times = {p: p.stat().st_mtime_ns for p in output.rglob("*")}
@@ -274,7 +335,14 @@ def test_tiktoken_encodes_as_the_training_library(source, tmp_path):
 
 
 def test_training_survives_a_long_word():
-    assert len(train_tokenizer.to_ranks(train_tokenizer.train([" " * 10**6 + "x" * 10**6, "some words"], 270))) == 270
+    assert (
+        len(
+            train_tokenizer.to_ranks(
+                train_tokenizer.train([" " * 10**6 + "x" * 10**6, "some words"], 270)
+            )
+        )
+        == 270
+    )
 
 
 def test_training_again_into_the_same_file(tmp_path):
@@ -299,7 +367,9 @@ def test_the_standard_library():
     assert sum(d.size for d in documents) > 10**7
 
 
-@pytest.mark.parametrize("n, fraction, n_val", [(1, 0.5, 0), (2, 0.1, 1), (10, 0, 0), (10, 0.25, 2), (2, 0.99, 1)])
+@pytest.mark.parametrize(
+    "n, fraction, n_val", [(1, 0.5, 0), (2, 0.1, 1), (10, 0, 0), (10, 0.25, 2), (2, 0.99, 1)]
+)
 def test_split_sizes(n, fraction, n_val):
     train, val = sources.split([sources.Document(str(i), "", 1) for i in range(n)], fraction)
     assert (len(train), len(val)) == (n - n_val, n_val)
@@ -308,30 +378,64 @@ def test_split_sizes(n, fraction, n_val):
 # --- Errors -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flag, value", [
-    ("source", "/no/such/folder"), ("source", "empty"), ("tokenizer", "gpt99"), ("tokenizer", "missing.tiktoken"),
-    ("val_fraction", "1"), ("val_fraction", "-0.1"), ("val_fraction", "nan"), ("val_fraction", "half"),
-    ("shard_tokens", "0"), ("shard_tokens", "10000000000000000"), ("workers", "0"), ("output", "source/shards"),
-    ("output", "a file"), ("no_such_flag", "1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("source", "/no/such/folder"),
+        ("source", "empty"),
+        ("tokenizer", "gpt99"),
+        ("tokenizer", "missing.tiktoken"),
+        ("val_fraction", "1"),
+        ("val_fraction", "-0.1"),
+        ("val_fraction", "nan"),
+        ("val_fraction", "half"),
+        ("shard_tokens", "0"),
+        ("shard_tokens", "10000000000000000"),
+        ("workers", "0"),
+        ("output", "source/shards"),
+        ("output", "a file"),
+        ("no_such_flag", "1"),
+    ],
+)
 def test_bad_flags(ranks_file, tmp_path, capsys, monkeypatch, flag, value):
     monkeypatch.chdir(tmp_path)
-    write_files(tmp_path, {"source/a.txt": b"text", "source/b.txt": b"text", "empty/a.txt": b"", "a file": b""})
-    flags = {"source": "source", "output": "out", "tokenizer": str(ranks_file), "workers": "1"} | {flag: value}
-    status, out, err = run(tokenize_shards, capsys, monkeypatch, *(f"--{k}={v}" for k, v in flags.items()))
+    write_files(
+        tmp_path,
+        {"source/a.txt": b"text", "source/b.txt": b"text", "empty/a.txt": b"", "a file": b""},
+    )
+    flags = {"source": "source", "output": "out", "tokenizer": str(ranks_file), "workers": "1"} | {
+        flag: value
+    }
+    status, out, err = run(
+        tokenize_shards, capsys, monkeypatch, *(f"--{k}={v}" for k, v in flags.items())
+    )
     assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("error: ") and f"--{flag}" in err and value.replace("00", "") in err.replace("00", "")
+    assert (
+        err.startswith("error: ")
+        and f"--{flag}" in err
+        and value.replace("00", "") in err.replace("00", "")
+    )
 
 
-@pytest.mark.parametrize("flag, value", [
-    ("source", "/no/such/folder"), ("vocab_size", "256"), ("vocab_size", "100000"), ("output", "ranks.txt"),
-    ("output", "a file/x.tiktoken"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("source", "/no/such/folder"),
+        ("vocab_size", "256"),
+        ("vocab_size", "100000"),
+        ("output", "ranks.txt"),
+        ("output", "a file/x.tiktoken"),
+    ],
+)
 def test_bad_flags_of_training(tmp_path, capsys, monkeypatch, flag, value):
     monkeypatch.chdir(tmp_path)
-    write_files(tmp_path, {"source/a.txt": b"some text", "source/b.txt": b"some text", "a file": b""})
+    write_files(
+        tmp_path, {"source/a.txt": b"some text", "source/b.txt": b"some text", "a file": b""}
+    )
     flags = {"source": "source", "output": "out.tiktoken", "vocab_size": "258"} | {flag: value}
-    status, out, err = run(train_tokenizer, capsys, monkeypatch, *(f"--{k}={v}" for k, v in flags.items()))
+    status, out, err = run(
+        train_tokenizer, capsys, monkeypatch, *(f"--{k}={v}" for k, v in flags.items())
+    )
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("error: ") and f"--{flag}" in err and value in err
     assert not os.path.exists("out.tiktoken")
@@ -348,18 +452,28 @@ def test_a_source_without_text(tmp_path, capsys, monkeypatch):
     write_files(tmp_path, files)
     ranks = tmp_path / "x.tiktoken"
     ranks.write_bytes(sources.dump_ranks({bytes([i]): i for i in range(256)}))
-    for folder, word in {"hidden": "has no file", "blank": "has 1 file without a character", "records": "0 documents",
-                         "nulls": "documents"}.items():  # fmt: skip
-        for program, more in ((tokenize_shards, ["--tokenizer", ranks, "--output", tmp_path / "out", "--workers", 1]),
-                              (train_tokenizer, ["--output", tmp_path / "y.tiktoken"])):  # fmt: skip
-            status, out, err = run(program, capsys, monkeypatch, "--source", tmp_path / folder, *more)
+    for folder, word in {
+        "hidden": "has no file",
+        "blank": "has 1 file without a character",
+        "records": "0 documents",
+        "nulls": "documents",
+    }.items():
+        for program, more in (
+            (tokenize_shards, ["--tokenizer", ranks, "--output", tmp_path / "out", "--workers", 1]),
+            (train_tokenizer, ["--output", tmp_path / "y.tiktoken"]),
+        ):
+            status, out, err = run(
+                program, capsys, monkeypatch, "--source", tmp_path / folder, *more
+            )
             assert (status, out, err.count("\n")) == (2, "", 1) and "give a" in err, err
             assert f"--source {tmp_path / folder}: there is no text" in err and word in err, err
 
 
 def test_from_the_command_line(tmp_path):
     """Both programs from another folder, in a process of their own, on every core; then with a mistake."""
-    write_files(tmp_path, {f"text/{i}.txt": b"some words of text, some more words " * 50 for i in range(4)})
+    write_files(
+        tmp_path, {f"text/{i}.txt": b"some words of text, some more words " * 50 for i in range(4)}
+    )
     python = [sys.executable, str(ROOT / "data" / "train_tokenizer.py")]
     flags = ["--source", "text", "--vocab_size", "270", "--output", "made/x.tiktoken"]
     subprocess.run(python + flags, cwd=tmp_path, check=True, timeout=120)
@@ -367,8 +481,12 @@ def test_from_the_command_line(tmp_path):
     flags = ["--source", "text", "--output", "out", "--tokenizer", "made/x.tiktoken"]
     subprocess.run(python + flags, cwd=tmp_path, check=True, timeout=120)
     encoding = tokenization.load_tokenizer(str(tmp_path / "made/x.tiktoken"))
-    check_shards(tmp_path / "out", reference(tmp_path / "text", encoding, 0.1), encoding, "uint16", 10**8)
+    check_shards(
+        tmp_path / "out", reference(tmp_path / "text", encoding, 0.1), encoding, "uint16", 10**8
+    )
     flags[1] = "txt"
-    wrong = subprocess.run(python + flags, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    wrong = subprocess.run(
+        python + flags, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
     assert "--source txt" in wrong.stderr and "Traceback" not in wrong.stderr

@@ -23,29 +23,43 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
-import sources
-import tokenize_shards
-import train_tokenizer
 from test_data_programs import CACHED_RANKS, content, run
 
-import locks
-import tokenization
+from data import sources, tokenization, tokenize_shards, train_tokenizer
+from training import locks
 
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
-HOSTILE = ["<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>", "", None, "\0a\0\0b\0", " \n\t \n", " " * 3000,
-           "👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff", "a\r\nb\u2028c\x85", "", "don't WE'LL 12345 ...!!??\n",
-           "legal: \ufffd"]  # fmt: skip
+HOSTILE = [
+    "<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>",
+    "",
+    None,
+    "\0a\0\0b\0",
+    " \n\t \n",
+    " " * 3000,
+    "👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff",
+    "a\r\nb\u2028c\x85",
+    "",
+    "don't WE'LL 12345 ...!!??\n",
+    "legal: \ufffd",
+]
 
 
-COMPRESS = {".gz": gzip.compress, ".zst": lambda content: pa.Codec("zstd").compress(content, asbytes=True)}
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".zst": lambda content: pa.Codec("zstd").compress(content, asbytes=True),
+}
 
 
 def make_texts(n, lone=True):
     """n texts, the hostile ones among them."""
     rng = random.Random(1)
-    words = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(" ")
+    words = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(
+        " "
+    )
     hostile = HOSTILE + LONE * lone
-    return hostile + [" ".join(rng.choices(words, k=rng.randrange(1, 300))) for _ in range(n - len(hostile))]
+    return hostile + [
+        " ".join(rng.choices(words, k=rng.randrange(1, 300))) for _ in range(n - len(hostile))
+    ]
 
 
 def write_lines(path, texts):
@@ -70,7 +84,9 @@ def reference(texts, encoding, val_fraction):
         valid = "".join("\ufffd" if 0xD800 <= ord(c) <= 0xDFFF else c for c in text or "")
         if valid:
             ids += [encoding.eot_token, *encoding.encode_ordinary(valid)]
-        for k, more in enumerate((valid != "", len(valid.encode()), valid == "", valid != (text or ""))):
+        for k, more in enumerate(
+            (valid != "", len(valid.encode()), valid == "", valid != (text or ""))
+        ):
             counts[k] += more
     return result
 
@@ -105,8 +121,21 @@ def tokenizer(request, ranks_file, tmp_path, monkeypatch):
 
 
 def flags_of(source, output, ranks_file, *more):
-    return ["--source", source, "--output", output, "--tokenizer", ranks_file, "--text_column", "body",
-            "--workers", 1, "--shard_tokens", 1000, *more]  # fmt: skip
+    return [
+        "--source",
+        source,
+        "--output",
+        output,
+        "--tokenizer",
+        ranks_file,
+        "--text_column",
+        "body",
+        "--workers",
+        1,
+        "--shard_tokens",
+        1000,
+        *more,
+    ]
 
 
 def start(*flags):
@@ -129,8 +158,12 @@ def test_records_equal_a_plain_loop(ranks_file, tmp_path, capsys, monkeypatch, k
     for i, (a, b) in enumerate(zip(cuts, cuts[1:])):
         write_file(tmp_path / "in" / f"{i}{kind}", texts[a:b])
     source = tmp_path / "in" / {"file": f"0{kind}", "folder": "", "glob": f"[0-9]{kind}"}[place]
-    status, _, err = run(tokenize_shards, capsys, monkeypatch, *flags_of(source, tmp_path / "out", ranks_file))
-    assert status == 0 and ("4 characters of 3 documents became U+FFFD" in err or (kind == ".parquet" and not err)), err
+    status, _, err = run(
+        tokenize_shards, capsys, monkeypatch, *flags_of(source, tmp_path / "out", ranks_file)
+    )
+    assert status == 0 and (
+        "4 characters of 3 documents became U+FFFD" in err or (kind == ".parquet" and not err)
+    ), err
     check(tmp_path / "out", reference(texts, tokenization.load_tokenizer(str(ranks_file)), 0.1))
 
 
@@ -148,9 +181,15 @@ def test_bytes_that_are_not_utf8(ranks_file, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(b'{"body": "caf\xe9"}\n{"body": "plain"}')
     flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, "--val_fraction", 0)
     status, _, err = run(tokenize_shards, capsys, monkeypatch, *flags)
-    assert status == 0 and "document 0 is not UTF-8: 1 character became U+FFFD (perhaps it is latin-1" in err
+    assert (
+        status == 0
+        and "document 0 is not UTF-8: 1 character became U+FFFD (perhaps it is latin-1" in err
+    )
     ids = np.load(tmp_path / "out/train/000000.npy").tolist()
-    assert tokenization.load_tokenizer(str(ranks_file)).decode(ids) == "<|endoftext|>caf\ufffd<|endoftext|>plain"
+    assert (
+        tokenization.load_tokenizer(str(ranks_file)).decode(ids)
+        == "<|endoftext|>caf\ufffd<|endoftext|>plain"
+    )
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
@@ -164,7 +203,9 @@ def test_records_with_a_byte_order_mark(ranks_file, tmp_path, capsys, monkeypatc
         (tmp_path / name).write_text("about it")
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "linked.jsonl").symlink_to(tmp_path / "0.jsonl")
-    flags = flags_of(tmp_path, tmp_path.parent / f"{tmp_path.name}-out", ranks_file, "--val_fraction", 0)
+    flags = flags_of(
+        tmp_path, tmp_path.parent / f"{tmp_path.name}-out", ranks_file, "--val_fraction", 0
+    )
     status, _, err = run(tokenize_shards, capsys, monkeypatch, *flags)
     assert status == 0 and err.count("\n") == 5 and err.count("is read as such") == 3, err
     assert f"left out: 3 other files (such as {tmp_path}/LICENSE)" in err
@@ -185,7 +226,9 @@ def test_a_dataset_of_the_hub(ranks_file, tmp_path, capsys, monkeypatch):
     write_rows(folder / "small" / "0.parquet", texts[:20])
     write_rows(folder / "small" / "1.parquet", texts[20:])
     files = "[{split: whole, path: small/*.parquet}]"
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: small\n  data_files: {files}\n---\n")
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: small\n  data_files: {files}\n---\n"
+    )
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     info = huggingface_hub.hf_api.DatasetInfo(id="someone/texts", sha="5ha")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_: info)
@@ -196,7 +239,9 @@ def test_a_dataset_of_the_hub(ranks_file, tmp_path, capsys, monkeypatch):
             return load(str(folder), *args, **kwargs)
 
         monkeypatch.setattr(datasets, loader, local)
-    flags = flags_of("someone/texts", tmp_path / "out", ranks_file, "--config", "small", "--split", "whole")
+    flags = flags_of(
+        "someone/texts", tmp_path / "out", ranks_file, "--config", "small", "--split", "whole"
+    )
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
     check(tmp_path / "out", reference(texts, tokenization.load_tokenizer(str(ranks_file)), 0.1))
     manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
@@ -209,21 +254,39 @@ def test_a_dataset_of_the_hub(ranks_file, tmp_path, capsys, monkeypatch):
 
 def test_a_tokeniser_of_records(tmp_path, capsys, monkeypatch):
     write_lines(tmp_path / "a.jsonl.gz", make_texts(60))
-    flags = ["--source", tmp_path, "--text_column", "body", "--vocab_size", 300, "--output", tmp_path / "x.tiktoken"]
+    flags = [
+        "--source",
+        tmp_path,
+        "--text_column",
+        "body",
+        "--vocab_size",
+        300,
+        "--output",
+        tmp_path / "x.tiktoken",
+    ]
     status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
     assert (status, err) == (0, "") and "held-out" in out and "cl100k_base" in out and "gpt2" in out
     assert tokenization.load_tokenizer(str(tmp_path / "x.tiktoken")).n_vocab == 300
 
 
-@pytest.mark.parametrize("content, flag, word", [
-    (b'{"body": "x"}\n{"body": ', "source", "line 2"), (b'{"text": "x"}', "text_column", "text"),
-    (b'["x"]', "text_column", "line 1"), (b'{"body": 3}', "text_column", "int"), (b"", "source", "0 documents"),
-    (b'{"body": ""}\n' * 9, "source", "9 documents, all of them empty"), (None, "source", "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, flag, word",
+    [
+        (b'{"body": "x"}\n{"body": ', "source", "line 2"),
+        (b'{"text": "x"}', "text_column", "text"),
+        (b'["x"]', "text_column", "line 1"),
+        (b'{"body": 3}', "text_column", "int"),
+        (b"", "source", "0 documents"),
+        (b'{"body": ""}\n' * 9, "source", "9 documents, all of them empty"),
+        (None, "source", "cannot be read"),
+    ],
+)
 def test_bad_records(ranks_file, tmp_path, capsys, monkeypatch, content, flag, word):
     path = tmp_path / ("a.jsonl" if content is not None else "a.jsonl.gz")
     path.write_bytes(b"not gzip" if content is None else content)
-    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags_of(path, tmp_path / "out", ranks_file))
+    status, out, err = run(
+        tokenize_shards, capsys, monkeypatch, *flags_of(path, tmp_path / "out", ranks_file)
+    )
     assert (status, out, err.count("\n")) == (2, "", 1) and f"--{flag}" in err and word in err, err
 
 
@@ -233,14 +296,28 @@ def test_bad_sources(ranks_file, tmp_path, capsys, monkeypatch):
     (tmp_path / "in/bad.parquet").write_bytes(b"PAR1")
     (tmp_path / "in/README.md").write_text("about it")
     write_lines(tmp_path / "in/b.jsonl", ["y"])
-    for source, word in [("", "different kinds"), ("bad.parquet", "cannot be read"), ("README.md", "glob"),
-                         ("*.txt", "glob"), ("a.parquet", "--text_column nobody")]:  # fmt: skip
-        flags = flags_of(tmp_path / "in" / source, tmp_path / "out", ranks_file, "--text_column", "nobody")
+    for source, word in [
+        ("", "different kinds"),
+        ("bad.parquet", "cannot be read"),
+        ("README.md", "glob"),
+        ("*.txt", "glob"),
+        ("a.parquet", "--text_column nobody"),
+    ]:
+        flags = flags_of(
+            tmp_path / "in" / source, tmp_path / "out", ranks_file, "--text_column", "nobody"
+        )
         status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
         assert (status, out, err.count("\n")) == (2, "", 1) and word in err, err
 
 
-COLUMNS = {"list": ["x"], "struct": {"a": "x"}, "binary": b"x", "int64": 3, "double": 0.5, "bool": True}
+COLUMNS = {
+    "list": ["x"],
+    "struct": {"a": "x"},
+    "binary": b"x",
+    "int64": 3,
+    "double": 0.5,
+    "bool": True,
+}
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
@@ -258,7 +335,13 @@ def test_parquet_columns_that_hold_text(ranks_file, tmp_path, capsys, monkeypatc
     """However Arrow stores it. Only threads of this program read: those of Arrow that still do at exit abort it."""
     texts, readers = make_texts(60, lone=False), set()
     one = pa.array(texts)
-    forms = [one, one.cast(pa.large_string()), one.cast(pa.string_view()), one.dictionary_encode(), pa.nulls(60)]
+    forms = [
+        one,
+        one.cast(pa.large_string()),
+        one.cast(pa.string_view()),
+        one.dictionary_encode(),
+        pa.nulls(60),
+    ]
     bad = pa.array([b"caf\xe9", None, b"x"] * 20).cast(pa.binary()).view(pa.string())
     for i, form in enumerate([*forms, bad]):
         pq.write_table(pa.table({"body": form}), tmp_path / f"{i}.parquet", row_group_size=13)
@@ -268,7 +351,10 @@ def test_parquet_columns_that_hold_text(ranks_file, tmp_path, capsys, monkeypatc
         f = opened(self, path, *args, **kwargs)
         if path.endswith(".parquet"):
             read = f.f.read
-            f.read = lambda *args: (readers.add(type(threading.current_thread()).__name__), read(*args))[1]
+            f.read = lambda *args: (
+                readers.add(type(threading.current_thread()).__name__),
+                read(*args),
+            )[1]
         return f
 
     monkeypatch.setattr(type(fsspec.filesystem("file")), "open", watched)
@@ -277,10 +363,14 @@ def test_parquet_columns_that_hold_text(ranks_file, tmp_path, capsys, monkeypatc
     assert status == 0 and "20 characters of 20 documents became U+FFFD" in err
     assert readers == {"_MainThread", "Thread"}, "a _DummyThread is none of Python's"
     expected = reference(
-        texts * 4 + [None] * 60 + ["caf\ufffd", None, "x"] * 20, tokenization.load_tokenizer(str(ranks_file)), 0.1
+        texts * 4 + [None] * 60 + ["caf\ufffd", None, "x"] * 20,
+        tokenization.load_tokenizer(str(ranks_file)),
+        0.1,
     )
     for name, (_, counts) in expected.items():
-        counts[3] = json.loads((tmp_path / f"out/{name}/manifest.json").read_text())["replaced_documents"]
+        counts[3] = json.loads((tmp_path / f"out/{name}/manifest.json").read_text())[
+            "replaced_documents"
+        ]
     check(tmp_path / "out", expected)
 
 
@@ -296,7 +386,9 @@ def test_pieces_change_no_token(tokenizer, monkeypatch):
     for text in texts + list(filter(None, HOSTILE)):
         parts = list(tokenize_shards.pieces(text, encoding))
         assert "".join(parts) == text and (len(text) < 5000 or len(parts) > len(text) / 500)
-        assert [i for p in parts for i in encoding.encode_ordinary(p)] == encoding.encode_ordinary(text)
+        assert [i for p in parts for i in encoding.encode_ordinary(p)] == encoding.encode_ordinary(
+            text
+        )
 
 
 def test_one_line_of_50_mb(ranks_file, tmp_path):
@@ -306,16 +398,31 @@ def test_one_line_of_50_mb(ranks_file, tmp_path):
     text = " ".join(rng.choices([*words, "1234", "'s", "—", "\n"], k=10_000_000))[:50_000_000]
     assert len(text) == 50_000_000
     write_lines(tmp_path / "a.jsonl", ["short", text, "after"])
-    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, "--val_fraction", 0, "--shard_tokens", 10**7)
+    flags = flags_of(
+        tmp_path / "a.jsonl",
+        tmp_path / "out",
+        ranks_file,
+        "--val_fraction",
+        0,
+        "--shard_tokens",
+        10**7,
+    )
     process, peak = start(*flags), 0
     while process.poll() is None:
         status = Path(f"/proc/{process.pid}/status").read_text()
-        peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))])  # kB
+        peak = max(
+            [
+                peak,
+                *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")),
+            ]
+        )  # kB
         time.sleep(0.02)
     assert process.returncode == 0 and 100_000 < peak < 500_000, f"{peak} kB"
     encoding = tokenization.load_tokenizer(str(ranks_file))
     shards = [np.load(p) for p in sorted((tmp_path / "out/train").glob("*.npy"))]
-    expected = [np.r_[encoding.eot_token, encoding.encode_to_numpy(t)] for t in ("short", text, "after")]
+    expected = [
+        np.r_[encoding.eot_token, encoding.encode_to_numpy(t)] for t in ("short", text, "after")
+    ]
     assert np.array_equal(np.concatenate(shards), np.concatenate(expected))
 
 
@@ -334,7 +441,9 @@ def test_killed_and_started_again(ranks_file, tmp_path, kind):
         write = write_rows if kind == ".parquet" else write_lines
         for i in range(2):
             write(tmp_path / "in" / f"{i}{kind}", texts[2000 * i :][:2000])
-    flags = flags_of(tmp_path / "in", tmp_path / "out", ranks_file, "--workers", 2, "--shard_tokens", 9999)
+    flags = flags_of(
+        tmp_path / "in", tmp_path / "out", ranks_file, "--workers", 2, "--shard_tokens", 9999
+    )
     rng, killed, progress = random.Random(kind), 0, tmp_path / "out" / "progress.npz"
 
     def time_of_progress():
@@ -362,9 +471,16 @@ class Killed(BaseException):
 def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind, remote):
     """A run that dies at its n-th write, for every n, goes on to the same files; it reads nothing before the place."""
     monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
-    (write_rows if kind == ".parquet" else write_lines)(tmp_path / f"a{kind}", make_texts(40, lone=False))
+    (write_rows if kind == ".parquet" else write_lines)(
+        tmp_path / f"a{kind}", make_texts(40, lone=False)
+    )
     monkeypatch.setattr(locks.time, "sleep", lambda _: None)  # between two looks at a remote lock
-    writes, new_file, manifest, outputs = 0, tokenize_shards.new_file, tokenize_shards.write_file, {}
+    writes, new_file, manifest, outputs = (
+        0,
+        tokenize_shards.new_file,
+        tokenize_shards.write_file,
+        {},
+    )
     dies_at = None
 
     def count():
@@ -374,13 +490,20 @@ def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind,
             raise Killed
 
     monkeypatch.setattr(tokenize_shards, "new_file", lambda path: (count(), new_file(path))[1])
-    monkeypatch.setattr(tokenize_shards, "write_file", lambda path, content: (count(), manifest(path, content)))
+    monkeypatch.setattr(
+        tokenize_shards, "write_file", lambda path, content: (count(), manifest(path, content))
+    )
     base = f"memory://{kind[1:]}" if remote else str(tmp_path)
 
     def tokenise(output):
         nonlocal writes
         writes = 0
-        return run(tokenize_shards, capsys, monkeypatch, *flags_of(tmp_path / f"a{kind}", output, ranks_file))
+        return run(
+            tokenize_shards,
+            capsys,
+            monkeypatch,
+            *flags_of(tmp_path / f"a{kind}", output, ranks_file),
+        )
 
     assert tokenise(f"{base}/whole")[0] == 0
     n = writes
@@ -437,7 +560,9 @@ def interrupt(process, number):
     """Send a signal to a process and all that it started, as a terminal does; its one line on stderr."""
     os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err.count("\n")) == (128 + number, "", 1) and err.startswith("interrupted; "), err
+    assert (process.returncode, out, err.count("\n")) == (128 + number, "", 1) and err.startswith(
+        "interrupted; "
+    ), err
     for _ in range(100):  # what was killed takes a moment to go
         if not in_session(process.pid):
             return err
@@ -459,11 +584,22 @@ def cpu_seconds(process):
 PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.parametrize("number, seconds", [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 4)])
+@pytest.mark.parametrize(
+    "number, seconds", [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 4)]
+)
 def test_training_is_interrupted(tmp_path, number, seconds):
     """While it imports, and after so many seconds of work, when it merges: one line, and nothing is written."""
-    flags = ["--source", "stdlib", "--vocab_size", "30000", "--output", str(tmp_path / "x.tiktoken")]
-    process = subprocess.Popen([sys.executable, str(ROOT / "data" / "train_tokenizer.py"), *flags], **PIPES)
+    flags = [
+        "--source",
+        "stdlib",
+        "--vocab_size",
+        "30000",
+        "--output",
+        str(tmp_path / "x.tiktoken"),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "data" / "train_tokenizer.py"), *flags], **PIPES
+    )
     while process.poll() is None and not listens(process):
         time.sleep(0.01)
     while process.poll() is None and cpu_seconds(process) < seconds:
@@ -476,14 +612,21 @@ def test_tokenizing_is_interrupted(ranks_file, tmp_path, capsys, monkeypatch, nu
     """Two workers encode: one line that says what stands. Until then another run of the folder is refused."""
     write_lines(tmp_path / "a.jsonl", make_texts(4000, lone=False))
     (tmp_path / "b.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() * 20)
-    flags = flags_of(tmp_path / "*.jsonl", tmp_path / "out", ranks_file, "--workers", 2, "--shard_tokens", 99_999)
-    process = subprocess.Popen([sys.executable, tokenize_shards.__file__, *map(str, flags)], **PIPES)
+    flags = flags_of(
+        tmp_path / "*.jsonl", tmp_path / "out", ranks_file, "--workers", 2, "--shard_tokens", 99_999
+    )
+    process = subprocess.Popen(
+        [sys.executable, tokenize_shards.__file__, *map(str, flags)], **PIPES
+    )
     while process.poll() is None and not (tmp_path / "out" / "progress.npz").exists():
         time.sleep(0.01)
     status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
     assert (status, out, err.count("\n")) == (2, "", 1) and f"process {process.pid} on" in err, err
     err = interrupt(process, number)
-    assert "documents, and the same command goes on after them" in err and not (tmp_path / "out" / "lock").exists()
+    assert (
+        "documents, and the same command goes on after them" in err
+        and not (tmp_path / "out" / "lock").exists()
+    )
 
 
 # --- Damage -----------------------------------------------------------------------------------------------------
@@ -496,7 +639,9 @@ def damage(path):
         column = pq.ParquetFile(path).metadata.row_group(2).column(1)
         start = column.dictionary_page_offset or column.data_page_offset
         path.write_bytes(
-            sound[:start] + b"\xff" * column.total_compressed_size + sound[start:][column.total_compressed_size :]
+            sound[:start]
+            + b"\xff" * column.total_compressed_size
+            + sound[start:][column.total_compressed_size :]
         )
     else:
         path.write_bytes(sound[: len(sound) * 2 // 3])
@@ -527,11 +672,17 @@ def test_a_damaged_file_is_replaced(three, tmp_path):
     name = f"{paths[1].name} cannot be read"
     for _ in range(2):
         status, out, err = tokenize("out")
-        assert (status, out, err.count("\n")) == (2, "", 1) and name in err and "the same command goes on" in err, err
+        assert (
+            (status, out, err.count("\n")) == (2, "", 1)
+            and name in err
+            and "the same command goes on" in err
+        ), err
     shard = tmp_path / "out/train/000000.npy"
     written, first = shard.stat().st_mtime_ns, paths[0].read_bytes()
     paths[1].write_bytes(sound)
-    (write_rows if paths[0].suffix == ".parquet" else write_lines)(paths[0], make_texts(40, lone=False)[::-1])
+    (write_rows if paths[0].suffix == ".parquet" else write_lines)(
+        paths[0], make_texts(40, lone=False)[::-1]
+    )
     status, out, err = tokenize("out")
     assert (status, out, err.count("\n")) == (2, "", 1) and f"{paths[0]} has changed" in err, err
     paths[0].write_bytes(first)  # as it was, but written anew
@@ -561,11 +712,11 @@ def test_damage_is_skipped_and_counted(three, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_shards, "new_file", dying)
     dies_at = None
     status, out, err = tokenize("whole", "--skip_damaged")
-    words = (
-        f"{lost['damaged_files']} damaged file{'s' * (not lost['damaged_files'])} and {lost['damaged_records']} damaged"
-    )
+    words = f"{lost['damaged_files']} damaged file{'s' * (not lost['damaged_files'])} and {lost['damaged_records']} damaged"
     assert status == 0 and f"{paths[1]} cannot be read" in err and words in err, err
-    manifests = [json.loads((tmp_path / f"whole/{s}/manifest.json").read_text()) for s in ("train", "val")]
+    manifests = [
+        json.loads((tmp_path / f"whole/{s}/manifest.json").read_text()) for s in ("train", "val")
+    ]
     assert {key: sum(m[key] for m in manifests) for key in lost} == lost
     documents = sum(m["documents"] + m["empty_documents"] for m in manifests)
     assert documents == 113 if paths[0].suffix == ".parquet" else 80 <= documents < 120

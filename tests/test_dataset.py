@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT, small_config
 
 import dataset
-import main
 import utils
+from training import steps
 
 
 @pytest.fixture
@@ -41,7 +41,9 @@ def as_set(rows):
 
 
 @pytest.mark.parametrize("window", [1 << 30, 3200])
-def test_an_epoch_visits_every_sequence_once_and_the_next_in_another_order(corpus, monkeypatch, window):
+def test_an_epoch_visits_every_sequence_once_and_the_next_in_another_order(
+    corpus, monkeypatch, window
+):
     monkeypatch.setattr(dataset, "WINDOW", window)
     N = corpus.n_sequences
     assert N == sum((len(np.load(s.path)) - 1) // 32 for s in corpus.shards)
@@ -61,14 +63,23 @@ def test_sequences_overlap_by_their_target_alone(corpus):
     assert np.array_equal(rows[1], shard[32:65]) and rows.dtype == np.int32
 
 
-@pytest.mark.parametrize("mesh_shape, grad_step", [((1, 1, 1), 1), ((1, 1, 1), 4), ((2, 2, 2), 1), ((2, 2, 2), 4),
-                                                   ((4, 1, 2), 1), ((4, 1, 2), 2)])  # fmt: skip
-def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, grad_step):
+@pytest.mark.parametrize(
+    "mesh_shape, accumulation_steps",
+    [
+        ((1, 1, 1), 1),
+        ((1, 1, 1), 4),
+        ((2, 2, 2), 1),
+        ((2, 2, 2), 4),
+        ((4, 1, 2), 1),
+        ((4, 1, 2), 2),
+    ],
+)
+def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, accumulation_steps):
     cfg = small_config(mesh_shape)
-    mesh, order = main.make_mesh(cfg), partial(corpus.sequences, seed=0)
+    mesh, order = steps.make_mesh(cfg), partial(corpus.sequences, seed=0)
     seen = []
     for first in (0, 32):
-        shape = (grad_step, 4, 32 // grad_step // 4, 32)
+        shape = (accumulation_steps, 4, 32 // accumulation_steps // 4, 32)
         tokens, targets = dataset.put_batch(order, first, shape, mesh)
         seen.append((np.asarray(tokens).reshape(32, 32), np.asarray(targets).reshape(32, 32)))
     rows = order(np.arange(64)).reshape(2, 32, 33)
@@ -80,7 +91,8 @@ PROCESS = """
 import os, sys
 from functools import partial
 
-import conftest, dataset, jax, main, numpy as np
+import conftest, dataset, jax, numpy as np
+from training import steps
 
 address, process, shards, output = sys.argv[1:]
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -88,7 +100,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, int(process))
 cfg, read = conftest.small_config((2, 2, 2)), []
 numbers = partial(dataset.Corpus(cfg, shards, "train").sequences, seed=0)
-batch = dataset.put_batch(lambda n: (read.extend(n), numbers(n))[1], 32, (2, 4, 4, 32), main.make_mesh(cfg))
+batch = dataset.put_batch(lambda n: (read.extend(n), numbers(n))[1], 32, (2, 4, 4, 32), steps.make_mesh(cfg))
 assert jax.device_count() == 8 and len(batch[0].addressable_shards) == 4 and len(set(read)) == len(read) == 16
 bounds = lambda shard: [s.indices(n)[:2] for s, n in zip(shard.index, batch[0].shape)]
 np.savez(output, **{f"{i} {bounds(s)}": s.data for i, x in enumerate(batch) for s in x.addressable_shards})
@@ -101,11 +113,26 @@ def test_two_processes_hold_the_integers_of_one(corpus, shards, tmp_path):
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
     path = f"{ROOT}:{ROOT / 'tests'}"
-    both = [subprocess.Popen([sys.executable, "-c", PROCESS, address, str(i), str(shards), str(tmp_path / f"{i}.npz")],
-                             env={**os.environ, "PYTHONPATH": path}) for i in range(2)]  # fmt: skip
+    both = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                PROCESS,
+                address,
+                str(i),
+                str(shards),
+                str(tmp_path / f"{i}.npz"),
+            ],
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        for i in range(2)
+    ]
     assert [p.wait(120) for p in both] == [0, 0]
     cfg = small_config((2, 2, 2))
-    batch = dataset.put_batch(partial(corpus.sequences, seed=0), 32, (2, 4, 4, 32), main.make_mesh(cfg))
+    batch = dataset.put_batch(
+        partial(corpus.sequences, seed=0), 32, (2, 4, 4, 32), steps.make_mesh(cfg)
+    )
     covered = np.zeros((2, 2, 4, 4, 32), bool)
     for i in range(2):
         for key, part in np.load(tmp_path / f"{i}.npz").items():
@@ -142,10 +169,14 @@ def corpora(tmp_path):
 
 
 def mixture(corpora, mix, folder="train", **flags):
-    return dataset.Mixture(small_config(bucket_name=str(corpora), mix=mix, **flags), folder, folder == "val")
+    return dataset.Mixture(
+        small_config(bucket_name=str(corpora), mix=mix, **flags), folder, folder == "val"
+    )
 
 
-@pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 2), (0.999, 0.001), (0.12345, 0.87655), (0.5, 0.3, 0.2)])
+@pytest.mark.parametrize(
+    "weights", [(0.7, 0.3), (1, 2), (0.999, 0.001), (0.12345, 0.87655), (0.5, 0.3, 0.2)]
+)
 def test_a_mixture_holds_its_weights_and_reads_every_corpus_as_alone(corpora, weights):
     mixed = mixture(corpora, ",".join(f"{n}:{w}" for n, w in zip("abc", weights)))
     for first in (0, 12_345, 10**12):
@@ -157,12 +188,16 @@ def test_a_mixture_holds_its_weights_and_reads_every_corpus_as_alone(corpora, we
                 assert abs((part == k).sum() - share * len(part)) <= 2
             assert abs((which == k).mean() - share) < 0.01 * share + 2e-4
             # the sequences of a corpus are those that it has alone, without a gap
-            before, after = (mixed.epochs(n)[f"data/epoch_{'abc'[k]}"] * corpus.n_sequences
-                             for n in (first, first + 10_000))  # fmt: skip
+            before, after = (
+                mixed.epochs(n)[f"data/epoch_{'abc'[k]}"] * corpus.n_sequences
+                for n in (first, first + 10_000)
+            )
             alone = corpus.sequences(np.arange(round(before), round(after)), seed=5)
             assert np.array_equal(rows[which == k], alone)
     assert np.array_equal(mixed.sequences(np.array([10**12 + 77]), seed=5)[0], rows[77])
-    assert not np.array_equal(mixed.sequences(np.arange(50), seed=6), mixed.sequences(np.arange(50), seed=5))
+    assert not np.array_equal(
+        mixed.sequences(np.arange(50), seed=6), mixed.sequences(np.arange(50), seed=5)
+    )
 
 
 def test_validation_is_mixed_too_and_repeats_nothing(corpora):
@@ -170,16 +205,32 @@ def test_validation_is_mixed_too_and_repeats_nothing(corpora):
     assert val.names == ["a", "b"] and val.n_sequences == 211  # then comes b's first again
     assert len(set(as_set(val.sequences(np.arange(211), seed=0)))) == 211
     assert max(val.epochs(211).values()) == 1 < max(val.epochs(212).values())
-    one, addresses = mixture(corpora / "a", ""), mixture("nowhere", f"{corpora}/a:1,file://{corpora}/b:1")
+    one, addresses = (
+        mixture(corpora / "a", ""),
+        mixture("nowhere", f"{corpora}/a:1,file://{corpora}/b:1"),
+    )
     assert one.epochs(100) == {"data/epoch": 0.5} and one.n_sequences == 200
     assert [c.n_sequences for c in addresses.corpora] == [200, 70]
-    assert mixture(corpora, f"a:2,file://{corpora}/b:1", "val").shares.tolist() == val.shares.tolist()
+    assert (
+        mixture(corpora, f"a:2,file://{corpora}/b:1", "val").shares.tolist() == val.shares.tolist()
+    )
 
 
-@pytest.mark.parametrize("mix, said", [
-    ("a", "a colon"), ("a:0.7,b", "'b'"), ("a:x", "'a:x'"), (":1", "':1'"), ("a:0,b:1", "above 0"), ("a:-1", "above 0"),
-    ("a:nan", "above 0"), ("a:1,a:2", "named twice"), ("a:1,b:1e-9", "b has less"), ("a:1,nothing:1", "nothing/train"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mix, said",
+    [
+        ("a", "a colon"),
+        ("a:0.7,b", "'b'"),
+        ("a:x", "'a:x'"),
+        (":1", "':1'"),
+        ("a:0,b:1", "above 0"),
+        ("a:-1", "above 0"),
+        ("a:nan", "above 0"),
+        ("a:1,a:2", "named twice"),
+        ("a:1,b:1e-9", "b has less"),
+        ("a:1,nothing:1", "nothing/train"),
+    ],
+)
 def test_a_wrong_mixture_is_named(corpora, mix, said):
     with pytest.raises(utils.UserError) as e:
         mixture(corpora, mix)
@@ -190,7 +241,9 @@ def test_corpora_must_share_a_tokeniser(corpora):
     for name, ranks in dict(a="x", b="y").items():
         manifest = {"tokenizer": "gpt2", "vocab_size": 250, "tokenizer_sha256": ranks}
         (corpora / name / "train" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(utils.UserError, match="--mix: .*b/train was made with another tokeniser than .*a/train"):
+    with pytest.raises(
+        utils.UserError, match="--mix: .*b/train was made with another tokeniser than .*a/train"
+    ):
         mixture(corpora, "a:1,b:1")
 
 
@@ -242,7 +295,9 @@ def test_bad_shards_are_named(tmp_path):
     path = tmp_path / "train" / "000000.npy"
     np.save(path, np.arange(200, dtype=np.uint16))
     assert "--T 512" in refused(tmp_path, T=512)
-    assert "token id 199" in refused(tmp_path, vocab_size=199) and str(path) in refused(tmp_path, vocab_size=199)
+    assert "token id 199" in refused(tmp_path, vocab_size=199) and str(path) in refused(
+        tmp_path, vocab_size=199
+    )
     assert dataset.Corpus(small_config(vocab_size=200), str(tmp_path), "train").n_sequences == 6
     path.write_bytes(path.read_bytes()[:-10])
     assert "damaged" in refused(tmp_path) and str(path) in refused(tmp_path)
@@ -258,6 +313,8 @@ def test_bad_shards_are_named(tmp_path):
 def test_the_tokenizer_must_fit(tmp_path):
     (tmp_path / "train").mkdir()
     np.save(tmp_path / "train" / "000000.npy", np.zeros(100, np.uint16))
-    (tmp_path / "train" / "manifest.json").write_text('{"tokenizer": "gpt2", "vocab_size": 50257, "shards": []}')
+    (tmp_path / "train" / "manifest.json").write_text(
+        '{"tokenizer": "gpt2", "vocab_size": 50257, "shards": []}'
+    )
     assert "--vocab_size 250" in refused(tmp_path) and "50257" in refused(tmp_path)
     assert "--tokenizer cl100k_base" in refused(tmp_path, vocab_size=50257, tokenizer="cl100k_base")

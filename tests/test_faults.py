@@ -26,17 +26,20 @@ from conftest import ROOT, SMALL, SMALL_GPT2, flags_of, small_config
 from test_cluster import XLA_FLAGS, free_port
 from test_resume import metrics_of
 
-import checkpointing
-import cli
 import dataset
-import interrupts
-import locks
-import main
 import model
 import presets
-import processes
-import runlog
 import utils
+from training import (
+    checkpointing,
+    command_line,
+    interrupts,
+    locks,
+    processes,
+    runlog,
+    steps,
+    weights,
+)
 
 # --- Numbers that are not finite ----------------------------------------------------------------------------------
 
@@ -114,8 +117,8 @@ def test_bad_steps_in_a_row_send_the_run_back_and_past_their_data(train, poison,
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert np.isfinite([row["loss/train_loss"] for row in rows]).all()
     assert [row["bad_steps"] for row in rows] == [0] * 4 + [3] * 8
-    for steps in (6, 8, 9, 12):
-        assert train(**flags, name="parts", training_steps=steps) == 0
+    for end in (6, 8, 9, 12):
+        assert train(**flags, name="parts", training_steps=end) == 0
     assert metrics_of(runs / "parts") == rows
     assert meta_of(runs / "parts", 12) == meta_of(runs / "whole", 12)  # with the fingerprint
 
@@ -124,7 +127,9 @@ def test_after_three_returns_the_run_stops(train, poison, tmp_path, capsys):
     poison(range(6, 60))
     flags = dict(TINY, max_bad_steps=2, save_steps=4, training_steps=50)
     for _ in range(2):
-        with pytest.raises(utils.UserError, match="--max_bad_steps 2: so many .* from step 5 on .*after 3 returns"):
+        with pytest.raises(
+            utils.UserError, match="--max_bad_steps 2: so many .* from step 5 on .*after 3 returns"
+        ):
             train(**flags)
         said = capsys.readouterr().out
         assert said.count("going back to step 4") == 3
@@ -146,22 +151,35 @@ def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
         log.metrics({"step": step, "loss/train_loss": float(loss)})
     log.close()
     metrics = tmp_path / "run" / "metrics.jsonl"
-    rows = [json.loads(line, parse_constant=pytest.fail) for line in metrics.read_text().splitlines()]
+    rows = [
+        json.loads(line, parse_constant=pytest.fail) for line in metrics.read_text().splitlines()
+    ]
     assert [row["step"] for row in rows if row["loss/train_loss"] is None] == [62]
     counts = [row["loss_spikes"] for row in rows]
-    assert np.flatnonzero(np.diff(counts)).tolist() == [119]  # not the first of all, where no mean is known yet
+    assert np.flatnonzero(np.diff(counts)).tolist() == [
+        119
+    ]  # not the first of all, where no mean is known yet
     assert capsys.readouterr().out.count("is a spike") == 1
     written = metrics.read_text()
-    for before in (written, written.replace("null", "NaN").replace("9.0,", "Infinity,")):  # as older versions wrote
+    for before in (
+        written,
+        written.replace("null", "NaN").replace("9.0,", "Infinity,"),
+    ):  # as older versions wrote
         metrics.write_text(before)
         log = runlog.RunLog(cfg, 130, True)
         log.metrics({"step": 131, "loss/train_loss": 4.5})
         log.plots()
         log.close()
-        rows = [json.loads(line, parse_constant=pytest.fail) for line in metrics.read_text().splitlines()]
+        rows = [
+            json.loads(line, parse_constant=pytest.fail)
+            for line in metrics.read_text().splitlines()
+        ]
         assert rows[-1]["loss_spikes"] == 2 and rows[61]["loss/train_loss"] is None
     assert "could not be written" not in capsys.readouterr().err
-    assert utils.to_json({"a": [math.inf, (math.nan, 1.5)], "b": 2}) == '{"a": [null, [null, 1.5]], "b": 2}'
+    assert (
+        utils.to_json({"a": [math.inf, (math.nan, 1.5)], "b": 2})
+        == '{"a": [null, [null, 1.5]], "b": 2}'
+    )
     assert not runlog.is_spike(9.0, [3.0, 3.1] * 50, 0)
 
 
@@ -177,7 +195,11 @@ def test_the_pace_is_that_of_the_devices_however_late_the_host_looks(monkeypatch
         wait([pace.launches[ends.index(end)][0]])
     now = 60.0
     assert pace.step() == {"tokens_per_second": 50, "data/wait": 0}
-    assert pace.step() == {"tokens_per_second": 50, "data/wait": 0.25} == pace.step() | {"data/wait": 0.25}
+    assert (
+        pace.step()
+        == {"tokens_per_second": 50, "data/wait": 0.25}
+        == pace.step() | {"data/wait": 0.25}
+    )
     assert pace.since_last() == {"tokens_per_second": 50, "data/wait": 1 / 6}
     pace.on(7.0)  # after a minute of evaluation
     end = threading.Event()
@@ -194,11 +216,16 @@ def test_the_pace_is_that_of_the_devices_however_late_the_host_looks(monkeypatch
 
 def state_of(seed, n=3000):
     rng = np.random.default_rng(seed)
-    return {"params": {"a": jnp.array(rng.normal(size=n), jnp.float32), "b": jnp.arange(7)}, "step": jnp.int32(seed)}
+    return {
+        "params": {"a": jnp.array(rng.normal(size=n), jnp.float32), "b": jnp.arange(7)},
+        "step": jnp.int32(seed),
+    }
 
 
 def abstract(state):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
 
 
 def same(a, b):
@@ -224,20 +251,35 @@ def test_a_checkpoint_truncated_anywhere_is_passed_over(tmp_path, capsys):
         assert same(state, state_of(meta["step"]))  # what no reader looks at may be missing
         passed_over += meta["step"] == 1
         shutil.rmtree(folder.parent)
-    assert passed_over >= 40 and capsys.readouterr().out.count("going on from checkpoint 1") == passed_over
+    assert (
+        passed_over >= 40
+        and capsys.readouterr().out.count("going on from checkpoint 1") == passed_over
+    )
 
 
 DAMAGED = {  # what becomes of checkpoint 2, and whether the run goes on from the one before
     "manifest": (lambda at: (at / "state/manifest.ocdbt").write_bytes(b"xxx"), True),
-    "array metadata": (lambda at: next((at / "state/array_metadatas").iterdir()).write_text("{"), True),
+    "array metadata": (
+        lambda at: next((at / "state/array_metadatas").iterdir()).write_text("{"),
+        True,
+    ),
     "tree": (lambda at: (at / "state/_METADATA").write_text("{"), True),
-    "a file is a folder": (lambda at: [(p.unlink(), p.mkdir()) for p in (at / "state/d").iterdir()], True),
+    "a file is a folder": (
+        lambda at: [(p.unlink(), p.mkdir()) for p in (at / "state/d").iterdir()],
+        True,
+    ),
     "no state": (lambda at: shutil.rmtree(at / "state"), True),
     "no meta": (lambda at: shutil.rmtree(at / "meta"), True),
-    "nothing": (lambda at: [shutil.rmtree(p) if p.is_dir() else p.unlink() for p in at.iterdir()], True),
+    "nothing": (
+        lambda at: [shutil.rmtree(p) if p.is_dir() else p.unlink() for p in at.iterdir()],
+        True,
+    ),
     "meta is no JSON": (lambda at: (at / "meta/metadata").write_text('{"step": 2'), True),
     "meta is a list": (lambda at: (at / "meta/metadata").write_text("[1]"), True),
-    "another position": (lambda at: in_meta(at, lambda text: text.replace('"sequences": 2', '"sequences": 3')), True),
+    "another position": (
+        lambda at: in_meta(at, lambda text: text.replace('"sequences": 2', '"sequences": 3')),
+        True,
+    ),
     "no step": (lambda at: in_meta(at, lambda text: text.replace('"step"', '"stop"')), True),
     "loss is no JSON": (lambda at: (at / "metrics/metrics").write_text('{"val_loss'), False),
     "no loss": (lambda at: (at / "metrics/metrics").write_text("{}"), False),
@@ -253,8 +295,9 @@ READER = """
 import json, sys
 sys.path.insert(0, ROOT)
 import jax, jax.numpy as jnp
-import checkpointing, main
-main.configure_jax(main.utils.Config())
+import utils
+from training import checkpointing, steps
+steps.configure_jax(utils.Config())
 one = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 state = {"params": {f"{i:03d}": one for i in range(80)}}
 for folder in sys.argv[1:]:
@@ -274,14 +317,21 @@ def test_damage_of_every_kind_is_said_in_two_lines_and_nothing_else(tmp_path):
     for name, (damage, _) in DAMAGED.items():
         shutil.copytree(tmp_path / "whole", tmp_path / name)
         damage(tmp_path / name / "2")
-    words = [sys.executable, "-c", f"ROOT = {str(ROOT)!r}{READER}", *(tmp_path / name for name in DAMAGED)]
+    words = [
+        sys.executable,
+        "-c",
+        f"ROOT = {str(ROOT)!r}{READER}",
+        *(tmp_path / name for name in DAMAGED),
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     lines = iter(done.stdout.splitlines())
     for name, (_, falls_back) in DAMAGED.items():
         if falls_back:
             assert "warning: checkpoint 2 is damaged (" in next(lines), name
-            assert "warning: going on from checkpoint 1; the steps from 2 to 2 were lost" in next(lines), name
+            assert "warning: going on from checkpoint 1; the steps from 2 to 2 were lost" in next(
+                lines
+            ), name
         else:
             assert "warning: the validation loss of checkpoint 2 is damaged (" in next(lines), name
         assert next(lines) == f"== {1 if falls_back else 2}", name
@@ -301,7 +351,13 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
     assert train(**flags) == 0
     before = json.loads((run / "config.json").read_text())
     (run / "config.json").unlink()
-    for other in (dict(blocks=3), dict(n_head=2), dict(max_lr=1.0), dict(train_batch_size=4), dict(seed=7)):
+    for other in (
+        dict(blocks=3),
+        dict(n_head=2),
+        dict(max_lr=1.0),
+        dict(train_batch_size=4),
+        dict(seed=7),
+    ):
         with pytest.raises(utils.UserError, match=f"{next(iter(other))}.*"):
             train(**flags | other | dict(training_steps=3))
     assert sorted(os.listdir(run / "checkpoints")) == ["2"] and not (run / "config.json").exists()
@@ -310,21 +366,37 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
     # what tools open: the run's checkpoint beside another config.json
-    abstract_of = lambda flags: main.abstract_params(cfg := small_config(**flags), main.make_mesh(cfg))  # noqa: E731
+    abstract_of = lambda flags: steps.abstract_params(
+        cfg := small_config(**flags), steps.make_mesh(cfg)
+    )  # noqa: E731
     model_flags = {name: before[name] for name in vars(utils.Model())}
-    for other, said in (dict(blocks=3), "--blocks was 1 and is now 3"), (dict(n_head=2), "--n_head was 4 and is now 2"):
+    for other, said in (
+        (dict(blocks=3), "--blocks was 1 and is now 3"),
+        (dict(n_head=2), "--n_head was 4 and is now 2"),
+    ):
         (run / "config.json").write_text(json.dumps(before | other))
-        with pytest.raises(utils.UserError, match=f"checkpoint 2 is of a model with other flags .{said}"):
-            main.open_weights(str(run))[1](abstract_of(model_flags | other))
+        with pytest.raises(
+            utils.UserError, match=f"checkpoint 2 is of a model with other flags .{said}"
+        ):
+            weights.open_weights(str(run))[1](abstract_of(model_flags | other))
 
     # an older checkpoint keeps no flags: one flag alone is found out by the shapes, of several an array is named
     (run / "config.json").unlink()
     in_json(run / "checkpoints/2/meta/metadata", config=None, sum=None)
-    for other, said in (dict(blocks=3), "--blocks was 1 and is now 3"), (dict(ffn_dim=48, blocks=2), "params.gpt2"):
-        with pytest.raises(utils.UserError, match=f"model with other flags .{said}.*; give another --name, or the val"):
+    for other, said in (
+        (dict(blocks=3), "--blocks was 1 and is now 3"),
+        (dict(ffn_dim=48, blocks=2), "params.gpt2"),
+    ):
+        with pytest.raises(
+            utils.UserError,
+            match=f"model with other flags .{said}.*; give another --name, or the val",
+        ):
             train(**flags | other | dict(training_steps=3))
         assert "is damaged" not in capsys.readouterr().out
-    assert sorted(p.name for p in run.glob("check*")) == ["checkpoints"] and not (run / "config.json").exists()
+    assert (
+        sorted(p.name for p in run.glob("check*")) == ["checkpoints"]
+        and not (run / "config.json").exists()
+    )
     assert train(**flags | dict(training_steps=3)) == 0
     assert "holds no config.json" in capsys.readouterr().out
 
@@ -341,19 +413,34 @@ def test_the_newest_every_kth_and_the_best_are_kept(tmp_path):
     assert checkpoints.steps() == [9, 8, 6, 3]
 
 
-def test_without_room_the_save_is_left_out_and_the_run_goes_on(train, tmp_path, capsys, monkeypatch):
+def test_without_room_the_save_is_left_out_and_the_run_goes_on(
+    train, tmp_path, capsys, monkeypatch
+):
     free = iter([10**9, 10**3, 10**9])
-    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
+    monkeypatch.setattr(
+        checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free))
+    )
     assert train(**TINY, training_steps=6, save_steps=2) == 0
     said = capsys.readouterr().out
-    assert len(re.findall(r"checkpoint 4 is not written: it may need \d+\.\d\d KB and .* has 1.00 KB free", said)) == 1
+    assert (
+        len(
+            re.findall(
+                r"checkpoint 4 is not written: it may need \d+\.\d\d KB and .* has 1.00 KB free",
+                said,
+            )
+        )
+        == 1
+    )
     assert "done at step 6" in said
     checkpoints = tmp_path / "runs/run/checkpoints"
     assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
     monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**3))
     assert train(**TINY, training_steps=8, save_steps=2) == 1
     done = capsys.readouterr()
-    assert done.err.startswith("error: --output_dir ") and "the last checkpoint, of step 8, is not written" in done.err
+    assert (
+        done.err.startswith("error: --output_dir ")
+        and "the last checkpoint, of step 8, is not written" in done.err
+    )
     assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
 
 
@@ -362,13 +449,18 @@ def small_disk(tmp_path):
     """A file system of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk]).returncode:
+    if (
+        os.getuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk]).returncode
+    ):
         pytest.skip("nothing can be mounted here")
     yield disk
     subprocess.run(["umount", disk])
 
 
-def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_disk, capsys, monkeypatch):
+def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(
+    small_disk, capsys, monkeypatch
+):
     monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
     checkpoints, fill = checkpointing.Checkpoints(str(small_disk / "c"), 3), small_disk / "fill"
     checkpoints.save(1, state_of(1), 1, {})
@@ -381,7 +473,10 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_di
     checkpoints.settle()
     said = capsys.readouterr().out
     assert checkpoints.saved is None and sorted(os.listdir(small_disk / "c")) == ["1"]
-    assert all(f"warning: checkpoint {n} could not be written (" in said for n in (2, 3)) and said.count("\n") == 2
+    assert (
+        all(f"warning: checkpoint {n} could not be written (" in said for n in (2, 3))
+        and said.count("\n") == 2
+    )
     fill.unlink()
     checkpoints.save(4, state_of(4), 4, {})
     checkpoints.close()
@@ -394,7 +489,11 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     from tools import checkpoints as tool
 
     def run(*words):
-        tool.main(cli.read_flags(tool.Options, [words[0], str(tmp_path), *words[1:]], "checkpoints.py"))
+        tool.main(
+            command_line.read_flags(
+                tool.Options, [words[0], str(tmp_path), *words[1:]], "checkpoints.py"
+            )
+        )
         return capsys.readouterr().out.splitlines()
 
     with pytest.raises(utils.UserError, match="there are no checkpoints in it"):
@@ -402,12 +501,17 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"keep_checkpoints": 1}))
     checkpoints = checkpointing.Checkpoints(str(tmp_path / "checkpoints"), 9)
     for step, loss in enumerate([5.0, 2.0, 4.0, None], 1):
-        checkpoints.save(step, state_of(step, 100), 8 * step, {"mesh": [2, 1, 1], "versions": {"jax": "1"}}, loss)
+        checkpoints.save(
+            step, state_of(step, 100), 8 * step, {"mesh": [2, 1, 1], "versions": {"jax": "1"}}, loss
+        )
     checkpoints.close()
     lines = [line.split() for line in run("list")]
     assert [(line[0], *line[5:9]) for line in lines[1:]] == [
-        ("1", "2x1x1", "8", "5.0000", "-"), ("2", "2x1x1", "16", "2.0000", "best"), ("3", "2x1x1", "24", "4.0000", "-"),
-        ("4", "2x1x1", "32", "-", "newest")]  # fmt: skip
+        ("1", "2x1x1", "8", "5.0000", "-"),
+        ("2", "2x1x1", "16", "2.0000", "best"),
+        ("3", "2x1x1", "24", "4.0000", "-"),
+        ("4", "2x1x1", "32", "-", "newest"),
+    ]
     assert run("verify") == ["1  sound", "2  sound", "3  sound", "4  sound"]
     assert len(run("prune", "--dry_run")) == 2 and len(run("list")) == 5
     with pytest.raises(utils.UserError, match="--keep 0: must be at least 1"):
@@ -424,7 +528,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
 
 HOLD = """
 import sys, time
-import locks
+from training import locks
 with locks.alone_in(sys.argv[1], "--output x", "--output"):
     print("held", flush=True)
     time.sleep(600)
@@ -452,10 +556,15 @@ def refusal(folder):
 
 def assert_all_are_refused(run, monkeypatch):
     """Of two processes the one that does not ask for the lock is refused too, where the other tells that it was."""
-    with monkeypatch.context() as patch, pytest.raises(utils.UserError, match="another process cannot go on"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(utils.UserError, match="another process cannot go on"),
+    ):
         patch.setattr(jax, "process_index", lambda: 1)
         patch.setattr(processes, "all_of", lambda here: False)
-        with processes.alone_in_folder(SimpleNamespace(folder=str(run), output_dir=str(run.parent))):
+        with processes.alone_in_folder(
+            SimpleNamespace(folder=str(run), output_dir=str(run.parent))
+        ):
             pass
 
 
@@ -468,14 +577,19 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
         with pytest.raises(utils.UserError) as e:
             train(**flags)
         said = f"process {pid} on {socket.gethostname()} has been writing to {run} since "
-        assert said in str(e.value) and "; wait for its end, or give another --name." in str(e.value)
-        options = cli.read_flags(tool.Options, ["prune", str(run)], "checkpoints.py")
+        assert said in str(e.value) and "; wait for its end, or give another --name." in str(
+            e.value
+        )
+        options = command_line.read_flags(tool.Options, ["prune", str(run)], "checkpoints.py")
         with pytest.raises(utils.UserError, match=said):
             tool.main(options)
         assert [p.name for p in run.iterdir()] == ["lock"] and (run / "lock").read_bytes() == before
         assert_all_are_refused(run, monkeypatch)
     assert train(**flags) == 0  # what the killed process left is taken over
-    assert f"{run} is taken over from process {pid}, which ended without a word" in capsys.readouterr().out
+    assert (
+        f"{run} is taken over from process {pid}, which ended without a word"
+        in capsys.readouterr().out
+    )
     assert "lock" not in os.listdir(run)
     with pytest.raises(utils.UserError, match="--bucket_name"):
         train(**flags, output_dir=tmp_path / "other", bucket_name=tmp_path / "nowhere")
@@ -483,7 +597,9 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
 
 
 @pytest.mark.parametrize("where", ["local", "memory://locks"])
-def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(where, tmp_path, monkeypatch, capsys):
+def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(
+    where, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(locks.time, "sleep", lambda _: None)
     folder = str(tmp_path / "out") if where == "local" else f"{where}/out"
     path, me = f"{folder}/lock", locks.this_process()
@@ -496,8 +612,10 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(whe
         left(**unknown)
         assert where == "local" or "if it runs no more, remove" in refusal(folder)
     left(host="faraway", boot="another", pid=5, since="noon")
-    assert refusal(folder) == (f"--output x: process 5 on faraway has been writing to {folder} since noon; if it runs "
-                               f"no more, remove {path}, else give another --output.")  # fmt: skip
+    assert refusal(folder) == (
+        f"--output x: process 5 on faraway has been writing to {folder} since noon; if it runs "
+        f"no more, remove {path}, else give another --output."
+    )
     assert json.loads(utils.read_file(path))["host"] == "faraway"
     me["machine"] = "this one"
     monkeypatch.setattr(locks, "this_process", lambda: dict(me, token=os.urandom(8).hex()))
@@ -516,7 +634,9 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(whe
     assert utils.read_file(path), "another's by now, so it stays"
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(train, small_disk, tmp_path, capsys):
+def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
+    train, small_disk, tmp_path, capsys
+):
     (tmp_path / "file").write_text("x")
     with contextlib.suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as f:
         while f.write(b"x" * 4096):
@@ -533,26 +653,37 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(train, 
     for place in ("/proc/plan.json", tmp_path / "file/x/plan.json", tmp_path):
         with pytest.raises(utils.UserError, match="--plan_json .*: cannot be written"):
             utils.check_place(str(place), "--plan_json")
-    main.configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
-    assert capsys.readouterr().err.startswith("warning: --compilation_cache /proc/cache/entry: cannot be written (")
+    steps.configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
+    assert capsys.readouterr().err.startswith(
+        "warning: --compilation_cache /proc/cache/entry: cannot be written ("
+    )
     utils.check_place(str(tmp_path / "new/plan.json"), "--plan_json")
     assert not (tmp_path / "new").exists()
     assert [p.name for p in small_disk.iterdir()] == ["fill"]
 
 
-def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(train, tmp_path, monkeypatch, capsys):
+def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(
+    train, tmp_path, monkeypatch, capsys
+):
     import wandb
 
-    with monkeypatch.context() as patch, pytest.raises(utils.UserError, match="--wandb: its settings, .*'foo'") as e:
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(utils.UserError, match="--wandb: its settings, .*'foo'") as e,
+    ):
         patch.setattr(wandb, "setup", lambda: wandb.Settings(mode="foo"))
         runlog.check_login()
     assert "\n" not in str(e.value)
-    settings = SimpleNamespace(mode=None, api_key=None, base_url="https://api.wandb.ai", identity_token_file=None)
+    settings = SimpleNamespace(
+        mode=None, api_key=None, base_url="https://api.wandb.ai", identity_token_file=None
+    )
     monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=settings))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "netrc").write_text("machine example.com login user password x\n")
-    with pytest.raises(utils.UserError, match="--wandb: this machine is not logged in .*WANDB_MODE=offline"):
+    with pytest.raises(
+        utils.UserError, match="--wandb: this machine is not logged in .*WANDB_MODE=offline"
+    ):
         train(**TINY, wandb=True)
     assert not (tmp_path / "runs").exists()
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
@@ -570,7 +701,10 @@ def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(train, t
     monkeypatch.setattr(wandb, "finish", lambda: None)
     assert train(**TINY, wandb=True, training_steps=2) == 0
     assert begun[1]["id"] == begun[0]["id"] and begun[2:] == [1, 2, 2][: len(begun) - 2]
-    assert "warning: --wandb: no network; the run is logged offline, and wandb sync" in capsys.readouterr().out
+    assert (
+        "warning: --wandb: no network; the run is logged offline, and wandb sync"
+        in capsys.readouterr().out
+    )
 
 
 # --- Signals ------------------------------------------------------------------------------------------------------
@@ -594,24 +728,49 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
     assert first == "SIGTERM: stopping after this step, with a checkpoint"
     assert second.endswith("; a third signal ends it at once, losing the steps from 5 to 6")
     assert third == (128 + signal.SIGTERM, "SIGTERM: ended at once, losing the steps from 5 to 6")
-    assert sorted(os.listdir(tmp_path / "runs/run/checkpoints")) == ["4", "6"], "what was begun is finished"
+    assert sorted(os.listdir(tmp_path / "runs/run/checkpoints")) == ["4", "6"], (
+        "what was begun is finished"
+    )
 
 
 @pytest.fixture
 def fake_jax(tmp_path):
     """Environment in which whoever imports jax, and all of its group, are sent SIGINT, as from a terminal."""
-    (tmp_path / "jax.py").write_text("import os, signal, time\nos.killpg(0, signal.SIGINT)\ntime.sleep(60)\n")
+    (tmp_path / "jax.py").write_text(
+        "import os, signal, time\nos.killpg(0, signal.SIGINT)\ntime.sleep(60)\n"
+    )
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
 def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
-    programs = ["main.py", "tools/sample.py x", "tools/evaluate.py x", "tools/hf.py", "tools/checkpoints.py list x",
-                "tools/bench_data.py", "tools/bench.py --preset tiny"]  # fmt: skip
-    begun = [subprocess.Popen([sys.executable, *p.split()], cwd=ROOT, env=fake_jax, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True, start_new_session=True) for p in programs]  # fmt: skip
+    programs = [
+        "main.py",
+        "tools/sample.py x",
+        "tools/evaluate.py x",
+        "tools/hf.py",
+        "tools/checkpoints.py list x",
+        "tools/bench_data.py",
+        "tools/bench.py --preset tiny",
+    ]
+    begun = [
+        subprocess.Popen(
+            [sys.executable, *p.split()],
+            cwd=ROOT,
+            env=fake_jax,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for p in programs
+    ]
     for name, process in zip(programs, begun):
         out, err = process.communicate(timeout=60)
-        word = "interrupted while no step was in progress; nothing was lost" if name == "main.py" else "interrupted"
+        word = (
+            "interrupted while no step was in progress; nothing was lost"
+            if name == "main.py"
+            else "interrupted"
+        )
         assert (process.returncode, out, err) == (130, "", word + "\n"), name
 
 
@@ -623,13 +782,15 @@ DRIVER = """
 import json, sys, time
 faults = json.loads(sys.argv.pop(1))
 sys.path.insert(0, ROOT)
-import cli, platforms, utils
-given = cli.parse(sys.argv[1:])
+import utils
+from training import command_line, platforms
+given = command_line.parse(sys.argv[1:])
 platforms.set_xla_flags(2, 2)
 import jax
 import jax.numpy as jnp
 import numpy as np
-import dataset, main, model, processes
+import dataset, main, model
+from training import processes
 
 asked = dict.fromkeys(["compile_requests_use_cache", "cache_hits"], 0)  # of the compilation cache
 
@@ -670,27 +831,62 @@ class Pair:
     def __init__(self, folder, shards, cache, name, faults, restarts=0, **flags):
         self.folder, self.run = folder / name, folder / "runs" / name
         self.folder.mkdir()
-        (self.folder / "driver.py").write_text(f"ROOT = {str(ROOT)!r}\n{inspect.getsource(poisoned)}{DRIVER}")
-        flags = {**SMALL, **TINY, "n_device_axis": (2, 1, 1), "n_devices": 2, "train_batch_size": 4,
-                 "val_batch_size": 4, "output_dir": folder / "runs", "bucket_name": shards, "name": name,
-                 "compilation_cache": cache, "checkpoint_steps": 10 * SAVE, "save_steps": SAVE, "eval_steps": 1,
-                 "max_bad_steps": 3, "connect_timeout": 60, "peer_timeout": 10, "num_processes": 2,
-                 "coordinator": f"127.0.0.1:{free_port()}", **flags}  # fmt: skip
-        env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "RESTART_PAUSE": "0",
-               "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
+        (self.folder / "driver.py").write_text(
+            f"ROOT = {str(ROOT)!r}\n{inspect.getsource(poisoned)}{DRIVER}"
+        )
+        flags = {
+            **SMALL,
+            **TINY,
+            "n_device_axis": (2, 1, 1),
+            "n_devices": 2,
+            "train_batch_size": 4,
+            "val_batch_size": 4,
+            "output_dir": folder / "runs",
+            "bucket_name": shards,
+            "name": name,
+            "compilation_cache": cache,
+            "eval_every": 10 * SAVE,
+            "save_steps": SAVE,
+            "eval_steps": 1,
+            "max_bad_steps": 3,
+            "connect_timeout": 60,
+            "peer_timeout": 10,
+            "num_processes": 2,
+            "coordinator": f"127.0.0.1:{free_port()}",
+            **flags,
+        }
+        env = {
+            **os.environ,
+            "XLA_FLAGS": XLA_FLAGS,
+            "RESTART_PAUSE": "0",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
         env.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax sets it here
         self.supervisors, self.sinks = [], []
         for i in range(2):
             (self.folder / str(i)).mkdir()
             faults_here = {key: v[i] if key == "unreadable" else v for key, v in faults.items()}
             faults_here["launched"] = str(self.folder / str(i) / "launched")
-            words = ["bash", ROOT / "tools/supervise.sh", str(restarts), self.folder / str(i), sys.executable,
-                     self.folder / "driver.py", json.dumps({"bad": BAD} | faults_here), "--preset", "tiny",
-                     *flags_of(**flags, process_id=i)]  # fmt: skip
+            words = [
+                "bash",
+                ROOT / "tools/cluster/supervise.sh",
+                str(restarts),
+                self.folder / str(i),
+                sys.executable,
+                self.folder / "driver.py",
+                json.dumps({"bad": BAD} | faults_here),
+                "--preset",
+                "tiny",
+                *flags_of(**flags, process_id=i),
+            ]
             with open(self.folder / str(i) / "log", "w") as log:
-                sink = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)  # a pipe has no RLIMIT_FSIZE
+                sink = subprocess.Popen(
+                    ["cat"], stdin=subprocess.PIPE, stdout=log
+                )  # a pipe has no RLIMIT_FSIZE
             self.sinks.append(sink)
-            self.supervisors.append(subprocess.Popen(words, env=env, stdout=sink.stdin, stderr=subprocess.STDOUT))
+            self.supervisors.append(
+                subprocess.Popen(words, env=env, stdout=sink.stdin, stderr=subprocess.STDOUT)
+            )
             sink.stdin.close()
 
     def log(self, i):
@@ -761,23 +957,33 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
     """kill -9 of either process, at moments spread over the interval between saves and so within saves too."""
     rng = random.Random(KILLS)
     disturbed = pair("killed", restarts=99, flags=dict(training_steps=STEPS), pause=0.06)
-    after = [SAVE * (n + rng.random()) / KILLS for n in range(KILLS)]  # steps since a multiple of SAVE
+    after = [
+        SAVE * (n + rng.random()) / KILLS for n in range(KILLS)
+    ]  # steps since a multiple of SAVE
     rng.shuffle(after)
     lives = 0
-    for n, steps in enumerate(after):
-        at = min(40 + SAVE * (n * 5 // KILLS), STEPS - 2 * SAVE) + steps
+    for n, further in enumerate(after):
+        at = min(40 + SAVE * (n * 5 // KILLS), STEPS - 2 * SAVE) + further
         seen = len(disturbed.launched())
         wait_for(lambda: len(disturbed.launched()) > seen and disturbed.launched()[-1] >= int(at))
         time.sleep(0.06 * (at % 1))
         victim = rng.randrange(2)
         os.kill(disturbed.pid(victim), signal.SIGKILL)
         lives += 1
-        wait_for(lambda: all(disturbed.log(i).count("starting it again") >= lives for i in range(2)))
+        wait_for(
+            lambda: all(disturbed.log(i).count("starting it again") >= lives for i in range(2))
+        )
     assert disturbed.wait() == [0, 0], disturbed.log(0) + disturbed.log(1)
     said = disturbed.log(0) + disturbed.log(1)
     # The survivor says it. A process that started again may say it too, when it reached the survivor before that ended.
-    assert lives <= said.count("error: another process of this run was lost; its log says why") <= 2 * lives
-    assert not any(word in said for word in ("Traceback", "stack trace", "E1", "terminate called")), said
+    assert (
+        lives
+        <= said.count("error: another process of this run was lost; its log says why")
+        <= 2 * lives
+    )
+    assert not any(
+        word in said for word in ("Traceback", "stack trace", "E1", "terminate called")
+    ), said
     meta, rows = undisturbed
     assert meta_of(disturbed.run, STEPS) == meta and metrics_of(disturbed.run) == rows
     for i in range(2):  # both, though jax has process 0 alone write the compilation cache
@@ -795,7 +1001,9 @@ def test_one_process_that_cannot_write_fails_the_save_of_all_at_once(pair, undis
     wait_for(lambda: max(some.launched(), default=0) > 45)
     resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (9000, -1))
     wait_for(lambda: all("checkpoint 60 could not be written" in some.log(i) for i in range(2)))
-    wait_for(lambda: sorted(p.name for p in (some.run / "checkpoints").iterdir()) == ["20", "40"], 10)
+    wait_for(
+        lambda: sorted(p.name for p in (some.run / "checkpoints").iterdir()) == ["20", "40"], 10
+    )
     resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (-1, -1))
     assert some.wait() == [0, 0], some.log(0) + some.log(1)
     assert meta_of(some.run, STEPS)["fingerprint"] == undisturbed[0]["fingerprint"]

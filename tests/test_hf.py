@@ -16,13 +16,27 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 
 import main
-import tokenization
 import utils
+from data import tokenization
 from tools import common, evaluate, hf
+from training import steps, weights
 
-DEEPSEEK = dict(layers_per_block=1, moe_rope=True, first_layers=1, tied=False, nope_dim=12, v_dim=10, q_latent_dim=10,
-                n_groups=4, k_groups=2, k=3, routed_scaling=2.5, mtp_depth=1, attention_bias=True,
-                norm_topk_prob=False)  # fmt: skip
+DEEPSEEK = dict(
+    layers_per_block=1,
+    moe_rope=True,
+    first_layers=1,
+    tied=False,
+    nope_dim=12,
+    v_dim=10,
+    q_latent_dim=10,
+    n_groups=4,
+    k_groups=2,
+    experts_per_token=3,
+    routed_scaling=2.5,
+    mtp_depth=1,
+    attention_bias=True,
+    norm_topk_prob=False,
+)
 YARN = dict(rope_factor=4.0, rope_mscale=0.0, rope_attention_factor=1.2)
 FLAGS = {
     "deepseek": DEEPSEEK,
@@ -33,9 +47,12 @@ FLAGS = {
 
 def params_of(folder, **flags):
     cfg = small_config(**flags)
-    stored, load = main.open_weights(str(folder))
-    assert utils.replace(cfg, **stored).model == utils.replace(cfg, **{n: stored[n] for n in stored}).model
-    return jax.tree.map(np.asarray, load(main.abstract_params(cfg, main.make_mesh(cfg))))
+    stored, load = weights.open_weights(str(folder))
+    assert (
+        utils.replace(cfg, **stored).model
+        == utils.replace(cfg, **{n: stored[n] for n in stored}).model
+    )
+    return jax.tree.map(np.asarray, load(steps.abstract_params(cfg, steps.make_mesh(cfg))))
 
 
 @pytest.fixture(scope="module", params=FLAGS)
@@ -50,8 +67,17 @@ def deepseek(shards, xla_cache, tmp_path_factory):
 
 
 def trained(flags, shards, xla_cache, folder):
-    cfg = small_config((2, 2, 2), sequences=8, name="run", output_dir=str(folder), training_steps=2, eval_steps=1,
-                       bucket_name=str(shards), compilation_cache=str(xla_cache), **flags)  # fmt: skip
+    cfg = small_config(
+        (2, 2, 2),
+        sequences=8,
+        name="run",
+        output_dir=str(folder),
+        training_steps=2,
+        eval_steps=1,
+        bucket_name=str(shards),
+        compilation_cache=str(xla_cache),
+        **flags,
+    )
     assert main.main(cfg, set()) == 0
     hf.export(str(folder / "run"), str(folder / "exported"))
     return flags, folder / "run", folder / "exported"
@@ -60,13 +86,17 @@ def trained(flags, shards, xla_cache, folder):
 def test_round_trip_is_bitwise(exported, tmp_path):
     flags, run, folder = exported
     empty = [name for name, x in load_file(folder / "model.safetensors").items() if not x.size]
-    assert len(empty) == (12 if flags is FLAGS["yarn"] else 0)  # shared experts of width 0, which transformers misses
+    assert len(empty) == (
+        12 if flags is FLAGS["yarn"] else 0
+    )  # shared experts of width 0, which transformers misses
     hf.import_folder(str(folder), str(tmp_path / "imported"))
     before, after = params_of(run, **flags), params_of(tmp_path / "imported", **flags)
     assert jax.tree.structure(before) == jax.tree.structure(after)
     assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
     hf.export(str(tmp_path / "imported"), str(tmp_path / "again"))
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
 
 
 def test_shards_of_bounded_size_load_as_one_does(exported, tmp_path, monkeypatch):
@@ -75,15 +105,22 @@ def test_shards_of_bounded_size_load_as_one_does(exported, tmp_path, monkeypatch
     hf.export(str(run), str(tmp_path / "cut"))
     files = sorted((tmp_path / "cut").glob("*.safetensors"))
     largest = max(x.nbytes for f in files for x in load_file(f).values())
-    assert len(files) > 2 and all(sum(x.nbytes for x in load_file(f).values()) <= max(30_000, largest) for f in files)
-    same = jax.tree.map(np.array_equal, params_of(run, **flags), params_of(tmp_path / "cut", **flags))
+    assert len(files) > 2 and all(
+        sum(x.nbytes for x in load_file(f).values()) <= max(30_000, largest) for f in files
+    )
+    same = jax.tree.map(
+        np.array_equal, params_of(run, **flags), params_of(tmp_path / "cut", **flags)
+    )
     assert jax.tree.all(same)
 
 
 def test_bfloat16_rounds_and_loads(exported, tmp_path):
     flags, run, _ = exported
     hf.export(str(run), str(tmp_path / "half"), "bfloat16")
-    for a, b in zip(jax.tree.leaves(params_of(run, **flags)), jax.tree.leaves(params_of(tmp_path / "half", **flags))):
+    for a, b in zip(
+        jax.tree.leaves(params_of(run, **flags)),
+        jax.tree.leaves(params_of(tmp_path / "half", **flags)),
+    ):
         assert np.array_equal(a.astype(jax.numpy.bfloat16), b)
 
 
@@ -96,8 +133,13 @@ def test_a_run_begins_with_imported_weights(exported, imported, train, tmp_path,
         folder = tmp_path / "imported"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     still = dict(max_lr=0.0, end_lr=0.0, bias_update_rate=0.0)
-    assert train((2, 2, 2), init_from=folder, training_steps=1, eval_steps=1, **{**flags, **still}) == 0
-    (row,) = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert (
+        train((2, 2, 2), init_from=folder, training_steps=1, eval_steps=1, **{**flags, **still})
+        == 0
+    )
+    (row,) = [
+        json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
+    ]
     assert row["loss/val_cross_entropy_loss"] == rows[-1]["loss/val_cross_entropy_loss"]
     # and the imported run itself says that it can't be trained on under its own name
     if imported:
@@ -105,13 +147,18 @@ def test_a_run_begins_with_imported_weights(exported, imported, train, tmp_path,
             train((2, 2, 2), name="imported", output_dir=tmp_path, training_steps=3, **flags)
 
 
-def test_the_tools_measure_a_folder_as_the_run_imported_from_it(deepseek, shards, xla_cache, train, tmp_path, capsys):
+def test_the_tools_measure_a_folder_as_the_run_imported_from_it(
+    deepseek, shards, xla_cache, train, tmp_path, capsys
+):
     """With the T that the model was trained with; further only with a warning."""
     flags, run, folder = deepseek
     hf.import_folder(str(folder), str(tmp_path / "imported"))
 
     def measured(model, **options):
-        options = dict(n_devices=1, compilation_cache=str(xla_cache), limit=4, data=(str(shards),)) | options
+        options = (
+            dict(n_devices=1, compilation_cache=str(xla_cache), limit=4, data=(str(shards),))
+            | options
+        )
         (row,) = evaluate.main(common.Evaluate(model=str(model), **options))["data"]
         return row["tokens"], row["loss"]
 
@@ -123,17 +170,29 @@ def test_the_tools_measure_a_folder_as_the_run_imported_from_it(deepseek, shards
         assert capsys.readouterr().err == f"warning: --T 40: {model} was made for 32 tokens\n"
     with pytest.raises(utils.UserError, match="nowhere"):
         train(init_from=folder, T=40, bucket_name=tmp_path / "nowhere", **flags)
-    assert f"--T 40: the weights in --init_from {folder} were made for 32 tokens" in capsys.readouterr().out
+    assert (
+        f"--T 40: the weights in --init_from {folder} were made for 32 tokens"
+        in capsys.readouterr().out
+    )
     far = spoilt(folder, tmp_path, {"max_position_embeddings": 8192})
     hf.import_folder(far, str(tmp_path / "far"))
     for model in (far, str(tmp_path / "far")):
-        T = main.open_weights(model)[0]["T"]
-        assert (T, main.positions(model, T)) == (4096, 8192)
+        T = weights.open_weights(model)[0]["T"]
+        assert (T, weights.positions(model, T)) == (4096, 8192)
 
 
-HOSTILE = ["", "a", "<|endoftext|> spelled",
-           "naïve 日本語 🦙👩‍👩‍👧 \x00\x01", "  \n\n\t x   ", "1234567 89", "I'll WE'VE don't",
-           "def f(x):\n    return x**2  # ünï\r\n", "a" * 300, "\u2028 \u00a0"]  # fmt: skip
+HOSTILE = [
+    "",
+    "a",
+    "<|endoftext|> spelled",
+    "naïve 日本語 🦙👩‍👩‍👧 \x00\x01",
+    "  \n\n\t x   ",
+    "1234567 89",
+    "I'll WE'VE don't",
+    "def f(x):\n    return x**2  # ünï\r\n",
+    "a" * 300,
+    "\u2028 \u00a0",
+]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "trained"])
@@ -143,17 +202,31 @@ def test_the_exported_tokeniser_cuts_as_tiktoken_does(name, tmp_path, monkeypatc
         pytest.skip(f"{cached} is not there: tiktoken would have to fetch its ranks")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cached))
     if name == "trained":
-        words = [sys.executable, ROOT / "data/train_tokenizer.py", "--source", ROOT / "tests", "--vocab_size", "512",
-                 "--output", tmp_path / "small.tiktoken"]  # fmt: skip
+        words = [
+            sys.executable,
+            ROOT / "data/train_tokenizer.py",
+            "--source",
+            ROOT / "tests",
+            "--vocab_size",
+            "512",
+            "--output",
+            tmp_path / "small.tiktoken",
+        ]
         subprocess.run(list(map(str, words)), check=True, capture_output=True)
         name = str(tmp_path / "small.tiktoken")
     encoding = tokenization.load_tokenizer(name)
     run, folder = tmp_path / "run", tmp_path / "folder"
-    utils.write_file(str(run / "config.json"), json.dumps({"encoding": tokenization.keep_tokenizer(str(run), name)}))
+    utils.write_file(
+        str(run / "config.json"),
+        json.dumps({"encoding": tokenization.keep_tokenizer(str(run), name)}),
+    )
     folder.mkdir()
     ends = hf.export_tokenizer(str(folder), str(run), utils.Model(T=64))
     theirs = tokenization.load_tokenizer(str(folder / "tokenizer.json"))
-    assert ends["eos_token_id"] == encoding.eot_token == theirs.eot_token and theirs.n_vocab == encoding.n_vocab
+    assert (
+        ends["eos_token_id"] == encoding.eot_token == theirs.eot_token
+        and theirs.n_vocab == encoding.n_vocab
+    )
     assert len(encoding.encode_ordinary("import pytest")) < 10  # that there is something to merge
     texts = [*HOSTILE, (ROOT / "README.md").read_text(), (ROOT / "model.py").read_text()]
     for text in texts:
@@ -163,19 +236,46 @@ def test_the_exported_tokeniser_cuts_as_tiktoken_does(name, tmp_path, monkeypatc
     auto = transformers.AutoTokenizer.from_pretrained(folder)
     for text in texts[4:]:
         assert auto.encode(text, add_special_tokens=False) == encoding.encode_ordinary(text)
-    assert auto.eos_token_id == encoding.eot_token and auto.decode(auto.encode(texts[-1])) == texts[-1]
+    assert (
+        auto.eos_token_id == encoding.eot_token and auto.decode(auto.encode(texts[-1])) == texts[-1]
+    )
 
 
 def test_text_tokenised_with_an_imported_tokeniser_trains_its_model(tmp_path, train):
     """tokenizer.json in place of the ranks that it was made of: the same shards, and all that follows works."""
-    tool = lambda *words: subprocess.run([sys.executable, *map(str, words)], check=True, capture_output=True)  # noqa: E731
+    tool = lambda *words: subprocess.run(
+        [sys.executable, *map(str, words)], check=True, capture_output=True
+    )  # noqa: E731
     ranks, folder = tmp_path / "small.tiktoken", tmp_path / "folder"
-    tool(ROOT / "data/train_tokenizer.py", "--source", ROOT / "tests", "--vocab_size", 512, "--output", ranks)
+    tool(
+        ROOT / "data/train_tokenizer.py",
+        "--source",
+        ROOT / "tests",
+        "--vocab_size",
+        512,
+        "--output",
+        ranks,
+    )
     run = dict(init_from="", training_steps=1, vocab_size=512, **DEEPSEEK)
     for name, tokenizer in dict(first=ranks, second=folder / "tokenizer.json").items():
-        tool(ROOT / "data/tokenize_shards.py", "--source", ROOT / "tests", "--output", tmp_path / name, "--tokenizer",
-             tokenizer, "--val_fraction", "0.2")  # fmt: skip
-        flags = {**run, "bucket_name": tmp_path / name, "name": name, "prompt": "def test", "max_tokens": 8}
+        tool(
+            ROOT / "data/tokenize_shards.py",
+            "--source",
+            ROOT / "tests",
+            "--output",
+            tmp_path / name,
+            "--tokenizer",
+            tokenizer,
+            "--val_fraction",
+            "0.2",
+        )
+        flags = {
+            **run,
+            "bucket_name": tmp_path / name,
+            "name": name,
+            "prompt": "def test",
+            "max_tokens": 8,
+        }
         assert train((1, 1, 1), **flags) == 0
         samples = (tmp_path / f"runs/{name}/samples.txt").read_text()
         assert samples.count("def test") == 4
@@ -185,7 +285,10 @@ def test_text_tokenised_with_an_imported_tokeniser_trains_its_model(tmp_path, tr
     for split in ("train", "val"):
         shards = [np.load(tmp_path / name / split / "000000.npy") for name in ("first", "second")]
         assert np.array_equal(*shards) and len(shards[0]) > 1000
-    assert json.loads((tmp_path / "runs/second/config.json").read_text())["encoding"] == "tokenizer.json"
+    assert (
+        json.loads((tmp_path / "runs/second/config.json").read_text())["encoding"]
+        == "tokenizer.json"
+    )
 
 
 def spoilt(folder, tmp_path, config=None, **tensors):
@@ -193,8 +296,12 @@ def spoilt(folder, tmp_path, config=None, **tensors):
     there, out = load_file(folder / "model.safetensors"), tmp_path / "spoilt"
     tensors = {name.replace("__", "."): x for name, x in tensors.items()}
     out.mkdir()
-    save_file({n: x for n, x in (there | tensors).items() if x is not None}, out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | (config or {})))
+    save_file(
+        {n: x for n, x in (there | tensors).items() if x is not None}, out / "model.safetensors"
+    )
+    (out / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | (config or {}))
+    )
     return str(out)
 
 
@@ -203,7 +310,9 @@ def float8(folder, block, seed=0):
     float32)."""
     rng, stored, plain = np.random.default_rng(seed), load_file(folder / "model.safetensors"), {}
     for name, x in list(stored.items()):
-        if x.ndim < 2 or any(part in name for part in ("embed", "lm_head", "gate.weight", "eh_proj")):
+        if x.ndim < 2 or any(
+            part in name for part in ("embed", "lm_head", "gate.weight", "eh_proj")
+        ):
             continue
         rows, columns = (-(-n // size) for n, size in zip(x.shape, block))
         scales = rng.uniform(0.01, 0.1, (rows, columns)).astype(np.float32)
@@ -219,7 +328,9 @@ def test_float8_weights_are_read_times_their_scales(block, deepseek, tmp_path):
     """Blocks that do not divide the weights, and one that is larger than any."""
     flags, _, folder = deepseek
     stored, plain = float8(folder, block)
-    quantised = dict(quant_method="fp8", fmt="e4m3", weight_block_size=block, activation_scheme="dynamic")
+    quantised = dict(
+        quant_method="fp8", fmt="e4m3", weight_block_size=block, activation_scheme="dynamic"
+    )
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     a = spoilt(folder, tmp_path / "a", {"quantization_config": quantised}, **stored)
@@ -237,27 +348,67 @@ QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size":
     "config, tensors, sentence",
     [
         ({}, {NORM: None}, f"{NORM} is missing"),
-        ({}, {"model.layers.2.mlp.experts.3.up_proj.weight": None}, "experts.3.up_proj.weight is missing"),
-        ({}, {"model.layers.9.surprise.weight": np.ones(3, np.float32)}, "surprise.weight is extra"),
-        ({}, {NORM: np.ones(7, np.float32)}, rf"{NORM} is \[7\], but its config.json calls for \[32\]"),
+        (
+            {},
+            {"model.layers.2.mlp.experts.3.up_proj.weight": None},
+            "experts.3.up_proj.weight is missing",
+        ),
+        (
+            {},
+            {"model.layers.9.surprise.weight": np.ones(3, np.float32)},
+            "surprise.weight is extra",
+        ),
+        (
+            {},
+            {NORM: np.ones(7, np.float32)},
+            rf"{NORM} is \[7\], but its config.json calls for \[32\]",
+        ),
         ({}, {NORM: np.ones(32, np.int8)}, f"{NORM} is I8"),
         ({"num_hidden_layers": 4}, {}, "model.layers.4.* is extra"),
         ({"model_type": "llama"}, {}, "model_type is 'llama'; supported are deepseek_v3, gpt2"),
         ({"hidden_act": "relu"}, {}, "hidden_act is 'relu'.*'silu'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, {}, "rope_type is 'linear'"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, {}, "rope_type is 'longrope'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, {}, "truncate is False"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}},
+            {},
+            "truncate is False",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, {}, "factor is 0.5"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "x": 1}}, {}, "x is 1, and what that changes"),
-        ({"rope_interleave": None}, {}, "rope_interleave is None"),  # as false there, and not as if it were missing
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "x": 1}},
+            {},
+            "x is 1, and what that changes",
+        ),
+        (
+            {"rope_interleave": None},
+            {},
+            "rope_interleave is None",
+        ),  # as false there, and not as if it were missing
         ({"head_dim": 4}, {}, "head_dim is 4"),
-        ({"sliding_window": 128}, {}, "sliding_window is 128, and what that changes in deepseek_v3 is not known"),
+        (
+            {"sliding_window": 128},
+            {},
+            "sliding_window is 128, and what that changes in deepseek_v3 is not known",
+        ),
         ({"tie_word_embeddings": True}, {}, "lm_head.weight is not model.embed_tokens.weight"),
-        ({"quantization_config": {"bits": 4, "quant_method": "gptq"}}, {}, "quant_method is 'gptq'"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}, {}, "weight_block_size is None"),
+        (
+            {"quantization_config": {"bits": 4, "quant_method": "gptq"}},
+            {},
+            "quant_method is 'gptq'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
+            {},
+            "weight_block_size is None",
+        ),
         ({}, FLOAT8, f"{OUT} is F8_E4M3"),
         (QUANTISED, FLOAT8, f"{OUT}_scale_inv is missing"),
-        (QUANTISED, {**FLOAT8, f"{OUT}_scale_inv": np.ones((2, 2), np.float32)}, r"is \[2, 2\], .* \[2, 3\]"),
+        (
+            QUANTISED,
+            {**FLOAT8, f"{OUT}_scale_inv": np.ones((2, 2), np.float32)},
+            r"is \[2, 2\], .* \[2, 3\]",
+        ),
         (QUANTISED, {f"{OUT}_scale_inv": np.ones((2, 3), np.float32)}, f"{OUT}_scale_inv is extra"),
     ],
 )
@@ -276,13 +427,16 @@ def test_what_import_and_export_say(deepseek, tmp_path, capsys, caplog):
     hf.run(["import", str(folder), str(tmp_path / "imported")])
     hf.run(["export", str(tmp_path / "imported"), str(tmp_path / "again")])
     out, err = capsys.readouterr()
-    count = main.count_in_words(small_config(**flags))
+    count = steps.count_in_words(small_config(**flags))
     assert out.count(count) == 2 and out.count("\n") == 4 and "part" not in out, out
     assert err + caplog.text == ""
     for at, end in ((folder, None), (tmp_path / "again", None)):
         config = json.loads((at / "config.json").read_text())
         assert config["eos_token_id"] is config["bos_token_id"] is end
-    assert hf.export_tokenizer(str(tmp_path), str(run), utils.Model(end_of_text=7))["eos_token_id"] == 7
+    assert (
+        hf.export_tokenizer(str(tmp_path), str(run), utils.Model(end_of_text=7))["eos_token_id"]
+        == 7
+    )
     with pytest.raises(utils.UserError, match="down/x: cannot be written"):
         (tmp_path / "down").write_text("")
         hf.export(str(run), str(tmp_path / "down/x"))
@@ -298,17 +452,29 @@ def test_odd_values_are_refused_by_file_and_key(deepseek, tmp_path):
     _, run, folder = deepseek
     theirs, ours = (json.loads((at / "config.json").read_text()) for at in (folder, run))
     cases = [
-        ("{", "is not JSON"), ("null", "holds None, not a JSON object"), ("[1]", "not a JSON object"),
-        (b"\xff\xfe\x00", "is not JSON"), (theirs | {"hidden_size": "32"}, f'hidden_size is "32", but {WORDS} 1'),
+        ("{", "is not JSON"),
+        ("null", "holds None, not a JSON object"),
+        ("[1]", "not a JSON object"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (theirs | {"hidden_size": "32"}, f'hidden_size is "32", but {WORDS} 1'),
         (theirs | {"num_hidden_layers": None}, f"num_hidden_layers is null, but {WORDS} 1"),
         (theirs | {"q_lora_rank": -1}, f"q_lora_rank is -1, but {WORDS} 0"),
         (theirs | {"vocab_size": 2.5}, f"vocab_size is 2.5, but {WORDS}"),
         (theirs | {"kv_lora_rank": True}, f"kv_lora_rank is true, but {WORDS}"),
         (theirs | {"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN, but must be a number"),
-        (theirs | {"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no", but must be true or false'),
+        (
+            theirs | {"tie_word_embeddings": "no"},
+            'tie_word_embeddings is "no", but must be true or false',
+        ),
         (theirs | {"rope_parameters": 3}, "rope_parameters is 3, but must be an object"),
-        (theirs | {"rope_parameters": {"rope_theta": []}}, "rope_parameters: rope_theta is [], but"),
-        (theirs | {"num_experts_per_tok": 99}, "num_experts_per_tok 99: a token cannot go to more experts"),
+        (
+            theirs | {"rope_parameters": {"rope_theta": []}},
+            "rope_parameters: rope_theta is [], but",
+        ),
+        (
+            theirs | {"num_experts_per_tok": 99},
+            "num_experts_per_tok 99: a token cannot go to more experts",
+        ),
         (theirs | {"first_k_dense_replace": 5}, "num_hidden_layers 0: must be at least 1"),
         (theirs | {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7: must be a multiple of 2"),
         (theirs | {"num_hidden_layers": 2**30}, "tensor model.layers"),
@@ -317,8 +483,9 @@ def test_odd_values_are_refused_by_file_and_key(deepseek, tmp_path):
         (ours | {"tied": None}, "tied is None, which no run has"),
         (ours | {"activation": "relu"}, "activation is 'relu', but must be 'swiglu' or 'gelu'"),
         (ours | {"encoding": 3}, "encoding is 3, but must name a tokenizer"),
-        (ours | {"blocks": 0}, "blocks 0: must be at least 1"), (ours | {"k": 99}, "k 99: a token cannot"),
-    ]  # fmt: skip
+        (ours | {"blocks": 0}, "blocks 0: must be at least 1"),
+        (ours | {"experts_per_token": 99}, "experts_per_token 99: a token cannot"),
+    ]
     odd = tmp_path / "odd"
     odd.mkdir()
     os.symlink(folder / "model.safetensors", odd / "model.safetensors")
@@ -326,12 +493,22 @@ def test_odd_values_are_refused_by_file_and_key(deepseek, tmp_path):
         content = json.dumps(content) if isinstance(content, dict) else content
         utils.write_file(str(odd / "config.json"), content)
         use = common.Sample(model=str(odd), n_devices=1, compilation_cache="")
-        for program in (lambda: hf.import_folder(str(odd), str(tmp_path / "x")), lambda: common.open_model(use, False),
-                        lambda: hf.export(str(odd), str(tmp_path / "x"))):  # fmt: skip
+        for program in (
+            lambda: hf.import_folder(str(odd), str(tmp_path / "x")),
+            lambda: common.open_model(use, False),
+            lambda: hf.export(str(odd), str(tmp_path / "x")),
+        ):
             with pytest.raises(utils.UserError) as e:
                 program()
-            reads_it = said in str(e.value) or "model_type" in str(e.value) or "not a run directory" in str(e.value)
-            assert reads_it and "\n" not in str(e.value) and str(odd) in str(e.value), (said, e.value)
+            reads_it = (
+                said in str(e.value)
+                or "model_type" in str(e.value)
+                or "not a run directory" in str(e.value)
+            )
+            assert reads_it and "\n" not in str(e.value) and str(odd) in str(e.value), (
+                said,
+                e.value,
+            )
         assert said in str(e.value) or '"model_type"' in str(content)
         assert os.listdir(tmp_path) == ["odd"]
 
@@ -345,16 +522,28 @@ def test_odd_files_and_numbers_are_refused_before_anything_is_written(deepseek, 
         with pytest.raises(utils.UserError, match=f"tensor {NORM} holds NaN or infinite values"):
             hf.import_folder(bad, str(tmp_path / "x"))
     for name, content, said in [
-        (index, "{", "is not JSON"), (index, "[]", "not a JSON object"), (index, "{}", ""),
+        (index, "{", "is not JSON"),
+        (index, "[]", "not a JSON object"),
+        (index, "{}", ""),
         (index, '{"weight_map": 3}', "weight_map must give each tensor the name of a file"),
-        (index, '{"weight_map": {"a": null}}', "weight_map must give each tensor the name of a file"),
-        (index, '{"weight_map": {"a": "../up.safetensors"}}', "weight_map must give each tensor the name of a file"),
+        (
+            index,
+            '{"weight_map": {"a": null}}',
+            "weight_map must give each tensor the name of a file",
+        ),
+        (
+            index,
+            '{"weight_map": {"a": "../up.safetensors"}}',
+            "weight_map must give each tensor the name of a file",
+        ),
         (index, '{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing"),
-        (index, '{"weight_map": {}}', ""), ("tokenizer.json", '{"a"', "cannot be read as a tokenizer"),
+        (index, '{"weight_map": {}}', ""),
+        ("tokenizer.json", '{"a"', "cannot be read as a tokenizer"),
         ("tokenizer.json", "", "cannot be read as a tokenizer"),
-        ("tokenizer_config.json", "[", "is not JSON"), ("tokenizer_config.json", '{"eos_token": 3}', "has no token 3"),
+        ("tokenizer_config.json", "[", "is not JSON"),
+        ("tokenizer_config.json", '{"eos_token": 3}', "has no token 3"),
         ("tokenizer_config.json", '{"eos_token": {"a": 1}}', "has no token None"),
-    ]:  # fmt: skip
+    ]:
         odd = tmp_path / "odd"
         odd.mkdir()
         (odd / "config.json").write_text(json.dumps(flat))
@@ -363,7 +552,9 @@ def test_odd_files_and_numbers_are_refused_before_anything_is_written(deepseek, 
         (odd / name).write_text(content)
         with pytest.raises(utils.UserError, match=said or "has no token") as e:
             hf.import_folder(str(odd), str(tmp_path / "x"))
-        assert "\n" not in str(e.value) and {"x", "x.part"}.isdisjoint(os.listdir(tmp_path)), e.value
+        assert "\n" not in str(e.value) and {"x", "x.part"}.isdisjoint(os.listdir(tmp_path)), (
+            e.value
+        )
         shutil.rmtree(odd)
 
 
@@ -376,8 +567,11 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
         (lambda: hf.import_folder(str(tmp_path), str(tmp_path / "x")), "no config.json"),
         (lambda: hf.run(["import", str(folder), "gs://b/x"]), "gs://b/x: must be a local folder"),
         (lambda: hf.run(["import", str(folder)]), "required: run_dir; see --help"),
-        (lambda: main.open_weights(str(tmp_path)), "neither a run directory nor"),
-        (lambda: hf.deepseek_config(small_config(**DEEPSEEK, latent_norm_eps=1e-5).model), "--latent_norm_eps 1e-05"),
+        (lambda: weights.open_weights(str(tmp_path)), "neither a run directory nor"),
+        (
+            lambda: hf.deepseek_config(small_config(**DEEPSEEK, latent_norm_eps=1e-5).model),
+            "--latent_norm_eps 1e-05",
+        ),
     ]:
         with pytest.raises(utils.UserError, match=sentence):
             call()
@@ -424,14 +618,27 @@ def read_and_die(self, *at):
 hf.StoredParams.read = read_and_die
 hf.export({str(run)!r}, {str(tmp_path / "out")!r})
 """
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True).returncode
+        == -signal.SIGKILL
+    )
     assert os.listdir(tmp_path) == ["out.part"] and not (tmp_path / "out.part/config.json").exists()
     hf.export(str(run), str(tmp_path / "out"))
     assert os.listdir(tmp_path) == ["out"]
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
 
 
 def test_the_program_says_what_is_wrong(tmp_path):
-    words = [sys.executable, str(ROOT / "tools/hf.py"), "export", str(tmp_path), str(tmp_path / "x")]
+    words = [
+        sys.executable,
+        str(ROOT / "tools/hf.py"),
+        "export",
+        str(tmp_path),
+        str(tmp_path / "x"),
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    )

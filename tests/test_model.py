@@ -11,35 +11,49 @@ from conftest import SMALL_GPT2, make_params, random_batch, small_config, steps_
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
-import decoding
-import kernels
-import main
+import collectives
 import model
 import presets
 import utils
+from architectures import deepseek, experts, layers, parameters
+from kernels import attention, loss
+from training import decoding, steps
+from training.optimizer import make_optimizer
 
 
 def on_mesh(cfg, f, in_specs, out_specs):
-    return jax.jit(jax.shard_map(f, mesh=main.make_mesh(cfg), in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    return jax.jit(
+        jax.shard_map(
+            f, mesh=steps.make_mesh(cfg), in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+    )
 
 
 def layer_params(cfg, kind, scale=3.0, seed=1):
     """Float64-able parameters of one layer, larger than at the start of training so that everything matters."""
     table, rng = model.param_table(cfg)[kind], np.random.default_rng(seed)
     lead = 2 if kind == "dense" else 1
-    draw = lambda p: (p.start + (p.std or 0.02) * scale * rng.standard_normal(p.shape[lead:])).astype(np.float32)  # noqa: E731
-    return model.table_map(draw, table)
+    draw = lambda p: (
+        p.start + (p.std or 0.02) * scale * rng.standard_normal(p.shape[lead:])
+    ).astype(np.float32)  # noqa: E731
+    return parameters.table_map(draw, table)
 
 
-@pytest.mark.parametrize("mesh, axis", [((8, 1, 1), "dp"), ((1, 2, 4), "tp"), ((2, 2, 2), "dp"), ((8, 1, 1), "tp")])
+@pytest.mark.parametrize(
+    "mesh, axis", [((8, 1, 1), "dp"), ((1, 2, 4), "tp"), ((2, 2, 2), "dp"), ((8, 1, 1), "tp")]
+)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_gathering_joins_parts_in_order_and_reduce_scattering_is_its_transpose(mesh, axis, dim):
-    cfg, n = small_config(mesh), dict(zip(model.AXES, mesh))[axis]
+    cfg, n = small_config(mesh), dict(zip(collectives.AXES, mesh))[axis]
     x = np.arange(8 * 16 * 24, dtype=np.float32).reshape(8, 16, 24)
     parts = P(*[axis if i == dim else None for i in range(3)])
-    gathered = on_mesh(cfg, functools.partial(model.all_gather, axis=axis, dim=dim), parts, P())(x)
+    gathered = on_mesh(
+        cfg, functools.partial(collectives.all_gather, axis=axis, dim=dim), parts, P()
+    )(x)
     assert np.array_equal(gathered, x)
-    summed = on_mesh(cfg, functools.partial(model.reduce_scatter, axis=axis, dim=dim), P(), parts)(x)
+    summed = on_mesh(
+        cfg, functools.partial(collectives.reduce_scatter, axis=axis, dim=dim), P(), parts
+    )(x)
     assert np.array_equal(summed, n * x)
 
 
@@ -54,7 +68,7 @@ def sigmoid(x):
 def attention_by_loops(p, x, cfg, rope):
     """One sequence x [T, D], one head and one query at a time."""
     m, T = cfg.model, len(x)
-    R, K, half, eps = m.latent_dim, m.head_dim, m.dhR // 2, m.latent_norm_eps
+    R, K, half, eps = m.latent_dim, m.head_dim, m.rope_dim // 2, m.latent_norm_eps
 
     def turn(v, t):
         angle = t * 10_000.0 ** (-np.arange(half) / half)
@@ -63,7 +77,10 @@ def attention_by_loops(p, x, cfg, rope):
 
     out = np.zeros_like(x) + p.get("out_bias", 0)
     down = x @ p["down"] + p.get("down_bias", 0)
-    q_latent, kv_latent = norm(down[:, :R], p["q_norm"], eps), norm(down[:, R : 2 * R], p["kv_norm"], eps)
+    q_latent, kv_latent = (
+        norm(down[:, :R], p["q_norm"], eps),
+        norm(down[:, R : 2 * R], p["kv_norm"], eps),
+    )
     k_rope = down[:, 2 * R :]
     for h in range(m.n_head):
         for t in range(T):
@@ -82,18 +99,22 @@ def attention_by_loops(p, x, cfg, rope):
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.parametrize("flags", [{}, dict(attention_bias=True, latent_norm_eps=0.1, rope_attention_factor=1.5)])
+@pytest.mark.parametrize(
+    "flags", [{}, dict(attention_bias=True, latent_norm_eps=0.1, rope_attention_factor=1.5)]
+)
 def test_attention_equals_plain_loops(kind, flags):
     cfg = small_config(T=12, **flags)
     p = layer_params(cfg, kind)["attention"]
     x = np.random.default_rng(0).standard_normal((2, 12, 32)).astype(np.float32)
 
     def run(x):
-        return model.attention(p, x, model.Tokens(jnp.arange(12)[None]), cfg.model)[0]
+        return deepseek.attention(p, x, layers.Tokens(jnp.arange(12)[None]), cfg.model)[0]
 
     ours = on_mesh(cfg, run, (P(),), P())(x)
     for b in range(2):
-        theirs = attention_by_loops(jax.tree.map(np.float64, p), np.float64(x[b]), cfg, rope=kind == "dense")
+        theirs = attention_by_loops(
+            jax.tree.map(np.float64, p), np.float64(x[b]), cfg, rope=kind == "dense"
+        )
         assert np.abs(ours[b] - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
@@ -101,28 +122,40 @@ def test_attention_equals_plain_loops(kind, flags):
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_kernels_agree(kernel, documents, monkeypatch):
     """Outputs and gradients, for keys wider than values; the TPU's kernel is interpreted."""
-    interpreted = functools.partial(splash_attention_kernel.make_splash_mha_single_device, interpret=True)
+    interpreted = functools.partial(
+        splash_attention_kernel.make_splash_mha_single_device, interpret=True
+    )
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mha_single_device", interpreted)
     B, H, T = 2, 2, 256
-    q, k, v = (jax.random.normal(jax.random.key(i), (B, H, T, n)) for i, n in enumerate((24, 24, 16)))
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (B, H, T, n)) for i, n in enumerate((24, 24, 16))
+    )
     position = jnp.arange(T)[None]
     start = jnp.where(position < 100, 0, 100) * jnp.ones((B, 1), jnp.int32) if documents else None
 
     def loss(kernel, q, k, v):
-        return (jnp.sin(kernels.ATTENTION[kernel](q, k, v, position, start)) ** 2).sum()
+        return (jnp.sin(attention.ATTENTION[kernel](q, k, v, position, start)) ** 2).sum()
 
-    ours, theirs = (jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1, 2)))(q, k, v)
-                    for name in (kernel, "xla"))  # fmt: skip
-    assert all(np.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)))
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1, 2)))(q, k, v)
+        for name in (kernel, "xla")
+    )
+    assert all(
+        np.allclose(a, b, rtol=1e-4, atol=1e-4)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs))
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_rotary_scores_depend_on_distance_alone(factor):
-    m = small_config(dhR=16, rope_factor=factor, rope_original_T=64).model
+    m = small_config(rope_dim=16, rope_factor=factor, rope_original_T=64).model
     q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 16)).astype(np.float32)
 
     def score(t, s):
-        return (model.rotate(q[None], jnp.array([t]), m) * model.rotate(k[None], jnp.array([s]), m)).sum()
+        return (
+            deepseek.rotate(q[None], jnp.array([t]), m)
+            * deepseek.rotate(k[None], jnp.array([s]), m)
+        ).sum()
 
     assert abs(score(5, 3) - score(105, 103)) < 1e-4 and abs(score(5, 3) - score(5, 4)) > 1e-3
 
@@ -130,9 +163,9 @@ def test_rotary_scores_depend_on_distance_alone(factor):
 def experts_by_loops(p, x, m, capacity):
     """x [n, D] -> (output, choices per expert, dropped choices): first choices of all tokens first."""
     scores = sigmoid(x @ p["router"])
-    chosen = np.argsort(-(scores + p["bias"]), -1, kind="stable")[:, : m.k]
+    chosen = np.argsort(-(scores + p["bias"]), -1, kind="stable")[:, : m.experts_per_token]
     out, seats, load, dropped = np.zeros_like(x), [capacity] * m.n_experts, np.zeros(m.n_experts), 0
-    for rank in range(m.k):
+    for rank in range(m.experts_per_token):
         for t, e in enumerate(chosen[:, rank]):
             load[e] += 1
             if not seats[e]:
@@ -146,22 +179,32 @@ def experts_by_loops(p, x, m, capacity):
     return out, load, dropped, chosen, scores
 
 
-@pytest.mark.parametrize("capacity_factor, norm_topk_prob", [(0.0, False), (1.0, True), (1.5, True)])
+@pytest.mark.parametrize(
+    "capacity_factor, norm_topk_prob", [(0.0, False), (1.0, True), (1.5, True)]
+)
 def test_experts_equal_plain_loops(capacity_factor, norm_topk_prob):
-    cfg = small_config(capacity_factor=capacity_factor, norm_topk_prob=norm_topk_prob, routed_scaling=1.3)
+    cfg = small_config(
+        capacity_factor=capacity_factor, norm_topk_prob=norm_topk_prob, routed_scaling=1.3
+    )
     m, p = cfg.model, layer_params(cfg, "moe")
     x = np.random.default_rng(0).standard_normal((2, 16, 32)).astype(np.float32)
-    out, load = on_mesh(cfg, lambda x: model.routed_experts(p, x, m, True), (P(),), P())(x)
-    capacity = math.ceil(capacity_factor * 32 * m.k / m.n_experts) if capacity_factor else 32
+    out, load = on_mesh(cfg, lambda x: experts.routed_experts(p, x, m, True), (P(),), P())(x)
+    capacity = (
+        math.ceil(capacity_factor * 32 * m.experts_per_token / m.n_experts)
+        if capacity_factor
+        else 32
+    )
     p64 = jax.tree.map(np.float64, p)
-    theirs, tokens, dropped, chosen, scores = experts_by_loops(p64, np.float64(x.reshape(32, 32)), m, capacity)
+    theirs, tokens, dropped, chosen, scores = experts_by_loops(
+        p64, np.float64(x.reshape(32, 32)), m, capacity
+    )
     assert np.abs(out.reshape(32, 32) - theirs).max() < 1e-4 * np.abs(theirs).max()
     assert np.array_equal(load.tokens, tokens) and load.dropped == dropped
     assert (dropped > 0) == bool(capacity_factor)
     balance = 0.0
     for b in range(2):
         for e in range(m.n_experts):
-            f = m.n_experts / (m.k * 16) * (chosen[16 * b : 16 * b + 16] == e).sum()
+            f = m.n_experts / (m.experts_per_token * 16) * (chosen[16 * b : 16 * b + 16] == e).sum()
             share = (scores / scores.sum(-1, keepdims=True))[16 * b : 16 * b + 16, e].mean()
             balance += f * share
     assert abs(load.loss - balance) < 1e-4
@@ -176,10 +219,17 @@ def test_dropped_tokens_pass_by_on_the_residual():
     p["bias"] = np.where(np.arange(8) < 2, 10.0, 0.0).astype(np.float32)
 
     def run(x):
-        layer = model.moe_layer({**p, "shared": jax.tree.map(jnp.zeros_like, p["shared"])}, x,
-                                model.Tokens(jnp.arange(32)[None]), m, None)[0]  # fmt: skip
-        h = model.rms_norm(x, p["attention"]["norm"], m.norm_eps)
-        attended = x + model.attention(p["attention"], h, model.Tokens(jnp.arange(32)[None]), m)[0]
+        layer = deepseek.moe_layer(
+            {**p, "shared": jax.tree.map(jnp.zeros_like, p["shared"])},
+            x,
+            layers.Tokens(jnp.arange(32)[None]),
+            m,
+            None,
+        )[0]
+        h = layers.rms_norm(x, p["attention"]["norm"], m.norm_eps)
+        attended = (
+            x + deepseek.attention(p["attention"], h, layers.Tokens(jnp.arange(32)[None]), m)[0]
+        )
         return layer, attended
 
     layer, attended = on_mesh(cfg, run, (P(),), (P(), P()))(x)
@@ -189,11 +239,14 @@ def test_dropped_tokens_pass_by_on_the_residual():
 
 def test_shared_experts_change_the_output_and_every_expert_gets_gradient():
     cfg = small_config()
-    mesh = main.make_mesh(cfg)
+    mesh = steps.make_mesh(cfg)
     params, (tokens, targets) = make_params(cfg, mesh), random_batch(cfg, mesh)
     loss = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
     (value, _), gradients = loss(params, tokens[0], targets[0], jax.random.key(0), 0)
-    without = {**params, "moe": {**params["moe"], "shared": jax.tree.map(jnp.zeros_like, params["moe"]["shared"])}}
+    without = {
+        **params,
+        "moe": {**params["moe"], "shared": jax.tree.map(jnp.zeros_like, params["moe"]["shared"])},
+    }
     assert abs(loss(without, tokens[0], targets[0], jax.random.key(0), 0)[0][0] - value) > 1e-5
     for g in gradients["moe"]["experts"].values():
         assert (np.abs(g).max((2, 3) if g.ndim == 4 else (2, 3, 4)) > 0).all()  # [blocks, E]
@@ -202,33 +255,42 @@ def test_shared_experts_change_the_output_and_every_expert_gets_gradient():
 def test_bias_evens_out_a_skewed_load():
     # the router prefers two experts by a wide margin; nothing but the bias may move
     cfg = small_config(
-        blocks=1, layers_per_block=2, alpha=0.0, max_lr=0.0, min_lr=0.0, end_lr=0.0, bias_update_rate=5e-3
+        blocks=1,
+        layers_per_block=2,
+        balance_weight=0.0,
+        max_lr=0.0,
+        min_lr=0.0,
+        end_lr=0.0,
+        bias_update_rate=5e-3,
     )
-    mesh = main.make_mesh(cfg)
-    optimizer, schedule = main.make_optimizer(cfg)
-    state = main.init_state(cfg, main.abstract_state(cfg, mesh, optimizer), optimizer)
+    mesh = steps.make_mesh(cfg)
+    optimizer, schedule = make_optimizer(cfg)
+    state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
     skew = jnp.where(jnp.arange(8) < 2, 0.5, 0.0)
     moe = {**state.params["moe"], "bias": state.params["moe"]["bias"] + skew}
     state = state._replace(params={**state.params, "moe": moe})
-    step = jax.jit(main.make_train_step(cfg, mesh, optimizer, schedule))
+    step = jax.jit(steps.make_train_step(cfg, mesh, optimizer, schedule))
     heaviest = []
     for seed in range(200):
         state, metrics = step(state, *random_batch(cfg, mesh, seed))
         heaviest.append(float(metrics["load/head"].max()) * 8)
-    assert heaviest[0] > 3 and np.mean(heaviest[-20:]) < 1.35, (heaviest[0], np.mean(heaviest[-20:]))
+    assert heaviest[0] > 3 and np.mean(heaviest[-20:]) < 1.35, (
+        heaviest[0],
+        np.mean(heaviest[-20:]),
+    )
 
 
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (1, 1, 4)])
 def test_causality_by_gradient(mesh_shape):
     """No output at t moves with an input after t, each output moves with inputs up to t, through a stage of blocks."""
     cfg = small_config(mesh_shape, T=8, blocks=2)
-    params = make_params(cfg, main.make_mesh(cfg))
-    specs = model.table_map(lambda p: p.spec, model.param_table(cfg))
+    params = make_params(cfg, steps.make_mesh(cfg))
+    specs = parameters.table_map(lambda p: p.spec, model.param_table(cfg))
     t_local = 8 // mesh_shape[2]
 
     def run(params, x):
         position = (jax.lax.axis_index("tp") * t_local + jnp.arange(t_local))[None]
-        return model.make_stage(cfg)(model.layer_params(params, cfg), x, model.Tokens(position))[0]
+        return model.make_stage(cfg)(model.layer_params(params, cfg), x, layers.Tokens(position))[0]
 
     stage = on_mesh(cfg, run, (specs, P(None, "tp", None)), P(None, "tp", None))
     x = jax.random.normal(jax.random.key(0), (1, 8, 32))
@@ -240,12 +302,16 @@ def test_causality_by_gradient(mesh_shape):
 def test_causality_of_logits():
     """Logits at t are the same whatever tokens follow."""
     cfg = small_config()
-    mesh = main.make_mesh(cfg)
+    mesh = steps.make_mesh(cfg)
     decode, params = jax.jit(decoding.make_decode(cfg, mesh)), make_params(cfg, mesh)
     ids = np.random.default_rng(0).integers(0, 250, (1, 16)).astype(np.int32)
     other = np.concatenate([ids[:, :8], 249 - ids[:, 8:]], 1)
     first, cache = np.array([0]), decoding.empty_cache(cfg, 1, 16)
-    logits = [decode(params, x, cache, first, np.array([last]))[0] for x in (ids, other) for last in (7, 8)]
+    logits = [
+        decode(params, x, cache, first, np.array([last]))[0]
+        for x in (ids, other)
+        for last in (7, 8)
+    ]
     assert np.array_equal(logits[0], logits[2]) and not np.array_equal(logits[1], logits[3])
 
 
@@ -259,10 +325,12 @@ def test_pipeline_equals_a_plain_loop(rounds):
 
     def run(w, x):
         def stage(x, seen, turn, microbatch, valid):
-            return x * w[turn, 0, 0] + w[turn, 0, 1] * (microbatch + 1), seen + jnp.where(valid, 4.0**microbatch, 0)
+            return x * w[turn, 0, 0] + w[turn, 0, 1] * (microbatch + 1), seen + jnp.where(
+                valid, 4.0**microbatch, 0
+            )
 
-        out, seen = model.pipeline(stage, model.to_stages(x), jnp.float32(0), rounds)
-        return model.from_last_stage(out), seen[None]
+        out, seen = model.pipeline(stage, collectives.to_stages(x), jnp.float32(0), rounds)
+        return collectives.from_last_stage(out), seen[None]
 
     ours, seen = on_mesh(cfg, run, (P(None, "pp"), P("pp")), (P("pp"), P("pp")))(weights, inputs)
     for m in range(8):
@@ -276,37 +344,57 @@ def test_pipeline_equals_a_plain_loop(rounds):
 def test_cross_entropy_and_its_gradient():
     """Chunked against the plain formula; the padding of the vocabulary gets no probability."""
     rng = np.random.default_rng(0)
-    x, table = rng.standard_normal((24, 8)).astype(np.float32), rng.standard_normal((128, 8)).astype(np.float32)
+    x, table = (
+        rng.standard_normal((24, 8)).astype(np.float32),
+        rng.standard_normal((128, 8)).astype(np.float32),
+    )
     targets = rng.integers(0, 100, 24)
 
     def plain(x, table):
         return -jax.nn.log_softmax(x @ table[:100].T)[jnp.arange(24), targets].sum()
 
     def chunked(x, table):
-        return kernels.cross_entropy(x, table, targets, 100, 7)  # the largest divisor of 24 up to 7 is 6
+        return loss.cross_entropy(
+            x, table, targets, 100, 7
+        )  # the largest divisor of 24 up to 7 is 6
 
     assert np.allclose(chunked(x, table), plain(x, table), rtol=1e-5)
-    for ours, theirs in zip(jax.grad(lambda *a: 3 * chunked(*a), (0, 1))(x, table), jax.grad(plain, (0, 1))(x, table)):
+    for ours, theirs in zip(
+        jax.grad(lambda *a: 3 * chunked(*a), (0, 1))(x, table), jax.grad(plain, (0, 1))(x, table)
+    ):
         assert np.allclose(ours, 3 * theirs, atol=1e-4)
 
 
 def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
     still, one, three = (
-        steps_of(small_config(min_lr=1e-3, embedding_lr=rate), 1)[0].params for rate in (0.0, 1.0, 3.0)
+        steps_of(small_config(min_lr=1e-3, embedding_lr=rate), 1)[0].params
+        for rate in (0.0, 1.0, 3.0)
     )
     moved = [np.asarray(params["embedding"] - still["embedding"]) for params in (one, three)]
     assert np.abs(moved[0]).max() > 5e-4 and np.allclose(3 * moved[0], moved[1], atol=1e-6)
-    for a, b in zip(jax.tree.leaves({**one, "embedding": 0}), jax.tree.leaves({**three, "embedding": 0})):
+    for a, b in zip(
+        jax.tree.leaves({**one, "embedding": 0}), jax.tree.leaves({**three, "embedding": 0})
+    ):
         assert np.array_equal(a, b)
 
 
 def test_one_batch_overfits():
-    cfg = small_config(max_lr=1e-2, end_lr=1e-3, warmup_steps=10, end_steps=150, bias_update_rate=1e-2)
+    cfg = small_config(
+        max_lr=1e-2, end_lr=1e-3, warmup_steps=10, end_steps=150, bias_update_rate=1e-2
+    )
     _, metrics = steps_of(cfg, 0, seeds=[0] * 150)
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 
 
-DEEPSEEK = dict(layers_per_block=1, moe_rope=True, first_layers=2, tied=False, nope_dim=12, v_dim=10, q_latent_dim=0)
+DEEPSEEK = dict(
+    layers_per_block=1,
+    moe_rope=True,
+    first_layers=2,
+    tied=False,
+    nope_dim=12,
+    v_dim=10,
+    q_latent_dim=0,
+)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +411,7 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
     """At every position; and what the cache holds of a token is its latent and, where there is one, its rotary key (of
     GPT-2: key and value)."""
     cfg = small_config(mesh_shape, **flags)
-    m, mesh = cfg.model, main.make_mesh(cfg)
+    m, mesh = cfg.model, steps.make_mesh(cfg)
     decode = jax.jit(decoding.make_decode(cfg, mesh))
     params = jax.tree.map(lambda x: 2 * x + 0.02, make_params(cfg, mesh))  # biases begin at 0
     ids = np.random.default_rng(0).integers(0, m.vocab_size, (4, 16)).astype(np.int32)
@@ -331,9 +419,13 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
     per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (4 * 16)
     layers, without = m.first_layers + m.blocks * m.layers_per_block, 0 if m.moe_rope else m.blocks
     gpt2 = 2 * m.blocks * m.model_dimension
-    assert per_token == (layers * (m.latent_dim + m.dhR) - without * m.dhR if m.n_experts else gpt2)
+    assert per_token == (
+        layers * (m.latent_dim + m.rope_dim) - without * m.rope_dim if m.n_experts else gpt2
+    )
     for i in range(16):
-        full, _ = decode(params, ids, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), np.full(4, i))
+        full, _ = decode(
+            params, ids, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), np.full(4, i)
+        )
         one, cache = decode(params, ids[:, i : i + 1], cache, np.full(4, i), np.zeros(4, int))
         full, one = (np.asarray(x)[:, : m.vocab_size] for x in (full, one))
         assert np.abs(full - one).max() < 1e-4 * np.abs(full).max()
@@ -346,11 +438,13 @@ def test_decoding_in_bfloat16_is_near_float32(flags):
         ids, all_logits = np.random.default_rng(0).integers(0, 250, (rows, 9)).astype(np.int32), []
         for dtype in ("float32", "bfloat16"):
             cfg = small_config(model_dtype=dtype, **flags)
-            mesh = main.make_mesh(cfg)
+            mesh = steps.make_mesh(cfg)
             decode, params = jax.jit(decoding.make_decode(cfg, mesh)), make_params(cfg, mesh)
             at = functools.partial(np.full, rows)
             _, cache = decode(params, ids[:, :8], decoding.empty_cache(cfg, rows, 16), at(0), at(7))
-            all_logits.append(np.asarray(decode(params, ids[:, 8:], cache, at(8), at(0))[0])[:, :250])
+            all_logits.append(
+                np.asarray(decode(params, ids[:, 8:], cache, at(8), at(0))[0])[:, :250]
+            )
         assert np.abs(np.subtract(*all_logits)).max() < 0.1 * np.abs(all_logits[0]).max()
 
 
@@ -358,8 +452,15 @@ def test_decoding_in_bfloat16_is_near_float32(flags):
 def test_cached_decoding_gives_the_same_tokens(mesh_shape):
     texts = []
     for use_cache in (True, False):
-        cfg = small_config(mesh_shape, use_cache=use_cache, inference_batch=3, max_tokens=12, top_k=20, temperature=1.0)
-        mesh = main.make_mesh(cfg)
+        cfg = small_config(
+            mesh_shape,
+            use_cache=use_cache,
+            inference_batch=3,
+            max_tokens=12,
+            top_k=20,
+            temperature=1.0,
+        )
+        mesh = steps.make_mesh(cfg)
         generate = jax.jit(decoding.make_generate(cfg, mesh))
         params = jax.tree.map(lambda x: 3 * x, make_params(cfg, mesh))  # far from uniform logits
         texts.append(np.asarray(generate(params, np.arange(5, dtype=np.int32), jax.random.key(3))))
@@ -371,13 +472,17 @@ def test_cached_decoding_gives_the_same_tokens(mesh_shape):
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_prompts_of_different_lengths_decode_as_each_does_alone(mesh_shape, flags):
     cfg = small_config(mesh_shape, **flags)
-    mesh, lengths = main.make_mesh(cfg), np.array([3, 9, 1, 6])
+    mesh, lengths = steps.make_mesh(cfg), np.array([3, 9, 1, 6])
     decode, params = jax.jit(decoding.make_decode(cfg, mesh)), make_params(cfg, mesh)
     ids = np.random.default_rng(0).integers(0, 250, (4, 14)).astype(np.int32)
     padded = np.where(np.arange(9) < lengths[:, None], ids[:, :9], 7)
-    logits, cache = decode(params, padded, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths - 1)
+    logits, cache = decode(
+        params, padded, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths - 1
+    )
     for step in range(5):
-        alone, _ = decode(params, ids, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths + step - 1)
+        alone, _ = decode(
+            params, ids, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), lengths + step - 1
+        )
         assert np.abs(logits - alone)[:, :250].max() < 1e-4 * np.abs(alone[:, :250]).max()
         newest = np.take_along_axis(ids, (lengths + step)[:, None], 1)
         logits, cache = decode(params, newest, cache, lengths + step, np.zeros(4, int))
@@ -388,13 +493,17 @@ def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
     scores = []
     for mesh_shape in [(1, 1, 1), (2, 2, 2)]:
         cfg = small_config(mesh_shape, T=16, sequences=8, **{"capacity_factor": 0.5, **flags})
-        mesh = main.make_mesh(cfg)
+        mesh = steps.make_mesh(cfg)
         (tokens,), (targets,) = (np.asarray(part) for part in random_batch(cfg, mesh))
         targets = np.where(np.arange(16) == 5, -1, targets)
         params = make_params(cfg, mesh)
         scores.append(np.asarray(jax.jit(model.make_score(cfg, mesh))(params, tokens, targets)))
     assert np.allclose(*scores, atol=1e-5) and not scores[0][..., 5].any()
-    decode, ids, rows = jax.jit(decoding.make_decode(cfg, mesh)), tokens.reshape(8, 16), np.zeros(8, int)
+    decode, ids, rows = (
+        jax.jit(decoding.make_decode(cfg, mesh)),
+        tokens.reshape(8, 16),
+        np.zeros(8, int),
+    )
     for i in (0, 4, 15):
         logits, _ = decode(params, ids, decoding.empty_cache(cfg, 8, 16), rows, rows + i)
         wanted = -jax.nn.log_softmax(logits)[np.arange(8), targets.reshape(8, 16)[:, i]]
@@ -405,7 +514,7 @@ def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
 def test_documents_kept_apart_score_as_each_does_alone(flags):
     """Three documents in one sequence, each begun by token 0, against each at the beginning of its own sequence."""
     cfg = small_config((2, 2, 2), T=16, sequences=8, document_mask=True, end_of_text=0, **flags)
-    mesh, lengths, rng = main.make_mesh(cfg), [5, 1, 10], np.random.default_rng(0)
+    mesh, lengths, rng = steps.make_mesh(cfg), [5, 1, 10], np.random.default_rng(0)
     params, score = make_params(cfg, mesh), jax.jit(model.make_score(cfg, mesh))
     documents = [np.concatenate([[0], rng.integers(1, 250, n - 1)]) for n in lengths]
     tokens = np.zeros((8, 17), int)
@@ -419,21 +528,27 @@ def test_documents_kept_apart_score_as_each_does_alone(flags):
         assert np.allclose(losses[0, at : at + n - 1], losses[1 + i, : n - 1], atol=1e-5)
         at += n
     apart = utils.replace(cfg, document_mask=False)
-    mixed = jax.jit(model.make_score(apart, mesh))(params, shaped(tokens[:, :-1]), shaped(tokens[:, 1:]))
+    mixed = jax.jit(model.make_score(apart, mesh))(
+        params, shaped(tokens[:, :-1]), shaped(tokens[:, 1:])
+    )
     assert not np.allclose(np.asarray(mixed).reshape(8, 16)[0, 6:15], losses[0, 6:15], atol=1e-2)
 
 
 def test_multi_token_prediction_equals_a_plain_loop():
     """Depth d sees the hidden states of depth d - 1 and the token d ahead, and predicts the one after that."""
-    cfg = small_config(T=8, sequences=8, micro_batch_size=8, mtp_depth=2, **DEEPSEEK)
-    m, mesh = cfg.model, main.make_mesh(cfg)
+    cfg = small_config(T=8, sequences=8, microbatches=8, mtp_depth=2, **DEEPSEEK)
+    m, mesh = cfg.model, steps.make_mesh(cfg)
     params, ((tokens,), (targets,)) = make_params(cfg, mesh), random_batch(cfg, mesh)
-    _, metrics = jax.jit(model.make_loss(cfg, mesh, train=True))(params, tokens, targets, jax.random.key(0), 0)
+    _, metrics = jax.jit(model.make_loss(cfg, mesh, train=True))(
+        params, tokens, targets, jax.random.key(0), 0
+    )
 
     def hidden(params, ids):
-        return model.make_forward(cfg, False)(params, ids, lambda _: model.Tokens(jnp.arange(8)[None]))[0]
+        return model.make_forward(cfg, False)(
+            params, ids, lambda _: layers.Tokens(jnp.arange(8)[None])
+        )[0]
 
-    specs = model.table_map(lambda p: p.spec, model.param_table(cfg))
+    specs = parameters.table_map(lambda p: p.spec, model.param_table(cfg))
     h, total = on_mesh(cfg, hidden, (specs, P()), P())(params, tokens), 0
     ids = np.concatenate([tokens[:, 0], targets[:, 0, -1:]], 1)  # [B, T + 1]
     norm = lambda x, scale: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps) * scale  # noqa: E731
@@ -445,17 +560,23 @@ def test_multi_token_prediction_equals_a_plain_loop():
         x = both @ p["merge"].reshape(-1, m.model_dimension)
 
         def layer(p, x):
-            return model.moe_layer(p, x, model.Tokens(jnp.arange(x.shape[1])[None]), m, None)[0]
+            return deepseek.moe_layer(p, x, layers.Tokens(jnp.arange(x.shape[1])[None]), m, None)[0]
 
         h = norm(on_mesh(cfg, layer, (P(), P()), P())(p["layer"], x[:, 0])[:, None], p["norm"])
         logits = (h[:, 0] @ params["head"].T)[..., : m.vocab_size]
-        total += -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 2 + depth :, None], -1).sum()
+        total += -jnp.take_along_axis(
+            jax.nn.log_softmax(logits), ids[:, 2 + depth :, None], -1
+        ).sum()
     assert np.allclose(metrics.mtp, total / (2 * 8 * 8), rtol=1e-4)
 
 
 def test_greedy_and_top_1_take_the_most_likely():
     logits = jnp.array(np.random.default_rng(0).standard_normal((4, 50)))
-    for s in (utils.Sample(top_k=1, temperature=1.0), utils.Sample(temperature=0), utils.Sample(top_k=0, top_p=1e-9)):
+    for s in (
+        utils.Sample(top_k=1, temperature=1.0),
+        utils.Sample(temperature=0),
+        utils.Sample(top_k=0, top_p=1e-9),
+    ):
         assert np.array_equal(decoding.draw_tokens(logits, jax.random.key(0), s), logits.argmax(-1))
 
 
@@ -463,7 +584,9 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_it():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.05, 0.25, 0.2]]))
     for top_p, wanted in [(0.3, {1}), (0.5, {1, 3}), (0.7, {1, 3, 4}), (1.0, {0, 1, 2, 3, 4})]:
         s = utils.Sample(top_k=0, top_p=top_p, temperature=1.0)
-        assert {int(decoding.draw_tokens(logits, jax.random.key(i), s)[0]) for i in range(200)} == wanted
+        assert {
+            int(decoding.draw_tokens(logits, jax.random.key(i), s)[0]) for i in range(200)
+        } == wanted
 
 
 def drawn_by_sorting(logits, key, s):
@@ -503,11 +626,15 @@ def test_a_threshold_draws_what_sorting_draws(top_k, top_p):
 
 def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
     """671.0B parameters; active 37.55B with the embedding and the head, of which the paper says 37B."""
-    cfg = utils.validate(utils.replace(presets.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2)), 8)
-    optimizer, _ = main.make_optimizer(cfg)
-    state = main.abstract_state(cfg, main.make_mesh(cfg), optimizer)
+    cfg = utils.validate(
+        utils.replace(presets.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2)), 8
+    )
+    optimizer, _ = make_optimizer(cfg)
+    state = steps.abstract_state(cfg, steps.make_mesh(cfg), optimizer)
     total, active, embedding = model.count_params(cfg)
-    assert sum(x.size for x in jax.tree.leaves(state.params)) == total + embedding == 671_026_419_200
+    assert (
+        sum(x.size for x in jax.tree.leaves(state.params)) == total + embedding == 671_026_419_200
+    )
     assert active + embedding == 37_552_297_472
 
 

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from conftest import MESHES, SMALL_GPT2, furthest, make_params, random_batch, small_config, steps_of
 
-import main
 import model
+from architectures import parameters
+from training import steps
 
 
 @functools.cache
 def loss_and_gradients(mesh_shape, **flags):
     cfg = small_config(mesh_shape, **flags)
-    mesh = main.make_mesh(cfg)
+    mesh = steps.make_mesh(cfg)
     tokens, targets = random_batch(cfg, mesh)
     f = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
     out = f(make_params(cfg, mesh), tokens[0], targets[0], jax.random.key(7), jnp.int32(0))
@@ -29,7 +30,9 @@ def assert_parity(mesh, **flags):
     assert furthest(metrics._asdict(), metrics_._asdict())[0] < 1e-5
     assert furthest(gradients, gradients_)[0] < 1e-5, furthest(gradients, gradients_)
     assert all(
-        np.abs(g).max() > 0 for path, g in jax.tree_util.tree_leaves_with_path(gradients) if "bias" not in str(path)
+        np.abs(g).max() > 0
+        for path, g in jax.tree_util.tree_leaves_with_path(gradients)
+        if "bias" not in str(path)
     )
 
 
@@ -39,8 +42,20 @@ def test_parity_of_loss_and_every_gradient(mesh):
 
 
 # DeepSeek-V3's own pattern, whose first layers run on all of pp
-DEEPSEEK = dict(first_layers=1, layers_per_block=1, moe_rope=True, tied=False, nope_dim=12, v_dim=10, q_latent_dim=10,
-                n_groups=4, k_groups=2, k=3, routed_scaling=2.5, rope_factor=4.0)  # fmt: skip
+DEEPSEEK = dict(
+    first_layers=1,
+    layers_per_block=1,
+    moe_rope=True,
+    tied=False,
+    nope_dim=12,
+    v_dim=10,
+    q_latent_dim=10,
+    n_groups=4,
+    k_groups=2,
+    experts_per_token=3,
+    routed_scaling=2.5,
+    rope_factor=4.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +63,45 @@ DEEPSEEK = dict(first_layers=1, layers_per_block=1, moe_rope=True, tied=False, n
     [
         # dropout is decided by a token's number, remat repeats it
         ((2, 2, 2), dict(dropout_rate=0.2, fsdp="full", sequence_parallel="megatron")),
-        ((4, 1, 2), dict(n_experts=2, activation="gelu", fsdp="none")),  # fewer experts than devices
-        ((3, 1, 2), dict(sequences=24, n_experts=3, latent_dim=9, vocab_size=127)),  # sizes that dp does not divide
-        ((2, 2, 1), dict(remat="dots", fsdp="full", micro_batch_size=8, val_batch_size=8, n_shared=0)),
+        (
+            (4, 1, 2),
+            dict(n_experts=2, activation="gelu", fsdp="none"),
+        ),  # fewer experts than devices
+        (
+            (3, 1, 2),
+            dict(sequences=24, n_experts=3, latent_dim=9, vocab_size=127),
+        ),  # sizes that dp does not divide
+        ((2, 2, 1), dict(remat="dots", fsdp="full", microbatches=8, val_batch_size=8, n_shared=0)),
         ((2, 2, 2), dict(pp_interleave=2, dropout_rate=0.1)),
         ((1, 4, 1), dict(SMALL_GPT2, blocks=8, pp_interleave=2)),
         ((2, 1, 2), dict(remat="none", sequence_parallel="megatron", fsdp="none")),
-        ((2, 2, 2), dict(DEEPSEEK, dropout_rate=0.1, attention_bias=True, rope_attention_factor=1.5)),
-        ((1, 4, 2), dict(first_layers=2, layers_per_block=1, q_latent_dim=0, fsdp="full", norm_topk_prob=False)),
+        (
+            (2, 2, 2),
+            dict(DEEPSEEK, dropout_rate=0.1, attention_bias=True, rope_attention_factor=1.5),
+        ),
+        (
+            (1, 4, 2),
+            dict(
+                first_layers=2,
+                layers_per_block=1,
+                q_latent_dim=0,
+                fsdp="full",
+                norm_topk_prob=False,
+            ),
+        ),
         ((2, 2, 2), dict(DEEPSEEK, mtp_depth=2, sequence_parallel="megatron", attention_bias=True)),
-        ((4, 1, 2), dict(DEEPSEEK, mtp_depth=1, fsdp="full", n_experts=4, n_groups=2, k_groups=1, k=2)),
+        (
+            (4, 1, 2),
+            dict(
+                DEEPSEEK,
+                mtp_depth=1,
+                fsdp="full",
+                n_experts=4,
+                n_groups=2,
+                k_groups=1,
+                experts_per_token=2,
+            ),
+        ),
         ((2, 2, 2), dict(SMALL_GPT2, dropout_rate=0.1, sequence_parallel="megatron")),
         ((2, 2, 2), dict(DEEPSEEK, mtp_depth=1, document_mask=True, end_of_text=7)),
         ((1, 2, 4), dict(SMALL_GPT2, document_mask=True, end_of_text=7)),
@@ -69,7 +113,7 @@ def test_parity_of_variants(mesh, flags):
 
 def test_parity_of_microbatches():
     (loss, _), gradients = loss_and_gradients((1, 1, 1))
-    (loss_, _), gradients_ = loss_and_gradients((2, 2, 2), micro_batch_size=2)
+    (loss_, _), gradients_ = loss_and_gradients((2, 2, 2), microbatches=2)
     assert abs(loss - loss_) < 1e-5 * abs(loss) and furthest(gradients, gradients_)[0] < 1e-5
 
 
@@ -82,7 +126,9 @@ def test_parity_of_the_published_architectures(mesh, flags):
 @functools.cache
 def three_steps(mesh, **flags):
     # of alpha enough, and of clipping enough, that an error in either shows
-    state, metrics = steps_of(small_config(mesh, grad_clip_norm=0.1, alpha=0.1, max_lr=1e-3, **flags), 3)
+    state, metrics = steps_of(
+        small_config(mesh, grad_clip_norm=0.1, balance_weight=0.1, max_lr=1e-3, **flags), 3
+    )
     assert all(m["grad_norm"] > 0.2 for m in metrics), "clipping is not active"
     return jax.tree.map(np.asarray, state.params), metrics
 
@@ -99,23 +145,28 @@ def test_parity_after_three_clipped_steps(mesh):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_parity_of_accumulation(mesh):
     params, metrics = three_steps((1, 1, 1))
-    params_, metrics_ = three_steps(mesh, grad_step=2, sequences=16)
+    params_, metrics_ = three_steps(mesh, accumulation_steps=2, sequences=16)
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
-    assert all(abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-5 for m, m_ in zip(metrics, metrics_))
+    assert all(
+        abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-5 for m, m_ in zip(metrics, metrics_)
+    )
 
 
 @pytest.mark.parametrize("flags", [DEEPSEEK, SMALL_GPT2], ids=["deepseek", "gpt2"])
 def test_parity_of_the_published_architectures_after_three_steps(flags):
     params, metrics = three_steps((1, 1, 1), **flags)
-    for spread in (dict(mesh=(2, 2, 2)), dict(mesh=(2, 1, 1), grad_step=2, sequences=16)):
+    for spread in (dict(mesh=(2, 2, 2)), dict(mesh=(2, 1, 1), accumulation_steps=2, sequences=16)):
         params_, metrics_ = three_steps(**spread, **flags)
         assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
-        assert all(abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-4 for m, m_ in zip(metrics, metrics_))
+        assert all(
+            abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-4
+            for m, m_ in zip(metrics, metrics_)
+        )
 
 
 def test_parity_of_four_accumulated_batches_with_one():
     params, _ = three_steps((1, 1, 1))
-    params_, _ = three_steps((1, 1, 1), grad_step=4, sequences=8)
+    params_, _ = three_steps((1, 1, 1), accumulation_steps=4, sequences=8)
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
 
 
@@ -124,8 +175,11 @@ def test_parity_of_initialisation():
     trees = []
     for mesh_shape in [(1, 1, 1), (2, 2, 2)]:
         cfg = small_config(mesh_shape)
-        trees.append(jax.tree.map(np.asarray, make_params(cfg, main.make_mesh(cfg))))
+        trees.append(jax.tree.map(np.asarray, make_params(cfg, steps.make_mesh(cfg))))
     assert jax.tree.all(jax.tree.map(np.array_equal, *trees))
     table = model.param_table(small_config())
-    for p, x in zip(jax.tree.leaves(table, is_leaf=model.is_param), jax.tree.leaves(trees[0])):
-        assert abs(x.std() - p.std) < 0.1 * p.std + 1e-12 and abs(x.mean() - p.start) < 5 * p.std / x.size**0.5 + 1e-12
+    for p, x in zip(jax.tree.leaves(table, is_leaf=parameters.is_param), jax.tree.leaves(trees[0])):
+        assert (
+            abs(x.std() - p.std) < 0.1 * p.std + 1e-12
+            and abs(x.mean() - p.start) < 5 * p.std / x.size**0.5 + 1e-12
+        )

@@ -13,41 +13,54 @@ from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import cli
-import main
+import collectives
 import model
-import platforms
 import presets
 import utils
-from tools import costs, hlo, plan
+from tools.planning import costs, hlo, plan
+from training import command_line, platforms, steps
 
-tpu_compiler = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"')
+tpu_compiler = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"'
+)
 # from tiny to a few layers of DeepSeek-V3's kind: (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
     ((8, 1, 1), dict(fsdp="full")),
     ((2, 2, 2), dict(remat="dots", fsdp="none", sequence_parallel="megatron")),
     ((1, 2, 4), dict(fsdp="full", remat="dots", pp_interleave=2)),
     ((2, 1, 4), dict(n_experts=4, attention="xla")),
-    ((1, 2, 4), dict(fsdp="full", remat="none", grad_step=2, train_batch_size=16, layers_per_block=2)),
-    ((4, 1, 2), dict(fsdp="hoist", grad_step=2, n_experts=8)),
-    ((2, 1, 4), dict(fsdp="none", grad_step=2, n_experts=8)),
-    ((4, 2, 1), dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64)),
+    (
+        (1, 2, 4),
+        dict(
+            fsdp="full", remat="none", accumulation_steps=2, train_batch_size=16, layers_per_block=2
+        ),
+    ),
+    ((4, 1, 2), dict(fsdp="hoist", accumulation_steps=2, n_experts=8)),
+    ((2, 1, 4), dict(fsdp="none", accumulation_steps=2, n_experts=8)),
+    (
+        (4, 2, 1),
+        dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64),
+    ),
 ]
 TPU_CONFIGURATIONS = [
     ("v4:2x2x2", (2, 2, 2), dict(T=256, model_dimension=256, model_dtype="bfloat16")),
-    ("v5e:2x4", (4, 1, 2), dict(T=512, model_dimension=256, model_dtype="bfloat16", fsdp="full", latent_dim=64)),
+    (
+        "v5e:2x4",
+        (4, 1, 2),
+        dict(T=512, model_dimension=256, model_dtype="bfloat16", fsdp="full", latent_dim=64),
+    ),
 ]
 
 
 def agree(e, compiled, mesh, reductions=True):
     """Hold an `Estimate` to what was compiled, within the tolerances that the README states. Without `reductions`: but
     for sums over devices, of which small ones are an all-reduce or a reduce-scatter as the TPU compiler likes."""
-    c = hlo.analyse(compiled.text, dict(zip(model.AXES, mesh)))
+    c = hlo.analyse(compiled.text, dict(zip(collectives.AXES, mesh)))
     assert e.weights + e.optimizer + e.batch == pytest.approx(compiled.arguments, rel=0.01)
     assert e.flops - (e.scores if c.kernels else 0) == pytest.approx(c.flops, rel=0.03)
     ours, theirs = ({}, {})
-    for sent, collectives in (ours, e.sent), (theirs, c.collectives):
-        for (axes, kind), (n_bytes, _, _) in collectives.items():
+    for sent, found in (ours, e.sent), (theirs, c.collectives):
+        for (axes, kind), (n_bytes, _, _) in found.items():
             if reductions or kind not in ("all-reduce", "reduce-scatter", "all-gather"):
                 sent[axes] = sent.get(axes, 0) + n_bytes
     for axes in set(ours) | set(theirs):
@@ -90,46 +103,78 @@ def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
 
 
 @tpu_compiler
-@pytest.mark.parametrize("shape, dim, kept", [  # parts of one device, of 8
-    ((128, 5504), 0, True), ((8, 128), 0, False), ((24, 5504), 0, False), ((16, 128), 0, True),
-    ((8 * 304, 128), 0, True), ((8 * 306, 128), 0, False), ((8 * 308, 128), 0, True), ((8 * 612, 128), 0, False),
-    ((3, 8, 640), 1, True), ((3, 12, 640), 1, False), ((1, 64, 512), 1, False),
-    ((6, 12, 64, 128), 3, True), ((6, 12, 64, 192), 3, False),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "shape, dim, kept",
+    [  # parts of one device, of 8
+        ((128, 5504), 0, True),
+        ((8, 128), 0, False),
+        ((24, 5504), 0, False),
+        ((16, 128), 0, True),
+        ((8 * 304, 128), 0, True),
+        ((8 * 306, 128), 0, False),
+        ((8 * 308, 128), 0, True),
+        ((8 * 612, 128), 0, False),
+        ((3, 8, 640), 1, True),
+        ((3, 12, 640), 1, False),
+        ((1, 64, 512), 1, False),
+        ((6, 12, 64, 128), 3, True),
+        ((6, 12, 64, 192), 3, False),
+    ],
+    ids=str,
+)
 def test_formulas_know_which_reduce_scatters_the_tpu_compiler_keeps(no_device, shape, dim, kept):
     assert costs.stays_scattered(shape, dim, 8) == kept
-    assert reductions("v4:2x4x4", (8, 2, 2), "dp", shape, dim) == {"reduce-scatter" if kept else "all-reduce"}
+    assert reductions("v4:2x4x4", (8, 2, 2), "dp", shape, dim) == {
+        "reduce-scatter" if kept else "all-reduce"
+    }
 
 
 @tpu_compiler
-@pytest.mark.parametrize("name, mesh, squares", [
-    ("v4:2x2x2", (4, 2, 1), (("dp", 1),)), ("v5p:2x2x2", (8, 1, 1), (("dp", 2),)),
-    ("v4:2x2x4", (4, 1, 4), (("tp", 1),)), ("v4:2x2x4", (4, 2, 2), ()), ("v5e:4x4", (4, 1, 4), ()),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "name, mesh, squares",
+    [
+        ("v4:2x2x2", (4, 2, 1), (("dp", 1),)),
+        ("v5p:2x2x2", (8, 1, 1), (("dp", 2),)),
+        ("v4:2x2x4", (4, 1, 4), (("tp", 1),)),
+        ("v4:2x2x4", (4, 2, 2), ()),
+        ("v5e:4x4", (4, 1, 4), ()),
+    ],
+    ids=str,
+)
 def test_four_chips_in_a_plane_reduce_all_along_the_first_dim(no_device, name, mesh, squares):
     machine = plan.parse_machine(name)
     assert plan.square_steps(machine, mesh) == squares
-    for i, axis in enumerate(model.AXES):
+    for i, axis in enumerate(collectives.AXES):
         if mesh[i] > 2:
             for n, distance in costs.steps(mesh[i], machine.n):
                 square = (axis, distance) in squares
-                assert costs.stays_scattered((distance * 128, 768), 0, n, machine.chip.buffer, square) is not square
+                assert (
+                    costs.stays_scattered((distance * 128, 768), 0, n, machine.chip.buffer, square)
+                    is not square
+                )
             reduced = reductions(name, mesh, axis, (128, 768), 0)
             assert ("all-reduce" in reduced) == any(a == axis for a, _ in squares)
 
 
 def reductions(name, mesh, axis, part, dim):
-    """What the TPU compiler makes of model.reduce_scatter to such float32 parts: reduce-scatters, all-reduces."""
+    """What the TPU compiler makes of collectives.reduce_scatter to such float32 parts: reduce-scatters, all-reduces."""
     devices = plan.slice_devices(plan.parse_machine(name))
-    grid = jax.sharding.Mesh(main.device_grid(mesh, devices), model.AXES)
+    grid = jax.sharding.Mesh(steps.device_grid(mesh, devices), collectives.AXES)
 
     def summed(x):
-        return model.reduce_scatter(x * lax.axis_index(axis), axis, dim)[None]
+        return collectives.reduce_scatter(x * lax.axis_index(axis), axis, dim)[None]
 
-    program = jax.jit(jax.shard_map(summed, mesh=grid, in_specs=P(), out_specs=P(model.AXES), check_vma=False))
-    whole = jax.ShapeDtypeStruct([grid.shape[axis] * n if i == dim else n for i, n in enumerate(part)], jnp.float32,
-                                 sharding=jax.NamedSharding(grid, P()))  # fmt: skip
-    c = hlo.analyse(program.lower(whole).compile().as_text(), dict(zip(model.AXES, mesh)))
+    program = jax.jit(
+        jax.shard_map(
+            summed, mesh=grid, in_specs=P(), out_specs=P(collectives.AXES), check_vma=False
+        )
+    )
+    whole = jax.ShapeDtypeStruct(
+        [grid.shape[axis] * n if i == dim else n for i, n in enumerate(part)],
+        jnp.float32,
+        sharding=jax.NamedSharding(grid, P()),
+    )
+    c = hlo.analyse(program.lower(whole).compile().as_text(), dict(zip(collectives.AXES, mesh)))
     return {kind for _, kind in c.collectives} & {"reduce-scatter", "all-reduce"}
 
 
@@ -138,35 +183,67 @@ def reductions(name, mesh, axis, part, dim):
 MESH = dict(dp=2, pp=3, tp=4)
 
 
-@pytest.mark.parametrize("attribute, axes, n", [
-    ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("tp",), 4),
-    ("replica_groups={{0,12},{1,13}}", ("dp",), 2),
-    ("replica_groups=[6,4]<=[24]", ("tp",), 4),
-    ("replica_groups=[12,2]<=[2,12]T(1,0)", ("dp",), 2),
-    ("replica_groups=[3,8]<=[2,3,4]T(1,0,2)", ("dp", "tp"), 8),
-    ("replica_groups=mesh['a'=2,'b'=3,'c'=4] {'b'}", ("pp",), 3),
-    ("replica_groups=mesh['a'=3,'b'=2,'c'=4], device_ids=([2,3,4]T(1,0,2)) {'b','c'}", ("dp", "tp"), 8),
-    ("source_target_pairs={{0,4},{4,8},{8,0}}", ("pp",), 2),
-    ("replica_groups={}", ("dp", "pp", "tp"), 24),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "attribute, axes, n",
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("tp",), 4),
+        ("replica_groups={{0,12},{1,13}}", ("dp",), 2),
+        ("replica_groups=[6,4]<=[24]", ("tp",), 4),
+        ("replica_groups=[12,2]<=[2,12]T(1,0)", ("dp",), 2),
+        ("replica_groups=[3,8]<=[2,3,4]T(1,0,2)", ("dp", "tp"), 8),
+        ("replica_groups=mesh['a'=2,'b'=3,'c'=4] {'b'}", ("pp",), 3),
+        (
+            "replica_groups=mesh['a'=3,'b'=2,'c'=4], device_ids=([2,3,4]T(1,0,2)) {'b','c'}",
+            ("dp", "tp"),
+            8,
+        ),
+        ("source_target_pairs={{0,4},{4,8},{8,0}}", ("pp",), 2),
+        ("replica_groups={}", ("dp", "pp", "tp"), 24),
+    ],
+)
 def test_axes_of_a_collective(attribute, axes, n):
     op = hlo.Op("x", "f32[8]", "all-reduce", f"%y), channel_id=1, {attribute}, to_apply=%add")
     assert hlo.group_axes(op, MESH) == (axes, n)
 
 
-@pytest.mark.parametrize("out, operands, rest, flops", [
-    ("f32[5,7]", ("f32[5,3]", "f32[3,7]"), "lhs_contracting_dims={1}, rhs_contracting_dims={0}", 2 * 5 * 3 * 7),
-    ("bf16[2,5,7]", ("bf16[2,5,3]", "bf16[2,7,3]"), "lhs_batch_dims={0}, lhs_contracting_dims={2}", 2 * 2 * 5 * 3 * 7),
-    # as the TPU compiler writes [8,512,128] x [128,6,64]: heads as a dim of the window, five sixths of it on padding
-    ("bf16[8,512,6,64]", ("bf16[8,512,128,1]", "bf16[128,6,64]"),
-     "window={size=1x6 pad=0_0x5_5 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f", None),
-    # and batched products: one place of the window for each member of the batch
-    ("f32[8,6,32,16]", ("bf16[8,32,6,24]", "bf16[8,16,6,24]"),
-     "window={size=8x6 stride=7x5 lhs_dilate=8x6}, dim_labels=0b1f_0o1i->01bf", 2 * 8 * 6 * 32 * 16 * 24),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "out, operands, rest, flops",
+    [
+        (
+            "f32[5,7]",
+            ("f32[5,3]", "f32[3,7]"),
+            "lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            2 * 5 * 3 * 7,
+        ),
+        (
+            "bf16[2,5,7]",
+            ("bf16[2,5,3]", "bf16[2,7,3]"),
+            "lhs_batch_dims={0}, lhs_contracting_dims={2}",
+            2 * 2 * 5 * 3 * 7,
+        ),
+        # as the TPU compiler writes [8,512,128] x [128,6,64]: heads as a dim of the window, five sixths of it on padding
+        (
+            "bf16[8,512,6,64]",
+            ("bf16[8,512,128,1]", "bf16[128,6,64]"),
+            "window={size=1x6 pad=0_0x5_5 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f",
+            None,
+        ),
+        # and batched products: one place of the window for each member of the batch
+        (
+            "f32[8,6,32,16]",
+            ("bf16[8,32,6,24]", "bf16[8,16,6,24]"),
+            "window={size=8x6 stride=7x5 lhs_dilate=8x6}, dim_labels=0b1f_0o1i->01bf",
+            2 * 8 * 6 * 32 * 16 * 24,
+        ),
+    ],
+)
 def test_operations_of_a_product(out, operands, rest, flops):
     if flops is None:  # b is 512 rows of 8 batches along a dim of the window of size 1
-        out, operands, flops = "bf16[8,512,6,64]", ("bf16[8,512,128,1]", "bf16[128,6,64,1]"), 2 * 8 * 512 * 6 * 64 * 128
+        out, operands, flops = (
+            "bf16[8,512,6,64]",
+            ("bf16[8,512,128,1]", "bf16[128,6,64,1]"),
+            2 * 8 * 512 * 6 * 64 * 128,
+        )
     kind = "convolution" if "window" in rest else "dot"
     types = dict(zip(("a", "b"), operands))
     assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}"), types) == flops
@@ -225,7 +302,9 @@ ENTRY %main (x: f32[4]) -> f32[8] {
   ROOT %c = f32[8] fusion(%x), kind=kCustom, calls=%other
 }
 """
-    assert hlo.analyse(text, dict(dp=2, pp=1, tp=1)).collectives == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 2]}
+    assert hlo.analyse(text, dict(dp=2, pp=1, tp=1)).collectives == {
+        (("dp",), "all-gather"): [2 * 32 / 2, 2, 2]
+    }
 
 
 # --- The answer ---------------------------------------------------------------------------------------------------
@@ -235,7 +314,7 @@ TINY = ["--preset", "tiny"]
 
 def planned(*words, **flags):
     """JSON of a plan made in this process, whose printed lines are not looked at."""
-    cfg, given = cli.parse([*TINY, *map(str, words), *flags_of(**flags)])
+    cfg, given = command_line.parse([*TINY, *map(str, words), *flags_of(**flags)])
     plan.main(cfg, given)
     with open(cfg.plan.plan_json) as f:
         return json.load(f)
@@ -244,20 +323,41 @@ def planned(*words, **flags):
 def test_a_plan_of_gpus(tmp_path, capsys):
     a = planned(plan="gpu:8xH200", n_device_axis=(4, 2, 1), plan_json=tmp_path / "plan.json")
     said = capsys.readouterr().out
-    assert a["devices"] == 8 and a["mesh"] == dict(dp=4, pp=2, tp=1) and not a["compiled"] and a["fits"]
+    assert (
+        a["devices"] == 8
+        and a["mesh"] == dict(dp=4, pp=2, tp=1)
+        and not a["compiled"]
+        and a["fits"]
+    )
     assert a["tokens"] == 16 * 4 * 128 and a["bubble"] == pytest.approx(1 / 9)
-    assert a["seconds"]["step"] == pytest.approx(sum(t for part, t in a["seconds"].items() if part != "step"))
+    assert a["seconds"]["step"] == pytest.approx(
+        sum(t for part, t in a["seconds"].items() if part != "step")
+    )
     assert a["tokens_per_second"] == pytest.approx(a["tokens"] / a["seconds"]["step"])
-    assert a["hours"] == pytest.approx(280 * a["seconds"]["step"] / 3600) and a["chip_hours"] == 8 * a["hours"]
+    assert (
+        a["hours"] == pytest.approx(280 * a["seconds"]["step"] / 3600)
+        and a["chip_hours"] == 8 * a["hours"]
+    )
     assert a["mfu"] == pytest.approx(a["flops"]["model"] / a["seconds"]["step"] / 989e12)
     cfg = presets.preset("tiny")
     assert a["parameters"]["total"] == model.count_params(utils.validate(cfg, 1))[0]
-    for word in ("parameters", "memory", "operations", "collectives", "tokens/s", "chip-hours", "bound by", "next"):
+    for word in (
+        "parameters",
+        "memory",
+        "operations",
+        "collectives",
+        "tokens/s",
+        "chip-hours",
+        "bound by",
+        "next",
+    ):
         assert word in said
 
 
 def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
-    a = planned("--search", plan="gpu:4xA100", train_batch_size=16, plan_json=tmp_path / "plan.json")
+    a = planned(
+        "--search", plan="gpu:4xA100", train_batch_size=16, plan_json=tmp_path / "plan.json"
+    )
     said = capsys.readouterr().out
     meshes = [tuple(row["mesh"].values()) for row in a["search"]]
     assert set(meshes) == {(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)}
@@ -268,44 +368,83 @@ def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
 
 
 def test_what_does_not_fit_says_what_would(tmp_path, capsys):
-    flags = dict(preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, micro_batch_size=4, val_batch_size=4)
-    cfg, given = cli.parse(flags_of(**flags))
+    flags = dict(
+        preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, microbatches=4, val_batch_size=4
+    )
+    cfg, given = command_line.parse(flags_of(**flags))
     plan.main(cfg, given)
-    assert "does not fit: it needs" in (said := capsys.readouterr().out) and "--" in said.split("next")[1]
+    assert (
+        "does not fit: it needs" in (said := capsys.readouterr().out)
+        and "--" in said.split("next")[1]
+    )
 
 
 def test_without_a_compiler_formulas_answer(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     a = planned(plan="v4:2x2x2", plan_json=tmp_path / "plan.json")
-    assert 'pip install "jax[tpu]"' in capsys.readouterr().out and a["devices"] == 8 and not a["compiled"]
+    assert (
+        'pip install "jax[tpu]"' in capsys.readouterr().out
+        and a["devices"] == 8
+        and not a["compiled"]
+    )
     with pytest.raises(utils.UserError, match="jax\\[tpu\\]"):
         planned(plan="v4:2x2x2", plan_json=tmp_path / "plan.json", plan_dump=tmp_path)
 
 
-@pytest.mark.parametrize("name, n, slices, topology", [
-    ("v4:2x4x4", 32, 1, "v4:2x4x4"), ("v5e:4x8", 32, 1, "v5e:4x8"), ("2*v5p:2x2x1", 8, 2, "v5p:2x2x1"),
-    ("gpu:8xH200", 8, 1, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, n, slices, topology",
+    [
+        ("v4:2x4x4", 32, 1, "v4:2x4x4"),
+        ("v5e:4x8", 32, 1, "v5e:4x8"),
+        ("2*v5p:2x2x1", 8, 2, "v5p:2x2x1"),
+        ("gpu:8xH200", 8, 1, ""),
+    ],
+)
 def test_machines(name, n, slices, topology):
     machine = plan.parse_machine(name)
-    assert (machine.n, machine.slices, machine.topology) == (n, slices, topology) and machine.chip.peak
+    assert (machine.n, machine.slices, machine.topology) == (
+        n,
+        slices,
+        topology,
+    ) and machine.chip.peak
 
 
-@pytest.mark.parametrize("name", ["v4", "v9:2x2", "v4:2x2", "v5e:2x2x2", "v4:2x0x2", "0*v4:2x2x1", "gpu:8xT4", "8xH200",
-                                  "gpu:0xH100", "v4:2x2x2x2", "v4:ax2x2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "v4",
+        "v9:2x2",
+        "v4:2x2",
+        "v5e:2x2x2",
+        "v4:2x0x2",
+        "0*v4:2x2x1",
+        "gpu:8xT4",
+        "8xH200",
+        "gpu:0xH100",
+        "v4:2x2x2x2",
+        "v4:ax2x2",
+    ],
+)
 def test_a_machine_that_is_none(name):
     with pytest.raises(utils.UserError, match="such as"):
         plan.parse_machine(name)
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--search"], "--plan"), (["--plan_dump", "x"], "--plan"),
-    (["--plan", "gpu:8xH200", "--n_device_axis", "3", "1", "1"], "--n_device_axis 3 1 1"),
-    (["--plan", "gpu:8xH200", "--n_devices", "4"], "--n_devices 4"),
-    (["--plan", "gpu:8xH200", "--plan_dump", "x"], "--plan_dump x"),
-    (["--plan", "v7:2x2"], "--plan v7:2x2"),
-    (["--plan", "gpu:8xH200", "--search", "--train_batch_size", "1", "--micro_batch_size", "1"], ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--search"], "--plan"),
+        (["--plan_dump", "x"], "--plan"),
+        (["--plan", "gpu:8xH200", "--n_device_axis", "3", "1", "1"], "--n_device_axis 3 1 1"),
+        (["--plan", "gpu:8xH200", "--n_devices", "4"], "--n_devices 4"),
+        (["--plan", "gpu:8xH200", "--plan_dump", "x"], "--plan_dump x"),
+        (["--plan", "v7:2x2"], "--plan v7:2x2"),
+        (
+            ["--plan", "gpu:8xH200", "--search", "--train_batch_size", "1", "--microbatches", "1"],
+            "",
+        ),
+    ],
+)
 def test_mistakes_get_one_sentence(words, said):
     ran = run_program(*words)
     if said:
@@ -316,26 +455,40 @@ def test_mistakes_get_one_sentence(words, said):
 
 
 def test_a_plan_is_no_part_of_a_run():
-    cfg, _ = cli.parse(["--plan", "v4:2x2x1", "--search"])
-    assert cfg.plan.search and not {"plan", "search", "plan_json", "plan_dump"} & set(utils.flatten(cfg))
+    cfg, _ = command_line.parse(["--plan", "v4:2x2x1", "--search"])
+    assert cfg.plan.search and not {"plan", "search", "plan_json", "plan_dump"} & set(
+        utils.flatten(cfg)
+    )
     assert utils.replace(cfg, T=64).plan == cfg.plan
 
 
 @tpu_compiler
 def test_a_plan_by_the_tpu_compiler(tmp_path):
     small = {k: v for k, v in SMALL.items() if k != "compilation_cache"} | dict(T=128, fsdp="hoist")
-    ran = run_program(*flags_of(preset="tiny", plan="v4:2x2x1", n_device_axis=(2, 2, 1), **small,
-                                plan_json=tmp_path / "a/plan.json", plan_dump=tmp_path / "dump"))  # fmt: skip
+    ran = run_program(
+        *flags_of(
+            preset="tiny",
+            plan="v4:2x2x1",
+            n_device_axis=(2, 2, 1),
+            **small,
+            plan_json=tmp_path / "a/plan.json",
+            plan_dump=tmp_path / "dump",
+        )
+    )
     assert ran.returncode == 0 and "TPU v4" in ran.stdout, ran.stderr
     a = json.loads((tmp_path / "a/plan.json").read_text())
     c = hlo.analyse((tmp_path / "dump/step.hlo").read_text(), a["mesh"])
-    assert a["compiled"] and sum(row["bytes"] for row in a["collectives"]) == pytest.approx(sum(c.sent.values()))
+    assert a["compiled"] and sum(row["bytes"] for row in a["collectives"]) == pytest.approx(
+        sum(c.sent.values())
+    )
 
 
 @tpu_compiler
 def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
-    words = flags_of(plan="v5e:2x2", n_device_axis=(4, 1, 1), remat="none", train_batch_size=64, micro_batch_size=1)
-    cfg, given = cli.parse(words)
+    words = flags_of(
+        plan="v5e:2x2", n_device_axis=(4, 1, 1), remat="none", train_batch_size=64, microbatches=1
+    )
+    cfg, given = command_line.parse(words)
     plan.main(cfg, given)
     assert "does not fit: it needs" in capsys.readouterr().out
 
@@ -350,7 +503,10 @@ def abort(cfg, machine):
 def test_formulas_answer_where_the_tpu_compiler_aborts(no_device, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "compile_for", abort)
     a = planned("--search", plan="v4:2x2x1", train_batch_size=16, plan_json=tmp_path / "plan.json")
-    assert "its own (libtpu" in (said := capsys.readouterr().out) and ": Check failed: s_count.has_value())" in said
+    assert (
+        "its own (libtpu" in (said := capsys.readouterr().out)
+        and ": Check failed: s_count.has_value())" in said
+    )
     assert a["fits"] and not any(row["compiled"] for row in a["search"])
     with pytest.raises(utils.UserError, match="no program to write"):
         planned(plan="v4:2x2x1", n_device_axis=(4, 1, 1), plan_dump=tmp_path)

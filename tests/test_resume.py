@@ -17,12 +17,16 @@ from conftest import ROOT, SMALL, flags_of
 import main
 import utils
 from tools import hf
+from training import weights
 
 
 def metrics_of(run):
     """Rows of metrics.jsonl without the keys that are times."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "data/wait")} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k not in ("tokens_per_second", "data/wait")}
+        for row in rows
+    ]
 
 
 def checkpoint_of(run, step):
@@ -31,7 +35,10 @@ def checkpoint_of(run, step):
 
     with ocp.StandardCheckpointer() as reader:
         state = reader.restore(run / "checkpoints" / str(step) / "state")
-    return {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(p): np.asarray(x)
+        for p, x in jax.tree_util.tree_leaves_with_path(state)
+    }
 
 
 def assert_bitwise(a, b):
@@ -44,7 +51,7 @@ def assert_bitwise(a, b):
 def test_resume_is_bitwise(train, tmp_path, mesh):
     flags = dict(mesh=mesh, dropout_rate=0.1)
     assert train(**flags, name="whole", training_steps=20) == 0
-    assert train(**flags, name="parts", training_steps=7) == 0  # not a multiple of checkpoint_steps
+    assert train(**flags, name="parts", training_steps=7) == 0  # not a multiple of eval_every
     assert train(**flags, name="parts", training_steps=20) == 0
     whole, parts = tmp_path / "runs" / "whole", tmp_path / "runs" / "parts"
     assert_bitwise(checkpoint_of(whole, 20), checkpoint_of(parts, 20))
@@ -62,7 +69,7 @@ def test_a_run_from_before_latent_norm_eps_goes_on_as_it_was(train, tmp_path):
     stored = json.loads((old / "config.json").read_text())
     del stored["latent_norm_eps"]
     (old / "config.json").write_text(json.dumps(stored))
-    assert main.open_weights(str(old))[0]["latent_norm_eps"] == 1e-2
+    assert weights.open_weights(str(old))[0]["latent_norm_eps"] == 1e-2
     with pytest.raises(utils.UserError, match="--latent_norm_eps 0.01: transformers has no model"):
         hf.export(str(old), str(tmp_path / "exported"))
     for steps in (4, 6):  # the second time its config.json has the flag
@@ -72,7 +79,7 @@ def test_a_run_from_before_latent_norm_eps_goes_on_as_it_was(train, tmp_path):
         train(**flags, name="old", latent_norm_eps=1e-6, training_steps=8)
     del stored["data_fingerprint"]  # as what was imported then has none
     (old / "config.json").write_text(json.dumps(stored))
-    assert main.open_weights(str(old))[0]["latent_norm_eps"] == 1e-6
+    assert weights.open_weights(str(old))[0]["latent_norm_eps"] == 1e-6
 
 
 def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypatch):
@@ -87,24 +94,53 @@ def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypat
     monkeypatch.setattr(main, "put_batch", watched)
     assert train(name="whole", training_steps=20) == 0
     assert train(name="moved", training_steps=10) == 0
-    # train_batch_size and val_batch_size are not given again, and follow dp and grad_step
-    moved = dict(mesh=(2, 2, 2), grad_step=2, micro_batch_size=2, pp_interleave=2, train_batch_size=None,
-                 val_batch_size=None)  # fmt: skip
+    # train_batch_size and val_batch_size are not given again, and follow dp and accumulation_steps
+    moved = dict(
+        mesh=(2, 2, 2),
+        accumulation_steps=2,
+        microbatches=2,
+        pp_interleave=2,
+        train_batch_size=None,
+        val_batch_size=None,
+    )
     assert train(name="moved", training_steps=20, **moved) == 0
     assert np.array_equal(np.stack(read[:20]), np.stack(read[20:]))
     whole, moved = metrics_of(tmp_path / "runs" / "whole"), metrics_of(tmp_path / "runs" / "moved")
     for a, b in zip(whole, moved, strict=True):
-        assert a.keys() == b.keys() and all(abs(a[k] - b[k]) < 1e-4 for k in a if k.startswith("loss")), (a, b)
-    assert json.loads((tmp_path / "runs" / "moved" / "config.json").read_text())["train_batch_size"] == 2
+        assert a.keys() == b.keys() and all(
+            abs(a[k] - b[k]) < 1e-4 for k in a if k.startswith("loss")
+        ), (a, b)
+    assert (
+        json.loads((tmp_path / "runs" / "moved" / "config.json").read_text())["train_batch_size"]
+        == 2
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path, number):
-    flags = {**SMALL, "n_device_axis": (1, 1, 1), "n_devices": 1, "name": "run", "train_batch_size": 8,
-             "val_batch_size": 8, "output_dir": tmp_path / "runs",
-             "bucket_name": shards, "compilation_cache": xla_cache, "checkpoint_steps": 5, "eval_steps": 2}  # fmt: skip
-    words = [sys.executable, str(ROOT / "main.py"), "--preset", "tiny", *flags_of(**flags, training_steps=100_000)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    flags = {
+        **SMALL,
+        "n_device_axis": (1, 1, 1),
+        "n_devices": 1,
+        "name": "run",
+        "train_batch_size": 8,
+        "val_batch_size": 8,
+        "output_dir": tmp_path / "runs",
+        "bucket_name": shards,
+        "compilation_cache": xla_cache,
+        "eval_every": 5,
+        "eval_steps": 2,
+    }
+    words = [
+        sys.executable,
+        str(ROOT / "main.py"),
+        "--preset",
+        "tiny",
+        *flags_of(**flags, training_steps=100_000),
+    ]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     deadline = time.time() + 300
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 6):
@@ -150,7 +186,11 @@ def test_resume_passes_over_a_damaged_checkpoint(train, tmp_path, capsys, how):
     capsys.readouterr()
     assert train(training_steps=8) == 0
     said = capsys.readouterr().out
-    assert "checkpoint 8 is damaged" in said and "going on from checkpoint 4" in said and "5 to 8" in said
+    assert (
+        "checkpoint 8 is damaged" in said
+        and "going on from checkpoint 4" in said
+        and "5 to 8" in said
+    )
     assert_bitwise(sound, checkpoint_of(run, 8))
     assert [p.name.split("-")[0] for p in (run / "checkpoints-damaged").iterdir()] == ["8"]
 
@@ -165,11 +205,17 @@ def test_resume_refuses_where_every_checkpoint_is_damaged(train, tmp_path):
 def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shards, tmp_path):
     assert train(training_steps=2) == 0
     before = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes()
-    for flag, value in dict(n_shared=2, max_lr=1e-4, seed=3, T=16, train_batch_size=16, grad_step=2).items():
+    for flag, value in dict(
+        n_shared=2, max_lr=1e-4, seed=3, T=16, train_batch_size=16, accumulation_steps=2
+    ).items():
         with pytest.raises(utils.UserError) as e:
             train(training_steps=4, **{flag: value})
-        assert ("train_batch_size" if flag == "grad_step" else flag) in str(e.value) and str(value) in str(e.value)
-    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == before, "a refusal writes nothing"
+        assert ("train_batch_size" if flag == "accumulation_steps" else flag) in str(
+            e.value
+        ) and str(value) in str(e.value)
+    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == before, (
+        "a refusal writes nothing"
+    )
     other = tmp_path / "other"
     shutil.copytree(shards, other)
     assert train(training_steps=3, bucket_name=other) == 0  # the same shards elsewhere
@@ -177,7 +223,7 @@ def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shar
     with pytest.raises(utils.UserError, match="saw other data"):
         train(training_steps=4, bucket_name=other)
     # what may differ
-    assert train(training_steps=4, checkpoint_steps=2, eval_steps=1, remat="full", micro_batch_size=2) == 0
+    assert train(training_steps=4, eval_every=2, eval_steps=1, remat="full", microbatches=2) == 0
 
 
 def test_a_torn_config_is_one_sentence_and_torn_logs_are_read_as_far_as_they_go(train, tmp_path):
@@ -185,18 +231,24 @@ def test_a_torn_config_is_one_sentence_and_torn_logs_are_read_as_far_as_they_go(
     run = tmp_path / "runs" / "run"
     good = (run / "config.json").read_text()
     stored = json.loads(good)
-    edited = [{**stored, "n_device_axis": "1 1 1"}, {**stored, "train_batch_size": None}, {**stored, "T": "32"},
-              {name: value for name, value in stored.items() if name != "grad_step"}]  # fmt: skip
+    edited = [
+        {**stored, "n_device_axis": "1 1 1"},
+        {**stored, "train_batch_size": None},
+        {**stored, "T": "32"},
+        {name: value for name, value in stored.items() if name != "accumulation_steps"},
+    ]
     for torn in [good[:100], "[1, 2]", "null", "3", *map(json.dumps, edited)]:
         (run / "config.json").write_text(torn)
         with pytest.raises(utils.UserError, match=r"config\.json: .*; put back what it was\.$"):
             train(training_steps=4)
     (run / "config.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(utils.UserError, match=r"config\.json: is not JSON"):
-        main.open_weights(str(run))
+        weights.open_weights(str(run))
     (run / "config.json").write_text(good)
     with open(run / "metrics.jsonl", "ab") as f:
-        f.write(b'5\n[1]\n{"x": 1}\n{"step": "2", "loss/train_loss": 1}\n\xff\xfe\n{"step": 2, "loss/tr')
+        f.write(
+            b'5\n[1]\n{"x": 1}\n{"step": "2", "loss/train_loss": 1}\n\xff\xfe\n{"step": 2, "loss/tr'
+        )
     (run / "samples.txt").write_bytes(b"=== step x\n\xff\n=== step 2\n--- 0\n=== step \n")
     assert train(training_steps=4) == 0
     assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4]

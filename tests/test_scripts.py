@@ -16,11 +16,15 @@ import pytest
 import utils
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted(p for folder in (".", "tests", "data", "tools") for p in ROOT.glob(f"{folder}/*.sh"))
+SCRIPTS = sorted(
+    p for folder in (".", "tests", "data", "tools") for p in ROOT.glob(f"{folder}/*.sh")
+)
 SCRIPTS.append(ROOT / ".ci/run")
 NAMES = [str(p.relative_to(ROOT)) for p in SCRIPTS]
 # What the scripts react to, and what the shell that runs the tests may have set
-CLEAN = {k: v for k, v in os.environ.items() if k not in {"PYTHON", "VENV", "JAX_PLATFORMS", "XLA_FLAGS"}}
+CLEAN = {
+    k: v for k, v in os.environ.items() if k not in {"PYTHON", "VENV", "JAX_PLATFORMS", "XLA_FLAGS"}
+}
 
 
 def program(path, text):
@@ -30,8 +34,15 @@ def program(path, text):
 
 
 def bash(*words, cwd=None, **environment):
-    return subprocess.run(["bash", *map(str, words)], cwd=cwd, env=CLEAN | environment, stdin=subprocess.DEVNULL,
-                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    return subprocess.run(
+        ["bash", *map(str, words)],
+        cwd=cwd,
+        env=CLEAN | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def assert_one_sentence(result, code, *words):
@@ -62,7 +73,9 @@ def test_script_is_shellcheck_clean(script):
 # --- run.sh -----------------------------------------------------------------------------------------------------
 
 RANKS = "data/shards/bpe8192.tiktoken"
-TRAIN_TOKENIZER = f"data/train_tokenizer.py --source stdlib --vocab_size 8192 --output {RANKS}".split()
+TRAIN_TOKENIZER = (
+    f"data/train_tokenizer.py --source stdlib --vocab_size 8192 --output {RANKS}".split()
+)
 TOKENIZE = f"data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer {RANKS}".split()
 SIMULATED = ["--n_devices", "8", "--n_device_axis", "2", "2", "2"]
 STDLIB = ["--bucket_name", "data/shards/stdlib"]
@@ -78,7 +91,9 @@ class Repository:
         shutil.copy(ROOT / "launcher.sh", root)
         shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("*.py"))
         shutil.copy(ROOT / "cluster.env.example", root)
-        program(root / "setup_tpu.sh", f'echo "$@" >>"{root}/setups"\n[ "$#" = 0 ] || echo {machine}\n')
+        program(
+            root / "setup_tpu.sh", f'echo "$@" >>"{root}/setups"\n[ "$#" = 0 ] || echo {machine}\n'
+        )
         program(root / ".venv/bin/python", f'#!/bin/sh\nprintf "%s\\0" "$@" END >>"{self.calls}"\n')
 
     def have_corpus(self, folder="stdlib", ranks=True):
@@ -126,10 +141,20 @@ def test_run_adds_defaults(repository):
     assert (repository.root / "setups").read_text().splitlines() == ["", "--accelerator"]
 
 
-@pytest.mark.parametrize("flags", [
-    ["--preset", "moe1b"], ["--preset=moe1b"], ["--bucket_name", "x"], ["--bucket-name=x"], ["--n_devices", "4"],
-    ["--n-devices=4"], ["--prompt", "--preset is no flag in here"], ["--seed", "1", "--no-wandb"],
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--preset", "moe1b"],
+        ["--preset=moe1b"],
+        ["--bucket_name", "x"],
+        ["--bucket-name=x"],
+        ["--n_devices", "4"],
+        ["--n-devices=4"],
+        ["--prompt", "--preset is no flag in here"],
+        ["--seed", "1", "--no-wandb"],
+    ],
+    ids=" ".join,
+)
 def test_run_leaves_what_was_given(repository, flags):
     flag = flags[0].split("=")[0].replace("-", "_")
     defaults = {"__preset": ["--preset", "tiny"], "__bucket_name": STDLIB, "__n_devices": SIMULATED}
@@ -137,13 +162,17 @@ def test_run_leaves_what_was_given(repository, flags):
     assert repository.run(*flags) == [["main.py", *expected, *flags]]
 
 
-@pytest.mark.parametrize("flags, n_devices", [
-    (["--n_device_axis", "1", "2", "2"], ["--n_devices", "4"]),
-    (["--seed", "1", "--n-device-axis", "1", "1", "1", "--wandb"], ["--n_devices", "1"]),
-    (["--n_device_axis", "2", "2", "1", "--n_devices", "4"], []),
-    (["--n_device_axis", "2", "two", "1"], []),  # main.py's to refuse
-    (["--n_device_axis", "2"], []),
-], ids=lambda words: " ".join(words))  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, n_devices",
+    [
+        (["--n_device_axis", "1", "2", "2"], ["--n_devices", "4"]),
+        (["--seed", "1", "--n-device-axis", "1", "1", "1", "--wandb"], ["--n_devices", "1"]),
+        (["--n_device_axis", "2", "2", "1", "--n_devices", "4"], []),
+        (["--n_device_axis", "2", "two", "1"], []),  # main.py's to refuse
+        (["--n_device_axis", "2"], []),
+    ],
+    ids=lambda words: " ".join(words),
+)
 def test_run_simulates_what_the_mesh_needs(repository, flags, n_devices):
     assert repository.run(*flags) == [["main.py", "--preset", "tiny", *STDLIB, *n_devices, *flags]]
 
@@ -158,15 +187,27 @@ def test_run_simulates_nothing_where_devices_are(repository, tmp_path):
         assert with_accelerator.run(*mesh) == [["main.py", "--preset", "tiny", *STDLIB, *mesh]]
 
 
-@pytest.mark.parametrize("flags, tokenizer, folder", [
-    (["--tokenizer", "gpt2"], "gpt2", "stdlib-gpt2"),
-    (["--tokenizer=gpt2"], "gpt2", "stdlib-gpt2"),
-    (["--tokenizer", "my ranks/a b.tiktoken"], "my ranks/a b.tiktoken", "stdlib-a b"),
-], ids=["separate", "equals", "file"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, tokenizer, folder",
+    [
+        (["--tokenizer", "gpt2"], "gpt2", "stdlib-gpt2"),
+        (["--tokenizer=gpt2"], "gpt2", "stdlib-gpt2"),
+        (["--tokenizer", "my ranks/a b.tiktoken"], "my ranks/a b.tiktoken", "stdlib-a b"),
+    ],
+    ids=["separate", "equals", "file"],
+)
 def test_run_keeps_a_corpus_per_tokenizer(repository, flags, tokenizer, folder):
     calls = repository.run(*flags)
     tokenize = [*TOKENIZE[:4], f"data/shards/{folder}", "--tokenizer", tokenizer]
-    train = ["main.py", "--preset", "tiny", "--bucket_name", f"data/shards/{folder}", *SIMULATED, *flags]
+    train = [
+        "main.py",
+        "--preset",
+        "tiny",
+        "--bucket_name",
+        f"data/shards/{folder}",
+        *SIMULATED,
+        *flags,
+    ]
     assert calls == [tokenize, train]
     assert repository.have_corpus(folder).run(*flags) == [train]
 
@@ -188,9 +229,14 @@ def test_run_from_elsewhere_and_failures(repository, tmp_path):
     program(repository.root / ".venv/bin/python", "#!/bin/sh\npwd\nexit 7\n")
     (tmp_path / "decoy/a folder").mkdir(parents=True)
     result = bash("a folder/run.sh", "local", cwd=tmp_path, CDPATH=str(tmp_path / "decoy"))
-    assert (result.returncode, result.stdout.strip()) == (7, str(repository.root))  # main.py's status is run.sh's
+    assert (result.returncode, result.stdout.strip()) == (
+        7,
+        str(repository.root),
+    )  # main.py's status is run.sh's
     shutil.rmtree(repository.root / "data")
-    assert bash(repository.root / "run.sh", "local").stdout.count("\n") == 1  # after a failed step nothing goes on
+    assert (
+        bash(repository.root / "run.sh", "local").stdout.count("\n") == 1
+    )  # after a failed step nothing goes on
     program(repository.root / "setup_tpu.sh", "exit 3\n")
     result = bash(repository.root / "run.sh", "local")
     assert (result.returncode, result.stdout) == (3, "")
@@ -201,7 +247,9 @@ def test_run_hands_signals_to_the_training(repository):
     stub = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
     stub += "print('ready', flush=True)\ntime.sleep(50)\n"
     program(repository.root / ".venv/bin/python", f"#!{sys.executable}\n{stub}")
-    with subprocess.Popen(["bash", repository.root / "run.sh", "local"], env=CLEAN, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        ["bash", repository.root / "run.sh", "local"], env=CLEAN, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 42
@@ -213,9 +261,14 @@ def test_run_starts_the_training_again(repository):
     env, lives = CLEAN | {"RESTART_PAUSE": "0"}, repository.root / "lives"
     for statuses, left, expected in (("1 75 0", "", 0), ("1 1 1 0", "0", 1), ("1 2 0", "0", 2)):
         lives.write_text(statuses.replace(" ", "\n") + "\n")
-        program(repository.root / ".venv/bin/python", "#!/bin/bash\nread -r s <lives; sed -i 1d lives; exit $s\n")
+        program(
+            repository.root / ".venv/bin/python",
+            "#!/bin/bash\nread -r s <lives; sed -i 1d lives; exit $s\n",
+        )
         done = subprocess.run(supervised, env=env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == expected and "starting it again in 0 s, 1 times more" in done.stdout, done.stdout
+        assert (
+            done.returncode == expected and "starting it again in 0 s, 1 times more" in done.stdout
+        ), done.stdout
         assert lives.read_text().strip() == left
     stub = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
     stub += "print('ready', flush=True)\ntime.sleep(50)\n"
@@ -224,7 +277,9 @@ def test_run_starts_the_training_again(repository):
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143 and not process.stdout.read()
-    assert_one_sentence(bash(repository.root / "run.sh", "--max_restarts", "x", "local"), 1, "--max_restarts x")
+    assert_one_sentence(
+        bash(repository.root / "run.sh", "--max_restarts", "x", "local"), 1, "--max_restarts x"
+    )
 
 
 # --- launcher.sh, as far as it needs no host ---------------------------------------------------------------------
@@ -258,7 +313,10 @@ status: --status
 
 def test_launcher_refuses_mistyped_words_and_no_flag_of_main(repository):
     """One sentence and nothing else, before any host is asked; the words of main.py pass."""
-    script, env = repository.root / "launcher.sh", dict(HOSTS="a x@c", PATH=f"{repository.root}:{os.environ['PATH']}")
+    script, env = (
+        repository.root / "launcher.sh",
+        dict(HOSTS="a x@c", PATH=f"{repository.root}:{os.environ['PATH']}"),
+    )
     program(repository.root / "ssh", f"#!/bin/sh\ntouch '{repository.root}/asked'\nexit 255\n")
     for line in WRONG_WORDS.strip().splitlines():
         words, expected = line.split(": ")
@@ -267,10 +325,16 @@ def test_launcher_refuses_mistyped_words_and_no_flag_of_main(repository):
         assert not result.stdout
     for words in ("--sync --help", "--restart --preset tiny --help", "--sync -h"):
         result = bash(script, *words.split(), **env)
-        assert result.returncode == 0 and result.stdout.startswith("usage: bash launcher.sh") and not result.stderr
+        assert (
+            result.returncode == 0
+            and result.stdout.startswith("usage: bash launcher.sh")
+            and not result.stderr
+        )
     names = [*utils.flatten(utils.Config()), *vars(utils.Plan())]
     flags = [f"--{no}{name}" for name in names for no in ("", "no_", "no-")]
-    assert_one_sentence(bash(script, *flags, "--name", "status", COMMIT="none", **env), 1, "COMMIT=none")
+    assert_one_sentence(
+        bash(script, *flags, "--name", "status", COMMIT="none", **env), 1, "COMMIT=none"
+    )
     assert not (repository.root / "asked").exists()
 
 
@@ -281,19 +345,27 @@ def test_hosts_and_keys_that_cannot_be_right_are_refused_at_once(repository, tmp
     missing = str(tmp_path / "no key")
     result = bash(script, "--status", HOSTS="a", SSH_KEY=missing)
     assert_one_sentence(result, 1, f"SSH_KEY={missing}: there is no such file")
-    assert_one_sentence(bash(script, "--status", HOSTS="a", SSH_KEY=str(tmp_path)), 1, "cannot be read")
+    assert_one_sentence(
+        bash(script, "--status", HOSTS="a", SSH_KEY=str(tmp_path)), 1, "cannot be read"
+    )
 
 
-# --- tools/on_host.sh, on this machine ---------------------------------------------------------------------------
+# --- tools/cluster/on_host.sh, on this machine ---------------------------------------------------------------------------
 
 
 def on_this_host(home, *call, **settings):
-    """A function of tools/on_host.sh, as it runs on a host, whose home is `home`."""
+    """A function of tools/cluster/on_host.sh, as it runs on a host, whose home is `home`."""
     settings = dict(FOLDER=str(home), SESSION="s", VENV=".venv", PYTHON="", host="h") | settings
     script = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in settings.items())
-    script += (ROOT / "tools/on_host.sh").read_text() + shlex.join(map(str, call)) + " </dev/null\n"
+    script += (
+        (ROOT / "tools/cluster/on_host.sh").read_text()
+        + shlex.join(map(str, call))
+        + " </dev/null\n"
+    )
     env = CLEAN | {"HOME": str(home), "TMUX_TMPDIR": str(home)}
-    return subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["bash"], input=script, env=env, capture_output=True, text=True, timeout=60
+    )
 
 
 SAID = "11:26:35 compiled in 13s"
@@ -312,21 +384,36 @@ WARNING:absl:something about a checkpoint
 
    \r
  45%|####5     | 45/100 [00:01<00:01, 38.7it/s]\r 46%|####6     | 46/100 [00:01<00:01, 38.7it/s]
-tools/supervise.sh: line 23:  3995 Killed                  ( trap - INT; exec "$@" )
+tools/cluster/supervise.sh: line 23:  3995 Killed                  ( trap - INT; exec "$@" )
 """
 LOGS = {  # log, what --status says of it
     "noise": (f"{SAID}\n{NOISE}", SAID),
     "only noise": (NOISE, ""),
     "exception": (f"{SAID}\n{TRACE}ValueError: a\n more\nof it\n{NOISE}", "ValueError: a"),
-    "two exceptions": (f"{TRACE}KeyError: 1\n\nDuring handling of it:\n\n{TRACE}OSError: 2\n", "OSError: 2"),
+    "two exceptions": (
+        f"{TRACE}KeyError: 1\n\nDuring handling of it:\n\n{TRACE}OSError: 2\n",
+        "OSError: 2",
+    ),
     "error before": (f"{SAID}\n{ERROR}\n{TRACE}ValueError: a\n{NOISE}Fatal Python error\n", ERROR),
     "error after": (f"{SAID}\n{TRACE}ValueError: a\n{ERROR}\n", ERROR),
-    "another life": (f"{ERROR}\nmain.py ended with status 1; starting it again in 5 s\n{NOISE}", "main.py ended with"),
-    "a whole life": (f"{ERROR}\n{TRACE}ValueError: a\nmain.py ended with status 1; again\n{NOISE}{SAID}\n", SAID),
+    "another life": (
+        f"{ERROR}\nmain.py ended with status 1; starting it again in 5 s\n{NOISE}",
+        "main.py ended with",
+    ),
+    "a whole life": (
+        f"{ERROR}\n{TRACE}ValueError: a\nmain.py ended with status 1; again\n{NOISE}{SAID}\n",
+        SAID,
+    ),
     "at exit": (f"{SAID}\nException ignored in: <f>\n{TRACE}ValueError: a\n", SAID),
-    "abort": (f"{SAID}\nF1122 11:28:49.7    4112 client.h:80] Terminating process\n{NOISE}", "Terminating process"),
+    "abort": (
+        f"{SAID}\nF1122 11:28:49.7    4112 client.h:80] Terminating process\n{NOISE}",
+        "Terminating process",
+    ),
     "another program": (f"{NOISE}boom 7\n", "boom 7"),
-    "no program": ("tools/supervise.sh: line 2: /x: No such file\n", "tools/supervise.sh: line 2: /x: No such"),
+    "no program": (
+        "tools/cluster/supervise.sh: line 2: /x: No such file\n",
+        "tools/cluster/supervise.sh: line 2: /x: No such",
+    ),
     "colours": ("\x1b[31mboom\x1b[0m\r\n", "boom"),
 }
 
@@ -338,7 +425,9 @@ def test_status_shows_the_last_line_that_means_something(tmp_path):
     for name, (log, expected) in LOGS.items():
         (state / "log").write_text(log)
         said = on_this_host(tmp_path, "state").stdout.strip()
-        assert said.startswith(f"ended with status 3: {expected}" if expected else "ended with status 3"), (name, said)
+        assert said.startswith(
+            f"ended with status 3: {expected}" if expected else "ended with status 3"
+        ), (name, said)
         assert expected or said == "ended with status 3"
 
 
@@ -355,7 +444,9 @@ def test_secrets_reach_every_life_and_no_file_outlives_their_reading(tmp_path):
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     program(tmp_path / ".venv/bin/python", LIVES)
     settings = dict(MAX_RESTARTS="1", START_TIMEOUT="30")
-    done = on_this_host(tmp_path, "start", "1", "SECRET=s3cret\nRESTART_PAUSE=0\n", "--seed", "1", **settings)
+    done = on_this_host(
+        tmp_path, "start", "1", "SECRET=s3cret\nRESTART_PAUSE=0\n", "--seed", "1", **settings
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     while (said := on_this_host(tmp_path, "state").stdout).startswith("running"):
         pass
@@ -365,8 +456,17 @@ def test_secrets_reach_every_life_and_no_file_outlives_their_reading(tmp_path):
     environment = tmp_path / ".moe-pretraining/s/h/environment"
     assert not environment.exists()
     program(tmp_path / "tmux", "#!/bin/sh\nexit 1\n")
-    done = on_this_host(tmp_path, "start", "2", "SECRET=s3cret\n", PATH=f"{tmp_path}:{os.environ['PATH']}", **settings)
-    assert done.returncode == 1 and "tmux could not start" in done.stderr and not environment.exists()
+    done = on_this_host(
+        tmp_path,
+        "start",
+        "2",
+        "SECRET=s3cret\n",
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        **settings,
+    )
+    assert (
+        done.returncode == 1 and "tmux could not start" in done.stderr and not environment.exists()
+    )
     environment.write_text("SECRET=s3cret\n")
     assert on_this_host(tmp_path, "stop", "1").returncode == 0 and not environment.exists()
 
@@ -433,10 +533,15 @@ def test_two_setups_at_once_install_once(set_up):
     text = STAND_IN.replace('    cat "$2" >"$root/pip"', slow)
     program(set_up.python, text.format(root=set_up.root, python=sys.executable))
     env = CLEAN | {"PYTHON": str(set_up.python), "JAX_PLATFORMS": "cpu"}
-    both = [subprocess.Popen(["bash", set_up.root / "setup_tpu.sh"], env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    both = [
+        subprocess.Popen(["bash", set_up.root / "setup_tpu.sh"], env=env, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
     outputs = [process.communicate(timeout=60)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
-    assert (set_up.root / "installs").read_text() == "x\n" and b"waiting for another setup" in b"".join(outputs)
+    assert (
+        set_up.root / "installs"
+    ).read_text() == "x\n" and b"waiting for another setup" in b"".join(outputs)
 
 
 def test_setup_extras_accumulate_and_changes_are_seen(set_up):
@@ -454,7 +559,11 @@ def test_setup_failure_leaves_no_stamp(set_up):
     set_up.write_project("two>=2")
     (set_up.root / "no network").touch()
     _, result = set_up()
-    assert result.returncode == 1 and result.stderr.startswith("no network\nerror: ") and result.stderr.count("\n") == 2
+    assert (
+        result.returncode == 1
+        and result.stderr.startswith("no network\nerror: ")
+        and result.stderr.count("\n") == 2
+    )
     (set_up.root / "no network").unlink()
     set_up.write_project("one>=1")  # the project of the first stamp: only its absence tells
     assert set_up()[0] == ["one>=1"]

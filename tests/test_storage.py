@@ -13,12 +13,11 @@ from test_resume import assert_bitwise, checkpoint_of, metrics_of
 
 sys.path.insert(0, str(ROOT / "data"))
 
-import tokenize_shards
-
 import dataset
 import main
-import storage
 import utils
+from data import storage, tokenize_shards
+from training import steps
 
 SHARDS = 12
 
@@ -55,7 +54,9 @@ def remote(tmp_path, monkeypatch):
 
 
 def open_corpus(root, tmp_path, **flags):
-    return dataset.Corpus(small_config(process_path=str(tmp_path / "cache"), **flags), str(root), "train")
+    return dataset.Corpus(
+        small_config(cache_dir=str(tmp_path / "cache"), **flags), str(root), "train"
+    )
 
 
 def kept(tmp_path):
@@ -78,13 +79,19 @@ def test_only_the_blocks_of_the_sequences_are_fetched_and_kept(remote, tmp_path)
     # another process, a day later
     again = open_corpus(address, tmp_path)
     del read[:]
-    assert np.array_equal(again.sequences(everything, seed=1), local.sequences(everything, seed=1)) and not read
+    assert (
+        np.array_equal(again.sequences(everything, seed=1), local.sequences(everything, seed=1))
+        and not read
+    )
 
 
 @pytest.mark.parametrize("limit", [0, 8192])
 def test_the_cache_is_bounded(remote, tmp_path, limit):
     folder, address, read = remote
-    local, corpus = open_corpus(folder, tmp_path), open_corpus(address, tmp_path, cache_gb=limit / 1e9)
+    local, corpus = (
+        open_corpus(folder, tmp_path),
+        open_corpus(address, tmp_path, cache_gb=limit / 1e9),
+    )
     for numbers in np.array_split(np.arange(corpus.n_sequences), 20):
         assert np.array_equal(corpus.sequences(numbers, seed=1), local.sequences(numbers, seed=1))
         assert sum(p.stat().st_size for p in kept(tmp_path)) <= limit
@@ -125,13 +132,17 @@ def test_shards_without_a_manifest_and_written_anew(remote, tmp_path):
             tokens = np.load(f)
         with fs.open(path, "wb") as f:
             np.save(f, (tokens + 1) % 250)
-    assert np.array_equal(open_corpus(address, tmp_path).sequences(np.arange(SHARDS * 31), 1), (first + 1) % 250)
+    assert np.array_equal(
+        open_corpus(address, tmp_path).sequences(np.arange(SHARDS * 31), 1), (first + 1) % 250
+    )
 
 
 def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(remote, tmp_path):
     _, address, _ = remote
     corpus = open_corpus(address, tmp_path, vocab_size=249)
-    with pytest.raises(utils.UserError, match=r"--vocab_size 249: memory://bucket/train/\d+.npy holds token id 249"):
+    with pytest.raises(
+        utils.UserError, match=r"--vocab_size 249: memory://bucket/train/\d+.npy holds token id 249"
+    ):
         corpus.sequences(np.arange(SHARDS * 31), seed=1)
 
 
@@ -150,18 +161,29 @@ def test_local_shards_are_verified(remote, tmp_path, monkeypatch):
         corpus.sequences(np.arange(corpus.n_sequences), seed=1)
 
 
-@pytest.mark.parametrize("where, what", [("memory", "missing"), ("memory", "damaged"), ("local", "missing")])
-def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, monkeypatch, where, what):
+@pytest.mark.parametrize(
+    "where, what", [("memory", "missing"), ("memory", "damaged"), ("local", "missing")]
+)
+def test_a_lost_shard_ends_the_run_after_a_checkpoint(
+    remote, train, tmp_path, monkeypatch, where, what
+):
     folder, address, _ = remote
     monkeypatch.setattr(dataset, "CHECK_AT_START", 0)
-    monkeypatch.setattr(dataset, "WINDOW", 31 * 32)  # a shard: the last one of the epoch is read last
-    flags = dict(bucket_name=folder if where == "local" else address, process_path=tmp_path / "cache",
-                 train_batch_size=32, checkpoint_steps=7, training_steps=14)  # fmt: skip
+    monkeypatch.setattr(
+        dataset, "WINDOW", 31 * 32
+    )  # a shard: the last one of the epoch is read last
+    flags = dict(
+        bucket_name=folder if where == "local" else address,
+        cache_dir=tmp_path / "cache",
+        train_batch_size=32,
+        eval_every=7,
+        training_steps=14,
+    )
     name = f"{np.random.default_rng([0, 0]).permutation(SHARDS)[-1]:06d}.npy"
     path, fs, there = folder / "train" / name, fsspec.filesystem("memory"), f"/bucket/train/{name}"
     content = path.read_bytes()
     broken = None if what == "missing" else content[:700] + b"ab" + content[702:]
-    make_evaluate = main.make_evaluate
+    make_evaluate = steps.make_evaluate
 
     def lose(*args):  # once training has begun
         if broken is None:
@@ -176,8 +198,10 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
         patch.setattr(main, "make_evaluate", lose)
         train(**flags)
     assert f"train/{name} is" in str(e.value) and str(e.value).count(". ") == 0, e.value
-    steps = [int(p.name) for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
-    assert steps == [341 // 32], "as many steps as there are whole batches before that shard are kept"
+    saved = [int(p.name) for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
+    assert saved == [341 // 32], (
+        "as many steps as there are whole batches before that shard are kept"
+    )
     path.write_bytes(content)
     fs.pipe_file(there, content)
     assert train(**flags) == 0
@@ -193,19 +217,25 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
     folder, proxy.most = write_corpus(tmp_path / "corpus"), 25
     for path in filter(Path.is_file, folder.rglob("*")):
         utils.write_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
-    flags = dict(bucket_name=address, process_path=tmp_path / "cache", training_steps=6)
+    flags = dict(bucket_name=address, cache_dir=tmp_path / "cache", training_steps=6)
     if address.startswith("gs"):  # Orbax writes no checkpoints to s3://
         flags["output_dir"] = "gs://bucket/runs"
-    for steps in (6, 11):
-        assert train(**flags | dict(training_steps=steps)) == 0
+    for end in (6, 11):
+        assert train(**flags | dict(training_steps=end)) == 0
     assert "resuming run at step 6" in capsys.readouterr().out and proxy.failed > 5
-    assert train(bucket_name=folder, training_steps=11, name="local", output_dir=tmp_path / "runs") == 0
+    assert (
+        train(bucket_name=folder, training_steps=11, name="local", output_dir=tmp_path / "runs")
+        == 0
+    )
     fs.invalidate_cache()
     if address.startswith("gs"):
         for path in fs.find("bucket/runs/run"):
             utils.write_file(f"{tmp_path}/{path.removeprefix('bucket/')}", fs.cat_file(path))
     run, local = tmp_path / "runs" / "run", tmp_path / "runs" / "local"
-    assert metrics_of(run) == metrics_of(local) and [row["data/epoch"] for row in metrics_of(run)][-1] == 88 / 372
+    assert (
+        metrics_of(run) == metrics_of(local)
+        and [row["data/epoch"] for row in metrics_of(run)][-1] == 88 / 372
+    )
     assert_bitwise(checkpoint_of(run, 11), checkpoint_of(local, 11))
 
 

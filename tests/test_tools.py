@@ -14,14 +14,13 @@ import pytest
 import tokenizers
 from conftest import ROOT, SMALL_GPT2, small_config
 
-import checkpointing
-import decoding
-import main
-import tokenization
 import utils
+from data import tokenization
 from dataset import Corpus
 from tools import common, evaluate, sample
 from tools.scores import mean
+from training import checkpointing, decoding, steps
+from training.optimizer import make_optimizer
 
 MESH = dict(n_device_axis=(2, 2, 2), n_devices=8)
 PROMPTS = ("a", "", "several words, é", "12")
@@ -31,15 +30,22 @@ def make_run(folder, **flags):
     """(a run directory with a model of bytes, as if training had ended there; its Config, mesh and parameters)."""
     ranks = folder / "bytes.tiktoken"
     ranks.write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
-    flags = dict(blocks=2, layers_per_block=2, model_dtype="float32", val_batch_size=8, eval_steps=2) | flags
+    flags = (
+        dict(blocks=2, layers_per_block=2, model_dtype="float32", val_batch_size=8, eval_steps=2)
+        | flags
+    )
     cfg = small_config(vocab_size=257, sequences=8, **flags)
-    mesh, (optimizer, _) = main.make_mesh(cfg), main.make_optimizer(cfg)
-    state = main.init_state(cfg, main.abstract_state(cfg, mesh, optimizer), optimizer)
-    state = state._replace(params=jax.tree.map(lambda x: 3 * x, state.params))  # far from uniform logits
+    mesh, (optimizer, _) = steps.make_mesh(cfg), make_optimizer(cfg)
+    state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
+    state = state._replace(
+        params=jax.tree.map(lambda x: 3 * x, state.params)
+    )  # far from uniform logits
     checkpoints = checkpointing.Checkpoints(str(folder / "run" / "checkpoints"))
     checkpoints.save(1, state, 0, {})
     checkpoints.close()
-    config = utils.flatten(cfg) | {"encoding": tokenization.keep_tokenizer(str(folder / "run"), str(ranks))}
+    config = utils.flatten(cfg) | {
+        "encoding": tokenization.keep_tokenizer(str(folder / "run"), str(ranks))
+    }
     (folder / "run" / "config.json").write_text(json.dumps(config))
     return folder / "run", cfg, mesh, state.params
 
@@ -53,8 +59,16 @@ def run(tmp_path_factory):
 def logits_of(run):
     """`logits_of(ids [B, n])` -> [B, n, V]: all of the logits, one position at a time and without a cache."""
     _, cfg, mesh, params = run
-    decode, cache, rows = decoding.make_decode(cfg, mesh), decoding.empty_cache(cfg, 16, 40), np.zeros(16, np.int32)
-    every = jax.jit(lambda ids: jax.lax.map(lambda i: decode(params, ids, cache, rows, rows + i)[0], np.arange(40)))
+    decode, cache, rows = (
+        decoding.make_decode(cfg, mesh),
+        decoding.empty_cache(cfg, 16, 40),
+        np.zeros(16, np.int32),
+    )
+    every = jax.jit(
+        lambda ids: jax.lax.map(
+            lambda i: decode(params, ids, cache, rows, rows + i)[0], np.arange(40)
+        )
+    )
 
     def logits_of(ids):
         logits = every(np.pad(ids, ((0, 16 - len(ids)), (0, 40 - ids.shape[1]))).astype(np.int32))
@@ -71,18 +85,29 @@ def losses_of(logits_of):
         longest = max(map(len, rows))
         logits = logits_of(np.array([[*row, *[0] * (longest - len(row))] for row in rows]))
         norm = np.log(np.exp(logits).sum(-1))
-        return [norm[i, : len(row) - 1] - logits[i, range(len(row) - 1), row[1:]] for i, row in enumerate(rows)]
+        return [
+            norm[i, : len(row) - 1] - logits[i, range(len(row) - 1), row[1:]]
+            for i, row in enumerate(rows)
+        ]
 
     return losses_of
 
 
 def continued(run, prompts=PROMPTS, **options):
-    options = {"temperature": 0.0, "max_tokens": 10, "compilation_cache": "", "n_devices": 1, **options}
+    options = {
+        "temperature": 0.0,
+        "max_tokens": 10,
+        "compilation_cache": "",
+        "n_devices": 1,
+        **options,
+    }
     return sample.main(common.Sample(model=str(run[0]), prompt=prompts, **options))
 
 
 def measured(run, **options):
-    return evaluate.main(common.Evaluate(model=str(run[0]), **{"compilation_cache": "", "n_devices": 1, **options}))
+    return evaluate.main(
+        common.Evaluate(model=str(run[0]), **{"compilation_cache": "", "n_devices": 1, **options})
+    )
 
 
 # --- sample.py --------------------------------------------------------------------------------------------------
@@ -91,30 +116,49 @@ def measured(run, **options):
 def test_every_prompt_of_a_batch_goes_on_as_a_plain_loop_says_on_every_mesh(run, logits_of, capsys):
     rows = continued(run)
     out, err = capsys.readouterr()
-    assert out == "".join(f"--- {i}\n{p}{row.text}\n" for i, (p, row) in enumerate(zip(PROMPTS, rows)))
+    assert out == "".join(
+        f"--- {i}\n{p}{row.text}\n" for i, (p, row) in enumerate(zip(PROMPTS, rows))
+    )
     assert "prefill: 24 tokens" in err and "decode: 4 x 16 tokens" in err
     for prompt, row in zip(PROMPTS, rows):
         ids = [256, *prompt.encode()]
-        while len(ids) < 11 + len(prompt.encode()) and (token := logits_of(np.array([ids]))[0, -1].argmax()) != 256:
+        while (
+            len(ids) < 11 + len(prompt.encode())
+            and (token := logits_of(np.array([ids]))[0, -1].argmax()) != 256
+        ):
             ids.append(int(token))
         assert row.tokens == ids[1 + len(prompt.encode()) :] and row.done
     assert [row.tokens for row in continued(run, **MESH)] == [row.tokens for row in rows]
     assert continued(run, PROMPTS[2:3])[0].tokens == rows[2].tokens
-    assert [row.tokens for row in continued(run, top_k=1, temperature=1.0)] == [row.tokens for row in rows]
+    assert [row.tokens for row in continued(run, top_k=1, temperature=1.0)] == [
+        row.tokens for row in rows
+    ]
 
 
 def test_a_special_token_in_a_prompt_is_text_and_a_drawn_one_ends_the_row(run):
     encoding = tokenization.folder_tokenizer(str(run[0]))
-    row = sample.Row(encoding, [256, *encoding.encode_ordinary(tokenization.END_OF_TEXT)], common.Sample(max_tokens=4))
+    row = sample.Row(
+        encoding,
+        [256, *encoding.encode_ordinary(tokenization.END_OF_TEXT)],
+        common.Sample(max_tokens=4),
+    )
     row.add([97, 98, 256, 99])
     assert row.unseen == tokenization.END_OF_TEXT + "ab" and row.text == "ab" and row.done
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 8, 100])
-@pytest.mark.parametrize("stop, wanted", [
-    ((), "naïf 🙂 STO STOP 語\ufffd"), (("STOP", "é!"), "naïf 🙂 STO "), (("OP", "ST"), "naïf 🙂 "), (("n",), ""),
-])  # fmt: skip
-def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(run, chunk, stop, wanted, capsys):
+@pytest.mark.parametrize(
+    "stop, wanted",
+    [
+        ((), "naïf 🙂 STO STOP 語\ufffd"),
+        (("STOP", "é!"), "naïf 🙂 STO "),
+        (("OP", "ST"), "naïf 🙂 "),
+        (("n",), ""),
+    ],
+)
+def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(
+    run, chunk, stop, wanted, capsys
+):
     tokens, shown = list("naïf 🙂 STO STOP 語\ufffd".encode()), ""
     options = common.Sample(stop=stop, max_tokens=len(tokens))
     row = sample.Row(tokenization.folder_tokenizer(str(run[0])), [256, 62], options, 1, "# ")
@@ -136,33 +180,52 @@ def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, 
     cfg = utils.replace(cfg, bucket_name=str(shards))
     corpus = Corpus(cfg, cfg.data.bucket_name, "val")
     (got,) = measured(run, data=(str(shards),), limit=16, batch_size=3)["data"]
-    wanted = main.make_evaluate(cfg, mesh, corpus)(params)["loss/val_cross_entropy_loss"]
-    assert abs(got["loss"] - wanted) < 1e-5 and got["tokens"] == 16 * 32 and got["bits_per_byte"] is None
+    wanted = steps.make_evaluate(cfg, mesh, corpus)(params)["loss/val_cross_entropy_loss"]
+    assert (
+        abs(got["loss"] - wanted) < 1e-5
+        and got["tokens"] == 16 * 32
+        and got["bits_per_byte"] is None
+    )
     each = np.array([row.mean() for row in losses_of(corpus.sequences(range(16), seed=0).tolist())])
     assert abs(got["loss"] - each.mean()) < 1e-5
     assert abs(got["loss_error"] - each.std(ddof=1) / 4) < 1e-5
     for path, mesh in [(shards / "val", MESH), (shards / "val" / "000000.npy", {})]:
         (other,) = measured(run, data=(str(path),), limit=16, **mesh)["data"]
-        assert all(abs(other[key] / got[key] - 1) < 1e-5 for key in ("loss", "loss_error", "perplexity"))
+        assert all(
+            abs(other[key] / got[key] - 1) < 1e-5 for key in ("loss", "loss_error", "perplexity")
+        )
 
 
 @pytest.mark.parametrize("stride", [0, 8])
 def test_text_measures_as_a_plain_loop_says(run, losses_of, tmp_path, stride):
     texts = ["short", "é" * 30, "x" * 32, "the end " * 12]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in ["", *texts]))
-    (got,) = measured(run, data=(str(tmp_path / "a.jsonl"),), text_column="body", stride=stride)["data"]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"body": text}) + "\n" for text in ["", *texts])
+    )
+    (got,) = measured(run, data=(str(tmp_path / "a.jsonl"),), text_column="body", stride=stride)[
+        "data"
+    ]
     sums, sizes = [], [len(text.encode()) for text in texts]
     for text in texts:
         ids, rows, firsts, done = [256, *text.encode()], [], [], 0
-        while done < len(ids) - 1:  # windows of 32 targets, each of which goes on `stride` beyond the one before
+        while (
+            done < len(ids) - 1
+        ):  # windows of 32 targets, each of which goes on `stride` beyond the one before
             start = max(0, done + stride - 32) if stride and done else done
             rows, firsts = [*rows, ids[start : start + 33]], [*firsts, done - start]
             done = start + len(rows[-1]) - 1
         sums.append(sum(losses[first:].sum() for losses, first in zip(losses_of(rows), firsts)))
     loss, clusters = sum(sums) / sum(sizes), len(texts)
-    assert got["tokens"] == sum(sizes) and got["clusters"] == clusters and abs(got["loss"] - loss) < 1e-5
+    assert (
+        got["tokens"] == sum(sizes)
+        and got["clusters"] == clusters
+        and abs(got["loss"] - loss) < 1e-5
+    )
     residuals = sum((s - loss * n) ** 2 for s, n in zip(sums, sizes))
-    assert abs(got["loss_error"] - math.sqrt(clusters / (clusters - 1) * residuals) / sum(sizes)) < 1e-5
+    assert (
+        abs(got["loss_error"] - math.sqrt(clusters / (clusters - 1) * residuals) / sum(sizes))
+        < 1e-5
+    )
     assert abs(got["bits_per_byte"] - got["loss"] * got["tokens"] / math.log(2) / sum(sizes)) < 1e-9
     (tmp_path / "b.txt").write_text(texts[1])
     (got,) = measured(run, data=(str(tmp_path / "b.txt"),), limit=1)["data"]
@@ -185,7 +248,12 @@ def test_multiple_choice_equals_a_plain_loop(run, losses_of, tmp_path, capsys):
     rng, lines, right = np.random.default_rng(0), [], []
     word = lambda: "".join(rng.choice(list("abcdef "), rng.integers(1, 12)))  # noqa: E731
     for i in range(12):
-        a, b, endings, label = word() * (1 + 5 * (i == 3)), word(), [word() for _ in range(4)], i % 4
+        a, b, endings, label = (
+            word() * (1 + 5 * (i == 3)),
+            word(),
+            [word() for _ in range(4)],
+            i % 4,
+        )
         lines.append(dict(ctx_a=a, ctx_b=b, endings=endings, label=str(label)))
         if i % 2:
             lines[-1] = dict(ctx=f"{a} {b}", endings=endings, label=label)
@@ -207,11 +275,17 @@ def test_multiple_choice_equals_a_plain_loop(run, losses_of, tmp_path, capsys):
 GOOD = {"ctx": "a", "endings": ["b", "c"], "label": 1}
 
 
-@pytest.mark.parametrize("line, said", [
-    ("{", "line 2"), ("[1]", "line 2"), (json.dumps(GOOD | {"label": 2}), "label is 2"),
-    (json.dumps(GOOD | {"label": -1}), "label is -1"), (json.dumps(GOOD | {"endings": ["b", ""]}), "endings"),
-    (json.dumps({"ctx": "a", "label": 0}), "'endings'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{", "line 2"),
+        ("[1]", "line 2"),
+        (json.dumps(GOOD | {"label": 2}), "label is 2"),
+        (json.dumps(GOOD | {"label": -1}), "label is -1"),
+        (json.dumps(GOOD | {"endings": ["b", ""]}), "endings"),
+        (json.dumps({"ctx": "a", "label": 0}), "'endings'"),
+    ],
+)
 def test_a_malformed_question_is_named_by_file_and_line(tmp_path, line, said):
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + line + "\n")
@@ -224,10 +298,17 @@ def test_half_a_character_alone_is_replaced(tmp_path):
     halves = "a \ud83d b \ude42"
     (tmp_path / "q.jsonl").write_text(json.dumps(dict(ctx=halves, endings=["x", halves], label=0)))
     ((context, endings, _),) = evaluate.questions(str(tmp_path / "q.jsonl"))
-    assert context == endings[1] == "a \ufffd b \ufffd" and tokenization.whole_characters("é🙂\n") == "é🙂\n"
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "\ufffd": 1, tokenization.END_OF_TEXT: 2}, []))
+    assert (
+        context == endings[1] == "a \ufffd b \ufffd"
+        and tokenization.whole_characters("é🙂\n") == "é🙂\n"
+    )
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"a": 0, "\ufffd": 1, tokenization.END_OF_TEXT: 2}, [])
+    )
     made.save(str(tmp_path / "tokenizer.json"))
-    assert tokenization.load_tokenizer(str(tmp_path / "tokenizer.json")).encode_ordinary(halves) == [0, 1, 1]
+    assert tokenization.load_tokenizer(str(tmp_path / "tokenizer.json")).encode_ordinary(
+        halves
+    ) == [0, 1, 1]
 
 
 def test_mistakes_get_a_sentence(run, shards, tmp_path, byte_manifest):
@@ -235,14 +316,15 @@ def test_mistakes_get_a_sentence(run, shards, tmp_path, byte_manifest):
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
     np.save(tmp_path / "far.npy", np.full(100, 300, np.uint16))
     for options, *parts in [
-        (dict(), "--data", "--hellaswag"), (dict(data=("nowhere",)), "--data nowhere", "no such"),
+        (dict(), "--data", "--hellaswag"),
+        (dict(data=("nowhere",)), "--data nowhere", "no such"),
         (dict(data=(str(tmp_path / "empty.txt"),)), "empty.txt", "no text"),
         (dict(data=(str(tmp_path / "broken.jsonl"),)), "--data", "line 2"),
         (dict(data=(str(tmp_path / "far.npy"),)), "far.npy", "300"),
         (dict(data=(str(byte_manifest),)), "another tokeniser"),
         (dict(data=(str(shards),), stride=33), "--stride 33"),
         (dict(data=(str(shards),), n_device_axis=(3, 1, 1), n_devices=3), "--n_experts 8"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(utils.UserError) as e:
             measured(run, **options)
         assert all(part in str(e.value) for part in parts) and "\n" not in str(e.value), e.value
@@ -263,42 +345,81 @@ def byte_manifest(shards, tmp_path):
     return folder
 
 
-def test_gpt2_goes_no_further_than_its_positions_and_rotary_models_with_a_warning(run, shards, tmp_path, capsys):
+def test_gpt2_goes_no_further_than_its_positions_and_rotary_models_with_a_warning(
+    run, shards, tmp_path, capsys
+):
     gpt2 = make_run(tmp_path, **SMALL_GPT2)
-    with pytest.raises(utils.UserError, match="--max_tokens 20: a prompt's 18 tokens .* 32 positions"):
+    with pytest.raises(
+        utils.UserError, match="--max_tokens 20: a prompt's 18 tokens .* 32 positions"
+    ):
         continued(gpt2, max_tokens=20)
     with pytest.raises(utils.UserError, match="--max_tokens 20: .* more than the 16 of --T"):
         continued(gpt2, PROMPTS[:1], max_tokens=20, T=16)
-    for program in (lambda: continued(gpt2, T=33), lambda: measured(gpt2, data=(str(shards),), T=33)):
+    for program in (
+        lambda: continued(gpt2, T=33),
+        lambda: measured(gpt2, data=(str(shards),), T=33),
+    ):
         with pytest.raises(utils.UserError, match="--T 33: .* has learned 32 positions"):
             program()
     assert continued(gpt2, PROMPTS, max_tokens=14)[2].done
     assert continued(gpt2, PROMPTS, max_tokens=None)[2].done, "the default refuses nothing"
     for T in (16, 13):
-        assert measured(gpt2, data=(str(shards),), limit=4, T=T, **MESH)["data"][0]["tokens"] == 4 * T
+        assert (
+            measured(gpt2, data=(str(shards),), limit=4, T=T, **MESH)["data"][0]["tokens"] == 4 * T
+        )
     capsys.readouterr()
     assert continued(run, PROMPTS[2:3], max_tokens=20)[0].done
     assert "warning: --max_tokens 20" in capsys.readouterr().err
     assert continued(run, PROMPTS[2:3], max_tokens=20, T=40)[0].done
-    assert capsys.readouterr().err.startswith(f"warning: --T 40: {run[0]} was made for 32 tokens\nprefill")
+    assert capsys.readouterr().err.startswith(
+        f"warning: --T 40: {run[0]} was made for 32 tokens\nprefill"
+    )
 
 
 def test_a_model_without_a_tokeniser_measures_shards_alone(run, shards, tmp_path):
     os.symlink(run[0] / "checkpoints", tmp_path / "checkpoints")
-    (tmp_path / "config.json").write_text((run[0] / "config.json").read_text().replace("tokenizer.tiktoken", ""))
+    (tmp_path / "config.json").write_text(
+        (run[0] / "config.json").read_text().replace("tokenizer.tiktoken", "")
+    )
     (got,) = measured([tmp_path], data=(str(shards),), limit=4)["data"]
     assert got["sequences"] == 4
-    for program in (lambda: measured([tmp_path], data=(str(ROOT / "README.md"),)), lambda: continued([tmp_path])):
+    for program in (
+        lambda: measured([tmp_path], data=(str(ROOT / "README.md"),)),
+        lambda: continued([tmp_path]),
+    ):
         with pytest.raises(utils.UserError, match="tokeniser"):
             program()
 
 
-@pytest.mark.parametrize("words, said", [
-    (["sample.py", "RUN", "--prompt", "a", "--max_tokens", "3", "--temperature", "0", "--stop", "\n"], "decode: 1 x 8"),
-    (["evaluate.py", "RUN", "--data", "nowhere"], "error: --data nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            [
+                "sample.py",
+                "RUN",
+                "--prompt",
+                "a",
+                "--max_tokens",
+                "3",
+                "--temperature",
+                "0",
+                "--stop",
+                "\n",
+            ],
+            "decode: 1 x 8",
+        ),
+        (["evaluate.py", "RUN", "--data", "nowhere"], "error: --data nowhere"),
+    ],
+)
 def test_the_programs_from_the_command_line(run, words, said):
     words = [str(run[0]) if word == "RUN" else word for word in words]
-    done = subprocess.run([sys.executable, ROOT / "tools" / words[0], *words[1:]], capture_output=True, text=True)
-    assert said in done.stderr and done.returncode == 2 * done.stderr.startswith("error") and "Trace" not in done.stderr
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / words[0], *words[1:]], capture_output=True, text=True
+    )
+    assert (
+        said in done.stderr
+        and done.returncode == 2 * done.stderr.startswith("error")
+        and "Trace" not in done.stderr
+    )
     assert done.stderr.count("\n") == 1

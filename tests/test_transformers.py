@@ -14,29 +14,73 @@ from conftest import MESHES, ROOT, SMALL_GPT2, small_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import decoding
-import main
+import collectives
 import model
 import presets
-import tokenization
 import utils
+from architectures import deepseek
+from data import tokenization
 from tools import common, hf, sample
+from training import decoding, steps, weights
 
-torch = pytest.importorskip("torch", reason="torch is not installed; pip install torch transformers")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+torch = pytest.importorskip(
+    "torch", reason="torch is not installed; pip install torch transformers"
+)
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed; pip install transformers"
+)
 
 # What all sizes share, all of them odd; below what each adds or changes
-DEEPSEEK = dict(tied=False, layers_per_block=1, moe_rope=True, blocks=2, first_layers=1, n_head=4, nope_dim=12,
-                v_dim=10, dhR=6, latent_dim=20, q_latent_dim=18, routed_scaling=2.5, capacity_factor=0.0)  # fmt: skip
+DEEPSEEK = dict(
+    tied=False,
+    layers_per_block=1,
+    moe_rope=True,
+    blocks=2,
+    first_layers=1,
+    n_head=4,
+    nope_dim=12,
+    v_dim=10,
+    rope_dim=6,
+    latent_dim=20,
+    q_latent_dim=18,
+    routed_scaling=2.5,
+    capacity_factor=0.0,
+)
 SIZES = {
-    "groups": dict(DEEPSEEK, n_experts=8, n_groups=4, k_groups=2, k=3, n_shared=2, attention_bias=True),
-    "no query latent": dict(DEEPSEEK, q_latent_dim=0, first_layers=2, rope_base=50_000.0, attention_bias=True,
-                            norm_topk_prob=False, n_shared=0, sequence_parallel="megatron"),
-    "yarn": dict(DEEPSEEK, rope_factor=40.0, rope_original_T=16, first_layers=0, model_dimension=40, nope_dim=7,
-                 v_dim=13, dhR=10, rope_mscale=0.7, rope_attention_factor=1.2),
+    "groups": dict(
+        DEEPSEEK,
+        n_experts=8,
+        n_groups=4,
+        k_groups=2,
+        experts_per_token=3,
+        n_shared=2,
+        attention_bias=True,
+    ),
+    "no query latent": dict(
+        DEEPSEEK,
+        q_latent_dim=0,
+        first_layers=2,
+        rope_base=50_000.0,
+        attention_bias=True,
+        norm_topk_prob=False,
+        n_shared=0,
+        sequence_parallel="megatron",
+    ),
+    "yarn": dict(
+        DEEPSEEK,
+        rope_factor=40.0,
+        rope_original_T=16,
+        first_layers=0,
+        model_dimension=40,
+        nope_dim=7,
+        v_dim=13,
+        rope_dim=10,
+        rope_mscale=0.7,
+        rope_attention_factor=1.2,
+    ),
     "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
     "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
-}  # fmt: skip
+}
 for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, -3, len(SIZES))):
     flags["norm_eps"] = float(10**exponent)
 
@@ -44,7 +88,9 @@ for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, 
 def reference(cfg):
     """transformers' model of the same shape with random weights, every one of which matters."""
     kind = hf.MODEL_TYPES[cfg.model.architecture]
-    config = transformers.AutoConfig.for_model(**{**hf.FORMATS[kind].config(cfg.model), "attn_implementation": "eager"})
+    config = transformers.AutoConfig.for_model(
+        **{**hf.FORMATS[kind].config(cfg.model), "attn_implementation": "eager"}
+    )
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
@@ -84,36 +130,46 @@ def gradients_of(theirs, m):
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_path):
     assert mesh_shape in MESHES
-    cfg = small_config(mesh_shape, sequences=8, alpha=0.0, **SIZES[size])
-    m, mesh, theirs = cfg.model, main.make_mesh(cfg), reference(cfg)
+    cfg = small_config(mesh_shape, sequences=8, balance_weight=0.0, **SIZES[size])
+    m, mesh, theirs = cfg.model, steps.make_mesh(cfg), reference(cfg)
     rows = np.random.default_rng(0).integers(0, m.vocab_size, (8, m.T + 1))
     logits = theirs(torch.tensor(rows[:, :-1])).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(rows[:, 1:]).flatten())
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.tensor(rows[:, 1:]).flatten()
+    )
     loss.backward()
 
     theirs.save_pretrained(tmp_path)
-    flags, load = main.open_weights(str(tmp_path))
+    flags, load = weights.open_weights(str(tmp_path))
     stored = utils.replace(cfg, **flags).model
-    assert stored == dataclasses.replace(m, **{n: getattr(stored, n) for n in ("nope_dim", "v_dim", "ffn_dim")})
+    assert stored == dataclasses.replace(
+        m, **{n: getattr(stored, n) for n in ("nope_dim", "v_dim", "ffn_dim")}
+    )
     for name in ("head_dim", "value_dim", "q_latent", "ffn_width"):
         assert getattr(stored, name) == getattr(m, name)
-    params = load(main.abstract_params(cfg, mesh))
+    params = load(steps.abstract_params(cfg, mesh))
     decode, cache = jax.jit(decoding.make_decode(cfg, mesh)), decoding.empty_cache(cfg, 8, m.T)
     at = [0, 1, m.T // 2, m.T - 1]
-    ours = [decode(params, rows[:, :-1].astype(np.int32), cache, np.zeros(8, int), np.full(8, i))[0] for i in at]
+    ours = [
+        decode(params, rows[:, :-1].astype(np.int32), cache, np.zeros(8, int), np.full(8, i))[0]
+        for i in at
+    ]
     ours = np.stack(ours, 1)[..., : m.vocab_size]
     assert np.abs(ours - logits[:, at].detach().numpy()).max() < 2e-4
 
-    batch = rows.astype(np.int32).reshape(cfg.data.micro_batch_size, -1, m.T + 1)
+    batch = rows.astype(np.int32).reshape(cfg.data.microbatches, -1, m.T + 1)
+    spec = P(*collectives.BATCH_SPEC[1:])
     batch = [
-        jax.device_put(b, NamedSharding(mesh, P(*model.BATCH_SPEC[1:]))) for b in (batch[..., :-1], batch[..., 1:])
+        jax.device_put(b, NamedSharding(mesh, spec)) for b in (batch[..., :-1], batch[..., 1:])
     ]
     grad = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
     (our_loss, _), our_gradients = grad(params, *batch, jax.random.key(0), 0)
     assert abs(float(our_loss) - loss.item()) < 1e-5
     wanted = gradients_of(theirs, m)
     for t in hf.FORMATS[hf.MODEL_TYPES[m.architecture]].tensors(m):
-        if "correction_bias" in t.name or not math.prod(t.shape):  # moved by the load, not by a gradient
+        if "correction_bias" in t.name or not math.prod(
+            t.shape
+        ):  # moved by the load, not by a gradient
             continue
         theirs_ = wanted.pop(t.name)
         ours = t.theirs(np.asarray(functools.reduce(dict.__getitem__, t.leaf, our_gradients))[t.at])
@@ -124,16 +180,25 @@ def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_pa
 @pytest.mark.parametrize("size", ["groups", "yarn", "gpt2"])
 def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
     """Trained here for three steps, loaded there by AutoModelForCausalLM, greedily continued by both."""
-    flags = {**SIZES[size], "T": 80, "temperature": 0.0, "max_tokens": 64, "training_steps": 3, "prompt": "x"}
+    flags = {
+        **SIZES[size],
+        "T": 80,
+        "temperature": 0.0,
+        "max_tokens": 64,
+        "training_steps": 3,
+        "prompt": "x",
+    }
     assert train((2, 2, 2), train_batch_size=4, val_batch_size=4, **flags) == 0
     run, folder = str(tmp_path / "runs/run"), str(tmp_path / "exported")
     hf.export(run, folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     cfg = small_config((2, 2, 2), sequences=8, **flags)
-    mesh = main.make_mesh(cfg)
-    _, load = main.open_weights(run)
+    mesh = steps.make_mesh(cfg)
+    _, load = weights.open_weights(run)
     prompt = np.arange(7, dtype=np.int32)
-    ours = jax.jit(decoding.make_generate(cfg, mesh))(load(main.abstract_params(cfg, mesh)), prompt, jax.random.key(0))
+    ours = jax.jit(decoding.make_generate(cfg, mesh))(
+        load(steps.abstract_params(cfg, mesh)), prompt, jax.random.key(0)
+    )
     ids = torch.tensor(prompt[None]).long()
     generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
     assert generated.shape == (1, 71) and np.array_equal(generated[0], ours[0])
@@ -141,12 +206,38 @@ def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
 
 def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
     """From a prompt's text to the text after it, by two programs of two houses, of a run that knows its tokeniser."""
-    tool = lambda *words: subprocess.run([sys.executable, *map(str, words)], check=True, capture_output=True)  # noqa: E731
+    tool = lambda *words: subprocess.run(
+        [sys.executable, *map(str, words)], check=True, capture_output=True
+    )  # noqa: E731
     ranks, shards = tmp_path / "small.tiktoken", tmp_path / "shards"
-    tool(ROOT / "data/train_tokenizer.py", "--source", ROOT / "tests", "--vocab_size", 512, "--output", ranks)
-    tool(ROOT / "data/tokenize_shards.py", "--source", ROOT / "tests", "--output", shards, "--tokenizer", ranks,
-         "--val_fraction", "0.2")  # fmt: skip
-    flags = {**SIZES["groups"], "T": 80, "vocab_size": 512, "training_steps": 3, "prompt": "x", "max_tokens": 8}
+    tool(
+        ROOT / "data/train_tokenizer.py",
+        "--source",
+        ROOT / "tests",
+        "--vocab_size",
+        512,
+        "--output",
+        ranks,
+    )
+    tool(
+        ROOT / "data/tokenize_shards.py",
+        "--source",
+        ROOT / "tests",
+        "--output",
+        shards,
+        "--tokenizer",
+        ranks,
+        "--val_fraction",
+        "0.2",
+    )
+    flags = {
+        **SIZES["groups"],
+        "T": 80,
+        "vocab_size": 512,
+        "training_steps": 3,
+        "prompt": "x",
+        "max_tokens": 8,
+    }
     assert train((1, 1, 1), bucket_name=shards, **flags) == 0
     hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
@@ -155,50 +246,144 @@ def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
         ids = tokenizer(f"{before}def test_of(", return_tensors="pt").input_ids
         generated = theirs.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
         wanted = tokenizer.decode(generated[0, ids.shape[1] :])
-        words = [str(tmp_path / model_), "--prompt", "def test_of(", "--max_tokens", "40", "--temperature", "0",
-                 "--n_devices", "1", "--model_dtype", "float32"]  # fmt: skip
+        words = [
+            str(tmp_path / model_),
+            "--prompt",
+            "def test_of(",
+            "--max_tokens",
+            "40",
+            "--temperature",
+            "0",
+            "--n_devices",
+            "1",
+            "--model_dtype",
+            "float32",
+        ]
         (row,) = sample.main(common.parse(common.Sample, words, "sample.py"))
         assert row.text == wanted.split(tokenization.END_OF_TEXT)[0]
 
 
 # config.json of deepseek-ai/DeepSeek-V3, and what others have otherwise
 PUBLISHED = dict(
-    architectures=["DeepseekV3ForCausalLM"], attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001,
-    auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, bos_token_id=0, eos_token_id=1, ep_size=1,
-    first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, initializer_range=0.02, intermediate_size=18432,
-    kv_lora_rank=512, max_position_embeddings=163840, model_type="deepseek_v3", moe_intermediate_size=2048,
-    moe_layer_freq=1, n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True,
-    num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61, num_key_value_heads=128,
-    num_nextn_predict_layers=1, pretraining_tp=1, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
-    quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8",
-                             weight_block_size=[128, 128], scale_fmt="ue8m0"),
-    rms_norm_eps=1e-6, rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True,
-    rope_scaling=dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0, type="yarn",
-                      original_max_position_embeddings=4096),
-    tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", torch_dtype="bfloat16",
-    transformers_version="4.33.1", use_cache=True, v_head_dim=128, vocab_size=129280,
-)  # fmt: skip
+    architectures=["DeepseekV3ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    aux_loss_alpha=0.001,
+    auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    bos_token_id=0,
+    eos_token_id=1,
+    ep_size=1,
+    first_k_dense_replace=3,
+    hidden_act="silu",
+    hidden_size=7168,
+    initializer_range=0.02,
+    intermediate_size=18432,
+    kv_lora_rank=512,
+    max_position_embeddings=163840,
+    model_type="deepseek_v3",
+    moe_intermediate_size=2048,
+    moe_layer_freq=1,
+    n_group=8,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=61,
+    num_key_value_heads=128,
+    num_nextn_predict_layers=1,
+    pretraining_tp=1,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    quantization_config=dict(
+        activation_scheme="dynamic",
+        fmt="e4m3",
+        quant_method="fp8",
+        weight_block_size=[128, 128],
+        scale_fmt="ue8m0",
+    ),
+    rms_norm_eps=1e-6,
+    rope_theta=10000,
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    seq_aux=True,
+    rope_scaling=dict(
+        beta_fast=32,
+        beta_slow=1,
+        factor=40,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        type="yarn",
+        original_max_position_embeddings=4096,
+    ),
+    tie_word_embeddings=False,
+    topk_group=4,
+    topk_method="noaux_tc",
+    torch_dtype="bfloat16",
+    transformers_version="4.33.1",
+    use_cache=True,
+    v_head_dim=128,
+    vocab_size=129280,
+)
 # of moonshotai/Moonlight-16B-A3B
 MOONLIGHT = dict(
-    PUBLISHED, vocab_size=163840, hidden_size=2048, intermediate_size=11264, moe_intermediate_size=1408,
-    num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, n_shared_experts=2, n_routed_experts=64,
-    routed_scaling_factor=2.446, q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=6,
-    first_k_dense_replace=1, rms_norm_eps=1e-5, rope_theta=50000.0, rope_scaling=None, quantization_config=None,
-    max_position_embeddings=8192, bos_token_id=163584, eos_token_id=163585, pad_token_id=163838,
-)  # fmt: skip
+    PUBLISHED,
+    vocab_size=163840,
+    hidden_size=2048,
+    intermediate_size=11264,
+    moe_intermediate_size=1408,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    n_shared_experts=2,
+    n_routed_experts=64,
+    routed_scaling_factor=2.446,
+    q_lora_rank=None,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=6,
+    first_k_dense_replace=1,
+    rms_norm_eps=1e-5,
+    rope_theta=50000.0,
+    rope_scaling=None,
+    quantization_config=None,
+    max_position_embeddings=8192,
+    bos_token_id=163584,
+    eos_token_id=163585,
+    pad_token_id=163838,
+)
 # of openai-community/gpt2
 GPT2 = dict(
-    activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1, bos_token_id=50256,
-    embd_pdrop=0.1, eos_token_id=50256, initializer_range=0.02, layer_norm_epsilon=1e-5, model_type="gpt2", n_ctx=1024,
-    n_embd=768, n_head=12, n_layer=12, n_positions=1024, resid_pdrop=0.1, summary_activation=None,
-    summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True,
-    task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}, vocab_size=50257,
-)  # fmt: skip
+    activation_function="gelu_new",
+    architectures=["GPT2LMHeadModel"],
+    attn_pdrop=0.1,
+    bos_token_id=50256,
+    embd_pdrop=0.1,
+    eos_token_id=50256,
+    initializer_range=0.02,
+    layer_norm_epsilon=1e-5,
+    model_type="gpt2",
+    n_ctx=1024,
+    n_embd=768,
+    n_head=12,
+    n_layer=12,
+    n_positions=1024,
+    resid_pdrop=0.1,
+    summary_activation=None,
+    summary_first_dropout=0.1,
+    summary_proj_to_labels=True,
+    summary_type="cls_index",
+    summary_use_proj=True,
+    task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
+    vocab_size=50257,
+)
 
 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize(
-    "config, name", [(PUBLISHED, "deepseek-v3-671b"), (MOONLIGHT, "moonlight-16b"), (GPT2, "gpt2-124m")]
+    "config, name",
+    [(PUBLISHED, "deepseek-v3-671b"), (MOONLIGHT, "moonlight-16b"), (GPT2, "gpt2-124m")],
 )
 def test_a_published_config_is_understood(config, name, saved):
     """As it is, and as transformers writes it again."""
@@ -211,9 +396,9 @@ def test_a_published_config_is_understood(config, name, saved):
     stretched = {"rope_factor", "rope_mscale", "rope_original_T", "mtp_depth"}
     for flag in flags.keys() - stretched:
         assert flags[flag] == getattr(preset.model, flag) or flag in ("expert_dim", "ffn_dim"), flag
-    assert utils.replace(preset, **{k: v for k, v in flags.items() if k not in stretched}).model == dataclasses.replace(
-        preset.model, **{n: flags[n] for n in ("expert_dim", "ffn_dim")}
-    )
+    assert utils.replace(
+        preset, **{k: v for k, v in flags.items() if k not in stretched}
+    ).model == dataclasses.replace(preset.model, **{n: flags[n] for n in ("expert_dim", "ffn_dim")})
 
 
 def test_rotary_positions_are_those_of_transformers_or_refused():
@@ -222,13 +407,18 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
 
     rng, seen, missing = np.random.default_rng(0), [], object()
     choices = dict(
-        type=["yarn", "yarn", "default", "linear", missing], rope_type=["yarn", "yarn", missing], factor=[1.0, 3, 40.0],
-        beta_fast=[32, 32, None, missing, 8], beta_slow=[1, missing, missing, 2],
+        type=["yarn", "yarn", "default", "linear", missing],
+        rope_type=["yarn", "yarn", missing],
+        factor=[1.0, 3, 40.0],
+        beta_fast=[32, 32, None, missing, 8],
+        beta_slow=[1, missing, missing, 2],
         truncate=[missing, missing, missing, True, False],
-        attention_factor=[missing, missing, None, 0.0, 1.3], mscale=[missing, None, 0.0, 0.707, 1.0, 1.3],
-        mscale_all_dim=[missing, None, 0.0, 0.707, 1.0], original_max_position_embeddings=[missing, 2, 100, 4096],
+        attention_factor=[missing, missing, None, 0.0, 1.3],
+        mscale=[missing, None, 0.0, 0.707, 1.0, 1.3],
+        mscale_all_dim=[missing, None, 0.0, 0.707, 1.0],
+        original_max_position_embeddings=[missing, 2, 100, 4096],
         rope_theta=[missing, 77.0, 5e4],
-    )  # fmt: skip
+    )
 
     def numbers_of(config):
         config = transformers.DeepseekV3Config(**json.loads(json.dumps(config)))
@@ -239,13 +429,22 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
     for _ in range(300):
         drawn = {key: values[rng.integers(len(values))] for key, values in choices.items()}
         rope = {key: value for key, value in drawn.items() if value is not missing}
-        config = dict(PUBLISHED, rope_scaling=rope, qk_rope_head_dim=10, max_position_embeddings=300)
+        config = dict(
+            PUBLISHED, rope_scaling=rope, qk_rope_head_dim=10, max_position_embeddings=300
+        )
         try:
             m = dataclasses.replace(utils.Model(), **hf.deepseek_flags(config))
         except utils.UserError as e:
-            assert any(key in str(e) for key in ("type", "truncate", "beta", "factor", "mscale", "original")), e
+            assert any(
+                key in str(e)
+                for key in ("type", "truncate", "beta", "factor", "mscale", "original")
+            ), e
             continue
-        ours = [*model.rotary_frequencies(m), m.rope_attention_factor, model.score_scale(10, m) * math.sqrt(10)]
+        ours = [
+            *deepseek.rotary_frequencies(m),
+            m.rope_attention_factor,
+            deepseek.score_scale(10, m) * math.sqrt(10),
+        ]
         assert np.allclose(ours, numbers_of(config), rtol=1e-5), rope
         again = hf.deepseek_config(m)
         assert np.allclose(ours, numbers_of(again), rtol=1e-5), rope

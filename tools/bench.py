@@ -24,17 +24,16 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import interrupts
+from training import interrupts
 
 if __name__ in interrupts.PROGRAM:
     interrupts.at_once("interrupted", __name__)
 
 import numpy as np
 
-import cli
-import platforms
 import utils
 from tools import common
+from training import command_line, platforms
 from utils import UserError
 
 # --- One configuration, in a process of its own -----------------------------------------------------------------
@@ -47,7 +46,9 @@ def cores():
 
 def peak_rss():
     """Largest resident memory of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def prepare(cfg, given):
@@ -57,21 +58,24 @@ def prepare(cfg, given):
     import jax
 
     import dataset
-    import main
     import model
+    from training import steps
+    from training.optimizer import make_optimizer
 
     if "compilation_cache" not in given:  # what is measured is compiling, not reading
         cfg = utils.replace(cfg, compilation_cache="")
-    main.configure_jax(cfg)
+    steps.configure_jax(cfg)
     cfg = utils.validate(cfg, jax.device_count())
-    mesh, (optimizer, schedule) = main.make_mesh(cfg), main.make_optimizer(cfg)
-    abstract = main.abstract_state(cfg, mesh, optimizer)
-    state = main.init_state(cfg, abstract, optimizer)
-    *count, T = shape = main.batch_shape(cfg)
-    rows = np.random.default_rng(cfg.run.seed).integers(0, cfg.model.vocab_size, (math.prod(count), T + 1))
+    mesh, (optimizer, schedule) = steps.make_mesh(cfg), make_optimizer(cfg)
+    abstract = steps.abstract_state(cfg, mesh, optimizer)
+    state = steps.init_state(cfg, abstract, optimizer)
+    *count, T = shape = steps.batch_shape(cfg)
+    rows = np.random.default_rng(cfg.run.seed).integers(
+        0, cfg.model.vocab_size, (math.prod(count), T + 1)
+    )
     batch = dataset.put_batch(lambda numbers: rows[numbers].astype(np.int32), 0, shape, mesh)
     began = time.perf_counter(), time.process_time()
-    step = main.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
+    step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
     used, device = step.memory_analysis(), mesh.devices.flat[0]
 
@@ -85,12 +89,22 @@ def prepare(cfg, given):
         stats = [d.memory_stats() for d in mesh.devices.flat]
         return max(s["peak_bytes_in_use"] for s in stats) if all(stats) else peak_rss()
 
-    return dict(
-        device=device.device_kind, devices=mesh.size, tokens_per_step=rows[:, 1:].size, compile_seconds=wall,
-        compile_cpu_seconds=cpu, flops_per_token=model.flops_per_token(cfg),
-        compiler_bytes=used.argument_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
-        + used.temp_size_in_bytes,
-    ), run, peak  # fmt: skip
+    return (
+        dict(
+            device=device.device_kind,
+            devices=mesh.size,
+            tokens_per_step=rows[:, 1:].size,
+            compile_seconds=wall,
+            compile_cpu_seconds=cpu,
+            flops_per_token=model.flops_per_token(cfg),
+            compiler_bytes=used.argument_size_in_bytes
+            + used.output_size_in_bytes
+            - used.alias_size_in_bytes
+            + used.temp_size_in_bytes,
+        ),
+        run,
+        peak,
+    )
 
 
 def prepare_torch(cfg, flops_per_token, compiled):
@@ -129,9 +143,13 @@ class Worker:
     """The process of a Configuration. Raises UserError where it ends before its time."""
 
     def __init__(self, configuration):
-        context = multiprocessing.get_context("spawn")  # a fork would share what jax and torch have begun
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # a fork would share what jax and torch have begun
         self.name, (self.pipe, theirs) = configuration.name, context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, *configuration.prepare), daemon=True)
+        self.process = context.Process(
+            target=serve, args=(theirs, *configuration.prepare), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.about, self.rounds = self.answer(), []
@@ -142,8 +160,10 @@ class Worker:
             said = self.pipe.recv()
         except EOFError:
             self.process.join()
-            raise UserError(f"{self.name}: its process ended with status {self.process.exitcode}; what it said stands "
-                            f"above.") from None  # fmt: skip
+            raise UserError(
+                f"{self.name}: its process ended with status {self.process.exitcode}; what it said stands "
+                f"above."
+            ) from None
         if isinstance(said, UserError):
             raise said
         return said
@@ -161,7 +181,9 @@ def measure(configurations, rounds, steps):
     # a TPU belongs to one process at a time
     groups = [[c] for c in configurations] if platforms.platform() == "tpu" else [configurations]
     if platforms.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.75, 0.9 / len(configurations)):.3f}")
+        os.environ.setdefault(
+            "XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.75, 0.9 / len(configurations)):.3f}"
+        )
     workers = []
     for group in groups:
         begun = [Worker(c) for c in group]
@@ -187,40 +209,57 @@ def row(worker, first, steps):
     about, (speed, per_cpu) = worker.about, speeds(worker)
     peak = platforms.peak_flops(about["device"])
     return dict(
-        name=worker.name, **about, rounds=len(speed), steps_per_round=steps, tokens_per_second=spread(speed),
-        ratio=spread(speed / speeds(first)[0]), step_seconds=spread(about["tokens_per_step"] / speed),
-        tokens_per_cpu_second=spread(per_cpu), peak_bytes=worker.peak,
+        name=worker.name,
+        **about,
+        rounds=len(speed),
+        steps_per_round=steps,
+        tokens_per_second=spread(speed),
+        ratio=spread(speed / speeds(first)[0]),
+        step_seconds=spread(about["tokens_per_step"] / speed),
+        tokens_per_cpu_second=spread(per_cpu),
+        peak_bytes=worker.peak,
         mfu=spread(speed * about["flops_per_token"] / peak / about["devices"]) if peak else None,
-    )  # fmt: skip
+    )
 
 
 COLUMNS = {  # heading: cell
     "configuration": lambda r: r["name"],
-    "tokens/s (quartiles)": lambda r: "{1:,.0f} ({0:,.0f}-{2:,.0f})".format(*r["tokens_per_second"]),
+    "tokens/s (quartiles)": lambda r: "{1:,.0f} ({0:,.0f}-{2:,.0f})".format(
+        *r["tokens_per_second"]
+    ),
     "x first": lambda r: "{1:.2f} ({0:.2f}-{2:.2f})".format(*r["ratio"]),
     "step ms": lambda r: f"{1e3 * r['step_seconds'][1]:,.1f}",
     "tokens/CPU s": lambda r: f"{r['tokens_per_cpu_second'][1]:,.0f}",
     "MFU": lambda r: f"{r['mfu'][1]:.1%}" if r["mfu"] else "-",
     "peak GB": lambda r: f"{r['peak_bytes'] / 1e9:.2f}",
     "compiler's GB": lambda r: f"{r['compiler_bytes'] / 1e9:.3f}" if r["compiler_bytes"] else "-",
-    "compile s (CPU s)": lambda r: "{compile_seconds:.1f} ({compile_cpu_seconds:.1f})".format(**r)
-    if r["compile_seconds"] else "-",
-}  # fmt: skip
+    "compile s (CPU s)": lambda r: (
+        "{compile_seconds:.1f} ({compile_cpu_seconds:.1f})".format(**r)
+        if r["compile_seconds"]
+        else "-"
+    ),
+}
 
 
 def table(rows):
     """Lines of a table of the dicts of `measure`."""
     cells = [list(COLUMNS), *([cell(r) for cell in COLUMNS.values()] for r in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))).rstrip()
-            for line in cells]  # fmt: skip
+    return [
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in cells
+    ]
 
 
 def machine():
     """{name: value} of where this runs."""
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*:\s*(.*)", info.read_text() if info.exists() else "")
-    versions = {name: version(name) for name in ("jax", "jaxlib", "torch") if importlib.util.find_spec(name)}
+    versions = {
+        name: version(name) for name in ("jax", "jaxlib", "torch") if importlib.util.find_spec(name)
+    }
     return dict(cpu=cpu[1] if cpu else platform.machine(), cores=cores(), versions=versions)
 
 
@@ -239,33 +278,57 @@ def words(variant):
 def parse(argv):
     """Command line -> (own flags, Configurations). Raises UserError."""
     parser = common.Parser(__doc__)
-    parser.add_argument("--vary", nargs="+", default=[""], metavar="FLAG=VALUE", help="a configuration each, by "
-                        'its flags besides, such as remat=none "n_device_axis=2,2,2 n_devices=8"')  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of each configuration (default: 10)")
-    parser.add_argument("--steps", type=int, default=5, help="training steps of a round (default: 5)")
-    parser.add_argument("--compare", action="store_true", help="beside each configuration, which must be a GPT-2 on "
-                        "one device, the same in torch (tools/torch_baseline.py)")  # fmt: skip
-    parser.add_argument("--torch_compile", action="store_true", help="compile the torch one with torch.compile")
-    parser.add_argument("--json", default=None, metavar="FILE", help="file to write the numbers to as well")
+    parser.add_argument(
+        "--vary",
+        nargs="+",
+        default=[""],
+        metavar="FLAG=VALUE",
+        help="a configuration each, by "
+        'its flags besides, such as remat=none "n_device_axis=2,2,2 n_devices=8"',
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="rounds of each configuration (default: 10)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, help="training steps of a round (default: 5)"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="beside each configuration, which must be a GPT-2 on "
+        "one device, the same in torch (tools/torch_baseline.py)",
+    )
+    parser.add_argument(
+        "--torch_compile", action="store_true", help="compile the torch one with torch.compile"
+    )
+    parser.add_argument(
+        "--json", default=None, metavar="FILE", help="file to write the numbers to as well"
+    )
     own, flags = parser.parse_known_args(argv)
-    cli.check_least(vars(own), dict(rounds=1, steps=1))
+    command_line.check_least(vars(own), dict(rounds=1, steps=1))
     if own.torch_compile and not own.compare:
         raise UserError("--torch_compile: needs --compare beside it.")
     configurations = []
     for variant in own.vary:
         line = [*flags, *words(variant)]
         if asked := [word for word in line if re.match("--(plan|search)", word)]:
-            raise UserError(f"{asked[0]}: here steps are run, not planned; give the flag to main.py.")
-        cfg, given = cli.parse(line)
+            raise UserError(
+                f"{asked[0]}: here steps are run, not planned; give the flag to main.py."
+            )
+        cfg, given = command_line.parse(line)
         name = variant or cfg.run.preset
-        cfg = utils.replace(cfg, val_batch_size=cfg.data.micro_batch_size)  # no part of the step: any will do
+        cfg = utils.replace(
+            cfg, val_batch_size=cfg.data.microbatches
+        )  # no part of the step: any will do
         cfg = comparable(cfg) if own.compare else cfg
         configurations.append(Configuration(name, (prepare, cfg, given)))
         if own.compare:
             import model  # and with it jax, which otherwise only the configurations' processes need
 
             flops = model.flops_per_token(cfg)
-            configurations.append(Configuration(f"{name}, torch", (prepare_torch, cfg, flops, own.torch_compile)))
+            configurations.append(
+                Configuration(f"{name}, torch", (prepare_torch, cfg, flops, own.torch_compile))
+            )
     return own, configurations
 
 
@@ -276,11 +339,17 @@ def comparable(cfg):
     if cfg.model.architecture != "gpt2":
         raise UserError("--compare: the baseline is a GPT-2; give --preset gpt2-tiny or gpt2-124m.")
     if cfg.model.dropout_rate or cfg.model.document_mask or not cfg.model.tied:
-        raise UserError("--compare: the baseline has no --dropout_rate, no --document_mask and a tied head.")
+        raise UserError(
+            "--compare: the baseline has no --dropout_rate, no --document_mask and a tied head."
+        )
     if platforms.platform() == "tpu":
-        raise UserError("--compare: the baseline runs on a GPU or a CPU; JAX_PLATFORMS=cpu takes the latter.")
+        raise UserError(
+            "--compare: the baseline runs on a GPU or a CPU; JAX_PLATFORMS=cpu takes the latter."
+        )
     if cfg.run.n_devices > 1:
-        raise UserError(f"--n_devices {cfg.run.n_devices}: with --compare it must be 1, as the baseline's is.")
+        raise UserError(
+            f"--n_devices {cfg.run.n_devices}: with --compare it must be 1, as the baseline's is."
+        )
     return utils.validate(utils.replace(cfg, n_devices=1), 1)
 
 
@@ -290,11 +359,15 @@ def main(argv):
     if own.json:
         utils.check_place(own.json, "--json")
     where, rows = machine(), measure(configurations, own.rounds, own.steps)
-    print(f"{rows[0]['devices']} x {rows[0]['device']}, {where['cores']} cores of {where['cpu']}, "
-          f"{rows[0]['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps")  # fmt: skip
+    print(
+        f"{rows[0]['devices']} x {rows[0]['device']}, {where['cores']} cores of {where['cpu']}, "
+        f"{rows[0]['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps"
+    )
     print("\n".join(table(rows)))
     if own.json:
-        utils.write_file(own.json, utils.to_json(where | dict(configurations=rows), indent=1) + "\n")
+        utils.write_file(
+            own.json, utils.to_json(where | dict(configurations=rows), indent=1) + "\n"
+        )
     return rows
 
 

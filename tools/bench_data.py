@@ -20,21 +20,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
-import interrupts
+from training import interrupts
 
 if __name__ == "__main__":
     interrupts.at_once("interrupted")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import sources
 
 import dataset
-import main as training
-import tokenization
 import utils
+from data import sources, tokenization
 from presets import preset
 from tools import common
+from training import steps
 
 TINY_TOKENS_PER_SECOND = 5_000  # of the preset tiny on two CPU cores, see README.md
 SHARD_TOKENS = 2_000_000  # small beside the memory that is measured
@@ -55,9 +54,22 @@ def write_text(path, documents, megabytes):
 
 def tokenise(text, output, ranks, workers):
     """Run data/tokenize_shards.py; (seconds it says it took, peak resident memory of its own process in MB)."""
-    program = [sys.executable, ROOT / "data" / "tokenize_shards.py", "--source", text, "--output", output, "--workers",
-               str(workers), "--tokenizer", ranks, "--shard_tokens", str(SHARD_TOKENS), "--val_fraction",
-               "0"]  # fmt: skip
+    program = [
+        sys.executable,
+        ROOT / "data" / "tokenize_shards.py",
+        "--source",
+        text,
+        "--output",
+        output,
+        "--workers",
+        str(workers),
+        "--tokenizer",
+        ranks,
+        "--shard_tokens",
+        str(SHARD_TOKENS),
+        "--val_fraction",
+        "0",
+    ]
     process, peak = subprocess.Popen(program, stdout=subprocess.PIPE, text=True), 0
     while process.poll() is None:
         try:
@@ -68,7 +80,9 @@ def tokenise(text, output, ranks, workers):
         time.sleep(0.05)
     said = process.stdout.read()
     if process.returncode:
-        raise utils.UserError(f"--source: data/tokenize_shards.py ended with status {process.returncode} ({said}).")
+        raise utils.UserError(
+            f"--source: data/tokenize_shards.py ended with status {process.returncode} ({said})."
+        )
     return float(re.search(r"([\d.]+) s$", said)[1]), peak
 
 
@@ -87,10 +101,12 @@ def bare_loop(text, ranks):
 
 def read(bucket, cache, seconds=5.0):
     """Tokens/s from shards to batches on the device, as main.py reads them for the preset tiny."""
-    cfg = utils.replace(preset("tiny"), bucket_name=str(bucket), process_path=str(cache), n_device_axis=(1, 1, 1))
+    cfg = utils.replace(
+        preset("tiny"), bucket_name=str(bucket), cache_dir=str(cache), n_device_axis=(1, 1, 1)
+    )
     cfg = utils.validate(utils.replace(cfg, n_devices=1), jax.device_count())
-    mesh, per_step = training.make_mesh(cfg), cfg.data.train_batch_size
-    M, T = cfg.data.micro_batch_size, cfg.model.T
+    mesh, per_step = steps.make_mesh(cfg), cfg.data.train_batch_size
+    M, T = cfg.data.microbatches, cfg.model.T
     order = partial(dataset.Mixture(cfg, "train").sequences, seed=0)
     make = lambda n: dataset.put_batch(order, n, (1, M, per_step // M, T), mesh)  # noqa: E731
     batches = dataset.Prefetch(make, range(0, 10**12, per_step))
@@ -107,7 +123,14 @@ def read(bucket, cache, seconds=5.0):
 def measure(args, folder):
     """{name: (value, what it should be, whether it is)}, with the text, the shards and the cache in `folder`."""
     documents, ranks = sources.list_documents(args.source), folder / "bench.tiktoken"
-    trainer = [sys.executable, ROOT / "data" / "train_tokenizer.py", "--source", args.source, "--vocab_size", "8192"]
+    trainer = [
+        sys.executable,
+        ROOT / "data" / "train_tokenizer.py",
+        "--source",
+        args.source,
+        "--vocab_size",
+        "8192",
+    ]
     subprocess.run([*trainer, "--output", ranks], check=True, stdout=subprocess.DEVNULL)
     megabytes = 0.3 * args.mb  # for speeds: enough that starting two workers does not count
     text = write_text(folder / "text.jsonl", documents, megabytes)
@@ -124,7 +147,10 @@ def measure(args, folder):
     table["2 workers / 1 worker"] = speed["2 workers"] / speed["1 worker"], 1.7
     shards, wanted = folder / "1-0", 100 * TINY_TOKENS_PER_SECOND
     table["local shards to batches, tokens/s"] = read(shards, folder / "cache"), wanted
-    table["cached remote shards to batches, tokens/s"] = read(f"file://{shards}", folder / "cache"), None
+    table["cached remote shards to batches, tokens/s"] = (
+        read(f"file://{shards}", folder / "cache"),
+        None,
+    )
     peaks = []
     for size in (args.mb / 10, args.mb):
         text = write_text(folder / "text.jsonl", documents, size)
@@ -136,8 +162,13 @@ def measure(args, folder):
 
 def main():
     parser = sources.Parser(__doc__.splitlines()[0])
-    parser.add_argument("--mb", type=float, default=1000, help="megabytes of text of the larger measure of memory; the "
-                        "smaller takes a tenth, speeds take three tenths")  # fmt: skip
+    parser.add_argument(
+        "--mb",
+        type=float,
+        default=1000,
+        help="megabytes of text of the larger measure of memory; the "
+        "smaller takes a tenth, speeds take three tenths",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="times that each speed is measured")
     parser.add_argument("--json", default=None, help="file to write the numbers to as well")
     args = parser.parse_args()
@@ -149,10 +180,17 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         table = measure(args, Path(folder))
     for name, (value, wanted) in table.items():
-        verdict = "" if wanted is None else f"  {'ok' if value >= wanted else 'BELOW'}, should be at least {wanted:,}"
+        verdict = (
+            ""
+            if wanted is None
+            else f"  {'ok' if value >= wanted else 'BELOW'}, should be at least {wanted:,}"
+        )
         print(f"{name:45} {value:15,.2f}{verdict}", flush=True)
     if args.json:
-        utils.write_file(args.json, utils.to_json({name: value for name, (value, _) in table.items()}, indent=1) + "\n")
+        utils.write_file(
+            args.json,
+            utils.to_json({name: value for name, (value, _) in table.items()}, indent=1) + "\n",
+        )
 
 
 if __name__ == "__main__":

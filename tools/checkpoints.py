@@ -17,7 +17,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import interrupts
+from training import interrupts
 
 if __name__ == "__main__":
     interrupts.at_once("interrupted")
@@ -25,10 +25,9 @@ if __name__ == "__main__":
 import fsspec
 import tyro
 
-import cli
-import locks
 import utils
 from tools import common
+from training import command_line, locks
 from utils import UserError
 
 
@@ -52,14 +51,16 @@ class Options:
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators may belong to the run
-    options_given = utils.one_sentence(lambda: cli.read_flags(Options, sys.argv[1:], "checkpoints.py"))
+    options_given = utils.one_sentence(
+        lambda: command_line.read_flags(Options, sys.argv[1:], "checkpoints.py")
+    )
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-import checkpointing
+from training import checkpointing
 
 
 def about(checkpoints, step):
@@ -79,14 +80,23 @@ def about(checkpoints, step):
 
 def kept(checkpoints, options, config, every):
     """{step: [why it is kept]}; every: {step: `about`}."""
-    default = dict(keep=config.get("keep_checkpoints", utils.Run.keep_checkpoints),
-                   every=config.get("keep_every", utils.Run.keep_every),
-                   best=config.get("keep_best", utils.Run.keep_best))  # fmt: skip
-    wanted = {name: default[name] if getattr(options, name) is None else getattr(options, name) for name in default}
-    cli.check_least(wanted, dict(keep=1, every=0))
+    default = dict(
+        keep=config.get("keep_checkpoints", utils.Run.keep_checkpoints),
+        every=config.get("keep_every", utils.Run.keep_every),
+        best=config.get("keep_best", utils.Run.keep_best),
+    )
+    wanted = {
+        name: default[name] if getattr(options, name) is None else getattr(options, name)
+        for name in default
+    }
+    command_line.check_least(wanted, dict(keep=1, every=0))
     losses = {step: one["val_loss"] for step, one in every.items()}
-    infos = [SimpleNamespace(step=step, metrics=None if losses[step] is None else {"val_loss": losses[step]})
-             for step in sorted(every)]  # fmt: skip
+    infos = [
+        SimpleNamespace(
+            step=step, metrics=None if losses[step] is None else {"val_loss": losses[step]}
+        )
+        for step in sorted(every)
+    ]
     reasons = {info.step: [] for info in infos}
     context = ocp.checkpoint_managers.PreservationContext()
     for why, policy in checkpointing.retention(**wanted).items():
@@ -100,12 +110,21 @@ def show(every, reasons):
     rows = [["step", "written", "size", "mesh", "sequences", "val loss", "kept", "versions"]]
     for step, one in sorted(every.items()):
         meta, date = one["meta"], one["date"]
-        versions = " ".join(f"{name.split('.')[0]} {v}" for name, v in meta.get("versions", {}).items())
-        rows.append([str(step), time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) if date else "?",
-                     utils.size(one["size"]), "x".join(map(str, meta.get("mesh", ["?"]))),
-                     f"{meta['sequences']:,}" if meta else "?",
-                     "-" if one["val_loss"] is None else f"{one['val_loss']:.4f}", "+".join(reasons[step]) or "-",
-                     versions])  # fmt: skip
+        versions = " ".join(
+            f"{name.split('.')[0]} {v}" for name, v in meta.get("versions", {}).items()
+        )
+        rows.append(
+            [
+                str(step),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) if date else "?",
+                utils.size(one["size"]),
+                "x".join(map(str, meta.get("mesh", ["?"]))),
+                f"{meta['sequences']:,}" if meta else "?",
+                "-" if one["val_loss"] is None else f"{one['val_loss']:.4f}",
+                "+".join(reasons[step]) or "-",
+                versions,
+            ]
+        )
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
@@ -127,14 +146,22 @@ def complaint(checkpoints, step):
         return "what stands beside its arrays is not what was saved"
     sums = [int(np.asarray(x).view(np.uint32).sum(dtype=np.uint32)) for x in jax.tree.leaves(state)]
     # in any order: a state's leaves come otherwise out of a file
-    return None if sorted(sums) == sorted(meta["fingerprint"]) else "its contents are not those that were saved"
+    return (
+        None
+        if sorted(sums) == sorted(meta["fingerprint"])
+        else "its contents are not those that were saved"
+    )
 
 
 def main(options):
-    logging.set_verbosity(logging.FATAL)  # what Orbax has to say is said here in a line for each checkpoint
+    logging.set_verbosity(
+        logging.FATAL
+    )  # what Orbax has to say is said here in a line for each checkpoint
     if options.command != "prune" or options.dry_run:
         return look_at(options)
-    with locks.alone_in(options.run_dir, options.run_dir, "run directory"):  # a run may need what is to be deleted
+    with locks.alone_in(
+        options.run_dir, options.run_dir, "run directory"
+    ):  # a run may need what is to be deleted
         look_at(options)
 
 
@@ -152,14 +179,18 @@ def look_at(options):
             print(f"{step}  {'damaged: ' + wrong if wrong else 'sound'}", flush=True)
             damaged += [str(step)] * bool(wrong)
         if damaged:
-            raise UserError(f"{options.run_dir}: damaged are {', '.join(damaged)}, of {len(steps)} checkpoints.")
+            raise UserError(
+                f"{options.run_dir}: damaged are {', '.join(damaged)}, of {len(steps)} checkpoints."
+            )
         return
     every = {step: about(checkpoints, step) for step in steps}
     reasons = kept(checkpoints, options, config, every)
     if options.command == "list":
         return show(every, reasons)
     for step in (step for step in sorted(steps) if not reasons[step]):
-        print(f"{step}  {'would be deleted' if options.dry_run else 'deleted'}, {utils.size(every[step]['size'])}")
+        print(
+            f"{step}  {'would be deleted' if options.dry_run else 'deleted'}, {utils.size(every[step]['size'])}"
+        )
         if not options.dry_run:
             checkpoints.manager.delete(step)
 

@@ -8,10 +8,9 @@ from typing import Literal
 
 import tyro
 
-import cli
-import interrupts
-import tokenization
 import utils
+from data import tokenization
+from training import command_line, interrupts
 from utils import UserError
 
 
@@ -77,9 +76,11 @@ class Evaluate(Options):
 
 def parse(kind, argv, program):
     """Command line -> `kind`, a subclass of `Options`. Raises UserError for whatever does not parse or is too small."""
-    options = cli.read_flags(kind, argv, program)
+    options = command_line.read_flags(kind, argv, program)
     given = {flag: value for flag, value in vars(options).items() if value is not None}
-    cli.check_least(given, cli.AT_LEAST | dict(T=0, limit=0, stride=0, batch_size=1))
+    command_line.check_least(
+        given, command_line.AT_LEAST | dict(T=0, limit=0, stride=0, batch_size=1)
+    )
     return options
 
 
@@ -87,12 +88,14 @@ class Parser(utils.Parser):
     """Flags of a program that takes those of main.py too, which `parse_known_args` leaves over. Raises UserError."""
 
     def flags(self):
-        return super().flags() + cli.flags_of(utils.Config)
+        return super().flags() + command_line.flags_of(utils.Config)
 
     def parse_known_args(self, args=None, namespace=None):
         known, rest = super().parse_known_args(args, namespace)
         plain = {flag.replace("-", "_") for flag in self.flags()}
-        if unknown := [flag for flag in utils.flags_in(rest) if flag.replace("-", "_") not in plain]:
+        if unknown := [
+            flag for flag in utils.flags_in(rest) if flag.replace("-", "_") not in plain
+        ]:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, rest
 
@@ -122,26 +125,39 @@ def open_model(options, text):
     """
     import jax  # here: XLA's flags must stand in the environment before
 
-    import main
     import model
+    from architectures import parameters
+    from training import steps, weights
 
-    flags, load = main.open_weights(options.model)
+    flags, load = weights.open_weights(options.model)
     encoding = tokenization.folder_tokenizer(options.model)
     if text and encoding is None:
-        raise UserError(f"{options.model}: holds no tokeniser, so it knows no text; put its tokenizer.json there.")
+        raise UserError(
+            f"{options.model}: holds no tokeniser, so it knows no text; put its tokenizer.json there."
+        )
     if encoding and encoding.n_vocab > flags["vocab_size"]:
-        raise UserError(f"{options.model}: its tokeniser has {encoding.n_vocab} tokens, the model only "
-                        f"{flags['vocab_size']}; they do not belong together.")  # fmt: skip
+        raise UserError(
+            f"{options.model}: its tokeniser has {encoding.n_vocab} tokens, the model only "
+            f"{flags['vocab_size']}; they do not belong together."
+        )
     check_T(options, flags)
     if options.model_dtype:
         flags["model_dtype"] = options.model_dtype
-    flags |= {name: getattr(options, name) for name in ("n_device_axis", "n_devices", "compilation_cache")}
-    flags |= dict(pp_interleave=1, attention="auto")  # decoding goes round once, perhaps on another platform
-    for name in ("micro_batch_size", "train_batch_size", "val_batch_size"):  # no flags here: any that fit the mesh do
+    flags |= {
+        name: getattr(options, name) for name in ("n_device_axis", "n_devices", "compilation_cache")
+    }
+    flags |= dict(
+        pp_interleave=1, attention="auto"
+    )  # decoding goes round once, perhaps on another platform
+    for name in (
+        "microbatches",
+        "train_batch_size",
+        "val_batch_size",
+    ):  # no flags here: any that fit the mesh do
         flags[name] = max(1, options.n_device_axis[1])
     cfg = utils.validate(utils.replace(utils.Config(), **flags), jax.device_count())
-    main.configure_jax(cfg)
-    mesh, table = main.make_mesh(cfg), model.param_table(cfg)
+    steps.configure_jax(cfg)
+    mesh, table = steps.make_mesh(cfg), model.param_table(cfg)
 
     def convert(p, w):
         if not p.matrix or w.dtype == cfg.model.model_dtype:
@@ -150,19 +166,26 @@ def open_model(options, text):
         w.delete()  # one leaf at a time is held in both types
         return converted
 
-    params = jax.tree.map(convert, table, load(main.abstract_params(cfg, mesh)), is_leaf=model.is_param)
+    params = jax.tree.map(
+        convert, table, load(steps.abstract_params(cfg, mesh)), is_leaf=parameters.is_param
+    )
     return cfg, mesh, params, encoding
 
 
 def check_T(options, flags):
     """Warn where --T is more than the model was made for. Raises UserError where GPT-2 has no such positions."""
-    import main
 
-    most = main.positions(options.model, flags["T"])
+    from training import weights
+
+    most = weights.positions(options.model, flags["T"])
     if options.T > most:
         if flags["architecture"] == "gpt2":
-            raise UserError(f"--T {options.T}: {options.model} has learned {most} positions; give at most so many.")
-        print(f"warning: --T {options.T}: {options.model} was made for {most} tokens", file=sys.stderr)
+            raise UserError(
+                f"--T {options.T}: {options.model} has learned {most} positions; give at most so many."
+            )
+        print(
+            f"warning: --T {options.T}: {options.model} was made for {most} tokens", file=sys.stderr
+        )
 
 
 def before_prompt(options, encoding):
@@ -170,6 +193,10 @@ def before_prompt(options, encoding):
     if options.start == "nothing":
         return []
     trained_here = "data_fingerprint" in utils.read_json(options.model, "config.json")
-    if options.start == "auto" and not trained_here and isinstance(encoding, tokenization.HubTokenizer):
+    if (
+        options.start == "auto"
+        and not trained_here
+        and isinstance(encoding, tokenization.HubTokenizer)
+    ):
         return encoding.before_text()
     return [encoding.eot_token]

@@ -18,26 +18,28 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import interrupts
+from training import interrupts
 
 if __name__ == "__main__":
     interrupts.at_once("interrupted")
 
-import platforms
-import tokenization
 import utils
+from data import tokenization
 from tools import common
+from training import platforms
 from utils import UserError
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
-    options_given = utils.one_sentence(lambda: common.parse(common.Evaluate, sys.argv[1:], "evaluate.py"))
+    options_given = utils.one_sentence(
+        lambda: common.parse(common.Evaluate, sys.argv[1:], "evaluate.py")
+    )
     platforms.set_xla_flags(options_given.n_devices)
 
 import numpy as np
-import sources
-from tokenize_shards import encode_text, pieces
 from tqdm import tqdm
 
+from data import sources
+from data.tokenize_shards import encode_text, pieces
 from dataset import Corpus
 from tools.scores import Piece, make_scorer, mean
 
@@ -61,10 +63,15 @@ def open_shards(cfg, path):
 
 def check_tokenizer(corpus, encoding):
     """Raises UserError where the manifest tells that the shards were made with another tokeniser than the model's."""
-    made_with, ranks = corpus.manifest.get("tokenizer_sha256"), getattr(encoding, "_mergeable_ranks", None)
+    made_with, ranks = (
+        corpus.manifest.get("tokenizer_sha256"),
+        getattr(encoding, "_mergeable_ranks", None),
+    )
     if made_with and ranks and hashlib.sha256(sources.dump_ranks(ranks)).hexdigest() != made_with:
-        raise UserError(f"--data {corpus.folder}: these shards were made with another tokeniser than the model's; "
-                        f"tokenise their text with the model's.")  # fmt: skip
+        raise UserError(
+            f"--data {corpus.folder}: these shards were made with another tokeniser than the model's; "
+            f"tokenise their text with the model's."
+        )
 
 
 def texts(path, column):
@@ -81,7 +88,9 @@ def texts(path, column):
 
 def encode(text, encoding):
     """Token ids of a document, end-of-text's first, as data/tokenize_shards.py encodes it: of any length."""
-    return np.concatenate([[encoding.eot_token], *(encode_text(piece, encoding) for piece in pieces(text, encoding))])
+    return np.concatenate(
+        [[encoding.eot_token], *(encode_text(piece, encoding) for piece in pieces(text, encoding))]
+    )
 
 
 def windows(ids, T, stride):
@@ -96,7 +105,9 @@ def evaluate(options, path, cfg, encoding, score):
     T = options.T or cfg.model.T
     stride, sizes = options.stride or T, []  # sizes: bytes of each document
     if stride > T:
-        raise UserError(f"--stride {stride}: must be at most --T, which is {T}, or text would be left out.")
+        raise UserError(
+            f"--stride {stride}: must be at most --T, which is {T}, or text would be left out."
+        )
 
     def of_text():
         left = options.limit or math.inf
@@ -115,21 +126,37 @@ def evaluate(options, path, cfg, encoding, score):
     if corpus := open_shards(utils.replace(cfg, T=T), path):
         check_tokenizer(corpus, encoding)
         total = min(corpus.n_sequences, options.limit or corpus.n_sequences)
-        sequences = (Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total))  # as in main.py's validation
+        sequences = (
+            Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total)
+        )  # as in main.py's validation
     elif encoding is None:
-        raise UserError(f"--data {path}: to read text the model needs a tokeniser, and {options.model} holds none.")
+        raise UserError(
+            f"--data {path}: to read text the model needs a tokeniser, and {options.model} holds none."
+        )
     else:
         sequences, total = of_text(), None
-    scored = list(tqdm(score(sequences, T), path, total, leave=False, disable=not sys.stderr.isatty()))
+    scored = list(
+        tqdm(score(sequences, T), path, total, leave=False, disable=not sys.stderr.isatty())
+    )
     if not scored:
         raise UserError(f"--data {path}: there is no text in it.")
     unit, sums, tokens = map(np.array, zip(*scored))
     sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)
     loss, error = mean(sums, tokens)
-    out = dict(data=path, sequences=len(unit), clusters=len(sums), tokens=int(tokens.sum()), loss=loss)
+    out = dict(
+        data=path, sequences=len(unit), clusters=len(sums), tokens=int(tokens.sum()), loss=loss
+    )
     perplexity = float(np.exp(loss))
-    out |= dict(loss_error=error, perplexity=perplexity, perplexity_error=error and error * perplexity)
-    size = np.array(sizes) if not corpus else tokens * corpus.bytes_per_token if corpus.bytes_per_token else None
+    out |= dict(
+        loss_error=error, perplexity=perplexity, perplexity_error=error and error * perplexity
+    )
+    size = (
+        np.array(sizes)
+        if not corpus
+        else tokens * corpus.bytes_per_token
+        if corpus.bytes_per_token
+        else None
+    )
     bits = (None, None) if size is None else mean(sums / math.log(2), size)
     return out | dict(bits_per_byte=bits[0], bits_per_byte_error=bits[1])
 
@@ -151,12 +178,24 @@ def questions(path):
             context = row["ctx"] if "ctx" in row else f"{row['ctx_a']} {row['ctx_b']}".strip()
             endings, label = row["endings"], int(row["label"])
         except (ValueError, TypeError, KeyError) as e:
-            raise UserError(f'{where} is not {{"ctx": text, "endings": [texts], "label": number}} ({e!r}).') from None
-        if not isinstance(endings, list) or not all(isinstance(t, str) and t for t in [context, *endings]):
-            raise UserError(f"{where}: its context and its endings must be texts, none of them empty.")
+            raise UserError(
+                f'{where} is not {{"ctx": text, "endings": [texts], "label": number}} ({e!r}).'
+            ) from None
+        if not isinstance(endings, list) or not all(
+            isinstance(t, str) and t for t in [context, *endings]
+        ):
+            raise UserError(
+                f"{where}: its context and its endings must be texts, none of them empty."
+            )
         if not 0 <= label < len(endings):
-            raise UserError(f"{where}: its label is {label}, but its {len(endings)} endings count from 0.")
-        yield tokenization.whole_characters(context), [*map(tokenization.whole_characters, endings)], label
+            raise UserError(
+                f"{where}: its label is {label}, but its {len(endings)} endings count from 0."
+            )
+        yield (
+            tokenization.whole_characters(context),
+            [*map(tokenization.whole_characters, endings)],
+            label,
+        )
 
 
 def choose(options, path, cfg, encoding, score):
@@ -175,13 +214,19 @@ def choose(options, path, cfg, encoding, score):
         items.append((label, [len(ending.encode()) for ending in endings]))
     if not items:
         raise UserError(f"--hellaswag {path}: there are no questions in it.")
-    longest = min(T, math.ceil(max(len(answer.ids) - 1 for answer in answers) / 64) * 64)  # few lengths to compile
-    progress = tqdm(score(answers, longest), path, len(answers), leave=False, disable=not sys.stderr.isatty())
+    longest = min(
+        T, math.ceil(max(len(answer.ids) - 1 for answer in answers) / 64) * 64
+    )  # few lengths to compile
+    progress = tqdm(
+        score(answers, longest), path, len(answers), leave=False, disable=not sys.stderr.isatty()
+    )
     losses, right = iter([loss for _, loss, _ in progress]), []
     for label, sizes in items:
         mine = np.array([next(losses) for _ in sizes])
         right.append([mine.argmin() == label, (mine / sizes).argmin() == label])
-    (acc, error), (norm, norm_error) = (mean(np.float64(x), np.ones(len(items))) for x in zip(*right))
+    (acc, error), (norm, norm_error) = (
+        mean(np.float64(x), np.ones(len(items))) for x in zip(*right)
+    )
     out = dict(hellaswag=path, questions=len(items), acc=acc, acc_error=error)
     return out | dict(acc_norm=norm, acc_norm_error=norm_error)
 
@@ -195,7 +240,11 @@ def table(rows):
     cells = [[key for key in rows[0] if not key.endswith("_error")]]
     for row in rows:
         text = {key: shown[type(value)].format(value) for key, value in row.items()}
-        errors = {key: f" ± {text[key + '_error']}" for key in cells[0] if row.get(f"{key}_error") is not None}
+        errors = {
+            key: f" ± {text[key + '_error']}"
+            for key in cells[0]
+            if row.get(f"{key}_error") is not None
+        }
         cells.append([text[key] + errors.get(key, "") for key in cells[0]])
     widths = [max(map(len, column)) for column in zip(*cells)]
     return ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in cells]
@@ -208,10 +257,16 @@ def main(options):
     cfg, mesh, params, encoding = common.open_model(options, text=bool(options.hellaswag))
     score = make_scorer(cfg, mesh, params, options.batch_size)
     try:
-        results = {name: [measure(options, path, cfg, encoding, score) for path in getattr(options, name)]
-                   for name, measure in (("data", evaluate), ("hellaswag", choose))}  # fmt: skip
-    except UserError as e:  # the modules that read shards and text know them by the flags of other programs
-        raise UserError(str(e).replace("--bucket_name", "--data").replace("--source", "--data")) from None
+        results = {
+            name: [measure(options, path, cfg, encoding, score) for path in getattr(options, name)]
+            for name, measure in (("data", evaluate), ("hellaswag", choose))
+        }
+    except (
+        UserError
+    ) as e:  # the modules that read shards and text know them by the flags of other programs
+        raise UserError(
+            str(e).replace("--bucket_name", "--data").replace("--source", "--data")
+        ) from None
     if options.json:
         print(utils.to_json(results))
     else:

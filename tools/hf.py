@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
-import interrupts
+from training import interrupts
 
 if __name__ == "__main__":
     interrupts.at_once("interrupted")
 
-import platforms
-import tokenization
 import utils
+from data import tokenization
 from tools import common
+from training import platforms
 from utils import UserError, say
 
 if __name__ == "__main__":
@@ -42,16 +42,18 @@ import tokenizers
 from jax import lax
 from safetensors import safe_open
 
-import checkpointing
-import cli
-import main
 import model
+from architectures import deepseek, parameters
+from training import checkpointing, command_line, steps, weights
 
 SHARD_BYTES = 5 * 10**9  # most in one file
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' name
 MOST_T = 4096  # tokens of a sequence, unless told otherwise: what a model can do is often more than it was trained on
 READABLE = {"F32", "F16", "BF16", "F64"}
-FLOAT8, SCALE = "F8_E4M3", "_scale_inv"  # what quantised weights are, and the end of the names of their scales
+FLOAT8, SCALE = (
+    "F8_E4M3",
+    "_scale_inv",
+)  # what quantised weights are, and the end of the names of their scales
 
 
 # --- Which tensor is which ----------------------------------------------------------------------------------------
@@ -99,7 +101,15 @@ def plain(name, leaf, at, part, shape=None, rotated=0):
 
 def deepseek_tensors(m):
     """`Tensor`s of DeepseekV3ForCausalLM for a utils.Model."""
-    D, H, K, R, V, Q, F = m.model_dimension, m.n_head, m.head_dim, m.latent_dim, m.value_dim, m.q_latent, m.expert_width
+    D, H, K, R, V, Q, F = (
+        m.model_dimension,
+        m.n_head,
+        m.head_dim,
+        m.latent_dim,
+        m.value_dim,
+        m.q_latent,
+        m.expert_width,
+    )
 
     def feed_forward(prefix, leaf, at, F):
         for i, name in enumerate(("gate_proj", "up_proj")):
@@ -112,20 +122,38 @@ def deepseek_tensors(m):
         yield plain(f"{prefix}.post_attention_layernorm.weight", (*leaf, "norm"), at, (D,))
         prefix += ".self_attn"
         if Q:
-            yield linear(f"{prefix}.q_a_proj.weight", (*a, "down"), (*at, slice(None), slice(0, Q)), (D, Q))
+            yield linear(
+                f"{prefix}.q_a_proj.weight", (*a, "down"), (*at, slice(None), slice(0, Q)), (D, Q)
+            )
             yield plain(f"{prefix}.q_a_layernorm.weight", (*a, "q_norm"), at, (Q,))
             if m.attention_bias:
                 yield plain(f"{prefix}.q_a_proj.bias", (*a, "down_bias"), (*at, slice(0, Q)), (Q,))
         q = "q_b_proj" if Q else "q_proj"
-        yield linear(f"{prefix}.{q}.weight", (*a, "q_up"), at, (Q or D, H, K + m.dhR), rotated=m.dhR)
-        yield linear(f"{prefix}.kv_a_proj_with_mqa.weight", (*a, "down"), (*at, slice(None), slice(Q, Q + R + m.dhR)),
-                     (D, R + m.dhR), rotated=m.dhR)  # fmt: skip
+        yield linear(
+            f"{prefix}.{q}.weight",
+            (*a, "q_up"),
+            at,
+            (Q or D, H, K + m.rope_dim),
+            rotated=m.rope_dim,
+        )
+        yield linear(
+            f"{prefix}.kv_a_proj_with_mqa.weight",
+            (*a, "down"),
+            (*at, slice(None), slice(Q, Q + R + m.rope_dim)),
+            (D, R + m.rope_dim),
+            rotated=m.rope_dim,
+        )
         yield plain(f"{prefix}.kv_a_layernorm.weight", (*a, "kv_norm"), at, (R,))
         yield linear(f"{prefix}.kv_b_proj.weight", (*a, "kv_up"), at, (R, H, K + V))
         yield linear(f"{prefix}.o_proj.weight", (*a, "out"), at, (H, V, D), inputs=2)
         if m.attention_bias:
-            yield plain(f"{prefix}.kv_a_proj_with_mqa.bias", (*a, "down_bias"), (*at, slice(Q, Q + R + m.dhR)),
-                        (R + m.dhR,), rotated=m.dhR)  # fmt: skip
+            yield plain(
+                f"{prefix}.kv_a_proj_with_mqa.bias",
+                (*a, "down_bias"),
+                (*at, slice(Q, Q + R + m.rope_dim)),
+                (R + m.rope_dim,),
+                rotated=m.rope_dim,
+            )
             yield plain(f"{prefix}.o_proj.bias", (*a, "out_bias"), at, (D,))
         prefix = f"model.layers.{n}.mlp"
         if not moe:
@@ -148,9 +176,15 @@ def deepseek_tensors(m):
         yield plain("lm_head.weight", ("head",), *rows)
     for d in range(m.mtp_depth):
         n = m.first_layers + m.blocks + d
-        for theirs, ours in [("enorm", "token_norm"), ("hnorm", "hidden_norm"), ("shared_head.norm", "norm")]:
+        for theirs, ours in [
+            ("enorm", "token_norm"),
+            ("hnorm", "hidden_norm"),
+            ("shared_head.norm", "norm"),
+        ]:
             yield plain(f"model.layers.{n}.{theirs}.weight", ("mtp", ours), (d,), (D,))
-        yield linear(f"model.layers.{n}.eh_proj.weight", ("mtp", "merge"), (d,), (2, D, D), inputs=2)
+        yield linear(
+            f"model.layers.{n}.eh_proj.weight", ("mtp", "merge"), (d,), (2, D, D), inputs=2
+        )
         yield from layer(n, ("mtp", "layer"), (d,), moe=True)
 
 
@@ -162,19 +196,25 @@ def gpt2_tensors(m):
         yield plain(f"{name}.weight", (*leaf, "scale"), at, (D,))
         yield plain(f"{name}.bias", (*leaf, "bias"), at, (D,))
 
-    yield plain("transformer.wte.weight", ("embedding",), (slice(0, m.vocab_size),), (m.vocab_size, D))
+    yield plain(
+        "transformer.wte.weight", ("embedding",), (slice(0, m.vocab_size),), (m.vocab_size, D)
+    )
     yield plain("transformer.wpe.weight", ("positions",), (), (m.T, D))
     for n in range(m.blocks):
         prefix = f"transformer.h.{n}"
         yield from norm(f"{prefix}.ln_1", ("gpt2", "attention_norm"), (n,))
         yield from norm(f"{prefix}.ln_2", ("gpt2", "norm"), (n,))
         for name, leaf, part, shape in [
-            ("attn.c_attn", "qkv", (D, 3, H, K), (D, 3 * D)), ("attn.c_proj", "out", (H, K, D), (D, D)),
-            ("mlp.c_fc", "up", (D, F), (D, F)), ("mlp.c_proj", "down", (F, D), (F, D)),
-        ]:  # fmt: skip
+            ("attn.c_attn", "qkv", (D, 3, H, K), (D, 3 * D)),
+            ("attn.c_proj", "out", (H, K, D), (D, D)),
+            ("mlp.c_fc", "up", (D, F), (D, F)),
+            ("mlp.c_proj", "down", (F, D), (F, D)),
+        ]:
             bias = part[1:] if leaf == "qkv" else part[-1:]
             yield plain(f"{prefix}.{name}.weight", ("gpt2", leaf), (n,), part, shape)
-            yield plain(f"{prefix}.{name}.bias", ("gpt2", f"{leaf}_bias"), (n,), bias, (math.prod(bias),))
+            yield plain(
+                f"{prefix}.{name}.bias", ("gpt2", f"{leaf}_bias"), (n,), bias, (math.prod(bias),)
+            )
     yield from norm("transformer.ln_f", ("norm",), ())
     if not m.tied:
         yield plain("lm_head.weight", ("head",), (slice(0, m.vocab_size),), (m.vocab_size, D))
@@ -185,22 +225,50 @@ def gpt2_tensors(m):
 
 def deepseek_config(m):
     """config.json of DeepseekV3ForCausalLM. Raises UserError where it knows no such architecture."""
-    for flag, wanted in dict(layers_per_block=1, moe_rope=True, activation="swiglu", latent_norm_eps=1e-6).items():
+    for flag, wanted in dict(
+        layers_per_block=1, moe_rope=True, activation="swiglu", latent_norm_eps=1e-6
+    ).items():
         if vars(m)[flag] != wanted:
-            raise UserError(f"--{flag} {vars(m)[flag]}: transformers has no model with such layers; its "
-                            f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny.")  # fmt: skip
+            raise UserError(
+                f"--{flag} {vars(m)[flag]}: transformers has no model with such layers; its "
+                f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny."
+            )
     config = dict(
-        architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", vocab_size=m.vocab_size,
-        hidden_size=m.model_dimension, intermediate_size=m.ffn_width, moe_intermediate_size=m.expert_width,
-        num_hidden_layers=m.first_layers + m.blocks, num_attention_heads=m.n_head, num_key_value_heads=m.n_head,
-        n_shared_experts=m.n_shared, n_routed_experts=m.n_experts, routed_scaling_factor=m.routed_scaling,
-        kv_lora_rank=m.latent_dim, q_lora_rank=m.q_latent or None, qk_rope_head_dim=m.dhR, v_head_dim=m.value_dim,
-        qk_nope_head_dim=m.head_dim, n_group=m.n_groups, topk_group=m.k_groups, num_experts_per_tok=m.k,
-        first_k_dense_replace=m.first_layers, norm_topk_prob=m.norm_topk_prob, scoring_func="sigmoid",
-        topk_method="noaux_tc", moe_layer_freq=1, hidden_act="silu", max_position_embeddings=int(m.T),
-        rms_norm_eps=m.norm_eps, attention_bias=m.attention_bias, attention_dropout=0.0, rope_interleave=True,
-        rope_theta=m.rope_base, tie_word_embeddings=m.tied, num_nextn_predict_layers=m.mtp_depth,
-    )  # fmt: skip
+        architectures=["DeepseekV3ForCausalLM"],
+        model_type="deepseek_v3",
+        vocab_size=m.vocab_size,
+        hidden_size=m.model_dimension,
+        intermediate_size=m.ffn_width,
+        moe_intermediate_size=m.expert_width,
+        num_hidden_layers=m.first_layers + m.blocks,
+        num_attention_heads=m.n_head,
+        num_key_value_heads=m.n_head,
+        n_shared_experts=m.n_shared,
+        n_routed_experts=m.n_experts,
+        routed_scaling_factor=m.routed_scaling,
+        kv_lora_rank=m.latent_dim,
+        q_lora_rank=m.q_latent or None,
+        qk_rope_head_dim=m.rope_dim,
+        v_head_dim=m.value_dim,
+        qk_nope_head_dim=m.head_dim,
+        n_group=m.n_groups,
+        topk_group=m.k_groups,
+        num_experts_per_tok=m.experts_per_token,
+        first_k_dense_replace=m.first_layers,
+        norm_topk_prob=m.norm_topk_prob,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        moe_layer_freq=1,
+        hidden_act="silu",
+        max_position_embeddings=int(m.T),
+        rms_norm_eps=m.norm_eps,
+        attention_bias=m.attention_bias,
+        attention_dropout=0.0,
+        rope_interleave=True,
+        rope_theta=m.rope_base,
+        tie_word_embeddings=m.tied,
+        num_nextn_predict_layers=m.mtp_depth,
+    )
     if m.rope_factor > 1 or m.rope_attention_factor != 1:
         config["rope_scaling"] = yarn_config(m)
     return config
@@ -209,13 +277,21 @@ def deepseek_config(m):
 def yarn_config(m):
     """The entry rope_scaling. Some programs know no attention_factor and take the ratio of temperatures of mscale and
     mscale_all_dim for it."""
-    fast, slow = model.YARN_BETA
+    fast, slow = deepseek.YARN_BETA
     weight, log = m.rope_mscale, 0.1 * math.log(m.rope_factor)
     if m.rope_attention_factor != 1 and log:
         weight = (m.rope_attention_factor * (log * m.rope_mscale + 1) - 1) / log
-    return dict(type="yarn", rope_type="yarn", factor=m.rope_factor, beta_fast=fast, beta_slow=slow, mscale=weight,
-                mscale_all_dim=m.rope_mscale, attention_factor=m.rope_attention_factor,
-                original_max_position_embeddings=m.rope_original_T)  # fmt: skip
+    return dict(
+        type="yarn",
+        rope_type="yarn",
+        factor=m.rope_factor,
+        beta_fast=fast,
+        beta_slow=slow,
+        mscale=weight,
+        mscale_all_dim=m.rope_mscale,
+        attention_factor=m.rope_attention_factor,
+        original_max_position_embeddings=m.rope_original_T,
+    )
 
 
 def deepseek_flags(config):
@@ -225,24 +301,53 @@ def deepseek_flags(config):
     left = dict(config)
     take = left.pop
     heads, nope, rotated, first = map(
-        take, ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "first_k_dense_replace")
+        take,
+        ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "first_k_dense_replace"),
     )
     flags = dict(
-        architecture="deepseek", model_dimension=take("hidden_size"), vocab_size=take("vocab_size"),
-        tied=bool(take("tie_word_embeddings", False)), norm_eps=take("rms_norm_eps"), latent_norm_eps=1e-6,
-        layers_per_block=1, n_head=heads, first_layers=first, moe_rope=True, blocks=take("num_hidden_layers") - first,
-        latent_dim=take("kv_lora_rank"), q_latent_dim=take("q_lora_rank") or 0, nope_dim=nope, v_dim=take("v_head_dim"),
-        dhR=rotated, attention_bias=bool(take("attention_bias", False)), activation="swiglu",
-        ffn_dim=take("intermediate_size"), expert_dim=take("moe_intermediate_size"), n_experts=take("n_routed_experts"),
-        k=take("num_experts_per_tok"), n_groups=take("n_group") or 1, k_groups=take("topk_group") or 1,
-        routed_scaling=take("routed_scaling_factor"), norm_topk_prob=bool(take("norm_topk_prob", True)),
-        n_shared=take("n_shared_experts") or 0, mtp_depth=take("num_nextn_predict_layers", 0) or 0,
+        architecture="deepseek",
+        model_dimension=take("hidden_size"),
+        vocab_size=take("vocab_size"),
+        tied=bool(take("tie_word_embeddings", False)),
+        norm_eps=take("rms_norm_eps"),
+        latent_norm_eps=1e-6,
+        layers_per_block=1,
+        n_head=heads,
+        first_layers=first,
+        moe_rope=True,
+        blocks=take("num_hidden_layers") - first,
+        latent_dim=take("kv_lora_rank"),
+        q_latent_dim=take("q_lora_rank") or 0,
+        nope_dim=nope,
+        v_dim=take("v_head_dim"),
+        rope_dim=rotated,
+        attention_bias=bool(take("attention_bias", False)),
+        activation="swiglu",
+        ffn_dim=take("intermediate_size"),
+        expert_dim=take("moe_intermediate_size"),
+        n_experts=take("n_routed_experts"),
+        experts_per_token=take("num_experts_per_tok"),
+        n_groups=take("n_group") or 1,
+        k_groups=take("topk_group") or 1,
+        routed_scaling=take("routed_scaling_factor"),
+        norm_topk_prob=bool(take("norm_topk_prob", True)),
+        n_shared=take("n_shared_experts") or 0,
+        mtp_depth=take("num_nextn_predict_layers", 0) or 0,
         **rope_flags(left),
-    )  # fmt: skip
+    )
     block_sizes(left)
-    require(left, "deepseek_v3", hidden_act=["silu"], rope_interleave=[True], scoring_func=["sigmoid", None],
-            topk_method=["noaux_tc", None], moe_layer_freq=[1, None], num_key_value_heads=[heads, None],
-            head_dim=[rotated], qk_head_dim=[nope + rotated])  # fmt: skip
+    require(
+        left,
+        "deepseek_v3",
+        hidden_act=["silu"],
+        rope_interleave=[True],
+        scoring_func=["sigmoid", None],
+        topk_method=["noaux_tc", None],
+        moe_layer_freq=[1, None],
+        num_key_value_heads=[heads, None],
+        head_dim=[rotated],
+        qk_head_dim=[nope + rotated],
+    )
     return flags
 
 
@@ -256,22 +361,44 @@ def rope_flags(left):
     outside = left.pop("original_max_position_embeddings", None)
     kind = rope.pop("rope_type", rope.get("type", "default"))
     rope.pop("type", None)
-    flags = dict(rope_base=float(rope.pop("rope_theta", theta)), rope_factor=1.0, rope_attention_factor=1.0)
+    flags = dict(
+        rope_base=float(rope.pop("rope_theta", theta)), rope_factor=1.0, rope_attention_factor=1.0
+    )
     if kind == "yarn":
-        factor, original = rope.pop("factor"), rope.pop("original_max_position_embeddings", positions)
+        factor, original = (
+            rope.pop("factor"),
+            rope.pop("original_max_position_embeddings", positions),
+        )
         original = outside or original
         for key, value in dict(factor=factor, original_max_position_embeddings=original).items():
-            if not (isinstance(value, (int, float)) and value >= 1 and (key == "factor" or value == int(value))):
-                raise UserError(f"config.json: {key} is {value!r}, but yarn is supported with numbers from 1 on only.")
+            if not (
+                isinstance(value, (int, float))
+                and value >= 1
+                and (key == "factor" or value == int(value))
+            ):
+                raise UserError(
+                    f"config.json: {key} is {value!r}, but yarn is supported with numbers from 1 on only."
+                )
         mscale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
         amplitude, log = rope.pop("attention_factor", None), 0.1 * math.log(factor)
         if amplitude is None:
             amplitude = (log * mscale + 1) / (log * all_dim + 1) if mscale and all_dim else log + 1
-        flags |= dict(rope_factor=float(factor), rope_mscale=float(all_dim or 0), rope_original_T=int(original),
-                      rope_attention_factor=float(amplitude))  # fmt: skip
-    fast, slow = model.YARN_BETA
-    require({"rope_type": kind} | rope, "deepseek_v3", rope_type=["default", "yarn"], beta_fast=[fast, None],
-            beta_slow=[slow, None], truncate=[True], partial_rotary_factor=[1])  # fmt: skip
+        flags |= dict(
+            rope_factor=float(factor),
+            rope_mscale=float(all_dim or 0),
+            rope_original_T=int(original),
+            rope_attention_factor=float(amplitude),
+        )
+    fast, slow = deepseek.YARN_BETA
+    require(
+        {"rope_type": kind} | rope,
+        "deepseek_v3",
+        rope_type=["default", "yarn"],
+        beta_fast=[fast, None],
+        beta_slow=[slow, None],
+        truncate=[True],
+        partial_rotary_factor=[1],
+    )
     return flags
 
 
@@ -286,21 +413,43 @@ def block_sizes(left):
     # which weights are quantised is seen in the files; activations are not; a scale is a number however it was chosen
     for key in ("modules_to_not_convert", "ignored_layers", "dequantize", "scale_fmt"):
         quantized.pop(key, None)
-    require(quantized, "a quantization_config of deepseek_v3", quant_method=["fp8"], fmt=["e4m3", None],
-            activation_scheme=["dynamic"], expert_dtype=["fp8"])  # fmt: skip
-    if not (isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
-        raise UserError(f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128].")
+    require(
+        quantized,
+        "a quantization_config of deepseek_v3",
+        quant_method=["fp8"],
+        fmt=["e4m3", None],
+        activation_scheme=["dynamic"],
+        expert_dtype=["fp8"],
+    )
+    if not (
+        isinstance(size, (list, tuple))
+        and len(size) == 2
+        and all(isinstance(n, int) and n > 0 for n in size)
+    ):
+        raise UserError(
+            f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128]."
+        )
     return tuple(size)
 
 
 def gpt2_config(m):
     """config.json of GPT2LMHeadModel."""
     return dict(
-        architectures=["GPT2LMHeadModel"], model_type="gpt2", vocab_size=m.vocab_size, n_positions=m.T,
-        n_embd=m.model_dimension, n_layer=m.blocks, n_head=m.n_head, n_inner=m.ffn_width, layer_norm_epsilon=m.norm_eps,
-        activation_function="gelu_new", tie_word_embeddings=m.tied, attn_pdrop=0.0, embd_pdrop=m.dropout_rate,
+        architectures=["GPT2LMHeadModel"],
+        model_type="gpt2",
+        vocab_size=m.vocab_size,
+        n_positions=m.T,
+        n_embd=m.model_dimension,
+        n_layer=m.blocks,
+        n_head=m.n_head,
+        n_inner=m.ffn_width,
+        layer_norm_epsilon=m.norm_eps,
+        activation_function="gelu_new",
+        tie_word_embeddings=m.tied,
+        attn_pdrop=0.0,
+        embd_pdrop=m.dropout_rate,
         resid_pdrop=m.dropout_rate,
-    )  # fmt: skip
+    )
 
 
 def gpt2_flags(config):
@@ -309,12 +458,24 @@ def gpt2_flags(config):
     take = left.pop
     D = take("n_embd")
     flags = dict(
-        utils.GPT2, vocab_size=take("vocab_size"), T=take("n_positions"), model_dimension=D, n_head=take("n_head"),
-        blocks=take("n_layer"), ffn_dim=take("n_inner", None) or 4 * D, norm_eps=take("layer_norm_epsilon"),
+        utils.GPT2,
+        vocab_size=take("vocab_size"),
+        T=take("n_positions"),
+        model_dimension=D,
+        n_head=take("n_head"),
+        blocks=take("n_layer"),
+        ffn_dim=take("n_inner", None) or 4 * D,
+        norm_eps=take("layer_norm_epsilon"),
         tied=bool(take("tie_word_embeddings", True)),
-    )  # fmt: skip
-    require(left, "gpt2", activation_function=["gelu_new", "gelu_pytorch_tanh"], scale_attn_weights=[True],
-            scale_attn_by_inverse_layer_idx=[False], quantization_config=[None])  # fmt: skip
+    )
+    require(
+        left,
+        "gpt2",
+        activation_function=["gelu_new", "gelu_pytorch_tanh"],
+        scale_attn_weights=[True],
+        scale_attn_by_inverse_layer_idx=[False],
+        quantization_config=[None],
+    )
     return flags
 
 
@@ -351,11 +512,15 @@ def require(left, kind, **allowed):
     for key, value in left.items():
         values = allowed.get(key)
         if values is not None and value not in values:
-            raise UserError(f"config.json: {key} is {value!r}, but {kind} is supported with "
-                            f"{' or '.join(repr(v) for v in values if v is not None) or 'none'} only.")  # fmt: skip
+            raise UserError(
+                f"config.json: {key} is {value!r}, but {kind} is supported with "
+                f"{' or '.join(repr(v) for v in values if v is not None) or 'none'} only."
+            )
         if values is None and key not in IMMATERIAL:
-            raise UserError(f"config.json: {key} is {value!r}, and what that changes in {kind} is not known here; "
-                            f"remove the entry if it changes no number.")  # fmt: skip
+            raise UserError(
+                f"config.json: {key} is {value!r}, and what that changes in {kind} is not known here; "
+                f"remove the entry if it changes no number."
+            )
 
 
 # What the entries of a config.json must be, those of rope_scaling among them
@@ -363,19 +528,26 @@ WHOLE = dict.fromkeys(  # at least
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads kv_lora_rank "
     "num_key_value_heads qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts num_experts_per_tok n_group "
     "topk_group moe_layer_freq max_position_embeddings original_max_position_embeddings n_positions n_embd n_layer "
-    "n_head n_inner".split(), 1,
-) | dict.fromkeys("first_k_dense_replace q_lora_rank n_shared_experts num_nextn_predict_layers".split(), 0)  # fmt: skip
+    "n_head n_inner".split(),
+    1,
+) | dict.fromkeys(
+    "first_k_dense_replace q_lora_rank n_shared_experts num_nextn_predict_layers".split(), 0
+)
 NUMBERS = set(
     "rms_norm_eps layer_norm_epsilon routed_scaling_factor rope_theta factor attention_factor mscale mscale_all_dim "
     "beta_fast beta_slow".split()
 )
 TRUTHS = set("tie_word_embeddings attention_bias norm_topk_prob rope_interleave truncate".split())
 OBJECTS = {"rope_scaling", "rope_parameters", "quantization_config"}
-MAY_BE_NULL = TRUTHS | OBJECTS | set(
-    "q_lora_rank n_shared_experts num_nextn_predict_layers num_key_value_heads n_group topk_group moe_layer_freq "
-    "n_inner max_position_embeddings original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast "
-    "beta_slow".split()
-)  # fmt: skip
+MAY_BE_NULL = (
+    TRUTHS
+    | OBJECTS
+    | set(
+        "q_lora_rank n_shared_experts num_nextn_predict_layers num_key_value_heads n_group topk_group moe_layer_freq "
+        "n_inner max_position_embeddings original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast "
+        "beta_slow".split()
+    )
+)
 
 
 def check_entries(config, where):
@@ -385,7 +557,9 @@ def check_entries(config, where):
             continue
         truth, number = isinstance(value, bool), isinstance(value, (int, float))
         wanted = ""
-        if key in WHOLE and (truth or not isinstance(value, int) or not WHOLE[key] <= value < 2**31):
+        if key in WHOLE and (
+            truth or not isinstance(value, int) or not WHOLE[key] <= value < 2**31
+        ):
             wanted = f"a whole number of at least {WHOLE[key]}"
         elif key in NUMBERS and (truth or not number or not 0 <= value < math.inf):
             wanted = "a number of at least 0"
@@ -408,21 +582,50 @@ class Format(NamedTuple):
 
 
 DEEPSEEK_NAMES = dict(
-    model_dimension="hidden_size", n_head="num_attention_heads", blocks="num_hidden_layers", k="num_experts_per_tok",
-    first_layers="first_k_dense_replace", latent_dim="kv_lora_rank", q_latent_dim="q_lora_rank", n_groups="n_group",
-    nope_dim="qk_nope_head_dim", v_dim="v_head_dim", dhR="qk_rope_head_dim", rope_base="rope_theta",
-    rope_factor="factor", k_groups="topk_group", ffn_dim="intermediate_size", expert_dim="moe_intermediate_size",
-    n_experts="n_routed_experts", n_shared="n_shared_experts", norm_eps="rms_norm_eps",
-    routed_scaling="routed_scaling_factor", T="max_position_embeddings",
-)  # fmt: skip
+    model_dimension="hidden_size",
+    n_head="num_attention_heads",
+    blocks="num_hidden_layers",
+    experts_per_token="num_experts_per_tok",
+    first_layers="first_k_dense_replace",
+    latent_dim="kv_lora_rank",
+    q_latent_dim="q_lora_rank",
+    n_groups="n_group",
+    nope_dim="qk_nope_head_dim",
+    v_dim="v_head_dim",
+    rope_dim="qk_rope_head_dim",
+    rope_base="rope_theta",
+    rope_factor="factor",
+    k_groups="topk_group",
+    ffn_dim="intermediate_size",
+    expert_dim="moe_intermediate_size",
+    n_experts="n_routed_experts",
+    n_shared="n_shared_experts",
+    norm_eps="rms_norm_eps",
+    routed_scaling="routed_scaling_factor",
+    T="max_position_embeddings",
+)
 FORMATS = {
-    "deepseek_v3": Format(deepseek_tensors, deepseek_config, deepseek_flags,
-                          r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
-                          DEEPSEEK_NAMES),
-    "gpt2": Format(gpt2_tensors, gpt2_config, gpt2_flags, r"^lm_head.weight$|\.attn\.(masked_)?bias$",
-                   dict(model_dimension="n_embd", blocks="n_layer", ffn_dim="n_inner", T="n_positions",
-                        norm_eps="layer_norm_epsilon")),
-}  # fmt: skip
+    "deepseek_v3": Format(
+        deepseek_tensors,
+        deepseek_config,
+        deepseek_flags,
+        r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
+        DEEPSEEK_NAMES,
+    ),
+    "gpt2": Format(
+        gpt2_tensors,
+        gpt2_config,
+        gpt2_flags,
+        r"^lm_head.weight$|\.attn\.(masked_)?bias$",
+        dict(
+            model_dimension="n_embd",
+            blocks="n_layer",
+            ffn_dim="n_inner",
+            T="n_positions",
+            norm_eps="layer_norm_epsilon",
+        ),
+    ),
+}
 MODEL_TYPES = {"deepseek": "deepseek_v3", "gpt2": "gpt2"}  # by --architecture
 
 
@@ -443,7 +646,9 @@ def files_of(folder):
     index = utils.read_json(path)
     names = index.get("weight_map") if index else {"": "model.safetensors"}
     if not isinstance(names, dict) or not all(map(is_file_name, names.values())):
-        raise UserError(f"{path}: its weight_map must give each tensor the name of a file beside it; copy it again.")
+        raise UserError(
+            f"{path}: its weight_map must give each tensor the name of a file beside it; copy it again."
+        )
     found = {}
     for name in sorted(set(names.values())):
         path = os.path.join(folder, name)
@@ -452,14 +657,19 @@ def files_of(folder):
         try:
             with safe_open(path, "numpy") as f:
                 slices = {name: f.get_slice(name) for name in f.keys()}
-                found |= {name: Stored(path, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+                found |= {
+                    name: Stored(path, tuple(s.get_shape()), s.get_dtype())
+                    for name, s in slices.items()
+                }
         except Exception as e:  # safetensors has an error of its own, and others
             raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
     return found
 
 
 def is_file_name(name):
-    return isinstance(name, str) and name.endswith(".safetensors") and os.path.basename(name) == name
+    return (
+        isinstance(name, str) and name.endswith(".safetensors") and os.path.basename(name) == name
+    )
 
 
 def their_name(name, there):
@@ -478,13 +688,15 @@ def model_flags(config, folder):
         flags = FORMATS[kind].flags(config)
     except KeyError as e:
         raise UserError(f"{where}: {e.args[0]} is missing.") from None
-    if kind == "deepseek_v3":  # the config of many a model names predictors that its files do not hold
+    if (
+        kind == "deepseek_v3"
+    ):  # the config of many a model names predictors that its files do not hold
         first, there = flags["first_layers"] + flags["blocks"], files_of(folder)
         depth = min(flags["mtp_depth"], len(there))
         predictors = [f"model.layers.{first + d}.eh_proj.weight" for d in range(depth)]
         flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
         flags["mtp_depth"] = sum(name in there for name in predictors)
-    cli.check_model(flags, where, FORMATS[kind].names)
+    command_line.check_model(flags, where, FORMATS[kind].names)
     return flags
 
 
@@ -507,12 +719,18 @@ def check(folder, tensors, form, block):
         if name not in wanted and (re.search(form.copies, name) or 0 in shape):
             continue
         if name not in wanted:
-            raise UserError(f"{folder}: tensor {name} is extra; its config.json has no place for it.")
+            raise UserError(
+                f"{folder}: tensor {name} is extra; its config.json has no place for it."
+            )
         if shape != wanted[name]:
-            raise UserError(f"{folder}: tensor {name} is {list(shape)}, but its config.json calls for "
-                            f"{list(wanted[name])}.")  # fmt: skip
+            raise UserError(
+                f"{folder}: tensor {name} is {list(shape)}, but its config.json calls for "
+                f"{list(wanted[name])}."
+            )
         if dtype not in READABLE and name + SCALE not in wanted:
-            raise UserError(f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}.")
+            raise UserError(
+                f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}."
+            )
     return there
 
 
@@ -540,7 +758,9 @@ def read_sound(there, name, block):
     x = read_tensor(there, name, block)
     with np.errstate(over="ignore"):
         if not np.isfinite(x.astype(np.float32, copy=False)).all():
-            raise UserError(f"{there[name].path}: tensor {name} holds NaN or infinite values; copy it again.")
+            raise UserError(
+                f"{there[name].path}: tensor {name} holds NaN or infinite values; copy it again."
+            )
     return x
 
 
@@ -555,7 +775,7 @@ def put(leaf, part, starts):
 
 
 def load(folder, abstract):
-    """Parameters like `abstract` (main.abstract_params) from a folder: each tensor is read, put into its place on the
+    """Parameters like `abstract` (steps.abstract_params) from a folder: each tensor is read, put into its place on the
     devices and forgotten. Raises UserError as `check` does."""
     config = utils.read_json(folder, "config.json")
     form, flags = FORMATS[config["model_type"]], model_flags(config, folder)
@@ -564,11 +784,19 @@ def load(folder, abstract):
     there = check(folder, filled(form.tensors(m)), form, block)
     first = next(form.tensors(m)).name
     head, rows = (their_name(name, there) for name in ("lm_head.weight", first))
-    if m.tied and head in there and not np.array_equal(*(read_sound(there, name, block) for name in (head, rows))):
-        raise UserError(f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings "
-                        f"must be false there.")  # fmt: skip
-    zeros = jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape), abstract),
-                    out_shardings=jax.tree.map(lambda a: a.sharding, abstract))  # fmt: skip
+    if (
+        m.tied
+        and head in there
+        and not np.array_equal(*(read_sound(there, name, block) for name in (head, rows)))
+    ):
+        raise UserError(
+            f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings "
+            f"must be false there."
+        )
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape), abstract),
+        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
+    )
     params = zeros()
     for t in filled(form.tensors(m)):
         part = t.ours(read_sound(there, their_name(t.name, there), block))
@@ -586,19 +814,30 @@ def load(folder, abstract):
 def import_folder(folder, run_dir):
     """A run directory with the weights of `folder` as its only checkpoint."""
     if os.path.exists(run_dir):
-        raise UserError(f"{run_dir} exists already; give another run directory, or remove that one.")
+        raise UserError(
+            f"{run_dir} exists already; give another run directory, or remove that one."
+        )
     if not os.path.isfile(os.path.join(folder, "config.json")):
-        raise UserError(f"{folder}: there is no config.json; a folder in the Hugging Face format holds one.")
+        raise UserError(
+            f"{folder}: there is no config.json; a folder in the Hugging Face format holds one."
+        )
     config = utils.read_json(folder, "config.json")
     flags = model_flags(config, folder)
     output_dir, name = os.path.split(os.path.abspath(run_dir))
-    cfg = utils.replace(utils.Config(), **flags, name=name, output_dir=output_dir, n_device_axis=(1, 1, 1), n_devices=1)
+    cfg = utils.replace(
+        utils.Config(),
+        **flags,
+        name=name,
+        output_dir=output_dir,
+        n_device_axis=(1, 1, 1),
+        n_devices=1,
+    )
     cfg = utils.validate(cfg, jax.device_count())
     tokenization.folder_tokenizer(folder)  # said now, if it is torn
-    mesh = main.make_mesh(cfg)
-    params = load(folder, main.abstract_params(cfg, mesh))
+    mesh = steps.make_mesh(cfg)
+    params = load(folder, steps.abstract_params(cfg, mesh))
     tokenizer = os.path.join(folder, "tokenizer.json")
-    config = dict(utils.flatten(cfg), encoding="", positions=main.positions(folder, flags["T"]))
+    config = dict(utils.flatten(cfg), encoding="", positions=weights.positions(folder, flags["T"]))
     with appearing(run_dir) as part:
         if os.path.isfile(tokenizer):
             config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
@@ -610,7 +849,9 @@ def import_folder(folder, run_dir):
         if checkpoints.saved is None:
             raise UserError(f"{run_dir}: the checkpoint could not be written there.")
         utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=1) + "\n")
-    say(f"{run_dir}: {main.count_in_words(cfg)}; begin a run from them with main.py --init_from {run_dir}")
+    say(
+        f"{run_dir}: {steps.count_in_words(cfg)}; begin a run from them with main.py --init_from {run_dir}"
+    )
 
 
 @contextlib.contextmanager
@@ -648,9 +889,11 @@ class StoredParams:
         except Exception as e:  # whatever a damaged file makes the library raise
             raise Damaged(f"its meta can't be read: {type(e).__name__}") from None
         # experts come one by one out of chunks that hold several
-        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 3 * checkpointing.CHUNK}})
+        context = tensorstore.Context(
+            {"cache_pool": {"total_bytes_limit": 3 * checkpointing.CHUNK}}
+        )
         base = f"file://{checkpoints.folder / str(step)}/state/"
-        at = jax.tree_util.tree_flatten_with_path(table, is_leaf=model.is_param)[0]
+        at = jax.tree_util.tree_flatten_with_path(table, is_leaf=parameters.is_param)[0]
         self.leaves, self.wanted, self.seen = {}, {}, {}
         for (path, _), number in zip(at, fingerprint):
             leaf = tuple(key.key for key in path)
@@ -669,7 +912,9 @@ class StoredParams:
     def read(self, leaf, at):
         """float32 array: the part `at` of a leaf."""
         x = self._result(leaf, self.leaves[leaf][at].read())
-        self.seen[leaf] += int(x.view(np.uint32).sum(dtype=np.uint32))  # as checkpointing.fingerprint
+        self.seen[leaf] += int(
+            x.view(np.uint32).sum(dtype=np.uint32)
+        )  # as checkpointing.fingerprint
         return x
 
     def verify(self, vocab_size):
@@ -698,7 +943,9 @@ def write_tensors(folder, tensors, stored, dtype):
     for name, group in zip(names, groups):
         header, offset = {"__metadata__": {"format": "pt"}}, 0
         for t in group:
-            header[t.name] = dict(dtype=DTYPES[dtype], shape=t.shape, data_offsets=[offset, offset + size_of(t)])
+            header[t.name] = dict(
+                dtype=DTYPES[dtype], shape=t.shape, data_offsets=[offset, offset + size_of(t)]
+            )
             offset += size_of(t)
         head = json.dumps(header).encode()
         head += b" " * (-len(head) % 8)
@@ -713,7 +960,9 @@ def write_tensors(folder, tensors, stored, dtype):
     if len(groups) > 1:
         where = {t.name: name for name, group in zip(names, groups) for t in group}
         index = dict(metadata=dict(total_size=sum(map(size_of, tensors))), weight_map=where)
-        utils.write_file(os.path.join(folder, "model.safetensors.index.json"), json.dumps(index, indent=1))
+        utils.write_file(
+            os.path.join(folder, "model.safetensors.index.json"), json.dumps(index, indent=1)
+        )
 
 
 def byte_level(encoding):
@@ -739,15 +988,21 @@ def byte_level(encoding):
     bpe = tokenizers.models.BPE({spell(t): i for t, i in ranks.items()}, merges, ignore_merges=True)
     tokenizer = tokenizers.Tokenizer(bpe)
     # possessive quantifiers only save time in these patterns, and mean something else after {1,3} here; so does $
-    cuts = tokenizers.Regex(re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", encoding._pat_str).replace("$", r"\z"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(cuts, "isolated"),
-        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
+    cuts = tokenizers.Regex(
+        re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", encoding._pat_str).replace("$", r"\z")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(cuts, "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     special = {i: name for name, i in encoding._special_tokens.items()}
     last = max([*special, *ranks.values()])
-    unused = {i: f"<|unused_{i}|>" for i in set(range(last)) - set(ranks.values()) - set(special)}  # ids have no gaps
+    unused = {
+        i: f"<|unused_{i}|>" for i in set(range(last)) - set(ranks.values()) - set(special)
+    }  # ids have no gaps
     for _, name in sorted((special | unused).items()):
         tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
     return tokenizer
@@ -759,15 +1014,24 @@ def export_tokenizer(folder, run_dir, m):
     encoding = tokenization.folder_tokenizer(run_dir)
     if encoding is None:
         say(f"warning: {run_dir} has no tokenizer, so what is exported has none")
-        return dict.fromkeys(("bos_token_id", "eos_token_id"), m.end_of_text if m.end_of_text >= 0 else None)
+        return dict.fromkeys(
+            ("bos_token_id", "eos_token_id"), m.end_of_text if m.end_of_text >= 0 else None
+        )
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
     else:
         byte_level(encoding).save(os.path.join(folder, "tokenizer.json"))
         end = tokenization.END_OF_TEXT
-        about = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end, model_max_length=m.T,
-                     clean_up_tokenization_spaces=False)  # fmt: skip
-        utils.write_file(os.path.join(folder, "tokenizer_config.json"), json.dumps(about, indent=1) + "\n")
+        about = dict(
+            tokenizer_class="PreTrainedTokenizerFast",
+            bos_token=end,
+            eos_token=end,
+            model_max_length=m.T,
+            clean_up_tokenization_spaces=False,
+        )
+        utils.write_file(
+            os.path.join(folder, "tokenizer_config.json"), json.dumps(about, indent=1) + "\n"
+        )
     return dict(bos_token_id=encoding.eot_token, eos_token_id=encoding.eot_token)
 
 
@@ -778,7 +1042,9 @@ def export(run_dir, folder, dtype="float32"):
     stored = utils.run_config(run_dir)
     if "model_dimension" not in stored:
         raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
-    cfg = utils.replace(utils.Config(), **main.model_of_run(stored, run_dir), n_device_axis=(1, 1, 1))
+    cfg = utils.replace(
+        utils.Config(), **weights.model_of_run(stored, run_dir), n_device_axis=(1, 1, 1)
+    )
     m, table, form = cfg.model, model.param_table(cfg), FORMATS[MODEL_TYPES[cfg.model.architecture]]
     config, tensors = form.config(m), list(form.tensors(m))
     tokenization.folder_tokenizer(run_dir)  # said now, if it is torn
@@ -789,7 +1055,7 @@ def export(run_dir, folder, dtype="float32"):
             raise UserError(f"{run_dir}: there is no sound checkpoint in it.")
         about = dict(config, torch_dtype=dtype, **export_tokenizer(part, run_dir, m))
         utils.write_file(os.path.join(part, "config.json"), json.dumps(about, indent=2) + "\n")
-    say(f"{folder}: {main.count_in_words(cfg)}; of step {step}, as {config['architectures'][0]}")
+    say(f"{folder}: {steps.count_in_words(cfg)}; of step {step}, as {config['architectures'][0]}")
 
 
 def write_newest(folder, checkpoints, table, tensors, vocab_size, dtype):
@@ -810,10 +1076,14 @@ def write_newest(folder, checkpoints, table, tensors, vocab_size, dtype):
 def run(argv):
     parser = utils.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    out = commands.add_parser("export", help="checkpoint of a run directory -> folder that transformers loads")
+    out = commands.add_parser(
+        "export", help="checkpoint of a run directory -> folder that transformers loads"
+    )
     out.add_argument("run_dir")
     out.add_argument("folder")
-    out.add_argument("--dtype", choices=DTYPES, default="float32", help="type to store in; bfloat16 rounds")
+    out.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="type to store in; bfloat16 rounds"
+    )
     into = commands.add_parser("import", help="folder in the Hugging Face format -> run directory")
     into.add_argument("folder")
     into.add_argument("run_dir")
@@ -821,7 +1091,7 @@ def run(argv):
     for path in (args.run_dir, args.folder):
         if utils.is_remote(path):
             raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
-    main.quiet_libraries()
+    steps.quiet_libraries()
     if args.command == "export":
         export(args.run_dir, args.folder, args.dtype)
     else:

@@ -17,19 +17,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import interrupts
+from training import interrupts
 
 if __name__ == "__main__":
     interrupts.at_once("interrupted")
 
-import platforms
 import utils
-from tokenization import text_of
+from data.tokenization import text_of
 from tools import common
+from training import platforms
 from utils import UserError
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
-    options_given = utils.one_sentence(lambda: common.parse(common.Sample, sys.argv[1:], "sample.py"))
+    options_given = utils.one_sentence(
+        lambda: common.parse(common.Sample, sys.argv[1:], "sample.py")
+    )
     platforms.set_xla_flags(options_given.n_devices)
 
 import jax
@@ -39,11 +41,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import decoding
-import model
+from architectures import architecture
 from main import positions
+from training import decoding
 
-CHUNK = 8  # tokens of a row between two looks at what was drawn: beside them the host's part is small
+CHUNK = (
+    8  # tokens of a row between two looks at what was drawn: beside them the host's part is small
+)
 MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one fit others
 
 
@@ -54,7 +58,9 @@ def make_sampler(cfg, mesh, options, length):
     decode, key = decoding.make_decode(cfg, mesh), jax.random.key(options.seed)
 
     def draw(logits, number):
-        return decoding.draw_tokens(logits, jax.random.fold_in(key, number), options).astype(jnp.int32)
+        return decoding.draw_tokens(logits, jax.random.fold_in(key, number), options).astype(
+            jnp.int32
+        )
 
     def prefill(params, ids, lengths):
         cache = decoding.empty_cache(cfg, len(ids), length)
@@ -64,14 +70,21 @@ def make_sampler(cfg, mesh, options, length):
     def advance(params, state):
         def one(state, _):
             token, position, cache, number = state
-            logits, cache = decode(params, token[:, None], cache, position, jnp.zeros_like(position))
+            logits, cache = decode(
+                params, token[:, None], cache, position, jnp.zeros_like(position)
+            )
             return (draw(logits, number), position + 1, cache, number + 1), token
 
         return lax.scan(one, state, length=CHUNK)
 
     rows, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
-    specs = model.ARCHITECTURES[cfg.model.architecture].cache(cfg, 1, 1)
-    placed = rows, rows, {kind: NamedSharding(mesh, spec) for kind, (_, spec) in specs.items()}, everywhere
+    specs = architecture(cfg.model.architecture).cache(cfg, 1, 1)
+    placed = (
+        rows,
+        rows,
+        {kind: NamedSharding(mesh, spec) for kind, (_, spec) in specs.items()},
+        everywhere,
+    )
     advance = jax.jit(advance, out_shardings=(placed, everywhere), donate_argnums=1)
     return jax.jit(prefill, out_shardings=placed), advance
 
@@ -83,7 +96,10 @@ class Row:
     def __init__(self, encoding, prompt, options, hidden=1, head=""):
         self.encoding, self.prompt, self.options = encoding, prompt, options
         self.tokens, self.text, self.done = [], "", False
-        self.before, self.unseen = len(text_of(encoding, prompt)), head + text_of(encoding, prompt[hidden:])
+        self.before, self.unseen = (
+            len(text_of(encoding, prompt)),
+            head + text_of(encoding, prompt[hidden:]),
+        )
 
     def add(self, tokens):
         """Take further tokens; `text` is then as much of the continuation as no later token changes, and `unseen` has
@@ -93,13 +109,19 @@ class Row:
         tokens, end = tokens[: self.options.max_tokens - len(self.tokens)], self.encoding.eot_token
         self.tokens += itertools.takewhile(lambda t: t != end, tokens)
         self.done = end in tokens or len(self.tokens) == self.options.max_tokens
-        text, stop = text_of(self.encoding, self.prompt + self.tokens)[self.before :], self.options.stop
+        text, stop = (
+            text_of(self.encoding, self.prompt + self.tokens)[self.before :],
+            self.options.stop,
+        )
         found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
         if found:  # of several, the one that is whole first
             text, self.done = text[: min(found)[1]], True
         if not self.done:  # the end may be part of a character, or the beginning of a stop string
             text = text.rstrip("\ufffd")
-            text = text[: len(text) - max((n for s in stop for n in range(len(s)) if text.endswith(s[:n])), default=0)]
+            text = text[
+                : len(text)
+                - max((n for s in stop for n in range(len(s)) if text.endswith(s[:n])), default=0)
+            ]
         self.text, self.unseen = text, self.unseen + text[len(self.text) :]
 
 
@@ -122,24 +144,36 @@ def main(options):
     before = common.before_prompt(options, encoding)
     prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
     if [] in prompts:
-        raise UserError("--prompt: is empty, and nothing stands before it; give a text, or --start end_of_text.")
+        raise UserError(
+            "--prompt: is empty, and nothing stands before it; give a text, or --start end_of_text."
+        )
     longest, n_rows = max(map(len, prompts)), len(prompts) * options.inference_batch
     most = options.T or positions(options.model, cfg.model.T)
     if options.max_tokens is None:
         usual = utils.Sample.max_tokens
-        options = dataclasses.replace(options, max_tokens=min(usual, most - longest) if longest < most else usual)
+        options = dataclasses.replace(
+            options, max_tokens=min(usual, most - longest) if longest < most else usual
+        )
     if longest + options.max_tokens > most:
         about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the {most} "
         if cfg.model.architecture == "gpt2":
-            raise UserError(f"{about}{'of --T' if options.T else 'positions that the model has learned'}.")
-        print(f"warning: {about}{'of --T' if options.T else 'that the model was made for'}", file=sys.stderr)
+            raise UserError(
+                f"{about}{'of --T' if options.T else 'positions that the model has learned'}."
+            )
+        print(
+            f"warning: {about}{'of --T' if options.T else 'that the model was made for'}",
+            file=sys.stderr,
+        )
 
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
     heads = [f"--- {i}\n" if n_rows > 1 else "" for i in range(n_rows)]
     rows = [Row(encoding, ids, options, len(before), head) for ids, head in zip(batch, heads)]
     batch += [[encoding.eot_token]] * (-n_rows % mesh.shape["dp"])
     n, chunks = math.ceil(longest / MULTIPLE) * MULTIPLE, math.ceil(options.max_tokens / CHUNK)
-    ids, lengths = np.array([r + [0] * (n - len(r)) for r in batch], np.int32), np.array([*map(len, batch)], np.int32)
+    ids, lengths = (
+        np.array([r + [0] * (n - len(r)) for r in batch], np.int32),
+        np.array([*map(len, batch)], np.int32),
+    )
     prefill, advance = make_sampler(cfg, mesh, options, n + chunks * CHUNK)
     prefill = prefill.lower(params, ids, lengths).compile()
     began = time.perf_counter()
@@ -148,7 +182,9 @@ def main(options):
     advance = advance.lower(params, state).compile()
 
     waiting, ahead, began, steps = deque(rows), None, time.perf_counter(), 0
-    for chunk in range(chunks + 1):  # the devices draw the next chunk while the host prints the one before
+    for chunk in range(
+        chunks + 1
+    ):  # the devices draw the next chunk while the host prints the one before
         drawn, ahead = ahead, None
         if chunk < chunks:
             state, ahead = advance(params, state)
@@ -160,8 +196,11 @@ def main(options):
             if not waiting:
                 break
     took, total = time.perf_counter() - began, sum(map(len, batch[:n_rows]))
-    print(f"prefill: {total} tokens, {total / prefilled:,.0f} tokens/s; decode: {n_rows} x {steps} tokens, "
-          f"{n_rows * steps / took:,.0f} tokens/s", file=sys.stderr)  # fmt: skip
+    print(
+        f"prefill: {total} tokens, {total / prefilled:,.0f} tokens/s; decode: {n_rows} x {steps} tokens, "
+        f"{n_rows * steps / took:,.0f} tokens/s",
+        file=sys.stderr,
+    )
     return rows
 
 

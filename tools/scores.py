@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import collectives
 import model
 
 
@@ -28,7 +29,7 @@ def make_scorer(cfg, mesh, params, batch_size):
     dp, pp, tp = cfg.run.n_device_axis
     multiple = math.lcm(tp, 128) if model.for_devices(cfg, mesh).model.attention == "splash" else tp
     rows, scores = pp * batch_size * dp, jax.jit(model.make_score(cfg, mesh))
-    sharding = NamedSharding(mesh, P(*model.BATCH_SPEC[1:]))
+    sharding = NamedSharding(mesh, P(*collectives.BATCH_SPEC[1:]))
 
     def begin(batch, T):
         both = np.zeros((2, rows, T), np.int32)
@@ -60,4 +61,6 @@ def mean(sums, weights):
     n, value = len(sums), float(sums.sum() / weights.sum())
     if n < 2:
         return value, None
-    return value, math.sqrt(n / (n - 1) * np.square(sums - value * weights).sum()) / float(weights.sum())
+    return value, math.sqrt(n / (n - 1) * np.square(sums - value * weights).sum()) / float(
+        weights.sum()
+    )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import platforms
+from training import platforms
 from utils import UserError
 
 
@@ -26,9 +26,13 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(D, m.ffn_width), nn.Linear(m.ffn_width, D)
 
     def forward(self, x):
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, K]
+        qkv = self.qkv(self.attention_norm(x)).unflatten(
+            -1, (3, self.n_head, -1)
+        )  # [B, T, 3, H, K]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B, H, T, K] each
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
 
 
@@ -58,19 +62,30 @@ def prepare(cfg, compiled, threads):
     process's own. Raises UserError."""
     device = "cuda" if platforms.platform() == "gpu" else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--compare: jax has a GPU here, but this torch has none; install the one that has.")
+        raise UserError(
+            "--compare: jax has a GPU here, but this torch has none; install the one that has."
+        )
     torch.set_num_threads(threads)
     torch.manual_seed(cfg.run.seed)
     o, m = cfg.optimizer, cfg.model
     net = GPT2(m).to(device)
     matrices = [p for p in net.parameters() if p.dim() == 2]
     others = [p for p in net.parameters() if p.dim() != 2]
-    groups = [dict(params=matrices, weight_decay=o.weight_decay), dict(params=others, weight_decay=0.0)]
+    groups = [
+        dict(params=matrices, weight_decay=o.weight_decay),
+        dict(params=others, weight_decay=0.0),
+    ]
     optimizer = torch.optim.AdamW(groups, lr=o.max_lr, betas=(0.9, o.adam_b2), fused=True)
-    micro = cfg.run.grad_step * cfg.data.micro_batch_size
-    rows = torch.randint(m.vocab_size, (micro, cfg.data.train_batch_size // cfg.data.micro_batch_size, m.T + 1))
+    micro = cfg.run.accumulation_steps * cfg.data.microbatches
+    rows = torch.randint(
+        m.vocab_size, (micro, cfg.data.train_batch_size // cfg.data.microbatches, m.T + 1)
+    )
     rows, loss_of = rows.to(device), torch.compile(net) if compiled else net
-    mixed = torch.autocast(device, torch.bfloat16) if m.model_dtype == "bfloat16" else contextlib.nullcontext()
+    mixed = (
+        torch.autocast(device, torch.bfloat16)
+        if m.model_dtype == "bfloat16"
+        else contextlib.nullcontext()
+    )
 
     def run(steps):
         for _ in range(steps):
@@ -84,9 +99,14 @@ def prepare(cfg, compiled, threads):
         if device == "cuda":
             torch.cuda.synchronize()
 
-    about = dict(device=torch.cuda.get_device_name() if device == "cuda" else "cpu", devices=1,
-                 tokens_per_step=rows[..., 1:].numel(), compile_seconds=None, compile_cpu_seconds=None,
-                 compiler_bytes=None)  # fmt: skip
+    about = dict(
+        device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        devices=1,
+        tokens_per_step=rows[..., 1:].numel(),
+        compile_seconds=None,
+        compile_cpu_seconds=None,
+        compiler_bytes=None,
+    )
     if compiled:  # by the first step
         began = time.perf_counter(), time.process_time()
         run(1)

@@ -22,7 +22,7 @@ from etils import epath
 from jax import lax
 
 import utils
-from processes import all_of
+from training.processes import all_of
 from utils import UserError, say
 
 
@@ -30,7 +30,12 @@ from utils import UserError, say
 def fingerprint(state):
     """uint32 per leaf: the sum of its bit patterns modulo 2^32, the same on every mesh. A checkpoint that restores to
     another fingerprint than it was saved with is damaged."""
-    return jnp.stack([lax.bitcast_convert_type(x, jnp.uint32).sum(dtype=jnp.uint32) for x in jax.tree.leaves(state)])
+    return jnp.stack(
+        [
+            lax.bitcast_convert_type(x, jnp.uint32).sum(dtype=jnp.uint32)
+            for x in jax.tree.leaves(state)
+        ]
+    )
 
 
 CHUNK = 2**27  # bytes of an array that are stored together, and so can be read without the rest
@@ -39,7 +44,12 @@ CHUNK = 2**27  # bytes of an array that are stored together, and so can be read 
 def stored_in_chunks(x):
     """How Orbax stores an array: large ones cut first between blocks, layers and experts, which lead their dims."""
     axes = 0
-    while axes < 2 and x.ndim - axes > 2 and x.shape[axes] <= 512 and 4 * math.prod(x.shape[axes:]) > CHUNK:
+    while (
+        axes < 2
+        and x.ndim - axes > 2
+        and x.shape[axes] <= 512
+        and 4 * math.prod(x.shape[axes:]) > CHUNK
+    ):
         axes += 1
     return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(range(axes)))
 
@@ -52,11 +62,16 @@ def meet_or_fail():
     def barrier(*, key, timeout_ms):
         for n in rounds:
             client.key_value_set(f"checkpoint/{n}/{jax.process_index()}", key)
-            at = [client.blocking_key_value_get(f"checkpoint/{n}/{i}", timeout_ms) for i in range(jax.process_count())]
+            at = [
+                client.blocking_key_value_get(f"checkpoint/{n}/{i}", timeout_ms)
+                for i in range(jax.process_count())
+            ]
             if {*at} == {key}:
                 return
             if "set_value" not in key:
-                raise OSError(f"process {next(i for i, other in enumerate(at) if other != key)} failed to")
+                raise OSError(
+                    f"process {next(i for i, other in enumerate(at) if other != key)} failed to"
+                )
 
     return barrier
 
@@ -66,7 +81,9 @@ def retention(keep, every, best):
     (0: none) and, if `best`, the one with the smallest validation loss."""
     policies = ocp.checkpoint_managers
     every = {"every": policies.EveryNSteps(every)} if every else {}
-    best = policies.BestN(get_metric_fn=val_loss_of, reverse=True, n=int(best), keep_checkpoints_without_metrics=False)
+    best = policies.BestN(
+        get_metric_fn=val_loss_of, reverse=True, n=int(best), keep_checkpoints_without_metrics=False
+    )
     return {"newest": policies.LatestN(keep), "best": best} | every
 
 
@@ -76,7 +93,9 @@ def val_loss_of(metrics):
 
 def first_line(error):
     """What an error of the libraries says, 200 characters of it at most."""
-    text = str(error).split(" See full TensorStore")[0].strip()  # what follows there is a function's address
+    text = (
+        str(error).split(" See full TensorStore")[0].strip()
+    )  # what follows there is a function's address
     return (text.splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -114,7 +133,9 @@ def meta_sum(meta):
 def is_sound(meta):
     """Whether what was read beside a state can be what `save` kept there. Older ones have no sum."""
     kinds = dict(step=int, sequences=int, fingerprint=list)
-    if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
+    if not isinstance(meta, dict) or not all(
+        isinstance(meta.get(key), kind) for key, kind in kinds.items()
+    ):
         return False
     return "sum" not in meta or meta["sum"] == meta_sum(meta)
 
@@ -128,9 +149,13 @@ def shapes_of(tree):
 
 def first_misfit(there, here):
     """The first leaf that `there` and `here`, {path: shape}, have in different shapes, in words; "" where none is."""
-    for leaf in sorted(there.keys() | here.keys(), key=lambda leaf: (not leaf.startswith("params"), leaf)):
+    for leaf in sorted(
+        there.keys() | here.keys(), key=lambda leaf: (not leaf.startswith("params"), leaf)
+    ):
         if there.get(leaf) != here.get(leaf):
-            saved, wanted = (list(side[leaf]) if leaf in side else "missing" for side in (there, here))
+            saved, wanted = (
+                list(side[leaf]) if leaf in side else "missing" for side in (there, here)
+            )
             return f"{leaf} is {saved} there and {wanted} here"
     return ""
 
@@ -144,15 +169,22 @@ class Checkpoints:
         asyncio.set_event_loop_policy(Loops())
         self.explain = explain
         self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
-        policy = ocp.checkpoint_managers.AnyPreservationPolicy([*retention(keep, every, best).values()])
+        policy = ocp.checkpoint_managers.AnyPreservationPolicy(
+            [*retention(keep, every, best).values()]
+        )
         writes = keep is not None
         if writes:
             self._remove_torn_losses()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy, best_fn=val_loss_of, create=writes, cleanup_tmp_directories=writes,
+            preservation_policy=policy,
+            best_fn=val_loss_of,
+            create=writes,
+            cleanup_tmp_directories=writes,
             lightweight_initialize=not writes,  # or it reads all validation losses, of which one may be damaged
-            async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if jax.process_count() > 1 else None),
-        )  # fmt: skip
+            async_options=ocp.AsyncOptions(
+                barrier_sync_fn=meet_or_fail() if jax.process_count() > 1 else None
+            ),
+        )
         self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
         self.watcher, self.written, self.on_disk = ThreadPoolExecutor(1, "checkpoint"), None, None
 
@@ -169,12 +201,16 @@ class Checkpoints:
     def _remove_torn_losses(self):
         """Orbax begins by reading the losses of all checkpoints, and ends the run where one is damaged. Without it the
         checkpoint is as sound as it was, but none of the best."""
-        steps = [path.parent.name for path in self.folder.glob("*/metrics") if path.parent.name.isdigit()]
+        steps = [
+            path.parent.name for path in self.folder.glob("*/metrics") if path.parent.name.isdigit()
+        ]
         for step in steps if jax.process_index() == 0 else []:
             try:
                 self.val_loss(step)
             except Exception as e:  # whatever it holds
-                say(f"warning: the validation loss of checkpoint {step} is damaged ({first_line(e)}) and removed")
+                say(
+                    f"warning: the validation loss of checkpoint {step} is damaged ({first_line(e)}) and removed"
+                )
                 (self.folder / step / "metrics").rmtree()
         all_of(True)  # nobody looks before it is done
 
@@ -189,14 +225,28 @@ class Checkpoints:
             os.makedirs(self.folder, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
         if not all_of(size < free):
-            say(f"warning: checkpoint {step} is not written: it may need {utils.size(size)} and {self.folder} has "
-                f"{utils.size(free)} free; the older ones stay, and the next save tries again")  # fmt: skip
+            say(
+                f"warning: checkpoint {step} is not written: it may need {utils.size(size)} and {self.folder} has "
+                f"{utils.size(free)} free; the older ones stay, and the next save tries again"
+            )
             return
-        meta = dict(about, step=step, sequences=sequences, fingerprint=np.asarray(fingerprint(state)).tolist())
+        meta = dict(
+            about,
+            step=step,
+            sequences=sequences,
+            fingerprint=np.asarray(fingerprint(state)).tolist(),
+        )
         meta["sum"] = meta_sum(meta)
         storage = jax.tree.map(stored_in_chunks, state)
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state, storage), meta=ocp.args.JsonSave(meta))
-        self.manager.save(step, args=args, force=True, metrics=None if val_loss is None else {"val_loss": val_loss})
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state, storage), meta=ocp.args.JsonSave(meta)
+        )
+        self.manager.save(
+            step,
+            args=args,
+            force=True,
+            metrics=None if val_loss is None else {"val_loss": val_loss},
+        )
         self.saved, self.written = step, self.watcher.submit(self._watch, step)
 
     def _watch(self, step):
@@ -206,8 +256,10 @@ class Checkpoints:
             self.on_disk = step
             return True
         except Exception as e:  # whatever the storage makes the libraries raise
-            say(f"warning: checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next "
-                f"save tries again")  # fmt: skip
+            say(
+                f"warning: checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next "
+                f"save tries again"
+            )
             for thread in threading.enumerate():
                 if thread.name == "async_save":  # Orbax's; it may fail after another one
                     thread.join()
@@ -245,15 +297,25 @@ class Checkpoints:
         With `before` only earlier steps count, multiples of `multiple` first, and all that came after is deleted.
         """
         self.settle()
-        steps = sorted((s for s in self.steps() if s < before), key=lambda s: (s % multiple == 0, s), reverse=True)
-        advice = ("give another --name, or the values it had",
-                  "give another --name, or remove that folder to start again")  # fmt: skip
-        found, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), shapes_of(abstract), steps, say, advice)
+        steps = sorted(
+            (s for s in self.steps() if s < before),
+            key=lambda s: (s % multiple == 0, s),
+            reverse=True,
+        )
+        advice = (
+            "give another --name, or the values it had",
+            "give another --name, or remove that folder to start again",
+        )
+        found, damaged = self._newest_sound(
+            ocp.args.StandardRestore(abstract), shapes_of(abstract), steps, say, advice
+        )
         if damaged:
             self._set_aside(damaged)
-            say(f"warning: going on from checkpoint {found[1]['step']}; the steps from {found[1]['step'] + 1} to "
+            say(
+                f"warning: going on from checkpoint {found[1]['step']}; the steps from {found[1]['step'] + 1} to "
                 f"{damaged[0]} were lost and are run again, the damaged checkpoints stand in "
-                f"{self.folder}-damaged")  # fmt: skip
+                f"{self.folder}-damaged"
+            )
         self.saved = self.on_disk = found and found[1]["step"]
         for step in self.steps() if before < math.inf else []:
             if step > (self.saved or 0):
@@ -263,7 +325,9 @@ class Checkpoints:
     def restore_params(self, abstract):
         """Parameters alone of the newest sound checkpoint, as `abstract`. Raises UserError where there is none."""
         item = {"params": abstract}
-        args = ocp.args.PyTreeRestore(item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
+        args = ocp.args.PyTreeRestore(
+            item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+        )
         tell = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
         advice = "restore the run's config.json", "take another run"
         found, damaged = self._newest_sound(args, shapes_of(item), self.steps(), tell, advice)
@@ -271,8 +335,10 @@ class Checkpoints:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")
         other = self.explain and self.explain(found[1].get("config"), {})
         if other:
-            raise UserError(f"{self.folder}: checkpoint {found[1]['step']} is of a model with other flags ({other}); "
-                            f"{advice[0]}.")  # fmt: skip
+            raise UserError(
+                f"{self.folder}: checkpoint {found[1]['step']} is of a model with other flags ({other}); "
+                f"{advice[0]}."
+            )
         if damaged:
             tell(f"warning: the parameters are those of checkpoint {found[1]['step']}")
         return found[0]["params"]
@@ -293,23 +359,34 @@ class Checkpoints:
             reason, found = "", None
             try:
                 found = reader.restore(self.folder / str(step), args=args)
-                reason = "" if is_sound(found.meta) else "what stands beside its arrays is not what was saved"
+                reason = (
+                    ""
+                    if is_sound(found.meta)
+                    else "what stands beside its arrays is not what was saved"
+                )
             except Exception as e:  # whatever a damaged file makes the libraries raise
                 reason = first_line(e)
             if not all_of(not reason):
                 reason = reason or "as another process found"
             else:
                 saved = np.asarray(fingerprint(found.state)).tolist()
-                if saved == found.meta["fingerprint"][: len(saved)]:  # parameters are a state's first leaves
+                if (
+                    saved == found.meta["fingerprint"][: len(saved)]
+                ):  # parameters are a state's first leaves
                     return (found.state, found.meta), damaged
                 reason = "its contents are not those that were saved"
             if other := self._misfit(step, shapes):
-                unfit = unfit or f"checkpoint {step} is of a model with other flags ({other}); {advice[0]}"
+                unfit = (
+                    unfit
+                    or f"checkpoint {step} is of a model with other flags ({other}); {advice[0]}"
+                )
             else:
                 tell(f"warning: checkpoint {step} is damaged ({reason})")
             damaged.append(step)
         if damaged:
-            every = f"every checkpoint in here is damaged ({', '.join(map(str, damaged))}); {advice[1]}"
+            every = (
+                f"every checkpoint in here is damaged ({', '.join(map(str, damaged))}); {advice[1]}"
+            )
             raise UserError(f"{self.folder}: {unfit or every}.")
         return None, []
 
@@ -317,7 +394,9 @@ class Checkpoints:
         """How the arrays of a checkpoint differ from {path: shape} `shapes`, which may lack the optimizer's; "" where
         they do not, or nothing tells."""
         try:
-            there = shapes_of(ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state").tree)
+            there = shapes_of(
+                ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state").tree
+            )
         except Exception:  # as above
             return ""
         parts = {leaf.split(".")[0] for leaf in shapes}

@@ -37,7 +37,10 @@ class Pace:
 
     def __init__(self, tokens, waited):
         self.tokens, self.worker, self.launches = tokens, ThreadPoolExecutor(1, "pace"), deque()
-        self.steps, self.newest = [], deque(maxlen=10)  # (seconds, of these waited): since the last line, the last ten
+        self.steps, self.newest = (
+            [],
+            deque(maxlen=10),
+        )  # (seconds, of these waited): since the last line, the last ten
         self.on(waited)
 
     def on(self, waited):
@@ -67,7 +70,10 @@ class Pace:
     def _mean(self, steps):
         seconds, waited = map(sum, zip(*steps))
         seconds = max(1e-9, seconds)
-        return {"tokens_per_second": self.tokens * len(steps) / seconds, "data/wait": min(1.0, waited / seconds)}
+        return {
+            "tokens_per_second": self.tokens * len(steps) / seconds,
+            "data/wait": min(1.0, waited / seconds),
+        }
 
     def close(self):
         """Wait for no more steps."""
@@ -77,16 +83,23 @@ class Pace:
 def progress(cfg, row, left, bytes_per_token, at_peak):
     """Print the line of an evaluation. row: the step's metrics, with the pace since the last line; left: seconds to the
     end; at_peak: tokens per second at the devices' peak, or None."""
-    parts = [f"step {row['step']}/{cfg.run.training_steps}", f"train {row['loss/train_loss']:.4f}",
-             f"val {row['loss/val_loss']:.4f}"]  # fmt: skip
+    parts = [
+        f"step {row['step']}/{cfg.run.training_steps}",
+        f"train {row['loss/train_loss']:.4f}",
+        f"val {row['loss/val_loss']:.4f}",
+    ]
     if bytes_per_token:
-        parts.append(f"{row['loss/val_cross_entropy_loss'] / np.log(2) / bytes_per_token:.3f} bits/byte")
+        parts.append(
+            f"{row['loss/val_cross_entropy_loss'] / np.log(2) / bytes_per_token:.3f} bits/byte"
+        )
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if at_peak:
         parts.append(f"MFU {row['tokens_per_second'] / at_peak:.1%}")
     parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{duration(left)} left"]
     if row["data/wait"] > 0.05:
-        parts.append(f"storage is too slow: {row['data/wait']:.0%} of the time was spent waiting for data")
+        parts.append(
+            f"storage is too slow: {row['data/wait']:.0%} of the time was spent waiting for data"
+        )
     with contextlib.suppress(OSError):  # as in `say`
         tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
         sys.stdout.flush()
@@ -96,7 +109,11 @@ def is_spike(loss, before, zscore):
     """Whether `loss` lies more than zscore standard deviations above the mean of the finite ones of the losses
     `before`, which must be 20 at least."""
     before = [x for x in before if math.isfinite(x)]
-    return len(before) >= 20 and zscore > 0 and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
+    return (
+        len(before) >= 20
+        and zscore > 0
+        and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
+    )
 
 
 SAMPLE = re.compile(r"^(?==== step \d+$)", re.MULTILINE)  # where the samples of a step begin
@@ -114,7 +131,10 @@ def rows_in(content):
     return rows
 
 
-UPLOAD, MOST_UPLOAD = "wandb", 600  # name of a thread, and the seconds to wait for it at the end of a run
+UPLOAD, MOST_UPLOAD = (
+    "wandb",
+    600,
+)  # name of a thread, and the seconds to wait for it at the end of a run
 
 
 def check_login():
@@ -125,7 +145,9 @@ def check_login():
         settings = wandb.setup().settings
     except Exception as e:  # whatever library checks them
         reason = " ".join(str(e).split("For further information")[0].split())
-        raise UserError(f"--wandb: its settings, of the environment or its files, are refused: {reason}.") from None
+        raise UserError(
+            f"--wandb: its settings, of the environment or its files, are refused: {reason}."
+        ) from None
     if settings.mode in ("offline", "dryrun", "disabled") or settings.api_key:
         return
     files = os.environ.get("NETRC"), os.path.expanduser("~/.netrc"), os.path.expanduser("~/_netrc")
@@ -158,7 +180,7 @@ class RunLog:
         # Resuming: lines after the checkpoint will be written again, and an evaluation that only the end of the
         # earlier run brought about is not part of an uninterrupted one.
         for row in rows_in(read_file(self.path("metrics.jsonl")) or b""):
-            if row["step"] == start_step and start_step % cfg.run.checkpoint_steps:
+            if row["step"] == start_step and start_step % cfg.run.eval_every:
                 row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
             self.history.append(row)
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
@@ -175,7 +197,13 @@ class RunLog:
         if not re.fullmatch(r"\w+", run_id):
             run_id = secrets.token_hex(4)
             write_file(self.path("wandb_id"), run_id)
-        about = dict(project="moe-pretraining", id=run_id, name=cfg.run.name, dir=self.dir, config=flatten(cfg))
+        about = dict(
+            project="moe-pretraining",
+            id=run_id,
+            name=cfg.run.name,
+            dir=self.dir,
+            config=flatten(cfg),
+        )
         try:
             wandb.init(resume="allow", settings=wandb.Settings(init_timeout=30), **about)
         except wandb.errors.Error as e:
@@ -194,7 +222,11 @@ class RunLog:
 
     def _rewind(self, step):
         self.history = [row for row in self.history if row["step"] <= step]
-        self.samples = [text for text in self.samples if not re.match(SAMPLE, text) or int(text.split()[2]) <= step]
+        self.samples = [
+            text
+            for text in self.samples
+            if not re.match(SAMPLE, text) or int(text.split()[2]) <= step
+        ]
         self._write_metrics()
 
     def rewind(self, step):
@@ -208,7 +240,11 @@ class RunLog:
     @staticmethod
     def _complain(future):
         if future.exception():
-            print(f"warning: the run's log could not be written: {future.exception()}", file=sys.stderr, flush=True)
+            print(
+                f"warning: the run's log could not be written: {future.exception()}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def metrics(self, row):
         """Record one step: {"step": int, key: number, ...}."""
@@ -217,15 +253,19 @@ class RunLog:
             losses = [before["loss/train_loss"] for before in self.history[-100:]]
             spikes = self.history[-1].get("loss_spikes", 0) if self.history else 0
             if spike := is_spike(row["loss/train_loss"], losses, self.zscore):
-                say(f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
-                    f"{self.zscore:g} standard deviations above those before")  # fmt: skip
+                say(
+                    f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
+                    f"{self.zscore:g} standard deviations above those before"
+                )
             row["loss_spikes"] = spikes + spike
             self.history.append(row)
             if not is_remote(self.dir):
                 with open(self.path("metrics.jsonl"), "a") as f:
                     f.write(to_json(row) + "\n")
             if self.wandb:
-                self.wandb.log({key: v for key, v in row.items() if key != "step"}, step=row["step"])
+                self.wandb.log(
+                    {key: v for key, v in row.items() if key != "step"}, step=row["step"]
+                )
 
         self._run(work)
 
@@ -233,10 +273,14 @@ class RunLog:
         """Record the samples drawn at `step`."""
 
         def work():
-            self.samples.append(f"=== step {step}\n" + "".join(f"--- {i}\n{t}\n" for i, t in enumerate(texts)))
+            self.samples.append(
+                f"=== step {step}\n" + "".join(f"--- {i}\n{t}\n" for i, t in enumerate(texts))
+            )
             write_file(self.path("samples.txt"), "".join(self.samples))
             if self.wandb:
-                table = self.wandb.Table(columns=["step", "sample"], data=[[step, t] for t in texts])
+                table = self.wandb.Table(
+                    columns=["step", "sample"], data=[[step, t] for t in texts]
+                )
                 self.wandb.log({"samples": table}, step=step)
 
         self._run(work)
@@ -249,10 +293,20 @@ class RunLog:
                 self._write_metrics()
             for name, title, keys in [
                 ("val_loss", "validation loss (nats per token)", ["loss/val_loss"]),
-                ("load_loss", "load-balancing loss (even load: 1 per MoE layer)", ["loss/load_loss"]),
-                ("tokens_per_expert", "share of the routed tokens per expert",
-                 sorted((k for k in self.history[-1] if k.startswith("load/head_")), key=lambda k: int(k[10:]))),
-            ]:  # fmt: skip
+                (
+                    "load_loss",
+                    "load-balancing loss (even load: 1 per MoE layer)",
+                    ["loss/load_loss"],
+                ),
+                (
+                    "tokens_per_expert",
+                    "share of the routed tokens per expert",
+                    sorted(
+                        (k for k in self.history[-1] if k.startswith("load/head_")),
+                        key=lambda k: int(k[10:]),
+                    ),
+                ),
+            ]:
                 if any(key in row for row in self.history for key in keys):
                     write_file(self.path(name + ".png"), draw(self.history, title, keys))
 
@@ -269,13 +323,20 @@ class RunLog:
 
 def draw(history, title, keys):
     """PNG bytes of a line per key over the step."""
-    from matplotlib.figure import Figure  # without pyplot: safe off the main thread, and needs no display
+    from matplotlib.figure import (
+        Figure,
+    )  # without pyplot: safe off the main thread, and needs no display
 
     figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
     axes = figure.subplots()
     for key in keys:
         rows = [row for row in history if key in row]
-        axes.plot([row["step"] for row in rows], [row[key] for row in rows], lw=1, label=key.removeprefix("load/"))
+        axes.plot(
+            [row["step"] for row in rows],
+            [row[key] for row in rows],
+            lw=1,
+            label=key.removeprefix("load/"),
+        )
     axes.set(xlabel="step", title=title)
     axes.grid(alpha=0.3)
     if 1 < len(keys) <= 16:

@@ -56,7 +56,9 @@ def may_be_cut(tokenizer):
     parts = parts_of(tokenizer.pre_tokenizer, "pretokenizers")
     for i, part in enumerate(parts):
         if ends_words_at_spaces(part):
-            return all(later["type"] != "Metaspace" for later in parts[i + 1 :])  # it may mark the first word alone
+            return all(
+                later["type"] != "Metaspace" for later in parts[i + 1 :]
+            )  # it may mark the first word alone
         if part["type"] != "Digits" and pattern_of(part) not in OTHER_PATTERNS:
             return False
     return False
@@ -102,7 +104,9 @@ class HubTokenizer:
         try:
             self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
         except Exception as e:  # the library raises no other class
-            raise UserError(f"--tokenizer {path}: cannot be read as a tokenizer ({e}); copy it again.") from None
+            raise UserError(
+                f"--tokenizer {path}: cannot be read as a tokenizer ({e}); copy it again."
+            ) from None
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()  # a file may ask for either, for the batches of its own model
         self.tokenizer.no_padding()
@@ -113,10 +117,14 @@ class HubTokenizer:
         end = end.get("content") if isinstance(end, dict) else end
         self.eot_token = self.tokenizer.token_to_id(end) if isinstance(end, str) else None
         if self.eot_token is None:
-            raise UserError(f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
-                            f"tokenizer_config.json beside it.")  # fmt: skip
+            raise UserError(
+                f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
+                f"tokenizer_config.json beside it."
+            )
 
-    def __reduce__(self):  # a pickled tokenizers.Tokenizer would forget that special tokens are text
+    def __reduce__(
+        self,
+    ):  # a pickled tokenizers.Tokenizer would forget that special tokens are text
         return HubTokenizer, (self.path,)
 
     def encode_ordinary(self, text):
@@ -144,22 +152,35 @@ def load_tokenizer(name):
         return HubTokenizer(name)
     if name.endswith(".tiktoken"):
         if not os.path.isfile(name):
-            raise UserError(f"--tokenizer {name}: there is no such file; data/train_tokenizer.py makes one.")
+            raise UserError(
+                f"--tokenizer {name}: there is no such file; data/train_tokenizer.py makes one."
+            )
         try:
-            with open(name, "rb") as f:  # not tiktoken's loader: it caches by name, so would miss a file made anew
-                ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in f)}
+            with open(
+                name, "rb"
+            ) as f:  # not tiktoken's loader: it caches by name, so would miss a file made anew
+                ranks = {
+                    base64.b64decode(token): int(rank)
+                    for token, rank in (line.split() for line in f)
+                }
         except ValueError as e:
             raise UserError(f"--tokenizer {name}: not a file of tiktoken ranks ({e}).") from None
         stem = os.path.basename(name).removesuffix(".tiktoken")
-        return tiktoken.Encoding(stem, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+        return tiktoken.Encoding(
+            stem, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}
+        )
     if name not in tiktoken.list_encoding_names():
-        raise UserError(f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of "
-                        f"{', '.join(tiktoken.list_encoding_names())}.")  # fmt: skip
+        raise UserError(
+            f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of "
+            f"{', '.join(tiktoken.list_encoding_names())}."
+        )
     try:
         return tiktoken.get_encoding(name)
     except OSError as e:  # requests' errors are OSErrors too
-        raise UserError(f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
-                        f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR.") from None  # fmt: skip
+        raise UserError(
+            f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
+            f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR."
+        ) from None
 
 
 def text_of(encoding, ids):
@@ -184,10 +205,14 @@ def keep_tokenizer(folder, name):
     if ending not in TOKENIZER_FILES:
         return name
     kept = f"tokenizer{ending}"
-    beside = [os.path.join(os.path.dirname(name), "tokenizer_config.json")] if ending == ".json" else []
+    beside = (
+        [os.path.join(os.path.dirname(name), "tokenizer_config.json")] if ending == ".json" else []
+    )
     for file in [*beside, name]:  # the tokeniser last: where it stands, all does
         if (content := read_file(file)) is not None:
-            write_file(os.path.join(folder, kept if file == name else "tokenizer_config.json"), content)
+            write_file(
+                os.path.join(folder, kept if file == name else "tokenizer_config.json"), content
+            )
     return kept
 
 
@@ -195,7 +220,9 @@ def folder_tokenizer(folder):
     """The tokeniser of a local run directory or folder in the Hugging Face format, or None where it has none."""
     name = read_json(folder, "config.json").get("encoding", "tokenizer.json")
     if not isinstance(name, str | None):
-        raise UserError(f"{os.path.join(folder, 'config.json')}: encoding is {name!r}, but must name a tokenizer.")
+        raise UserError(
+            f"{os.path.join(folder, 'config.json')}: encoding is {name!r}, but must name a tokenizer."
+        )
     if name and name.endswith(TOKENIZER_FILES):
         name = os.path.join(folder, name)
         if not os.path.isfile(name):

@@ -50,14 +50,20 @@ class Cache:
             os.makedirs(self.folder, exist_ok=True)
             with open(part, "wb") as f:
                 f.write(content)
-            with contextlib.suppress(FileNotFoundError):  # another thread or process made room just then
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another thread or process made room just then
                 os.replace(part, path)
         except OSError as e:
-            raise UserError(f"--process_path: {path} cannot be written ({e}); make room, or give another folder or a "
-                            f"smaller --cache_gb.") from None  # fmt: skip
+            raise UserError(
+                f"--cache_dir: {path} cannot be written ({e}); make room, or give another folder or a "
+                f"smaller --cache_gb."
+            ) from None
         with self.lock:
             self.unseen += len(content)
-            if self.unseen >= self.limit / 16:  # seldom, since looking takes a while, and before the limit is passed
+            if (
+                self.unseen >= self.limit / 16
+            ):  # seldom, since looking takes a while, and before the limit is passed
                 self.unseen = 0
                 self._evict()
 
@@ -87,7 +93,9 @@ class Shard:
         self.path, self.about, self.cache, self.size = path, about, cache, info["size"]
         self.checksums = about.get("crc32", "")  # of each block, in eight hexadecimal digits
         self.sound = bytearray(-(-self.size // BLOCK))  # 1: this process has verified the block
-        identity = repr((path, sorted(map(repr, info.items()))))  # storage tells of an object that was written anew
+        identity = repr(
+            (path, sorted(map(repr, info.items())))
+        )  # storage tells of an object that was written anew
         self.key = about.get("sha256") or hashlib.sha256(identity.encode()).hexdigest()
         self.fs, self.there = fsspec.core.url_to_fs(path)
 
@@ -102,14 +110,25 @@ class Shard:
         try:
             f = io.BytesIO(self._read(0, min(self.size, BLOCK, 4096)).tobytes())
             version = np.lib.format.read_magic(f)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            read = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
             shape, _, dtype = read(f)
         except (ValueError, OSError) as e:
-            raise UserError(f"--bucket_name: {self.path} is not a shard one can read ({e}); make it again.") from None
+            raise UserError(
+                f"--bucket_name: {self.path} is not a shard one can read ({e}); make it again."
+            ) from None
         if len(shape) != 1 or dtype.kind not in "ui":
-            raise UserError(f"--bucket_name: {self.path} holds {dtype} of shape {shape}; a shard is one row of token "
-                            f"ids.")  # fmt: skip
-        if f.tell() + shape[0] * dtype.itemsize > self.size or self.about.get("tokens", shape[0]) != shape[0]:
+            raise UserError(
+                f"--bucket_name: {self.path} holds {dtype} of shape {shape}; a shard is one row of token "
+                f"ids."
+            )
+        if (
+            f.tell() + shape[0] * dtype.itemsize > self.size
+            or self.about.get("tokens", shape[0]) != shape[0]
+        ):
             raise self._damaged(f"it has {self.size:,} bytes")
         return f.tell(), dtype, shape[0]
 
@@ -121,10 +140,16 @@ class Shard:
     def tokens(self, start, stop, vocab_size):
         """Token ids start .. stop, of the file's dtype. Raises UserError for one beyond the vocabulary."""
         offset, dtype, _ = self.header
-        ids = self._read(offset + start * dtype.itemsize, offset + stop * dtype.itemsize).view(dtype)
-        if len(ids) and (top := int(ids.view(dtype.str.replace("i", "u")).max())) >= vocab_size:  # so are negative ones
-            raise UserError(f"--vocab_size {vocab_size}: {self.path} holds token id {top}, beyond the vocabulary; give "
-                            f"a larger --vocab_size or other shards.")  # fmt: skip
+        ids = self._read(offset + start * dtype.itemsize, offset + stop * dtype.itemsize).view(
+            dtype
+        )
+        if (
+            len(ids) and (top := int(ids.view(dtype.str.replace("i", "u")).max())) >= vocab_size
+        ):  # so are negative ones
+            raise UserError(
+                f"--vocab_size {vocab_size}: {self.path} holds token id {top}, beyond the vocabulary; give "
+                f"a larger --vocab_size or other shards."
+            )
         return ids
 
     def _read(self, start, stop):
@@ -136,16 +161,24 @@ class Shard:
     def _block(self, b):
         """uint8 [at most BLOCK]: block b, from the cache where it is there, from remote storage where it is not."""
         name, start, stop = f"{self.key}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
-        sound = self.sound[b]  # asked first: another thread may just replace a block that the cache held damaged
+        sound = self.sound[
+            b
+        ]  # asked first: another thread may just replace a block that the cache held damaged
         content = self.cache.get(name) if is_remote(self.path) else self.mapped[start:stop]
         if content is not None and (sound or self._verify(b, content)):
             self.sound[b] = True
             return content
-        for _ in range(2 if is_remote(self.path) else 0):  # twice, since it may have been damaged on its way
+        for _ in range(
+            2 if is_remote(self.path) else 0
+        ):  # twice, since it may have been damaged on its way
             try:
-                content = persist(lambda: self.fs.cat_file(self.there, start=start, end=stop), self.path)
+                content = persist(
+                    lambda: self.fs.cat_file(self.there, start=start, end=stop), self.path
+                )
             except FileNotFoundError:
-                raise UserError(f"--bucket_name: {self.path} is missing; put it back or make it again.") from None
+                raise UserError(
+                    f"--bucket_name: {self.path} is missing; put it back or make it again."
+                ) from None
             if self._verify(b, content):
                 self.cache.put(name, content)
                 self.sound[b] = True
@@ -154,7 +187,10 @@ class Shard:
 
     def _verify(self, b, content):
         """Whether `content` has the length and, where one is known, the checksum of block b."""
-        whole, known = len(content) == min(BLOCK, self.size - b * BLOCK), self.checksums[8 * b : 8 * b + 8]
+        whole, known = (
+            len(content) == min(BLOCK, self.size - b * BLOCK),
+            self.checksums[8 * b : 8 * b + 8],
+        )
         return whole and known in ("", f"{zlib.crc32(content):08x}")
 
     def _damaged(self, how):

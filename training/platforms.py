@@ -8,11 +8,13 @@ import os
 
 # Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers.
 XLA_FLAGS = {
-    "cpu": ["--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
-            "--xla_cpu_collective_call_terminate_timeout_seconds=1800"],
+    "cpu": [
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=1800",
+    ],
     "gpu": ["--xla_gpu_enable_latency_hiding_scheduler=true"],
     "tpu": [],
-}  # fmt: skip
+}
 
 
 def platform():
@@ -20,9 +22,13 @@ def platform():
     chosen = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
     if chosen:
         return {"cuda": "gpu", "rocm": "gpu"}.get(chosen, chosen)
-    if glob.glob("/dev/nvidia[0-9]*") and any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
+    if glob.glob("/dev/nvidia[0-9]*") and any(
+        importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)
+    ):
         return "gpu"
-    if (os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")) and importlib.util.find_spec("libtpu"):
+    if (
+        os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
+    ) and importlib.util.find_spec("libtpu"):
         return "tpu"
     return "cpu"
 
@@ -43,7 +49,10 @@ def is_google(path):
 
 def other_plugins():
     """Whether jax finds plugins for devices other than TPUs."""
-    return bool(importlib.util.find_spec("jax_plugins") or importlib.metadata.entry_points(group="jax_plugins"))
+    return bool(
+        importlib.util.find_spec("jax_plugins")
+        or importlib.metadata.entry_points(group="jax_plugins")
+    )
 
 
 def set_xla_flags(n_devices, num_processes=1):
@@ -58,20 +67,38 @@ def set_xla_flags(n_devices, num_processes=1):
     now, flags = os.environ.get("XLA_FLAGS", ""), list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
-    os.environ["XLA_FLAGS"] = " ".join([now, *(f for f in flags if f.split("=")[0] not in now)]).strip()
-    if num_processes > 1:  # what it tells of a lost process, over and over, is said here in a sentence
+    os.environ["XLA_FLAGS"] = " ".join(
+        [now, *(f for f in flags if f.split("=")[0] not in now)]
+    ).strip()
+    if (
+        num_processes > 1
+    ):  # what it tells of a lost process, over and over, is said here in a sentence
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def use_no_device():
     """Keep jax off the machine's own devices, and a TPU compiler from looking for any."""
-    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-                      TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v4-8", TPU_WORKER_ID="0")  # fmt: skip
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_ACCELERATOR_TYPE="v4-8",
+        TPU_WORKER_ID="0",
+    )
 
 
 # Peak dense bfloat16 FLOP/s of one jax device, by the start of its device_kind (the vendors' data sheets).
-PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
-              "NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # fmt: skip
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
 
 
 def peak_flops(device_kind):

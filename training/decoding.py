@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import kernels
+import collectives
 import model
+from architectures import architecture, layers, parameters
+from kernels import loss
 
 
 def make_decode(cfg, mesh):
@@ -21,35 +23,47 @@ def make_decode(cfg, mesh):
     last token is overwritten before it is seen. Nothing is dropped.
     """
     cfg = model.dropless(cfg)
-    m, arch, stage = cfg.model, model.ARCHITECTURES[cfg.model.architecture], model.make_stage(cfg, remat=False)
+    m, arch, stage = (
+        cfg.model,
+        architecture(cfg.model.architecture),
+        model.make_stage(cfg, remat=False),
+    )
     first_layers = model.make_dense(cfg, "first", m.first_layers, remat=False)
     cache_spec = {kind: spec for kind, (_, spec) in arch.cache(cfg, 1, 1).items()}
 
     def local_decode(params, ids, cache, start, last):
-        tokens = model.Tokens(start[:, None] + jnp.arange(ids.shape[1]), split=False)
-        top, layers = model.top_params(params, cfg), model.layer_params(params, cfg)
+        tokens = layers.Tokens(start[:, None] + jnp.arange(ids.shape[1]), split=False)
+        top, weights = model.top_params(params, cfg), model.layer_params(params, cfg)
 
         def run_stage(x, cache, turn, microbatch, valid):
-            y, (_, new), _ = stage(layers, x, tokens, cache)
+            y, (_, new), _ = stage(weights, x, tokens, cache)
             return y, jax.tree.map(lambda old, new: jnp.where(valid, new, old), cache, new)
 
         x, blocks, done = arch.embed(top, ids, tokens.position), dict(cache), {}
         if m.first_layers:
-            x, done["first"], _ = first_layers(layers["first"], (), 0, x, tokens, blocks.pop("first"))
+            x, done["first"], _ = first_layers(
+                weights["first"], (), 0, x, tokens, blocks.pop("first")
+            )
         x, blocks = model.pipeline(run_stage, x[None], blocks)  # [1, B/dp, n, D]
-        x = model.from_last_stage(jnp.take_along_axis(x[0], last[:, None, None], 1)[:, 0], everywhere=True)  # [B/dp, D]
-        return kernels.logits_of(arch.norm(x, top["norm"], m.norm_eps), top["head"], m.vocab_size), blocks | done
+        x = jnp.take_along_axis(x[0], last[:, None, None], 1)[:, 0]  # [B/dp, D]
+        x = collectives.from_last_stage(x, everywhere=True)
+        return loss.logits_of(
+            arch.norm(x, top["norm"], m.norm_eps), top["head"], m.vocab_size
+        ), blocks | done
 
-    specs, rows = model.table_map(lambda p: p.spec, model.param_table(cfg)), P("dp")
+    specs, rows = parameters.table_map(lambda p: p.spec, model.param_table(cfg)), P("dp")
     return jax.shard_map(
-        local_decode, mesh=mesh, in_specs=(specs, rows, cache_spec, rows, rows), out_specs=(rows, cache_spec),
+        local_decode,
+        mesh=mesh,
+        in_specs=(specs, rows, cache_spec, rows, rows),
+        out_specs=(rows, cache_spec),
         check_vma=False,
-    )  # fmt: skip
+    )
 
 
 def empty_cache(cfg, B, T):
     """Cache of B sequences of at most T tokens, in model_dtype; its size is said at each `Architecture.cache`."""
-    cache = model.ARCHITECTURES[cfg.model.architecture].cache(cfg, B, T)
+    cache = architecture(cfg.model.architecture).cache(cfg, B, T)
     return {kind: jnp.zeros(shape, cfg.model.model_dtype) for kind, (shape, _) in cache.items()}
 
 
@@ -70,10 +84,14 @@ def kth_largest(x, k):
     i, k = to_integers(x), min(k, x.shape[-1])
 
     def one_bit(n, found):
-        higher = found ^ jnp.left_shift(jnp.int32(1), 31 - n)  # the first turns the smallest number into 0
+        higher = found ^ jnp.left_shift(
+            jnp.int32(1), 31 - n
+        )  # the first turns the smallest number into 0
         return jnp.where((i >= higher).sum(-1, keepdims=True) >= k, higher, found)
 
-    return from_integers(lax.fori_loop(0, 32, one_bit, jnp.full((len(x), 1), jnp.iinfo(jnp.int32).min)))
+    return from_integers(
+        lax.fori_loop(0, 32, one_bit, jnp.full((len(x), 1), jnp.iinfo(jnp.int32).min))
+    )
 
 
 def draw_tokens(logits, key, s):
@@ -122,7 +140,9 @@ def make_generate(cfg, mesh):
             return (append(text, logits, i), cache), None
 
         def uncached(text, i):
-            return append(text, decode(params, text, cache, everywhere(0), everywhere(i - 1))[0], i), None
+            return append(
+                text, decode(params, text, cache, everywhere(0), everywhere(i - 1))[0], i
+            ), None
 
         if not s.use_cache:
             return lax.scan(uncached, text, n + jnp.arange(s.max_tokens))[0][: s.inference_batch]

@@ -14,10 +14,11 @@ from typing import Annotated, get_args, get_type_hints
 
 import tyro
 
+from data.tokenization import load_tokenizer
 from presets import PRESETS, preset
-from tokenization import load_tokenizer
 from utils import (
     FREE_ON_RESUME,
+    RENAMED,
     Config,
     Model,
     UserError,
@@ -38,6 +39,7 @@ def parse(argv, load=load_tokenizer):
     load: name -> the tokenizer, or None where it is not to be had. Raises UserError for anything that does not parse;
     `--help` prints the preset's values and exits.
     """
+    argv = [renamed(word) for word in argv]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="moe1b")
     try:
@@ -46,7 +48,9 @@ def parse(argv, load=load_tokenizer):
     except SystemExit:
         raise UserError(f"--preset: a name is missing; there are {', '.join(PRESETS)}.") from None
     default = preset(name)
-    given = {m[1].replace("-", "_") for a in argv if (m := re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", a))}
+    given = {
+        m[1].replace("-", "_") for a in argv if (m := re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", a))
+    }
     cfg = read_flags(Annotated[Config, tyro.conf.OmitArgPrefixes], argv, "main.py", default=default)
     encoding = load(cfg.data.tokenizer) if cfg.data.tokenizer else None
     if encoding:
@@ -54,13 +58,24 @@ def parse(argv, load=load_tokenizer):
         if "vocab_size" not in given:
             cfg = replace(cfg, vocab_size=n_vocab)
         if cfg.model.vocab_size < n_vocab:
-            raise UserError(f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
-                            f"tokens; give at least that many, or leave the flag out.")  # fmt: skip
+            raise UserError(
+                f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
+                f"tokens; give at least that many, or leave the flag out."
+            )
     check_least(flatten(cfg), AT_LEAST)
     cfg = follow(cfg, given)
     if not cfg.plan.plan and (alone := [flag for flag, value in vars(cfg.plan).items() if value]):
         raise UserError(f"--{alone[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
     return cfg, given
+
+
+def renamed(word):
+    """A word of the command line, with the clear name of a flag in place of one from before."""
+    flag, _, value = word.partition("=")
+    name = flag.removeprefix("--").replace("-", "_")
+    if flag.startswith("--") and name in RENAMED:
+        return f"--{RENAMED[name]}" + word[len(flag) :]
+    return word
 
 
 def read_flags(kind, argv, program, **settings):
@@ -102,13 +117,22 @@ def check_model(flags, where, names=None):
     names, kinds = names or {}, get_type_hints(Model)
     for flag, value in flags.items():
         if not is_value(value, kinds[flag]):
-            wanted = " or ".join(map(repr, get_args(kinds[flag]))) or f"of type {kinds[flag].__name__}"
+            wanted = (
+                " or ".join(map(repr, get_args(kinds[flag]))) or f"of type {kinds[flag].__name__}"
+            )
             raise UserError(f"{where}: {names.get(flag, flag)} is {value!r}, but must be {wanted}.")
     try:
         check_least(flags, AT_LEAST)
-        validate(replace(Config(), **flags | dict(attention="auto"), n_device_axis=(1, 1, 1), n_devices=1), 1)
+        validate(
+            replace(
+                Config(), **flags | dict(attention="auto"), n_device_axis=(1, 1, 1), n_devices=1
+            ),
+            1,
+        )
     except UserError as e:
-        words = re.sub(r"--(\w+)", lambda m: names.get(m[1], m[1]) if m[1] in flags else m[0], str(e))
+        words = re.sub(
+            r"--(\w+)", lambda m: names.get(m[1], m[1]) if m[1] in flags else m[0], str(e)
+        )
         raise UserError(f"{where}: {words}") from None
 
 
@@ -118,7 +142,9 @@ def is_value(value, kind):
         return value in get_args(kind)
     if kind is int and isinstance(value, int) and abs(value) >= 2**31:
         return False
-    return isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+    return isinstance(value, (int, float) if kind is float else kind) and isinstance(
+        value, bool
+    ) == (kind is bool)
 
 
 def boiled_down(box):
@@ -140,19 +166,29 @@ def check_processes(cfg, given):
     if not r.coordinator:
         if r.num_processes > 1 or r.process_id:
             flag = "num_processes" if r.num_processes > 1 else "process_id"
-            raise UserError(f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, where process 0 listens.")
+            raise UserError(
+                f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, where process 0 listens."
+            )
         processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
     else:
         if not re.fullmatch(r"(\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5}", r.coordinator):
-            raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476.")
+            raise UserError(
+                f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476."
+            )
         missing = [flag for flag in ("num_processes", "process_id") if flag not in given]
         if missing:
-            raise UserError(f"--coordinator {r.coordinator}: needs --{' and --'.join(missing)} beside it.")
+            raise UserError(
+                f"--coordinator {r.coordinator}: needs --{' and --'.join(missing)} beside it."
+            )
         if r.process_id >= r.num_processes:
-            raise UserError(f"--process_id {r.process_id}: must be below --num_processes {r.num_processes}.")
+            raise UserError(
+                f"--process_id {r.process_id}: must be below --num_processes {r.num_processes}."
+            )
         processes = r.num_processes
     if r.n_devices % processes:
-        raise UserError(f"--n_devices {r.n_devices}: must be a multiple of the number of processes, {processes}.")
+        raise UserError(
+            f"--n_devices {r.n_devices}: must be a multiple of the number of processes, {processes}."
+        )
     return processes
 
 
@@ -163,7 +199,9 @@ def check(argv, elsewhere):
     """
 
     def load(name):
-        coming = os.path.join(os.path.dirname(__file__), name)  # with the program, and is no file here so far
+        coming = os.path.join(
+            os.path.dirname(os.path.dirname(os.path.abspath(__file__))), name
+        )  # with the program, and is no file here so far
         absent = elsewhere or os.path.isfile(coming) and not os.path.isfile(name)
         return None if absent else load_tokenizer(name)
 
@@ -186,24 +224,88 @@ def check_run(cfg, given):
     now = json.loads(json.dumps(flatten(cfg)))
     for flag in sorted(given & set(now) & set(stored) - FREE_ON_RESUME):
         if now[flag] != stored[flag]:
-            raise UserError(f"--{flag} {now[flag]}: run {cfg.run.name} has {stored[flag]}; leave the flag out, or give "
-                            f"another --name.")  # fmt: skip
+            raise UserError(
+                f"--{flag} {now[flag]}: run {cfg.run.name} has {stored[flag]}; leave the flag out, or give "
+                f"another --name."
+            )
 
 
 # Smallest sensible value of every number; relations between flags are checked in `validate`.
 AT_LEAST = dict(
-    model_dimension=1, vocab_size=2, norm_eps=0, latent_norm_eps=0, n_head=1, first_layers=0, blocks=1,
-    layers_per_block=1, T=1, latent_dim=0, q_latent_dim=-1, nope_dim=0, v_dim=0, dhR=0, rope_base=1, rope_factor=1,
-    rope_original_T=1, rope_mscale=0, rope_attention_factor=0, ffn_dim=0, expert_dim=0, n_experts=0, k=0,
-    n_groups=1, k_groups=1, routed_scaling=0, n_shared=0, mtp_depth=0, capacity_factor=0, end_of_text=-1,
-    dropout_rate=0, cache_gb=0, train_batch_size=1, val_batch_size=1, micro_batch_size=1, max_lr=0, min_lr=0,
-    end_lr=0, warmup_steps=0, end_steps=1, grad_clip_norm=1e-12, embedding_lr=0, weight_decay=0, adam_b2=0, alpha=0,
-    mtp_weight=0, bias_update_rate=0, n_devices=0, pp_interleave=0, training_steps=1, grad_step=1, eval_steps=1,
-    checkpoint_steps=1, save_steps=0, keep_checkpoints=1, seed=0, inference_batch=1, max_tokens=1, top_k=0, top_p=0,
-    temperature=0, num_processes=0, process_id=0, connect_timeout=1, peer_timeout=1, stuck_factor=1, stuck_limit=1,
-    keep_every=0, max_bad_steps=0, spike_zscore=0,
-)  # fmt: skip
+    model_dimension=1,
+    vocab_size=2,
+    norm_eps=0,
+    latent_norm_eps=0,
+    n_head=1,
+    first_layers=0,
+    blocks=1,
+    layers_per_block=1,
+    T=1,
+    latent_dim=0,
+    q_latent_dim=-1,
+    nope_dim=0,
+    v_dim=0,
+    rope_dim=0,
+    rope_base=1,
+    rope_factor=1,
+    rope_original_T=1,
+    rope_mscale=0,
+    rope_attention_factor=0,
+    ffn_dim=0,
+    expert_dim=0,
+    n_experts=0,
+    experts_per_token=0,
+    n_groups=1,
+    k_groups=1,
+    routed_scaling=0,
+    n_shared=0,
+    mtp_depth=0,
+    capacity_factor=0,
+    end_of_text=-1,
+    dropout_rate=0,
+    cache_gb=0,
+    train_batch_size=1,
+    val_batch_size=1,
+    microbatches=1,
+    max_lr=0,
+    min_lr=0,
+    end_lr=0,
+    warmup_steps=0,
+    end_steps=1,
+    grad_clip_norm=1e-12,
+    embedding_lr=0,
+    weight_decay=0,
+    adam_b2=0,
+    balance_weight=0,
+    mtp_weight=0,
+    bias_update_rate=0,
+    n_devices=0,
+    pp_interleave=0,
+    training_steps=1,
+    accumulation_steps=1,
+    eval_steps=1,
+    eval_every=1,
+    save_steps=0,
+    keep_checkpoints=1,
+    seed=0,
+    inference_batch=1,
+    max_tokens=1,
+    top_k=0,
+    top_p=0,
+    temperature=0,
+    num_processes=0,
+    process_id=0,
+    connect_timeout=1,
+    peer_timeout=1,
+    stuck_factor=1,
+    stuck_limit=1,
+    keep_every=0,
+    max_bad_steps=0,
+    spike_zscore=0,
+)
 
-if __name__ == "__main__":  # cli.py here FLAG... or elsewhere FLAG...: the launcher asks before it stops anything
+if (
+    __name__ == "__main__"
+):  # command_line.py here FLAG... or elsewhere FLAG...: the launcher asks before it stops anything
     one_sentence(lambda: check(sys.argv[2:], sys.argv[1] == "elsewhere"))
     print("flags understood")

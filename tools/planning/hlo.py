@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-DTYPE_BYTES = dict(pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8)
+DTYPE_BYTES = dict(
+    pred=1, s8=1, u8=1, s16=2, u16=2, bf16=2, f16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8
+)
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 ACROSS = "across slices"
 OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
@@ -40,7 +42,11 @@ class Cost(NamedTuple):
 
 def shapes(text):
     """(dtype, dims) of every array in the text of a type."""
-    return [(d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in SHAPE.findall(text) if d in DTYPE_BYTES]
+    return [
+        (d, tuple(int(n) for n in dims.split(",") if n))
+        for d, dims in SHAPE.findall(text)
+        if d in DTYPE_BYTES
+    ]
 
 
 def size(shape):
@@ -64,12 +70,18 @@ def computations(text):
 
 def trip_count(loop, comps):
     """How often a while loop runs its body: as XLA found it, else the constant that its condition compares with."""
-    known = re.search(r'known_trip_count\W+n\W+(\d+)', loop.rest)
+    known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.rest)
     if known:
         return int(known[1])
     condition = comps[re.search(r"condition=%?([\w.\-]+)", loop.rest)[1]]
-    reached = condition + [op for c in condition for callee in CALLED.findall(c.rest) for op in comps.get(callee, [])]
-    constants = [int(op.rest.split(")")[0]) for op in reached if op.kind == "constant" and op.type.startswith("s32[]")]
+    reached = condition + [
+        op for c in condition for callee in CALLED.findall(c.rest) for op in comps.get(callee, [])
+    ]
+    constants = [
+        int(op.rest.split(")")[0])
+        for op in reached
+        if op.kind == "constant" and op.type.startswith("s32[]")
+    ]
     return max(constants, default=1)
 
 
@@ -78,8 +90,10 @@ def group_axes(op, mesh):
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", op.rest)
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", op.rest)
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", op.rest)
-    named = re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}",
-                      op.rest)  # fmt: skip
+    named = re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}",
+        op.rest,
+    )
 
     def numbers(text):
         return [int(n) for n in re.findall(r"\d+", text)]
@@ -99,11 +113,15 @@ def group_axes(op, mesh):
         along = [list(parts).index(name) for name in re.findall(r"'(\w+)'", named[4])]
         dims = numbers(named[2]) if named[2] else list(parts.values())
         ids = arrange(dims, named[3]).reshape(list(parts.values()))
-        groups = np.moveaxis(ids, along, range(-len(along), 0)).reshape(-1, math.prod(ids.shape[a] for a in along))
+        groups = np.moveaxis(ids, along, range(-len(along), 0)).reshape(
+            -1, math.prod(ids.shape[a] for a in along)
+        )
     else:
         groups = np.arange(math.prod(mesh.values()))[None]
     at = np.stack(np.unravel_index(groups, tuple(mesh.values())))  # [axis, group, member]
-    return tuple(a for a, moved in zip(mesh, (at != at[..., :1]).any((1, 2))) if moved), groups.shape[1]
+    return tuple(
+        a for a, moved in zip(mesh, (at != at[..., :1]).any((1, 2))) if moved
+    ), groups.shape[1]
 
 
 def sent_bytes(op, n):
@@ -113,8 +131,13 @@ def sent_bytes(op, n):
     # the type of an asynchronous start holds operand and result
     whole = max(arrays, default=0) if op.kind.endswith("-start") else sum(arrays)
     kind = op.kind.removesuffix("-start")
-    return {"all-gather": whole * (n - 1) / n, "all-reduce": 2 * whole * (n - 1) / n, "reduce-scatter": whole * (n - 1),
-            "all-to-all": whole * (n - 1) / n, "collective-permute": whole}[kind]  # fmt: skip
+    return {
+        "all-gather": whole * (n - 1) / n,
+        "all-reduce": 2 * whole * (n - 1) / n,
+        "reduce-scatter": whole * (n - 1),
+        "all-to-all": whole * (n - 1) / n,
+        "collective-permute": whole,
+    }[kind]
 
 
 def matmul_flops(op, types):
@@ -122,19 +145,29 @@ def matmul_flops(op, types):
     compiler writes batched products as convolutions over padded or dilated dims; what falls on padding is not counted.
     """
     out = shapes(op.type)[0][1]
-    lhs, rhs = (shapes(types[name])[0][1] for name in re.findall(r"%([\w.\-]+)", op.rest.split(")")[0])[:2])
+    lhs, rhs = (
+        shapes(types[name])[0][1] for name in re.findall(r"%([\w.\-]+)", op.rest.split(")")[0])[:2]
+    )
     if op.kind == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.rest)[1]
         return 2 * math.prod(out) * math.prod(lhs[int(d)] for d in contracted.split(",") if d)
     left, right, result = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest).groups()
-    window = dict(re.findall(r"(\w+)=([\dx_\-]+)", (re.search(r"window=\{([^}]*)\}", op.rest) or [""] * 2)[1]))
+    window = dict(
+        re.findall(r"(\w+)=([\dx_\-]+)", (re.search(r"window=\{([^}]*)\}", op.rest) or [""] * 2)[1])
+    )
 
     def along(name, default):
         return window[name].split("x") if name in window else [default] * (len(left) - 2)
 
     valid = 1
     for i, (width, stride, pad, stretch, spread) in enumerate(
-        zip(along("size", 1), along("stride", 1), along("pad", "0_0"), along("lhs_dilate", 1), along("rhs_dilate", 1))
+        zip(
+            along("size", 1),
+            along("stride", 1),
+            along("pad", "0_0"),
+            along("lhs_dilate", 1),
+            along("rhs_dilate", 1),
+        )
     ):
         n, stretch = lhs[left.index(str(i))], int(stretch)
         at = np.arange(out[result.index(str(i))])[:, None] * int(stride) - int(pad.split("_")[0])
@@ -182,7 +215,11 @@ def analyse(text, mesh, slices=1, across="dp"):
             elif kind in ("call", "conditional", "async"):
                 branches = re.search(r"branch_computations=\{([^}]*)\}", op.rest)
                 either = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", op.rest)
-                for callee in re.findall(r"[\w.\-]+", branches[1]) if branches else either or CALLED.findall(op.rest):
+                for callee in (
+                    re.findall(r"[\w.\-]+", branches[1])
+                    if branches
+                    else either or CALLED.findall(op.rest)
+                ):
                     own += visit(callee, times)
             elif kind == "custom-call" and "tpu_custom_call" in op.rest:
                 kernels[re.sub(r"[.\d]+$", "", op.name)] += times
@@ -196,5 +233,11 @@ def analyse(text, mesh, slices=1, across="dp"):
     sent = defaultdict(float)
     for (axes, _), (n_bytes, _, _) in collectives.items():
         sent[axes] += n_bytes
-    return Cost(total["flops"], dict(kernels), total["matmul_cycles"], total["other_cycles"],
-                dict(sent), collectives)  # fmt: skip
+    return Cost(
+        total["flops"],
+        dict(kernels),
+        total["matmul_cycles"],
+        total["other_cycles"],
+        dict(sent),
+        collectives,
+    )

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154  # the settings and host are sent before this file
-# What runs on a host: tools/cluster.sh sends it there on the stdin of a bash, with the settings before it and one call
+# What runs on a host: tools/cluster/cluster.sh sends it there on the stdin of a bash, with the settings before it and one call
 # of these functions after it.
 set -euo pipefail
 
@@ -61,7 +61,7 @@ flags() {
   [[ ! -d $FOLDER ]] || cd "$FOLDER" # paths in flags begin there
   for python in "$venv/bin/python" python3; do
     status=0
-    said=$("$python" -B "$code/cli.py" "$where" "$@" 2>&1) || status=$?
+    said=$(PYTHONPATH=$code "$python" -P -B -m training.command_line "$where" "$@" 2>&1) || status=$?
     said=${said##*$'\n'}
     if ((status == 0)); then
       echo "${said:-this commit does not check its flags}"
@@ -251,8 +251,8 @@ start() {
   set -a
   source "$state/environment"
   set +a
-  rm -f "$state/environment" # tools/supervise.sh and all it starts have it from here
-  bash tools/supervise.sh "$restarts" "$state" "$python" main.py "${flags[@]}"
+  rm -f "$state/environment" # tools/cluster/supervise.sh and all it starts have it from here
+  bash tools/cluster/supervise.sh "$restarts" "$state" "$python" main.py "${flags[@]}"
   echo "$?" >"$state/status"
 } 2>&1 | tee -i -a "$state/log" # the session ends when the log is whole
 SCRIPT
@@ -289,7 +289,7 @@ telling_line() {
     /^F[0-9][0-9][0-9][0-9] [0-9:.]+ / { sub(/^[^]]*\] */, ""); last = $0; next } # the reason of an abort
     /^\[Gloo\]|^[IWE][0-9][0-9][0-9][0-9] [0-9:.]+ |^[0-9-]+ [0-9:.]+: [IWEF] |^:UNKNOWN:|^Additional GRPC / { next }
     /^(WARNING|INFO|ERROR):|^wandb: |^[^ ]+:[0-9]+: [A-Za-z]*Warning: |^\*\*\* |^(Thread|Current thread) 0x/ { next }
-    /^tools\/supervise\.sh: line [0-9]+: +[0-9]+ |[0-9]%\|.*\||it\/s[],]|s\/it[],]/ { next }
+    /^tools\/cluster\/supervise\.sh: line [0-9]+: +[0-9]+ |[0-9]%\|.*\||it\/s[],]|s\/it[],]/ { next }
     { last = $0 }
     END { print last }'
 }

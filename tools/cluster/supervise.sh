@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tools/supervise.sh N STATE COMMAND...: run COMMAND, and up to N times again after a crash, a lost peer or a preemption,
+# tools/cluster/supervise.sh N STATE COMMAND...: run COMMAND, and up to N times again after a crash, a lost peer or a preemption,
 # with pauses of RESTART_PAUSE seconds doubling to 5 minutes. The folder STATE (empty: a new one) holds COMMAND's process
 # id in `pid` while it runs. Where it holds `stopping`, or after SIGTERM or SIGINT here, the end is for good.
 set -uo pipefail

@@ -20,9 +20,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import interrupts
-import locks
 import utils
+from training import interrupts, locks
 from utils import UserError, say
 
 LOST = "another process of this run was lost; its log says why, and the same command on all goes on from a checkpoint."
@@ -30,7 +29,15 @@ LOST = "another process of this run was lost; its log says why, and the same com
 
 def is_loss(error):
     """Whether an error of jax's tells of another process that does not answer any more."""
-    words = "Gloo", "NCCL", "UNAVAILABLE", "Connection closed by peer", "Connection reset", "heartbeat", "coordination"
+    words = (
+        "Gloo",
+        "NCCL",
+        "UNAVAILABLE",
+        "Connection closed by peer",
+        "Connection reset",
+        "heartbeat",
+        "coordination",
+    )
     return any(word in str(error) for word in words)
 
 
@@ -65,11 +72,18 @@ def write_own_cache_entries():
 
         write = compiler._cache_write
 
-        def write_own(key, seconds, name, backend, executable, *callbacks):  # jax 0.12 has no callbacks there
+        def write_own(
+            key, seconds, name, backend, executable, *callbacks
+        ):  # jax 0.12 has no callbacks there
             if jax.process_index() == 0 or backend.platform != "cpu":
                 write(key, seconds, name, backend, executable, *callbacks)
-            elif not any(callbacks) and seconds >= jax.config.jax_persistent_cache_min_compile_time_secs:
-                compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+            elif (
+                not any(callbacks)
+                and seconds >= jax.config.jax_persistent_cache_min_compile_time_secs
+            ):
+                compilation_cache.put_executable_and_time(
+                    key, name, executable, backend, int(seconds)
+                )
 
         compiler._cache_write = write_own
 
@@ -88,19 +102,29 @@ def join_processes(cfg):
     if r.coordinator:
         host, port = r.coordinator.rsplit(":", 1)
         # by itself jax listens on [::], which a machine without IPv6 does not have
-        where = dict(coordinator_address=r.coordinator, num_processes=r.num_processes, process_id=r.process_id,
-                     coordinator_bind_address=f"{'[::]' if host[0] == '[' else '0.0.0.0'}:{port}")  # fmt: skip
+        where = dict(
+            coordinator_address=r.coordinator,
+            num_processes=r.num_processes,
+            process_id=r.process_id,
+            coordinator_bind_address=f"{'[::]' if host[0] == '[' else '0.0.0.0'}:{port}",
+        )
 
     def too_late():
         what = "the other processes did not all come"
         if r.coordinator:
-            what = f"not all --num_processes {r.num_processes} came to --coordinator {r.coordinator}"
+            what = (
+                f"not all --num_processes {r.num_processes} came to --coordinator {r.coordinator}"
+            )
             try:
                 socket.create_connection((host.strip("[]"), int(port)), 5).close()
             except OSError as e:
                 what = f"--coordinator {r.coordinator} could not be reached ({e.strerror or e})"
-        print(f"error: --connect_timeout {r.connect_timeout}: {what} in so many seconds; is the same command running "
-              f"on every host, each with its own --process_id?", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"error: --connect_timeout {r.connect_timeout}: {what} in so many seconds; is the same command running "
+            f"on every host, each with its own --process_id?",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)  # not 2: it may mend itself. jax is deep in C++ and would end in a stack trace
 
     late = threading.Timer(r.connect_timeout, too_late)
@@ -108,26 +132,36 @@ def join_processes(cfg):
     late.start()
     try:
         jax.distributed.initialize(
-            **where, initialization_timeout=r.connect_timeout + 60, heartbeat_timeout_seconds=r.peer_timeout,
+            **where,
+            initialization_timeout=r.connect_timeout + 60,
+            heartbeat_timeout_seconds=r.peer_timeout,
             shutdown_timeout_seconds=3600,  # process 0 may still upload its log
-        )  # fmt: skip
+        )
     except ValueError:
         if r.coordinator:
             raise
         return  # jax knows no cluster that this process is part of
     except RuntimeError as e:
-        raise UserError(f"--num_processes: this process cannot join its cluster ({e}); give 1 to train alone, or "
-                        f"--coordinator.") from None  # fmt: skip
+        raise UserError(
+            f"--num_processes: this process cannot join its cluster ({e}); give 1 to train alone, or "
+            f"--coordinator."
+        ) from None
     finally:
         late.cancel()
     if r.n_devices not in (0, jax.device_count()):
-        raise UserError(f"--n_devices {r.n_devices}: {jax.process_count()} processes train on all devices that they "
-                        f"have, {jax.device_count()}.")  # fmt: skip
+        raise UserError(
+            f"--n_devices {r.n_devices}: {jax.process_count()} processes train on all devices that they "
+            f"have, {jax.device_count()}."
+        )
 
 
 def all_of(here):
     """Whether `here` is true on every process; waits for all of them."""
-    return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).all())
+    return (
+        here
+        if jax.process_count() == 1
+        else bool(multihost_utils.process_allgather(np.array(here)).all())
+    )
 
 
 def together(error):
@@ -147,7 +181,9 @@ def alone_in_folder(run):
         error = None
         try:
             if jax.process_index() == 0:
-                held.enter_context(locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name"))
+                held.enter_context(
+                    locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name")
+                )
         except UserError as e:
             error = e
         together(error)
@@ -160,7 +196,11 @@ def check_agreement(cfg, data):
     complete."""
     if jax.process_count() == 1:
         return
-    flags = {f"--{flag}": value for flag, value in utils.flatten(cfg).items() if flag not in utils.OF_ONE_PROCESS}
+    flags = {
+        f"--{flag}": value
+        for flag, value in utils.flatten(cfg).items()
+        if flag not in utils.OF_ONE_PROCESS
+    }
     same_everywhere(flags | {"--bucket_name": data})
     path = os.path.join(cfg.run.folder, "shared")
     token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
@@ -173,12 +213,16 @@ def check_agreement(cfg, data):
 def same_everywhere(things):
     """Raise UserError on all processes if the {name: value} `things` are not the same on each of them."""
     digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in things.values()]
-    every = multihost_utils.process_allgather(np.array([np.frombuffer(d, np.uint32)[0] for d in digests]))
+    every = multihost_utils.process_allgather(
+        np.array([np.frombuffer(d, np.uint32)[0] for d in digests])
+    )
     for process, row in enumerate(every):
         differ = [name for name, a, b in zip(things, row, every[0]) if a != b]
         if differ:
-            raise UserError(f"{', '.join(differ)}: not the same on process {process} as on process 0; give all the "
-                            f"same flags, with a --bucket_name and --output_dir that each can see.")  # fmt: skip
+            raise UserError(
+                f"{', '.join(differ)}: not the same on process {process} as on process 0; give all the "
+                f"same flags, with a --bucket_name and --output_dir that each can see."
+            )
 
 
 class Interrupt:
@@ -200,7 +244,9 @@ class Interrupt:
         mine = self.FAILED if failed else self.signal
         if jax.process_count() == 1:
             return mine
-        mine = jax.make_array_from_callback((jax.device_count(),), self.spread, lambda _: np.array([mine]))
+        mine = jax.make_array_from_callback(
+            (jax.device_count(),), self.spread, lambda _: np.array([mine])
+        )
         earlier, self.earlier = self.earlier, self.largest(mine)
         return int(earlier)
 
@@ -214,7 +260,9 @@ class Interrupt:
             self.signal = number
             say(f"{name}: stopping after this step, with a checkpoint")
         elif self.received == 2:
-            say(f"{name}: what was begun is still being finished; a third signal ends it at once, losing {self.lost()}")
+            say(
+                f"{name}: what was begun is still being finished; a third signal ends it at once, losing {self.lost()}"
+            )
         else:
             interrupts.end(128 + number, f"{name}: ended at once, losing {self.lost()}")
 
@@ -227,14 +275,21 @@ class Watchdog:
     far, and ends the process after stuck_limit. What hangs one process hangs the others too, so all of them tell."""
 
     def __init__(self, cfg):
-        self.factor, self.limit, self.took, self.over = cfg.run.stuck_factor, cfg.run.stuck_limit, {}, threading.Event()
+        self.factor, self.limit, self.took, self.over = (
+            cfg.run.stuck_factor,
+            cfg.run.stuck_limit,
+            {},
+            threading.Event(),
+        )
         self.now = None  # (phase, step, when it began)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def begin(self, phase, step):
         """The phase before has ended, this one begins."""
         if self.now:
-            self.took.setdefault(self.now[0], deque(maxlen=99)).append(time.monotonic() - self.now[2])
+            self.took.setdefault(self.now[0], deque(maxlen=99)).append(
+                time.monotonic() - self.now[2]
+            )
         self.now = (phase, step, time.monotonic())
 
     def _watch(self):
@@ -245,9 +300,15 @@ class Watchdog:
             phase, step, began = now
             took, since = list(self.took.get(phase, [])), time.monotonic() - began
             # less than 5 s, and medians of one or two, may be anything
-            if now is not told and len(took) > 2 and since > max(5, self.factor * statistics.median(took)):
+            if (
+                now is not told
+                and len(took) > 2
+                and since > max(5, self.factor * statistics.median(took))
+            ):
                 told = now
-                say(f"watchdog: {phase} of step {step} has taken {since:.0f} s, usually {statistics.median(took):.2f}")
+                say(
+                    f"watchdog: {phase} of step {step} has taken {since:.0f} s, usually {statistics.median(took):.2f}"
+                )
                 faulthandler.dump_traceback(sys.stdout)
             if since > self.limit:
                 # 75: "temporary failure" in sysexits.h, to be started again

@@ -13,7 +13,7 @@ import time
 
 import fsspec
 
-import interrupts
+from training import interrupts
 from utils import UserError, is_remote, persist, read_file, say
 
 LOCK = "lock"  # the file in a folder that tells which process writes there
@@ -29,8 +29,14 @@ def process_began(pid):
 def this_process():
     """What a lock tells of its holder. Its number and host may be another's too, later or in a container."""
     me = dict(host=socket.gethostname(), pid=os.getpid(), began=process_began(os.getpid()))
-    me |= dict(since=time.strftime("%Y-%m-%d %H:%M:%S %Z"), command=shlex.join(sys.argv), token=secrets.token_hex(8))
-    for name, path in dict(machine="/etc/machine-id", boot="/proc/sys/kernel/random/boot_id").items():
+    me |= dict(
+        since=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        command=shlex.join(sys.argv),
+        token=secrets.token_hex(8),
+    )
+    for name, path in dict(
+        machine="/etc/machine-id", boot="/proc/sys/kernel/random/boot_id"
+    ).items():
         with contextlib.suppress(OSError), open(path) as f:
             me[name] = f.read().strip()
     with contextlib.suppress(OSError):
@@ -50,7 +56,11 @@ def holder_in(content):
 def is_gone(holder, me, dropped=None):
     """Whether the holder of a lock has surely ended. dropped: whether the system says so, which may not know of other
     hosts; None where it keeps no locks, and only processes of this machine are known."""
-    same = {key for key in ("host", "machine", "boot", "pids") if me.get(key) and holder.get(key) == me[key]}
+    same = {
+        key
+        for key in ("host", "machine", "boot", "pids")
+        if me.get(key) and holder.get(key) == me[key]
+    }
     if dropped:
         return bool(not holder or same & {"host", "boot"})
     if "boot" in same:
@@ -156,7 +166,9 @@ def alone_in(folder, flag, other):
     interrupts.given_back.append(give_back)
     try:
         if left:
-            say(f"{folder} is taken over from process {holder_in(left).get('pid', '?')}, which ended without a word")
+            say(
+                f"{folder} is taken over from process {holder_in(left).get('pid', '?')}, which ended without a word"
+            )
         yield
     finally:
         interrupts.given_back.remove(give_back)

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by launcher.sh, run.sh and debug_tpu.sh in the repository's root: what cluster.env says, and how to reach a
-# host. tools/on_host.sh is what then runs there.
+# host. tools/cluster/on_host.sh is what then runs there.
 
 die() {
   echo "error: $*" >&2
@@ -82,14 +82,14 @@ past_noise() {
   done
 }
 
-# call FUNCTION ARGUMENT...: a script for bash that calls a function of tools/on_host.sh, for $host. What the command in
+# call FUNCTION ARGUMENT...: a script for bash that calls a function of tools/cluster/on_host.sh, for $host. What the command in
 # `payload`, if there is one, prints is the function's stdin.
 payload=()
 call() {
   local name
   printf 'echo %q\n' "$began"
   for name in "${settings[@]}" host; do printf '%s=%q\n' "$name" "${!name}"; done
-  cat tools/on_host.sh
+  cat tools/cluster/on_host.sh
   printf '{ ' # so that a call that is cut off on its way does not run
   printf '%q ' "$@"
   ((${#payload[@]})) || printf '</dev/null'
@@ -97,7 +97,7 @@ call() {
   "${payload[@]}"
 }
 
-# on_host HOST FUNCTION ARGUMENT...: run a function of tools/on_host.sh there. Everything travels on stdin: arguments of
+# on_host HOST FUNCTION ARGUMENT...: run a function of tools/cluster/on_host.sh there. Everything travels on stdin: arguments of
 # ssh stand in the process lists of two machines and pass through whatever shell the user has there.
 on_host() {
   local host=$1 status=0 complaint
@@ -118,14 +118,14 @@ on_host() {
   return "$status"
 }
 
-# read_program: what `flags` of tools/on_host.sh needs of COMMIT, into the array `program`: a number, then so many pairs of
+# read_program: what `flags` of tools/cluster/on_host.sh needs of COMMIT, into the array `program`: a number, then so many pairs of
 # a name and a text. Of files that may hold a tokenizer the name is enough.
 read_program() {
   local name text
   program=()
   while read -r name; do
     case $name in
-      */*.py) continue ;; # main.py's flags are parsed by what stands beside it
+      tests/* | tools/* | docs/*) continue ;; # main.py's flags are parsed without them
       *.py) text=$(git show "$COMMIT:$name") ;;
       *.json | *.tiktoken) text= ;;
       *) continue ;;

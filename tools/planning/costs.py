@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-import kernels
+import collectives
 import model
-import platforms
-from tools import hlo
+from architectures import architecture, parameters
+from kernels import loss
+from tools.planning import hlo
+from training import platforms
 
 
 class Chip(NamedTuple):
@@ -26,7 +28,9 @@ class Chip(NamedTuple):
     memory: float  # bytes of it that a program may use
     bandwidth: float  # bytes/s of that memory
     link: float  # bytes/s of one link, one way
-    network: float = 0.0  # bytes/s that it sends to other TPU slices (jax-ml.github.io/scaling-book, chapter 2)
+    network: float = (
+        0.0  # bytes/s that it sends to other TPU slices (jax-ml.github.io/scaling-book, chapter 2)
+    )
     clock: float = 0.0  # Hz, in which the TPU compiler counts cycles
     buffer: int = 1824  # tiles, see stays_scattered
     fuses: bool = False  # whether its compiler forms operands of products within them, so that less goes through memory
@@ -103,17 +107,29 @@ class Sizes(NamedTuple):
 
 def sizes(cfg):
     """`Sizes` of a validated Config."""
-    (dp, pp, tp), M = cfg.run.n_device_axis, cfg.data.micro_batch_size
-    return Sizes(dp, pp, tp, cfg.run.pp_interleave * M + pp - 1, M // pp, cfg.data.train_batch_size // M, cfg.model.T,
-                 2 if cfg.model.model_dtype == "bfloat16" else 4)  # fmt: skip
+    (dp, pp, tp), M = cfg.run.n_device_axis, cfg.data.microbatches
+    return Sizes(
+        dp,
+        pp,
+        tp,
+        cfg.run.pp_interleave * M + pp - 1,
+        M // pp,
+        cfg.data.train_batch_size // M,
+        cfg.model.T,
+        2 if cfg.model.model_dtype == "bfloat16" else 4,
+    )
 
 
 def layer_runs(cfg):
     """{kind of layer: (layers on a device that run together, times that they run forward)}."""
     m, s = cfg.model, sizes(cfg)
     blocks = m.blocks // (s.pp * cfg.run.pp_interleave)
-    runs = dict(dense=(blocks * (m.layers_per_block - 1), s.ticks), first=(m.first_layers, s.own),
-                mtp=(m.mtp_depth, s.own), **{model.ARCHITECTURES[m.architecture].last: (blocks, s.ticks)})  # fmt: skip
+    runs = dict(
+        dense=(blocks * (m.layers_per_block - 1), s.ticks),
+        first=(m.first_layers, s.own),
+        mtp=(m.mtp_depth, s.own),
+        **{architecture(m.architecture).last: (blocks, s.ticks)},
+    )
     return {kind: run for kind, run in runs.items() if run[0]}
 
 
@@ -130,7 +146,9 @@ class Layer(NamedTuple):
     scattered: float  # channels per token that are summed over tp
     heads: float  # channels per token that are exchanged for tokens over tp
     to_experts: float  # bytes of the buckets that travel to other devices' experts, there alone
-    kept: float  # channels per token that products with weights give, so that --remat dots keeps them
+    kept: (
+        float  # channels per token that products with weights give, so that --remat dots keeps them
+    )
     wide: float  # channels per token of all its intermediates
     inside: float  # of these, of routed experts
 
@@ -138,7 +156,11 @@ class Layer(NamedTuple):
 def capacity(cfg, tokens):
     """Slots of one expert's bucket, of so many local tokens."""
     m = cfg.model
-    return min(tokens, math.ceil(m.capacity_factor * tokens * m.k / m.n_experts)) if m.capacity_factor else tokens
+    return (
+        min(tokens, math.ceil(m.capacity_factor * tokens * m.experts_per_token / m.n_experts))
+        if m.capacity_factor
+        else tokens
+    )
 
 
 def attention_share(m, platform):
@@ -155,29 +177,45 @@ def layer_cost(cfg, kind, platform):
     """`Layer` of a kind of layer; a product [a, b] x [b, c] takes 2abc operations. Attention after DeepSeek-V2,
     arXiv:2405.04434, section 2.1; feed-forward after arXiv:2002.05202; experts after arXiv:2006.16668, section 2.2."""
     m, s = cfg.model, sizes(cfg)
-    D, H, K, V, R, Q, T = m.model_dimension, m.n_head / s.tp, m.head_dim, m.value_dim, m.latent_dim, m.q_latent, m.T
+    D, H, K, V, R, Q, T = (
+        m.model_dimension,
+        m.n_head / s.tp,
+        m.head_dim,
+        m.value_dim,
+        m.latent_dim,
+        m.q_latent,
+        m.T,
+    )
     tokens, local = s.B * T, s.B * T / s.tp
-    rope = m.dhR if m.moe_rope or kind in ("dense", "first") else 0
-    branches, split_width = {"swiglu": 2, "gelu": 1}[m.activation], m.sequence_parallel == "megatron"
+    rope = m.rope_dim if m.moe_rope or kind in ("dense", "first") else 0
+    branches, split_width = (
+        {"swiglu": 2, "gelu": 1}[m.activation],
+        m.sequence_parallel == "megatron",
+    )
 
     if kind == "gpt2":
         projections, enter = 2 * tokens * D * 4 * H * K, D
     else:
         enter = Q + R + rope + (0 if Q else D)
-        # what rotates queries, and copies the rotary key to every head, is a product too (model.project_queries)
+        # what rotates queries, and copies the rotary key to every head, is a product too (deepseek.project_queries)
         up = (Q or D) * (K + 2 * rope) + (R + rope) * (K + rope) + R * V + V * D
         projections = 2 * local * D * (Q + R + rope) + 2 * tokens * H * up
     area = 2 * tokens * T * H * attention_share(m, platform)
     forward, backward = K + rope + V, 2 * (K + rope + V)
     if platform == "tpu" and m.attention in ("auto", "splash") and m.T % 128 == 0:
-        backward += 2 * (K + rope) + V  # each of the kernel's two backward passes computes the scores anew
+        backward += (
+            2 * (K + rope) + V
+        )  # each of the kernel's two backward passes computes the scores anew
     heads = H * s.tp * (2 * K + 3 * rope + V)
 
     experts, back_from_experts, travels, inside = 0, 0, 0, 0
     if kind in ("moe", "mtp"):
         C, F = capacity(cfg, int(local)), m.expert_width
         projections += 2 * local * D * m.n_experts + (2 * local * 2 * D * D if kind == "mtp" else 0)
-        experts, back_from_experts = 2 * m.n_experts * C * (branches + 1) * D * F, 2 * m.n_experts * C * D * F
+        experts, back_from_experts = (
+            2 * m.n_experts * C * (branches + 1) * D * F,
+            2 * m.n_experts * C * D * F,
+        )
         width = m.n_shared * F
         travels = m.n_experts * C * D * s.bytes
         inside = m.n_experts * C / local * ((branches + 1) * F + 2 * D)
@@ -186,12 +224,27 @@ def layer_cost(cfg, kind, platform):
     more, last = 2 * local * (branches + 1) * D * width, 2 * local * D * width
     regions = split_width * D * bool(more)
     gathered, scattered = enter + regions, regions + split_width * D
-    back = D * s.tp if split_width else D  # what a product gives back to the residual, of all tokens or of own ones
+    back = (
+        D * s.tp if split_width else D
+    )  # what a product gives back to the residual, of all tokens or of own ones
     kept = Q + R + rope + heads + branches * width + back
     # and norms, residuals, attention's output, what is gathered
     wide = kept + width + inside + back + gathered * s.tp + 4 * D + m.n_head * V
-    return Layer(projections + more, area * forward, area * backward, experts, experts - back_from_experts, last,
-                 gathered, scattered, 0 if split_width else m.n_head * V, travels, kept, wide, inside)  # fmt: skip
+    return Layer(
+        projections + more,
+        area * forward,
+        area * backward,
+        experts,
+        experts - back_from_experts,
+        last,
+        gathered,
+        scattered,
+        0 if split_width else m.n_head * V,
+        travels,
+        kept,
+        wide,
+        inside,
+    )
 
 
 def head_cost(cfg, platform):
@@ -199,7 +252,7 @@ def head_cost(cfg, platform):
     m, s = cfg.model, sizes(cfg)
     tokens = s.own * s.B * s.T / s.tp
     logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
-    held = min(tokens, kernels.LOSS_CHUNK[platform]) * m.padded_vocab
+    held = min(tokens, loss.LOSS_CHUNK[platform]) * m.padded_vocab
     return 6 * logits * m.model_dimension, logits, 4 * held
 
 
@@ -207,14 +260,14 @@ def head_cost(cfg, platform):
 
 
 def near_devices(n):
-    """Of n devices, how many gather among themselves first where it goes in two steps, see model.all_gather; 1: it goes
-    in one, n being a prime."""
+    """Of n devices, how many gather among themselves first where it goes in two steps (collectives.all_gather); 1: it
+    goes in one, n being a prime."""
     return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
 
 
 def steps(n, devices, slices=1):
     """[(devices, distance between neighbours)] of the steps in which n of all devices reduce and scatter along an axis:
-    two among all, see model.all_gather; on several slices one, since `Traffic.send_across` takes it whole."""
+    two among all, see collectives.all_gather; on several slices one, since `Traffic.send_across` takes it whole."""
     near = near_devices(n) if n == devices and slices == 1 else 1
     return [(n // near, near), (near, 1)] if near > 1 else [(n, 1)]
 
@@ -234,15 +287,16 @@ class Traffic:
     """Collects the collectives of a step in `sent`, as `Estimate` has it."""
 
     def __init__(self, cfg, place):
-        self.split, self.devices, self.place = dict(zip(model.AXES, cfg.run.n_device_axis)), cfg.run.n_devices, place
+        self.split, self.place = dict(zip(collectives.AXES, cfg.run.n_device_axis)), place
+        self.devices = cfg.run.n_devices
         self.sent = defaultdict(lambda: [0.0, 0.0, 0])
 
     def send(self, kind, axes, whole, times=1, count=1, n=0):
         """Collectives, `times` times in a step `count` of them, together of arrays of `whole` bytes with all their
         parts, among n devices (0: all along the axes), by rings: all-reduce is reduce-scatter and all-gather
         (arXiv:1909.09756, section 3). The TPU compiler makes an all-reduce of a reduce-scatter over all devices that
-        model.all_gather cannot do in two steps."""
-        axes = tuple(a for a in model.AXES if a in axes and self.split[a] > 1)
+        collectives.all_gather cannot do in two steps."""
+        axes = tuple(a for a in collectives.AXES if a in axes and self.split[a] > 1)
         n = n or math.prod(self.split[a] for a in axes)
         if n == 1 or not times * whole:
             return
@@ -259,18 +313,29 @@ class Traffic:
         slices, across = self.place.slices, self.place.across
         inside = axes if self.split[across] > slices else tuple(a for a in axes if a != across)
         most = {"all-to-all": whole * (slices - 1) / slices, "collective-permute": whole}
-        rest = whole / n * (slices - 1) * (1 + (kind == "all-reduce"))  # each device's part to every other slice
+        rest = (
+            whole / n * (slices - 1) * (1 + (kind == "all-reduce"))
+        )  # each device's part to every other slice
         self.add((across,), hlo.ACROSS, slices, most.get(kind, rest), times, count)
         return inside, n // slices, 0 if kind == "all-to-all" else whole
 
     def reduce_scatter(self, axis, part, dim, n_bytes, times, count):
         """Reduce-scatters along `dim` to parts of such a shape, `count` of them together of n_bytes, in the steps of
-        model.all_gather."""
+        collectives.all_gather."""
         p = self.place
         for n, distance in steps(self.split[axis], self.devices, p.slices):
             own = [*part[:dim], distance * part[dim], *part[dim + 1 :]]
-            kept = p.platform != "tpu" or stays_scattered(own, dim, n, p.buffer, (axis, distance) in p.squares)
-            self.send("reduce-scatter" if kept else "all-reduce", (axis,), n_bytes * distance * n, times, count, n)
+            kept = p.platform != "tpu" or stays_scattered(
+                own, dim, n, p.buffer, (axis, distance) in p.squares
+            )
+            self.send(
+                "reduce-scatter" if kept else "all-reduce",
+                (axis,),
+                n_bytes * distance * n,
+                times,
+                count,
+                n,
+            )
 
     def add(self, axes, kind, n, n_bytes, times, count):
         if n_bytes:
@@ -282,7 +347,7 @@ class Traffic:
 
 def stays_scattered(part, dim, n, buffer=Place().buffer, square=False):
     """Whether the TPU compiler keeps a reduce-scatter of float32 among n devices, each of which gets a part of such a
-    shape along `dim`, as model.all_gather has it; else it makes an all-reduce of it.
+    shape along `dim`, as collectives.all_gather has it; else it makes an all-reduce of it.
 
     Found by compiling 6,000 single ones (libtpu 0.0.42). Parts are of whole tiles, 8 x 128 numbers. Along the first
     dim they must also fall into two halves of 1, 2, 4, .. equal spans, of which n / 2 + 2 fit a `buffer` of so many
@@ -290,7 +355,9 @@ def stays_scattered(part, dim, n, buffer=Place().buffer, square=False):
     part before it.
     """
     if dim == len(part) - 1:
-        return part[dim] % 128 == 0 or part[dim] < 128  # whole programs lay out smaller ones with another dim last
+        return (
+            part[dim] % 128 == 0 or part[dim] < 128
+        )  # whole programs lay out smaller ones with another dim last
     if dim or math.prod(part) >= 2**28:
         return part[dim] % 8 == 0 and (not dim or math.prod(part[:dim]) > 1)
     tiles = math.ceil(part[0] / 8) * math.ceil(math.prod(part[1:]) / 128)
@@ -300,12 +367,18 @@ def stays_scattered(part, dim, n, buffer=Place().buffer, square=False):
 
 def expert_axes(E, split):
     """Axes along which the devices differ that hold different experts, and those that hold the same one; see
-    model.expert_groups."""
+    collectives.expert_groups."""
     at = np.arange(split["dp"] * split["tp"])
     r = max(1, len(at) // E)
     at, groups = np.stack([at // split["tp"], at % split["tp"]]), at.reshape(-1, r)
-    return [tuple(a for a, n in zip(model.SPREAD["moe"], (at[:, g] != at[:, g[0]][:, None]).any(1)) if n)
-            for g in (groups[:, 0], groups[0])]  # fmt: skip
+    return [
+        tuple(
+            a
+            for a, n in zip(collectives.SPREAD["moe"], (at[:, g] != at[:, g[0]][:, None]).any(1))
+            if n
+        )
+        for g in (groups[:, 0], groups[0])
+    ]
 
 
 # --- Weights ------------------------------------------------------------------------------------------------------
@@ -313,7 +386,9 @@ def expert_axes(E, split):
 
 def local_shape(p, split):
     """(shape of the part of a parameter that one device stores, axes that split it)."""
-    dims = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in p.spec]
+    dims = [
+        () if entry is None else (entry,) if isinstance(entry, str) else entry for entry in p.spec
+    ]
     shape = [n // math.prod(split[a] for a in axes) for n, axes in zip(p.shape, dims, strict=True)]
     return shape, [a for axes in dims for a in axes]
 
@@ -327,7 +402,9 @@ def tiled(shape):
         return math.ceil(n / to) * to / n
 
     def tile(minor, second):
-        return grown(shape[minor], 128) * grown(shape[second], min(8, 1 << (shape[second] - 1).bit_length()))
+        return grown(shape[minor], 128) * grown(
+            shape[second], min(8, 1 << (shape[second] - 1).bit_length())
+        )
 
     dims = range(len(shape))
     return round(math.prod(shape) * min(tile(a, b) for a in dims for b in dims if a != b))
@@ -341,24 +418,30 @@ def weights_cost(cfg, traffic):
     again where the backward pass computes that anew; else once a step, since XLA takes out of the loop of gradient
     accumulation what does not depend on it, but for TPUs once a batch. Gradients are reduce-scattered in float32.
     """
-    m, s, split, A = cfg.model, sizes(cfg), traffic.split, cfg.run.grad_step
+    m, s, split, A = cfg.model, sizes(cfg), traffic.split, cfg.run.accumulation_steps
     tpu = traffic.place.platform == "tpu"
     stored, held, added, runs, batches = 0, {}, 0, layer_runs(cfg), A if tpu else 1
     for name, part in model.param_table(cfg).items():
         layers, times = runs.get(name, (1, 1))
-        times /= cfg.run.pp_interleave if name in model.BLOCKS else 1  # each time those of one round
+        times /= (
+            cfg.run.pp_interleave if name in model.BLOCKS else 1
+        )  # each time those of one round
         layers *= cfg.run.pp_interleave if name in model.BLOCKS else 1
         once = name not in runs or m.fsdp != "full"
         stacked = 1 + (name == "dense") + (name in model.BLOCKS and cfg.run.pp_interleave > 1)
         again = A * times * (1 + (m.remat != "none"))
         forth, back, count = (batches, A, 1) if once else (again, A * times, layers)
-        for p in model.jax.tree.leaves(part, is_leaf=model.is_param):
+        for p in model.jax.tree.leaves(part, is_leaf=parameters.is_param):
             shape, axes = local_shape(p, split)
             whole, stored = math.prod(shape), stored + (tiled(shape) if tpu else math.prod(shape))
             width = s.bytes if p.matrix else 4
             # of what is stored in copies; the TPU compiler takes it out of the loop of gradient accumulation
-            traffic.send("all-reduce", set(model.AXES) - set(axes), 4 * whole, 1 if tpu else A)
-            if p.expert and p.gather:  # slices of all experts are exchanged for slices of one, and these gathered
+            traffic.send(
+                "all-reduce", set(collectives.AXES) - set(axes), 4 * whole, 1 if tpu else A
+            )
+            if (
+                p.expert and p.gather
+            ):  # slices of all experts are exchanged for slices of one, and these gathered
                 (apart, together), n = expert_axes(m.n_experts, split), m.n_experts
                 traffic.send("all-to-all", apart, whole * width, forth, count, n)
                 traffic.send("all-to-all", apart, whole * 4, back, count, n)
@@ -369,7 +452,9 @@ def weights_cost(cfg, traffic):
             elif p.gather:
                 for axis in reversed(p.gather[1]):
                     own = shape[0 if once else stacked :]
-                    traffic.reduce_scatter(axis, own, len(own) + p.gather[0], 4 * whole, back, count)
+                    traffic.reduce_scatter(
+                        axis, own, len(own) + p.gather[0], 4 * whole, back, count
+                    )
                     shape[p.gather[0]] *= split[axis]
                     whole *= split[axis]
                     traffic.send("all-gather", (axis,), whole * width, forth, count)
@@ -395,7 +480,7 @@ def layers_cost(cfg, platform, traffic):
     flops, scores, pipelined, kept, touched, widest = 0, 0, 0, 0, 0, 0
     channel, residual = s.B * s.T * s.bytes, m.model_dimension
     for kind, (layers, times) in layer_runs(cfg).items():
-        c, n = layer_cost(cfg, kind, platform), cfg.run.grad_step * layers * times
+        c, n = layer_cost(cfg, kind, platform), cfg.run.accumulation_steps * layers * times
         batched = c.scores + c.experts_again
         recomputed = {"none": 0, "dots": batched, "full": c.projections + batched - c.last}[m.remat]
         layer = n * (3 * (c.projections + c.experts) + c.scores + c.scores_backward + recomputed)
@@ -412,7 +497,10 @@ def layers_cost(cfg, platform, traffic):
         traffic.send("all-gather", ("tp",), channel * c.scattered, n)
         traffic.send("all-to-all", ("tp",), channel * c.heads / s.tp, n * (2 + again))
         if c.to_experts:
-            apart, spread = expert_axes(m.n_experts, traffic.split)[0], min(m.n_experts, s.dp * s.tp)
+            apart, spread = (
+                expert_axes(m.n_experts, traffic.split)[0],
+                min(m.n_experts, s.dp * s.tp),
+            )
             gates = c.to_experts / m.model_dimension  # a number a slot, there alone
             traffic.send("all-to-all", apart, c.to_experts, n * (4 + again), 1, spread)
             traffic.send("all-to-all", apart, gates, n * (2 + again), 1, spread)
@@ -426,26 +514,40 @@ def layers_cost(cfg, platform, traffic):
 # Fitted to what the TPU compiler says of the README's configurations. Memory:
 # channels that --remat none keeps, per channel of a layer's intermediates: in float32 where biases are added
 KEPT = dict(deepseek=1.6, experts=2.5, gpt2=3.0)
-LAYER = 1.4  # bytes held while the widest layer's gradients are computed, per byte of its intermediates
-LOGITS = 1.5, 1.0  # copies of the logits that are held at once; here and below, the second where the compiler fuses
+LAYER = (
+    1.4  # bytes held while the widest layer's gradients are computed, per byte of its intermediates
+)
+LOGITS = (
+    1.5,
+    1.0,
+)  # copies of the logits that are held at once; here and below, the second where the compiler fuses
 # Time, in bytes read and written per one of each:
-OPERANDS, WEIGHTS = 5.2, 22.0  # intermediates (bytes) and gathered weights, every time, by matrix products
+OPERANDS, WEIGHTS = (
+    5.2,
+    22.0,
+)  # intermediates (bytes) and gathered weights, every time, by matrix products
 PASSES, SUMS = (3.7, 2.8), (12.0, 9.0)  # the same, by all else
-STACKED = dict(none=(11.0, 3.0), dots=(26.0, 6.0), full=(29.0, 29.0))  # what is kept (bytes), by --remat
+STACKED = dict(
+    none=(11.0, 3.0), dots=(26.0, 6.0), full=(29.0, 29.0)
+)  # what is kept (bytes), by --remat
 HEAD = 47.0, 35.0  # logits (numbers)
 
 
 def workspace(cfg, fuses, stored, held, largest, kept, widest, logits, logits_held):
     """Bytes that are held beside weights, moments, the batch and what is `kept` for the backward pass, where they are
     most: while there are logits, in a layer's backward pass, or when the embedding's two gradients are added up."""
-    s, again = sizes(cfg), cfg.run.grad_step > 1
+    s, again = sizes(cfg), cfg.run.accumulation_steps > 1
     embedding = cfg.model.padded_vocab * cfg.model.model_dimension
     several = 4 * logits > logits_held  # chunks of logits
-    if cfg.model.fsdp == "full":  # one layer at a time: its weights, the next one's, and its gradient
+    if (
+        cfg.model.fsdp == "full"
+    ):  # one layer at a time: its weights, the next one's, and its gradient
         gathered, gradients = 2 * s.bytes * largest, 4 * (largest + stored)
     else:
         gathered, gradients = s.bytes * held, 4 * held
-    one_of_several = kept / s.ticks * (s.ticks > 1)  # what is kept of a microbatch is copied out of all that is kept
+    one_of_several = (
+        kept / s.ticks * (s.ticks > 1)
+    )  # what is kept of a microbatch is copied out of all that is kept
     return 4 * again * (held if cfg.model.fsdp == "none" else stored) + max(
         gathered + (s.bytes + 4 * several) * embedding + LOGITS[fuses] * logits_held,
         gathered + s.bytes * embedding + gradients + one_of_several + LAYER * widest,
@@ -455,27 +557,44 @@ def workspace(cfg, fuses, stored, held, largest, kept, widest, logits, logits_he
 
 def estimate(cfg, place=Place()):
     """`Estimate` of a validated Config."""
-    s, A, platform, fuses, traffic = sizes(cfg), cfg.run.grad_step, place.platform, place.fuses, Traffic(cfg, place)
+    s, A, platform, fuses, traffic = (
+        sizes(cfg),
+        cfg.run.accumulation_steps,
+        place.platform,
+        place.fuses,
+        Traffic(cfg, place),
+    )
     stored, held, largest, added = weights_cost(cfg, traffic)
     flops, scores, pipelined, kept, touched, widest = layers_cost(cfg, platform, traffic)
     head, logits, logits_held = head_cost(cfg, platform)
     # a tick's activations go to the next stage and their gradients back; inputs and outputs are shared out
     tick = s.B * s.T / s.tp * cfg.model.model_dimension * s.bytes
     traffic.send("collective-permute", ("pp",), tick, A * 2 * s.ticks)
-    traffic.send("all-gather", ("pp",), cfg.data.micro_batch_size * tick, A)
-    traffic.send("all-to-all", ("pp",), cfg.data.micro_batch_size * tick, A * 3)
+    traffic.send("all-gather", ("pp",), cfg.data.microbatches * tick, A)
+    traffic.send("all-to-all", ("pp",), cfg.data.microbatches * tick, A * 3)
     return Estimate(
-        flops=flops + A * head, scores=scores, sent=dict(traffic.sent), operands=OPERANDS * touched + WEIGHTS * added,
-        passes=PASSES[fuses] * touched + SUMS[fuses] * added + STACKED[cfg.model.remat][fuses] * A * kept
+        flops=flops + A * head,
+        scores=scores,
+        sent=dict(traffic.sent),
+        operands=OPERANDS * touched + WEIGHTS * added,
+        passes=PASSES[fuses] * touched
+        + SUMS[fuses] * added
+        + STACKED[cfg.model.remat][fuses] * A * kept
         + HEAD[fuses] * A * logits,
-        weights=4 * stored, optimizer=8 * stored, batch=8 * A * s.own * s.B * s.T / s.tp, activations=kept,
+        weights=4 * stored,
+        optimizer=8 * stored,
+        batch=8 * A * s.own * s.B * s.T / s.tp,
+        activations=kept,
         workspace=workspace(cfg, fuses, stored, held, largest, kept, widest, logits, logits_held),
-        bubble=(s.pp - 1) / s.ticks, pipeline_share=pipelined / (flops + A * head),
-    )  # fmt: skip
+        bubble=(s.pp - 1) / s.ticks,
+        pipeline_share=pipelined / (flops + A * head),
+    )
 
 
 def compute_seconds(e, chip):
     """{part: seconds} of an `Estimate` on a chip, without its links: matrix products at its peak, attention's at half
     of it, and memory at its bandwidth."""
-    return {"matrix products": (e.flops + e.scores) / chip.peak + e.operands / chip.bandwidth,
-            "memory": e.passes / chip.bandwidth}  # fmt: skip
+    return {
+        "matrix products": (e.flops + e.scores) / chip.peak + e.operands / chip.bandwidth,
+        "memory": e.passes / chip.bandwidth,
+    }
