@@ -326,10 +326,10 @@ def latent_cache(cfg, B, T):
 
 
 ARCHITECTURE = Architecture(
-    deepseek_table,
-    dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
-    "moe",
-    embed,
-    rms_norm,
-    latent_cache,
+    table=deepseek_table,
+    layers=dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
+    last="moe",
+    embed=embed,
+    norm=rms_norm,
+    cache=latent_cache,
 )

@@ -108,5 +108,10 @@ def key_value_cache(cfg, B, T):
 
 
 ARCHITECTURE = Architecture(
-    gpt2_table, dict(gpt2=gpt2_layer), "gpt2", gpt2_embed, layer_norm, key_value_cache
+    table=gpt2_table,
+    layers=dict(gpt2=gpt2_layer),
+    last="gpt2",
+    embed=gpt2_embed,
+    norm=layer_norm,
+    cache=key_value_cache,
 )
