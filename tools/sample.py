@@ -42,8 +42,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from architectures import architecture
-from main import positions
 from training import decoding
+from training.weights import positions
 
 CHUNK = (
     8  # tokens of a row between two looks at what was drawn: beside them the host's part is small
