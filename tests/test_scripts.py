@@ -17,7 +17,7 @@ import utils
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(
-    p for folder in (".", "tests", "data", "tools") for p in ROOT.glob(f"{folder}/*.sh")
+    p for folder in (".", "tests", "data", "tools/cluster") for p in ROOT.glob(f"{folder}/*.sh")
 )
 SCRIPTS.append(ROOT / ".ci/run")
 NAMES = [str(p.relative_to(ROOT)) for p in SCRIPTS]
