@@ -259,12 +259,9 @@ def pipeline(stage, inputs, state, rounds=1):
 
 def for_devices(cfg, mesh):
     """`cfg` with the attention kernel that auto stands for on the devices of `mesh`."""
-    best = attention.BEST_ATTENTION[mesh.devices.flat[0].platform]
-    if cfg.model.attention != "auto":
-        return cfg
-    return with_model(
-        cfg, attention="blockwise" if best == "splash" and cfg.model.T % 128 else best
-    )
+    platform = mesh.devices.flat[0].platform
+    kernel = attention.choose_kernel(cfg.model.attention, platform, cfg.model.T)
+    return with_model(cfg, attention=kernel)
 
 
 class Metrics(NamedTuple):

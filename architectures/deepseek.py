@@ -245,7 +245,7 @@ def attention(p, x, tokens, m, cache=None):
         )
     else:
         v = product("bsr,rhv->bhsv", kv[..., :R], v_up)
-        kernel = kernels.ATTENTION[m.attention if cache is None else "xla"]
+        kernel = kernels.ATTENTION[m.attention if cache is None else "xla"].function
         out = kernel(q, project_keys(kv, k_up), v, position, tokens.start)
     out = project_heads(out, p["out"], tokens, m)
     if m.attention_bias:  # after the sum over tp, so once

@@ -77,7 +77,7 @@ def gpt2_layer(p, x, tokens, m, cache=None):
                 "xla",
             )  # [B, T_max, 2, H/tp, K]
             kv = jnp.moveaxis(cache, 1, 3)
-        out = kernels.ATTENTION[kernel](
+        out = kernels.ATTENTION[kernel].function(
             q[:, 0] * m.head_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start
         )
         out = project_heads(out, p["out"], tokens, m) + p["out_bias"]

@@ -1,28 +1,35 @@
-"""Attention's kernels: causal attention as one device computes it, whatever the mesh."""
+"""Attention kernels: causal attention as one device computes it, whatever the mesh.
+
+A new kernel is a function with the arguments and the result of `attend`, and an entry in `ATTENTION` at the end.
+"""
 
 import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The kernel that --attention auto stands for.
-BEST_ATTENTION = {"cpu": "blockwise", "gpu": "blockwise", "tpu": "splash"}
+SPLASH_BLOCKS = (512, 256, 128)  # numbers of queries and keys in a block, the fastest first
 
 
 def attend(q, k, v, position, start, heads="h"):
-    """Causal attention of scaled queries q [B, H/tp, T, K] at `position` [B or 1, T], back to `start` [B, T] if given.
+    """Causal attention, which writes all T x S scores to memory.
 
-    Keys and values stand at positions 0.. of k [B, H/tp, S, K] and v [B, H/tp, S, V], without the dim of the heads
-    where all share them (`heads` ""). Returns [B, H/tp, T, V].
+    q [B, H/tp, T, K] are scaled queries at `position` [B or 1, T]. Keys k [B, H/tp, S, K] and values v [B, H/tp, S, V]
+    stand at positions 0, 1, ..; they have no dim of heads where all heads share them (`heads` ""). A query sees the
+    keys from `start` [B, T] up to its position; without `start`, from 0. Returns [B, H/tp, T, V] in q's dtype; softmax
+    is in float32.
     """
     scores = jnp.einsum(f"bhtk,b{heads}sk->bhts", q, k, preferred_element_type=jnp.float32)
     seen = jnp.arange(k.shape[-2]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
     if start is not None:
         seen &= jnp.arange(k.shape[-2]) >= start[:, None, :, None]
     scores = jnp.where(seen, scores, -jnp.inf)
-    # softmax, its division put off until after the sum over s: one pass less over T x S
-    weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
+    # Softmax divides after the sum over s: one pass less over T x S.
+    largest = lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - largest)
     out = jnp.einsum(
         f"bhts,b{heads}sv->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
     )
@@ -30,44 +37,103 @@ def attend(q, k, v, position, start, heads="h"):
 
 
 def blockwise_attention(q, k, v, position, start):
-    """`attend` of whole sequences in blocks of queries, each to the keys up to its end: little more than half of the
-    scores are computed, and one block's stand in memory."""
+    """`attend` of whole sequences, a block of queries at a time, each to the keys up to the block's end.
+
+    It computes little more than half of the scores and holds those of one block in memory.
+    """
     T = q.shape[2]
-    size = next(T // n for n in (8, 4, 2, 1) if T % n == 0 and (T // n >= 64 or n == 1))
+    size = query_block(T)
 
     def block(end):
         rows = slice(end - size, end)
-        return attend(
-            q[:, :, rows],
-            k[:, :, :end],
-            v[:, :, :end],
-            position[:, rows],
-            None if start is None else start[:, rows],
-        )
+        begins = None if start is None else start[:, rows]
+        return attend(q[:, :, rows], k[:, :, :end], v[:, :, :end], position[:, rows], begins)
 
-    return jnp.concatenate([block(end) for end in range(size, T + 1, size)], 2)
+    ends = range(size, T + 1, size)
+    return jnp.concatenate([block(end) for end in ends], 2)
+
+
+def query_block(T):
+    """Number of queries in a block of `blockwise_attention`: at least 64, in at most 8 blocks."""
+    for blocks in (8, 4, 2):
+        if T % blocks == 0 and T // blocks >= 64:
+            return T // blocks
+    return T
 
 
 def splash_attention(q, k, v, position, start):
-    """`attend` of whole sequences by a kernel for TPUs that never writes scores to memory (FlashAttention-2,
-    arXiv:2307.08691). T must be a multiple of 128."""
+    """`attend` of whole sequences by jax's kernel for TPUs, which writes no scores to memory (FlashAttention-2,
+    arXiv:2307.08691)."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     H, T = q.shape[1:3]
-    block = next(b for b in (512, 256, 128) if T % b == 0)
-    sizes = {
-        f.name: block for f in dataclasses.fields(splash.BlockSizes) if f.name.startswith("block")
-    }
-    layouts = dict.fromkeys(
-        ("q_layout", "k_layout", "v_layout"), splash.QKVLayout.SEQ_MINOR
-    )  # as products leave them
-    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * H)
+    fields = [field.name for field in dataclasses.fields(splash.BlockSizes)]
+    sizes = {name: splash_block(T) for name in fields if name.startswith("block")}
+    layout = splash.QKVLayout.SEQ_MINOR  # as matrix products leave q, k and v
+    layouts = {"q_layout": layout, "k_layout": layout, "v_layout": layout}
     kernel = splash.make_splash_mha_single_device(
-        mask, block_sizes=splash.BlockSizes(**sizes, **layouts)
+        masks.MultiHeadMask([masks.CausalMask((T, T))] * H),
+        block_sizes=splash.BlockSizes(**sizes, **layouts),
     )
     documents = None if start is None else splash.SegmentIds(start, start)
     return jax.vmap(kernel)(q, k, v, documents)
 
 
-ATTENTION = {"xla": attend, "blockwise": blockwise_attention, "splash": splash_attention}
+def splash_block(T):
+    """Number of queries, and of keys, in a block of `splash_attention`."""
+    return next(block for block in SPLASH_BLOCKS if T % block == 0)
+
+
+def causal_share(T, block):
+    """Share of T x T scores in the blocks on or below the diagonal. T = 4 in blocks of 2: 3 of 4 blocks."""
+    return (1 + block / T) / 2
+
+
+class Kernel(NamedTuple):
+    """What the choice of a kernel, the checks of flags and the planner need to know about it."""
+
+    function: Callable  # with the arguments and the result of `attend`
+    platforms: tuple[str, ...]  # where it runs, as jax names platforms
+    multiple: int  # of which T must be a multiple
+    score_share: Callable  # T -> the share of the T x T scores that it computes
+    keeps_scores: (
+        bool  # whether the backward pass reads the scores of the forward pass or computes them anew
+    )
+
+
+# What --attention takes beside auto. The fastest come first: auto is the first that runs.
+ATTENTION = {
+    "splash": Kernel(
+        splash_attention,
+        platforms=("tpu",),
+        multiple=min(SPLASH_BLOCKS),
+        score_share=lambda T: causal_share(T, splash_block(T)),
+        keeps_scores=False,
+    ),
+    "blockwise": Kernel(
+        blockwise_attention,
+        platforms=("cpu", "gpu", "tpu"),
+        multiple=1,
+        score_share=lambda T: causal_share(T, query_block(T)),
+        keeps_scores=True,
+    ),
+    "xla": Kernel(
+        attend,
+        platforms=("cpu", "gpu", "tpu"),
+        multiple=1,
+        score_share=lambda T: 1.0,
+        keeps_scores=True,
+    ),
+}
+
+
+def choose_kernel(name, platform, T):
+    """The name of the kernel that --attention `name` stands for: auto is the first of `ATTENTION` that runs on
+    `platform` with sequences of T tokens."""
+    if name != "auto":
+        return name
+    for kernel, facts in ATTENTION.items():
+        if platform in facts.platforms and T % facts.multiple == 0:
+            return kernel
+    raise ValueError(f"no attention kernel runs on platform {platform!r}")

@@ -134,7 +134,7 @@ def test_attention_kernels_agree(kernel, documents, monkeypatch):
     start = jnp.where(position < 100, 0, 100) * jnp.ones((B, 1), jnp.int32) if documents else None
 
     def loss(kernel, q, k, v):
-        return (jnp.sin(attention.ATTENTION[kernel](q, k, v, position, start)) ** 2).sum()
+        return (jnp.sin(attention.ATTENTION[kernel].function(q, k, v, position, start)) ** 2).sum()
 
     ours, theirs = (
         jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1, 2)))(q, k, v)
@@ -144,6 +144,18 @@ def test_attention_kernels_agree(kernel, documents, monkeypatch):
         np.allclose(a, b, rtol=1e-4, atol=1e-4)
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs))
     )
+
+
+def test_auto_takes_the_fastest_kernel_that_runs():
+    assert attention.choose_kernel("auto", "tpu", 1024) == "splash"
+    assert attention.choose_kernel("auto", "tpu", 1000) == "blockwise"  # splash: multiples of 128
+    assert attention.choose_kernel("auto", "gpu", 1024) == "blockwise"
+    assert attention.choose_kernel("xla", "tpu", 1024) == "xla"
+
+
+def test_shares_of_scores_that_kernels_compute():
+    share = {name: kernel.score_share(1024) for name, kernel in attention.ATTENTION.items()}
+    assert share == {"splash": 3 / 4, "blockwise": 9 / 16, "xla": 1}  # 2, 8 and 1 blocks of queries
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])

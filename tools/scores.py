@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import collectives
 import model
+from kernels.attention import ATTENTION
 
 
 class Piece(NamedTuple):
@@ -27,7 +28,8 @@ def make_scorer(cfg, mesh, params, batch_size):
     of the targets that count, their number), in order. Batches are batch_size sequences per device of dp and stage of
     pp; all are padded to one length, so that one program is compiled."""
     dp, pp, tp = cfg.run.n_device_axis
-    multiple = math.lcm(tp, 128) if model.for_devices(cfg, mesh).model.attention == "splash" else tp
+    kernel = ATTENTION[model.for_devices(cfg, mesh).model.attention]
+    multiple = math.lcm(tp, kernel.multiple)
     rows, scores = pp * batch_size * dp, jax.jit(model.make_score(cfg, mesh))
     sharding = NamedSharding(mesh, P(*collectives.BATCH_SPEC[1:]))
 
