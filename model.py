@@ -37,7 +37,6 @@ from collectives import (
 from kernels import attention
 from kernels import loss as losses
 
-
 # --- Parameters: one table --------------------------------------------------------------------------------------
 
 
