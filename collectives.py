@@ -11,9 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 AXES = ("dp", "pp", "tp")
-SPREAD = dict(
-    moe=("dp", "tp"), mtp=AXES
-)  # over which axes a layer's tokens are spread, the stage given
+EXPERT_AXES = ("dp", "tp")  # axes over which the experts of a pipeline stage are spread
 BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
 
 
@@ -66,7 +64,7 @@ def gather_weight(w, p, dtype):
 
 
 def _whole(w, p):
-    dim, axes = p.gather or (0, SPREAD["moe"])
+    dim, axes = p.gather or (0, EXPERT_AXES)
     dim %= w.ndim
     if not p.expert:
         for axis in reversed(
@@ -109,7 +107,7 @@ gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
 def expert_groups(E):
     """How n = dp x tp devices share E experts, device e n/E + j expert e, as axis_index_groups: (those that hold
     different experts, those that hold the same one); (None, None) where each has experts of its own."""
-    r = lax.axis_size(SPREAD["moe"]) // E
+    r = lax.axis_size(EXPERT_AXES) // E
     if r < 2:
         return None, None
     devices = np.arange(E * r).reshape(E, r)
@@ -148,23 +146,23 @@ def exchange_heads(x, split):
 def to_experts(x):
     """Buckets [E, C, D] -> [E/n, n, C, D] on the n devices of dp x tp that own the experts, of n senders each; where
     n > E every device takes from E, [1, E, C, D]. Transpose: from_experts."""
-    if lax.axis_size(SPREAD["moe"]) == 1:
+    if lax.axis_size(EXPERT_AXES) == 1:
         return x[:, None]
-    n = min(len(x), lax.axis_size(SPREAD["moe"]))
+    n = min(len(x), lax.axis_size(EXPERT_AXES))
     x = x.reshape(n, -1, *x.shape[1:])  # [n, E/n, C, D]
     return lax.all_to_all(
-        x, SPREAD["moe"], 0, 0, axis_index_groups=expert_groups(len(x))[0]
+        x, EXPERT_AXES, 0, 0, axis_index_groups=expert_groups(len(x))[0]
     ).swapaxes(0, 1)
 
 
 def from_experts(x):
     """[E/n, n, C, D] -> [E, C, D], back on the devices that the tokens came from. Transpose: to_experts."""
-    if lax.axis_size(SPREAD["moe"]) == 1:
+    if lax.axis_size(EXPERT_AXES) == 1:
         return x[:, 0]
     x = x.swapaxes(0, 1)  # [n, E/n, C, D]
-    return lax.all_to_all(
-        x, SPREAD["moe"], 0, 0, axis_index_groups=expert_groups(len(x))[0]
-    ).reshape(-1, *x.shape[2:])
+    return lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=expert_groups(len(x))[0]).reshape(
+        -1, *x.shape[2:]
+    )
 
 
 def next_stage(x):

@@ -26,7 +26,7 @@ from architectures.parameters import is_param, table_map, with_model
 from collectives import (
     AXES,
     BATCH_SPEC,
-    SPREAD,
+    EXPERT_AXES,
     Weights,
     from_last_stage,
     gather_sequence,
@@ -37,25 +37,19 @@ from collectives import (
 from kernels import attention
 from kernels import loss as losses
 
-BLOCKS = {
-    "dense",
-    "moe",
-    "gpt2",
-}  # kinds of layers that blocks consist of, in stacks that pp splits
-
-
 # --- Parameters: one table --------------------------------------------------------------------------------------
 
 
 def param_table(cfg):
     """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits."""
     m = cfg.model
-    table = dict(architecture(m.architecture).table(cfg))
+    arch = architecture(m.architecture)
+    table = dict(arch.table(cfg))
     rounds = cfg.run.pp_interleave
     if (
         rounds > 1
     ):  # blocks go round the stages so many times: every stage has a part of every round's
-        for kind in BLOCKS & table.keys():
+        for kind in arch.stacks & table.keys():
             table[kind] = table_map(
                 lambda p: p._replace(
                     shape=(rounds, p.shape[0] // rounds, *p.shape[1:]), spec=P(None, *p.spec)
@@ -407,7 +401,8 @@ def make_loss(cfg, mesh, train):
         balance = sum(load.loss.sum() for load in loads.values()) / sequences
         loss = sum_over(nll + o.balance_weight * balance + o.mtp_weight * mtp, AXES)
         nll, mtp, balance, loads = lax.stop_gradient((nll, mtp, balance, loads))
-        counts = {kind: sum_over(load.tokens, SPREAD[kind]) for kind, load in loads.items()}
+        spread = {"moe": EXPERT_AXES} | architecture(m.architecture).routed
+        counts = {kind: sum_over(load.tokens, spread[kind]) for kind, load in loads.items()}
         choices = sequences * t * tp * m.experts_per_token * (m.blocks + depths)
         dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES) / max(
             1, choices

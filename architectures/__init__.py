@@ -1,21 +1,31 @@
-"""The architectures: each is a file here that registers itself as `ARCHITECTURE`."""
+"""The architectures: one file each, which ends with what it registers, `ARCHITECTURE`."""
 
 import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import NamedTuple
 
+PARTS = {"parameters", "layers", "experts"}  # files of this folder that architectures are made of
+
 
 class Architecture(NamedTuple):
-    """What a family of models brings along; all else is common to them."""
+    """What a family of models brings along. Everything else is common to all of them."""
 
-    table: Callable  # cfg -> parameter table, but for a head of its own
+    table: Callable  # cfg -> parameter table, without a head of its own
     layers: dict  # {kind of layer, as in the table: function}
-    last: str  # kind of the layer that ends a block; those before it are "dense"
+    last: str  # kind of the layer that ends a block; the layers before it are "dense"
+    stacks: frozenset  # kinds of layers that blocks consist of: pp splits their stacks
+    routed: dict  # {kind of layer with routed experts: mesh axes over which its tokens are spread}
     embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
 
 
+def names():
+    """Names of all architectures, sorted: the files of this folder that are not `PARTS`. Imports none of them."""
+    return sorted({module.name for module in pkgutil.iter_modules(__path__)} - PARTS)
+
+
 def architecture(name):
-    """The `Architecture` of that name."""
+    """The `Architecture` of that name, one of `names()`."""
     return importlib.import_module(f"architectures.{name}").ARCHITECTURE

@@ -19,7 +19,7 @@ from architectures.layers import (
     write_cache,
 )
 from architectures.parameters import bias_param, matrix, over_tp, scale_param, stack
-from collectives import AXES, SPREAD, gather_sequence
+from collectives import AXES, EXPERT_AXES, gather_sequence
 from kernels import attention as kernels
 
 YARN_BETA = (
@@ -83,7 +83,7 @@ def deepseek_table(cfg):
         from which `gather_weight` makes theirs."""
         dp, _, tp = cfg.run.n_device_axis
         shared = dp * tp > E
-        split = dict(over=SPREAD["moe"]) if shared else dict(fixed={0: SPREAD["moe"]}, over=())
+        split = dict(over=EXPERT_AXES) if shared else dict(fixed={0: EXPERT_AXES}, over=())
         return dict(
             up=W(
                 (E, branches, D, F),
@@ -329,6 +329,8 @@ ARCHITECTURE = Architecture(
     table=deepseek_table,
     layers=dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
     last="moe",
+    stacks=frozenset({"dense", "moe"}),
+    routed=dict(moe=EXPERT_AXES, mtp=AXES),
     embed=embed,
     norm=rms_norm,
     cache=latent_cache,

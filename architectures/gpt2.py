@@ -111,6 +111,8 @@ ARCHITECTURE = Architecture(
     table=gpt2_table,
     layers=dict(gpt2=gpt2_layer),
     last="gpt2",
+    stacks=frozenset({"gpt2"}),
+    routed={},
     embed=gpt2_embed,
     norm=layer_norm,
     cache=key_value_cache,

@@ -374,7 +374,7 @@ def expert_axes(E, split):
     return [
         tuple(
             a
-            for a, n in zip(collectives.SPREAD["moe"], (at[:, g] != at[:, g[0]][:, None]).any(1))
+            for a, n in zip(collectives.EXPERT_AXES, (at[:, g] != at[:, g[0]][:, None]).any(1))
             if n
         )
         for g in (groups[:, 0], groups[0])
@@ -419,16 +419,14 @@ def weights_cost(cfg, traffic):
     accumulation what does not depend on it, but for TPUs once a batch. Gradients are reduce-scattered in float32.
     """
     m, s, split, A = cfg.model, sizes(cfg), traffic.split, cfg.run.accumulation_steps
-    tpu = traffic.place.platform == "tpu"
+    tpu, stacks = traffic.place.platform == "tpu", architecture(m.architecture).stacks
     stored, held, added, runs, batches = 0, {}, 0, layer_runs(cfg), A if tpu else 1
     for name, part in model.param_table(cfg).items():
         layers, times = runs.get(name, (1, 1))
-        times /= (
-            cfg.run.pp_interleave if name in model.BLOCKS else 1
-        )  # each time those of one round
-        layers *= cfg.run.pp_interleave if name in model.BLOCKS else 1
+        times /= cfg.run.pp_interleave if name in stacks else 1  # each time those of one round
+        layers *= cfg.run.pp_interleave if name in stacks else 1
         once = name not in runs or m.fsdp != "full"
-        stacked = 1 + (name == "dense") + (name in model.BLOCKS and cfg.run.pp_interleave > 1)
+        stacked = 1 + (name == "dense") + (name in stacks and cfg.run.pp_interleave > 1)
         again = A * times * (1 + (m.remat != "none"))
         forth, back, count = (batches, A, 1) if once else (again, A * times, layers)
         for p in model.jax.tree.leaves(part, is_leaf=parameters.is_param):
