@@ -1,7 +1,9 @@
 """Eight simulated CPU devices, set before jax is first imported, and what several test files share."""
 
+import functools
 import itertools
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -13,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-GCS_EMULATOR = ROOT.parent / "shared" / "tools" / "gcs_emulator.py"
 sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_MODE"] = "offline"
@@ -33,6 +34,8 @@ import fsspec
 import jax
 import numpy as np
 import pytest
+import tiktoken
+from tiktoken_ext import openai_public
 
 import collectives
 import main
@@ -204,6 +207,33 @@ def run_program(*words, **environment):
     )
 
 
+# --- Tokenizers -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def made_ranks(n):
+    """{token bytes: rank} of n tokens: every byte, every pair of bytes in a random order, triples of common letters."""
+    pairs = list(itertools.product(range(256), repeat=2))
+    random.Random(0).shuffle(pairs)
+    triples = itertools.product(b" abcdefghijklmnopqrstuvwxyz.,()_=", repeat=3)
+    tokens = itertools.chain(((b,) for b in range(256)), pairs, triples)
+    return {bytes(token): rank for rank, token in enumerate(itertools.islice(tokens, n))}
+
+
+@pytest.fixture
+def named_tokenizers(monkeypatch):
+    """tiktoken's gpt2 and cl100k_base with made ranks: their patterns, special tokens and sizes, and no download.
+
+    Where the environment names a TIKTOKEN_CACHE_DIR, the ranks in that folder serve.
+    """
+    if "TIKTOKEN_CACHE_DIR" in os.environ:
+        return
+    loaders = {"data_gym_to_mergeable_bpe_ranks": 50_256, "load_tiktoken_bpe": 100_256}
+    for name, n in loaders.items():
+        monkeypatch.setattr(openai_public, name, lambda *_, n=n, **__: made_ranks(n))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})  # those made before
+
+
 # --- Buckets ----------------------------------------------------------------------------------------------------
 
 
@@ -254,9 +284,7 @@ def bucket(request, monkeypatch):
         port = s.getsockname()[1]
     if request.param == "gs":
         pytest.importorskip("gcp_storage_emulator", reason="pip install gcp-storage-emulator")
-        if not GCS_EMULATOR.is_file():
-            pytest.skip(f"{GCS_EMULATOR} is not there")
-        command = [GCS_EMULATOR, str(port), "bucket"]
+        command = [str(ROOT / "tests" / "gcs_emulator.py"), str(port), "bucket"]
     else:
         pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
         command = ["-m", "moto.server", "-p", str(port)]

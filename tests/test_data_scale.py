@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
-from test_data_programs import CACHED_RANKS, content, run
+from test_data_programs import content, run
 
 from data import sources, tokenization, tokenize_shards, train_tokenizer
 from training import locks
@@ -109,15 +108,9 @@ def ranks_file(tmp_path_factory):
 
 
 @pytest.fixture(params=["gpt2", "cl100k_base", "trained"])
-def tokenizer(request, ranks_file, tmp_path, monkeypatch):
-    """Name or file of a tokeniser, its ranks at hand."""
-    if request.param == "trained":
-        return str(ranks_file)
-    if not CACHED_RANKS.is_dir():
-        pytest.skip(f"{CACHED_RANKS} is not there: tiktoken would have to fetch its ranks")
-    shutil.copytree(CACHED_RANKS, tmp_path / "cache", copy_function=shutil.copyfile)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    return request.param
+def tokenizer(request, ranks_file, named_tokenizers):
+    """Name or file of a tokenizer, its ranks at hand."""
+    return str(ranks_file) if request.param == "trained" else request.param
 
 
 def flags_of(source, output, ranks_file, *more):
@@ -252,7 +245,7 @@ def test_a_dataset_of_the_hub(ranks_file, tmp_path, capsys, monkeypatch):
         assert (status, out, err.count("\n")) == (2, "", 1) and f"--{flag} {value}" in err, err
 
 
-def test_a_tokeniser_of_records(tmp_path, capsys, monkeypatch):
+def test_a_tokenizer_of_records(tmp_path, capsys, monkeypatch, named_tokenizers):
     write_lines(tmp_path / "a.jsonl.gz", make_texts(60))
     flags = [
         "--source",

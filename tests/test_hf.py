@@ -196,11 +196,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "trained"])
-def test_the_exported_tokeniser_cuts_as_tiktoken_does(name, tmp_path, monkeypatch):
-    cached = ROOT.parent / "shared/tiktoken"
-    if name != "trained" and not cached.is_dir():
-        pytest.skip(f"{cached} is not there: tiktoken would have to fetch its ranks")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cached))
+def test_the_exported_tokenizer_cuts_as_tiktoken_does(name, tmp_path, named_tokenizers):
     if name == "trained":
         words = [
             sys.executable,
