@@ -15,6 +15,12 @@ EXPERT_AXES = ("dp", "tp")  # axes over which the experts of a pipeline stage ar
 BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
 
 
+def near_devices(n):
+    """Number of devices that gather among themselves first where n gather in two steps: the largest divisor of n up to
+    its square root. 8 -> 2, 12 -> 3; for a prime it is 1, and there is one step."""
+    return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
+
+
 def all_gather(x, axis, dim):
     """[.., n, ..], a part along `dim` -> the parts of all devices of a mesh axis, one after another. Transpose:
     reduce-scatter.
@@ -24,11 +30,7 @@ def all_gather(x, axis, dim):
     as one, and with parts of less than 2^28 numbers along a dim of their own.
     """
     n, shape, tiled = lax.axis_size(axis), x.shape, dim > 0 or x.size >= 2**28
-    near = (
-        next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
-        if n == lax.axis_size(AXES)
-        else 1
-    )
+    near = near_devices(n) if n == lax.axis_size(AXES) else 1
     devices = np.arange(n).reshape(-1, near)
     x = x if dim == x.ndim - 1 else x.reshape(*shape[: dim + 1], -1)
     for groups in (devices, devices.T) if near > 1 else (devices.T,) if n > 1 else ():

@@ -77,6 +77,13 @@ def balance_loss(scores, chosen, m, split):
     return (f * share.sum(1) / T).sum()
 
 
+def capacity(m, n):
+    """Slots of each expert's bucket for n local tokens."""
+    if not m.capacity_factor:
+        return n
+    return min(n, math.ceil(m.capacity_factor * n * m.experts_per_token / m.n_experts))
+
+
 def routed_experts(p, x, m, split):
     """Mixture of routed experts on local tokens. x [B, T/tp, D] -> [B, T/tp, D] and `Load`.
 
@@ -87,7 +94,7 @@ def routed_experts(p, x, m, split):
     n = B * t
     x = x.reshape(n, D)
     scores, chosen, gates = route(p, x, m)
-    C = min(n, math.ceil(m.capacity_factor * n * k / E)) if m.capacity_factor else n
+    C = capacity(m, n)
 
     choice = chosen.T.reshape(-1)  # [k*n], all first choices first
     hot = (choice[:, None] == jnp.arange(E)).astype(jnp.int32)  # [k*n, E]
