@@ -137,7 +137,7 @@ class Shard:
         """Number of tokens; the manifest tells it without a look at the file."""
         return self.about.get("tokens") or self.header[2]
 
-    def tokens(self, start, stop, vocab_size):
+    def read(self, start, stop, vocab_size):
         """Token ids start .. stop, of the file's dtype. Raises UserError for one beyond the vocabulary."""
         offset, dtype, _ = self.header
         ids = self._read(offset + start * dtype.itemsize, offset + stop * dtype.itemsize).view(

@@ -3,11 +3,13 @@
 import ast
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +32,21 @@ def test_permute_is_a_permutation_that_depends_on_its_key():
         assert size < 7 or not np.array_equal(a, b)
     one_by_one = [int(dataset.permute(np.array([i]), 1000, [5, 0])[0]) for i in range(50)]
     assert one_by_one == dataset.permute(np.arange(50), 1000, [5, 0]).tolist()
+
+
+def test_the_example_of_the_permutation():
+    """The docstring's numbers: the network is the permutation of 16, which never leaves its range."""
+    rows = re.findall(r"(?:x|network\(x\)) +((?:\d+ *){16})", dataset.permute.__doc__)
+    x, network = (np.array(row.split(), int) for row in rows)
+    assert x.tolist() == list(range(16))
+    assert dataset.permute(x, 16, [1]).tolist() == network.tolist()
+    walked = dataset.permute(np.arange(10), 10, [1]).tolist()
+    assert f"go to {' '.join(map(str, walked))}." in dataset.permute.__doc__
+    for index, place in enumerate(walked):
+        path = [network[index]]
+        while path[-1] >= 10 and len(path) < 16:  # cycle walking
+            path.append(network[path[-1]])
+        assert path[-1] == place
 
 
 def in_order(corpus, places):
@@ -237,12 +254,12 @@ def test_a_wrong_mixture_is_named(corpora, mix, said):
     assert said in str(e.value) and str(e.value).endswith(".") and "\n" not in str(e.value)
 
 
-def test_corpora_must_share_a_tokeniser(corpora):
+def test_corpora_must_share_a_tokenizer(corpora):
     for name, ranks in dict(a="x", b="y").items():
         manifest = {"tokenizer": "gpt2", "vocab_size": 250, "tokenizer_sha256": ranks}
         (corpora / name / "train" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
-        utils.UserError, match="--mix: .*b/train was made with another tokeniser than .*a/train"
+        utils.UserError, match="--mix: .*b/train was made with another tokenizer than .*a/train"
     ):
         mixture(corpora, "a:1,b:1")
 
@@ -250,23 +267,50 @@ def test_corpora_must_share_a_tokeniser(corpora):
 # --- Prefetch ---------------------------------------------------------------------------------------------------
 
 
-def test_prefetch_is_ahead_and_counts_what_it_waits_for():
-    made, go = [], threading.Event()
+def test_prefetch_makes_three_ahead_and_no_more():
+    begun, go = threading.Semaphore(0), threading.Event()
 
     def make(n):
-        made.append(n)
-        assert n < 4 or go.wait(10)
+        begun.release()
+        assert n < 4 or go.wait(20)
         return n
 
-    batches = dataset.Prefetch(make, range(9), busy=lambda: threading.Timer(0.2, go.set).start())
+    batches = dataset.Prefetch(make, range(9), depth=3)
     assert next(batches) == 0
-    while len(made) < 3:  # two are made without being asked for
-        pass
-    batches.waited = 0.0  # for the first
-    assert [next(batches) for _ in range(3)] == [1, 2, 3] and batches.waited < 0.1
-    assert next(batches) == 4 and 0.1 < batches.waited < 5
+    assert all(begun.acquire(timeout=20) for _ in range(4))  # of 0 to 3
+    assert len(batches.ahead) == 3 and not begun.acquire(blocking=False)
+    assert [next(batches), next(batches)] == [1, 2]
+    assert begun.acquire(timeout=20) and not batches.ahead[1].done()  # 4 is being made
+    go.set()
+    assert [next(batches), next(batches)] == [3, 4]
     batches.close()
-    assert len(made) < 9
+
+
+def test_prefetch_counts_what_the_devices_wait_for(monkeypatch):
+    """From the moment that they have done what they were given until the item is there; nothing for one that is."""
+    clock, go = [0.0], threading.Event()
+
+    def make(n):
+        assert n < 3 or go.wait(20)
+        return n
+
+    def busy():
+        clock[0] += 20
+
+    def wait(items):
+        go.set()
+        clock[0] += 3
+        return [item.result(20) for item in items]
+
+    monkeypatch.setattr(dataset, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(dataset, "wait", wait)
+    batches = dataset.Prefetch(make, range(4), busy=busy)
+    assert batches.error(3) is None  # so they are made
+    batches.waited = 0.0
+    assert [next(batches) for _ in range(3)] == [0, 1, 2] and batches.waited == 0
+    go.clear()
+    assert next(batches) == 3 and batches.waited == 3
+    batches.close()
 
 
 def test_prefetch_keeps_order_and_raises_in_its_turn():
