@@ -8,6 +8,25 @@ from typing import NamedTuple
 PARTS = {"parameters", "layers", "experts"}  # files of this folder that architectures are made of
 
 
+class LayerCost(NamedTuple):
+    """What one layer does to a token, in numbers that the mesh does not change. tools/planning/costs.py makes
+    operations, bytes and memory of them. A product with n weights takes 2n operations a token."""
+
+    own_weights: (
+        int  # weights that a token meets on one device of tp alone, such as those of a router
+    )
+    head_weights: int  # weights of one head: tp splits the heads, and all tokens meet them
+    query_channels: int  # channels of a head's query and of its key
+    value_channels: int  # channels of a head's value
+    gathered: int  # channels that attention gathers over tp
+    products: int  # channels of what attention's products with weights give, all heads, but for the last product
+    branches: int  # matrices that lead into the feed-forward
+    ffn_width: (
+        int  # hidden width of the dense feed-forward, or of all shared experts; 0: there is neither
+    )
+    kept_ratio: float  # channels that --remat none keeps per channel of intermediates, fitted (tools/planning/costs.py)
+
+
 class Architecture(NamedTuple):
     """What a family of models brings along. Everything else is common to all of them."""
 
@@ -19,6 +38,7 @@ class Architecture(NamedTuple):
     embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
+    layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
 
 
 def names():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from architectures import Architecture
+from architectures import Architecture, LayerCost
 from architectures.experts import activate, routed_experts
 from architectures.layers import (
     dropout,
@@ -26,6 +26,7 @@ YARN_BETA = (
     32,
     1,
 )  # turns over the original T above which a frequency stays, and below which it is stretched
+BRANCHES = {"swiglu": 2, "gelu": 1}  # matrices that lead into a feed-forward
 
 
 def deepseek_table(cfg):
@@ -49,7 +50,7 @@ def deepseek_table(cfg):
         m.layers_per_block,
     )
     Q, V, layers = m.q_latent, m.value_dim, m.first_layers + m.blocks * L
-    branches = {"swiglu": 2, "gelu": 1}[m.activation]
+    branches = BRANCHES[m.activation]
 
     def into(inputs):
         return 1 / math.sqrt(inputs)
@@ -325,6 +326,42 @@ def latent_cache(cfg, B, T):
     return cache
 
 
+# --- Costs ------------------------------------------------------------------------------------------------------
+
+
+def layer_cost(m, kind):
+    """`LayerCost` of a kind of layer: attention as in DeepSeek-V2, arXiv:2405.04434, section 2.1; feed-forward as in
+    arXiv:2002.05202."""
+    D, K, V, R, Q = m.model_dimension, m.head_dim, m.value_dim, m.latent_dim, m.q_latent
+    routed = kind in ("moe", "mtp")
+    rope = m.rope_dim if m.moe_rope or not routed else 0
+    latents = Q + R + rope
+
+    own_weights = D * latents
+    if routed:
+        own_weights += D * m.n_experts
+    if kind == "mtp":
+        own_weights += 2 * D * D  # merge
+
+    # project_queries rotates by a second product, project_keys copies the rotary key by a larger one
+    queries = (Q or D) * (K + 2 * rope)
+    keys = (R + rope) * (K + rope)
+    values = R * V
+    out = V * D
+
+    return LayerCost(
+        own_weights=own_weights,
+        head_weights=queries + keys + values + out,
+        query_channels=K + rope,
+        value_channels=V,
+        gathered=latents if Q else latents + D,
+        products=latents + m.n_head * (2 * K + 3 * rope + V),
+        branches=BRANCHES[m.activation],
+        ffn_width=m.n_shared * m.expert_width if routed else m.ffn_width,
+        kept_ratio=1.6,
+    )
+
+
 ARCHITECTURE = Architecture(
     table=deepseek_table,
     layers=dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
@@ -334,4 +371,5 @@ ARCHITECTURE = Architecture(
     embed=embed,
     norm=rms_norm,
     cache=latent_cache,
+    layer_cost=layer_cost,
 )

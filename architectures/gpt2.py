@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from architectures import Architecture
+from architectures import Architecture, LayerCost
 from architectures.layers import (
     dropout,
     no_load,
@@ -107,6 +107,25 @@ def key_value_cache(cfg, B, T):
     )
 
 
+# --- Costs ------------------------------------------------------------------------------------------------------
+
+
+def layer_cost(m, kind):
+    """`LayerCost` of a layer."""
+    D, K = m.model_dimension, m.head_dim
+    return LayerCost(
+        own_weights=0,
+        head_weights=4 * D * K,  # query, key, value and out
+        query_channels=K,
+        value_channels=K,
+        gathered=D,
+        products=m.n_head * 3 * K,
+        branches=1,
+        ffn_width=m.ffn_width,
+        kept_ratio=3.0,  # biases are added in float32
+    )
+
+
 ARCHITECTURE = Architecture(
     table=gpt2_table,
     layers=dict(gpt2=gpt2_layer),
@@ -116,4 +135,5 @@ ARCHITECTURE = Architecture(
     embed=gpt2_embed,
     norm=layer_norm,
     cache=key_value_cache,
+    layer_cost=layer_cost,
 )

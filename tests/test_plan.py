@@ -146,7 +146,7 @@ def test_four_chips_in_a_plane_reduce_all_along_the_first_dim(no_device, name, m
     assert plan.square_steps(machine, mesh) == squares
     for i, axis in enumerate(collectives.AXES):
         if mesh[i] > 2:
-            for n, distance in costs.steps(mesh[i], machine.n):
+            for n, distance in costs.scatter_steps(mesh[i], machine.n):
                 square = (axis, distance) in squares
                 assert (
                     costs.stays_scattered((distance * 128, 768), 0, n, machine.chip.buffer, square)

@@ -1,39 +1,41 @@
 """What a training step costs, by formulas: parameters, floating-point operations, memory, bytes over each mesh axis.
 
-Everything is of one device and one optimizer step unless it says otherwise. Letters are those of model.py; sizes of
-tokens and weights follow from model.param_table, so that no shape is written twice. What the formulas leave out (norms,
-routing by index, biases) costs memory bandwidth, not matrix products; `Estimate.seconds` takes it as passes over
-activations. tests/test_plan.py holds all of this to what XLA compiles.
+Everything is of one device and one optimizer step unless it says otherwise. Letters are those of model.py. Sizes of
+weights follow from model.param_table, what a layer does to a token from `Architecture.layer_cost`. The formulas count
+matrix products and collectives exactly; all else (norms, routing by index, biases) costs memory traffic, which
+`Estimate.passes` takes as a multiple of the activations. tests/test_plan.py compares all of it with what XLA compiles.
 """
 
 import math
 from collections import defaultdict
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 import collectives
 import model
-from architectures import architecture, parameters
-from kernels import loss
+from architectures import architecture
+from architectures.experts import capacity
+from architectures.parameters import is_param
+from kernels import attention, loss
 from tools.planning import hlo
 from training import platforms
 
+GiB = 2**30
+
 
 class Chip(NamedTuple):
-    """One device, from the vendors' data sheets, and what its compiler's programs show. Its peak FLOP/s stand in
-    platforms.PEAK_FLOPS."""
+    """One device, from the vendors' data sheets. Its peak FLOP/s stand in platforms.PEAK_FLOPS."""
 
     kind: str  # as jax names it
     memory: float  # bytes of it that a program may use
     bandwidth: float  # bytes/s of that memory
     link: float  # bytes/s of one link, one way
-    network: float = (
-        0.0  # bytes/s that it sends to other TPU slices (jax-ml.github.io/scaling-book, chapter 2)
-    )
-    clock: float = 0.0  # Hz, in which the TPU compiler counts cycles
+    network: float = 0.0  # bytes/s to other TPU slices (jax-ml.github.io/scaling-book, chapter 2)
+    clock: float = 0.0  # Hz, in which the TPU compiler counts cycles; 0: a GPU
     buffer: int = 1824  # tiles, see stays_scattered
-    fuses: bool = False  # whether its compiler forms operands of products within them, so that less goes through memory
+    fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
 
     @property
     def peak(self):
@@ -41,7 +43,6 @@ class Chip(NamedTuple):
         return platforms.peak_flops(self.kind)
 
 
-GiB = 2**30
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GiB, 1228e9, 45e9, 6.25e9, 1.05e9),
     "v5e": Chip("TPU v5e", 15.75 * GiB, 819e9, 45e9, 3.125e9, 1.5e9, fuses=True),
@@ -53,21 +54,15 @@ CHIPS = {
 }
 
 
-def link_seconds(chip, kind, n_bytes, n):
-    """Seconds in which one of n devices sends so many bytes in a collective of this kind, nothing overlapped.
+class Place(NamedTuple):
+    """What decides which collectives run and what is held in memory: the machine, as far as formulas look at it."""
 
-    A ring of more than two uses a link's both directions. An all-to-all goes s/4 hops on average along each side of a
-    torus of side s; between GPUs one switch is all there is.
-    """
-    if kind == hlo.ACROSS:
-        return n_bytes / chip.network
-    if not chip.clock:
-        return n_bytes / chip.link
-    hops = 1.0
-    if "all-to-all" in kind:
-        sides = 1 if n <= 4 else 2 if n <= 16 else 3
-        hops = max(1.0, n ** (1 / sides) / 4)
-    return n_bytes * hops / (chip.link * (2 if n > 2 else 1))
+    platform: str = "tpu"
+    slices: int = 1  # TPU slices, which only a network joins
+    across: str = "dp"  # mesh axis that goes from slice to slice
+    squares: tuple = ()  # (axis, distance) of `scatter_steps` among four chips in a plane of 2 x 2
+    buffer: int = 1824  # of the Chip
+    fuses: bool = False  # of the Chip
 
 
 class Estimate(NamedTuple):
@@ -76,19 +71,19 @@ class Estimate(NamedTuple):
     flops: float  # of matrix products
     scores: float  # of these, attention's products of queries, keys and values
     sent: dict  # {(axes, kind): [bytes, collectives, devices that take part]}
-    operands: float  # bytes that matrix products read and write
-    passes: float  # bytes that everything else does
+    operands: float  # memory traffic of matrix products, bytes
+    passes: float  # memory traffic of everything else, bytes
     weights: float  # bytes, float32
     optimizer: float  # bytes of AdamW's two moments
     batch: float  # bytes of tokens and targets
-    activations: float  # bytes kept from the forward for the backward pass
+    activations: float  # bytes kept from the forward pass for the backward pass
     workspace: float  # bytes of all else: gradients, gathered weights, one layer's and the head's intermediates
     bubble: float  # share of the pipeline's ticks in which a stage idles
-    pipeline_share: float  # of the operations that belong to these ticks
+    pipeline_share: float  # share of the operations that belong to these ticks
 
     @property
     def memory(self):
-        """Bytes in all."""
+        """Peak memory in bytes."""
         return self.weights + self.optimizer + self.batch + self.activations + self.workspace
 
 
@@ -98,246 +93,187 @@ class Sizes(NamedTuple):
     dp: int
     pp: int
     tp: int
-    ticks: int  # in which every stage runs a round's blocks once, see model.pipeline
+    ticks: int  # in each, every stage runs its blocks of one round, see model.pipeline
     own: int  # microbatches that a device embeds and takes the loss of
     B: int  # sequences of a microbatch on one device
     T: int
     bytes: int  # of a number in model_dtype
 
+    @property
+    def tokens(self):
+        """Tokens of a microbatch that attention sees on a device."""
+        return self.B * self.T
+
+    @property
+    def own_tokens(self):
+        """Tokens of a microbatch on a device outside attention, tp splitting the sequence."""
+        return self.B * self.T / self.tp
+
 
 def sizes(cfg):
     """`Sizes` of a validated Config."""
-    (dp, pp, tp), M = cfg.run.n_device_axis, cfg.data.microbatches
+    dp, pp, tp = cfg.run.n_device_axis
+    microbatches = cfg.data.microbatches
     return Sizes(
-        dp,
-        pp,
-        tp,
-        cfg.run.pp_interleave * M + pp - 1,
-        M // pp,
-        cfg.data.train_batch_size // M,
-        cfg.model.T,
-        2 if cfg.model.model_dtype == "bfloat16" else 4,
+        dp=dp,
+        pp=pp,
+        tp=tp,
+        ticks=cfg.run.pp_interleave * microbatches + pp - 1,
+        own=microbatches // pp,
+        B=cfg.data.train_batch_size // microbatches,
+        T=cfg.model.T,
+        bytes=2 if cfg.model.model_dtype == "bfloat16" else 4,
     )
 
 
 def layer_runs(cfg):
-    """{kind of layer: (layers on a device that run together, times that they run forward)}."""
+    """{kind of layer: (layers on a device that run one after another, times that they run forward)}."""
     m, s = cfg.model, sizes(cfg)
     blocks = m.blocks // (s.pp * cfg.run.pp_interleave)
-    runs = dict(
-        dense=(blocks * (m.layers_per_block - 1), s.ticks),
-        first=(m.first_layers, s.own),
-        mtp=(m.mtp_depth, s.own),
-        **{architecture(m.architecture).last: (blocks, s.ticks)},
-    )
-    return {kind: run for kind, run in runs.items() if run[0]}
-
-
-class Layer(NamedTuple):
-    """A layer's forward pass of one microbatch on one device: operations of matrix products, and what travels."""
-
-    projections: float  # products with weights
-    scores: float  # attention's products of queries, keys and values, forward
-    scores_backward: float
-    experts: float  # of routed experts
-    experts_again: float  # of these, in the products that recomputation needs
-    last: float  # of the product at its end, which recomputation has no need of
-    gathered: float  # channels per token that are gathered over tp
-    scattered: float  # channels per token that are summed over tp
-    heads: float  # channels per token that are exchanged for tokens over tp
-    to_experts: float  # bytes of the buckets that travel to other devices' experts, there alone
-    kept: (
-        float  # channels per token that products with weights give, so that --remat dots keeps them
-    )
-    wide: float  # channels per token of all its intermediates
-    inside: float  # of these, of routed experts
-
-
-def capacity(cfg, tokens):
-    """Slots of one expert's bucket, of so many local tokens."""
-    m = cfg.model
-    return (
-        min(tokens, math.ceil(m.capacity_factor * tokens * m.experts_per_token / m.n_experts))
-        if m.capacity_factor
-        else tokens
-    )
-
-
-def attention_share(m, platform):
-    """Share of T x T scores that the attention kernel computes."""
-    if m.attention == "xla":
-        return 1.0
-    if platform == "tpu" and m.attention == "auto" and m.T % 128 == 0 or m.attention == "splash":
-        return (1 + next(b for b in (512, 256, 128) if m.T % b == 0) / m.T) / 2
-    blocks = next(n for n in (8, 4, 2, 1) if m.T % n == 0 and (m.T // n >= 64 or n == 1))
-    return (1 + 1 / blocks) / 2
-
-
-def layer_cost(cfg, kind, platform):
-    """`Layer` of a kind of layer; a product [a, b] x [b, c] takes 2abc operations. Attention after DeepSeek-V2,
-    arXiv:2405.04434, section 2.1; feed-forward after arXiv:2002.05202; experts after arXiv:2006.16668, section 2.2."""
-    m, s = cfg.model, sizes(cfg)
-    D, H, K, V, R, Q, T = (
-        m.model_dimension,
-        m.n_head / s.tp,
-        m.head_dim,
-        m.value_dim,
-        m.latent_dim,
-        m.q_latent,
-        m.T,
-    )
-    tokens, local = s.B * T, s.B * T / s.tp
-    rope = m.rope_dim if m.moe_rope or kind in ("dense", "first") else 0
-    branches, split_width = (
-        {"swiglu": 2, "gelu": 1}[m.activation],
-        m.sequence_parallel == "megatron",
-    )
-
-    if kind == "gpt2":
-        projections, enter = 2 * tokens * D * 4 * H * K, D
-    else:
-        enter = Q + R + rope + (0 if Q else D)
-        # what rotates queries, and copies the rotary key to every head, is a product too (deepseek.project_queries)
-        up = (Q or D) * (K + 2 * rope) + (R + rope) * (K + rope) + R * V + V * D
-        projections = 2 * local * D * (Q + R + rope) + 2 * tokens * H * up
-    area = 2 * tokens * T * H * attention_share(m, platform)
-    forward, backward = K + rope + V, 2 * (K + rope + V)
-    if platform == "tpu" and m.attention in ("auto", "splash") and m.T % 128 == 0:
-        backward += (
-            2 * (K + rope) + V
-        )  # each of the kernel's two backward passes computes the scores anew
-    heads = H * s.tp * (2 * K + 3 * rope + V)
-
-    experts, back_from_experts, travels, inside = 0, 0, 0, 0
-    if kind in ("moe", "mtp"):
-        C, F = capacity(cfg, int(local)), m.expert_width
-        projections += 2 * local * D * m.n_experts + (2 * local * 2 * D * D if kind == "mtp" else 0)
-        experts, back_from_experts = (
-            2 * m.n_experts * C * (branches + 1) * D * F,
-            2 * m.n_experts * C * D * F,
-        )
-        width = m.n_shared * F
-        travels = m.n_experts * C * D * s.bytes
-        inside = m.n_experts * C / local * ((branches + 1) * F + 2 * D)
-    else:
-        width = m.ffn_width
-    more, last = 2 * local * (branches + 1) * D * width, 2 * local * D * width
-    regions = split_width * D * bool(more)
-    gathered, scattered = enter + regions, regions + split_width * D
-    back = (
-        D * s.tp if split_width else D
-    )  # what a product gives back to the residual, of all tokens or of own ones
-    kept = Q + R + rope + heads + branches * width + back
-    # and norms, residuals, attention's output, what is gathered
-    wide = kept + width + inside + back + gathered * s.tp + 4 * D + m.n_head * V
-    return Layer(
-        projections + more,
-        area * forward,
-        area * backward,
-        experts,
-        experts - back_from_experts,
-        last,
-        gathered,
-        scattered,
-        0 if split_width else m.n_head * V,
-        travels,
-        kept,
-        wide,
-        inside,
-    )
-
-
-def head_cost(cfg, platform):
-    """(operations of all logits and their two gradients, numbers of logits in all, bytes of those held at once)."""
-    m, s = cfg.model, sizes(cfg)
-    tokens = s.own * s.B * s.T / s.tp
-    logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
-    held = min(tokens, loss.LOSS_CHUNK[platform]) * m.padded_vocab
-    return 6 * logits * m.model_dimension, logits, 4 * held
+    runs = {
+        "dense": (blocks * (m.layers_per_block - 1), s.ticks),
+        "first": (m.first_layers, s.own),
+        "mtp": (m.mtp_depth, s.own),
+        architecture(m.architecture).last: (blocks, s.ticks),
+    }
+    return {kind: (layers, times) for kind, (layers, times) in runs.items() if layers}
 
 
 # --- What travels -------------------------------------------------------------------------------------------------
 
 
-def near_devices(n):
-    """Of n devices, how many gather among themselves first where it goes in two steps (collectives.all_gather); 1: it
-    goes in one, n being a prime."""
-    return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
+def link_seconds(chip, kind, n_bytes, n):
+    """Seconds in which one of n devices sends so many bytes in a collective of this kind, nothing overlapped.
+
+    A ring of more than two devices uses both directions of a link. In an all-to-all along a torus of side s, a byte
+    goes s/4 hops on average along each dim. GPUs have one switch between them.
+    """
+    if kind == hlo.ACROSS:
+        return n_bytes / chip.network
+    if not chip.clock:
+        return n_bytes / chip.link
+    hops = 1.0
+    if "all-to-all" in kind:
+        hops = max(1.0, n ** (1 / torus_dims(n)) / 4)
+    directions = 2 if n > 2 else 1
+    return n_bytes * hops / (chip.link * directions)
 
 
-def steps(n, devices, slices=1):
-    """[(devices, distance between neighbours)] of the steps in which n of all devices reduce and scatter along an axis:
-    two among all, see collectives.all_gather; on several slices one, since `Traffic.send_across` takes it whole."""
-    near = near_devices(n) if n == devices and slices == 1 else 1
-    return [(n // near, near), (near, 1)] if near > 1 else [(n, 1)]
+def torus_dims(n):
+    """Dims of a torus of n chips."""
+    if n <= 4:
+        return 1
+    return 2 if n <= 16 else 3
 
 
-class Place(NamedTuple):
-    """What of the machine decides which collectives run and what is held."""
+def scatter_steps(n, devices, slices=1):
+    """[(devices, distance between neighbours)] of the steps in which n devices along an axis reduce and scatter.
 
-    platform: str = "tpu"
-    slices: int = 1  # of TPUs, joined by
-    across: str = "dp"
-    squares: tuple = ()  # (axis, distance) of `steps` among four chips that lie in a plane of 2 x 2
-    buffer: int = 1824  # and
-    fuses: bool = False  # of its Chip
+    Two steps where these are all devices of one slice, see collectives.all_gather; else one. On several slices it is
+    one too, since `Traffic.send_across` takes it whole.
+    """
+    near = 1
+    if n == devices and slices == 1:
+        near = collectives.near_devices(n)
+    if near == 1:
+        return [(n, 1)]
+    return [(n // near, near), (near, 1)]
+
+
+def stays_scattered(part, dim, n, buffer=Place().buffer, square=False):
+    """Whether the TPU compiler keeps a reduce-scatter of float32 as collectives.reduce_scatter writes it; else it makes
+    an all-reduce of it. Each of n devices gets a part of shape `part`, cut along `dim`.
+
+    Found by compiling 6,000 single ones (libtpu 0.0.42). Parts must consist of whole tiles, 8 x 128 numbers. Along the
+    first dim they must also fall into two halves of 1, 2, 4, .. equal spans, of which n / 2 + 2 fit a `buffer` of so
+    many tiles, and must not belong to a `square`, four chips in a plane of 2 x 2. Along a middle dim there must be more
+    than one part before it.
+    """
+    if dim == len(part) - 1:
+        # whole programs lay out smaller ones with another dim last
+        return part[dim] % 128 == 0 or part[dim] < 128
+    if dim:
+        return part[dim] % 8 == 0 and math.prod(part[:dim]) > 1
+    if math.prod(part) >= 2**28:
+        return part[0] % 8 == 0
+    tiles = math.ceil(part[0] / 8) * math.ceil(math.prod(part[1:]) / 128)
+    spans = 1 << (math.ceil(tiles * (n / 2 + 2) / buffer) - 1).bit_length()
+    return tiles % (2 * spans) == 0 and not square
+
+
+def differing_axes(devices, tp):
+    """Axes of dp x tp along which devices differ that are numbered row by row."""
+    dp_index, tp_index = np.divmod(devices, tp)
+    differ = {"dp": np.ptp(dp_index) > 0, "tp": np.ptp(tp_index) > 0}
+    return tuple(axis for axis in collectives.EXPERT_AXES if differ[axis])
+
+
+def expert_axes(E, split):
+    """(axes along which devices differ that hold different experts, axes of those that hold the same expert); see
+    collectives.expert_groups."""
+    n = split["dp"] * split["tp"]
+    devices = np.arange(n).reshape(-1, max(1, n // E))  # a row of devices holds the same expert
+    return differing_axes(devices[:, 0], split["tp"]), differing_axes(devices[0], split["tp"])
 
 
 class Traffic:
     """Collects the collectives of a step in `sent`, as `Estimate` has it."""
 
     def __init__(self, cfg, place):
-        self.split, self.place = dict(zip(collectives.AXES, cfg.run.n_device_axis)), place
+        self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
+        self.place = place
         self.devices = cfg.run.n_devices
         self.sent = defaultdict(lambda: [0.0, 0.0, 0])
 
     def send(self, kind, axes, whole, times=1, count=1, n=0):
-        """Collectives, `times` times in a step `count` of them, together of arrays of `whole` bytes with all their
-        parts, among n devices (0: all along the axes), by rings: all-reduce is reduce-scatter and all-gather
-        (arXiv:1909.09756, section 3). The TPU compiler makes an all-reduce of a reduce-scatter over all devices that
-        collectives.all_gather cannot do in two steps."""
+        """Add collectives: `count` of them, `times` times in a step.
+
+        Together their arrays have `whole` bytes, all parts counted. n devices take part (0: all along the axes), in
+        rings; an all-reduce is a reduce-scatter and an all-gather (arXiv:1909.09756, section 3). Where
+        collectives.all_gather cannot take two steps among all devices, the TPU compiler turns its transpose, a
+        reduce-scatter, into an all-reduce.
+        """
         axes = tuple(a for a in collectives.AXES if a in axes and self.split[a] > 1)
         n = n or math.prod(self.split[a] for a in axes)
         if n == 1 or not times * whole:
             return
-        at_once = n == self.devices and near_devices(n) == 1
-        if kind == "reduce-scatter" and self.place.platform == "tpu" and at_once:
+        one_step_of_all = n == self.devices and collectives.near_devices(n) == 1
+        if kind == "reduce-scatter" and self.place.platform == "tpu" and one_step_of_all:
             kind = "all-reduce"
         if self.place.slices > 1 and self.place.across in axes:
             axes, n, whole = self.send_across(kind, axes, n, whole, times, count)
-        share = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+        shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}
+        share = shares.get(kind, (n - 1) / n)
         self.add(axes, kind, n, whole * share, times, count)
 
     def send_across(self, kind, axes, n, whole, times, count):
-        """What such a collective moves between slices; returns its axes, devices and bytes inside one."""
+        """Add what such a collective moves between slices. Returns the axes, devices and bytes of it inside one."""
         slices, across = self.place.slices, self.place.across
-        inside = axes if self.split[across] > slices else tuple(a for a in axes if a != across)
-        most = {"all-to-all": whole * (slices - 1) / slices, "collective-permute": whole}
-        rest = (
-            whole / n * (slices - 1) * (1 + (kind == "all-reduce"))
-        )  # each device's part to every other slice
-        self.add((across,), hlo.ACROSS, slices, most.get(kind, rest), times, count)
-        return inside, n // slices, 0 if kind == "all-to-all" else whole
+        if kind == "all-to-all":
+            n_bytes = whole * (slices - 1) / slices
+        elif kind == "collective-permute":
+            n_bytes = whole
+        else:  # each device sends its part to every other slice, in an all-reduce twice
+            n_bytes = whole / n * (slices - 1) * (1 + (kind == "all-reduce"))
+        self.add((across,), hlo.ACROSS, slices, n_bytes, times, count)
+        if self.split[across] == slices:
+            axes = tuple(a for a in axes if a != across)
+        return axes, n // slices, 0 if kind == "all-to-all" else whole
 
     def reduce_scatter(self, axis, part, dim, n_bytes, times, count):
-        """Reduce-scatters along `dim` to parts of such a shape, `count` of them together of n_bytes, in the steps of
-        collectives.all_gather."""
-        p = self.place
-        for n, distance in steps(self.split[axis], self.devices, p.slices):
+        """Add reduce-scatters along `dim` to parts of shape `part`, `count` of them together of n_bytes, in the steps
+        of collectives.all_gather."""
+        place = self.place
+        for n, distance in scatter_steps(self.split[axis], self.devices, place.slices):
             own = [*part[:dim], distance * part[dim], *part[dim + 1 :]]
-            kept = p.platform != "tpu" or stays_scattered(
-                own, dim, n, p.buffer, (axis, distance) in p.squares
-            )
-            self.send(
-                "reduce-scatter" if kept else "all-reduce",
-                (axis,),
-                n_bytes * distance * n,
-                times,
-                count,
-                n,
-            )
+            square = (axis, distance) in place.squares
+            kind = "reduce-scatter"
+            if place.platform == "tpu" and not stays_scattered(own, dim, n, place.buffer, square):
+                kind = "all-reduce"
+            self.send(kind, (axis,), n_bytes * distance * n, times, count, n)
 
     def add(self, axes, kind, n, n_bytes, times, count):
+        """Add `count` collectives, `times` times, in which each device sends n_bytes."""
         if n_bytes:
             entry = self.sent[axes, kind]
             entry[0] += times * n_bytes
@@ -345,253 +281,405 @@ class Traffic:
             entry[2] = n
 
 
-def stays_scattered(part, dim, n, buffer=Place().buffer, square=False):
-    """Whether the TPU compiler keeps a reduce-scatter of float32 among n devices, each of which gets a part of such a
-    shape along `dim`, as collectives.all_gather has it; else it makes an all-reduce of it.
-
-    Found by compiling 6,000 single ones (libtpu 0.0.42). Parts are of whole tiles, 8 x 128 numbers. Along the first
-    dim they must also fall into two halves of 1, 2, 4, .. equal spans, of which n / 2 + 2 fit a `buffer` of so many
-    tiles, and not belong to a `square`, four chips in a plane of 2 x 2; along a middle one there must be more than one
-    part before it.
-    """
-    if dim == len(part) - 1:
-        return (
-            part[dim] % 128 == 0 or part[dim] < 128
-        )  # whole programs lay out smaller ones with another dim last
-    if dim or math.prod(part) >= 2**28:
-        return part[dim] % 8 == 0 and (not dim or math.prod(part[:dim]) > 1)
-    tiles = math.ceil(part[0] / 8) * math.ceil(math.prod(part[1:]) / 128)
-    spans = 1 << (math.ceil(tiles * (n / 2 + 2) / buffer) - 1).bit_length()
-    return tiles % (2 * spans) == 0 and not square
-
-
-def expert_axes(E, split):
-    """Axes along which the devices differ that hold different experts, and those that hold the same one; see
-    collectives.expert_groups."""
-    at = np.arange(split["dp"] * split["tp"])
-    r = max(1, len(at) // E)
-    at, groups = np.stack([at // split["tp"], at % split["tp"]]), at.reshape(-1, r)
-    return [
-        tuple(
-            a
-            for a, n in zip(collectives.EXPERT_AXES, (at[:, g] != at[:, g[0]][:, None]).any(1))
-            if n
-        )
-        for g in (groups[:, 0], groups[0])
-    ]
-
-
 # --- Weights ------------------------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """Numbers of weights on one device."""
+
+    stored: int  # in parts, padding of TPU tiles included
+    gathered: int  # of all its layers, whole
+    largest: float  # of its largest layer, whole
+    used: float  # of its layers, every time that they get a gradient
+
+
+class Use(NamedTuple):
+    """How often a step gathers the weights of a stack of layers."""
+
+    forward: float  # times that they are gathered
+    backward: float  # times that their gradients are reduced and scattered
+    count: int  # layers each time, in a collective of their own
+    leading: int  # dims before those of the weights that are gathered at once
+    gradients: float  # times that they get a gradient
 
 
 def local_shape(p, split):
     """(shape of the part of a parameter that one device stores, axes that split it)."""
-    dims = [
-        () if entry is None else (entry,) if isinstance(entry, str) else entry for entry in p.spec
-    ]
-    shape = [n // math.prod(split[a] for a in axes) for n, axes in zip(p.shape, dims, strict=True)]
-    return shape, [a for axes in dims for a in axes]
+    shape, axes = [], []
+    for n, entry in zip(p.shape, p.spec, strict=True):
+        if entry is None:
+            entry = ()
+        elif isinstance(entry, str):
+            entry = (entry,)
+        shape.append(n // math.prod(split[axis] for axis in entry))
+        axes += entry
+    return shape, axes
 
 
 def tiled(shape):
-    """Elements that an array takes on a TPU, which stores the two dims that it chooses in tiles of 8 x 128."""
+    """Numbers that an array takes on a TPU, which stores two dims of its choice in tiles of 8 x 128."""
     if len(shape) < 2:
         return math.prod(shape)
 
-    def grown(n, to):
-        return math.ceil(n / to) * to / n
+    def padded(n, multiple):
+        return math.ceil(n / multiple) * multiple / n
 
-    def tile(minor, second):
-        return grown(shape[minor], 128) * grown(
-            shape[second], min(8, 1 << (shape[second] - 1).bit_length())
-        )
+    def growth(minor, second):
+        rows = min(8, 1 << (shape[second] - 1).bit_length())
+        return padded(shape[minor], 128) * padded(shape[second], rows)
 
     dims = range(len(shape))
-    return round(math.prod(shape) * min(tile(a, b) for a in dims for b in dims if a != b))
+    least = min(growth(a, b) for a in dims for b in dims if a != b)
+    return round(math.prod(shape) * least)
+
+
+def stack_use(cfg, name, platform):
+    """`Use` of an entry of model.param_table: a stack of layers, or what stands outside layers.
+
+    ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass, and
+    again where the backward pass computes that anew. Else they are gathered once: a step, since XLA takes out of the
+    loop of gradient accumulation what does not depend on it, but on TPUs a batch.
+    """
+    m, accumulation = cfg.model, cfg.run.accumulation_steps
+    layers, times = layer_runs(cfg).get(name, (1, 1))
+    in_rounds = name in architecture(m.architecture).stacks
+    if in_rounds:
+        layers *= cfg.run.pp_interleave
+        times /= cfg.run.pp_interleave
+    gradients = accumulation * times
+    if m.fsdp != "full" or name not in layer_runs(cfg):
+        forward = accumulation if platform == "tpu" else 1
+        return Use(forward, accumulation, 1, 0, gradients)
+    leading = 1 + (name == "dense") + (in_rounds and cfg.run.pp_interleave > 1)
+    recomputed = m.remat != "none"
+    return Use(gradients * (1 + recomputed), gradients, layers, leading, gradients)
+
+
+def gather_cost(p, shape, use, width, traffic, E):
+    """Add the collectives that gather a parameter, of which a device stores `shape`, in numbers of `width` bytes, and
+    those that reduce and scatter its gradient in float32. Returns how many numbers of it are whole."""
+    split = traffic.split
+    whole = math.prod(shape)
+    if not p.gather:
+        return whole
+    dim, axes = p.gather
+    if p.expert:  # slices of all experts are exchanged for slices of one, and these gathered
+        apart, together = expert_axes(E, split)
+        traffic.send("all-to-all", apart, whole * width, use.forward, use.count, E)
+        traffic.send("all-to-all", apart, whole * 4, use.backward, use.count, E)
+        n = math.prod(split[a] for a in axes) // E
+        whole *= n
+        traffic.send("all-gather", together, whole * width, use.forward, use.count, n)
+        traffic.send("reduce-scatter", together, whole * 4, use.backward, use.count, n)
+        return whole
+    shape = list(shape)
+    for axis in reversed(axes):
+        part = shape[use.leading :]
+        traffic.reduce_scatter(axis, part, len(part) + dim, 4 * whole, use.backward, use.count)
+        shape[dim] *= split[axis]
+        whole *= split[axis]
+        traffic.send("all-gather", (axis,), whole * width, use.forward, use.count)
+    return whole
 
 
 def weights_cost(cfg, traffic):
-    """(elements stored; elements of layers' weights when gathered, of all and of the largest layer; those of all times
-    the runs that give them a gradient).
-
-    ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass, and
-    again where the backward pass computes that anew; else once a step, since XLA takes out of the loop of gradient
-    accumulation what does not depend on it, but for TPUs once a batch. Gradients are reduce-scattered in float32.
-    """
-    m, s, split, A = cfg.model, sizes(cfg), traffic.split, cfg.run.accumulation_steps
-    tpu, stacks = traffic.place.platform == "tpu", architecture(m.architecture).stacks
-    stored, held, added, runs, batches = 0, {}, 0, layer_runs(cfg), A if tpu else 1
-    for name, part in model.param_table(cfg).items():
-        layers, times = runs.get(name, (1, 1))
-        times /= cfg.run.pp_interleave if name in stacks else 1  # each time those of one round
-        layers *= cfg.run.pp_interleave if name in stacks else 1
-        once = name not in runs or m.fsdp != "full"
-        stacked = 1 + (name == "dense") + (name in stacks and cfg.run.pp_interleave > 1)
-        again = A * times * (1 + (m.remat != "none"))
-        forth, back, count = (batches, A, 1) if once else (again, A * times, layers)
-        for p in model.jax.tree.leaves(part, is_leaf=parameters.is_param):
-            shape, axes = local_shape(p, split)
-            whole, stored = math.prod(shape), stored + (tiled(shape) if tpu else math.prod(shape))
+    """`Weights`; adds what gathers them and sums their gradients to `traffic`."""
+    s, runs = sizes(cfg), layer_runs(cfg)
+    on_tpu = traffic.place.platform == "tpu"
+    stored, used, gathered = 0, 0, defaultdict(int)
+    for name, stack in model.param_table(cfg).items():
+        use = stack_use(cfg, name, traffic.place.platform)
+        for p in jax.tree.leaves(stack, is_leaf=is_param):
+            shape, axes = local_shape(p, traffic.split)
+            stored += tiled(shape) if on_tpu else math.prod(shape)
+            # gradients of copies are summed; the TPU compiler takes it out of the loop of gradient accumulation
+            copies = set(collectives.AXES) - set(axes)
+            times = 1 if on_tpu else cfg.run.accumulation_steps
+            traffic.send("all-reduce", copies, 4 * math.prod(shape), times)
             width = s.bytes if p.matrix else 4
-            # of what is stored in copies; the TPU compiler takes it out of the loop of gradient accumulation
-            traffic.send(
-                "all-reduce", set(collectives.AXES) - set(axes), 4 * whole, 1 if tpu else A
-            )
-            if (
-                p.expert and p.gather
-            ):  # slices of all experts are exchanged for slices of one, and these gathered
-                (apart, together), n = expert_axes(m.n_experts, split), m.n_experts
-                traffic.send("all-to-all", apart, whole * width, forth, count, n)
-                traffic.send("all-to-all", apart, whole * 4, back, count, n)
-                n = math.prod(split[a] for a in p.gather[1]) // n
-                whole *= n
-                traffic.send("all-gather", together, whole * width, forth, count, n)
-                traffic.send("reduce-scatter", together, whole * 4, back, count, n)
-            elif p.gather:
-                for axis in reversed(p.gather[1]):
-                    own = shape[0 if once else stacked :]
-                    traffic.reduce_scatter(
-                        axis, own, len(own) + p.gather[0], 4 * whole, back, count
-                    )
-                    shape[p.gather[0]] *= split[axis]
-                    whole *= split[axis]
-                    traffic.send("all-gather", (axis,), whole * width, forth, count)
+            whole = gather_cost(p, shape, use, width, traffic, cfg.model.n_experts)
             if name in runs:
-                held[name] = held.get(name, 0) + whole
-                added += whole * A * times
-    largest = max(n / runs[name][0] for name, n in held.items())
-    return stored, sum(held.values()), largest / cfg.run.pp_interleave, added
+                gathered[name] += whole
+                used += whole * use.gradients
+    largest = max(n / runs[name][0] for name, n in gathered.items())
+    return Weights(stored, sum(gathered.values()), largest / cfg.run.pp_interleave, used)
 
 
-# --- The step -----------------------------------------------------------------------------------------------------
+# --- Layers -------------------------------------------------------------------------------------------------------
 
 
-def layers_cost(cfg, platform, traffic):
-    """(operations of all layers, of these in attention, of these in the pipeline's ticks; bytes that the forward passes
-    of a batch leave for the backward passes; bytes of all layers' intermediates, and of the widest layer's).
+class Layer(NamedTuple):
+    """A layer's forward pass of one microbatch on one device: operations of matrix products, and what travels."""
+
+    projections: float  # operations of products with weights, routed experts' left out
+    last_product: float  # of these, of the product at its end, which recomputation has no need of
+    scores: float  # operations of attention's products of queries, keys and values
+    scores_backward: float  # operations of the same in the backward pass
+    experts: float  # operations of routed experts
+    experts_again: float  # of these, of the products that recomputation needs
+    gathered: float  # channels per token that are gathered over tp
+    scattered: float  # channels per token that are summed over tp
+    exchanged: float  # channels per token that are exchanged for tokens over tp
+    to_experts: float  # bytes of the buckets that travel to other devices' experts, one way
+    kept: float  # channels per token that --remat dots keeps: what products with weights give
+    intermediates: float  # channels per token of all that it computes
+    in_experts: float  # of these, in routed experts
+
+
+def score_operations(cost, m, s, platform):
+    """(forward, backward) operations of a layer's products of queries, keys and values."""
+    kernel = attention.ATTENTION[attention.choose_kernel(m.attention, platform, m.T)]
+    pairs = 2 * s.tokens * m.T * (m.n_head / s.tp) * kernel.score_share(m.T)
+    forward = cost.query_channels + cost.value_channels
+    backward = 2 * forward
+    if not kernel.keeps_scores:  # each of its two backward passes computes the scores anew
+        backward += 2 * cost.query_channels + cost.value_channels
+    return pairs * forward, pairs * backward
+
+
+def layer_of(cfg, kind, platform):
+    """`Layer` of a kind of layer; a product [a, b] x [b, c] takes 2abc operations. Routed experts after
+    arXiv:2006.16668, section 2.2."""
+    m, s = cfg.model, sizes(cfg)
+    arch = architecture(m.architecture)
+    cost, D = arch.layer_cost(m, kind), m.model_dimension
+    megatron = m.sequence_parallel == "megatron"
+
+    attention_weights = 2 * s.own_tokens * cost.own_weights
+    attention_weights += 2 * s.tokens * (m.n_head / s.tp) * cost.head_weights
+    feed_forward = 2 * s.own_tokens * (cost.branches + 1) * D * cost.ffn_width
+    scores, scores_backward = score_operations(cost, m, s, platform)
+
+    slots, experts_into, experts_back, in_experts = 0, 0, 0, 0
+    if kind in arch.routed:
+        slots = m.n_experts * capacity(m, int(s.own_tokens))
+        experts_into = 2 * slots * cost.branches * D * m.expert_width
+        experts_back = 2 * slots * D * m.expert_width
+        in_experts = slots / s.own_tokens * ((cost.branches + 1) * m.expert_width + 2 * D)
+
+    # megatron gathers all tokens for the feed-forward and sums what it and attention give back over tp
+    into_feed_forward = D if megatron and feed_forward else 0
+    gathered = cost.gathered + into_feed_forward
+    back = (
+        D * s.tp if megatron else D
+    )  # channels that a product adds to the residual, of all tokens or own ones
+    kept = cost.products + cost.branches * cost.ffn_width + back
+    intermediates = kept + cost.ffn_width + in_experts + back
+    # norms, residuals, what is gathered, attention's output
+    intermediates += gathered * s.tp + 4 * D + m.n_head * cost.value_channels
+    return Layer(
+        projections=attention_weights + feed_forward,
+        last_product=2 * s.own_tokens * D * cost.ffn_width,
+        scores=scores,
+        scores_backward=scores_backward,
+        experts=experts_into + experts_back,
+        experts_again=experts_into,
+        gathered=gathered,
+        scattered=into_feed_forward + (D if megatron else 0),
+        exchanged=0 if megatron else m.n_head * cost.value_channels,
+        to_experts=slots * D * s.bytes,
+        kept=kept,
+        intermediates=intermediates,
+        in_experts=in_experts,
+    )
+
+
+class Layers(NamedTuple):
+    """All layers of a device."""
+
+    flops: float  # of matrix products in a step
+    scores: float  # of these, attention's products of queries, keys and values
+    pipelined: float  # of the operations, those in the pipeline's ticks
+    kept: float  # bytes that the forward passes of a batch leave for the backward passes
+    intermediates: float  # bytes, of all layers in a step
+    widest: float  # bytes of intermediates of the widest layer
+
+
+def send_layer(cfg, c, n, traffic):
+    """Add the collectives of a `Layer` that runs n times in a step.
 
     Tensor and sequence parallelism (arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1) and experts
     (arXiv:2006.16668, section 3.2): every collective runs in the forward pass, again where that is recomputed, and its
     transpose in the backward pass.
     """
     m, s, again = cfg.model, sizes(cfg), cfg.model.remat != "none"
-    flops, scores, pipelined, kept, touched, widest = 0, 0, 0, 0, 0, 0
-    channel, residual = s.B * s.T * s.bytes, m.model_dimension
+    channel = s.tokens * s.bytes  # bytes
+    last = m.model_dimension if c.scattered else 0  # which recomputation has no need of
+    regions = c.scattered - last
+    # see stays_scattered: one sequence is a lone dim; latents are laid out with T last and stay as they are
+    on_tpu = traffic.place.platform == "tpu"
+    summed = "all-reduce" if on_tpu and s.B == 1 else "reduce-scatter"
+    traffic.send("all-gather", ("tp",), channel * c.gathered, n * (1 + again))
+    traffic.send("reduce-scatter", ("tp",), channel * (c.gathered - regions), n)
+    traffic.send(summed, ("tp",), channel * (c.scattered + regions), n)
+    traffic.send(summed, ("tp",), channel * regions, n * again)
+    traffic.send("all-gather", ("tp",), channel * c.scattered, n)
+    traffic.send("all-to-all", ("tp",), channel * c.exchanged / s.tp, n * (2 + again))
+    if c.to_experts:
+        apart, _ = expert_axes(m.n_experts, traffic.split)
+        devices = min(m.n_experts, s.dp * s.tp)
+        gates = c.to_experts / m.model_dimension  # a number a slot, one way
+        traffic.send("all-to-all", apart, c.to_experts, n * (4 + again), 1, devices)
+        traffic.send("all-to-all", apart, gates, n * (2 + again), 1, devices)
+
+
+def kept_channels(cfg, kind, c):
+    """Channels per token that a `Layer` keeps for the backward pass."""
+    m = cfg.model
+    if m.remat == "full":
+        return m.model_dimension
+    if m.remat == "dots":
+        return c.kept + m.model_dimension
+    ratio = architecture(m.architecture).layer_cost(m, kind).kept_ratio
+    return ratio * (c.intermediates - c.in_experts) + EXPERTS_KEPT * c.in_experts
+
+
+def recomputed_flops(cfg, c):
+    """Operations of a `Layer` that the backward pass computes anew."""
+    if cfg.model.remat == "none":
+        return 0
+    batched = c.scores + c.experts_again
+    return batched if cfg.model.remat == "dots" else c.projections + batched - c.last_product
+
+
+def layers_cost(cfg, traffic):
+    """`Layers`; adds what they send to `traffic`."""
+    s, again = sizes(cfg), cfg.model.remat != "none"
+    flops, scores, pipelined, kept, intermediates, widest = 0, 0, 0, 0, 0, 0
+    channel = s.tokens * s.bytes  # bytes
     for kind, (layers, times) in layer_runs(cfg).items():
-        c, n = layer_cost(cfg, kind, platform), cfg.run.accumulation_steps * layers * times
-        batched = c.scores + c.experts_again
-        recomputed = {"none": 0, "dots": batched, "full": c.projections + batched - c.last}[m.remat]
-        layer = n * (3 * (c.projections + c.experts) + c.scores + c.scores_backward + recomputed)
-        flops, scores = flops + layer, scores + n * (c.scores * (1 + again) + c.scores_backward)
-        pipelined += layer if times == s.ticks else 0
-        last = residual if c.scattered else 0  # which recomputation has no need of
-        regions = c.scattered - last
-        # see stays_scattered: one sequence is a lone dim; latents are laid out with T last and stay as they are
-        summed = "all-reduce" if platform == "tpu" and s.B == 1 else "reduce-scatter"
-        traffic.send("all-gather", ("tp",), channel * c.gathered, n * (1 + again))
-        traffic.send("reduce-scatter", ("tp",), channel * (c.gathered - regions), n)
-        traffic.send(summed, ("tp",), channel * (c.scattered + regions), n)
-        traffic.send(summed, ("tp",), channel * regions, n * again)
-        traffic.send("all-gather", ("tp",), channel * c.scattered, n)
-        traffic.send("all-to-all", ("tp",), channel * c.heads / s.tp, n * (2 + again))
-        if c.to_experts:
-            apart, spread = (
-                expert_axes(m.n_experts, traffic.split)[0],
-                min(m.n_experts, s.dp * s.tp),
-            )
-            gates = c.to_experts / m.model_dimension  # a number a slot, there alone
-            traffic.send("all-to-all", apart, c.to_experts, n * (4 + again), 1, spread)
-            traffic.send("all-to-all", apart, gates, n * (2 + again), 1, spread)
-        of_all = KEPT[m.architecture] * (c.wide - c.inside) + KEPT["experts"] * c.inside
-        keep = {"none": of_all, "dots": c.kept + residual, "full": residual}[m.remat]
-        kept, wide = kept + layers * times * channel / s.tp * keep, channel / s.tp * c.wide
-        touched, widest = touched + n * wide, max(widest, wide)
-    return flops, scores, pipelined, kept, touched, widest
+        c = layer_of(cfg, kind, traffic.place.platform)
+        n = cfg.run.accumulation_steps * layers * times
+        once = 3 * (c.projections + c.experts) + c.scores + c.scores_backward
+        own = n * (once + recomputed_flops(cfg, c))
+        flops += own
+        if times == s.ticks:
+            pipelined += own
+        scores += n * (c.scores * (1 + again) + c.scores_backward)
+        send_layer(cfg, c, n, traffic)
+        kept += layers * times * channel / s.tp * kept_channels(cfg, kind, c)
+        width = channel / s.tp * c.intermediates
+        intermediates += n * width
+        widest = max(widest, width)
+    return Layers(flops, scores, pipelined, kept, intermediates, widest)
 
 
-# Fitted to what the TPU compiler says of the README's configurations. Memory:
-# channels that --remat none keeps, per channel of a layer's intermediates: in float32 where biases are added
-KEPT = dict(deepseek=1.6, experts=2.5, gpt2=3.0)
-LAYER = (
-    1.4  # bytes held while the widest layer's gradients are computed, per byte of its intermediates
-)
-LOGITS = (
-    1.5,
-    1.0,
-)  # copies of the logits that are held at once; here and below, the second where the compiler fuses
-# Time, in bytes read and written per one of each:
-OPERANDS, WEIGHTS = (
-    5.2,
-    22.0,
-)  # intermediates (bytes) and gathered weights, every time, by matrix products
-PASSES, SUMS = (3.7, 2.8), (12.0, 9.0)  # the same, by all else
-STACKED = dict(
-    none=(11.0, 3.0), dots=(26.0, 6.0), full=(29.0, 29.0)
-)  # what is kept (bytes), by --remat
-HEAD = 47.0, 35.0  # logits (numbers)
+# --- The step -----------------------------------------------------------------------------------------------------
 
 
-def workspace(cfg, fuses, stored, held, largest, kept, widest, logits, logits_held):
-    """Bytes that are held beside weights, moments, the batch and what is `kept` for the backward pass, where they are
-    most: while there are logits, in a layer's backward pass, or when the embedding's two gradients are added up."""
-    s, again = sizes(cfg), cfg.run.accumulation_steps > 1
+class Head(NamedTuple):
+    """The loss over the vocabulary, of all microbatches of a batch."""
+
+    flops: float  # of all logits and their two gradients
+    logits: float  # numbers
+    held: float  # bytes of the logits that are held at once
+
+
+def head_cost(cfg, platform):
+    """`Head` of a validated Config."""
+    m, s = cfg.model, sizes(cfg)
+    tokens = s.own * s.B * s.T / s.tp
+    logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
+    held = min(tokens, loss.LOSS_CHUNK[platform]) * m.padded_vocab
+    return Head(6 * logits * m.model_dimension, logits, 4 * held)
+
+
+class Fit(NamedTuple):
+    """Constants fitted to what the TPU compiler reports of the configurations in docs/planning.md: copies in memory,
+    and memory traffic in bytes read and written."""
+
+    logit_copies: float  # of the logits that are held at once
+    intermediates: float  # traffic per byte of them
+    weights: float  # traffic per weight of a layer, every time that it gets a gradient
+    kept: dict  # traffic per byte kept for the backward pass, {--remat: bytes}
+    logits: float  # traffic per logit
+
+
+PLAIN = Fit(1.5, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0)
+FUSED = Fit(1.0, 2.8, 9.0, dict(none=3.0, dots=6.0, full=29.0), 35.0)  # see Chip.fuses
+# The same for every chip:
+EXPERTS_KEPT = 2.5  # channels that --remat none keeps per channel of routed experts' intermediates
+LAYER_COPIES = 1.4  # bytes held per byte of the widest layer's intermediates, in its backward pass
+OPERAND_BYTES = 5.2  # that matrix products read and write per byte of intermediates
+OPERAND_WEIGHTS = 22.0  # the same, per weight of a layer, every time that it gets a gradient
+
+
+def workspace(cfg, fit, weights, layers, head):
+    """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass.
+
+    The peak is at one of three moments: while there are logits, in a layer's backward pass, or when the embedding's
+    two gradients are added up.
+    """
+    s = sizes(cfg)
     embedding = cfg.model.padded_vocab * cfg.model.model_dimension
-    several = 4 * logits > logits_held  # chunks of logits
     if (
         cfg.model.fsdp == "full"
     ):  # one layer at a time: its weights, the next one's, and its gradient
-        gathered, gradients = 2 * s.bytes * largest, 4 * (largest + stored)
+        gathered = 2 * s.bytes * weights.largest
+        gradients = 4 * (weights.largest + weights.stored)
     else:
-        gathered, gradients = s.bytes * held, 4 * held
-    one_of_several = (
-        kept / s.ticks * (s.ticks > 1)
-    )  # what is kept of a microbatch is copied out of all that is kept
-    return 4 * again * (held if cfg.model.fsdp == "none" else stored) + max(
-        gathered + (s.bytes + 4 * several) * embedding + LOGITS[fuses] * logits_held,
-        gathered + s.bytes * embedding + gradients + one_of_several + LAYER * widest,
-        gradients + (s.bytes + 4) * embedding - kept,
-    )
+        gathered = s.bytes * weights.gathered
+        gradients = 4 * weights.gathered
+
+    accumulated = 0  # gradients summed up so far
+    if cfg.run.accumulation_steps > 1:
+        accumulated = 4 * (weights.gathered if cfg.model.fsdp == "none" else weights.stored)
+    one_microbatch = 0  # a copy of what is kept of it, where several are kept
+    if s.ticks > 1:
+        one_microbatch = layers.kept / s.ticks
+    several_chunks = 4 * head.logits > head.held
+
+    at_logits = gathered + (s.bytes + 4 * several_chunks) * embedding + fit.logit_copies * head.held
+    in_layer = gathered + s.bytes * embedding + gradients + one_microbatch
+    in_layer += LAYER_COPIES * layers.widest
+    at_embedding = gradients + (s.bytes + 4) * embedding - layers.kept
+    return accumulated + max(at_logits, in_layer, at_embedding)
+
+
+def send_pipeline(cfg, traffic):
+    """Add what goes from stage to stage: every tick's activations to the next one and their gradients back; inputs and
+    outputs are shared out."""
+    s, accumulation = sizes(cfg), cfg.run.accumulation_steps
+    tick = s.own_tokens * cfg.model.model_dimension * s.bytes
+    everything = cfg.data.microbatches * tick
+    traffic.send("collective-permute", ("pp",), tick, accumulation * 2 * s.ticks)
+    traffic.send("all-gather", ("pp",), everything, accumulation)
+    traffic.send("all-to-all", ("pp",), everything, accumulation * 3)
 
 
 def estimate(cfg, place=Place()):
     """`Estimate` of a validated Config."""
-    s, A, platform, fuses, traffic = (
-        sizes(cfg),
-        cfg.run.accumulation_steps,
-        place.platform,
-        place.fuses,
-        Traffic(cfg, place),
-    )
-    stored, held, largest, added = weights_cost(cfg, traffic)
-    flops, scores, pipelined, kept, touched, widest = layers_cost(cfg, platform, traffic)
-    head, logits, logits_held = head_cost(cfg, platform)
-    # a tick's activations go to the next stage and their gradients back; inputs and outputs are shared out
-    tick = s.B * s.T / s.tp * cfg.model.model_dimension * s.bytes
-    traffic.send("collective-permute", ("pp",), tick, A * 2 * s.ticks)
-    traffic.send("all-gather", ("pp",), cfg.data.microbatches * tick, A)
-    traffic.send("all-to-all", ("pp",), cfg.data.microbatches * tick, A * 3)
+    s, accumulation = sizes(cfg), cfg.run.accumulation_steps
+    fit = FUSED if place.fuses else PLAIN
+    traffic = Traffic(cfg, place)
+    weights = weights_cost(cfg, traffic)
+    layers = layers_cost(cfg, traffic)
+    head = head_cost(cfg, place.platform)
+    send_pipeline(cfg, traffic)
+
+    flops = layers.flops + accumulation * head.flops
+    passes = fit.intermediates * layers.intermediates + fit.weights * weights.used
+    passes += fit.kept[cfg.model.remat] * accumulation * layers.kept
+    passes += fit.logits * accumulation * head.logits
     return Estimate(
-        flops=flops + A * head,
-        scores=scores,
+        flops=flops,
+        scores=layers.scores,
         sent=dict(traffic.sent),
-        operands=OPERANDS * touched + WEIGHTS * added,
-        passes=PASSES[fuses] * touched
-        + SUMS[fuses] * added
-        + STACKED[cfg.model.remat][fuses] * A * kept
-        + HEAD[fuses] * A * logits,
-        weights=4 * stored,
-        optimizer=8 * stored,
-        batch=8 * A * s.own * s.B * s.T / s.tp,
-        activations=kept,
-        workspace=workspace(cfg, fuses, stored, held, largest, kept, widest, logits, logits_held),
+        operands=OPERAND_BYTES * layers.intermediates + OPERAND_WEIGHTS * weights.used,
+        passes=passes,
+        weights=4 * weights.stored,
+        optimizer=8 * weights.stored,
+        batch=8 * accumulation * s.own * s.B * s.T / s.tp,
+        activations=layers.kept,
+        workspace=workspace(cfg, fit, weights, layers, head),
         bubble=(s.pp - 1) / s.ticks,
-        pipeline_share=pipelined / (flops + A * head),
+        pipeline_share=layers.pipelined / flops,
     )
 
 
 def compute_seconds(e, chip):
-    """{part: seconds} of an `Estimate` on a chip, without its links: matrix products at its peak, attention's at half
-    of it, and memory at its bandwidth."""
+    """{part: seconds} of an `Estimate` on a chip, its links left out: matrix products at the chip's peak, attention's
+    at half of it, and memory traffic at its bandwidth."""
     return {
         "matrix products": (e.flops + e.scores) / chip.peak + e.operands / chip.bandwidth,
         "memory": e.passes / chip.bandwidth,

@@ -103,7 +103,7 @@ def square_steps(machine, shape):
     fours = [
         (axis, distance)
         for i, axis in enumerate(collectives.AXES)
-        for n, distance in costs.steps(shape[i], machine.n)
+        for n, distance in costs.scatter_steps(shape[i], machine.n)
         if n == 4
     ]
     torus = machine.topology.count("x") == 2 and machine.slices == 1
