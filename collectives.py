@@ -1,4 +1,9 @@
-"""Every collective of the program, each with its transpose and paper; inside `shard_map`, on local shapes."""
+"""Every collective of the program, with its transpose and its paper.
+
+A collective is an operation in which devices exchange arrays. All of them run inside `shard_map`: shapes are local,
+those of the array that one device holds. The transpose is what the backward pass runs in its place. No other file
+calls the collectives of `jax.lax`.
+"""
 
 import functools
 import math
@@ -10,45 +15,92 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+# The axes of the mesh: data, pipeline and tensor parallelism. A device's number counts tp fastest, dp slowest.
 AXES = ("dp", "pp", "tp")
-EXPERT_AXES = ("dp", "tp")  # axes over which the experts of a pipeline stage are spread
-BATCH_SPEC = P(None, "pp", "dp", "tp")  # of tokens [accumulation, M, B, T]
+# The axes that the devices of one pipeline stage lie along. They share out the experts of their layers.
+EXPERT_AXES = ("dp", "tp")
+# How tokens [accumulation, M, B, T] lie on the mesh: pp splits the microbatches, dp the sequences, tp the positions.
+BATCH_SPEC = P(None, "pp", "dp", "tp")
+
+
+# --- Gather and scatter -----------------------------------------------------------------------------------------
+
+
+def all_gather(x, axis, dim):
+    """Join the parts [.., n, ..] of all devices of a mesh axis along `dim`, in order -> [.., axis size x n, ..].
+
+    Transpose: `reduce_scatter`. The TPU compiler turns a reduce-scatter into an all-reduce, which sends twice the
+    bytes, in three cases. Each has its remedy here:
+
+        among all devices of the mesh       goes in two steps (arXiv:1909.09756, section 3), see `gather_steps`
+        parts that are small along the last dim     the dims after `dim` become one
+        along dim 0                         the devices get a dim of their own, unless the part has 2^28 numbers
+    """
+    shape = x.shape
+    tiled = dim > 0 or x.size >= 2**28
+    if dim < x.ndim - 1:
+        x = x.reshape(*shape[: dim + 1], -1)
+    for groups in gather_steps(lax.axis_size(axis), lax.axis_size(AXES)):
+        x = lax.all_gather(x, axis, axis=dim, tiled=tiled, axis_index_groups=groups)
+    return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def gather_steps(n, mesh_size):
+    """The groups of devices (`axis_index_groups`) in which n devices gather, step by step.
+
+    Six devices that are the whole mesh gather among near ones first: [[0, 1], [2, 3], [4, 5]], where device 0 gets
+    parts 0 and 1, then [[0, 2, 4], [1, 3, 5]], where it gets parts (0, 1), (2, 3) and (4, 5).
+    """
+    if n == 1:
+        return []
+    near = near_devices(n) if n == mesh_size else 1
+    grid = np.arange(n).reshape(-1, near)
+    steps = [grid, grid.T] if near > 1 else [grid.T]
+    return [groups.tolist() for groups in steps]
 
 
 def near_devices(n):
     """Number of devices that gather among themselves first where n gather in two steps: the largest divisor of n up to
     its square root. 8 -> 2, 12 -> 3; for a prime it is 1, and there is one step."""
-    return next(k for k in range(math.isqrt(n), 0, -1) if n % k == 0)
-
-
-def all_gather(x, axis, dim):
-    """[.., n, ..], a part along `dim` -> the parts of all devices of a mesh axis, one after another. Transpose:
-    reduce-scatter.
-
-    The TPU compiler makes an all-reduce, of twice the bytes, of many a reduce-scatter among all devices of a mesh, of
-    small last dims or along the first: that goes in two steps (arXiv:1909.09756, section 3), with the dims after `dim`
-    as one, and with parts of less than 2^28 numbers along a dim of their own.
-    """
-    n, shape, tiled = lax.axis_size(axis), x.shape, dim > 0 or x.size >= 2**28
-    near = near_devices(n) if n == lax.axis_size(AXES) else 1
-    devices = np.arange(n).reshape(-1, near)
-    x = x if dim == x.ndim - 1 else x.reshape(*shape[: dim + 1], -1)
-    for groups in (devices, devices.T) if near > 1 else (devices.T,) if n > 1 else ():
-        x = lax.all_gather(x, axis, axis=dim, tiled=tiled, axis_index_groups=groups.tolist())
-    return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+    divisors = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return divisors[-1]
 
 
 def reduce_scatter(x, axis, dim):
-    """A sum over a mesh axis, of which every device takes its part along `dim`. Transpose: `all_gather`."""
-    part = jax.ShapeDtypeStruct(
-        x.shape[:dim] + (x.shape[dim] // lax.axis_size(axis),) + x.shape[dim + 1 :], x.dtype
-    )
-    return jax.linear_transpose(functools.partial(all_gather, axis=axis, dim=dim), part)(x)[0]
+    """Sum x [.., axis size x n, ..] over a mesh axis; every device takes its part [.., n, ..] along `dim`.
+
+    Transpose: `all_gather`.
+    """
+    shape = list(x.shape)
+    shape[dim] //= lax.axis_size(axis)
+    part = jax.ShapeDtypeStruct(shape, x.dtype)
+    scatter = jax.linear_transpose(functools.partial(all_gather, axis=axis, dim=dim), part)
+    return scatter(x)[0]
+
+
+def sum_over(x, axes):
+    """Sum over mesh axes. In the differentiated path it is the last operation of the loss and stands nowhere else."""
+    return lax.psum(x, axes)
+
+
+# --- Weights ----------------------------------------------------------------------------------------------------
 
 
 class Weights(NamedTuple):
-    """Weights, one or a tree of them, and zeros in float32 of the same shapes at which their gradients arrive instead:
-    see `take`."""
+    """A weight, or a tree of weights, paired with a float32 zero whose cotangent accumulates the gradient.
+
+    Layers read `value`, in model_dtype. Its own cotangent is dropped. The gradient travels through `grad` instead:
+    `architectures.layers.take` hands `grad` on unchanged, and its transpose adds the gradient of the layer that was
+    taken to the cotangent that arrives. So a loop over layers sums gradients in place, in float32.
+
+    Two layers x -> w x with w = [2, 3], at x = 5:
+
+        forward                                   backward, from the cotangent 1 of y
+        grad0 = [0, 0]                            cotangent of grad0 [15, 10]: the gradient of w
+        w0, grad1 = take((w, grad0), 0)           adds y's derivative by w0, 3 x 5 = 15, at 0
+        w1, grad2 = take((w, grad1), 1)           adds y's derivative by w1, 2 x 5 = 10, at 1: [0, 10]
+        y = w1 (w0 x) = 30, grad2 is unused       cotangent of grad2 [0, 0]
+    """
 
     value: jax.Array
     grad: jax.Array
@@ -56,147 +108,196 @@ class Weights(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_weight(w, p, dtype):
-    """A weight of the `Param` p as it is stored -> the whole of it, or this device's expert, `Weights` in `dtype`
-    (ZeRO-3, arXiv:1910.02054, section 5.3).
+    """Gather a weight just before use (ZeRO-3, arXiv:1910.02054, section 5.3).
 
-    Travels in `dtype`; the gradient, which its transpose reduces and scatters, in float32.
+    w is stored in float32 as its `Param` p says. Returns `Weights`: the whole weight, or where several devices share an
+    expert this device's one, in `dtype`, which is also what travels. Transpose: the gradient is reduced and scattered
+    to where the weight is stored, in float32.
     """
     whole = _whole(w.astype(dtype), p)
     return Weights(whole, jnp.zeros(whole.shape, jnp.float32))
-
-
-def _whole(w, p):
-    dim, axes = p.gather or (0, EXPERT_AXES)
-    dim %= w.ndim
-    if not p.expert:
-        for axis in reversed(
-            axes if p.gather else ()
-        ):  # one after another: XLA reduces and scatters no more than that
-            w = all_gather(w, axis, dim)
-        return w
-    E, experts = p.shape[p.expert], p.expert % w.ndim
-    apart, together = expert_groups(E)
-    if not p.gather:
-        return lax.dynamic_slice_in_dim(w, lax.axis_index(axes) // len(apart), 1, experts)
-    # device e r + j has slice e r + j of every expert, and exchanges them for the slices j, r + j, ... of expert e
-    w = lax.all_to_all(w, axes, experts, dim, axis_index_groups=apart, tiled=True)
-    shape = w.shape
-    w = w.reshape(*shape[:dim], E, -1, *shape[dim + 1 :])
-    w = lax.all_gather(
-        w, axes, axis=dim + 1, tiled=True, axis_index_groups=together
-    )  # [..., E, r x slice, ...]
-    return w.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def _gather_weight_forward(w, p, dtype):
     return gather_weight(w, p, dtype), None
 
 
-def _gather_weight_backward(p, dtype, _, g):
-    stored = list(g.grad.shape)
+def _gather_weight_backward(p, dtype, _, cotangent):
+    stored = list(cotangent.grad.shape)
     if p.gather:
-        stored[p.gather[0]] //= lax.axis_size(p.gather[1])
+        dim, axes = p.gather
+        stored[dim] //= lax.axis_size(axes)
     if p.expert:
         stored[p.expert] = p.shape[p.expert]
-    return jax.linear_transpose(
-        functools.partial(_whole, p=p), jax.ShapeDtypeStruct(stored, jnp.float32)
-    )(g.grad)
+    part = jax.ShapeDtypeStruct(stored, jnp.float32)
+    scatter = jax.linear_transpose(functools.partial(_whole, p=p), part)
+    return scatter(cotangent.grad)
 
 
 gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
 
 
-def expert_groups(E):
-    """How n = dp x tp devices share E experts, device e n/E + j expert e, as axis_index_groups: (those that hold
-    different experts, those that hold the same one); (None, None) where each has experts of its own."""
-    r = lax.axis_size(EXPERT_AXES) // E
-    if r < 2:
+def _whole(w, p):
+    """The weight that a device uses, from the part that it stores."""
+    if p.expert:
+        return _own_expert(w, p)
+    if p.gather:
+        dim, axes = p.gather
+        for axis in reversed(axes):  # one by one: XLA reduces and scatters over one axis only
+            w = all_gather(w, axis, dim % w.ndim)
+    return w
+
+
+def _own_expert(w, p):
+    """This device's expert, where several devices share one; see `expert_groups`.
+
+    Where F is split, it takes two steps. E = 2 experts on 4 devices, which store slices 0 to 3 of both along F:
+
+        device          0           1           2           3
+        stores          A0 B0       A1 B1       A2 B2       A3 B3
+        all-to-all      A0 A2       A1 A3       B0 B2       B1 B3        in groups [0, 2] and [1, 3]
+        all-gather      A0..A3      A0..A3      B0..B3      B0..B3       in groups [0, 1] and [2, 3]
+
+    The all-gather puts its devices' slices in turn: (A0, A1), (A2, A3). Where F is not split, every device stores all
+    experts and nothing travels.
+    """
+    E, experts = p.shape[p.expert], p.expert % w.ndim
+    different, same = expert_groups(E, lax.axis_size(EXPERT_AXES))
+    if not p.gather:
+        own = lax.axis_index(EXPERT_AXES) // len(different)
+        return lax.dynamic_slice_in_dim(w, own, 1, experts)
+    dim = p.gather[0] % w.ndim
+    w = lax.all_to_all(w, EXPERT_AXES, experts, dim, axis_index_groups=different, tiled=True)
+    shape = w.shape  # [.., 1, .., E x slice, ..]
+    w = w.reshape(*shape[:dim], E, -1, *shape[dim + 1 :])
+    w = lax.all_gather(w, EXPERT_AXES, axis=dim + 1, tiled=True, axis_index_groups=same)
+    return w.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def expert_groups(E, devices):
+    """How the devices of a stage share E experts, as `axis_index_groups`: (groups that hold different experts, groups
+    that hold the same one). (None, None) where each device has experts of its own.
+
+    Two experts on four devices: the first is with devices 0 and 1, the second with 2 and 3, so the groups are
+    ([[0, 2], [1, 3]], [[0, 1], [2, 3]]).
+    """
+    if devices <= E:
         return None, None
-    devices = np.arange(E * r).reshape(E, r)
-    return devices.T.tolist(), devices.tolist()
+    grid = np.arange(devices).reshape(E, -1)
+    return grid.T.tolist(), grid.tolist()
+
+
+def to_experts(x):
+    """Send the buckets of every expert to the devices that hold it (GShard, arXiv:2006.16668, section 3).
+
+    x [E, C, D], from this device's tokens -> [E/n, n, C, D], the buckets of its own experts from n senders; n is dp x
+    tp. Where n > E, each expert's n/E devices take the buckets of E senders each: [1, E, C, D]. Transpose:
+    `from_experts`.
+    """
+    devices = lax.axis_size(EXPERT_AXES)
+    if devices == 1:
+        return x[:, None]
+    E = len(x)
+    n = min(E, devices)
+    x = x.reshape(n, -1, *x.shape[1:])  # [n, E/n, C, D]
+    different, _ = expert_groups(E, devices)
+    x = lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=different)
+    return x.swapaxes(0, 1)
+
+
+def from_experts(x):
+    """Send what the experts made of their buckets back: [E/n, n, C, D] -> [E, C, D]. Transpose: `to_experts`."""
+    devices = lax.axis_size(EXPERT_AXES)
+    if devices == 1:
+        return x[:, 0]
+    x = x.swapaxes(0, 1)  # [n, E/n, C, D]
+    E = x.shape[0] * x.shape[1]
+    different, _ = expert_groups(E, devices)
+    x = lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=different)
+    return x.reshape(-1, *x.shape[2:])
+
+
+# --- Tensor and sequence parallelism ----------------------------------------------------------------------------
 
 
 def gather_sequence(x, split):
-    """[B, T/tp, ...] -> [B, T, ...]: enter a tensor-parallel region (arXiv:2205.05198, section 4.2.2).
+    """Enter a tensor-parallel region: [B, T/tp, ...] -> [B, T, ...] (arXiv:2205.05198, section 4.2.2).
 
-    Transpose: reduce-scatter over T. Tokens that are not split over tp (decoding) are whole already.
+    Transpose: reduce-scatter over T. Without `split` (decoding), T is whole already and nothing travels.
     """
     return all_gather(x, "tp", 1) if split else x
 
 
 def scatter_sequence(x, split):
-    """[B, T, D], a partial sum on every device of tp -> [B, T/tp, D], summed: leave a tensor-parallel region.
+    """Leave a tensor-parallel region: sum the partial sums [B, T, D] of tp's devices -> [B, T/tp, D].
 
-    Transpose: all-gather over T. Where tokens are not split over tp, a sum over tp.
+    Transpose: all-gather over T. Without `split` (decoding), an all-reduce over tp -> [B, T, D].
     """
     return reduce_scatter(x, "tp", 1) if split else lax.psum(x, "tp")
 
 
 def exchange_heads(x, split):
-    """[B, H/tp, T, V] of all tokens -> [B, H, T/tp, V] of this device's (DeepSpeed Ulysses, arXiv:2309.14509,
-    section 3.1). Transpose: the way back. Where tokens are not split over tp, [B, H, T, V], an all-gather."""
+    """Own heads of all tokens -> all heads of own tokens: [B, H/tp, T, V] -> [B, H, T/tp, V] by an all-to-all
+    (DeepSpeed Ulysses, arXiv:2309.14509, section 3.1).
+
+    Transpose: the all-to-all back. Without `split` (decoding), an all-gather of heads -> [B, H, T, V].
+    """
     n = lax.axis_size("tp")
-    if n == 1 or not split:
-        return x if n == 1 else lax.all_gather(x, "tp", axis=1, tiled=True)
+    if n == 1:
+        return x
+    if not split:
+        return lax.all_gather(x, "tp", axis=1, tiled=True)
     B, H, T, V = x.shape
-    x = lax.all_to_all(
-        jnp.moveaxis(x.reshape(B, H, n, T // n, V), 2, 0), "tp", 0, 0
-    )  # [tp, B, H/tp, T/tp, V]
+    x = x.reshape(B, H, n, T // n, V)
+    x = jnp.moveaxis(x, 2, 0)  # [receiver, B, H/tp, T/tp, V]
+    x = lax.all_to_all(x, "tp", 0, 0)  # [sender, B, H/tp, T/tp, V]
     return jnp.moveaxis(x, 0, 1).reshape(B, n * H, T // n, V)
 
 
-def to_experts(x):
-    """Buckets [E, C, D] -> [E/n, n, C, D] on the n devices of dp x tp that own the experts, of n senders each; where
-    n > E every device takes from E, [1, E, C, D]. Transpose: from_experts."""
-    if lax.axis_size(EXPERT_AXES) == 1:
-        return x[:, None]
-    n = min(len(x), lax.axis_size(EXPERT_AXES))
-    x = x.reshape(n, -1, *x.shape[1:])  # [n, E/n, C, D]
-    return lax.all_to_all(
-        x, EXPERT_AXES, 0, 0, axis_index_groups=expert_groups(len(x))[0]
-    ).swapaxes(0, 1)
-
-
-def from_experts(x):
-    """[E/n, n, C, D] -> [E, C, D], back on the devices that the tokens came from. Transpose: to_experts."""
-    if lax.axis_size(EXPERT_AXES) == 1:
-        return x[:, 0]
-    x = x.swapaxes(0, 1)  # [n, E/n, C, D]
-    return lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=expert_groups(len(x))[0]).reshape(
-        -1, *x.shape[2:]
-    )
+# --- Pipeline ---------------------------------------------------------------------------------------------------
 
 
 def next_stage(x):
-    """What the stage before sent; stage 0 receives from the last. Transpose: the other way round."""
+    """Pass x [...] on to the next stage; the last stage passes to stage 0 (GPipe, arXiv:1811.06965, section 2.3).
+
+    Transpose: pass to the stage before.
+    """
     S = lax.axis_size("pp")
-    return lax.ppermute(x, "pp", [(s, (s + 1) % S) for s in range(S)]) if S > 1 else x
+    if S == 1:
+        return x
+    return lax.ppermute(x, "pp", [(stage, (stage + 1) % S) for stage in range(S)])
 
 
 @jax.custom_vjp
 def to_stages(x):
-    """Microbatches [M/S, ...] of every stage -> [M, ...] on every stage. Transpose: `share_out` by stage 0, which alone
-    puts them to use."""
-    return lax.all_gather(x, "pp", axis=0, tiled=True) if lax.axis_size("pp") > 1 else x
+    """Gather the microbatches of all stages: [M/S, ...] of each -> [M, ...] on each.
+
+    Transpose: `share_out` by stage 0, the only one that feeds them to the pipeline. So it is no sum over stages.
+    """
+    if lax.axis_size("pp") == 1:
+        return x
+    return lax.all_gather(x, "pp", axis=0, tiled=True)
 
 
 to_stages.defvjp(lambda x: (to_stages(x), None), lambda _, g: (share_out(g, 0),))
 
 
 def share_out(x, stage):
-    """Microbatches [M, ...] of one stage -> [M/S, ...] on every stage. Transpose: the way back."""
+    """Scatter the microbatches [M, ...] of one stage -> [M/S, ...] on each. Transpose: the way back.
+
+    An all-to-all, of which each stage keeps what `stage` sent.
+    """
     S = lax.axis_size("pp")
-    return lax.all_to_all(x.reshape(S, -1, *x.shape[1:]), "pp", 0, 0)[stage] if S > 1 else x
+    if S == 1:
+        return x
+    x = x.reshape(S, -1, *x.shape[1:])
+    return lax.all_to_all(x, "pp", 0, 0)[stage]
 
 
 def from_last_stage(x, everywhere=False):
-    """Outputs [M, ...] of the last stage -> [M/S, ...], shared out (`everywhere`: all of them on every stage)."""
+    """Outputs [M, ...] of the last stage -> [M/S, ...] on each stage by `share_out`; with `everywhere` all of them,
+    [M, ...], on each stage by an all-reduce (decoding)."""
     last = lax.axis_size("pp") - 1
     if everywhere:
         return lax.psum(jnp.where(lax.axis_index("pp") == last, x, 0), "pp")
     return share_out(x, last)
-
-
-def sum_over(x, axes):
-    """Sum over mesh axes. In the differentiated path this is the last operation of the loss and stands nowhere else."""
-    return lax.psum(x, axes)

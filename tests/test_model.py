@@ -33,9 +33,11 @@ def layer_params(cfg, kind, scale=3.0, seed=1):
     """Float64-able parameters of one layer, larger than at the start of training so that everything matters."""
     table, rng = model.param_table(cfg)[kind], np.random.default_rng(seed)
     lead = 2 if kind == "dense" else 1
-    draw = lambda p: (
-        p.start + (p.std or 0.02) * scale * rng.standard_normal(p.shape[lead:])
-    ).astype(np.float32)  # noqa: E731
+
+    def draw(p):
+        noise = rng.standard_normal(p.shape[lead:])
+        return (p.start + (p.std or 0.02) * scale * noise).astype(np.float32)
+
     return parameters.table_map(draw, table)
 
 
@@ -55,6 +57,43 @@ def test_gathering_joins_parts_in_order_and_reduce_scattering_is_its_transpose(m
         cfg, functools.partial(collectives.reduce_scatter, axis=axis, dim=dim), P(), parts
     )(x)
     assert np.array_equal(summed, n * x)
+
+
+def test_six_devices_gather_in_two_steps():
+    assert collectives.gather_steps(6, mesh_size=6) == [
+        [[0, 1], [2, 3], [4, 5]],
+        [[0, 2, 4], [1, 3, 5]],
+    ]
+    assert collectives.gather_steps(6, mesh_size=12) == [[[0, 1, 2, 3, 4, 5]]]
+    assert collectives.gather_steps(1, mesh_size=1) == []
+
+
+def test_two_experts_on_four_devices():
+    """The example of `_own_expert`: every device gathers the expert that it shares with a neighbor."""
+    assert collectives.expert_groups(2, 4) == ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+    assert collectives.expert_groups(4, 4) == (None, None)
+    axes = collectives.EXPERT_AXES
+    p = parameters.Param((2, 8), P(None, axes), 0.0, gather=(-1, axes), expert=-2)
+    a, b = w = np.arange(16, dtype=np.float32).reshape(2, 8)
+
+    def run(w):
+        return collectives.gather_weight(w, p, jnp.float32).value
+
+    own = on_mesh(small_config((2, 1, 2)), run, (p.spec,), P(axes))(w)
+    assert np.array_equal(own, [a, a, b, b])
+
+
+def test_the_gradient_of_weights_travels_in_grad():
+    """The example of `Weights`: the gradients of two layers x -> w x are summed up in place."""
+
+    def run(weights):
+        first, grad = layers.take(weights, 0)
+        second, _ = layers.take(collectives.Weights(weights.value, grad), 1)
+        return second * (first * 5)
+
+    weights = collectives.Weights(jnp.array([2.0, 3.0]), jnp.zeros(2))
+    y, gradient = jax.value_and_grad(run)(weights)
+    assert y == 30 and np.array_equal(gradient.grad, [15, 10]) and not gradient.value.any()
 
 
 def norm(x, scale, eps):
@@ -533,7 +572,10 @@ def test_documents_kept_apart_score_as_each_does_alone(flags):
     tokens[0, :16] = np.concatenate(documents)
     for i, document in enumerate(documents):
         tokens[1 + i, : len(document)] = document
-    shaped = lambda x: x.reshape(4, 2, 16).astype(np.int32)  # noqa: E731
+
+    def shaped(x):
+        return x.reshape(4, 2, 16).astype(np.int32)
+
     losses = np.asarray(score(params, shaped(tokens[:, :-1]), shaped(tokens[:, 1:]))).reshape(8, 16)
     at = 0
     for i, n in enumerate(lengths):  # the last token of a document has another target in company
@@ -563,7 +605,10 @@ def test_multi_token_prediction_equals_a_plain_loop():
     specs = parameters.table_map(lambda p: p.spec, model.param_table(cfg))
     h, total = on_mesh(cfg, hidden, (specs, P()), P())(params, tokens), 0
     ids = np.concatenate([tokens[:, 0], targets[:, 0, -1:]], 1)  # [B, T + 1]
-    norm = lambda x, scale: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps) * scale  # noqa: E731
+
+    def norm(x, scale):
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps) * scale
+
     for depth in range(2):
         p = jax.tree.map(lambda w: w[depth], params["mtp"])
         h = h[:, :, : 8 - 1 - depth]  # those for which the token to predict is known
