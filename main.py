@@ -44,7 +44,7 @@ from tqdm import tqdm
 import model
 from data.tokenization import keep_tokenizer, text_of
 from dataset import Mixture, Prefetch, put_batch
-from training import decoding, steps, weights
+from training import decoding, settings, steps, weights
 from training.checkpointing import Checkpoints
 from training.optimizer import make_optimizer
 from training.processes import (
@@ -82,39 +82,17 @@ def data_fingerprint(*mixtures):
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def with_prompt(cfg, given, encoding):
-    """(`cfg`, token ids of --prompt as the beginning of a document), of which what was not given is cut so that both
-    and --max_tokens fit in --T; the ids are None where no tokeniser is known or T leaves no room for a sample."""
-    if encoding is None or cfg.model.T < 2:
-        return cfg, None
-    ids, tokens = (
-        [encoding.eot_token, *encoding.encode_ordinary(cfg.sample.prompt)],
-        cfg.sample.max_tokens,
-    )
-    if "prompt" not in given:
-        ids = ids[: max(1, cfg.model.T - (tokens if "max_tokens" in given else 1))]
-    if "max_tokens" not in given:
-        tokens = max(1, min(tokens, cfg.model.T - len(ids)))
-    if len(ids) + tokens > cfg.model.T:
-        flag = f"max_tokens {tokens}" if "max_tokens" in given else "prompt"
-        raise UserError(
-            f"--{flag}: the prompt's {len(ids)} tokens and {tokens} after it are more than --T "
-            f"{cfg.model.T}."
-        )
-    return utils.replace(cfg, max_tokens=tokens), np.array(ids, np.int32)
-
-
 def main(cfg, given):
     """Train as `cfg` says, resuming where the run left off. Returns the exit status: 0, or 128 + the signal."""
     steps.configure_jax(cfg)
-    load = None
+    flags, load = None, None
     if cfg.run.init_from:
         flags, load = weights.open_weights(cfg.run.init_from)
-        cfg = utils.adopt(cfg, given, flags)
+    cfg = settings.settle(cfg, given, jax.device_count(), flags)
+    if load:
         if cfg.model.T > (most := weights.positions(cfg.run.init_from, flags["T"])):
             them = f"the weights in --init_from {cfg.run.init_from}"
             say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
-    cfg = utils.validate(cfg, jax.device_count())
     error = None
     try:
         if cfg.run.wandb and jax.process_index() == 0:
@@ -138,17 +116,8 @@ def train_in_folder(cfg, given, load):
     data = data_fingerprint(train, val)
     check_agreement(cfg, data)
     encoding = train.encoding()
-    if cfg.model.document_mask and cfg.model.end_of_text < 0:
-        if encoding is None:
-            raise UserError(
-                f"--document_mask: nothing tells which token begins a document in {train.folder}; give its "
-                f"--tokenizer or the token id as --end_of_text."
-            )
-        cfg = utils.replace(cfg, end_of_text=encoding.eot_token)
-    cfg = utils.follow(
-        utils.resume(cfg, given, data), {*given, "train_batch_size", "val_batch_size"}
-    )
-    cfg, prompt = with_prompt(utils.validate(cfg, jax.device_count()), given, encoding)
+    cfg = settings.settle(cfg, given, jax.device_count(), fingerprint=data, encoding=encoding)
+    prompt = settings.prompt_ids(cfg, encoding)
     mesh = steps.make_mesh(cfg)
     dp, pp, tp = cfg.run.n_device_axis
     shape = steps.batch_shape(cfg)
@@ -228,7 +197,7 @@ def train_in_folder(cfg, given, load):
     about = dict(
         mesh=[dp, pp, tp],
         versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)},
-        config=utils.to_resume(cfg, data),
+        config=settings.to_resume(cfg, data),
     )
     if main_process:
         config = dict(utils.flatten(cfg), data_fingerprint=data)

@@ -43,7 +43,7 @@ import model
 import presets
 import utils
 from architectures import parameters
-from training import steps
+from training import settings, steps
 from training.optimizer import make_optimizer
 
 # A model small enough to compile in seconds, with every part that a large one has.
@@ -88,7 +88,7 @@ def small_config(mesh=(1, 1, 1), sequences=32, **flags):
     cfg = utils.replace(
         presets.preset("tiny"), n_device_axis=mesh, n_devices=int(np.prod(mesh)), **flags
     )
-    return utils.validate(cfg, jax.device_count())
+    return settings.validate(cfg, jax.device_count())
 
 
 def make_params(cfg, mesh):

@@ -16,10 +16,9 @@ import pytest
 from conftest import ROOT, SMALL, SMALL_GPT2, flags_of, make_params, random_batch, small_config
 
 import model
-import utils
 from tools import bench
 from tools.planning import growth
-from training import command_line, steps
+from training import command_line, settings, steps
 from utils import UserError
 
 ROUNDS = "--rounds", "2", "--steps", "1"
@@ -199,7 +198,7 @@ def test_the_points_of_a_curve_are_valid_and_vary_one_thing(name):
         at = words.index("--plan")
         _, machine = words.pop(at), words.pop(at)
         chips = math.prod(map(int, machine.removeprefix("v4:").split("x")))
-        cfg = utils.validate(command_line.parse(words)[0], chips)
+        cfg = settings.validate(command_line.parse(words)[0], chips)
         d, m = cfg.data, cfg.model
         assert x == dict(blocks=m.blocks, chips=chips, T=m.T)[name]
         seen.append((d.train_batch_size * m.T, cfg.run.n_device_axis[1:], cfg.run.pp_interleave))

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, SMALL, flags_of, run_program
 
-import main
 import presets
 import utils
-from training import command_line, platforms
+from training import command_line, platforms, settings
 
 PATH = [
     "main.py",
@@ -32,9 +31,10 @@ PATH = [
 FIELDS = {
     f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))
 }
-LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim rope_dim dropout_rate model_dtype experts_per_token
-n_experts n_shared capacity_factor bucket_name cache_dir train_folder_name val_folder_name train_batch_size
-val_batch_size microbatches max_lr min_lr end_lr warmup_steps end_steps balance_weight name output_dir eval_every
+LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim rope_dim dropout_rate model_dtype
+experts_per_token n_experts n_shared capacity_factor bucket_name cache_dir train_folder_name val_folder_name
+train_batch_size val_batch_size microbatches max_lr min_lr end_lr warmup_steps end_steps balance_weight name output_dir
+eval_every
 seed wandb training_steps accumulation_steps eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature
 use_cache max_tokens prompt n_devices""".split()
 
@@ -48,9 +48,10 @@ def another(name, value):
         return "tiny"
     if isinstance(value, bool):
         return not value
+    most = FIELDS[name].metadata.get("below", float("inf"))
     return {
         int: lambda: value + 1,
-        float: lambda: value + 0.25,
+        float: lambda: value + 0.25 if value + 0.25 < most else value - 0.25,
         str: lambda: value + "x y'$",
         tuple: lambda: (5, 6, 7),
     }[type(value)]()
@@ -105,7 +106,7 @@ def test_the_flags_that_users_know_are_there():
 def test_the_documented_command_is_accepted():
     words = "--eval_every=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb"
     words += " --eval_steps 10"
-    cfg = utils.validate(command_line.parse(words.split())[0], 32)
+    cfg = settings.validate(command_line.parse(words.split())[0], 32)
     m, o, r = cfg.model, cfg.optimizer, cfg.run
     assert (r.eval_every, r.save_steps, r.n_device_axis, r.n_devices, r.name) == (
         75,
@@ -195,7 +196,7 @@ def test_a_mistake_gets_a_sentence(words):
     ]
     with pytest.raises(utils.UserError) as e:
         cfg, _ = command_line.parse(argv)
-        utils.validate(cfg, 8)
+        settings.validate(cfg, 8)
     said = str(e.value)
     assert all(part in said for part in BAD[words]), said
     assert "\n" not in said and said.endswith(".")
@@ -265,7 +266,8 @@ def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
 
 
 def test_flags_are_read_before_jax_is_imported():
-    check = "import sys; from training import command_line; command_line.check(['--preset', 'tiny'], False); sys.exit('jax' in sys.modules)"
+    check = "import sys; from training import command_line; command_line.check(['--preset', 'tiny'], False); "
+    check += "sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
@@ -331,7 +333,7 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     devices = int(np.prod([int(n) for n in words.split()[1:4]])) if "axis" in words else 1
     if changed is None:
         with pytest.raises(utils.UserError, match="such as|cannot go|less than"):
-            utils.validate(command_line.parse(argv)[0], devices)
+            settings.validate(command_line.parse(argv)[0], devices)
         return
     cfg, given = command_line.parse(argv)
     before = utils.flatten(presets.preset("tiny"))
@@ -342,17 +344,17 @@ def test_a_default_never_refuses_what_was_given(words, changed):
         if name not in given and value != before[name]
     }
     assert read == {names.get(name, name): value for name, value in changed.items()}
-    utils.validate(cfg, devices)
-    assert utils.follow(cfg, given) == cfg
+    settings.validate(cfg, devices)
+    assert settings.follow(cfg, given) == cfg
 
 
 def test_samples_fit_in_short_sequences_unless_their_length_was_given():
     encoding = SimpleNamespace(eot_token=256, encode_ordinary=lambda text: list(text.encode()))
 
     def fitted(T, *given, **flags):
-        cfg, ids = main.with_prompt(
-            utils.replace(presets.preset("tiny"), T=T, **flags), set(given), encoding
-        )
+        cfg = utils.replace(presets.preset("tiny"), T=T, **flags)
+        cfg = settings.fit_samples(cfg, set(given), encoding)
+        ids = settings.prompt_ids(cfg, encoding)
         return cfg.sample.max_tokens, None if ids is None else ids.tolist()
 
     prompt = [256, *b"def "]

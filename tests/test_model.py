@@ -17,7 +17,7 @@ import presets
 import utils
 from architectures import deepseek, experts, layers, parameters
 from kernels import attention, loss
-from training import decoding, steps
+from training import decoding, settings, steps
 from training.optimizer import make_optimizer
 
 
@@ -683,7 +683,7 @@ def test_a_threshold_draws_what_sorting_draws(top_k, top_p):
 
 def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
     """671.0B parameters; active 37.55B with the embedding and the head, of which the paper says 37B."""
-    cfg = utils.validate(
+    cfg = settings.validate(
         utils.replace(presets.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2)), 8
     )
     optimizer, _ = make_optimizer(cfg)
@@ -697,7 +697,7 @@ def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
 
 def test_parameter_counts_of_moe1b():
     """JAXformer counts 949,248,384 without the embedding; ours stays within 3%."""
-    cfg = utils.validate(presets.preset("moe1b"), 1)
+    cfg = settings.validate(presets.preset("moe1b"), 1)
     total, active, embedding = model.count_params(cfg)
     assert abs(total / 949_248_384 - 1) < 0.03
     assert embedding == 100352 * 768 and active < 0.45 * total

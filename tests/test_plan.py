@@ -18,7 +18,7 @@ import model
 import presets
 import utils
 from tools.planning import costs, hlo, plan
-from training import command_line, platforms, steps
+from training import command_line, platforms, settings, steps
 
 tpu_compiler = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"'
@@ -340,7 +340,7 @@ def test_a_plan_of_gpus(tmp_path, capsys):
     )
     assert a["mfu"] == pytest.approx(a["flops"]["model"] / a["seconds"]["step"] / 989e12)
     cfg = presets.preset("tiny")
-    assert a["parameters"]["total"] == model.count_params(utils.validate(cfg, 1))[0]
+    assert a["parameters"]["total"] == model.count_params(settings.validate(cfg, 1))[0]
     for word in (
         "parameters",
         "memory",
@@ -520,7 +520,7 @@ def test_a_slice_that_no_one_sells(no_device):
 
 @tpu_compiler
 def test_several_slices_lie_along_dp(no_device):
-    cfg = utils.validate(utils.replace(presets.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
+    cfg = settings.validate(utils.replace(presets.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
     devices = plan.slice_devices(plan.parse_machine("2*v4:2x2x1"))
     grid = plan.training.device_grid(cfg.run.n_device_axis, devices)
     assert {d.slice_index for d in grid[:2].flat} != {d.slice_index for d in grid[2:].flat}

@@ -33,7 +33,7 @@ import numpy as np
 
 import utils
 from tools import common
-from training import command_line, platforms
+from training import command_line, platforms, settings
 from utils import UserError
 
 # --- One configuration, in a process of its own -----------------------------------------------------------------
@@ -65,7 +65,7 @@ def prepare(cfg, given):
     if "compilation_cache" not in given:  # what is measured is compiling, not reading
         cfg = utils.replace(cfg, compilation_cache="")
     steps.configure_jax(cfg)
-    cfg = utils.validate(cfg, jax.device_count())
+    cfg = settings.validate(cfg, jax.device_count())
     mesh, (optimizer, schedule) = steps.make_mesh(cfg), make_optimizer(cfg)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
     state = steps.init_state(cfg, abstract, optimizer)
@@ -305,7 +305,7 @@ def parse(argv):
         "--json", default=None, metavar="FILE", help="file to write the numbers to as well"
     )
     own, flags = parser.parse_known_args(argv)
-    command_line.check_least(vars(own), dict(rounds=1, steps=1))
+    utils.check_least(vars(own), dict(rounds=1, steps=1))
     if own.torch_compile and not own.compare:
         raise UserError("--torch_compile: needs --compare beside it.")
     configurations = []
@@ -350,7 +350,7 @@ def comparable(cfg):
         raise UserError(
             f"--n_devices {cfg.run.n_devices}: with --compare it must be 1, as the baseline's is."
         )
-    return utils.validate(utils.replace(cfg, n_devices=1), 1)
+    return settings.validate(utils.replace(cfg, n_devices=1), 1)
 
 
 def main(argv):

@@ -33,7 +33,7 @@ import utils
 from data import sources, tokenization
 from presets import preset
 from tools import common
-from training import steps
+from training import settings, steps
 
 TINY_TOKENS_PER_SECOND = 5_000  # of the preset tiny on two CPU cores, see README.md
 SHARD_TOKENS = 2_000_000  # small beside the memory that is measured
@@ -104,7 +104,7 @@ def read(bucket, cache, seconds=5.0):
     cfg = utils.replace(
         preset("tiny"), bucket_name=str(bucket), cache_dir=str(cache), n_device_axis=(1, 1, 1)
     )
-    cfg = utils.validate(utils.replace(cfg, n_devices=1), jax.device_count())
+    cfg = settings.validate(utils.replace(cfg, n_devices=1), jax.device_count())
     mesh, per_step = steps.make_mesh(cfg), cfg.data.train_batch_size
     M, T = cfg.data.microbatches, cfg.model.T
     order = partial(dataset.Mixture(cfg, "train").sequences, seed=0)

@@ -89,7 +89,7 @@ def kept(checkpoints, options, config, every):
         name: default[name] if getattr(options, name) is None else getattr(options, name)
         for name in default
     }
-    command_line.check_least(wanted, dict(keep=1, every=0))
+    utils.check_least(wanted, dict(keep=1, every=0))
     losses = {step: one["val_loss"] for step, one in every.items()}
     infos = [
         SimpleNamespace(

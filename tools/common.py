@@ -10,7 +10,7 @@ import tyro
 
 import utils
 from data import tokenization
-from training import command_line, interrupts
+from training import command_line, interrupts, settings
 from utils import UserError
 
 
@@ -22,9 +22,9 @@ class Options:
     """A run directory, whose newest sound checkpoint is taken, or a folder in the Hugging Face format."""
     n_device_axis: tuple[int, int, int] = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
-    n_devices: int = utils.Run.n_devices
+    n_devices: int = utils.flag(utils.Run.n_devices, least=0)
     """Devices to use, as for main.py; 0: all that are present."""
-    T: int = 0
+    T: int = utils.flag(0, least=0)
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
     trained with or, for one that was imported, was made for. With more, rotary models go on, GPT-2 has no positions."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
@@ -39,16 +39,16 @@ class Sample(Options, utils.Sample):
 
     prompt: tuple[str, ...] = (utils.Sample.prompt,)
     """Texts to continue."""
-    inference_batch: int = 1
+    inference_batch: int = utils.flag(1, least=1)
     """Samples to draw of each prompt."""
-    max_tokens: int | None = None
+    max_tokens: int | None = utils.flag(None, least=1)
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
     """What stands before a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
     trained here, for others what their own tokeniser puts there."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
-    seed: int = utils.Run.seed
+    seed: int = utils.flag(utils.Run.seed, least=0)
     """Seed of the draws."""
     use_cache: tyro.conf.Suppress[bool] = True  # the program's only way
 
@@ -62,11 +62,11 @@ class Evaluate(Options):
     text files, .jsonl (also .gz and .zst) or .parquet."""
     hellaswag: tuple[str, ...] = ()
     """Files of multiple-choice questions, a line each: {"ctx": text, "endings": [texts], "label": number}."""
-    limit: int = 0
+    limit: int = utils.flag(0, least=0)
     """Sequences of T tokens, or questions, to take of each; 0: all."""
-    stride: int = 0
+    stride: int = utils.flag(0, least=0)
     """Tokens of text from the beginning of one sequence to the next; those before are context. 0: T, no overlap."""
-    batch_size: int = 8
+    batch_size: int = utils.flag(8, least=1)
     """Sequences of a batch per device of dp and stage of pp."""
     text_column: str = "text"
     """Column of a record that holds its text."""
@@ -77,10 +77,7 @@ class Evaluate(Options):
 def parse(kind, argv, program):
     """Command line -> `kind`, a subclass of `Options`. Raises UserError for whatever does not parse or is too small."""
     options = command_line.read_flags(kind, argv, program)
-    given = {flag: value for flag, value in vars(options).items() if value is not None}
-    command_line.check_least(
-        given, command_line.AT_LEAST | dict(T=0, limit=0, stride=0, batch_size=1)
-    )
+    utils.check_bounds(options)
     return options
 
 
@@ -155,7 +152,7 @@ def open_model(options, text):
         "val_batch_size",
     ):  # no flags here: any that fit the mesh do
         flags[name] = max(1, options.n_device_axis[1])
-    cfg = utils.validate(utils.replace(utils.Config(), **flags), jax.device_count())
+    cfg = settings.validate(utils.replace(utils.Config(), **flags), jax.device_count())
     steps.configure_jax(cfg)
     mesh, table = steps.make_mesh(cfg), model.param_table(cfg)
 

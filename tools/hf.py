@@ -44,7 +44,7 @@ from safetensors import safe_open
 
 import model
 from architectures import deepseek, parameters
-from training import checkpointing, command_line, steps, weights
+from training import checkpointing, settings, steps, weights
 
 SHARD_BYTES = 5 * 10**9  # most in one file
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' name
@@ -696,7 +696,7 @@ def model_flags(config, folder):
         predictors = [f"model.layers.{first + d}.eh_proj.weight" for d in range(depth)]
         flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
         flags["mtp_depth"] = sum(name in there for name in predictors)
-    command_line.check_model(flags, where, FORMATS[kind].names)
+    settings.check_model(flags, where, FORMATS[kind].names)
     return flags
 
 
@@ -832,7 +832,7 @@ def import_folder(folder, run_dir):
         n_device_axis=(1, 1, 1),
         n_devices=1,
     )
-    cfg = utils.validate(cfg, jax.device_count())
+    cfg = settings.validate(cfg, jax.device_count())
     tokenization.folder_tokenizer(folder)  # said now, if it is torn
     mesh = steps.make_mesh(cfg)
     params = load(folder, steps.abstract_params(cfg, mesh))
@@ -1039,7 +1039,7 @@ def export(run_dir, folder, dtype="float32"):
     """The newest sound checkpoint of a run directory as a folder that transformers loads. It appears when whole."""
     if os.path.exists(folder):
         raise UserError(f"{folder} exists already; give another folder, or remove that one.")
-    stored = utils.run_config(run_dir)
+    stored = settings.run_config(run_dir)
     if "model_dimension" not in stored:
         raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
     cfg = utils.replace(

@@ -4,33 +4,18 @@ import argparse
 import contextlib
 import dataclasses
 import io
-import json
-import math
 import os
 import re
 import sys
 import typing
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated
 
 import tyro
 
 from data.tokenization import load_tokenizer
 from presets import PRESETS, preset
-from utils import (
-    FREE_ON_RESUME,
-    RENAMED,
-    Config,
-    Model,
-    UserError,
-    complaint,
-    flatten,
-    follow,
-    is_remote,
-    one_sentence,
-    replace,
-    run_config,
-    validate,
-)
+from training.settings import check_run, follow, validate
+from utils import GROUPS, RENAMED, Config, UserError, check_bounds, complaint, one_sentence, replace
 
 
 def parse(argv, load=load_tokenizer):
@@ -62,7 +47,8 @@ def parse(argv, load=load_tokenizer):
                 f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
                 f"tokens; give at least that many, or leave the flag out."
             )
-    check_least(flatten(cfg), AT_LEAST)
+    for group in GROUPS:
+        check_bounds(getattr(cfg, group))
     cfg = follow(cfg, given)
     if not cfg.plan.plan and (alone := [flag for flag, value in vars(cfg.plan).items() if value]):
         raise UserError(f"--{alone[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
@@ -102,49 +88,6 @@ def flags_of(kind):
         else:
             flags += [f"--{name}", f"--no_{name}"] if one is bool else [f"--{name}"]
     return flags
-
-
-def check_least(flags, least):
-    """Raises UserError where one of {flag: value} is smaller than {flag: number} of `least` says."""
-    for n, low in least.items():
-        if n in flags and (flags[n] < low or not math.isfinite(flags[n])):
-            raise UserError(f"--{n} {flags[n]}: must be at least {low}.")
-
-
-def check_model(flags, where, names=None):
-    """Raises UserError where {flag: value} of a model, read from the file `where`, are no such values or do not fit
-    together. names: {flag: what the file calls it}, where that differs."""
-    names, kinds = names or {}, get_type_hints(Model)
-    for flag, value in flags.items():
-        if not is_value(value, kinds[flag]):
-            wanted = (
-                " or ".join(map(repr, get_args(kinds[flag]))) or f"of type {kinds[flag].__name__}"
-            )
-            raise UserError(f"{where}: {names.get(flag, flag)} is {value!r}, but must be {wanted}.")
-    try:
-        check_least(flags, AT_LEAST)
-        validate(
-            replace(
-                Config(), **flags | dict(attention="auto"), n_device_axis=(1, 1, 1), n_devices=1
-            ),
-            1,
-        )
-    except UserError as e:
-        words = re.sub(
-            r"--(\w+)", lambda m: names.get(m[1], m[1]) if m[1] in flags else m[0], str(e)
-        )
-        raise UserError(f"{where}: {words}") from None
-
-
-def is_value(value, kind):
-    """Whether a value of a JSON file is one of a flag of this type."""
-    if get_args(kind):
-        return value in get_args(kind)
-    if kind is int and isinstance(value, int) and abs(value) >= 2**31:
-        return False
-    return isinstance(value, (int, float) if kind is float else kind) and isinstance(
-        value, bool
-    ) == (kind is bool)
 
 
 def boiled_down(box):
@@ -218,94 +161,7 @@ def check(argv, elsewhere):
     validate(cfg, cfg.run.n_devices or (dp or cfg.model.n_experts or 1) * pp * tp)
 
 
-def check_run(cfg, given):
-    """Raises UserError where a flag was given that the run in a local folder, if there is one, cannot go on with."""
-    stored = {} if is_remote(cfg.run.folder) else run_config(cfg.run.folder)
-    now = json.loads(json.dumps(flatten(cfg)))
-    for flag in sorted(given & set(now) & set(stored) - FREE_ON_RESUME):
-        if now[flag] != stored[flag]:
-            raise UserError(
-                f"--{flag} {now[flag]}: run {cfg.run.name} has {stored[flag]}; leave the flag out, or give "
-                f"another --name."
-            )
-
-
-# Smallest sensible value of every number; relations between flags are checked in `validate`.
-AT_LEAST = dict(
-    model_dimension=1,
-    vocab_size=2,
-    norm_eps=0,
-    latent_norm_eps=0,
-    n_head=1,
-    first_layers=0,
-    blocks=1,
-    layers_per_block=1,
-    T=1,
-    latent_dim=0,
-    q_latent_dim=-1,
-    nope_dim=0,
-    v_dim=0,
-    rope_dim=0,
-    rope_base=1,
-    rope_factor=1,
-    rope_original_T=1,
-    rope_mscale=0,
-    rope_attention_factor=0,
-    ffn_dim=0,
-    expert_dim=0,
-    n_experts=0,
-    experts_per_token=0,
-    n_groups=1,
-    k_groups=1,
-    routed_scaling=0,
-    n_shared=0,
-    mtp_depth=0,
-    capacity_factor=0,
-    end_of_text=-1,
-    dropout_rate=0,
-    cache_gb=0,
-    train_batch_size=1,
-    val_batch_size=1,
-    microbatches=1,
-    max_lr=0,
-    min_lr=0,
-    end_lr=0,
-    warmup_steps=0,
-    end_steps=1,
-    grad_clip_norm=1e-12,
-    embedding_lr=0,
-    weight_decay=0,
-    adam_b2=0,
-    balance_weight=0,
-    mtp_weight=0,
-    bias_update_rate=0,
-    n_devices=0,
-    pp_interleave=0,
-    training_steps=1,
-    accumulation_steps=1,
-    eval_steps=1,
-    eval_every=1,
-    save_steps=0,
-    keep_checkpoints=1,
-    seed=0,
-    inference_batch=1,
-    max_tokens=1,
-    top_k=0,
-    top_p=0,
-    temperature=0,
-    num_processes=0,
-    process_id=0,
-    connect_timeout=1,
-    peer_timeout=1,
-    stuck_factor=1,
-    stuck_limit=1,
-    keep_every=0,
-    max_bad_steps=0,
-    spike_zscore=0,
-)
-
-if (
-    __name__ == "__main__"
-):  # command_line.py here FLAG... or elsewhere FLAG...: the launcher asks before it stops anything
+if __name__ == "__main__":
+    # command_line.py here FLAG... or elsewhere FLAG...: the launcher asks before it stops anything
     one_sentence(lambda: check(sys.argv[2:], sys.argv[1] == "elsewhere"))
     print("flags understood")

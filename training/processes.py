@@ -199,7 +199,7 @@ def check_agreement(cfg, data):
     flags = {
         f"--{flag}": value
         for flag, value in utils.flatten(cfg).items()
-        if flag not in utils.OF_ONE_PROCESS
+        if flag not in utils.flags_with("per_process")
     }
     same_everywhere(flags | {"--bucket_name": data})
     path = os.path.join(cfg.run.folder, "shared")

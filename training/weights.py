@@ -10,7 +10,7 @@ import numpy as np
 import model
 import utils
 from architectures import parameters
-from training import command_line
+from training import settings
 from training.checkpointing import Checkpoints, shapes_of
 from utils import UserError
 
@@ -18,7 +18,7 @@ from utils import UserError
 def other_flags(cfg, kept, there):
     """In words: the flags of the model that are not those of a checkpoint with arrays of the shapes {path: shape}
     `there`. kept: {flag: value} that it was saved with; for None, in older ones, it is found out if it is one flag."""
-    free = utils.free_of_weights(cfg.model.architecture)
+    free = settings.free_of_weights(cfg.model.architecture)
     now, kept = (
         {flag: value for flag, value in vars(cfg.model).items() if flag not in free},
         utils.clear_names(kept or {}),
@@ -64,7 +64,7 @@ def open_weights(folder):
     `folder` is a run directory, whose newest sound checkpoint is taken, or in the Hugging Face format. Raises UserError
     where it is neither.
     """
-    config = utils.run_config(folder)
+    config = settings.run_config(folder)
     if "model_type" in config:
         from tools import hf
 
@@ -83,9 +83,9 @@ def open_weights(folder):
 
 def model_of_run(config, folder):
     """{flag: value} of the model that a run's config.json tells of. Raises UserError for values that no model has."""
-    utils.check_stored(config, folder, ["architecture"])
+    settings.check_stored(config, folder, ["architecture"])
     flags = {name: config[name] for name in vars(utils.Model()) if name in config}
-    command_line.check_model(flags, os.path.join(folder, "config.json"))
+    settings.check_model(flags, os.path.join(folder, "config.json"))
     return flags
 
 

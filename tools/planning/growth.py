@@ -21,7 +21,7 @@ if __name__ in interrupts.PROGRAM:
 
 import utils
 from tools import common
-from training import command_line, platforms
+from training import command_line, platforms, settings
 from utils import UserError
 
 TOKENS = 65_536  # of a replica and step along T
@@ -65,7 +65,7 @@ def measure(argv):
 
     cfg, _ = command_line.parse(argv)
     machine = plan.parse_machine(cfg.plan.plan)
-    cfg = utils.validate(utils.replace(cfg, n_devices=0), machine.n)
+    cfg = settings.validate(utils.replace(cfg, n_devices=0), machine.n)
     steps.configure_jax(cfg)
     devices, began, said = plan.slice_devices(machine), time.process_time(), {}
     try:
@@ -154,7 +154,7 @@ def main(argv):
         "--json", default=None, metavar="FILE", help="file to write the numbers to as well"
     )
     own, flags = parser.parse_known_args(argv)
-    command_line.check_least(vars(own), dict(points=1))
+    utils.check_least(vars(own), dict(points=1))
     for flag, path in dict(json=own.json, plot=own.plot).items():
         if path:
             utils.check_place(path, f"--{flag}")

@@ -27,7 +27,7 @@ import collectives
 import model
 import utils
 from tools.planning import costs, hlo
-from training import steps, weights
+from training import settings, steps, weights
 from training.optimizer import make_optimizer
 from utils import UserError, say, size
 
@@ -388,7 +388,7 @@ def fitted(cfg, n, **flags):
     if total % parts:
         return None
     try:  # the validation batch is no part of the step
-        return utils.validate(
+        return settings.validate(
             utils.replace(
                 new, train_batch_size=total // parts, val_batch_size=new.data.microbatches
             ),
@@ -544,9 +544,9 @@ def main(cfg, given):
     if asked.plan_dump:
         utils.check_place(os.path.join(asked.plan_dump, "step.hlo"), "--plan_dump")
     if cfg.run.init_from:
-        cfg = utils.adopt(cfg, given, weights.open_weights(cfg.run.init_from)[0])
+        cfg = settings.adopt(cfg, given, weights.open_weights(cfg.run.init_from)[0])
     # no cache: what was compiled for devices that are not there cannot be read back
-    cfg = utils.validate(utils.replace(cfg, n_devices=0, compilation_cache=""), machine.n)
+    cfg = settings.validate(utils.replace(cfg, n_devices=0, compilation_cache=""), machine.n)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     steps.configure_jax(cfg)

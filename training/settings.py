@@ -1,0 +1,471 @@
+"""From flags to the final configuration: `settle` is the way in. What it refuses, it refuses in a sentence."""
+
+import contextlib
+import json
+import os
+import re
+from typing import get_args
+
+import fsspec
+import numpy as np
+
+import utils
+from training import platforms
+from utils import Config, Model, UserError, clear_names, flags_with, flatten, replace, say
+
+# --- Settle -----------------------------------------------------------------------------------------------------
+
+
+def settle(cfg, given, n_devices, weights=None, fingerprint=None, encoding=None):
+    """The final configuration of a run.
+
+    cfg, given: flags and the set of those that were given, as `command_line.parse` returns them.
+    n_devices: how many are present; what --n_devices and --n_device_axis leave open follows from it.
+    weights: {flag: value} of the model in --init_from, as `weights.open_weights` returns it; None without that flag.
+    fingerprint, encoding: of the shards, and their tokenizer or None where none is known. Without a fingerprint only
+    what needs no data is settled (--plan, benchmarks). A run settles so before it opens its data, and once more with
+    them: then it is fitted to the run that it resumes, if there is one, and its samples to its tokens. What was
+    settled before stays as it was.
+
+    Raises UserError naming the flag, its value and what would do.
+    """
+    if weights:
+        cfg = adopt(cfg, given, weights)
+    cfg = validate(follow(cfg, given), n_devices)
+    if fingerprint is None:
+        return cfg
+    cfg = resume(begin_documents(cfg, encoding), given, fingerprint)
+    cfg = follow(cfg, {*given, "train_batch_size", "val_batch_size"})
+    return fit_samples(validate(cfg, n_devices), given, encoding)
+
+
+def adopt(cfg, given, flags):
+    """`cfg` with the architecture {flag: value} of the weights in --init_from. Raises UserError where a flag was given
+    another value."""
+    free = free_of_weights(flags["architecture"])
+    flags = {name: value for name, value in flags.items() if name not in free}
+    for name, value in flags.items():
+        if name in given and flatten(cfg)[name] != value:
+            raise UserError(
+                f"--{name} {flatten(cfg)[name]}: the weights in --init_from {cfg.run.init_from} have "
+                f"{value}; leave the flag out."
+            )
+    return replace(cfg, **flags)
+
+
+def free_of_weights(architecture):
+    """Flags of the model that may differ between weights and what uses them; GPT-2 learns its positions."""
+    return flags_with("of_weights", False) - ({"T"} if architecture == "gpt2" else set())
+
+
+def follow(cfg, given):
+    """`cfg`, where a default that would refuse what was `given` gives way to it; whatever fits stays as it is."""
+    d, o, changed = cfg.data, cfg.optimizer, {}
+    if "experts_per_token" not in given and cfg.model.n_experts:
+        changed["experts_per_token"] = min(cfg.model.experts_per_token, cfg.model.n_experts)
+    if "warmup_steps" not in given and o.warmup_steps >= o.end_steps:
+        changed["warmup_steps"] = o.end_steps // 10
+    sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
+    micro = d.microbatches
+    if "microbatches" not in given:
+        micro = changed["microbatches"] = microbatches(cfg, given, sizes)
+    for flag, size in sizes.items():
+        if flag not in given:
+            changed[flag] = -(-size // micro) * micro
+    return replace(cfg, **changed)
+
+
+def microbatches(cfg, given, sizes):
+    """The most microbatches, up to the default, that pp divides and that divide the `given` of the batch `sizes`, and
+    the others too if any do; where none do, as many as the default, rounded up to a multiple of pp."""
+    pp, default = max(1, cfg.run.n_device_axis[1]), cfg.data.microbatches
+    fitting = [n for n in range(default, 0, -1) if n % pp == 0]
+    fitting = [n for n in fitting if not any(sizes[flag] % n for flag in sizes.keys() & given)]
+    fitting_all = [n for n in fitting if not any(size % n for size in sizes.values())]
+    return next(iter(fitting_all or fitting), -(-default // pp) * pp)
+
+
+def begin_documents(cfg, encoding):
+    """`cfg` with the token that begins a document, where --document_mask needs it. Raises UserError where no tokenizer
+    is known."""
+    if not cfg.model.document_mask or cfg.model.end_of_text >= 0:
+        return cfg
+    if encoding is None:
+        raise UserError(
+            f"--document_mask: nothing tells which token begins a document in --bucket_name "
+            f"{cfg.data.bucket_name}; give its --tokenizer or the token id as --end_of_text."
+        )
+    return replace(cfg, end_of_text=encoding.eot_token)
+
+
+# --- Samples ------------------------------------------------------------------------------------------------------
+
+
+def fit_samples(cfg, given, encoding):
+    """`cfg` with --max_tokens cut, if it was not given, so that the prompt and a sample fit in --T. A prompt that was
+    not given gives way too (see `prompt_ids`). Raises UserError where what was given does not fit."""
+    if encoding is None or cfg.model.T < 2:
+        return cfg
+    T, tokens = cfg.model.T, cfg.sample.max_tokens
+    length = len(whole_prompt(cfg, encoding))
+    if "prompt" not in given:
+        room = T - (tokens if "max_tokens" in given else 1)
+        length = min(length, max(1, room))
+    if "max_tokens" not in given:
+        tokens = max(1, min(tokens, T - length))
+    if length + tokens > T:
+        flag = f"max_tokens {tokens}" if "max_tokens" in given else "prompt"
+        raise UserError(
+            f"--{flag}: the prompt's {length} tokens and {tokens} after it are more than --T {T}."
+        )
+    return replace(cfg, max_tokens=tokens)
+
+
+def whole_prompt(cfg, encoding):
+    """Token ids of --prompt as the beginning of a document."""
+    return [encoding.eot_token, *encoding.encode_ordinary(cfg.sample.prompt)]
+
+
+def prompt_ids(cfg, encoding):
+    """Token ids, int32, that the samples of a settled `cfg` continue; None where no tokenizer is known or --T leaves no
+    room."""
+    if encoding is None or cfg.model.T < 2:
+        return None
+    ids = whole_prompt(cfg, encoding)[: cfg.model.T - cfg.sample.max_tokens]
+    return np.array(ids, np.int32)
+
+
+# --- A run that goes on -------------------------------------------------------------------------------------------
+
+# Of config.json, beside what must be the same.
+NEEDED_TO_RESUME = [
+    "n_device_axis",
+    "train_batch_size",
+    "accumulation_steps",
+    "val_batch_size",
+    "bucket_name",
+]
+
+
+def resume(cfg, given, fingerprint):
+    """`cfg`, fitted to the run that --name resumes where there is one; fingerprint: of the shards.
+
+    The global batch train_batch_size x dp x accumulation_steps must stay. Where dp or accumulation_steps changed and
+    the batch size was not given, it follows (val_batch_size x dp likewise). Raises UserError with what differs.
+    """
+    stored = stored_config(cfg.run.folder)
+    if not stored:
+        return cfg
+    if "data_fingerprint" not in stored:
+        raise UserError(
+            f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
+            f"--init_from {cfg.run.folder}."
+        )
+    check_stored(stored, cfg.run.folder, NEEDED_TO_RESUME)
+    cfg = keep_global_batch(cfg, given, stored)
+    # of runs from before the flag, norm_eps
+    if "latent_norm_eps" not in given and "latent_norm_eps" in stored:
+        cfg = replace(cfg, latent_norm_eps=stored["latent_norm_eps"])
+    now, fixed = as_json(flatten(cfg)), utils.FIELDS.keys() - flags_with("free_on_resume")
+    differ = [n for n in now if n in fixed and n in stored and now[n] != stored[n]]
+    if differ:
+        fields = ", ".join(f"{n} was {stored[n]!r} and is now {now[n]!r}" for n in differ)
+        raise UserError(
+            f"--name {cfg.run.name}: this run exists with another configuration ({fields}); give another "
+            f"--name, or the values it had."
+        )
+    if stored["data_fingerprint"] != fingerprint:
+        raise UserError(
+            f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
+            f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those "
+            f"shards."
+        )
+    return cfg
+
+
+def keep_global_batch(cfg, given, stored):
+    """`cfg` with the batch sizes that keep the global batches of the run that `stored` describes. Raises UserError
+    where none do."""
+    dp, accumulation_steps = cfg.run.n_device_axis[0], cfg.run.accumulation_steps
+    old_dp, old_accumulation_steps = stored["n_device_axis"][0], stored["accumulation_steps"]
+    parts = dict(train_batch_size=dp * accumulation_steps, val_batch_size=dp)
+    old_parts = dict(train_batch_size=old_dp * old_accumulation_steps, val_batch_size=old_dp)
+    for flag in parts:
+        total = stored[flag] * old_parts[flag]
+        if flag not in given and total % parts[flag] == 0:
+            cfg = replace(cfg, **{flag: total // parts[flag]})
+        now = flatten(cfg)[flag]
+        if now * parts[flag] != total:
+            raise UserError(
+                f"--{flag} {now}: run {cfg.run.name} has a global batch of {total} sequences, but this "
+                f"would make it {now} x {parts[flag]} = {now * parts[flag]} (dp {dp}, accumulation_steps "
+                f"{accumulation_steps}); give another --name or a mesh and --accumulation_steps whose product "
+                f"divides it."
+            )
+    return cfg
+
+
+def check_run(cfg, given):
+    """Raises UserError where a flag was given that the run in a local folder, if there is one, cannot go on with."""
+    stored = {} if utils.is_remote(cfg.run.folder) else run_config(cfg.run.folder)
+    now = as_json(flatten(cfg))
+    for flag in sorted(given & set(now) & set(stored) - flags_with("free_on_resume")):
+        if now[flag] != stored[flag]:
+            raise UserError(
+                f"--{flag} {now[flag]}: run {cfg.run.name} has {stored[flag]}; leave the flag out, or give "
+                f"another --name."
+            )
+
+
+def as_json(flags):
+    """{flag: value} as it comes back from a JSON file, with lists for tuples."""
+    return json.loads(json.dumps(flags))
+
+
+def to_resume(cfg, fingerprint):
+    """What `resume` reads of config.json, which every checkpoint keeps too: a run is more than that file."""
+    now = flatten(cfg)
+    wanted = {*NEEDED_TO_RESUME} | now.keys() - flags_with("free_on_resume")
+    return {name: now[name] for name in now if name in wanted} | dict(data_fingerprint=fingerprint)
+
+
+def run_config(folder):
+    """config.json of a run directory, {} where there is none. Runs from before --latent_norm_eps were trained with
+    norm_eps there, and what was imported before it with 1e-6."""
+    stored = clear_names(utils.read_json(folder, "config.json"))
+    if "model_dimension" in stored and stored.get("architecture") != "gpt2":
+        trained = "data_fingerprint" in stored
+        before = stored.get("norm_eps", Model.norm_eps) if trained else Model.latent_norm_eps
+        stored.setdefault("latent_norm_eps", before)
+    return stored
+
+
+def stored_config(folder):
+    """config.json of a run directory, or where that is missing what the newest checkpoint that has it keeps of it; {}
+    where there is neither."""
+    if stored := run_config(folder):
+        return stored
+    steps = stored_steps(folder)
+    for step in sorted(steps, key=int, reverse=True):
+        with contextlib.suppress(ValueError, AttributeError, UserError):  # a damaged one
+            meta = utils.read_json(folder, "checkpoints", step, "meta", "metadata")
+            if stored := meta.get("config"):
+                return clear_names(stored)
+    if steps:
+        say(
+            f"warning: {folder} holds no config.json and its checkpoints are of an older version, which kept no "
+            f"flags; that they are those of before is taken on trust"
+        )
+    return {}
+
+
+def stored_steps(folder):
+    """Names of the checkpoints of a run directory, which are their steps."""
+    fs, there = fsspec.core.url_to_fs(os.path.join(folder, "checkpoints"))
+    try:
+        paths = utils.persist(lambda: fs.ls(there, detail=False), folder)
+    except FileNotFoundError:
+        return []
+    names = [os.path.basename(path.rstrip("/")) for path in paths]
+    return [name for name in names if name.isdigit()]
+
+
+def check_stored(config, folder, needed):
+    """Raises UserError where the {flag: value} `config` of a run directory lacks one of `needed`, or has a value that
+    its flag cannot have, as a file that someone edited."""
+    path = os.path.join(folder, "config.json")
+    if missing := [name for name in needed if name not in config]:
+        raise UserError(f"{path}: {', '.join(missing)} is missing; put back what it was.")
+    read = (utils.FIELDS.keys() - flags_with("free_on_resume") | {*needed}) & config.keys()
+    for name in sorted(read):
+        if not is_value(config[name], utils.FIELDS[name].type):
+            raise UserError(
+                f"{path}: {name} is {config[name]!r:.40}, which no run has; put back what it was."
+            )
+
+
+# --- Values -------------------------------------------------------------------------------------------------------
+
+
+def is_value(value, kind):
+    """Whether a value of a JSON file is one of a flag of this type."""
+    if kind == tuple[int, int, int]:  # the mesh
+        return isinstance(value, list) and len(value) == 3 and all(map(is_positive, value))
+    if get_args(kind):
+        return value in get_args(kind)
+    right = isinstance(value, (int, float) if kind is float else kind)
+    return right and isinstance(value, bool) == (kind is bool)
+
+
+def is_positive(value):
+    return type(value) is int and value > 0
+
+
+def check_model(flags, where, names=None):
+    """Raises UserError where {flag: value} of a model, read from the file `where`, are no such values or do not fit
+    together. names: {flag: what the file calls it}, where that differs."""
+    names = names or {}
+    for flag, value in flags.items():
+        kind = utils.FIELDS[flag].type
+        too_large = type(value) is int and abs(value) >= 2**31
+        if too_large or not is_value(value, kind):
+            choices = " or ".join(map(repr, get_args(kind)))
+            wanted = choices or f"of type {kind.__name__}"
+            raise UserError(f"{where}: {names.get(flag, flag)} is {value!r}, but must be {wanted}.")
+    try:
+        alone = flags | dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
+        cfg = replace(Config(), **alone)
+        utils.check_bounds(cfg.model)
+        validate(cfg, 1)
+    except UserError as e:
+
+        def in_the_file(flag):
+            return names.get(flag[1], flag[1]) if flag[1] in flags else flag[0]
+
+        words = re.sub(r"--(\w+)", in_the_file, str(e))
+        raise UserError(f"{where}: {words}") from None
+
+
+def validate(cfg, n_present):
+    """Check the flags against each other and against the `n_present` devices; fill in the mesh and save_steps.
+
+    Returns the completed Config. Raises UserError naming the flag, its value and what would do.
+    """
+    cfg = complete(cfg, n_present)
+    check_multiples(cfg)
+    check_architecture(cfg)
+    check_experts(cfg)
+    check_optimizer(cfg)
+    check_names(cfg)
+    return cfg
+
+
+def complete(cfg, n_present):
+    """`cfg` with the mesh for `n_present` devices, the pipeline's rounds and save_steps. Raises UserError where the
+    mesh does not fit."""
+    r = cfg.run
+    n_devices = r.n_devices or n_present
+    if n_devices > n_present:
+        raise UserError(f"--n_devices {n_devices}: only {n_present} devices are present.")
+    dp, pp, tp = r.n_device_axis
+    dp = dp or n_devices // max(1, pp * tp)
+    wanted = dp * pp * tp
+    if min(dp, pp, tp) < 1 or wanted != n_devices:
+        simulate = ""
+        if platforms.platform() == "cpu" and not cfg.plan.plan:
+            simulate = f" (without an accelerator, --n_devices {wanted} simulates them)"
+        raise UserError(
+            f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
+            f"{n_devices}{simulate}."
+        )
+    return replace(
+        cfg,
+        n_device_axis=(dp, pp, tp),
+        n_devices=n_devices,
+        pp_interleave=r.pp_interleave or most_rounds(cfg.model.blocks, pp),
+        save_steps=r.save_steps or 10 * r.eval_every,
+    )
+
+
+def most_rounds(blocks, pp):
+    """Rounds of the pipeline where --pp_interleave leaves them open: up to 4 if there are stages."""
+    rounds = [n for n in (1, 2, 3, 4) if blocks % (pp * n) == 0]
+    return max(rounds, default=1) if pp > 1 else 1
+
+
+def check_multiples(cfg):
+    """Raises UserError where something must divide a flag and does not."""
+    m, d, (dp, pp, tp), rounds = cfg.model, cfg.data, cfg.run.n_device_axis, cfg.run.pp_interleave
+    multiples = [  # (flag, its value, what must divide it, in words)
+        ("blocks", m.blocks, pp * rounds, "pp" if rounds == 1 else "pp x pp_interleave"),
+        ("n_experts", m.n_experts, m.n_groups, "n_groups"),
+        ("n_head", m.n_head, tp, "tp"),
+        ("T", m.T, tp, "tp"),
+        ("ffn_dim", m.ffn_width, tp, "tp"),
+        ("rope_dim", m.rope_dim, 2, "2, since channels are rotated in pairs,"),
+        ("microbatches", d.microbatches, pp, "pp"),
+        ("train_batch_size", d.train_batch_size, d.microbatches, "microbatches"),
+        ("val_batch_size", d.val_batch_size, d.microbatches, "microbatches"),
+        ("T", m.T, 128 if m.attention == "splash" else 1, "128 for --attention splash"),
+        ("model_dimension", m.model_dimension, 1 if m.nope_dim else m.n_head, "n_head"),
+        ("expert_dim", m.expert_width, tp if m.n_shared else 1, "tp"),
+    ]
+    for flag, value, by, words in multiples:
+        if value % by:
+            below, above = max(by, value // by * by), -(-value // by) * by
+            near = " or ".join(map(str, sorted({below, above})))
+            raise UserError(
+                f"--{flag} {value}: must be a multiple of {words} ({by}), such as {near}."
+            )
+    if m.n_experts % (dp * tp) and (dp * tp) % m.n_experts:
+        raise UserError(
+            f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it."
+        )
+
+
+def check_architecture(cfg):
+    """Raises UserError for flags that the architecture does not have, or needs, and for its attention kernel."""
+    m = cfg.model
+    if m.architecture == "gpt2":
+        for flag, value in utils.GPT2.items():
+            if vars(m)[flag] != value:
+                raise UserError(
+                    f"--{flag}: GPT-2 has no such choice, its configurations have {value} there; begin "
+                    f"with --preset gpt2-124m."
+                )
+    else:
+        for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
+            if not vars(m)[flag]:
+                raise UserError(
+                    f"--{flag} 0: must be at least 1; only GPT-2 (--preset gpt2-124m) goes without."
+                )
+        if m.rope_factor > 1 and m.rope_base <= 1:
+            raise UserError(
+                f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
+            )
+    if m.attention == "splash" and platforms.platform() != "tpu" and not cfg.plan.plan:
+        raise UserError(
+            "--attention splash: this kernel is for TPUs; auto takes the best for the devices at hand."
+        )
+
+
+def check_experts(cfg):
+    """Raises UserError where tokens, experts and their groups do not fit together."""
+    m = cfg.model
+    if m.experts_per_token > m.n_experts:
+        raise UserError(
+            f"--experts_per_token {m.experts_per_token}: a token cannot go to more experts than there are "
+            f"(--n_experts {m.n_experts})."
+        )
+    if m.n_groups > 1 and m.n_experts < 2 * m.n_groups:
+        raise UserError(
+            f"--n_groups {m.n_groups}: a group must have two experts at least (--n_experts {m.n_experts})."
+        )
+    if m.k_groups > m.n_groups or m.experts_per_token > m.k_groups * m.n_experts // m.n_groups:
+        raise UserError(
+            f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --experts_per_token "
+            f"{m.experts_per_token} experts."
+        )
+
+
+def check_optimizer(cfg):
+    """Raises UserError where the learning rate has no schedule."""
+    o = cfg.optimizer
+    if o.warmup_steps >= o.end_steps:
+        raise UserError(
+            f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}; give "
+            f"fewer, or a larger --end_steps."
+        )
+
+
+def check_names(cfg):
+    """Raises UserError where no run directory can have the name, or stand in the place, that was given."""
+    r = cfg.run
+    if utils.is_remote(r.output_dir) and not r.output_dir.startswith("gs://"):
+        raise UserError(
+            f"--output_dir {r.output_dir}: Orbax writes checkpoints to a local folder or gs:// only."
+        )
+    if not re.fullmatch(r"[\w.+=@-]+", r.name) or set(r.name) == {"."}:
+        raise UserError(
+            f"--name {r.name!r}: must be the name of a folder, of letters, digits and . _ - + = @ only."
+        )
