@@ -5,7 +5,10 @@ import pkgutil
 from collections.abc import Callable
 from typing import NamedTuple
 
-PARTS = {"parameters", "layers", "experts"}  # files of this folder that architectures are made of
+from architectures import hf_format
+
+# files of this folder that architectures are made of
+PARTS = {"parameters", "layers", "experts", "hf_format"}
 
 
 class LayerCost(NamedTuple):
@@ -39,6 +42,7 @@ class Architecture(NamedTuple):
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
+    hugging_face: hf_format.HuggingFace  # its models in the Hugging Face format
 
 
 def names():

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from architectures import Architecture, LayerCost
+from architectures import hf_format as hf
 from architectures.experts import activate, routed_experts
 from architectures.layers import (
     dropout,
@@ -21,6 +22,7 @@ from architectures.layers import (
 from architectures.parameters import bias_param, matrix, over_tp, scale_param, stack
 from collectives import AXES, EXPERT_AXES, gather_sequence
 from kernels import attention as kernels
+from utils import UserError
 
 YARN_BETA = (
     32,
@@ -362,6 +364,293 @@ def layer_cost(m, kind):
     )
 
 
+# --- Hugging Face format: tensors ---------------------------------------------------------------------------------
+
+
+def hugging_face_tensors(m):
+    """Yield the `Tensor`s of DeepseekV3ForCausalLM for a utils.Model."""
+    D, layers = m.model_dimension, m.first_layers + m.blocks
+    rows = (slice(0, m.vocab_size),)
+    yield hf.plain("model.embed_tokens.weight", ("embedding",), rows, (m.vocab_size, D))
+    for n in range(m.first_layers):
+        yield from layer_tensors(m, n, ("first",), (n,), moe=False)
+    for n in range(m.blocks):
+        yield from layer_tensors(m, m.first_layers + n, ("moe",), (n,), moe=True)
+    yield hf.plain("model.norm.weight", ("norm",), (), (D,))
+    if not m.tied:
+        yield hf.plain(hf.HEAD, ("head",), rows, (m.vocab_size, D))
+    for d in range(m.mtp_depth):
+        prefix = f"model.layers.{layers + d}"
+        yield hf.plain(f"{prefix}.enorm.weight", ("mtp", "token_norm"), (d,), (D,))
+        yield hf.plain(f"{prefix}.hnorm.weight", ("mtp", "hidden_norm"), (d,), (D,))
+        yield hf.plain(f"{prefix}.shared_head.norm.weight", ("mtp", "norm"), (d,), (D,))
+        yield hf.linear(f"{prefix}.eh_proj.weight", ("mtp", "merge"), (d,), (2, D, D), inputs=2)
+        yield from layer_tensors(m, layers + d, ("mtp", "layer"), (d,), moe=True)
+
+
+def layer_tensors(m, n, leaf, at, moe):
+    """Yield the `Tensor`s of layer n, which is the part `at` of the parameters in `leaf`."""
+    D, prefix = m.model_dimension, f"model.layers.{n}"
+    yield hf.plain(f"{prefix}.input_layernorm.weight", (*leaf, "attention", "norm"), at, (D,))
+    yield hf.plain(f"{prefix}.post_attention_layernorm.weight", (*leaf, "norm"), at, (D,))
+    yield from attention_tensors(m, f"{prefix}.self_attn", (*leaf, "attention"), at)
+    if moe:
+        yield from moe_tensors(m, f"{prefix}.mlp", leaf, at)
+    else:
+        yield from feed_forward_tensors(f"{prefix}.mlp", (*leaf, "ffn"), at, D, m.ffn_width)
+
+
+def attention_tensors(m, prefix, leaf, at):
+    """Yield the `Tensor`s of latent attention. Our `down` holds [query latent, key/value latent, rotary key]."""
+    D, H, K, R, V, Q = (
+        m.model_dimension,
+        m.n_head,
+        m.head_dim,
+        m.latent_dim,
+        m.value_dim,
+        m.q_latent,
+    )
+    rope, every = m.rope_dim, slice(None)
+    queries, keys = slice(0, Q), slice(Q, Q + R + rope)  # columns of `down`
+    down, bias = (*leaf, "down"), (*leaf, "down_bias")
+    if Q:
+        yield hf.linear(f"{prefix}.q_a_proj.weight", down, (*at, every, queries), (D, Q))
+        yield hf.plain(f"{prefix}.q_a_layernorm.weight", (*leaf, "q_norm"), at, (Q,))
+        if m.attention_bias:
+            yield hf.plain(f"{prefix}.q_a_proj.bias", bias, (*at, queries), (Q,))
+    name = "q_b_proj" if Q else "q_proj"
+    part = (Q or D, H, K + rope)
+    yield hf.linear(f"{prefix}.{name}.weight", (*leaf, "q_up"), at, part, rotated=rope)
+    name = f"{prefix}.kv_a_proj_with_mqa"
+    yield hf.linear(f"{name}.weight", down, (*at, every, keys), (D, R + rope), rotated=rope)
+    yield hf.plain(f"{prefix}.kv_a_layernorm.weight", (*leaf, "kv_norm"), at, (R,))
+    yield hf.linear(f"{prefix}.kv_b_proj.weight", (*leaf, "kv_up"), at, (R, H, K + V))
+    yield hf.linear(f"{prefix}.o_proj.weight", (*leaf, "out"), at, (H, V, D), inputs=2)
+    if m.attention_bias:
+        yield hf.plain(f"{name}.bias", bias, (*at, keys), (R + rope,), rotated=rope)
+        yield hf.plain(f"{prefix}.o_proj.bias", (*leaf, "out_bias"), at, (D,))
+
+
+def moe_tensors(m, prefix, leaf, at):
+    """Yield the `Tensor`s of a router, its bias, and of shared and routed experts."""
+    D, E, F = m.model_dimension, m.n_experts, m.expert_width
+    shared, experts = (*leaf, "shared"), (*leaf, "experts")
+    yield hf.linear(f"{prefix}.gate.weight", (*leaf, "router"), at, (D, E))
+    yield hf.plain(f"{prefix}.gate.e_score_correction_bias", (*leaf, "bias"), at, (E,))
+    yield from feed_forward_tensors(f"{prefix}.shared_experts", shared, at, D, m.n_shared * F)
+    for e in range(E):
+        yield from feed_forward_tensors(f"{prefix}.experts.{e}", experts, (*at, e), D, F)
+
+
+def feed_forward_tensors(prefix, leaf, at, D, F):
+    """Yield the `Tensor`s of a SwiGLU feed-forward of width F. Our `up` holds its two branches."""
+    yield hf.linear(f"{prefix}.gate_proj.weight", (*leaf, "up"), (*at, 0), (D, F))
+    yield hf.linear(f"{prefix}.up_proj.weight", (*leaf, "up"), (*at, 1), (D, F))
+    yield hf.plain(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (D, F))
+
+
+def held_predictors(flags, names):
+    """`flags` with the depth of multi-token prediction that tensors of these names hold: the config of many a model
+    tells of predictors that its files do not hold."""
+    layers = flags["first_layers"] + flags["blocks"]
+    depth = min(flags["mtp_depth"], len(names))
+    held = [f"model.layers.{layers + d}.eh_proj.weight" in names for d in range(depth)]
+    return flags | dict(mtp_depth=sum(held))
+
+
+# --- Hugging Face format: config.json -----------------------------------------------------------------------------
+
+MOST_T = 4096  # tokens of a sequence, unless told otherwise: many a model can do more than it was trained on
+# Flags that DeepseekV3ForCausalLM has one value of
+ONE_VALUE = dict(layers_per_block=1, moe_rope=True, activation="swiglu", latent_norm_eps=1e-6)
+# Entries that hold a flag's value, but for num_hidden_layers, which counts the first layers too
+FLAG_ENTRIES = (
+    hf.Entry("vocab_size", hf.whole(1), "vocab_size"),
+    hf.Entry("hidden_size", hf.whole(1), "model_dimension"),
+    hf.Entry("intermediate_size", hf.whole(1), "ffn_dim", settled="ffn_width"),
+    hf.Entry("moe_intermediate_size", hf.whole(1), "expert_dim", settled="expert_width"),
+    hf.Entry("num_hidden_layers", hf.whole(1), "blocks"),
+    hf.Entry("num_attention_heads", hf.whole(1), "n_head"),
+    hf.Entry("n_shared_experts", hf.whole(0), "n_shared", null=0),
+    hf.Entry("n_routed_experts", hf.whole(1), "n_experts"),
+    hf.Entry("routed_scaling_factor", hf.NUMBER, "routed_scaling"),
+    hf.Entry("kv_lora_rank", hf.whole(1), "latent_dim"),
+    hf.Entry("q_lora_rank", hf.whole(0), "q_latent_dim", settled="q_latent", null=0),
+    hf.Entry("qk_rope_head_dim", hf.whole(1), "rope_dim"),
+    hf.Entry("v_head_dim", hf.whole(1), "v_dim", settled="value_dim"),
+    hf.Entry("qk_nope_head_dim", hf.whole(1), "nope_dim", settled="head_dim"),
+    hf.Entry("n_group", hf.whole(1), "n_groups", null=1),
+    hf.Entry("topk_group", hf.whole(1), "k_groups", null=1),
+    hf.Entry("num_experts_per_tok", hf.whole(1), "experts_per_token"),
+    hf.Entry("first_k_dense_replace", hf.whole(0), "first_layers"),
+    hf.Entry("norm_topk_prob", hf.TRUTH, "norm_topk_prob", missing=True, null=False),
+    hf.Entry("rms_norm_eps", hf.NUMBER, "norm_eps"),
+    hf.Entry("attention_bias", hf.TRUTH, "attention_bias", missing=False, null=False),
+    hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=False, null=False),
+    hf.Entry("num_nextn_predict_layers", hf.whole(0), "mtp_depth", missing=0, null=0),
+)
+# Entries that are read by functions of their own
+OTHER_ENTRIES = (
+    hf.QUANTIZATION,
+    hf.Entry("num_key_value_heads", hf.whole(1), null=None),
+    hf.Entry("moe_layer_freq", hf.whole(1), null=None),
+    hf.Entry("rope_interleave", hf.TRUTH, null=None),
+    hf.Entry("max_position_embeddings", hf.whole(1), "T", null=None),
+    hf.Entry("rope_theta", hf.NUMBER, "rope_base"),
+    hf.Entry("rope_scaling", hf.OBJECT, null=None),
+    hf.Entry("rope_parameters", hf.OBJECT, null=None),
+    hf.Entry("original_max_position_embeddings", hf.whole(1), null=None),
+    hf.Entry("factor", hf.NUMBER, "rope_factor"),
+    hf.Entry("attention_factor", hf.NUMBER, null=None),
+    hf.Entry("mscale", hf.NUMBER, null=None),
+    hf.Entry("mscale_all_dim", hf.NUMBER, null=None),
+    hf.Entry("beta_fast", hf.NUMBER, null=None),
+    hf.Entry("beta_slow", hf.NUMBER, null=None),
+    hf.Entry("truncate", hf.TRUTH, null=None),
+)
+# Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
+SUPPORTED = dict(
+    scoring_func=["sigmoid", None],
+    topk_method=["noaux_tc", None],
+    moe_layer_freq=[1, None],
+    hidden_act=["silu"],
+    rope_interleave=[True],
+)
+
+
+def to_hugging_face(m):
+    """config.json of DeepseekV3ForCausalLM. Raises UserError where it has no such model."""
+    for flag, wanted in ONE_VALUE.items():
+        if vars(m)[flag] != wanted:
+            raise UserError(
+                f"--{flag} {vars(m)[flag]}: transformers has no model with such layers; its "
+                f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny."
+            )
+    config = dict(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
+    config |= hf.config_of(m, FLAG_ENTRIES)
+    config |= {key: values[0] for key, values in SUPPORTED.items()}
+    config |= dict(
+        num_hidden_layers=m.first_layers + m.blocks,
+        num_key_value_heads=m.n_head,
+        q_lora_rank=m.q_latent or None,
+        max_position_embeddings=int(m.T),
+        attention_dropout=0.0,
+        rope_theta=m.rope_base,
+    )
+    if m.rope_factor > 1 or m.rope_attention_factor != 1:
+        config["rope_scaling"] = yarn_config(m)
+    return config
+
+
+def yarn_config(m):
+    """The entry rope_scaling. Some programs know no attention_factor and take the ratio of temperatures of mscale and
+    mscale_all_dim for it."""
+    fast, slow = YARN_BETA
+    log = 0.1 * math.log(m.rope_factor)
+    mscale = m.rope_mscale
+    if m.rope_attention_factor != 1 and log:
+        mscale = (m.rope_attention_factor * (log * m.rope_mscale + 1) - 1) / log
+    return dict(
+        type="yarn",
+        rope_type="yarn",
+        factor=m.rope_factor,
+        beta_fast=fast,
+        beta_slow=slow,
+        mscale=mscale,
+        mscale_all_dim=m.rope_mscale,
+        attention_factor=m.rope_attention_factor,
+        original_max_position_embeddings=m.rope_original_T,
+    )
+
+
+def from_hugging_face(config):
+    """config.json of DeepseekV3ForCausalLM -> {flag: value}.
+
+    Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
+    """
+    left = dict(config)
+    flags = dict(architecture="deepseek", **ONE_VALUE, **hf.take_flags(left, FLAG_ENTRIES))
+    flags["blocks"] -= flags["first_layers"]
+    flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
+    flags |= rope_flags(left)
+    hf.float8_block(left, "deepseek_v3")
+    hf.require(
+        left,
+        "deepseek_v3",
+        {"aux_loss_alpha", "seq_aux"},
+        **SUPPORTED,
+        num_key_value_heads=[flags["n_head"], None],
+        head_dim=[flags["rope_dim"]],
+        qk_head_dim=[flags["nope_dim"] + flags["rope_dim"]],
+    )
+    return flags
+
+
+def rope_flags(left):
+    """{flag: value} of the rotary positions in a config, whose entries are taken out, as transformers computes them
+    (modeling_rope_utils.py: RotaryEmbeddingConfigMixin)."""
+    theta = left.pop("rope_theta", 10_000.0)
+    positions = left.pop("max_position_embeddings", 4096)
+    scaling, parameters = left.pop("rope_scaling", None), left.pop("rope_parameters", None)
+    outer = left.pop("original_max_position_embeddings", None)
+    rope = dict(scaling or parameters or {})
+    kind = rope.pop("rope_type", rope.get("type", "default"))
+    rope.pop("type", None)
+    base = float(rope.pop("rope_theta", theta))
+    flags = dict(rope_base=base, rope_factor=1.0, rope_attention_factor=1.0)
+    if kind == "yarn":
+        inner = rope.pop("original_max_position_embeddings", positions)
+        flags |= yarn_flags(rope, outer or inner)
+    fast, slow = YARN_BETA
+    hf.require(
+        {"rope_type": kind} | rope,
+        "deepseek_v3",
+        rope_type=["default", "yarn"],
+        beta_fast=[fast, None],
+        beta_slow=[slow, None],
+        truncate=[True],
+        partial_rotary_factor=[1],
+    )
+    return flags
+
+
+def yarn_flags(rope, original):
+    """{flag: value} of YaRN, whose entries are taken out of `rope`; original: positions before the stretch. As
+    transformers' _compute_yarn_parameters has it: mscale counts only beside mscale_all_dim, and neither counts where
+    attention_factor is given."""
+    factor = rope.pop("factor")
+    for key, value in dict(factor=factor, original_max_position_embeddings=original).items():
+        number = isinstance(value, (int, float)) and value >= 1
+        if not number or (key != "factor" and value != int(value)):
+            raise UserError(
+                f"config.json: {key} is {value!r}, but yarn is supported with numbers from 1 on only."
+            )
+    mscale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
+    amplitude = rope.pop("attention_factor", None)
+    if amplitude is None:
+        log = 0.1 * math.log(factor)
+        amplitude = log + 1
+        if mscale and all_dim:
+            amplitude = (log * mscale + 1) / (log * all_dim + 1)
+    return dict(
+        rope_factor=float(factor),
+        rope_mscale=float(all_dim or 0),
+        rope_original_T=int(original),
+        rope_attention_factor=float(amplitude),
+    )
+
+
+HUGGING_FACE = hf.HuggingFace(
+    model_type="deepseek_v3",
+    tensors=hugging_face_tensors,
+    config=to_hugging_face,
+    flags=from_hugging_face,
+    entries=(*FLAG_ENTRIES, *OTHER_ENTRIES),
+    copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
+    held=held_predictors,
+)
+
+
 ARCHITECTURE = Architecture(
     table=deepseek_table,
     layers=dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
@@ -372,4 +661,5 @@ ARCHITECTURE = Architecture(
     norm=rms_norm,
     cache=latent_cache,
     layer_cost=layer_cost,
+    hugging_face=HUGGING_FACE,
 )

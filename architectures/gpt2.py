@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import utils
 from architectures import Architecture, LayerCost
+from architectures import hf_format as hf
 from architectures.layers import (
     dropout,
     no_load,
@@ -126,6 +128,100 @@ def layer_cost(m, kind):
     )
 
 
+# --- Hugging Face format ------------------------------------------------------------------------------------------
+
+
+def hugging_face_tensors(m):
+    """Yield the `Tensor`s of GPT2LMHeadModel for a utils.Model; its Conv1D holds [inputs, outputs], as we do."""
+    D, F = m.model_dimension, m.ffn_width
+    heads = (m.n_head, m.head_dim)
+    rows = (slice(0, m.vocab_size),)
+    yield hf.plain("transformer.wte.weight", ("embedding",), rows, (m.vocab_size, D))
+    yield hf.plain("transformer.wpe.weight", ("positions",), (), (m.T, D))
+    for n in range(m.blocks):
+        prefix = f"transformer.h.{n}"
+        yield from norm_tensors(f"{prefix}.ln_1", ("gpt2", "attention_norm"), (n,), D)
+        yield from norm_tensors(f"{prefix}.ln_2", ("gpt2", "norm"), (n,), D)
+        for name, leaf, inputs, outputs in [
+            ("attn.c_attn", "qkv", (D,), (3, *heads)),
+            ("attn.c_proj", "out", heads, (D,)),
+            ("mlp.c_fc", "up", (D,), (F,)),
+            ("mlp.c_proj", "down", (F,), (D,)),
+        ]:
+            name = f"{prefix}.{name}"
+            shape = (math.prod(inputs), math.prod(outputs))
+            yield hf.plain(f"{name}.weight", ("gpt2", leaf), (n,), inputs + outputs, shape)
+            yield hf.plain(f"{name}.bias", ("gpt2", f"{leaf}_bias"), (n,), outputs, shape[1:])
+    yield from norm_tensors("transformer.ln_f", ("norm",), (), D)
+    if not m.tied:
+        yield hf.plain(hf.HEAD, ("head",), rows, (m.vocab_size, D))
+
+
+def norm_tensors(name, leaf, at, D):
+    yield hf.plain(f"{name}.weight", (*leaf, "scale"), at, (D,))
+    yield hf.plain(f"{name}.bias", (*leaf, "bias"), at, (D,))
+
+
+FLAG_ENTRIES = (
+    hf.Entry("vocab_size", hf.whole(1), "vocab_size"),
+    hf.Entry("n_positions", hf.whole(1), "T"),
+    hf.Entry("n_embd", hf.whole(1), "model_dimension"),
+    hf.Entry("n_layer", hf.whole(1), "blocks"),
+    hf.Entry("n_head", hf.whole(1), "n_head"),
+    hf.Entry("n_inner", hf.whole(1), "ffn_dim", settled="ffn_width", missing=0, null=0),
+    hf.Entry("layer_norm_epsilon", hf.NUMBER, "norm_eps"),
+    hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=True, null=False),
+)
+IMMATERIAL = set(
+    "attn_pdrop embd_pdrop resid_pdrop n_ctx reorder_and_upcast_attn predict_special_tokens n_special summary_type "
+    "summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout".split()
+)
+
+
+def to_hugging_face(m):
+    """config.json of GPT2LMHeadModel."""
+    return dict(
+        architectures=["GPT2LMHeadModel"],
+        model_type="gpt2",
+        activation_function="gelu_new",
+        attn_pdrop=0.0,
+        embd_pdrop=m.dropout_rate,
+        resid_pdrop=m.dropout_rate,
+        **hf.config_of(m, FLAG_ENTRIES),
+    )
+
+
+def from_hugging_face(config):
+    """config.json of GPT2LMHeadModel -> {flag: value}.
+
+    Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
+    """
+    left = dict(config)
+    flags = utils.GPT2 | hf.take_flags(left, FLAG_ENTRIES)
+    flags["ffn_dim"] = flags["ffn_dim"] or 4 * flags["model_dimension"]
+    hf.require(
+        left,
+        "gpt2",
+        IMMATERIAL,
+        activation_function=["gelu_new", "gelu_pytorch_tanh"],
+        scale_attn_weights=[True],
+        scale_attn_by_inverse_layer_idx=[False],
+        quantization_config=[None],
+    )
+    return flags
+
+
+HUGGING_FACE = hf.HuggingFace(
+    model_type="gpt2",
+    tensors=hugging_face_tensors,
+    config=to_hugging_face,
+    flags=from_hugging_face,
+    entries=(*FLAG_ENTRIES, hf.QUANTIZATION),
+    copies=r"^lm_head.weight$|\.attn\.(masked_)?bias$",
+    prefix="transformer.",
+)
+
+
 ARCHITECTURE = Architecture(
     table=gpt2_table,
     layers=dict(gpt2=gpt2_layer),
@@ -136,4 +232,5 @@ ARCHITECTURE = Architecture(
     norm=layer_norm,
     cache=key_value_cache,
     layer_cost=layer_cost,
+    hugging_face=HUGGING_FACE,
 )

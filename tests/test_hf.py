@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models
 
 import main
 import utils
+from architectures import architecture
 from data import tokenization
 from tools import common, evaluate, hf
 from training import steps, weights
@@ -556,6 +557,7 @@ def test_odd_files_and_numbers_are_refused_before_anything_is_written(deepseek, 
 
 def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
     _, run, folder = deepseek
+    deepseek_format = architecture("deepseek").hugging_face
     for call, sentence in [
         (lambda: hf.export(str(tmp_path / "none"), str(tmp_path / "x")), "not a run directory"),
         (lambda: hf.export(str(run), str(folder)), "exists already"),
@@ -565,7 +567,7 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
         (lambda: hf.run(["import", str(folder)]), "required: run_dir; see --help"),
         (lambda: weights.open_weights(str(tmp_path)), "neither a run directory nor"),
         (
-            lambda: hf.deepseek_config(small_config(**DEEPSEEK, latent_norm_eps=1e-5).model),
+            lambda: deepseek_format.config(small_config(**DEEPSEEK, latent_norm_eps=1e-5).model),
             "--latent_norm_eps 1e-05",
         ),
     ]:

@@ -18,10 +18,10 @@ import collectives
 import model
 import presets
 import utils
-from architectures import deepseek
+from architectures import architecture, deepseek
 from data import tokenization
 from tools import common, hf, sample
-from training import decoding, steps, weights
+from training import decoding, hugging_face, steps, weights
 
 torch = pytest.importorskip(
     "torch", reason="torch is not installed; pip install torch transformers"
@@ -87,9 +87,9 @@ for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, 
 
 def reference(cfg):
     """transformers' model of the same shape with random weights, every one of which matters."""
-    kind = hf.MODEL_TYPES[cfg.model.architecture]
+    form = architecture(cfg.model.architecture).hugging_face
     config = transformers.AutoConfig.for_model(
-        **{**hf.FORMATS[kind].config(cfg.model), "attn_implementation": "eager"}
+        **form.config(cfg.model), attn_implementation="eager"
     )
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -166,7 +166,7 @@ def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_pa
     (our_loss, _), our_gradients = grad(params, *batch, jax.random.key(0), 0)
     assert abs(float(our_loss) - loss.item()) < 1e-5
     wanted = gradients_of(theirs, m)
-    for t in hf.FORMATS[hf.MODEL_TYPES[m.architecture]].tensors(m):
+    for t in architecture(m.architecture).hugging_face.tensors(m):
         if "correction_bias" in t.name or not math.prod(
             t.shape
         ):  # moved by the load, not by a gradient
@@ -387,11 +387,12 @@ GPT2 = dict(
 )
 def test_a_published_config_is_understood(config, name, saved):
     """As it is, and as transformers writes it again."""
-    form, preset = hf.FORMATS[config["model_type"]], presets.preset(name)
+    form, preset = hugging_face.format_of(config, ""), presets.preset(name)
     if saved:
         config = {n: v for n, v in config.items() if n != "quantization_config"}
         config = transformers.AutoConfig.for_model(**config).to_dict()
     flags = form.flags(json.loads(json.dumps(config)))
+    assert flags.pop("T") == min(preset.model.T, 4096)
     # the preset trains before the context is stretched; which predictors there are is seen in the files
     stretched = {"rope_factor", "rope_mscale", "rope_original_T", "mtp_depth"}
     for flag in flags.keys() - stretched:
@@ -433,7 +434,7 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
             PUBLISHED, rope_scaling=rope, qk_rope_head_dim=10, max_position_embeddings=300
         )
         try:
-            m = dataclasses.replace(utils.Model(), **hf.deepseek_flags(config))
+            m = dataclasses.replace(utils.Model(), **deepseek.from_hugging_face(config))
         except utils.UserError as e:
             assert any(
                 key in str(e)
@@ -446,8 +447,8 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
             deepseek.score_scale(10, m) * math.sqrt(10),
         ]
         assert np.allclose(ours, numbers_of(config), rtol=1e-5), rope
-        again = hf.deepseek_config(m)
+        again = deepseek.to_hugging_face(m)
         assert np.allclose(ours, numbers_of(again), rtol=1e-5), rope
-        assert dataclasses.replace(m, **hf.deepseek_flags(again)) == m
+        assert dataclasses.replace(m, **deepseek.from_hugging_face(again)) == m
         seen.append((m.rope_factor, m.rope_attention_factor, m.rope_mscale))
     assert len(seen) > 40 and len(set(seen)) > 15

@@ -10,7 +10,7 @@ import numpy as np
 import model
 import utils
 from architectures import parameters
-from training import settings
+from training import hugging_face, settings
 from training.checkpointing import Checkpoints, shapes_of
 from utils import UserError
 
@@ -66,9 +66,9 @@ def open_weights(folder):
     """
     config = settings.run_config(folder)
     if "model_type" in config:
-        from tools import hf
-
-        return hf.model_flags(config, folder), functools.partial(hf.load, folder)
+        return hugging_face.model_flags(config, folder), functools.partial(
+            hugging_face.load, folder
+        )
     if "model_dimension" not in config:
         raise UserError(
             f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a "

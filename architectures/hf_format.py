@@ -1,0 +1,221 @@
+"""What an architecture says of its Hugging Face format: which tensor is which, and what config.json holds."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from utils import UserError
+
+
+class HuggingFace(NamedTuple):
+    """The models of an architecture in the Hugging Face format, as transformers' class for them has it."""
+
+    model_type: str  # its name in config.json
+    tensors: Callable  # utils.Model -> its Tensors
+    config: Callable  # utils.Model -> config.json; UserError where the class has no such model
+    flags: Callable  # config.json -> {flag: value}; UserError for an unknown entry, KeyError for a missing one
+    entries: tuple  # an Entry for each entry of config.json whose value counts
+    copies: str  # pattern of the names of tensors that hold nothing of their own
+    prefix: str = ""  # of names of tensors, which some files leave out
+    held: Callable = lambda flags, names: (
+        flags
+    )  # flags, names of all tensors in the files -> flags of what these hold
+
+
+# --- Tensors ------------------------------------------------------------------------------------------------------
+
+HEAD = "lm_head.weight"  # name of the head's weights in all architectures
+
+
+class Tensor(NamedTuple):
+    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers.
+
+    Shared experts of a model without any have width 0 in the format; their tensors are empty, need not be in a file,
+    and have no leaf here.
+    """
+
+    name: str
+    shape: tuple  # in the format
+    leaf: tuple  # path of the leaf in our tree
+    at: tuple  # its part of that leaf: an int or a slice for each leading dim; the other dims are whole
+    part: tuple  # shape of that part, without the dims that have an int in `at`
+    transposed: bool = False  # torch's Linear holds [outputs, inputs]
+    rotated: int = 0  # so many last channels of the part are rotated: in pairs of neighbors there, of halves here
+
+    def ours(self, x):
+        """Array of `shape` -> array of `part`."""
+        x = (x.T if self.transposed else x).reshape(self.part)
+        if not self.rotated:
+            return x
+        still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
+        pairs = rotated.reshape(*rotated.shape[:-1], -1, 2)
+        return np.concatenate([still, pairs.swapaxes(-1, -2).reshape(rotated.shape)], -1)
+
+    def theirs(self, x):
+        """Array of `part` -> array of `shape`."""
+        if self.rotated:
+            still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
+            halves = rotated.reshape(*rotated.shape[:-1], 2, -1)
+            x = np.concatenate([still, halves.swapaxes(-1, -2).reshape(rotated.shape)], -1)
+        return x.reshape(self.shape[::-1]).T if self.transposed else x.reshape(self.shape)
+
+
+def linear(name, leaf, at, part, inputs=1, rotated=0):
+    """`Tensor` of a torch Linear's weight; the first `inputs` dims of our part are its inputs."""
+    shape = (math.prod(part[inputs:]), math.prod(part[:inputs]))
+    return Tensor(name, shape, leaf, at, part, transposed=True, rotated=rotated)
+
+
+def plain(name, leaf, at, part, shape=None, rotated=0):
+    """`Tensor` that is not transposed; shape: in the format, where it is not that of our part."""
+    return Tensor(name, shape or part, leaf, at, part, rotated=rotated)
+
+
+# --- Entries of config.json -----------------------------------------------------------------------------------------
+
+REFUSED = object()  # stands for no value: the entry must be there, or must not be null
+
+
+class Kind(NamedTuple):
+    """What the value of an entry must be."""
+
+    words: str
+    holds: Callable  # value -> bool
+
+
+def is_number(value):
+    """Whether it is a finite number of at least 0."""
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def whole(least):
+    """`Kind` of whole numbers of at least `least`."""
+    return Kind(
+        f"a whole number of at least {least}",
+        lambda value: type(value) is int and least <= value < 2**31,
+    )
+
+
+NUMBER = Kind("a number of at least 0", is_number)
+TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+
+
+class Entry(NamedTuple):
+    """An entry of config.json, or of an object in it."""
+
+    name: str
+    kind: Kind
+    flag: str = ""  # with the same value
+    settled: str = ""  # attribute of utils.Model with the flag's value once its default is resolved; "": the flag
+    missing: Any = REFUSED  # value of the flag where there is no such entry
+    null: Any = REFUSED  # value of the flag where the entry is null
+
+
+QUANTIZATION = Entry("quantization_config", OBJECT, null=None)
+
+
+def config_of(m, entries):
+    """{entry: value} of a utils.Model."""
+    return {e.name: getattr(m, e.settled or e.flag) for e in entries}
+
+
+def take_flags(left, entries):
+    """{flag: value} of the entries, which are taken out of the config `left`. KeyError for one that is missing."""
+    flags = {}
+    for e in entries:
+        value = left.pop(e.name) if e.missing is REFUSED else left.pop(e.name, e.missing)
+        flags[e.flag] = e.null if value is None else value
+    return flags
+
+
+def check_entries(config, where, entries):
+    """Raise UserError naming an entry of a config, or of an object in it, that is not what one of its name must be."""
+    known = {e.name: e for e in entries}
+    for name, value in config.items():
+        e = known.get(name)
+        if e is None or (value is None and e.null is not REFUSED):
+            continue
+        if not e.kind.holds(value):
+            shown = json.dumps(value)[:40]
+            raise UserError(f"{where}: {name} is {shown}, but must be {e.kind.words}.")
+        if e.kind is OBJECT:
+            check_entries(value, f"{where}: {name}", entries)
+
+
+# Entries that change no number here, in the config.json of any architecture
+IMMATERIAL = set(
+    # names: of classes, of what wrote it, of the type that weights are stored in, which each tensor says itself
+    "architectures auto_map model_type torch_dtype dtype use_bfloat16 transformers_version name_or_path _name_or_path "
+    "_commit_hash unsloth_version unsloth_fixed "
+    # how a program runs it: kernels, caches, devices, the order of products
+    "use_cache pretraining_tp ep_size attn_implementation _attn_implementation _attn_implementation_autoset "
+    "_attn_implementation_internal experts_implementation _experts_implementation torchscript gradient_checkpointing "
+    "chunk_size_feed_forward "
+    # training alone: dropout, initialization, losses, for which there are flags here
+    "attention_dropout initializer_range tf_legacy_loss "
+    # what it returns besides logits, and models with another head or an encoder
+    "return_dict output_hidden_states output_attentions output_router_logits output_past id2label label2id num_labels "
+    "problem_type finetuning_task is_decoder is_encoder_decoder tie_encoder_decoder cross_attention_hidden_size "
+    # the tokenizer's affairs, and how text is sampled
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix "
+    "task_specific_params max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
+    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate "
+    "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens".split()
+)
+NOWHERE = dict(add_cross_attention=[False], pruned_heads=[{}, None])  # all other values are refused
+
+
+def require(left, kind, immaterial=frozenset(), **allowed):
+    """Raise UserError where an entry that is left of a config may change a number: it has none of its values `allowed`,
+    or it is neither among these nor known to be immaterial. What is missing stands at the first of its values."""
+    allowed |= NOWHERE
+    for key, value in left.items():
+        if key in allowed:
+            refuse_other(key, value, allowed[key], kind)
+        elif key not in IMMATERIAL and key not in immaterial:
+            raise UserError(
+                f"config.json: {key} is {value!r}, and what that changes in {kind} is not known here; "
+                f"remove the entry if it changes no number."
+            )
+
+
+def refuse_other(key, value, values, kind):
+    """Raise UserError where the value of an entry is none of `values`."""
+    if value in values:
+        return
+    supported = [repr(v) for v in values if v is not None] or ["none"]
+    raise UserError(
+        f"config.json: {key} is {value!r}, but {kind} is supported with {' or '.join(supported)} only."
+    )
+
+
+def float8_block(left, kind):
+    """(rows, columns) of the blocks that share a scale in the float8 weights of a config, whose entry is taken out;
+    None where there are no such weights."""
+    quantized = left.pop("quantization_config", None)
+    if quantized is None:
+        return None
+    quantized = {"quant_method": None} | quantized
+    size = quantized.pop("weight_block_size", (128, 128))
+    require(
+        quantized,
+        f"a quantization_config of {kind}",
+        # which weights are quantized is seen in the files; activations are not; a scale is a number however chosen
+        immaterial={"modules_to_not_convert", "ignored_layers", "dequantize", "scale_fmt"},
+        quant_method=["fp8"],
+        fmt=["e4m3", None],
+        activation_scheme=["dynamic"],
+        expert_dtype=["fp8"],
+    )
+    pair = isinstance(size, (list, tuple)) and len(size) == 2
+    if not pair or not all(isinstance(n, int) and n > 0 for n in size):
+        raise UserError(
+            f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128]."
+        )
+    return tuple(size)

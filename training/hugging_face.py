@@ -1,0 +1,256 @@
+"""Weights from a folder in the Hugging Face format: config.json and safetensors, float8 ones too, onto a mesh."""
+
+import functools
+import json
+import math
+import os
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from safetensors import safe_open
+
+import architectures
+import utils
+from architectures import hf_format
+from training import settings
+from utils import UserError
+
+READABLE = {"F32", "F16", "BF16", "F64"}  # as safetensors names types
+FLOAT8 = "F8_E4M3"  # the type of quantized weights
+SCALE = "_scale_inv"  # what the name of their scales ends with
+INDEX = "model.safetensors.index.json"
+
+
+# --- config.json --------------------------------------------------------------------------------------------------
+
+
+def format_of(config, where):
+    """`HuggingFace` of the architecture that a config.json names. Raises UserError where it is not supported."""
+    known = [architectures.architecture(name).hugging_face for name in architectures.names()]
+    for form in known:
+        if form.model_type == config.get("model_type"):
+            return form
+    supported = ", ".join(form.model_type for form in known)
+    raise UserError(
+        f"{where}: model_type is {config.get('model_type')!r}; supported are {supported}."
+    )
+
+
+def model_flags(config, folder):
+    """{flag: value} of the model in a folder with this config.json. Raises UserError for one that is not supported."""
+    where = os.path.join(folder, "config.json")
+    form = format_of(config, where)
+    hf_format.check_entries(config, where, form.entries)
+    try:
+        flags = form.flags(config)
+    except KeyError as e:
+        raise UserError(f"{where}: {e.args[0]} is missing.") from None
+    flags = form.held(flags, files_of(folder))
+    settings.check_model(flags, where, {e.flag: e.name for e in form.entries if e.flag})
+    return flags
+
+
+# --- Files --------------------------------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """Where a tensor stands, as the header of its file says."""
+
+    path: str
+    shape: tuple
+    dtype: str
+
+
+def files_of(folder):
+    """{name of tensor: `Stored`} of a folder's safetensors. Raises UserError for files that are missing or torn."""
+    path = os.path.join(folder, INDEX)
+    index = utils.read_json(path)
+    names = index.get("weight_map") if index else {"": "model.safetensors"}
+    if not isinstance(names, dict) or not all(map(is_file_name, names.values())):
+        raise UserError(
+            f"{path}: its weight_map must give each tensor the name of a file beside it; copy it again."
+        )
+    found = {}
+    for name in sorted(set(names.values())):
+        found |= header(os.path.join(folder, name))
+    return found
+
+
+def is_file_name(name):
+    return (
+        isinstance(name, str) and name.endswith(".safetensors") and os.path.basename(name) == name
+    )
+
+
+def header(path):
+    """{name of tensor: `Stored`} of one file."""
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is missing; a folder in the Hugging Face format holds it.")
+    found = {}
+    try:
+        with safe_open(path, "numpy") as f:
+            for name in f.keys():
+                tensor = f.get_slice(name)
+                found[name] = Stored(path, tuple(tensor.get_shape()), tensor.get_dtype())
+    except Exception as e:  # safetensors has an error of its own, and others
+        raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
+    return found
+
+
+def name_in(there, name, form):
+    """The name of a tensor as the folder has it, with or without the prefix of its format."""
+    short = name.removeprefix(form.prefix)
+    return short if short in there and name not in there else name
+
+
+def filled(tensors):
+    """Those of the tensors that hold numbers."""
+    return (t for t in tensors if math.prod(t.shape))
+
+
+def check(folder, tensors, form, block):
+    """{name: `Stored`} of a folder that holds exactly `tensors`, float8 ones with scales of blocks of that size.
+
+    Raises UserError naming a tensor that is missing, extra, misshapen or of an unreadable type.
+    """
+    there = files_of(folder)
+    wanted = wanted_shapes(folder, tensors, there, form, block)
+    for name, (_, shape, dtype) in there.items():
+        if name not in wanted:
+            if re.search(form.copies, name) or 0 in shape:
+                continue
+            raise UserError(
+                f"{folder}: tensor {name} is extra; its config.json has no place for it."
+            )
+        if shape != wanted[name]:
+            raise UserError(
+                f"{folder}: tensor {name} is {list(shape)}, but its config.json calls for "
+                f"{list(wanted[name])}."
+            )
+        if dtype not in READABLE and name + SCALE not in wanted:
+            raise UserError(
+                f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}."
+            )
+    return there
+
+
+def wanted_shapes(folder, tensors, there, form, block):
+    """{name in the folder: shape} of `tensors` and of the scales of those in float8. Raises UserError where `there`
+    lacks one."""
+    wanted = {}
+
+    def want(name, shape):
+        if name not in there:
+            raise UserError(f"{folder}: tensor {name} is missing; its config.json calls for it.")
+        wanted[name] = shape
+
+    scales = {}
+    for t in tensors:  # an absurd config calls for billions, but then one of the first is missing
+        name = name_in(there, t.name, form)
+        want(name, t.shape)
+        if block and there[name].dtype == FLOAT8 and len(t.shape) == 2:
+            rows, columns = t.shape
+            scales[name + SCALE] = (-(-rows // block[0]), -(-columns // block[1]))
+    for name, shape in scales.items():
+        want(name, shape)
+    return wanted
+
+
+# --- Numbers ------------------------------------------------------------------------------------------------------
+
+
+def read_tensor(there, name, block):
+    """numpy array of a tensor in a folder; a float8 one in float32, each block of it times its scale (DeepSeek-V3,
+    arXiv:2412.19437, section 3.3.2)."""
+    if there[name].dtype != FLOAT8:
+        with safe_open(there[name].path, "numpy") as f:
+            return f.get_tensor(name)
+    x = read_float8(there[name], name)
+    scales = read_tensor(there, name + SCALE, block).astype(np.float32)
+    rows, columns = x.shape
+    for first in range(0, rows, block[0]):
+        scale = np.repeat(scales[first // block[0]], block[1])[:columns]
+        x[first : first + block[0]] *= scale
+    return x
+
+
+def read_float8(stored, name):
+    """A float8 tensor as it is stored, in float32. numpy has no such type, so safetensors does not read it."""
+    with open(stored.path, "rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        begin, end = json.loads(f.read(length))[name]["data_offsets"]
+        f.seek(8 + length + begin)
+        x = np.frombuffer(f.read(end - begin), jnp.float8_e4m3fn)
+    return x.reshape(stored.shape).astype(np.float32)
+
+
+def read_sound(there, name, block):
+    """`read_tensor` of one whose numbers are all finite in float32. Raises UserError naming one that is not."""
+    x = read_tensor(there, name, block)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(x.astype(np.float32, copy=False)).all():
+            raise UserError(
+                f"{there[name].path}: tensor {name} holds NaN or infinite values; copy it again."
+            )
+    return x
+
+
+# --- Onto a mesh --------------------------------------------------------------------------------------------------
+
+
+def load(folder, abstract):
+    """Parameters like `abstract` (steps.abstract_params) from a folder: each tensor is read, put into its place on the
+    devices and forgotten. Raises UserError as `check` and `read_sound` do."""
+    config = utils.read_json(folder, "config.json")
+    form = format_of(config, os.path.join(folder, "config.json"))
+    m = utils.replace(utils.Config(), **model_flags(config, folder)).model
+    block = hf_format.float8_block(config, form.model_type)
+    there = check(folder, filled(form.tensors(m)), form, block)
+    if m.tied:
+        check_head_is_tied(folder, there, form, m, block)
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape), abstract),
+        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
+    )
+    params = zeros()
+    for t in filled(form.tensors(m)):
+        part = t.ours(read_sound(there, name_in(there, t.name, form), block))
+        *parents, last = t.leaf
+        node = functools.reduce(dict.__getitem__, parents, params)
+        node[last] = put(node[last], *placed(t.at, part, node[last].ndim))
+    return params
+
+
+def check_head_is_tied(folder, there, form, m, block):
+    """Raise UserError where the files hold a head that is not the embedding."""
+    embedding = next(form.tensors(m)).name
+    head, rows = (name_in(there, name, form) for name in (hf_format.HEAD, embedding))
+    if head not in there:
+        return
+    if not np.array_equal(read_sound(there, head, block), read_sound(there, rows, block)):
+        raise UserError(
+            f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings "
+            f"must be false there."
+        )
+
+
+def placed(at, part, ndim):
+    """`part` with all the dims of its leaf, and where in the leaf it begins, for `put`."""
+    starts = [0] * ndim
+    for dim, index in enumerate(at):
+        if isinstance(index, int):
+            part = np.expand_dims(part, dim)
+            starts[dim] = index
+        else:
+            starts[dim] = index.start or 0
+    return part, tuple(starts)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put(leaf, part, starts):
+    """`leaf` with `part` written into it from the indices `starts` on."""
+    return lax.dynamic_update_slice(leaf, part.astype(leaf.dtype), starts)
