@@ -1,59 +1,60 @@
-"""Mixture of experts: routing into buckets, the experts, the load-balancing loss; on local shapes."""
+"""Mixture of experts: routing into buckets, the experts, the load-balancing loss; on local shapes.
+
+Letters: n B x T/tp local tokens, k --experts_per_token, E experts, C capacity, D model, F feed-forward; of einsums:
+e experts, n senders of a bucket, c its slots, d D, f F, g branches.
+"""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from architectures.layers import Load, product
-from collectives import from_experts, sum_over, to_experts
+from architectures.layers import BRANCHES, Load, activate, product
+from architectures.parameters import weight_param
+from collectives import EXPERT_AXES, from_experts, sum_over, to_experts
 
 
-def activate(h):
-    """[..., 2, F] -> SwiGLU (arXiv:2002.05202, equation 5); [..., 1, F] -> GELU. Returns [..., F]."""
-    return (
-        jax.nn.silu(h[..., 0, :]) * h[..., 1, :] if h.shape[-2] == 2 else jax.nn.gelu(h[..., 0, :])
+def experts_table(cfg, up_std, down_std):
+    """Parameters of the routed experts, and the standard deviations with which they begin.
+
+    Every device of dp x tp holds experts of its own. Where there are fewer experts than devices, every device holds a
+    slice of all of them, and `gather_weight` makes from these the one expert that it computes.
+    """
+    m = cfg.model
+    D, E, F = m.model_dimension, m.n_experts, m.expert_width
+    dp, _, tp = cfg.run.n_device_axis
+
+    def weight(shape, std, dim):
+        if dp * tp > E:
+            lies = dict(over=EXPERT_AXES, dim=dim, expert=-len(shape))
+        else:
+            lies = dict(over=(), fixed={0: EXPERT_AXES})
+        return weight_param(cfg, shape, std, active=m.experts_per_token / E, **lies)
+
+    return dict(
+        up=weight((E, BRANCHES[m.activation], D, F), up_std, dim=2),
+        down=weight((E, D, F), down_std, dim=1),
     )
 
 
-def add_up(x):
-    """Sum over the first dim, in float32: addition by addition, since CPUs are slow to reduce a leading dim."""
-    return sum(x.astype(jnp.float32)).astype(x.dtype)
-
-
-@jax.custom_vjp
-def take_rows(x, index, inverse):
-    """Rows of x [n, D] at index [m]; index n gives zeros. inverse [r, n] says where each row went (m: nowhere), so
-    that the transpose is a gather too and needs no scatter-add."""
-    return x.at[index].get(mode="fill", fill_value=0)
-
-
-def _take_rows_forward(x, index, inverse):
-    return take_rows(x, index, inverse), inverse
-
-
-def _take_rows_backward(inverse, g):
-    return add_up(g.at[inverse].get(mode="fill", fill_value=0)), None, None
-
-
-take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+# --- Routing ------------------------------------------------------------------------------------------------------
 
 
 def route(p, x, m):
     """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16), in float32.
 
-    x [n, D] -> scores [n, E], chosen experts [n, k], their gates [n, k], which sum to routed_scaling, or without
-    --norm_topk_prob are the scores times it. The bias selects only. Of the groups of experts, those k_groups count
-    whose two best experts are best (section 2.1.2).
+    x [n, D] -> scores [n, E], chosen experts [n, k] and their gates [n, k]. The bias decides who is chosen and nothing
+    else. Gates are the scores of the chosen experts, divided by their sum (not without --norm_topk_prob), times
+    routed_scaling.
     """
-    scores = jax.nn.sigmoid(jnp.dot(x.astype(jnp.float32), p["router"], precision="highest"))
+    x = x.astype(jnp.float32)
+    logits = jnp.dot(x, p["router"], precision="highest")
+    scores = jax.nn.sigmoid(logits)
     wanted = lax.stop_gradient(scores) + lax.stop_gradient(p["bias"])
     if m.n_groups > 1:
-        groups = wanted.reshape(len(x), m.n_groups, -1)
-        _, allowed = lax.top_k(lax.top_k(groups, 2)[0].sum(-1), m.k_groups)  # [n, k_groups]
-        allowed = (allowed[..., None] == jnp.arange(m.n_groups)).any(1)  # [n, n_groups]
-        wanted = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(wanted.shape)
+        wanted = keep_best_groups(wanted, m)
     _, chosen = lax.top_k(wanted, m.experts_per_token)
     gates = jnp.take_along_axis(scores, chosen, -1)
     scaled = m.routed_scaling * gates
@@ -62,19 +63,49 @@ def route(p, x, m):
     return scores, chosen, scaled
 
 
+def keep_best_groups(wanted, m):
+    """`wanted` [n, E] with -inf for experts outside each token's best k_groups of n_groups groups of experts.
+
+    A group counts as much as its two best experts together (DeepSeek-V3, section 2.1.2).
+    """
+    groups = wanted.reshape(len(wanted), m.n_groups, -1)  # [n, n_groups, E/n_groups]
+    two_best, _ = lax.top_k(groups, 2)
+    _, best = lax.top_k(two_best.sum(-1), m.k_groups)  # [n, k_groups]
+    allowed = best[..., None] == jnp.arange(m.n_groups)
+    allowed = allowed.any(1)  # [n, n_groups]
+    kept = jnp.where(allowed[..., None], groups, -jnp.inf)
+    return kept.reshape(wanted.shape)
+
+
 def balance_loss(scores, chosen, m, split):
     """Sequence-level load-balancing loss (DeepSeek-V3, equations 17 to 20), this device's part of sum_b sum_e f P.
 
-    scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it carries no gradient and may be summed over tp.
+    scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it has no gradient and may be summed over tp.
     An even load gives 1 per sequence.
     """
-    T = scores.shape[1] * (lax.axis_size("tp") if split else 1)
-    f = (
-        jax.nn.one_hot(chosen, m.n_experts).sum((1, 2)) * m.n_experts / (m.experts_per_token * T)
-    )  # [B, E]
-    f = sum_over(lax.stop_gradient(f), "tp") if split else f
+    T = scores.shape[1]
+    if split:
+        T *= lax.axis_size("tp")
+    hot = jax.nn.one_hot(chosen, m.n_experts)
+    f = hot.sum((1, 2)) * m.n_experts / (m.experts_per_token * T)  # [B, E]
+    if split:
+        f = sum_over(lax.stop_gradient(f), "tp")
     share = scores / scores.sum(-1, keepdims=True)
-    return (f * share.sum(1) / T).sum()
+    parts = f * share.sum(1) / T  # [B, E]
+    return parts.sum()
+
+
+# --- Buckets ------------------------------------------------------------------------------------------------------
+
+
+class Buckets(NamedTuple):
+    """Where k*n choices of experts lie in E buckets of C slots each. First choices of all tokens come first."""
+
+    hot: jax.Array  # [k*n, E] 1 where the choice is the expert
+    rank: jax.Array  # [k*n] place in the expert's queue; C and more: dropped
+    slot: jax.Array  # [k*n] expert * C + rank; E*C: dropped
+    entry: jax.Array  # [E*C] the choice that lies in each slot; k*n: the slot is empty
+    source: jax.Array  # [E*C] the token that made it; n: the slot is empty
 
 
 def capacity(m, n):
@@ -84,37 +115,104 @@ def capacity(m, n):
     return min(n, math.ceil(m.capacity_factor * n * m.experts_per_token / m.n_experts))
 
 
+def fill_buckets(chosen, E, C):
+    """`Buckets` of the chosen experts [n, k]: a token's first choice is served before anyone's second.
+
+    Example: 6 tokens with one choice each, E = 3 experts, buckets of C = 2 slots.
+
+        token      0  1  2  3  4  5
+        chosen     0  2  0  0  1  2
+        rank       0  0  1  2  0  1     token 3 is the third that wants expert 0, and is dropped
+        slot       0  4  1  6  2  5     6 = E*C: none
+
+        slot       0  1 | 2  3 | 4  5   two slots for each expert
+        entry      0  2 | 4  6 | 1  5   6 = k*n: empty
+        source     0  2 | 4  6 | 1  5   6 = n: empty
+
+    With second choices 1 0 1 1 0 1 of the same tokens, choices 6 to 11, the empty slot 3 goes to token 0: its entry is
+    6, its source 6 % 6 = 0. The other five find no slot.
+    """
+    n, k = chosen.shape
+    choice = chosen.T.reshape(-1)  # [k*n]
+    hot = choice[:, None] == jnp.arange(E)
+    hot = hot.astype(jnp.int32)  # [k*n, E]
+    queued = jnp.cumsum(hot, 0)  # choices of each expert so far
+    rank = jnp.take_along_axis(queued, choice[:, None], 1)[:, 0] - 1
+    slot = jnp.where(rank < C, choice * C + rank, E * C)
+    entry = jnp.full(E * C, k * n).at[slot].set(jnp.arange(k * n), mode="drop")
+    source = jnp.where(entry < k * n, entry % n, n)
+    return Buckets(hot, rank, slot, entry, source)
+
+
+def sum_leading(x):
+    """Sum over the first dim, in float32: addition by addition, since CPUs are slow to reduce a leading dim."""
+    return sum(x.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.custom_vjp
+def take_rows(x, index, inverse):
+    """Rows of x [n, D] at index [m]; index n gives zeros.
+
+    inverse [r, n] says where each row went, up to r times (m: nowhere). So the transpose is a gather too: a row's
+    gradient is the sum of those of its copies. Plain indexing would transpose to a scatter-add, which is slower.
+
+    Example: x = [10, 11, 12, 13] with index [2, 4, 0] gives [12, 0, 10]. Row 0 went to place 2, row 2 to place 0,
+    the others nowhere: inverse is [[2, 3, 0, 3]], and gradients [7, 8, 9] become [9, 0, 7, 0].
+    """
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _take_rows_forward(x, index, inverse):
+    return take_rows(x, index, inverse), inverse
+
+
+def _take_rows_backward(inverse, g):
+    copies = g.at[inverse].get(mode="fill", fill_value=0)  # [r, n, D]
+    return sum_leading(copies), None, None
+
+
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+# --- Experts ------------------------------------------------------------------------------------------------------
+
+
 def routed_experts(p, x, m, split):
     """Mixture of routed experts on local tokens. x [B, T/tp, D] -> [B, T/tp, D] and `Load`.
 
-    A token's first choice is served before anyone's second; choices beyond a bucket's capacity add nothing, so those
-    tokens pass by on the residual (GShard, arXiv:2006.16668, section 2.2). Buckets are filled by index.
+    Choices beyond a bucket's capacity add nothing, so those tokens pass by on the residual (GShard, arXiv:2006.16668,
+    section 2.2).
     """
-    (B, t, D), E, k = x.shape, m.n_experts, m.experts_per_token
+    B, t, D = x.shape
     n = B * t
-    x = x.reshape(n, D)
-    scores, chosen, gates = route(p, x, m)
+    E, k = m.n_experts, m.experts_per_token
     C = capacity(m, n)
 
-    choice = chosen.T.reshape(-1)  # [k*n], all first choices first
-    hot = (choice[:, None] == jnp.arange(E)).astype(jnp.int32)  # [k*n, E]
-    rank = (
-        jnp.take_along_axis(jnp.cumsum(hot, 0), choice[:, None], 1)[:, 0] - 1
-    )  # place in the expert's queue
-    slot = jnp.where(rank < C, choice * C + rank, E * C)  # [k*n], E*C: dropped
-    entry = jnp.full(E * C, k * n).at[slot].set(jnp.arange(k * n), mode="drop")  # [E*C], k*n: empty
-    source = jnp.where(entry < k * n, entry % n, n)
+    # 1. Every token chooses k experts, and every choice gets a slot.
+    x = x.reshape(n, D)
+    scores, chosen, gates = route(p, x, m)
+    at = fill_buckets(chosen, E, C)
 
-    buckets = take_rows(x, source, slot.reshape(k, n)).reshape(E, C, D)
+    # 2. Tokens go into the buckets, and the buckets to the devices of their experts.
+    buckets = take_rows(x, at.source, at.slot.reshape(k, n)).reshape(E, C, D)
     buckets = to_experts(buckets)  # [E/(dp tp), dp tp, C, D]
-    # gates go along and weigh the hidden channels: so no pass, forward or back, needs the experts' outputs again
-    gates = take_rows(gates.T.reshape(-1, 1).astype(x.dtype), entry, slot[None]).reshape(E, C, 1)
+
+    # 3. So do the gates: where they weigh the hidden channels, no pass, forward or back, needs the experts' outputs.
+    gates = gates.T.reshape(-1, 1).astype(x.dtype)  # [k*n, 1]
+    gates = take_rows(gates, at.entry, at.slot[None]).reshape(E, C, 1)
+
+    # 4. The experts.
     h = activate(product("encd,egdf->encgf", buckets, p["experts"]["up"], keep=False))
     h = jnp.einsum("encf,enc->encf", h, to_experts(gates)[..., 0])
-    out = from_experts(product("encf,edf->encd", h, p["experts"]["down"], keep=False)).reshape(
-        E * C, D
-    )
-    out = add_up(take_rows(out, slot, entry[None]).reshape(k, B, t, D))
+    out = product("encf,edf->encd", h, p["experts"]["down"], keep=False)
 
+    # 5. Outputs come back, and every token adds up those of its choices.
+    out = from_experts(out).reshape(E * C, D)
+    out = take_rows(out, at.slot, at.entry[None]).reshape(k, B, t, D)
+    out = sum_leading(out)
+
+    # 6. How even the load was.
     loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
-    return out, Load(loss, hot.sum(0).astype(jnp.float32), (rank >= C).sum().astype(jnp.float32))
+    tokens = at.hot.sum(0).astype(jnp.float32)
+    dropped = (at.rank >= C).sum().astype(jnp.float32)
+    return out, Load(loss, tokens, dropped)

@@ -1,15 +1,29 @@
-"""What the layers of every architecture are made of, on local shapes."""
+"""What the layers of several architectures are made of, on the local shapes inside `shard_map`.
+
+Letters, also of einsums: b B batch, t T sequence, d D model, h H heads, k K head dim, v V value dim, f F feed-forward,
+g branches of a feed-forward, E experts. A layer is a function `layer(p, x, tokens, m, cache)`: parameters, the
+residual [B, T/tp, D], `Tokens`, the flags of utils.Model, and the layer's cache or None. It returns the new residual,
+and a pair of `Load` (None for dense layers before a block's last) and the new cache.
+"""
 
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
-from architectures.parameters import is_param
+from architectures.parameters import is_param, split_over_tp, weight_param
 from collectives import Weights, exchange_heads, gather_sequence, gather_weight, scatter_sequence
+from kernels import attention as kernels
+
+# Places in a model behind which channels are dropped; each draws differently.
+AFTER_ATTENTION, AFTER_FEED_FORWARD, AFTER_EMBEDDING = range(3)
+
+BRANCHES = {"swiglu": 2, "gelu": 1}  # matrices that --activation puts before the hidden channels
 
 
 class Tokens(NamedTuple):
@@ -18,12 +32,8 @@ class Tokens(NamedTuple):
     position: jax.Array  # [B, T/tp] position in the sequence; [1, T/tp] where it is the same in all
     split: bool = True  # whether T is split over tp
     key: jax.Array | None = None  # of dropout in this layer; None: no dropout
-    number: jax.Array | None = (
-        None  # [B, T/tp] uint32, number of the token within the training step
-    )
-    start: jax.Array | None = (
-        None  # [B, T] position at which each token's document begins; None: all are one
-    )
+    number: jax.Array | None = None  # [B, T/tp] uint32, the token's number in the training step
+    start: jax.Array | None = None  # [B, T] where each token's document begins; None: all are one
 
     def whole(self, T):
         """Positions [B or 1, T] of all T tokens of the sequences."""
@@ -36,41 +46,78 @@ class Tokens(NamedTuple):
         return self.position - self.start[:, self.position[0]]
 
 
+class Load(NamedTuple):
+    """What routing did, as sums over local tokens; adds up over microbatches, devices and steps."""
+
+    loss: (
+        jax.Array
+    )  # [] load-balancing loss, summed over sequences: the part of this device's tokens
+    tokens: jax.Array  # [E] choices that fell on each expert
+    dropped: jax.Array  # [] choices that found their expert's bucket full
+
+
+def no_load(*shape):
+    """A `Load` of nothing, with tokens of the given shape [..., E]."""
+    return Load(jnp.float32(0), jnp.zeros(shape), jnp.float32(0))
+
+
+# --- Weights ------------------------------------------------------------------------------------------------------
+
+
 def gather(params, table, dtype):
-    """`Weights` of parameters, gathered over the axes that only store them, matrices in `dtype`, others in float32."""
+    """`Weights` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32."""
     leaves, tree = jax.tree.flatten(params)
     described = jax.tree.leaves(table, is_leaf=is_param)
-    pairs = [
+    gathered = [
         gather_weight(w, p, dtype if p.matrix else jnp.float32) for w, p in zip(leaves, described)
     ]
-    return Weights(*(jax.tree.unflatten(tree, part) for part in zip(*pairs)))
+    values = jax.tree.unflatten(tree, [weights.value for weights in gathered])
+    grads = jax.tree.unflatten(tree, [weights.grad for weights in gathered])
+    return Weights(values, grads)
 
 
 @jax.custom_vjp
 def take(weights, index):
-    """Values of one layer, at `index` of a stack of `Weights` (() for all of it), and the stack's grad to go on with.
+    """The values of one layer, at `index` of a stack of `Weights` (() for all of it), and the stack's grad.
 
-    The gradient is added to what arrives at that grad: one that is carried through a loop is summed up in place, in
-    float32, where a stack's own would be made anew in every turn.
+    The caller carries that grad on to the next `take`. The transpose adds the layer's gradient to it at `index`, in
+    float32 and in place. The transpose of plain indexing would make a whole stack of zeros for every layer and add
+    those up.
+
+    Example: a stack of two scalar layers w = [2, 3] in the loop
+
+        x, grad = 5, [0, 0]
+        for i in 0, 1:
+            p, grad = take(Weights(w, grad), i)
+            x = p * x                             # 10, then 30
+
+    Backward from dx = 1, the gradient that arrives at grad is [0, 0] after the loop, [0, 10] before layer 1, since its
+    input was 10, and [15, 10] before layer 0: the gradient of w. None arrives at w itself.
     """
     return jax.tree.map(lambda w: w[index], weights.value), weights.grad
 
 
+def _take_forward(weights, index):
+    return take(weights, index), index
+
+
 def _take_backward(index, gradients):
-    g, total = gradients
-    return Weights(
-        None, jax.tree.map(lambda total, g: total.at[index].add(g.astype(jnp.float32)), total, g)
-    ), None
+    layer_grads, stack_grads = gradients
+
+    def add(stack_grad, layer_grad):
+        return stack_grad.at[index].add(layer_grad.astype(jnp.float32))
+
+    return Weights(None, jax.tree.map(add, stack_grads, layer_grads)), None
 
 
-take.defvjp(lambda weights, index: (take(weights, index), index), _take_backward)
+take.defvjp(_take_forward, _take_backward)
 
 
 def product(spec, x, w, keep=True):
-    """`einsum` of x and a weight w; --remat dots keeps it.
+    """`jnp.einsum(spec, x, w)` of activations x and a weight w; --remat dots keeps the result, unless `keep` is false.
 
-    The weight's gradient is formed with the narrower of x and what comes back first: CPUs write the first operand out
-    anew, transposed.
+    The transpose multiplies the smaller of x and the result's gradient by the other one, in this order: CPUs copy the
+    first operand of a product to transpose it.
     """
     y = _product(spec, x, w)
     return checkpoint_name(y, "product") if keep else y
@@ -81,34 +128,80 @@ def _product(spec, x, w):
     return jnp.einsum(spec, x, w)
 
 
+def _product_forward(spec, x, w):
+    return _product(spec, x, w), (x, w)
+
+
 def _product_backward(spec, operands, g):
     x, w = operands
-    of_x, of_w, of_g = spec.replace("->", ",").split(",")
-    (first, a), (second, b) = sorted([(of_x, x), (of_g, g)], key=lambda operand: operand[1].size)
-    ordered = "".join(
-        sorted(of_w, key=lambda dim: (dim not in first, dim not in second))
-    )  # batch, first, second
-    dw = jnp.einsum(f"{ordered}->{of_w}", jnp.einsum(f"{first},{second}->{ordered}", a, b))
-    return jnp.einsum(f"{of_g},{of_w}->{of_x}", g, w), dw
+    x_dims, w_dims, g_dims = spec.replace("->", ",").split(",")
+    (first, a), (second, b) = sorted([(x_dims, x), (g_dims, g)], key=lambda pair: pair[1].size)
+    # as a plain matrix product has its dims: those of both operands, then the first's, then the second's
+    ordered = sorted(w_dims, key=lambda dim: (dim not in first, dim not in second))
+    ordered = "".join(ordered)
+    dw = jnp.einsum(f"{first},{second}->{ordered}", a, b)
+    dw = jnp.einsum(f"{ordered}->{w_dims}", dw)
+    dx = jnp.einsum(f"{g_dims},{w_dims}->{x_dims}", g, w)
+    return dx, dw
 
 
-_product.defvjp(lambda spec, x, w: (_product(spec, x, w), (x, w)), _product_backward)
+_product.defvjp(_product_forward, _product_backward)
+
+
+# --- Norm, dropout, rotary positions ------------------------------------------------------------------------------
 
 
 def rms_norm(x, scale, eps):
-    """Root-mean-square norm over the last dim (arXiv:1910.07467, equation 4), in float32."""
+    """Root-mean-square norm over the last dim (arXiv:1910.07467, equation 4), in float32; returns x's dtype."""
     x32 = x.astype(jnp.float32)
-    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
+    inverse = lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    return (x32 * inverse * scale).astype(x.dtype)
 
 
-def dropout(x, rate, tokens, salt):
-    """Zero a share `rate` of x [B, T/tp, D], decided by each token's number in the step, so alike on every mesh."""
+def dropout(x, rate, tokens, place):
+    """Zero a share `rate` of x [B, T/tp, D] and scale the rest up, behind an `AFTER_` place.
+
+    Each token's number in the step decides, so the result is the same on every mesh.
+    """
     if tokens.key is None:
         return x
-    key = jax.random.fold_in(tokens.key, salt)
+    key = jax.random.fold_in(tokens.key, place)
+
+    def kept_channels(token_key):
+        return jax.random.bernoulli(token_key, 1 - rate, x.shape[-1:])
+
     keys = jax.vmap(jax.vmap(functools.partial(jax.random.fold_in, key)))(tokens.number)
-    keep = jax.vmap(jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[-1:])))(keys)
+    keep = jax.vmap(jax.vmap(kept_channels))(keys)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def rotary_frequencies(channels, base):
+    """Radians per position [channels/2] of pairs of channels, float32 (RoFormer, arXiv:2104.09864, section 3.2.2).
+
+    Four channels with base 10,000: 1 and 0.01.
+    """
+    half = channels // 2
+    return base ** (-np.arange(half, dtype=np.float32) / half)
+
+
+def rotate(x, position, frequencies):
+    """Rotary positions: channel i of x [..., channels] turns with channel i + channels/2, by position x frequency.
+
+    position has the dims of x but the last, or ones that broadcast to them; frequencies [channels/2].
+    """
+    angle = position[..., None] * frequencies  # [..., channels/2]
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+# --- Attention ----------------------------------------------------------------------------------------------------
+
+
+def attention_kernel(m, cache):
+    """The kernel that --attention names; with a cache xla, the one for queries that are not as many as the keys."""
+    name = m.attention if cache is None else "xla"
+    return kernels.ATTENTION[name].function
 
 
 def write_cache(cache, new, position):
@@ -117,30 +210,70 @@ def write_cache(cache, new, position):
     return jax.vmap(write)(cache, new.astype(cache.dtype), position[:, 0])
 
 
-def tensor_parallel(f, x, tokens, m):
-    """f(x), both [B, T/tp, D]: of all tokens, with a part of f's weights on every device of tp and so a part of its
-    sum; or, with --sequence_parallel ulysses, of own tokens, with all its weights."""
-    if m.sequence_parallel == "ulysses":
-        return f(x)
-    return scatter_sequence(f(gather_sequence(x, tokens.split)), tokens.split)
+def key_value_cache(layers, B, T, heads, channels):
+    """(shape, spec) of a stack of caches of keys and values, of so many heads and channels each.
+
+    For B sequences of at most T tokens; one layer has [B/dp, T, 2, heads/tp, channels].
+    """
+    return (layers, B, T, 2, heads, channels), P("pp", "dp", None, None, "tp", None)
+
+
+def extend_key_values(cache, kv, position):
+    """Writes keys and values kv [B, 2, H/tp, T, K] of new tokens at position [B, T] into a `key_value_cache`.
+
+    Returns those of all positions [B, 2, H/tp, T_max, K], and the cache. Without a cache, kv as it is, and None.
+    """
+    if cache is None:
+        return kv, None
+    cache = write_cache(cache, jnp.moveaxis(kv, 3, 1), position)
+    return jnp.moveaxis(cache, 1, 3), cache
 
 
 def project_heads(out, weight, tokens, m):
-    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D] by weight [H/tp, V, D], or [H, V, D] with
-    --sequence_parallel ulysses."""
+    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D].
+
+    weight [H/tp, V, D], or [H, V, D] with --sequence_parallel ulysses.
+    """
     if m.sequence_parallel == "ulysses":
         return product("bhtv,hvd->btd", exchange_heads(out, tokens.split), weight)
     return scatter_sequence(product("bhtv,hvd->btd", out, weight), tokens.split)
 
 
-class Load(NamedTuple):
-    """What routing did, as sums over local tokens; adds up over microbatches, devices and steps."""
-
-    loss: jax.Array  # [] load-balancing loss, summed over sequences (here: this device's part of T)
-    tokens: jax.Array  # [E] choices that fell on each expert
-    dropped: jax.Array  # [] choices that found their expert's bucket full
+# --- Feed-forward -------------------------------------------------------------------------------------------------
 
 
-def no_load(*shape):
-    """A `Load` of nothing, with tokens of the given shape [..., E]."""
-    return Load(jnp.float32(0), jnp.zeros(shape), jnp.float32(0))
+def activate(h):
+    """[..., 2, F] -> SwiGLU (arXiv:2002.05202, equation 5); [..., 1, F] -> GELU. Returns [..., F]."""
+    if h.shape[-2] == 1:
+        return jax.nn.gelu(h[..., 0, :])
+    return jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
+
+
+def feed_forward_table(cfg, F, up_std, down_std):
+    """Parameters of `feed_forward` with F hidden channels, and the standard deviations with which they begin."""
+    D, branches = cfg.model.model_dimension, BRANCHES[cfg.model.activation]
+    return dict(
+        up=weight_param(cfg, (branches, D, F), up_std, dim=1, **split_over_tp(cfg, 2)),
+        down=weight_param(cfg, (D, F), down_std, **split_over_tp(cfg, 1)),
+    )
+
+
+def feed_forward(p, x, tokens, m):
+    """SwiGLU or GELU feed-forward without biases: x [B, T/tp, D] -> [B, T/tp, D]."""
+
+    def mlp(x):
+        h = activate(product("btd,gdf->btgf", x, p["up"]))  # [B, T, F/tp]
+        return product("btf,df->btd", h, p["down"])
+
+    return tensor_parallel(mlp, x, tokens, m)
+
+
+def tensor_parallel(f, x, tokens, m):
+    """f(x) with x and the result [B, T/tp, D], for an f that acts on each token alone.
+
+    With --sequence_parallel megatron f sees all tokens and a part of its weights, and its results are summed over tp
+    (arXiv:2205.05198, section 4.2.2); with ulysses it sees its own tokens and all its weights.
+    """
+    if m.sequence_parallel == "ulysses":
+        return f(x)
+    return scatter_sequence(f(gather_sequence(x, tokens.split)), tokens.split)

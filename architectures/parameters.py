@@ -1,4 +1,7 @@
-"""What a parameter table is made of: shapes, how they lie on the mesh, how they begin."""
+"""What a parameter table is made of: shapes, how weights lie on the mesh, how they begin.
+
+A table is a nested dict of `Param`s. Initialization, sharding, counting and checkpoints all follow from it.
+"""
 
 import dataclasses
 import math
@@ -14,59 +17,89 @@ from collectives import AXES
 
 
 class Param(NamedTuple):
-    """One leaf: everything about it that initialisation, sharding, counting and the layers need to know."""
+    """One leaf: everything about it that initialization, sharding, counting and the layers need to know."""
 
     shape: tuple
     spec: P
-    std: float  # of its normal initialisation
-    start: float = 0.0  # mean of its initialisation
+    std: float  # standard deviation of its normal initialization
+    start: float = 0.0  # mean of its initialization
     gather: tuple = ()  # (dim counted from the end, axes): gathered over these before use
-    expert: int = 0  # dim counted from the end of which a device uses one alone, its own expert; 0: there is none
+    expert: int = 0  # dim of experts, counted from the end, of which a device uses one; 0: none
     matrix: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed
     active: float = 1.0  # share of it that one token uses
-    rows: int = 0  # of its first dim that are used, the others are 0 and stay so; 0: all
+    rows: int = 0  # rows of its first dim that are used, the others are 0 and stay so; 0: all
 
 
-def matrix(cfg, shape, std, over=("dp",), fsdp=0, fixed=None, **more):
-    """`Param` of a weight whose dim `fsdp` is split over the axes `over` (or as many of them as divide it; not over dp
-    where --fsdp is none) until it is used; dims in `fixed` ({dim: axes}) stay split."""
-    sizes = dict(zip(AXES, cfg.run.n_device_axis))
-    spec = [(fixed or {}).get(dim) for dim in range(len(shape))]
-    if cfg.model.fsdp == "none" and not more.get("expert"):
+# --- Leaves -------------------------------------------------------------------------------------------------------
+
+
+def weight_param(cfg, shape, std, over=("dp",), dim=0, fixed=None, expert=0, matrix=True, **more):
+    """`Param` of a weight that begins normal with standard deviation `std`.
+
+    It is stored in parts along `dim`, over those of the mesh axes `over` that --fsdp allows and whose sizes divide it,
+    and gathered before use. fixed {dim: axes}: dims that stay split in use. `more` are fields of `Param`.
+    """
+    axes = storage_axes(cfg, over, shape[dim], expert)
+    spec = [None] * len(shape)
+    for fixed_dim, fixed_axes in (fixed or {}).items():
+        spec[fixed_dim] = fixed_axes
+    gather = ()
+    if axes:
+        spec[dim] = axes
+        gather = (dim - len(shape), axes)
+    return Param(tuple(shape), P(*spec), std, gather=gather, expert=expert, matrix=matrix, **more)
+
+
+def storage_axes(cfg, over, size, expert):
+    """Those of the mesh axes `over` that split a dim of `size` of a weight while it is stored.
+
+    Not dp with --fsdp none, but for experts. While the axes do not divide the size, the first is left out (of experts,
+    which are exchanged over all of `over` at once, all).
+    """
+    if cfg.model.fsdp == "none" and not expert:
         over = tuple(axis for axis in over if axis != "dp")
-    while over and shape[fsdp] % math.prod(sizes[a] for a in over):
-        over = () if more.get("expert") else over[1:]
-    if over:
-        spec[fsdp] = over
-        more["gather"] = (fsdp - len(shape), over)
-    return Param(tuple(shape), P(*spec), std, **{"matrix": True, **more})
+    mesh_size = dict(zip(AXES, cfg.run.n_device_axis))
+    while size % math.prod(mesh_size[axis] for axis in over):
+        over = () if expert else over[1:]
+    return over
 
 
-def over_tp(cfg, dim):
-    """How tp splits a weight behind a sum over `dim`, heads or feed-forward width, as arguments of `matrix`."""
-    return (
-        dict(fixed={dim: "tp"})
-        if cfg.model.sequence_parallel == "megatron"
-        else dict(over=("dp", "tp"))
-    )
+def split_over_tp(cfg, dim):
+    """Arguments of `weight_param` for a weight that is summed over `dim`, heads or feed-forward width.
+
+    With --sequence_parallel megatron tp splits that dim in use; with ulysses tp only stores a part of the weight.
+    """
+    if cfg.model.sequence_parallel == "megatron":
+        return dict(fixed={dim: "tp"})
+    return dict(over=("dp", "tp"))
 
 
 def scale_param(size):
-    """`Param` of a norm's scale."""
+    """`Param` of a norm's scale, which begins at 1."""
     return Param((size,), P(None), 0.0, start=1.0)
 
 
 def bias_param(*shape, spec=P(None)):
-    """`Param` of a bias."""
+    """`Param` of a bias, which begins at 0."""
     return Param(shape, spec, 0.0)
 
 
+def embedding_param(cfg, size, std, **more):
+    """`Param` of a table [size, D] with one row for each token id or position, stored in parts over the whole mesh."""
+    return weight_param(cfg, (size, cfg.model.model_dimension), std, over=AXES, **more)
+
+
+# --- Tables -------------------------------------------------------------------------------------------------------
+
+
 def stack(layer, *sizes, over="pp"):
-    """Leading dims for every leaf of a layer's table, the first of them split over the axis `over`."""
+    """The table of a stack of layers: leading dims of `sizes` for every leaf, the first split over the axis `over`."""
     leading = P(over, *[None] * (len(sizes) - 1))
-    return table_map(
-        lambda p: p._replace(shape=(*sizes, *p.shape), spec=P(*leading, *p.spec)), layer
-    )
+
+    def stacked(p):
+        return p._replace(shape=(*sizes, *p.shape), spec=P(*leading, *p.spec))
+
+    return table_map(stacked, layer)
 
 
 def is_param(x):
@@ -87,13 +120,16 @@ def init_params(table, key):
     """Float32 parameters; each leaf depends on `key` and its own path, not on the mesh or on other leaves."""
 
     def init(path, p):
-        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
-        x = (
-            p.start + p.std * jax.random.normal(own, p.shape)
-            if p.std
-            else jnp.full(p.shape, p.start)
-        )
-        return jnp.where(jnp.arange(p.shape[0])[:, None] < p.rows, x, 0) if p.rows else x
+        if p.std:
+            path_hash = zlib.crc32(jax.tree_util.keystr(path).encode())
+            own_key = jax.random.fold_in(key, path_hash)
+            x = p.start + p.std * jax.random.normal(own_key, p.shape)
+        else:
+            x = jnp.full(p.shape, p.start)
+        if p.rows:
+            used = jnp.arange(p.shape[0])[:, None] < p.rows
+            x = jnp.where(used, x, 0)
+        return x
 
     return jax.tree_util.tree_map_with_path(init, table, is_leaf=is_param)
 

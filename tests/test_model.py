@@ -202,11 +202,12 @@ def test_rotary_scores_depend_on_distance_alone(factor):
     m = small_config(rope_dim=16, rope_factor=factor, rope_original_T=64).model
     q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 16)).astype(np.float32)
 
+    frequencies = deepseek.yarn_frequencies(m)
+
     def score(t, s):
-        return (
-            deepseek.rotate(q[None], jnp.array([t]), m)
-            * deepseek.rotate(k[None], jnp.array([s]), m)
-        ).sum()
+        query = layers.rotate(q[None], jnp.array([t]), frequencies)
+        key = layers.rotate(k[None], jnp.array([s]), frequencies)
+        return (query * key).sum()
 
     assert abs(score(5, 3) - score(105, 103)) < 1e-4 and abs(score(5, 3) - score(5, 4)) > 1e-3
 

@@ -442,7 +442,7 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
             ), e
             continue
         ours = [
-            *deepseek.rotary_frequencies(m),
+            *deepseek.yarn_frequencies(m),
             m.rope_attention_factor,
             deepseek.score_scale(10, m) * math.sqrt(10),
         ]
