@@ -9,7 +9,6 @@ if __name__ in interrupts.PROGRAM:
     interrupts.at_once(interrupts.NOTHING_LOST, __name__)
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -35,17 +34,15 @@ if __name__ == "__main__":  # flags for XLA must stand in the environment before
 
 import jax
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-import model
 from data.tokenization import keep_tokenizer, text_of
-from dataset import Mixture, Prefetch, put_batch
+from dataset import Mixture, Prefetch, data_fingerprint, put_batch
 from training import decoding, settings, steps, weights
-from training.checkpointing import Checkpoints
+from training.bad_steps import BadSteps
+from training.meter import Meter
 from training.optimizer import make_optimizer
 from training.processes import (
     ANOTHER,
@@ -58,108 +55,57 @@ from training.processes import (
     join_processes,
     together,
 )
-from training.runlog import Pace, RunLog, check_login, duration, progress, uploading
+from training.run_checkpoints import RunCheckpoints
+from training.runlog import RunLog, check_wandb, duration, print_progress, uploading
 
 # --- The run ------------------------------------------------------------------------------------------------------
 
-MOST_RETURNS = 3  # to a checkpoint after bad steps; more would show that it does not help
-
-
-def data_fingerprint(*mixtures):
-    """Hash of what the shards are, wherever they stand."""
-
-    def shards(c):
-        return [{k: s[k] for k in s if k != "crc32"} for s in c.manifest.get("shards", [])]
-
-    what = [
-        [
-            shards(c) or [(os.path.basename(s.path), s.length) for s in c.shards],
-            c.manifest.get("tokenizer_sha256"),
-        ]
-        for mixture in mixtures
-        for c in mixture.corpora
-    ]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
-
 
 def main(cfg, given):
-    """Train as `cfg` says, resuming where the run left off. Returns the exit status: 0, or 128 + the signal."""
+    """Train as `cfg` says, resuming where the run left off. Returns the exit status: 0, or 128 + the signal.
+
+    given: flags that the user gave; the others may follow the weights, the data or a resumed run. Raises UserError.
+    """
     steps.configure_jax(cfg)
-    flags, load = None, None
+    flags, load_weights = None, None
     if cfg.run.init_from:
-        flags, load = weights.open_weights(cfg.run.init_from)
+        flags, load_weights = weights.open_weights(cfg.run.init_from)
     cfg = settings.settle(cfg, given, jax.device_count(), flags)
-    if load:
-        if cfg.model.T > (most := weights.positions(cfg.run.init_from, flags["T"])):
-            them = f"the weights in --init_from {cfg.run.init_from}"
-            say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
-    error = None
-    try:
-        if cfg.run.wandb and jax.process_index() == 0:
-            check_login()
-    except UserError as e:
-        error = e
-    together(error)
+    if flags:
+        warn_of_length(cfg, flags["T"])
+    on_main_process(lambda: check_wandb(cfg.run))
     with alone_in_folder(cfg.run):
-        return train_in_folder(cfg, given, load)
+        return train(cfg, given, load_weights)
 
 
-def train_in_folder(cfg, given, load):
-    """`main`, in a run directory that is this run's alone. load: of `open_weights`, for --init_from."""
-    started = time.time()
+def train(cfg, given, load_weights):
+    """`main`, in a run directory that is this run's alone. load_weights: of `open_weights`, for --init_from."""
+    began = time.time()
 
     # --- Data
-    train, val = (
-        Mixture(cfg, cfg.data.train_folder_name),
-        Mixture(cfg, cfg.data.val_folder_name, optional=True),
-    )
-    data = data_fingerprint(train, val)
+    corpus = Mixture(cfg, cfg.data.train_folder_name)
+    val_corpus = Mixture(cfg, cfg.data.val_folder_name, optional=True)
+    encoding = corpus.encoding()
+    data = data_fingerprint(corpus, val_corpus)
     check_agreement(cfg, data)
-    encoding = train.encoding()
-    cfg = settings.settle(cfg, given, jax.device_count(), fingerprint=data, encoding=encoding)
-    prompt = settings.prompt_ids(cfg, encoding)
-    mesh = steps.make_mesh(cfg)
-    dp, pp, tp = cfg.run.n_device_axis
-    shape = steps.batch_shape(cfg)
-    per_step = math.prod(shape[:-1])  # sequences
-    order = functools.partial(train.sequences, seed=cfg.run.seed)
 
-    # --- Model, optimizer
-    kind = jax.devices()[0].device_kind
-    say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
-    say(f"parameters: {steps.count_in_words(cfg)}")
-    for c, share in zip(train.corpora, train.shares / train.shares.sum()):
-        say(
-            f"data: {c.n_sequences:,} sequences of {c.T} tokens in {c.folder}, {share:.3%} of each step's"
-        )
-    say(f"{per_step * train.T:,} tokens a step")
+    # --- Configuration: fitted to the data and to the run that is resumed, and fixed from here on
+    cfg = settings.settle(cfg, given, jax.device_count(), None, data, encoding)
+    batch_shape = steps.batch_shape(cfg)
+    per_step = math.prod(batch_shape[:-1])  # sequences
+
+    # --- Mesh
+    mesh = steps.make_mesh(cfg)
+    print_setup(cfg, corpus)
+
+    # --- Optimizer
     optimizer, schedule = make_optimizer(cfg)
-    in_a_row = utils.replace(cfg, pp_interleave=1)  # as blocks stand in checkpoints
-    abstract, stored = (
-        steps.abstract_state(cfg, mesh, optimizer),
-        steps.abstract_state(in_a_row, mesh, optimizer),
-    )
-    to_run, to_store, to_sample = (
-        steps.arranger(cfg, a) for a in (abstract, stored, stored.params)
-    )
 
     # --- Restore
-    checkpoints = Checkpoints(
-        os.path.join(cfg.run.folder, "checkpoints"),
-        cfg.run.keep_checkpoints,
-        cfg.run.keep_every,
-        cfg.run.keep_best,
-        functools.partial(weights.other_flags, in_a_row),
-    )
-
-    def beginning():
-        params = load(stored.params) if load else None
-        return steps.init_state(in_a_row, stored, optimizer, params), dict(step=0, sequences=0)
-
-    state, meta = checkpoints.restore(stored) or beginning()
-    state, step, sequences = to_run(state), meta["step"], meta["sequences"]
-    # back: where to go back to and on from, once max_bad_steps in a row were bad
-    faults = dict(bad_steps=0, in_a_row=0, returns=0, back=None) | meta.get("faults", {})
+    checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights)
+    state, meta = checkpoints.restore_or_begin()
+    step, sequences = meta["step"], meta["sequences"]
+    bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
     if step:
         say(f"resuming {cfg.run.name} at step {step}, after {sequences:,} sequences")
     if step >= cfg.run.training_steps:
@@ -168,199 +114,210 @@ def train_in_folder(cfg, given, load):
         return 0
 
     # --- Steps
-    pending = None  # (step, sequences, metrics) not fetched
+    meter = Meter(per_step * corpus.T, corpus, bad_steps)
+    batches = read_batches(
+        cfg, corpus, mesh, step, sequences, meter
+    )  # errors come before compiling
+    evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
+    train_step = compile_train_step(cfg, mesh, optimizer, schedule)
+    sample = make_sampler(cfg, mesh, encoding)
 
-    def read_on():
-        numbers = range(sequences, sequences + (cfg.run.training_steps - step) * per_step, per_step)
-        batches = Prefetch(
-            lambda n: put_batch(order, n, shape, mesh),
-            numbers,
-            busy=lambda: pending and jax.block_until_ready(pending[-1]),
-        )
-        together(batches.error(2))
-        return batches
-
-    batches = read_on()  # what is wrong with the data is said before minutes of compiling
-    evaluate = steps.make_evaluate(cfg, mesh, val)
-    compiling = time.time()
-    train_step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
-    say(f"compiled in {duration(time.time() - compiling)}")
-    generate = jax.jit(
-        decoding.make_generate(in_a_row, mesh), out_shardings=NamedSharding(mesh, P())
-    )
-
-    # --- What the run says and leaves behind
-    main_process = jax.process_index() == 0
-    log = RunLog(cfg, step, main_process)
-    peak = platforms.peak_flops(kind)
-    at_peak = peak and peak * cfg.run.n_devices / model.flops_per_token(cfg)  # tokens per second
-    about = dict(
-        mesh=[dp, pp, tp],
-        versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)},
-        config=settings.to_resume(cfg, data),
-    )
-    if main_process:
-        config = dict(utils.flatten(cfg), data_fingerprint=data)
-        config["encoding"] = keep_tokenizer(cfg.run.folder, train.tokenizer)
-        utils.write_file(log.path("config.json"), json.dumps(config, indent=1) + "\n")
-
-    def save(state, row):
-        kept = about | {"faults": dict(faults)}
-        checkpoints.save(step, to_store(state), sequences, kept, row.get("loss/val_loss"))
-
-    def sample(state):
-        if prompt is None:
-            return
-        ids = np.asarray(
-            generate(to_sample(state.params), prompt, jax.random.key(cfg.run.seed))
-        ).tolist()
-        rows = [
-            itertools.takewhile(lambda t: t != encoding.eot_token, row[1:]) for row in ids
-        ]  # the first is one too
-        log.text(step, [text_of(encoding, row) for row in rows])
-
-    def at_stake():
-        """Steps that are in no checkpoint yet, in words."""
-        first = (checkpoints.on_disk or 0) + 1
-        return f"the steps from {first} to {step}" if step >= first else "no step"
-
-    def fetch(step, sequences, metrics):
-        """Numbers of a finished step, for the log."""
-        values = jax.device_get(metrics)
-        heads = {f"load/head_{i}": float(v) for i, v in enumerate(values.pop("load/head", []))}
-        row = (
-            {"step": step}
-            | {key: float(v) for key, v in values.items()}
-            | heads
-            | train.epochs(sequences)
-        )
-        if math.isfinite(row["loss/train_loss"]) and math.isfinite(row["grad_norm"]):
-            faults["in_a_row"] = 0
-        else:
-            faults["bad_steps"] += 1
-            faults["in_a_row"] += 1
-            say(
-                f"warning: step {step} is skipped, its loss is {row['loss/train_loss']:.4f} and the norm of its "
-                f"gradient {row['grad_norm']:.3f} ({faults['in_a_row']} in a row)"
-            )
-            if faults["in_a_row"] >= cfg.run.max_bad_steps > 0 and not faults["back"]:
-                faults["back"] = dict(
-                    before=step + 1 - faults["in_a_row"],
-                    sequences=sequences,
-                    bad_steps=faults["bad_steps"],
-                )
-        row["bad_steps"] = faults["bad_steps"]
-        return row | pace.step()
-
-    # --- Loop: the host runs one step ahead of the devices, so metrics are fetched a step late
-    quiet = not (main_process and sys.stderr.isatty())
-    bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=quiet)
+    # --- Loop: the host runs one step ahead of the devices
+    on_main_process(lambda: write_config(cfg, data, corpus))
+    log = RunLog(cfg, step, active=jax.process_index() == 0)
     watchdog = Watchdog(cfg)
-    pace = Pace(per_step * train.T, batches.waited)
-    began, first_step = time.time(), step  # of training; moved on by the time spent off it
-    row = None  # of the last step, where it is fetched and not logged
-    # until all is written: a signal may reach this process when all have agreed to stop
-    with Interrupt(at_stake) as interrupt:
+    bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=not shows_bar())
+    row = None  # metrics of the last step, from when they are fetched until they are logged
+    meter.pace.resume(batches.waited)
+    with Interrupt(lambda: checkpoints.not_saved(step)) as interrupt:
         try:
             while True:
-                if back := faults["back"]:
-                    if faults["returns"] == MOST_RETURNS:
-                        raise UserError(
-                            f"--max_bad_steps {cfg.run.max_bad_steps}: so many in a row from step "
-                            f"{back['before']} on had a loss or gradient that is not finite, after "
-                            f"{MOST_RETURNS} returns to a checkpoint; look at the losses before, or begin "
-                            f"another run by --init_from with a lower --max_lr."
-                        )
-                    watchdog.begin("return", step)
-                    pending = state = None  # there is memory for one
+                if bad_steps.due:
+                    bad_steps.check()
+                    watchdog.begin("rollback", step)
+                    sequences = bad_steps.due.sequences
                     batches.close()
-                    state, meta = (
-                        checkpoints.restore(stored, back["before"], cfg.run.save_steps)
-                        or beginning()
-                    )
-                    state, step, sequences = to_run(state), meta["step"], back["sequences"]
-                    faults |= dict(
-                        bad_steps=back["bad_steps"],
-                        in_a_row=0,
-                        returns=faults["returns"] + 1,
-                        back=None,
-                    )
-                    say(
-                        f"warning: going back to step {step}, and on with the data after sequence {sequences:,} "
-                        f"(return {faults['returns']} of {MOST_RETURNS})"
-                    )
-                    batches, interrupt.earlier = (
-                        read_on(),
-                        0,
-                    )  # what could not be read before may be skipped now
+                    meter.restart()
+                    state = None  # the devices have room for one
+                    state, meta = checkpoints.roll_back(bad_steps.due.before)
+                    step = meta["step"]
+                    bad_steps.rolled_back(step)
+                    batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
+                    interrupt.forget_failure()  # to read a batch that may be left out now
                     log.rewind(step)
-                    pace.close()
-                    pace = Pace(per_step * train.T, batches.waited)
-                    began, first_step = time.time(), step
+                    meter.pace.resume(batches.waited)
+
                 watchdog.begin("training", step + 1)
                 state, metrics = train_step(state, *next(batches))
-                pace.launched(metrics, batches.waited)
                 step, sequences = step + 1, sequences + per_step
-                if pending:
-                    log.metrics(fetch(*pending))
-                pending = (step, sequences, metrics)
+                finished = meter.launched(step, sequences, metrics, batches.waited)
+                if finished:
+                    log.metrics(finished)
                 bar.update(step - bar.n)
-                # Of several processes each must know of the step after next, since what they agree on comes a step late
+
+                # Several processes must know of the step after next: they agree on an answer a step late.
                 error = batches.error(min(2, jax.process_count()))
                 signalled = interrupt.agreed(
                     error
-                )  # once: a signal that arrives from here on belongs to the next step
-                stop = signalled or step == cfg.run.training_steps
+                )  # asked once: a later signal belongs to the next step
+                last = step == cfg.run.training_steps
+                stops = signalled or last
                 scheduled = step % cfg.run.eval_every == 0
-                saves = stop or step % cfg.run.save_steps == 0
-                if not (scheduled or saves):
+                evaluates = scheduled or (last and not signalled)
+                saves = stops or step % cfg.run.save_steps == 0
+                if not (evaluates or saves):
                     continue
-                row, pending = fetch(*pending), None
-                off = time.time()
-                if scheduled or (stop and not signalled):
+
+                row = meter.fetch()
+                meter.pace.pause()
+                if evaluates:
                     watchdog.begin("evaluation", step)
                     row |= evaluate(state.params)
-                    left = (off - began) / (step - first_step) * (cfg.run.training_steps - step)
-                    progress(cfg, row | pace.since_last(), left, val.bytes_per_token, at_peak)
+                    print_progress(cfg, row, meter.pace, val_corpus.bytes_per_token)
                 log.metrics(row)
-                if scheduled or stop:
+                if evaluates or stops:
                     log.plots()
-                # between bad steps nothing changes, and what they go back to must not leave for it
-                saves = stop or (saves and not (faults["in_a_row"] or faults["back"]))
+                saves = stops or (saves and not bad_steps.in_progress)
                 if saves:
                     watchdog.begin("checkpoint", step)
-                    save(state, row)
+                    checkpoints.save(step, sequences, state, bad_steps, row.get("loss/val_loss"))
                 row = None
                 if signalled == interrupt.FAILED:
                     raise error or UserError(ANOTHER)
                 if saves and not signalled:
                     watchdog.begin("sampling", step)
-                    sample(state)
-                pace.on(batches.waited)
-                began += time.time() - off
-                if stop:
+                    texts = sample(state.params)
+                    if texts:
+                        log.text(step, texts)
+                if stops:
                     break
+                meter.pace.resume(batches.waited)
         except (
             UserError
-        ):  # of all processes, at the same step: storage failed; keep what was reached
-            row = fetch(*pending) if pending else row
+        ):  # of all processes at the same step: storage failed; keep what was reached
+            row = row or meter.fetch()
             if row:
                 log.metrics(row)
-            if not faults["back"]:
-                save(state, {})
+            if not bad_steps.due:
+                checkpoints.save(step, sequences, state, bad_steps)
             raise
         finally:
             watchdog.over.set()
-            pace.close()
+            meter.close()
             bar.close()
             checkpoints.close()
             log.close()
             batches.close()  # last: a read that storage does not answer may take a minute to give up
+    return tell_end(cfg, checkpoints, step, signalled, time.time() - began)
+
+
+# --- Its parts ----------------------------------------------------------------------------------------------------
+
+
+def on_main_process(work):
+    """Call work() on process 0. Raises UserError on all processes where it did so there."""
+    error = None
+    try:
+        if jax.process_index() == 0:
+            work()
+    except UserError as e:
+        error = e
+    together(error)
+
+
+def warn_of_length(cfg, T):
+    """Print a warning where --T is longer than the sequences that the weights in --init_from were made for. T: of their
+    flags."""
+    most = weights.positions(cfg.run.init_from, T)
+    if cfg.model.T > most:
+        them = f"the weights in --init_from {cfg.run.init_from}"
+        say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
+
+
+def print_setup(cfg, corpus):
+    """Print what is about to run: mesh, model, data."""
+    dp, pp, tp = cfg.run.n_device_axis
+    kind = jax.devices()[0].device_kind
+    say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
+    say(f"parameters: {steps.count_in_words(cfg)}")
+    shares = corpus.shares / corpus.shares.sum()
+    for part, share in zip(corpus.corpora, shares):
+        say(
+            f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}, {share:.3%} of each step's"
+        )
+    say(f"{math.prod(steps.batch_shape(cfg)):,} tokens a step")
+
+
+def read_batches(cfg, corpus, mesh, step, sequences, meter):
+    """Iterator over the batches of the steps after `step`, from the training data after `sequences` sequences on, read
+    ahead. Raises UserError on all processes where the first ones cannot be read."""
+    shape = steps.batch_shape(cfg)
+    per_step = math.prod(shape[:-1])
+    end = sequences + (cfg.run.training_steps - step) * per_step
+    order = functools.partial(corpus.sequences, seed=cfg.run.seed)
+
+    def batch_from(first):
+        return put_batch(order, first, shape, mesh)
+
+    batches = Prefetch(batch_from, range(sequences, end, per_step), busy=meter.wait)
+    together(batches.error(2))
+    return batches
+
+
+def compile_train_step(cfg, mesh, optimizer, schedule):
+    """The compiled train step of training/steps.py; how long that took is printed."""
+    began = time.time()
+    abstract = steps.abstract_state(cfg, mesh, optimizer)
+    train_step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
+    say(f"compiled in {duration(time.time() - began)}")
+    return train_step
+
+
+def make_sampler(cfg, mesh, encoding):
+    """`sample(params)` -> texts that continue --prompt, with the same draws every time; no texts where there is no
+    tokenizer (`encoding`) or --T leaves no room."""
+    prompt = settings.prompt_ids(cfg, encoding)
+    in_order = utils.replace(cfg, pp_interleave=1)
+    abstract = steps.abstract_params(in_order, mesh)
+    rearrange = steps.arranger(cfg, abstract)
+    replicated = NamedSharding(mesh, P())
+    generate = jax.jit(decoding.make_generate(in_order, mesh), out_shardings=replicated)
+
+    def sample(params):
+        if prompt is None:
+            return []
+        rows = generate(rearrange(params), prompt, jax.random.key(cfg.run.seed))
+        return [text_of_row(row) for row in np.asarray(rows).tolist()]
+
+    def text_of_row(row):
+        after_first = row[1:]  # the first token is the end of text, which begins every document
+        text = itertools.takewhile(lambda token: token != encoding.eot_token, after_first)
+        return text_of(encoding, text)
+
+    return sample
+
+
+def write_config(cfg, data, corpus):
+    """Write config.json, which tools read and a resumed run is compared with, and keep the tokenizer beside it."""
+    config = utils.flatten(cfg) | {"data_fingerprint": data}
+    config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
+    path = os.path.join(cfg.run.folder, "config.json")
+    utils.write_file(path, json.dumps(config, indent=1) + "\n")
+
+
+def shows_bar():
+    """Whether this process shows a progress bar."""
+    return jax.process_index() == 0 and sys.stderr.isatty()
+
+
+def tell_end(cfg, checkpoints, step, signalled, seconds):
+    """Print how the run ended; returns its exit status."""
+    how = "stopped" if signalled else "done"
+    then = ", and the same command goes on from here" if signalled else ""
     say(
-        f"{'stopped' if signalled else 'done'} at step {step} after {duration(time.time() - started)}; "
-        f"everything stands in {log.dir}{', and the same command goes on from here' if signalled else ''}"
+        f"{how} at step {step} after {duration(seconds)}; everything stands in {cfg.run.folder}{then}"
     )
-    if checkpoints.saved != step:
+    if not checkpoints.has(step):
         print(
             f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not written; make "
             f"room, and the same command goes on from the one before.",

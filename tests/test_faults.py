@@ -35,6 +35,7 @@ from training import (
     command_line,
     interrupts,
     locks,
+    meter,
     processes,
     runlog,
     steps,
@@ -105,13 +106,13 @@ def test_a_step_that_is_not_finite_changes_nothing_but_is_counted(train, poison,
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), before, after))
 
 
-def test_bad_steps_in_a_row_send_the_run_back_and_past_their_data(train, poison, tmp_path, capsys):
+def test_bad_steps_in_a_row_roll_the_run_back_and_past_their_data(train, poison, tmp_path, capsys):
     """The same whether or not it is stopped, before, among and after them."""
     poison([7, 8, 9])
     flags = dict(TINY, max_bad_steps=3, save_steps=4, keep_checkpoints=5)
     assert train(**flags, name="whole", training_steps=12) == 0
     said, runs = capsys.readouterr().out, tmp_path / "runs"
-    assert "going back to step 4, and on with the data after sequence 72 (return 1 of 3)" in said
+    assert "rollback 1 of 3 to step 4; training goes on with the data after sequence 72" in said
     assert meta_of(runs / "whole", 12)["sequences"] == 72 + 8 * 8
     rows = metrics_of(runs / "whole")
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -123,23 +124,24 @@ def test_bad_steps_in_a_row_send_the_run_back_and_past_their_data(train, poison,
     assert meta_of(runs / "parts", 12) == meta_of(runs / "whole", 12)  # with the fingerprint
 
 
-def test_after_three_returns_the_run_stops(train, poison, tmp_path, capsys):
+def test_after_three_rollbacks_the_run_ends(train, poison, tmp_path, capsys):
     poison(range(6, 60))
     flags = dict(TINY, max_bad_steps=2, save_steps=4, training_steps=50)
     for _ in range(2):
         with pytest.raises(
-            utils.UserError, match="--max_bad_steps 2: so many .* from step 5 on .*after 3 returns"
+            utils.UserError,
+            match="--max_bad_steps 2: so many .* from step 5 on .*after 3 rollbacks",
         ):
             train(**flags)
         said = capsys.readouterr().out
-        assert said.count("going back to step 4") == 3
+        assert len(re.findall("rollback . of 3 to step 4", said)) == 3
     assert [p.name for p in (tmp_path / "runs/run/checkpoints").iterdir()] == ["4"]
 
 
-def test_a_run_without_a_checkpoint_goes_back_to_its_beginning(train, poison, tmp_path, capsys):
+def test_a_run_without_a_checkpoint_rolls_back_to_its_beginning(train, poison, tmp_path, capsys):
     poison([2, 3])
     assert train(**TINY, max_bad_steps=2, training_steps=5) == 0
-    assert "going back to step 0, and on with the data after sequence 24" in capsys.readouterr().out
+    assert "to step 0; training goes on with the data after sequence 24" in capsys.readouterr().out
     assert meta_of(tmp_path / "runs/run", 5)["sequences"] == 24 + 5 * 8
 
 
@@ -185,14 +187,15 @@ def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
 
 def test_the_pace_is_that_of_the_devices_however_late_the_host_looks(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(runlog.time, "time", lambda: now)
-    monkeypatch.setattr(runlog.jax, "block_until_ready", threading.Event.wait)
-    pace, ends = runlog.Pace(tokens=100, waited=0.5), [threading.Event() for _ in range(3)]
+    monkeypatch.setattr(meter.time, "time", lambda: now)
+    monkeypatch.setattr(meter.jax, "block_until_ready", threading.Event.wait)
+    pace, ends = meter.Pace(tokens=100), [threading.Event() for _ in range(3)]
+    pace.resume(0.5)
     for end, waited in zip(ends, [0.5, 1.5, 1.5]):
         pace.launched(end, waited)
     for now, end in zip([2.0, 4.0, 6.0], ends):
         end.set()
-        wait([pace.launches[ends.index(end)][0]])
+        wait([pace.under_way[ends.index(end)][0]])
     now = 60.0
     assert pace.step() == {"tokens_per_second": 50, "data/wait": 0}
     assert (
@@ -201,13 +204,18 @@ def test_the_pace_is_that_of_the_devices_however_late_the_host_looks(monkeypatch
         == pace.step() | {"data/wait": 0.25}
     )
     assert pace.since_last() == {"tokens_per_second": 50, "data/wait": 1 / 6}
-    pace.on(7.0)  # after a minute of evaluation
+    pace.pause()
+    assert pace.seconds_for(10) == 200  # three steps in a minute
+    now = 90.0
+    pace.resume(7.0)  # after half a minute of evaluation
     end = threading.Event()
     pace.launched(end, 7.0)
-    now = 60.5
+    now = 90.5
     end.set()
     pace.step()
     assert pace.since_last() == {"tokens_per_second": 200, "data/wait": 0}
+    pace.pause()
+    assert pace.seconds_for(4) == 60.5  # the evaluation does not count
     pace.close()
 
 
@@ -366,9 +374,10 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
     # what tools open: the run's checkpoint beside another config.json
-    abstract_of = lambda flags: steps.abstract_params(
-        cfg := small_config(**flags), steps.make_mesh(cfg)
-    )  # noqa: E731
+    def abstract_of(flags):
+        cfg = small_config(**flags)
+        return steps.abstract_params(cfg, steps.make_mesh(cfg))
+
     model_flags = {name: before[name] for name in vars(utils.Model())}
     for other, said in (
         (dict(blocks=3), "--blocks was 1 and is now 3"),
@@ -939,7 +948,9 @@ def undisturbed(pair):
     """meta of the last checkpoint, with its fingerprint, of a run that nothing but its data disturbed."""
     whole = pair("whole", flags=dict(training_steps=STEPS))
     assert whole.wait() == [0, 0], whole.log(0) + whole.log(1)
-    assert "going back to step 20" in whole.log(0) and "going back to step 20" in whole.log(1)
+    assert "rollback 1 of 3 to step 20" in whole.log(
+        0
+    ) and "rollback 1 of 3 to step 20" in whole.log(1)
     return meta_of(whole.run, STEPS), metrics_of(whole.run)
 
 

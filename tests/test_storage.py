@@ -14,7 +14,6 @@ from test_resume import assert_bitwise, checkpoint_of, metrics_of
 sys.path.insert(0, str(ROOT / "data"))
 
 import dataset
-import main
 import utils
 from data import storage, tokenize_shards
 from training import steps
@@ -195,7 +194,7 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(
         return make_evaluate(*args)
 
     with monkeypatch.context() as patch, pytest.raises(utils.UserError) as e:
-        patch.setattr(main, "make_evaluate", lose)
+        patch.setattr(steps, "make_evaluate", lose)
         train(**flags)
     assert f"train/{name} is" in str(e.value) and str(e.value).count(". ") == 0, e.value
     saved = [int(p.name) for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]

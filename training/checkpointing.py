@@ -1,4 +1,4 @@
-"""Checkpoints: written in the background, kept by a policy, verified when read, passed over when damaged."""
+"""Checkpoints: written in the background, kept by a policy, verified when read; damaged ones are passed over."""
 
 import asyncio
 import contextlib
@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,48 +31,53 @@ from utils import UserError, say
 def fingerprint(state):
     """uint32 per leaf: the sum of its bit patterns modulo 2^32, the same on every mesh. A checkpoint that restores to
     another fingerprint than it was saved with is damaged."""
-    return jnp.stack(
-        [
-            lax.bitcast_convert_type(x, jnp.uint32).sum(dtype=jnp.uint32)
-            for x in jax.tree.leaves(state)
-        ]
-    )
+    sums = []
+    for leaf in jax.tree.leaves(state):
+        bits = lax.bitcast_convert_type(leaf, jnp.uint32)
+        sums.append(bits.sum(dtype=jnp.uint32))
+    return jnp.stack(sums)
 
 
-CHUNK = 2**27  # bytes of an array that are stored together, and so can be read without the rest
+CHUNK = (
+    2**27
+)  # bytes of an array that are stored in one piece, which can be read without the others
 
 
 def stored_in_chunks(x):
-    """How Orbax stores an array: large ones cut first between blocks, layers and experts, which lead their dims."""
-    axes = 0
-    while (
-        axes < 2
-        and x.ndim - axes > 2
-        and x.shape[axes] <= 512
-        and 4 * math.prod(x.shape[axes:]) > CHUNK
-    ):
-        axes += 1
-    return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(range(axes)))
+    """How Orbax stores an array: large ones are cut between blocks, layers and experts, which lead their dims."""
+    cut = []
+    while len(cut) < 2 and is_cut(x.shape[len(cut) :]):
+        cut.append(len(cut))
+    return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(cut))
+
+
+def is_cut(shape):
+    """Whether float32 arrays of this shape are stored in one piece for each index of their first dim."""
+    return len(shape) > 2 and shape[0] <= 512 and 4 * math.prod(shape) > CHUNK
 
 
 def meet_or_fail():
-    """Orbax's barrier for the threads that write a checkpoint. A process whose part failed goes on to the last barriers
-    of the save ("set_value"); the others would wait for it for 20 minutes in one before, and here fail at once."""
-    client, rounds = ocp.multihost.get_jax_distributed_client(), itertools.count()
+    """Orbax's barrier for the threads that write a checkpoint, made to fail at once.
+
+    A process whose part failed goes straight to the last barriers of the save ("set_value"). With Orbax's own barrier
+    the others wait for it in an earlier one, for 20 minutes. Here each process tells which barrier it has reached; one
+    that learns of a process at another barrier fails.
+    """
+    client = ocp.multihost.get_jax_distributed_client()
+    rounds = itertools.count()
 
     def barrier(*, key, timeout_ms):
         for n in rounds:
             client.key_value_set(f"checkpoint/{n}/{jax.process_index()}", key)
-            at = [
-                client.blocking_key_value_get(f"checkpoint/{n}/{i}", timeout_ms)
-                for i in range(jax.process_count())
+            reached = [
+                client.blocking_key_value_get(f"checkpoint/{n}/{process}", timeout_ms)
+                for process in range(jax.process_count())
             ]
-            if {*at} == {key}:
+            elsewhere = [process for process, at in enumerate(reached) if at != key]
+            if not elsewhere:
                 return
             if "set_value" not in key:
-                raise OSError(
-                    f"process {next(i for i, other in enumerate(at) if other != key)} failed to"
-                )
+                raise OSError(f"process {elsewhere[0]} failed to")
 
     return barrier
 
@@ -80,11 +86,13 @@ def retention(keep, every, best):
     """{why: Orbax's policy} of the checkpoints to keep: the newest `keep` (None: all), those of every `every`-th step
     (0: none) and, if `best`, the one with the smallest validation loss."""
     policies = ocp.checkpoint_managers
-    every = {"every": policies.EveryNSteps(every)} if every else {}
-    best = policies.BestN(
+    wanted = {"newest": policies.LatestN(keep)}
+    wanted["best"] = policies.BestN(
         get_metric_fn=val_loss_of, reverse=True, n=int(best), keep_checkpoints_without_metrics=False
     )
-    return {"newest": policies.LatestN(keep), "best": best} | every
+    if every:
+        wanted["every"] = policies.EveryNSteps(every)
+    return wanted
 
 
 def val_loss_of(metrics):
@@ -92,25 +100,31 @@ def val_loss_of(metrics):
 
 
 def first_line(error):
-    """What an error of the libraries says, 200 characters of it at most."""
-    text = (
-        str(error).split(" See full TensorStore")[0].strip()
-    )  # what follows there is a function's address
+    """The first line of a library's error, at most 200 characters."""
+    # TensorStore appends the addresses of its functions
+    text = str(error).split(" See full TensorStore")[0].strip()
     return (text.splitlines() or [type(error).__name__])[0][:200]
 
 
-class Loop(asyncio.SelectorEventLoop):
-    """Orbax reads the arrays of a checkpoint together in an event loop, which it closes when the first cannot be read.
-    The others are on their way still: they are given up before, and what their threads report later, each time in a
-    traceback of its own that the loop is closed, is wanted by nobody."""
+class QuietLoop(asyncio.SelectorEventLoop):
+    """An event loop that Orbax may close early.
+
+    Orbax reads all arrays of a checkpoint in one loop and closes it when the first cannot be read. Other reads are
+    still under way; each would print a traceback because its loop is closed. So they are cancelled first, and what
+    their threads report later is dropped.
+    """
 
     def close(self):
-        others = set() if self.is_closed() or self.is_running() else asyncio.all_tasks(self)
-        for task in others:
-            task.cancel()
-        if others:
-            self.run_until_complete(asyncio.gather(*others, return_exceptions=True))
+        if not self.is_closed() and not self.is_running():
+            self._cancel_all()
         super().close()
+
+    def _cancel_all(self):
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     def call_soon_threadsafe(self, callback, *args, context=None):
         try:
@@ -120,22 +134,22 @@ class Loop(asyncio.SelectorEventLoop):
                 raise
 
 
-class Loops(asyncio.DefaultEventLoopPolicy):
+class QuietLoops(asyncio.DefaultEventLoopPolicy):
     def new_event_loop(self):
-        return Loop()
+        return QuietLoop()
 
 
 def meta_sum(meta):
-    """Sum of what is kept beside a state, to know a damaged one."""
+    """Checksum of what is saved beside a state."""
     return zlib.crc32(json.dumps({**meta, "sum": 0}, sort_keys=True).encode())
 
 
 def is_sound(meta):
-    """Whether what was read beside a state can be what `save` kept there. Older ones have no sum."""
+    """Whether what was read beside a state can be what `save` wrote there. Older checkpoints have no checksum."""
+    if not isinstance(meta, dict):
+        return False
     kinds = dict(step=int, sequences=int, fingerprint=list)
-    if not isinstance(meta, dict) or not all(
-        isinstance(meta.get(key), kind) for key, kind in kinds.items()
-    ):
+    if not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
         return False
     return "sum" not in meta or meta["sum"] == meta_sum(meta)
 
@@ -148,45 +162,51 @@ def shapes_of(tree):
 
 
 def first_misfit(there, here):
-    """The first leaf that `there` and `here`, {path: shape}, have in different shapes, in words; "" where none is."""
-    for leaf in sorted(
-        there.keys() | here.keys(), key=lambda leaf: (not leaf.startswith("params"), leaf)
-    ):
+    """In words, the first leaf whose shape differs between `there` and `here`, {path: shape}; "" where none does.
+    Parameters come before the optimizer's leaves."""
+    for leaf in sorted(there.keys() | here.keys(), key=lambda leaf: (leaf[:6] != "params", leaf)):
         if there.get(leaf) != here.get(leaf):
-            saved, wanted = (
-                list(side[leaf]) if leaf in side else "missing" for side in (there, here)
-            )
+            saved = list(there[leaf]) if leaf in there else "missing"
+            wanted = list(here[leaf]) if leaf in here else "missing"
             return f"{leaf} is {saved} there and {wanted} here"
     return ""
 
 
+class Advice(NamedTuple):
+    """How the messages of a reader of checkpoints end."""
+
+    other_flags: str  # where a checkpoint is of a model with other flags
+    damaged: str  # where all are damaged
+
+
+RESUMING = Advice(
+    "give another --name, or the values it had",
+    "give another --name, or remove that folder to start again",
+)
+READING = Advice("restore the run's config.json", "take another run")
+
+
 class Checkpoints:
-    """The Orbax checkpoints in `folder`, of which those of `retention` stay: written in the background, verified
-    when read. explain({flag: value} kept with one or None, {path: shape} of it) tells in words which flags make it of
-    another model."""
+    """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `retention` says.
+
+    keep, every, best: of `retention`; keep None: they are only read. explain(flags, shapes) -> which flags make a
+    checkpoint that of another model, in words: {flag: value} that was saved with it, or None, and its {path: shape}.
+    """
 
     def __init__(self, folder, keep=None, every=0, best=False, explain=None):
-        asyncio.set_event_loop_policy(Loops())
+        asyncio.set_event_loop_policy(QuietLoops())
         self.explain = explain
         self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
-        policy = ocp.checkpoint_managers.AnyPreservationPolicy(
-            [*retention(keep, every, best).values()]
-        )
         writes = keep is not None
         if writes:
             self._remove_torn_losses()
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy,
-            best_fn=val_loss_of,
-            create=writes,
-            cleanup_tmp_directories=writes,
-            lightweight_initialize=not writes,  # or it reads all validation losses, of which one may be damaged
-            async_options=ocp.AsyncOptions(
-                barrier_sync_fn=meet_or_fail() if jax.process_count() > 1 else None
-            ),
+        self.manager = ocp.CheckpointManager(
+            self.folder, options=manager_options(keep, every, best)
         )
-        self.manager, self.saved = ocp.CheckpointManager(self.folder, options=options), None
-        self.watcher, self.written, self.on_disk = ThreadPoolExecutor(1, "checkpoint"), None, None
+        self.watcher = ThreadPoolExecutor(1, "checkpoint")
+        self.saved = None  # step of the newest checkpoint, which may still be on its way
+        self.on_disk = None  # step of the newest one that is written
+        self.written = None  # future: whether the newest save went well
 
     def val_loss(self, step):
         """The validation loss that is kept with a checkpoint, or None. Raises ValueError where that is damaged."""
@@ -199,11 +219,10 @@ class Checkpoints:
         return kept["val_loss"]
 
     def _remove_torn_losses(self):
-        """Orbax begins by reading the losses of all checkpoints, and ends the run where one is damaged. Without it the
-        checkpoint is as sound as it was, but none of the best."""
-        steps = [
-            path.parent.name for path in self.folder.glob("*/metrics") if path.parent.name.isdigit()
-        ]
+        """Remove damaged validation losses: Orbax begins by reading all, and ends the run where it cannot. A checkpoint
+        without one is as sound as before, but none of the best."""
+        folders = [path.parent for path in self.folder.glob("*/metrics")]
+        steps = [folder.name for folder in folders if folder.name.isdigit()]
         for step in steps if jax.process_index() == 0 else []:
             try:
                 self.val_loss(step)
@@ -215,39 +234,39 @@ class Checkpoints:
         all_of(True)  # nobody looks before it is done
 
     def save(self, step, state, sequences, about, val_loss=None):
-        """Begin to write the state at `step`, after `sequences` sequences; `about` is kept with it. Where that fails,
-        now or in the background, it is said, and `saved` is not `step` once `settle` was called."""
+        """Begin to write the state at `step`, after `sequences` sequences, with {name: value} `about` beside it. Where
+        that fails, now or in the background, a warning is printed, and after `settle` `saved` is not `step`."""
         if step == self.saved:
             return
         self.settle()
-        size, free = sum(x.nbytes for x in jax.tree.leaves(state)), math.inf
-        if not utils.is_remote(str(self.folder)):
-            os.makedirs(self.folder, exist_ok=True)
-            free = shutil.disk_usage(self.folder).free
-        if not all_of(size < free):
-            say(
-                f"warning: checkpoint {step} is not written: it may need {utils.size(size)} and {self.folder} has "
-                f"{utils.size(free)} free; the older ones stay, and the next save tries again"
-            )
+        if not self._has_room(step, state):
             return
-        meta = dict(
-            about,
-            step=step,
-            sequences=sequences,
-            fingerprint=np.asarray(fingerprint(state)).tolist(),
-        )
+        meta = dict(about, step=step, sequences=sequences)
+        meta["fingerprint"] = np.asarray(fingerprint(state)).tolist()
         meta["sum"] = meta_sum(meta)
         storage = jax.tree.map(stored_in_chunks, state)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state, storage), meta=ocp.args.JsonSave(meta)
         )
-        self.manager.save(
-            step,
-            args=args,
-            force=True,
-            metrics=None if val_loss is None else {"val_loss": val_loss},
+        metrics = None if val_loss is None else {"val_loss": val_loss}
+        self.manager.save(step, args=args, force=True, metrics=metrics)
+        self.saved = step
+        self.written = self.watcher.submit(self._watch, step)
+
+    def _has_room(self, step, state):
+        """Whether the disks of all processes have room for the state; a warning is printed where one has not."""
+        size = sum(x.nbytes for x in jax.tree.leaves(state))
+        free = math.inf
+        if not utils.is_remote(str(self.folder)):
+            os.makedirs(self.folder, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+        if all_of(size < free):
+            return True
+        say(
+            f"warning: checkpoint {step} is not written: it may need {utils.size(size)} and {self.folder} has "
+            f"{utils.size(free)} free; the older ones stay, and the next save tries again"
         )
-        self.saved, self.written = step, self.watcher.submit(self._watch, step)
+        return False
 
     def _watch(self, step):
         """Wait until the save of `step` has ended; whether it went well. What a failed one left is removed."""
@@ -260,26 +279,31 @@ class Checkpoints:
                 f"warning: checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next "
                 f"save tries again"
             )
-            for thread in threading.enumerate():
-                if thread.name == "async_save":  # Orbax's; it may fail after another one
-                    thread.join()
-            with contextlib.suppress(Exception):
-                self.manager.check_for_errors()  # or the next save would raise its error
-            torn = f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}"
-            for _ in range(10 if jax.process_index() == 0 else 0):
-                shutil.rmtree(torn, ignore_errors=True)
-                time.sleep(0.5)  # a part of it may still be on its way
-                if not os.path.exists(torn):
-                    break
+            self._clean_up(step)
             return False
 
+    def _clean_up(self, step):
+        """Remove what a failed save of `step` left, once all threads that wrote it have ended."""
+        for thread in threading.enumerate():
+            if thread.name == "async_save":  # Orbax's; it may fail after another one
+                thread.join()
+        with contextlib.suppress(Exception):
+            self.manager.check_for_errors()  # or the next save would raise its error
+        torn = f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}"
+        for _ in range(10 if jax.process_index() == 0 else 0):
+            shutil.rmtree(torn, ignore_errors=True)
+            time.sleep(0.5)  # a part of it may still be on its way
+            if not os.path.exists(torn):
+                break
+
     def settle(self):
-        """Wait until what was begun is written or has failed."""
+        """Wait until the newest save is written or has failed."""
         if self.written and not self.written.result():
             with contextlib.suppress(Exception):  # Orbax raises it once in each thread that asks
                 self.manager.wait_until_finished()
             self.manager.reload()
-            self.saved = self.saved if self.saved in self.steps() else None
+            if self.saved not in self.steps():
+                self.saved = None
         self.written = None
 
     def steps(self):
@@ -287,39 +311,31 @@ class Checkpoints:
         return sorted(self.manager.all_steps(), reverse=True)
 
     def meta(self, step):
-        """What `save` kept beside the state."""
+        """What `save` wrote beside the state."""
         return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
 
     def restore(self, abstract, before=math.inf, multiple=1):
         """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
 
-        Damaged ones are moved to checkpoints-damaged and what was lost is said. Raises UserError where none is sound.
-        With `before` only earlier steps count, multiples of `multiple` first, and all that came after is deleted.
+        Damaged ones are moved to checkpoints-damaged, and a warning tells what was lost. Raises UserError where none is
+        sound. With `before` only earlier steps count, multiples of `multiple` first, and all later ones are deleted.
         """
         self.settle()
-        steps = sorted(
-            (s for s in self.steps() if s < before),
-            key=lambda s: (s % multiple == 0, s),
-            reverse=True,
-        )
-        advice = (
-            "give another --name, or the values it had",
-            "give another --name, or remove that folder to start again",
-        )
-        found, damaged = self._newest_sound(
-            ocp.args.StandardRestore(abstract), shapes_of(abstract), steps, say, advice
-        )
+        earlier = [step for step in self.steps() if step < before]
+        steps = sorted(earlier, key=lambda step: (step % multiple == 0, step), reverse=True)
+        item = ocp.args.StandardRestore(abstract)
+        found, damaged = self._newest_sound(item, shapes_of(abstract), steps, say, RESUMING)
+        step = found[1]["step"] if found else None
         if damaged:
             self._set_aside(damaged)
             say(
-                f"warning: going on from checkpoint {found[1]['step']}; the steps from {found[1]['step'] + 1} to "
-                f"{damaged[0]} were lost and are run again, the damaged checkpoints stand in "
-                f"{self.folder}-damaged"
+                f"warning: going on from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and "
+                f"are run again, the damaged checkpoints stand in {self.folder}-damaged"
             )
-        self.saved = self.on_disk = found and found[1]["step"]
-        for step in self.steps() if before < math.inf else []:
-            if step > (self.saved or 0):
-                self.manager.delete(step)
+        self.saved = self.on_disk = step
+        for later in self.steps() if before < math.inf else []:
+            if later > (step or 0):
+                self.manager.delete(later)
         return found
 
     def restore_params(self, abstract):
@@ -328,75 +344,69 @@ class Checkpoints:
         args = ocp.args.PyTreeRestore(
             item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
         )
-        tell = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
-        advice = "restore the run's config.json", "take another run"
-        found, damaged = self._newest_sound(args, shapes_of(item), self.steps(), tell, advice)
+        warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
+        found, damaged = self._newest_sound(args, shapes_of(item), self.steps(), warn, READING)
         if found is None:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")
-        other = self.explain and self.explain(found[1].get("config"), {})
+        state, meta = found
+        other = self.explain and self.explain(meta.get("config"), {})
         if other:
-            raise UserError(
-                f"{self.folder}: checkpoint {found[1]['step']} is of a model with other flags ({other}); "
-                f"{advice[0]}."
-            )
+            raise UserError(f"{self.folder}: {self._of_other_flags(meta['step'], other, READING)}.")
         if damaged:
-            tell(f"warning: the parameters are those of checkpoint {found[1]['step']}")
-        return found[0]["params"]
+            warn(f"warning: the parameters are those of checkpoint {meta['step']}")
+        return state["params"]
 
-    def _newest_sound(self, args, shapes, steps, tell, advice):
+    def _of_other_flags(self, step, other, advice):
+        return f"checkpoint {step} is of a model with other flags ({other}); {advice.other_flags}"
+
+    def _newest_sound(self, args, shapes, steps, warn, advice):
         """((what `args` read of the first sound checkpoint of `steps`, its meta), those before, which are damaged);
-        (None, []) where there are no checkpoints. shapes: {path: shape} of what is read.
-
-        Where none is sound it raises UserError, which ends with advice[0] where one has other shapes, else advice[1].
-        """
+        (None, []) where there are no checkpoints. shapes: {path: shape} of what is read. Raises UserError where none is
+        sound."""
+        reader = lone_reader()
         args = ocp.args.Composite(state=args, meta=ocp.args.JsonRestore())
-        # Each process reads by itself: one that finds damage would leave the others in Orbax's barriers.
-        me = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
-        reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
-        damaged, unfit = [], ""
+        damaged, unfit = [], []
         for step in steps:
-            reason, found = "", None
-            try:
-                found = reader.restore(self.folder / str(step), args=args)
-                reason = (
-                    ""
-                    if is_sound(found.meta)
-                    else "what stands beside its arrays is not what was saved"
-                )
-            except Exception as e:  # whatever a damaged file makes the libraries raise
-                reason = first_line(e)
-            if not all_of(not reason):
-                reason = reason or "as another process found"
+            found, reason = self._read(reader, step, args)
+            if not reason:
+                return (found.state, found.meta), damaged
+            other = self._misfit(step, shapes)
+            if other:
+                unfit.append(self._of_other_flags(step, other, advice))
             else:
-                saved = np.asarray(fingerprint(found.state)).tolist()
-                if (
-                    saved == found.meta["fingerprint"][: len(saved)]
-                ):  # parameters are a state's first leaves
-                    return (found.state, found.meta), damaged
-                reason = "its contents are not those that were saved"
-            if other := self._misfit(step, shapes):
-                unfit = (
-                    unfit
-                    or f"checkpoint {step} is of a model with other flags ({other}); {advice[0]}"
-                )
-            else:
-                tell(f"warning: checkpoint {step} is damaged ({reason})")
+                warn(f"warning: checkpoint {step} is damaged ({reason})")
             damaged.append(step)
+        if unfit:
+            raise UserError(f"{self.folder}: {unfit[0]}.")
         if damaged:
-            every = (
-                f"every checkpoint in here is damaged ({', '.join(map(str, damaged))}); {advice[1]}"
+            names = ", ".join(map(str, damaged))
+            raise UserError(
+                f"{self.folder}: every checkpoint in here is damaged ({names}); {advice.damaged}."
             )
-            raise UserError(f"{self.folder}: {unfit or every}.")
         return None, []
+
+    def _read(self, reader, step, args):
+        """(what `args` read of one checkpoint, "") where all processes find it sound, else (None, why it is not)."""
+        found, reason = None, ""
+        try:
+            found = reader.restore(self.folder / str(step), args=args)
+            if not is_sound(found.meta):
+                reason = "what stands beside its arrays is not what was saved"
+        except Exception as e:  # whatever a damaged file makes the libraries raise
+            reason = first_line(e)
+        if not all_of(not reason):
+            return None, reason or "as another process found"
+        here = np.asarray(fingerprint(found.state)).tolist()
+        if here != found.meta["fingerprint"][: len(here)]:  # parameters are a state's first leaves
+            return None, "its contents are not those that were saved"
+        return found, ""
 
     def _misfit(self, step, shapes):
         """How the arrays of a checkpoint differ from {path: shape} `shapes`, which may lack the optimizer's; "" where
         they do not, or nothing tells."""
         try:
-            there = shapes_of(
-                ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state").tree
-            )
+            stored = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state").tree
+            there = shapes_of(stored)
         except Exception:  # as above
             return ""
         parts = {leaf.split(".")[0] for leaf in shapes}
@@ -422,3 +432,25 @@ class Checkpoints:
         self.settle()
         self.watcher.shutdown()
         self.manager.close()
+
+
+def manager_options(keep, every, best):
+    """Options of Orbax's manager, with the arguments of `Checkpoints`."""
+    writes = keep is not None
+    policies = list(retention(keep, every, best).values())
+    several = jax.process_count() > 1
+    return ocp.CheckpointManagerOptions(
+        preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
+        best_fn=val_loss_of,
+        create=writes,
+        cleanup_tmp_directories=writes,
+        lightweight_initialize=not writes,  # or it reads all validation losses, of which one may be damaged
+        async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if several else None),
+    )
+
+
+def lone_reader():
+    """A reader for this process alone: one that finds damage would leave the others in Orbax's barriers."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)

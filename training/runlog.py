@@ -11,7 +11,6 @@ import secrets
 import sys
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -19,82 +18,42 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+import model
+from training import platforms
 from utils import UserError, flatten, is_remote, read_file, say, to_json, write_file
 
 
 def duration(seconds):
     """Seconds in words: 42s, 3m05s, 2h10m, 4d03h."""
-    m, s = divmod(int(max(0, seconds)), 60)
-    h, m = divmod(m, 60)
-    d, h = divmod(h, 24)
-    return f"{d}d{h:02d}h" if d else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
+    minutes, s = divmod(int(max(0, seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    d, h = divmod(hours, 24)
+    if d:
+        return f"{d}d{h:02d}h"
+    if h:
+        return f"{h}h{m:02d}m"
+    if m:
+        return f"{m}m{s:02d}s"
+    return f"{s}s"
 
 
-class Pace:
-    """How fast steps of `tokens` tokens are done. The host sees some of them late, and then several at once; a thread
-    waits for each, so that a step takes from when the devices had done the one before, or turned to training again, to
-    when they had done it. waited: seconds so far in which the devices had nothing to do but wait for data."""
-
-    def __init__(self, tokens, waited):
-        self.tokens, self.worker, self.launches = tokens, ThreadPoolExecutor(1, "pace"), deque()
-        self.steps, self.newest = (
-            [],
-            deque(maxlen=10),
-        )  # (seconds, of these waited): since the last line, the last ten
-        self.on(waited)
-
-    def on(self, waited):
-        """The devices turn to training, and have done all before."""
-        self.before, self.waited = time.time(), waited
-
-    def launched(self, metrics, waited):
-        """The next step is on the devices' list; metrics: of its results."""
-        end = self.worker.submit(lambda: (jax.block_until_ready(metrics), time.time())[1])
-        self.launches.append((end, waited - self.waited))
-        self.waited = waited
-
-    def step(self):
-        """{"tokens_per_second", "data/wait": share of the time}, means of ten steps up to the first launched one that
-        was not asked for: on a busy machine the thread too may see two ends at once."""
-        end, waited = self.launches.popleft()
-        seconds, self.before = end.result() - self.before, end.result()
-        self.steps.append((seconds, waited))
-        self.newest.append((seconds, waited))
-        return self._mean(self.newest)
-
-    def since_last(self):
-        """The same, means of all steps since the last call."""
-        steps, self.steps = self.steps, []
-        return self._mean(steps)
-
-    def _mean(self, steps):
-        seconds, waited = map(sum, zip(*steps))
-        seconds = max(1e-9, seconds)
-        return {
-            "tokens_per_second": self.tokens * len(steps) / seconds,
-            "data/wait": min(1.0, waited / seconds),
-        }
-
-    def close(self):
-        """Wait for no more steps."""
-        self.worker.shutdown(wait=False)
-
-
-def progress(cfg, row, left, bytes_per_token, at_peak):
-    """Print the line of an evaluation. row: the step's metrics, with the pace since the last line; left: seconds to the
-    end; at_peak: tokens per second at the devices' peak, or None."""
+def print_progress(cfg, row, pace, bytes_per_token):
+    """Print the line of an evaluation. row: metrics of the step; pace: a paused `Pace`; bytes_per_token: of the
+    validation data, or None."""
+    row = row | pace.since_last()
+    left = pace.seconds_for(cfg.run.training_steps - row["step"])
+    utilization = model_flops_utilization(cfg, row["tokens_per_second"])
     parts = [
         f"step {row['step']}/{cfg.run.training_steps}",
         f"train {row['loss/train_loss']:.4f}",
         f"val {row['loss/val_loss']:.4f}",
     ]
     if bytes_per_token:
-        parts.append(
-            f"{row['loss/val_cross_entropy_loss'] / np.log(2) / bytes_per_token:.3f} bits/byte"
-        )
+        bits = row["loss/val_cross_entropy_loss"] / math.log(2)
+        parts.append(f"{bits / bytes_per_token:.3f} bits/byte")
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
-    if at_peak:
-        parts.append(f"MFU {row['tokens_per_second'] / at_peak:.1%}")
+    if utilization is not None:
+        parts.append(f"MFU {utilization:.1%}")
     parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{duration(left)} left"]
     if row["data/wait"] > 0.05:
         parts.append(
@@ -105,22 +64,28 @@ def progress(cfg, row, left, bytes_per_token, at_peak):
         sys.stdout.flush()
 
 
+def model_flops_utilization(cfg, tokens_per_second):
+    """Share of the devices' peak that the model's operations use; None where the peak is not known."""
+    peak = platforms.peak_flops(jax.devices()[0].device_kind)
+    if not peak:
+        return None
+    return tokens_per_second * model.flops_per_token(cfg) / (peak * cfg.run.n_devices)
+
+
 def is_spike(loss, before, zscore):
-    """Whether `loss` lies more than zscore standard deviations above the mean of the finite ones of the losses
-    `before`, which must be 20 at least."""
-    before = [x for x in before if math.isfinite(x)]
-    return (
-        len(before) >= 20
-        and zscore > 0
-        and bool(zscore * np.std(before) < loss - np.mean(before) < math.inf)
-    )
+    """Whether `loss` lies more than zscore standard deviations above the mean of the losses `before`. Those that are
+    not finite do not count; of less than 20 nothing is concluded."""
+    finite = [x for x in before if math.isfinite(x)]
+    if len(finite) < 20 or zscore <= 0:
+        return False
+    return bool(zscore * np.std(finite) < loss - np.mean(finite) < math.inf)
 
 
 SAMPLE = re.compile(r"^(?==== step \d+$)", re.MULTILINE)  # where the samples of a step begin
 
 
 def rows_in(content):
-    """The rows of metrics.jsonl, without what is none, such as a line that a kill tore."""
+    """The rows of metrics.jsonl, without broken ones, such as a line that a kill tore."""
     rows = []
     for line in content.decode(errors="replace").split("\n"):
         with contextlib.suppress(ValueError, AttributeError):
@@ -131,14 +96,20 @@ def rows_in(content):
     return rows
 
 
-UPLOAD, MOST_UPLOAD = (
-    "wandb",
-    600,
-)  # name of a thread, and the seconds to wait for it at the end of a run
+# --- Weights & Biases ---------------------------------------------------------------------------------------------
+
+UPLOAD = "wandb"  # name of the thread that uploads at the end of a run
+UPLOAD_SECONDS = 600  # that the end of a run waits for it
+
+
+def check_wandb(run):
+    """Raises UserError where --wandb was given and cannot be used."""
+    if run.wandb:
+        check_login()
 
 
 def check_login():
-    """Raises UserError where wandb would ask for a key or refuse to begin; it is not asked, nor its server."""
+    """Raises UserError where wandb would ask for a key or refuse to begin. Neither it nor its server is asked."""
     import wandb
 
     try:
@@ -165,29 +136,114 @@ def uploading():
     return any(thread.name == UPLOAD for thread in threading.enumerate())
 
 
-class RunLog:
-    """What a run leaves behind: metrics.jsonl, samples.txt, plots and, on request, wandb.
+# --- The log ------------------------------------------------------------------------------------------------------
 
-    Calls return at once; one background thread writes in order. `active` is true on process 0 alone, elsewhere
-    nothing is written. Metrics are plain numbers, one object a step.
+
+class RunLog:
+    """What a run leaves behind beside its checkpoints: metrics.jsonl, samples.txt, plots and, on request, wandb.
+
+    Calls return at once; one background thread writes in order. `active` is true on process 0 alone; the others write
+    nothing. Metrics are plain numbers, one object a step.
     """
 
     def __init__(self, cfg, start_step, active):
-        self.dir, self.active, self.wandb = cfg.run.folder, active, None
-        self.worker, self.history, self.zscore = ThreadPoolExecutor(1), [], cfg.run.spike_zscore
+        self.folder = cfg.run.folder
+        self.active = active
+        self.zscore = cfg.run.spike_zscore
+        self.wandb = None
+        self.worker = ThreadPoolExecutor(1)
+        self.history = []  # rows of metrics.jsonl
+        self.samples = []  # texts of samples.txt, one for each step
         if not active:
             return
-        # Resuming: lines after the checkpoint will be written again, and an evaluation that only the end of the
-        # earlier run brought about is not part of an uninterrupted one.
         for row in rows_in(read_file(self.path("metrics.jsonl")) or b""):
+            # A stopped run evaluates at its last step; the run that was never stopped does not evaluate there.
             if row["step"] == start_step and start_step % cfg.run.eval_every:
                 row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
             self.history.append(row)
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
         self.samples = [text for text in re.split(SAMPLE, kept) if text]
-        self._rewind(start_step)
+        self._rewind(start_step)  # what came after the checkpoint will be written again
         if cfg.run.wandb:
-            self._run(lambda: self._begin_wandb(cfg))
+            self._in_background(lambda: self._begin_wandb(cfg))
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def metrics(self, row):
+        """Record one step: {"step": int, name: number, ...}."""
+        self._in_background(lambda: self._write_row(row))
+
+    def text(self, step, texts):
+        """Record the samples drawn at `step`."""
+        self._in_background(lambda: self._write_samples(step, texts))
+
+    def plots(self):
+        """Redraw the plots from all metrics so far."""
+        self._in_background(self._draw_plots)
+
+    def rewind(self, step):
+        """Forget what came after `step`, to which the run rolls back."""
+        self._in_background(lambda: self._rewind(step))
+
+    def close(self):
+        """Wait until everything is written."""
+        self.worker.shutdown(wait=True)
+        if self.wandb:
+            upload = threading.Thread(target=self.wandb.finish, name=UPLOAD, daemon=True)
+            upload.start()
+            upload.join(UPLOAD_SECONDS)
+
+    def _in_background(self, work):
+        if self.active:
+            self.worker.submit(work).add_done_callback(warn_of_failure)
+
+    def _write_row(self, row):
+        losses = [before["loss/train_loss"] for before in self.history[-100:]]
+        spikes = self.history[-1].get("loss_spikes", 0) if self.history else 0
+        spike = is_spike(row["loss/train_loss"], losses, self.zscore)
+        if spike:
+            say(
+                f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
+                f"{self.zscore:g} standard deviations above those before"
+            )
+        row["loss_spikes"] = spikes + spike
+        self.history.append(row)
+        if not is_remote(
+            self.folder
+        ):  # remote files cannot be appended to: `_draw_plots` writes all
+            with open(self.path("metrics.jsonl"), "a") as f:
+                f.write(to_json(row) + "\n")
+        if self.wandb:
+            numbers = {key: v for key, v in row.items() if key != "step"}
+            self.wandb.log(numbers, step=row["step"])
+
+    def _write_history(self):
+        write_file(self.path("metrics.jsonl"), "".join(to_json(row) + "\n" for row in self.history))
+
+    def _write_samples(self, step, texts):
+        rows = "".join(f"--- {i}\n{text}\n" for i, text in enumerate(texts))
+        self.samples.append(f"=== step {step}\n{rows}")
+        write_file(self.path("samples.txt"), "".join(self.samples))
+        if self.wandb:
+            rows = [[step, text] for text in texts]
+            table = self.wandb.Table(columns=["step", "sample"], data=rows)
+            self.wandb.log({"samples": table}, step=step)
+
+    def _draw_plots(self):
+        if is_remote(self.folder):
+            self._write_history()
+        shares = [key for key in self.history[-1] if key.startswith(EXPERT_SHARE)]
+        shares.sort(key=lambda key: int(key.removeprefix(EXPERT_SHARE)))
+        for name, (title, keys) in PLOTS.items():
+            keys = keys or shares
+            if any(key in row for row in self.history for key in keys):
+                write_file(self.path(f"{name}.png"), draw(self.history, title, keys))
+
+    def _rewind(self, step):
+        self.history = [row for row in self.history if row["step"] <= step]
+        self.samples = [text for text in self.samples if step_of_samples(text) <= step]
+        self._write_history()
 
     def _begin_wandb(self, cfg):
         """Begin wandb's run, offline where its server is not reached in half a minute or refuses it."""
@@ -201,7 +257,7 @@ class RunLog:
             project="moe-pretraining",
             id=run_id,
             name=cfg.run.name,
-            dir=self.dir,
+            dir=self.folder,
             config=flatten(cfg),
         )
         try:
@@ -214,129 +270,41 @@ class RunLog:
             wandb.init(mode="offline", **about)
         self.wandb = wandb
 
-    def path(self, name):
-        return os.path.join(self.dir, name)
 
-    def _write_metrics(self):
-        write_file(self.path("metrics.jsonl"), "".join(to_json(row) + "\n" for row in self.history))
+def step_of_samples(text):
+    """The step of one text of samples.txt; 0 where a broken file does not tell."""
+    return int(text.split()[2]) if re.match(SAMPLE, text) else 0
 
-    def _rewind(self, step):
-        self.history = [row for row in self.history if row["step"] <= step]
-        self.samples = [
-            text
-            for text in self.samples
-            if not re.match(SAMPLE, text) or int(text.split()[2]) <= step
-        ]
-        self._write_metrics()
 
-    def rewind(self, step):
-        """Forget what came after `step`, to which the run goes back."""
-        self._run(lambda: self._rewind(step))
+def warn_of_failure(future):
+    """Print a warning where work of the log's thread failed."""
+    error = future.exception()
+    if error:
+        print(f"warning: the run's log could not be written: {error}", file=sys.stderr, flush=True)
 
-    def _run(self, work):
-        if self.active:
-            self.worker.submit(work).add_done_callback(self._complain)
 
-    @staticmethod
-    def _complain(future):
-        if future.exception():
-            print(
-                f"warning: the run's log could not be written: {future.exception()}",
-                file=sys.stderr,
-                flush=True,
-            )
+# --- Plots --------------------------------------------------------------------------------------------------------
 
-    def metrics(self, row):
-        """Record one step: {"step": int, key: number, ...}."""
-
-        def work():
-            losses = [before["loss/train_loss"] for before in self.history[-100:]]
-            spikes = self.history[-1].get("loss_spikes", 0) if self.history else 0
-            if spike := is_spike(row["loss/train_loss"], losses, self.zscore):
-                say(
-                    f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
-                    f"{self.zscore:g} standard deviations above those before"
-                )
-            row["loss_spikes"] = spikes + spike
-            self.history.append(row)
-            if not is_remote(self.dir):
-                with open(self.path("metrics.jsonl"), "a") as f:
-                    f.write(to_json(row) + "\n")
-            if self.wandb:
-                self.wandb.log(
-                    {key: v for key, v in row.items() if key != "step"}, step=row["step"]
-                )
-
-        self._run(work)
-
-    def text(self, step, texts):
-        """Record the samples drawn at `step`."""
-
-        def work():
-            self.samples.append(
-                f"=== step {step}\n" + "".join(f"--- {i}\n{t}\n" for i, t in enumerate(texts))
-            )
-            write_file(self.path("samples.txt"), "".join(self.samples))
-            if self.wandb:
-                table = self.wandb.Table(
-                    columns=["step", "sample"], data=[[step, t] for t in texts]
-                )
-                self.wandb.log({"samples": table}, step=step)
-
-        self._run(work)
-
-    def plots(self):
-        """Redraw the three plots from all metrics so far."""
-
-        def work():
-            if is_remote(self.dir):
-                self._write_metrics()
-            for name, title, keys in [
-                ("val_loss", "validation loss (nats per token)", ["loss/val_loss"]),
-                (
-                    "load_loss",
-                    "load-balancing loss (even load: 1 per MoE layer)",
-                    ["loss/load_loss"],
-                ),
-                (
-                    "tokens_per_expert",
-                    "share of the routed tokens per expert",
-                    sorted(
-                        (k for k in self.history[-1] if k.startswith("load/head_")),
-                        key=lambda k: int(k[10:]),
-                    ),
-                ),
-            ]:
-                if any(key in row for row in self.history for key in keys):
-                    write_file(self.path(name + ".png"), draw(self.history, title, keys))
-
-        self._run(work)
-
-    def close(self):
-        """Wait until everything is written."""
-        self.worker.shutdown(wait=True)
-        if self.wandb:
-            upload = threading.Thread(target=self.wandb.finish, name=UPLOAD, daemon=True)
-            upload.start()
-            upload.join(MOST_UPLOAD)
+EXPERT_SHARE = "load/head_"  # metrics of each expert
+PLOTS = {  # file: (title, metrics); none: those of each expert
+    "val_loss": ("validation loss (nats per token)", ["loss/val_loss"]),
+    "load_loss": ("load-balancing loss (even load: 1 per MoE layer)", ["loss/load_loss"]),
+    "tokens_per_expert": ("share of the routed tokens per expert", []),
+}
 
 
 def draw(history, title, keys):
     """PNG bytes of a line per key over the step."""
-    from matplotlib.figure import (
-        Figure,
-    )  # without pyplot: safe off the main thread, and needs no display
+    # without pyplot: safe off the main thread, and needs no display
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
     axes = figure.subplots()
     for key in keys:
         rows = [row for row in history if key in row]
-        axes.plot(
-            [row["step"] for row in rows],
-            [row[key] for row in rows],
-            lw=1,
-            label=key.removeprefix("load/"),
-        )
+        steps = [row["step"] for row in rows]
+        values = [row[key] for row in rows]
+        axes.plot(steps, values, lw=1, label=key.removeprefix("load/"))
     axes.set(xlabel="step", title=title)
     axes.grid(alpha=0.3)
     if 1 < len(keys) <= 16:

@@ -25,7 +25,7 @@ from utils import UserError, say
 
 
 class TrainState(NamedTuple):
-    """All that a step reads and writes; with the number of sequences consumed it is the whole checkpoint."""
+    """All that a step reads and writes. A checkpoint holds it and the number of sequences consumed."""
 
     params: Any  # float32, see model.param_table
     opt_state: Any
@@ -34,28 +34,30 @@ class TrainState(NamedTuple):
 
 
 def make_mesh(cfg):
-    """The (dp, pp, tp) mesh over the first n_devices devices, laid out so that neighbours on an axis are near."""
+    """The (dp, pp, tp) mesh over the first n_devices devices; neighbors on an axis are near each other."""
     grid = device_grid(cfg.run.n_device_axis, jax.devices()[: cfg.run.n_devices])
     return Mesh(grid, collectives.AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def device_grid(shape, devices):
-    """`devices` as an array of `shape` (dp, pp, tp): tp on the fastest links, then pp, then dp. Slices of TPUs, which
-    only a slow network joins, lie along dp, else along pp."""
-    # a single slice that only a compiler knows (tools/planning/plan.py) has no index
-    slices = (
-        len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
-    )
+    """`devices` as an array of `shape` (dp, pp, tp): tp on the fastest links, then pp, then dp. TPU slices, which
+    only a slow network joins, lie along dp, or along pp where they do not divide dp. Raises UserError where they divide
+    neither."""
+    slices = 1
+    if devices[0].platform == "tpu":
+        # the devices of a single slice that only the compiler knows (tools/planning/plan.py) have no index
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    across = next((axis for axis in (0, 1) if shape[axis] % slices == 0), None)
-    if across is None:
+    dp, pp, tp = shape
+    if dp % slices == 0:
+        outer, inner = (slices, 1, 1), (dp // slices, pp, tp)
+    elif pp % slices == 0:
+        outer, inner = (1, slices, 1), (dp, pp // slices, tp)
+    else:
         raise UserError(
-            f"--n_device_axis {' '.join(map(str, shape))}: dp or pp must be a multiple of the number of "
-            f"TPU slices, {slices}."
+            f"--n_device_axis {dp} {pp} {tp}: dp or pp must be a multiple of the number of TPU slices, {slices}."
         )
-    outer = [slices if axis == across else 1 for axis in range(3)]
-    inner = [size // n for size, n in zip(shape, outer)]
     return mesh_utils.create_hybrid_device_mesh(
         inner, outer, devices, allow_split_physical_axes=True
     )
@@ -64,40 +66,41 @@ def device_grid(shape, devices):
 def abstract_params(cfg, mesh):
     """The parameters as float32 ShapeDtypeStructs with shardings."""
     table = model.param_table(cfg)
-    return jax.tree.map(
-        lambda p, sharding: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding),
-        table,
-        parameters.shardings(table, mesh),
-        is_leaf=parameters.is_param,
-    )
+
+    def abstract(param, sharding):
+        return jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=sharding)
+
+    shardings = parameters.shardings(table, mesh)
+    return jax.tree.map(abstract, table, shardings, is_leaf=parameters.is_param)
 
 
 def abstract_state(cfg, mesh, optimizer):
-    """TrainState of ShapeDtypeStructs with shardings: optimizer leaves lie as their parameters do, scalars all over."""
-    params, replicated = abstract_params(cfg, mesh), NamedSharding(mesh, P())
+    """TrainState of ShapeDtypeStructs with shardings: optimizer leaves lie as their parameters do, scalars on all
+    devices."""
+    params = abstract_params(cfg, mesh)
+    replicated = NamedSharding(mesh, P())
     opt_state = optax.tree_map_params(
         optimizer,
-        lambda s, p: s.update(sharding=p.sharding),
+        lambda leaf, param: leaf.update(sharding=param.sharding),
         jax.eval_shape(optimizer.init, params),
         params,
-        transform_non_params=lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated),
+        transform_non_params=lambda leaf: leaf.update(sharding=replicated),
     )
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    return TrainState(
-        params, opt_state, step, jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)
-    )
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)
+    return TrainState(params, opt_state, step, key)
 
 
 def arranger(cfg, abstract):
-    """Function that gives a tree the shapes and shardings of `abstract`: checkpoints and samples have the blocks in one
-    row, --pp_interleave deals them out in rounds."""
+    """Function that gives a tree the shapes and shardings of `abstract`. Checkpoints and samples have the blocks in
+    order [blocks, ...]; --pp_interleave deals them out to stages in rounds."""
     if cfg.run.pp_interleave == 1:
         return lambda tree: tree
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    return jax.jit(
-        lambda t: jax.tree.map(lambda x, a: x.reshape(a.shape), t, abstract),
-        out_shardings=shardings,
-    )
+
+    def arrange(tree):
+        return jax.tree.map(lambda x, a: x.reshape(a.shape), tree, abstract)
+
+    return jax.jit(arrange, out_shardings=jax.tree.map(lambda a: a.sharding, abstract))
 
 
 def init_state(cfg, abstract, optimizer, params=None):
@@ -116,139 +119,144 @@ def make_train_step(cfg, mesh, optimizer, schedule):
     """`train_step(state, tokens, targets)` -> (state, metrics); tokens and targets int32 [accumulation, M, B, T].
 
     Gradients are averaged over the accumulation in float32. shard_map stands around the loss alone: gradient, clipping
-    and optimizer see global arrays, so norms are global and replicated parameters get one gradient. Where the loss or
-    the norm of the gradient is not finite, all but the step stays as it was.
+    and optimizer see global arrays, so norms are global and replicated parameters get one gradient. A bad step, where
+    the loss or the norm of the gradient is not finite, is skipped: it changes only `state.step`.
     """
     gradient = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
 
     def train_step(state, tokens, targets):
-        A, M, B, _ = tokens.shape
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-
-        def accumulate(total, batch):
-            i, tokens, targets = batch
-            return jax.tree.map(
-                jnp.add, total, gradient(state.params, tokens, targets, key, i * M * B)
-            ), None
-
-        zeros = jax.tree.map(
-            jnp.zeros_like, jax.eval_shape(gradient, state.params, tokens[0], targets[0], key, 0)
-        )
-        total, _ = lax.scan(accumulate, zeros, (jnp.arange(A), tokens, targets))
-        (mean_loss, seen), grads = jax.tree.map(lambda x: x / A, total)
-
+        (loss, seen), grads = accumulate_gradient(gradient, state, tokens, targets)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             params = model.update_router_bias(params, seen.load, cfg.optimizer.bias_update_rate)
             norm = optax.tree.norm(grads)
-            sound = jnp.isfinite(mean_loss) & jnp.isfinite(norm)
+            sound = jnp.isfinite(loss) & jnp.isfinite(norm)
             params, opt_state = jax.tree.map(
                 functools.partial(jnp.where, sound),
                 (params, opt_state),
                 (state.params, state.opt_state),
             )
-        metrics = {
-            "loss/train_loss": mean_loss,
-            "loss/train_cross_entropy_loss": seen.cross_entropy,
-            "lr": schedule(state.step),
-            "grad_norm": norm,
-        }
-        if cfg.model.n_experts:
-            load = jnp.concatenate(
-                [x.reshape(-1, cfg.model.n_experts) for x in seen.load.values()]
-            )  # [layers, E]
-            metrics |= {
-                "loss/load_loss": seen.load_loss,
-                "load/head": (load / load.sum(-1, keepdims=True)).mean(
-                    0
-                ),  # [E] share of the routed tokens
-                "load/dropped": seen.dropped,
-            }
-        if cfg.model.mtp_depth:
-            metrics["loss/mtp_loss"] = seen.mtp
+        metrics = step_metrics(cfg, loss, seen, schedule(state.step), norm)
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
     return train_step
 
 
+def accumulate_gradient(gradient, state, tokens, targets):
+    """((loss, `Seen`), gradient of every parameter), means over the accumulation. gradient: of the loss of one batch;
+    tokens, targets int32 [accumulation, M, B, T]."""
+    n_batches, M, B, _ = tokens.shape
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
+    def add_batch(total, batch):
+        i, tokens, targets = batch
+        more = gradient(state.params, tokens, targets, key, i * M * B)
+        return jax.tree.map(jnp.add, total, more), None
+
+    shapes = jax.eval_shape(gradient, state.params, tokens[0], targets[0], key, 0)
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
+    total, _ = lax.scan(add_batch, zeros, (jnp.arange(n_batches), tokens, targets))
+    return jax.tree.map(lambda x: x / n_batches, total)
+
+
+def step_metrics(cfg, loss, seen, lr, grad_norm):
+    """{name: float32 [], or [E]} of a training step, as metrics.jsonl calls them. seen: `Seen` of the loss."""
+    metrics = {
+        "loss/train_loss": loss,
+        "loss/train_cross_entropy_loss": seen.cross_entropy,
+        "lr": lr,
+        "grad_norm": grad_norm,
+    }
+    if cfg.model.n_experts:
+        layers = [counts.reshape(-1, cfg.model.n_experts) for counts in seen.load.values()]
+        counts = jnp.concatenate(layers)  # [layers, E] tokens routed to each expert
+        metrics["loss/load_loss"] = seen.load_loss
+        metrics["load/head"] = (counts / counts.sum(-1, keepdims=True)).mean(0)  # [E] shares
+        metrics["load/dropped"] = seen.dropped
+    if cfg.model.mtp_depth:
+        metrics["loss/mtp_loss"] = seen.mtp
+    return metrics
+
+
 def batch_shape(cfg):
     """[accumulation, M, B, T] of a step's tokens over the whole mesh."""
-    d, r = cfg.data, cfg.run
-    return (
-        r.accumulation_steps,
-        d.microbatches,
-        d.train_batch_size * r.n_device_axis[0] // d.microbatches,
-        cfg.model.T,
-    )
+    M = cfg.data.microbatches
+    B = cfg.data.train_batch_size * cfg.run.n_device_axis[0] // M
+    return (cfg.run.accumulation_steps, M, B, cfg.model.T)
 
 
 def lower_train_step(cfg, mesh, optimizer, schedule, abstract):
-    """`make_train_step`, to be compiled for a TrainState like `abstract`, which it overwrites. (Not for a state itself:
-    one that was restored would make another program.)"""
-    tokens = jax.ShapeDtypeStruct(
-        batch_shape(cfg), jnp.int32, sharding=NamedSharding(mesh, collectives.BATCH_SPEC)
-    )
-    shardings = jax.tree.map(lambda s: s.sharding, abstract), NamedSharding(mesh, P())
+    """`make_train_step`, ready to be compiled for a TrainState like `abstract`, which it overwrites. (Not for a state
+    itself: a restored one would give another program.)"""
+    batch = NamedSharding(mesh, collectives.BATCH_SPEC)
+    tokens = jax.ShapeDtypeStruct(batch_shape(cfg), jnp.int32, sharding=batch)
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = jax.jit(
-        make_train_step(cfg, mesh, optimizer, schedule), donate_argnums=0, out_shardings=shardings
+        make_train_step(cfg, mesh, optimizer, schedule),
+        donate_argnums=0,
+        out_shardings=(state_shardings, NamedSharding(mesh, P())),
     )
     return step.lower(abstract, tokens, tokens)
 
 
 def make_evaluate(cfg, mesh, corpus):
     """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over eval_steps batches drawn from all
-    of the validation shards: the same ones every time, whatever --seed."""
-    M, B = cfg.data.microbatches, cfg.data.val_batch_size * cfg.run.n_device_axis[0]
-    batches = min(cfg.run.eval_steps, corpus.n_sequences // B)
-    if not batches:
+    validation shards: the same batches every time, whatever --seed. Raises UserError where there is less than one."""
+    M = cfg.data.microbatches
+    B = cfg.data.val_batch_size * cfg.run.n_device_axis[0]
+    n_batches = min(cfg.run.eval_steps, corpus.n_sequences // B)
+    if not n_batches:
         raise UserError(
             f"--val_batch_size {cfg.data.val_batch_size}: a validation batch would be {B} sequences of "
             f"{corpus.T + 1} tokens, but {corpus.folder} holds {corpus.n_sequences}."
         )
-    if batches < cfg.run.eval_steps:
+    if n_batches < cfg.run.eval_steps:
         say(
-            f"validation: {corpus.folder} holds {batches} batches of {B} sequences, so --eval_steps is {batches}"
+            f"validation: {corpus.folder} holds {n_batches} batches of {B} sequences, so --eval_steps is "
+            f"{n_batches}"
         )
-    loss, order = (
-        jax.jit(model.make_loss(cfg, mesh, train=False)),
-        functools.partial(corpus.sequences, seed=0),
-    )
+    loss = jax.jit(model.make_loss(cfg, mesh, train=False))
+    order = functools.partial(corpus.sequences, seed=0)
+
+    def batch(i):
+        return put_batch(order, i * B, (1, M, B // M, corpus.T), mesh)
 
     def evaluate(params):
-        make = lambda i: put_batch(order, i * B, (1, M, B // M, corpus.T), mesh)  # noqa: E731
-        ahead = Prefetch(make, range(batches), depth=batches)
-        together(ahead.error(batches))
-        losses, seen = zip(*[loss(params, x[0], y[0], jax.random.key(0), 0) for x, y in ahead])
+        batches = Prefetch(batch, range(n_batches), depth=n_batches)
+        together(batches.error(n_batches))
+        losses, cross_entropies = [], []
+        for tokens, targets in batches:
+            value, seen = loss(params, tokens[0], targets[0], jax.random.key(0), 0)
+            losses.append(value)
+            cross_entropies.append(seen.cross_entropy)
         return {
-            "loss/val_loss": float(sum(losses) / batches),
-            "loss/val_cross_entropy_loss": float(sum(s.cross_entropy for s in seen) / batches),
+            "loss/val_loss": float(sum(losses) / n_batches),
+            "loss/val_cross_entropy_loss": float(sum(cross_entropies) / n_batches),
         }
 
     return evaluate
 
 
 def quiet_libraries():
-    """Leave out what the libraries say of matters that the programs here say themselves."""
-    absl_logging.set_verbosity(
-        absl_logging.FATAL
-    )  # Orbax's errors are caught and said in a sentence, which need not
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # hide in the many traces of its tasks
+    """Silence what the libraries log about errors that the programs here report themselves, in a sentence each."""
+    absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a trace for each of Orbax's tasks
 
 
 def configure_jax(cfg):
     """Settings of jax itself, made here and nowhere at import."""
     quiet_libraries()
-    if cache := os.path.expanduser(cfg.run.compilation_cache):
+    cache = os.path.expanduser(cfg.run.compilation_cache)
+    if cache:
         try:
             if not utils.is_remote(cache):
                 utils.check_place(os.path.join(cache, "entry"), "--compilation_cache")
             jax.config.update("jax_compilation_cache_dir", cache)
-        except UserError as e:  # jax would warn of every program
+        except UserError as e:  # one warning; jax would give one for every program that it compiles
             print(f"warning: {e}", file=sys.stderr, flush=True)
-    if (
-        cfg.model.model_dtype == "float32"
-    ):  # accelerators would otherwise round the inputs of matrix products
+    if cfg.model.model_dtype == "float32":
+        # accelerators would otherwise round the inputs of matrix products
         jax.config.update("jax_default_matmul_precision", "float32")
 
 

@@ -1,0 +1,109 @@
+"""Bad steps: counted, and after several in a row a rollback, a few times at most."""
+
+import json
+import math
+
+import pytest
+
+import utils
+from training.bad_steps import MAX_ROLLBACKS, BadSteps, Rollback
+
+NAN, INF = math.nan, math.inf
+PER_STEP = 8  # sequences
+
+
+def observe(bad_steps, losses, first=1):
+    """Let finished steps with these losses, from step `first` on, be observed."""
+    for step, loss in enumerate(losses, first):
+        bad_steps.observe(step, PER_STEP * step, loss, 1.0)
+
+
+def test_single_bad_steps_are_counted_and_cause_no_rollback(capsys):
+    bad_steps = BadSteps(limit=3)
+    observe(bad_steps, [4.0, NAN, INF, 4.0, -INF, 4.0])
+    assert (bad_steps.total, bad_steps.consecutive, bad_steps.due) == (3, 0, None)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("warning: ")[1].split(" and")[0] for line in said] == [
+        "step 2 is skipped, its loss is nan",
+        "step 3 is skipped, its loss is inf",
+        "step 5 is skipped, its loss is -inf",
+    ]
+    assert [line[-12:-1] for line in said] == ["(1 in a row", "(2 in a row", "(1 in a row"]
+
+
+def test_a_gradient_that_is_not_finite_is_as_bad_as_a_loss():
+    bad_steps = BadSteps(limit=2)
+    bad_steps.observe(1, 8, 4.0, NAN)
+    bad_steps.observe(2, 16, 4.0, INF)
+    assert bad_steps.due == Rollback(before=1, sequences=16, bad_steps=2)
+
+
+def test_the_rollback_leads_before_the_first_bad_step_and_past_the_data_of_the_last():
+    bad_steps = BadSteps(limit=3)
+    observe(bad_steps, [4.0, NAN, 4.0, NAN, NAN])
+    assert bad_steps.in_progress and bad_steps.due is None
+    observe(bad_steps, [NAN], first=6)
+    assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
+    bad_steps.observe(
+        7, 7 * PER_STEP, NAN, NAN
+    )  # its metrics were under way; its data is read again
+    assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
+
+
+def test_after_a_rollback_counting_begins_anew_but_the_total_stays(capsys):
+    bad_steps = BadSteps(limit=2)
+    observe(bad_steps, [4.0, NAN, NAN, NAN])
+    bad_steps.rolled_back(0)
+    assert (bad_steps.total, bad_steps.consecutive, bad_steps.due) == (2, 0, None)
+    assert bad_steps.rollbacks == 1 and not bad_steps.in_progress
+    assert (
+        "rollback 1 of 3 to step 0; training goes on with the data after sequence 24"
+        in capsys.readouterr().out
+    )
+
+
+def test_with_limit_0_there_is_no_rollback():
+    bad_steps = BadSteps(limit=0)
+    observe(bad_steps, [NAN] * 50)
+    assert bad_steps.due is None and bad_steps.total == 50
+
+
+def test_after_the_last_rollback_the_run_ends():
+    bad_steps = BadSteps(limit=2)
+    for _ in range(MAX_ROLLBACKS):
+        observe(bad_steps, [NAN, NAN], first=5)
+        bad_steps.check()
+        bad_steps.rolled_back(4)
+    bad_steps.check()  # nothing is due
+    observe(bad_steps, [NAN, NAN], first=5)
+    with pytest.raises(
+        utils.UserError,
+        match="--max_bad_steps 2: so many in a row from step 5 on .*after 3 rollbacks",
+    ):
+        bad_steps.check()
+    assert bad_steps.due, "so that nothing is saved"
+
+
+def test_what_a_checkpoint_keeps_goes_on_as_if_nothing_had_been():
+    """At every step, through JSON."""
+    losses = [4.0, NAN, NAN, NAN, 4.0, NAN]
+    for saved_at in range(len(losses)):
+        whole, first = BadSteps(limit=3), BadSteps(limit=3)
+        observe(whole, losses)
+        observe(first, losses[:saved_at])
+        second = BadSteps(3, json.loads(json.dumps(first.state())))
+        observe(second, losses[saved_at:], first=saved_at + 1)
+        assert vars(second) == vars(whole)
+
+
+def test_checkpoints_of_earlier_versions_are_understood():
+    kept = {
+        "bad_steps": 5,
+        "in_a_row": 3,
+        "returns": 2,
+        "back": {"before": 7, "sequences": 72, "bad_steps": 4},
+    }
+    bad_steps = BadSteps(3, kept)
+    assert bad_steps.due == Rollback(before=7, sequences=72, bad_steps=4)
+    assert bad_steps.state() == kept
+    assert BadSteps(3, None).state() == BadSteps(3, {}).state()

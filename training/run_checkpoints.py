@@ -1,0 +1,78 @@
+"""The training state of a run: begun, restored and saved, laid out as the run's mesh and pipeline need it."""
+
+import functools
+import os
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import utils
+from training import settings, steps, weights
+from training.checkpointing import Checkpoints
+
+
+class RunCheckpoints:
+    """The checkpoints of a run. In them the blocks stand in order; --pp_interleave deals them out to the stages in
+    rounds, so states are rearranged on their way in and out. A checkpoint then fits every mesh."""
+
+    def __init__(self, cfg, mesh, optimizer, data, load_weights=None):
+        """data: fingerprint of the shards. load_weights(abstract): parameters that the run begins with, of
+        `weights.open_weights`; None: random ones."""
+        self.cfg = utils.replace(cfg, pp_interleave=1)
+        self.optimizer = optimizer
+        self.load_weights = load_weights
+        self.stored = steps.abstract_state(self.cfg, mesh, optimizer)
+        self.to_stored = steps.arranger(cfg, self.stored)
+        self.to_running = steps.arranger(cfg, steps.abstract_state(cfg, mesh, optimizer))
+        self.about = dict(
+            mesh=list(cfg.run.n_device_axis),
+            versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)},
+            config=settings.to_resume(cfg, data),
+        )
+        self.checkpoints = Checkpoints(
+            os.path.join(cfg.run.folder, "checkpoints"),
+            cfg.run.keep_checkpoints,
+            cfg.run.keep_every,
+            cfg.run.keep_best,
+            functools.partial(weights.other_flags, self.cfg),
+        )
+
+    def restore_or_begin(self):
+        """(state, what was saved beside it) of the newest sound checkpoint, or of step 0 where there is none."""
+        return self._running(self.checkpoints.restore(self.stored))
+
+    def roll_back(self, before):
+        """The same of the newest one of a step earlier than `before`; later ones are deleted.
+
+        Checkpoints of regular saves come first, so that a run that was stopped in between rolls back to the same step
+        as one that was not.
+        """
+        return self._running(self.checkpoints.restore(self.stored, before, self.cfg.run.save_steps))
+
+    def _running(self, found):
+        state, meta = found or (self._begin(), dict(step=0, sequences=0))
+        return self.to_running(state), meta
+
+    def _begin(self):
+        params = self.load_weights(self.stored.params) if self.load_weights else None
+        return steps.init_state(self.cfg, self.stored, self.optimizer, params)
+
+    def save(self, step, sequences, state, bad_steps, val_loss=None):
+        """Begin to write the state. bad_steps: the `BadSteps` of the run; val_loss: of the evaluation at this step."""
+        about = self.about | dict(faults=bad_steps.state())
+        self.checkpoints.save(step, self.to_stored(state), sequences, about, val_loss)
+
+    def not_saved(self, step):
+        """The steps up to `step` that are in no checkpoint yet, in words."""
+        first = (self.checkpoints.on_disk or 0) + 1
+        return f"the steps from {first} to {step}" if step >= first else "no step"
+
+    def has(self, step):
+        """Whether the newest checkpoint is of `step`. To be called after `close`."""
+        return self.checkpoints.saved == step
+
+    def close(self):
+        """Wait until all is written or has failed."""
+        self.checkpoints.close()
