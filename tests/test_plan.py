@@ -55,7 +55,7 @@ TPU_CONFIGURATIONS = [
 def agree(e, compiled, mesh, reductions=True):
     """Hold an `Estimate` to what was compiled, within the tolerances that the README states. Without `reductions`: but
     for sums over devices, of which small ones are an all-reduce or a reduce-scatter as the TPU compiler likes."""
-    c = hlo.analyse(compiled.text, dict(zip(collectives.AXES, mesh)))
+    c = hlo.analyze(compiled.text, dict(zip(collectives.AXES, mesh)))
     assert e.weights + e.optimizer + e.batch == pytest.approx(compiled.arguments, rel=0.01)
     assert e.flops - (e.scores if c.kernels else 0) == pytest.approx(c.flops, rel=0.03)
     ours, theirs = ({}, {})
@@ -174,7 +174,7 @@ def reductions(name, mesh, axis, part, dim):
         jnp.float32,
         sharding=jax.NamedSharding(grid, P()),
     )
-    c = hlo.analyse(program.lower(whole).compile().as_text(), dict(zip(collectives.AXES, mesh)))
+    c = hlo.analyze(program.lower(whole).compile().as_text(), dict(zip(collectives.AXES, mesh)))
     return {kind for _, kind in c.collectives} & {"reduce-scatter", "all-reduce"}
 
 
@@ -272,7 +272,7 @@ ENTRY %main (x: f32[4,4]) -> f32[4,4] {
   ROOT %r = f32[4,4] get-tuple-element(%w), index=1
 }
 """
-    c = hlo.analyse(text, dict(dp=2, pp=1, tp=1))
+    c = hlo.analyze(text, dict(dp=2, pp=1, tp=1))
     assert c.flops == 5 * 2 * 4**3
     assert c.collectives == {(("dp",), "all-reduce"): [5 * 2 * 64 / 2, 5, 2]}
 
@@ -302,7 +302,7 @@ ENTRY %main (x: f32[4]) -> f32[8] {
   ROOT %c = f32[8] fusion(%x), kind=kCustom, calls=%other
 }
 """
-    assert hlo.analyse(text, dict(dp=2, pp=1, tp=1)).collectives == {
+    assert hlo.analyze(text, dict(dp=2, pp=1, tp=1)).collectives == {
         (("dp",), "all-gather"): [2 * 32 / 2, 2, 2]
     }
 
@@ -477,7 +477,7 @@ def test_a_plan_by_the_tpu_compiler(tmp_path):
     )
     assert ran.returncode == 0 and "TPU v4" in ran.stdout, ran.stderr
     a = json.loads((tmp_path / "a/plan.json").read_text())
-    c = hlo.analyse((tmp_path / "dump/step.hlo").read_text(), a["mesh"])
+    c = hlo.analyze((tmp_path / "dump/step.hlo").read_text(), a["mesh"])
     assert a["compiled"] and sum(row["bytes"] for row in a["collectives"]) == pytest.approx(
         sum(c.sent.values())
     )

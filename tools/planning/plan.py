@@ -272,7 +272,7 @@ def answer(cfg, machine, compiled=None, too_large=None):
     if too_large:
         memory["temporaries"] = too_large.used - sum(memory.values()) + e.workspace
     if compiled:
-        c = hlo.analyse(compiled.text, mesh, place.slices, place.across)
+        c = hlo.analyze(compiled.text, mesh, place.slices, place.across)
         memory["temporaries"] = (
             compiled.arguments + compiled.temporaries - sum(memory.values()) + e.workspace
         )
