@@ -224,9 +224,9 @@ def test_axes_of_a_collective(attribute, axes, n):
         # as the TPU compiler writes [8,512,128] x [128,6,64]: heads as a dim of the window, five sixths of it on padding
         (
             "bf16[8,512,6,64]",
-            ("bf16[8,512,128,1]", "bf16[128,6,64]"),
+            ("bf16[8,512,128,1]", "bf16[128,6,64,1]"),
             "window={size=1x6 pad=0_0x5_5 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f",
-            None,
+            2 * 8 * 512 * 6 * 64 * 128,
         ),
         # and batched products: one place of the window for each member of the batch
         (
@@ -238,12 +238,6 @@ def test_axes_of_a_collective(attribute, axes, n):
     ],
 )
 def test_operations_of_a_product(out, operands, rest, flops):
-    if flops is None:  # b is 512 rows of 8 batches along a dim of the window of size 1
-        out, operands, flops = (
-            "bf16[8,512,6,64]",
-            ("bf16[8,512,128,1]", "bf16[128,6,64,1]"),
-            2 * 8 * 512 * 6 * 64 * 128,
-        )
     kind = "convolution" if "window" in rest else "dot"
     types = dict(zip(("a", "b"), operands))
     assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}"), types) == flops
@@ -500,7 +494,7 @@ def abort(cfg, machine):
 
 
 @tpu_compiler
-def test_formulas_answer_where_the_tpu_compiler_aborts(no_device, tmp_path, monkeypatch, capsys):
+def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "compile_for", abort)
     a = planned("--search", plan="v4:2x2x1", train_batch_size=16, plan_json=tmp_path / "plan.json")
     assert (
@@ -522,5 +516,5 @@ def test_a_slice_that_no_one_sells(no_device):
 def test_several_slices_lie_along_dp(no_device):
     cfg = settings.validate(utils.replace(presets.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
     devices = plan.slice_devices(plan.parse_machine("2*v4:2x2x1"))
-    grid = plan.training.device_grid(cfg.run.n_device_axis, devices)
+    grid = steps.device_grid(cfg.run.n_device_axis, devices)
     assert {d.slice_index for d in grid[:2].flat} != {d.slice_index for d in grid[2:].flat}
