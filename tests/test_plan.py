@@ -221,7 +221,7 @@ def test_axes_of_a_collective(attribute, axes, n):
             "lhs_batch_dims={0}, lhs_contracting_dims={2}",
             2 * 2 * 5 * 3 * 7,
         ),
-        # as the TPU compiler writes [8,512,128] x [128,6,64]: heads as a dim of the window, five sixths of it on padding
+        # as the TPU compiler writes [8,512,128] x [128,6,64]: heads are a dim of the window, five sixths on padding
         (
             "bf16[8,512,6,64]",
             ("bf16[8,512,128,1]", "bf16[128,6,64,1]"),
