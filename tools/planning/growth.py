@@ -3,11 +3,13 @@
 python tools/planning/growth.py [--curves blocks chips T] [--plot docs/growth.png] [--json FILE] [any flag of main.py]
 
 Every point is the real train step, compiled for a slice of TPU v4 by the TPU compiler, which needs no TPU (pip install
-"jax[tpu]"), and read by tools/planning/plan.py. A point that does not fit has the formulas' numbers, and says by how much.
+"jax[tpu]"), and read by tools/planning/plan.py. A point that does not fit has the formulas' numbers, and the table says
+so.
 """
 
 import importlib.util
 import io
+import math
 import sys
 import time
 from pathlib import Path
@@ -25,10 +27,21 @@ from training import command_line, platforms, settings
 from utils import UserError
 
 TOKENS = 65_536  # of a replica and step along T
+
+
+def points_along_T():
+    """{T: flags} with as many tokens everywhere."""
+    points = {}
+    for T in (1024, 4096, 16384, 65536):
+        batch = TOKENS // T
+        points[T] = f"--T {T} --train_batch_size {batch} --microbatches {min(4, batch)}"
+    return points
+
+
 CURVES = {  # {name: (flags that a user may override, {x: flags of the point})}
     "blocks": (
         "--plan v4:2x4x4 --n_device_axis 8 2 2 --pp_interleave 2",
-        {n: f"--blocks {n}" for n in (4, 8, 16)},
+        {4: "--blocks 4", 8: "--blocks 8", 16: "--blocks 16"},
     ),
     "chips": (
         "--n_device_axis 0 2 2",
@@ -40,13 +53,7 @@ CURVES = {  # {name: (flags that a user may override, {x: flags of the point})}
             1024: "--plan v4:8x8x16",
         },
     ),
-    "T": (
-        "--plan v4:2x2x4 --n_device_axis 4 1 4",
-        {
-            T: f"--T {T} --train_batch_size {TOKENS // T} --microbatches {min(4, TOKENS // T)}"
-            for T in (1024, 4096, 16384, 65536)
-        },
-    ),
+    "T": ("--plan v4:2x2x4 --n_device_axis 4 1 4", points_along_T()),
 }
 PLOTTED = [  # (curve, key of a point, factor, what it then is)
     ("blocks", "compile_cpu_seconds", 1, "compile time (CPU s)"),
@@ -67,12 +74,15 @@ def measure(argv):
     machine = plan.parse_machine(cfg.plan.plan)
     cfg = settings.validate(utils.replace(cfg, n_devices=0), machine.n)
     steps.configure_jax(cfg)
-    devices, began, said = plan.slice_devices(machine), time.process_time(), {}
+    devices = plan.slice_devices(machine)
+    compiled, refused = None, None
+    began = time.process_time()
     try:
-        said["compiled"] = plan.compile_step(cfg, devices)
+        compiled = plan.compile_step(cfg, devices)
     except plan.TooLarge as e:
-        said["too_large"] = e
-    seconds, a = time.process_time() - began, plan.answer(cfg, machine, **said)
+        refused = e
+    seconds = time.process_time() - began
+    a = plan.answer(cfg, machine, compiled, refused)
     return dict(
         compile_cpu_seconds=seconds,
         sent_bytes=sum(row["bytes"] for row in a.collectives),
@@ -84,24 +94,26 @@ def measure(argv):
     )
 
 
-HEADINGS = "compile CPU s", "GB sent", "GiB held", "step s", "tokens/s", "MFU"
+HEADINGS = ("compile CPU s", "GB sent", "GiB held", "step s", "tokens/s", "MFU")
 
 
-def line(x, p):
+def line(x, point):
     """A point as a line of the table."""
     cells = [
-        f"{p['compile_cpu_seconds']:.1f}",
-        f"{p['sent_bytes'] / 1e9:.2f}",
-        f"{p['memory_bytes'] / 2**30:.1f}",
-        f"{p['step_seconds']:.3f}",
-        f"{p['tokens_per_second']:,.0f}",
-        f"{p['mfu']:.1%}",
+        f"{point['compile_cpu_seconds']:.1f}",
+        f"{point['sent_bytes'] / 1e9:.2f}",
+        f"{point['memory_bytes'] / 2**30:.1f}",
+        f"{point['step_seconds']:.3f}",
+        f"{point['tokens_per_second']:,.0f}",
+        f"{point['mfu']:.1%}",
     ]
-    return (
-        f"{x:>8}"
-        + "".join(f"{c:>15}" for c in cells)
-        + ("" if p["fits"] else "  does not fit; from formulas")
-    )
+    remark = "" if point["fits"] else "  does not fit; from formulas"
+    return columns(x, cells) + remark
+
+
+def columns(first, cells):
+    """A row of the table."""
+    return f"{first:>8}" + "".join(f"{cell:>15}" for cell in cells)
 
 
 def draw(curves):
@@ -109,35 +121,37 @@ def draw(curves):
     from matplotlib.figure import Figure
 
     plots = [plot for plot in PLOTTED if plot[0] in curves]
-    figure = Figure(
-        figsize=(3.4 * min(3, len(plots)), 2.6 * -(-len(plots) // 3)), dpi=100, layout="constrained"
-    )
+    across = min(3, len(plots))
+    rows = math.ceil(len(plots) / 3)
+    figure = Figure(figsize=(3.4 * across, 2.6 * rows), dpi=100, layout="constrained")
     for i, (curve, key, factor, title) in enumerate(plots):
-        axes = figure.add_subplot(-(-len(plots) // 3), min(3, len(plots)), 1 + i)
-        points = {x: (factor * p[key], p["fits"]) for x, p in curves[curve].items()}
-        axes.plot(list(points), [y for y, _ in points.values()], lw=1, color="C0")
-        for fits, fill in ((True, "C0"), (False, "none")):
-            some = {x: y for x, (y, fit) in points.items() if fit == fits}
-            axes.scatter(
-                list(some), list(some.values()), 14, facecolors=fill, edgecolors="C0", zorder=3
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_ylim(0, 1.1 * max(y for y, _ in points.values()))
-        axes.set_xticks(
-            list(points), [f"{x // 1024}k" if x >= 1024 else str(x) for x in points], fontsize=7
-        )
-        axes.minorticks_off()
+        axes = figure.add_subplot(rows, across, 1 + i)
+        draw_curve(axes, curves[curve], key, factor)
         axes.set_xlabel(curve, fontsize=8)
         axes.set_title(title, fontsize=8)
-        axes.tick_params(axis="y", labelsize=7)
-        axes.grid(alpha=0.3)
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
 
 
-def main(argv):
-    """Print, plot and return {curve: {x: dict of `measure`}}."""
+def draw_curve(axes, points, key, factor):
+    """One plot of {x: point}."""
+    values = {x: factor * point[key] for x, point in points.items()}
+    axes.plot(list(values), list(values.values()), lw=1, color="C0")
+    for x, y in values.items():
+        fill = "C0" if points[x]["fits"] else "none"
+        axes.scatter([x], [y], 14, facecolors=fill, edgecolors="C0", zorder=3)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1.1 * max(values.values()))
+    labels = [f"{x // 1024}k" if x >= 1024 else str(x) for x in values]
+    axes.set_xticks(list(values), labels, fontsize=7)
+    axes.minorticks_off()
+    axes.tick_params(axis="y", labelsize=7)
+    axes.grid(alpha=0.3)
+
+
+def parse(argv):
+    """Command line -> (own flags, words for main.py). Raises UserError."""
     parser = common.Parser(__doc__)
     parser.add_argument(
         "--curves",
@@ -158,6 +172,12 @@ def main(argv):
     for flag, path in dict(json=own.json, plot=own.plot).items():
         if path:
             utils.check_place(path, f"--{flag}")
+    return own, flags
+
+
+def main(argv):
+    """Print, plot and return {curve: {x: dict of `measure`}}."""
+    own, flags = parse(argv)
     if not importlib.util.find_spec("libtpu"):
         raise UserError(
             '--curves: the TPU compiler is not installed; pip install "jax[tpu]" brings it.'
@@ -166,16 +186,22 @@ def main(argv):
     found = {}
     for name in own.curves:
         first, points = CURVES[name]
-        print(f"{name:>8}" + "".join(f"{h:>15}" for h in HEADINGS), flush=True)
+        found[name] = {}
+        print(columns(name, HEADINGS), flush=True)
         for x in list(points)[: own.points]:
             point = measure([*first.split(), *flags, *points[x].split(), "--compilation_cache", ""])
-            found.setdefault(name, {})[x] = point
+            found[name][x] = point
             print(line(x, point), flush=True)
-            if own.json:  # at every point, not to lose what took a minute each
-                utils.write_file(own.json, utils.to_json(found, indent=1) + "\n")
-            if own.plot:
-                utils.write_file(own.plot, draw(found))
+            save(found, own)  # at every point: each takes a minute
     return found
+
+
+def save(found, own):
+    """Write what is `found` so far to the files that were asked for."""
+    if own.json:
+        utils.write_file(own.json, utils.to_json(found, indent=1) + "\n")
+    if own.plot:
+        utils.write_file(own.plot, draw(found))
 
 
 if __name__ == "__main__":

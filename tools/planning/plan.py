@@ -1,8 +1,8 @@
 """What a run would cost on a machine, before it is paid for: `main.py ... --plan v4:2x4x4`.
 
-The real train step is compiled for the slice by the TPU compiler, which needs no TPU (pip install "jax[tpu]"); its
-program is read by tools/planning/hlo.py. The formulas of tools/planning/costs.py answer where there is no compiler, rank what --search
-tries, and say which flag would help.
+The TPU compiler, which needs no TPU (pip install "jax[tpu]"), compiles the real train step for the slice, and
+tools/planning/hlo.py reads its program. The formulas of tools/planning/costs.py answer where there is no compiler, rank
+what --search tries, and say which flag would help.
 """
 
 import functools
@@ -48,46 +48,53 @@ class Machine(NamedTuple):
 
 def parse_machine(name):
     """--plan's value -> `Machine`. Raises UserError where it is none."""
-    tpus = [c for c in costs.CHIPS if costs.CHIPS[c].clock]
-    gpus = [c for c in costs.CHIPS if c not in tpus]
-    if gpu := re.fullmatch(r"gpu:(\d+)x(\w+)", name):
-        if gpu[2] not in gpus or int(gpu[1]) < 1:
-            raise UserError(
-                f"--plan {name}: must be gpu:NUMBERxKIND with one of {', '.join(gpus)}, such as "
-                f"gpu:8xH200."
-            )
-        return Machine(name, costs.CHIPS[gpu[2]], int(gpu[1]))
-    tpu = re.fullmatch(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+){1,2})", name)
-    if not tpu or tpu[2] not in tpus or tpu[1] == "0":
+    return parse_gpus(name) if name.startswith("gpu:") else parse_slices(name)
+
+
+def parse_gpus(name):
+    """gpu:8xH200 -> `Machine`."""
+    kinds = [chip for chip, facts in costs.CHIPS.items() if not facts.clock]
+    found = re.fullmatch(r"gpu:(\d+)x(\w+)", name)
+    if not found or found[2] not in kinds or int(found[1]) < 1:
         raise UserError(
-            f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(tpus)}, such as "
-            f"v4:2x4x4 or 2*v5e:16x16, or gpu:8xH200."
+            f"--plan {name}: must be gpu:NUMBERxKIND with one of {', '.join(kinds)}, such as gpu:8xH200."
         )
-    dims, slices = [int(n) for n in tpu[3].split("x")], int(tpu[1] or 1)
-    wanted = 3 if tpu[2] in ("v4", "v5p") else 2
+    return Machine(name, costs.CHIPS[found[2]], int(found[1]))
+
+
+def parse_slices(name):
+    """v4:2x4x4 or 2*v4:2x4x4 -> `Machine`."""
+    kinds = [chip for chip, facts in costs.CHIPS.items() if facts.clock]
+    found = re.fullmatch(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+){1,2})", name)
+    if not found or found[2] not in kinds or found[1] == "0":
+        raise UserError(
+            f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(kinds)}, such as v4:2x4x4 or "
+            f"2*v5e:16x16, or gpu:8xH200."
+        )
+    slices = int(found[1] or 1)
+    chip, topology = found[2], found[3]
+    dims = [int(n) for n in topology.split("x")]
+    wanted = 3 if chip in ("v4", "v5p") else 2
     if len(dims) != wanted or 0 in dims:
+        example = "x".join("4" * wanted)
         raise UserError(
-            f"--plan {name}: the topology of {tpu[2]} has {wanted} dims, such as "
-            f"{tpu[2]}:{'x'.join('444'[:wanted])}."
+            f"--plan {name}: the topology of {chip} has {wanted} dims, such as {chip}:{example}."
         )
-    return Machine(
-        name, costs.CHIPS[tpu[2]], math.prod(dims) * slices, slices, f"{tpu[2]}:{tpu[3]}"
-    )
+    n = math.prod(dims) * slices
+    return Machine(name, costs.CHIPS[chip], n, slices, f"{chip}:{topology}")
 
 
 # --- The compiler -------------------------------------------------------------------------------------------------
 
 
 def slice_devices(machine):
-    """The devices of a TPU slice (or of several), which exist for the compiler alone. Raises UserError where there is
-    no such slice."""
+    """The devices of one or several TPU slices, which exist for the compiler alone. Raises UserError where there is no
+    such slice."""
     dims = [int(n) for n in machine.topology.split(":")[1].split("x")]
-    host = [min(2, n) for n in dims[:2]] + [1]  # chips of a host along each side
+    host = [min(2, n) for n in dims[:2]] + [1]  # chips of a host along each dim
     options = dict(chips_per_host_bounds=host, num_slices=machine.slices)
-    if len(dims) == 3:
-        options["chip_config_name"] = (
-            "megacore"  # a chip's two cores are one device, as on Cloud TPU
-        )
+    if len(dims) == 3:  # a chip's two cores are one device, as on Cloud TPU
+        options["chip_config_name"] = "megacore"
     try:
         return topologies.get_topology_desc(machine.topology, "tpu", **options).devices
     except jax.errors.JaxRuntimeError as e:
@@ -100,37 +107,38 @@ def slice_devices(machine):
 @functools.cache
 def square_steps(machine, shape):
     """`squares` of costs.Place for a mesh of such a shape; none where no compiler tells where chips lie."""
-    fours = [
-        (axis, distance)
-        for i, axis in enumerate(collectives.AXES)
-        for n, distance in costs.scatter_steps(shape[i], machine.n)
-        if n == 4
-    ]
+    fours = []
+    for axis, length in zip(collectives.AXES, shape):
+        for n, distance in costs.scatter_steps(length, machine.n):
+            if n == 4:
+                fours.append((axis, distance))
     torus = machine.topology.count("x") == 2 and machine.slices == 1
     if not fours or not torus or not importlib.util.find_spec("libtpu"):
         return ()
     grid = steps.device_grid(shape, slice_devices(machine))
     at = np.array([d.coords for d in grid.flat]).reshape(*shape, 3)
+    return tuple((axis, distance) for axis, distance in fours if in_a_plane(at, axis, distance))
 
-    def is_square(axis, distance):
-        i = collectives.AXES.index(axis)
-        four = np.moveaxis(at, i, 0).reshape(-1, 4, distance, grid.size // shape[i], 3)
-        return (four != four[:, :1]).any((0, 1, 2, 3)).sum() == 2
 
-    return tuple(step for step in fours if is_square(*step))
+def in_a_plane(at, axis, distance):
+    """Whether groups of four devices, so far apart along an axis, lie in planes of 2 x 2 chips. `at` holds the
+    coordinates of the chips, [dp, pp, tp, 3]."""
+    dim = collectives.AXES.index(axis)
+    others = math.prod(at.shape[:3]) // at.shape[dim]
+    four = np.moveaxis(at, dim, 0).reshape(-1, 4, distance, others, 3)
+    dims_that_differ = (four != four[:, :1]).any((0, 1, 2, 3)).sum()
+    return dims_that_differ == 2
 
 
 def place_of(cfg, machine):
     """`costs.Place` of a validated Config on a machine, several slices as steps.device_grid lays them."""
-    across = "dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp"
-    squares, chip = square_steps(machine, cfg.run.n_device_axis), machine.chip
     return costs.Place(
-        "tpu" if machine.topology else "gpu",
-        machine.slices,
-        across,
-        squares,
-        chip.buffer,
-        chip.fuses,
+        platform="tpu" if machine.topology else "gpu",
+        slices=machine.slices,
+        across="dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp",
+        squares=square_steps(machine, cfg.run.n_device_axis),
+        buffer=machine.chip.buffer,
+        fuses=machine.chip.fuses,
     )
 
 
@@ -139,11 +147,11 @@ class Compiled(NamedTuple):
 
     text: str  # its optimised HLO
     arguments: int  # bytes
-    temporaries: int  # bytes, of those that are held at the same time where they are most
+    temporaries: int  # bytes, at the moment of peak memory
 
 
 class TooLarge(Exception):
-    """A step that needs more memory than a device has; both in bytes."""
+    """A step that needs more memory than a device has: `used` bytes of `limit`."""
 
     def __init__(self, used, limit):
         self.used, self.limit = used, limit
@@ -151,54 +159,60 @@ class TooLarge(Exception):
 
 def compile_step(cfg, devices):
     """`Compiled` train step, as main.py builds it, for the devices of a topology. Raises TooLarge."""
-    mesh = Mesh(
-        steps.device_grid(cfg.run.n_device_axis, devices),
-        collectives.AXES,
-        axis_types=(AxisType.Auto,) * 3,
-    )
+    grid = steps.device_grid(cfg.run.n_device_axis, devices)
+    mesh = Mesh(grid, collectives.AXES, axis_types=(AxisType.Auto,) * 3)
     optimizer, schedule = make_optimizer(cfg)
     state = steps.abstract_state(cfg, mesh, optimizer)
     lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
     try:
         step = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
-        sizes = re.search(
-            r"Used (\S+) of (\S+) hbm|temporaries \((\S+)\) exceeds available HBM \((\S+)\)", str(e)
-        )
-        if not sizes:
+        refused = too_large(str(e))
+        if refused is None:
             raise
-        words = [word for word in sizes.groups() if word]
-        raise TooLarge(
-            *(float(word[:-1]) * 1024 ** " KMGT".index(word[-1]) for word in words)
-        ) from None
+        raise refused from None
     memory = step.memory_analysis()
-    arguments = (
-        memory.argument_size_in_bytes
-    )  # temp_size_in_bytes counts more than stands in memory at any time
+    arguments = memory.argument_size_in_bytes
+    # not temp_size_in_bytes, which counts more than stands in memory at any time
     return Compiled(step.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
 
 
-def ask_compiler(cfg, machine):
-    """`Compiled` train step for a slice, or None where the compiler fails. Raises TooLarge.
+def too_large(message):
+    """The compiler's complaint that a program does not fit, such as "Used 40.1G of 30.75G hbm", as `TooLarge`; None for
+    any other."""
+    sizes = re.search(
+        r"Used (\S+) of (\S+) hbm|temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message
+    )
+    if not sizes:
+        return None
+    used, limit = [word for word in sizes.groups() if word]
+    return TooLarge(in_bytes(used), in_bytes(limit))
 
-    In a process of its own, which some programs end: the TPU compiler aborts where a check of its own fails.
+
+def in_bytes(word):
+    """30.75G -> bytes."""
+    return float(word[:-1]) * 1024 ** " KMGT".index(word[-1])
+
+
+def ask_compiler(cfg, machine):
+    """`Compiled` train step for a slice, or None where the compiler crashes. Raises TooLarge.
+
+    It runs in a process of its own: where one of its checks fails, the TPU compiler ends its process.
     """
+    spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.NamedTemporaryFile("r") as log,
-        futures.ProcessPoolExecutor(
-            1, multiprocessing.get_context("spawn"), redirect_errors, (log.name,)
-        ) as apart,
+        futures.ProcessPoolExecutor(1, spawn, redirect_errors, (log.name,)) as pool,
     ):
         try:
-            return apart.submit(compile_for, cfg, machine).result()
+            return pool.submit(compile_for, cfg, machine).result()
         except futures.process.BrokenProcessPool:
             check = re.search(r"Check failed: .*\S", log.read())
-            why = f"libtpu {importlib.metadata.version('libtpu')}" + (
-                f": {check[0]}" if check else ""
-            )
+            version = importlib.metadata.version("libtpu")
+            why = f"{version}: {check[0]}" if check else version
             say(
-                f"the TPU compiler aborts on this step, a fault of its own ({why}), and may on the machine too; the "
-                f"formulas answer, and another mesh or width may pass"
+                f"the TPU compiler crashes on this step, an error of its own (libtpu {why}), and may crash on the "
+                f"machine too; these are the formulas' numbers; another mesh or width may compile"
             )
             return None
 
@@ -241,11 +255,8 @@ class Answer(NamedTuple):
         return self.memory["total"] <= self.memory["limit"]
 
 
-WAYS = (
-    "remat",
-    "fsdp",
-    "sequence_parallel",
-)  # flags of a few words that change how a step is computed, not what
+# flags of a few words that change how a step is computed, not what
+WAYS = ("remat", "fsdp", "sequence_parallel")
 SEARCHED = (
     "n_device_axis",
     "pp_interleave",
@@ -256,115 +267,145 @@ SEARCHED = (
 )
 
 
-def answer(cfg, machine, compiled=None, too_large=None):
-    """`Answer` for a validated Config, from the compiler where it was asked, else from formulas."""
-    chip, mesh = machine.chip, dict(zip(collectives.AXES, cfg.run.n_device_axis))
-    place = place_of(cfg, machine)
-    e = costs.estimate(cfg, place)
+class Work(NamedTuple):
+    """What one device does in a step."""
+
+    flops: float  # of matrix products
+    seconds: dict  # {part: seconds}, links left out
+    sent: dict  # {(axes, kind): [bytes, times, devices that take part]}
+
+
+def compiled_work(cfg, machine, estimate, compiled):
+    """`Work` of a compiled step; `estimate` tells the operations of attention's kernels, which the program does not."""
+    chip, place = machine.chip, place_of(cfg, machine)
+    mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
+    cost = hlo.analyze(compiled.text, mesh, place.slices, place.across)
+    in_kernels = estimate.scores if cost.kernels else 0
+    seconds = {
+        # the compiler does not estimate kernels: they run at half the peak
+        "matrix products": cost.matmul_cycles / chip.clock + in_kernels * 2 / chip.peak,
+        "memory": cost.other_cycles / chip.clock,
+    }
+    return Work(cost.flops + in_kernels, seconds, cost.collectives)
+
+
+def memory_of(estimate, limit, used=None):
+    """{part: bytes} of peak memory. Where the compiler says how much is `used` in all, what the formulas do not know
+    exactly, the temporaries, is the rest of it."""
     memory = dict(
-        weights=e.weights,
-        optimizer=e.optimizer,
-        batch=e.batch,
-        activations=e.activations,
-        temporaries=e.workspace,
+        weights=estimate.weights,
+        optimizer=estimate.optimizer,
+        batch=estimate.batch,
+        activations=estimate.activations,
+        temporaries=estimate.workspace,
     )
-    seconds, flops, sent_along = costs.compute_seconds(e, chip), e.flops, e.sent
-    if too_large:
-        memory["temporaries"] = too_large.used - sum(memory.values()) + e.workspace
+    if used is not None:
+        memory["temporaries"] = used - sum(memory.values()) + estimate.workspace
+    return memory | dict(total=sum(memory.values()), limit=limit)
+
+
+def links(work, chip):
+    """Rows of the table of collectives, and {links: seconds} of them."""
+    rows, seconds = [], {}
+    for (axes, kind), (n_bytes, times, n) in sorted(work.sent.items()):
+        took = costs.link_seconds(chip, kind, n_bytes, n)
+        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=took))
+        where = "network of " if kind == hlo.ACROSS else "links of "
+        name = where + "+".join(axes)
+        seconds[name] = seconds.get(name, 0) + took
+    return rows, seconds
+
+
+def bound_by(estimate, seconds):
+    """The part of a step that takes longest, the pipeline's bubble among them. Every stage computes in every tick, on
+    zeros in some, so a bubble's time is counted as matrix products and memory traffic."""
+    idle = estimate.bubble * estimate.pipeline_share
+    computing = ("matrix products", "memory")
+    parts = dict(seconds)
+    for part in computing:
+        parts[part] *= 1 - idle
+    parts["the pipeline's bubble"] = idle * sum(seconds[part] for part in computing)
+    return max(parts, key=parts.get)
+
+
+def answer(cfg, machine, compiled=None, refused=None):
+    """`Answer` for a validated Config: from the compiler where it was asked, `refused` being its TooLarge, else from
+    formulas."""
+    chip = machine.chip
+    estimate = costs.estimate(cfg, place_of(cfg, machine))
+    work = Work(estimate.flops, costs.compute_seconds(estimate, chip), estimate.sent)
+    memory = memory_of(estimate, chip.memory)
+    if refused:
+        memory = memory_of(estimate, refused.limit, refused.used)
     if compiled:
-        c = hlo.analyse(compiled.text, mesh, place.slices, place.across)
-        memory["temporaries"] = (
-            compiled.arguments + compiled.temporaries - sum(memory.values()) + e.workspace
-        )
-        flops, sent_along = c.flops + (e.scores if c.kernels else 0), c.collectives
-        kernels = (
-            e.scores * 2 / chip.peak if c.kernels else 0
-        )  # the compiler does not estimate them: at half the peak
-        seconds = {
-            "matrix products": c.matmul_cycles / chip.clock + kernels,
-            "memory": c.other_cycles / chip.clock,
-        }
-    memory |= dict(total=sum(memory.values()), limit=too_large.limit if too_large else chip.memory)
-    rows = [
-        dict(
-            axes=list(axes),
-            kind=kind,
-            bytes=n_bytes,
-            times=times,
-            seconds=costs.link_seconds(chip, kind, n_bytes, n),
-        )
-        for (axes, kind), (n_bytes, times, n) in sorted(sent_along.items())
-    ]
-    for row in rows:
-        name = ("network of " if row["kind"] == hlo.ACROSS else "links of ") + "+".join(row["axes"])
-        seconds[name] = seconds.get(name, 0) + row["seconds"]
+        work = compiled_work(cfg, machine, estimate, compiled)
+        memory = memory_of(estimate, chip.memory, compiled.arguments + compiled.temporaries)
+    rows, seconds_of_links = links(work, chip)
+    seconds = work.seconds | seconds_of_links
     step = sum(seconds.values())
     tokens = math.prod(steps.batch_shape(cfg))
     total, active, embedding = model.count_params(cfg)
     of_model = model.flops_per_token(cfg) * tokens / machine.n
-    # what a bubble costs stands among the compute: every stage computes in every tick, on zeros in some
-    idle = e.bubble * e.pipeline_share
-    parts = {
-        name: t * (1 - idle if name in ("matrix products", "memory") else 1)
-        for name, t in seconds.items()
-    }
-    parts["the pipeline's bubble"] = idle * (seconds["matrix products"] + seconds["memory"])
     hours = step * cfg.run.training_steps / 3600
     return Answer(
-        machine.name,
-        machine.n,
-        mesh,
-        {flag: utils.flatten(cfg)[flag] for flag in SEARCHED},
-        compiled is not None,
-        dict(total=total, active=active, embedding=embedding),
-        tokens,
-        memory,
-        dict(program=flops, model=of_model),
-        rows,
-        seconds | dict(step=step),
-        e.bubble,
-        tokens / step,
-        of_model / step / chip.peak,
-        hours,
-        hours * machine.n,
-        max(parts, key=parts.get),
+        machine=machine.name,
+        devices=machine.n,
+        mesh=dict(zip(collectives.AXES, cfg.run.n_device_axis)),
+        flags={flag: utils.flatten(cfg)[flag] for flag in SEARCHED},
+        compiled=compiled is not None,
+        parameters=dict(total=total, active=active, embedding=embedding),
+        tokens=tokens,
+        memory=memory,
+        flops=dict(program=work.flops, model=of_model),
+        collectives=rows,
+        seconds=seconds | dict(step=step),
+        bubble=estimate.bubble,
+        tokens_per_second=tokens / step,
+        mfu=of_model / step / chip.peak,
+        hours=hours,
+        chip_hours=hours * machine.n,
+        bound=bound_by(estimate, seconds),
     )
 
 
 def report(cfg, machine, a):
     """The plan in words, as a list of lines."""
-    m, s, p = a.memory, a.seconds, a.parameters
+    memory, seconds, counts = a.memory, a.seconds, a.parameters
     mesh = ", ".join(map(str, a.mesh.values()))
-    lines = [
+    held = [
+        f"{part} {size(n, 1024)}" for part, n in memory.items() if part not in ("total", "limit")
+    ]
+    parts = [f"{part} {t:.3f}" for part, t in seconds.items() if part != "step" and t >= 5e-4]
+    return [
         f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = ({mesh}), "
         f"{a.tokens:,} tokens a step",
-        f"parameters   {p['total']:,} total, {p['active']:,} active per token, both without the {p['embedding']:,} of "
-        f"the embedding",
-        "memory       "
-        + ", ".join(
-            f"{part} {size(m[part], 1024)}" for part in m if part not in ("total", "limit")
-        ),
-        f"             {size(m['total'], 1024)} of a chip's {size(m['limit'], 1024)}",
+        f"parameters   {counts['total']:,} total, {counts['active']:,} active per token, both without the "
+        f"{counts['embedding']:,} of the embedding",
+        f"memory       {', '.join(held)}",
+        f"             {size(memory['total'], 1024)} of a chip's {size(memory['limit'], 1024)}",
         f"operations   {a.flops['program'] / 1e12:.2f} TFLOP of matrix products per chip, "
         f"{a.flops['program'] / a.flops['model']:.2f} x the model's own",
-    ]
-    if a.collectives:
-        lines.append(
-            f"{'collectives':<13}{'axes':<10} {'kind':<18} {'sent per chip':>13} {'times':>8} {'seconds':>8}"
-        )
-        for row in sorted(a.collectives, key=lambda row: -row["seconds"]):
-            if row["seconds"] > 1e-3 * s["step"]:
-                lines.append(
-                    f"{'':<13}{'+'.join(row['axes']):<10} {row['kind']:<18} {row['bytes'] / 1e6:>10,.1f} MB "
-                    f"{row['times']:>8,.0f} {row['seconds']:>8.4f}"
-                )
-    parts = ", ".join(f"{part} {t:.3f}" for part, t in s.items() if part != "step" and t >= 5e-4)
-    lines += [
-        f"step         {s['step']:.3f} s: {parts}",
+        *collectives_table(a),
+        f"step         {seconds['step']:.3f} s: {', '.join(parts)}",
         f"             {a.tokens_per_second:,.0f} tokens/s, MFU {a.mfu:.1%}, pipeline bubble {a.bubble:.1%} of ticks",
         f"run          {cfg.run.training_steps:,} steps: {a.hours:,.1f} hours, {a.chip_hours:,.0f} chip-hours",
         f"bound by     {a.bound}",
     ]
+
+
+def collectives_table(a):
+    """Lines: the collectives of an `Answer` that take a thousandth of the step or more, the slowest first."""
+    if not a.collectives:
+        return []
+    lines = [
+        f"{'collectives':<13}{'axes':<10} {'kind':<18} {'sent per chip':>13} {'times':>8} {'seconds':>8}"
+    ]
+    for row in sorted(a.collectives, key=lambda row: -row["seconds"]):
+        if row["seconds"] > 1e-3 * a.seconds["step"]:
+            lines.append(
+                f"{'':<13}{'+'.join(row['axes']):<10} {row['kind']:<18} {row['bytes'] / 1e6:>10,.1f} MB "
+                f"{row['times']:>8,.0f} {row['seconds']:>8.4f}"
+            )
     return lines
 
 
@@ -387,13 +428,10 @@ def fitted(cfg, n, **flags):
     parts = new.run.n_device_axis[0] * new.run.accumulation_steps
     if total % parts:
         return None
-    try:  # the validation batch is no part of the step
-        return settings.validate(
-            utils.replace(
-                new, train_batch_size=total // parts, val_batch_size=new.data.microbatches
-            ),
-            n,
-        )
+    # the validation batch is no part of the step: any that fits will do
+    batches = dict(train_batch_size=total // parts, val_batch_size=new.data.microbatches)
+    try:
+        return settings.validate(utils.replace(new, **batches), n)
     except UserError:
         return None
 
@@ -409,16 +447,14 @@ def variants(cfg, n):
     """Every configuration that --search considers: meshes, rounds, microbatches, ways, for the same global batch."""
     total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
     for mesh in meshes(cfg, n):
-        ways = [choices(flag) for flag in WAYS]
-        if mesh[2] == 1:  # no tp: no sequences to be split
-            ways[WAYS.index("sequence_parallel")] = [cfg.model.sequence_parallel]
-        rounds = divisors(cfg.model.blocks // mesh[1]) if mesh[1] > 1 else [1]
-        for micro, turns, *values in itertools.product(
-            divisors(max(1, total // mesh[0])), rounds, *ways
-        ):
-            flags = dict(
-                zip(WAYS, values), n_device_axis=mesh, microbatches=micro, pp_interleave=turns
-            )
+        dp, pp, tp = mesh
+        values = {flag: choices(flag) for flag in WAYS}
+        if tp == 1:  # no sequences to be split
+            values["sequence_parallel"] = [cfg.model.sequence_parallel]
+        microbatches = divisors(max(1, total // dp))
+        rounds = divisors(cfg.model.blocks // pp) if pp > 1 else [1]
+        for m, r, *ways in itertools.product(microbatches, rounds, *values.values()):
+            flags = dict(zip(WAYS, ways), n_device_axis=mesh, microbatches=m, pp_interleave=r)
             if new := fitted(cfg, n, **flags):
                 yield new
 
@@ -426,46 +462,66 @@ def variants(cfg, n):
 def changed(old, new):
     """The flags that make `new` of `old`, as on a command line."""
     before, now = utils.flatten(old), utils.flatten(new)
-    return " ".join(
-        f"--{flag} {' '.join(map(str, v)) if isinstance(v := now[flag], tuple) else v}"
-        for flag in SEARCHED
-        if now[flag] != before[flag]
-    )
+    words = []
+    for flag in SEARCHED:
+        if now[flag] != before[flag]:
+            values = now[flag] if isinstance(now[flag], tuple) else [now[flag]]
+            words.append(f"--{flag} {' '.join(map(str, values))}")
+    return " ".join(words)
 
 
-def advise(cfg, machine, a):
-    """One sentence: the flag that would help most by the formulas, or what would make the step fit."""
-    d, r = cfg.data, cfg.run
-    steps = [{flag: value} for flag in WAYS for value in choices(flag)]
-    steps += [dict(pp_interleave=v) for v in divisors(cfg.model.blocks // r.n_device_axis[1])]
-    steps += [dict(microbatches=v) for v in divisors(d.train_batch_size)]
-    steps += [
-        dict(accumulation_steps=v) for v in divisors(d.train_batch_size * r.accumulation_steps)
-    ]
-    steps += [dict(n_device_axis=mesh, pp_interleave=0) for mesh in meshes(cfg, machine.n)]
-    now, spare = answer(cfg, machine), a.memory["limit"] - a.memory["total"]
-    best, gain = None, (0.02 * now.seconds["step"] if a.fits else -math.inf)
-    for flags in steps:
+def single_changes(cfg, n):
+    """{flag: value} of the changes that `advise` tries: one flag each, or another mesh."""
+    batch, pp = cfg.data.train_batch_size, cfg.run.n_device_axis[1]
+    for flag in WAYS:
+        for value in choices(flag):
+            yield {flag: value}
+    for rounds in divisors(cfg.model.blocks // pp):
+        yield dict(pp_interleave=rounds)
+    for microbatches in divisors(batch):
+        yield dict(microbatches=microbatches)
+    for accumulation in divisors(batch * cfg.run.accumulation_steps):
+        yield dict(accumulation_steps=accumulation)
+    for mesh in meshes(cfg, n):
+        yield dict(n_device_axis=mesh, pp_interleave=0)
+
+
+def best_change(cfg, machine, spare, least):
+    """(Config, seconds that it saves) of the single change that saves most by the formulas, more than `least` seconds,
+    and takes at most `spare` bytes more; (None, `least`) where there is none."""
+    now = answer(cfg, machine)
+    best, gain = None, least
+    for flags in single_changes(cfg, machine.n):
         new = fitted(cfg, machine.n, **flags)
         if new is None or new == cfg:
             continue
         other = answer(new, machine)
         saved = now.seconds["step"] - other.seconds["step"]
-        if other.memory["total"] - now.memory["total"] <= spare and saved > gain:
+        more = other.memory["total"] - now.memory["total"]
+        if more <= spare and saved > gain:
             best, gain = new, saved
+    return best, gain
+
+
+def advise(cfg, machine, a):
+    """One sentence: the flag that would help most by the formulas, or what would make the step fit."""
+    spare = a.memory["limit"] - a.memory["total"]
     if a.fits:
+        step = answer(cfg, machine).seconds["step"]
+        best, gain = best_change(cfg, machine, spare, 0.02 * step)
         if best is None:
-            return "no single flag helps by more than 2%, as far as the formulas know"
-        return f"{changed(cfg, best)} would help most: by {gain / now.seconds['step']:.0%} of the step, as formulas go"
+            return "no single flag helps by more than 2%, by the formulas"
+        return f"{changed(cfg, best)} would help most: by {gain / step:.0%} of the step, by the formulas"
     lacks = f"does not fit: it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
+    best, _ = best_change(cfg, machine, spare, -math.inf)
     if best is None:
         return f"{lacks}, and no single flag would make it fit; take more chips or a smaller model"
-    return f"{lacks}; {changed(cfg, best)} would make it fit, as formulas go"
+    return f"{lacks}; {changed(cfg, best)} would make it fit, by the formulas"
 
 
 def search(cfg, machine, compiler):
-    """[(Config, Answer)] of the best configuration of every mesh, the fastest first: formulas rank all of them,
-    the compiler, if it is there, checks the best."""
+    """[(Config, Answer)] of the best configuration of every mesh, the fastest first: formulas rank all of them, and the
+    compiler, if it is there, checks the best."""
     best, tried = {}, 0
     for new in variants(cfg, machine.n):
         tried += 1
@@ -479,12 +535,13 @@ def search(cfg, machine, compiler):
             f"accumulation_steps with more divisors may help."
         )
     say(f"{tried:,} configurations on {len(found)} meshes ranked by formulas")
-    for i, (new, a) in enumerate(found[:COMPILED] if compiler else []):
+    if not compiler:
+        return found
+    for i, (new, a) in enumerate(found[:COMPILED]):
         if a.fits:
             say(f"compiling the best on {new.run.n_device_axis}")
             found[i] = new, compiled_answer(new, machine)[0]
-    found.sort(key=lambda pair: (compiler and not pair[1].compiled, *rank(pair[1])))
-    return found
+    return sorted(found, key=lambda pair: (not pair[1].compiled, *rank(pair[1])))
 
 
 def rank(a):
@@ -493,34 +550,39 @@ def rank(a):
 
 
 def table(found):
-    """The answers of `search` as lines; each but the first with the part of its step that makes it lose."""
-    first = found[0][1]
+    """The answers of `search` as lines."""
     row = "{:>4} {:>3} {:>3} {:>6} {:>6} {:>6} {:>6} {:>9} {:>8} {:>6} {:>6}  {:<9} {}"
-    lines = [
-        row.format(*"dp pp tp rounds micro remat fsdp sequences step MFU GiB by".split(), "why not")
-    ]
+    headings = "dp pp tp rounds micro remat fsdp sequences step MFU GiB by".split()
+    lines = [row.format(*headings, "why not")]
+    first = found[0][1]
     for _, a in found[:LISTED]:
-        why = ""
-        if not a.fits:
-            why = f"does not fit: {size(a.memory['total'] - a.memory['limit'], 1024)} more than there is"
-        elif a is not first:
-            parts = (a.seconds | first.seconds).keys() - {"step"}
-            more = {part: a.seconds.get(part, 0) - first.seconds.get(part, 0) for part in parts}
-            most = max(more, key=more.get)
-            why = f"{most} +{more[most]:.3f} s" if more[most] > 0 else ""
-        values = [a.flags[flag] for flag in ("pp_interleave", "microbatches", *WAYS)]
-        lines.append(
-            row.format(
-                *a.mesh.values(),
-                *values,
-                f"{a.seconds['step']:.3f}",
-                f"{a.mfu:.1%}",
-                f"{a.memory['total'] / 2**30:.1f}",
-                "compiler" if a.compiled else "formulas",
-                why,
-            )
-        )
+        cells = [
+            *a.mesh.values(),
+            *(a.flags[flag] for flag in ("pp_interleave", "microbatches", *WAYS)),
+            f"{a.seconds['step']:.3f}",
+            f"{a.mfu:.1%}",
+            f"{a.memory['total'] / 2**30:.1f}",
+            "compiler" if a.compiled else "formulas",
+            why_not(a, first),
+        ]
+        lines.append(row.format(*cells))
     return lines
+
+
+def why_not(a, first):
+    """What makes an `Answer` worse than the first one: that it does not fit, or the part that takes longer."""
+    if not a.fits:
+        lacks = a.memory["total"] - a.memory["limit"]
+        return f"does not fit: {size(lacks, 1024)} more than there is"
+    if a is first:
+        return ""
+    parts = (a.seconds | first.seconds).keys() - {"step"}
+    more = {part: a.seconds.get(part, 0) - first.seconds.get(part, 0) for part in parts}
+    most = max(more, key=more.get)
+    return f"{most} +{more[most]:.3f} s" if more[most] > 0 else ""
+
+
+# --- The program --------------------------------------------------------------------------------------------------
 
 
 def compiled_answer(cfg, machine):
@@ -528,13 +590,13 @@ def compiled_answer(cfg, machine):
     try:
         compiled = ask_compiler(cfg, machine)
     except TooLarge as e:
-        return answer(cfg, machine, too_large=e), None
+        return answer(cfg, machine, refused=e), None
     return answer(cfg, machine, compiled), compiled and compiled.text
 
 
-def main(cfg, given):
-    """Print the plan of the run that the flags describe, and write what --plan_json and --plan_dump ask for."""
-    asked, machine = cfg.plan, parse_machine(cfg.plan.plan)
+def settle(cfg, given, machine):
+    """The configuration that is planned for. Raises UserError."""
+    asked = cfg.plan
     if cfg.run.n_devices not in (0, machine.n):
         raise UserError(
             f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}; leave the flag out."
@@ -546,45 +608,62 @@ def main(cfg, given):
     if cfg.run.init_from:
         cfg = settings.adopt(cfg, given, weights.open_weights(cfg.run.init_from)[0])
     # no cache: what was compiled for devices that are not there cannot be read back
-    cfg = settings.validate(utils.replace(cfg, n_devices=0, compilation_cache=""), machine.n)
+    cfg = utils.replace(cfg, n_devices=0, compilation_cache="")
+    cfg = settings.validate(cfg, machine.n)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
-    steps.configure_jax(cfg)
-    compiler = bool(machine.topology and importlib.util.find_spec("libtpu"))
-    if compiler:
-        slice_devices(
-            machine
-        )  # a slice that there is not is refused here, before formulas rank anything for it
-    elif asked.plan_dump:
+    return cfg
+
+
+def find_compiler(asked, machine):
+    """Whether the TPU compiler can be asked. Raises UserError where there is no such slice, or --plan_dump needs it."""
+    if machine.topology and importlib.util.find_spec("libtpu"):
+        slice_devices(machine)
+        return True
+    if asked.plan_dump:
+        why = "a GPU's program cannot be compiled without one"
+        if machine.topology:
+            why = NO_COMPILER
+        raise UserError(f"--plan_dump {asked.plan_dump}: {why}.")
+    return False
+
+
+def write_program(cfg, machine, a, text):
+    """Write the program of a plan, whose `text` may not have been kept, to --plan_dump. Raises UserError."""
+    folder = cfg.plan.plan_dump
+    if text is None and a.compiled and a.fits:
+        text = ask_compiler(cfg, machine).text
+    if text:
+        utils.write_file(os.path.join(folder, "step.hlo"), text)
+    elif a.fits:
         raise UserError(
-            f"--plan_dump {asked.plan_dump}: "
-            + (
-                NO_COMPILER
-                if machine.topology
-                else "a GPU's program cannot be compiled without one"
-            )
-            + "."
+            f"--plan_dump {folder}: the TPU compiler failed, so there is no program to write."
         )
-    given_cfg, found, text = cfg, [], None
+
+
+def main(cfg, given):
+    """Print the plan of the run that the flags describe, and write what --plan_json and --plan_dump ask for."""
+    asked, machine = cfg.plan, parse_machine(cfg.plan.plan)
+    cfg = settle(cfg, given, machine)
+    steps.configure_jax(cfg)
+    compiler = find_compiler(asked, machine)
+    found, text = [], None
     if asked.search:
         found = search(cfg, machine, compiler)
-        cfg, a = found[0]
+        best, a = found[0]
     elif compiler:
         say(f"compiling the step for {machine.name}")
-        a, text = compiled_answer(cfg, machine)
+        best, (a, text) = cfg, compiled_answer(cfg, machine)
     else:
-        a = answer(cfg, machine)
+        best, a = cfg, answer(cfg, machine)
+
     if machine.topology and not compiler:
         print(NO_COMPILER)
     if found:
-        print(
-            *table(found),
-            f"the fastest: {changed(given_cfg, cfg) or 'the flags as given'}",
-            sep="\n",
-        )
-    for line in report(cfg, machine, a):
-        print(line)
-    advice = advise(cfg, machine, a)
+        print("\n".join(table(found)))
+        print(f"the fastest: {changed(cfg, best) or 'the flags as given'}")
+    print("\n".join(report(best, machine, a)), flush=True)
+    advice = advise(best, machine, a)
     print(f"next         {advice}", flush=True)
     if asked.plan_json:
         content = a._asdict() | dict(fits=a.fits, advice=advice)
@@ -592,12 +671,5 @@ def main(cfg, given):
             content["search"] = [other._asdict() | dict(fits=other.fits) for _, other in found]
         utils.write_file(asked.plan_json, utils.to_json(content, indent=1) + "\n")
     if asked.plan_dump:
-        if asked.search and a.compiled and a.fits:
-            text = ask_compiler(cfg, machine).text
-        if a.fits and text is None:
-            raise UserError(
-                f"--plan_dump {asked.plan_dump}: the TPU compiler failed, so there is no program to write."
-            )
-        if text:
-            utils.write_file(os.path.join(asked.plan_dump, "step.hlo"), text)
+        write_program(best, machine, a, text)
     return 0
