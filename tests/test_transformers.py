@@ -376,7 +376,9 @@ GPT2 = dict(
 )
 def test_a_published_config_is_understood(config, name, saved):
     """As it is, and as transformers writes it again."""
-    form, preset = hugging_face.format_of(config, ""), presets.preset(name)
+    preset = presets.preset(name)
+    architecture_name, form = hugging_face.format_of(config, "")
+    assert architecture_name == preset.model.architecture
     if saved:
         config = {n: v for n, v in config.items() if n != "quantization_config"}
         config = transformers.AutoConfig.for_model(**config).to_dict()

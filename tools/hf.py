@@ -39,7 +39,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 import model
-from architectures import architecture, parameters
+from architectures import parameters
 from training import checkpointing, hugging_face, settings, steps, weights
 
 SHARD_BYTES = 5 * 10**9  # most in one file
@@ -131,7 +131,7 @@ def export(run_dir, folder, dtype="float32"):
         raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
     flags = weights.model_of_run(stored, run_dir)
     cfg = utils.replace(utils.Config(), **flags, n_device_axis=(1, 1, 1))
-    config = architecture(cfg.model.architecture).hugging_face.config(cfg.model)
+    config = hugging_face.format_to_export(cfg.model.architecture).config(cfg.model)
     tokenization.folder_tokenizer(run_dir)  # a torn tokenizer is refused before weights are written
     with appearing(folder) as part:
         step = write_newest(part, run_dir, cfg, dtype)
@@ -143,7 +143,8 @@ def export(run_dir, folder, dtype="float32"):
 def write_newest(folder, run_dir, cfg, dtype):
     """`write_tensors` of the newest sound checkpoint; returns its step. Raises UserError where there is none."""
     table = model.param_table(cfg)
-    tensors = list(architecture(cfg.model.architecture).hugging_face.tensors(cfg.model))
+    form = hugging_face.format_to_export(cfg.model.architecture)
+    tensors = list(form.tensors(cfg.model))
     checkpoints = checkpointing.Checkpoints(os.path.join(run_dir, "checkpoints"))
     for step in checkpoints.steps():
         try:
