@@ -42,7 +42,9 @@ class Architecture(NamedTuple):
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
-    hugging_face: hf_format.HuggingFace  # its models in the Hugging Face format
+    hugging_face: hf_format.HuggingFace | None = (
+        None  # its models in the Hugging Face format, if it has one
+    )
 
 
 def names():

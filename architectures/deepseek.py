@@ -493,7 +493,7 @@ def held_predictors(flags, names):
 # --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
 MOST_T = 4096  # tokens of a sequence, unless told otherwise: many a model can do more than it was trained on
-# Flags that DeepseekV3ForCausalLM has one value of
+# Flags that have one value in DeepseekV3ForCausalLM
 ONE_VALUE = dict(layers_per_block=1, moe_rope=True, activation="swiglu", latent_norm_eps=1e-6)
 # Entries that hold a flag's value, but for num_hidden_layers, which counts the first layers too
 FLAG_ENTRIES = (
@@ -601,7 +601,7 @@ def from_hugging_face(config):
     Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
     """
     left = dict(config)
-    flags = dict(architecture="deepseek", **ONE_VALUE, **hf.take_flags(left, FLAG_ENTRIES))
+    flags = ONE_VALUE | hf.take_flags(left, FLAG_ENTRIES)
     flags["blocks"] -= flags["first_layers"]
     flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
     flags |= rope_flags(left)

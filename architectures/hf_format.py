@@ -33,6 +33,10 @@ HEAD = "lm_head.weight"  # name of the head's weights in all architectures
 class Tensor(NamedTuple):
     """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers.
 
+    For example DeepSeek-V3 with 3 first layers, a query latent Q, a key/value latent R and a rotary key of 64 channels:
+    `model.layers.5.self_attn.kv_a_proj_with_mqa.weight` [R + 64, D] is transposed the part (2, :, Q:) of the leaf
+    ("moe", "attention", "down") [layers, D, Q + R + 64], with its last 64 columns reordered.
+
     Shared experts of a model without any have width 0 in the format; their tensors are empty, need not be in a file,
     and have no leaf here.
     """
@@ -168,13 +172,14 @@ IMMATERIAL = set(
     "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
     "begin_suppress_tokens".split()
 )
-NOWHERE = dict(add_cross_attention=[False], pruned_heads=[{}, None])  # all other values are refused
+# Values of entries that all architectures have in common; others are refused
+SUPPORTED = dict(add_cross_attention=[False], pruned_heads=[{}, None])
 
 
 def require(left, kind, immaterial=frozenset(), **allowed):
     """Raise UserError where an entry that is left of a config may change a number: it has none of its values `allowed`,
     or it is neither among these nor known to be immaterial. What is missing stands at the first of its values."""
-    allowed |= NOWHERE
+    allowed |= SUPPORTED
     for key, value in left.items():
         if key in allowed:
             refuse_other(key, value, allowed[key], kind)

@@ -1,5 +1,6 @@
 """Eight simulated CPU devices, set before jax is first imported, and what several test files share."""
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -89,6 +90,23 @@ def small_config(mesh=(1, 1, 1), sequences=32, **flags):
         presets.preset("tiny"), n_device_axis=mesh, n_devices=int(np.prod(mesh)), **flags
     )
     return settings.validate(cfg, jax.device_count())
+
+
+def settled(m):
+    """The utils.Model with the widths written out that 0 or -1 stand for."""
+    widths = dict(
+        nope_dim=m.head_dim,
+        v_dim=m.value_dim,
+        q_latent_dim=m.q_latent,
+        ffn_dim=m.ffn_width,
+        expert_dim=m.expert_width,
+    )
+    return dataclasses.replace(m, **widths)
+
+
+def run_tool(path, *words):
+    """Run a program of the repository in a process of its own."""
+    subprocess.run([sys.executable, ROOT / path, *map(str, words)], check=True, capture_output=True)
 
 
 def make_params(cfg, mesh):

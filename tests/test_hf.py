@@ -1,4 +1,4 @@
-"""Export and import without transformers: bitwise round trips, tokenisers, and what is refused."""
+"""Export and import without transformers: bitwise round trips, tokenizers, and what is refused."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from absl import logging as absl_logging
-from conftest import ROOT, SMALL_GPT2, small_config
+from conftest import ROOT, SMALL_GPT2, run_tool, settled, small_config
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 
@@ -49,10 +49,7 @@ FLAGS = {
 def params_of(folder, **flags):
     cfg = small_config(**flags)
     stored, load = weights.open_weights(str(folder))
-    assert (
-        utils.replace(cfg, **stored).model
-        == utils.replace(cfg, **{n: stored[n] for n in stored}).model
-    )
+    assert settled(utils.replace(cfg, **stored).model) == settled(cfg.model)
     return jax.tree.map(np.asarray, load(steps.abstract_params(cfg, steps.make_mesh(cfg))))
 
 
@@ -199,18 +196,9 @@ HOSTILE = [
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "trained"])
 def test_the_exported_tokenizer_cuts_as_tiktoken_does(name, tmp_path, named_tokenizers):
     if name == "trained":
-        words = [
-            sys.executable,
-            ROOT / "data/train_tokenizer.py",
-            "--source",
-            ROOT / "tests",
-            "--vocab_size",
-            "512",
-            "--output",
-            tmp_path / "small.tiktoken",
-        ]
-        subprocess.run(list(map(str, words)), check=True, capture_output=True)
         name = str(tmp_path / "small.tiktoken")
+        words = ("--source", ROOT / "tests", "--vocab_size", 512, "--output", name)
+        run_tool("data/train_tokenizer.py", *words)
     encoding = tokenization.load_tokenizer(name)
     run, folder = tmp_path / "run", tmp_path / "folder"
     utils.write_file(
@@ -238,14 +226,11 @@ def test_the_exported_tokenizer_cuts_as_tiktoken_does(name, tmp_path, named_toke
     )
 
 
-def test_text_tokenised_with_an_imported_tokeniser_trains_its_model(tmp_path, train):
+def test_text_tokenized_with_an_imported_tokenizer_trains_its_model(tmp_path, train):
     """tokenizer.json in place of the ranks that it was made of: the same shards, and all that follows works."""
-    tool = lambda *words: subprocess.run(
-        [sys.executable, *map(str, words)], check=True, capture_output=True
-    )  # noqa: E731
     ranks, folder = tmp_path / "small.tiktoken", tmp_path / "folder"
-    tool(
-        ROOT / "data/train_tokenizer.py",
+    run_tool(
+        "data/train_tokenizer.py",
         "--source",
         ROOT / "tests",
         "--vocab_size",
@@ -255,8 +240,8 @@ def test_text_tokenised_with_an_imported_tokeniser_trains_its_model(tmp_path, tr
     )
     run = dict(init_from="", training_steps=1, vocab_size=512, **DEEPSEEK)
     for name, tokenizer in dict(first=ranks, second=folder / "tokenizer.json").items():
-        tool(
-            ROOT / "data/tokenize_shards.py",
+        run_tool(
+            "data/tokenize_shards.py",
             "--source",
             ROOT / "tests",
             "--output",

@@ -36,9 +36,10 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 import tokenizers
+from tokenizers import pre_tokenizers
 
 import model
-from architectures import architecture, parameters
+from architectures import parameters
 from training import checkpointing, hugging_face, settings, steps, weights
 
 SHARD_BYTES = 5 * 10**9  # most in one file
@@ -49,7 +50,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' 
 
 
 def import_folder(folder, run_dir):
-    """A run directory with the weights of `folder` as its only checkpoint."""
+    """Write a run directory with the weights of `folder` as its only checkpoint."""
     if os.path.exists(run_dir):
         raise UserError(
             f"{run_dir} exists already; give another run directory, or remove that one."
@@ -58,8 +59,26 @@ def import_folder(folder, run_dir):
         raise UserError(
             f"{folder}: there is no config.json; a folder in the Hugging Face format holds one."
         )
-    config = utils.read_json(folder, "config.json")
-    flags = hugging_face.model_flags(config, folder)
+    flags = hugging_face.model_flags(utils.read_json(folder, "config.json"), folder)
+    cfg = config_of_one_device(flags, run_dir)
+    tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
+    params = hugging_face.load(folder, steps.abstract_params(cfg, steps.make_mesh(cfg)))
+    config = utils.flatten(cfg) | dict(encoding="", positions=weights.positions(folder, flags["T"]))
+    with appearing(run_dir) as part:
+        tokenizer = os.path.join(folder, "tokenizer.json")
+        if os.path.isfile(tokenizer):
+            config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
+        else:
+            say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
+        save_weights(part, params, run_dir)
+        utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=1) + "\n")
+    say(
+        f"{run_dir}: {steps.count_in_words(cfg)}; begin a run from them with main.py --init_from {run_dir}"
+    )
+
+
+def config_of_one_device(flags, run_dir):
+    """Configuration of the run in `run_dir` with these flags of its model, on one device."""
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     cfg = utils.replace(
         utils.Config(),
@@ -69,32 +88,22 @@ def import_folder(folder, run_dir):
         n_device_axis=(1, 1, 1),
         n_devices=1,
     )
-    cfg = settings.validate(cfg, jax.device_count())
-    tokenization.folder_tokenizer(folder)  # said now, if it is torn
-    mesh = steps.make_mesh(cfg)
-    params = hugging_face.load(folder, steps.abstract_params(cfg, mesh))
-    tokenizer = os.path.join(folder, "tokenizer.json")
-    config = dict(utils.flatten(cfg), encoding="", positions=weights.positions(folder, flags["T"]))
-    with appearing(run_dir) as part:
-        if os.path.isfile(tokenizer):
-            config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
-        else:
-            say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
-        checkpoints = checkpointing.Checkpoints(os.path.join(part, "checkpoints"))
-        checkpoints.save(0, {"params": params}, 0, {})
-        checkpoints.close()
-        if checkpoints.saved is None:
-            raise UserError(f"{run_dir}: the checkpoint could not be written there.")
-        utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=1) + "\n")
-    say(
-        f"{run_dir}: {steps.count_in_words(cfg)}; begin a run from them with main.py --init_from {run_dir}"
-    )
+    return settings.validate(cfg, jax.device_count())
+
+
+def save_weights(folder, params, run_dir):
+    """Write a checkpoint of the parameters alone. Raises UserError naming `run_dir` where that fails."""
+    checkpoints = checkpointing.Checkpoints(os.path.join(folder, "checkpoints"))
+    checkpoints.save(0, {"params": params}, 0, {})
+    checkpoints.close()
+    if checkpoints.saved is None:
+        raise UserError(f"{run_dir}: the checkpoint could not be written there.")
 
 
 @contextlib.contextmanager
 def appearing(folder):
-    """A new folder beside to write into, which becomes `folder` when all is written, or goes where that fails. Raises
-    UserError where it cannot be written."""
+    """A new folder beside `folder` to write into. It is renamed to `folder` when all is written, and removed where that
+    fails. Raises UserError where it cannot be written."""
     part = os.path.normpath(folder) + ".part"
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -112,6 +121,44 @@ def appearing(folder):
 # --- Export -------------------------------------------------------------------------------------------------------
 
 
+def export(run_dir, folder, dtype="float32"):
+    """Write the newest sound checkpoint of a run directory as a folder that transformers loads. The folder appears when
+    it is whole."""
+    if os.path.exists(folder):
+        raise UserError(f"{folder} exists already; give another folder, or remove that one.")
+    stored = settings.run_config(run_dir)
+    if "model_dimension" not in stored:
+        raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
+    flags = weights.model_of_run(stored, run_dir)
+    cfg = utils.replace(utils.Config(), **flags, n_device_axis=(1, 1, 1))
+    config = hugging_face.format_to_export(cfg.model.architecture).config(cfg.model)
+    tokenization.folder_tokenizer(run_dir)  # a torn tokenizer is refused before weights are written
+    with appearing(folder) as part:
+        step = write_newest(part, run_dir, cfg, dtype)
+        config |= dict(torch_dtype=dtype) | export_tokenizer(part, run_dir, cfg.model)
+        utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=2) + "\n")
+    say(f"{folder}: {steps.count_in_words(cfg)}; of step {step}, as {config['architectures'][0]}")
+
+
+def write_newest(folder, run_dir, cfg, dtype):
+    """`write_tensors` of the newest sound checkpoint; returns its step. Raises UserError where there is none."""
+    table = model.param_table(cfg)
+    form = hugging_face.format_to_export(cfg.model.architecture)
+    tensors = list(form.tensors(cfg.model))
+    checkpoints = checkpointing.Checkpoints(os.path.join(run_dir, "checkpoints"))
+    for step in checkpoints.steps():
+        try:
+            params = StoredParams(checkpoints, step, table)
+            write_tensors(folder, tensors, params, dtype)
+            params.verify(cfg.model.vocab_size)
+            return step
+        except Damaged as e:
+            say(f"warning: checkpoint {step} is damaged ({e})")
+            for name in os.listdir(folder):
+                os.remove(os.path.join(folder, name))
+    raise UserError(f"{run_dir}: there is no sound checkpoint in it.")
+
+
 class Damaged(Exception):
     """A checkpoint whose contents are not those that were saved."""
 
@@ -126,18 +173,20 @@ class StoredParams:
         except Exception as e:  # whatever a damaged file makes the library raise
             raise Damaged(f"its meta can't be read: {type(e).__name__}") from None
         # experts come one by one out of chunks that hold several
-        context = tensorstore.Context(
-            {"cache_pool": {"total_bytes_limit": 3 * checkpointing.CHUNK}}
-        )
+        cache = {"cache_pool": {"total_bytes_limit": 3 * checkpointing.CHUNK}}
+        context = tensorstore.Context(cache)
         base = f"file://{checkpoints.folder / str(step)}/state/"
-        at = jax.tree_util.tree_flatten_with_path(table, is_leaf=parameters.is_param)[0]
-        self.leaves, self.wanted, self.seen = {}, {}, {}
-        for (path, _), number in zip(at, fingerprint):
+        paths = jax.tree_util.tree_flatten_with_path(table, is_leaf=parameters.is_param)[0]
+        self.leaves = {}  # {path of a leaf: its TensorStore}
+        self.saved_sums = {}  # {path: fingerprint when it was saved}
+        self.sums = {}  # {path: fingerprint of the parts read so far}
+        for (path, _), saved_sum in zip(paths, fingerprint):
             leaf = tuple(key.key for key in path)
             kvstore = dict(driver="ocdbt", base=base, path=f"params.{'.'.join(leaf)}/")
             opened = tensorstore.open(dict(driver="zarr", kvstore=kvstore), context=context)
             self.leaves[leaf] = self._result(leaf, opened)
-            self.wanted[leaf], self.seen[leaf] = number, 0
+            self.saved_sums[leaf] = saved_sum
+            self.sums[leaf] = 0
 
     @staticmethod
     def _result(leaf, future):
@@ -149,120 +198,103 @@ class StoredParams:
     def read(self, leaf, at):
         """float32 array: the part `at` of a leaf."""
         x = self._result(leaf, self.leaves[leaf][at].read())
-        self.seen[leaf] += int(
-            x.view(np.uint32).sum(dtype=np.uint32)
-        )  # as checkpointing.fingerprint
+        # the same sum as checkpointing.fingerprint
+        self.sums[leaf] += int(x.view(np.uint32).sum(dtype=np.uint32))
         return x
 
     def verify(self, vocab_size):
-        """Raise Damaged where what was read, and the vocabulary's padding, is not what was saved. All else must have
-        been read once."""
-        for leaf, wanted in self.wanted.items():
+        """Raise Damaged where what was read, and the vocabulary's padding, is not what was saved. Everything but the
+        padding must have been read once."""
+        for leaf, saved_sum in self.saved_sums.items():
             if leaf in (("embedding",), ("head",)):
                 self.read(leaf, (slice(vocab_size, None),))
-            if self.seen[leaf] % 2**32 != wanted:
+            if self.sums[leaf] % 2**32 != saved_sum:
                 raise Damaged(f"{'.'.join(leaf)} is not what was saved")
 
 
+# --- Safetensors --------------------------------------------------------------------------------------------------
+
+
 def write_tensors(folder, tensors, stored, dtype):
-    """The tensors as safetensors files of at most SHARD_BYTES (a larger tensor has a file to itself), one tensor in
-    memory at a time, with the index that transformers needs of several files."""
-    size_of = lambda t: math.prod(t.shape) * jnp.dtype(dtype).itemsize  # noqa: E731
+    """Write the tensors as safetensors files of at most SHARD_BYTES, with one tensor in memory at a time, and the index
+    that transformers needs of several files."""
+    groups = in_groups(tensors, dtype)
+    files = {"model.safetensors": tensors}
+    if len(groups) > 1:
+        total = f"{len(groups):05d}"
+        files = {f"model-{i:05d}-of-{total}.safetensors": g for i, g in enumerate(groups, 1)}
+        write_index(folder, files, dtype)
+    for name, group in files.items():
+        write_safetensors(os.path.join(folder, name), group, stored, dtype)
+
+
+def size_of(tensor, dtype):
+    """Bytes of a tensor."""
+    return math.prod(tensor.shape) * jnp.dtype(dtype).itemsize
+
+
+def in_groups(tensors, dtype):
+    """The tensors in their order, in groups of at most SHARD_BYTES; a larger tensor is a group of its own."""
     groups, room = [], 0
     for t in tensors:
-        if size_of(t) > room:
+        size = size_of(t, dtype)
+        if size > room:
             groups.append([])
             room = SHARD_BYTES
         groups[-1].append(t)
-        room -= size_of(t)
-    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    names = names if len(groups) > 1 else ["model.safetensors"]
-    for name, group in zip(names, groups):
-        header, offset = {"__metadata__": {"format": "pt"}}, 0
+        room -= size
+    return groups
+
+
+def write_index(folder, files, dtype):
+    """The file that says which of `files`, {name: tensors}, holds which tensor."""
+    total, where = 0, {}
+    for name, group in files.items():
         for t in group:
-            header[t.name] = dict(
-                dtype=DTYPES[dtype], shape=t.shape, data_offsets=[offset, offset + size_of(t)]
-            )
-            offset += size_of(t)
-        head = json.dumps(header).encode()
-        head += b" " * (-len(head) % 8)
-        with open(os.path.join(folder, name), "wb") as f:
-            f.write(len(head).to_bytes(8, "little") + head)
-            for t in group:
-                x = stored.read(t.leaf, t.at) if math.prod(t.shape) else np.zeros(t.part)
-                x = t.theirs(x).astype(dtype, copy=False)
-                f.write(np.ascontiguousarray(x).view(np.uint8).data)
-            f.flush()
-            os.fsync(f.fileno())
-    if len(groups) > 1:
-        where = {t.name: name for name, group in zip(names, groups) for t in group}
-        index = dict(metadata=dict(total_size=sum(map(size_of, tensors))), weight_map=where)
-        utils.write_file(
-            os.path.join(folder, "model.safetensors.index.json"), json.dumps(index, indent=1)
-        )
+            total += size_of(t, dtype)
+            where[t.name] = name
+    index = dict(metadata=dict(total_size=total), weight_map=where)
+    utils.write_file(os.path.join(folder, hugging_face.INDEX), json.dumps(index, indent=1))
 
 
-def byte_level(encoding):
-    """tokenizers.Tokenizer with the tokens, merges and cuts of a tiktoken.Encoding."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
-    letters = {b: chr(b) for b in printable}
-    letters |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in letters)}
-    spell = lambda token: "".join(letters[b] for b in token)  # noqa: E731
-    ranks, merges = encoding._mergeable_ranks, []
+def write_safetensors(path, tensors, stored, dtype):
+    """One file: the length of its header, the header (JSON, padded to a multiple of 8 bytes), the numbers."""
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for t in tensors:
+        end = offset + size_of(t, dtype)
+        header[t.name] = dict(dtype=DTYPES[dtype], shape=t.shape, data_offsets=[offset, end])
+        offset = end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with open(path, "wb") as f:
+        f.write(len(head).to_bytes(8, "little") + head)
+        for t in tensors:
+            x = stored.read(t.leaf, t.at) if math.prod(t.shape) else np.zeros(t.part)
+            x = np.ascontiguousarray(t.theirs(x).astype(dtype, copy=False))
+            f.write(x.view(np.uint8).data)
+        f.flush()
+        os.fsync(f.fileno())
 
-    def halves(token, rank):
-        """The two tokens that were merged into this one: what its bytes come to without it."""
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
-            i = min(range(len(pairs)), key=pairs.__getitem__)
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        return parts
 
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) > 1:
-            merges.append(tuple(map(spell, halves(token, rank))))
-    bpe = tokenizers.models.BPE({spell(t): i for t, i in ranks.items()}, merges, ignore_merges=True)
-    tokenizer = tokenizers.Tokenizer(bpe)
-    # possessive quantifiers only save time in these patterns, and mean something else after {1,3} here; so does $
-    cuts = tokenizers.Regex(
-        re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", encoding._pat_str).replace("$", r"\z")
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split(cuts, "isolated"),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    special = {i: name for name, i in encoding._special_tokens.items()}
-    last = max([*special, *ranks.values()])
-    unused = {
-        i: f"<|unused_{i}|>" for i in set(range(last)) - set(ranks.values()) - set(special)
-    }  # ids have no gaps
-    for _, name in sorted((special | unused).items()):
-        tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
-    return tokenizer
+# --- Tokenizer ----------------------------------------------------------------------------------------------------
 
 
 def export_tokenizer(folder, run_dir, m):
-    """Files that AutoTokenizer loads, where the run has a tokenizer; returns what config.json says of it. Without one
-    the ends of text are those of the utils.Model, or null, where transformers would take ids of its own."""
+    """Write files that AutoTokenizer loads, where the run has a tokenizer; returns what config.json says of it. Without
+    one the end of text is that of the utils.Model, or null, so that transformers takes no id of its own."""
     encoding = tokenization.folder_tokenizer(run_dir)
     if encoding is None:
         say(f"warning: {run_dir} has no tokenizer, so what is exported has none")
-        return dict.fromkeys(
-            ("bos_token_id", "eos_token_id"), m.end_of_text if m.end_of_text >= 0 else None
-        )
+        end = m.end_of_text if m.end_of_text >= 0 else None
+        return dict(bos_token_id=end, eos_token_id=end)
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
     else:
         byte_level(encoding).save(os.path.join(folder, "tokenizer.json"))
-        end = tokenization.END_OF_TEXT
         about = dict(
             tokenizer_class="PreTrainedTokenizerFast",
-            bos_token=end,
-            eos_token=end,
+            bos_token=tokenization.END_OF_TEXT,
+            eos_token=tokenization.END_OF_TEXT,
             model_max_length=m.T,
             clean_up_tokenization_spaces=False,
         )
@@ -272,43 +304,66 @@ def export_tokenizer(folder, run_dir, m):
     return dict(bos_token_id=encoding.eot_token, eos_token_id=encoding.eot_token)
 
 
-def export(run_dir, folder, dtype="float32"):
-    """The newest sound checkpoint of a run directory as a folder that transformers loads. It appears when whole."""
-    if os.path.exists(folder):
-        raise UserError(f"{folder} exists already; give another folder, or remove that one.")
-    stored = settings.run_config(run_dir)
-    if "model_dimension" not in stored:
-        raise UserError(f"{run_dir}: not a run directory (there is no config.json of a run in it).")
-    cfg = utils.replace(
-        utils.Config(), **weights.model_of_run(stored, run_dir), n_device_axis=(1, 1, 1)
-    )
-    m, table = cfg.model, model.param_table(cfg)
-    form = architecture(m.architecture).hugging_face
-    config, tensors = form.config(m), list(form.tensors(m))
-    tokenization.folder_tokenizer(run_dir)  # said now, if it is torn
-    checkpoints = checkpointing.Checkpoints(os.path.join(run_dir, "checkpoints"))
-    with appearing(folder) as part:
-        step = write_newest(part, checkpoints, table, tensors, m.vocab_size, dtype)
-        if step is None:
-            raise UserError(f"{run_dir}: there is no sound checkpoint in it.")
-        about = dict(config, torch_dtype=dtype, **export_tokenizer(part, run_dir, m))
-        utils.write_file(os.path.join(part, "config.json"), json.dumps(about, indent=2) + "\n")
-    say(f"{folder}: {steps.count_in_words(cfg)}; of step {step}, as {config['architectures'][0]}")
+def byte_level(encoding):
+    """tokenizers.Tokenizer with the tokens, merges and cuts of a tiktoken.Encoding."""
+    letters = byte_letters()
+
+    def spell(token):
+        return "".join(letters[b] for b in token)
+
+    ranks = encoding._mergeable_ranks
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) > 1:
+            first, second = halves(token, rank, ranks)
+            merges.append((spell(first), spell(second)))
+    vocabulary = {spell(token): rank for token, rank in ranks.items()}
+    bpe = tokenizers.models.BPE(vocabulary, merges, ignore_merges=True)
+    tokenizer = tokenizers.Tokenizer(bpe)
+    cuts = pre_tokenizers.Split(cut_pattern(encoding), "isolated")
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cuts, to_letters])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    for name in special_tokens(encoding):
+        tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
+    return tokenizer
 
 
-def write_newest(folder, checkpoints, table, tensors, vocab_size, dtype):
-    """`write_tensors` of the newest sound checkpoint; returns its step, None where there is none."""
-    for step in checkpoints.steps():
-        try:
-            params = StoredParams(checkpoints, step, table)
-            write_tensors(folder, tensors, params, dtype)
-            params.verify(vocab_size)
-            return step
-        except Damaged as e:
-            say(f"warning: checkpoint {step} is damaged ({e})")
-            for name in os.listdir(folder):
-                os.remove(os.path.join(folder, name))
-    return None
+def byte_letters():
+    """{byte: the letter that GPT-2's tokenizer writes for it}: printable bytes stand for themselves."""
+    letters = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+    others = [b for b in range(256) if b not in letters]
+    return letters | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def halves(token, rank, ranks):
+    """The two tokens that were merged into `token`: what the merges of lower rank make of its bytes."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+        i = min(range(len(pairs)), key=pairs.__getitem__)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def cut_pattern(encoding):
+    """The pattern by which text is cut before merges, as tokenizers.Regex means it: possessive quantifiers only save
+    time in these patterns, and mean something else after {1,3} there; so does $."""
+    pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", encoding._pat_str)
+    return tokenizers.Regex(pattern.replace("$", r"\z"))
+
+
+def special_tokens(encoding):
+    """Names of the special tokens by id. An id that stands for nothing has a name too, since ids have no gaps."""
+    names = {i: name for name, i in encoding._special_tokens.items()}
+    taken = set(encoding._mergeable_ranks.values())
+    for i in range(max([*names, *taken])):
+        if i not in taken and i not in names:
+            names[i] = f"<|unused_{i}|>"
+    return [names[i] for i in sorted(names)]
+
+
+# --- Command line -------------------------------------------------------------------------------------------------
 
 
 def run(argv):

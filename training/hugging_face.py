@@ -29,24 +29,32 @@ INDEX = "model.safetensors.index.json"
 
 
 def format_of(config, where):
-    """`HuggingFace` of the architecture that a config.json names. Raises UserError where it is not supported."""
-    known = [architectures.architecture(name).hugging_face for name in architectures.names()]
-    for form in known:
-        if form.model_type == config.get("model_type"):
-            return form
-    supported = ", ".join(form.model_type for form in known)
-    raise UserError(
-        f"{where}: model_type is {config.get('model_type')!r}; supported are {supported}."
-    )
+    """(name, `HuggingFace`) of the architecture that a config.json is of. Raises UserError where none supports it."""
+    formats = {
+        name: architectures.architecture(name).hugging_face for name in architectures.names()
+    }
+    formats = {form.model_type: (name, form) for name, form in formats.items() if form}
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in formats:
+        raise UserError(f"{where}: model_type is {kind!r}; supported are {', '.join(formats)}.")
+    return formats[kind]
+
+
+def format_to_export(name):
+    """`HuggingFace` of an architecture. Raises UserError where it has none."""
+    form = architectures.architecture(name).hugging_face
+    if form is None:
+        raise UserError(f"--architecture {name}: its models have no Hugging Face format here.")
+    return form
 
 
 def model_flags(config, folder):
     """{flag: value} of the model in a folder with this config.json. Raises UserError for one that is not supported."""
     where = os.path.join(folder, "config.json")
-    form = format_of(config, where)
+    name, form = format_of(config, where)
     hf_format.check_entries(config, where, form.entries)
     try:
-        flags = form.flags(config)
+        flags = dict(architecture=name) | form.flags(config)
     except KeyError as e:
         raise UserError(f"{where}: {e.args[0]} is missing.") from None
     flags = form.held(flags, files_of(folder))
@@ -206,7 +214,7 @@ def load(folder, abstract):
     """Parameters like `abstract` (steps.abstract_params) from a folder: each tensor is read, put into its place on the
     devices and forgotten. Raises UserError as `check` and `read_sound` do."""
     config = utils.read_json(folder, "config.json")
-    form = format_of(config, os.path.join(folder, "config.json"))
+    _, form = format_of(config, os.path.join(folder, "config.json"))
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model
     block = hf_format.float8_block(config, form.model_type)
     there = check(folder, filled(form.tensors(m)), form, block)
