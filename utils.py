@@ -29,6 +29,11 @@ class UserError(Exception):
     """Something that the user can mend: one sentence with what was wrong, where, and what would be right."""
 
 
+def first_line(error):
+    """The first line of an error's message, or its class where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def one_sentence(program):
     """Run `program()`; a UserError becomes one line on stderr and exit status 2, without a traceback."""
     try:

@@ -1,4 +1,4 @@
-"""Tokenisers: tiktoken's own, those trained here and Hugging Face's, and the files that they stand in."""
+"""Tokenizers: tiktoken's own, those trained here, and Hugging Face's; and the files that hold them."""
 
 import base64
 import functools
@@ -11,22 +11,20 @@ import numpy as np
 from utils import UserError, read_file, read_json, write_file
 
 END_OF_TEXT = "<|endoftext|>"
-# How text is cut before byte pairs are merged, for tokenisers trained here: GPT-2's pattern. (tiktoken writes it with
+# How text is cut before byte pairs are merged, for tokenizers trained here: GPT-2's pattern. (tiktoken writes it with
 # possessive quantifiers, which the training library lacks; they change speed, not the cuts.)
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokeniser
+TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokenizer
 
 
 # --- Where a long text may be cut -------------------------------------------------------------------------------
 
-# A long text is cut after a letter that a space and a letter follow. There every tiktoken pattern, and ours, ends a
-# word, so the tokens of the pieces, one after the other, are those of the whole text.
+# A long text is cut after a letter that is followed by a space and a letter. Every tiktoken pattern, and ours, ends a
+# word there, so the tokens of the pieces, one after the other, are those of the whole text.
 CUT = re.compile("[A-Za-z](?= [A-Za-z])")
 
-# A Hugging Face tokenizer may do otherwise, so it is cut only where all its parts are known: these normalizers change a
-# piece as they change the whole, these pre-tokenizers end every word at a space.
+# A Hugging Face tokenizer may do otherwise, so its texts are cut only where all its parts are known. These normalizers
+# change a piece as they change the whole text; these pre-tokenizers end every word at a space.
 LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
 WORD_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -45,8 +43,10 @@ OTHER_PATTERNS = {r"\p{N}{1,3}", r"\p{N}", "[一-龥぀-ゟ゠-ヿ]+"}
 
 
 def may_be_cut(tokenizer):
-    """Whether the tokens of a text are those of its pieces, for a tokenizers.Tokenizer. False where a part of its
-    definition is not known here, as where one puts something before every text."""
+    """Whether the tokens of a text are those of its pieces, for a tokenizers.Tokenizer.
+
+    False where a part of its definition is not known here, such as one that puts something before every text.
+    """
     normalizers = parts_of(tokenizer.normalizer, "normalizers")
     if any(part["type"] not in LOCAL_NORMALIZERS for part in normalizers):
         return False
@@ -56,17 +56,18 @@ def may_be_cut(tokenizer):
     parts = parts_of(tokenizer.pre_tokenizer, "pretokenizers")
     for i, part in enumerate(parts):
         if ends_words_at_spaces(part):
-            return all(
-                later["type"] != "Metaspace" for later in parts[i + 1 :]
-            )  # it may mark the first word alone
+            # a later Metaspace may mark the first word alone
+            return all(later["type"] != "Metaspace" for later in parts[i + 1 :])
         if part["type"] != "Digits" and pattern_of(part) not in OTHER_PATTERNS:
             return False
     return False
 
 
 def parts_of(part, inner):
-    """The parts of a normalizer or pre-tokenizer in order, as tokenizer.json writes them; inner: its name for those of
-    a sequence."""
+    """The parts of a normalizer or pre-tokenizer in order, as tokenizer.json writes them.
+
+    inner: the key under which a sequence holds its parts.
+    """
     if part is None:
         return []
     definition = json.loads(part.__getstate__())
@@ -74,9 +75,10 @@ def parts_of(part, inner):
 
 
 def pattern_of(part):
-    """The regular expression whose matches a pre-tokenizer makes words of, or None."""
-    whole = part["type"] == "Split" and part["behavior"] == "Isolated" and not part["invert"]
-    return part["pattern"].get("Regex") if whole else None
+    """The regular expression whose matches are a pre-tokenizer's words, or None."""
+    if part["type"] != "Split" or part["behavior"] != "Isolated" or part["invert"]:
+        return None
+    return part["pattern"].get("Regex")
 
 
 def ends_words_at_spaces(part):
@@ -89,26 +91,30 @@ def ends_words_at_spaces(part):
 
 
 def whole_characters(text):
-    """The text with U+FFFD for every half of a character alone, which JSON and a command line can hold and no tokenizer
-    takes."""
+    """The text with U+FFFD for every lone surrogate, which JSON and a command line can hold and no tokenizer takes."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class HubTokenizer:
-    """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use. Text that spells
-    a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside, or <|endoftext|>."""
+    """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use.
+
+    Text that spells a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside it, or
+    <|endoftext|>. Raises UserError where the file cannot be read or has no such token.
+    """
 
     def __init__(self, path):
         import tokenizers
 
+        self.path = path
         try:
-            self.path, self.tokenizer = path, tokenizers.Tokenizer.from_file(path)
+            self.tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as e:  # the library raises no other class
             raise UserError(
                 f"--tokenizer {path}: cannot be read as a tokenizer ({e}); copy it again."
             ) from None
         self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()  # a file may ask for either, for the batches of its own model
+        # a file may ask for either, for the batches of its own model
+        self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.may_be_cut = may_be_cut(self.tokenizer)
         self.n_vocab = max(self.tokenizer.get_vocab().values(), default=-1) + 1
@@ -122,16 +128,15 @@ class HubTokenizer:
                 f"tokenizer_config.json beside it."
             )
 
-    def __reduce__(
-        self,
-    ):  # a pickled tokenizers.Tokenizer would forget that special tokens are text
+    def __reduce__(self):
+        # a pickled tokenizers.Tokenizer would forget that special tokens are text
         return HubTokenizer, (self.path,)
 
     def encode_ordinary(self, text):
         return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
 
     def before_text(self):
-        """Token ids that the tokeniser itself puts before every text."""
+        """Token ids that the tokenizer itself puts before every text."""
         return self.tokenizer.encode("").ids
 
     def encode_to_numpy(self, text, disallowed_special=()):
@@ -141,38 +146,64 @@ class HubTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def load_tokenizer(name):
-    """A tokeniser by tiktoken's name for it (`tiktoken.Encoding`), from a file of ranks written by
-    data/train_tokenizer.py (the same) or from a tokenizer.json (`HubTokenizer`)."""
-    import tiktoken
+# --- Any tokenizer ----------------------------------------------------------------------------------------------
 
+
+def load_tokenizer(name):
+    """A tokenizer by name: `tiktoken.Encoding`, or `HubTokenizer` for a tokenizer.json.
+
+    `name` is tiktoken's name of an encoding, a .tiktoken file of ranks, as data/train_tokenizer.py writes it, or a
+    tokenizer.json. Raises UserError where there is none of that name.
+    """
     if name.endswith(".json"):
         if not os.path.isfile(name):
             raise UserError(f"--tokenizer {name}: there is no such file.")
         return HubTokenizer(name)
     if name.endswith(".tiktoken"):
-        if not os.path.isfile(name):
-            raise UserError(
-                f"--tokenizer {name}: there is no such file; data/train_tokenizer.py makes one."
-            )
-        try:
-            with open(
-                name, "rb"
-            ) as f:  # not tiktoken's loader: it caches by name, so would miss a file made anew
-                ranks = {
-                    base64.b64decode(token): int(rank)
-                    for token, rank in (line.split() for line in f)
-                }
-        except ValueError as e:
-            raise UserError(f"--tokenizer {name}: not a file of tiktoken ranks ({e}).") from None
-        stem = os.path.basename(name).removesuffix(".tiktoken")
-        return tiktoken.Encoding(
-            stem, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}
+        return load_ranks(name)
+    return load_by_name(name)
+
+
+def load_ranks(path):
+    """The `tiktoken.Encoding` of a file of ranks. Raises UserError."""
+    import tiktoken
+
+    if not os.path.isfile(path):
+        raise UserError(
+            f"--tokenizer {path}: there is no such file; data/train_tokenizer.py makes one."
         )
-    if name not in tiktoken.list_encoding_names():
+    ranks = {}
+    try:
+        # not by tiktoken's loader, which caches by name and so would miss a file made anew
+        with open(path, "rb") as f:
+            for line in f:
+                token, rank = line.split()
+                ranks[base64.b64decode(token)] = int(rank)
+    except ValueError as e:
+        raise UserError(f"--tokenizer {path}: not a file of tiktoken ranks ({e}).") from None
+    return tiktoken.Encoding(
+        os.path.basename(path).removesuffix(".tiktoken"),
+        pat_str=PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+    )
+
+
+def dump_ranks(ranks):
+    """{token bytes: rank} -> the bytes of a file of tiktoken ranks: a line `base64(token) rank` for each, by rank."""
+    tokens = sorted(ranks, key=ranks.get)
+    return b"".join(base64.b64encode(token) + b" %d\n" % ranks[token] for token in tokens)
+
+
+def load_by_name(name):
+    """tiktoken's encoding of this name, which it may fetch from the network. Raises UserError."""
+    import tiktoken
+
+    names = tiktoken.list_encoding_names()
+    if name not in names:
         raise UserError(
             f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of "
-            f"{', '.join(tiktoken.list_encoding_names())}."
+            f"{', '.join(names)}."
         )
     try:
         return tiktoken.get_encoding(name)
@@ -184,14 +215,14 @@ def load_tokenizer(name):
 
 
 def text_of(encoding, ids):
-    """Text of token ids. Those that the tokeniser does not know (a model may have more) are left out; bytes that are no
-    UTF-8 become U+FFFD."""
+    """Text of token ids. Those that the tokenizer does not know (a model may have more) are left out; bytes that are
+    not UTF-8 become U+FFFD."""
     return encoding.decode([t for t in ids if known(encoding, t)])
 
 
 @functools.cache
 def known(encoding, token):
-    """Whether the tokeniser has this token id; a tiktoken vocabulary may have gaps."""
+    """Whether the tokenizer has this token id; a tiktoken vocabulary may have gaps."""
     try:
         encoding.decode([token])
     except KeyError:
@@ -199,35 +230,40 @@ def known(encoding, token):
     return True
 
 
+# --- A tokenizer's files ----------------------------------------------------------------------------------------
+
+
 def keep_tokenizer(folder, name):
-    """Copy the files of the tokeniser `name`, if it has any, into a folder; returns the name that it has there."""
+    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there."""
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name
-    kept = f"tokenizer{ending}"
-    beside = (
-        [os.path.join(os.path.dirname(name), "tokenizer_config.json")] if ending == ".json" else []
-    )
-    for file in [*beside, name]:  # the tokeniser last: where it stands, all does
-        if (content := read_file(file)) is not None:
-            write_file(
-                os.path.join(folder, kept if file == name else "tokenizer_config.json"), content
-            )
-    return kept
+    copies = {}
+    if ending == ".json":
+        config = os.path.join(os.path.dirname(name), "tokenizer_config.json")
+        copies[config] = "tokenizer_config.json"
+    copies[name] = f"tokenizer{ending}"  # last: where it is there, all are
+    for path, copy in copies.items():
+        content = read_file(path)
+        if content is not None:
+            write_file(os.path.join(folder, copy), content)
+    return copies[name]
 
 
 def folder_tokenizer(folder):
-    """The tokeniser of a local run directory or folder in the Hugging Face format, or None where it has none."""
+    """The tokenizer of a local run directory or folder in the Hugging Face format, or None where it has none."""
     name = read_json(folder, "config.json").get("encoding", "tokenizer.json")
     if not isinstance(name, str | None):
         raise UserError(
             f"{os.path.join(folder, 'config.json')}: encoding is {name!r}, but must name a tokenizer."
         )
-    if name and name.endswith(TOKENIZER_FILES):
+    if not name:
+        return None
+    if name.endswith(TOKENIZER_FILES):
         name = os.path.join(folder, name)
         if not os.path.isfile(name):
             return None
     try:
-        return load_tokenizer(name) if name else None
+        return load_tokenizer(name)
     except UserError as e:  # no flag named it
         raise UserError(str(e).removeprefix("--tokenizer ")) from None

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokeniser on the training part of a source and store it as tiktoken ranks.
+"""Train a byte-level BPE tokenizer on the training part of a source and store it as tiktoken ranks.
 
 python data/train_tokenizer.py --source stdlib --vocab_size 8192 --output data/shards/bpe8192.tiktoken
 """
@@ -18,31 +18,28 @@ import time
 from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from data.sources import (
-    VAL_FRACTION,
-    Parser,
-    by_hash,
-    dump_ranks,
-    open_source,
-    read_text,
-    run,
-    say_what_stands,
-    warn,
-)
-from data.tokenization import PATTERN, load_tokenizer
-from data.tokenize_shards import encode_text
+from data.command_line import VAL_FRACTION, Parser, run, say_what_stands
+from data.encoding import encode_text
+from data.sources import open_source
+from data.sources.base import skipped, warn
+from data.sources.files import by_hash
+from data.sources.text import read_text
+from data.tokenization import PATTERN, dump_ranks, load_tokenizer
 from utils import UserError, check_place, is_remote, say, write_file
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
-PIECE = 10_000  # characters; training takes time quadratic in the longest word, such as a run of a million spaces
+# Characters. Training takes time quadratic in the longest word, such as a run of a million spaces.
+PIECE = 10_000
 
 
 def candidates(source):
     """(training, held-out) documents to sample from: all files, but only the first SAMPLE_BYTES of records."""
     documents, size = {"train": [], "val": []}, 0
     for split, document in source.read({}):
-        documents[split] += [] if any(document.lost) else [document]
-        size += 0 if document.text is None else document.size
+        if not any(document.lost):
+            documents[split].append(document)
+        if document.text is not None:
+            size += document.size
         if size >= SAMPLE_BYTES:
             break
     return documents["train"], documents["val"]
@@ -55,7 +52,7 @@ def text_of(document, limit, skip):
     except UserError as e:
         if not skip:
             raise
-        warn("damage", f"{str(e).rstrip('.')}: skipped")
+        warn("damage", skipped(e))
         return ""
 
 
@@ -63,9 +60,10 @@ def sample(documents, limit, skip=False):
     """The texts of the first documents by hash, so from all over them, `limit` bytes in all."""
     texts = []
     for document in by_hash(documents):
-        if limit > 0:
-            texts.append(text_of(document, limit, skip))
-            limit -= document.size
+        if limit <= 0:
+            break
+        texts.append(text_of(document, limit, skip))
+        limit -= document.size
     return texts
 
 
@@ -77,10 +75,15 @@ def train(texts, vocab_size):
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(
-        (t[i : i + PIECE] for t in texts for i in range(0, len(t), PIECE)), trainer
-    )
+    tokenizer.train_from_iterator(short_pieces(texts), trainer)
     return tokenizer
+
+
+def short_pieces(texts):
+    """Yield the texts in pieces of at most PIECE characters."""
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            yield text[start : start + PIECE]
 
 
 def to_ranks(tokenizer):
@@ -93,13 +96,13 @@ def to_ranks(tokenizer):
 
 
 def bytes_per_token(texts, encoding):
-    return sum(len(t.encode()) for t in texts) / max(
-        1, sum(len(encode_text(t, encoding)) for t in texts)
-    )
+    n_bytes = sum(len(text.encode()) for text in texts)
+    n_tokens = sum(len(encode_text(text, encoding)) for text in texts)
+    return n_bytes / max(1, n_tokens)
 
 
 def compare(texts):
-    """Bytes per token of the well-known tokenisers whose ranks can be had, in words."""
+    """Bytes per token of the well-known tokenizers whose ranks can be had, in words."""
     words = ""
     for name in ("cl100k_base", "gpt2"):
         try:
@@ -109,7 +112,8 @@ def compare(texts):
     return words
 
 
-def main():
+def parse():
+    """The command line, checked. Raises UserError."""
     parser = Parser(__doc__.splitlines()[0])
     parser.add_argument(
         "--vocab_size",
@@ -120,7 +124,7 @@ def main():
     parser.add_argument(
         "--output", required=True, help="file of ranks to write; its name must end in .tiktoken"
     )
-    args, start = parser.parse_args(), time.monotonic()
+    args = parser.parse_args()
     if args.vocab_size < 257:
         raise UserError(
             f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text."
@@ -129,6 +133,11 @@ def main():
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if not is_remote(args.output):
         check_place(args.output, "--output")
+    return args
+
+
+def main():
+    args, start = parse(), time.monotonic()
     training, held_out = candidates(open_source(args, VAL_FRACTION))
     texts = sample(training, SAMPLE_BYTES, args.skip_damaged)
     if not any(texts):
@@ -150,9 +159,11 @@ def main():
     say_what_stands(f"{args.output} is written")
     texts = sample(held_out or training, SAMPLE_BYTES // 20, args.skip_damaged)
     ratio = bytes_per_token(texts, load_tokenizer(args.output))
+    of = "held-out" if held_out else "its own"
+    seconds = time.monotonic() - start
     say(
-        f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of "
-        f"{'held-out' if held_out else 'its own'} text{compare(texts)}, {time.monotonic() - start:.1f} s"
+        f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of {of} text"
+        f"{compare(texts)}, {seconds:.1f} s"
     )
 
 

@@ -288,7 +288,7 @@ def test_the_programs_name_the_nearest_flag():
     from tools import checkpoints, common, hf
 
     sys.path.insert(0, str(ROOT / "data"))
-    from data import sources
+    from data import command_line as data_command_line
 
     own = common.Parser("A program.")
     own.add_argument("--steps", type=int)
@@ -299,7 +299,7 @@ def test_the_programs_name_the_nearest_flag():
         (lambda w: command_line.read_flags(checkpoints.Options, w, "c"), "lst x", "list"),
         (own.parse_known_args, "--stepss 3", "--steps"),
         (own.parse_known_args, "--blokcs=3", "--blocks"),
-        (sources.Parser("A program.").parse_args, "--sourc x", "--source"),
+        (data_command_line.Parser("A program.").parse_args, "--sourc x", "--source"),
         (hf.run, "exprt a b", "export"),
         (hf.run, "export a b --dtype flaot32", "float32"),
         (hf.run, "export a b --dtpye float32", "--dtype"),

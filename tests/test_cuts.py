@@ -11,7 +11,8 @@ from tokenizers import pre_tokenizers as pre
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
-from data import tokenization, tokenize_shards
+import data.encoding
+from data import tokenization
 from tools import evaluate
 
 SEQUENCE = normalizers.Sequence
@@ -31,7 +32,7 @@ def split(pattern, behavior="isolated"):
     return pre.Split(Regex(pattern), behavior)
 
 
-TOKENIZERS = {  # name: (normaliser, pre-tokenizer, whether a text may be cut)
+TOKENIZERS = {  # name: (normalizer, pre-tokenizer, whether a text may be cut)
     "gpt2": (None, pre.ByteLevel(add_prefix_space=False), True),
     "a space before": (None, pre.ByteLevel(add_prefix_space=True), True),
     "llama 2": (SEQUENCE([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None, False),
@@ -116,7 +117,7 @@ def texts():
 
 @pytest.mark.parametrize("kind", ["BPE", "Unigram", "WordPiece"])
 def test_pieces_change_no_token(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_shards, "PIECE", 20)
+    monkeypatch.setattr(data.encoding, "PIECE", 20)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     for name, (normalizer, pre_tokenizer, may_be_cut) in TOKENIZERS.items():
         tokenizer = made(kind, normalizer, pre_tokenizer, texts())
@@ -130,7 +131,7 @@ def test_pieces_change_no_token(kind, tmp_path, monkeypatch):
             and len(encoding.encode_ordinary("a")) < 9
         )
         for text in texts():
-            pieces = list(tokenize_shards.pieces(text, encoding))
+            pieces = list(data.encoding.pieces(text, encoding))
             assert "".join(pieces) == text and len(pieces) == 1 or may_be_cut
             whole = encoding.encode_ordinary(text)
             assert [i for piece in pieces for i in encoding.encode_ordinary(piece)] == whole, (

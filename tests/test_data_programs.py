@@ -16,8 +16,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+import data.encoding
+import data.workers
 import utils
-from data import sources, tokenization, tokenize_shards, train_tokenizer
+from data import tokenization, tokenize_shards, train_tokenizer
+from data.sources.base import Document
+from data.sources.files import list_documents, split_documents
+from data.sources.text import read_text
 
 HOSTILE = {
     "specials.txt": b"<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>",
@@ -78,11 +83,11 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks_file(source, tmp_path_factory):
-    """A small tokeniser trained on the training part of `source`."""
+    """A small tokenizer trained on the training part of `source`."""
     path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
-    documents, _ = sources.split(sources.list_documents(str(source)), 0.1)
+    documents, _ = split_documents(list_documents(str(source)), 0.1)
     trained = train_tokenizer.train(train_tokenizer.sample(documents, 10**6), 299)
-    path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
+    path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
     return path
 
 
@@ -146,7 +151,7 @@ def content(folder):
 def test_shards_equal_a_plain_loop(
     source, ranks_file, tmp_path, capsys, monkeypatch, shard_tokens, val_fraction
 ):
-    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
     flags = [
         "--source",
         source,
@@ -185,7 +190,7 @@ def test_shards_equal_a_plain_loop(
 
 def test_workers_do_not_change_a_byte(source, ranks_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        tokenize_shards, "BATCH_DOCUMENTS", 1
+        data.workers, "BATCH_DOCUMENTS", 1
     )  # 40 batches: more than are in flight at once
     for workers in (1, 2):
         flags = ["--source", source, "--output", tmp_path / str(workers), "--tokenizer", ranks_file]
@@ -223,8 +228,8 @@ def test_a_run_of_spaces_beyond_what_tiktoken_takes(ranks_file):
     """Text comes back whole, where `encode_ordinary` itself panics, and is the same where it does not."""
     encoding = tokenization.load_tokenizer(str(ranks_file))
     for text in ("def f():" + " " * 1_200_000 + "return 1", "def f():" + " " * 1000 + "return 1"):
-        assert encoding.decode(tokenize_shards.encode_text(text, encoding)) == text
-    assert tokenize_shards.encode_text(text, encoding).tolist() == encoding.encode_ordinary(text)
+        assert encoding.decode(data.encoding.encode_text(text, encoding)) == text
+    assert data.encoding.encode_text(text, encoding).tolist() == encoding.encode_ordinary(text)
 
 
 # --- Running again ----------------------------------------------------------------------------------------------
@@ -284,13 +289,13 @@ def test_running_again(source, ranks_file, tmp_path, capsys, monkeypatch):
     assert content(output) == files | {"train/keep.txt": b"left over"}
 
 
-# --- The tokeniser ----------------------------------------------------------------------------------------------
+# --- The tokenizer ----------------------------------------------------------------------------------------------
 
 
 def test_training(source, tmp_path, capsys, monkeypatch):
     """The same file on each run, as large as asked, from the training part alone."""
     written = []
-    held_out = sources.split(sources.list_documents(str(source)), 0.1)[1]
+    held_out = split_documents(list_documents(str(source)), 0.1)[1]
     for i in range(3):
         copy, path = tmp_path / f"source{i}", tmp_path / f"ranks{i}.tiktoken"
         shutil.copytree(source, copy)
@@ -311,13 +316,13 @@ def test_training(source, tmp_path, capsys, monkeypatch):
 
 def test_tiktoken_encodes_as_the_training_library(source, tmp_path):
     """On the documents it was trained on, on others, and on hostile ones."""
-    train, val = sources.split(sources.list_documents("stdlib"), 0.1)
+    train, val = split_documents(list_documents("stdlib"), 0.1)
     trained = train_tokenizer.train(train_tokenizer.sample(train, 300_000), 1000)
     path = tmp_path / "check.tiktoken"
-    path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
+    path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
     encoding = tokenization.load_tokenizer(str(path))
     texts = train_tokenizer.sample(train, 300_000) + train_tokenizer.sample(val, 300_000)
-    texts += [sources.read_text(d)[0] for d in sources.list_documents(str(source))]
+    texts += [read_text(d)[0] for d in list_documents(str(source))]
     for text in texts:
         assert trained.encode(text).ids == encoding.encode_ordinary(text)
 
@@ -338,7 +343,7 @@ def test_training_again_into_the_same_file(tmp_path):
     path = tmp_path / "again.tiktoken"
     for vocab_size in (260, 265):
         trained = train_tokenizer.train(["the quick brown fox jumps over the lazy dog"], vocab_size)
-        path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
+        path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
         assert tokenization.load_tokenizer(str(path)).n_vocab == vocab_size + 1
 
 
@@ -346,11 +351,11 @@ def test_training_again_into_the_same_file(tmp_path):
 
 
 def test_the_standard_library():
-    documents = sources.list_documents("stdlib")
+    documents = list_documents("stdlib")
     names = [d.name for d in documents]
     assert names == sorted(set(names)) and {"os.py", "json/decoder.py"} <= set(names)
     assert all(n.endswith(".py") and "site-packages" not in n for n in names)
-    train, val = sources.split(documents, 0.1)
+    train, val = split_documents(documents, 0.1)
     assert len(val) == round(0.1 * len(documents)) and sorted(train + val) == documents
     assert sum(d.size for d in documents) > 10**7
 
@@ -359,7 +364,7 @@ def test_the_standard_library():
     "n, fraction, n_val", [(1, 0.5, 0), (2, 0.1, 1), (10, 0, 0), (10, 0.25, 2), (2, 0.99, 1)]
 )
 def test_split_sizes(n, fraction, n_val):
-    train, val = sources.split([sources.Document(str(i), "", 1) for i in range(n)], fraction)
+    train, val = split_documents([Document(str(i), "", 1) for i in range(n)], fraction)
     assert (len(train), len(val)) == (n - n_val, n_val)
 
 
@@ -439,7 +444,7 @@ def test_a_source_without_text(tmp_path, capsys, monkeypatch):
     }
     write_files(tmp_path, files)
     ranks = tmp_path / "x.tiktoken"
-    ranks.write_bytes(sources.dump_ranks({bytes([i]): i for i in range(256)}))
+    ranks.write_bytes(tokenization.dump_ranks({bytes([i]): i for i in range(256)}))
     for folder, word in {
         "hidden": "has no file",
         "blank": "has 1 file without a character",

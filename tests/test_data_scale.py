@@ -24,7 +24,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 from test_data_programs import content, run
 
-from data import sources, tokenization, tokenize_shards, train_tokenizer
+import data.encoding
+import data.output
+import data.workers
+from data import tokenization, tokenize_shards, train_tokenizer
+from data.sources.files import list_documents
+from data.sources.text import read_text
 from training import locks
 
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
@@ -103,7 +108,7 @@ def check(output, expected):
 def ranks_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
     trained = train_tokenizer.train([t or "" for t in make_texts(60, lone=False)], 400)
-    path.write_bytes(sources.dump_ranks(train_tokenizer.to_ranks(trained)))
+    path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
     return path
 
 
@@ -142,7 +147,7 @@ def start(*flags):
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("place", ["file", "folder", "glob"])
 def test_records_equal_a_plain_loop(ranks_file, tmp_path, capsys, monkeypatch, kind, place):
-    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
     texts = make_texts(60, lone=kind != ".parquet")
     (tmp_path / "in" / ".cache").mkdir(parents=True)
     (tmp_path / "in" / ".cache" / "hidden.txt").write_text("no document")
@@ -372,12 +377,12 @@ def test_parquet_columns_that_hold_text(ranks_file, tmp_path, capsys, monkeypatc
 
 def test_pieces_change_no_token(tokenizer, monkeypatch):
     """The longest texts of the standard library, and hostile ones, in pieces of 50 characters."""
-    monkeypatch.setattr(tokenize_shards, "PIECE", 50)
+    monkeypatch.setattr(data.encoding, "PIECE", 50)
     encoding = tokenization.load_tokenizer(tokenizer)
-    documents = sorted(sources.list_documents("stdlib"), key=lambda d: -d.size)[:20]
-    texts = [sources.read_text(d)[0] for d in documents] + ["a b" * 100 + " \n" + "x" * 500]
+    documents = sorted(list_documents("stdlib"), key=lambda d: -d.size)[:20]
+    texts = [read_text(d)[0] for d in documents] + ["a b" * 100 + " \n" + "x" * 500]
     for text in texts + list(filter(None, HOSTILE)):
-        parts = list(tokenize_shards.pieces(text, encoding))
+        parts = list(data.encoding.pieces(text, encoding))
         assert "".join(parts) == text and (len(text) < 5000 or len(parts) > len(text) / 500)
         assert [i for p in parts for i in encoding.encode_ordinary(p)] == encoding.encode_ordinary(
             text
@@ -463,15 +468,15 @@ class Killed(BaseException):
 @pytest.mark.parametrize("remote", [False, True])
 def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind, remote):
     """A run that dies at its n-th write, for every n, goes on to the same files; it reads nothing before the place."""
-    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
     (write_rows if kind == ".parquet" else write_lines)(
         tmp_path / f"a{kind}", make_texts(40, lone=False)
     )
     monkeypatch.setattr(locks.time, "sleep", lambda _: None)  # between two looks at a remote lock
     writes, new_file, manifest, outputs = (
         0,
-        tokenize_shards.new_file,
-        tokenize_shards.write_file,
+        data.output.new_file,
+        data.output.write_file,
         {},
     )
     dies_at = None
@@ -482,13 +487,13 @@ def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind,
         if writes == dies_at:
             raise Killed
 
-    monkeypatch.setattr(tokenize_shards, "new_file", lambda path: (count(), new_file(path))[1])
+    monkeypatch.setattr(data.output, "new_file", lambda path: (count(), new_file(path))[1])
     monkeypatch.setattr(
-        tokenize_shards, "write_file", lambda path, content: (count(), manifest(path, content))
+        data.output, "write_file", lambda path, content: (count(), manifest(path, content))
     )
     base = f"memory://{kind[1:]}" if remote else str(tmp_path)
 
-    def tokenise(output):
+    def tokenize(output):
         nonlocal writes
         writes = 0
         return run(
@@ -498,7 +503,7 @@ def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind,
             *flags_of(tmp_path / f"a{kind}", output, ranks_file),
         )
 
-    assert tokenise(f"{base}/whole")[0] == 0
+    assert tokenize(f"{base}/whole")[0] == 0
     n = writes
     assert n > 10
 
@@ -509,13 +514,13 @@ def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind,
     for i in range(1, n + 1):
         dies_at = i
         with pytest.raises(Killed):
-            tokenise(f"{base}/{i}")
+            tokenize(f"{base}/{i}")
         dies_at = None
-        assert tokenise(f"{base}/{i}")[0] == 0
+        assert tokenize(f"{base}/{i}")[0] == 0
         assert writes <= n - i + 6  # what came before the last progress is not written again
         outputs[i] = files(f"{base}/{i}")
         assert outputs[i] == files(f"{base}/whole")
-    assert tokenise(f"{base}/1")[1].endswith("nothing to do\n")
+    assert tokenize(f"{base}/1")[1].endswith("nothing to do\n")
 
 
 def test_an_interrupted_run_of_other_settings(ranks_file, tmp_path, capsys, monkeypatch):
@@ -527,7 +532,7 @@ def test_an_interrupted_run_of_other_settings(ranks_file, tmp_path, capsys, monk
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(tokenize_shards.Output, "finish", die)
+        patch.setattr(data.output.Output, "finish", die)
         run(tokenize_shards, capsys, monkeypatch, *flags)
     status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags, "--val_fraction", 0.2)
     assert (status, out, err.count("\n")) == (2, "", 1) and "val_fraction" in err, err
@@ -644,7 +649,7 @@ def damage(path):
 @pytest.fixture(params=[".jsonl.gz", ".jsonl.zst", ".parquet"])
 def three(request, tmp_path, ranks_file, capsys, monkeypatch):
     """(three files of 40 records, of which the second is damaged, what it was before, function that tokenizes them)."""
-    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
     (tmp_path / "in").mkdir()
     paths = [tmp_path / "in" / f"{i}{request.param}" for i in range(3)]
     for path in paths:
@@ -686,7 +691,7 @@ def test_a_damaged_file_is_replaced(three, tmp_path):
 def test_damage_is_skipped_and_counted(three, tmp_path, monkeypatch):
     """Also by a run that is stopped at its n-th write and started again, for every n, and by worker processes."""
     paths, sound, tokenize = three
-    writes, new_file = [], tokenize_shards.new_file
+    writes, new_file = [], data.output.new_file
     if paths[0].suffix != ".parquet":
         for line in (b'{"body": ', b'{"id": 3}', b'{"body": 3}', b"[]"):
             paths[2].write_bytes(paths[2].read_bytes() + COMPRESS[paths[2].suffix](line + b"\n"))
@@ -702,10 +707,11 @@ def test_damage_is_skipped_and_counted(three, tmp_path, monkeypatch):
             raise Killed
         return new_file(path)
 
-    monkeypatch.setattr(tokenize_shards, "new_file", dying)
+    monkeypatch.setattr(data.output, "new_file", dying)
     dies_at = None
     status, out, err = tokenize("whole", "--skip_damaged")
-    words = f"{lost['damaged_files']} damaged file{'s' * (not lost['damaged_files'])} and {lost['damaged_records']} damaged"
+    files = "0 damaged files" if paths[0].suffix == ".parquet" else "1 damaged file"
+    words = f"{files} and {lost['damaged_records']} damaged"
     assert status == 0 and f"{paths[1]} cannot be read" in err and words in err, err
     manifests = [
         json.loads((tmp_path / f"whole/{s}/manifest.json").read_text()) for s in ("train", "val")
@@ -777,7 +783,7 @@ def ray_workers():
 def test_ray_with_a_worker_killed(ranks_file, tmp_path, capsys, monkeypatch):
     """The bytes of a single process, although a worker is lost on the way."""
     pytest.importorskip("ray", reason="ray is not installed: pip install ray")
-    monkeypatch.setattr(tokenize_shards, "BATCH_DOCUMENTS", 20)
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 20)
     write_lines(tmp_path / "a.jsonl", make_texts(4000))
     flags = flags_of(tmp_path / "a.jsonl", tmp_path / "one", ranks_file)
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0

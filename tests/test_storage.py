@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "data"))
 
 import dataset
 import utils
-from data import storage, tokenize_shards
+from data import output, storage
 from training import steps
 
 SHARDS = 12
@@ -25,9 +25,9 @@ def write_corpus(folder, n=SHARDS, tokens=1001):
     """train/ and val/ of n and 1 shards of `tokens`, made and described as tokenize_shards.py does."""
     for split, count in dict(train=n, val=1).items():
         (folder / split).mkdir(parents=True)
-        writer = tokenize_shards.ShardWriter(str(folder / split), tokens, np.dtype(np.uint16))
+        writer = output.ShardWriter(str(folder / split), tokens, np.dtype(np.uint16))
         noise = np.random.default_rng(count).choice([1, 2, 3], count * tokens, p=[0.8, 0.15, 0.05])
-        counts = np.array([1, 5 * count * tokens] + [0] * (len(tokenize_shards.COUNTS) - 2))
+        counts = {"documents": 1, "bytes": 5 * count * tokens}
         writer.add((np.cumsum(noise) % SMALL["vocab_size"]).astype(np.uint16), counts)
         (folder / split / "manifest.json").write_text(json.dumps(writer.manifest()))
     return folder
@@ -38,7 +38,7 @@ def remote(tmp_path, monkeypatch):
     """(local folder, address of a copy in fsspec's in-memory store, list of the (name, start, stop) read from it)."""
     monkeypatch.setattr(storage, "BLOCK", 512)
     monkeypatch.setattr(dataset, "BLOCK", 512)
-    monkeypatch.setattr(tokenize_shards, "BLOCK", 512)
+    monkeypatch.setattr(output, "BLOCK", 512)
     folder, fs, read = write_corpus(tmp_path / "corpus"), fsspec.filesystem("memory"), []
     fs.rm("/", recursive=True)
     fs.put(f"{folder}/", "/bucket/", recursive=True)

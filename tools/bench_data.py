@@ -30,7 +30,9 @@ import jax
 
 import dataset
 import utils
-from data import sources, tokenization
+from data import command_line, tokenization
+from data.sources.files import list_documents
+from data.sources.text import read_text
 from presets import preset
 from tools import common
 from training import settings, steps
@@ -41,7 +43,7 @@ SHARD_TOKENS = 2_000_000  # small beside the memory that is measured
 
 def write_text(path, documents, megabytes):
     """A .jsonl file of the texts of `documents`, repeated until it has so many megabytes of text."""
-    size, texts = 0, [sources.read_text(d)[0] for d in documents]
+    size, texts = 0, [read_text(d)[0] for d in documents]
     with open(path, "w") as f:
         while size < megabytes * 1e6:
             for text in texts:
@@ -122,7 +124,7 @@ def read(bucket, cache, seconds=5.0):
 
 def measure(args, folder):
     """{name: (value, what it should be, whether it is)}, with the text, the shards and the cache in `folder`."""
-    documents, ranks = sources.list_documents(args.source), folder / "bench.tiktoken"
+    documents, ranks = list_documents(args.source), folder / "bench.tiktoken"
     trainer = [
         sys.executable,
         ROOT / "data" / "train_tokenizer.py",
@@ -161,7 +163,7 @@ def measure(args, folder):
 
 
 def main():
-    parser = sources.Parser(__doc__.splitlines()[0])
+    parser = command_line.Parser(__doc__.splitlines()[0])
     parser.add_argument(
         "--mb",
         type=float,

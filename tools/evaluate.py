@@ -39,7 +39,9 @@ import numpy as np
 from tqdm import tqdm
 
 from data import sources
-from data.tokenize_shards import encode_text, pieces
+from data.encoding import encode_text, pieces
+from data.sources.base import Document
+from data.sources.text import read_text
 from dataset import Corpus
 from tools.scores import Piece, make_scorer, mean
 
@@ -67,7 +69,11 @@ def check_tokenizer(corpus, encoding):
         corpus.manifest.get("tokenizer_sha256"),
         getattr(encoding, "_mergeable_ranks", None),
     )
-    if made_with and ranks and hashlib.sha256(sources.dump_ranks(ranks)).hexdigest() != made_with:
+    if (
+        made_with
+        and ranks
+        and hashlib.sha256(tokenization.dump_ranks(ranks)).hexdigest() != made_with
+    ):
         raise UserError(
             f"--data {corpus.folder}: these shards were made with another tokeniser than the model's; "
             f"tokenise their text with the model's."
@@ -76,12 +82,12 @@ def check_tokenizer(corpus, encoding):
 
 def texts(path, column):
     """The documents of a text file, or of a folder or a glob of files or records. Raises UserError."""
-    if os.path.isfile(path) and not sources.ending(path):
-        yield sources.read_text(sources.Document(path, path, os.path.getsize(path)))[0]
+    if os.path.isfile(path) and not sources.kind_of(path):
+        yield read_text(Document(path, path, os.path.getsize(path)))[0]
     elif os.path.exists(path) or glob.glob(path, recursive=True):
         source = Namespace(source=path, config=None, split="train", text_column=column)
         for _, document in sources.open_source(source, 0).read({}):
-            yield sources.read_text(document)[0]
+            yield read_text(document)[0]
     else:
         raise UserError(f"--data {path}: there is no such file or folder.")
 
