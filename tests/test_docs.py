@@ -1,0 +1,343 @@
+"""The documentation: its links, the files, functions and flags that it names, and its commands.
+
+A fence of plain `sh` is run as it stands, in a copy of the repository with a small corpus and a small run. What
+the next plain fence shows must be in its output. One of `sh minutes`, `sh hosts`, `sh accelerator` or `sh network` is not run:
+the flags of its commands are parsed.
+"""
+
+import ast
+import base64
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import ROOT, SMALL, flags_of
+
+import utils
+from training import command_line
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_RUN = {"minutes", "hosts", "accelerator", "network"}
+SCRIPTS = ["run.sh", "launcher.sh", "setup_tpu.sh", "debug_tpu.sh"]
+PROGRAMS = [
+    "main.py",
+    "data/tokenize_shards.py",
+    "data/train_tokenizer.py",
+    "tools/bench.py",
+    "tools/bench_data.py",
+    "tools/checkpoints.py",
+    "tools/evaluate.py",
+    "tools/hf.py",
+    "tools/sample.py",
+    "tools/planning/growth.py",
+]
+OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
+OF_OTHER_PROGRAMS = {"--comment"}
+
+
+# --- What a page says ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Fence:
+    info: str  # what stands behind the opening backticks
+    body: str
+
+
+def fences(text):
+    found = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Fence(info.strip(), body) for info, body in found]
+
+
+def prose(text):
+    """The page without its fences."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(fence):
+    """The command lines of a fence: comments dropped, continued lines joined, `a && b` as two."""
+    lines = fence.body.replace("\\\n", " ").splitlines()
+    parts = [part for line in lines for part in line.split("&&")]
+    words = [shlex.split(part, comments=True) for part in parts]
+    return [command for command in words if command]
+
+
+def anchors(text):
+    """Of all headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@functools.cache
+def names_in(path):
+    """What a Python file defines at its top, and the methods and fields of its classes as Class.name."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):
+            names |= {n.id for target in node.targets for n in ast.walk(target) if hasattr(n, "id")}
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        for inner in node.body if isinstance(node, ast.ClassDef) else []:
+            name = getattr(inner, "name", None) or getattr(getattr(inner, "target", None), "id", "")
+            names.add(f"{node.name}.{name}")
+    return names
+
+
+# --- What is wrong with it: lists of sentences --------------------------------------------------------------------
+
+
+def wrong_links(page, text):
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+        if re.match(r"\w+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        if not path.exists():
+            wrong.append(f"{page.name}: {target} does not exist")
+        elif anchor and anchor not in anchors(text if path == page else path.read_text()):
+            wrong.append(f"{page.name}: {target} is no heading of that page")
+    return wrong
+
+
+def find(file):
+    """The file of the repository that a page names, by its path or, in a page about it, its name alone."""
+    if (ROOT / file).exists():
+        return ROOT / file
+    if "/" in file:
+        return None
+    alone = [
+        p
+        for room in ("tools", "training", "data", "architectures")
+        for p in (ROOT / room).rglob(file)
+    ]
+    return alone[0] if len(alone) == 1 else None
+
+
+def wrong_names(page, text):
+    wrong = []
+    for file, name in re.findall(rf"`({OUR_FILE})(?:: ([\w.]+))?`", prose(text)):
+        path = find(file)
+        if path is None:
+            wrong.append(f"{page.name}: there is no {file}")
+        elif name and name not in names_in(path):
+            wrong.append(f"{page.name}: {file} has no {name}")
+    for folder in re.findall(r"`([\w-]+(?:/[\w-]+)*/)`", prose(text)):
+        if not (ROOT / folder).is_dir() and folder not in MADE:
+            wrong.append(f"{page.name}: there is no folder {folder}")
+    return wrong
+
+
+MADE = {"train/", "val/", "wandb/", "checkpoints-damaged/", "runs/", "runs/NAME/"}  # folders that programs make
+
+
+@functools.cache
+def help_of(program):
+    """The flags that a program's --help lists, or a shell script's usage."""
+    if program.endswith(".sh"):
+        said = (ROOT / program).read_text()
+    else:
+        command = [sys.executable, str(ROOT / program), "--help"]
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=True
+        ).stdout
+        for sub in re.findall(r"{([\w,]+)}", said)[:1]:
+            said += "".join(
+                subprocess.run(
+                    [*command[:2], name, "--help"], capture_output=True, text=True
+                ).stdout
+                for name in sub.split(",")
+            )
+    return {flag.replace("-", "_") for flag in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", said)}
+
+
+@functools.cache
+def every_flag():
+    """Of all programs and scripts, of pytest and pip none. Old names of main.py are flags too."""
+    with ThreadPoolExecutor(2) as both:
+        known = set().union(*both.map(help_of, [*PROGRAMS, *SCRIPTS]))
+    return known | {f"__{old}" for old in utils.RENAMED}
+
+
+def wrong_flags(page, text):
+    """Flags in the page's prose that no program has."""
+    said = set(re.findall(r"(?<![\w-])--[a-zA-Z]\w*", prose(text)))
+    return [
+        f"{page.name}: no program has {flag}"
+        for flag in sorted(said - OF_OTHER_PROGRAMS)
+        if flag.replace("-", "_") not in every_flag()
+    ]
+
+
+def program_of(command):
+    """(the program of ours that the words of a command call, what follows it), or None."""
+    for i, word in enumerate(command):
+        if word in PROGRAMS or word in SCRIPTS:
+            return word, command[i + 1 :]
+    return None
+
+
+def wrong_command(command):
+    """What is wrong with the words of a command, or None."""
+    for word in command:
+        if (
+            re.fullmatch(rf"(?:tests|tools|data|docs)/{OUR_FILE}", word)
+            and not (ROOT / word).exists()
+        ):
+            return f"there is no {word}"
+    if (called := program_of(command)) is None:
+        return None
+    program, words = called
+    try:
+        if program == "main.py":
+            command_line.check(words, True)
+        elif program in ("launcher.sh", "run.sh") and "--preset" in words:
+            command_line.check(words[words.index("--preset") :], True)
+    except utils.UserError as e:
+        return str(e)
+    known = help_of(program)
+    if program in (
+        "tools/bench.py",
+        "tools/planning/growth.py",
+        *SCRIPTS,
+    ):  # take those of main.py too
+        known = known | help_of("main.py")
+    for flag in utils.flags_in(words):
+        if flag.replace("-", "_") not in known:
+            return f"{program} has no {flag}"
+    return None
+
+
+def wrong_commands(page, text):
+    wrong = []
+    for fence in fences(text):
+        for command in commands(fence) if fence.info.startswith("sh") else []:
+            if said := wrong_command(command):
+                wrong.append(f"{page.name}: {' '.join(command)}: {said}")
+    return wrong
+
+
+# --- Tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [wrong_links, wrong_names, wrong_flags, wrong_commands])
+def test_what_the_pages_name_is_there(check):
+    assert [said for page in PAGES for said in check(page, page.read_text())] == []
+
+
+def test_mistakes_are_found():
+    """Each of the checks above sees a mistake of its kind."""
+    page = ROOT / "docs" / "page.md"
+    for check, text in (
+        (wrong_links, "[x](nowhere.md)"),
+        (wrong_links, "[x](../README.md#nowhere)"),
+        (wrong_names, "`nowhere.py`"),
+        (wrong_names, "`model.py: nowhere`"),
+        (wrong_names, "`nowhere/`"),
+        (wrong_flags, "give `--nowhere`"),
+        (wrong_commands, "```sh minutes\npython main.py --nowhere 1\n```"),
+        (wrong_commands, "```sh\npython main.py --preset tiny --n_head 0\n```"),
+        (wrong_commands, "```sh hosts\nbash launcher.sh --preset nowhere\n```"),
+        (wrong_commands, "```sh\npython tools/sample.py runs/tiny --nowhere\n```"),
+        (wrong_commands, "```sh\npython -m pytest tests/nowhere.py\n```"),
+    ):
+        assert len(check(page, text)) == 1, text
+
+
+def test_fences_say_what_they_are():
+    kinds = {fence.info for page in PAGES for fence in fences(page.read_text())}
+    assert kinds <= {"", "python", "sh"} | {f"sh {reason}" for reason in NOT_RUN}
+
+
+def test_readme_is_short_and_leads_everywhere():
+    readme = (ROOT / "README.md").read_bytes()
+    assert len(readme) <= 10_000
+    linked = re.findall(r"\]\(([^)#]+)", readme.decode())
+    assert {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"} <= set(linked)
+
+
+def test_every_flag_is_listed_once():
+    """The table of flags in docs/runs.md."""
+    table = (ROOT / "docs" / "runs.md").read_text().split("| group | flags |")[1].split("\n\n")[0]
+    listed = re.findall(r"`(\w+)`", table)
+    groups = [getattr(utils.Config(), field.name) for field in dataclasses.fields(utils.Config)]
+    assert sorted(listed) == sorted(f.name for group in groups for f in dataclasses.fields(group))
+
+
+def test_every_drawing_has_its_script():
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    drawn = {f"{picture.__name__}.svg" for picture in pictures.PICTURES}
+    there = {path.name for path in (ROOT / "docs").glob("*.svg")}
+    assert drawn == there
+    assert all((ROOT / "docs" / name).stat().st_size < 60_000 for name in there)
+
+
+# --- Commands that are run ----------------------------------------------------------------------------------------
+
+
+def run(words, folder):
+    """A command of a page, in `folder`; its output."""
+    words = [sys.executable if word == "python" else word for word in words]
+    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "xla")}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """A copy of the repository with shards in data/shards/stdlib and a run of a few steps in runs/tiny."""
+    folder = tmp_path_factory.mktemp("docs") / "house"
+    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests")
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
+    ranks = [base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)]
+    (folder / "bytes.tiktoken").write_bytes(b"".join(ranks))
+    (folder / "text").mkdir()
+    for i in range(12):
+        (folder / "text" / f"{i}.txt").write_text("".join(f"{n} {n * i}\n" for n in range(300)))
+    shards = (
+        "python data/tokenize_shards.py --source text --tokenizer bytes.tiktoken --val_fraction 0.2"
+    )
+    run([*shards.split(), "--output", "data/shards/stdlib"], folder)
+    small = {
+        **SMALL,
+        "vocab_size": 257,
+        "blocks": 2,
+        "layers_per_block": 2,
+        "compilation_cache": "xla",
+    }
+    steps = dict(training_steps=2, warmup_steps=1, eval_every=2, eval_steps=1, max_tokens=4)
+    batch = dict(n_devices=1, n_device_axis=(1, 1, 1), train_batch_size=4, val_batch_size=4)
+    flags = {**small, **steps, **batch, "bucket_name": "data/shards/stdlib"}
+    run(["python", "main.py", "--preset", "tiny", *flags_of(**flags)], folder)
+    return folder
+
+
+def missing(shown, output):
+    """Lines that a page shows of an output and that are not in it; spaces and what stands behind # do not count."""
+    plain = " ".join(output.split())
+    lines = [" ".join(line.split("#")[0].split()) for line in shown.splitlines()]
+    return [line for line in lines if line != "..." and line not in plain]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_run_as_they_stand(page, house):
+    blocks = fences(page.read_text())
+    with ThreadPoolExecutor(2) as both:
+        outputs = {}
+        for i, fence in enumerate(blocks):
+            if fence.info == "sh":
+                outputs[i] = list(both.map(lambda words: run(words, house), commands(fence)))
+    for i, output in outputs.items():
+        if i + 1 < len(blocks) and blocks[i + 1].info == "":
+            assert missing(blocks[i + 1].body, "\n".join(output)) == []
