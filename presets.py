@@ -1,6 +1,7 @@
 """Presets: named sets of defaults, each a model and how it is trained."""
 
-from utils import GPT2, Config, UserError, nearest, replace
+from architectures import flags_without_choice
+from utils import Config, UserError, nearest, replace
 
 # minutes of training on two CPU cores, on the embedded corpus
 SMALL_RUN = dict(
@@ -98,7 +99,7 @@ PRESETS = {
     ),
     # Radford et al., 2019, table 2, and a small one for minutes on two CPU cores
     "gpt2-tiny": dict(
-        GPT2,
+        architecture="gpt2",
         **SMALL_RUN,
         name="gpt2-tiny",
         model_dimension=128,
@@ -109,10 +110,10 @@ PRESETS = {
         T=128,
     ),
     "gpt2-124m": dict(
-        GPT2, **GPT2_RUN, name="gpt2-124m", model_dimension=768, n_head=12, blocks=12
+        architecture="gpt2", **GPT2_RUN, name="gpt2-124m", model_dimension=768, n_head=12, blocks=12
     ),
     "gpt2-350m": dict(
-        GPT2,
+        architecture="gpt2",
         **GPT2_RUN,
         name="gpt2-350m",
         model_dimension=1024,
@@ -183,4 +184,7 @@ def preset(name):
             f"--preset {name}: no such preset{nearest(name, PRESETS)}; there are "
             f"{', '.join(PRESETS)}."
         )
-    return replace(Config(), preset=name, **PRESETS[name])
+    flags = PRESETS[name]
+    if "architecture" in flags:  # asking for another than the default one imports jax
+        flags = flags_without_choice(flags["architecture"]) | flags
+    return replace(Config(), preset=name, **flags)

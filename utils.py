@@ -117,10 +117,10 @@ def setting(default, **facts):
 
 @dataclass(frozen=True)
 class Model:
-    """The architecture: DeepSeek-V3's blocks (arXiv:2412.19437, section 2.1) or GPT-2's."""
+    """The architecture and its sizes. The defaults are of DeepSeek-V3's blocks (arXiv:2412.19437, section 2.1)."""
 
-    architecture: Literal["deepseek", "gpt2"] = flag("deepseek")
-    """Family of the layers; for gpt2 begin with --preset gpt2-124m."""
+    architecture: str = flag("deepseek")
+    """Family of the layers: deepseek, gpt2 or another file of architectures/. Presets choose one and its sizes."""
     model_dimension: int = flag(768, least=1)
     """Width D of the residual stream, in channels."""
     vocab_size: int = flag(100277, least=2)
@@ -213,7 +213,7 @@ class Model:
     """What travels over tp: megatron, the tokens, into and out of every attention and feed-forward, whose weights are
     split (arXiv:2205.05198), for wide models; ulysses, latents and the heads' outputs alone (arXiv:2309.14509), for
     more tokens than weights: what lies behind the heads is gathered over tp too."""
-    attention: Literal["auto", "xla", "blockwise", "splash"] = setting("auto", of_weights=False)
+    attention: str = setting("auto", of_weights=False)
     """Kernel of the causal attention: xla writes all T x T scores to memory; blockwise computes half of them, block by
     block; splash writes none (TPUs, T a multiple of 128). auto: splash on TPUs, else blockwise."""
 
@@ -440,37 +440,6 @@ GROUPS = tuple(
     f.name for f in dataclasses.fields(Config) if f.name != "plan"
 )  # of what makes a run
 
-# What GPT-2 has no use for stands at these values in every configuration of it.
-GPT2 = dict(
-    architecture="gpt2",
-    latent_norm_eps=1e-6,
-    layers_per_block=1,
-    first_layers=0,
-    moe_rope=False,
-    latent_dim=0,
-    q_latent_dim=0,
-    nope_dim=0,
-    v_dim=0,
-    rope_dim=0,
-    rope_base=1.0,
-    rope_factor=1.0,
-    rope_original_T=1,
-    rope_mscale=1.0,
-    rope_attention_factor=1.0,
-    attention_bias=False,
-    activation="gelu",
-    expert_dim=0,
-    n_experts=0,
-    experts_per_token=0,
-    n_groups=1,
-    k_groups=1,
-    routed_scaling=1.0,
-    norm_topk_prob=True,
-    n_shared=0,
-    mtp_depth=0,
-    capacity_factor=0.0,
-)
-
 # Flags that had another name: {old: clear}. The old ones are accepted on command lines and in run directories.
 RENAMED = dict(
     micro_batch_size="microbatches",
@@ -494,6 +463,11 @@ FIELDS = {f.name: f for group in GROUPS for f in dataclasses.fields(getattr(Conf
 def flags_with(fact, value=True):
     """The flags at whose field this fact stands, such as free_on_resume."""
     return {name for name, f in FIELDS.items() if f.metadata.get(fact) == value}
+
+
+def absent_values():
+    """{flag: value} of the flags that not every architecture has, with what stands there where one has not."""
+    return {name: f.metadata["absent"] for name, f in FIELDS.items() if "absent" in f.metadata}
 
 
 def check_bounds(options):

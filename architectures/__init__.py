@@ -5,7 +5,9 @@ import pkgutil
 from collections.abc import Callable
 from typing import NamedTuple
 
+import utils
 from architectures import hf_format
+from utils import UserError
 
 # files of this folder that architectures are made of
 PARTS = {"parameters", "layers", "experts", "hf_format"}
@@ -42,9 +44,11 @@ class Architecture(NamedTuple):
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
-    hugging_face: hf_format.HuggingFace | None = (
-        None  # its models in the Hugging Face format, if it has one
-    )
+    flags: frozenset  # flags with an `absent` at their field (utils.py) that it has nevertheless
+    fixed: dict  # {flag: value} of flags that all architectures have, and that have one value in this one
+    check: Callable  # cfg -> None; raises UserError for flags that do not fit each other
+    learns_positions: bool  # whether T is a matter of its weights
+    hugging_face: hf_format.HuggingFace | None = None  # how its models are stored, where they are
 
 
 def names():
@@ -53,5 +57,18 @@ def names():
 
 
 def architecture(name):
-    """The `Architecture` of that name, one of `names()`."""
+    """The `Architecture` of that name. Raises UserError where it is not one of `names()`."""
+    if name not in names():
+        near = utils.nearest(name, names())
+        known = ", ".join(names())
+        raise UserError(f"--architecture {name}: no such architecture{near}; there are {known}.")
     return importlib.import_module(f"architectures.{name}").ARCHITECTURE
+
+
+def flags_without_choice(name):
+    """{flag: value} of what stands in every configuration of an architecture: its name, the flags that it does not
+    have and those that have one value in it."""
+    own = architecture(name)
+    absent = utils.absent_values()
+    missing = {flag: value for flag, value in absent.items() if flag not in own.flags}
+    return dict(architecture=name) | missing | own.fixed

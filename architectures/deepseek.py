@@ -681,6 +681,25 @@ HUGGING_FACE = hf.HuggingFace(
     copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
     held=held_predictors,
 )
+# --- Flags ------------------------------------------------------------------------------------------------------
+
+FLAGS = frozenset(
+    "latent_norm_eps first_layers layers_per_block moe_rope latent_dim q_latent_dim nope_dim v_dim rope_dim rope_base "
+    "rope_factor rope_original_T rope_mscale rope_attention_factor attention_bias expert_dim n_experts "
+    "experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth capacity_factor".split()
+)
+
+
+def check_flags(cfg):
+    """Raises UserError for flags that do not fit each other."""
+    m = cfg.model
+    for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
+        if not getattr(m, flag):
+            raise UserError(f"--{flag} 0: must be at least 1 for --architecture {m.architecture}.")
+    if m.rope_factor > 1 and m.rope_base <= 1:
+        raise UserError(
+            f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
+        )
 
 
 # --- Registered ---------------------------------------------------------------------------------------------------
@@ -696,4 +715,8 @@ ARCHITECTURE = Architecture(
     cache=latent_cache,
     layer_cost=layer_cost,
     hugging_face=HUGGING_FACE,
+    flags=FLAGS,
+    fixed={},
+    check=check_flags,
+    learns_positions=False,
 )

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import utils
-from architectures import Architecture, LayerCost
+from architectures import Architecture, LayerCost, flags_without_choice
 from architectures import hf_format as hf
 from architectures.layers import (
     AFTER_ATTENTION,
@@ -243,7 +242,7 @@ def from_hugging_face(config):
     Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
     """
     left = dict(config)
-    flags = utils.GPT2 | hf.take_flags(left, FLAG_ENTRIES)
+    flags = flags_without_choice("gpt2") | hf.take_flags(left, FLAG_ENTRIES)
     flags["ffn_dim"] = flags["ffn_dim"] or 4 * flags["model_dimension"]
     hf.require(
         left,
@@ -281,4 +280,8 @@ ARCHITECTURE = Architecture(
     cache=gpt2_cache,
     layer_cost=layer_cost,
     hugging_face=HUGGING_FACE,
+    flags=frozenset(),
+    fixed=dict(activation="gelu"),
+    check=lambda cfg: None,
+    learns_positions=True,
 )

@@ -43,7 +43,7 @@ import main
 import model
 import presets
 import utils
-from architectures import parameters
+from architectures import flags_without_choice, parameters
 from training import settings, steps
 from training.optimizer import make_optimizer
 
@@ -74,7 +74,7 @@ SMALL = dict(
     compilation_cache="",
 )
 # GPT-2 in the same size: nothing of SMALL that it has no use for
-SMALL_GPT2 = {**utils.GPT2, "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
+SMALL_GPT2 = {**flags_without_choice("gpt2"), "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 

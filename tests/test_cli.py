@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, SMALL, flags_of, run_program
 
+import architectures
 import presets
 import utils
 from training import command_line, platforms, settings
@@ -44,8 +46,8 @@ def another(name, value):
     kind = FIELDS[name].type
     if typing.get_origin(kind) is typing.Literal:
         return next(v for v in typing.get_args(kind) if v != value)
-    if name == "preset":
-        return "tiny"
+    if name in ("preset", "architecture", "attention"):
+        return dict(preset="tiny", architecture="gpt2", attention="xla")[name]
     if isinstance(value, bool):
         return not value
     most = FIELDS[name].metadata.get("below", float("inf"))
@@ -82,6 +84,7 @@ def test_every_flag_reaches_its_field(name, byte_ranks):
     }  # which follow each other, and pp
     expected = {
         "preset": {*presets.PRESETS["tiny"]},
+        "architecture": {*architectures.flags_without_choice("gpt2")} | batch,
         "tokenizer": {"vocab_size"},
         "n_device_axis": batch,
     }
@@ -176,6 +179,11 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--no-wandbb": ["--no-wandbb", "the nearest is --no_wandb"],
     "-T 64": ["-T", "the nearest is --T"],
     "--remat ful": ["'ful'", "the nearest is full"],
+    "--architecture gpt": ["--architecture gpt:", "the nearest is gpt2", "deepseek"],
+    "--attention blockwize": ["--attention blockwize", "the nearest is blockwise", "auto"],
+    "--attention splash --T 130": ["--T 130", "128 for --attention splash", "128 or 256"],
+    "--architecture gpt2 --n_experts 4": ["--architecture gpt2", "no such choice", "leave"],
+    "--adam_b2 1": ["--adam_b2 1", "below 1"],
     "--name ../x": ["--name", "../x"],
     "--blocks two": ["--blocks", "two"],
     "--n_device_axis 2 2": ["--n_device_axis", "3"],
@@ -346,6 +354,55 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     assert read == {names.get(name, name): value for name, value in changed.items()}
     settings.validate(cfg, devices)
     assert settings.follow(cfg, given) == cfg
+
+
+# Sensible values of flags where `another` gives none: what alone makes sense in presets of every size.
+ALONE = dict(
+    T=[64, 96, 2048],
+    n_head=[1, 2, 4],
+    model_dimension=[96, 1536],
+    blocks=[1, 3, 12],
+    n_experts=[1, 4, 12],
+    experts_per_token=[1, 4],
+    n_groups=[2, 4],
+    rope_dim=[16, 64],
+    vocab_size=[50257],
+    train_batch_size=[1, 6, 24],
+    val_batch_size=[1, 6, 24],
+    microbatches=[1, 3, 16],
+    warmup_steps=[0, 10],
+    end_steps=[1, 20, 200_000],
+    dropout_rate=[0.1],
+    pp_interleave=[1],
+    n_devices=[1, 2, 4],
+    n_device_axis=[(1, 1, 1), (4, 1, 1), (1, 1, 2)],
+    max_tokens=[1, 32],
+    num_processes=[1],
+    name=["b"],
+    preset=list(presets.PRESETS),
+    attention=["auto", "xla", "blockwise"],
+)
+TOGETHER = {"process_id", "coordinator", "k_groups", "init_from", "tokenizer"}  # useless alone
+
+
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - TOGETHER))
+def test_every_flag_alone_works_with_all_defaults(name, tmp_path, monkeypatch):
+    """A sensible value of one flag, on any preset, is refused by nothing that was not given."""
+    monkeypatch.chdir(tmp_path)  # no run directory to resume
+    encoding = SimpleNamespace(eot_token=1, encode_ordinary=lambda text: list(text.encode()))
+    for preset in ("moe1b", "tiny", "deepseek-tiny", "gpt2-tiny"):
+        default = presets.preset(preset)
+        if name in architectures.flags_without_choice(default.model.architecture):
+            continue
+        for value in ALONE.get(name, [another(name, utils.flatten(default)[name])]):
+            cfg = presets.preset(value) if name == "preset" else default
+            cfg = utils.replace(cfg, **{name: value})
+            n_devices = int(np.prod(value)) if name == "n_device_axis" else cfg.run.n_devices or 1
+            settle = functools.partial(settings.settle, given={name}, n_devices=n_devices)
+            final = settle(settle(cfg), fingerprint="x", encoding=encoding)
+            assert settle(final, fingerprint="x", encoding=encoding) == final
+            prompt = settings.prompt_ids(final, encoding)
+            assert len(prompt) + final.sample.max_tokens <= final.model.T
 
 
 def test_samples_fit_in_short_sequences_unless_their_length_was_given():

@@ -9,6 +9,7 @@ from typing import Literal
 import tyro
 
 import utils
+from architectures import architecture
 from data import tokenization
 from training import command_line, interrupts, settings
 from utils import UserError
@@ -118,7 +119,7 @@ def open_model(options, text):
 
     Parameters lie as model.param_table says, matrices in model_dtype already, so that no step converts them again; the
     tokeniser is None where the model has none. Raises UserError where there is no such model, the mesh does not fit,
-    GPT-2 has not --T positions, or `text` is wanted and there is no tokeniser.
+    the model has not learned --T positions, or `text` is wanted and there is no tokeniser.
     """
     import jax  # here: XLA's flags must stand in the environment before
 
@@ -170,13 +171,13 @@ def open_model(options, text):
 
 
 def check_T(options, flags):
-    """Warn where --T is more than the model was made for. Raises UserError where GPT-2 has no such positions."""
+    """Warn where --T is more than the model was made for. Raises UserError where it has not learned such positions."""
 
     from training import weights
 
     most = weights.positions(options.model, flags["T"])
     if options.T > most:
-        if flags["architecture"] == "gpt2":
+        if architecture(flags["architecture"]).learns_positions:
             raise UserError(
                 f"--T {options.T}: {options.model} has learned {most} positions; give at most so many."
             )

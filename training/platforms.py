@@ -5,6 +5,7 @@ import glob
 import importlib.metadata
 import importlib.util
 import os
+import sys
 
 # Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers.
 XLA_FLAGS = {
@@ -63,7 +64,7 @@ def set_xla_flags(n_devices, num_processes=1):
     """
     if not os.environ.get("JAX_PLATFORMS") and importlib.util.find_spec("libtpu"):
         if not may_have_tpu() and not other_plugins():
-            os.environ["JAX_PLATFORMS"] = "cpu"
+            choose_cpu()
     now, flags = os.environ.get("XLA_FLAGS", ""), list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
@@ -72,14 +73,21 @@ def set_xla_flags(n_devices, num_processes=1):
     ).strip()
     if (
         num_processes > 1
-    ):  # what it tells of a lost process, over and over, is said here in a sentence
+    ):  # jax tells of a lost process over and over; main.py says it in a sentence
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def choose_cpu():
+    """Have jax look for no accelerator, also where it is imported already but has not looked for devices yet."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def use_no_device():
     """Keep jax off the machine's own devices, and a TPU compiler from looking for any."""
+    choose_cpu()
     os.environ.update(
-        JAX_PLATFORMS="cpu",
         TPU_SKIP_MDS_QUERY="1",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         TPU_WORKER_HOSTNAMES="localhost",

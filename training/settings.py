@@ -9,6 +9,7 @@ from typing import get_args
 import fsspec
 import numpy as np
 
+import architectures
 import utils
 from training import platforms
 from utils import Config, Model, UserError, clear_names, flags_with, flatten, replace, say
@@ -42,37 +43,60 @@ def settle(cfg, given, n_devices, weights=None, fingerprint=None, encoding=None)
 def adopt(cfg, given, flags):
     """`cfg` with the architecture {flag: value} of the weights in --init_from. Raises UserError where a flag was given
     another value."""
-    free = free_of_weights(flags["architecture"])
-    flags = {name: value for name, value in flags.items() if name not in free}
+    flags = without(free_of_weights(flags["architecture"]), flags)
     for name, value in flags.items():
         if name in given and flatten(cfg)[name] != value:
             raise UserError(
                 f"--{name} {flatten(cfg)[name]}: the weights in --init_from {cfg.run.init_from} have "
                 f"{value}; leave the flag out."
             )
-    return replace(cfg, **flags)
+    no_choice = architectures.flags_without_choice(flags["architecture"])
+    return replace(cfg, **without(given, no_choice) | flags)
 
 
 def free_of_weights(architecture):
-    """Flags of the model that may differ between weights and what uses them; GPT-2 learns its positions."""
-    return flags_with("of_weights", False) - ({"T"} if architecture == "gpt2" else set())
+    """Flags of the model that may differ between weights and what uses them."""
+    free = flags_with("of_weights", False)
+    return free - {"T"} if architectures.architecture(architecture).learns_positions else free
 
 
 def follow(cfg, given):
     """`cfg`, where a default that would refuse what was `given` gives way to it; whatever fits stays as it is."""
-    d, o, changed = cfg.data, cfg.optimizer, {}
-    if "experts_per_token" not in given and cfg.model.n_experts:
-        changed["experts_per_token"] = min(cfg.model.experts_per_token, cfg.model.n_experts)
-    if "warmup_steps" not in given and o.warmup_steps >= o.end_steps:
+    if "architecture" in given:
+        no_choice = architectures.flags_without_choice(cfg.model.architecture)
+        cfg = replace(cfg, **without(given, no_choice))
+    changed = follow_experts(cfg.model)
+    o = cfg.optimizer
+    if o.warmup_steps >= o.end_steps:
         changed["warmup_steps"] = o.end_steps // 10
+    changed = without(given, changed)
+    return replace(cfg, **changed, **follow_batches(cfg, given))
+
+
+def follow_experts(m):
+    """{flag: value} that the number of experts leaves to the flags beside it."""
+    if not m.n_experts:
+        return {}
+    chosen = min(m.experts_per_token, m.n_experts)
+    changed = dict(experts_per_token=chosen)
+    uneven = m.n_experts % m.n_groups or m.n_experts < 2 * m.n_groups
+    if m.n_groups > 1 and (uneven or chosen > m.k_groups * m.n_experts // m.n_groups):
+        changed |= dict(n_groups=1, k_groups=1)
+    return changed
+
+
+def follow_batches(cfg, given):
+    """{flag: value} of microbatches and batch sizes that fit those of them that were given, and pp."""
+    d = cfg.data
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
-    micro = d.microbatches
-    if "microbatches" not in given:
-        micro = changed["microbatches"] = microbatches(cfg, given, sizes)
-    for flag, size in sizes.items():
-        if flag not in given:
-            changed[flag] = -(-size // micro) * micro
-    return replace(cfg, **changed)
+    micro = d.microbatches if "microbatches" in given else microbatches(cfg, given, sizes)
+    changed = {flag: -(-size // micro) * micro for flag, size in sizes.items()}
+    return without(given, changed | dict(microbatches=micro))
+
+
+def without(some, flags):
+    """{flag: value} of `flags` but for `some`."""
+    return {flag: value for flag, value in flags.items() if flag not in some}
 
 
 def microbatches(cfg, given, sizes):
@@ -233,7 +257,10 @@ def run_config(folder):
     """config.json of a run directory, {} where there is none. Runs from before --latent_norm_eps were trained with
     norm_eps there, and what was imported before it with 1e-6."""
     stored = clear_names(utils.read_json(folder, "config.json"))
-    if "model_dimension" in stored and stored.get("architecture") != "gpt2":
+    if "model_dimension" not in stored:
+        return stored
+    own = architectures.architecture(stored.get("architecture", Model.architecture))
+    if "latent_norm_eps" in own.flags:
         trained = "data_fingerprint" in stored
         before = stored.get("norm_eps", Model.norm_eps) if trained else Model.latent_norm_eps
         stored.setdefault("latent_norm_eps", before)
@@ -334,6 +361,7 @@ def validate(cfg, n_present):
     cfg = complete(cfg, n_present)
     check_multiples(cfg)
     check_architecture(cfg)
+    check_attention(cfg)
     check_experts(cfg)
     check_optimizer(cfg)
     check_names(cfg)
@@ -386,46 +414,54 @@ def check_multiples(cfg):
         ("microbatches", d.microbatches, pp, "pp"),
         ("train_batch_size", d.train_batch_size, d.microbatches, "microbatches"),
         ("val_batch_size", d.val_batch_size, d.microbatches, "microbatches"),
-        ("T", m.T, 128 if m.attention == "splash" else 1, "128 for --attention splash"),
         ("model_dimension", m.model_dimension, 1 if m.nope_dim else m.n_head, "n_head"),
         ("expert_dim", m.expert_width, tp if m.n_shared else 1, "tp"),
     ]
     for flag, value, by, words in multiples:
         if value % by:
-            below, above = max(by, value // by * by), -(-value // by) * by
-            near = " or ".join(map(str, sorted({below, above})))
-            raise UserError(
-                f"--{flag} {value}: must be a multiple of {words} ({by}), such as {near}."
-            )
+            raise not_a_multiple(flag, value, by, words)
     if m.n_experts % (dp * tp) and (dp * tp) % m.n_experts:
         raise UserError(
             f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it."
         )
 
 
+def not_a_multiple(flag, value, by, words):
+    """The UserError for a flag that `by`, in words, does not divide, with the nearest values that it does."""
+    below, above = max(by, value // by * by), -(-value // by) * by
+    near = " or ".join(map(str, sorted({below, above})))
+    return UserError(f"--{flag} {value}: must be a multiple of {words} ({by}), such as {near}.")
+
+
 def check_architecture(cfg):
-    """Raises UserError for flags that the architecture does not have, or needs, and for its attention kernel."""
+    """Raises UserError for flags that the architecture does not have, and for those that it does not take."""
     m = cfg.model
-    if m.architecture == "gpt2":
-        for flag, value in utils.GPT2.items():
-            if vars(m)[flag] != value:
-                raise UserError(
-                    f"--{flag}: GPT-2 has no such choice, its configurations have {value} there; begin "
-                    f"with --preset gpt2-124m."
-                )
-    else:
-        for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
-            if not vars(m)[flag]:
-                raise UserError(
-                    f"--{flag} 0: must be at least 1; only GPT-2 (--preset gpt2-124m) goes without."
-                )
-        if m.rope_factor > 1 and m.rope_base <= 1:
+    for flag, value in architectures.flags_without_choice(m.architecture).items():
+        if getattr(m, flag) != value:
             raise UserError(
-                f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
+                f"--{flag} {getattr(m, flag)}: --architecture {m.architecture} has no such choice, its "
+                f"configurations have {value} there; leave the flag out."
             )
-    if m.attention == "splash" and platforms.platform() != "tpu" and not cfg.plan.plan:
+    architectures.architecture(m.architecture).check(cfg)
+
+
+def check_attention(cfg):
+    """Raises UserError where there is no such attention kernel, or it does not run on these devices or with this T."""
+    from kernels.attention import ATTENTION  # here: it imports jax, which parsing does without
+
+    name, T = cfg.model.attention, cfg.model.T
+    if name == "auto":
+        return
+    if name not in ATTENTION:
+        near, known = utils.nearest(name, ATTENTION), ", ".join(["auto", *ATTENTION])
+        raise UserError(f"--attention {name}: no such kernel{near}; there are {known}.")
+    kernel = ATTENTION[name]
+    if T % kernel.multiple:
+        raise not_a_multiple("T", T, kernel.multiple, f"{kernel.multiple} for --attention {name}")
+    if platforms.platform() not in kernel.platforms and not cfg.plan.plan:
+        there = " and ".join(f"{platform.upper()}s" for platform in kernel.platforms)
         raise UserError(
-            "--attention splash: this kernel is for TPUs; auto takes the best for the devices at hand."
+            f"--attention {name}: this kernel is for {there}; auto takes the best for the devices at hand."
         )
 
 
