@@ -274,7 +274,9 @@ def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
 
 
 def test_flags_are_read_before_jax_is_imported():
-    check = "import sys; from training import command_line; command_line.check(['--preset', 'tiny'], False); "
+    check = (
+        "import sys; from training import command_line; command_line.parse(['--preset', 'tiny']); "
+    )
     check += "sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 

@@ -488,7 +488,7 @@ def test_flags_are_parsed_by_the_program_that_is_to_run(idle):
             idle.repo / ".venv/bin/python", f'#!/bin/bash\nexec {sys.executable} "$@"\n'
         )  # here a Python can
         (idle.repo / "utils.py").write_text(
-            bare.replace("    seed: int = 0\n", f"{flag}    seed: int = 0\n")
+            bare.replace("    seed: int = ", f"{flag}    seed: int = ", 1)
         )
         (idle.repo / "ranks").mkdir()
         (idle.repo / "ranks/new.tiktoken").write_text("IQ== 0\n")

@@ -136,7 +136,14 @@ def wrong_names(page, text):
     return wrong
 
 
-MADE = {"train/", "val/", "wandb/", "checkpoints-damaged/", "runs/", "runs/NAME/"}  # folders that programs make
+MADE = {
+    "train/",
+    "val/",
+    "wandb/",
+    "checkpoints-damaged/",
+    "runs/",
+    "runs/NAME/",
+}  # folders that programs make
 
 
 @functools.cache
