@@ -9,7 +9,6 @@ if __name__ in interrupts.PROGRAM:
     interrupts.at_once(interrupts.NOTHING_LOST, __name__)
 
 import functools
-import itertools
 import json
 import math
 import os
@@ -33,14 +32,11 @@ if __name__ == "__main__":  # flags for XLA must stand in the environment before
     platforms.set_xla_flags(cfg_given[0].run.n_devices, n_processes)
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from data.tokenization import keep_tokenizer, text_of
+from data.tokenization import keep_tokenizer
 from dataset import Mixture, Prefetch, data_fingerprint, put_batch
-from training import decoding, settings, steps, weights
+from training import settings, steps, weights
 from training.bad_steps import BadSteps
 from training.meter import Meter
 from training.optimizer import make_optimizer
@@ -57,6 +53,7 @@ from training.processes import (
 )
 from training.run_checkpoints import RunCheckpoints
 from training.runlog import RunLog, check_wandb, duration, print_progress, uploading
+from training.sampling import make_sampler
 
 # --- The run ------------------------------------------------------------------------------------------------------
 
@@ -266,30 +263,6 @@ def compile_train_step(cfg, mesh, optimizer, schedule):
     train_step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     say(f"compiled in {duration(time.time() - began)}")
     return train_step
-
-
-def make_sampler(cfg, mesh, encoding):
-    """`sample(params)` -> texts that continue --prompt, with the same draws every time; no texts where there is no
-    tokenizer (`encoding`) or --T leaves no room."""
-    prompt = settings.prompt_ids(cfg, encoding)
-    in_order = utils.replace(cfg, pp_interleave=1)
-    abstract = steps.abstract_params(in_order, mesh)
-    rearrange = steps.arranger(cfg, abstract)
-    replicated = NamedSharding(mesh, P())
-    generate = jax.jit(decoding.make_generate(in_order, mesh), out_shardings=replicated)
-
-    def sample(params):
-        if prompt is None:
-            return []
-        rows = generate(rearrange(params), prompt, jax.random.key(cfg.run.seed))
-        return [text_of_row(row) for row in np.asarray(rows).tolist()]
-
-    def text_of_row(row):
-        after_first = row[1:]  # the first token is the end of text, which begins every document
-        text = itertools.takewhile(lambda token: token != encoding.eot_token, after_first)
-        return text_of(encoding, text)
-
-    return sample
 
 
 def write_config(cfg, data, corpus):
