@@ -9,7 +9,6 @@ if __name__ in interrupts.PROGRAM:
     interrupts.at_once(interrupts.NOTHING_LOST, __name__)
 
 import functools
-import itertools
 import json
 import math
 import os
@@ -33,14 +32,11 @@ if __name__ == "__main__":  # flags for XLA must stand in the environment before
     platforms.set_xla_flags(cfg_given[0].run.n_devices, n_processes)
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from data.tokenization import keep_tokenizer, text_of
+from data.tokenization import keep_tokenizer
 from dataset import Mixture, Prefetch, data_fingerprint, put_batch
-from training import decoding, settings, steps, weights
+from training import settings, steps, weights
 from training.bad_steps import BadSteps
 from training.meter import Meter
 from training.optimizer import make_optimizer
@@ -57,6 +53,7 @@ from training.processes import (
 )
 from training.run_checkpoints import RunCheckpoints
 from training.runlog import RunLog, check_wandb, duration, print_progress, uploading
+from training.sampling import make_sampler
 
 # --- The run ------------------------------------------------------------------------------------------------------
 
@@ -91,10 +88,9 @@ def train(cfg, given, load_weights):
 
     # --- Configuration: fitted to the data and to the run that is resumed, and fixed from here on
     cfg = settings.settle(cfg, given, jax.device_count(), None, data, encoding)
-    batch_shape = steps.batch_shape(cfg)
-    per_step = math.prod(batch_shape[:-1])  # sequences
+    per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
 
-    # --- Mesh
+    # --- Mesh, model
     mesh = steps.make_mesh(cfg)
     print_setup(cfg, corpus)
 
@@ -113,21 +109,21 @@ def train(cfg, given, load_weights):
         checkpoints.close()
         return 0
 
-    # --- Steps
+    # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     meter = Meter(per_step * corpus.T, corpus, bad_steps)
-    batches = read_batches(
-        cfg, corpus, mesh, step, sequences, meter
-    )  # errors come before compiling
+    batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
     evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
     train_step = compile_train_step(cfg, mesh, optimizer, schedule)
     sample = make_sampler(cfg, mesh, encoding)
 
-    # --- Loop: the host runs one step ahead of the devices
+    # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
     log = RunLog(cfg, step, active=jax.process_index() == 0)
+    row = None  # metrics of the newest step, from when they are fetched until they are logged
+
+    # --- Loop: the host runs one step ahead of the devices
     watchdog = Watchdog(cfg)
     bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=not shows_bar())
-    row = None  # metrics of the last step, from when they are fetched until they are logged
     meter.pace.resume(batches.waited)
     with Interrupt(lambda: checkpoints.not_saved(step)) as interrupt:
         try:
@@ -143,7 +139,7 @@ def train(cfg, given, load_weights):
                     step = meta["step"]
                     bad_steps.rolled_back(step)
                     batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
-                    interrupt.forget_failure()  # to read a batch that may be left out now
+                    interrupt.forget_failure()  # of a batch that may be left out now
                     log.rewind(step)
                     meter.pace.resume(batches.waited)
 
@@ -157,13 +153,10 @@ def train(cfg, given, load_weights):
 
                 # Several processes must know of the step after next: they agree on an answer a step late.
                 error = batches.error(min(2, jax.process_count()))
-                signalled = interrupt.agreed(
-                    error
-                )  # asked once: a later signal belongs to the next step
+                signalled = interrupt.agreed(error)  # a later signal belongs to the next step
                 last = step == cfg.run.training_steps
                 stops = signalled or last
-                scheduled = step % cfg.run.eval_every == 0
-                evaluates = scheduled or (last and not signalled)
+                evaluates = step % cfg.run.eval_every == 0 or (last and not signalled)
                 saves = stops or step % cfg.run.save_steps == 0
                 if not (evaluates or saves):
                     continue
@@ -192,9 +185,8 @@ def train(cfg, given, load_weights):
                 if stops:
                     break
                 meter.pace.resume(batches.waited)
-        except (
-            UserError
-        ):  # of all processes at the same step: storage failed; keep what was reached
+        except UserError:
+            # All processes raise it at the same step, mostly because storage failed: keep what was reached.
             row = row or meter.fetch()
             if row:
                 log.metrics(row)
@@ -273,30 +265,6 @@ def compile_train_step(cfg, mesh, optimizer, schedule):
     return train_step
 
 
-def make_sampler(cfg, mesh, encoding):
-    """`sample(params)` -> texts that continue --prompt, with the same draws every time; no texts where there is no
-    tokenizer (`encoding`) or --T leaves no room."""
-    prompt = settings.prompt_ids(cfg, encoding)
-    in_order = utils.replace(cfg, pp_interleave=1)
-    abstract = steps.abstract_params(in_order, mesh)
-    rearrange = steps.arranger(cfg, abstract)
-    replicated = NamedSharding(mesh, P())
-    generate = jax.jit(decoding.make_generate(in_order, mesh), out_shardings=replicated)
-
-    def sample(params):
-        if prompt is None:
-            return []
-        rows = generate(rearrange(params), prompt, jax.random.key(cfg.run.seed))
-        return [text_of_row(row) for row in np.asarray(rows).tolist()]
-
-    def text_of_row(row):
-        after_first = row[1:]  # the first token is the end of text, which begins every document
-        text = itertools.takewhile(lambda token: token != encoding.eot_token, after_first)
-        return text_of(encoding, text)
-
-    return sample
-
-
 def write_config(cfg, data, corpus):
     """Write config.json, which tools read and a resumed run is compared with, and keep the tokenizer beside it."""
     config = utils.flatten(cfg) | {"data_fingerprint": data}
@@ -328,9 +296,11 @@ def tell_end(cfg, checkpoints, step, signalled, seconds):
     return 128 + signalled if signalled else 0
 
 
+# --- The program --------------------------------------------------------------------------------------------------
+
+
 def run(cfg, given):
-    """`main`, together with the other processes of the run. One that fails leaves at once: at a usual exit jax would
-    wait for the others, which wait for this one, and end in a stack trace."""
+    """`main`, together with the other processes of the run; returns its exit status."""
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.NOTHING_LOST))
     join_processes(cfg)
     try:
@@ -338,27 +308,31 @@ def run(cfg, given):
     except BaseException as e:
         if jax.process_count() == 1:
             raise
-        status = 1
-        if isinstance(e, UserError):
-            status = 2
-            print(f"error: {e}", file=sys.stderr)
-        elif is_loss(e):
-            end_for_loss()
-        else:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if jax.process_index() == 0:
-            time.sleep(2)  # its end is that of the others, who may be about to say the same
-        os._exit(status)
+        end_at_once(e)
     if uploading():
         jax.distributed.shutdown()
         runs = os.path.join(cfg.run.folder, "wandb", "run-*")
-        interrupts.end(
-            status,
-            f"warning: --wandb: the upload takes too long; wandb sync {runs} goes on with it",
-        )
+        words = f"warning: --wandb: the upload takes too long; wandb sync {runs} goes on with it"
+        interrupts.end(status, words)
     return status
+
+
+def end_at_once(error):
+    """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
+    for this one, and end in a stack trace."""
+    status = 1
+    if isinstance(error, UserError):
+        status = 2
+        print(f"error: {error}", file=sys.stderr)
+    elif is_loss(error):
+        end_for_loss()
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if jax.process_index() == 0:
+        time.sleep(2)  # when it ends the others end too; they may be about to print the same error
+    os._exit(status)
 
 
 if __name__ == "__main__":

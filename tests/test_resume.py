@@ -1,4 +1,4 @@
-"""A run that was stopped is the run that was not; what is damaged or does not fit is said."""
+"""A stopped and resumed run ends bit-identical to one that was never stopped; damage and misfits are reported."""
 
 import itertools
 import json

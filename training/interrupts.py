@@ -1,27 +1,31 @@
-"""SIGINT and SIGTERM, from the first line of a program on. No jax in here, nor what else takes long to import."""
+"""SIGINT and SIGTERM, from the first line of a program on. Imports nothing slow, so no jax."""
 
 import contextlib
 import os
 import signal
 import threading
 
-PROGRAM = "__main__", "__mp_main__"  # what its module is called, in what it spawned too
+PROGRAM = (
+    "__main__",
+    "__mp_main__",
+)  # names of a program's module, also in processes that it spawned
 SIGNALS = signal.SIGINT, signal.SIGTERM
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
 
-given_back = []  # functions that give back what is held of others; they run too where the process ends at once
+given_back = []  # functions that release what is held of others; they run also where the process ends at once
 
 
 def end(status, words):
     """End the process now, whatever its threads do, with these words on stderr."""
 
     def give_back():
-        for one in [*given_back]:
+        for release in [*given_back]:
             with contextlib.suppress(Exception):
-                one()
+                release()
 
     with contextlib.suppress(OSError):  # a terminal that is gone
-        os.write(2, f"{words}\n".encode() if words else b"")  # sys.stderr may be another's just now
+        # past sys.stderr, which another thread may be writing to
+        os.write(2, f"{words}\n".encode() if words else b"")
     thread = threading.Thread(target=give_back, daemon=True)
     thread.start()
     thread.join(5)  # storage may not answer
@@ -29,8 +33,8 @@ def end(status, words):
 
 
 def at_once(words, name="__main__"):
-    """Let both signals end the process, with these words, as soon as the main thread is in Python: while it imports.
-    name: of the program's module; what it spawned ends without a word."""
+    """Let both signals end the process, with these words, as soon as the main thread is in Python: for the time of
+    imports. name: of the program's module; processes that it spawned end silently."""
     words = words if name == "__main__" else ""
     for number in SIGNALS:
         signal.signal(number, lambda number, _: end(128 + number, words))
@@ -45,16 +49,16 @@ def as_usual():
 def watch(note):
     """Call note(number) in a thread of its own for either signal, at once: a handler of Python's would wait until the
     main thread comes out of XLA, which may compile for minutes. Returns a function that ends this."""
-    out, into = os.pipe()
-    os.set_blocking(into, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
 
     def listen():
-        while number := os.read(out, 1):
-            if number[0] in SIGNALS:
-                note(number[0])
+        while received := os.read(read_end, 1):  # empty when the pipe is closed
+            if received[0] in SIGNALS:
+                note(received[0])
 
     handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-    before = signal.set_wakeup_fd(into)
+    before = signal.set_wakeup_fd(write_end)  # Python writes the number of each signal there
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
 
@@ -62,8 +66,8 @@ def watch(note):
         signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        os.close(into)
+        os.close(write_end)
         thread.join()
-        os.close(out)
+        os.close(read_end)
 
     return over

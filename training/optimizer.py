@@ -13,10 +13,15 @@ def make_optimizer(cfg):
     schedule = optax.warmup_cosine_decay_schedule(
         o.min_lr, o.max_lr, o.warmup_steps, o.end_steps, o.end_lr
     )
-    decayed = parameters.table_map(lambda p: p.matrix, model.param_table(cfg))
-    adamw = optax.adamw(schedule, b1=0.9, b2=o.adam_b2, weight_decay=o.weight_decay, mask=decayed)
-    embedding = {
-        name: jax.tree.map(lambda _: name == "embedding", part) for name, part in decayed.items()
+    matrices = parameters.table_map(lambda param: param.matrix, model.param_table(cfg))
+    adamw = optax.adamw(schedule, b1=0.9, b2=o.adam_b2, weight_decay=o.weight_decay, mask=matrices)
+    embedding_lr = optax.masked(optax.scale(o.embedding_lr), embedding_of(matrices))
+    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), adamw, embedding_lr), schedule
+
+
+def embedding_of(params):
+    """A tree like `params`, True at the embedding and False elsewhere."""
+    return {
+        name: jax.tree.map(lambda _, here=name == "embedding": here, part)
+        for name, part in params.items()
     }
-    faster = optax.masked(optax.scale(o.embedding_lr), embedding)
-    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), adamw, faster), schedule

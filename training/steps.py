@@ -144,8 +144,10 @@ def make_train_step(cfg, mesh, optimizer, schedule):
 
 
 def accumulate_gradient(gradient, state, tokens, targets):
-    """((loss, `Seen`), gradient of every parameter), means over the accumulation. gradient: of the loss of one batch;
-    tokens, targets int32 [accumulation, M, B, T]."""
+    """((loss, `model.Metrics`), gradient of every parameter), means over the accumulation.
+
+    gradient: function of one batch, of jax.value_and_grad; tokens, targets int32 [accumulation, M, B, T].
+    """
     n_batches, M, B, _ = tokens.shape
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
@@ -161,7 +163,7 @@ def accumulate_gradient(gradient, state, tokens, targets):
 
 
 def step_metrics(cfg, loss, seen, lr, grad_norm):
-    """{name: float32 [], or [E]} of a training step, as metrics.jsonl calls them. seen: `Seen` of the loss."""
+    """{name: float32 [], or [E]} of a training step, as metrics.jsonl calls them. seen: `model.Metrics`."""
     metrics = {
         "loss/train_loss": loss,
         "loss/train_cross_entropy_loss": seen.cross_entropy,

@@ -15,70 +15,26 @@ from training.checkpointing import Checkpoints, shapes_of
 from utils import UserError
 
 
-def other_flags(cfg, kept, there):
-    """In words: the flags of the model that are not those of a checkpoint with arrays of the shapes {path: shape}
-    `there`. kept: {flag: value} that it was saved with; for None, in older ones, it is found out if it is one flag."""
-    free = settings.free_of_weights(cfg.model.architecture)
-    now, kept = (
-        {flag: value for flag, value in vars(cfg.model).items() if flag not in free},
-        utils.clear_names(kept or {}),
-    )
-    differ = {flag: kept[flag] for flag in now if flag in kept and kept[flag] != now[flag]}
-    if not kept and (
-        wanted := {path: shape for path, shape in there.items() if path.startswith("params.")}
-    ):
-        fitting = (
-            other for other in neighbours(now, wanted) if parameter_shapes(cfg, *other) == wanted
-        )
-        differ = dict(itertools.islice(fitting, 1))
-    return ", ".join(
-        f"--{flag} was {value} and is now {now[flag]}" for flag, value in differ.items()
-    )
-
-
-def neighbours(flags, shapes):
-    """Yield each (flag, value) that differs from {flag: value} `flags` and may give parameters of `shapes`."""
-    sizes = sorted({*range(10), *itertools.chain(*shapes.values())})
-    for flag, value in flags.items():
-        known = (
-            [True, False] if isinstance(value, bool) else sizes if isinstance(value, int) else []
-        )
-        for other in ["swiglu", "gelu"] if flag == "activation" else known:
-            if other != value:
-                yield flag, other
-
-
-def parameter_shapes(cfg, flag, value):
-    """{path: shape} of the parameters of `cfg` with the flag of the model changed, or {} where that is no model."""
-    with contextlib.suppress(ArithmeticError, ValueError):
-        table = model.param_table(utils.replace(cfg, **{flag: value}))
-        return shapes_of(
-            {"params": parameters.table_map(lambda p: np.broadcast_to(0, p.shape), table)}
-        )
-    return {}
-
-
 def open_weights(folder):
-    """({flag: value} of the model in `folder`, load), where load(abstract) places its parameters as `abstract_params`.
+    """({flag: value} of the model in `folder`, load_weights), where load_weights(abstract) reads its parameters and
+    places them as `abstract`, of `steps.abstract_params`, says.
 
     `folder` is a run directory, whose newest sound checkpoint is taken, or in the Hugging Face format. Raises UserError
     where it is neither.
     """
     config = settings.run_config(folder)
     if "model_type" in config:
-        return hugging_face.model_flags(config, folder), functools.partial(
-            hugging_face.load, folder
-        )
+        flags = hugging_face.model_flags(config, folder)
+        return flags, functools.partial(hugging_face.load, folder)
     if "model_dimension" not in config:
         raise UserError(
-            f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a "
-            f"config.json)."
+            f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)."
         )
     flags = model_of_run(config, folder)
-    explain = functools.partial(
-        other_flags, utils.replace(utils.Config(), pp_interleave=1, **flags)
-    )
-    return flags, Checkpoints(os.path.join(folder, "checkpoints"), explain=explain).restore_params
+    cfg = utils.replace(utils.Config(), pp_interleave=1, **flags)
+    explain = functools.partial(other_flags, cfg)
+    checkpoints = Checkpoints(os.path.join(folder, "checkpoints"), explain=explain)
+    return flags, checkpoints.restore_params
 
 
 def model_of_run(config, folder):
@@ -95,3 +51,57 @@ def positions(folder, T):
     config = utils.read_json(folder, "config.json")
     most = config.get("max_position_embeddings") or config.get("positions")
     return most if isinstance(most, int) else T
+
+
+# --- Weights of another model -------------------------------------------------------------------------------------
+
+
+def other_flags(cfg, kept, shapes):
+    """In words: the flags in which the model of a checkpoint differs from that of `cfg`.
+
+    kept: {flag: value} that was saved with the checkpoint, or None in older ones; then the flag is found by trial, if
+    it is one, from the {path: shape} `shapes` of its arrays.
+    """
+    free = settings.free_of_weights(cfg.model.architecture)
+    now = {flag: value for flag, value in vars(cfg.model).items() if flag not in free}
+    kept = utils.clear_names(kept or {})
+    if kept:
+        differ = {flag: kept[flag] for flag in now if flag in kept and kept[flag] != now[flag]}
+    else:
+        differ = flag_that_fits(cfg, now, shapes)
+    words = [f"--{flag} was {value} and is now {now[flag]}" for flag, value in differ.items()]
+    return ", ".join(words)
+
+
+def flag_that_fits(cfg, flags, shapes):
+    """{flag: value} of the first change of one of the {flag: value} `flags` that gives `cfg` parameters of the {path:
+    shape} `shapes`; {} where none does."""
+    wanted = {path: shape for path, shape in shapes.items() if path.startswith("params.")}
+    for flag, value in neighbors(flags, wanted) if wanted else []:
+        if parameter_shapes(cfg, flag, value) == wanted:
+            return {flag: value}
+    return {}
+
+
+def neighbors(flags, shapes):
+    """Yield each (flag, value) that differs from {flag: value} `flags` and may give parameters of `shapes`."""
+    sizes = sorted({*range(10), *itertools.chain(*shapes.values())})
+    for flag, value in flags.items():
+        if flag == "activation":
+            others = ["swiglu", "gelu"]
+        elif isinstance(value, bool):
+            others = [True, False]
+        else:
+            others = sizes if isinstance(value, int) else []
+        for other in others:
+            if other != value:
+                yield flag, other
+
+
+def parameter_shapes(cfg, flag, value):
+    """{path: shape} of the parameters of `cfg` with one flag of the model changed, or {} where that is no model."""
+    with contextlib.suppress(ArithmeticError, ValueError):
+        table = model.param_table(utils.replace(cfg, **{flag: value}))
+        arrays = parameters.table_map(lambda p: np.broadcast_to(0, p.shape), table)
+        return shapes_of({"params": arrays})
+    return {}
