@@ -4,8 +4,8 @@ python tools/bench.py --preset tiny --vary remat=full remat=none [--json FILE]
 python tools/bench.py --preset gpt2-tiny --compare                            (needs pip install torch)
 
 Takes every flag of main.py and trains on random tokens, on one host. Each configuration runs in a process of its own,
-as main.py would run it; rounds of a few steps alternate between them, so that a machine that others share treats them
-alike, and the first round of each is not counted. Speeds are medians over rounds with their quartiles.
+as main.py would run it. They take turns, a round of a few steps each, so that other load on the machine slows all of
+them alike. The first round of each is not counted. Speeds are medians over rounds, with their quartiles.
 """
 
 import contextlib
@@ -57,8 +57,6 @@ def prepare(cfg, given):
     platforms.set_xla_flags(cfg.run.n_devices)  # before jax is imported
     import jax
 
-    import dataset
-    import model
     from training import steps
     from training.optimizer import make_optimizer
 
@@ -66,18 +64,16 @@ def prepare(cfg, given):
         cfg = utils.replace(cfg, compilation_cache="")
     steps.configure_jax(cfg)
     cfg = settings.validate(cfg, jax.device_count())
-    mesh, (optimizer, schedule) = steps.make_mesh(cfg), make_optimizer(cfg)
+    mesh = steps.make_mesh(cfg)
+    optimizer, schedule = make_optimizer(cfg)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
     state = steps.init_state(cfg, abstract, optimizer)
-    *count, T = shape = steps.batch_shape(cfg)
-    rows = np.random.default_rng(cfg.run.seed).integers(
-        0, cfg.model.vocab_size, (math.prod(count), T + 1)
-    )
-    batch = dataset.put_batch(lambda numbers: rows[numbers].astype(np.int32), 0, shape, mesh)
-    began = time.perf_counter(), time.process_time()
+    batch = random_batch(cfg, mesh)
+    began, began_cpu = time.perf_counter(), time.process_time()
     step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
-    wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
-    used, device = step.memory_analysis(), mesh.devices.flat[0]
+    about = about_step(cfg, mesh, step.memory_analysis())
+    about["compile_seconds"] = time.perf_counter() - began
+    about["compile_cpu_seconds"] = time.process_time() - began_cpu
 
     def run(steps):
         nonlocal state
@@ -86,24 +82,39 @@ def prepare(cfg, given):
         jax.block_until_ready((state, metrics))
 
     def peak():
-        stats = [d.memory_stats() for d in mesh.devices.flat]
-        return max(s["peak_bytes_in_use"] for s in stats) if all(stats) else peak_rss()
+        stats = [device.memory_stats() for device in mesh.devices.flat]
+        if not all(stats):  # CPUs tell none
+            return peak_rss()
+        return max(of_device["peak_bytes_in_use"] for of_device in stats)
 
-    return (
-        dict(
-            device=device.device_kind,
-            devices=mesh.size,
-            tokens_per_step=rows[:, 1:].size,
-            compile_seconds=wall,
-            compile_cpu_seconds=cpu,
-            flops_per_token=model.flops_per_token(cfg),
-            compiler_bytes=used.argument_size_in_bytes
-            + used.output_size_in_bytes
-            - used.alias_size_in_bytes
-            + used.temp_size_in_bytes,
-        ),
-        run,
-        peak,
+    return about, run, peak
+
+
+def random_batch(cfg, mesh):
+    """Global (tokens, targets) of a step, random ones."""
+    import dataset
+    from training import steps
+
+    shape = steps.batch_shape(cfg)
+    *count, T = shape
+    random = np.random.default_rng(cfg.run.seed)
+    rows = random.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1))
+    return dataset.put_batch(lambda numbers: rows[numbers].astype(np.int32), 0, shape, mesh)
+
+
+def about_step(cfg, mesh, used):
+    """{name: value} of a train step; `used`: what the compiler says of its memory."""
+    import model
+    from training import steps
+
+    compiler_bytes = used.argument_size_in_bytes + used.output_size_in_bytes
+    compiler_bytes += used.temp_size_in_bytes - used.alias_size_in_bytes
+    return dict(
+        device=mesh.devices.flat[0].device_kind,
+        devices=mesh.size,
+        tokens_per_step=math.prod(steps.batch_shape(cfg)),
+        flops_per_token=model.flops_per_token(cfg),
+        compiler_bytes=compiler_bytes,
     )
 
 
@@ -116,9 +127,9 @@ def prepare_torch(cfg, flops_per_token, compiled):
 
 
 def serve(pipe, prepare, *args):
-    """Answer with what is known of a configuration, then every number of steps with (wall, CPU) seconds that they
-    took, and 0 with the peak memory in bytes."""
-    with contextlib.suppress(KeyboardInterrupt, EOFError):  # the program's end, in whichever way
+    """The process of one configuration. Sends what is known about it. Then answers every number of steps with the
+    (wall, CPU) seconds that they took, and 0 with the peak memory in bytes."""
+    with contextlib.suppress(KeyboardInterrupt, EOFError):  # the program ends, in whichever way
         try:
             about, run, peak = prepare(*args)
         except UserError as e:
@@ -133,7 +144,7 @@ def serve(pipe, prepare, *args):
 
 
 class Configuration(NamedTuple):
-    """What is measured: a name and the call, in a process of its own, that prepares it."""
+    """What is measured: a name, and the function with its arguments that prepares it in a process of its own."""
 
     name: str
     prepare: tuple  # (function, arguments...)
@@ -143,16 +154,15 @@ class Worker:
     """The process of a Configuration. Raises UserError where it ends before its time."""
 
     def __init__(self, configuration):
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # a fork would share what jax and torch have begun
-        self.name, (self.pipe, theirs) = configuration.name, context.Pipe()
-        self.process = context.Process(
-            target=serve, args=(theirs, *configuration.prepare), daemon=True
-        )
+        self.name = configuration.name
+        spawn = multiprocessing.get_context("spawn")  # a fork would share what jax and torch began
+        self.pipe, theirs = spawn.Pipe()
+        args = (theirs, *configuration.prepare)
+        self.process = spawn.Process(target=serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
-        self.about, self.rounds = self.answer(), []
+        self.about = self.answer()
+        self.rounds = []  # (wall, CPU) seconds
         print(f"{self.name}: ready to run", file=sys.stderr, flush=True)
 
     def answer(self):
@@ -161,8 +171,7 @@ class Worker:
         except EOFError:
             self.process.join()
             raise UserError(
-                f"{self.name}: its process ended with status {self.process.exitcode}; what it said stands "
-                f"above."
+                f"{self.name}: its process ended with status {self.process.exitcode}; its output stands above."
             ) from None
         if isinstance(said, UserError):
             raise said
@@ -178,47 +187,59 @@ class Worker:
 
 def measure(configurations, rounds, steps):
     """[dict of numbers] of the configurations: each quantity with a spread is [lower quartile, median, upper one]."""
-    # a TPU belongs to one process at a time
-    groups = [[c] for c in configurations] if platforms.platform() == "tpu" else [configurations]
+    groups = [configurations]
+    if platforms.platform() == "tpu":  # it belongs to one process at a time
+        groups = [[configuration] for configuration in configurations]
     if platforms.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
-        os.environ.setdefault(
-            "XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.75, 0.9 / len(configurations)):.3f}"
-        )
+        share = min(0.75, 0.9 / len(configurations))
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")
     workers = []
     for group in groups:
-        begun = [Worker(c) for c in group]
-        for _ in range(1 + rounds):
-            for worker in begun:
-                worker.rounds.append(worker.ask(steps))
-        for worker in begun:
-            worker.peak = worker.ask(0)
-            worker.process.join()
-        workers += begun
+        workers += run_rounds(group, rounds, steps)
     return [row(worker, workers[0], steps) for worker in workers]
+
+
+def run_rounds(group, rounds, steps):
+    """[Worker] of configurations that run at the same time, when they have ended; one round is the warm-up."""
+    workers = [Worker(configuration) for configuration in group]
+    for _ in range(1 + rounds):
+        for worker in workers:
+            worker.rounds.append(worker.ask(steps))
+    for worker in workers:
+        worker.peak = worker.ask(0)
+        worker.process.join()
+    return workers
+
+
+def speeds(worker, steps):
+    """[2, rounds] tokens per second and per CPU second, without the warm-up."""
+    seconds = np.array(worker.rounds[1:]).T
+    return worker.about["tokens_per_step"] * steps / seconds
+
+
+def quartiles(x):
+    return np.percentile(x, (25, 50, 75)).tolist()
 
 
 def row(worker, first, steps):
     """The numbers of one Worker, beside those of the first."""
-
-    def speeds(w):  # [2, rounds] tokens per second and CPU second; the first round is the warm-up
-        return w.about["tokens_per_step"] * steps / np.array(w.rounds[1:]).T
-
-    def spread(x):
-        return np.percentile(x, (25, 50, 75)).tolist()
-
-    about, (speed, per_cpu) = worker.about, speeds(worker)
-    peak = platforms.peak_flops(about["device"])
+    about = worker.about
+    speed, per_cpu_second = speeds(worker, steps)
+    speed_of_first, _ = speeds(first, steps)
+    mfu = None
+    if peak := platforms.peak_flops(about["device"]):
+        mfu = quartiles(speed * about["flops_per_token"] / peak / about["devices"])
     return dict(
         name=worker.name,
         **about,
         rounds=len(speed),
         steps_per_round=steps,
-        tokens_per_second=spread(speed),
-        ratio=spread(speed / speeds(first)[0]),
-        step_seconds=spread(about["tokens_per_step"] / speed),
-        tokens_per_cpu_second=spread(per_cpu),
+        tokens_per_second=quartiles(speed),
+        ratio=quartiles(speed / speed_of_first),
+        step_seconds=quartiles(about["tokens_per_step"] / speed),
+        tokens_per_cpu_second=quartiles(per_cpu_second),
         peak_bytes=worker.peak,
-        mfu=spread(speed * about["flops_per_token"] / peak / about["devices"]) if peak else None,
+        mfu=mfu,
     )
 
 
@@ -243,23 +264,26 @@ COLUMNS = {  # heading: cell
 
 def table(rows):
     """Lines of a table of the dicts of `measure`."""
-    cells = [list(COLUMNS), *([cell(r) for cell in COLUMNS.values()] for r in rows)]
+    cells = [list(COLUMNS)]
+    for r in rows:
+        cells.append([cell(r) for cell in COLUMNS.values()])
     widths = [max(map(len, column)) for column in zip(*cells)]
-    return [
-        "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in cells
-    ]
+    lines = []
+    for name, *numbers in cells:
+        aligned = [name.ljust(widths[0])]
+        aligned += [number.rjust(width) for number, width in zip(numbers, widths[1:])]
+        lines.append("  ".join(aligned).rstrip())
+    return lines
 
 
 def machine():
     """{name: value} of where this runs."""
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*:\s*(.*)", info.read_text() if info.exists() else "")
-    versions = {
-        name: version(name) for name in ("jax", "jaxlib", "torch") if importlib.util.find_spec(name)
-    }
+    versions = {}
+    for name in ("jax", "jaxlib", "torch"):
+        if importlib.util.find_spec(name):
+            versions[name] = version(name)
     return dict(cpu=cpu[1] if cpu else platform.machine(), cores=cores(), versions=versions)
 
 
@@ -275,16 +299,16 @@ def words(variant):
     return out
 
 
-def parse(argv):
-    """Command line -> (own flags, Configurations). Raises UserError."""
+def own_flags():
+    """The parser of the program's own flags."""
     parser = common.Parser(__doc__)
     parser.add_argument(
         "--vary",
         nargs="+",
         default=[""],
         metavar="FLAG=VALUE",
-        help="a configuration each, by "
-        'its flags besides, such as remat=none "n_device_axis=2,2,2 n_devices=8"',
+        help="a configuration each, by the flags that it has besides, such as "
+        'remat=none "n_device_axis=2,2,2 n_devices=8"',
     )
     parser.add_argument(
         "--rounds", type=int, default=10, help="rounds of each configuration (default: 10)"
@@ -295,8 +319,8 @@ def parse(argv):
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="beside each configuration, which must be a GPT-2 on "
-        "one device, the same in torch (tools/torch_baseline.py)",
+        help="beside each configuration, which must be a GPT-2 on one device, the same in torch "
+        "(tools/torch_baseline.py)",
     )
     parser.add_argument(
         "--torch_compile", action="store_true", help="compile the torch one with torch.compile"
@@ -304,32 +328,40 @@ def parse(argv):
     parser.add_argument(
         "--json", default=None, metavar="FILE", help="file to write the numbers to as well"
     )
-    own, flags = parser.parse_known_args(argv)
+    return parser
+
+
+def parse(argv):
+    """Command line -> (own flags, Configurations). Raises UserError."""
+    own, flags = own_flags().parse_known_args(argv)
     utils.check_least(vars(own), dict(rounds=1, steps=1))
     if own.torch_compile and not own.compare:
         raise UserError("--torch_compile: needs --compare beside it.")
     configurations = []
     for variant in own.vary:
-        line = [*flags, *words(variant)]
-        if asked := [word for word in line if re.match("--(plan|search)", word)]:
-            raise UserError(
-                f"{asked[0]}: here steps are run, not planned; give the flag to main.py."
-            )
-        cfg, given = command_line.parse(line)
-        name = variant or cfg.run.preset
-        cfg = utils.replace(
-            cfg, val_batch_size=cfg.data.microbatches
-        )  # no part of the step: any will do
-        cfg = comparable(cfg) if own.compare else cfg
-        configurations.append(Configuration(name, (prepare, cfg, given)))
-        if own.compare:
-            import model  # and with it jax, which otherwise only the configurations' processes need
-
-            flops = model.flops_per_token(cfg)
-            configurations.append(
-                Configuration(f"{name}, torch", (prepare_torch, cfg, flops, own.torch_compile))
-            )
+        configurations += configurations_of(own, variant, [*flags, *words(variant)])
     return own, configurations
+
+
+def configurations_of(own, variant, line):
+    """[Configuration] of one variant, whose flags are `line`, and with --compare that of its baseline."""
+    for word in line:
+        if re.match("--(plan|search)", word):
+            raise UserError(f"{word}: here steps are run, not planned; give the flag to main.py.")
+    cfg, given = command_line.parse(line)
+    name = variant or cfg.run.preset
+    # the validation batch is no part of the step: any that fits will do
+    cfg = utils.replace(cfg, val_batch_size=cfg.data.microbatches)
+    if not own.compare:
+        return [Configuration(name, (prepare, cfg, given))]
+    cfg = comparable(cfg)
+    import model  # and with it jax, which otherwise only the configurations' processes need
+
+    flops = model.flops_per_token(cfg)
+    return [
+        Configuration(name, (prepare, cfg, given)),
+        Configuration(f"{name}, torch", (prepare_torch, cfg, flops, own.torch_compile)),
+    ]
 
 
 def comparable(cfg):
@@ -358,16 +390,17 @@ def main(argv):
     own, configurations = parse(argv)
     if own.json:
         utils.check_place(own.json, "--json")
-    where, rows = machine(), measure(configurations, own.rounds, own.steps)
+    where = machine()
+    rows = measure(configurations, own.rounds, own.steps)
+    first = rows[0]
     print(
-        f"{rows[0]['devices']} x {rows[0]['device']}, {where['cores']} cores of {where['cpu']}, "
-        f"{rows[0]['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps"
+        f"{first['devices']} x {first['device']}, {where['cores']} cores of {where['cpu']}, "
+        f"{first['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps"
     )
     print("\n".join(table(rows)))
     if own.json:
-        utils.write_file(
-            own.json, utils.to_json(where | dict(configurations=rows), indent=1) + "\n"
-        )
+        content = where | dict(configurations=rows)
+        utils.write_file(own.json, utils.to_json(content, indent=1) + "\n")
     return rows
 
 
