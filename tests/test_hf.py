@@ -20,7 +20,7 @@ import utils
 from architectures import architecture
 from data import tokenization
 from tools import common, evaluate, hf
-from training import steps, weights
+from training import settings, steps, weights
 
 DEEPSEEK = dict(
     layers_per_block=1,
@@ -49,7 +49,9 @@ FLAGS = {
 def params_of(folder, **flags):
     cfg = small_config(**flags)
     stored, load = weights.open_weights(str(folder))
-    assert settled(utils.replace(cfg, **stored).model) == settled(cfg.model)
+    free = settings.free_of_weights(cfg.model.architecture)
+    of_weights = {flag: value for flag, value in stored.items() if flag not in free}
+    assert settled(utils.replace(cfg, **of_weights).model) == settled(cfg.model)
     return jax.tree.map(np.asarray, load(steps.abstract_params(cfg, steps.make_mesh(cfg))))
 
 
