@@ -109,6 +109,18 @@ def run_tool(path, *words):
     subprocess.run([sys.executable, ROOT / path, *map(str, words)], check=True, capture_output=True)
 
 
+def train_small_tokenizer(path):
+    """Write the ranks of a tokenizer of 512 tokens, trained on the tests."""
+    words = ("--source", ROOT / "tests", "--vocab_size", 512, "--output", path)
+    run_tool("data/train_tokenizer.py", *words)
+
+
+def tokenize_tests(folder, tokenizer):
+    """Write shards of the tests' text."""
+    words = ("--source", ROOT / "tests", "--output", folder, "--tokenizer", tokenizer)
+    run_tool("data/tokenize_shards.py", *words, "--val_fraction", 0.2)
+
+
 def make_params(cfg, mesh):
     table = model.param_table(cfg)
     init = jax.jit(

@@ -8,7 +8,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL_GPT2, run_tool, settled, small_config
+from conftest import SMALL_GPT2, settled, small_config, tokenize_tests, train_small_tokenizer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -199,26 +199,8 @@ def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
 def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
     """From a prompt's text to the text after it, by two programs of two houses, of a run that knows its tokenizer."""
     ranks, shards = tmp_path / "small.tiktoken", tmp_path / "shards"
-    run_tool(
-        "data/train_tokenizer.py",
-        "--source",
-        ROOT / "tests",
-        "--vocab_size",
-        512,
-        "--output",
-        ranks,
-    )
-    run_tool(
-        "data/tokenize_shards.py",
-        "--source",
-        ROOT / "tests",
-        "--output",
-        shards,
-        "--tokenizer",
-        ranks,
-        "--val_fraction",
-        "0.2",
-    )
+    train_small_tokenizer(ranks)
+    tokenize_tests(shards, ranks)
     flags = {
         **SIZES["groups"],
         "T": 80,
