@@ -7,27 +7,26 @@ from typing import NamedTuple
 
 from architectures import hf_format
 
-# files of this folder that architectures are made of
+# Files of this folder that architectures are made of.
 PARTS = {"parameters", "layers", "experts", "hf_format"}
 
 
 class LayerCost(NamedTuple):
-    """What one layer does to a token, in numbers that the mesh does not change. tools/planning/costs.py makes
-    operations, bytes and memory of them. A product with n weights takes 2n operations a token."""
+    """What one layer does to a token, in numbers that the mesh does not change.
 
-    own_weights: (
-        int  # weights that a token meets on one device of tp alone, such as those of a router
-    )
-    head_weights: int  # weights of one head: tp splits the heads, and all tokens meet them
+    tools/planning/costs.py makes operations, bytes and memory of them. A product with n weights takes 2n operations a
+    token. "Products" are what matrix products give.
+    """
+
+    own_weights: int  # weights that only the token's own device of tp uses, such as a router's
+    head_weights: int  # weights of one head; tp splits the heads, and each meets all tokens
     query_channels: int  # channels of a head's query and of its key
     value_channels: int  # channels of a head's value
     gathered: int  # channels that attention gathers over tp
-    products: int  # channels of what attention's products with weights give, all heads, but for the last product
+    products: int  # channels of attention's products, of all heads, without the last product
     branches: int  # matrices that lead into the feed-forward
-    ffn_width: (
-        int  # hidden width of the dense feed-forward, or of all shared experts; 0: there is neither
-    )
-    kept_ratio: float  # channels that --remat none keeps per channel of intermediates, fitted (tools/planning/costs.py)
+    ffn_width: int  # hidden width of the dense feed-forward or of all shared experts; 0: none
+    kept_ratio: float  # channels that --remat none keeps per channel of intermediates, fitted
 
 
 class Architecture(NamedTuple):
@@ -42,9 +41,7 @@ class Architecture(NamedTuple):
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
-    hugging_face: hf_format.HuggingFace | None = (
-        None  # its models in the Hugging Face format, if it has one
-    )
+    hugging_face: hf_format.HuggingFace | None = None  # the Hugging Face format, if it has one
 
 
 def names():
