@@ -9,27 +9,26 @@ import utils
 from architectures import hf_format
 from utils import UserError
 
-# files of this folder that architectures are made of
+# Files of this folder that architectures are made of.
 PARTS = {"parameters", "layers", "experts", "hf_format"}
 
 
 class LayerCost(NamedTuple):
-    """What one layer does to a token, in numbers that the mesh does not change. tools/planning/costs.py makes
-    operations, bytes and memory of them. A product with n weights takes 2n operations a token."""
+    """What one layer does to a token, in numbers that the mesh does not change.
 
-    own_weights: (
-        int  # weights that a token meets on one device of tp alone, such as those of a router
-    )
-    head_weights: int  # weights of one head: tp splits the heads, and all tokens meet them
+    tools/planning/costs.py makes operations, bytes and memory of them. A product with n weights takes 2n operations a
+    token. "Products" are what matrix products give.
+    """
+
+    own_weights: int  # weights that only the token's own device of tp uses, such as a router's
+    head_weights: int  # weights of one head; tp splits the heads, and each meets all tokens
     query_channels: int  # channels of a head's query and of its key
     value_channels: int  # channels of a head's value
     gathered: int  # channels that attention gathers over tp
-    products: int  # channels of what attention's products with weights give, all heads, but for the last product
+    products: int  # channels of attention's products, of all heads, without the last product
     branches: int  # matrices that lead into the feed-forward
-    ffn_width: (
-        int  # hidden width of the dense feed-forward, or of all shared experts; 0: there is neither
-    )
-    kept_ratio: float  # channels that --remat none keeps per channel of intermediates, fitted (tools/planning/costs.py)
+    ffn_width: int  # hidden width of the dense feed-forward or of all shared experts; 0: none
+    kept_ratio: float  # channels that --remat none keeps per channel of intermediates, fitted
 
 
 class Architecture(NamedTuple):
@@ -48,7 +47,7 @@ class Architecture(NamedTuple):
     fixed: dict  # {flag: value} of flags that all architectures have, and that have one value in this one
     check: Callable  # cfg -> None; raises UserError for flags that do not fit each other
     learns_positions: bool  # whether T is a matter of its weights
-    hugging_face: hf_format.HuggingFace | None = None  # how its models are stored, where they are
+    hugging_face: hf_format.HuggingFace | None = None  # the Hugging Face format, if it has one
 
 
 def names():

@@ -56,11 +56,11 @@ def route(p, x, m):
     if m.n_groups > 1:
         wanted = keep_best_groups(wanted, m)
     _, chosen = lax.top_k(wanted, m.experts_per_token)
-    gates = jnp.take_along_axis(scores, chosen, -1)
-    scaled = m.routed_scaling * gates
+    chosen_scores = jnp.take_along_axis(scores, chosen, -1)
+    gates = m.routed_scaling * chosen_scores
     if m.norm_topk_prob:
-        scaled /= gates.sum(-1, keepdims=True) + 1e-20
-    return scores, chosen, scaled
+        gates /= chosen_scores.sum(-1, keepdims=True) + 1e-20
+    return scores, chosen, gates
 
 
 def keep_best_groups(wanted, m):
@@ -87,7 +87,8 @@ def balance_loss(scores, chosen, m, split):
     if split:
         T *= lax.axis_size("tp")
     hot = jax.nn.one_hot(chosen, m.n_experts)
-    f = hot.sum((1, 2)) * m.n_experts / (m.experts_per_token * T)  # [B, E]
+    counts = hot.sum((1, 2))  # [B, E]
+    f = counts * m.n_experts / (m.experts_per_token * T)
     if split:
         f = sum_over(lax.stop_gradient(f), "tp")
     share = scores / scores.sum(-1, keepdims=True)
@@ -146,7 +147,8 @@ def fill_buckets(chosen, E, C):
 
 def sum_leading(x):
     """Sum over the first dim, in float32: addition by addition, since CPUs are slow to reduce a leading dim."""
-    return sum(x.astype(jnp.float32)).astype(x.dtype)
+    total = sum(x.astype(jnp.float32))
+    return total.astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -194,25 +196,28 @@ def routed_experts(p, x, m, split):
     at = fill_buckets(chosen, E, C)
 
     # 2. Tokens go into the buckets, and the buckets to the devices of their experts.
-    buckets = take_rows(x, at.source, at.slot.reshape(k, n)).reshape(E, C, D)
-    buckets = to_experts(buckets)  # [E/(dp tp), dp tp, C, D]
+    buckets = take_rows(x, at.source, at.slot.reshape(k, n))  # [E*C, D]
+    buckets = to_experts(buckets.reshape(E, C, D))  # [E/(dp tp), dp tp, C, D]
 
     # 3. So do the gates: where they weigh the hidden channels, no pass, forward or back, needs the experts' outputs.
     gates = gates.T.reshape(-1, 1).astype(x.dtype)  # [k*n, 1]
-    gates = take_rows(gates, at.entry, at.slot[None]).reshape(E, C, 1)
+    gates = take_rows(gates, at.entry, at.slot[None])  # [E*C, 1]
+    gates = gates.reshape(E, C, 1)
 
     # 4. The experts.
     h = activate(product("encd,egdf->encgf", buckets, p["experts"]["up"], keep=False))
-    h = jnp.einsum("encf,enc->encf", h, to_experts(gates)[..., 0])
+    gates = to_experts(gates)  # [E/(dp tp), dp tp, C, 1]
+    h = jnp.einsum("encf,enc->encf", h, gates[..., 0])
     out = product("encf,edf->encd", h, p["experts"]["down"], keep=False)
 
     # 5. Outputs come back, and every token adds up those of its choices.
     out = from_experts(out).reshape(E * C, D)
-    out = take_rows(out, at.slot, at.entry[None]).reshape(k, B, t, D)
-    out = sum_leading(out)
+    out = take_rows(out, at.slot, at.entry[None])  # [k*n, D]
+    out = sum_leading(out.reshape(k, B, t, D))
 
     # 6. How even the load was.
     loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
     tokens = at.hot.sum(0).astype(jnp.float32)
-    dropped = (at.rank >= C).sum().astype(jnp.float32)
+    dropped = at.rank >= C
+    dropped = dropped.sum().astype(jnp.float32)
     return out, Load(loss, tokens, dropped)

@@ -172,7 +172,8 @@ def dropout(x, rate, tokens, place):
 
     keys = jax.vmap(jax.vmap(functools.partial(jax.random.fold_in, key)))(tokens.number)
     keep = jax.vmap(jax.vmap(kept_channels))(keys)
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+    dropped = jnp.where(keep, x / (1 - rate), 0)
+    return dropped.astype(x.dtype)
 
 
 def rotary_frequencies(channels, base):
@@ -192,7 +193,8 @@ def rotate(x, position, frequencies):
     angle = position[..., None] * frequencies  # [..., channels/2]
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    return rotated.astype(x.dtype)
 
 
 # --- Attention ----------------------------------------------------------------------------------------------------
@@ -235,8 +237,10 @@ def project_heads(out, weight, tokens, m):
     weight [H/tp, V, D], or [H, V, D] with --sequence_parallel ulysses.
     """
     if m.sequence_parallel == "ulysses":
-        return product("bhtv,hvd->btd", exchange_heads(out, tokens.split), weight)
-    return scatter_sequence(product("bhtv,hvd->btd", out, weight), tokens.split)
+        out = exchange_heads(out, tokens.split)  # [B, H, T/tp, V]
+        return product("bhtv,hvd->btd", out, weight)
+    out = product("bhtv,hvd->btd", out, weight)  # [B, T, D], of own heads
+    return scatter_sequence(out, tokens.split)
 
 
 # --- Feed-forward -------------------------------------------------------------------------------------------------
@@ -276,4 +280,5 @@ def tensor_parallel(f, x, tokens, m):
     """
     if m.sequence_parallel == "ulysses":
         return f(x)
-    return scatter_sequence(f(gather_sequence(x, tokens.split)), tokens.split)
+    x = gather_sequence(x, tokens.split)  # [B, T, D]
+    return scatter_sequence(f(x), tokens.split)

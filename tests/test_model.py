@@ -11,6 +11,7 @@ from conftest import SMALL_GPT2, make_params, random_batch, small_config, steps_
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
+import architectures
 import collectives
 import model
 import presets
@@ -210,6 +211,58 @@ def test_rotary_scores_depend_on_distance_alone(factor):
         return (query * key).sum()
 
     assert abs(score(5, 3) - score(105, 103)) < 1e-4 and abs(score(5, 3) - score(5, 4)) > 1e-3
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_buckets_of_the_worked_example(k):
+    """The numbers in the docstring of fill_buckets: without and with second choices."""
+    chosen = np.array([[0, 2, 0, 0, 1, 2], [1, 0, 1, 1, 0, 1]][:k]).T
+    at = experts.fill_buckets(chosen, 3, 2)
+    assert at.rank[:6].tolist() == [0, 0, 1, 2, 0, 1]
+    if k == 1:
+        assert at.slot.tolist() == [0, 4, 1, 6, 2, 5]
+        assert at.entry.tolist() == [0, 2, 4, 6, 1, 5]
+        assert at.source.tolist() == [0, 2, 4, 6, 1, 5]
+    else:
+        assert at.slot.tolist() == [0, 4, 1, 6, 2, 5, 3, 6, 6, 6, 6, 6]
+        assert at.entry.tolist() == [0, 2, 4, 6, 1, 5]
+        assert at.source.tolist() == [0, 2, 4, 0, 1, 5]
+
+
+def test_rows_of_the_worked_example():
+    """The numbers in the docstring of take_rows, forward and backward."""
+    x, index = jnp.array([[10.0], [11.0], [12.0], [13.0]]), jnp.array([2, 4, 0])
+    inverse = jnp.array([[2, 3, 0, 3]])
+    rows, transpose = jax.vjp(lambda x: experts.take_rows(x, index, inverse), x)
+    assert rows[:, 0].tolist() == [12, 0, 10]
+    assert transpose(jnp.array([[7.0], [8.0], [9.0]]))[0][:, 0].tolist() == [9, 0, 7, 0]
+
+
+def test_gradient_of_the_worked_example():
+    """The numbers in the docstring of take: the gradient of a stack arrives at its grad, none at its values."""
+
+    def loop(weights):
+        x = 5.0
+        for i in range(2):
+            p, grad = layers.take(weights, i)
+            x = p * x
+            weights = collectives.Weights(weights.value, grad)
+        return x
+
+    stack = collectives.Weights(jnp.array([2.0, 3.0]), jnp.zeros(2))
+    value, gradient = jax.value_and_grad(loop)(stack)
+    assert value == 30
+    assert gradient.grad.tolist() == [15, 10] and gradient.value.tolist() == [0, 0]
+
+
+def test_every_architecture_is_listed():
+    assert {"deepseek", "gpt2"} <= set(architectures.names())
+    for name in architectures.names():
+        arch = architectures.architecture(name)
+        assert (
+            arch.last in arch.stacks <= arch.layers.keys()
+            and arch.routed.keys() <= arch.layers.keys()
+        )
 
 
 def experts_by_loops(p, x, m, capacity):
