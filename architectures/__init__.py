@@ -41,6 +41,9 @@ class Architecture(NamedTuple):
     embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
+    predict_further: (
+        Callable | None
+    )  # the loss of multi-token prediction; see architectures/deepseek.py
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
     hugging_face: hf_format.HuggingFace  # its models in the Hugging Face format
 

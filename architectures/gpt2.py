@@ -231,6 +231,7 @@ ARCHITECTURE = Architecture(
     embed=gpt2_embed,
     norm=layer_norm,
     cache=key_value_cache,
+    predict_further=None,
     layer_cost=layer_cost,
     hugging_face=HUGGING_FACE,
 )
