@@ -66,7 +66,8 @@ from training import checkpointing
 def about(checkpoints, step):
     """{"meta": what was saved beside the state, "val_loss", "date", "size" in bytes} of a checkpoint; of a damaged one
     what can be read."""
-    folder, known = str(checkpoints.folder / str(step)), dict(meta={}, val_loss=None, date=None)
+    folder = str(checkpoints.folder / str(step))
+    known = dict(meta={}, val_loss=None, date=None)
     try:
         known["val_loss"] = checkpoints.val_loss(step)
         meta = checkpoints.meta(step)
@@ -78,30 +79,32 @@ def about(checkpoints, step):
     return known | {"size": fs.du(there)}
 
 
-def kept(checkpoints, options, config, every):
-    """{step: [why it is kept]}; every: {step: `about`}."""
-    default = dict(
+def retention(options, config):
+    """{"keep", "every", "best"}: what is kept, as the run's flags say where `options` do not."""
+    wanted = dict(
         keep=config.get("keep_checkpoints", utils.Run.keep_checkpoints),
         every=config.get("keep_every", utils.Run.keep_every),
         best=config.get("keep_best", utils.Run.keep_best),
     )
-    wanted = {
-        name: default[name] if getattr(options, name) is None else getattr(options, name)
-        for name in default
-    }
+    for name in wanted:
+        if getattr(options, name) is not None:
+            wanted[name] = getattr(options, name)
     utils.check_least(wanted, dict(keep=1, every=0))
-    losses = {step: one["val_loss"] for step, one in every.items()}
-    infos = [
-        SimpleNamespace(
-            step=step, metrics=None if losses[step] is None else {"val_loss": losses[step]}
-        )
-        for step in sorted(every)
-    ]
+    return wanted
+
+
+def kept(wanted, every):
+    """{step: [why it is kept]} by `retention`; every: {step: `about`}."""
+    infos = []
+    for step, one in sorted(every.items()):
+        metrics = None if one["val_loss"] is None else {"val_loss": one["val_loss"]}
+        infos.append(SimpleNamespace(step=step, metrics=metrics))
     reasons = {info.step: [] for info in infos}
     context = ocp.checkpoint_managers.PreservationContext()
     for why, policy in checkpointing.retention(**wanted).items():
         for info, keep in zip(infos, policy.should_preserve(infos, context=context)):
-            reasons[info.step] += [why] * keep
+            if keep:
+                reasons[info.step].append(why)
     return reasons
 
 
@@ -109,25 +112,26 @@ def show(every, reasons):
     """Print a line for each checkpoint."""
     rows = [["step", "written", "size", "mesh", "sequences", "val loss", "kept", "versions"]]
     for step, one in sorted(every.items()):
-        meta, date = one["meta"], one["date"]
-        versions = " ".join(
-            f"{name.split('.')[0]} {v}" for name, v in meta.get("versions", {}).items()
-        )
-        rows.append(
-            [
-                str(step),
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) if date else "?",
-                utils.size(one["size"]),
-                "x".join(map(str, meta.get("mesh", ["?"]))),
-                f"{meta['sequences']:,}" if meta else "?",
-                "-" if one["val_loss"] is None else f"{one['val_loss']:.4f}",
-                "+".join(reasons[step]) or "-",
-                versions,
-            ]
-        )
+        rows.append(cells(step, one, reasons[step]))
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def cells(step, one, reasons):
+    """A checkpoint's line of the table, `one` being what is known `about` it."""
+    meta, date, loss = one["meta"], one["date"], one["val_loss"]
+    versions = [f"{name.split('.')[0]} {v}" for name, v in meta.get("versions", {}).items()]
+    return [
+        str(step),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) if date else "?",
+        utils.size(one["size"]),
+        "x".join(map(str, meta.get("mesh", ["?"]))),
+        f"{meta['sequences']:,}" if meta else "?",
+        "-" if loss is None else f"{loss:.4f}",
+        "+".join(reasons) or "-",
+        " ".join(versions),
+    ]
 
 
 def complaint(checkpoints, step):
@@ -145,23 +149,19 @@ def complaint(checkpoints, step):
     if not checkpointing.is_sound(meta):
         return "what stands beside its arrays is not what was saved"
     sums = [int(np.asarray(x).view(np.uint32).sum(dtype=np.uint32)) for x in jax.tree.leaves(state)]
-    # in any order: a state's leaves come otherwise out of a file
-    return (
-        None
-        if sorted(sums) == sorted(meta["fingerprint"])
-        else "its contents are not those that were saved"
-    )
+    # in any order: the leaves of a state come out of a file in another one
+    if sorted(sums) != sorted(meta["fingerprint"]):
+        return "its contents are not those that were saved"
+    return None
 
 
 def main(options):
-    logging.set_verbosity(
-        logging.FATAL
-    )  # what Orbax has to say is said here in a line for each checkpoint
+    # Orbax's own messages are left out: each checkpoint gets a line here
+    logging.set_verbosity(logging.FATAL)
     if options.command != "prune" or options.dry_run:
         return look_at(options)
-    with locks.alone_in(
-        options.run_dir, options.run_dir, "run directory"
-    ):  # a run may need what is to be deleted
+    # a run in progress may need what is to be deleted
+    with locks.alone_in(options.run_dir, options.run_dir, "run directory"):
         look_at(options)
 
 
@@ -169,30 +169,36 @@ def look_at(options):
     """List, verify or prune."""
     config = utils.read_json(options.run_dir, "config.json")
     checkpoints = checkpointing.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
-    steps = checkpoints.steps()
+    steps = sorted(checkpoints.steps())
     if not steps:
         raise UserError(f"{options.run_dir}: there are no checkpoints in it.")
     if options.command == "verify":
-        damaged = []
-        for step in sorted(steps):
-            wrong = complaint(checkpoints, step)
-            print(f"{step}  {'damaged: ' + wrong if wrong else 'sound'}", flush=True)
-            damaged += [str(step)] * bool(wrong)
-        if damaged:
-            raise UserError(
-                f"{options.run_dir}: damaged are {', '.join(damaged)}, of {len(steps)} checkpoints."
-            )
-        return
+        return verify(options, checkpoints, steps)
     every = {step: about(checkpoints, step) for step in steps}
-    reasons = kept(checkpoints, options, config, every)
+    reasons = kept(retention(options, config), every)
     if options.command == "list":
         return show(every, reasons)
-    for step in (step for step in sorted(steps) if not reasons[step]):
-        print(
-            f"{step}  {'would be deleted' if options.dry_run else 'deleted'}, {utils.size(every[step]['size'])}"
-        )
+    for step in steps:
+        if reasons[step]:
+            continue
+        done = "would be deleted" if options.dry_run else "deleted"
+        print(f"{step}  {done}, {utils.size(every[step]['size'])}")
         if not options.dry_run:
             checkpoints.manager.delete(step)
+
+
+def verify(options, checkpoints, steps):
+    """Say of each checkpoint whether it is sound. Raises UserError where one is not."""
+    damaged = []
+    for step in steps:
+        wrong = complaint(checkpoints, step)
+        print(f"{step}  {'damaged: ' + wrong if wrong else 'sound'}", flush=True)
+        if wrong:
+            damaged.append(str(step))
+    if damaged:
+        raise UserError(
+            f"{options.run_dir}: damaged are {', '.join(damaged)}, of {len(steps)} checkpoints."
+        )
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 python tools/evaluate.py runs/tiny --data data/shards/stdlib README.md
 
-The loss is the mean over tokens, in nats. Its standard error takes tokens as drawn in clusters, which are the sequences
-of shards and the documents of text. No token is dropped, whatever the capacity factor in training was.
+The loss is the mean over tokens, in nats. Its standard error treats tokens as drawn in clusters: the sequences of
+shards, the documents of text. No token is dropped, whatever the capacity factor in training was.
 """
 
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -64,19 +65,15 @@ def open_shards(cfg, path):
 
 
 def check_tokenizer(corpus, encoding):
-    """Raises UserError where the manifest tells that the shards were made with another tokeniser than the model's."""
-    made_with, ranks = (
-        corpus.manifest.get("tokenizer_sha256"),
-        getattr(encoding, "_mergeable_ranks", None),
-    )
-    if (
-        made_with
-        and ranks
-        and hashlib.sha256(tokenization.dump_ranks(ranks)).hexdigest() != made_with
-    ):
+    """Raises UserError where the manifest tells that the shards were made with another tokenizer than the model's."""
+    made_with = corpus.manifest.get("tokenizer_sha256")
+    ranks = getattr(encoding, "_mergeable_ranks", None)
+    if not made_with or not ranks:
+        return
+    if hashlib.sha256(tokenization.dump_ranks(ranks)).hexdigest() != made_with:
         raise UserError(
-            f"--data {corpus.folder}: these shards were made with another tokeniser than the model's; "
-            f"tokenise their text with the model's."
+            f"--data {corpus.folder}: these shards were made with another tokenizer than the model's; "
+            f"tokenize their text with the model's."
         )
 
 
@@ -93,10 +90,9 @@ def texts(path, column):
 
 
 def encode(text, encoding):
-    """Token ids of a document, end-of-text's first, as data/tokenize_shards.py encodes it: of any length."""
-    return np.concatenate(
-        [[encoding.eot_token], *(encode_text(piece, encoding) for piece in pieces(text, encoding))]
-    )
+    """Token ids of a document of any length, end-of-text's first, as data/tokenize_shards.py encodes it."""
+    parts = [encode_text(piece, encoding) for piece in pieces(text, encoding)]
+    return np.concatenate([[encoding.eot_token], *parts])
 
 
 def windows(ids, T, stride):
@@ -105,66 +101,88 @@ def windows(ids, T, stride):
         yield ids[start : start + T + 1], T - stride if start else 0
 
 
+def shard_pieces(corpus, total):
+    """The first `total` sequences of a Corpus as `Piece`s, in the order of main.py's validation."""
+    for i in range(total):
+        yield Piece(corpus.sequences([i], seed=0)[0], 0, i)
+
+
+def text_pieces(documents, encoding, T, stride, limit, sizes):
+    """At most `limit` windows of documents as `Piece`s. Appends the bytes of every document to the list `sizes`."""
+    left = limit
+    for text in documents:
+        if not text:
+            continue
+        if not left:
+            return
+        ids = encode(text, encoding)
+        last = int(min(len(ids) - 1, T + (left - 1) * stride))  # the last target that is scored
+        if last < len(ids) - 1:
+            ids = ids[: last + 1]
+            text = tokenization.text_of(encoding, ids[1:].tolist())
+        sizes.append(len(text.encode()))
+        for window, first in windows(ids, T, stride):
+            yield Piece(window, first, len(sizes) - 1)
+            left -= 1
+
+
+def progress(scored, path, total):
+    """What a scorer yields, with a bar on a terminal."""
+    return tqdm(scored, path, total, leave=False, disable=not sys.stderr.isatty())
+
+
 def evaluate(options, path, cfg, encoding, score):
     """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data; each of loss, perplexity and
     bits_per_byte has its standard error beside it, None where there is one cluster alone."""
     T = options.T or cfg.model.T
-    stride, sizes = options.stride or T, []  # sizes: bytes of each document
+    stride = options.stride or T
     if stride > T:
         raise UserError(
             f"--stride {stride}: must be at most --T, which is {T}, or text would be left out."
         )
-
-    def of_text():
-        left = options.limit or math.inf
-        for text in filter(None, texts(path, options.text_column)):
-            if not left:
-                return
-            ids = encode(text, encoding)
-            if (last := int(min(len(ids) - 1, T + (left - 1) * stride))) < len(ids) - 1:
-                ids = ids[: last + 1]
-                text = tokenization.text_of(encoding, ids[1:].tolist())
-            sizes.append(len(text.encode()))
-            for window, first in windows(ids, T, stride):
-                yield Piece(window, first, len(sizes) - 1)
-                left -= 1
-
-    if corpus := open_shards(utils.replace(cfg, T=T), path):
+    limit = options.limit or math.inf
+    sizes = []  # bytes of each document of text
+    corpus = open_shards(utils.replace(cfg, T=T), path)
+    if corpus:
         check_tokenizer(corpus, encoding)
-        total = min(corpus.n_sequences, options.limit or corpus.n_sequences)
-        sequences = (
-            Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total)
-        )  # as in main.py's validation
+        total = min(corpus.n_sequences, limit)
+        sequences = shard_pieces(corpus, total)
     elif encoding is None:
         raise UserError(
-            f"--data {path}: to read text the model needs a tokeniser, and {options.model} holds none."
+            f"--data {path}: to read text the model needs a tokenizer, and {options.model} holds none."
         )
     else:
-        sequences, total = of_text(), None
-    scored = list(
-        tqdm(score(sequences, T), path, total, leave=False, disable=not sys.stderr.isatty())
-    )
+        total = None
+        documents = texts(path, options.text_column)
+        sequences = text_pieces(documents, encoding, T, stride, limit, sizes)
+    scored = list(progress(score(sequences, T), path, total))
     if not scored:
         raise UserError(f"--data {path}: there is no text in it.")
     unit, sums, tokens = map(np.array, zip(*scored))
-    sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)
+    sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)  # of each cluster
+    n_bytes = np.array(sizes)
+    if corpus:
+        n_bytes = tokens * corpus.bytes_per_token if corpus.bytes_per_token else None
+    counts = dict(data=path, sequences=len(unit), clusters=len(sums), tokens=int(tokens.sum()))
+    return counts | losses(sums, tokens, n_bytes)
+
+
+def losses(sums, tokens, n_bytes):
+    """{"loss", "perplexity", "bits_per_byte", and each with "_error"} of clusters: their sums of -log p, tokens and
+    bytes, which may be None. Arrays [clusters]."""
     loss, error = mean(sums, tokens)
-    out = dict(
-        data=path, sequences=len(unit), clusters=len(sums), tokens=int(tokens.sum()), loss=loss
-    )
     perplexity = float(np.exp(loss))
-    out |= dict(
-        loss_error=error, perplexity=perplexity, perplexity_error=error and error * perplexity
+    bits, bits_error = None, None
+    if n_bytes is not None:
+        bits, bits_error = mean(sums / math.log(2), n_bytes)
+    return dict(
+        loss=loss,
+        loss_error=error,
+        perplexity=perplexity,
+        perplexity_error=None if error is None else error * perplexity,
+        bits_per_byte=bits,
+        bits_per_byte_error=bits_error,
     )
-    size = (
-        np.array(sizes)
-        if not corpus
-        else tokens * corpus.bytes_per_token
-        if corpus.bytes_per_token
-        else None
-    )
-    bits = (None, None) if size is None else mean(sums / math.log(2), size)
-    return out | dict(bits_per_byte=bits[0], bits_per_byte_error=bits[1])
 
 
 # --- Multiple choice --------------------------------------------------------------------------------------------
@@ -176,42 +194,39 @@ def questions(path):
     if not os.path.isfile(path):
         raise UserError(f"--hellaswag {path}: there is no such file.")
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"--hellaswag {path}: line {number}"
-        try:
-            row = json.loads(line)
-            context = row["ctx"] if "ctx" in row else f"{row['ctx_a']} {row['ctx_b']}".strip()
-            endings, label = row["endings"], int(row["label"])
-        except (ValueError, TypeError, KeyError) as e:
-            raise UserError(
-                f'{where} is not {{"ctx": text, "endings": [texts], "label": number}} ({e!r}).'
-            ) from None
-        if not isinstance(endings, list) or not all(
-            isinstance(t, str) and t for t in [context, *endings]
-        ):
-            raise UserError(
-                f"{where}: its context and its endings must be texts, none of them empty."
-            )
-        if not 0 <= label < len(endings):
-            raise UserError(
-                f"{where}: its label is {label}, but its {len(endings)} endings count from 0."
-            )
-        yield (
-            tokenization.whole_characters(context),
-            [*map(tokenization.whole_characters, endings)],
-            label,
+        if line.strip():
+            yield question(line, f"--hellaswag {path}: line {number}")
+
+
+def question(line, where):
+    """A line of such a file; `where` it stands begins the message of a UserError."""
+    try:
+        row = json.loads(line)
+        context = row["ctx"] if "ctx" in row else f"{row['ctx_a']} {row['ctx_b']}".strip()
+        endings, label = row["endings"], int(row["label"])
+    except (ValueError, TypeError, KeyError) as e:
+        raise UserError(
+            f'{where} is not {{"ctx": text, "endings": [texts], "label": number}} ({e!r}).'
+        ) from None
+    all_texts = isinstance(endings, list)
+    all_texts = all_texts and all(isinstance(text, str) and text for text in [context, *endings])
+    if not all_texts:
+        raise UserError(f"{where}: its context and its endings must be texts, none of them empty.")
+    if not 0 <= label < len(endings):
+        raise UserError(
+            f"{where}: its label is {label}, but its {len(endings)} endings count from 0."
         )
+    whole = tokenization.whole_characters
+    return whole(context), [whole(ending) for ending in endings], label
 
 
 def choose(options, path, cfg, encoding, score):
     """{"hellaswag", "questions", "acc", "acc_error", "acc_norm", "acc_norm_error"}: the share of questions of which the
     right ending is the likeliest, by the sum of its log p and by that sum per byte of the ending. An ending follows
     its context and a space; a context too long for the model keeps its end."""
-    answers, items, T = [], [], options.T or cfg.model.T
-    for context, endings, label in questions(path):
-        if len(items) == options.limit > 0:
-            break
+    T = options.T or cfg.model.T
+    answers, items = [], []
+    for context, endings, label in itertools.islice(questions(path), options.limit or None):
         before = [encoding.eot_token, *encoding.encode_ordinary(context)]
         for ending in endings:
             after = encoding.encode_ordinary(" " + ending)[:T]
@@ -220,21 +235,25 @@ def choose(options, path, cfg, encoding, score):
         items.append((label, [len(ending.encode()) for ending in endings]))
     if not items:
         raise UserError(f"--hellaswag {path}: there are no questions in it.")
-    longest = min(
-        T, math.ceil(max(len(answer.ids) - 1 for answer in answers) / 64) * 64
-    )  # few lengths to compile
-    progress = tqdm(
-        score(answers, longest), path, len(answers), leave=False, disable=not sys.stderr.isatty()
-    )
-    losses, right = iter([loss for _, loss, _ in progress]), []
+    longest = max(len(answer.ids) - 1 for answer in answers)
+    longest = min(T, math.ceil(longest / 64) * 64)  # few lengths, so few programs to compile
+    scored = progress(score(answers, longest), path, len(answers))
+    of_endings = iter([loss for _, loss, _ in scored])
+    right, right_norm = [], []
     for label, sizes in items:
-        mine = np.array([next(losses) for _ in sizes])
-        right.append([mine.argmin() == label, (mine / sizes).argmin() == label])
-    (acc, error), (norm, norm_error) = (
-        mean(np.float64(x), np.ones(len(items))) for x in zip(*right)
+        own = np.array([next(of_endings) for _ in sizes])
+        right.append(own.argmin() == label)
+        right_norm.append((own / sizes).argmin() == label)
+    acc, acc_error = mean(np.float64(right), np.ones(len(items)))
+    acc_norm, acc_norm_error = mean(np.float64(right_norm), np.ones(len(items)))
+    return dict(
+        hellaswag=path,
+        questions=len(items),
+        acc=acc,
+        acc_error=acc_error,
+        acc_norm=acc_norm,
+        acc_norm_error=acc_norm_error,
     )
-    out = dict(hellaswag=path, questions=len(items), acc=acc, acc_error=error)
-    return out | dict(acc_norm=norm, acc_norm_error=norm_error)
 
 
 # --- The program ------------------------------------------------------------------------------------------------
@@ -242,18 +261,19 @@ def choose(options, path, cfg, encoding, score):
 
 def table(rows):
     """Lines of a table of the dicts `rows`, which have the same keys: numbers with their standard errors."""
-    shown = {str: "{}", int: "{:,}", float: "{:,.4f}", type(None): "-"}
-    cells = [[key for key in rows[0] if not key.endswith("_error")]]
+    headings = [key for key in rows[0] if not key.endswith("_error")]
+    cells = [headings]
     for row in rows:
-        text = {key: shown[type(value)].format(value) for key, value in row.items()}
-        errors = {
-            key: f" ± {text[key + '_error']}"
-            for key in cells[0]
-            if row.get(f"{key}_error") is not None
-        }
-        cells.append([text[key] + errors.get(key, "") for key in cells[0]])
+        cells.append([cell(row[key], row.get(f"{key}_error")) for key in headings])
     widths = [max(map(len, column)) for column in zip(*cells)]
     return ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in cells]
+
+
+def cell(value, error):
+    """A value, and its standard error if there is one."""
+    shown = {str: "{}", int: "{:,}", float: "{:,.4f}", type(None): "-"}
+    text = shown[type(value)].format(value)
+    return text if error is None else f"{text} ± {error:,.4f}"
 
 
 def main(options):
@@ -263,20 +283,20 @@ def main(options):
     cfg, mesh, params, encoding = common.open_model(options, text=bool(options.hellaswag))
     score = make_scorer(cfg, mesh, params, options.batch_size)
     try:
-        results = {
-            name: [measure(options, path, cfg, encoding, score) for path in getattr(options, name)]
-            for name, measure in (("data", evaluate), ("hellaswag", choose))
-        }
-    except (
-        UserError
-    ) as e:  # the modules that read shards and text know them by the flags of other programs
-        raise UserError(
-            str(e).replace("--bucket_name", "--data").replace("--source", "--data")
-        ) from None
+        results = dict(
+            data=[evaluate(options, path, cfg, encoding, score) for path in options.data],
+            hellaswag=[choose(options, path, cfg, encoding, score) for path in options.hellaswag],
+        )
+    except UserError as e:
+        # the modules that read shards and text know them by the flags of other programs
+        said = str(e).replace("--bucket_name", "--data").replace("--source", "--data")
+        raise UserError(said) from None
     if options.json:
         print(utils.to_json(results))
-    else:
-        print("\n".join(line for rows in results.values() if rows for line in table(rows)))
+        return results
+    for rows in results.values():
+        if rows:
+            print("\n".join(table(rows)))
     return results
 
 

@@ -46,7 +46,7 @@ from training import decoding
 from training.weights import positions
 
 CHUNK = (
-    8  # tokens of a row between two looks at what was drawn: beside them the host's part is small
+    8  # tokens that the devices draw for a row before the host looks at them: few looks cost little
 )
 MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one fit others
 
@@ -79,12 +79,8 @@ def make_sampler(cfg, mesh, options, length):
 
     rows, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
     specs = architecture(cfg.model.architecture).cache(cfg, 1, 1)
-    placed = (
-        rows,
-        rows,
-        {kind: NamedSharding(mesh, spec) for kind, (_, spec) in specs.items()},
-        everywhere,
-    )
+    cache = {kind: NamedSharding(mesh, spec) for kind, (_, spec) in specs.items()}
+    placed = (rows, rows, cache, everywhere)
     advance = jax.jit(advance, out_shardings=(placed, everywhere), donate_argnums=1)
     return jax.jit(prefill, out_shardings=placed), advance
 
@@ -95,34 +91,49 @@ class Row:
 
     def __init__(self, encoding, prompt, options, hidden=1, head=""):
         self.encoding, self.prompt, self.options = encoding, prompt, options
-        self.tokens, self.text, self.done = [], "", False
-        self.before, self.unseen = (
-            len(text_of(encoding, prompt)),
-            head + text_of(encoding, prompt[hidden:]),
-        )
+        self.tokens = []  # that were drawn
+        self.text = ""  # of them, as far as no later token changes it
+        self.done = False
+        self.prompt_length = len(text_of(encoding, prompt))  # characters
+        self.unseen = head + text_of(encoding, prompt[hidden:])  # text that was not printed yet
 
     def add(self, tokens):
-        """Take further tokens; `text` is then as much of the continuation as no later token changes, and `unseen` has
-        grown by what is new in it."""
+        """Take further tokens. `text` and `unseen` grow by what no later token changes."""
         if self.done:
             return
-        tokens, end = tokens[: self.options.max_tokens - len(self.tokens)], self.encoding.eot_token
-        self.tokens += itertools.takewhile(lambda t: t != end, tokens)
+        end = self.encoding.eot_token
+        tokens = tokens[: self.options.max_tokens - len(self.tokens)]
+        self.tokens += itertools.takewhile(lambda token: token != end, tokens)
         self.done = end in tokens or len(self.tokens) == self.options.max_tokens
-        text, stop = (
-            text_of(self.encoding, self.prompt + self.tokens)[self.before :],
-            self.options.stop,
-        )
-        found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
-        if found:  # of several, the one that is whole first
-            text, self.done = text[: min(found)[1]], True
-        if not self.done:  # the end may be part of a character, or the beginning of a stop string
-            text = text.rstrip("\ufffd")
-            text = text[
-                : len(text)
-                - max((n for s in stop for n in range(len(s)) if text.endswith(s[:n])), default=0)
-            ]
-        self.text, self.unseen = text, self.unseen + text[len(self.text) :]
+        text = text_of(self.encoding, self.prompt + self.tokens)[self.prompt_length :]
+        at = first_stop(text, self.options.stop)
+        if at is not None:
+            text, self.done = text[:at], True
+        if not self.done:
+            text = settled(text, self.options.stop)
+        self.unseen += text[len(self.text) :]
+        self.text = text
+
+
+def first_stop(text, stop):
+    """Where the stop string begins that is the first to be whole in a text; None where there is none."""
+    found = []
+    for string in stop:
+        at = text.find(string)
+        if at >= 0:
+            found.append((at + len(string), at))
+    return min(found)[1] if found else None
+
+
+def settled(text, stop):
+    """A text without what later tokens may change at its end: part of a character, or of a stop string."""
+    text = text.rstrip("\ufffd")
+    longest = 0
+    for string in stop:
+        for n in range(len(string)):
+            if text.endswith(string[:n]):
+                longest = max(longest, n)
+    return text[: len(text) - longest]
 
 
 def show(waiting):
@@ -136,69 +147,95 @@ def show(waiting):
         waiting.popleft()
 
 
-def main(options):
-    """Print the continuations of the prompts; returns their `Row`s."""
-    cfg, mesh, params, encoding = common.open_model(options, text=True)
+def encode_prompts(options, before, encoding):
+    """Token ids of the prompts, the tokens `before` first. Raises UserError where a prompt has none."""
     if "" in options.stop or not options.prompt:
         raise UserError("--stop, --prompt: a string is missing or empty.")
-    before = common.before_prompt(options, encoding)
     prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
     if [] in prompts:
         raise UserError(
             "--prompt: is empty, and nothing stands before it; give a text, or --start end_of_text."
         )
-    longest, n_rows = max(map(len, prompts)), len(prompts) * options.inference_batch
+    return prompts
+
+
+def fit_max_tokens(options, cfg, longest):
+    """`options` with --max_tokens for prompts of at most `longest` tokens. Warns where these are more tokens together
+    than the model was made for; raises UserError where it has no positions for them."""
     most = options.T or positions(options.model, cfg.model.T)
     if options.max_tokens is None:
-        usual = utils.Sample.max_tokens
-        options = dataclasses.replace(
-            options, max_tokens=min(usual, most - longest) if longest < most else usual
-        )
-    if longest + options.max_tokens > most:
-        about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the {most} "
-        if cfg.model.architecture == "gpt2":
-            raise UserError(
-                f"{about}{'of --T' if options.T else 'positions that the model has learned'}."
-            )
-        print(
-            f"warning: {about}{'of --T' if options.T else 'that the model was made for'}",
-            file=sys.stderr,
-        )
+        max_tokens = utils.Sample.max_tokens
+        if longest < most:
+            max_tokens = min(max_tokens, most - longest)
+        options = dataclasses.replace(options, max_tokens=max_tokens)
+    if longest + options.max_tokens <= most:
+        return options
+    about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the {most} "
+    if cfg.model.architecture == "gpt2":
+        limit = "of --T" if options.T else "positions that the model has learned"
+        raise UserError(f"{about}{limit}.")
+    limit = "of --T" if options.T else "that the model was made for"
+    print(f"warning: {about}{limit}", file=sys.stderr)
+    return options
+
+
+def pad(sequences, n):
+    """Sequences of token ids as (ids [B, n], lengths [B]), int32."""
+    ids = np.zeros((len(sequences), n), np.int32)
+    for row, sequence in zip(ids, sequences):
+        row[: len(sequence)] = sequence
+    return ids, np.array([len(sequence) for sequence in sequences], np.int32)
+
+
+def draw_all(rows, advance, params, state, chunks):
+    """Draw tokens until all `rows` are done and print them as they come; returns how many were drawn for each."""
+    waiting, ahead, n = deque(rows), None, 0
+    for chunk in range(chunks + 1):  # the devices draw a chunk while the host prints the one before
+        drawn, ahead = ahead, None
+        if chunk < chunks:
+            state, ahead = advance(params, state)
+        if drawn is None:
+            continue
+        for row, tokens in zip(rows, np.asarray(drawn).T.tolist()):
+            row.add(tokens)
+        show(waiting)
+        n += CHUNK
+        if not waiting:
+            break
+    return n
+
+
+def main(options):
+    """Print the continuations of the prompts; returns their `Row`s."""
+    cfg, mesh, params, encoding = common.open_model(options, text=True)
+    before = common.before_prompt(options, encoding)
+    prompts = encode_prompts(options, before, encoding)
+    longest = max(map(len, prompts))
+    options = fit_max_tokens(options, cfg, longest)
 
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
-    heads = [f"--- {i}\n" if n_rows > 1 else "" for i in range(n_rows)]
-    rows = [Row(encoding, ids, options, len(before), head) for ids, head in zip(batch, heads)]
-    batch += [[encoding.eot_token]] * (-n_rows % mesh.shape["dp"])
-    n, chunks = math.ceil(longest / MULTIPLE) * MULTIPLE, math.ceil(options.max_tokens / CHUNK)
-    ids, lengths = (
-        np.array([r + [0] * (n - len(r)) for r in batch], np.int32),
-        np.array([*map(len, batch)], np.int32),
-    )
+    rows = []
+    for i, ids in enumerate(batch):
+        head = f"--- {i}\n" if len(batch) > 1 else ""
+        rows.append(Row(encoding, ids, options, len(before), head))
+    n_tokens = sum(map(len, batch))
+    batch += [[encoding.eot_token]] * (-len(batch) % mesh.shape["dp"])  # dp must divide it
+    n = math.ceil(longest / MULTIPLE) * MULTIPLE
+    chunks = math.ceil(options.max_tokens / CHUNK)
+    ids, lengths = pad(batch, n)
+
     prefill, advance = make_sampler(cfg, mesh, options, n + chunks * CHUNK)
     prefill = prefill.lower(params, ids, lengths).compile()
     began = time.perf_counter()
     state = jax.block_until_ready(prefill(params, ids, lengths))
-    prefilled = time.perf_counter() - began
+    prefill_seconds = time.perf_counter() - began
     advance = advance.lower(params, state).compile()
-
-    waiting, ahead, began, steps = deque(rows), None, time.perf_counter(), 0
-    for chunk in range(
-        chunks + 1
-    ):  # the devices draw the next chunk while the host prints the one before
-        drawn, ahead = ahead, None
-        if chunk < chunks:
-            state, ahead = advance(params, state)
-        if drawn is not None:
-            for row, tokens in zip(rows, np.asarray(drawn).T.tolist()):
-                row.add(tokens)
-            show(waiting)
-            steps += CHUNK
-            if not waiting:
-                break
-    took, total = time.perf_counter() - began, sum(map(len, batch[:n_rows]))
+    began = time.perf_counter()
+    drawn = draw_all(rows, advance, params, state, chunks)
+    seconds = time.perf_counter() - began
     print(
-        f"prefill: {total} tokens, {total / prefilled:,.0f} tokens/s; decode: {n_rows} x {steps} tokens, "
-        f"{n_rows * steps / took:,.0f} tokens/s",
+        f"prefill: {n_tokens} tokens, {n_tokens / prefill_seconds:,.0f} tokens/s; "
+        f"decode: {len(rows)} x {drawn} tokens, {len(rows) * drawn / seconds:,.0f} tokens/s",
         file=sys.stderr,
     )
     return rows

@@ -25,28 +25,35 @@ class Piece(NamedTuple):
 
 def make_scorer(cfg, mesh, params, batch_size):
     """`score(pieces, T)`: an iterable of `Piece`s of at most T targets -> an iterator over their (unit, sum of -log p
-    of the targets that count, their number), in order. Batches are batch_size sequences per device of dp and stage of
-    pp; all are padded to one length, so that one program is compiled."""
+    of the targets that count, their number), in order.
+
+    Batches are batch_size sequences per device of dp and stage of pp. All are padded to one length, so that one program
+    is compiled.
+    """
     dp, pp, tp = cfg.run.n_device_axis
     kernel = ATTENTION[model.for_devices(cfg, mesh).model.attention]
-    multiple = math.lcm(tp, kernel.multiple)
-    rows, scores = pp * batch_size * dp, jax.jit(model.make_score(cfg, mesh))
+    multiple = math.lcm(tp, kernel.multiple)  # of which the length must be one
+    rows = pp * batch_size * dp
+    scores = jax.jit(model.make_score(cfg, mesh))
     sharding = NamedSharding(mesh, P(*collectives.BATCH_SPEC[1:]))
 
     def begin(batch, T):
-        both = np.zeros((2, rows, T), np.int32)
-        both[1] = -1  # no target: padding and context
-        for piece, ids, targets in zip(batch, *both):
+        ids = np.zeros((rows, T), np.int32)
+        targets = np.full((rows, T), -1, np.int32)  # no target: padding and context
+        for i, piece in enumerate(batch):
             n = len(piece.ids) - 1
-            ids[:n], targets[piece.first : n] = piece.ids[:-1], piece.ids[1 + piece.first :]
-        return batch, scores(params, *jax.device_put(tuple(both.reshape(2, pp, -1, T)), sharding))
+            ids[i, :n] = piece.ids[:-1]
+            targets[i, piece.first : n] = piece.ids[1 + piece.first :]
+        microbatches = ids.reshape(pp, -1, T), targets.reshape(pp, -1, T)
+        return batch, scores(params, *jax.device_put(microbatches, sharding))
 
     def end(batch, losses):
         for piece, row in zip(batch, np.asarray(losses, np.float64).reshape(rows, -1)):
             yield piece.unit, row.sum(), len(piece.ids) - 1 - piece.first
 
     def score(pieces, T):
-        pieces, T, running = iter(pieces), math.ceil(T / multiple) * multiple, deque()
+        T = math.ceil(T / multiple) * multiple
+        pieces, running = iter(pieces), deque()
         while batch := list(itertools.islice(pieces, rows)):
             running.append(begin(batch, T))
             if len(running) > 1:  # the devices score a batch while the host makes the next one
@@ -60,9 +67,9 @@ def make_scorer(cfg, mesh, params, batch_size):
 def mean(sums, weights):
     """Weighted mean sum(sums) / sum(weights) over independent clusters and its cluster-robust standard error (Cochran,
     Sampling techniques, section 6.4: the ratio estimator's), None for one cluster. Arrays [clusters]."""
-    n, value = len(sums), float(sums.sum() / weights.sum())
+    n, total = len(sums), float(weights.sum())
+    value = float(sums.sum()) / total
     if n < 2:
         return value, None
-    return value, math.sqrt(n / (n - 1) * np.square(sums - value * weights).sum()) / float(
-        weights.sum()
-    )
+    residuals = np.square(sums - value * weights).sum()
+    return value, math.sqrt(n / (n - 1) * residuals) / total

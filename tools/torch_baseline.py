@@ -20,19 +20,21 @@ class Layer(nn.Module):
 
     def __init__(self, m):
         super().__init__()
-        D, self.n_head = m.model_dimension, m.n_head
-        self.attention_norm, self.norm = nn.LayerNorm(D, m.norm_eps), nn.LayerNorm(D, m.norm_eps)
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.up, self.down = nn.Linear(D, m.ffn_width), nn.Linear(m.ffn_width, D)
+        D = m.model_dimension
+        self.n_head = m.n_head
+        self.attention_norm = nn.LayerNorm(D, m.norm_eps)
+        self.qkv = nn.Linear(D, 3 * D)
+        self.out = nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D, m.norm_eps)
+        self.up = nn.Linear(D, m.ffn_width)
+        self.down = nn.Linear(m.ffn_width, D)
 
     def forward(self, x):
-        qkv = self.qkv(self.attention_norm(x)).unflatten(
-            -1, (3, self.n_head, -1)
-        )  # [B, T, 3, H, K]
+        qkv = self.qkv(self.attention_norm(x))
+        qkv = qkv.unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, K]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B, H, T, K] each
-        x = x + self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
 
 
@@ -57,59 +59,73 @@ class GPT2(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def prepare(cfg, compiled, threads):
-    """As `prepare` of tools/bench.py, on the first GPU or on `threads` CPU threads; peak is None where it is the
-    process's own. Raises UserError."""
-    device = "cuda" if platforms.platform() == "gpu" else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "--compare: jax has a GPU here, but this torch has none; install the one that has."
-        )
-    torch.set_num_threads(threads)
-    torch.manual_seed(cfg.run.seed)
-    o, m = cfg.optimizer, cfg.model
-    net = GPT2(m).to(device)
+def make_optimizer(cfg, net):
+    """AdamW as main.py's: matrices alone are decayed."""
+    o = cfg.optimizer
     matrices = [p for p in net.parameters() if p.dim() == 2]
     others = [p for p in net.parameters() if p.dim() != 2]
     groups = [
         dict(params=matrices, weight_decay=o.weight_decay),
         dict(params=others, weight_decay=0.0),
     ]
-    optimizer = torch.optim.AdamW(groups, lr=o.max_lr, betas=(0.9, o.adam_b2), fused=True)
-    micro = cfg.run.accumulation_steps * cfg.data.microbatches
-    rows = torch.randint(
-        m.vocab_size, (micro, cfg.data.train_batch_size // cfg.data.microbatches, m.T + 1)
-    )
-    rows, loss_of = rows.to(device), torch.compile(net) if compiled else net
-    mixed = (
-        torch.autocast(device, torch.bfloat16)
-        if m.model_dtype == "bfloat16"
-        else contextlib.nullcontext()
-    )
+    return torch.optim.AdamW(groups, lr=o.max_lr, betas=(0.9, o.adam_b2), fused=True)
+
+
+def make_step(cfg, net, device, compiled):
+    """(`step()` on random tokens, tokens in it)."""
+    m = cfg.model
+    microbatches = cfg.run.accumulation_steps * cfg.data.microbatches
+    sequences = cfg.data.train_batch_size // cfg.data.microbatches
+    rows = torch.randint(m.vocab_size, (microbatches, sequences, m.T + 1)).to(device)
+    optimizer = make_optimizer(cfg, net)
+    loss_of = torch.compile(net) if compiled else net
+    mixed = contextlib.nullcontext()
+    if m.model_dtype == "bfloat16":
+        mixed = torch.autocast(device, torch.bfloat16)
+
+    def step():
+        for row in rows:
+            with mixed:
+                loss = loss_of(row[:, :-1], row[:, 1:]) / microbatches
+            loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), cfg.optimizer.grad_clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, rows[..., 1:].numel()
+
+
+def prepare(cfg, compiled, threads):
+    """As `prepare` of tools/bench.py, on the first GPU or on `threads` CPU threads; peak is None where it is the
+    process's own. Raises UserError."""
+    on_gpu = platforms.platform() == "gpu"
+    if on_gpu and not torch.cuda.is_available():
+        raise UserError(
+            "--compare: jax has a GPU here, but this torch has none; install the one that has."
+        )
+    torch.set_num_threads(threads)
+    torch.manual_seed(cfg.run.seed)
+    device = "cuda" if on_gpu else "cpu"
+    net = GPT2(cfg.model).to(device)
+    step, tokens_per_step = make_step(cfg, net, device, compiled)
 
     def run(steps):
         for _ in range(steps):
-            for row in rows:
-                with mixed:
-                    loss = loss_of(row[:, :-1], row[:, 1:]) / micro
-                loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), o.grad_clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        if device == "cuda":
+            step()
+        if on_gpu:
             torch.cuda.synchronize()
 
     about = dict(
-        device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
         devices=1,
-        tokens_per_step=rows[..., 1:].numel(),
+        tokens_per_step=tokens_per_step,
         compile_seconds=None,
         compile_cpu_seconds=None,
         compiler_bytes=None,
     )
     if compiled:  # by the first step
-        began = time.perf_counter(), time.process_time()
+        began, began_cpu = time.perf_counter(), time.process_time()
         run(1)
-        about["compile_seconds"] = time.perf_counter() - began[0]
-        about["compile_cpu_seconds"] = time.process_time() - began[1]
-    return about, run, torch.cuda.max_memory_allocated if device == "cuda" else None
+        about["compile_seconds"] = time.perf_counter() - began
+        about["compile_cpu_seconds"] = time.process_time() - began_cpu
+    return about, run, torch.cuda.max_memory_allocated if on_gpu else None
