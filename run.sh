@@ -14,10 +14,10 @@ before HOST at a time; --state, --log and --stop before HOST say what runs there
 a checkpoint.
 
 local: trains on this machine. Sets up .venv, makes the corpus if it is missing (Python's standard library, with a
-tokeniser trained on it) and starts main.py with these flags where they are not given:
+tokenizer trained on it) and starts main.py with these flags where they are not given:
 
   --preset tiny
-  --bucket_name data/shards/stdlib        or stdlib-X, tokenised with X, beside --tokenizer X; nothing is tokenised
+  --bucket_name data/shards/stdlib        or stdlib-X, tokenized with X, beside --tokenizer X; nothing is tokenized
                                           if --bucket_name is given
   --n_devices 8 --n_device_axis 2 2 2     without an accelerator: simulated devices; as many as a given
                                           --n_device_axis needs

@@ -30,8 +30,10 @@ class UserError(Exception):
 
 
 def first_line(error):
-    """The first line of an error's message, or its class where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of a library's error, at most 200 characters, or its class where it has none."""
+    # TensorStore appends the addresses of its functions
+    text = str(error).split(" See full TensorStore")[0].strip()
+    return (text or type(error).__name__).splitlines()[0][:200]
 
 
 def one_sentence(program):

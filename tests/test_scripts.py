@@ -1,6 +1,6 @@
 """The shell scripts: they are clean, run.sh adds the flags that are missing and no others, setup_tpu.sh installs once.
 
-run.sh and setup_tpu.sh are copied beside stand-ins for what they call, so nothing is installed, tokenised or trained.
+run.sh and setup_tpu.sh are copied beside stand-ins for what they call, so nothing is installed, tokenized or trained.
 """
 
 import os
@@ -212,7 +212,7 @@ def test_run_keeps_a_corpus_per_tokenizer(repository, flags, tokenizer, folder):
     assert repository.have_corpus(folder).run(*flags) == [train]
 
 
-def test_run_tokenises_nothing_for_help_or_another_bucket(tmp_path):
+def test_run_tokenizes_nothing_for_help_or_another_bucket(tmp_path):
     bare = Repository(tmp_path / "bare")
     other_bucket = ["--bucket_name", "gs://b/c", "--tokenizer", "gpt2"]
     for flags in (["--help"], ["-h"], ["--tokenizer", "gpt2", "-h"], other_bucket):

@@ -321,7 +321,7 @@ def test_mistakes_get_a_sentence(run, shards, tmp_path, byte_manifest):
         (dict(data=(str(tmp_path / "empty.txt"),)), "empty.txt", "no text"),
         (dict(data=(str(tmp_path / "broken.jsonl"),)), "--data", "line 2"),
         (dict(data=(str(tmp_path / "far.npy"),)), "far.npy", "300"),
-        (dict(data=(str(byte_manifest),)), "another tokeniser"),
+        (dict(data=(str(byte_manifest),)), "another tokenizer"),
         (dict(data=(str(shards),), stride=33), "--stride 33"),
         (dict(data=(str(shards),), n_device_axis=(3, 1, 1), n_devices=3), "--n_experts 8"),
     ]:
@@ -336,7 +336,7 @@ def test_mistakes_get_a_sentence(run, shards, tmp_path, byte_manifest):
 
 @pytest.fixture
 def byte_manifest(shards, tmp_path):
-    """Shards whose manifest tells of another tokeniser than the bytes."""
+    """Shards whose manifest tells of another tokenizer than the bytes."""
     folder = tmp_path / "other"
     folder.mkdir()
     (folder / "000000.npy").write_bytes((shards / "val" / "000000.npy").read_bytes())
@@ -376,7 +376,7 @@ def test_gpt2_goes_no_further_than_its_positions_and_rotary_models_with_a_warnin
     )
 
 
-def test_a_model_without_a_tokeniser_measures_shards_alone(run, shards, tmp_path):
+def test_a_model_without_a_tokenizer_measures_shards_alone(run, shards, tmp_path):
     os.symlink(run[0] / "checkpoints", tmp_path / "checkpoints")
     (tmp_path / "config.json").write_text(
         (run[0] / "config.json").read_text().replace("tokenizer.tiktoken", "")
@@ -387,7 +387,7 @@ def test_a_model_without_a_tokeniser_measures_shards_alone(run, shards, tmp_path
         lambda: measured([tmp_path], data=(str(ROOT / "README.md"),)),
         lambda: continued([tmp_path]),
     ):
-        with pytest.raises(utils.UserError, match="tokeniser"):
+        with pytest.raises(utils.UserError, match="tokenizer"):
             program()
 
 

@@ -1,9 +1,9 @@
-"""Measure the data programs side by side: the tokeniser against a bare loop, workers, reading, and memory.
+"""Measure the data programs side by side: the tokenizer against a bare loop, workers, reading, and memory.
 
 python tools/bench_data.py --source stdlib [--mb 1000] [--json FILE]      (a quick look: --mb 50)
 
 Every measure is taken on the same text, in turns, so that a machine that others share treats them alike; of several
-rounds the fastest counts. Speeds of the tokeniser are those of the whole program from reading text to renamed shards,
+rounds the fastest counts. Speeds of the tokenizer are those of the whole program from reading text to renamed shards,
 without the start of Python; the bare loop encodes text that is in memory and throws the tokens away.
 """
 
@@ -54,7 +54,7 @@ def write_text(path, documents, megabytes):
     return path
 
 
-def tokenise(text, output, ranks, workers):
+def tokenize(text, output, ranks, workers):
     """Run data/tokenize_shards.py; (seconds it says it took, peak resident memory of its own process in MB)."""
     program = [
         sys.executable,
@@ -140,7 +140,7 @@ def measure(args, folder):
     for i in range(args.rounds):
         seconds["bare loop"].append(bare_loop(text, ranks))
         for workers in (1, 2):
-            took, _ = tokenise(text, folder / f"{workers}-{i}", ranks, workers)
+            took, _ = tokenize(text, folder / f"{workers}-{i}", ranks, workers)
             seconds[f"{workers} worker{'s' * (workers > 1)}"].append(took)
     text.unlink()
     speed = {name: megabytes / min(took) for name, took in seconds.items()}
@@ -156,7 +156,7 @@ def measure(args, folder):
     peaks = []
     for size in (args.mb / 10, args.mb):
         text = write_text(folder / "text.jsonl", documents, size)
-        peaks.append(tokenise(text, folder / f"{size}", ranks, 1)[1])
+        peaks.append(tokenize(text, folder / f"{size}", ranks, 1)[1])
         table[f"peak memory at {size:g} MB, MB"] = peaks[-1], None
     table["50 MB / growth of memory"] = 50 / max(peaks[1] - peaks[0], 1), 1
     return table

@@ -145,7 +145,7 @@ def complaint(checkpoints, step):
         meta = checkpoints.meta(step)
         checkpoints.val_loss(step)
     except Exception as e:  # whatever a damaged file makes the libraries raise
-        return checkpointing.first_line(e)
+        return utils.first_line(e)
     if not checkpointing.is_sound(meta):
         return "what stands beside its arrays is not what was saved"
     sums = [int(np.asarray(x).view(np.uint32).sum(dtype=np.uint32)) for x in jax.tree.leaves(state)]

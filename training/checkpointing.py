@@ -24,7 +24,7 @@ from jax import lax
 
 import utils
 from training.processes import all_of
-from utils import UserError, say
+from utils import UserError, first_line, say
 
 
 @jax.jit
@@ -97,13 +97,6 @@ def retention(keep, every, best):
 
 def val_loss_of(metrics):
     return metrics["val_loss"] if math.isfinite(metrics["val_loss"]) else math.inf
-
-
-def first_line(error):
-    """The first line of a library's error, at most 200 characters."""
-    # TensorStore appends the addresses of its functions
-    text = str(error).split(" See full TensorStore")[0].strip()
-    return (text.splitlines() or [type(error).__name__])[0][:200]
 
 
 class QuietLoop(asyncio.SelectorEventLoop):

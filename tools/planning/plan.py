@@ -145,7 +145,7 @@ def place_of(cfg, machine):
 class Compiled(NamedTuple):
     """What the compiler says of a step on one device."""
 
-    text: str  # its optimised HLO
+    text: str  # its optimized HLO
     arguments: int  # bytes
     temporaries: int  # bytes, at the moment of peak memory
 
