@@ -158,7 +158,7 @@ def test_attention_equals_plain_loops(kind, flags):
         assert np.abs(ours[b] - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("kernel", ["blockwise", "splash"])
+@pytest.mark.parametrize("kernel", sorted(attention.ATTENTION.keys() - {"xla"}))
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_kernels_agree(kernel, documents, monkeypatch):
     """Outputs and gradients, for keys wider than values; the TPU's kernel is interpreted."""
@@ -194,8 +194,10 @@ def test_auto_takes_the_fastest_kernel_that_runs():
 
 
 def test_shares_of_scores_that_kernels_compute():
-    share = {name: kernel.score_share(1024) for name, kernel in attention.ATTENTION.items()}
-    assert share == {"splash": 3 / 4, "blockwise": 9 / 16, "xla": 1}  # 2, 8 and 1 blocks of queries
+    for name, share in dict(
+        splash=3 / 4, blockwise=9 / 16, xla=1
+    ).items():  # 2, 8 and 1 blocks of queries
+        assert attention.ATTENTION[name].score_share(1024) == share
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
