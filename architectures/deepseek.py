@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437): its parameter table, layers and cache.
+"""DeepSeek-V3 (arXiv:2412.19437): parameters, layers, cache, costs and Hugging Face format.
 
 Letters of einsums, beside those of layers.py: r a latent's channels, with those of the rotary key where it has them;
 s tokens as keys; c the two inputs of multi-token prediction, d and e the model dimension.
@@ -465,7 +465,8 @@ def hugging_face_tensors(m):
 
 def layer_tensors(m, n, leaf, at, moe):
     """Yield the `Tensor`s of layer n, which is the part `at` of the parameters in `leaf`."""
-    D, prefix = m.model_dimension, f"model.layers.{n}"
+    D = m.model_dimension
+    prefix = f"model.layers.{n}"
     yield hf.plain(f"{prefix}.input_layernorm.weight", (*leaf, "attention", "norm"), at, (D,))
     yield hf.plain(f"{prefix}.post_attention_layernorm.weight", (*leaf, "norm"), at, (D,))
     yield from attention_tensors(m, f"{prefix}.self_attn", (*leaf, "attention"), at)
@@ -477,19 +478,13 @@ def layer_tensors(m, n, leaf, at, moe):
 
 def attention_tensors(m, prefix, leaf, at):
     """Yield the `Tensor`s of latent attention. Our `down` holds [query latent, key/value latent, rotary key]."""
-    D, H, K, R, V, Q = (
-        m.model_dimension,
-        m.n_head,
-        m.head_dim,
-        m.latent_dim,
-        m.value_dim,
-        m.q_latent,
-    )
-    rope, every = m.rope_dim, slice(None)
-    queries, keys = slice(0, Q), slice(Q, Q + R + rope)  # columns of `down`
+    D, H, K, V = m.model_dimension, m.n_head, m.head_dim, m.value_dim
+    Q, R, rope = m.q_latent, m.latent_dim, m.rope_dim
     down, bias = (*leaf, "down"), (*leaf, "down_bias")
+    inputs = slice(None)
+    queries, keys = slice(0, Q), slice(Q, Q + R + rope)  # columns of `down`
     if Q:
-        yield hf.linear(f"{prefix}.q_a_proj.weight", down, (*at, every, queries), (D, Q))
+        yield hf.linear(f"{prefix}.q_a_proj.weight", down, (*at, inputs, queries), (D, Q))
         yield hf.plain(f"{prefix}.q_a_layernorm.weight", (*leaf, "q_norm"), at, (Q,))
         if m.attention_bias:
             yield hf.plain(f"{prefix}.q_a_proj.bias", bias, (*at, queries), (Q,))
@@ -497,7 +492,7 @@ def attention_tensors(m, prefix, leaf, at):
     part = (Q or D, H, K + rope)
     yield hf.linear(f"{prefix}.{name}.weight", (*leaf, "q_up"), at, part, rotated=rope)
     name = f"{prefix}.kv_a_proj_with_mqa"
-    yield hf.linear(f"{name}.weight", down, (*at, every, keys), (D, R + rope), rotated=rope)
+    yield hf.linear(f"{name}.weight", down, (*at, inputs, keys), (D, R + rope), rotated=rope)
     yield hf.plain(f"{prefix}.kv_a_layernorm.weight", (*leaf, "kv_norm"), at, (R,))
     yield hf.linear(f"{prefix}.kv_b_proj.weight", (*leaf, "kv_up"), at, (R, H, K + V))
     yield hf.linear(f"{prefix}.o_proj.weight", (*leaf, "out"), at, (H, V, D), inputs=2)
@@ -525,8 +520,8 @@ def feed_forward_tensors(prefix, leaf, at, D, F):
 
 
 def held_predictors(flags, names):
-    """`flags` with the depth of multi-token prediction that tensors of these names hold: the config of many a model
-    tells of predictors that its files do not hold."""
+    """`flags` with as many depths of multi-token prediction as tensors of these names hold. The config.json of many a
+    model tells of predictors that its files lack."""
     layers = flags["first_layers"] + flags["blocks"]
     depth = min(flags["mtp_depth"], len(names))
     held = [f"model.layers.{layers + d}.eh_proj.weight" in names for d in range(depth)]
@@ -535,7 +530,8 @@ def held_predictors(flags, names):
 
 # --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
-MOST_T = 4096  # tokens of a sequence, unless told otherwise: many a model can do more than it was trained on
+# T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
+MOST_T = 4096
 # Flags that have one value in DeepseekV3ForCausalLM
 ONE_VALUE = dict(layers_per_block=1, moe_rope=True, activation="swiglu", latent_norm_eps=1e-6)
 # Entries that hold a flag's value, but for num_hidden_layers, which counts the first layers too
@@ -618,8 +614,11 @@ def to_hugging_face(m):
 
 
 def yarn_config(m):
-    """The entry rope_scaling. Some programs know no attention_factor and take the ratio of temperatures of mscale and
-    mscale_all_dim for it."""
+    """The entry rope_scaling.
+
+    Some programs know no attention_factor. They take the ratio of two temperatures for it, that of mscale over that of
+    mscale_all_dim. So mscale is chosen to give the same.
+    """
     fast, slow = YARN_BETA
     log = 0.1 * math.log(m.rope_factor)
     mscale = m.rope_mscale

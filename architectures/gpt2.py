@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019): its parameter table, layers and cache."""
+"""GPT-2 (Radford et al., 2019): parameters, layers, cache, costs and Hugging Face format."""
 
 import math
 
@@ -173,7 +173,7 @@ def layer_cost(m, kind):
     )
 
 
-# --- Hugging Face format ------------------------------------------------------------------------------------------
+# --- Hugging Face format: tensors ---------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):
@@ -203,10 +203,14 @@ def hugging_face_tensors(m):
 
 
 def norm_tensors(name, leaf, at, D):
+    """Yield the `Tensor`s of a norm."""
     yield hf.plain(f"{name}.weight", (*leaf, "scale"), at, (D,))
     yield hf.plain(f"{name}.bias", (*leaf, "bias"), at, (D,))
 
 
+# --- Hugging Face format: config.json -----------------------------------------------------------------------------
+
+# Entries that hold a flag's value
 FLAG_ENTRIES = (
     hf.Entry("vocab_size", hf.whole(1), "vocab_size"),
     hf.Entry("n_positions", hf.whole(1), "T"),
@@ -217,6 +221,7 @@ FLAG_ENTRIES = (
     hf.Entry("layer_norm_epsilon", hf.NUMBER, "norm_eps"),
     hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=True, null=False),
 )
+# Entries that change no number here: dropout, the order of products, heads of other models
 IMMATERIAL = set(
     "attn_pdrop embd_pdrop resid_pdrop n_ctx reorder_and_upcast_attn predict_special_tokens n_special summary_type "
     "summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout".split()
