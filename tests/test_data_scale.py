@@ -447,7 +447,7 @@ def test_killed_and_started_again(ranks_file, tmp_path, kind):
     def time_of_progress():
         return progress.stat().st_mtime_ns if progress.exists() else None
 
-    for _ in range(5):
+    for _ in range(3):
         before, process = time_of_progress(), start(*flags)
         while process.poll() is None and time_of_progress() in (before, None):
             time.sleep(0.01)  # a run that is killed before its first shard comes no further

@@ -961,7 +961,7 @@ def wait_for(condition, seconds=120):
         time.sleep(0.02)
 
 
-KILLS = int(os.environ.get("FAULT_KILLS", 5))
+KILLS = int(os.environ.get("FAULT_KILLS", 3))
 
 
 def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):

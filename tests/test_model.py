@@ -486,9 +486,8 @@ def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
 
 
 def test_one_batch_overfits():
-    cfg = small_config(
-        max_lr=1e-2, end_lr=1e-3, warmup_steps=10, end_steps=150, bias_update_rate=1e-2
-    )
+    schedule = dict(max_lr=1e-2, end_lr=1e-3, warmup_steps=10, end_steps=150)
+    cfg = small_config(sequences=8, bias_update_rate=1e-2, **schedule)
     _, metrics = steps_of(cfg, 0, seeds=[0] * 150)
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 

@@ -14,12 +14,21 @@ from training import steps
 
 
 @functools.cache
+def first_params(**flags):
+    """The parameters as one device makes them; `test_parity_of_initialization` says that any mesh makes the same."""
+    cfg = small_config((1, 1, 1), **flags)
+    return jax.tree.map(np.asarray, make_params(cfg, steps.make_mesh(cfg)))
+
+
+@functools.cache
 def loss_and_gradients(mesh_shape, **flags):
     cfg = small_config(mesh_shape, **flags)
     mesh = steps.make_mesh(cfg)
     tokens, targets = random_batch(cfg, mesh)
+    shardings = parameters.shardings(model.param_table(cfg), mesh)
+    params = jax.device_put(first_params(**flags), shardings)
     f = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
-    out = f(make_params(cfg, mesh), tokens[0], targets[0], jax.random.key(7), jnp.int32(0))
+    out = f(params, tokens[0], targets[0], jax.random.key(7), jnp.int32(0))
     return jax.tree.map(np.asarray, out)
 
 
@@ -170,7 +179,7 @@ def test_parity_of_four_accumulated_batches_with_one():
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
 
 
-def test_parity_of_initialisation():
+def test_parity_of_initialization():
     """Each leaf is the same on every mesh, with the spread that the table says."""
     trees = []
     for mesh_shape in [(1, 1, 1), (2, 2, 2)]:

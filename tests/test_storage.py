@@ -213,7 +213,7 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(
 def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
     """Every third request fails for a while, and the run is stopped and goes on: it is the same as a local run."""
     address, fs, proxy = bucket
-    folder, proxy.most = write_corpus(tmp_path / "corpus"), 25
+    folder, proxy.most = write_corpus(tmp_path / "corpus"), 12
     for path in filter(Path.is_file, folder.rglob("*")):
         utils.write_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
     flags = dict(bucket_name=address, cache_dir=tmp_path / "cache", training_steps=6)
