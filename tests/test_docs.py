@@ -40,7 +40,6 @@ PROGRAMS = [
     "tools/planning/growth.py",
 ]
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
-OF_OTHER_PROGRAMS = {"--comment"}
 
 
 # --- What a page says ---------------------------------------------------------------------------------------------
@@ -138,14 +137,8 @@ def wrong_names(page, text):
     return wrong
 
 
-MADE = {
-    "train/",
-    "val/",
-    "wandb/",
-    "checkpoints-damaged/",
-    "runs/",
-    "runs/NAME/",
-}  # folders that programs make
+# folders that programs make
+MADE = {"train/", "val/", "wandb/", "checkpoints-damaged/", "runs/", "runs/NAME/"}
 
 
 def as_flag(word):
@@ -186,7 +179,7 @@ def wrong_flags(page, text):
     said = set(re.findall(r"(?<![\w-])--[a-zA-Z]\w*", prose(text)))
     return [
         f"{page.name}: no program has {flag}"
-        for flag in sorted(said - OF_OTHER_PROGRAMS)
+        for flag in sorted(said)
         if as_flag(flag) not in every_flag()
     ]
 
