@@ -125,7 +125,7 @@ def find(file):
 
 def wrong_names(page, text):
     wrong = []
-    for file, name in re.findall(rf"`({OUR_FILE})(?:: ([\w.]+))?`", prose(text)):
+    for file, name in re.findall(rf"`({OUR_FILE})(?::\s+([\w.]+))?`", prose(text)):
         path = find(file)
         if "NAME" in file:  # of the reader's choice
             continue
