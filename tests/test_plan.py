@@ -53,7 +53,7 @@ TPU_CONFIGURATIONS = [
 
 
 def agree(e, compiled, mesh, reductions=True):
-    """Hold an `Estimate` to what was compiled, within the tolerances that the README states. Without `reductions`: but
+    """Hold an `Estimate` to what was compiled, within the tolerances that docs/planning.md states. Without `reductions`: but
     for sums over devices, of which small ones are an all-reduce or a reduce-scatter as the TPU compiler likes."""
     c = hlo.analyze(compiled.text, dict(zip(collectives.AXES, mesh)))
     assert e.weights + e.optimizer + e.batch == pytest.approx(compiled.arguments, rel=0.01)

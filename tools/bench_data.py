@@ -37,7 +37,7 @@ from presets import preset
 from tools import common
 from training import settings, steps
 
-TINY_TOKENS_PER_SECOND = 5_000  # of the preset tiny on two CPU cores, see README.md
+TINY_TOKENS_PER_SECOND = 5_000  # of the preset tiny on two CPU cores, see docs/performance.md
 SHARD_TOKENS = 2_000_000  # small beside the memory that is measured
 
 
