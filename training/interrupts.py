@@ -3,9 +3,9 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 
-PROGRAM = "__main__", "__mp_main__"  # what its module is called, in what it spawned too
 SIGNALS = signal.SIGINT, signal.SIGTERM
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
 
@@ -28,10 +28,10 @@ def end(status, words):
     os._exit(status)
 
 
-def at_once(words, name="__main__"):
+def at_once(words):
     """Let both signals end the process, with these words, as soon as the main thread is in Python: while it imports.
-    name: of the program's module; what it spawned ends without a word."""
-    words = words if name == "__main__" else ""
+    A process that the program spawned ends without a word."""
+    words = "" if "__mp_main__" in sys.modules else words
     for number in SIGNALS:
         signal.signal(number, lambda number, _: end(128 + number, words))
 
