@@ -5,8 +5,8 @@ python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local 
 
 from training import interrupts
 
-if __name__ in interrupts.PROGRAM:
-    interrupts.at_once(interrupts.NOTHING_LOST, __name__)
+if __name__ in ("__main__", "__mp_main__"):
+    interrupts.at_once(interrupts.NOTHING_LOST)
 
 import functools
 import json

@@ -9,17 +9,13 @@ folder without one is unfinished, and the same command goes on from the last who
 OUTPUT/source.npz tells whether a file of the source has changed since.
 """
 
-import os
-import sys
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-from training import interrupts
-
 if __name__ == "__main__":
-    interrupts.at_once("interrupted; nothing was written")
+    import program
+
+    program.begin()
 
 import hashlib
+import os
 import time
 from collections import Counter
 from pathlib import Path

@@ -3,15 +3,10 @@
 python data/train_tokenizer.py --source stdlib --vocab_size 8192 --output data/shards/bpe8192.tiktoken
 """
 
-import os
-import sys
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-from training import interrupts
-
 if __name__ == "__main__":
-    interrupts.at_once("interrupted; nothing was written")
+    import program
+
+    program.begin()
 
 import time
 

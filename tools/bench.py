@@ -8,6 +8,11 @@ as main.py would run it. They take turns, a round of a few steps each, so that o
 them alike. The first round of each is not counted. Speeds are medians over rounds, with their quartiles.
 """
 
+if __name__ in ("__main__", "__mp_main__"):
+    import program
+
+    program.begin()
+
 import contextlib
 import importlib.util
 import math
@@ -21,13 +26,6 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from training import interrupts
-
-if __name__ in interrupts.PROGRAM:
-    interrupts.at_once("interrupted", __name__)
 
 import numpy as np
 

@@ -7,6 +7,11 @@ rounds the fastest counts. Speeds of the tokenizer are those of the whole progra
 without the start of Python; the bare loop encodes text that is in memory and throws the tokens away.
 """
 
+if __name__ == "__main__":
+    import program
+
+    program.begin()
+
 import json
 import os
 import re
@@ -18,12 +23,6 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
-
-from training import interrupts
-
-if __name__ == "__main__":
-    interrupts.at_once("interrupted")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax

@@ -7,27 +7,24 @@ python tools/checkpoints.py prune runs/tiny --keep 1 --every 1000 --dry_run
 It needs no accelerator, so it can look at a run that is in progress; prune refuses such a one.
 """
 
+if __name__ == "__main__":
+    import program
+
+    program.begin()
+
 import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from training import interrupts
-
-if __name__ == "__main__":
-    interrupts.at_once("interrupted")
 
 import fsspec
 import tyro
 
 import utils
 from tools import common
-from training import command_line, locks
+from training import command_line, locks, platforms
 from utils import UserError
 
 
@@ -50,7 +47,7 @@ class Options:
 
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators may belong to the run
+    platforms.choose_cpu()  # the accelerators may belong to the run
     options_given = utils.one_sentence(
         lambda: command_line.read_flags(Options, sys.argv[1:], "checkpoints.py")
     )

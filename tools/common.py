@@ -2,6 +2,8 @@
 
 import contextlib
 import multiprocessing
+import os
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +13,7 @@ import tyro
 import utils
 from architectures import architecture
 from data import tokenization
-from training import command_line, interrupts, settings
+from training import command_line, interrupts, platforms, settings
 from utils import UserError
 
 
@@ -82,6 +84,14 @@ def parse(kind, argv, program):
     return options
 
 
+def begin(kind, program):
+    """Options of the program that is run, of a subclass of `Options`, and the environment made ready for jax: before
+    it is imported."""
+    options = utils.one_sentence(lambda: parse(kind, sys.argv[1:], program))
+    platforms.set_xla_flags(options.n_devices)
+    return options
+
+
 class Parser(utils.Parser):
     """Flags of a program that takes those of main.py too, which `parse_known_args` leaves over. Raises UserError."""
 
@@ -103,10 +113,16 @@ class Parser(utils.Parser):
 
 
 def run(program):
-    """Run `program()` and end the process: with status 0, 2 and a sentence after a UserError, or 130 after Ctrl-C."""
+    """Run `program()` and end the process: with status 0, 2 and a sentence after a UserError, 130 after Ctrl-C, or 141
+    without a word where the reader of its output has left, as head does."""
     with contextlib.suppress(KeyboardInterrupt):
         interrupts.as_usual()
-        utils.one_sentence(program)
+        try:
+            utils.one_sentence(program)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+            sys.exit(128 + signal.SIGPIPE)
         sys.exit()
     for child in multiprocessing.active_children():  # which may miss the signal while it imports
         child.kill()

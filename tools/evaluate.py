@@ -6,6 +6,11 @@ The loss is the mean over tokens, in nats. Its standard error treats tokens as d
 shards, the documents of text. No token is dropped, whatever the capacity factor in training was.
 """
 
+if __name__ == "__main__":
+    import program
+
+    program.begin()
+
 import glob
 import hashlib
 import itertools
@@ -16,25 +21,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from training import interrupts
-
-if __name__ == "__main__":
-    interrupts.at_once("interrupted")
-
 import utils
 from data import tokenization
 from tools import common
-from training import platforms
 from utils import UserError
 
-if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
-    options_given = utils.one_sentence(
-        lambda: common.parse(common.Evaluate, sys.argv[1:], "evaluate.py")
-    )
-    platforms.set_xla_flags(options_given.n_devices)
+if __name__ == "__main__":
+    options_given = common.begin(common.Evaluate, "evaluate.py")
 
 import numpy as np
 from tqdm import tqdm

@@ -6,6 +6,11 @@ python tools/hf.py import exported runs/imported           folder -> run directo
 `main.py --init_from FOLDER` trains on from such a folder without the detour.
 """
 
+if __name__ == "__main__":
+    import program
+
+    program.begin()
+
 import argparse
 import contextlib
 import json
@@ -14,13 +19,6 @@ import os
 import re
 import shutil
 import sys
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-
-from training import interrupts
-
-if __name__ == "__main__":
-    interrupts.at_once("interrupted")
 
 import utils
 from data import tokenization

@@ -7,32 +7,25 @@ the end-of-text token, as every document is in training; no part of it becomes a
 it comes, row after row; speeds go to stderr.
 """
 
+if __name__ == "__main__":
+    import program
+
+    program.begin()
+
 import dataclasses
 import itertools
 import math
 import sys
 import time
 from collections import deque
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from training import interrupts
-
-if __name__ == "__main__":
-    interrupts.at_once("interrupted")
 
 import utils
 from data.tokenization import text_of
 from tools import common
-from training import platforms
 from utils import UserError
 
-if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
-    options_given = utils.one_sentence(
-        lambda: common.parse(common.Sample, sys.argv[1:], "sample.py")
-    )
-    platforms.set_xla_flags(options_given.n_devices)
+if __name__ == "__main__":
+    options_given = common.begin(common.Sample, "sample.py")
 
 import jax
 import jax.numpy as jnp

@@ -3,12 +3,9 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 
-PROGRAM = (
-    "__main__",
-    "__mp_main__",
-)  # names of a program's module, also in processes that it spawned
 SIGNALS = signal.SIGINT, signal.SIGTERM
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
 
@@ -32,10 +29,10 @@ def end(status, words):
     os._exit(status)
 
 
-def at_once(words, name="__main__"):
-    """Let both signals end the process, with these words, as soon as the main thread is in Python: for the time of
-    imports. name: of the program's module; processes that it spawned end silently."""
-    words = words if name == "__main__" else ""
+def at_once(words):
+    """Let both signals end the process, with these words, as soon as the main thread is in Python: while it imports.
+    A process that the program spawned ends without a word."""
+    words = "" if "__mp_main__" in sys.modules else words
     for number in SIGNALS:
         signal.signal(number, lambda number, _: end(128 + number, words))
 

@@ -7,19 +7,16 @@ Every point is the real train step, compiled for a slice of TPU v4 by the TPU co
 so.
 """
 
+if __name__ in ("__main__", "__mp_main__"):
+    import program
+
+    program.begin()
+
 import importlib.util
 import io
 import math
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from training import interrupts
-
-if __name__ in interrupts.PROGRAM:
-    interrupts.at_once("interrupted", __name__)
 
 import utils
 from tools import common

@@ -1,0 +1,13 @@
+"""How every program here begins: with the repository on Python's path, and signals heard."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from training import interrupts
+
+
+def begin():
+    """Let SIGINT and SIGTERM end the program with a sentence from now on, also while it imports."""
+    interrupts.at_once("interrupted; nothing was written")
