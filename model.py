@@ -1,7 +1,8 @@
-"""The transformer: parameters, stages, pipeline and loss, in pure JAX.
+"""The transformer: parameters, loss, forward pass, pipeline and stages, in pure JAX.
 
-Everything between "Collectives" and the public functions at the end runs inside `shard_map` on local shapes, which
-tail comments give. A mesh of (1, 1, 1) is the unsharded model; there is no second implementation.
+What makes it a DeepSeek or another model, its table and its layers, stands in `architectures`. Everything here but
+parameters runs inside `shard_map`, on local shapes, which tail comments give. A mesh of (1, 1, 1) is the unsharded
+model; there is no second implementation.
 
 Letters: B batch, T sequence, D model, H heads, K head dim, R latent, E experts, C capacity, F feed-forward,
 V vocabulary, L layers per block, M microbatches, S stages. "axis" is a mesh axis, "dim" an array dimension:
@@ -20,9 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import utils
 from architectures import architecture
-from architectures.layers import Load, Tokens, dropout, gather, no_load, take
-from architectures.parameters import is_param, table_map, with_model
+from architectures.layers import AFTER_EMBEDDING, Load, Tokens, dropout, gather, no_load, take
+from architectures.parameters import is_param, table_map
 from collectives import (
     AXES,
     BATCH_SPEC,
@@ -41,24 +43,36 @@ from kernels import loss as losses
 
 
 def param_table(cfg):
-    """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits."""
-    m = cfg.model
+    """Nested dict of `Param`s for a validated Config.
+
+    Leaves of blocks are stacked on a leading dim that pp splits. With --pp_interleave they have a dim of rounds before
+    it, and every stage has a part of every round's blocks.
+    """
+    m, rounds = cfg.model, cfg.run.pp_interleave
     arch = architecture(m.architecture)
     table = dict(arch.table(cfg))
-    rounds = cfg.run.pp_interleave
-    if (
-        rounds > 1
-    ):  # blocks go round the stages so many times: every stage has a part of every round's
+
+    def in_rounds(p):
+        blocks, *shape = p.shape
+        return p._replace(shape=(rounds, blocks // rounds, *shape), spec=P(None, *p.spec))
+
+    if rounds > 1:
         for kind in arch.stacks & table.keys():
-            table[kind] = table_map(
-                lambda p: p._replace(
-                    shape=(rounds, p.shape[0] // rounds, *p.shape[1:]), spec=P(None, *p.spec)
-                ),
-                table[kind],
-            )
+            table[kind] = table_map(in_rounds, table[kind])
     if not m.tied:
         table["head"] = table["embedding"]
     return table
+
+
+def param_specs(cfg):
+    """The PartitionSpec of every parameter, nested like `param_table`."""
+    return table_map(lambda p: p.spec, param_table(cfg))
+
+
+def blocks_in_a_row(params, cfg):
+    """Parameters laid out for --pp_interleave -> the same without its dim of rounds, as checkpoints have them."""
+    table = param_table(utils.replace(cfg, pp_interleave=1))
+    return jax.tree.map(lambda x, p: x.reshape(p.shape), params, table)
 
 
 def count_params(cfg):
@@ -72,37 +86,414 @@ def count_params(cfg):
 
 
 def flops_per_token(cfg):
-    """Floating-point operations of forward and backward pass per training token, recomputation not counted.
+    """Floating-point operations of the forward and backward pass per training token, without recomputation.
 
-    6 per active weight (PaLM, arXiv:2204.02311, appendix B), the head included, and causal attention at half of
+    6 for each active weight (PaLM, arXiv:2204.02311, appendix B), the head included, and causal attention at half of
     T x T.
     """
     m = cfg.model
+    arch = architecture(m.architecture)
     _, active, _ = count_params(cfg)
-    dense, last = m.first_layers + m.blocks * (m.layers_per_block - 1), m.blocks + m.mtp_depth
-    channels = (dense + last) * (m.head_dim + m.value_dim) + (
-        dense + last * m.moe_rope
-    ) * m.rope_dim
     heads = m.mtp_depth + m.tied  # a head of its own is among the active weights once
-    return 6 * (active + heads * m.vocab_size * m.model_dimension + m.T * m.n_head * channels / 2)
+    layers = {
+        "first": m.first_layers,
+        "dense": m.blocks * (m.layers_per_block - 1),
+        arch.last: m.blocks,
+        "mtp": m.mtp_depth,
+    }
+    channels = 0
+    for kind, number in layers.items():
+        cost = arch.layer_cost(m, kind)
+        channels += number * (cost.query_channels + cost.value_channels)
+    attention_flops = m.T * m.n_head * channels / 2
+    return 6 * (active + heads * m.vocab_size * m.model_dimension + attention_flops)
+
+
+# --- Loss -------------------------------------------------------------------------------------------------------
+
+
+class Metrics(NamedTuple):
+    """What is measured of one batch over the whole mesh."""
+
+    cross_entropy: jax.Array  # [] nats per token
+    mtp: jax.Array  # [] nats per token of multi-token prediction, mean over its depths
+    load_loss: (
+        jax.Array
+    )  # [] load-balancing loss, sum over layers with experts, mean over sequences
+    load: dict  # {kind of layer: [layers, E]} choices that fell on each expert; dims as in param_table
+    dropped: jax.Array  # [] share of the choices that found their expert's bucket full
+
+
+def make_loss(cfg, mesh, train):
+    """`loss(params, tokens, targets, key, first)` on global arrays, to be differentiated from outside.
+
+    tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:]; key of dropout; first: number, within the training
+    step, of the batch's first sequence. Returns the loss, float32 [], and `Metrics`. The loss is cross-entropy +
+    balance_weight x load-balancing loss + mtp_weight x multi-token prediction's cross-entropy. Without `train` there
+    is no dropout and no multi-token prediction.
+    """
+    cfg = for_devices(cfg, mesh)
+    m = cfg.model
+    arch = architecture(m.architecture)
+    depths = m.mtp_depth if train else 0
+    chunk = loss_chunk(mesh)
+    forward = make_forward(cfg, train)
+    layer = make_layer(cfg, train)
+
+    def head_loss(x, head, targets):
+        return losses.cross_entropy(x, head, targets, m.vocab_size, chunk)
+
+    def local_loss(params, ids, targets, key, first):  # ids and targets [M/S, B/dp, T/tp]
+        tokens_of = describe_tokens(m, ids, key if train and m.dropout_rate else None, first)
+        x, load, top, layers = forward(params, ids, tokens_of)
+        with jax.named_scope("head"):
+            cross_entropy = head_loss(x, top["head"], targets)
+        loads, mtp = {arch.last: load}, jnp.float32(0)
+        if depths:
+            with jax.named_scope("mtp"):
+                mtp, loads["mtp"] = arch.predict_further(
+                    m, x, targets, tokens_of, top, layers["mtp"], layer, head_loss
+                )
+        return reduce_loss(cfg, ids.shape, cross_entropy, mtp, loads)
+
+    loads = {arch.last: P("pp") if cfg.run.pp_interleave == 1 else P(None, "pp")}
+    if depths:
+        loads["mtp"] = P()
+    spec = P(*BATCH_SPEC[1:])
+    # check_vma is off: reduce_loss replicates what out_specs calls so. Tests hold gradients to those of one device.
+    return jax.shard_map(
+        local_loss,
+        mesh=mesh,
+        in_specs=(param_specs(cfg), spec, spec, P(), P()),
+        out_specs=(P(), Metrics(P(), P(), P(), loads, P())),
+        check_vma=False,
+    )
+
+
+def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
+    """The loss and `Metrics` of the whole batch from one device's sums of nats and {kind of layer: `Load`}.
+
+    shape: [M/S, B/dp, T/tp] of the device's tokens.
+    """
+    m, o = cfg.model, cfg.optimizer
+    M, B, t = shape
+    S, dp, tp = lax.axis_size("pp"), lax.axis_size("dp"), lax.axis_size("tp")
+    sequences = M * S * B * dp
+    tokens = sequences * t * tp
+    depths = m.mtp_depth if "mtp" in loads else 0
+    choices = tokens * m.experts_per_token * (m.blocks + depths)
+
+    cross_entropy = cross_entropy / tokens
+    mtp = mtp / (tokens * max(1, depths))
+    balance = sum(load.loss.sum() for load in loads.values()) / sequences
+    loss = sum_over(cross_entropy + o.balance_weight * balance + o.mtp_weight * mtp, AXES)
+
+    # Metrics have no gradient, so they may be summed as well.
+    cross_entropy, mtp, balance, loads = lax.stop_gradient((cross_entropy, mtp, balance, loads))
+    routed = architecture(m.architecture).routed
+    counts = {}
+    for kind, load in loads.items():
+        counts[kind] = sum_over(load.tokens, routed.get(kind, EXPERT_AXES))
+    dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES)
+    return loss, Metrics(
+        dropped=dropped / max(1, choices),
+        cross_entropy=sum_over(cross_entropy, AXES),
+        mtp=sum_over(mtp, AXES),
+        load_loss=sum_over(balance, AXES),
+        load=counts,
+    )
+
+
+def make_score(cfg, mesh):
+    """`score(params, tokens, targets)` on global arrays: -log p of every target, float32 [M, B, T]; 0 where the target
+    is negative.
+
+    tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:], as is the result. No token is dropped.
+    """
+    cfg = for_devices(dropless(cfg), mesh)
+    m = cfg.model
+    chunk = loss_chunk(mesh)
+    forward = make_forward(cfg, train=False)
+
+    def local_score(params, ids, targets):
+        x, _, top, _ = forward(params, ids, describe_tokens(m, ids))
+        return losses.token_losses(x, top["head"], targets, m.vocab_size, chunk)
+
+    spec = P(*BATCH_SPEC[1:])
+    return jax.shard_map(
+        local_score,
+        mesh=mesh,
+        in_specs=(param_specs(cfg), spec, spec),
+        out_specs=spec,
+        check_vma=False,
+    )
+
+
+def dropless(cfg):
+    """`cfg` without a capacity: for inference, where no token may be dropped."""
+    return utils.replace(cfg, capacity_factor=0.0)
+
+
+def for_devices(cfg, mesh):
+    """`cfg` with the attention kernel that auto stands for on the devices of `mesh`."""
+    platform = mesh.devices.flat[0].platform
+    kernel = attention.choose_kernel(cfg.model.attention, platform, cfg.model.T)
+    return utils.replace(cfg, attention=kernel)
+
+
+def loss_chunk(mesh):
+    """Number of tokens whose logits a device of `mesh` holds at once."""
+    return losses.LOSS_CHUNK[mesh.devices.flat[0].platform]
+
+
+# --- Forward pass -----------------------------------------------------------------------------------------------
+
+
+def make_forward(cfg, train):
+    """`forward(params, ids, tokens_of)` on local shapes: ids int32 [M/S, B/dp, T/tp], and `tokens_of` of
+    `describe_tokens`.
+
+    Returns the hidden states [M/S, B/dp, T/tp, D] that the head reads, the stage's `Load`, and the gathered parameters
+    outside layers and in layers (`top_params`, `layer_params`).
+    """
+    m = cfg.model
+    arch = architecture(m.architecture)
+    embed = make_embed(cfg, train)
+    run_blocks = make_blocks(cfg, train)
+
+    def forward(params, ids, tokens_of):
+        layers = layer_params(params, cfg)
+        microbatches = own_microbatches(len(ids))
+        with jax.named_scope("embed"):
+            top = top_params(params, cfg)
+            x = embed(top, layers, ids, microbatches, tokens_of)  # [M/S, B/dp, T/tp, D]
+            x = to_stages(x)  # [M, B/dp, T/tp, D]
+        x, load = run_blocks(layers, x, tokens_of)
+        x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
+        return arch.norm(x, top["norm"], m.norm_eps), load, top, layers
+
+    return forward
+
+
+def describe_tokens(m, ids, key=None, first=0):
+    """`tokens_of(microbatch)`: the `Tokens` of a microbatch, whose number counts those of all stages.
+
+    ids int32 [M/S, B/dp, T/tp]; key of dropout, None for none of it; first: number, within the training step, of the
+    first sequence of the batch.
+    """
+    _, B, t = ids.shape
+    dp, tp = lax.axis_size("dp"), lax.axis_size("tp")
+    position = (lax.axis_index("tp") * t + jnp.arange(t))[None]  # [1, T/tp]
+    sequence = lax.axis_index("dp") * B + jnp.arange(B)  # [B/dp]
+    starts = document_starts(ids, m)
+
+    def tokens_of(microbatch):
+        number = None
+        if key is not None:
+            sequences = first + microbatch * B * dp + sequence
+            number = (sequences[:, None] * t * tp + position).astype(jnp.uint32)
+        start = None if starts is None else starts[microbatch]
+        return Tokens(position, key=key, number=number, start=start)
+
+    return tokens_of
 
 
 def document_starts(ids, m):
-    """`start(i)`: int32 [B/dp, T], where the document of each token of microbatch i (of all stages') begins: at the
-    last end-of-text token up to it; None where documents are not kept apart. ids [M/S, B/dp, T/tp]."""
+    """Where the document of each token begins, int32 [M, B/dp, T] for the microbatches of all stages: at the last
+    end-of-text token up to it. None where documents are not kept apart. ids [M/S, B/dp, T/tp]."""
     if not m.document_mask:
-        return lambda microbatch: None
+        return None
     M, B, t = ids.shape
-    ids = to_stages(gather_sequence(ids.reshape(M * B, t), True).reshape(M, B, -1))
-    starts = lax.cummax(
-        jnp.where(ids == m.end_of_text, jnp.arange(ids.shape[-1]), 0), axis=2
-    )  # [M, B/dp, T]
-    return lambda microbatch: starts[microbatch]
+    ids = gather_sequence(ids.reshape(M * B, t), True)
+    ids = to_stages(ids.reshape(M, B, -1))
+    ends = jnp.where(ids == m.end_of_text, jnp.arange(ids.shape[-1]), 0)
+    return lax.cummax(ends, axis=2)
 
 
-# --- Stage and pipeline -----------------------------------------------------------------------------------------
+def own_microbatches(M):
+    """Numbers, among those of all stages, of the M microbatches that this stage embeds and computes the loss of."""
+    return lax.axis_index("pp") * M + jnp.arange(M)
 
 
+def make_embed(cfg, train):
+    """`embed(top, layers, ids, microbatches, tokens_of)`: what enters the first block, [M/S, B/dp, T/tp, D], of ids
+    [M/S, B/dp, T/tp]: the embedding and --first_layers, which every stage runs for its own microbatches."""
+    m = cfg.model
+    arch = architecture(m.architecture)
+    first_layers = make_layer_loop(cfg, "first", m.first_layers, remat=train)
+    number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
+
+    def embed(top, layers, ids, microbatches, tokens_of):
+        def embed_one(ids, microbatch):
+            tokens = tokens_of(microbatch)
+            x = arch.embed(top, ids, tokens.within_document())
+            return dropout(x, m.dropout_rate, tokens, AFTER_EMBEDDING)
+
+        def run_first_layers(grad, scanned):
+            x, microbatch = scanned
+            weights = Weights(layers["first"].value, grad)
+            x, _, weights = first_layers(weights, (), number, x, tokens_of(microbatch), None)
+            return weights.grad, x
+
+        x = jax.vmap(embed_one)(ids, microbatches)
+        if m.first_layers:
+            _, x = lax.scan(run_first_layers, layers["first"].grad, (x, microbatches))
+        return x
+
+    return embed
+
+
+def make_blocks(cfg, train):
+    """`run_blocks(layers, x, tokens_of)`: all blocks by the pipeline, x [M, B/dp, T/tp, D] -> x, which is meaningful
+    on the last stage only, and this stage's `Load`, its tokens with dims as in param_table."""
+    m, rounds = cfg.model, cfg.run.pp_interleave
+    stacks = architecture(m.architecture).stacks
+    stage = make_stage(cfg, remat=train)
+
+    def run_blocks(layers, x, tokens_of):
+        def run_stage(x, state, turn, microbatch, valid):
+            total, grads = state
+            weights = with_grads(layers, grads)
+            y, (load, _), weights = stage(weights, x, tokens_of(microbatch), turn=turn)
+            load = jax.tree.map(lambda n: jnp.where(valid, n, 0), load)
+            total = Load(
+                loss=total.loss + load.loss,
+                tokens=total.tokens.at[turn].add(load.tokens),
+                dropped=total.dropped + load.dropped,
+            )
+            return y, (total, grads_of(weights))
+
+        grads = grads_of({kind: layers[kind] for kind in layers if kind in stacks})
+        load = no_load(rounds, blocks_of_stage(cfg), m.n_experts)
+        x, (load, _) = pipeline(run_stage, x, (load, grads), rounds)
+        if rounds == 1:
+            load = load._replace(tokens=load.tokens[0])
+        return x, load
+
+    return run_blocks
+
+
+def pipeline(stage, inputs, state, rounds=1):
+    """Run M microbatches through S stages (GPipe, arXiv:1811.06965, section 2.3), in `rounds` rounds (--pp_interleave;
+    arXiv:2104.04473, section 2.2, without its order of forward and backward passes).
+
+    In each tick every stage runs its blocks of one round on one microbatch and passes the result on. Two stages, four
+    microbatches, two rounds; "1.2" is round 1 of microbatch 2:
+
+        tick       0    1    2    3    4    5    6    7    8
+        stage 0   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3   -
+        stage 1    -   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3
+
+    There are rounds x M + S - 1 ticks: stage s idles for s ticks first (warm-up) and for S - 1 - s at the end
+    (cool-down). What stage 1 passes on after tick 1, 0.0, reaches stage 0 in tick 2 and waits there for tick 4. More
+    rounds make shorter ticks, and idle time shrinks with them.
+
+    inputs [M, ...] are known to every stage. `stage(x, state, turn, microbatch, valid)` returns y and the state to
+    carry on, `turn` being the round; where `valid` is false, the stage is idle and must leave the state as it was.
+    Returns outputs [M, ...], meaningful on the last stage only, and the state.
+    """
+    S, M = lax.axis_size("pp"), len(inputs)
+    own = lax.axis_index("pp")
+
+    def tick(carry, i):
+        x, inputs, state = carry
+        if (
+            rounds > 1
+        ):  # what the last stage passed to stage 0 replaces its input, for the next round
+            arrived = jnp.maximum(i - S, 0) % M
+            inputs = inputs.at[arrived].set(jnp.where(i >= S, x, inputs[arrived]))
+        is_first = own == 0
+        entering = i % M if rounds > 1 else jnp.minimum(i, M - 1)
+        x = jnp.where(is_first, inputs[entering], x)
+
+        done = jnp.clip(i - own, 0, rounds * M - 1)  # runs of this stage before this tick
+        turn, microbatch = done // M, done % M
+        valid = (i >= own) & (i - own < rounds * M)
+        y, state = stage(x, state, turn, microbatch, valid)
+        return (next_stage(y), inputs, state), y
+
+    start = jnp.zeros_like(inputs[0]), inputs, state
+    (_, _, state), outputs = lax.scan(tick, start, jnp.arange(rounds * M + S - 1))
+    return outputs[-M:], state
+
+
+# --- Stages and layers ------------------------------------------------------------------------------------------
+
+
+def blocks_of_stage(cfg):
+    """Number of blocks that one stage runs in one round."""
+    return cfg.model.blocks // (cfg.run.pp_interleave * lax.axis_size("pp"))
+
+
+def make_stage(cfg, remat=True):
+    """`stage(weights, x, tokens, cache, turn)`: this stage's blocks of round `turn` on x [B, T/tp, D]; the same for
+    training and decoding.
+
+    weights: {kind: `Weights`} of `layer_params`; cache: {kind: array}, None in training. Returns x; a pair of `Load`,
+    with tokens [blocks, E] and the rest summed, and the cache; and the weights to go on with.
+    """
+    m, rounds = cfg.model, cfg.run.pp_interleave
+    arch, L = architecture(m.architecture), m.layers_per_block
+    dense_layers = make_layer_loop(cfg, "dense", L - 1, remat)
+    layer = make_layer(cfg, remat)
+
+    def run_block(weights, index, number, x, tokens, cache):
+        new_cache = {}
+        if L > 1:
+            x, new_cache["dense"], weights["dense"] = dense_layers(
+                weights["dense"], index, number, x, tokens, cache.get("dense")
+            )
+        last, own_cache = arch.last, cache.get(arch.last)
+        x, (load, new_cache[last]), weights[last] = layer(
+            last, weights[last], index, number + L - 1, x, tokens, own_cache
+        )
+        return x, load, new_cache, weights
+
+    def stage(weights, x, tokens, cache=None, turn=0):
+        S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
+
+        def scan_block(carry, scanned):
+            x, grads = carry
+            i, cache = scanned
+            number = ((turn * S + lax.axis_index("pp")) * blocks + i) * L
+            index = (turn, i) if rounds > 1 else (i,)
+            own = with_grads(weights, grads)
+            x, load, cache, own = run_block(own, index, number, x, tokens, cache)
+            return (x, grads_of(own)), (load, cache)
+
+        grads = grads_of({kind: weights[kind] for kind in weights if kind in arch.stacks})
+        scanned = jnp.arange(blocks), cache or {}
+        (x, grads), (load, cache) = lax.scan(scan_block, (x, grads), scanned)
+        load = Load(load.loss.sum(), load.tokens, load.dropped.sum())
+        return x, (load, cache), with_grads(weights, grads)
+
+    return stage
+
+
+def make_layer_loop(cfg, kind, n, remat):
+    """`run(weights, block, first, x, tokens, cache)`: n layers of one kind, without experts, on x [B, T/tp, D].
+
+    They stand at (*block, 0), (*block, 1), .. of their stack and are numbered from `first`. Returns x, the cache and
+    the stack's `Weights` to go on with.
+    """
+    layer = make_layer(cfg, remat)
+
+    def run(weights, block, first, x, tokens, cache):
+        def scan_layer(carry, scanned):
+            x, grad = carry
+            i, cache = scanned
+            own = Weights(weights.value, grad)
+            x, (_, cache), own = layer(kind, own, (*block, i), first + i, x, tokens, cache)
+            return (x, own.grad), cache
+
+        scanned = jnp.arange(n), cache
+        (x, grad), cache = lax.scan(scan_layer, (x, weights.grad), scanned)
+        return x, cache, Weights(weights.value, grad)
+
+    return run
+
+
+# What --remat keeps of a layer's forward pass for its backward pass: all, matrix products, or the input.
 REMAT = {
     "none": lambda f: f,
     "dots": functools.partial(
@@ -112,357 +503,85 @@ REMAT = {
 }
 
 
-def layer_params(params, cfg):
-    """{kind: `Weights`} of this device's layers: gathered here, once, unless fsdp is full."""
-    table, dtype = param_table(cfg), jnp.dtype(cfg.model.model_dtype)
-    if cfg.model.fsdp == "full":
-        table, dtype = table_map(lambda p: p._replace(gather=(), expert=0), table), jnp.float32
-    kinds = [kind for kind in architecture(cfg.model.architecture).layers if kind in params]
-    return {kind: gather(params[kind], table[kind], dtype) for kind in kinds}
-
-
-def top_params(params, cfg):
-    """The parameters outside layers, gathered: embedding, head (which may be the embedding), norm and what
-    `Architecture.embed` needs."""
-    layers, table = architecture(cfg.model.architecture).layers, param_table(cfg)
-    names = [name for name in table if name not in layers]
-    params, table = ({name: tree[name] for name in names} for tree in (params, table))
-    top, _ = take(gather(params, table, jnp.dtype(cfg.model.model_dtype)), ())
-    return {"head": top["embedding"], **top}
-
-
 def make_layer(cfg, remat):
-    """`layer(kind, weights, index, number, x, tokens, cache)`: the layer at `index` of the stack of its kind, the
-    `number`th of the model as far as dropout goes. Returns x, what else the layer returns, and the stack to go on with.
+    """`layer(kind, weights, index, number, x, tokens, cache)`: the layer at `index` of the stack of its kind.
+
+    number: its own among all layers of the model, for dropout. Returns x, what else the layer returns (`Load`, cache),
+    and the stack's `Weights` to go on with.
     """
-    m, table, layers = cfg.model, param_table(cfg), architecture(cfg.model.architecture).layers
-    wrap, dtype = REMAT[m.remat if remat else "none"], jnp.dtype(m.model_dtype)
+    m = cfg.model
+    table, dtype = param_table(cfg), jnp.dtype(m.model_dtype)
+    functions = architecture(m.architecture).layers
+    checkpoint = REMAT[m.remat if remat else "none"]
 
     def layer(kind, weights, index, number, x, tokens, cache):
-        own = (
-            tokens
-            if tokens.key is None
-            else tokens._replace(key=jax.random.fold_in(tokens.key, number))
-        )
+        if tokens.key is not None:
+            tokens = tokens._replace(key=jax.random.fold_in(tokens.key, number))
 
+        @checkpoint
         def run(weights, x, cache):
             p, grad = take(weights, index)
             if m.fsdp == "full":
                 p, _ = take(gather(p, table[kind], dtype), ())
-            return *layers[kind](p, x, own, m, cache), grad
+            x, aside = functions[kind](p, x, tokens, m, cache)
+            return x, aside, grad
 
-        x, aside, grad = wrap(run)(weights, x, cache)
+        x, aside, grad = run(weights, x, cache)
         return x, aside, Weights(weights.value, grad)
 
     return layer
 
 
-def make_dense(cfg, kind, n, remat):
-    """`dense(weights, block, first, x, tokens, cache)`: n dense layers numbered from `first`, at (*block, 0), .. of
-    their stack, on x [B, T/tp, D]; returns x, the cache and the stack to go on with."""
-    layer = make_layer(cfg, remat)
-
-    def dense(weights, block, first, x, tokens, cache):
-        def one(carry, scanned):
-            x, grad = carry
-            i, cache = scanned
-            x, (_, cache), new = layer(
-                kind, Weights(weights.value, grad), (*block, i), first + i, x, tokens, cache
-            )
-            return (x, new.grad), cache
-
-        (x, grad), cache = lax.scan(one, (x, weights.grad), (jnp.arange(n), cache))
-        return x, cache, Weights(weights.value, grad)
-
-    return dense
+def layer_params(params, cfg):
+    """{kind: `Weights`} of this device's layers. With --fsdp full they are as stored, in float32, and each layer
+    gathers its own; else they are gathered here, once."""
+    m = cfg.model
+    table, dtype = param_table(cfg), jnp.dtype(m.model_dtype)
+    if m.fsdp == "full":
+        table = table_map(lambda p: p._replace(gather=(), expert=0), table)
+        dtype = jnp.float32
+    kinds = architecture(m.architecture).layers
+    return {kind: gather(params[kind], table[kind], dtype) for kind in kinds if kind in params}
 
 
-def make_stage(cfg, remat=True):
-    """`stage(weights, x, tokens, cache, turn)`: this device's blocks, of round `turn` with --pp_interleave, on x
-    [B, T/tp, D], the same for training and decoding.
-
-    Returns x, (`Load`, with tokens [blocks, E] and the rest summed; the cache, empty where none was given) and the
-    weights, which come from `layer_params`, to go on with.
-    """
-    m, rounds, L, layer = (
-        cfg.model,
-        cfg.run.pp_interleave,
-        cfg.model.layers_per_block,
-        make_layer(cfg, remat),
-    )
-    dense, last = make_dense(cfg, "dense", L - 1, remat), architecture(m.architecture).last
-
-    def stage(weights, x, tokens, cache=None, turn=0):
-        S = lax.axis_size("pp")
-        blocks = m.blocks // (rounds * S)
-
-        def block(carry, scanned):
-            x, grads = carry
-            i, cache = scanned
-            number, new = ((turn * S + lax.axis_index("pp")) * blocks + i) * L, {}
-            at = (turn, i) if rounds > 1 else (i,)
-            own = {kind: Weights(weights[kind].value, grad) for kind, grad in grads.items()}
-            if L > 1:
-                x, new["dense"], own["dense"] = dense(
-                    own["dense"], at, number, x, tokens, cache.get("dense")
-                )
-            x, (load, new[last]), own[last] = layer(
-                last, own[last], at, number + L - 1, x, tokens, cache.get(last)
-            )
-            return (x, {kind: w.grad for kind, w in own.items()}), (load, new)
-
-        grads = {kind: weights[kind].grad for kind in ("dense", last) if kind in weights}
-        (x, grads), (load, cache) = lax.scan(block, (x, grads), (jnp.arange(blocks), cache or {}))
-        weights = weights | {
-            kind: Weights(weights[kind].value, grad) for kind, grad in grads.items()
-        }
-        return x, (Load(load.loss.sum(), load.tokens, load.dropped.sum()), cache), weights
-
-    return stage
+def top_params(params, cfg):
+    """The parameters outside layers, gathered: embedding, head (the embedding where it is tied), norm and what else
+    `Architecture.embed` needs."""
+    table = param_table(cfg)
+    names = table.keys() - architecture(cfg.model.architecture).layers.keys()
+    stored = {name: params[name] for name in names}
+    table = {name: table[name] for name in names}
+    top, _ = take(gather(stored, table, jnp.dtype(cfg.model.model_dtype)), ())
+    return {"head": top["embedding"], **top}
 
 
-def pipeline(stage, inputs, state, rounds=1):
-    """GPipe (arXiv:1811.06965, section 2.3): M microbatches through S stages in M + S - 1 ticks; in `rounds` of them
-    (arXiv:2104.04473, section 2.2, without its order of forward and backward passes) in rounds x M + S - 1, each as
-    much shorter.
-
-    Warm-up: stage s idles (on zeros) for s ticks; steady; cool-down: S - 1 - s ticks. inputs [M, ...] are known to
-    every stage. `stage(x, state, round, m, valid)` returns y and the state to carry on; it must leave the state as it
-    was where `valid` is false. Returns outputs [M, ...], meaningful on the last stage only, and the state.
-    """
-    S, M, s = lax.axis_size("pp"), len(inputs), lax.axis_index("pp")
-
-    def tick(carry, i):
-        x, inputs, state = carry
-        if rounds > 1:  # what comes to stage 0 from the last one waits until its next round
-            back = jnp.maximum(i - S, 0) % M
-            inputs = inputs.at[back].set(jnp.where(i >= S, x, inputs[back]))
-        x = jnp.where(s == 0, inputs[i % M if rounds > 1 else jnp.minimum(i, M - 1)], x)
-        turn = jnp.clip(i - s, 0, rounds * M - 1)
-        y, state = stage(x, state, turn // M, turn % M, (i >= s) & (i - s < rounds * M))
-        return (next_stage(y), inputs, state), y
-
-    (_, _, state), outputs = lax.scan(
-        tick, (jnp.zeros_like(inputs[0]), inputs, state), jnp.arange(rounds * M + S - 1)
-    )
-    return outputs[-M:], state
+def grads_of(weights):
+    """{kind: grad} of {kind: `Weights`}. Loops carry the grads alone; a carried value would be copied in every turn."""
+    return {kind: weights[kind].grad for kind in weights}
 
 
-# --- Loss -------------------------------------------------------------------------------------------------------
+def with_grads(weights, grads):
+    """{kind: `Weights`} of the kinds in `grads`, with these grads."""
+    return {kind: Weights(weights[kind].value, grads[kind]) for kind in grads}
 
 
-def for_devices(cfg, mesh):
-    """`cfg` with the attention kernel that auto stands for on the devices of `mesh`."""
-    platform = mesh.devices.flat[0].platform
-    kernel = attention.choose_kernel(cfg.model.attention, platform, cfg.model.T)
-    return with_model(cfg, attention=kernel)
-
-
-class Metrics(NamedTuple):
-    """Of one batch over the whole mesh."""
-
-    cross_entropy: jax.Array  # [] nats per token
-    mtp: jax.Array  # [] nats per token of multi-token prediction, mean over its depths
-    load_loss: (
-        jax.Array
-    )  # [] load-balancing loss summed over mixture-of-experts layers, mean over sequences
-    load: dict  # {"moe": [blocks, E], "mtp": [mtp_depth, E]} choices that fell on each expert; dims as in param_table
-    dropped: jax.Array  # [] share of the choices that found their expert's bucket full
-
-
-def make_forward(cfg, train):
-    """`forward(params, ids, tokens_of)` on local shapes: ids int32 [M/S, B/dp, T/tp], tokens_of(i) the `Tokens` of
-    microbatch i counted over all stages.
-
-    Returns final hidden states [M/S, B/dp, T/tp, D], normalised for the head; the stage's `Load`; and the gathered
-    parameters outside layers and in layers.
-    """
-    m, arch, rounds = cfg.model, architecture(cfg.model.architecture), cfg.run.pp_interleave
-    stage = make_stage(cfg, remat=train)
-    first_layers = make_dense(cfg, "first", m.first_layers, remat=train)
-
-    def forward(params, ids, tokens_of):
-        M, layers = len(ids), layer_params(params, cfg)
-        own = lax.axis_index("pp") * M + jnp.arange(M)
-
-        def enter(ids, microbatch):
-            tokens = tokens_of(microbatch)
-            return dropout(
-                arch.embed(top, ids, tokens.within_document()), m.dropout_rate, tokens, 2
-            )
-
-        def enter_layers(grad, scanned):
-            x, microbatch = scanned
-            x, _, new = first_layers(
-                Weights(layers["first"].value, grad),
-                (),
-                m.blocks * m.layers_per_block,
-                x,
-                tokens_of(microbatch),
-                None,
-            )
-            return new.grad, x
-
-        def run_stage(x, state, turn, microbatch, valid):
-            load, grads = state
-            weights = {kind: Weights(layers[kind].value, grad) for kind, grad in grads.items()}
-            y, (new, _), weights = stage(weights, x, tokens_of(microbatch), turn=turn)
-            grads = {kind: w.grad for kind, w in weights.items()}
-            new = jax.tree.map(lambda n: jnp.where(valid, n, 0), new)
-            load = Load(
-                load.loss + new.loss,
-                load.tokens.at[turn].add(new.tokens),
-                load.dropped + new.dropped,
-            )
-            return y, (load, grads)
-
-        with jax.named_scope("embed"):
-            top = top_params(params, cfg)
-            x = jax.vmap(enter)(ids, own)
-            if m.first_layers:
-                _, x = lax.scan(enter_layers, layers["first"].grad, (x, own))
-            x = to_stages(x)
-        grads = {kind: w.grad for kind, w in layers.items() if kind in ("dense", arch.last)}
-        load = no_load(rounds, m.blocks // (rounds * lax.axis_size("pp")), m.n_experts)
-        x, (load, _) = pipeline(run_stage, x, (load, grads), rounds)  # [M, B/dp, T/tp, D]
-        load = load if rounds > 1 else load._replace(tokens=load.tokens[0])
-        return arch.norm(from_last_stage(x), top["norm"], m.norm_eps), load, top, layers
-
-    return forward
-
-
-def make_loss(cfg, mesh, train):
-    """`loss(params, tokens, targets, key, first)` on global arrays, to be differentiated from outside.
-
-    tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:]; key of dropout; first: number, within the training
-    step, of the batch's first sequence. Returns the scalar loss, float32, and `Metrics`: cross-entropy + balance_weight x
-    load-balancing loss + mtp_weight x multi-token prediction's cross-entropy. Without `train`: no dropout and no
-    multi-token prediction.
-    """
-    cfg = for_devices(cfg, mesh)
-    m, o, table, spec = cfg.model, cfg.optimizer, param_table(cfg), P(*BATCH_SPEC[1:])
-    forward, layer, depths = (
-        make_forward(cfg, train),
-        make_layer(cfg, train),
-        m.mtp_depth if train else 0,
-    )
-    chunk = losses.LOSS_CHUNK[mesh.devices.flat[0].platform]
-
-    def predict_further(x, targets, tokens_of, top, layers):
-        """Sum of the cross-entropies of the tokens after the next (DeepSeek-V3, section 2.2), and `Load` [depths, E]:
-        depth d predicts from the hidden states of the depth before and the tokens d ahead."""
-        M, B, t = targets.shape
-        whole = gather_sequence(targets.reshape(M * B, t), True)
-        whole = jnp.pad(whole, ((0, 0), (0, depths)), constant_values=-1)  # [M*B, T + depths]
-        own, total, loads, weights = lax.axis_index("pp") * M + jnp.arange(M), 0, [], layers["mtp"]
-        for depth in range(depths):
-            number = m.blocks * m.layers_per_block + m.first_layers + depth
-            ahead = lax.dynamic_slice_in_dim(
-                whole, lax.axis_index("tp") * t + depth, t + 1, 1
-            ).reshape(M, B, t + 1)
-
-            def one(weights, scanned):
-                x, ids, i = scanned
-                token = architecture(m.architecture).embed(top, jnp.maximum(ids, 0), None)
-                at = (depth,)  # noqa: B023
-                x, (load, _), weights = layer(
-                    "mtp", weights, at, number, (x, token), tokens_of(i), None
-                )  # noqa: B023
-                return weights, (x, load)
-
-            weights, (x, load) = lax.scan(one, weights, (x, ahead[..., :-1], own))
-            loads.append(jax.tree.map(lambda v: v.sum(0), load))
-            total += losses.cross_entropy(x, top["head"], ahead[..., 1:], m.vocab_size, chunk)
-        return total, jax.tree.map(lambda *v: jnp.stack(v), *loads)
-
-    def local_loss(params, ids, targets, key, first):
-        M, B, t = ids.shape  # [M/S, B/dp, T/tp]
-        S, dp, tp = lax.axis_size("pp"), lax.axis_size("dp"), lax.axis_size("tp")
-        position = (lax.axis_index("tp") * t + jnp.arange(t))[None]
-        sequence, start = lax.axis_index("dp") * B + jnp.arange(B), document_starts(ids, m)
-
-        def tokens_of(microbatch):
-            if not (train and m.dropout_rate):
-                return Tokens(position, start=start(microbatch))
-            number = ((first + microbatch * B * dp + sequence)[:, None] * t * tp + position).astype(
-                jnp.uint32
-            )
-            return Tokens(position, key=key, number=number, start=start(microbatch))
-
-        x, load, top, layers = forward(params, ids, tokens_of)
-        with jax.named_scope("head"):
-            nll = losses.cross_entropy(x, top["head"], targets, m.vocab_size, chunk)
-        loads, mtp = dict(moe=load), jnp.float32(0)
-        if depths:
-            with jax.named_scope("mtp"):
-                mtp, loads["mtp"] = predict_further(x, targets, tokens_of, top, layers)
-        sequences = M * S * B * dp
-        nll, mtp = nll / (sequences * t * tp), mtp / (sequences * t * tp * max(1, depths))
-        balance = sum(load.loss.sum() for load in loads.values()) / sequences
-        loss = sum_over(nll + o.balance_weight * balance + o.mtp_weight * mtp, AXES)
-        nll, mtp, balance, loads = lax.stop_gradient((nll, mtp, balance, loads))
-        spread = {"moe": EXPERT_AXES} | architecture(m.architecture).routed
-        counts = {kind: sum_over(load.tokens, spread[kind]) for kind, load in loads.items()}
-        choices = sequences * t * tp * m.experts_per_token * (m.blocks + depths)
-        dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES) / max(
-            1, choices
-        )
-        return loss, Metrics(
-            sum_over(nll, AXES), sum_over(mtp, AXES), sum_over(balance, AXES), counts, dropped
-        )
-
-    loads = {"moe": P("pp") if cfg.run.pp_interleave == 1 else P(None, "pp")} | (
-        {"mtp": P()} if depths else {}
-    )
-    # check_vma off: what out_specs calls replicated is so by the sums above, and tests hold gradients to one device's
-    return jax.shard_map(
-        local_loss,
-        mesh=mesh,
-        in_specs=(table_map(lambda p: p.spec, table), spec, spec, P(), P()),
-        out_specs=(P(), Metrics(P(), P(), P(), loads, P())),
-        check_vma=False,
-    )
-
-
-def dropless(cfg):
-    """`cfg` without a capacity: for inference, where no token may be dropped."""
-    return with_model(cfg, capacity_factor=0.0)
-
-
-def make_score(cfg, mesh):
-    """`score(params, tokens, targets)` on global arrays: -log p of every target, float32 [M, B, T] like the int32
-    inputs, sharded as BATCH_SPEC[1:]; 0 where the target is negative. Nothing is dropped."""
-    cfg = for_devices(dropless(cfg), mesh)
-    m, spec, forward = cfg.model, P(*BATCH_SPEC[1:]), make_forward(cfg, train=False)
-    chunk = losses.LOSS_CHUNK[mesh.devices.flat[0].platform]
-
-    def local_score(params, ids, targets):
-        position = (lax.axis_index("tp") * ids.shape[-1] + jnp.arange(ids.shape[-1]))[None]
-        start = document_starts(ids, m)
-        x, _, top, _ = forward(
-            params, ids, lambda microbatch: Tokens(position, start=start(microbatch))
-        )
-        return losses.token_losses(x, top["head"], targets, m.vocab_size, chunk)
-
-    specs = table_map(lambda p: p.spec, param_table(cfg))
-    return jax.shard_map(
-        local_score, mesh=mesh, in_specs=(specs, spec, spec), out_specs=spec, check_vma=False
-    )
+# --- Router bias ------------------------------------------------------------------------------------------------
 
 
 def update_router_bias(params, load, rate):
     """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias moves by `rate` towards an even
-    load. load {kind: [layers, E]}, of one training step, dims as in param_table."""
+    load.
 
-    def moved(layer, load):
-        return {
-            **layer,
-            "bias": layer["bias"] + rate * jnp.sign(load.mean(-1, keepdims=True) - load),
-        }
+    load {kind: [layers, E]}: choices that fell on each expert in one training step, dims as in param_table.
+    """
+    return params | {kind: move_bias(params[kind], load[kind], rate) for kind in load}
 
-    out = dict(params)
-    if "moe" in params:
-        out["moe"] = moved(params["moe"], load["moe"])
-    if "mtp" in params:
-        out["mtp"] = {**params["mtp"], "layer": moved(params["mtp"]["layer"], load["mtp"])}
-    return out
+
+def move_bias(layers, load, rate):
+    """A stack's parameters with its router bias moved, unless it has no router."""
+    if "layer" in layers:  # of a multi-token predictor, which holds a layer
+        return layers | {"layer": move_bias(layers["layer"], load, rate)}
+    if "router" not in layers:
+        return layers
+    bias = layers["bias"] + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
+    return layers | {"bias": bias}

@@ -42,6 +42,9 @@ class Architecture(NamedTuple):
     embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
+    predict_further: (
+        Callable | None
+    )  # the loss of multi-token prediction; see architectures/deepseek.py
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
     flags: frozenset  # flags with an `absent` at their field (utils.py) that it has nevertheless
     fixed: dict  # {flag: value} of flags that all architectures have, and that have one value in this one

@@ -278,6 +278,7 @@ ARCHITECTURE = Architecture(
     embed=embed,
     norm=layer_norm,
     cache=gpt2_cache,
+    predict_further=None,
     layer_cost=layer_cost,
     hugging_face=HUGGING_FACE,
     flags=frozenset(),

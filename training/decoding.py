@@ -28,7 +28,7 @@ def make_decode(cfg, mesh):
         architecture(cfg.model.architecture),
         model.make_stage(cfg, remat=False),
     )
-    first_layers = model.make_dense(cfg, "first", m.first_layers, remat=False)
+    first_layers = model.make_layer_loop(cfg, "first", m.first_layers, remat=False)
     cache_spec = {kind: spec for kind, (_, spec) in arch.cache(cfg, 1, 1).items()}
 
     def local_decode(params, ids, cache, start, last):
