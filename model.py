@@ -69,12 +69,6 @@ def param_specs(cfg):
     return table_map(lambda p: p.spec, param_table(cfg))
 
 
-def blocks_in_a_row(params, cfg):
-    """Parameters laid out for --pp_interleave -> the same without its dim of rounds, as checkpoints have them."""
-    table = param_table(utils.replace(cfg, pp_interleave=1))
-    return jax.tree.map(lambda x, p: x.reshape(p.shape), params, table)
-
-
 def count_params(cfg):
     """(total, active for one token, embedding) numbers of parameters; the first two without the embedding."""
     table = param_table(cfg)
