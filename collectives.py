@@ -89,17 +89,8 @@ def sum_over(x, axes):
 class Weights(NamedTuple):
     """A weight, or a tree of weights, paired with a float32 zero whose cotangent accumulates the gradient.
 
-    Layers read `value`, in model_dtype. Its own cotangent is dropped. The gradient travels through `grad` instead:
-    `architectures.layers.take` hands `grad` on unchanged, and its transpose adds the gradient of the layer that was
-    taken to the cotangent that arrives. So a loop over layers sums gradients in place, in float32.
-
-    Two layers x -> w x with w = [2, 3], at x = 5:
-
-        forward                                   backward, from the cotangent 1 of y
-        grad0 = [0, 0]                            cotangent of grad0 [15, 10]: the gradient of w
-        w0, grad1 = take((w, grad0), 0)           adds y's derivative by w0, 3 x 5 = 15, at 0
-        w1, grad2 = take((w, grad1), 1)           adds y's derivative by w1, 2 x 5 = 10, at 1: [0, 10]
-        y = w1 (w0 x) = 30, grad2 is unused       cotangent of grad2 [0, 0]
+    Layers read `value`, in model_dtype. Its own cotangent is dropped: the gradient travels through `grad`, in float32,
+    as `architectures.layers.take` says with an example.
     """
 
     value: jax.Array

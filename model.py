@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import utils
 from architectures import architecture
-from architectures.layers import Load, Tokens, dropout, gather, no_load, take
+from architectures.layers import AFTER_EMBEDDING, Load, Tokens, dropout, gather, no_load, take
 from architectures.parameters import is_param, table_map
 from collectives import (
     AXES,
@@ -67,12 +67,6 @@ def param_table(cfg):
 def param_specs(cfg):
     """The PartitionSpec of every parameter, nested like `param_table`."""
     return table_map(lambda p: p.spec, param_table(cfg))
-
-
-def blocks_in_a_row(params, cfg):
-    """Parameters laid out for --pp_interleave -> the same without its dim of rounds, as checkpoints have them."""
-    table = param_table(utils.replace(cfg, pp_interleave=1))
-    return jax.tree.map(lambda x, p: x.reshape(p.shape), params, table)
 
 
 def count_params(cfg):
@@ -327,7 +321,7 @@ def make_embed(cfg, train):
         def embed_one(ids, microbatch):
             tokens = tokens_of(microbatch)
             x = arch.embed(top, ids, tokens.within_document())
-            return dropout(x, m.dropout_rate, tokens, 2)
+            return dropout(x, m.dropout_rate, tokens, AFTER_EMBEDDING)
 
         def run_first_layers(grad, scanned):
             x, microbatch = scanned

@@ -361,7 +361,7 @@ def latent_cache(cfg, B, T):
     return cache
 
 
-# --- Multi-token prediction -------------------------------------------------------------------------------------
+# --- Multi-token prediction ---------------------------------------------------------------------------------------
 
 
 def predict_further(m, x, targets, tokens_of, top, weights, run_layer, head_loss):

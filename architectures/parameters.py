@@ -3,7 +3,6 @@
 A table is a nested dict of `Param`s. Initialization, sharding, counting and checkpoints all follow from it.
 """
 
-import dataclasses
 import math
 import zlib
 from typing import NamedTuple
@@ -132,8 +131,3 @@ def init_params(table, key):
         return x
 
     return jax.tree_util.tree_map_with_path(init, table, is_leaf=is_param)
-
-
-def with_model(cfg, **flags):
-    """`cfg` with flags of the model changed."""
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **flags))

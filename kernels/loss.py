@@ -14,7 +14,8 @@ LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
 def logits_of(x, embedding, vocab_size):
     """Logits float32 [n, V] of x [n, D] by embedding [V, D]. Rows from vocab_size on are padding: -inf."""
     logits = jnp.einsum("nd,vd->nv", x, embedding, preferred_element_type=jnp.float32)
-    return jnp.where(jnp.arange(embedding.shape[0]) < vocab_size, logits, -jnp.inf)
+    is_token = jnp.arange(embedding.shape[0]) < vocab_size
+    return jnp.where(is_token, logits, -jnp.inf)
 
 
 def in_chunks(x, targets, largest):
@@ -23,7 +24,8 @@ def in_chunks(x, targets, largest):
     n = min(targets.size, largest)
     while targets.size % n:
         n -= 1
-    return x.reshape(-1, n, x.shape[-1]), targets.reshape(-1, n)
+    x = x.reshape(-1, n, x.shape[-1])
+    return x, targets.reshape(-1, n)
 
 
 def token_losses(x, embedding, targets, vocab_size, chunk):
@@ -64,23 +66,30 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
         norm = exp.sum(-1, keepdims=True)
         at_target = jnp.take_along_axis(logits, targets[:, None], 1)
         counts = targets[:, None] >= 0
-        total += jnp.where(counts, largest + jnp.log(norm) - at_target, 0).sum()
+        losses = largest + jnp.log(norm) - at_target
+        total += jnp.where(counts, losses, 0).sum()
         one_hot = targets[:, None] == jnp.arange(V)
-        d_logits = (exp * (counts / norm) - one_hot).astype(x.dtype)  # softmax minus one-hot
+        d_logits = exp * (counts / norm) - one_hot  # softmax minus one-hot
+        d_logits = d_logits.astype(x.dtype)
         d_embedding += jnp.einsum("nd,nv->dv", x, d_logits, preferred_element_type=jnp.float32)
-        return (total, d_embedding), jnp.einsum("nv,vd->nd", d_logits, embedding)
+        dx = jnp.einsum("nv,vd->nd", d_logits, embedding)
+        return (total, d_embedding), dx
 
     # The gradient of the embedding is summed up as [D, V]: CPUs multiply twice as fast into this layout.
     start = jnp.float32(0), jnp.zeros((D, V), jnp.float32)
-    (total, d_embedding), dx = lax.scan(one_chunk, start, in_chunks(x, targets, chunk))
-    gradients = dx.reshape(x.shape), d_embedding.T.astype(embedding.dtype)
+    chunks = in_chunks(x, targets, chunk)
+    (total, d_embedding), dx = lax.scan(one_chunk, start, chunks)
+    dx = dx.reshape(x.shape)
+    d_embedding = d_embedding.T.astype(embedding.dtype)
     # The barrier computes all of this now. XLA would put off the loss and keep the logits through the backward pass.
-    return lax.optimization_barrier((total, gradients))
+    return lax.optimization_barrier((total, (dx, d_embedding)))
 
 
 def _cross_entropy_backward(vocab_size, chunk, gradients, g):
     dx, d_embedding = gradients
-    return (g * dx).astype(dx.dtype), (g * d_embedding).astype(d_embedding.dtype), None
+    dx = (g * dx).astype(dx.dtype)
+    d_embedding = (g * d_embedding).astype(d_embedding.dtype)
+    return dx, d_embedding, None
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

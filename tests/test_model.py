@@ -84,19 +84,6 @@ def test_two_experts_on_four_devices():
     assert np.array_equal(own, [a, a, b, b])
 
 
-def test_the_gradient_of_weights_travels_in_grad():
-    """The example of `Weights`: the gradients of two layers x -> w x are summed up in place."""
-
-    def run(weights):
-        first, grad = layers.take(weights, 0)
-        second, _ = layers.take(collectives.Weights(weights.value, grad), 1)
-        return second * (first * 5)
-
-    weights = collectives.Weights(jnp.array([2.0, 3.0]), jnp.zeros(2))
-    y, gradient = jax.value_and_grad(run)(weights)
-    assert y == 30 and np.array_equal(gradient.grad, [15, 10]) and not gradient.value.any()
-
-
 def norm(x, scale, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
 
@@ -420,6 +407,26 @@ def test_causality_of_logits():
         for last in (7, 8)
     ]
     assert np.array_equal(logits[0], logits[2]) and not np.array_equal(logits[1], logits[3])
+
+
+def test_ticks_of_two_stages_four_microbatches_and_two_rounds():
+    """The grid of `model.pipeline`: each stage notes the round and microbatch of each tick."""
+
+    def run(x):
+        def stage(x, state, turn, microbatch, valid):
+            tick, seen = state
+            seen = seen.at[tick].set(jnp.where(valid, 10 * turn + microbatch, -1))
+            return x, (tick + 1, seen)
+
+        state = 0, jnp.zeros(9, jnp.int32)
+        _, (ticks, seen) = model.pipeline(stage, x, state, rounds=2)
+        return ticks[None], seen[None]
+
+    cfg = small_config((1, 2, 1))
+    ticks, seen = on_mesh(cfg, run, (P(),), (P("pp"), P("pp")))(jnp.zeros((4, 1)))
+    assert np.array_equal(ticks, [9, 9])
+    assert np.array_equal(seen[0], [0, 1, 2, 3, 10, 11, 12, 13, -1])
+    assert np.array_equal(seen[1], [-1, 0, 1, 2, 3, 10, 11, 12, 13])
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
