@@ -918,9 +918,10 @@ def test_debug_opens_a_pane_for_each_of_many_hosts(idle):
     done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     try:
-        tmux = lambda *words: (
-            subprocess.run(["tmux", *words], env=env, capture_output=True, text=True).stdout
-        )  # noqa: E731
+
+        def tmux(*words):
+            return subprocess.run(["tmux", *words], env=env, capture_output=True, text=True).stdout
+
         panes = tmux("list-panes", "-s", "-t", "debug-train", "-F", "#W").split()
         assert panes.count("run") == 40 and panes.count("devices") == 40
         wait_for(

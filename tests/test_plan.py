@@ -53,8 +53,11 @@ TPU_CONFIGURATIONS = [
 
 
 def agree(e, compiled, mesh, reductions=True):
-    """Hold an `Estimate` to what was compiled, within the tolerances that docs/planning.md states. Without `reductions`: but
-    for sums over devices, of which small ones are an all-reduce or a reduce-scatter as the TPU compiler likes."""
+    """Hold an `Estimate` to what was compiled, within the tolerances that docs/planning.md states.
+
+    Without `reductions`, sums over devices are left out: the TPU compiler makes small ones an all-reduce or a
+    reduce-scatter as it likes.
+    """
     c = hlo.analyze(compiled.text, dict(zip(collectives.AXES, mesh)))
     assert e.weights + e.optimizer + e.batch == pytest.approx(compiled.arguments, rel=0.01)
     assert e.flops - (e.scores if c.kernels else 0) == pytest.approx(c.flops, rel=0.03)

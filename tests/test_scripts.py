@@ -350,7 +350,7 @@ def test_hosts_and_keys_that_cannot_be_right_are_refused_at_once(repository, tmp
     )
 
 
-# --- tools/cluster/on_host.sh, on this machine ---------------------------------------------------------------------------
+# --- tools/cluster/on_host.sh, on this machine -------------------------------------------------------------------
 
 
 def on_this_host(home, *call, **settings):
