@@ -21,25 +21,13 @@ die() {
   exit 1
 }
 
-# The one place that decides what the machine has; platforms.platform() asks the same of an installed jax.
+# What the machine computes on: training/platforms.py tells, in any Python; fails where there is none so far.
 accelerator() {
-  case ${JAX_PLATFORMS:-} in
-    cpu*) echo cpu ;;
-    tpu*) echo tpu ;;
-    cuda* | gpu*) echo gpu ;;
-    *)
-      # WSL has no /dev/nvidia0; elsewhere looking at /dev spares the second that nvidia-smi takes
-      if compgen -G "/dev/nvidia[0-9]*" >/dev/null || [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; then
-        echo gpu
-      # vfio hands any device to a program: it is a TPU only beside Google's PCI vendor number
-      elif compgen -G "/dev/accel[0-9]*" >/dev/null ||
-        { compgen -G "/dev/vfio/[0-9]*" >/dev/null && grep -qsx 0x1ae0 /sys/bus/pci/devices/*/vendor; }; then
-        echo tpu
-      else
-        echo cpu
-      fi
-      ;;
-  esac
+  local asked
+  for asked in "$python" ${PYTHON:+"$PYTHON"} python3 python; do
+    "$asked" -I training/platforms.py 2>/dev/null && return
+  done
+  return 1
 }
 
 # version PYTHON MODULES: print 3.11, say; fail unless it runs, is 3.11 or newer and has the modules.
@@ -105,19 +93,23 @@ PYTHON
 }
 
 CDPATH='' cd -- "$(dirname -- "$0")"
+venv=${VENV:-.venv}
+python=$venv/bin/python
 case ${1:-} in
   -h | --help) usage && exit ;;
-  --accelerator) accelerator && exit ;;
+  --accelerator)
+    accelerator || die "no Python was found that could look; name one in PYTHON."
+    exit
+    ;;
   -*) die "setup_tpu.sh $1: no such option; see --help." ;;
 esac
 
-machine=$(accelerator)
-case $machine in
-  tpu) set -- "$@" tpu ;;
-  gpu) set -- "$@" cuda ;;
-esac
-venv=${VENV:-.venv}
-python=$venv/bin/python
+extra_for() { # MACHINE: the extra that it needs
+  case $1 in tpu) echo tpu ;; gpu) echo cuda ;; esac
+}
+machine=$(accelerator) || machine= # no Python yet: asked again once there is one
+extra=$(extra_for "$machine")
+set -- "$@" ${extra:+"$extra"}
 stamp=$venv/.stamp # written last: line 1 what was installed, line 2 with which extras
 
 # One setup of an environment at a time; who waited finds it made. A folder that cannot be written or locked does without.
@@ -171,6 +163,11 @@ if [[ -z $has ]]; then
   has=$(version "$python" pip) || die "$venv: its Python was made but does not run or lacks pip."
 fi
 
+if [[ -z $machine ]]; then
+  machine=$(accelerator) || die "$python does not run training/platforms.py."
+  extra=$(extra_for "$machine")
+  set -- "$@" ${extra:+"$extra"}
+fi
 # Extras that were there stay, so that asking for fewer later is no change
 for extra in $had; do
   [[ " $* " == *" $extra "* ]] || set -- "$@" "$extra"

@@ -465,6 +465,41 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu_and_only_there(
     assert utils.os.environ["JAX_PLATFORMS"] == chosen
 
 
+@pytest.mark.parametrize(
+    "files, spec, chip, found, used",
+    [
+        ([], ("libtpu", "jax_cuda12_plugin"), "0x8086", "cpu", "cpu"),
+        (["/dev/nvidia0"], ("jax_cuda12_plugin",), "0x10de", "gpu", "gpu"),
+        (["/dev/nvidia3"], (), "0x10de", "gpu", "cpu"),  # jax for it is not installed
+        (["/dev/accel0"], ("libtpu",), "0x1ae0", "tpu", "tpu"),
+        (["/dev/vfio/0"], ("libtpu",), "0x1ae0", "tpu", "tpu"),
+        (
+            ["/dev/vfio/0"],
+            ("libtpu",),
+            "0x10de",
+            "cpu",
+            "cpu",
+        ),  # another device, handed to a program
+    ],
+)
+def test_accelerators_are_found_before_and_after_jax_is_installed(
+    files, spec, chip, found, used, monkeypatch, tmp_path
+):
+    for name in [name for name in utils.os.environ if name.startswith(("TPU_", "JAX_PLATFORMS"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "vendor").write_text(chip + "\n")
+
+    def matching(pattern):
+        return [tmp_path / "vendor"] if "pci" in pattern else fnmatch.filter(files, pattern)
+
+    monkeypatch.setattr(platforms.glob, "glob", matching)
+    monkeypatch.setattr(platforms, "nvidia_smi_lists_gpus", lambda: False)
+    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda n: n in spec or None)
+    assert (platforms.accelerator(), platforms.platform()) == (found, used)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert (platforms.accelerator(), platforms.platform()) == ("gpu", "gpu")
+
+
 def test_a_run_directory_holds_what_is_promised(train, tmp_path):
     """On real text, with a real tokeniser, through the data programs."""
     text = tmp_path / "text"

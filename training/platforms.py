@@ -1,10 +1,16 @@
-"""The devices that jax will find: which kind, the flags that XLA needs for it, its peak. No jax in here."""
+"""The devices that jax will find: which kind, the flags that XLA needs for it, its peak. No jax in here.
+
+python training/platforms.py     prints what this machine computes on: tpu, gpu or cpu (setup_tpu.sh asks so)
+"""
 
 import contextlib
+import functools
 import glob
 import importlib.metadata
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 
 # Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers.
@@ -18,27 +24,63 @@ XLA_FLAGS = {
 }
 
 
-def platform():
-    """The platform that jax will choose, found without importing it: "tpu", "gpu" or "cpu"."""
-    chosen = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
-    if chosen:
-        return {"cuda": "gpu", "rocm": "gpu"}.get(chosen, chosen)
-    if glob.glob("/dev/nvidia[0-9]*") and any(
-        importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)
-    ):
+# What jax needs beside itself for an accelerator: one of these modules.
+PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+
+
+def accelerator():
+    """What this machine computes on: "tpu", "gpu" or "cpu", also before jax is installed. JAX_PLATFORMS wins."""
+    named = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+    if (chosen := chosen_platform()) in named:
+        return named[chosen]
+    # WSL has no /dev/nvidia0; looking at /dev first spares the second that nvidia-smi takes
+    if glob.glob("/dev/nvidia[0-9]*") or nvidia_smi_lists_gpus():
         return "gpu"
-    if (
-        os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
-    ) and importlib.util.find_spec("libtpu"):
+    if glob.glob("/dev/accel[0-9]*"):
+        return "tpu"
+    # vfio hands any device to a program: it is a TPU only where something else says so
+    if glob.glob("/dev/vfio/[0-9]*") and (has_google_chip() or told_of_tpu()):
         return "tpu"
     return "cpu"
+
+
+def platform():
+    """The platform that jax will choose, found without importing it: that of the accelerator, if jax has the plugin."""
+    if chosen := chosen_platform():
+        return {"cuda": "gpu", "rocm": "gpu"}.get(chosen, chosen)
+    found = accelerator()
+    plugins = PLUGINS.get(found, ())
+    return found if any(importlib.util.find_spec(name) for name in plugins) else "cpu"
+
+
+def chosen_platform():
+    """The first platform of JAX_PLATFORMS, "" where nothing is chosen."""
+    return os.environ.get("JAX_PLATFORMS", "").split(",")[0]
+
+
+@functools.cache
+def nvidia_smi_lists_gpus():
+    """Whether NVIDIA's own tool is there and finds a GPU."""
+    if not shutil.which("nvidia-smi"):
+        return False
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return listed.stdout.startswith("GPU")
+
+
+def told_of_tpu():
+    """Whether the environment is that of a TPU's host."""
+    return any(name.startswith("TPU_") and name != "TPU_LIBRARY_PATH" for name in os.environ)
+
+
+def has_google_chip():
+    """Whether a chip by Google, which makes TPUs, is on the PCI bus."""
+    return any(map(is_google, glob.glob("/sys/bus/pci/devices/*/vendor")))
 
 
 def may_have_tpu():
     """Whether anything here hints at a TPU: its device files or chips, or what its hosts have in the environment."""
     devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*")
-    told = [name for name in os.environ if name.startswith("TPU_") and name != "TPU_LIBRARY_PATH"]
-    return bool(devices or told or any(map(is_google, glob.glob("/sys/bus/pci/devices/*/vendor"))))
+    return bool(devices) or told_of_tpu() or has_google_chip()
 
 
 def is_google(path):
@@ -113,3 +155,7 @@ def peak_flops(device_kind):
     """Peak FLOP/s of a device, or None where it is not known. The longest matching name wins."""
     known = [k for k in PEAK_FLOPS if device_kind.startswith(k)]
     return PEAK_FLOPS[max(known, key=len)] if known else None
+
+
+if __name__ == "__main__":
+    print(accelerator())
