@@ -17,6 +17,7 @@ from conftest import ROOT, SMALL, flags_of, run_program
 import architectures
 import presets
 import utils
+from tools import common
 from training import command_line, platforms, settings
 
 PATH = [
@@ -100,6 +101,37 @@ def test_every_field_is_used(name):
     """Somewhere on the training path a field is read as an attribute."""
     source = "".join((ROOT / path).read_text() for path in PATH)
     assert re.search(rf"\b(m|d|o|r|s|self|model|data|optimizer|run|sample)\.{name}\b", source), name
+
+
+@pytest.mark.parametrize("old, clear", utils.RENAMED.items())
+def test_the_old_name_of_a_flag_is_accepted_and_help_shows_the_clear_one(old, clear):
+    value = another(clear, utils.flatten(presets.preset("tiny"))[clear])
+    wanted = command_line.parse(["--preset", "tiny", f"--{clear}", str(value)])
+    assert clear in wanted[1]
+    hyphens = old.replace("_", "-")
+    for words in ([f"--{old}", str(value)], [f"--{old}={value}"], [f"--{hyphens}", str(value)]):
+        assert command_line.parse(["--preset", "tiny", *words]) == wanted
+    assert f"--{old}" not in command_line.flags_of(utils.Config)
+    bench = common.Parser("A program.")
+    assert bench.parse_known_args([f"--{old}={value}"])[1] == [f"--{clear}={value}"]
+
+
+def test_a_run_directory_with_old_names_is_read(tmp_path):
+    """Its config.json, and what a checkpoint keeps of it."""
+    cfg = settings.validate(utils.replace(presets.preset("tiny"), output_dir=str(tmp_path)), 1)
+    stored = settings.to_resume(cfg, "x")
+    old = {clear: name for name, clear in utils.RENAMED.items()}
+    named = json.dumps({old.get(flag, flag): value for flag, value in stored.items()})
+    for path, content in {
+        "checkpoints/3/meta/metadata": f'{{"config": {named}}}',
+        "config.json": named,
+    }.items():
+        utils.write_file(str(tmp_path / "tiny" / path), content)
+        assert settings.stored_config(cfg.run.folder) == settings.as_json(stored)
+        assert settings.resume(cfg, set(), "x") == cfg
+    other = utils.replace(cfg, balance_weight=0.5)
+    with pytest.raises(utils.UserError, match="balance_weight was 0.0001 and is now 0.5"):
+        settings.resume(other, set(), "x")
 
 
 def test_the_flags_that_users_know_are_there():
@@ -295,10 +327,8 @@ def test_the_users_xla_flags_win(monkeypatch):
 
 
 def test_the_programs_name_the_nearest_flag():
-    from tools import checkpoints, common, hf
-
-    sys.path.insert(0, str(ROOT / "data"))
     from data import command_line as data_command_line
+    from tools import checkpoints, hf
 
     own = common.Parser("A program.")
     own.add_argument("--steps", type=int)

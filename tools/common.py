@@ -99,11 +99,12 @@ class Parser(utils.Parser):
         return super().flags() + command_line.flags_of(utils.Config)
 
     def parse_known_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        args = [command_line.renamed(word) for word in args]
         known, rest = super().parse_known_args(args, namespace)
         plain = {flag.replace("-", "_") for flag in self.flags()}
-        if unknown := [
-            flag for flag in utils.flags_in(rest) if flag.replace("-", "_") not in plain
-        ]:
+        left = utils.flags_in(rest)
+        if unknown := [flag for flag in left if flag.replace("-", "_") not in plain]:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, rest
 

@@ -25,42 +25,53 @@ def parse(argv, load=load_tokenizer):
     `--help` prints the preset's values and exits.
     """
     argv = [renamed(word) for word in argv]
+    default = preset(preset_name(argv))
+    cfg = read_flags(Annotated[Config, tyro.conf.OmitArgPrefixes], argv, "main.py", default=default)
+    flags = [re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", word) for word in argv]
+    given = {flag[1].replace("-", "_") for flag in flags if flag}
+    cfg = follow_tokenizer(cfg, given, load)
+    for group in GROUPS:
+        check_bounds(getattr(cfg, group))
+    cfg = follow(cfg, given)
+    of_plan = [flag for flag, value in vars(cfg.plan).items() if value]
+    if of_plan and not cfg.plan.plan:
+        raise UserError(f"--{of_plan[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
+    return cfg, given
+
+
+def preset_name(argv):
+    """The value of --preset, whose values are the defaults of all other flags. Raises UserError where it is missing."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="moe1b")
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            name = first.parse_known_args(argv)[0].preset
+            return first.parse_known_args(argv)[0].preset
     except SystemExit:
         raise UserError(f"--preset: a name is missing; there are {', '.join(PRESETS)}.") from None
-    default = preset(name)
-    given = {
-        m[1].replace("-", "_") for a in argv if (m := re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", a))
-    }
-    cfg = read_flags(Annotated[Config, tyro.conf.OmitArgPrefixes], argv, "main.py", default=default)
+
+
+def follow_tokenizer(cfg, given, load):
+    """`cfg` with the vocabulary of --tokenizer, if that was given alone. Raises UserError where a given one is too
+    small."""
     encoding = load(cfg.data.tokenizer) if cfg.data.tokenizer else None
-    if encoding:
-        n_vocab = encoding.n_vocab
-        if "vocab_size" not in given:
-            cfg = replace(cfg, vocab_size=n_vocab)
-        if cfg.model.vocab_size < n_vocab:
-            raise UserError(
-                f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {n_vocab} "
-                f"tokens; give at least that many, or leave the flag out."
-            )
-    for group in GROUPS:
-        check_bounds(getattr(cfg, group))
-    cfg = follow(cfg, given)
-    if not cfg.plan.plan and (alone := [flag for flag, value in vars(cfg.plan).items() if value]):
-        raise UserError(f"--{alone[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
-    return cfg, given
+    if encoding is None:
+        return cfg
+    if "vocab_size" not in given:
+        return replace(cfg, vocab_size=encoding.n_vocab)
+    if cfg.model.vocab_size < encoding.n_vocab:
+        raise UserError(
+            f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {encoding.n_vocab} "
+            f"tokens; give at least that many, or leave the flag out."
+        )
+    return cfg
 
 
 def renamed(word):
     """A word of the command line, with the clear name of a flag in place of one from before."""
-    flag, _, value = word.partition("=")
+    flag, equals, value = word.partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     if flag.startswith("--") and name in RENAMED:
-        return f"--{RENAMED[name]}" + word[len(flag) :]
+        return f"--{RENAMED[name]}{equals}{value}"
     return word
 
 
