@@ -1,7 +1,8 @@
-"""Configuration, validation, files and messages. No jax in here.
+"""Configuration, errors, files and messages. No jax in here.
 
-Every option is declared once, as a field of one of the dataclasses below; the flags, their help text, the presets,
-`config.json` and the comparison on resume all derive from those fields.
+Every flag is declared once, as a field of one of the dataclasses below, with its help and all that is known of it. The
+command line, presets, `config.json` and the checks on resume follow from the fields. training/settings.py makes the
+final configuration of the flags.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import fsspec
 
 
 class UserError(Exception):
-    """Something that the user can mend: one sentence with what was wrong, where, and what would be right."""
+    """A mistake that the user can mend: one sentence that says what is wrong, where, and what would be right."""
 
 
 def first_line(error):
@@ -126,8 +127,8 @@ class Model:
     model_dimension: int = flag(768, least=1)
     """Width D of the residual stream, in channels."""
     vocab_size: int = flag(100277, least=2)
-    """Number of token ids; padded inside to a multiple of 128, the padding is never predicted. Without the flag it
-    follows --tokenizer."""
+    """Number of token ids. The embedding is padded to a multiple of 128 rows, which are never predicted. Without the
+    flag it follows --tokenizer."""
     tied: bool = flag(True)
     """Whether the embedding is the output head too."""
     norm_eps: float = flag(1e-6, least=0)
@@ -137,7 +138,7 @@ class Model:
     n_head: int = flag(12, least=1)
     """Attention heads."""
     first_layers: int = flag(0, least=0, absent=0)
-    """Dense layers before the blocks; they run with the embedding, on all of pp, so that stages stay even."""
+    """Dense layers before the blocks. They run on all of pp, as the embedding does, so that stages stay even."""
     blocks: int = flag(8, least=1)
     """Blocks of layers; pp must divide it."""
     layers_per_block: int = flag(6, least=1, absent=1)
@@ -194,27 +195,27 @@ class Model:
     """Further tokens that training predicts after the next, each by one more layer (multi-token prediction,
     arXiv:2412.19437, section 2.2); evaluation and samples do without."""
     capacity_factor: float = flag(1.5, least=0, absent=0.0, of_weights=False)
-    """Bucket size of an expert in multiples of the balanced load tokens x k / n_experts; tokens beyond it pass by on
-    the residual. 0: dropless, no token is ever dropped (buckets as large as the worst case, so slower)."""
+    """Bucket size of an expert, in multiples of the balanced load tokens x experts_per_token / n_experts. Tokens beyond
+    it are dropped: they pass by on the residual. 0: dropless, with buckets for the worst case, so slower."""
     document_mask: bool = flag(False, of_weights=False)
     """Keep documents apart: no attention across the end-of-text token that begins each, and learned positions count
     from it."""
     end_of_text: int = flag(-1, least=-1, of_weights=False)
-    """Token id that begins a document, for document_mask; -1: the tokeniser's."""
+    """Token id that begins a document, for document_mask; -1: the tokenizer's."""
     dropout_rate: float = flag(0.0, least=0, below=1, of_weights=False)
     """Probability of zeroing a channel after the embedding and after every attention and feed-forward."""
     model_dtype: Literal["bfloat16", "float32"] = flag("bfloat16", of_weights=False)
     """Type of activations and matrix products; parameters and sums that need it are always float32."""
     remat: Literal["none", "dots", "full"] = setting("full", of_weights=False)
-    """What a layer keeps for the backward pass: none recomputes nothing, dots keeps products with weights other
-    than experts', full keeps only the layer's input."""
+    """What a layer recomputes in the backward pass. none: nothing. dots: all but products with weights other than
+    experts'. full: all, from the layer's input."""
     fsdp: Literal["full", "hoist", "none"] = setting("hoist", of_weights=False)
-    """Where weights lie: full, in parts over dp, gathered before every use, for the least memory; hoist, in parts,
-    gathered once a batch, for the fewest messages; none, whole on every replica (experts are always spread)."""
+    """Where weights lie. full: split over dp and gathered before every use, for the least memory. hoist: split over dp
+    and gathered once a batch, for the fewest messages. none: whole on every replica (experts are always spread)."""
     sequence_parallel: Literal["megatron", "ulysses"] = setting("ulysses", of_weights=False)
-    """What travels over tp: megatron, the tokens, into and out of every attention and feed-forward, whose weights are
-    split (arXiv:2205.05198), for wide models; ulysses, latents and the heads' outputs alone (arXiv:2309.14509), for
-    more tokens than weights: what lies behind the heads is gathered over tp too."""
+    """What travels over tp. megatron (arXiv:2205.05198): activations, into and out of every attention and feed-forward,
+    whose weights are split; for wide models. ulysses (arXiv:2309.14509): only latents and the heads' outputs, while
+    weights are gathered over tp; where there are more tokens than weights."""
     attention: str = setting("auto", of_weights=False)
     """Kernel of the causal attention: xla writes all T x T scores to memory; blockwise computes half of them, block by
     block; splash writes none (TPUs, T a multiple of 128). auto: splash on TPUs, else blockwise."""
@@ -275,7 +276,7 @@ class Data:
     val_folder_name: str = flag("val")
     """Folder of validation shards (.npy) inside bucket_name."""
     tokenizer: str = flag("")
-    """Tokeniser of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
+    """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
     train_batch_size: int = setting(32, least=1)
     """Training sequences per data-parallel replica and accumulation step. The global batch is this x dp x
@@ -335,8 +336,8 @@ class Run:
     n_devices: int = setting(0, least=0)
     """Devices to use; 0: all that are present. On a machine without an accelerator this many are simulated."""
     pp_interleave: int = setting(0, least=0)
-    """Rounds of the pipeline: every stage has a part of the blocks of each round, so that the first and last
-    microbatches leave so many times less of it idle; pp times this must divide blocks. 0: up to 4 where pp > 1."""
+    """Rounds of the pipeline (interleaved stages): each stage holds some blocks of every round, and its bubble is so
+    many times smaller. pp times this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = setting(75000, least=1)
     """Optimizer step at which training ends."""
     accumulation_steps: int = setting(1, least=1)
@@ -349,17 +350,17 @@ class Run:
     """Steps between checkpoints and samples; 0: 10 x eval_every. One more is written at the end and on SIGTERM
     or SIGINT."""
     keep_checkpoints: int = setting(3, least=1)
-    """Newest checkpoints to keep; older ones are deleted but for those of the next two flags."""
+    """Newest checkpoints to keep. Older ones are deleted, except those that the next two flags keep."""
     keep_every: int = setting(0, least=0)
     """Keep every checkpoint whose step is a multiple of this too; 0: none."""
     keep_best: bool = setting(True)
     """Keep the checkpoint with the smallest validation loss too."""
     max_bad_steps: int = setting(10, least=0)
-    """Steps in a row with a loss or gradient that is not finite, each skipped, before the run goes back to the
-    checkpoint before them and on with the data after them, three times at most; 0: never."""
+    """Steps in a row with a loss or gradient that is not finite, each skipped, that cause a rollback to the checkpoint
+    before them; training goes on with the data after them. After three rollbacks the run ends. 0: no rollback."""
     spike_zscore: float = setting(6.0, least=0)
-    """Standard deviations of the last 100 training losses above their mean from which a loss is logged as a spike; 0:
-    none is."""
+    """Standard deviations above the mean of the last 100 training losses from which one is logged as a spike; 0:
+    never."""
     seed: int = flag(0, least=0)
     """Seed of the parameters, the data order, dropout and samples."""
     wandb: bool = setting(False)
@@ -367,8 +368,8 @@ class Run:
     compilation_cache: str = setting("~/.cache/moe-pretraining-xla", per_process=True)
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
     coordinator: str = setting("", per_process=True)
-    """HOST:PORT of process 0, for processes on several hosts that train together. Empty: what a TPU pod, Slurm or
-    Kubernetes says; where none of them is, this process trains alone."""
+    """HOST:PORT of process 0, for processes on several hosts that train together. Empty: as a TPU pod, Slurm or
+    Kubernetes says; elsewhere this process trains alone."""
     num_processes: int = setting(0, least=0)
     """Processes that meet at coordinator, each with an equal part of the devices. 1: this one trains alone, whatever
     the machine belongs to."""
@@ -379,10 +380,10 @@ class Run:
     peer_timeout: int = setting(100, least=1, per_process=True)
     """Seconds of silence after which a process is taken for lost and the others end."""
     stuck_factor: float = setting(10.0, least=1)
-    """Times the median so far that a step, evaluation, checkpoint or sampling may take before its process writes the
-    stacks of all its threads to the log."""
+    """A step, evaluation, checkpoint or sampling that takes so many times its median so far is taken for stuck: its
+    process writes the stacks of all its threads to the log."""
     stuck_limit: int = setting(1800, least=1)
-    """Seconds that one may take before its process ends, with status 75."""
+    """Seconds that a step, evaluation, checkpoint or sampling may take before its process ends, with status 75."""
 
     @property
     def folder(self):
@@ -413,7 +414,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step would cost, asked before paying for it; nothing is trained and no device is needed."""
+    """What a step would cost. Nothing is trained and no device is needed."""
 
     plan: str = ""
     """The machine: CHIP:TOPOLOGY such as v4:2x4x4 (also v5e, v5p, v6e), which the TPU compiler compiles the step for,

@@ -62,7 +62,7 @@ def another(name, value):
 
 @pytest.fixture
 def byte_ranks(tmp_path):
-    """A tokeniser of the 256 bytes."""
+    """A tokenizer of the 256 bytes."""
     import base64
 
     path = tmp_path / "bytes.tiktoken"
@@ -531,7 +531,7 @@ def test_accelerators_are_found_before_and_after_jax_is_installed(
 
 
 def test_a_run_directory_holds_what_is_promised(train, tmp_path):
-    """On real text, with a real tokeniser, through the data programs."""
+    """On real text, with a real tokenizer, through the data programs."""
     text = tmp_path / "text"
     text.mkdir()
     for i in range(20):

@@ -48,7 +48,7 @@ class Sample(Options, utils.Sample):
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
     """What stands before a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
-    trained here, for others what their own tokeniser puts there."""
+    trained here, for others what their own tokenizer puts there."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
     seed: int = utils.flag(utils.Run.seed, least=0)
@@ -132,11 +132,11 @@ def run(program):
 
 
 def open_model(options, text):
-    """(Config, mesh, parameters, tokeniser) of `options.model` on the mesh of `options`.
+    """(Config, mesh, parameters, tokenizer) of `options.model` on the mesh of `options`.
 
     Parameters lie as model.param_table says, matrices in model_dtype already, so that no step converts them again; the
-    tokeniser is None where the model has none. Raises UserError where there is no such model, the mesh does not fit,
-    the model has not learned --T positions, or `text` is wanted and there is no tokeniser.
+    tokenizer is None where the model has none. Raises UserError where there is no such model, the mesh does not fit,
+    the model has not learned --T positions, or `text` is wanted and there is no tokenizer.
     """
     import jax  # here: XLA's flags must stand in the environment before
 
@@ -145,32 +145,9 @@ def open_model(options, text):
     from training import steps, weights
 
     flags, load = weights.open_weights(options.model)
-    encoding = tokenization.folder_tokenizer(options.model)
-    if text and encoding is None:
-        raise UserError(
-            f"{options.model}: holds no tokeniser, so it knows no text; put its tokenizer.json there."
-        )
-    if encoding and encoding.n_vocab > flags["vocab_size"]:
-        raise UserError(
-            f"{options.model}: its tokeniser has {encoding.n_vocab} tokens, the model only "
-            f"{flags['vocab_size']}; they do not belong together."
-        )
+    encoding = open_tokenizer(options, flags, text)
     check_T(options, flags)
-    if options.model_dtype:
-        flags["model_dtype"] = options.model_dtype
-    flags |= {
-        name: getattr(options, name) for name in ("n_device_axis", "n_devices", "compilation_cache")
-    }
-    flags |= dict(
-        pp_interleave=1, attention="auto"
-    )  # decoding goes round once, perhaps on another platform
-    for name in (
-        "microbatches",
-        "train_batch_size",
-        "val_batch_size",
-    ):  # no flags here: any that fit the mesh do
-        flags[name] = max(1, options.n_device_axis[1])
-    cfg = settings.validate(utils.replace(utils.Config(), **flags), jax.device_count())
+    cfg = settings.validate(config_of(options, flags), jax.device_count())
     steps.configure_jax(cfg)
     mesh, table = steps.make_mesh(cfg), model.param_table(cfg)
 
@@ -181,15 +158,50 @@ def open_model(options, text):
         w.delete()  # one leaf at a time is held in both types
         return converted
 
-    params = jax.tree.map(
-        convert, table, load(steps.abstract_params(cfg, mesh)), is_leaf=parameters.is_param
-    )
+    stored = load(steps.abstract_params(cfg, mesh))
+    params = jax.tree.map(convert, table, stored, is_leaf=parameters.is_param)
     return cfg, mesh, params, encoding
+
+
+def open_tokenizer(options, flags, text):
+    """The tokenizer of `options.model`, None where it has none. Raises UserError where it does not belong to the model,
+    or `text` is wanted and there is none."""
+    encoding = tokenization.folder_tokenizer(options.model)
+    if text and encoding is None:
+        raise UserError(
+            f"{options.model}: holds no tokenizer, so it knows no text; put its tokenizer.json there."
+        )
+    if encoding and encoding.n_vocab > flags["vocab_size"]:
+        raise UserError(
+            f"{options.model}: its tokenizer has {encoding.n_vocab} tokens, the model only "
+            f"{flags['vocab_size']}; they do not belong together."
+        )
+    return encoding
+
+
+def config_of(options, flags):
+    """The Config, not validated yet, for a model of these flags on the mesh of `options`."""
+    if options.model_dtype:
+        flags = flags | dict(model_dtype=options.model_dtype)
+    batch = max(1, options.n_device_axis[1])  # any batch that fits the mesh does
+    return utils.replace(
+        utils.Config(),
+        **flags
+        | dict(
+            n_device_axis=options.n_device_axis,
+            n_devices=options.n_devices,
+            compilation_cache=options.compilation_cache,
+            pp_interleave=1,  # decoding goes round once
+            attention="auto",  # perhaps on another platform than training
+            microbatches=batch,
+            train_batch_size=batch,
+            val_batch_size=batch,
+        ),
+    )
 
 
 def check_T(options, flags):
     """Warn where --T is more than the model was made for. Raises UserError where it has not learned such positions."""
-
     from training import weights
 
     most = weights.positions(options.model, flags["T"])
