@@ -521,7 +521,7 @@ DEEPSEEK = dict(
 )
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
-    """At every position. The cache holds a token's latent and its rotary key, if it has one; for GPT-2, key and value."""
+    """At every position. The cache holds a token's latent and its rotary key, if any; for GPT-2, key and value."""
     cfg = small_config(mesh_shape, **flags)
     m, mesh = cfg.model, steps.make_mesh(cfg)
     decode = jax.jit(decoding.make_decode(cfg, mesh))
