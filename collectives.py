@@ -29,12 +29,12 @@ BATCH_SPEC = P(None, "pp", "dp", "tp")
 def all_gather(x, axis, dim):
     """Join the parts [.., n, ..] of all devices of a mesh axis along `dim`, in order -> [.., axis size x n, ..].
 
-    Transpose: `reduce_scatter`. The TPU compiler turns a reduce-scatter into an all-reduce, which sends twice the
-    bytes, in three cases. Each has its remedy here:
+    Transpose: `reduce_scatter`. The TPU compiler turns some reduce-scatters into all-reduces, which send twice the
+    bytes. Each case has its remedy:
 
-        among all devices of the mesh       goes in two steps (arXiv:1909.09756, section 3), see `gather_steps`
-        parts that are small along the last dim     the dims after `dim` become one
-        along dim 0                         the devices get a dim of their own, unless the part has 2^28 numbers
+        among all devices of the mesh       two steps (arXiv:1909.09756, section 3), see `gather_steps`
+        with a small last dim               the dims after `dim` become one
+        along dim 0                         parts of less than 2^28 numbers are joined along a dim of their own
     """
     shape = x.shape
     tiled = dim > 0 or x.size >= 2**28

@@ -111,9 +111,7 @@ class Metrics(NamedTuple):
 
     cross_entropy: jax.Array  # [] nats per token
     mtp: jax.Array  # [] nats per token of multi-token prediction, mean over its depths
-    load_loss: (
-        jax.Array
-    )  # [] load-balancing loss, sum over layers with experts, mean over sequences
+    load_loss: jax.Array  # [] load-balancing loss, summed over layers, mean over sequences
     load: dict  # {kind of layer: [layers, E]} choices that fell on each expert; dims as in param_table
     dropped: jax.Array  # [] share of the choices that found their expert's bucket full
 

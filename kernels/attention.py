@@ -97,9 +97,7 @@ class Kernel(NamedTuple):
     platforms: tuple[str, ...]  # where it runs, as jax names platforms
     multiple: int  # of which T must be a multiple
     score_share: Callable  # T -> the share of the T x T scores that it computes
-    keeps_scores: (
-        bool  # whether the backward pass reads the scores of the forward pass or computes them anew
-    )
+    keeps_scores: bool  # for the backward pass, which computes them anew otherwise
 
 
 # What --attention takes beside auto. The fastest come first: auto is the first that runs.

@@ -39,7 +39,8 @@ def token_losses(x, embedding, targets, vocab_size, chunk):
         logits = logits_of(x, embedding, vocab_size)
         at_target = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
         losses = jax.nn.logsumexp(logits, -1) - at_target
-        return None, jnp.where(targets >= 0, losses, 0)
+        losses = jnp.where(targets >= 0, losses, 0)
+        return None, losses
 
     _, losses = lax.scan(one_chunk, None, in_chunks(x, targets, chunk))
     return losses.reshape(targets.shape)

@@ -31,7 +31,7 @@ def on_mesh(cfg, f, in_specs, out_specs):
 
 
 def layer_params(cfg, kind, scale=3.0, seed=1):
-    """Float64-able parameters of one layer, larger than at the start of training so that everything matters."""
+    """Parameters of one layer, larger than at the start of training so that every part matters."""
     table, rng = model.param_table(cfg)[kind], np.random.default_rng(seed)
     lead = 2 if kind == "dense" else 1
 
@@ -305,7 +305,7 @@ def test_experts_equal_plain_loops(capacity_factor, norm_topk_prob):
 
 
 def test_dropped_tokens_pass_by_on_the_residual():
-    """Everyone wants the same two experts, with two seats each: the tokens without a seat keep their residual to the
+    """All tokens choose the same two experts, of capacity two each: tokens without a slot keep their residual bit for
     bit, the two to four others do not."""
     cfg = small_config(capacity_factor=0.25)  # 32 tokens x 2 / 8 x 0.25 = 2 seats
     m, p = cfg.model, layer_params(cfg, "moe")
@@ -431,8 +431,8 @@ def test_ticks_of_two_stages_four_microbatches_and_two_rounds():
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_pipeline_equals_a_plain_loop(rounds):
-    """Four stages, in each round its own affine map, against applying them in turn; invalid ticks leave the state
-    alone."""
+    """Four stages with an affine map for each round, against applying all maps in turn; idle ticks leave the state as
+    it was."""
     cfg = small_config((1, 4, 1))
     weights = np.random.default_rng(0).standard_normal((rounds, 4, 2)).astype(np.float32)
     inputs = np.random.default_rng(1).standard_normal((8, 3, 5)).astype(np.float32)
@@ -456,7 +456,7 @@ def test_pipeline_equals_a_plain_loop(rounds):
 
 
 def test_cross_entropy_and_its_gradient():
-    """Chunked against the plain formula; the padding of the vocabulary gets no probability."""
+    """In chunks, against the plain formula; the padding of the vocabulary has no probability."""
     rng = np.random.default_rng(0)
     x, table = (
         rng.standard_normal((24, 8)).astype(np.float32),
@@ -521,8 +521,7 @@ DEEPSEEK = dict(
 )
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
-    """At every position; and what the cache holds of a token is its latent and, where there is one, its rotary key (of
-    GPT-2: key and value)."""
+    """At every position. The cache holds a token's latent and its rotary key, if any; for GPT-2, key and value."""
     cfg = small_config(mesh_shape, **flags)
     m, mesh = cfg.model, steps.make_mesh(cfg)
     decode = jax.jit(decoding.make_decode(cfg, mesh))

@@ -70,7 +70,7 @@ DEEPSEEK = dict(
 @pytest.mark.parametrize(
     "mesh, flags",
     [
-        # dropout is decided by a token's number, remat repeats it
+        # dropout depends on a token's number, and remat draws it again
         ((2, 2, 2), dict(dropout_rate=0.2, fsdp="full", sequence_parallel="megatron")),
         (
             (4, 1, 2),
@@ -134,7 +134,7 @@ def test_parity_of_the_published_architectures(mesh, flags):
 
 @functools.cache
 def three_steps(mesh, **flags):
-    # of alpha enough, and of clipping enough, that an error in either shows
+    # balance_weight and clipping are strong enough for an error in either to show
     state, metrics = steps_of(
         small_config(mesh, grad_clip_norm=0.1, balance_weight=0.1, max_lr=1e-3, **flags), 3
     )
