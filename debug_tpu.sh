@@ -6,9 +6,10 @@ usage() {
   cat <<'HELP'
 usage: bash debug_tpu.sh [COMMAND]
 
-Opens a tmux session on this machine. Its first window has a pane for each of HOSTS in cluster.env (see launcher.sh
---help) that runs COMMAND there, in FOLDER; without one it follows the log of the run. The second window shows the hosts'
-devices by tpu-info or nvidia-smi, again and again. Ctrl-b n changes the window, Ctrl-b & closes one.
+Opens a tmux session on this machine, with a pane for each of HOSTS in cluster.env (see launcher.sh --help). In the
+first window each pane runs COMMAND on its host, in FOLDER; without COMMAND it follows the log of the run. In the second
+window each shows the host's devices by tpu-info or nvidia-smi, every 5 seconds. Ctrl-b n changes the window, Ctrl-b &
+closes one.
 HELP
 }
 

@@ -9,26 +9,26 @@ usage: bash launcher.sh [--sync] [--restart] [--max_restarts N] [any flag of mai
 
 Starts main.py with the flags on all HOSTS of cluster.env (copy cluster.env.example) and returns when every host has
 compiled its first step. Nothing is stopped or changed anywhere until all hosts have passed the check and the program
-that will run has parsed its flags; if one fails to start, what was started on the others is ended again.
+that will run has parsed its flags. If one host fails to start, what was started on the others is ended again.
 
-The flags are parsed here where a Python has the packages (VENV, python3), and on each host that was set up before:
-their names, their values, how they fit each other and the run of that name in a folder there. What devices, data or
-weights tell, and all of it where no Python can parse, is said when main.py starts.
+The flags are checked before anything is sent: here, if a Python (VENV, python3) has the packages, and on each host that
+was set up before. That covers names, values, how they fit each other, and a run of that name in a folder there. What
+depends on devices, data or weights is checked when main.py starts; so is everything where no Python has the packages.
 
-  --sync         send the files as they stand here, not COMMIT; what git ignores and run directories stay here
+  --sync         send the files as they are here, not COMMIT; ignored files and run directories are not sent
   --restart      end the run that is there first, with a checkpoint
   --max_restarts N  each host starts main.py again, up to N times, after a crash, a lost peer or a preemption
-  --status       what each host does, with the last line of its log that says something
+  --status       what each host does, with the last telling line of its log
   --logs [HOST]  the last 100 lines of every host's log, or of one's
-  --logs -f [HOST]  these, and each further line as it is written, behind the name of its host; Ctrl-C ends it
+  --logs -f [HOST]  the same, and new lines as they are written, each after its host's name; Ctrl-C ends it
   --stop         SIGTERM: all write one checkpoint and end
   --attach HOST  look into the tmux session there (detach: Ctrl-b d)
 
-Only files that the launcher put into FOLDER are ever changed or removed there; with --sync, what somebody changed of
-them is kept in a git branch there. A FOLDER with files in it that the launcher did not make is refused; with
-TAKE_FOLDER=yes the code is put beside what is there, or refused where it would overwrite something.
+The launcher changes and removes only files that it put into FOLDER. With --sync, changes that somebody made to them are
+kept in a git branch there. A FOLDER that the launcher did not make is refused if it has files in it; with
+TAKE_FOLDER=yes the code is put beside them, unless it would overwrite something.
 
-A status other than 0: a host failed; it is named, with its last lines.
+The exit status is not 0 if a host failed; the host is named, with the last lines that it wrote.
 HELP
 }
 
@@ -38,8 +38,8 @@ source tools/cluster/cluster.sh
 ((${#hosts[@]})) || die "HOSTS: names no host; copy cluster.env.example to cluster.env and fill it in."
 
 tmp=$(mktemp -d)
-export TMPDIR=$tmp # what is started from here leaves nothing elsewhere
-pids=()            # of the hosts' jobs in progress, each with all that it starts a process group
+export TMPDIR=$tmp # what is started from here leaves no other temporary files
+pids=()            # of the jobs in progress, one a host; each is a process group with all that it starts
 launched=
 start_job() {
   set -m
@@ -47,7 +47,7 @@ start_job() {
   set +m
 }
 
-# Whatever ends the launch before it is whole takes back what it started.
+# finish: at the end, stop all jobs. A launch that failed or was interrupted also ends what it started on the hosts.
 finish() {
   local pid
   trap '' INT TERM HUP
@@ -75,8 +75,8 @@ take_back() {
   done
 }
 
-# on_all TITLE WORD...: `run.sh WORD HOST...` (HOST is put after the first word) on all hosts at once, and a table of
-# how it went. The hosts that failed are left in `failed`; with FIRST=1 waiting ends with the first that fails.
+# on_all TITLE STEP WORD...: run `run.sh STEP HOST WORD...` for all hosts at once and print a table of the results. Sets
+# `failed` to the hosts that failed. With FIRST=1 it returns as soon as one fails.
 on_all() {
   local title=$1 step=$2 i pid status
   shift 2
@@ -108,8 +108,8 @@ on_all() {
   ((${#failed[@]} == 0))
 }
 
-# snapshot: COMMIT becomes one of the files as they stand here. It lies in $tmp, and nothing here changes. Run
-# directories that git does not know are left out: a host has its own.
+# snapshot: set COMMIT to a commit of the files as they are here. It is stored in $tmp, and the repository does not
+# change. Run directories that git does not know are left out: a host has its own.
 snapshot() {
   local index prefix file folder tree nested left_out=()
   if ! git ls-files --error-unmatch launcher.sh >/dev/null 2>&1; then
@@ -139,18 +139,18 @@ snapshot() {
   export COMMIT
 }
 
-# alone OPTION WORD...: OPTION has no use for a further WORD.
+# alone OPTION WORD...: fail if a word follows the option.
 alone() { (($# == 1)) || die "$1 $2: $1 takes nothing more; see --help."; }
 
-# a_host WORD: it is one of HOSTS.
+# a_host WORD: fail unless it is one of HOSTS.
 a_host() { [[ " ${hosts[*]} " == *" $1 "* ]] || die "$1: must be one of HOSTS ($HOSTS)."; }
 
-# meant WORD: print the option here that the word is, or differs from by a letter or two.
+# meant WORD: print the launcher's option that the word is, or that it differs from by a letter or two.
 meant() {
   local word=${1%%=*}
   WORD=${word//-/_} awk -v names="sync restart max_restarts status logs stop attach" '
     function least(a, b) { return a < b ? a : b }
-    function distance(a, b, i, j, d, same) { # Levenshtein, and neighbours that changed places
+    function distance(a, b, i, j, d, same) { # Levenshtein, and neighbors that changed places
       for (i = 0; i <= length(a); i++) d[i, 0] = i
       for (j = 0; j <= length(b); j++) d[0, j] = j
       for (i = 1; i <= length(a); i++) for (j = 1; j <= length(b); j++) {
@@ -169,7 +169,7 @@ meant() {
     }'
 }
 
-# none_meant WORD...: main.py's words hold no option of this script, nor one mistyped.
+# none_meant WORD...: fail if an option of this script, or a mistyped one, stands among the flags of main.py.
 none_meant() {
   local word option first=$1
   for word; do
@@ -181,7 +181,8 @@ none_meant() {
   done
 }
 
-# follow HOST: its log as it grows, each line behind the host's name. The terminal there ends tail with the connection.
+# follow HOST: print its log as it grows, each line after the host's name. The terminal there (-tt) ends tail when the
+# connection ends.
 follow() {
   local line begun='' status=0 complaint there mark="--- the log of $1"
   there="cd; echo $(quoted "$mark"); exec tail -n 100 -F $(quoted ".moe-pretraining/$SESSION/$1/log")"
@@ -203,7 +204,7 @@ follow() {
   return 1
 }
 
-# logs [-f] [HOST]
+# logs [-f] [HOST]: print the logs, see usage.
 logs() {
   local word host pid status=0 step=show names=()
   for word; do
@@ -273,7 +274,7 @@ else
       "--sync would send it"
 fi
 
-# What main.py refuses is refused before any host is asked, where a Python here has what parsing needs.
+# parse_here FLAG...: fail where main.py would refuse the flags, if a Python here has the packages that parsing needs.
 parse_here() {
   local host="this machine"
   read_program
@@ -294,5 +295,5 @@ if ! FIRST=1 on_all start --start "$@"; then
   done
   exit 1
 fi
-launched= # it is whole, and stays
+launched= # the launch succeeded: `finish` leaves it running
 echo "started; bash launcher.sh --status, --logs, --stop"

@@ -8,10 +8,10 @@ usage: bash run.sh [--max_restarts N] local [any flag of main.py]
        bash run.sh [--max_restarts N] HOST [any flag of main.py]
 
 HOST, one of HOSTS in cluster.env (see launcher.sh --help): checks the host, sends this repository's commit there, sets
-it up and starts main.py with the flags, as one process of as many as there are HOSTS, in a tmux session that outlives
-the connection. launcher.sh does this to all hosts at once, one of the steps --check, --flags, --code, --setup, --start
-before HOST at a time; --state, --log and --stop before HOST say what runs there, show the end of its log, end it with
-a checkpoint.
+it up and starts main.py with the flags in a tmux session, which goes on when the connection ends. Each of the HOSTS
+runs one process. A word before HOST does one step alone: --check, --flags, --code, --setup or --start. launcher.sh
+takes these steps one after another, each on all hosts at once. Three more words look after a run: --state says what
+runs on the host, --log shows the end of its log, and --stop ends it with a checkpoint.
 
 local: trains on this machine. Sets up .venv, makes the corpus if it is missing (Python's standard library, with a
 tokenizer trained on it) and starts main.py with these flags where they are not given:
@@ -30,7 +30,8 @@ bash run.sh local --help lists the flags of main.py.
 HELP
 }
 
-# clock: pass lines on, but compare the line with the host's clock with this machine's in the moment that it arrives.
+# clock: print the lines of stdin. A line "clock SECONDS", the time on the host, is compared with this machine's clock
+# when it arrives, and not printed.
 clock() {
   local line skew
   while read -r line; do
@@ -46,7 +47,7 @@ clock() {
 # objects COMMIT: a git pack of the commit and its files, without its history.
 objects() { git rev-list --objects --no-walk "$1" | git pack-objects -q --stdout; }
 
-# send: this repository at COMMIT; with --sync the launcher made that of the files as they stand here.
+# send: send this repository at COMMIT to the host. With --sync the launcher made COMMIT of the files as they are here.
 send() {
   local revision
   revision=$(git rev-parse --verify -q "$COMMIT^{commit}") ||
@@ -73,7 +74,7 @@ find_others() {
   others=(--coordinator "$COORDINATOR" --num_processes "${#hosts[@]}" --process_id "$i")
 }
 
-# parse FLAG...: whether main.py, as it is to be sent, takes the flags on that host.
+# parse FLAG...: check on the host that main.py, as it will be sent, takes the flags.
 parse() {
   read_program
   find_others
@@ -81,7 +82,7 @@ parse() {
   on_host "$host" flags here "$(passed $PASS_ENV)" "${program[@]}" "${others[@]}" "$@"
 }
 
-# begin FLAG...: main.py as one process of as many as there are hosts.
+# begin FLAG...: start main.py on the host, as one process of as many as there are hosts.
 begin() {
   find_others
   # shellcheck disable=SC2086
@@ -104,6 +105,72 @@ on_a_host() {
   esac
 }
 
+# read_given FLAG...: which flags were given, as main.py reads them: --flag value or --flag=value, hyphens for
+# underscores. Sets `given`, `tokenizer` (its value) and `n_devices` (the product of --n_device_axis).
+read_given() {
+  local i flag
+  given=' ' tokenizer='' n_devices=''
+  for ((i = 1; i <= $#; i++)); do
+    [[ ${!i} =~ ^(--?[A-Za-z][A-Za-z0-9_-]*)(=(.*))?$ ]] || continue
+    flag=${BASH_REMATCH[1]//-/_}
+    given+="$flag "
+    case $flag in
+      __tokenizer) if [[ ${!i} == *=* ]]; then tokenizer=${BASH_REMATCH[3]}; else tokenizer=${*:i+1:1}; fi ;;
+      __n_device_axis)
+        if [[ ${*:i+1:3} =~ ^([1-9][0-9]*)\ ([1-9][0-9]*)\ ([1-9][0-9]*)$ ]]; then
+          n_devices=$((BASH_REMATCH[1] * BASH_REMATCH[2] * BASH_REMATCH[3]))
+        fi
+        ;;
+    esac
+  done
+}
+gave() { [[ $given == *" $1 "* ]]; }
+
+# make_corpus BUCKET: tokenize Python's standard library into BUCKET, unless its shards are there.
+make_corpus() {
+  if [[ -z $tokenizer ]]; then
+    tokenizer=data/shards/bpe8192.tiktoken
+    [[ -f $tokenizer ]] ||
+      "$python" data/train_tokenizer.py --source stdlib --vocab_size 8192 --output "$tokenizer"
+  fi
+  # a manifest is written last: where one stands, the shards are whole
+  [[ -f $1/train/manifest.json && -f $1/val/manifest.json ]] ||
+    "$python" data/tokenize_shards.py --source stdlib --output "$1" --tokenizer "$tokenizer"
+}
+
+# simulate_devices: on a machine without an accelerator, add flags for simulated devices to `train`.
+simulate_devices() {
+  ! gave __n_devices && [[ $(bash setup_tpu.sh --accelerator) == cpu ]] || return 0
+  if gave __n_device_axis; then
+    [[ -z $n_devices ]] || train+=(--n_devices "$n_devices")
+  elif [[ ${XLA_FLAGS:-} != *xla_force_host_platform_device_count* ]]; then
+    train+=(--n_devices 8 --n_device_axis 2 2 2) # all three axes, so that a laptop runs what a pod runs
+  fi
+}
+
+# on_this_machine FLAG...: set up, make the corpus, train.
+on_this_machine() {
+  local bucket=data/shards/stdlib name
+  read_given "$@"
+  export VENV=${VENV:-.venv}
+  bash setup_tpu.sh
+  python=$VENV/bin/python
+  train=(main.py)
+  gave __preset || train+=(--preset tiny)
+  if ! gave __bucket_name; then
+    if [[ -n $tokenizer ]]; then
+      name=${tokenizer##*/}
+      bucket+=-${name%.tiktoken}
+    fi
+    train+=(--bucket_name "$bucket")
+    gave __help || gave _h || make_corpus "$bucket"
+  fi
+  simulate_devices
+  # exec: Ctrl-C and SIGTERM reach main.py itself, which then writes a checkpoint
+  ((${MAX_RESTARTS:-0} == 0)) || exec bash tools/cluster/supervise.sh "$MAX_RESTARTS" "" "$python" "${train[@]}" "$@"
+  exec "$python" "${train[@]}" "$@"
+}
+
 CDPATH='' cd -- "$(dirname -- "$0")"
 if [[ ${1:-} == --max_restarts ]]; then
   export MAX_RESTARTS=${2:-nothing}
@@ -114,79 +181,27 @@ if [[ ! ${MAX_RESTARTS:-0} =~ ^[0-9]+$ ]]; then
   exit 1
 fi
 case ${1:-} in
-  local) shift ;;
   -h | --help) usage && exit ;;
-  *)
-    source tools/cluster/cluster.sh
-    [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number."
-    step=${1:-}
-    case $step in
-      --check | --flags | --code | --setup | --start | --state | --log | --stop) shift ;;
-      *) step=all ;;
-    esac
-    host=${1:-}
-    if [[ -z $host || " ${hosts[*]} " != *" $host "* ]]; then
-      echo "error: run.sh ${host:-without a word}: the first word must be local, as in: bash run.sh local," \
-        "or one of HOSTS in cluster.env (now ${HOSTS:-none})" >&2
-      exit 2
-    fi
+  local)
     shift
-    on_a_host "$@"
-    exit
+    on_this_machine "$@"
     ;;
 esac
 
-# Which flags were given, as main.py reads them: --flag value or --flag=value, hyphens for underscores.
-given=' ' tokenizer='' n_devices=''
-for ((i = 1; i <= $#; i++)); do
-  [[ ${!i} =~ ^(--?[A-Za-z][A-Za-z0-9_-]*)(=(.*))?$ ]] || continue
-  flag=${BASH_REMATCH[1]//-/_}
-  given+="$flag "
-  case $flag in
-    __tokenizer) if [[ ${!i} == *=* ]]; then tokenizer=${BASH_REMATCH[3]}; else tokenizer=${*:i+1:1}; fi ;;
-    __n_device_axis)
-      if [[ ${*:i+1:3} =~ ^([1-9][0-9]*)\ ([1-9][0-9]*)\ ([1-9][0-9]*)$ ]]; then
-        n_devices=$((BASH_REMATCH[1] * BASH_REMATCH[2] * BASH_REMATCH[3]))
-      fi
-      ;;
-  esac
-done
-gave() { [[ $given == *" $1 "* ]]; }
-
-export VENV=${VENV:-.venv}
-bash setup_tpu.sh
-python=$VENV/bin/python
-
-train=(main.py)
-gave __preset || train+=(--preset tiny)
-
-if ! gave __bucket_name; then
-  bucket=data/shards/stdlib
-  if [[ -n $tokenizer ]]; then
-    name=${tokenizer##*/}
-    bucket+=-${name%.tiktoken}
-  fi
-  train+=(--bucket_name "$bucket")
-  if ! gave __help && ! gave _h; then
-    if [[ -z $tokenizer ]]; then
-      tokenizer=data/shards/bpe8192.tiktoken
-      [[ -f $tokenizer ]] ||
-        "$python" data/train_tokenizer.py --source stdlib --vocab_size 8192 --output "$tokenizer"
-    fi
-    # a manifest is written last, so one that stands there means whole shards
-    [[ -f $bucket/train/manifest.json && -f $bucket/val/manifest.json ]] ||
-      "$python" data/tokenize_shards.py --source stdlib --output "$bucket" --tokenizer "$tokenizer"
-  fi
+source tools/cluster/cluster.sh
+[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number."
+step=all
+case ${1:-} in
+  --check | --flags | --code | --setup | --start | --state | --log | --stop)
+    step=$1
+    shift
+    ;;
+esac
+host=${1:-}
+if [[ -z $host || " ${hosts[*]} " != *" $host "* ]]; then
+  echo "error: run.sh ${host:-without a word}: the first word must be local, as in: bash run.sh local," \
+    "or one of HOSTS in cluster.env (now ${HOSTS:-none})" >&2
+  exit 2
 fi
-
-if [[ $(bash setup_tpu.sh --accelerator) == cpu ]] && ! gave __n_devices; then
-  if gave __n_device_axis; then
-    [[ -z $n_devices ]] || train+=(--n_devices "$n_devices")
-  elif [[ ${XLA_FLAGS:-} != *xla_force_host_platform_device_count* ]]; then
-    train+=(--n_devices 8 --n_device_axis 2 2 2) # a part of every axis, so that a laptop runs what a pod runs
-  fi
-fi
-
-# exec: Ctrl-C and SIGTERM reach main.py itself, which then writes a checkpoint
-((${MAX_RESTARTS:-0} == 0)) || exec bash tools/cluster/supervise.sh "$MAX_RESTARTS" "" "$python" "${train[@]}" "$@"
-exec "$python" "${train[@]}" "$@"
+shift
+on_a_host "$@"

@@ -112,7 +112,7 @@ extra=$(extra_for "$machine")
 set -- "$@" ${extra:+"$extra"}
 stamp=$venv/.stamp # written last: line 1 what was installed, line 2 with which extras
 
-# One setup of an environment at a time; who waited finds it made. A folder that cannot be written or locked does without.
+# One setup of an environment at a time; one that waited finds it made. Where the lock cannot be written, there is none.
 if type flock >/dev/null 2>&1 && { command exec 9>>"$venv.lock"; } 2>/dev/null; then
   flock -n 9 || { say "waiting for another setup of $venv" && flock 9; } || true
 fi

@@ -89,10 +89,10 @@ def tokenize(text, output, ranks, workers):
 
 def bare_loop(text, ranks):
     """Seconds of `encode_ordinary_batch` on one thread, a thousand documents at a time."""
-    encoding, texts, seconds = tokenization.load_tokenizer(str(ranks)), [], 0.0
+    encoding = tokenization.load_tokenizer(str(ranks))
     with open(text) as f:
-        for line in f:
-            texts.append(json.loads(line)["text"])
+        texts = [json.loads(line)["text"] for line in f]
+    seconds = 0.0
     for i in range(0, len(texts), 1000):
         began = time.perf_counter()
         encoding.encode_ordinary_batch(texts[i : i + 1000], num_threads=1)
@@ -106,57 +106,66 @@ def read(bucket, cache, seconds=5.0):
         preset("tiny"), bucket_name=str(bucket), cache_dir=str(cache), n_device_axis=(1, 1, 1)
     )
     cfg = settings.validate(utils.replace(cfg, n_devices=1), jax.device_count())
-    mesh, per_step = steps.make_mesh(cfg), cfg.data.train_batch_size
-    M, T = cfg.data.microbatches, cfg.model.T
+    mesh, sequences, T = steps.make_mesh(cfg), cfg.data.train_batch_size, cfg.model.T
+    shape = 1, cfg.data.microbatches, sequences // cfg.data.microbatches, T
     order = partial(dataset.Mixture(cfg, "train").sequences, seed=0)
-    make = lambda n: dataset.put_batch(order, n, (1, M, per_step // M, T), mesh)  # noqa: E731
-    batches = dataset.Prefetch(make, range(0, 10**12, per_step))
+
+    def make(first):
+        return dataset.put_batch(order, first, shape, mesh)
+
+    batches = dataset.Prefetch(make, range(0, 10**12, sequences))
     jax.block_until_ready(next(batches))
     began, n = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         jax.block_until_ready(next(batches))
         n += 1
-    speed = n * per_step * T / (time.perf_counter() - began)
+    speed = n * sequences * T / (time.perf_counter() - began)
     batches.close()
     return speed
 
 
+def train_tokenizer(source, ranks):
+    """Run data/train_tokenizer.py, which writes the file `ranks`."""
+    program = [sys.executable, ROOT / "data" / "train_tokenizer.py"]
+    flags = ["--source", source, "--vocab_size", "8192", "--output", ranks]
+    subprocess.run([*program, *flags], check=True, stdout=subprocess.DEVNULL)
+
+
+def tokenizer_speeds(text, megabytes, rounds, folder, ranks):
+    """{"bare loop", "1 worker", "2 workers": MB/s} on a text of so many megabytes, the fastest of the rounds."""
+    seconds = {"bare loop": [], "1 worker": [], "2 workers": []}
+    for i in range(rounds):
+        seconds["bare loop"].append(bare_loop(text, ranks))
+        for workers, name in ((1, "1 worker"), (2, "2 workers")):
+            took, _ = tokenize(text, folder / f"{workers}-{i}", ranks, workers)
+            seconds[name].append(took)
+    return {name: megabytes / min(took) for name, took in seconds.items()}
+
+
 def measure(args, folder):
-    """{name: (value, what it should be, whether it is)}, with the text, the shards and the cache in `folder`."""
+    """{name: (value, least value that it should have or None)}; text, shards and cache are written to `folder`."""
     documents, ranks = list_documents(args.source), folder / "bench.tiktoken"
-    trainer = [
-        sys.executable,
-        ROOT / "data" / "train_tokenizer.py",
-        "--source",
-        args.source,
-        "--vocab_size",
-        "8192",
-    ]
-    subprocess.run([*trainer, "--output", ranks], check=True, stdout=subprocess.DEVNULL)
+    train_tokenizer(args.source, ranks)
     megabytes = 0.3 * args.mb  # for speeds: enough that starting two workers does not count
     text = write_text(folder / "text.jsonl", documents, megabytes)
-    seconds = {"bare loop": [], "1 worker": [], "2 workers": []}
-    for i in range(args.rounds):
-        seconds["bare loop"].append(bare_loop(text, ranks))
-        for workers in (1, 2):
-            took, _ = tokenize(text, folder / f"{workers}-{i}", ranks, workers)
-            seconds[f"{workers} worker{'s' * (workers > 1)}"].append(took)
+    speed = tokenizer_speeds(text, megabytes, args.rounds, folder, ranks)
     text.unlink()
-    speed = {name: megabytes / min(took) for name, took in seconds.items()}
     table = {f"{name}, MB/s": (value, None) for name, value in speed.items()}
     table["1 worker / bare loop"] = speed["1 worker"] / speed["bare loop"], 0.9
     table["2 workers / 1 worker"] = speed["2 workers"] / speed["1 worker"], 1.7
-    shards, wanted = folder / "1-0", 100 * TINY_TOKENS_PER_SECOND
-    table["local shards to batches, tokens/s"] = read(shards, folder / "cache"), wanted
-    table["cached remote shards to batches, tokens/s"] = (
-        read(f"file://{shards}", folder / "cache"),
-        None,
-    )
+
+    shards, cache = folder / "1-0", folder / "cache"
+    wanted = 100 * TINY_TOKENS_PER_SECOND
+    table["local shards to batches, tokens/s"] = read(shards, cache), wanted
+    remote = f"file://{shards}"
+    table["cached remote shards to batches, tokens/s"] = read(remote, cache), None
+
     peaks = []
     for size in (args.mb / 10, args.mb):
         text = write_text(folder / "text.jsonl", documents, size)
-        peaks.append(tokenize(text, folder / f"{size}", ranks, 1)[1])
-        table[f"peak memory at {size:g} MB, MB"] = peaks[-1], None
+        _, peak = tokenize(text, folder / f"{size}", ranks, 1)
+        peaks.append(peak)
+        table[f"peak memory at {size:g} MB, MB"] = peak, None
     table["50 MB / growth of memory"] = 50 / max(peaks[1] - peaks[0], 1), 1
     return table
 
@@ -181,17 +190,14 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         table = measure(args, Path(folder))
     for name, (value, wanted) in table.items():
-        verdict = (
-            ""
-            if wanted is None
-            else f"  {'ok' if value >= wanted else 'BELOW'}, should be at least {wanted:,}"
-        )
+        verdict = ""
+        if wanted is not None:
+            said = "ok" if value >= wanted else "BELOW"
+            verdict = f"  {said}, should be at least {wanted:,}"
         print(f"{name:45} {value:15,.2f}{verdict}", flush=True)
     if args.json:
-        utils.write_file(
-            args.json,
-            utils.to_json({name: value for name, (value, _) in table.items()}, indent=1) + "\n",
-        )
+        values = {name: value for name, (value, _) in table.items()}
+        utils.write_file(args.json, utils.to_json(values, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def fit_max_tokens(options, cfg, longest):
     if longest + options.max_tokens <= most:
         return options
     about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the {most} "
-    if cfg.model.architecture == "gpt2":
+    if architecture(cfg.model.architecture).learns_positions:
         limit = "of --T" if options.T else "positions that the model has learned"
         raise UserError(f"{about}{limit}.")
     limit = "of --T" if options.T else "that the model was made for"

@@ -33,9 +33,12 @@ class TrainState(NamedTuple):
     key: jax.Array  # uint32 [2], of dropout
 
 
-def make_mesh(cfg):
-    """The (dp, pp, tp) mesh over the first n_devices devices; neighbors on an axis are near each other."""
-    grid = device_grid(cfg.run.n_device_axis, jax.devices()[: cfg.run.n_devices])
+def make_mesh(cfg, devices=None):
+    """The (dp, pp, tp) mesh over `devices`, by default the first n_devices of jax's; neighbors on an axis are near each
+    other."""
+    if devices is None:
+        devices = jax.devices()[: cfg.run.n_devices]
+    grid = device_grid(cfg.run.n_device_axis, devices)
     return Mesh(grid, collectives.AXES, axis_types=(AxisType.Auto,) * 3)
 
 

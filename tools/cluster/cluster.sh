@@ -30,7 +30,8 @@ if [[ -z $HOSTS && -n $TPU_NAME ]]; then
   COORDINATOR=${COORDINATOR:-none}
 fi
 read -ra hosts <<<"$HOSTS"
-twice=$(printf '%s\n' "${hosts[@]#*@}" | sort -f | uniq -di | head -n 1) # under two users too: it has its devices once
+# a host may not be named twice, not even with two users: one process takes all its devices
+twice=$(printf '%s\n' "${hosts[@]#*@}" | sort -f | uniq -di | head -n 1)
 [[ -z $twice ]] || die "HOSTS: names $twice twice; each host is one process, so name it once."
 if [[ -z $COORDINATOR && ${#hosts[@]} -gt 1 ]]; then
   COORDINATOR=${hosts[0]#*@}:8476
@@ -38,7 +39,7 @@ fi
 export HOSTS COORDINATOR # the scripts started from here need not ask again
 
 key=${SSH_KEY/#\~\//$HOME/}
-if [[ -n $key && $key != *[%$]* && $key != \~* ]]; then # which ssh replaces
+if [[ -n $key && $key != *[%$]* && $key != \~* ]]; then # ssh itself replaces %, $ and ~
   [[ -e $key ]] || die "SSH_KEY=$SSH_KEY: there is no such file; name the private key that the hosts know."
   [[ -f $key && -r $key ]] || die "SSH_KEY=$SSH_KEY: cannot be read; name a private key file of your own."
 fi
@@ -48,13 +49,13 @@ ssh=(ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=
   -o LogLevel=ERROR ${SSH_CONFIG:+-F "$SSH_CONFIG"} ${SSH_USER:+-l "$SSH_USER"} ${SSH_PORT:+-p "$SSH_PORT"}
   ${SSH_KEY:+-i "$SSH_KEY" -o IdentitiesOnly=yes})
 
-# quoted WORD...: the words for any POSIX shell; printf %q would write $'...', which only some know.
+# quoted WORD...: print the words quoted for any POSIX shell. printf %q would write $'...', which only some know.
 quoted() {
   local word
   for word; do printf "'%s' " "${word//\'/\'\\\'\'}"; done
 }
 
-# ssh_complaint HOST STDERR: why ssh itself failed, as a sentence.
+# ssh_complaint HOST STDERR: print why ssh itself failed, as a sentence.
 ssh_complaint() {
   local said=${2//$'\r'/} name file
   case $said in
@@ -74,7 +75,7 @@ ssh_complaint() {
 }
 
 began="--- moe-launcher begins ---"
-# past_noise: pass on what follows that line; the startup files of the shell there may print something before.
+# past_noise: print the lines of stdin after that line. The startup files of the shell there may print some before.
 past_noise() {
   local line
   while IFS= read -r line; do
@@ -82,8 +83,8 @@ past_noise() {
   done
 }
 
-# call FUNCTION ARGUMENT...: a script for bash that calls a function of tools/cluster/on_host.sh, for $host. What the command in
-# `payload`, if there is one, prints is the function's stdin.
+# call FUNCTION ARGUMENT...: print a script for bash that calls a function of tools/cluster/on_host.sh, for $host. The
+# function's stdin is the output of the command in `payload`, if there is one.
 payload=()
 call() {
   local name
@@ -97,8 +98,8 @@ call() {
   "${payload[@]}"
 }
 
-# on_host HOST FUNCTION ARGUMENT...: run a function of tools/cluster/on_host.sh there. Everything travels on stdin: arguments of
-# ssh stand in the process lists of two machines and pass through whatever shell the user has there.
+# on_host HOST FUNCTION ARGUMENT...: run a function of tools/cluster/on_host.sh there. Everything is sent on stdin:
+# arguments of ssh would show in the process lists of two machines, and the user's own shell there would read them.
 on_host() {
   local host=$1 status=0 complaint
   shift
@@ -118,8 +119,8 @@ on_host() {
   return "$status"
 }
 
-# read_program: what `flags` of tools/cluster/on_host.sh needs of COMMIT, into the array `program`: a number, then so many pairs of
-# a name and a text. Of files that may hold a tokenizer the name is enough.
+# read_program: set the array `program` to what `flags` of tools/cluster/on_host.sh needs of COMMIT: the number of
+# files, then the name and the text of each. Of files that may hold a tokenizer the name is enough.
 read_program() {
   local name text
   program=()

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154  # the settings and host are sent before this file
-# What runs on a host: tools/cluster/cluster.sh sends it there on the stdin of a bash, with the settings before it and one call
-# of these functions after it.
+# What runs on a host. tools/cluster/cluster.sh sends it to a bash there on stdin, the settings before it and a call of
+# one of these functions after it.
 set -euo pipefail
 
 FOLDER=${FOLDER//%h/$host}
@@ -16,7 +16,7 @@ die() {
 }
 alive() { "${tmux[@]}" has-session 2>/dev/null; }
 
-# preflight METHOD RESTART: print what the host has, or fail with what it lacks; METHOD is commit or files.
+# preflight METHOD RESTART: print what the host has, or fail with what it lacks. METHOD is commit or files (--sync).
 preflight() {
   local folder=$FOLDER free python users=
   printf 'clock %s\n' "$(date +%s.%N)" # compared where it arrives
@@ -43,8 +43,9 @@ preflight() {
   echo "$free GB free, $("$python" --version 2>&1)"
 }
 
-# flags WHERE ENVIRONMENT COUNT (NAME TEXT)... FLAG...: refuse what main.py would. What runs there stays as it is: the
-# program that is to come is sent as text, COUNT files of it. WHERE is here, or elsewhere for another machine's flags.
+# flags WHERE ENVIRONMENT COUNT (NAME TEXT)... FLAG...: fail where main.py would refuse the flags. FOLDER does not change:
+# the program that will run is sent as the text of COUNT files. WHERE is "here", or "elsewhere" for another machine's
+# flags.
 flags() {
   local where=$1 environment=$2 count=$3 python status said
   shift 3
@@ -74,13 +75,13 @@ flags() {
   echo "flags not checked: no environment there yet"
 }
 
-# --- The code: FOLDER is a git repository there, so that git knows which files the launcher put into it: it changes and
-# removes these and no others.
+# --- The code: FOLDER is a git repository there. So git knows which files the launcher put into it, and changes and
+# removes only these.
 
 mark=$FOLDER/.git/moe-launcher                 # the launcher made FOLDER; "LAUNCH HOST" that filled it last
 half=$FOLDER/.git/refs/moe-launcher/half       # the commit whose files are being put there
 
-# in_folder WORD...: git there, without the hooks, signatures and background work that somebody may have asked for.
+# in_folder WORD...: run git there, without the hooks, signatures and background work of the user's settings.
 in_folder() {
   LC_ALL=C GIT_OPTIONAL_LOCKS=0 git -C "$FOLDER" -c core.hooksPath=/dev/null -c commit.gpgSign=false -c gc.auto=0 \
     -c core.fsmonitor=false -c core.autocrlf=false -c user.name=launcher -c user.email=launcher@localhost "$@"
@@ -90,14 +91,15 @@ changed() { [[ -e $FOLDER/.git/HEAD && -n $(in_folder status --porcelain --untra
 # older: an older launcher made FOLDER; it left no mark, but a setting that nobody else needs.
 older() { [[ ! -e $mark && $(git config --file "$FOLDER/.git/config" receive.shallowUpdate 2>/dev/null) == true ]]; }
 
-# others: FOLDER is there, and the launcher did not make it. The mark is looked for last: it is there before the files.
+# others: whether FOLDER is there and the launcher did not make it. It looks for the mark last: the mark is written before
+# the files.
 others() {
   local inside
   inside=$(find "$FOLDER/" -mindepth 1 -maxdepth 1 ! -name .git -print -quit 2>/dev/null) || true
   [[ -n $inside || -e $FOLDER/.git/HEAD || -f $FOLDER/.git ]] && ! older && [[ ! -e $mark ]]
 }
 
-# suits: die where FOLDER must not be filled.
+# suits: fail where the launcher must not fill FOLDER.
 suits() {
   others || return 0
   [[ ! $FOLDER -ef / && ! $FOLDER -ef $HOME ]] ||
@@ -107,7 +109,7 @@ suits() {
       "launcher.sh --help)."
 }
 
-# unchanged METHOD: die where files that belong to a commit were changed, unless METHOD takes the place of any change.
+# unchanged METHOD: fail where files of the commit were changed there, unless METHOD is files (--sync) and replaces them.
 unchanged() {
   local advice="undo that, or send yours with --sync"
   [[ ! -e $half ]] || return 0 # what differs is of the launcher, which did not end
@@ -119,14 +121,14 @@ unchanged() {
   ! changed || die "it would not run the same commit: files in $FOLDER were changed there; $advice."
 }
 
-# filled_by LAUNCH: print the other host that shares FOLDER and filled it in this launch; fail if none did.
+# filled_by LAUNCH: print the other host that shares FOLDER and filled it in this launch. The status is 1 if none did.
 filled_by() {
   local launch='' other=''
   [[ ! -e $mark ]] || read -r launch other <"$mark" || true
   [[ $launch == "$1" && $other != "$host" ]] && echo "$other"
 }
 
-# lock: wait until nobody else fills FOLDER, from any host. The lock ends with this process, however that ends.
+# lock: wait until no other host fills FOLDER, then lock it. The lock ends with this process, however that ends.
 lock() {
   { command exec 9>>"$mark.lock"; } 2>/dev/null || die "FOLDER=$FOLDER: this user may not write to its .git."
   if type flock >/dev/null 2>&1; then
@@ -136,7 +138,7 @@ lock() {
   fi
 }
 
-# in_run PATH: it lies in a run directory of main.py.
+# in_run PATH: whether it lies in a run directory of main.py.
 in_run() {
   local folder=$1
   while [[ $folder == */* ]]; do
@@ -147,9 +149,9 @@ in_run() {
   return 1
 }
 
-# keep COMMIT [OLD]: before COMMIT is checked out, what is no commit of the launcher's goes to a branch: files changed and
-# commits made there, and what stands where COMMIT and OLD have files, if OLD was not checked out whole. Files in run
-# directories are let go by git instead, which then leaves them alone.
+# keep COMMIT [OLD]: before COMMIT is checked out, save what others did there in a branch: changed files, and commits.
+# OLD is a commit that was not checked out completely: then files that stand where COMMIT or OLD has some are saved too.
+# Files in run directories are removed from git's index instead, so that git leaves them alone.
 keep() {
   local commit=$1 path branch
   branch=kept-$(date +%Y%m%d-%H%M%S)-$$
@@ -174,7 +176,7 @@ keep() {
   printf 'what differed there is kept in its git branch %s; ' "$branch"
 }
 
-# receive LAUNCH COMMIT METHOD: COMMIT, whose objects come on stdin without its history, is what FOLDER then holds.
+# receive LAUNCH COMMIT METHOD: check COMMIT out in FOLDER. Its objects come on stdin, without its history.
 receive() {
   local commit=$2 method=$3 other parent complaint old=() in_the_way
   suits
@@ -214,7 +216,7 @@ receive() {
   if [[ $method == files ]]; then echo "files as they stand here"; else echo "commit ${commit:0:10}"; fi
 }
 
-# setup LAUNCH: as main.py will find it; once where hosts share the folder that it is in.
+# setup LAUNCH: make the environment, once where hosts share the folder that it is in.
 setup() {
   local other
   if [[ $VENV != /* ]] && other=$(filled_by "$1"); then
@@ -227,8 +229,8 @@ setup() {
   bash setup_tpu.sh
 }
 
-# start LAUNCH ENVIRONMENT FLAG...: main.py in a detached tmux; returns when its first step is compiled. ENVIRONMENT is
-# assignments, secrets among them: they reach a file and from there the process, never an argument.
+# start LAUNCH ENVIRONMENT FLAG...: start main.py in a detached tmux session, return when its first step is compiled.
+# ENVIRONMENT is assignments, some of them secret: they go through a file into the process, never through an argument.
 start() {
   local launch=$1 environment=$2 mask
   shift 2
@@ -274,8 +276,9 @@ SCRIPT
   die "main.py compiled no step within START_TIMEOUT=$START_TIMEOUT s."
 }
 
-# telling_line: the last line of the log that says something: an `error:` sentence unless a life of main.py began after
-# it, of a traceback the exception, never what jax's libraries write for themselves, a progress bar or a warning.
+# telling_line: print the last line of the log that tells something. An "error:" sentence wins unless main.py was
+# started again after it. Of a traceback it is the exception. Messages of jax's libraries, progress bars and warnings
+# are skipped.
 telling_line() {
   tail -n 1000 "$state/log" 2>/dev/null | LC_ALL=C awk '
     { sub(/\r$/, ""); sub(/.*\r/, ""); gsub(/\033\[[0-9;]*[A-Za-z]/, "") }
@@ -294,7 +297,7 @@ telling_line() {
     END { print last }'
 }
 
-# state: one line on what the session does.
+# state: print one line on what the session does.
 state() {
   local last
   last=$(telling_line | cut -c1-150) || true
@@ -313,8 +316,8 @@ state() {
 
 log() { tail -n "$1" "$state/log" 2>/dev/null || echo "$host has no log of SESSION=$SESSION"; }
 
-# stop SECONDS [LAUNCH]: SIGTERM, so that a checkpoint is written. With LAUNCH only what that launch started, and for
-# good: what does not end in time is killed.
+# stop SECONDS [LAUNCH]: end the run by SIGTERM, so that it writes a checkpoint. With LAUNCH, end only what that launch
+# started, and kill what has not ended in time.
 stop() {
   if [[ -n ${2:-} ]]; then
     mkdir -p "$state"
@@ -336,8 +339,8 @@ stop() {
   ended >/dev/null
 }
 
-# ended: what is left to do and to say where nothing runs any more.
+# ended: clean up after a run that has ended, and print its state.
 ended() {
-  rm -f "$state/environment" # still there where the end came before it was read
+  rm -f "$state/environment" # it is still there if the run ended before it was read
   state
 }

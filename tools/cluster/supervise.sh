@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# tools/cluster/supervise.sh N STATE COMMAND...: run COMMAND, and up to N times again after a crash, a lost peer or a preemption,
-# with pauses of RESTART_PAUSE seconds doubling to 5 minutes. The folder STATE (empty: a new one) holds COMMAND's process
-# id in `pid` while it runs. Where it holds `stopping`, or after SIGTERM or SIGINT here, the end is for good.
+# tools/cluster/supervise.sh N STATE COMMAND...: run COMMAND, and up to N times again after a crash, a lost peer or a
+# preemption. The pause before is RESTART_PAUSE seconds and doubles each time, up to 5 minutes. The folder STATE (empty:
+# a new one) holds COMMAND's process id in the file `pid` while it runs. COMMAND is not started again if STATE holds a
+# file `stopping`, nor after SIGTERM or SIGINT to this script.
 set -uo pipefail
 restarts=$1 state=$2 first=${RESTART_PAUSE:-5}
 shift 2
@@ -24,8 +25,8 @@ for ((wait = first; ; wait = SECONDS - began > 600 ? first : wait < 160 ? 2 * wa
     status=$?
     kill -0 $! 2>/dev/null # a signal ended the waiting
   do :; done
-  rm -f "$state/pid" # who stops it must not meet another process of that number
-  # 0: done. 2: a configuration that will not mend itself. 130: Ctrl-C. All else may be another host's fault.
+  rm -f "$state/pid" # later another process may get that number, and must not be stopped
+  # 0: done. 2: wrong flags, which a restart does not mend. 130: Ctrl-C. All else may be another host's fault.
   if [[ $status == @(0|2|130) || -e $state/stopping ]] || ((restarts-- == 0)); then exit "$status"; fi
   echo "main.py ended with status $status; starting it again in $wait s, $restarts times more after that"
   for ((i = 0; i < wait; i++)); do

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
 
 import collectives
 import model
@@ -159,8 +158,7 @@ class TooLarge(Exception):
 
 def compile_step(cfg, devices):
     """`Compiled` train step, as main.py builds it, for the devices of a topology. Raises TooLarge."""
-    grid = steps.device_grid(cfg.run.n_device_axis, devices)
-    mesh = Mesh(grid, collectives.AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = steps.make_mesh(cfg, devices)
     optimizer, schedule = make_optimizer(cfg)
     state = steps.abstract_state(cfg, mesh, optimizer)
     lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
