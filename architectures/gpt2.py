@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from architectures import Architecture, LayerCost, flags_without_choice
+from architectures import Architecture, LayerCost
 from architectures import hf_format as hf
 from architectures.layers import (
     AFTER_ATTENTION,
@@ -247,7 +247,7 @@ def from_hugging_face(config):
     Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
     """
     left = dict(config)
-    flags = flags_without_choice("gpt2") | hf.take_flags(left, FLAG_ENTRIES)
+    flags = hf.take_flags(left, FLAG_ENTRIES)
     flags["ffn_dim"] = flags["ffn_dim"] or 4 * flags["model_dimension"]
     hf.require(
         left,

@@ -10,19 +10,27 @@ import numpy as np
 from utils import UserError
 
 
+def all_held(flags, names):
+    """`flags` as they are: the files hold all that config.json tells of."""
+    return flags
+
+
 class HuggingFace(NamedTuple):
     """The models of an architecture in the Hugging Face format, as transformers' class for them has it."""
 
     model_type: str  # its name in config.json
     tensors: Callable  # utils.Model -> its Tensors
-    config: Callable  # utils.Model -> config.json; UserError where the class has no such model
-    flags: Callable  # config.json -> {flag: value}; UserError for an unknown entry, KeyError for a missing one
+    # utils.Model -> config.json. Raises UserError where the class has no such model.
+    config: Callable
+    # config.json -> {flag: value}, without flags that have one value in the architecture (`flags_without_choice`).
+    # Raises UserError for an entry that may change numbers in an unknown way, KeyError for one that is missing.
+    flags: Callable
     entries: tuple  # an Entry for each entry of config.json whose value counts
     copies: str  # pattern of the names of tensors that hold nothing of their own
     prefix: str = ""  # of names of tensors, which some files leave out
-    held: Callable = lambda flags, names: (
-        flags
-    )  # flags, names of all tensors in the files -> flags of what these hold
+    held: Callable = (
+        all_held  # flags, names of all tensors in the files -> flags of what these hold
+    )
 
 
 # --- Tensors ------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, models
 
 import main
 import utils
-from architectures import architecture
+from architectures import architecture, gpt2
 from data import tokenization
 from tools import common, evaluate, hf
-from training import settings, steps, weights
+from training import hugging_face, settings, steps, weights
 
 DEEPSEEK = dict(
     layers_per_block=1,
@@ -552,6 +552,14 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
     assert train((1, 1, 1), training_steps=1) == 0
     with pytest.raises(utils.UserError, match="layers_per_block 3: transformers has no model"):
         hf.export(str(tmp_path / "runs/run"), str(tmp_path / "x"))
+
+
+def test_an_architecture_may_have_no_such_format(monkeypatch):
+    monkeypatch.setattr(gpt2, "ARCHITECTURE", gpt2.ARCHITECTURE._replace(hugging_face=None))
+    with pytest.raises(utils.UserError, match="--architecture gpt2: its models have no Hugging"):
+        hugging_face.format_to_export("gpt2")
+    with pytest.raises(utils.UserError, match=r"model_type is 'gpt2'; supported are deepseek_v3\."):
+        hugging_face.format_of({"model_type": "gpt2"}, "config.json")
 
 
 def test_a_damaged_checkpoint_is_not_exported(deepseek, tmp_path, capsys):

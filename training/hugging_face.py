@@ -54,7 +54,7 @@ def model_flags(config, folder):
     name, form = format_of(config, where)
     hf_format.check_entries(config, where, form.entries)
     try:
-        flags = dict(architecture=name) | form.flags(config)
+        flags = architectures.flags_without_choice(name) | form.flags(config)
     except KeyError as e:
         raise UserError(f"{where}: {e.args[0]} is missing.") from None
     flags = form.held(flags, files_of(folder))

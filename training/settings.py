@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import re
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import fsspec
 import numpy as np
@@ -305,9 +305,12 @@ def check_stored(config, folder, needed):
         raise UserError(f"{path}: {', '.join(missing)} is missing; put back what it was.")
     read = (utils.FIELDS.keys() - flags_with("free_on_resume") | {*needed}) & config.keys()
     for name in sorted(read):
-        if not is_value(config[name], utils.FIELDS[name].type):
+        kind = utils.FIELDS[name].type
+        if not is_value(config[name], kind):
+            wanted = choices(kind)
+            wrong = f"but must be {wanted}" if wanted else "which no run has"
             raise UserError(
-                f"{path}: {name} is {config[name]!r:.40}, which no run has; put back what it was."
+                f"{path}: {name} is {config[name]!r:.40}, {wrong}; put back what it was."
             )
 
 
@@ -324,6 +327,12 @@ def is_value(value, kind):
     return right and isinstance(value, bool) == (kind is bool)
 
 
+def choices(kind):
+    """In words: the values that a flag of this type may have; "" where they are too many to name."""
+    values = get_args(kind) if get_origin(kind) is Literal else ()
+    return " or ".join(map(repr, values))
+
+
 def is_positive(value):
     return type(value) is int and value > 0
 
@@ -336,8 +345,7 @@ def check_model(flags, where, names=None):
         kind = utils.FIELDS[flag].type
         too_large = type(value) is int and abs(value) >= 2**31
         if too_large or not is_value(value, kind):
-            choices = " or ".join(map(repr, get_args(kind)))
-            wanted = choices or f"of type {kind.__name__}"
+            wanted = choices(kind) or f"of type {kind.__name__}"
             raise UserError(f"{where}: {names.get(flag, flag)} is {value!r}, but must be {wanted}.")
     try:
         alone = flags | dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
