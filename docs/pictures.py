@@ -348,7 +348,9 @@ def draw(picture, folder=HERE, kind="svg"):
     path = Path(folder) / f"{picture.__name__}.{kind}"
     with plt.rc_context(SETTINGS):
         figure = picture()
-        figure.savefig(path, metadata={"Date": None} if kind == "svg" else None, dpi=110)
+        figure.savefig(
+            path, metadata={"Date": None, "Creator": None} if kind == "svg" else None, dpi=110
+        )
         plt.close(figure)
     return path
 

@@ -259,6 +259,8 @@ def test_mistakes_are_found():
         (wrong_commands, "```sh\npython -m pytest tests/nowhere.py\n```"),
     ):
         assert len(check(page, text)) == 1, text
+    shown = "tp  all-gather  1.0 MB  # by hand\ndp  all-gather  2.0 MB\n...\n"
+    assert missing(shown, "dp all-gather   2.0 MB") == ["tp all-gather 1.0 MB"]
 
 
 def test_fences_say_what_they_are():
