@@ -23,6 +23,7 @@ from tools.planning import hlo
 from training import platforms
 
 GiB = 2**30
+BUFFER = 1824  # tiles, of most chips: see stays_scattered
 
 
 class Chip(NamedTuple):
@@ -34,7 +35,7 @@ class Chip(NamedTuple):
     link: float  # bytes/s of one link, one way
     network: float = 0.0  # bytes/s to other TPU slices (jax-ml.github.io/scaling-book, chapter 2)
     clock: float = 0.0  # Hz, in which the TPU compiler counts cycles; 0: a GPU
-    buffer: int = 1824  # tiles, see stays_scattered
+    buffer: int = BUFFER  # tiles, see stays_scattered
     fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
 
     @property
@@ -61,7 +62,7 @@ class Place(NamedTuple):
     slices: int = 1  # TPU slices, which only a network joins
     across: str = "dp"  # mesh axis that goes from slice to slice
     squares: tuple = ()  # (axis, distance) of `scatter_steps` among four chips in a plane of 2 x 2
-    buffer: int = 1824  # of the Chip
+    buffer: int = BUFFER  # of the Chip
     fuses: bool = False  # of the Chip
 
 
@@ -180,7 +181,7 @@ def scatter_steps(n, devices, slices=1):
     return [(n // near, near), (near, 1)]
 
 
-def stays_scattered(part, dim, n, buffer=Place().buffer, square=False):
+def stays_scattered(part, dim, n, buffer=BUFFER, square=False):
     """Whether the TPU compiler keeps a reduce-scatter of float32 as collectives.reduce_scatter writes it; else it makes
     an all-reduce of it. Each of n devices gets a part of shape `part`, cut along `dim`.
 
@@ -337,8 +338,8 @@ def stack_use(cfg, name, platform):
     """`Use` of an entry of model.param_table: a stack of layers, or what stands outside layers.
 
     ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass, and
-    again where the backward pass computes that anew. Else they are gathered once: a step, since XLA takes out of the
-    loop of gradient accumulation what does not depend on it, but on TPUs a batch.
+    again where the backward pass recomputes it. Otherwise they are gathered once a step, since XLA moves out of the
+    loop of gradient accumulation what does not depend on it; the TPU compiler does not: there it is once a batch.
     """
     m, accumulation = cfg.model, cfg.run.accumulation_steps
     layers, times = layer_runs(cfg).get(name, (1, 1))
@@ -349,15 +350,15 @@ def stack_use(cfg, name, platform):
     gradients = accumulation * times
     if m.fsdp != "full" or name not in layer_runs(cfg):
         forward = accumulation if platform == "tpu" else 1
-        return Use(forward, accumulation, 1, 0, gradients)
+        return Use(forward, backward=accumulation, count=1, leading=0, gradients=gradients)
     leading = 1 + (name == "dense") + (in_rounds and cfg.run.pp_interleave > 1)
-    recomputed = m.remat != "none"
-    return Use(gradients * (1 + recomputed), gradients, layers, leading, gradients)
+    forward = gradients * (2 if m.remat != "none" else 1)  # once more where it is recomputed
+    return Use(forward, backward=gradients, count=layers, leading=leading, gradients=gradients)
 
 
 def gather_cost(p, shape, use, width, traffic, E):
     """Add the collectives that gather a parameter, of which a device stores `shape`, in numbers of `width` bytes, and
-    those that reduce and scatter its gradient in float32. Returns how many numbers of it are whole."""
+    those that reduce and scatter its gradient in float32. Returns its size when gathered."""
     split = traffic.split
     whole = math.prod(shape)
     if not p.gather:
@@ -392,7 +393,7 @@ def weights_cost(cfg, traffic):
         for p in jax.tree.leaves(stack, is_leaf=is_param):
             shape, axes = local_shape(p, traffic.split)
             stored += tiled(shape) if on_tpu else math.prod(shape)
-            # gradients of copies are summed; the TPU compiler takes it out of the loop of gradient accumulation
+            # gradients of copies are summed; the TPU compiler moves that out of the loop of gradient accumulation
             copies = set(collectives.AXES) - set(axes)
             times = 1 if on_tpu else cfg.run.accumulation_steps
             traffic.send("all-reduce", copies, 4 * math.prod(shape), times)
@@ -457,12 +458,10 @@ def layer_of(cfg, kind, platform):
         experts_back = 2 * slots * D * m.expert_width
         in_experts = slots / s.own_tokens * ((cost.branches + 1) * m.expert_width + 2 * D)
 
-    # megatron gathers all tokens for the feed-forward and sums what it and attention give back over tp
+    # megatron gathers all tokens for the feed-forward, and sums over tp what that and attention add to the residual
     into_feed_forward = D if megatron and feed_forward else 0
     gathered = cost.gathered + into_feed_forward
-    back = (
-        D * s.tp if megatron else D
-    )  # channels that a product adds to the residual, of all tokens or own ones
+    back = D * s.tp if megatron else D  # added to the residual: of all tokens, or of own ones
     kept = cost.products + cost.branches * cost.ffn_width + back
     intermediates = kept + cost.ffn_width + in_experts + back
     # norms, residuals, what is gathered, attention's output
@@ -505,7 +504,7 @@ def send_layer(cfg, c, n, traffic):
     m, s, again = cfg.model, sizes(cfg), cfg.model.remat != "none"
     channel = s.tokens * s.bytes  # bytes
     last = m.model_dimension if c.scattered else 0  # which recomputation has no need of
-    regions = c.scattered - last
+    regions = c.scattered - last  # of feed-forwards
     # see stays_scattered: one sequence is a lone dim; latents are laid out with T last and stay as they are
     on_tpu = traffic.place.platform == "tpu"
     summed = "all-reduce" if on_tpu and s.B == 1 else "reduce-scatter"
@@ -550,6 +549,7 @@ def layers_cost(cfg, traffic):
     for kind, (layers, times) in layer_runs(cfg).items():
         c = layer_of(cfg, kind, traffic.place.platform)
         n = cfg.run.accumulation_steps * layers * times
+        # a product's two gradients take twice its own operations
         once = 3 * (c.projections + c.experts) + c.scores + c.scores_backward
         own = n * (once + recomputed_flops(cfg, c))
         flops += own
