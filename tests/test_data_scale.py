@@ -400,18 +400,18 @@ def peak_memory(process):
     return peak
 
 
-def test_one_line_of_20_mb(ranks_file, tmp_path):
+def test_one_line_of_50_mb(ranks_file, tmp_path):
     """The tokens of `encode_ordinary` on the whole, in a few times the document's size of memory."""
     rng = random.Random(2)
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randrange(1, 9))) for _ in range(5000)]
-    text = " ".join(rng.choices([*words, "1234", "'s", "—", "\n"], k=4_000_000))[:20_000_000]
-    assert len(text) == 20_000_000
+    text = " ".join(rng.choices([*words, "1234", "'s", "—", "\n"], k=10_000_000))[:50_000_000]
+    assert len(text) == 50_000_000
     texts = ["short", text, "after"]
     write_lines(tmp_path / "a.jsonl", texts)
     more = ["--val_fraction", 0, "--shard_tokens", 10**7]
     process = start(*flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, *more))
     peak = peak_memory(process)
-    assert process.returncode == 0 and 100_000 < peak < 300_000, f"{peak} kB"
+    assert process.returncode == 0 and 100_000 < peak < 500_000, f"{peak} kB"
     encoding = tokenization.load_tokenizer(str(ranks_file))
     shards = [np.load(p) for p in sorted((tmp_path / "out/train").glob("*.npy"))]
     expected = [np.r_[encoding.eot_token, encoding.encode_to_numpy(t)] for t in texts]
