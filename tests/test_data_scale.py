@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -389,38 +390,31 @@ def test_pieces_change_no_token(tokenizer, monkeypatch):
         )
 
 
+def peak_memory(process):
+    """The most kB that a process had in memory, once it has ended."""
+    peak = 0
+    while process.poll() is None:
+        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
+        peak = max(peak, int(found[1])) if found else peak  # a process that ends has none
+        time.sleep(0.02)
+    return peak
+
+
 def test_one_line_of_50_mb(ranks_file, tmp_path):
     """The tokens of `encode_ordinary` on the whole, in a few times the document's size of memory."""
     rng = random.Random(2)
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randrange(1, 9))) for _ in range(5000)]
     text = " ".join(rng.choices([*words, "1234", "'s", "—", "\n"], k=10_000_000))[:50_000_000]
     assert len(text) == 50_000_000
-    write_lines(tmp_path / "a.jsonl", ["short", text, "after"])
-    flags = flags_of(
-        tmp_path / "a.jsonl",
-        tmp_path / "out",
-        ranks_file,
-        "--val_fraction",
-        0,
-        "--shard_tokens",
-        10**7,
-    )
-    process, peak = start(*flags), 0
-    while process.poll() is None:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        peak = max(
-            [
-                peak,
-                *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")),
-            ]
-        )  # kB
-        time.sleep(0.02)
+    texts = ["short", text, "after"]
+    write_lines(tmp_path / "a.jsonl", texts)
+    more = ["--val_fraction", 0, "--shard_tokens", 10**7]
+    process = start(*flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, *more))
+    peak = peak_memory(process)
     assert process.returncode == 0 and 100_000 < peak < 500_000, f"{peak} kB"
     encoding = tokenization.load_tokenizer(str(ranks_file))
     shards = [np.load(p) for p in sorted((tmp_path / "out/train").glob("*.npy"))]
-    expected = [
-        np.r_[encoding.eot_token, encoding.encode_to_numpy(t)] for t in ("short", text, "after")
-    ]
+    expected = [np.r_[encoding.eot_token, encoding.encode_to_numpy(t)] for t in texts]
     assert np.array_equal(np.concatenate(shards), np.concatenate(expected))
 
 
