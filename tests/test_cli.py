@@ -5,6 +5,7 @@ import dataclasses
 import fnmatch
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -331,6 +332,15 @@ def test_a_check_knows_the_run_that_is_there(tmp_path):
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
     with pytest.raises(utils.UserError, match="--vocab_size 100.* has 257 tokens"):
         command_line.parse(["--tokenizer", byte_ranks, "--vocab_size", "100"])
+
+
+def test_a_plan_whose_reader_leaves_ends_quietly():
+    words = [sys.executable, ROOT / "main.py", "--preset", "tiny", "--plan", "gpu:8xH200"]
+    read, write = os.pipe()
+    os.close(read)  # as head does when it has its lines
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(

@@ -603,11 +603,10 @@ def settle(cfg, given, machine):
         utils.check_place(asked.plan_json, "--plan_json")
     if asked.plan_dump:
         utils.check_place(os.path.join(asked.plan_dump, "step.hlo"), "--plan_dump")
-    if cfg.run.init_from:
-        cfg = settings.adopt(cfg, given, weights.open_weights(cfg.run.init_from)[0])
+    flags = weights.open_weights(cfg.run.init_from)[0] if cfg.run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     cfg = utils.replace(cfg, n_devices=0, compilation_cache="")
-    cfg = settings.validate(cfg, machine.n)
+    cfg = settings.settle(cfg, given, machine.n, flags)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     return cfg
