@@ -17,7 +17,7 @@ class LayerCost(NamedTuple):
     """What one layer does to a token, in numbers that the mesh does not change.
 
     tools/planning/costs.py makes operations, bytes and memory of them. A product with n weights takes 2n operations a
-    token. "Products" are what matrix products give.
+    token.
     """
 
     own_weights: int  # weights that only the token's own device of tp uses, such as a router's
@@ -35,21 +35,19 @@ class Architecture(NamedTuple):
     """What a family of models brings along. Everything else is common to all of them."""
 
     table: Callable  # cfg -> parameter table, without a head of its own
-    layers: dict  # {kind of layer, as in the table: function}
+    layers: dict  # {kind of layer, as in the table: function; see layers.py}
     last: str  # kind of the layer that ends a block; the layers before it are "dense"
     stacks: frozenset  # kinds of layers that blocks consist of: pp splits their stacks
-    routed: dict  # {kind of layer with routed experts: mesh axes over which its tokens are spread}
     embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
-    predict_further: (
-        Callable | None
-    )  # the loss of multi-token prediction; see architectures/deepseek.py
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
-    flags: frozenset  # flags with an `absent` at their field (utils.py) that it has nevertheless
-    fixed: dict  # {flag: value} of flags that all architectures have, and that have one value in this one
-    check: Callable  # cfg -> None; raises UserError for flags that do not fit each other
-    learns_positions: bool  # whether T is a matter of its weights
+    flags: frozenset = frozenset()  # flags that it has of those with an `absent` in utils.py
+    fixed: dict = {}  # {flag: the one value that it has here}, of flags without an `absent`
+    check: Callable = lambda cfg: None  # raises UserError for flags that do not fit each other
+    learns_positions: bool = False  # whether its weights fix T
+    routed: dict = {}  # {kind of layer with routed experts: mesh axes that spread its tokens}
+    predict_further: Callable | None = None  # loss of multi-token prediction; see deepseek.py
     hugging_face: hf_format.HuggingFace | None = None  # the Hugging Face format, if it has one
 
 
@@ -68,8 +66,10 @@ def architecture(name):
 
 
 def flags_without_choice(name):
-    """{flag: value} of what stands in every configuration of an architecture: its name, the flags that it does not
-    have and those that have one value in it."""
+    """{flag: value} of what stands in every configuration of an architecture.
+
+    That is its name, the flags that it does not have, and those that have one value in it.
+    """
     own = architecture(name)
     absent = utils.absent_values()
     missing = {flag: value for flag, value in absent.items() if flag not in own.flags}

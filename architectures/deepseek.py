@@ -46,6 +46,27 @@ from utils import UserError
 YARN_BETA = (32, 1)
 
 
+# --- Flags --------------------------------------------------------------------------------------------------------
+
+FLAGS = frozenset(
+    "latent_norm_eps first_layers layers_per_block moe_rope latent_dim q_latent_dim nope_dim v_dim rope_dim rope_base "
+    "rope_factor rope_original_T rope_mscale rope_attention_factor attention_bias expert_dim n_experts "
+    "experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth capacity_factor".split()
+)
+
+
+def check_flags(cfg):
+    """Raises UserError for flags that do not fit each other."""
+    m = cfg.model
+    for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
+        if not getattr(m, flag):
+            raise UserError(f"--{flag} 0: must be at least 1 for --architecture {m.architecture}.")
+    if m.rope_factor > 1 and m.rope_base <= 1:
+        raise UserError(
+            f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
+        )
+
+
 # --- Parameters ---------------------------------------------------------------------------------------------------
 
 
@@ -296,7 +317,7 @@ def attend_in_latent_space(q, kv, k_up, v_up, position, start):
 # --- Layers -------------------------------------------------------------------------------------------------------
 
 
-def attend(p, x, tokens, m, cache):
+def add_attention(p, x, tokens, m, cache):
     """The first half of a layer, pre-norm: x [B, T/tp, D] -> x with attention added, and the cache."""
     with jax.named_scope("attention"):
         h = rms_norm(x, p["norm"], m.norm_eps)
@@ -306,7 +327,7 @@ def attend(p, x, tokens, m, cache):
 
 def dense_layer(p, x, tokens, m, cache):
     """Attention with rotary positions, then a dense feed-forward. x [B, T/tp, D] -> x, (None, cache)."""
-    x, cache = attend(p["attention"], x, tokens, m, cache)
+    x, cache = add_attention(p["attention"], x, tokens, m, cache)
     with jax.named_scope("feed_forward"):
         h = rms_norm(x, p["norm"], m.norm_eps)
         out = feed_forward(p["ffn"], h, tokens, m)
@@ -316,7 +337,7 @@ def dense_layer(p, x, tokens, m, cache):
 
 def moe_layer(p, x, tokens, m, cache):
     """Attention, then routed and shared experts. x [B, T/tp, D] -> x, (Load, cache)."""
-    x, cache = attend(p["attention"], x, tokens, m, cache)
+    x, cache = add_attention(p["attention"], x, tokens, m, cache)
     with jax.named_scope("experts"):
         h = rms_norm(x, p["norm"], m.norm_eps)
         out, load = routed_experts(p, h, m, tokens.split)
@@ -723,27 +744,6 @@ HUGGING_FACE = hf.HuggingFace(
     copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
     held=held_predictors,
 )
-# --- Flags ------------------------------------------------------------------------------------------------------
-
-FLAGS = frozenset(
-    "latent_norm_eps first_layers layers_per_block moe_rope latent_dim q_latent_dim nope_dim v_dim rope_dim rope_base "
-    "rope_factor rope_original_T rope_mscale rope_attention_factor attention_bias expert_dim n_experts "
-    "experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth capacity_factor".split()
-)
-
-
-def check_flags(cfg):
-    """Raises UserError for flags that do not fit each other."""
-    m = cfg.model
-    for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
-        if not getattr(m, flag):
-            raise UserError(f"--{flag} 0: must be at least 1 for --architecture {m.architecture}.")
-    if m.rope_factor > 1 and m.rope_base <= 1:
-        raise UserError(
-            f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
-        )
-
-
 # --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
@@ -759,7 +759,5 @@ ARCHITECTURE = Architecture(
     layer_cost=layer_cost,
     hugging_face=HUGGING_FACE,
     flags=FLAGS,
-    fixed={},
     check=check_flags,
-    learns_positions=False,
 )
