@@ -1,15 +1,10 @@
 """Long texts of Hugging Face's tokenizers: cut where that changes no token, or not at all."""
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers
 from tokenizers import pre_tokenizers as pre
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import data.encoding
 from data import tokenization

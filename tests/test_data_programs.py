@@ -8,13 +8,10 @@ import random
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+from conftest import ROOT
 
 import data.encoding
 import data.workers

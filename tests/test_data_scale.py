@@ -19,10 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
-
+from conftest import ROOT
 from test_data_programs import content, run
 
 import data.encoding

@@ -2,16 +2,13 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, small_config
+from conftest import SMALL, small_config
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
-
-sys.path.insert(0, str(ROOT / "data"))
 
 import dataset
 import utils
