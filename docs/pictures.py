@@ -102,62 +102,32 @@ def data_parallel():
 def fsdp():
     """The life of one weight with ZeRO-3: stored in parts, gathered, used, its gradient summed into parts."""
     figure, axes = canvas(7.4, 3.3)
-    colors = MICROBATCHES
     for device in range(4):
-        x = 0.2 + 1.8 * device
-        label(axes, x + 0.75, 3.15, f"device {device}", 9, weight="bold")
-        for part in range(4):
-            mine = part == device
-            at = x + 0.375 * part
-            box(
-                axes,
-                at,
-                2.6,
-                0.375,
-                0.35,
-                "W" + str(part) if mine else "",
-                colors[part] if mine else "white",
-            )
-            box(axes, at, 1.55, 0.375, 0.35, "W" + str(part), colors[part])
-            box(
-                axes,
-                at,
-                0.45,
-                0.375,
-                0.35,
-                "dW" + str(part) if mine else "",
-                colors[part] if mine else "white",
-                size=8,
-            )
-        arrow(axes, (x + 0.75, 2.6), (x + 0.75, 1.9), DP)
-        arrow(axes, (x + 0.75, 1.55), (x + 0.75, 0.8), DP)
-    box(
-        axes,
-        0.2,
-        2.1,
-        6.9,
-        0.3,
-        "all-gather, before use: (n - 1)/n x weights leave each device",
-        DP,
-        ink="white",
+        one_device_of_fsdp(axes, device)
+    gather = "all-gather, before use: (n - 1)/n x weights leave each device"
+    scatter = "reduce-scatter, after the backward pass: (n - 1)/n x gradients"
+    box(axes, 0.2, 2.1, 6.9, 0.3, gather, DP, ink="white")
+    box(axes, 0.2, 1.02, 6.9, 0.3, scatter, DP, ink="white")
+    stored = (
+        "weights, gradients and the optimizer's moments are stored once, a quarter on each device"
     )
-    box(
-        axes,
-        0.2,
-        1.02,
-        6.9,
-        0.3,
-        "reduce-scatter, after the backward pass: (n - 1)/n x gradients",
-        DP,
-        ink="white",
-    )
-    label(
-        axes,
-        3.65,
-        0.2,
-        "weights, gradients and the optimizer's moments are stored once, a quarter on each device",
-    )
+    label(axes, 3.65, 0.2, stored)
     return figure
+
+
+def one_device_of_fsdp(axes, device):
+    """Its part of the weight, the whole weight while it is used, its part of the gradient."""
+    x = 0.2 + 1.8 * device
+    label(axes, x + 0.75, 3.15, f"device {device}", 9, weight="bold")
+    for part, color in enumerate(MICROBATCHES[:4]):
+        at = x + 0.375 * part
+        mine = part == device
+        stored = color if mine else "white"
+        box(axes, at, 2.6, 0.375, 0.35, f"W{part}" if mine else "", stored)
+        box(axes, at, 1.55, 0.375, 0.35, f"W{part}", color)
+        box(axes, at, 0.45, 0.375, 0.35, f"dW{part}" if mine else "", stored, size=8)
+    arrow(axes, (x + 0.75, 2.6), (x + 0.75, 1.9), DP)
+    arrow(axes, (x + 0.75, 1.55), (x + 0.75, 0.8), DP)
 
 
 def tensor_parallel():

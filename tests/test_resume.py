@@ -61,7 +61,7 @@ def test_resume_is_bitwise(train, tmp_path, mesh):
 
 
 def test_a_run_from_before_latent_norm_eps_goes_on_as_it_was(train, tmp_path):
-    """Its latents were normalised with norm_eps, which its config.json does not say."""
+    """Its latents were normalized with norm_eps, which its config.json does not say."""
     flags = dict(norm_eps=1e-2, layers_per_block=1, moe_rope=True, first_layers=1, blocks=2)
     assert train(**flags, name="whole", latent_norm_eps=1e-2, training_steps=6) == 0
     assert train(**flags, name="old", latent_norm_eps=1e-2, training_steps=2) == 0

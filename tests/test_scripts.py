@@ -415,7 +415,7 @@ LOGS = {  # log, what --status says of it
         "tools/cluster/supervise.sh: line 2: /x: No such file\n",
         "tools/cluster/supervise.sh: line 2: /x: No such",
     ),
-    "colours": ("\x1b[31mboom\x1b[0m\r\n", "boom"),
+    "colors": ("\x1b[31mboom\x1b[0m\r\n", "boom"),
 }
 
 

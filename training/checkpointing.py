@@ -103,7 +103,7 @@ class QuietLoop(asyncio.SelectorEventLoop):
     """An event loop that Orbax may close early.
 
     Orbax reads all arrays of a checkpoint in one loop and closes it when the first cannot be read. Other reads are
-    still under way; each would print a traceback because its loop is closed. So they are cancelled first, and what
+    still under way; each would print a traceback because its loop is closed. So they are canceled first, and what
     their threads report later is dropped.
     """
 

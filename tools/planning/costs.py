@@ -168,7 +168,7 @@ def torus_dims(n):
 
 
 def scatter_steps(n, devices, slices=1):
-    """[(devices, distance between neighbours)] of the steps in which n devices along an axis reduce and scatter.
+    """[(devices, distance between neighbors)] of the steps in which n devices along an axis reduce and scatter.
 
     Two steps where these are all devices of one slice, see collectives.all_gather; else one. On several slices it is
     one too, since `Traffic.send_across` takes it whole.
