@@ -3,6 +3,7 @@
 python docs/pictures.py [NAME ...]      (all of them without a NAME; the same bytes each time)
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -197,63 +198,46 @@ def pipeline():
     return figure
 
 
+CHOSEN = [0, 2, 0, 1, 0, 2]  # the expert of each of six tokens
+CAPACITY = 2
+
+
 def experts():
     """Routing of six tokens to three experts of capacity two, and the exchange between two devices."""
     figure, axes = canvas(7.4, 3.1)
-    chosen = [0, 2, 0, 1, 0, 2]
-    colors = MICROBATCHES
-    places, filled = [], [0, 0, 0]
-    for token, expert in enumerate(chosen):
-        place = filled[expert]
-        filled[expert] += 1
-        places.append(place)
-        x = 0.3 + 0.62 * token
-        box(axes, x, 2.4, 0.5, 0.35, f"t{token}", colors[expert])
-    label(
-        axes, 0.3, 2.92, "6 tokens of one device, colored by the expert that they choose", ha="left"
-    )
+    tell = functools.partial(label, axes, 0.3, ha="left")
+    tell(2.92, "6 tokens of one device, colored by the expert that they choose")
     for expert in range(3):
-        x = 0.3 + 1.3 * expert
-        for place in range(2):
-            token = next((t for t in range(6) if chosen[t] == expert and places[t] == place), None)
-            box(
-                axes,
-                x + 0.5 * place,
-                1.2,
-                0.5,
-                0.35,
-                "" if token is None else f"t{token}",
-                "white" if token is None else colors[expert],
-            )
-        label(axes, x + 0.5, 1.0, f"bucket of expert {expert}", 8)
-    for token, (expert, place) in enumerate(zip(chosen, places)):
-        if place < 2:
-            arrow(
-                axes,
-                (0.55 + 0.62 * token, 2.4),
-                (0.55 + 1.3 * expert + 0.5 * place, 1.55),
-                colors[expert],
-            )
-    label(
-        axes, 0.3, 0.62, "t4 finds the bucket of expert 0 full: its choice is dropped", 8, ha="left"
-    )
-    label(axes, 0.3, 0.4, "and it passes by on the residual. One place stays empty.", 8, ha="left")
+        bucket(axes, expert)
+    for token, expert in enumerate(CHOSEN):
+        x = 0.3 + 0.62 * token
+        box(axes, x, 2.4, 0.5, 0.35, f"t{token}", MICROBATCHES[expert])
+        place = CHOSEN[:token].count(expert)
+        if place < CAPACITY:
+            slot = 0.55 + 1.3 * expert + 0.5 * place
+            arrow(axes, (x + 0.25, 2.4), (slot, 1.55), MICROBATCHES[expert])
+    tell(0.62, "t4 finds the bucket of expert 0 full: its choice is dropped", 8)
+    tell(0.4, "and it passes by on the residual. One place stays empty.", 8)
     for device in range(3):
         y = 2.35 - 0.75 * device
-        box(
-            axes,
-            5.3,
-            y,
-            1.9,
-            0.5,
-            f"expert {device} on device {device}:\nits buckets of all devices",
-            PALE[DP],
-            size=8,
-        )
+        text = f"expert {device} on device {device}:\nits buckets of all devices"
+        box(axes, 5.3, y, 1.9, 0.5, text, PALE[DP], size=8)
         arrow(axes, (4.0, 1.38), (5.3, y + 0.25), DP)
     label(axes, 6.25, 2.98, "all-to-all over dp x tp", 9, DP)
     label(axes, 5.3, 0.5, "compute, then a second\nall-to-all takes results back", 8, ha="left")
     return figure
+
+
+def bucket(axes, expert):
+    """The bucket of an expert with the tokens that found a place in it."""
+    tokens = [token for token in range(6) if CHOSEN[token] == expert]
+    x = 0.3 + 1.3 * expert
+    for place in range(CAPACITY):
+        taken = place < len(tokens)
+        text = f"t{tokens[place]}" if taken else ""
+        color = MICROBATCHES[expert] if taken else "white"
+        box(axes, x + 0.5 * place, 1.2, 0.5, 0.35, text, color)
+    label(axes, x + 0.5, 1.0, f"bucket of expert {expert}", 8)
 
 
 def mesh():
