@@ -8,6 +8,7 @@ import functools
 import glob
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -23,6 +24,9 @@ XLA_FLAGS = {
     "tpu": [],
 }
 
+
+# What the user chose, read here before jax is imported, which chooses by itself.
+LOG_LEVEL = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
 
 # What jax needs beside itself for an accelerator: one of these modules.
 PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
@@ -113,10 +117,18 @@ def set_xla_flags(n_devices, num_processes=1):
     os.environ["XLA_FLAGS"] = " ".join(
         [now, *(f for f in flags if f.split("=")[0] not in now)]
     ).strip()
-    if (
-        num_processes > 1
-    ):  # jax tells of a lost process over and over; main.py says it in a sentence
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if num_processes > 1 and LOG_LEVEL is None:
+        quiet_cpp()
+
+
+def quiet_cpp():
+    """Have the C++ part of jax log nothing: it tells of a lost process over and over, which main.py says in a sentence.
+    Warnings of the Python part stay."""
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read when jax is imported
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_logging_level", "CRITICAL")
+        for name in ("jax", "jaxlib"):
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def choose_cpu():
