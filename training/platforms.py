@@ -71,9 +71,18 @@ def nvidia_smi_lists_gpus():
     return listed.stdout.startswith("GPU")
 
 
+# What jax itself writes into the environment when it is imported beside libtpu, also where there is no TPU.
+WRITTEN_BY_JAX = {
+    "TPU_LIBRARY_PATH",
+    "TPU_SKIP_MDS_QUERY",
+    "TPU_ML_PLATFORM",
+    "TPU_ML_PLATFORM_VERSION",
+}
+
+
 def told_of_tpu():
     """Whether the environment is that of a TPU's host."""
-    return any(name.startswith("TPU_") and name != "TPU_LIBRARY_PATH" for name in os.environ)
+    return any(name.startswith("TPU_") and name not in WRITTEN_BY_JAX for name in os.environ)
 
 
 def has_google_chip():
