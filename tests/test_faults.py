@@ -1002,7 +1002,8 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
         assert requests == hits > 10, (i, requests, hits)
     lost = len(disturbed.launched()) - STEPS
     print(f"{KILLS} kills: {lost} steps were run again, {lost / KILLS:.1f} a kill")
-    assert lost <= KILLS * SAVE + 14  # from 34 back to 20
+    # A kill within a save loses what came after the save before. The rollback loses 14: from 34 back to 20.
+    assert lost <= KILLS * 2 * SAVE + 14
     assert not list((disturbed.run / "checkpoints").glob("*tmp*"))
 
 
