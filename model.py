@@ -389,9 +389,7 @@ def pipeline(stage, inputs, state, rounds=1):
 
     def tick(carry, i):
         x, inputs, state = carry
-        if (
-            rounds > 1
-        ):  # what the last stage passed to stage 0 replaces its input, for the next round
+        if rounds > 1:  # stage 0 gets from the last stage its input of the next round
             arrived = jnp.maximum(i - S, 0) % M
             inputs = inputs.at[arrived].set(jnp.where(i >= S, x, inputs[arrived]))
         is_first = own == 0

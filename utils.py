@@ -439,9 +439,8 @@ class Config:
     plan: Plan = field(default_factory=Plan)
 
 
-GROUPS = tuple(
-    f.name for f in dataclasses.fields(Config) if f.name != "plan"
-)  # of what makes a run
+# The groups of flags that make a run.
+GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")
 
 # Flags that had another name: {old: clear}. The old ones are accepted on command lines and in run directories.
 RENAMED = dict(
@@ -515,14 +514,8 @@ def is_remote(path):
     return "://" in path
 
 
-WAITS = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-)  # seconds before each further try; storage that fails for a minute costs no run
+# Seconds before each further try; storage that fails for a minute costs no run.
+WAITS = (1, 2, 4, 8, 16, 32)
 
 
 def persist(work, path):

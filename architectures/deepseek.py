@@ -275,9 +275,8 @@ def project_queries(x, w, position, m):
         return product("btr,rhk->bhtk", x, w * scale)
     a, b = jnp.split(w[..., K:], 2, -1)
     angle = position[:, None, :, None] * np.tile(yarn_frequencies(m), 2)  # [B or 1, 1, T, rope_dim]
-    rotated_scale = (
-        scale * m.rope_attention_factor**2
-    )  # squared: it stands for the keys' factor too
+    # The factor is squared: it stands for the keys' factor too.
+    rotated_scale = scale * m.rope_attention_factor**2
     sin = (jnp.sin(angle) * rotated_scale).astype(x.dtype)
     cos = (jnp.cos(angle) * rotated_scale).astype(x.dtype)
     partner = product("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin

@@ -49,9 +49,7 @@ class Tokens(NamedTuple):
 class Load(NamedTuple):
     """What routing did, as sums over local tokens; adds up over microbatches, devices and steps."""
 
-    loss: (
-        jax.Array
-    )  # [] load-balancing loss, summed over sequences: the part of this device's tokens
+    loss: jax.Array  # [] load-balancing loss of this device's tokens, summed over sequences
     tokens: jax.Array  # [E] choices that fell on each expert
     dropped: jax.Array  # [] choices that found their expert's bucket full
 

@@ -38,9 +38,8 @@ def fingerprint(state):
     return jnp.stack(sums)
 
 
-CHUNK = (
-    2**27
-)  # bytes of an array that are stored in one piece, which can be read without the others
+# Bytes of an array that are stored in one piece, which can be read without the others.
+CHUNK = 2**27
 
 
 def stored_in_chunks(x):

@@ -153,9 +153,9 @@ def check(argv, elsewhere):
     """
 
     def load(name):
-        coming = os.path.join(
-            os.path.dirname(os.path.dirname(os.path.abspath(__file__))), name
-        )  # with the program, and is no file here so far
+        # A file that comes with the program may not stand in this folder yet.
+        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        coming = os.path.join(root, name)
         absent = elsewhere or os.path.isfile(coming) and not os.path.isfile(name)
         return None if absent else load_tokenizer(name)
 

@@ -89,9 +89,8 @@ class Meter:
         self.pace = Pace(tokens)
         self.corpus = corpus
         self.bad_steps = bad_steps
-        self.newest = (
-            None  # (step, sequences, metrics on the devices) of the last step, until it is fetched
-        )
+        # (step, sequences, metrics on the devices) of the last step, until it is fetched.
+        self.newest = None
 
     def launched(self, step, sequences, metrics, data_wait):
         """Take note of a step that the devices have been given. Returns the row of the one before, or None."""

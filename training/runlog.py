@@ -209,9 +209,8 @@ class RunLog:
             )
         row["loss_spikes"] = spikes + spike
         self.history.append(row)
-        if not is_remote(
-            self.folder
-        ):  # remote files cannot be appended to: `_draw_plots` writes all
+        # Remote files cannot be appended to: `_draw_plots` writes all.
+        if not is_remote(self.folder):
             with open(self.path("metrics.jsonl"), "a") as f:
                 f.write(to_json(row) + "\n")
         if self.wandb:

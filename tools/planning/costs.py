@@ -612,9 +612,7 @@ def workspace(cfg, fit, weights, layers, head):
     """
     s = sizes(cfg)
     embedding = cfg.model.padded_vocab * cfg.model.model_dimension
-    if (
-        cfg.model.fsdp == "full"
-    ):  # one layer at a time: its weights, the next one's, and its gradient
+    if cfg.model.fsdp == "full":  # a layer at a time: its weights, the next one's, its gradient
         gathered = 2 * s.bytes * weights.largest
         gradients = 4 * (weights.largest + weights.stored)
     else:
