@@ -147,7 +147,8 @@ def check_processes(cfg, given):
 
 
 def check(argv, elsewhere):
-    """All that can be known of main.py's command line without devices, data and weights. Raises UserError.
+    """All that can be known of main.py's command line without devices, data and weights: what `parse` returns. Raises
+    UserError.
 
     elsewhere: main.py will run on another machine, whose tokenizers and place among its processes are not known here.
     """
@@ -161,15 +162,16 @@ def check(argv, elsewhere):
 
     cfg, given = parse(argv, load)
     if cfg.plan.plan:
-        return
+        return cfg, given
     if not elsewhere:
         check_processes(cfg, given)
         check_run(cfg, given)
     if cfg.run.init_from:  # the architecture is that of the weights
-        return
+        return cfg, given
     dp, pp, tp = cfg.run.n_device_axis
     # where nothing tells how many devices there are: so many that every number of experts fits
     validate(cfg, cfg.run.n_devices or (dp or cfg.model.n_experts or 1) * pp * tp)
+    return cfg, given
 
 
 if __name__ == "__main__":
