@@ -168,26 +168,32 @@ def check_definition(trial):
 
 
 def train(trial):
-    """Train a trial, or go on with it, to its end; returns the exit status of main.py. Ctrl-C is passed on to it, and
-    ends this program when the run has written its checkpoint."""
+    """Train a trial, or go on with it, to its end; returns the exit status of main.py. Ends this program with a
+    sentence where Ctrl-C ended the run."""
     definition = json.dumps(trial.variation.definition(), indent=1) + "\n"
     utils.write_file(os.path.join(trial.folder, "variation.json"), definition)
-    interrupted = False
     with open(trial.log, "a") as log:
-        # in a session of its own: a terminal's Ctrl-C reaches it from here alone, and once
-        process = subprocess.Popen(
-            trial.command(), stdout=log, stderr=log, env=ENVIRONMENT, start_new_session=True
-        )
-        while process.returncode is None:
-            try:
-                process.wait()
-            except KeyboardInterrupt:
-                interrupted = True
-                process.send_signal(signal.SIGINT)
+        status, interrupted = run_to_end(trial.command(), log)
     if interrupted:
         say(f"stopped in {trial.name}; the same command goes on from here")
         sys.exit(128 + signal.SIGINT)
-    return process.returncode
+    return status
+
+
+def run_to_end(command, log):
+    """(exit status, whether Ctrl-C came) of a process that writes to an open file. Ctrl-C is passed on to it."""
+    interrupted = False
+    # in a session of its own: a terminal's Ctrl-C reaches it from here alone, and once
+    process = subprocess.Popen(
+        command, stdout=log, stderr=log, env=ENVIRONMENT, start_new_session=True
+    )
+    while process.returncode is None:
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            interrupted = True
+            process.send_signal(signal.SIGINT)
+    return process.returncode, interrupted
 
 
 def train_all(trials, after):

@@ -1,0 +1,323 @@
+"""tools/ablate.py and tools/compare.py: what their tables say is what the runs' metrics.jsonl says."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, flags_of, small_config
+
+import utils
+from tools import ablate, compare, curves
+from training import command_line
+
+PER_STEP = 8 * SMALL["T"]  # tokens of a step of the made-up runs
+
+
+def write_run(folder, losses, every=10, speed=100.0, **flags):
+    """A made-up run with an evaluation of these losses every `every` steps."""
+    cfg = small_config(sequences=8, **flags)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(utils.flatten(cfg)))
+    rows = []
+    for step in range(1, every * len(losses) + 1):
+        rows.append({"step": step, "loss/train_loss": 9 - step / 100, "tokens_per_second": speed})
+        if step % every == 0:
+            loss = losses[step // every - 1]
+            rows[-1] |= {"loss/val_loss": loss + 1, "loss/val_cross_entropy_loss": loss}
+    lines = [utils.to_json(row) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99, "loss']))
+    return str(folder)
+
+
+# --- Curves and compare.py --------------------------------------------------------------------------------------
+
+
+def test_a_curve_is_what_the_metrics_say(tmp_path):
+    curve = curves.read_curve(write_run(tmp_path / "run", [5.0, 4.0, 4.1]))
+    assert curve.val_loss.tolist() == [5.0, 4.0, 4.1]  # without the balance of experts
+    assert curve.val_tokens.tolist() == [10 * PER_STEP, 20 * PER_STEP, 30 * PER_STEP]
+    assert curve.seconds[-1] == pytest.approx(30 * PER_STEP / 100)
+    assert curve.loss_at(12 * PER_STEP) == pytest.approx(4.8)
+    assert math.isnan(curve.loss_at(9 * PER_STEP)) and math.isnan(curve.loss_at(31 * PER_STEP))
+    assert curve.tokens_to(4.2) == pytest.approx(18 * PER_STEP)
+    assert curve.tokens_to(4.05) == pytest.approx(19.5 * PER_STEP)  # when it was first reached
+    assert (
+        curve.tokens_to(6.0) == 10 * PER_STEP
+    )  # what was before the first evaluation is not known
+    assert math.isnan(curve.tokens_to(3.9))
+
+
+def test_stops_and_slow_spells(tmp_path):
+    """The time of a run is that of its steps; what lies between the steps of a resumed run is in no row."""
+    folder = write_run(tmp_path / "run", [5.0, 4.0])
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[:-1]
+    rows[3] = rows[3].replace('"tokens_per_second": 100.0', '"tokens_per_second": 1.0')
+    del rows[:2]  # as a branch, whose first steps stand in the trunk's file
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(rows))
+    curve = curves.read_curve(folder)
+    assert curve.seconds[-1] == pytest.approx(PER_STEP * (17 / 100 + 1))
+    assert curve.tokens_per_second == 100 and curve.tokens[0] == 3 * PER_STEP
+
+
+def test_compare_prints_and_draws_every_run(tmp_path, capsys):
+    runs = [
+        write_run(tmp_path / "a", [5.0, 4.0, 4.5]),
+        write_run(tmp_path / "b", [5.5, math.nan, 5.25], speed=2000.0, n_experts=16),
+    ]
+    output = tmp_path / "picture.png"
+    found = compare.main(compare.Options(tuple(runs), str(output)))
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:4]]
+    assert [row[0] for row in cells] == ["a", "b"]
+    assert [row[-3:] for row in cells] == [
+        ["4.5000", "4.0000", "100"],
+        ["5.2500", "5.2500", "2,000"],
+    ]
+    assert found["b"].parameters[0] > found["a"].parameters[0]
+    assert output.read_bytes().startswith(b"\x89PNG")
+    compare.main(compare.Options((runs[0], runs[0] + "/"), str(tmp_path / "same.svg")))
+    assert "<svg" in (tmp_path / "same.svg").read_text()
+
+
+def test_compare_names_what_is_no_run(tmp_path):
+    run, empty = write_run(tmp_path / "run", [5.0]), tmp_path / "empty"
+    empty.mkdir()
+    begun = write_run(tmp_path / "begun", [])
+    for runs, output, said in (
+        ((), "x.png", "give the run directories"),
+        ((run, str(empty)), "x.png", f"{empty}: is no run directory"),
+        ((run, str(tmp_path / "none")), "x.png", "none: is no run directory"),
+        ((begun,), "x.png", "begun: its metrics.jsonl holds no evaluation"),
+        ((run,), "x.gif", "--output .*x.gif: must be a file that ends in .png"),
+        ((run,), "run/config.json/x.png", "cannot be written"),
+    ):
+        with pytest.raises(utils.UserError, match=said):
+            compare.main(compare.Options(runs, str(tmp_path / output)))
+    assert not (tmp_path / "x.png").exists()
+
+
+# --- ablate.py ---------------------------------------------------------------------------------------------------
+
+
+def losses_of(seed, max_lr, steps=40):
+    """The made-up validation losses of a run, one for every 10 steps."""
+    start = 6 + 0.1 * seed - 20 * max_lr * (1 + seed)
+    return [start - 0.05 * step for step in range(10, steps + 1, 10)]
+
+
+def pretend(command, log):
+    """Stands in for `ablate.run_to_end`: the run is there at once, and its losses follow from --seed and --max_lr."""
+    cfg, _ = command_line.parse(command[2:])
+    path = Path(cfg.run.folder)
+    with open(path.parent / "calls", "a") as calls:
+        calls.write(path.name + "\n")
+    if cfg.optimizer.weight_decay == 0.5:
+        log.write("said before\nerror: this one cannot be trained.\n")
+        return 2, False
+    losses = losses_of(cfg.run.seed, cfg.optimizer.max_lr, cfg.run.training_steps)
+    write_run(path, losses, **vars(cfg.optimizer))
+    return 0, False
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """`study(*words)`: ablate.py with made-up runs; `study.calls()`: those that it began."""
+    monkeypatch.setattr(ablate, "run_to_end", pretend)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
+    small = flags_of(**SMALL, train_batch_size=8, training_steps=40, eval_every=10)
+
+    def study(*words):
+        return ablate.main(["--preset", "tiny", *small, "--output", str(tmp_path / "out"), *words])
+
+    study.output = tmp_path / "out"
+    study.calls = lambda: (study.output / "calls").read_text().split()
+    return study
+
+
+BASE = ("--variation", "base: --max_lr 1e-3", "--variation", "high: --max_lr 5e-3")
+
+
+def test_the_table_compares_seed_by_seed(study, capsys):
+    found = study(*BASE, "--seeds", "3")
+    assert study.calls() == [f"{name}-seed{seed}" for seed in range(3) for name in ("base", "high")]
+    finals = {lr: [losses_of(seed, lr)[-1] for seed in range(3)] for lr in (1e-3, 5e-3)}
+    differences = np.subtract(finals[5e-3], finals[1e-3])
+    high = found["high"]
+    assert high["final_loss"]["mean"] == pytest.approx(np.mean(finals[5e-3]))
+    assert high["difference"]["mean"] == pytest.approx(differences.mean())
+    assert high["difference"]["standard_error"] == pytest.approx(differences.std(ddof=1) / 3**0.5)
+    # the loss falls by 0.05 a step, so each seed reaches its base's final loss that much earlier
+    steps = np.maximum(10, 40 + differences / 0.05)
+    assert high["tokens_to_target"]["mean"] == pytest.approx((steps * PER_STEP).mean())
+    assert high["share_of_tokens"]["mean"] == pytest.approx((steps / 40).mean())
+    assert list(high["loss_at"]) == [10 * PER_STEP, 20 * PER_STEP, 30 * PER_STEP]
+    assert high["loss_at"][20 * PER_STEP]["mean"] == pytest.approx(
+        np.mean([losses_of(seed, 5e-3)[1] for seed in range(3)])
+    )
+    assert high["flops_per_token"] > 6 * high["active_parameters"]
+    # the table has these numbers, and the JSON file the same
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if line.startswith("| high"))
+    assert f"{differences.mean():+.4f} ± {high['difference']['standard_error']:.4f}" in row
+    kept = json.loads((study.output / "results.json").read_text())
+    assert kept["high"]["difference"] == high["difference"]
+    assert kept["high"]["seeds"]["2"]["loss"] == losses_of(2, 5e-3)
+    assert (study.output / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_marks_and_target_may_be_given_and_one_seed_has_no_error(study, capsys):
+    found = study(
+        *BASE, "--seeds", "1", "--target", "4.9", "--marks", str(15 * PER_STEP), str(99 * PER_STEP)
+    )
+    a, b = losses_of(0, 5e-3)[:2]
+    first, second = found["high"]["loss_at"].values()
+    assert first == dict(mean=pytest.approx((a + b) / 2), standard_error=None)
+    assert math.isnan(second["mean"])
+    to_target = (6 - 20 * 5e-3 - 4.9) / 0.05 * PER_STEP
+    assert found["high"]["tokens_to_target"]["mean"] == pytest.approx(to_target)
+    assert "±" not in capsys.readouterr().out
+
+
+def test_what_is_finished_is_not_trained_again(study):
+    study(*BASE, "--seeds", "1")
+    again = study(*BASE, "--seeds", "2", "--variation", "low: --max_lr 5e-4")
+    names = ["base-seed0", "high-seed0", "low-seed0", "base-seed1", "high-seed1", "low-seed1"]
+    assert study.calls() == names and len(again["low"]["seeds"]) == 2
+    # one that was begun goes on
+    metrics = study.output / "low-seed1" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:25]))
+    study(*BASE, "--seeds", "2", "--variation", "low: --max_lr 5e-4")
+    assert study.calls() == [*names, "low-seed1"]
+
+
+def test_a_changed_definition_is_refused_by_name(study):
+    study(*BASE, "--seeds", "1")
+    called = study.calls()
+    for words, said in (
+        (
+            ("--variation", "base: --max_lr 2e-3"),
+            "--variation base: .*max_lr was 0.001 and is now 0.002",
+        ),
+        (
+            (*BASE, "--training_steps", "50"),
+            "--variation base: .*training_steps was 40 and is now 50",
+        ),
+        ((*BASE, "--adam_b2", "0.9"), "--variation base: .*adam_b2 was 0.99 and is now 0.9"),
+    ):
+        with pytest.raises(utils.UserError, match=said):
+            study(*words, "--seeds", "1")
+    assert study.calls() == called
+    # what the losses do not depend on may change
+    study(
+        "--variation",
+        "base: --save_steps 7 --max_lr=0.001",
+        "--keep_checkpoints",
+        "2",
+        "--seeds",
+        "1",
+    )
+    assert study.calls() == called
+
+
+def test_a_failed_run_is_told_and_the_others_are_compared(study, capsys):
+    with pytest.raises(SystemExit) as e:
+        study(*BASE, "--variation", "bad: --weight_decay 0.5", "--seeds", "1")
+    said = capsys.readouterr().out
+    assert e.value.code == 1
+    log = study.output / "bad-seed0.log"
+    assert f"bad-seed0 failed with status 2: this one cannot be trained; see {log}" in said
+    assert "| high" in said and "| bad" not in said and "1 of 3 runs failed" in said
+    assert "error: this one cannot be trained." in log.read_text()
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ((), "give variations"),
+        (("--variation", "a b: --max_lr 1"), "'a b: --max_lr 1': must be a name"),
+        (("--variation", "--max_lr 1"), "must be a name"),
+        (("--variation", "a: --max_lr 1", "--variation", "a"), "--variation a: two have this name"),
+        (("--variation", "a: --max_lt 1"), "--variation a: --max_lt: .*nearest is --max_lr"),
+        (("--variation", "a: --max_lr x"), "--variation a: .*max.lr"),
+        (("--variation", "a: --max_lr -1"), "--variation a: --max_lr -1.0: must be at least 0"),
+        (("--variation", "a: --n_head 5"), "--variation a: --model_dimension 32"),
+        (("--variation", "a: --prompt 'x"), "--variation a: a quotation mark"),
+        (("--variation", "a", "--seed", "3"), "--seed: .*--seeds"),
+        (("--variation", "a: --name b"), "--name: .*variations have names"),
+        (("--variation", "a", "--plan", "v4:2x4x4"), "--plan: .*main.py plans"),
+        (("--variation", "a", "--seeds", "0"), "--seeds 0: must be at least 1"),
+        (("--variation", "a", "--nowhere", "1"), "--nowhere"),
+        (
+            ("--variation", "a", "--variation", "b: --T 16"),
+            "--variation b: --T is 16, but 32 for a",
+        ),
+        (
+            ("--variation", "a", "--variation", "b: --val_batch_size 8"),
+            "--variation b: --val_batch_size x dp is 8, but 16 for a",
+        ),
+        (
+            ("--variation", "a", "--output", "gs://bucket/x"),
+            "--output gs://bucket/x: must be a local",
+        ),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_trained(study, words, said):
+    with pytest.raises(utils.UserError, match=said) as e:
+        study(*words)
+    assert str(e.value).endswith(".") and "\n" not in str(e.value)
+    assert not study.output.exists()
+
+
+SLOW = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(print("a checkpoint") or 130))
+print("begun", flush=True)
+time.sleep(60)
+"""
+WITH_SLOW_MAIN = """
+import sys
+sys.path[:0] = [{root!r}]
+from tools import ablate, common
+ablate.MAIN = {main!r}
+common.run(lambda: ablate.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_is_passed_on_and_ends_with_a_sentence(tmp_path):
+    """One signal, to ablate.py alone: the run in progress gets it from there, and is waited for."""
+    (tmp_path / "main.py").write_text(SLOW)
+    program = WITH_SLOW_MAIN.format(root=str(ROOT), main=str(tmp_path / "main.py"))
+    words = ["--preset", "tiny", "--output", str(tmp_path), "--variation", "slow"]
+    command = [sys.executable, "-c", program, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log, deadline = tmp_path / "slow-seed0.log", time.time() + 100
+    while not (log.exists() and log.read_text()) and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, wrong = process.communicate(timeout=50)
+    assert process.returncode == 130 and not wrong
+    assert "stopped in slow-seed0; the same command goes on from here" in said
+    assert log.read_text() == "begun\na checkpoint\n"
+
+
+def test_runs_of_main_on_the_same_data(shards, xla_cache, tmp_path, monkeypatch):
+    """Two equal variations see the same batches, so their losses are equal, and few files stay."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    steps = dict(training_steps=4, eval_every=2, eval_steps=2, train_batch_size=8, val_batch_size=8)
+    device = dict(n_devices=1, n_device_axis=(1, 1, 1), blocks=1, layers_per_block=1)
+    flags = {**SMALL, **steps, **device, "bucket_name": shards, "compilation_cache": xla_cache}
+    words = ["--preset", "tiny", *flags_of(**flags), "--output", str(tmp_path / "out")]
+    equal = ["--variation", "a", "--variation", "b: --spike_zscore 5"]
+    found = ablate.main([*words, *equal, "--seeds", "1"])
+    a, b = found["a"]["seeds"][0], found["b"]["seeds"][0]
+    assert a["loss"] == b["loss"] and len(a["loss"]) == 2
+    assert a["tokens"] == [2 * PER_STEP, 4 * PER_STEP]
+    assert found["b"]["share_of_tokens"]["mean"] == 1
+    kept = list((tmp_path / "out" / "a-seed0" / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["4"]
