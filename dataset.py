@@ -206,29 +206,60 @@ def permute(index, size, key):
 
 
 class Mixture:
-    """The corpora of --mix, or the one of --bucket_name, in fixed shares of the sequences.
-
-    Within a period the i-th of the c sequences of a corpus stands at the fraction (i + 1/2) / c, so every stretch has
-    the shares to within about a sequence. The periods of a corpus follow one another: it is read as it would be alone.
+    """The corpora of --mix, or the one of --bucket_name, in shares of the sequences that are fixed within a phase.
 
     `folder` is the split, train or val. With `optional`, corpora that lack it are left out and the others keep their
-    proportions. Raises UserError where a corpus or the mixture does not fit.
+    proportions; such a mixture has one phase, with the mean shares of the run. Raises UserError where a corpus or the
+    mixture does not fit.
     """
 
     def __init__(self, cfg, folder, optional=False):
-        mix = parse_mix(cfg.data.mix) or {"": 1.0}
-        roots = {name: corpus_root(cfg, name) for name in mix}
+        self.mix = cfg.data.mix
+        phases = parse_mix(self.mix) or [(1.0, {"": 1.0})]
+        average = average_mix(phases)
+        names = list(average)
+        roots = {name: corpus_root(cfg, name) for name in names}
         if optional:
-            has_split = {n for n in mix if list_shards(os.path.join(roots[n], folder))}
+            phases = [(1.0, average)]
+            has_split = {n for n in names if list_shards(os.path.join(roots[n], folder))}
             # where none has the split, opening the first one says so
-            mix = {n: weight for n, weight in mix.items() if n in has_split} or mix
+            names = [n for n in names if n in has_split] or names
         self.T = cfg.model.T
-        self.names = list(mix)
-        self.corpora = [Corpus(cfg, roots[name], folder) for name in mix]
+        self.names = names
+        self.corpora = [Corpus(cfg, roots[name], folder) for name in names]
         self._check_tokenizers()
-        self.shares = shares_of(mix)  # sequences of each corpus in a period
-        # in a period of sum(shares) sequences, sequence j is number rank[j] of corpus which[j]
-        self.which, self.rank = interleave(self.shares)
+        self.ends = [end for end, _ in phases]  # shares of the run
+        # [phases, corpora]: sequences of each corpus in a period
+        self.shares = np.array([shares_of(mix, names) for _, mix in phases])
+        if len(phases) == 1:
+            self.begin_phases(0)
+
+    def begin_phases(self, n):
+        """Place the phases in a run of n sequences; one phase alone needs none. Raises UserError where one is empty."""
+        self.phases = [Phase(self.shares[0], 0, np.zeros(len(self.names), np.int64))]
+        for end, shares in zip(self.ends, self.shares[1:]):
+            before = self.phases[-1]
+            start = round(end * n)
+            if not before.start < start < n:
+                raise UserError(
+                    f"--mix {self.mix}: a phase of it has no sequence in a run of {n:,}; give a longer phase or run."
+                )
+            self.phases.append(Phase(shares, start, before.seen(start)))
+
+    @property
+    def borders(self):
+        """The number of the first sequence of each phase but the first."""
+        return [phase.start for phase in self.phases[1:]]
+
+    def check_borders(self, borders, n):
+        """Raises UserError where the first n sequences, read when the phases had these borders, would be others now."""
+        passed = [border for border in borders if border < n]
+        if passed != [border for border in self.borders if border < n]:
+            raise UserError(
+                f"--mix {self.mix}: it would change at {in_words(self.borders)} now, and changed at "
+                f"{in_words(borders)} when the first {n:,} were read; give the --training_steps of before, or "
+                f"another --name."
+            )
 
     def _check_tokenizers(self):
         first = self.corpora[0]
@@ -247,18 +278,20 @@ class Mixture:
 
     @property
     def n_sequences(self):
-        """Sequences that the mixture yields before one is seen again."""
+        """Sequences that a mixture of one phase yields before one is seen again."""
+        (phase,) = self.phases
         ends = []
         for k, corpus in enumerate(self.corpora):
-            periods, rest = divmod(corpus.n_sequences, int(self.shares[k]))
-            ends.append(periods * len(self.which) + np.flatnonzero(self.which == k)[rest])
+            periods, rest = divmod(corpus.n_sequences, int(phase.shares[k]))
+            ends.append(periods * len(phase.which) + np.flatnonzero(phase.which == k)[rest])
         return int(min(ends))
 
     @property
     def bytes_per_token(self):
-        """Mean number of UTF-8 bytes of a token, or None where no manifest tells."""
+        """Mean number of UTF-8 bytes of a token of a mixture of one phase, or None where no manifest tells."""
+        (phase,) = self.phases
         each = [corpus.bytes_per_token for corpus in self.corpora]
-        return None if None in each else float(np.average(each, weights=self.shares))
+        return None if None in each else float(np.average(each, weights=phase.shares))
 
     @property
     def tokenizer(self):
@@ -269,11 +302,13 @@ class Mixture:
         """The tokenizer, or None where nothing names it."""
         return load_tokenizer(self.tokenizer) if self.tokenizer else None
 
+    def _phase_of(self, numbers):
+        """Which phase each of the sequences with these numbers [n] is in."""
+        return np.searchsorted(self.borders, numbers, "right")
+
     def epochs(self, n):
         """{metric: how often each corpus has been seen} after n sequences."""
-        periods, rest = divmod(n, len(self.which))
-        in_rest = np.bincount(self.which[:rest], minlength=len(self.shares))
-        seen = periods * self.shares + in_rest
+        seen = self.phases[self._phase_of(n)].seen(n)
         metrics = {}
         for name, n_seen, corpus in zip(self.names, seen, self.corpora):
             metric = f"data/epoch_{name}" if name else "data/epoch"
@@ -282,14 +317,54 @@ class Mixture:
 
     def sequences(self, numbers, seed):
         """int32 [n, T + 1]: the sequences with the given numbers [n], counted from the start of training."""
-        periods, places = np.divmod(numbers, len(self.which))
-        which = self.which[places]
-        rows = np.empty((len(places), self.T + 1), np.int32)
+        numbers = np.asarray(numbers)
+        phase_of = self._phase_of(numbers)
+        which = np.empty_like(numbers)
+        in_corpus = np.empty_like(numbers)
+        for i in np.unique(phase_of).tolist():
+            here = phase_of == i
+            which[here], in_corpus[here] = self.phases[i].places(numbers[here])
+        rows = np.empty((len(numbers), self.T + 1), np.int32)
         for k in np.unique(which).tolist():
             here = which == k
-            in_corpus = periods[here] * self.shares[k] + self.rank[places[here]]
-            rows[here] = self.corpora[k].sequences(in_corpus, seed)
+            rows[here] = self.corpora[k].sequences(in_corpus[here], seed)
         return rows
+
+
+class Phase:
+    """A stretch of a mixture: a period of sequences that repeats.
+
+    Within a period the i-th of the c sequences of a corpus stands at the fraction (i + 1/2) / c, so every stretch has
+    the shares to within about a sequence. Every corpus goes on where the phase before left it, and from period to
+    period, so it is read as it would be alone.
+
+    shares: int64 [corpora]: sequences of each corpus in a period. start: number of the phase's first sequence.
+    before: int64 [corpora]: sequences of each corpus before that one.
+    """
+
+    def __init__(self, shares, start, before):
+        self.shares = shares
+        self.start = start
+        self.before = before
+        # in a period of sum(shares) sequences, sequence j is number rank[j] of corpus which[j]
+        self.which, self.rank = interleave(shares)
+
+    def seen(self, n):
+        """int64 [corpora]: sequences of each corpus among the first n of the run, which end in this phase."""
+        periods, rest = divmod(n - self.start, len(self.which))
+        in_rest = np.bincount(self.which[:rest], minlength=len(self.shares))
+        return self.before + periods * self.shares + in_rest
+
+    def places(self, numbers):
+        """(which corpus, which of its sequences), each int64 [n], of this phase's sequences with these numbers [n]."""
+        periods, places = np.divmod(numbers - self.start, len(self.which))
+        which = self.which[places]
+        return which, self.before[which] + periods * self.shares[which] + self.rank[places]
+
+
+def in_words(borders):
+    """The numbers of sequences as words."""
+    return "sequence " + " and ".join(f"{border:,}" for border in borders)
 
 
 def corpus_root(cfg, name):
@@ -297,8 +372,10 @@ def corpus_root(cfg, name):
     return name if is_remote(name) else os.path.join(cfg.data.bucket_name, name)
 
 
-def shares_of(mix):
-    """int64 [corpora]: sequences of each corpus of {name: weight} in the shortest period. Raises UserError."""
+def shares_of(mix, names):
+    """int64 [names]: sequences of each corpus of {name: weight} in the shortest period; 0 for names that it lacks, and
+    what is not among the names is left out. Raises UserError."""
+    mix = {name: weight for name, weight in mix.items() if name in names}
     edges = np.cumsum([0.0, *mix.values()]) / sum(mix.values()) * PERIOD
     shares = np.diff(np.rint(edges).astype(np.int64))
     if not shares.all():
@@ -306,7 +383,21 @@ def shares_of(mix):
         raise UserError(
             f"--mix: {least} has less than 1/{PERIOD:,} of the sequences; give it more or leave it out."
         )
-    return shares // np.gcd.reduce(shares)
+    of_name = dict(zip(mix, (shares // np.gcd.reduce(shares)).tolist()))
+    return np.array([of_name.get(name, 0) for name in names])
+
+
+def average_mix(phases):
+    """{name: weight} of a mixture over a whole run; phases: as `parse_mix` returns them."""
+    if len(phases) == 1:
+        return phases[0][1]
+    average, start = {}, 0.0
+    for end, mix in phases:
+        for name, weight in mix.items():
+            share = (end - start) * weight / sum(mix.values())
+            average[name] = average.get(name, 0.0) + share
+        start = end
+    return average
 
 
 def interleave(shares):
@@ -333,21 +424,52 @@ def data_fingerprint(*mixtures):
     return hashlib.sha256(json.dumps(corpora).encode()).hexdigest()
 
 
+EXAMPLE = (
+    "an example is --mix web:0.7,code:0.3, another --mix 'web:0.7,code:0.3 until 0.8, web:1,code:2'"
+)
+
+
 def parse_mix(mix):
-    """The {name: weight} of "a:0.7,b:0.3", {} for "". Raises UserError."""
-    weights = {}
+    """The phases of --mix, [] for "": [(share of the run at which it ends, {name: weight})]. Raises UserError.
+
+    Example: "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})].
+    """
+    phases, weights = [], {}
     for part in filter(None, mix.split(",")):
-        name, _, text = part.strip().rpartition(":")
-        weight = positive_number(text)
-        if name in weights:
-            problem = "is named twice"
-        elif not name or weight is None:
-            problem = "is not a folder, a colon and a weight above 0"
-        else:
-            weights[name] = weight
-            continue
-        raise UserError(f"--mix {mix}: {part!r} {problem}; an example is --mix web:0.7,code:0.3.")
-    return weights
+        corpus, until, end = part.partition(" until ")
+        add_corpus(weights, corpus, mix)
+        if until:
+            before = phases[-1][0] if phases else 0.0
+            phases.append((phase_end(end, before, mix), weights))
+            weights = {}
+    if phases and not weights:
+        raise UserError(f"--mix {mix}: nothing follows the last until; {EXAMPLE}.")
+    return [*phases, (1.0, weights)] if weights else []
+
+
+def phase_end(text, before, mix):
+    """The share of the run in "until SHARE", a part of --mix; the phase before ends at `before`. Raises UserError."""
+    end = positive_number(text)
+    if end is None or not before < end < 1:
+        raise UserError(
+            f"--mix {mix}: until {text.strip()} must name a share of the run above {before:g} and below 1; {EXAMPLE}."
+        )
+    return end
+
+
+def add_corpus(weights, part, mix):
+    """Add "name:weight", a part of --mix, to {name: weight}. Raises UserError."""
+    part = part.strip()
+    name, _, text = part.rpartition(":")
+    weight = positive_number(text)
+    if name in weights:
+        problem = "is named twice"
+    elif not name or weight is None:
+        problem = "is not a folder, a colon and a weight above 0"
+    else:
+        weights[name] = weight
+        return
+    raise UserError(f"--mix {mix}: {part!r} {problem}; {EXAMPLE}.")
 
 
 def positive_number(text):

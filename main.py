@@ -89,6 +89,7 @@ def train(cfg, given, load_weights):
     # --- Configuration: fitted to the data and to the run that is resumed, and fixed from here on
     cfg = settings.settle(cfg, given, jax.device_count(), None, data, encoding)
     per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
+    corpus.begin_phases(cfg.run.training_steps * per_step)
 
     # --- Mesh, model
     mesh = steps.make_mesh(cfg)
@@ -98,9 +99,10 @@ def train(cfg, given, load_weights):
     optimizer, schedule = make_optimizer(cfg)
 
     # --- Restore
-    checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights)
+    checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders)
     state, meta = checkpoints.restore_or_begin()
     step, sequences = meta["step"], meta["sequences"]
+    corpus.check_borders(meta.get("mix_borders", []), sequences)
     bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
     if step:
         say(f"resuming {cfg.run.name} at step {step}, after {sequences:,} sequences")
@@ -232,11 +234,13 @@ def print_setup(cfg, corpus):
     kind = jax.devices()[0].device_kind
     say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
     say(f"parameters: {steps.count_in_words(cfg)}")
-    shares = corpus.shares / corpus.shares.sum()
-    for part, share in zip(corpus.corpora, shares):
-        say(
-            f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}, {share:.3%} of each step's"
-        )
+    shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
+    for k, part in enumerate(corpus.corpora):
+        of_phases = [f"{share:.3%} of each step's" for share in shares[:, k]]
+        for i, border in enumerate(corpus.borders):
+            of_phases[i] += f" until sequence {border:,}"
+        held = f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}"
+        say(f"{held}, {', then '.join(of_phases)}")
     say(f"{math.prod(steps.batch_shape(cfg)):,} tokens a step")
 
 

@@ -265,7 +265,8 @@ class Data:
     """Folder, gs:// or s3:// address that holds the shard folders."""
     mix: str = flag("")
     """Corpora and their weights, such as web:0.7,code:0.3: folders inside bucket_name, or addresses, each with folders
-    of shards of its own. Validation has the same weights. Empty: bucket_name is the one corpus."""
+    of shards of its own. They may change at shares of the run: web:0.7,code:0.3 until 0.8, web:0.3,code:0.7. Validation
+    has the same weights all along, the mean over the run. Empty: bucket_name is the one corpus."""
     cache_dir: str = setting("data/cache", per_process=True)
     """Local folder for what is read of remote shards, which other runs and processes on the machine may share."""
     cache_gb: float = setting(16.0, least=0)

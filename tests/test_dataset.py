@@ -1,9 +1,11 @@
 """The order of sequences: a pure function of shards, seed and number, whatever the mesh and however a batch is cut."""
 
 import ast
+import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -252,6 +254,134 @@ def test_a_wrong_mixture_is_named(corpora, mix, said):
     with pytest.raises(utils.UserError) as e:
         mixture(corpora, mix)
     assert said in str(e.value) and str(e.value).endswith(".") and "\n" not in str(e.value)
+
+
+PHASED = "a:3,b:1 until 0.25, b:1,c:1 until 0.7, a:1,c:3"
+
+
+def phased(corpora, n, mix=PHASED, **flags):
+    mixed = mixture(corpora, mix, **flags)
+    mixed.begin_phases(n)
+    return mixed
+
+
+def test_phases_hold_their_weights_and_go_on_with_every_corpus(corpora):
+    """No sequence of a corpus is read twice before it is through, also across the borders."""
+    mixed, N = phased(corpora, 1003), 1003
+    assert mixed.names == ["a", "b", "c"] and mixed.borders == [251, 702]
+    rows = mixed.sequences(np.arange(N), seed=5)
+    which = rows.max(1) // 80
+    weights = [(3, 1, 0), (0, 1, 1), (1, 0, 3)]
+    for (first, end), of_phase in zip([(0, 251), (251, 702), (702, N)], weights):
+        for part in np.split(which[first:end], range(50, end - first, 50)):
+            counts = np.bincount(part, minlength=3)
+            assert np.abs(counts - len(part) * np.divide(of_phase, sum(of_phase))).max() <= 2
+            assert not counts[np.equal(of_phase, 0)].any()
+    for k, corpus in enumerate(mixed.corpora):
+        alone = corpus.sequences(np.arange((which == k).sum()), seed=5)
+        assert np.array_equal(rows[which == k], alone)
+    for n in (0, 1, 250, 251, 252, 702, 703, 5000):
+        seen = np.bincount(mixed.sequences(np.arange(n), seed=5).max(1) // 80, minlength=3)
+        epochs = [count / corpus.n_sequences for count, corpus in zip(seen, mixed.corpora)]
+        assert list(mixed.epochs(n).values()) == epochs
+
+
+def test_phases_are_a_function_of_the_number_alone(corpora):
+    N, rng = 600, np.random.default_rng(1)
+    whole = phased(corpora, N).sequences(np.arange(N), seed=2)
+    for _ in range(20):  # however a run is stopped, and its batches are cut
+        some = rng.choice(N, rng.integers(1, 40), replace=False)
+        assert np.array_equal(phased(corpora, N).sequences(some, seed=2), whole[some])
+    # a run with skipped batches reads beyond its length, in the last phase
+    beyond = phased(corpora, N).sequences(np.arange(N, N + 80), seed=2).max(1) // 80
+    assert np.bincount(beyond).tolist() == [20, 0, 60]
+    # before the first border all is as without phases
+    plain = mixture(corpora, "a:3,b:1").sequences(np.arange(150), seed=2)
+    assert np.array_equal(plain, whole[:150])
+
+
+@pytest.mark.parametrize(
+    "mix, digest",
+    [
+        ("a:0.7,b:0.3", "d88eb0f21a800740"),
+        ("a:0.12345,b:0.5,c:0.37655", "0e6e65b8655b83e4"),
+        ("c:1,a:3", "663c09743a6b59aa"),
+    ],
+)
+def test_one_phase_reads_what_it_read_before_there_were_phases(corpora, mix, digest):
+    """The digests are of 3,000 sequences as version 3ab0dbc read them: runs from then go on with the same data."""
+    rows = mixture(corpora, mix).sequences(np.arange(3000), seed=7)
+    assert hashlib.sha256(rows.tobytes()).hexdigest().startswith(digest)
+
+
+def test_validation_has_the_mean_weights_of_the_phases(corpora):
+    val = mixture(corpora, "a:3,b:1 until 0.5, b:1 until 0.75, a:1,b:1,c:2", "val")
+    # a: 0.5 x 0.75 + 0.25 x 0.25, b: 0.5 x 0.25 + 0.25 + 0.25 x 0.25; c has no val
+    assert val.names == ["a", "b"] and val.shares.tolist() == [[1, 1]]
+    assert val.n_sequences == 141 and val.borders == []
+
+
+@pytest.mark.parametrize(
+    "mix, said",
+    [
+        ("a:1 until 0.5", "nothing follows the last until"),
+        ("a:1 until 0.5,", "nothing follows the last until"),
+        ("a:1 until 1, b:1", "until 1 must name a share of the run above 0 and below 1"),
+        ("a:1 until 0, b:1", "until 0 must name"),
+        ("a:1 until 80%, b:1", "until 80% must name"),
+        ("a:1 until -0.5, b:1", "until -0.5 must name"),
+        ("a:1 until nan, b:1", "until nan must name"),
+        ("a:1 until 0.5, b:1 until 0.5, a:1", "until 0.5 must name a share of the run above 0.5"),
+        ("a:1 until 0.5, b:1 until 0.3, a:1", "until 0.3 must name a share of the run above 0.5"),
+        ("a:1 until, b:1", "'a:1 until' is not a folder, a colon and a weight"),
+        ("a until 0.5, b:1", "'a' is not a folder, a colon and a weight"),
+        ("a:1 until 0.5, b", "'b' is not a folder, a colon and a weight"),
+        ("a:1,a:2 until 0.5, b:1", "'a:2' is named twice"),
+        ("a:1 until 0.5, nothing:1", "nothing/train"),
+        ("a:1 until 0.5, a:1,b:1e-9", "b has less"),
+        ("a:1 until 0.004, b:1", "a phase of it has no sequence in a run of 100"),
+        ("a:1 until 0.996, b:1", "a phase of it has no sequence in a run of 100"),
+        ("a:1 until 0.5, b:1 until 0.504, a:1", "a phase of it has no sequence in a run of 100"),
+    ],
+)
+def test_wrong_phases_are_named(corpora, mix, said):
+    with pytest.raises(utils.UserError) as e:
+        phased(corpora, 100, mix)
+    assert said in str(e.value) and str(e.value).endswith(".") and "\n" not in str(e.value)
+
+
+def test_a_border_may_move_where_nothing_is_read_yet(corpora):
+    mixed = phased(corpora, 1000)  # with borders at 250 and 700
+    for borders, n in (([250, 700], 900), ([250, 800], 700), ([300, 900], 250), ([], 0)):
+        mixed.check_borders(borders, n)
+    for borders, n in (([240, 700], 900), ([250, 800], 701), ([300, 900], 251), ([200, 700], 230)):
+        with pytest.raises(utils.UserError, match="give the --training_steps of before"):
+            mixed.check_borders(borders, n)
+
+
+def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path):
+    """8 sequences a step, so the border lies at sequence 24: after step 3."""
+    flags = dict(bucket_name=corpora, mix="a:1 until 0.5, b:3,c:1", eval_steps=1, save_steps=2)
+    flags |= dict(blocks=1, layers_per_block=1, vocab_size=250)
+    folder = tmp_path / "runs" / "run"
+
+    def rows():
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        named = ("loss/train_loss", "data/epoch_a", "data/epoch_b", "data/epoch_c")
+        return [[json.loads(line)[name] for name in named] for line in lines]
+
+    train(**flags, training_steps=6)
+    whole = rows()
+    assert [round(200 * row[1]) for row in whole] == [8, 16, 24, 24, 24, 24]
+    assert [round(70 * row[2]) for row in whole] == [0, 0, 0, 6, 12, 18]
+    for step in ("4", "6"):
+        shutil.rmtree(folder / "checkpoints" / step)
+    train(**flags, training_steps=6)
+    assert rows() == whole
+    with pytest.raises(
+        utils.UserError, match="change at sequence 48 now, .*sequence 24 when the first 48"
+    ):
+        train(**flags, training_steps=12)
 
 
 def test_corpora_must_share_a_tokenizer(corpora):

@@ -31,9 +31,11 @@ PROGRAMS = [
     "main.py",
     "data/tokenize_shards.py",
     "data/train_tokenizer.py",
+    "tools/ablate.py",
     "tools/bench.py",
     "tools/bench_data.py",
     "tools/checkpoints.py",
+    "tools/compare.py",
     "tools/evaluate.py",
     "tools/hf.py",
     "tools/sample.py",
@@ -214,6 +216,7 @@ def wrong_command(command):
         return str(e)
     known = help_of(program)
     if program in (
+        "tools/ablate.py",
         "tools/bench.py",
         "tools/planning/growth.py",
         *SCRIPTS,

@@ -17,9 +17,9 @@ class RunCheckpoints:
     """The checkpoints of a run. In them the blocks stand in order; --pp_interleave deals them out to the stages in
     rounds, so states are rearranged on their way in and out. A checkpoint then fits every mesh."""
 
-    def __init__(self, cfg, mesh, optimizer, data, load_weights=None):
+    def __init__(self, cfg, mesh, optimizer, data, load_weights=None, mix_borders=()):
         """data: fingerprint of the shards. load_weights(abstract): parameters that the run begins with, of
-        `weights.open_weights`; None: random ones."""
+        `weights.open_weights`; None: random ones. mix_borders: `Mixture.borders` of the data."""
         self.cfg = utils.replace(cfg, pp_interleave=1)
         self.optimizer = optimizer
         self.load_weights = load_weights
@@ -30,6 +30,7 @@ class RunCheckpoints:
             mesh=list(cfg.run.n_device_axis),
             versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)},
             config=settings.to_resume(cfg, data),
+            mix_borders=list(mix_borders),
         )
         self.checkpoints = Checkpoints(
             os.path.join(cfg.run.folder, "checkpoints"),
