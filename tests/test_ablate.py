@@ -225,6 +225,14 @@ def test_a_changed_definition_is_refused_by_name(study):
     assert study.calls() == called
 
 
+def test_runs_of_different_data_are_not_compared(study):
+    study(*BASE, "--seeds", "1")
+    config = study.output / "high-seed0" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"data_fingerprint": "other"}))
+    with pytest.raises(utils.UserError, match="high-seed0 saw other data than .*base-seed0"):
+        study(*BASE, "--seeds", "1")
+
+
 def test_a_failed_run_is_told_and_the_others_are_compared(study, capsys):
     with pytest.raises(SystemExit) as e:
         study(*BASE, "--variation", "bad: --weight_decay 0.5", "--seeds", "1")
@@ -234,6 +242,15 @@ def test_a_failed_run_is_told_and_the_others_are_compared(study, capsys):
     assert f"bad-seed0 failed with status 2: this one cannot be trained; see {log}" in said
     assert "| high" in said and "| bad" not in said and "1 of 3 runs failed" in said
     assert "error: this one cannot be trained." in log.read_text()
+    # nothing was trained, so the name is free
+    study(*BASE, "--variation", "bad: --weight_decay 0.4", "--seeds", "1")
+    assert study.calls()[-2:] == ["bad-seed0", "bad-seed0"]
+
+
+def test_where_all_fail_there_is_no_table(study, capsys):
+    with pytest.raises(SystemExit):
+        study("--variation", "bad: --weight_decay 0.5", "--seeds", "1")
+    assert "|" not in capsys.readouterr().out and not (study.output / "results.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ if __name__ == "__main__":
     program.begin()
 
 import json
-import math
 import os
 import re
 import shlex
@@ -24,16 +23,13 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-import numpy as np
-
 import utils
 from tools import common
 from training import command_line, platforms, settings
 from utils import UserError, say
 
 ENVIRONMENT = dict(os.environ)  # of the runs: importing jax changes it
-import model
-from tools import curves
+from tools import curves, seeds
 from training.runlog import duration
 
 MAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "main.py")
@@ -155,14 +151,16 @@ class Trial(NamedTuple):
 
 
 def check_definition(trial):
-    """Raises UserError where the trial's directory holds a run of another definition."""
+    """Raises UserError where the trial's directory holds a run of another definition, of which a step was made."""
+    if not os.path.exists(os.path.join(trial.folder, "config.json")):
+        return
     kept = utils.read_json(trial.folder, "variation.json")
     now = trial.variation.definition()
     differ = [flag for flag in now if flag in kept and kept[flag] != now[flag]]
     if differ:
         fields = ", ".join(f"{n} was {kept[n]!r} and is now {now[n]!r}" for n in differ)
         raise UserError(
-            f"--variation {trial.variation.name}: {trial.folder} was trained with another definition "
+            f"--variation {trial.variation.name}: {trial.folder} was begun with another definition "
             f"({fields}); give the variation another name, or another --output."
         )
 
@@ -223,142 +221,22 @@ def last_error(path):
     return f": {errors[-1].removeprefix('error: ').rstrip('.')}" if errors else ""
 
 
-# --- Results ----------------------------------------------------------------------------------------------------
-
-
-def measured(values):
-    """{"mean", "standard_error"} of one value for each seed, the latter None for a single one; None for no value."""
-    if not values:
-        return None
-    error = None
-    if len(values) > 1:
-        error = float(np.std(values, ddof=1) / math.sqrt(len(values)))
-    return dict(mean=float(np.mean(values)), standard_error=error)
-
-
-def marks_of(first):
-    """Up to three evaluations of a Curve, at about a quarter, half and three quarters of it: [tokens]."""
-    n = len(first.evaluated)
-    chosen = {math.ceil(n * quarter / 4) - 1 for quarter in (1, 2, 3)}
-    return [int(first.val_tokens[i]) for i in sorted(chosen - {n - 1})]
-
-
-def results(variations, trials, own):
-    """{name: dict of numbers} of the variations with finished runs, beside the first of them."""
-    finished = {variation.name: {} for variation in variations}
+def finished_runs(trials):
+    """{name of a variation: {seed: Curve}} of the trials that are finished. Raises UserError where they saw different
+    data."""
+    finished = {trial.variation.name: {} for trial in trials}
+    first = None
     for trial in trials:
-        if curve := trial.curve():
-            finished[trial.variation.name][trial.seed] = curve
-    first = finished[variations[0].name]
-    marks = own.marks
-    if not marks and first:
-        marks = marks_of(next(iter(first.values())))
-    found = {}
-    for variation in variations:
-        if runs := finished[variation.name]:
-            found[variation.name] = numbers(variation, runs, first, marks or [], own.target)
-    return found
-
-
-def numbers(variation, runs, first, marks, target):
-    """{name: value} of a variation. runs, first: {seed: Curve} of it and of the first variation; marks: tokens;
-    target: a loss, None for the final one of the first variation with the same seed."""
-    pairs = [(run, first[seed]) for seed, run in runs.items() if seed in first]
-    to_target, shares = [], []
-    for run, other in pairs:
-        loss = other.val_loss[-1] if target is None else target
-        to_target.append(run.tokens_to(loss))
-        shares.append(run.tokens_to(loss) / other.tokens_to(loss))
-    one = next(iter(runs.values()))
-    total, active = one.parameters
-    return dict(
-        flags=variation.words,
-        parameters=total,
-        active_parameters=active,
-        flops_per_token=model.flops_per_token(one.cfg),
-        seconds_per_token=measured([1 / run.tokens_per_second for run in runs.values()]),
-        loss_at={mark: measured([run.loss_at(mark) for run in runs.values()]) for mark in marks},
-        final_loss=measured([run.val_loss[-1] for run in runs.values()]),
-        difference=measured([run.val_loss[-1] - other.val_loss[-1] for run, other in pairs]),
-        tokens_to_target=measured(to_target),
-        share_of_tokens=measured(shares),
-        seeds={seed: curve_numbers(run) for seed, run in runs.items()},
-    )
-
-
-def curve_numbers(run):
-    """What the JSON file keeps of a Curve: its evaluations."""
-    seconds = run.seconds[run.evaluated]
-    return dict(
-        folder=run.folder,
-        tokens=run.val_tokens.tolist(),
-        seconds=seconds.tolist(),
-        loss=run.val_loss.tolist(),
-    )
-
-
-def cell(value, form, factor=1, sign=""):
-    """What `measured` returns as text, each number as `form` says; "-" where there is none."""
-    if value is None or math.isnan(value["mean"]):
-        return "-"
-    numbers = [format(factor * x, form) for x in value.values() if x is not None]
-    numbers[0] = format(factor * value["mean"], sign + form)
-    return " ± ".join(numbers)
-
-
-def row(name, one, first):
-    """Cells of the table for the variation `name` with `numbers` one; first: name of the first variation."""
-    difference, share = "-", "1"
-    if name != first:
-        difference = cell(one["difference"], ".4f", sign="+")
-        share = cell(one["share_of_tokens"], ".3f")
-    return [
-        name,
-        curves.in_millions(one["parameters"]),
-        *[cell(loss, ".4f") for loss in one["loss_at"].values()],
-        cell(one["final_loss"], ".4f"),
-        difference,
-        cell(one["tokens_to_target"], ".3f", 1e-6),
-        share,
-        f"{one['flops_per_token'] / 1e6:.2f}",
-        cell(one["seconds_per_token"], ".1f", 1e6),
-    ]
-
-
-def table(found, first):
-    """Lines of a Markdown table of `results`; first: name of the first variation."""
-    marks = next(iter(found.values()))["loss_at"]
-    headings = [
-        "variation",
-        "parameters",
-        *[f"loss at {curves.in_millions(mark)}" for mark in marks],
-        "final loss",
-        f"against {first}",
-        "M tokens to target",
-        f"x {first}'s",
-        "MFLOP/token",
-        "µs/token",
-    ]
-    return curves.markdown(headings, [row(name, one, first) for name, one in found.items()])
-
-
-def draw(found):
-    """The Figure of `results`: the mean over seeds and a band of its standard error over tokens."""
-    figure = curves.new_figure(7, 4.5)
-    axes = figure.subplots()
-    for i, (name, one) in enumerate(found.items()):
-        runs = list(one["seeds"].values())
-        losses = [measured(of_seeds) for of_seeds in zip(*[run["loss"] for run in runs])]
-        mean = np.array([loss["mean"] for loss in losses])
-        error = np.array([loss["standard_error"] or 0.0 for loss in losses])
-        tokens = runs[0]["tokens"]
-        axes.plot(tokens, mean, "o-", ms=3, lw=1.2, color=f"C{i}", label=name)
-        axes.fill_between(tokens, mean - error, mean + error, alpha=0.25, color=f"C{i}", lw=0)
-    axes.set(xlabel="tokens", ylabel="validation loss (nats per token)")
-    axes.xaxis.set_major_formatter(curves.tick)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    return figure
+        if not (curve := trial.curve()):
+            continue
+        finished[trial.variation.name][trial.seed] = curve
+        first = first or curve
+        if curve.data != first.data:
+            raise UserError(
+                f"--output {trial.output}: {curve.folder} saw other data than {first.folder}, so they cannot be "
+                f"compared; give another --output."
+            )
+    return finished
 
 
 # --- The program ------------------------------------------------------------------------------------------------
@@ -411,33 +289,36 @@ def parse(argv):
 
 
 def main(argv):
-    """Train what is not trained yet, then print, plot and return `results`; the status is 1 where a run failed."""
+    """Train what is not finished, then print, plot and return `seeds.results`; the status is 1 where a run failed."""
     own, variations = parse(argv)
     platforms.choose_cpu()  # the devices belong to the runs
-    # a run in progress is stopped with this program, whatever stops it
+    # a run in progress is stopped with this program, whatever stops it; nohup stays what it is
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     # all variations of a seed before the next seed: early results can be compared
     trials = [Trial(v, seed, own.output) for seed in range(own.seeds) for v in variations]
     for trial in trials:
         check_definition(trial)
     utils.check_place(os.path.join(own.output, "results.json"), "--output")
-
-    def save():
-        found = results(variations, trials, own)
-        path = os.path.join(own.output, "results.json")
-        utils.write_file(path, utils.to_json(found, indent=1) + "\n")
-        draw(found).savefig(os.path.join(own.output, "losses.png"))
-        return found
-
-    failed = train_all(trials, save)
-    found = save()
+    failed = train_all(trials, lambda: save(trials, own))
+    found = save(trials, own)
     if found:
-        print("\n".join(table(found, variations[0].name)))
+        print("\n".join(seeds.table(found, variations[0].name)))
         print(f"\nresults.json and losses.png stand in {own.output}")
     if failed:
         say(f"{failed} of {len(trials)} runs failed; the same command tries them again")
         sys.exit(1)
+    return found
+
+
+def save(trials, own):
+    """Write the numbers of the finished runs and their picture, if there are any; returns `seeds.results`."""
+    found = seeds.results(finished_runs(trials), own.marks, own.target)
+    if found:
+        path = os.path.join(own.output, "results.json")
+        utils.write_file(path, utils.to_json(found, indent=1) + "\n")
+        seeds.draw(found).savefig(os.path.join(own.output, "losses.png"))
     return found
 
 

@@ -18,6 +18,7 @@ class Curve:
 
     folder: str
     cfg: utils.Config
+    data: str  # fingerprint of the shards
     steps: np.ndarray  # [n] their numbers
     tokens: np.ndarray  # [n] that were trained on until then
     seconds: (
@@ -85,6 +86,7 @@ def read_curve(folder):
     return Curve(
         folder=folder,
         cfg=cfg,
+        data=config.get("data_fingerprint", ""),
         steps=reached,
         tokens=reached * per_step,
         seconds=np.cumsum(trained / speed),
@@ -106,6 +108,9 @@ def cross_entropy(row):
     """The validation loss of an evaluation, without what training adds to it to balance the experts: so runs that
     weigh that differently can be compared."""
     return row.get("loss/val_cross_entropy_loss", row["loss/val_loss"])
+
+
+# --- Tables and pictures ----------------------------------------------------------------------------------------
 
 
 def markdown(headings, rows):
