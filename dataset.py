@@ -256,7 +256,7 @@ class Mixture:
         passed = [border for border in borders if border < n]
         if passed != [border for border in self.borders if border < n]:
             raise UserError(
-                f"--mix {self.mix}: it would change at {in_words(self.borders)} now, and changed at "
+                f"--mix {self.mix}: it would change after {in_words(self.borders)} sequences now, but after "
                 f"{in_words(borders)} when the first {n:,} were read; give the --training_steps of before, or "
                 f"another --name."
             )
@@ -363,8 +363,8 @@ class Phase:
 
 
 def in_words(borders):
-    """The numbers of sequences as words."""
-    return "sequence " + " and ".join(f"{border:,}" for border in borders)
+    """The borders of phases as words."""
+    return " and ".join(f"{border:,}" for border in borders)
 
 
 def corpus_root(cfg, name):

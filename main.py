@@ -236,11 +236,11 @@ def print_setup(cfg, corpus):
     say(f"parameters: {steps.count_in_words(cfg)}")
     shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
     for k, part in enumerate(corpus.corpora):
-        of_phases = [f"{share:.3%} of each step's" for share in shares[:, k]]
-        for i, border in enumerate(corpus.borders):
-            of_phases[i] += f" until sequence {border:,}"
-        held = f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}"
-        say(f"{held}, {', then '.join(of_phases)}")
+        words = f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}, "
+        words += f"{shares[0, k]:.3%} of each step's"
+        for border, share in zip(corpus.borders, shares[1:, k]):
+            words += f", {share:.3%} after {border:,} sequences"
+        say(words)
     say(f"{math.prod(steps.batch_shape(cfg)):,} tokens a step")
 
 

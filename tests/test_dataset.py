@@ -379,7 +379,7 @@ def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path
     train(**flags, training_steps=6)
     assert rows() == whole
     with pytest.raises(
-        utils.UserError, match="change at sequence 48 now, .*sequence 24 when the first 48"
+        utils.UserError, match="change after 48 sequences now, but after 24 when the first 48"
     ):
         train(**flags, training_steps=12)
 
