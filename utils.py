@@ -290,8 +290,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW with global-norm clipping; the learning rate's schedule."""
+    """AdamW or Muon, with global-norm clipping; the learning rate's schedule."""
 
+    optimizer: Literal["adamw", "muon"] = flag("adamw", before="adamw")
+    """adamw; or muon, which orthogonalizes the updates of all matrices between hidden channels (arXiv:2502.16982).
+    Embedding, head, routers, norms and biases stay with AdamW. The same learning rates serve both."""
     max_lr: float = flag(6e-4, least=0)
     """Learning rate at the end of the warm-up."""
     min_lr: float = flag(0.0, least=0)

@@ -72,7 +72,7 @@ def test_a_trunk_is_every_run_that_decays_later_to_the_bit():
 def updates_of(cfg, gradient, n):
     """Yield (step, learning rate, updates, which of them decay) of n steps of the optimizer with the same gradient,
     every parameter being 1."""
-    optimizer, schedule = make_optimizer(cfg)
+    optimizer, schedule = make_optimizer(cfg, steps.make_mesh(cfg))
     table = model.param_table(cfg)
     params = parameters.table_map(lambda param: jnp.ones(param.shape), table)
     decays = parameters.table_map(lambda param: param.matrix, table)

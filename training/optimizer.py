@@ -6,10 +6,14 @@ import optax
 
 import model
 from architectures import parameters
+from training import muon
+
+MOMENTUM = 0.95  # of Muon
 
 
-def make_optimizer(cfg):
-    """AdamW (arXiv:1711.05101) after clipping by the global norm, and its schedule: step -> learning rate.
+def make_optimizer(cfg, mesh):
+    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982; training/muon.py) after clipping by the global norm, and its
+    schedule: step -> learning rate.
 
     Weight decay follows the schedule: a step takes learning rate x weight_decay of a matrix away. Where the rate is 0,
     nothing moves but the router's selection bias, which has a rule of its own (`model.update_router_bias`).
@@ -17,9 +21,26 @@ def make_optimizer(cfg):
     o = cfg.optimizer
     schedule = make_schedule(o)
     matrices = parameters.table_map(lambda param: param.matrix, model.param_table(cfg))
-    adamw = optax.adamw(schedule, b1=0.9, b2=o.adam_b2, weight_decay=o.weight_decay, mask=matrices)
+    rule = optax.chain(
+        make_rule(cfg, mesh),
+        optax.add_decayed_weights(o.weight_decay, matrices),
+        optax.scale_by_learning_rate(schedule),
+    )
     embedding_lr = optax.masked(optax.scale(o.embedding_lr), embedding_of(matrices))
-    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), adamw, embedding_lr), schedule
+    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), rule, embedding_lr), schedule
+
+
+def make_rule(cfg, mesh):
+    """The optax transformation from gradients to updates of about equal size, by --optimizer."""
+    adam = optax.scale_by_adam(b1=0.9, b2=cfg.optimizer.adam_b2)
+    if cfg.optimizer.optimizer == "adamw":
+        return adam
+    momentum = optax.trace(MOMENTUM, nesterov=True)
+    rules = dict(adamw=adam, muon=optax.chain(momentum, muon.orthogonalize(cfg, mesh)))
+    names = parameters.table_map(
+        lambda param: "muon" if param.hidden else "adamw", model.param_table(cfg)
+    )
+    return optax.partition(rules, names)
 
 
 def embedding_of(params):
