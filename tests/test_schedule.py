@@ -13,7 +13,7 @@ from conftest import small_config
 import model
 import utils
 from architectures import parameters
-from training import settings
+from training import settings, steps
 from training.optimizer import make_optimizer, make_schedule
 
 # flags of each schedule, with 4 steps of warm-up and the end at step 20
