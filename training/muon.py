@@ -39,6 +39,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 UPDATE_RMS = 0.2
 # Added to the norm of a matrix, which may be 0
 EPS = 1e-12
+# Operations that a TPU does while it sends one number of two bytes
+FLOPS_PER_NUMBER = 5000
 
 
 def orthogonalize(cfg, mesh):
@@ -72,9 +74,9 @@ def orthogonalize_local(leaves, table, mesh_size, dtype):
 
     What travels and is multiplied is of type `dtype`; results are float32.
     """
-    stacks, pieces = [], []
+    stacks = stacks_of(table, mesh_size)
+    pieces = []
     for x, p in zip(leaves, table):
-        stacks += stacks_of(p, mesh_size)
         pieces += jnp.split(x.astype(dtype), np.cumsum(sizes_of_parts(p))[:-1], -1)
     updates = [None] * len(stacks)
     for group in deal(stacks, mesh_size):
@@ -175,8 +177,13 @@ def sizes_of_parts(p):
     return [n for n in p.parts if n] or [p.shape[-1]]
 
 
-def stacks_of(p, mesh_size):
-    """The `Stack`s of a `Param`, one for each of its parts, on a mesh of {axis: size}."""
+def stacks_of(table, mesh_size):
+    """The `Stack`s of a list of `Param`s on a mesh of {axis: size}: one for each part of each."""
+    return [stack for p in table for stack in stacks_of_param(p, mesh_size)]
+
+
+def stacks_of_param(p, mesh_size):
+    """The `Stack`s of a `Param`'s parts."""
     axes = [real_axes(entry, mesh_size) for entry in p.spec]
     n = len(p.shape)
     # in the order of the array, so that few are transposed
@@ -256,6 +263,23 @@ class Group(NamedTuple):
         """Operations of a device."""
         return self.owned * newton_schulz_flops(*self.whole)
 
+    @property
+    def exchanged(self):
+        """Numbers that a device sends to owners, and again those that it sends back."""
+        if math.prod(self.grid) == 1:
+            return 0
+        return self.places // self.sharers * math.prod(self.block)
+
+    @property
+    def gathered(self):
+        """Numbers that the sharers gather."""
+        return self.places * math.prod(self.block) if self.sharers > 1 else 0
+
+    @property
+    def cost(self):
+        """Time of a device, in operations."""
+        return self.flops + FLOPS_PER_NUMBER * (2 * self.exchanged + self.gathered)
+
     def pad(self, blocks):
         """Blocks of one member with zeros up to the group's rows and columns."""
         rows, columns = [size - own for size, own in zip(self.block, blocks.shape[1:])]
@@ -267,7 +291,7 @@ class Group(NamedTuple):
 
 
 def deal(stacks, mesh_size):
-    """The `Group`s of stacks on a mesh of {axis: size}. Groups are joined while that saves operations.
+    """The `Group`s of stacks on a mesh of {axis: size}. Groups are joined while that saves time.
 
     Example: 3 matrices [18, 7] and 29 of [16, 7] on 64 devices. Apart, each group keeps a device busy with one matrix,
     one group after the other. Joined, 32 devices have one matrix [18, 7] each, and it takes half as long.
@@ -301,7 +325,7 @@ def joined(a, b):
 
 
 def saving(a, b):
-    """Operations that a device saves where two groups are joined."""
+    """What a device saves where two groups are joined, in operations."""
     if a.layout != b.layout:
         return 0
-    return a.flops + b.flops - joined(a, b).flops
+    return a.cost + b.cost - joined(a, b).cost
