@@ -245,6 +245,54 @@ def exchange_heads(x, split):
     return jnp.moveaxis(x, 0, 1).reshape(B, n * H, T // n, V)
 
 
+# --- Matrices for Muon ------------------------------------------------------------------------------------------
+
+
+def to_owners(x, rows, columns, copies, sharers):
+    """Make blocks whole matrices, each with one of the devices that hold its blocks (arXiv:2502.16982, section 2.3, by
+    an all-to-all instead of a gather).
+
+    x [n, r, c]: this device's blocks of n matrices, which the axes `rows` split into R and `columns` into C parts;
+    `copies` are axes along which every device has the same. Returns [n / (R C sharers), R r, C c], the matrices that
+    this device owns. The way back: `from_owners`.
+
+    Four matrices, R = 2, C = 1, copies on two devices:
+
+        device                   0           1           2           3
+        holds the rows           0 A B C D   1 A B C D   0 A B C D   1 A B C D
+        takes its share          0 A B       1 A B       0 C D       1 C D
+        all-to-all over `rows`   01 A        01 B        01 C        01 D
+
+    Where `sharers` are fewer than the copies, they share the matrices out, and the next ones do the same.
+    """
+    if sharers > 1:
+        own = lax.axis_index(copies) % sharers
+        x = x.reshape(sharers, -1, *x.shape[1:])[own]
+    if not rows + columns:
+        return x
+    R, C = lax.axis_size(rows), lax.axis_size(columns)
+    x = x.reshape(R * C, -1, *x.shape[1:])  # [owner, matrices, r, c]
+    x = lax.all_to_all(x, rows + columns, 0, 0)  # [block, matrices, r, c]
+    _, n, r, c = x.shape
+    x = x.reshape(R, C, n, r, c).transpose(2, 0, 3, 1, 4)
+    return x.reshape(n, R * r, C * c)
+
+
+def from_owners(x, rows, columns, copies, sharers):
+    """The way back of `to_owners`: owned matrices [n / (R C sharers), R r, C c] -> blocks of all of them [n, r, c]."""
+    if rows + columns:
+        R, C = lax.axis_size(rows), lax.axis_size(columns)
+        n = len(x)
+        x = x.reshape(n, R, x.shape[1] // R, C, x.shape[2] // C).transpose(1, 3, 0, 2, 4)
+        x = x.reshape(R * C, *x.shape[2:])  # [block, matrices, r, c]
+        x = lax.all_to_all(x, rows + columns, 0, 0)  # [owner, matrices, r, c]
+        x = x.reshape(-1, *x.shape[2:])
+    if sharers > 1:
+        groups = np.arange(lax.axis_size(copies)).reshape(-1, sharers).tolist()
+        x = lax.all_gather(x, copies, tiled=True, axis_index_groups=groups)
+    return x
+
+
 # --- Pipeline ---------------------------------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def train(cfg, given, load_weights):
     print_setup(cfg, corpus)
 
     # --- Optimizer
-    optimizer, schedule = make_optimizer(cfg)
+    optimizer, schedule = make_optimizer(cfg, mesh)
 
     # --- Restore
     checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders)

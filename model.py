@@ -60,7 +60,7 @@ def param_table(cfg):
         for kind in arch.stacks & table.keys():
             table[kind] = table_map(in_rounds, table[kind])
     if not m.tied:
-        table["head"] = table["embedding"]
+        table["head"] = table["embedding"]._replace(inputs=(-1,), outputs=(-2,))
     return table
 
 

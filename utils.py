@@ -109,6 +109,7 @@ def flag(default, **facts):
         seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
         `settings.resume`).
     per_process: True where processes that train together may have each its own value.
+    before: the value that runs from before this flag have, and go on with where it is not given.
     """
     return field(default=default, metadata=facts)
 
@@ -290,18 +291,27 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW with global-norm clipping and a warm-up cosine schedule."""
+    """AdamW or Muon, with global-norm clipping; the learning rate's schedule."""
 
+    optimizer: Literal["adamw", "muon"] = flag("adamw", before="adamw")
+    """adamw; or muon, which orthogonalizes the updates of all matrices between hidden channels (arXiv:2502.16982).
+    Embedding, head, routers, norms and biases stay with AdamW. The same learning rates serve both."""
     max_lr: float = flag(6e-4, least=0)
     """Learning rate at the end of the warm-up."""
     min_lr: float = flag(0.0, least=0)
     """Learning rate at step 0."""
     end_lr: float = flag(6e-5, least=0)
-    """Learning rate from end_steps on."""
+    """Learning rate from end_steps on; with 0 training stands still there."""
+    schedule: Literal["cosine", "linear", "wsd"] = flag("cosine", before="cosine")
+    """Course of the learning rate from max_lr, after the warm-up, to end_lr. cosine: half a wave. linear: a straight
+    line (arXiv:2502.15938: best down to 0). wsd: max_lr until the last decay_steps before end_steps."""
     warmup_steps: int = setting(5000, least=0)
     """Steps of linear warm-up from min_lr to max_lr."""
+    decay_steps: int = setting(0, least=0)
+    """Steps before end_steps in which wsd decays. 0: it never does; such a run is a trunk, from which --branch_from
+    branches decays off."""
     end_steps: int = setting(75000, least=1)
-    """Step, warm-up included, at which the cosine reaches end_lr."""
+    """Step, warm-up included, at which the learning rate reaches end_lr."""
     grad_clip_norm: float = flag(1.0, least=1e-12)
     """Largest global norm of the gradient, in float32 over all devices; larger ones are scaled down."""
     embedding_lr: float = flag(1.0, least=0)
@@ -466,6 +476,11 @@ FIELDS = {f.name: f for group in GROUPS for f in dataclasses.fields(getattr(Conf
 def flags_with(fact, value=True):
     """The flags at whose field this fact stands, such as free_on_resume."""
     return {name for name, f in FIELDS.items() if f.metadata.get(fact) == value}
+
+
+def values_before():
+    """{flag: value} of the flags that older runs do not name, with what those runs did."""
+    return {name: f.metadata["before"] for name, f in FIELDS.items() if "before" in f.metadata}
 
 
 def absent_values():

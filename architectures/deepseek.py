@@ -33,8 +33,8 @@ from architectures.layers import (
 from architectures.parameters import (
     bias_param,
     embedding_param,
+    out_param,
     scale_param,
-    split_over_tp,
     stack,
     weight_param,
 )
@@ -116,16 +116,19 @@ def attention_table(cfg, rope):
     Q, R = m.q_latent, m.latent_dim
     from_latent = Q or D  # queries come from x itself where they have no latent
 
-    def up_param(inputs, outputs):
-        return weight_param(cfg, (inputs, H, outputs), std_into(inputs), fixed={1: "tp"})
+    def up_param(channels, *parts):
+        shape = (channels, H, sum(parts))
+        return weight_param(
+            cfg, shape, std_into(channels), outputs=(1, 2), fixed={1: "tp"}, parts=parts
+        )
 
     table = dict(
         norm=scale_param(D),
-        down=weight_param(cfg, (D, Q + R + rope), std_into(D)),
+        down=weight_param(cfg, (D, Q + R + rope), std_into(D), parts=(Q, R, rope)),
         kv_norm=scale_param(R),
         q_up=up_param(from_latent, K + rope),
-        kv_up=up_param(R, K + V),
-        out=weight_param(cfg, (H, V, D), std_back(m, H * V), dim=2, **split_over_tp(cfg, 0)),
+        kv_up=up_param(R, K, V),
+        out=out_param(cfg, (H, V, D), std_back(m, H * V)),
     )
     if Q:
         table["q_norm"] = scale_param(Q)
@@ -158,7 +161,7 @@ def moe_table(cfg):
     table = dict(
         attention=attention_table(cfg, m.rope_dim if m.moe_rope else 0),
         norm=scale_param(D),
-        router=weight_param(cfg, (D, E), std_into(D), matrix=False),
+        router=weight_param(cfg, (D, E), std_into(D), matrix=False, hidden=False),
         bias=bias_param(E),
         experts=experts_table(cfg, std_into(D), std_back(m, F)),
     )
@@ -173,7 +176,7 @@ def mtp_table(cfg, layer):
     return dict(
         token_norm=scale_param(D),
         hidden_norm=scale_param(D),
-        merge=weight_param(cfg, (2, D, D), std_into(2 * D), dim=1),
+        merge=weight_param(cfg, (2, D, D), std_into(2 * D), inputs=(0, 1), dim=1),
         layer=layer,
         norm=scale_param(D),
     )

@@ -26,16 +26,18 @@ def experts_table(cfg, up_std, down_std):
     D, E, F = m.model_dimension, m.n_experts, m.expert_width
     dp, _, tp = cfg.run.n_device_axis
 
-    def weight(shape, std, dim):
+    def weight(shape, std, inputs, outputs, dim):
         if dp * tp > E:
             lies = dict(over=EXPERT_AXES, dim=dim, expert=-len(shape))
         else:
             lies = dict(over=(), fixed={0: EXPERT_AXES})
-        return weight_param(cfg, shape, std, active=m.experts_per_token / E, **lies)
+        active = m.experts_per_token / E
+        return weight_param(cfg, shape, std, inputs, outputs, active=active, **lies)
 
+    up, down = (E, BRANCHES[m.activation], D, F), (E, D, F)
     return dict(
-        up=weight((E, BRANCHES[m.activation], D, F), up_std, dim=2),
-        down=weight((E, D, F), down_std, dim=1),
+        up=weight(up, up_std, inputs=(2,), outputs=(3,), dim=2),
+        down=weight(down, down_std, inputs=(2,), outputs=(1,), dim=1),
     )
 
 

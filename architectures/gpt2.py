@@ -24,6 +24,7 @@ from architectures.layers import (
 from architectures.parameters import (
     bias_param,
     embedding_param,
+    out_param,
     scale_param,
     split_over_tp,
     stack,
@@ -70,9 +71,9 @@ def attention_table(cfg):
     D, H, K = m.model_dimension, m.n_head, m.head_dim
     return dict(
         attention_norm=norm_table(m),
-        qkv=weight_param(cfg, (D, 3, H, K), STD, fixed={2: "tp"}),
+        qkv=weight_param(cfg, (D, 3, H, K), STD, outputs=(2, 3), fixed={2: "tp"}),
         qkv_bias=bias_param(3, H, K, spec=P(None, "tp", None)),
-        out=weight_param(cfg, (H, K, D), back_std(m), dim=2, **split_over_tp(cfg, 0)),
+        out=out_param(cfg, (H, K, D), back_std(m)),
         out_bias=bias_param(D),
     )
 

@@ -255,8 +255,10 @@ def feed_forward_table(cfg, F, up_std, down_std):
     """Parameters of `feed_forward` with F hidden channels, and the standard deviations with which they begin."""
     D, branches = cfg.model.model_dimension, BRANCHES[cfg.model.activation]
     return dict(
-        up=weight_param(cfg, (branches, D, F), up_std, dim=1, **split_over_tp(cfg, 2)),
-        down=weight_param(cfg, (D, F), down_std, **split_over_tp(cfg, 1)),
+        up=weight_param(cfg, (branches, D, F), up_std, inputs=(1,), dim=1, **split_over_tp(cfg, 2)),
+        down=weight_param(
+            cfg, (D, F), down_std, inputs=(1,), outputs=(0,), **split_over_tp(cfg, 1)
+        ),
     )
 
 

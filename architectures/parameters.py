@@ -27,13 +27,33 @@ class Param(NamedTuple):
     matrix: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed
     active: float = 1.0  # share of it that one token uses
     rows: int = 0  # rows of its first dim that are used, the others are 0 and stay so; 0: all
+    inputs: tuple = ()  # dims, counted from the end, that a product with it sums over
+    outputs: tuple = ()  # dims, counted from the end, that the product has in their place; the rest number matrices
+    parts: tuple = ()  # sizes of the matrices that lie side by side along its last dim; none: it is one
+    hidden: bool = (
+        False  # its products lead from hidden channels to hidden channels: what Muon is for
+    )
 
 
 # --- Leaves -------------------------------------------------------------------------------------------------------
 
 
-def weight_param(cfg, shape, std, over=("dp",), dim=0, fixed=None, expert=0, matrix=True, **more):
-    """`Param` of a weight that begins normal with standard deviation `std`.
+def weight_param(
+    cfg,
+    shape,
+    std,
+    inputs=(0,),
+    outputs=(-1,),
+    over=("dp",),
+    dim=0,
+    fixed=None,
+    expert=0,
+    matrix=True,
+    hidden=True,
+    **more,
+):
+    """`Param` of a weight that begins normal with standard deviation `std`; products with it lead from its dims
+    `inputs` to its dims `outputs`.
 
     It is stored in parts along `dim`, over those of the mesh axes `over` that --fsdp allows and whose sizes divide it,
     and gathered before use. fixed {dim: axes}: dims that stay split in use. `more` are fields of `Param`.
@@ -46,7 +66,23 @@ def weight_param(cfg, shape, std, over=("dp",), dim=0, fixed=None, expert=0, mat
     if axes:
         spec[dim] = axes
         gather = (dim - len(shape), axes)
-    return Param(tuple(shape), P(*spec), std, gather=gather, expert=expert, matrix=matrix, **more)
+    return Param(
+        tuple(shape),
+        P(*spec),
+        std,
+        gather=gather,
+        expert=expert,
+        matrix=matrix,
+        inputs=from_end(inputs, len(shape)),
+        outputs=from_end(outputs, len(shape)),
+        hidden=hidden,
+        **more,
+    )
+
+
+def from_end(dims, n):
+    """Dims of an array of n dims, counted from its end: 0 of 3 is -3."""
+    return tuple(dim % n - n for dim in dims)
 
 
 def storage_axes(cfg, over, size, expert):
@@ -73,6 +109,11 @@ def split_over_tp(cfg, dim):
     return dict(over=("dp", "tp"))
 
 
+def out_param(cfg, shape, std):
+    """`Param` of the projection of heads' outputs back into the residual; shape [H, V, D]."""
+    return weight_param(cfg, shape, std, inputs=(0, 1), dim=2, **split_over_tp(cfg, 0))
+
+
 def scale_param(size):
     """`Param` of a norm's scale, which begins at 1."""
     return Param((size,), P(None), 0.0, start=1.0)
@@ -85,7 +126,8 @@ def bias_param(*shape, spec=P(None)):
 
 def embedding_param(cfg, size, std, **more):
     """`Param` of a table [size, D] with one row for each token id or position, stored in parts over the whole mesh."""
-    return weight_param(cfg, (size, cfg.model.model_dimension), std, over=AXES, **more)
+    shape = (size, cfg.model.model_dimension)
+    return weight_param(cfg, shape, std, over=AXES, hidden=False, **more)
 
 
 # --- Tables -------------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def furthest(a, b):
 def steps_of(cfg, n, seeds=None):
     """TrainState after n optimizer steps on random batches, and the metrics of every step."""
     mesh = steps.make_mesh(cfg)
-    optimizer, schedule = make_optimizer(cfg)
+    optimizer, schedule = make_optimizer(cfg, mesh)
     state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
     step = jax.jit(steps.make_train_step(cfg, mesh, optimizer, schedule))
     seen = []

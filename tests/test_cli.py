@@ -246,6 +246,9 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--dropout_rate 1.0": ["--dropout_rate 1.0"],
     "--max_lr nan": ["--max_lr nan"],
     "--warmup_steps 100": ["--warmup_steps 100", "--end_steps 100"],
+    "--decay_steps 10": ["--decay_steps 10", "--schedule cosine", "wsd"],
+    "--schedule wsd --decay_steps 99": ["--decay_steps 99", "at most 98", "--end_steps 100"],
+    "--schedule wds": ["'wds'", "the nearest is wsd"],
     "--layers_per_block 0": ["--layers_per_block 0", "at least 1"],
     "--n_groups 3": ["--n_experts 8", "n_groups", "6 or 9"],
     "--n_groups 8": ["--n_groups 8", "two experts"],
@@ -413,6 +416,8 @@ def test_the_programs_name_the_nearest_flag():
     [
         ("--n_experts 1", dict(experts_per_token=1)),
         ("--end_steps 20", dict(warmup_steps=2)),
+        ("--schedule wsd --decay_steps 270", dict(warmup_steps=1)),
+        ("--schedule wsd --decay_steps 250", {}),
         ("--train_batch_size 6", dict(micro=2)),
         ("--train_batch_size 1", dict(micro=1)),
         ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
@@ -425,13 +430,14 @@ def test_the_programs_name_the_nearest_flag():
         ("--train_batch_size 6 --microbatches 4", None),
         ("--experts_per_token 9", None),
         ("--warmup_steps 300", None),
+        ("--schedule wsd --decay_steps 281", None),
     ],
 )
 def test_a_default_never_refuses_what_was_given(words, changed):
     argv = ["--preset", "tiny", *words.split()]
     devices = int(np.prod([int(n) for n in words.split()[1:4]])) if "axis" in words else 1
     if changed is None:
-        with pytest.raises(utils.UserError, match="such as|cannot go|less than"):
+        with pytest.raises(utils.UserError, match="such as|cannot go|less than|at most"):
             settings.validate(command_line.parse(argv)[0], devices)
         return
     cfg, given = command_line.parse(argv)
@@ -473,7 +479,8 @@ ALONE = dict(
     preset=list(presets.PRESETS),
     attention=["auto", "xla", "blockwise"],
 )
-TOGETHER = {"process_id", "coordinator", "k_groups", "init_from", "tokenizer"}  # useless alone
+# useless alone
+TOGETHER = {"process_id", "coordinator", "k_groups", "init_from", "tokenizer", "decay_steps"}
 
 
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - TOGETHER))

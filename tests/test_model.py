@@ -358,7 +358,7 @@ def test_bias_evens_out_a_skewed_load():
         bias_update_rate=5e-3,
     )
     mesh = steps.make_mesh(cfg)
-    optimizer, schedule = make_optimizer(cfg)
+    optimizer, schedule = make_optimizer(cfg, mesh)
     state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
     skew = jnp.where(jnp.arange(8) < 2, 0.5, 0.0)
     moe = {**state.params["moe"], "bias": state.params["moe"]["bias"] + skew}
@@ -747,8 +747,9 @@ def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
     cfg = settings.validate(
         utils.replace(presets.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2)), 8
     )
-    optimizer, _ = make_optimizer(cfg)
-    state = steps.abstract_state(cfg, steps.make_mesh(cfg), optimizer)
+    mesh = steps.make_mesh(cfg)
+    optimizer, _ = make_optimizer(cfg, mesh)
+    state = steps.abstract_state(cfg, mesh, optimizer)
     total, active, embedding = model.count_params(cfg)
     assert (
         sum(x.size for x in jax.tree.leaves(state.params)) == total + embedding == 671_026_419_200

@@ -35,7 +35,8 @@ def make_run(folder, **flags):
         | flags
     )
     cfg = small_config(vocab_size=257, sequences=8, **flags)
-    mesh, (optimizer, _) = steps.make_mesh(cfg), make_optimizer(cfg)
+    mesh = steps.make_mesh(cfg)
+    optimizer, _ = make_optimizer(cfg, mesh)
     state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
     state = state._replace(
         params=jax.tree.map(lambda x: 3 * x, state.params)

@@ -63,7 +63,7 @@ def prepare(cfg, given):
     steps.configure_jax(cfg)
     cfg = settings.validate(cfg, jax.device_count())
     mesh = steps.make_mesh(cfg)
-    optimizer, schedule = make_optimizer(cfg)
+    optimizer, schedule = make_optimizer(cfg, mesh)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
     state = steps.init_state(cfg, abstract, optimizer)
     batch = random_batch(cfg, mesh)

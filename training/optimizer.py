@@ -1,22 +1,46 @@
 """The optimizer and its schedule."""
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import model
 from architectures import parameters
+from training import muon
+
+MOMENTUM = 0.95  # of Muon
 
 
-def make_optimizer(cfg):
-    """AdamW (arXiv:1711.05101) after clipping by the global norm, and its schedule: step -> learning rate."""
+def make_optimizer(cfg, mesh):
+    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982; training/muon.py) after clipping by the global norm, and its
+    schedule: step -> learning rate.
+
+    Weight decay follows the schedule: a step takes learning rate x weight_decay of a matrix away. Where the rate is 0,
+    nothing moves but the router's selection bias, which has a rule of its own (`model.update_router_bias`).
+    """
     o = cfg.optimizer
-    schedule = optax.warmup_cosine_decay_schedule(
-        o.min_lr, o.max_lr, o.warmup_steps, o.end_steps, o.end_lr
-    )
+    schedule = make_schedule(o)
     matrices = parameters.table_map(lambda param: param.matrix, model.param_table(cfg))
-    adamw = optax.adamw(schedule, b1=0.9, b2=o.adam_b2, weight_decay=o.weight_decay, mask=matrices)
+    rule = optax.chain(
+        make_rule(cfg, mesh),
+        optax.add_decayed_weights(o.weight_decay, matrices),
+        optax.scale_by_learning_rate(schedule),
+    )
     embedding_lr = optax.masked(optax.scale(o.embedding_lr), embedding_of(matrices))
-    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), adamw, embedding_lr), schedule
+    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), rule, embedding_lr), schedule
+
+
+def make_rule(cfg, mesh):
+    """The optax transformation from gradients to updates of about equal size, by --optimizer."""
+    adam = optax.scale_by_adam(b1=0.9, b2=cfg.optimizer.adam_b2)
+    if cfg.optimizer.optimizer == "adamw":
+        return adam
+    momentum = optax.trace(MOMENTUM, nesterov=True)
+    rules = dict(adamw=adam, muon=optax.chain(momentum, muon.orthogonalize(cfg, mesh)))
+    names = parameters.table_map(
+        lambda param: "muon" if param.hidden else "adamw", model.param_table(cfg)
+    )
+    return optax.partition(rules, names)
 
 
 def embedding_of(params):
@@ -25,3 +49,45 @@ def embedding_of(params):
         name: jax.tree.map(lambda _, here=name == "embedding": here, part)
         for name, part in params.items()
     }
+
+
+# --- Schedules ----------------------------------------------------------------------------------------------------
+
+NEVER = 2**31 - 1  # a step, int32, that no run reaches
+
+
+def make_schedule(o):
+    """step -> learning rate, a function of the step and of the flags `o` (`utils.Optimizer`) alone.
+
+    With max_lr 1, end_lr 0, warmup_steps 10, end_steps 110 and, for wsd, decay_steps 40:
+
+        step        0     5     10    60     70     80     90     110 and later
+        cosine      0     0.5   1     0.5    0.35   0.21   0.10   0
+        linear      0     0.5   1     0.5    0.4    0.3    0.2    0
+        wsd         0     0.5   1     1      1      0.5    0.29   0
+        wsd, decay_steps 0            1      1      1      1      1
+    """
+    if o.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            o.min_lr, o.max_lr, o.warmup_steps, o.end_steps, o.end_lr
+        )
+    warmup = optax.linear_schedule(o.min_lr, o.max_lr, o.warmup_steps)
+    if o.schedule == "linear":
+        line = optax.linear_schedule(o.max_lr, o.end_lr, o.end_steps - o.warmup_steps)
+        return optax.join_schedules([warmup, line], [o.warmup_steps])
+    stable = optax.constant_schedule(o.max_lr)
+    # A trunk has a decay too, which never begins: its program is that of a run that decays but for this number, so
+    # XLA rounds both alike, and a branch is to the bit the run that was planned so from the start.
+    begin = o.end_steps - o.decay_steps if o.decay_steps else NEVER
+    return optax.join_schedules([warmup, stable, sqrt_decay(o)], [o.warmup_steps, begin])
+
+
+def sqrt_decay(o):
+    """step of the decay -> learning rate, from max_lr to end_lr in decay_steps, as 1 - sqrt(share of the decay). Of the
+    shapes that arXiv:2405.18392 compares this one ends with the lowest loss, below a straight line."""
+
+    def rate(step):
+        share = jnp.clip(step / max(1, o.decay_steps), 0, 1)
+        return o.end_lr + (o.max_lr - o.end_lr) * (1 - jnp.sqrt(share))
+
+    return rate

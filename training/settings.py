@@ -66,11 +66,19 @@ def follow(cfg, given):
         no_choice = architectures.flags_without_choice(cfg.model.architecture)
         cfg = replace(cfg, **without(given, no_choice))
     changed = follow_experts(cfg.model)
-    o = cfg.optimizer
-    if o.warmup_steps >= o.end_steps:
-        changed["warmup_steps"] = o.end_steps // 10
+    changed |= follow_schedule(cfg.optimizer, given)
     changed = without(given, changed)
     return replace(cfg, **changed, **follow_batches(cfg, given))
+
+
+def follow_schedule(o, given):
+    """{flag: value} of warm-up and decay that fit in the schedule and its end_steps."""
+    decay = o.decay_steps if o.schedule == "wsd" else 0
+    if "decay_steps" not in given:
+        decay = min(decay, max(0, o.end_steps - o.warmup_steps))
+    before = max(0, o.end_steps - decay)  # steps before the decay
+    too_long = o.warmup_steps > before or o.warmup_steps >= o.end_steps
+    return dict(decay_steps=decay, warmup_steps=before // 10 if too_long else o.warmup_steps)
 
 
 def follow_experts(m):
@@ -187,9 +195,7 @@ def resume(cfg, given, fingerprint):
         )
     check_stored(stored, cfg.run.folder, NEEDED_TO_RESUME)
     cfg = keep_global_batch(cfg, given, stored)
-    # of runs from before the flag, norm_eps
-    if "latent_norm_eps" not in given and "latent_norm_eps" in stored:
-        cfg = replace(cfg, latent_norm_eps=stored["latent_norm_eps"])
+    cfg = keep_what_was_before(cfg, given, stored)
     now, fixed = as_json(flatten(cfg)), utils.FIELDS.keys() - flags_with("free_on_resume")
     differ = [n for n in now if n in fixed and n in stored and now[n] != stored[n]]
     if differ:
@@ -205,6 +211,16 @@ def resume(cfg, given, fingerprint):
             f"shards."
         )
     return cfg
+
+
+def keep_what_was_before(cfg, given, stored):
+    """`cfg` of a run that began before some flags, with what {flag: value} `stored` of its directory says there,
+    whatever presets have now."""
+    before = utils.values_before()
+    unchanged = {flag: value for flag, value in before.items() if stored.get(flag) == value}
+    if "latent_norm_eps" in stored:  # norm_eps, in such runs
+        unchanged["latent_norm_eps"] = stored["latent_norm_eps"]
+    return replace(cfg, **without(given, unchanged))
 
 
 def keep_global_batch(cfg, given, stored):
@@ -254,11 +270,12 @@ def to_resume(cfg, fingerprint):
 
 
 def run_config(folder):
-    """config.json of a run directory, {} where there is none. Runs from before --latent_norm_eps were trained with
-    norm_eps there, and what was imported before it with 1e-6."""
+    """config.json of a run directory, {} where there is none, with the flags that older ones lack. Runs from before
+    --latent_norm_eps were trained with norm_eps there, and what was imported before it with 1e-6."""
     stored = clear_names(utils.read_json(folder, "config.json"))
     if "model_dimension" not in stored:
         return stored
+    stored = utils.values_before() | stored
     own = architectures.architecture(stored.get("architecture", Model.architecture))
     if "latent_norm_eps" in own.flags:
         trained = "data_fingerprint" in stored
@@ -277,7 +294,7 @@ def stored_config(folder):
         with contextlib.suppress(ValueError, AttributeError, UserError):  # a damaged one
             meta = utils.read_json(folder, "checkpoints", step, "meta", "metadata")
             if stored := meta.get("config"):
-                return clear_names(stored)
+                return utils.values_before() | clear_names(stored)
     if steps:
         say(
             f"warning: {folder} holds no config.json and its checkpoints are of an older version, which kept no "
@@ -493,12 +510,23 @@ def check_experts(cfg):
 
 
 def check_optimizer(cfg):
-    """Raises UserError where the learning rate has no schedule."""
+    """Raises UserError where the parts of the learning rate's schedule do not fit together."""
     o = cfg.optimizer
     if o.warmup_steps >= o.end_steps:
         raise UserError(
             f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}; give "
             f"fewer, or a larger --end_steps."
+        )
+    if o.decay_steps and o.schedule != "wsd":
+        raise UserError(
+            f"--decay_steps {o.decay_steps}: --schedule {o.schedule} falls from the warm-up on, only wsd has a decay "
+            f"of its own; leave the flag out, or give --schedule wsd."
+        )
+    room = o.end_steps - o.warmup_steps
+    if o.decay_steps > room:
+        raise UserError(
+            f"--decay_steps {o.decay_steps}: must be at most {room}, since the decay ends at --end_steps "
+            f"{o.end_steps} and cannot begin within the {o.warmup_steps} --warmup_steps."
         )
 
 

@@ -82,12 +82,17 @@ def abstract_state(cfg, mesh, optimizer):
     devices."""
     params = abstract_params(cfg, mesh)
     replicated = NamedSharding(mesh, P())
+
+    def is_masked(leaf):  # a parameter that another rule of the optimizer sees to
+        return isinstance(leaf, optax.MaskedNode)
+
     opt_state = optax.tree_map_params(
         optimizer,
-        lambda leaf, param: leaf.update(sharding=param.sharding),
+        lambda leaf, param: leaf if is_masked(leaf) else leaf.update(sharding=param.sharding),
         jax.eval_shape(optimizer.init, params),
         params,
         transform_non_params=lambda leaf: leaf.update(sharding=replicated),
+        is_leaf=is_masked,
     )
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)

@@ -20,7 +20,7 @@ from architectures.experts import capacity
 from architectures.parameters import is_param
 from kernels import attention, loss
 from tools.planning import hlo
-from training import platforms
+from training import muon, platforms
 
 GiB = 2**30
 BUFFER = 1824  # tiles, of most chips: see stays_scattered
@@ -75,7 +75,7 @@ class Estimate(NamedTuple):
     operands: float  # memory traffic of matrix products, bytes
     passes: float  # memory traffic of everything else, bytes
     weights: float  # bytes, float32
-    optimizer: float  # bytes of AdamW's two moments
+    optimizer: float  # bytes of AdamW's two moments, or of Muon's one
     batch: float  # bytes of tokens and targets
     activations: float  # bytes kept from the forward pass for the backward pass
     workspace: float  # bytes of all else: gradients, gathered weights, one layer's and the head's intermediates
@@ -289,6 +289,7 @@ class Weights(NamedTuple):
     """Numbers of weights on one device."""
 
     stored: int  # in parts, padding of TPU tiles included
+    moments: int  # of the optimizer, likewise
     gathered: int  # of all its layers, whole
     largest: float  # of its largest layer, whole
     used: float  # of its layers, every time that they get a gradient
@@ -387,12 +388,15 @@ def weights_cost(cfg, traffic):
     """`Weights`; adds what gathers them and sums their gradients to `traffic`."""
     s, runs = sizes(cfg), layer_runs(cfg)
     on_tpu = traffic.place.platform == "tpu"
-    stored, used, gathered = 0, 0, defaultdict(int)
+    with_muon = cfg.optimizer.optimizer == "muon"
+    stored, moments, used, gathered = 0, 0, 0, defaultdict(int)
     for name, stack in model.param_table(cfg).items():
         use = stack_use(cfg, name, traffic.place.platform)
         for p in jax.tree.leaves(stack, is_leaf=is_param):
             shape, axes = local_shape(p, traffic.split)
-            stored += tiled(shape) if on_tpu else math.prod(shape)
+            own = tiled(shape) if on_tpu else math.prod(shape)
+            stored += own
+            moments += own if with_muon and p.hidden else 2 * own
             # gradients of copies are summed; the TPU compiler moves that out of the loop of gradient accumulation
             copies = set(collectives.AXES) - set(axes)
             times = 1 if on_tpu else cfg.run.accumulation_steps
@@ -403,7 +407,7 @@ def weights_cost(cfg, traffic):
                 gathered[name] += whole
                 used += whole * use.gradients
     largest = max(n / runs[name][0] for name, n in gathered.items())
-    return Weights(stored, sum(gathered.values()), largest / cfg.run.pp_interleave, used)
+    return Weights(stored, moments, sum(gathered.values()), largest / cfg.run.pp_interleave, used)
 
 
 # --- Layers -------------------------------------------------------------------------------------------------------
@@ -564,6 +568,40 @@ def layers_cost(cfg, traffic):
     return Layers(flops, scores, pipelined, kept, intermediates, widest)
 
 
+# --- The optimizer ------------------------------------------------------------------------------------------------
+
+
+class Orthogonalization(NamedTuple):
+    """What Muon does to a step's updates on a device; nothing with AdamW."""
+
+    flops: float = 0  # of Newton-Schulz steps, those on empty places included
+    operands: float = 0  # memory traffic of their products, bytes
+    passes: float = 0  # memory traffic of what brings matrices together, bytes
+    held: float = 0  # bytes of updates at once
+
+
+def muon_cost(cfg, traffic):
+    """`Orthogonalization`; adds what travels to `traffic`. training/muon.py deals the matrices out."""
+    if cfg.optimizer.optimizer != "muon":
+        return Orthogonalization()
+    width = sizes(cfg).bytes
+    stacks = muon.stacks_of(muon.hidden_params(cfg), traffic.split)
+    flops, operands, passes, held = 0, 0, 0, 0
+    for group in muon.deal(stacks, traffic.split):
+        rows, columns, copies = group.layout
+        traffic.send("all-to-all", rows + columns, width * group.exchanged, 2)
+        devices = np.arange(group.sharers)
+        near = differing_axes(devices, traffic.split["tp"]) if len(copies) > 1 else copies
+        traffic.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
+        flops += group.flops
+        m, n = sorted(group.whole)
+        operands += width * group.owned * muon.STEPS * (4 * m * n + 5 * m * m)
+        moved = width * (group.places * math.prod(group.block) + 2 * group.owned * m * n)
+        passes += MUON_COPIES * moved
+        held += moved
+    return Orthogonalization(flops, operands, passes, held)
+
+
 # --- The step -----------------------------------------------------------------------------------------------------
 
 
@@ -602,6 +640,7 @@ EXPERTS_KEPT = 2.5  # channels that --remat none keeps per channel of routed exp
 LAYER_COPIES = 1.4  # bytes held per byte of the widest layer's intermediates, in its backward pass
 OPERAND_BYTES = 5.2  # that matrix products read and write per byte of intermediates
 OPERAND_WEIGHTS = 22.0  # the same, per weight of a layer, every time that it gets a gradient
+MUON_COPIES = 4.0  # traffic per byte of the matrices that Muon brings together and of their blocks
 
 
 def workspace(cfg, fit, weights, layers, head):
@@ -653,20 +692,22 @@ def estimate(cfg, place=Place()):
     weights = weights_cost(cfg, traffic)
     layers = layers_cost(cfg, traffic)
     head = head_cost(cfg, place.platform)
+    orthogonalization = muon_cost(cfg, traffic)
     send_pipeline(cfg, traffic)
 
-    flops = layers.flops + accumulation * head.flops
+    flops = layers.flops + accumulation * head.flops + orthogonalization.flops
     passes = fit.intermediates * layers.intermediates + fit.weights * weights.used
     passes += fit.kept[cfg.model.remat] * accumulation * layers.kept
-    passes += fit.logits * accumulation * head.logits
+    passes += fit.logits * accumulation * head.logits + orthogonalization.passes
+    operands = OPERAND_BYTES * layers.intermediates + OPERAND_WEIGHTS * weights.used
     return Estimate(
         flops=flops,
         scores=layers.scores,
         sent=dict(traffic.sent),
-        operands=OPERAND_BYTES * layers.intermediates + OPERAND_WEIGHTS * weights.used,
+        operands=operands + orthogonalization.operands,
         passes=passes,
         weights=4 * weights.stored,
-        optimizer=8 * weights.stored,
+        optimizer=4 * weights.moments,
         batch=8 * accumulation * s.own * s.B * s.T / s.tp,
         activations=layers.kept,
         workspace=workspace(cfg, fit, weights, layers, head),

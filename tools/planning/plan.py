@@ -159,7 +159,7 @@ class TooLarge(Exception):
 def compile_step(cfg, devices):
     """`Compiled` train step, as main.py builds it, for the devices of a topology. Raises TooLarge."""
     mesh = steps.make_mesh(cfg, devices)
-    optimizer, schedule = make_optimizer(cfg)
+    optimizer, schedule = make_optimizer(cfg, mesh)
     state = steps.abstract_state(cfg, mesh, optimizer)
     lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
     try:

@@ -1,0 +1,116 @@
+"""Schedules of the learning rate: their values, and that weight decay follows them."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import small_config
+
+import model
+import utils
+from architectures import parameters
+from training import settings, steps
+from training.optimizer import make_optimizer, make_schedule
+
+# flags of each schedule, with 4 steps of warm-up and the end at step 20
+PLAIN = dict(max_lr=1.0, min_lr=0.1, end_lr=0.0, warmup_steps=4, end_steps=20)
+SCHEDULES = {
+    "cosine": dict(PLAIN, schedule="cosine"),
+    "linear": dict(PLAIN, schedule="linear"),
+    "wsd": dict(PLAIN, schedule="wsd", decay_steps=8),
+    "trunk": dict(PLAIN, schedule="wsd"),
+}
+EVERY = pytest.mark.parametrize("flags", SCHEDULES.values(), ids=SCHEDULES)
+
+
+def rates(n, **flags):
+    """The learning rates of the steps before n, computed as the compiled step does."""
+    schedule = jax.jit(make_schedule(small_config(**flags).optimizer))
+    return np.array([schedule(jnp.int32(step)) for step in range(n)])
+
+
+def test_rates_are_those_of_the_formulas():
+    step = np.arange(20)
+    warmup = 0.1 + 0.9 * step / 4
+    after = {
+        "cosine": (1 + np.cos(np.pi * (step - 4) / 16)) / 2,
+        "linear": 1 - (step - 4) / 16,
+        "wsd": np.where(step <= 12, 1, 1 - np.sqrt(np.maximum(0, step - 12) / 8)),
+        "trunk": np.ones(20),
+    }
+    for name, flags in SCHEDULES.items():
+        assert np.allclose(rates(20, **flags), np.where(step < 4, warmup, after[name])), name
+
+
+@pytest.mark.parametrize("end_lr", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_a_decay_ends_at_end_lr_to_the_bit_and_stays_there(name, end_lr):
+    seen = rates(30, **{**SCHEDULES[name], "end_lr": end_lr})
+    assert (seen[4:20] > end_lr).all() and (seen[20:] == np.float32(end_lr)).all()
+
+
+def test_cosine_is_the_one_of_optax():
+    of_optax = jax.jit(optax.warmup_cosine_decay_schedule(0.1, 1.0, 4, 20, 0.0))
+    wanted = [of_optax(jnp.int32(step)) for step in range(30)]
+    assert np.array_equal(rates(30, **SCHEDULES["cosine"]), np.array(wanted))
+
+
+def test_a_trunk_is_every_run_that_decays_later_to_the_bit():
+    """Its rate depends on neither the end nor its flags, also where max_lr is not end_lr + (max_lr - end_lr)."""
+    flags = dict(max_lr=6e-4, end_lr=6e-5, min_lr=0.0, warmup_steps=4, schedule="wsd")
+    trunk = rates(40, **flags, end_steps=10)
+    assert (trunk[4:] == np.float32(6e-4)).all()
+    for end_steps in (12, 30):
+        whole = rates(40, **flags, end_steps=end_steps, decay_steps=8)
+        assert np.array_equal(whole[: end_steps - 8], trunk[: end_steps - 8])
+
+
+def updates_of(cfg, gradient, n):
+    """Yield (step, learning rate, updates, which of them decay) of n steps of the optimizer with the same gradient,
+    every parameter being 1."""
+    optimizer, schedule = make_optimizer(cfg, steps.make_mesh(cfg))
+    table = model.param_table(cfg)
+    params = parameters.table_map(lambda param: jnp.ones(param.shape), table)
+    decays = parameters.table_map(lambda param: param.matrix, table)
+    gradients = jax.tree.map(lambda leaf: jnp.full(leaf.shape, gradient), params)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in range(n):
+        updates, state = update(gradients, state, params)
+        yield step, schedule(step), jax.tree.leaves(updates), jax.tree.leaves(decays)
+
+
+@EVERY
+def test_weight_decay_follows_the_schedule(flags):
+    """Without a gradient a step takes learning rate x weight_decay of each matrix away, and nothing of others."""
+    cfg = small_config(**flags, weight_decay=0.25, embedding_lr=1.0)
+    for _, rate, updates, decays in updates_of(cfg, 0.0, 22):
+        for update, decay in zip(updates, decays, strict=True):
+            assert np.allclose(update, -0.25 * rate * decay, rtol=1e-6, atol=0)
+
+
+@EVERY
+def test_at_rate_0_nothing_moves_whatever_the_gradient(flags):
+    cfg = small_config(**flags, weight_decay=0.25)
+    for step, _, updates, _ in updates_of(cfg, 0.1, 22):
+        moves = step < 20 or cfg.optimizer.decay_steps == 0 and cfg.optimizer.schedule == "wsd"
+        assert all(bool(update.all()) == moves for update in updates)
+
+
+def test_a_run_from_before_the_flag_goes_on_as_it_was(tmp_path):
+    """With cosine, whatever the preset has by now; another schedule that is given is refused by name."""
+    cfg = utils.replace(small_config(), output_dir=str(tmp_path), schedule="linear")
+    stored = settings.as_json(settings.to_resume(cfg, "x"))
+    for old in ({**stored, "schedule": None}, {**stored, "schedule": "cosine"}):
+        old = {flag: value for flag, value in old.items() if value is not None}
+        utils.write_file(os.path.join(cfg.run.folder, "config.json"), json.dumps(old))
+        assert settings.resume(cfg, set(), "x").optimizer.schedule == "cosine"
+        with pytest.raises(utils.UserError, match="schedule was 'cosine' and is now 'linear'"):
+            settings.resume(cfg, {"schedule"}, "x")
+    utils.write_file(os.path.join(cfg.run.folder, "config.json"), json.dumps(stored))
+    assert settings.resume(cfg, set(), "x").optimizer.schedule == "linear"
+    with pytest.raises(utils.UserError, match="schedule was 'linear' and is now 'wsd'"):
+        settings.resume(utils.replace(cfg, schedule="wsd"), set(), "x")
