@@ -1,6 +1,7 @@
 """Muon: the same update as optax's, on every mesh; its runs resume; what it costs is counted."""
 
 import functools
+import json
 import math
 
 import jax
@@ -8,10 +9,12 @@ import numpy as np
 import optax
 import pytest
 from conftest import MESHES, SMALL_GPT2, furthest, make_params, small_config, steps_of
+from test_resume import assert_bitwise, checkpoint_of
 
 import model
+import utils
 from architectures import parameters
-from training import steps
+from training import muon, steps
 from training.optimizer import make_optimizer
 
 
@@ -28,6 +31,104 @@ def test_parity_after_three_steps(mesh):
     params_, metrics_ = three_steps(mesh)
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
     assert furthest(metrics, metrics_)[0] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "mesh, flags",
+    [
+        ((2, 2, 2), dict(sequence_parallel="megatron", fsdp="none")),
+        ((4, 2, 1), dict(fsdp="none", n_experts=2, first_layers=1, mtp_depth=1)),
+        ((2, 2, 2), dict(fsdp="full", pp_interleave=2)),
+        ((2, 1, 4), dict(SMALL_GPT2, sequence_parallel="megatron")),
+    ],
+    ids=["megatron", "copies", "rounds", "gpt2"],
+)
+def test_parity_of_variants(mesh, flags):
+    whole = {name: flags[name] for name in flags if name not in ("fsdp", "pp_interleave")}
+    params, _ = three_steps((1, 1, 1), **whole)
+    params_, _ = three_steps(mesh, **flags)
+    params_ = jax.tree.map(lambda x, y: y.reshape(x.shape), params, params_)
+    assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
+
+
+# --- Dealing ------------------------------------------------------------------------------------------------------
+
+
+def matrices(layout, rows, columns, number):
+    return muon.Stack((number, rows, columns), (1,), (2,), layout, scale=1.0)
+
+
+def test_a_group_is_shared_out_once():
+    """Every matrix has one owner among those that share, and places for all of them are no more than needed."""
+    mesh = dict(dp=8, pp=2, tp=2)
+    for number in (1, 2, 7, 8, 9, 100):
+        for layout in (
+            muon.Layout(("dp", "tp"), (), ()),
+            muon.Layout(("tp",), (), ("dp",)),
+            muon.Layout((), (), ("dp", "tp")),
+            muon.Layout((), (), ()),
+        ):
+            (group,) = muon.deal([matrices(layout, 4, 6, number)], mesh)
+            split = math.prod(group.grid)
+            owners = split * group.n_copies
+            assert group.owned == math.ceil(number / owners)
+            assert number <= group.places == group.owned * split * group.sharers
+            assert group.n_copies % group.sharers == 0
+
+
+def test_large_matrices_share_a_turn():
+    """Of two shapes with fewer matrices than devices, each would keep one device of 64 busy after the other."""
+    mesh = dict(dp=64, pp=1, tp=1)
+    layout = muon.Layout(("dp",), (), ())
+    few, more = matrices(layout, 288, 7168, 3), matrices(layout, 256, 7168, 29)
+    assert [group.members for group in muon.deal([few, more], mesh)] == [(0, 1)]
+    many = matrices(layout, 256, 7168, 64)
+    assert len(muon.deal([few, many], mesh)) == 2
+
+
+# --- Runs ---------------------------------------------------------------------------------------------------------
+
+MUON = dict(optimizer="muon", max_lr=1e-3)
+
+
+def test_resume_is_bitwise(train, tmp_path):
+    flags = dict(MUON, mesh=(2, 2, 2), pp_interleave=2, microbatches=2)
+    assert train(**flags, name="whole", training_steps=6) == 0
+    assert train(**flags, name="parts", training_steps=3) == 0
+    assert train(**flags, name="parts", training_steps=6) == 0
+    whole, parts = [checkpoint_of(tmp_path / "runs" / name, 6) for name in ("whole", "parts")]
+    assert_bitwise(whole, parts)
+    moments = [key for key in whole if "trace" in key]
+    assert moments and not any("trace" in key and "embedding" in key for key in whole)
+    # on another mesh, a run goes on from there
+    assert train(**MUON, name="parts", training_steps=8) == 0
+    assert train(**flags, name="whole", training_steps=8) == 0
+    whole, parts = [checkpoint_of(tmp_path / "runs" / name, 8) for name in ("whole", "parts")]
+    assert furthest(whole, parts)[0] < 1e-3
+
+
+def test_a_run_keeps_its_optimizer(train, tmp_path):
+    assert train(name="adam", training_steps=2) == 0
+    with pytest.raises(utils.UserError, match="optimizer was 'adamw' and is now 'muon'"):
+        train(name="adam", optimizer="muon", training_steps=4)
+    config = tmp_path / "runs" / "adam" / "config.json"
+    stored = json.loads(config.read_text())
+    del stored["optimizer"]  # as runs from before the flag have none
+    config.write_text(json.dumps(stored))
+    with pytest.raises(utils.UserError, match="optimizer was 'adamw' and is now 'muon'"):
+        train(name="adam", optimizer="muon", training_steps=4)
+    assert train(name="adam", training_steps=4) == 0
+
+
+def test_weights_of_another_optimizer_begin_a_run(train, tmp_path):
+    assert train(name="adam", training_steps=2) == 0
+    first = dict(init_from=tmp_path / "runs" / "adam", max_lr=0.0, end_lr=0.0, bias_update_rate=0.0)
+    assert train(**MUON | first, name="muon", training_steps=1) == 0
+    adam = checkpoint_of(tmp_path / "runs" / "adam", 2)
+    found = checkpoint_of(tmp_path / "runs" / "muon", 1)
+    for key in found:
+        if "params" in key:
+            assert np.array_equal(adam[key], found[key]), key
 
 
 # --- The update ---------------------------------------------------------------------------------------------------
