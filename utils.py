@@ -342,6 +342,12 @@ class Run:
     init_from: str = setting("")
     """Weights that a new run begins with: a run directory or a folder in the Hugging Face format. The architecture is
     taken from there."""
+    branch_from: str = flag("")
+    """Run directory of a trunk (--schedule wsd) that this new run begins as, with weights, optimizer, key and place in
+    the data. Flags that are not given are the trunk's."""
+    branch_step: int = flag(0, least=0)
+    """Step of the trunk's checkpoint to begin with. The decay, of decay_steps, begins there unless end_steps is given
+    too."""
     n_device_axis: tuple[int, int, int] = setting((0, 1, 1))
     """Mesh shape: dp pp tp. dp 0: as many as there are devices left."""
     n_devices: int = setting(0, least=0)

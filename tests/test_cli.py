@@ -481,6 +481,7 @@ ALONE = dict(
 )
 # useless alone
 TOGETHER = {"process_id", "coordinator", "k_groups", "init_from", "tokenizer", "decay_steps"}
+TOGETHER |= {"branch_from", "branch_step"}
 
 
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - TOGETHER))

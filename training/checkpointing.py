@@ -330,6 +330,19 @@ class Checkpoints:
                 self.manager.delete(later)
         return found
 
+    def restore_step(self, abstract, step):
+        """(state, meta) of the checkpoint of `step`. Raises UserError where that is damaged or of another model."""
+        item = ocp.args.StandardRestore(abstract)
+        found, reason = self._read(lone_reader(), step, with_meta(item))
+        if not reason:
+            return found.state, found.meta
+        other = self._misfit(step, shapes_of(abstract))
+        if other:
+            raise UserError(f"{self.folder}: {self._of_other_flags(step, other, READING)}.")
+        raise UserError(
+            f"{self.folder}: checkpoint {step} is damaged ({reason}); take one of another step."
+        )
+
     def restore_params(self, abstract):
         """Parameters alone of the newest sound checkpoint, as `abstract`. Raises UserError where there is none."""
         item = {"params": abstract}
@@ -356,7 +369,7 @@ class Checkpoints:
         (None, []) where there are no checkpoints. shapes: {path: shape} of what is read. Raises UserError where none is
         sound."""
         reader = lone_reader()
-        args = ocp.args.Composite(state=args, meta=ocp.args.JsonRestore())
+        args = with_meta(args)
         damaged, unfit = [], []
         for step in steps:
             found, reason = self._read(reader, step, args)
@@ -439,6 +452,11 @@ def manager_options(keep, every, best):
         lightweight_initialize=not writes,  # or it reads all validation losses, of which one may be damaged
         async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if several else None),
     )
+
+
+def with_meta(args):
+    """Arguments that read a state by `args`, and what was saved beside it."""
+    return ocp.args.Composite(state=args, meta=ocp.args.JsonRestore())
 
 
 def lone_reader():

@@ -14,14 +14,16 @@ import tyro
 
 from data.tokenization import load_tokenizer
 from presets import PRESETS, preset
+from training import branches
 from training.settings import check_run, follow, validate
 from utils import GROUPS, RENAMED, Config, UserError, check_bounds, complaint, one_sentence, replace
 
 
-def parse(argv, load=load_tokenizer):
+def parse(argv, load=load_tokenizer, elsewhere=False):
     """Command line -> (Config, set of the flags that were given).
 
-    load: name -> the tokenizer, or None where it is not to be had. Raises UserError for anything that does not parse;
+    load: name -> the tokenizer, or None where it is not to be had. elsewhere: main.py will run on another machine, so
+    the trunk in --branch_from is not looked at. Raises UserError for anything that does not parse;
     `--help` prints the preset's values and exits.
     """
     argv = [renamed(word) for word in argv]
@@ -32,6 +34,9 @@ def parse(argv, load=load_tokenizer):
     cfg = follow_tokenizer(cfg, given, load)
     for group in GROUPS:
         check_bounds(getattr(cfg, group))
+    branches.check_flags(cfg, given)
+    if not elsewhere:
+        cfg, given = branches.follow_trunk(cfg, given)
     cfg = follow(cfg, given)
     of_plan = [flag for flag, value in vars(cfg.plan).items() if value]
     if of_plan and not cfg.plan.plan:
@@ -160,13 +165,14 @@ def check(argv, elsewhere):
         absent = elsewhere or os.path.isfile(coming) and not os.path.isfile(name)
         return None if absent else load_tokenizer(name)
 
-    cfg, given = parse(argv, load)
+    cfg, given = parse(argv, load, elsewhere)
     if cfg.plan.plan:
         return cfg, given
     if not elsewhere:
         check_processes(cfg, given)
         check_run(cfg, given)
-    if cfg.run.init_from:  # the architecture is that of the weights
+    # the architecture is that of the weights, or of the trunk
+    if cfg.run.init_from or cfg.run.branch_from:
         return cfg, given
     dp, pp, tp = cfg.run.n_device_axis
     # where nothing tells how many devices there are: so many that every number of experts fits

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 import model
 from architectures import parameters
@@ -61,11 +63,11 @@ def make_schedule(o):
 
     With max_lr 1, end_lr 0, warmup_steps 10, end_steps 110 and, for wsd, decay_steps 40:
 
-        step        0     5     10    60     70     80     90     110 and later
-        cosine      0     0.5   1     0.5    0.35   0.21   0.10   0
-        linear      0     0.5   1     0.5    0.4    0.3    0.2    0
-        wsd         0     0.5   1     1      1      0.5    0.29   0
-        wsd, decay_steps 0            1      1      1      1      1
+        step                    0     5     10    60    70    80    90    110 and later
+        cosine                  0     0.5   1     0.5   0.35  0.21  0.10  0
+        linear                  0     0.5   1     0.5   0.4   0.3   0.2   0
+        wsd                     0     0.5   1     1     1     0.5   0.29  0
+        wsd, decay_steps 0      0     0.5   1     1     1     1     1     1
     """
     if o.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(
@@ -75,19 +77,27 @@ def make_schedule(o):
     if o.schedule == "linear":
         line = optax.linear_schedule(o.max_lr, o.end_lr, o.end_steps - o.warmup_steps)
         return optax.join_schedules([warmup, line], [o.warmup_steps])
-    stable = optax.constant_schedule(o.max_lr)
-    # A trunk has a decay too, which never begins: its program is that of a run that decays but for this number, so
-    # XLA rounds both alike, and a branch is to the bit the run that was planned so from the start.
+    return make_wsd(o)
+
+
+def make_wsd(o):
+    """step -> learning rate of wsd. It decays as 1 - sqrt(share of the decay): of the shapes that arXiv:2405.18392
+    compares this one ends with the lowest loss, below a straight line.
+
+    Runs that differ in the decay alone compile to programs that differ in these numbers alone. XLA may not look at
+    them, or it would simplify each program in its own way and round differently. So a branch is to the bit the run that
+    was planned so from the start.
+    """
     begin = o.end_steps - o.decay_steps if o.decay_steps else NEVER
-    return optax.join_schedules([warmup, stable, sqrt_decay(o)], [o.warmup_steps, begin])
-
-
-def sqrt_decay(o):
-    """step of the decay -> learning rate, from max_lr to end_lr in decay_steps, as 1 - sqrt(share of the decay). Of the
-    shapes that arXiv:2405.18392 compares this one ends with the lowest loss, below a straight line."""
+    rates = np.float32([o.min_lr, o.max_lr, o.end_lr])
+    steps = np.int32([max(1, o.warmup_steps), begin, max(1, o.decay_steps)])
 
     def rate(step):
-        share = jnp.clip(step / max(1, o.decay_steps), 0, 1)
-        return o.end_lr + (o.max_lr - o.end_lr) * (1 - jnp.sqrt(share))
+        (low, high, end), (warmup, begin, decay) = lax.optimization_barrier((rates, steps))
+        warming = low + (high - low) * (step / warmup)
+        share = jnp.clip((step - begin) / decay, 0, 1)
+        decaying = end + (high - end) * (1 - jnp.sqrt(share))
+        stable = jnp.where(step < begin, high, decaying)
+        return jnp.where(step < o.warmup_steps, warming, stable)
 
     return rate

@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import utils
 from training import settings, steps, weights
 from training.checkpointing import Checkpoints
+from utils import say
 
 
 class RunCheckpoints:
@@ -41,7 +42,8 @@ class RunCheckpoints:
         )
 
     def restore_or_begin(self):
-        """(state, what was saved beside it) of the newest sound checkpoint, or of step 0 where there is none."""
+        """(state, what was saved beside it) of the newest sound checkpoint. Where there is none, of step 0, or of the
+        trunk's checkpoint that a branch begins with."""
         return self._running(self.checkpoints.restore(self.stored))
 
     def roll_back(self, before):
@@ -53,12 +55,26 @@ class RunCheckpoints:
         return self._running(self.checkpoints.restore(self.stored, before, self.cfg.run.save_steps))
 
     def _running(self, found):
-        state, meta = found or (self._begin(), dict(step=0, sequences=0))
+        begin = self._branch_off if self.cfg.run.branch_from else self._begin
+        state, meta = found or begin()
         return self.to_running(state), meta
 
     def _begin(self):
         params = self.load_weights(self.stored.params) if self.load_weights else None
-        return steps.init_state(self.cfg, self.stored, self.optimizer, params)
+        state = steps.init_state(self.cfg, self.stored, self.optimizer, params)
+        return state, dict(step=0, sequences=0)
+
+    def _branch_off(self):
+        """What the trunk saved. It becomes the branch's first checkpoint, so the branch needs no trunk any more."""
+        r = self.cfg.run
+        folder = os.path.join(r.branch_from, "checkpoints")
+        trunk = Checkpoints(folder, explain=self.checkpoints.explain)
+        state, meta = trunk.restore_step(self.stored, r.branch_step)
+        trunk.close()
+        say(f"{r.name} branches off {r.branch_from} at step {r.branch_step}")
+        about = self.about | dict(faults=meta.get("faults"))
+        self.checkpoints.save(meta["step"], state, meta["sequences"], about)
+        return state, meta
 
     def save(self, step, sequences, state, bad_steps, val_loss=None):
         """Begin to write the state. bad_steps: the `BadSteps` of the run; val_loss: of the evaluation at this step."""
@@ -67,7 +83,7 @@ class RunCheckpoints:
 
     def not_saved(self, step):
         """The steps up to `step` that are in no checkpoint yet, in words."""
-        first = (self.checkpoints.on_disk or 0) + 1
+        first = (self.checkpoints.on_disk or self.cfg.run.branch_step) + 1
         return f"the steps from {first} to {step}" if step >= first else "no step"
 
     def has(self, step):

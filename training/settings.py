@@ -179,6 +179,10 @@ NEEDED_TO_RESUME = [
 ]
 
 
+# What a branch must know of its trunk's schedule, and cannot change.
+SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
+
+
 def resume(cfg, given, fingerprint):
     """`cfg`, fitted to the run that --name resumes where there is one; fingerprint: of the shards.
 
@@ -187,7 +191,7 @@ def resume(cfg, given, fingerprint):
     """
     stored = stored_config(cfg.run.folder)
     if not stored:
-        return cfg
+        return branch_off(cfg, given, fingerprint) if cfg.run.branch_from else cfg
     if "data_fingerprint" not in stored:
         raise UserError(
             f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
@@ -211,6 +215,19 @@ def resume(cfg, given, fingerprint):
             f"shards."
         )
     return cfg
+
+
+def branch_off(cfg, given, fingerprint):
+    """`cfg` of a new branch, with the global batch of its trunk; fingerprint: of the shards. Raises UserError where the
+    trunk saw others."""
+    r = cfg.run
+    trunk = stored_config(r.branch_from)
+    if trunk["data_fingerprint"] != fingerprint:
+        raise UserError(
+            f"--branch_from {r.branch_from}: the trunk saw other data than now stands in --bucket_name "
+            f"{cfg.data.bucket_name} (it was {trunk['bucket_name']}); give those shards."
+        )
+    return keep_global_batch(cfg, given, trunk)
 
 
 def keep_what_was_before(cfg, given, stored):
@@ -263,9 +280,9 @@ def as_json(flags):
 
 
 def to_resume(cfg, fingerprint):
-    """What `resume` reads of config.json, which every checkpoint keeps too: a run is more than that file."""
+    """What `resume` and branches read of config.json. Every checkpoint keeps it: a run is more than that file."""
     now = flatten(cfg)
-    wanted = {*NEEDED_TO_RESUME} | now.keys() - flags_with("free_on_resume")
+    wanted = {*NEEDED_TO_RESUME, *SCHEDULE} | now.keys() - flags_with("free_on_resume")
     return {name: now[name] for name in now if name in wanted} | dict(data_fingerprint=fingerprint)
 
 

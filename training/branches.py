@@ -1,0 +1,159 @@
+"""Branches: runs that begin with a checkpoint of another run, their trunk, and let its learning rate decay.
+
+A trunk is trained with --schedule wsd and stays at --max_lr. A branch is what the trunk would have become if it had
+been planned to decay there. It goes on with the trunk's weights, optimizer, key and data. The trunk is only read. No
+jax in here.
+"""
+
+import os
+
+import utils
+from training import settings
+from training.settings import SCHEDULE
+from utils import UserError, replace
+
+# Flags that a branch has values of its own of, whatever its trunk has.
+OWN = {
+    "name",
+    "output_dir",
+    "init_from",
+    "branch_from",
+    "branch_step",
+    "training_steps",
+    "end_steps",
+    "decay_steps",
+    "coordinator",
+    "num_processes",
+    "process_id",
+}
+
+
+def check_flags(cfg, given):
+    """Raises UserError where the flags of a branch do not fit together."""
+    r, o = cfg.run, cfg.optimizer
+    if not r.branch_from:
+        if "branch_step" in given:
+            raise UserError(
+                f"--branch_step {r.branch_step}: needs --branch_from beside it, with the run directory of a trunk."
+            )
+        return
+    if "branch_step" not in given:
+        raise UserError(
+            f"--branch_from {r.branch_from}: needs --branch_step beside it, the step of one of its checkpoints."
+        )
+    if "decay_steps" not in given and "end_steps" not in given:
+        raise UserError(f"--branch_from {r.branch_from}: needs --decay_steps beside it.")
+    if r.init_from:
+        raise UserError(
+            f"--init_from {r.init_from}: a branch begins with the weights of --branch_from {r.branch_from}; leave one "
+            f"of them out."
+        )
+    if "decay_steps" in given and not o.decay_steps:
+        raise UserError("--decay_steps 0: a branch must decay; give at least 1.")
+    decay, end = decay_of(cfg, given)
+    if end <= r.branch_step:
+        raise UserError(f"--end_steps {end}: must be above --branch_step {r.branch_step}.")
+    if end - decay < r.branch_step:
+        raise UserError(
+            f"--decay_steps {decay}: would begin at step {end - decay}, before --branch_step {r.branch_step}; give at "
+            f"most {end - r.branch_step}, or another --end_steps."
+        )
+
+
+def decay_of(cfg, given):
+    """(decay_steps, end_steps) of a branch, of which one may not have been given: the decay begins at branch_step."""
+    o, step = cfg.optimizer, cfg.run.branch_step
+    if "decay_steps" not in given:
+        return o.end_steps - step, o.end_steps
+    if "end_steps" not in given:
+        return o.decay_steps, step + o.decay_steps
+    return o.decay_steps, o.end_steps
+
+
+def follow_trunk(cfg, given):
+    """(`cfg`, `given`) of a branch. Flags that were not given are those of its trunk, or of the branch itself once it
+    has a config.json; those that may follow nothing else from here on are told as given. Without --branch_from, what
+    came in.
+
+    Raises UserError where there is no such checkpoint, or it is of no trunk, or a flag was given that may not differ.
+    """
+    if not cfg.run.branch_from:
+        return cfg, given
+    cfg = name_branch(cfg, given)
+    own = settings.run_config(cfg.run.folder)
+    stored = own or open_trunk(cfg.run.branch_from, cfg.run.branch_step)
+    fixed = utils.FIELDS.keys() - utils.flags_with("free_on_resume") | SCHEDULE
+    if own:
+        check_own(cfg, own)
+        whose, compared = f"run {cfg.run.name}", given | SCHEDULE - {"warmup_steps"}
+    else:
+        # end_lr never mattered to a trunk
+        whose, compared = f"the trunk {cfg.run.branch_from}", given - OWN - {"end_lr"}
+    now = settings.as_json(utils.flatten(cfg))
+    for flag in sorted(compared & fixed & stored.keys()):
+        if now[flag] != stored[flag]:
+            raise UserError(
+                f"--{flag} {now[flag]}: {whose} has {stored[flag]}; leave the flag out."
+            )
+    left_out = OWN | given
+    if "n_device_axis" in given or cfg.plan.plan:
+        left_out |= {"n_devices", "pp_interleave"}  # they follow the mesh
+    followed = settings.without(left_out, {flag: stored[flag] for flag in now if flag in stored})
+    followed = {flag: tuple(v) if isinstance(v, list) else v for flag, v in followed.items()}
+    return replace(cfg, **followed), given | SCHEDULE | {"training_steps"}
+
+
+def name_branch(cfg, given):
+    """`cfg` of a branch with its name and place, beside its trunk, and its decay, where they were not given."""
+    trunk = cfg.run.branch_from.rstrip("/")
+    decay, end = decay_of(cfg, given)
+    chosen = dict(
+        name=f"{os.path.basename(trunk)}-{cfg.run.branch_step}-{decay}",
+        output_dir=os.path.dirname(trunk) or ".",
+        training_steps=end,
+    )
+    own = dict(branch_from=trunk, decay_steps=decay, end_steps=end)
+    return replace(cfg, **settings.without(given, chosen), **own)
+
+
+def check_own(cfg, own):
+    """Raises UserError where the run of this name, of config.json `own`, is not the branch that was asked for."""
+    r = cfg.run
+    if (own.get("branch_from"), own.get("branch_step")) != (r.branch_from, r.branch_step):
+        raise UserError(
+            f"--name {r.name}: this run exists, and is no branch of {r.branch_from} from step {r.branch_step}; give "
+            f"another --name."
+        )
+
+
+def open_trunk(folder, step):
+    """{flag: value} of a trunk as it was at a step. Raises UserError where it has no checkpoint of that step, or is no
+    trunk."""
+    stored = settings.stored_config(folder)
+    if "data_fingerprint" not in stored:
+        raise UserError(f"--branch_from {folder}: is no run directory, which holds a config.json.")
+    known = [flag for flag in stored if flag in utils.FIELDS]
+    settings.check_stored(stored, folder, {*settings.NEEDED_TO_RESUME, *known})
+    steps = sorted(map(int, settings.stored_steps(folder)))
+    if step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise UserError(
+            f"--branch_step {step}: {folder} has no checkpoint of that step; there are {there} (--keep_every keeps "
+            f"more)."
+        )
+    # its schedule may have been another since
+    meta = utils.read_json(folder, "checkpoints", str(step), "meta", "metadata")
+    then = meta.get("config") or {}
+    stored |= {flag: then[flag] for flag in SCHEDULE if flag in then}
+    if stored["schedule"] != "wsd":
+        raise UserError(
+            f"--branch_from {folder}: its --schedule is {stored['schedule']}, which decays from the warm-up on; only "
+            f"runs of wsd can be branched."
+        )
+    begin = stored["end_steps"] - stored["decay_steps"]
+    if stored["decay_steps"] and begin < step:
+        raise UserError(
+            f"--branch_step {step}: the decay of {folder} began at step {begin}; give a step up to that one, of "
+            f"{', '.join(map(str, steps))}."
+        )
+    return stored
