@@ -83,6 +83,9 @@ def test_compare_prints_and_draws_every_run(tmp_path, capsys):
     assert output.read_bytes().startswith(b"\x89PNG")
     compare.main(compare.Options((runs[0], runs[0] + "/"), str(tmp_path / "same.svg")))
     assert "<svg" in (tmp_path / "same.svg").read_text()
+    diverged = write_run(tmp_path / "diverged", [math.nan, math.nan])
+    compare.main(compare.Options((diverged,), str(output)))
+    assert "nan" in capsys.readouterr().out
 
 
 def test_compare_names_what_is_no_run(tmp_path):

@@ -253,8 +253,17 @@ def own_flags():
         help="a variation: its name and the flags of main.py that it has besides; once for each, the one that the "
         "others are compared with first",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of each variation: 0, 1, ...")
-    parser.add_argument("--output", default="runs/ablation", help="folder of the runs and results")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="seeds of each variation: 0, 1, ... (default: 3 of them)",
+    )
+    parser.add_argument(
+        "--output",
+        default="runs/ablation",
+        help="folder of the runs and results (default: runs/ablation)",
+    )
     parser.add_argument(
         "--marks",
         type=float,
@@ -277,6 +286,7 @@ def parse(argv):
     """Command line -> (own flags, [Variation]). Raises UserError."""
     own, flags = own_flags().parse_known_args(argv)
     utils.check_least(vars(own), dict(seeds=1))
+    own.marks = [round(mark) for mark in own.marks]
     if not own.variation:
         raise UserError(
             'ablate.py: give variations, such as --variation base --variation "high: --max_lr 3e-3".'

@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
     program.begin()
 
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def rows(runs):
                 curves.in_millions(active),
                 curves.in_millions(run.tokens[-1]),
                 f"{run.val_loss[-1]:.4f}",
-                f"{np.nanmin(run.val_loss):.4f}",
+                f"{min(run.finite_val_loss, default=math.nan):.4f}",
                 f"{run.tokens_per_second:,.0f}",
             ]
         )
@@ -95,8 +96,9 @@ def draw(runs):
         draw_run(over_tokens, run.tokens, run, name, f"C{i}")
         draw_run(over_time, run.seconds / size, run, name, f"C{i}")
     # the first steps' losses, above the first evaluation's, would leave no room for the others
-    top = np.nanmax([np.nanmax(run.val_loss) for run in runs.values()])
-    over_tokens.set_ylim(top=1.05 * top)
+    highest = [max(run.finite_val_loss) for run in runs.values() if len(run.finite_val_loss)]
+    if highest:
+        over_tokens.set_ylim(top=1.05 * max(highest))
     over_tokens.set(xlabel="tokens", ylabel="validation loss (nats per token)")
     over_tokens.xaxis.set_major_formatter(curves.tick)
     over_time.set(xlabel=f"{unit} of training")

@@ -35,6 +35,11 @@ class Curve:
         return self.tokens[self.evaluated]
 
     @property
+    def finite_val_loss(self):
+        """[at most e] the validation losses without those that are not finite."""
+        return self.val_loss[np.isfinite(self.val_loss)]
+
+    @property
     def parameters(self):
         """(all, those that a token uses), both with the embedding."""
         total, active, embedding = model.count_params(self.cfg)
