@@ -44,14 +44,19 @@ from utils import UserError
 
 # YaRN keeps frequencies of more turns over the original T than the first, and stretches those of less than the second.
 YARN_BETA = (32, 1)
+# Factor on the weights of short convolutions. They begin at 0 and AdamW moves all weights alike; so these move faster.
+CONV_SCALE = 4
+# Added to the mean square of a row of the embedding, which begins at 1 / D and is 0 for tokens that never come.
+EMBEDDING_NORM_EPS = 1e-6
 
 
 # --- Flags --------------------------------------------------------------------------------------------------------
 
 FLAGS = frozenset(
     "latent_norm_eps first_layers layers_per_block moe_rope latent_dim q_latent_dim nope_dim v_dim rope_dim rope_base "
-    "rope_factor rope_original_T rope_mscale rope_attention_factor attention_bias expert_dim n_experts "
-    "experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth capacity_factor".split()
+    "rope_factor rope_original_T rope_mscale rope_attention_factor embedding_norm latent_conv attention_bias "
+    "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth "
+    "capacity_factor".split()
 )
 
 
@@ -61,6 +66,10 @@ def check_flags(cfg):
     for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
         if not getattr(m, flag):
             raise UserError(f"--{flag} 0: must be at least 1 for --architecture {m.architecture}.")
+    if m.latent_conv == 1:
+        raise UserError(
+            "--latent_conv 1: must be 0, for no convolution, or at least 2, to reach the token before."
+        )
     if m.rope_factor > 1 and m.rope_base <= 1:
         raise UserError(
             f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
@@ -89,6 +98,8 @@ def deepseek_table(cfg):
         moe=stack(moe, m.blocks),
         norm=scale_param(D),
     )
+    if m.embedding_norm:
+        table["embedding_norm"] = scale_param(D)
     if m.first_layers:
         table["first"] = stack(dense, m.first_layers, over=None)
     if m.layers_per_block > 1:
@@ -132,6 +143,8 @@ def attention_table(cfg, rope):
     )
     if Q:
         table["q_norm"] = scale_param(Q)
+    if m.latent_conv:
+        table["conv"] = bias_param(m.latent_conv - 1, R + rope, spec=P(None, None))
     if m.attention_bias:
         table["down_bias"] = bias_param(Q + R + rope)
         table["out_bias"] = bias_param(D)
@@ -232,6 +245,9 @@ def attention(p, x, tokens, m, cache=None):
     position = tokens.whole(q.shape[1])
     if cache is not None:
         kv = cache = write_cache(cache, kv, position)
+    if m.latent_conv:
+        with jax.named_scope("short_conv"):
+            kv = short_conv(kv, p["conv"], tokens.start)
     q = project_queries(q, p["q_up"], position, m)  # [B, H/tp, T, K + rope_dim]
     k_up, v_up = jnp.split(p["kv_up"], (m.head_dim,), -1)  # [R, H/tp, K], [R, H/tp, V]
     if cache is not None and q.shape[2] == 1:
@@ -265,6 +281,29 @@ def project_latents(p, x, tokens, m):
     latents = gather_sequence(latents, tokens.split)  # [B, T, Q + R + rope_dim]
     q = latents[..., :Q] if Q else gather_sequence(x, tokens.split)
     return q, latents[..., Q:]
+
+
+def short_conv(x, w, start):
+    """Causal convolution of each channel over a few tokens, added to the token's own latent (H3, arXiv:2212.14052,
+    section 3.1, shift matrix): x [B, T, R + rope_dim] -> the same.
+
+    w [tokens - 1, R + rope_dim], float32, weighs the latents of the token before, of the one before that, and so on;
+    those of other documents, before start [B, T], count as 0. One channel with w = [0.5, 0.1]:
+
+        x        1    0    2    4
+        result   1    0.5  2.1  5        5 = 4 + 0.5 x 2 + 0.1 x 0
+
+    So a key or value may tell what came before it, which otherwise takes a layer of attention.
+    """
+    T = x.shape[1]
+    y = x.astype(jnp.float32)
+    for distance, weight in enumerate(w, 1):
+        before = jnp.pad(x, ((0, 0), (distance, 0), (0, 0)))[:, :T]
+        if start is not None:
+            inside = jnp.arange(T) - distance >= start
+            before = jnp.where(inside[..., None], before, 0)
+        y = y + CONV_SCALE * weight * before
+    return y.astype(x.dtype)
 
 
 def project_queries(x, w, position, m):
@@ -364,8 +403,11 @@ def mtp_layer(p, x, tokens, m, cache):
 
 
 def embed(top, ids, position):
-    """ids [B, T] -> rows of the embedding [B, T, D]. The layers see to positions."""
-    return top["embedding"][ids]
+    """ids [B, T] -> rows of the embedding [B, T, D], normalized with --embedding_norm. The layers see to positions."""
+    x = top["embedding"][ids]
+    if "embedding_norm" in top:
+        x = rms_norm(x, top["embedding_norm"], EMBEDDING_NORM_EPS)
+    return x
 
 
 def latent_cache(cfg, B, T):
@@ -437,7 +479,7 @@ def layer_cost(m, kind):
     rope = m.rope_dim if m.moe_rope or not routed else 0
     latents = Q + R + rope
 
-    own_weights = D * latents
+    own_weights = D * latents + max(0, m.latent_conv - 1) * (R + rope)
     if routed:
         own_weights += D * m.n_experts
     if kind == "mtp":
@@ -556,7 +598,14 @@ def held_predictors(flags, names):
 # T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
 MOST_T = 4096
 # Flags that have one value in DeepseekV3ForCausalLM
-ONE_VALUE = dict(layers_per_block=1, moe_rope=True, activation="swiglu", latent_norm_eps=1e-6)
+ONE_VALUE = dict(
+    layers_per_block=1,
+    moe_rope=True,
+    activation="swiglu",
+    latent_norm_eps=1e-6,
+    embedding_norm=False,
+    latent_conv=0,
+)
 # Entries that hold a flag's value, but for num_hidden_layers, which counts the first layers too
 FLAG_ENTRIES = (
     hf.Entry("vocab_size", hf.whole(1), "vocab_size"),

@@ -409,6 +409,25 @@ def test_causality_of_logits():
     assert np.array_equal(logits[0], logits[2]) and not np.array_equal(logits[1], logits[3])
 
 
+def test_short_convolution_of_latents_stays_within_documents():
+    """Against NumPy's convolution, document by document."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(1, 10, 3)), rng.normal(size=(3, 3))
+    start = np.array([[0, 0, 0, 0, 4, 4, 4, 7, 7, 7]])
+    kernel = np.concatenate([np.ones((1, 3)), deepseek.CONV_SCALE * w])
+    expected = np.concatenate(
+        [
+            np.stack([np.convolve(part[:, c], kernel[:, c])[: len(part)] for c in range(3)], -1)
+            for part in np.split(x[0], [4, 7])
+        ]
+    )
+    got = deepseek.short_conv(jnp.float32(x), jnp.float32(w), jnp.array(start))
+    assert np.allclose(got[0], expected, atol=1e-5)
+    whole = deepseek.short_conv(jnp.float32(x), jnp.float32(w), jnp.zeros((1, 10), int))
+    assert np.array_equal(deepseek.short_conv(jnp.float32(x), jnp.float32(w), None), whole)
+    assert not np.allclose(whole, got)
+
+
 def test_ticks_of_two_stages_four_microbatches_and_two_rounds():
     """The grid of `model.pipeline`: each stage notes the round and microbatch of each tick."""
 
@@ -515,6 +534,7 @@ DEEPSEEK = dict(
     [
         {},
         dict(DEEPSEEK, attention_bias=True, norm_topk_prob=False, n_shared=0),
+        dict(embedding_norm=True, latent_conv=4),
         dict(rope_factor=4.0, rope_original_T=8, rope_attention_factor=1.3, rope_mscale=0.5),
         SMALL_GPT2,
     ],

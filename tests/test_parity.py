@@ -64,6 +64,8 @@ DEEPSEEK = dict(
     experts_per_token=3,
     routed_scaling=2.5,
     rope_factor=4.0,
+    embedding_norm=True,
+    latent_conv=3,
 )
 
 
