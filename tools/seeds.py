@@ -1,7 +1,7 @@
 """Variations trained with several seeds each: means, standard errors, a table and a picture.
 
 Every variation is compared with the first one seed by seed: runs of one seed saw the same data in the same order, so
-their difference varies less than their losses do.
+their difference usually varies less than their losses do.
 """
 
 import math
