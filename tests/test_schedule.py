@@ -84,17 +84,19 @@ def updates_of(cfg, gradient, n):
 
 
 @EVERY
-def test_weight_decay_follows_the_schedule(flags):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weight_decay_follows_the_schedule(flags, optimizer):
     """Without a gradient a step takes learning rate x weight_decay of each matrix away, and nothing of others."""
-    cfg = small_config(**flags, weight_decay=0.25, embedding_lr=1.0)
+    cfg = small_config(**flags, optimizer=optimizer, weight_decay=0.25, embedding_lr=1.0)
     for _, rate, updates, decays in updates_of(cfg, 0.0, 22):
         for update, decay in zip(updates, decays, strict=True):
             assert np.allclose(update, -0.25 * rate * decay, rtol=1e-6, atol=0)
 
 
 @EVERY
-def test_at_rate_0_nothing_moves_whatever_the_gradient(flags):
-    cfg = small_config(**flags, weight_decay=0.25)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_at_rate_0_nothing_moves_whatever_the_gradient(flags, optimizer):
+    cfg = small_config(**flags, optimizer=optimizer, weight_decay=0.25)
     for step, _, updates, _ in updates_of(cfg, 0.1, 22):
         moves = step < 20 or cfg.optimizer.decay_steps == 0 and cfg.optimizer.schedule == "wsd"
         assert all(bool(update.all()) == moves for update in updates)

@@ -72,8 +72,8 @@ class RunCheckpoints:
         state, meta = trunk.restore_step(self.stored, r.branch_step)
         trunk.close()
         say(f"{r.name} branches off {r.branch_from} at step {r.branch_step}")
-        about = self.about | dict(faults=meta.get("faults"))
-        self.checkpoints.save(meta["step"], state, meta["sequences"], about)
+        seen = dict(faults=meta.get("faults"), mix_borders=meta.get("mix_borders", []))
+        self.checkpoints.save(meta["step"], state, meta["sequences"], self.about | seen)
         return state, meta
 
     def save(self, step, sequences, state, bad_steps, val_loss=None):
