@@ -172,8 +172,7 @@ class Model:
     embedding_norm: bool = flag(False, absent=False, before=False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
     latent_conv: int = flag(0, least=0, absent=0, before=0)
-    """Tokens that the short convolution of key/value latents spans: each token's latent gets shares of those of the
-    tokens before it. 0: there is none."""
+    """Tokens before each one of which its key/value latent gets shares, by a short convolution; 0: there is none."""
     attention_bias: bool = flag(False, absent=False)
     """Whether the projections into latents and back into the residual have a bias (GPT-2's layers always have)."""
     activation: Literal["swiglu", "gelu"] = flag("swiglu")

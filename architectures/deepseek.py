@@ -66,10 +66,6 @@ def check_flags(cfg):
     for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
         if not getattr(m, flag):
             raise UserError(f"--{flag} 0: must be at least 1 for --architecture {m.architecture}.")
-    if m.latent_conv == 1:
-        raise UserError(
-            "--latent_conv 1: must be 0, for no convolution, or at least 2, to reach the token before."
-        )
     if m.rope_factor > 1 and m.rope_base <= 1:
         raise UserError(
             f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
@@ -144,7 +140,7 @@ def attention_table(cfg, rope):
     if Q:
         table["q_norm"] = scale_param(Q)
     if m.latent_conv:
-        table["conv"] = bias_param(m.latent_conv - 1, R + rope, spec=P(None, None))
+        table["conv"] = bias_param(m.latent_conv, R + rope, spec=P(None, None))
     if m.attention_bias:
         table["down_bias"] = bias_param(Q + R + rope)
         table["out_bias"] = bias_param(D)
@@ -287,7 +283,7 @@ def short_conv(x, w, start):
     """Causal convolution of each channel over a few tokens, added to the token's own latent (H3, arXiv:2212.14052,
     section 3.1, shift matrix): x [B, T, R + rope_dim] -> the same.
 
-    w [tokens - 1, R + rope_dim], float32, weighs the latents of the token before, of the one before that, and so on;
+    w [latent_conv, R + rope_dim], float32, weighs the latents of the token before, of the one before that, and so on;
     those of other documents, before start [B, T], count as 0. One channel with w = [0.5, 0.1]:
 
         x        1    0    2    4
@@ -479,7 +475,7 @@ def layer_cost(m, kind):
     rope = m.rope_dim if m.moe_rope or not routed else 0
     latents = Q + R + rope
 
-    own_weights = D * latents + max(0, m.latent_conv - 1) * (R + rope)
+    own_weights = D * latents + m.latent_conv * (R + rope)
     if routed:
         own_weights += D * m.n_experts
     if kind == "mtp":

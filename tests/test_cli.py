@@ -180,7 +180,7 @@ def test_a_run_directory_with_old_names_is_read(tmp_path):
         assert settings.stored_config(cfg.run.folder) == settings.as_json(stored)
         assert settings.resume(cfg, set(), "x") == cfg
     other = utils.replace(cfg, balance_weight=0.5)
-    with pytest.raises(utils.UserError, match="balance_weight was 0.0001 and is now 0.5"):
+    with pytest.raises(utils.UserError, match="balance_weight was 0.01 and is now 0.5"):
         settings.resume(other, set(), "x")
 
 
@@ -246,7 +246,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--dropout_rate 1.0": ["--dropout_rate 1.0"],
     "--max_lr nan": ["--max_lr nan"],
     "--warmup_steps 100": ["--warmup_steps 100", "--end_steps 100"],
-    "--decay_steps 10": ["--decay_steps 10", "--schedule cosine", "wsd"],
+    "--decay_steps 10": ["--decay_steps 10", "--schedule linear", "wsd"],
     "--schedule wsd --decay_steps 99": ["--decay_steps 99", "at most 98", "--end_steps 100"],
     "--schedule wds": ["'wds'", "the nearest is wsd"],
     "--layers_per_block 0": ["--layers_per_block 0", "at least 1"],
@@ -416,21 +416,21 @@ def test_the_programs_name_the_nearest_flag():
     [
         ("--n_experts 1", dict(experts_per_token=1)),
         ("--end_steps 20", dict(warmup_steps=2)),
-        ("--schedule wsd --decay_steps 270", dict(warmup_steps=1)),
-        ("--schedule wsd --decay_steps 250", {}),
+        ("--schedule wsd --decay_steps 550", dict(warmup_steps=1)),
+        ("--schedule wsd --decay_steps 500", {}),
         ("--train_batch_size 6", dict(micro=2)),
         ("--train_batch_size 1", dict(micro=1)),
         ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
         ("--n_device_axis 1 2 1 --val_batch_size 6", dict(micro=2)),
-        ("--microbatches 3", dict(train=18, val=18)),
-        ("--n_device_axis 1 3 1 --blocks 3", dict(micro=6, train=18, val=18)),
+        ("--microbatches 3", dict(train=9, val=18)),
+        ("--n_device_axis 1 3 1 --blocks 3", dict(micro=3, train=9, val=18)),
         ("--train_batch_size 24", {}),
         ("", {}),
         ("--n_device_axis 1 3 1 --blocks 3 --val_batch_size 7", None),
         ("--train_batch_size 6 --microbatches 4", None),
         ("--experts_per_token 9", None),
-        ("--warmup_steps 300", None),
-        ("--schedule wsd --decay_steps 281", None),
+        ("--warmup_steps 600", None),
+        ("--schedule wsd --decay_steps 561", None),
     ],
 )
 def test_a_default_never_refuses_what_was_given(words, changed):
