@@ -44,7 +44,11 @@ CONFIGURATIONS = [
     ((2, 2, 2), dict(optimizer="adamw", fsdp="none", sequence_parallel="megatron", mtp_depth=1)),
 ]
 TPU_CONFIGURATIONS = [
-    ("v4:2x2x2", (2, 2, 2), dict(T=256, model_dimension=256, model_dtype="bfloat16")),
+    (
+        "v4:2x2x2",
+        (2, 2, 2),
+        dict(T=256, model_dimension=256, model_dtype="bfloat16", optimizer="adamw"),
+    ),
     (
         "v5e:2x4",
         (4, 1, 2),
