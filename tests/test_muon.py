@@ -21,7 +21,8 @@ from training.optimizer import make_optimizer
 
 @functools.cache
 def three_steps(mesh, **flags):
-    flags = dict(optimizer="muon", max_lr=1e-3, weight_decay=1.0) | flags
+    # clipped: AdamW makes much of what rounding leaves of the gradient of GPT-2's key biases, which is 0
+    flags = dict(optimizer="muon", max_lr=1e-3, weight_decay=1.0, grad_clip_norm=0.1) | flags
     state, metrics = steps_of(small_config(mesh, **flags), 3)
     return jax.tree.map(np.asarray, state.params), metrics
 
@@ -108,7 +109,7 @@ def test_resume_is_bitwise(train, tmp_path):
 
 
 def test_a_run_keeps_its_optimizer(train, tmp_path):
-    assert train(name="adam", training_steps=2) == 0
+    assert train(name="adam", optimizer="adamw", training_steps=2) == 0
     with pytest.raises(utils.UserError, match="optimizer was 'adamw' and is now 'muon'"):
         train(name="adam", optimizer="muon", training_steps=4)
     config = tmp_path / "runs" / "adam" / "config.json"
@@ -121,7 +122,7 @@ def test_a_run_keeps_its_optimizer(train, tmp_path):
 
 
 def test_weights_of_another_optimizer_begin_a_run(train, tmp_path):
-    assert train(name="adam", training_steps=2) == 0
+    assert train(name="adam", optimizer="adamw", training_steps=2) == 0
     first = dict(init_from=tmp_path / "runs" / "adam", max_lr=0.0, end_lr=0.0, bias_update_rate=0.0)
     assert train(**MUON | first, name="muon", training_steps=1) == 0
     adam = checkpoint_of(tmp_path / "runs" / "adam", 2)

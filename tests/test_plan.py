@@ -41,9 +41,14 @@ CONFIGURATIONS = [
         (4, 2, 1),
         dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64),
     ),
+    ((2, 2, 2), dict(optimizer="adamw", fsdp="none", sequence_parallel="megatron", mtp_depth=1)),
 ]
 TPU_CONFIGURATIONS = [
-    ("v4:2x2x2", (2, 2, 2), dict(T=256, model_dimension=256, model_dtype="bfloat16")),
+    (
+        "v4:2x2x2",
+        (2, 2, 2),
+        dict(T=256, model_dimension=256, model_dtype="bfloat16", optimizer="adamw"),
+    ),
     (
         "v5e:2x4",
         (4, 1, 2),

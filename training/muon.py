@@ -81,8 +81,8 @@ def orthogonalize_local(leaves, table, mesh_size, dtype):
     updates = [None] * len(stacks)
     for group in deal(stacks, mesh_size):
         blocks = [group.pad(stacks[i].to_blocks(pieces[i])) for i in group.members]
-        blocks = group.fill_places(jnp.concatenate(blocks))
-        whole = to_owners(blocks, *group.layout, group.sharers)
+        blocks.append(group.empty_places(dtype))
+        whole = to_owners(jnp.concatenate(blocks), *group.layout, group.sharers)
         blocks = from_owners(newton_schulz(whole), *group.layout, group.sharers)
         for i in group.members:
             updates[i] = stacks[i].from_blocks(blocks[: stacks[i].number])
@@ -285,9 +285,9 @@ class Group(NamedTuple):
         rows, columns = [size - own for size, own in zip(self.block, blocks.shape[1:])]
         return jnp.pad(blocks, ((0, 0), (0, rows), (0, columns)))
 
-    def fill_places(self, blocks):
-        """Blocks of all members with zeros in the empty places."""
-        return jnp.pad(blocks, ((0, self.places - self.number), (0, 0), (0, 0)))
+    def empty_places(self, dtype):
+        """Zero blocks for the places that the members leave empty."""
+        return jnp.zeros((self.places - self.number, *self.block), dtype)
 
 
 def deal(stacks, mesh_size):

@@ -640,7 +640,7 @@ EXPERTS_KEPT = 2.5  # channels that --remat none keeps per channel of routed exp
 LAYER_COPIES = 1.4  # bytes held per byte of the widest layer's intermediates, in its backward pass
 OPERAND_BYTES = 5.2  # that matrix products read and write per byte of intermediates
 OPERAND_WEIGHTS = 22.0  # the same, per weight of a layer, every time that it gets a gradient
-MUON_COPIES = 4.0  # traffic per byte of the matrices that Muon brings together and of their blocks
+MUON_COPIES = 10.0  # traffic per byte of the matrices that Muon brings together and of their blocks
 
 
 def workspace(cfg, fit, weights, layers, head):
