@@ -417,8 +417,8 @@ def test_the_programs_name_the_nearest_flag():
     [
         ("--n_experts 1", dict(experts_per_token=1)),
         ("--end_steps 20", dict(warmup_steps=2)),
-        ("--schedule wsd --decay_steps 550", dict(warmup_steps=1)),
-        ("--schedule wsd --decay_steps 500", {}),
+        ("--schedule wsd --decay_steps 430", dict(warmup_steps=1)),
+        ("--schedule wsd --decay_steps 400", {}),
         ("--train_batch_size 6", dict(micro=2)),
         ("--train_batch_size 1", dict(micro=1)),
         ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
@@ -430,8 +430,8 @@ def test_the_programs_name_the_nearest_flag():
         ("--n_device_axis 1 3 1 --blocks 3 --val_batch_size 7", None),
         ("--train_batch_size 6 --microbatches 4", None),
         ("--experts_per_token 9", None),
-        ("--warmup_steps 600", None),
-        ("--schedule wsd --decay_steps 561", None),
+        ("--warmup_steps 450", None),
+        ("--schedule wsd --decay_steps 441", None),
     ],
 )
 def test_a_default_never_refuses_what_was_given(words, changed):
