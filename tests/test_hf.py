@@ -25,6 +25,8 @@ from training import hugging_face, settings, steps, weights
 DEEPSEEK = dict(
     layers_per_block=1,
     moe_rope=True,
+    embedding_norm=False,
+    latent_conv=0,
     first_layers=1,
     tied=False,
     nope_dim=12,
