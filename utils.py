@@ -299,7 +299,7 @@ class Optimizer:
 
     optimizer: Literal["adamw", "muon"] = flag("adamw", before="adamw")
     """adamw; or muon, which orthogonalizes the updates of all matrices between hidden channels (arXiv:2502.16982).
-    Embedding, head, routers, norms and biases stay with AdamW. The same learning rates serve both."""
+    Embedding, head, routers, norms and biases stay with AdamW. Its updates are as large as AdamW's at the same rate."""
     max_lr: float = flag(6e-4, least=0)
     """Learning rate at the end of the warm-up."""
     min_lr: float = flag(0.0, least=0)

@@ -30,9 +30,7 @@ class Param(NamedTuple):
     inputs: tuple = ()  # dims, counted from the end, that a product with it sums over
     outputs: tuple = ()  # dims, counted from the end, that the product has in their place; the rest number matrices
     parts: tuple = ()  # sizes of the matrices that lie side by side along its last dim; none: it is one
-    hidden: bool = (
-        False  # its products lead from hidden channels to hidden channels: what Muon is for
-    )
+    hidden: bool = False  # inputs and outputs are hidden channels: what Muon is for
 
 
 # --- Leaves -------------------------------------------------------------------------------------------------------
