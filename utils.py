@@ -325,6 +325,8 @@ class Optimizer:
     """Decoupled weight decay of matrices; norms, routers and their biases are exempt."""
     adam_b2: float = flag(0.95, least=0, below=1)
     """Decay of AdamW's second moment; the first moment's is 0.9."""
+    muon_momentum: float = flag(0.95, least=0, below=1, before=0.95)
+    """Momentum of Muon: the decay of its mean of gradients. Runs of few steps gain from less."""
     balance_weight: float = flag(1e-4, least=0)
     """Weight of the sequence-level load-balancing loss."""
     mtp_weight: float = flag(0.3, least=0)

@@ -12,10 +12,15 @@ LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
 
 
 def logits_of(x, embedding, vocab_size):
-    """Logits float32 [n, V] of x [n, D] by embedding [V, D]. Rows from vocab_size on are padding: -inf."""
-    logits = jnp.einsum("nd,vd->nv", x, embedding, preferred_element_type=jnp.float32)
+    """Logits float32 [V, n] of x [n, D] by embedding [V, D]. Rows from vocab_size on are padding: -inf.
+
+    A token is a column: so CPUs compute the gradient of the embedding, which is a sum over tokens, four times as fast.
+    """
+    logits = jnp.einsum("vd,nd->vn", embedding, x, preferred_element_type=jnp.float32)
+    if embedding.shape[0] == vocab_size:
+        return logits
     is_token = jnp.arange(embedding.shape[0]) < vocab_size
-    return jnp.where(is_token, logits, -jnp.inf)
+    return jnp.where(is_token[:, None], logits, -jnp.inf)
 
 
 def in_chunks(x, targets, largest):
@@ -37,8 +42,8 @@ def token_losses(x, embedding, targets, vocab_size, chunk):
     def one_chunk(_, scanned):
         x, targets = scanned
         logits = logits_of(x, embedding, vocab_size)
-        at_target = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
-        losses = jax.nn.logsumexp(logits, -1) - at_target
+        at_target = jnp.take_along_axis(logits, targets[None], 0)[0]
+        losses = jax.nn.logsumexp(logits, 0) - at_target
         losses = jnp.where(targets >= 0, losses, 0)
         return None, losses
 
@@ -62,28 +67,28 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
         total, d_embedding = carry
         x, targets = scanned
         logits = logits_of(x, embedding, vocab_size)
-        largest = logits.max(-1, keepdims=True)
+        largest = logits.max(0)
         exp = jnp.exp(logits - largest)
-        norm = exp.sum(-1, keepdims=True)
-        at_target = jnp.take_along_axis(logits, targets[:, None], 1)
-        counts = targets[:, None] >= 0
+        norm = exp.sum(0)
+        at_target = jnp.take_along_axis(logits, targets[None], 0)[0]
+        counts = targets >= 0
         losses = largest + jnp.log(norm) - at_target
         total += jnp.where(counts, losses, 0).sum()
-        one_hot = targets[:, None] == jnp.arange(V)
+        one_hot = jnp.arange(V)[:, None] == targets
         d_logits = exp * (counts / norm) - one_hot  # softmax minus one-hot
         d_logits = d_logits.astype(x.dtype)
-        d_embedding += jnp.einsum("nd,nv->dv", x, d_logits, preferred_element_type=jnp.float32)
-        dx = jnp.einsum("nv,vd->nd", d_logits, embedding)
+        d_embedding += jnp.einsum("vn,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
+        dx = jnp.einsum("vd,vn->dn", embedding, d_logits)
         return (total, d_embedding), dx
 
-    # The gradient of the embedding is summed up as [D, V]: CPUs multiply twice as fast into this layout.
-    start = jnp.float32(0), jnp.zeros((D, V), jnp.float32)
+    start = jnp.float32(0), jnp.zeros((V, D), jnp.float32)
     chunks = in_chunks(x, targets, chunk)
     (total, d_embedding), dx = lax.scan(one_chunk, start, chunks)
-    dx = dx.reshape(x.shape)
-    d_embedding = d_embedding.T.astype(embedding.dtype)
+    d_embedding = d_embedding.astype(embedding.dtype)
     # The barrier computes all of this now. XLA would put off the loss and keep the logits through the backward pass.
-    return lax.optimization_barrier((total, (dx, d_embedding)))
+    total, dx, d_embedding = lax.optimization_barrier((total, dx, d_embedding))
+    dx = dx.swapaxes(1, 2).reshape(x.shape)
+    return total, (dx, d_embedding)
 
 
 def _cross_entropy_backward(vocab_size, chunk, gradients, g):

@@ -55,7 +55,7 @@ def make_decode(cfg, mesh):
         x = x[:, 0]
         x = collectives.from_last_stage(x, everywhere=True)
         x = arch.norm(x, top["norm"], m.norm_eps)
-        return loss.logits_of(x, top["head"], m.vocab_size), new_cache
+        return loss.logits_of(x, top["head"], m.vocab_size).T, new_cache
 
     rows = P("dp")
     caches = {kind: spec for kind, (_, spec) in arch.cache(cfg, 1, 1).items()}

@@ -10,8 +10,6 @@ import model
 from architectures import parameters
 from training import muon
 
-MOMENTUM = 0.95  # of Muon
-
 
 def make_optimizer(cfg, mesh):
     """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982; training/muon.py) after clipping by the global norm, and its
@@ -37,7 +35,7 @@ def make_rule(cfg, mesh):
     adam = optax.scale_by_adam(b1=0.9, b2=cfg.optimizer.adam_b2)
     if cfg.optimizer.optimizer == "adamw":
         return adam
-    momentum = optax.trace(MOMENTUM, nesterov=True)
+    momentum = optax.trace(cfg.optimizer.muon_momentum, nesterov=True)
     rules = dict(adamw=adam, muon=optax.chain(momentum, muon.orthogonalize(cfg, mesh)))
     names = parameters.table_map(
         lambda param: "muon" if param.hidden else "adamw", model.param_table(cfg)
