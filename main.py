@@ -175,7 +175,8 @@ def train(cfg, given, load_weights):
                 saves = stops or (saves and not bad_steps.in_progress)
                 if saves:
                     watchdog.begin("checkpoint", step)
-                    checkpoints.save(step, sequences, state, bad_steps, row.get("loss/val_loss"))
+                    val_loss = row.get("loss/val_cross_entropy_loss")
+                    checkpoints.save(step, sequences, state, bad_steps, val_loss)
                 row = None
                 if signalled == interrupt.FAILED:
                     raise error or UserError(ANOTHER)

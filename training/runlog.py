@@ -38,15 +38,15 @@ def duration(seconds):
 
 
 def print_progress(cfg, row, pace, bytes_per_token):
-    """Print the line of an evaluation. row: metrics of the step; pace: a paused `Pace`; bytes_per_token: of the
-    validation data, or None."""
+    """Print the line of an evaluation, with losses as cross-entropies. row: metrics of the step; pace: a paused `Pace`;
+    bytes_per_token: of the validation data, or None."""
     row = row | pace.since_last()
     left = pace.seconds_for(cfg.run.training_steps - row["step"])
     utilization = model_flops_utilization(cfg, row["tokens_per_second"])
     parts = [
         f"step {row['step']}/{cfg.run.training_steps}",
-        f"train {row['loss/train_loss']:.4f}",
-        f"val {row['loss/val_loss']:.4f}",
+        f"train {row['loss/train_cross_entropy_loss']:.4f}",
+        f"val {row['loss/val_cross_entropy_loss']:.4f}",
     ]
     if bytes_per_token:
         bits = row["loss/val_cross_entropy_loss"] / math.log(2)
@@ -286,7 +286,7 @@ def warn_of_failure(future):
 
 EXPERT_SHARE = "load/head_"  # metrics of each expert
 PLOTS = {  # file: (title, metrics); none: those of each expert
-    "val_loss": ("validation loss (nats per token)", ["loss/val_loss"]),
+    "val_loss": ("validation cross-entropy (nats per token)", ["loss/val_cross_entropy_loss"]),
     "load_loss": ("load-balancing loss (even load: 1 per MoE layer)", ["loss/load_loss"]),
     "tokens_per_expert": ("share of the routed tokens per expert", []),
 }
