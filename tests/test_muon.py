@@ -1,16 +1,15 @@
-"""Muon: the same update as optax's, on every mesh; its runs resume; what it costs is counted."""
+"""Muon: the same update as optax's, however the matrices lie; its runs. (On every mesh: tests/test_parity.py.)"""
 
 import functools
 import json
 import math
-import shutil
 
 import jax
 import numpy as np
 import optax
 import pytest
-from conftest import MESHES, SMALL_GPT2, furthest, make_params, small_config, steps_of
-from test_resume import assert_bitwise, checkpoint_of
+from conftest import SMALL_GPT2, furthest, make_params, small_config, steps_of
+from test_resume import checkpoint_of
 
 import model
 import utils
@@ -23,16 +22,8 @@ from training.optimizer import make_optimizer
 def three_steps(mesh, **flags):
     # clipped: AdamW makes much of what rounding leaves of the gradient of GPT-2's key biases, which is 0
     flags = dict(optimizer="muon", max_lr=1e-3, weight_decay=1.0, grad_clip_norm=0.1) | flags
-    state, metrics = steps_of(small_config(mesh, **flags), 3)
-    return jax.tree.map(np.asarray, state.params), metrics
-
-
-@pytest.mark.parametrize("mesh", MESHES[1:])
-def test_parity_after_three_steps(mesh):
-    params, metrics = three_steps((1, 1, 1))
-    params_, metrics_ = three_steps(mesh)
-    assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
-    assert furthest(metrics, metrics_)[0] < 1e-4
+    state, _ = steps_of(small_config(mesh, **flags), 3)
+    return jax.tree.map(np.asarray, state.params)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +37,10 @@ def test_parity_after_three_steps(mesh):
     ids=["megatron", "copies", "rounds", "gpt2"],
 )
 def test_parity_of_variants(mesh, flags):
-    whole = {name: flags[name] for name in flags if name not in ("fsdp", "pp_interleave")}
-    params, _ = three_steps((1, 1, 1), **whole)
-    params_, _ = three_steps(mesh, **flags)
+    of_mesh = ("fsdp", "sequence_parallel", "pp_interleave")
+    whole = {name: flags[name] for name in flags if name not in of_mesh}
+    params = three_steps((1, 1, 1), **whole)
+    params_ = three_steps(mesh, **flags)
     params_ = jax.tree.map(lambda x, y: y.reshape(x.shape), params, params_)
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
 
@@ -91,21 +83,6 @@ def test_large_matrices_share_a_turn():
 # --- Runs ---------------------------------------------------------------------------------------------------------
 
 MUON = dict(optimizer="muon", max_lr=1e-3)
-
-
-def test_resume_is_bitwise(train, tmp_path):
-    """Also in rounds; and on another mesh it ends within rounding."""
-    flags = dict(MUON, mesh=(2, 2, 2), pp_interleave=2, microbatches=2)
-    runs = tmp_path / "runs"
-    assert train(**flags, name="whole", training_steps=4) == 0
-    assert train(**flags, name="parts", training_steps=2) == 0
-    shutil.copytree(runs / "parts", runs / "moved")
-    assert train(**flags, name="parts", training_steps=4) == 0
-    assert train(**MUON, name="moved", training_steps=4) == 0
-    whole = checkpoint_of(runs / "whole", 4)
-    assert_bitwise(whole, checkpoint_of(runs / "parts", 4))
-    assert any("trace" in key for key in whole)
-    assert furthest(whole, checkpoint_of(runs / "moved", 4))[0] < 1e-3
 
 
 def test_a_run_keeps_its_optimizer(train, tmp_path):

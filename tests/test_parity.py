@@ -136,18 +136,20 @@ def test_parity_of_the_published_architectures(mesh, flags):
 
 @functools.cache
 def three_steps(mesh, **flags):
-    # balance_weight and clipping are strong enough for an error in either to show
-    state, metrics = steps_of(
-        small_config(mesh, grad_clip_norm=0.1, balance_weight=0.1, max_lr=1e-3, **flags), 3
-    )
+    # balance_weight, clipping and weight_decay are strong enough for an error in any to show
+    strong = dict(grad_clip_norm=0.1, balance_weight=0.1, weight_decay=1.0)
+    flags = dict(optimizer="muon", max_lr=1e-3) | strong | flags
+    state, metrics = steps_of(small_config(mesh, **flags), 3)
     assert all(m["grad_norm"] > 0.2 for m in metrics), "clipping is not active"
     return jax.tree.map(np.asarray, state.params), metrics
 
 
-@pytest.mark.parametrize("mesh", MESHES[1:])
-def test_parity_after_three_clipped_steps(mesh):
-    params, metrics = three_steps((1, 1, 1))
-    params_, metrics_ = three_steps(mesh)
+@pytest.mark.parametrize(
+    "mesh, flags", [*((mesh, {}) for mesh in MESHES[1:]), ((2, 2, 2), dict(optimizer="adamw"))]
+)
+def test_parity_after_three_clipped_steps(mesh, flags):
+    params, metrics = three_steps((1, 1, 1), **flags)
+    params_, metrics_ = three_steps(mesh, **flags)
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
     for m, m_ in zip(metrics, metrics_):
         assert furthest(m, m_)[0] < 1e-4, furthest(m, m_)

@@ -47,9 +47,17 @@ def assert_bitwise(a, b):
     assert not different, different
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
-def test_resume_is_bitwise(train, tmp_path, mesh):
-    flags = dict(mesh=mesh, dropout_rate=0.1)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(optimizer="muon"),
+        dict(optimizer="muon", mesh=(2, 2, 2), pp_interleave=2),
+        dict(optimizer="adamw", mesh=(2, 2, 2)),
+    ],
+    ids=["muon", "muon in rounds", "adamw"],
+)
+def test_resume_is_bitwise(train, tmp_path, flags):
+    flags["dropout_rate"] = 0.1
     assert train(**flags, name="whole", training_steps=20) == 0
     assert train(**flags, name="parts", training_steps=7) == 0  # not a multiple of eval_every
     assert train(**flags, name="parts", training_steps=20) == 0
