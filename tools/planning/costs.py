@@ -633,7 +633,7 @@ class Fit(NamedTuple):
     logits: float  # traffic per logit
 
 
-PLAIN = Fit(1.5, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0)
+PLAIN = Fit(1.25, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0)
 FUSED = Fit(1.0, 2.8, 9.0, dict(none=3.0, dots=6.0, full=29.0), 35.0)  # see Chip.fuses
 # The same for every chip:
 EXPERTS_KEPT = 2.5  # channels that --remat none keeps per channel of routed experts' intermediates
