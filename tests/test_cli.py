@@ -181,7 +181,7 @@ def test_a_run_directory_with_old_names_is_read(tmp_path):
         assert settings.stored_config(cfg.run.folder) == settings.as_json(stored)
         assert settings.resume(cfg, set(), "x") == cfg
     other = utils.replace(cfg, balance_weight=0.5)
-    with pytest.raises(utils.UserError, match="balance_weight was 0.01 and is now 0.5"):
+    with pytest.raises(utils.UserError, match="balance_weight was 0.04 and is now 0.5"):
         settings.resume(other, set(), "x")
 
 
@@ -417,8 +417,8 @@ def test_the_programs_name_the_nearest_flag():
     [
         ("--n_experts 1", dict(experts_per_token=1)),
         ("--end_steps 20", dict(warmup_steps=2)),
-        ("--schedule wsd --decay_steps 430", dict(warmup_steps=1)),
-        ("--schedule wsd --decay_steps 400", {}),
+        ("--schedule wsd --decay_steps 390", dict(warmup_steps=1)),
+        ("--schedule wsd --decay_steps 360", {}),
         ("--train_batch_size 6", dict(micro=2)),
         ("--train_batch_size 1", dict(micro=1)),
         ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
@@ -431,7 +431,7 @@ def test_the_programs_name_the_nearest_flag():
         ("--train_batch_size 6 --microbatches 4", None),
         ("--experts_per_token 9", None),
         ("--warmup_steps 450", None),
-        ("--schedule wsd --decay_steps 441", None),
+        ("--schedule wsd --decay_steps 401", None),
     ],
 )
 def test_a_default_never_refuses_what_was_given(words, changed):
