@@ -326,7 +326,7 @@ class Optimizer:
     adam_b2: float = flag(0.95, least=0, below=1)
     """Decay of AdamW's second moment; the first moment's is 0.9."""
     muon_momentum: float = flag(0.95, least=0, below=1, before=0.95)
-    """Momentum of Muon: the decay of its mean of gradients. Runs of few steps gain from less."""
+    """Momentum of Muon: the share of it that the next step keeps. Runs of few steps gain from less."""
     balance_weight: float = flag(1e-4, least=0)
     """Weight of the sequence-level load-balancing loss."""
     mtp_weight: float = flag(0.3, least=0)

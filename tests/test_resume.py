@@ -57,7 +57,7 @@ def assert_bitwise(a, b):
     ids=["muon", "muon in rounds", "adamw"],
 )
 def test_resume_is_bitwise(train, tmp_path, flags):
-    flags["dropout_rate"] = 0.1
+    flags = dict(flags, dropout_rate=0.1)
     assert train(**flags, name="whole", training_steps=20) == 0
     assert train(**flags, name="parts", training_steps=7) == 0  # not a multiple of eval_every
     assert train(**flags, name="parts", training_steps=20) == 0
