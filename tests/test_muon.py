@@ -5,6 +5,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -109,6 +110,37 @@ def test_weights_of_another_optimizer_begin_a_run(train, tmp_path):
             assert np.array_equal(adam[key], found[key]), key
 
 
+# --- Newton-Schulz steps ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=["wide", "tall"])
+def test_singular_values_become_about_one(shape):
+    """From 0.003 of the matrix's norm on; its singular vectors stay."""
+    rng = np.random.default_rng(0)
+    u, _, v = np.linalg.svd(rng.standard_normal(shape), full_matrices=False)
+    before = np.geomspace(1, 150, 24)
+    before /= np.linalg.norm(before)
+    assert 0.003 < before[0] < 0.005
+    x = jnp.asarray(1e-4 * (u * before) @ v, jnp.float32)
+    after = u.T @ np.asarray(muon.newton_schulz(x[None])[0]) @ v.T
+    assert np.all((0.7 < np.diag(after)) & (np.diag(after) < 1.25))
+    assert np.abs(after - np.diag(np.diag(after))).max() < 1e-3
+
+
+def test_singular_values_stay_bounded_in_bfloat16():
+    """Rounding can push the only one of a matrix of rank 1 beyond 1, where the polynomials grow fast."""
+    rng = np.random.default_rng(0)
+    columns = rng.standard_normal((40, 96, 1))
+    for rows in (rng.standard_normal((40, 1, 160)), rng.uniform(1, 2, (40, 1, 1)) * np.ones(160)):
+        found = muon.newton_schulz(jnp.asarray(columns * rows, jnp.bfloat16))
+        largest = np.linalg.svd(np.asarray(found, np.float32), compute_uv=False).max(1)
+        assert np.all((0.7 < largest) & (largest < 1.25))
+
+
+def test_no_gradient_no_update():
+    assert not muon.newton_schulz(jnp.zeros((2, 8, 16))).any()
+
+
 # --- The update ---------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +183,13 @@ def test_updates_are_those_of_optax(flags):
     without_momentum = dict(beta=0.0, nesterov=False)
     reference = optax.chain(
         optax.trace(0.8, nesterov=True),
-        optax.contrib.muon(schedule, weight_decay=0.5, consistent_rms=0.2, **without_momentum),
+        optax.contrib.muon(
+            schedule,
+            ns_coeffs=muon.COEFFICIENTS,
+            weight_decay=0.5,
+            consistent_rms=0.2,
+            **without_momentum,
+        ),
     )
     for i, p in enumerate(table):
         if p.hidden:

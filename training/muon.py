@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 import model
 from architectures import parameters
@@ -109,14 +108,15 @@ def newton_schulz(x):
     Zero rows and columns stay zero.
     """
     wide = x.shape[1] <= x.shape[2]
-    x32 = x.astype(jnp.float32)
-    norm = jnp.sqrt(jnp.sum(x32 * x32, (1, 2), keepdims=True))
-    x = (x32 / (norm + EPS)).astype(x.dtype)
+    norm = jnp.sqrt(jnp.sum(jnp.square(x), (1, 2), jnp.float32, keepdims=True))
+    scale = (1 / (norm + EPS)).astype(x.dtype)
     for a, b, c in COEFFICIENTS:
         # the smaller of X X^T and X^T X
         gram = jnp.einsum("nrc,nsc->nrs", x, x) if wide else jnp.einsum("nrc,nrd->ncd", x, x)
+        gram *= scale**2
         factor = b * gram + c * (gram @ gram)
-        x = a * x + (factor @ x if wide else x @ factor)
+        x = scale * (a * x + (factor @ x if wide else x @ factor))
+        scale = 1  # the first step has made it so
     return x
 
 
