@@ -34,15 +34,25 @@ def all_gather(x, axis, dim):
 
         among all devices of the mesh       two steps (arXiv:1909.09756, section 3), see `gather_steps`
         with a small last dim               the dims after `dim` become one
+        n is no multiple of 8               n times as many, shorter rows, see `in_tiles`
         along dim 0                         parts of less than 2^28 numbers are joined along a dim of their own
     """
     shape = x.shape
     tiled = dim > 0 or x.size >= 2**28
     if dim < x.ndim - 1:
-        x = x.reshape(*shape[: dim + 1], -1)
+        x = x.reshape(*shape[:dim], *in_tiles(shape[dim], math.prod(shape[dim + 1 :]), dim))
     for groups in gather_steps(lax.axis_size(axis), lax.axis_size(AXES)):
         x = lax.all_gather(x, axis, axis=dim, tiled=tiled, axis_index_groups=groups)
     return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def in_tiles(rows, columns, dim):
+    """(rows, columns) in which a part is joined along a dim: along middle dims the rows are cut into as many parts as
+    make their number a multiple of 8, the rows of a TPU's tile. [28, 7168] -> [56, 3584]."""
+    cuts = 8 // math.gcd(rows, 8)
+    if dim == 0 or columns % cuts:
+        return rows, columns
+    return rows * cuts, columns // cuts
 
 
 def gather_steps(n, mesh_size):

@@ -194,7 +194,8 @@ def stays_scattered(part, dim, n, buffer=BUFFER, square=False):
         # whole programs lay out smaller ones with another dim last
         return part[dim] % 128 == 0 or part[dim] < 128
     if dim:
-        return part[dim] % 8 == 0 and math.prod(part[:dim]) > 1
+        rows, _ = collectives.in_tiles(part[dim], math.prod(part[dim + 1 :]), dim)
+        return rows % 8 == 0 and math.prod(part[:dim]) > 1
     if math.prod(part) >= 2**28:
         return part[0] % 8 == 0
     tiles = math.ceil(part[0] / 8) * math.ceil(math.prod(part[1:]) / 128)
