@@ -34,10 +34,12 @@ def all_gather(x, axis, dim):
 
         among all devices of the mesh       two steps (arXiv:1909.09756, section 3), see `gather_steps`
         with a small last dim               the dims after `dim` become one
-        n is no multiple of 8               n times as many, shorter rows, see `in_tiles`
+        n is no multiple of 8               more and shorter rows, see `in_tiles`; a last dim becomes a middle one
         along dim 0                         parts of less than 2^28 numbers are joined along a dim of their own
     """
     shape = x.shape
+    if dim == x.ndim - 1 > 1 and shape[dim] % 8:
+        return jnp.moveaxis(all_gather(jnp.moveaxis(x, dim, 1), axis, 1), 1, dim)
     tiled = dim > 0 or x.size >= 2**28
     if dim < x.ndim - 1:
         x = x.reshape(*shape[:dim], *in_tiles(shape[dim], math.prod(shape[dim + 1 :]), dim))

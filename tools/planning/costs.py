@@ -188,8 +188,10 @@ def stays_scattered(part, dim, n, buffer=BUFFER, square=False):
     Found by compiling 6,000 single ones (libtpu 0.0.42). Parts must consist of whole tiles, 8 x 128 numbers. Along the
     first dim they must also fall into two halves of 1, 2, 4, .. equal spans, of which n / 2 + 2 fit a `buffer` of so
     many tiles, and must not belong to a `square`, four chips in a plane of 2 x 2. Along a middle dim there must be more
-    than one part before it.
+    than one part before it. collectives.in_tiles makes them whole there.
     """
+    if dim == len(part) - 1 > 1 and part[dim] % 8:  # as collectives.all_gather moves it
+        return stays_scattered([part[0], part[dim], *part[1:dim]], 1, n, buffer, square)
     if dim == len(part) - 1:
         # whole programs lay out smaller ones with another dim last
         return part[dim] % 128 == 0 or part[dim] < 128
