@@ -31,9 +31,9 @@ import model
 from architectures import parameters
 from collectives import EXPERT_AXES, from_owners, to_owners
 
-# (a, b, c) of each step's polynomial a X + b (X X^T) X + c (X X^T)^2 X. Polar Express (arXiv:2505.16932, section 3)
-# brings singular values from 0.003 to 1 as near to 1 as four steps can. Each step here divides its input by 1.02 as
-# well: rounding in bfloat16 makes the largest a little larger, and beyond 1 these polynomials grow fast.
+# (a, b, c) of each step's polynomial a X + b (X X^T) X + c (X X^T)^2 X, by Polar Express (arXiv:2505.16932, section 4):
+# four steps that bring singular values of 0.003 to 1 near to 1. Each divides its input by 1.02 as well: rounding in
+# bfloat16 makes the largest a little larger, and these polynomials grow fast beyond their range.
 COEFFICIENTS = (
     (8.0579, -22.0522, 15.5407),
     (3.9263, -2.7538, 0.4974),
