@@ -139,8 +139,8 @@ def test_singular_values_stay_bounded_in_bfloat16():
 
 
 def test_coefficients_are_those_of_polar_express():
-    """As the paper makes them (appendix G): each polynomial is as near to 1 as can be on the range that those before
-    it leave, of which the lowest 2.4% of the upper end are left out, and is scaled so that its range is even around 1.
+    """As the paper makes them (appendix G). Each polynomial is as near to 1 as can be on the range that those before it
+    leave, without what lies below 2.4% of its upper end. It is then scaled so that the ends of its range have mean 1.
     """
     low, high = 0.003, 1.0
     for found in muon.COEFFICIENTS:
