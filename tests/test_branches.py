@@ -13,8 +13,7 @@ import presets
 import utils
 from training import branches, command_line, settings
 
-TRUNK = dict(schedule="wsd", end_lr=0.0, dropout_rate=0.1)
-TRUNK |= dict(blocks=1, layers_per_block=1, moe_rope=True)
+TRUNK = dict(schedule="wsd", end_lr=0.0, dropout_rate=0.1, blocks=1)
 
 
 def contents(folder):

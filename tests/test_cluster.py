@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, flags_of
+from conftest import ROOT, SMALL_RUN, flags_of
 from test_scripts import CLEAN, program
 
 import utils
@@ -247,10 +247,9 @@ def flags(shards, xla_cache, tmp_path):
 
     def flags(processes, **more):
         small = {
-            **SMALL,
+            **SMALL_RUN,
             "n_experts": 6,
             "blocks": 2,
-            "layers_per_block": 2,
             "n_device_axis": (processes, 1, 1),
             "n_devices": processes,
             "train_batch_size": 12 // processes,
@@ -405,7 +404,6 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     small = dict(
         n_experts=6,
         blocks=2,
-        layers_per_block=2,
         train_batch_size=12,
         val_batch_size=12,
         microbatches=2,
@@ -443,7 +441,6 @@ def test_three_hosts_train_to_the_losses_of_one_though_one_is_killed(idle, flags
     small = dict(
         n_experts=6,
         blocks=2,
-        layers_per_block=2,
         train_batch_size=12,
         val_batch_size=12,
         microbatches=2,

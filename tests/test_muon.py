@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import scipy.optimize
-from conftest import SMALL_GPT2, furthest, make_params, small_config, steps_of
+from conftest import SMALL_GPT2, furthest, make_params, small_config
 from test_resume import checkpoint_of
 
 import model
@@ -19,13 +19,43 @@ from architectures import parameters
 from training import muon, steps
 from training.optimizer import make_optimizer
 
+# Flags that spread a model over its mesh in another way.
+OF_MESH = ("fsdp", "sequence_parallel", "pp_interleave")
+
 
 @functools.cache
-def three_steps(mesh, **flags):
-    # clipped: AdamW makes much of what rounding leaves of the gradient of GPT-2's key biases, which is 0
-    flags = dict(optimizer="muon", max_lr=1e-3, weight_decay=1.0, grad_clip_norm=0.1) | flags
-    state, _ = steps_of(small_config(mesh, **flags), 3)
-    return jax.tree.map(np.asarray, state.params)
+def first_params(**flags):
+    """Parameters as one device makes them, which any mesh does."""
+    cfg = small_config(**flags)
+    return jax.tree.map(np.asarray, make_params(cfg, steps.make_mesh(cfg)))
+
+
+@functools.cache
+def updated(mesh_shape, **flags):
+    """[parameters after three updates by random gradients, the gradients of each], as one device has them."""
+    optimizer = dict(optimizer="muon", muon_momentum=0.8, weight_decay=0.5, grad_clip_norm=1e9)
+    cfg = small_config(mesh_shape, **optimizer, **flags)
+    mesh = steps.make_mesh(cfg)
+    start = first_params(**{name: flags[name] for name in flags if name not in OF_MESH})
+    leaves, tree = jax.tree.flatten(start)
+    table = model.param_table(cfg)
+    shardings = parameters.shardings(table, mesh)
+
+    def put(leaves):
+        # --pp_interleave makes two dims of that of the blocks
+        shaped = jax.tree.map(lambda x, p: x.reshape(p.shape), tree.unflatten(leaves), table)
+        return jax.device_put(shaped, shardings)
+
+    optimizer, _ = make_optimizer(cfg, mesh)
+    params = put(leaves)
+    update, state, gradients = jax.jit(optimizer.update), optimizer.init(params), []
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        gradients.append([rng.standard_normal(x.shape, np.float32) for x in leaves])
+        updates, state = update(put(gradients[-1]), state, params)
+        params = optax.apply_updates(params, updates)
+    params = jax.tree.map(lambda x, y: np.asarray(y).reshape(x.shape), start, params)
+    return params, gradients
 
 
 @pytest.mark.parametrize(
@@ -38,12 +68,10 @@ def three_steps(mesh, **flags):
     ],
     ids=["megatron", "copies", "rounds", "gpt2"],
 )
-def test_parity_of_variants(mesh, flags):
-    of_mesh = ("fsdp", "sequence_parallel", "pp_interleave")
-    whole = {name: flags[name] for name in flags if name not in of_mesh}
-    params = three_steps((1, 1, 1), **whole)
-    params_ = three_steps(mesh, **flags)
-    params_ = jax.tree.map(lambda x, y: y.reshape(x.shape), params, params_)
+def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
+    whole = {name: flags[name] for name in flags if name not in OF_MESH}
+    params, _ = updated((1, 1, 1), **whole)
+    params_, _ = updated(mesh, **flags)
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
 
 
@@ -182,21 +210,11 @@ def unfused(p, x):
 @pytest.mark.parametrize("flags", [dict(mtp_depth=1), SMALL_GPT2], ids=["deepseek", "gpt2"])
 def test_updates_are_those_of_optax(flags):
     """Of each matrix on its own, over three steps."""
-    cfg = small_config(
-        optimizer="muon", muon_momentum=0.8, grad_clip_norm=1e9, weight_decay=0.5, **flags
-    )
-    mesh = steps.make_mesh(cfg)
-    params = make_params(cfg, mesh)
-    leaves, tree = jax.tree.flatten(params)
+    cfg = small_config(optimizer="muon", **flags)
     table = jax.tree.leaves(model.param_table(cfg), is_leaf=parameters.is_param)
-    optimizer, schedule = make_optimizer(cfg, mesh)
-    update, state = jax.jit(optimizer.update), optimizer.init(params)
-    gradients = []
-    for seed in range(3):
-        keys = jax.random.split(jax.random.key(seed), len(leaves))
-        gradients.append([jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)])
-        updates, state = update(jax.tree.unflatten(tree, gradients[-1]), state, params)
-        params = optax.apply_updates(params, updates)
+    leaves = jax.tree.leaves(first_params(**flags))
+    _, schedule = make_optimizer(cfg, steps.make_mesh(cfg))
+    params, gradients = updated((1, 1, 1), **flags)
 
     # optax corrects the momentum's bias, the paper does not
     without_momentum = dict(beta=0.0, nesterov=False)

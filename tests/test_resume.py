@@ -12,7 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, flags_of
+from conftest import ROOT, SMALL_RUN, flags_of
 
 import main
 import utils
@@ -70,7 +70,7 @@ def test_resume_is_bitwise(train, tmp_path, flags):
 
 def test_a_run_from_before_latent_norm_eps_goes_on_as_it_was(train, tmp_path):
     """Its latents were normalized with norm_eps, which its config.json does not say."""
-    flags = dict(norm_eps=1e-2, layers_per_block=1, moe_rope=True, first_layers=1, blocks=2)
+    flags = dict(norm_eps=1e-2, blocks=2)
     assert train(**flags, name="whole", latent_norm_eps=1e-2, training_steps=6) == 0
     assert train(**flags, name="old", latent_norm_eps=1e-2, training_steps=2) == 0
     whole, old = tmp_path / "runs" / "whole", tmp_path / "runs" / "old"
@@ -127,7 +127,7 @@ def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypat
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path, number):
     flags = {
-        **SMALL,
+        **SMALL_RUN,
         "n_device_axis": (1, 1, 1),
         "n_devices": 1,
         "name": "run",
