@@ -35,7 +35,17 @@ GPT2_RUN = dict(
     training_steps=600_000,
 )
 PRESETS = {
-    "moe1b": {},
+    # rates as docs/rates.md derives them from those of tiny
+    "moe1b": dict(
+        optimizer="muon",
+        schedule="linear",
+        max_lr=3e-3,
+        end_lr=0.0,
+        embedding_lr=1.75,
+        weight_decay=0.05,
+        embedding_norm=True,
+        latent_conv=3,
+    ),
     "tiny": SMALL_RUN
     | dict(
         name="tiny",

@@ -1,4 +1,4 @@
-"""The drawings in docs/: what travels between devices, and the loss curves of the README.
+"""The drawings in docs/: what travels between devices, the loss curves of the README and those of docs/rates.md.
 
 python docs/pictures.py [NAME ...]      (all of them without a NAME; the same bytes each time)
 """
@@ -294,7 +294,28 @@ def loss():
     return figure
 
 
-PICTURES = (data_parallel, fsdp, tensor_parallel, pipeline, experts, mesh, loss)
+def rates():
+    """Final validation loss by rate or weight decay, of docs/rates.json: a panel for each table of docs/rates.md."""
+    figure = plt.figure(figsize=(7.4, 6.0), facecolor="white")
+    panels = json.loads((HERE / "rates.json").read_text())["panels"]
+    for axes, panel in zip(figure.subplots(2, 2).flat, panels):
+        for curve, color in zip(panel["curves"], (DP, TP, PP, INK)):
+            axes.plot(
+                curve["x"], curve["loss"], "o-", color=color, markersize=3.5, label=curve["label"]
+            )
+        axes.set_xscale(panel["scale"])
+        ticks = sorted({x for curve in panel["curves"] for x in curve["x"]})
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.minorticks_off()
+        axes.set(title=panel["title"], xlabel=panel["xlabel"], ylabel="validation loss")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+PICTURES = (data_parallel, fsdp, tensor_parallel, pipeline, experts, mesh, loss, rates)
 
 
 def draw(picture, folder=HERE, kind="svg"):

@@ -21,8 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import ROOT, SMALL, flags_of
 
+import model
+import presets
 import utils
-from training import command_line
+from training import command_line, settings
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = {"minutes", "hosts", "accelerator", "network"}
@@ -284,6 +286,16 @@ def test_every_flag_is_listed_once():
     listed = re.findall(r"`(\w+)`", table)
     groups = [getattr(utils.Config(), field.name) for field in dataclasses.fields(utils.Config)]
     assert sorted(listed) == sorted(f.name for group in groups for f in dataclasses.fields(group))
+
+
+def test_models_tells_the_parameters_of_every_preset():
+    rows = [line for line in (ROOT / "docs/models.md").read_text().splitlines() if "| `" in line]
+    for name in presets.PRESETS:
+        total, active, embedding = model.count_params(settings.validate(presets.preset(name), 1))
+        (row,) = [row for row in rows if f"`{name}`" in row.split("|")[1]]
+        assert f"{total + embedding:,}" in row, (name, total + embedding)
+        if "all active" not in row:
+            assert f"{active + embedding:,}" in row, (name, active + embedding)
 
 
 def test_every_drawing_has_its_script():
