@@ -39,10 +39,10 @@ PRESETS = {
     "moe1b": dict(
         optimizer="muon",
         schedule="linear",
-        max_lr=3e-3,
+        max_lr=4e-3,
         end_lr=0.0,
         embedding_lr=1.75,
-        weight_decay=0.05,
+        weight_decay=0.03,
         embedding_norm=True,
         latent_conv=3,
     ),

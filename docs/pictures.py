@@ -308,9 +308,10 @@ def rates():
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.minorticks_off()
         axes.set(title=panel["title"], xlabel=panel["xlabel"], ylabel="validation loss")
+        axes.margins(y=0.3)  # for the legend
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, fontsize=8, loc="upper center")
     figure.tight_layout()
     return figure
 

@@ -214,7 +214,7 @@ def test_the_documented_command_is_accepted():
         m.n_shared,
         m.capacity_factor,
     ) == (128, 128, 16, 2, 2, 1.5)
-    assert (o.optimizer, o.warmup_steps, o.end_steps) == ("muon", 5000, 75000)
+    assert (o.optimizer, o.max_lr, o.warmup_steps, o.end_steps) == ("muon", 4e-3, 5000, 75000)
 
 
 def test_a_flag_beside_a_preset_wins_and_help_shows_its_values(capsys):
