@@ -308,7 +308,8 @@ def rates():
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.minorticks_off()
         axes.set(title=panel["title"], xlabel=panel["xlabel"], ylabel="validation loss")
-        axes.margins(y=0.3)  # for the legend
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high + 0.5 * (high - low))  # room for the legend
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8, loc="upper center")
