@@ -511,7 +511,9 @@ def test_a_launch_cut_short_names_what_it_could_not_take_back_and_leaves_no_file
     host = idle.hosts[1]
 
     def begin():
-        process = idle.begin("--max_restarts", "2", *flags(2))
+        # long enough in compiling that the launch is still waiting when it is cut
+        slow = flags(2, layers_per_block=3, compilation_cache="")
+        process = idle.begin("--max_restarts", "2", *slow)
         wait_for(lambda: (host.state / "pid").exists() and host.alive)
         return process
 
@@ -568,7 +570,7 @@ def test_logs_are_followed_on_all_hosts_until_ctrl_c(idle):
             log.write("a  new\\ line\n")
         assert follow.stdout.readline() == "127.0.0.2: a  new\\ line\n"
         follow.send_signal(signal.SIGINT)
-        follow.communicate(timeout=20)
+        follow.communicate(timeout=60)
         assert follow.returncode
         wait_for(lambda: not jobs(b"tail", b".moe-pretraining/train/127.0.0."), 20)
         wait_for(lambda: not jobs(b"ssh", bytes(idle.base)), 20)
