@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -296,6 +297,13 @@ def test_models_tells_the_parameters_of_every_preset():
         assert f"{total + embedding:,}" in row, (name, total + embedding)
         if "all active" not in row:
             assert f"{active + embedding:,}" in row, (name, active + embedding)
+
+
+def test_the_curves_of_rates_are_those_of_its_tables():
+    text = (ROOT / "docs/rates.md").read_text()
+    panels = json.loads((ROOT / "docs/rates.json").read_text())["panels"]
+    losses = [loss for panel in panels for curve in panel["curves"] for loss in curve["loss"]]
+    assert len(losses) > 20 and all(f"{loss:.3f}" in text for loss in losses)
 
 
 def test_every_drawing_has_its_script():

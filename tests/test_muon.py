@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 import scipy.optimize
-from conftest import SMALL_GPT2, furthest, make_params, small_config
+from conftest import SMALL_GPT2, furthest, small_config
+from test_parity import first_params
 from test_resume import checkpoint_of
 
 import model
@@ -24,17 +25,10 @@ OF_MESH = ("fsdp", "sequence_parallel", "pp_interleave")
 
 
 @functools.cache
-def first_params(**flags):
-    """Parameters as one device makes them, which any mesh does."""
-    cfg = small_config(**flags)
-    return jax.tree.map(np.asarray, make_params(cfg, steps.make_mesh(cfg)))
-
-
-@functools.cache
 def updated(mesh_shape, **flags):
-    """[parameters after three updates by random gradients, the gradients of each], as one device has them."""
-    optimizer = dict(optimizer="muon", muon_momentum=0.8, weight_decay=0.5, grad_clip_norm=1e9)
-    cfg = small_config(mesh_shape, **optimizer, **flags)
+    """(parameters after three updates by random gradients, those gradients), shaped as on one device."""
+    muon_flags = dict(optimizer="muon", muon_momentum=0.8, weight_decay=0.5, grad_clip_norm=1e9)
+    cfg = small_config(mesh_shape, **muon_flags, **flags)
     mesh = steps.make_mesh(cfg)
     start = first_params(**{name: flags[name] for name in flags if name not in OF_MESH})
     leaves, tree = jax.tree.flatten(start)

@@ -50,7 +50,7 @@ def assert_bitwise(a, b):
 @pytest.mark.parametrize(
     "flags",
     [
-        dict(optimizer="muon"),
+        dict(optimizer="muon", layers_per_block=3, moe_rope=False),  # both kinds of layers
         dict(optimizer="muon", mesh=(2, 2, 2), pp_interleave=2),
         dict(optimizer="adamw", mesh=(2, 2, 2)),
     ],
@@ -70,7 +70,7 @@ def test_resume_is_bitwise(train, tmp_path, flags):
 
 def test_a_run_from_before_latent_norm_eps_goes_on_as_it_was(train, tmp_path):
     """Its latents were normalized with norm_eps, which its config.json does not say."""
-    flags = dict(norm_eps=1e-2, blocks=2)
+    flags = dict(norm_eps=1e-2, first_layers=1, blocks=2)
     assert train(**flags, name="whole", latent_norm_eps=1e-2, training_steps=6) == 0
     assert train(**flags, name="old", latent_norm_eps=1e-2, training_steps=2) == 0
     whole, old = tmp_path / "runs" / "whole", tmp_path / "runs" / "old"
