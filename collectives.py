@@ -95,6 +95,11 @@ def sum_over(x, axes):
     return lax.psum(x, axes)
 
 
+def largest(x, axes):
+    """Largest x of all devices of mesh axes, of integers."""
+    return lax.pmax(x, axes)
+
+
 # --- Weights ----------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +223,31 @@ def from_experts(x):
     different, _ = expert_groups(E, devices)
     x = lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=different)
     return x.reshape(-1, *x.shape[2:])
+
+
+def gather_tokens(x, E):
+    """Gather what belongs to tokens, x [n, ...], from all devices that share out the same E experts -> [N, ...], where
+    N is n times their number, min(E, dp tp). Transpose: `scatter_tokens`."""
+    devices = lax.axis_size(EXPERT_AXES)
+    if devices == 1:
+        return x
+    different, _ = expert_groups(E, devices)
+    return lax.all_gather(x, EXPERT_AXES, tiled=True, axis_index_groups=different)
+
+
+def scatter_tokens(x, E):
+    """Sum x [N, ...] over the devices that share out the same E experts; each keeps its own tokens' part [n, ...].
+    Transpose: `gather_tokens`."""
+    devices = lax.axis_size(EXPERT_AXES)
+    if devices == 1:
+        return x
+    different, _ = expert_groups(E, devices)
+    return lax.psum_scatter(x, EXPERT_AXES, tiled=True, axis_index_groups=different)
+
+
+def first_own_expert(E):
+    """Number of the first expert, of E, that this device holds."""
+    return lax.axis_index(EXPERT_AXES) * E // lax.axis_size(EXPERT_AXES)
 
 
 # --- Tensor and sequence parallelism ----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import utils
 from architectures import architecture
+from architectures.experts import choose_experts
 from architectures.layers import AFTER_EMBEDDING, Load, Tokens, dropout, gather, no_load, take
 from architectures.parameters import is_param, table_map
 from collectives import (
@@ -227,10 +228,10 @@ def dropless(cfg):
 
 
 def for_devices(cfg, mesh):
-    """`cfg` with the attention kernel that auto stands for on the devices of `mesh`."""
+    """`cfg` with what auto stands for on the devices of `mesh`."""
     platform = mesh.devices.flat[0].platform
     kernel = attention.choose_kernel(cfg.model.attention, platform, cfg.model.T)
-    return utils.replace(cfg, attention=kernel)
+    return utils.replace(cfg, attention=kernel, experts=choose_experts(cfg.model, platform))
 
 
 def loss_chunk(mesh):

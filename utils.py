@@ -221,6 +221,10 @@ class Model:
     """What travels over tp. megatron (arXiv:2205.05198): activations, into and out of every attention and feed-forward,
     whose weights are split; for wide models. ulysses (arXiv:2309.14509): only latents and the heads' outputs, while
     weights are gathered over tp; where there are more tokens than weights."""
+    experts: Literal["auto", "buckets", "tiles"] = setting("auto", of_weights=False)
+    """How experts get their tokens. buckets: every device sends buckets of tokens to the experts' devices, which
+    multiply whole buckets. tiles: every device gathers all tokens and multiplies those of its own experts, in tiles;
+    only without a capacity_factor. auto: tiles on CPUs without a capacity_factor, else buckets."""
     attention: str = setting("auto", of_weights=False)
     """Kernel of the causal attention: xla writes all T x T scores to memory; blockwise computes half of them, block by
     block; splash writes none (TPUs, T a multiple of 128). auto: splash on TPUs, else blockwise."""

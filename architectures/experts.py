@@ -4,6 +4,7 @@ Letters: n B x T/tp local tokens, k --experts_per_token, E experts, C capacity, 
 e experts, n senders of a bucket, c its slots, d D, f F, g branches.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -13,7 +14,19 @@ from jax import lax
 
 from architectures.layers import BRANCHES, Load, activate, product
 from architectures.parameters import weight_param
-from collectives import EXPERT_AXES, from_experts, sum_over, to_experts
+from collectives import (
+    EXPERT_AXES,
+    first_own_expert,
+    from_experts,
+    gather_tokens,
+    largest,
+    scatter_tokens,
+    sum_over,
+    to_experts,
+)
+from kernels.grouped import expected_trips, group_begins, grouped_feed_forward, row_space
+
+ROUND = 1.5  # slots of a bucket in a round of dropless experts, in multiples of the mean load
 
 
 def experts_table(cfg, up_std, down_std):
@@ -39,6 +52,13 @@ def experts_table(cfg, up_std, down_std):
         up=weight(up, up_std, inputs=(2,), outputs=(3,), dim=2),
         down=weight(down, down_std, inputs=(2,), outputs=(1,), dim=1),
     )
+
+
+def choose_experts(m, platform):
+    """What --experts stands for: auto is tiles on CPUs without a capacity, else buckets."""
+    if m.experts != "auto":
+        return m.experts
+    return "tiles" if platform == "cpu" and not m.capacity_factor else "buckets"
 
 
 # --- Routing ------------------------------------------------------------------------------------------------------
@@ -101,50 +121,77 @@ def balance_loss(scores, chosen, m, split):
 # --- Buckets ------------------------------------------------------------------------------------------------------
 
 
-class Buckets(NamedTuple):
-    """Where k*n choices of experts lie in E buckets of C slots each. First choices of all tokens come first."""
+class Queues(NamedTuple):
+    """k*n choices of experts, waiting at their experts. First choices of all tokens come first."""
 
-    hot: jax.Array  # [k*n, E] 1 where the choice is the expert
-    rank: jax.Array  # [k*n] place in the expert's queue; C and more: dropped
-    slot: jax.Array  # [k*n] expert * C + rank; E*C: dropped
-    entry: jax.Array  # [E*C] the choice that lies in each slot; k*n: the slot is empty
-    source: jax.Array  # [E*C] the token that made it; n: the slot is empty
+    choice: jax.Array  # [k*n] the expert
+    rank: jax.Array  # [k*n] place in the expert's queue
+    length: jax.Array  # [E] of each queue
+
+
+def queue(chosen, E):
+    """`Queues` of the chosen experts [n, k] of E: a token's first choice stands before anyone's second.
+
+    Example: 6 tokens with one choice each, E = 3 experts; length is [3, 1, 2].
+
+        token      0  1  2  3  4  5
+        choice     0  2  0  0  1  2
+        rank       0  0  1  2  0  1
+    """
+    choice = chosen.T.reshape(-1)  # [k*n]
+    hot = choice[:, None] == jnp.arange(E)
+    queued = jnp.cumsum(hot.astype(jnp.int32), 0)  # [k*n, E] choices of each expert so far
+    rank = jnp.take_along_axis(queued, choice[:, None], 1)[:, 0] - 1
+    return Queues(choice, rank, queued[-1])
+
+
+class Places(NamedTuple):
+    """Which choice lies where: k*n choices in `size` places, such as the slots of buckets."""
+
+    place: jax.Array  # [k*n] of each choice; `size`: none
+    entry: jax.Array  # [size] the choice that lies there; k*n: nobody's
+    source: jax.Array  # [size] the token that made it; n: nobody's
+
+
+def places(place, size, n):
+    """`Places` of choices at `place` [k*n], `size` and more meaning none, of n tokens."""
+    choices = len(place)
+    place = jnp.minimum(place, size)
+    entry = jnp.full(size, choices).at[place].set(jnp.arange(choices), mode="drop")
+    source = jnp.where(entry < choices, entry % n, n)
+    return Places(place, entry, source)
 
 
 def capacity(m, n):
     """Slots of each expert's bucket for n local tokens."""
-    if not m.capacity_factor:
-        return n
-    return min(n, math.ceil(m.capacity_factor * n * m.experts_per_token / m.n_experts))
+    factor = m.capacity_factor or ROUND
+    return min(n, math.ceil(factor * n * m.experts_per_token / m.n_experts))
 
 
-def fill_buckets(chosen, E, C):
-    """`Buckets` of the chosen experts [n, k]: a token's first choice is served before anyone's second.
+def fill_buckets(queues, C, first, n):
+    """`Places` in E buckets of C slots each, for those of rank `first` to first + C in their queues.
 
-    Example: 6 tokens with one choice each, E = 3 experts, buckets of C = 2 slots.
+    Example: the queues above, C = 2.
 
-        token      0  1  2  3  4  5
-        chosen     0  2  0  0  1  2
-        rank       0  0  1  2  0  1     token 3 is the third that wants expert 0, and is dropped
-        slot       0  4  1  6  2  5     6 = E*C: none
+        token                  0  1  2  3  4  5
+        place, first = 0       0  4  1  6  2  5     6 = E*C: token 3 is the third that wants expert 0
+        place, first = 2       6  6  6  0  6  6     the next round has its slot
 
-        slot       0  1 | 2  3 | 4  5   two slots for each expert
-        entry      0  2 | 4  6 | 1  5   6 = k*n: empty
-        source     0  2 | 4  6 | 1  5   6 = n: empty
+        slot                   0  1 | 2  3 | 4  5   two for each expert
+        entry, first = 0       0  2 | 4  6 | 1  5   6 = k*n: empty
+        source, first = 0      0  2 | 4  6 | 1  5   6 = n: empty
 
     With second choices 1 0 1 1 0 1 of the same tokens, choices 6 to 11, the empty slot 3 goes to token 0: its entry is
-    6, its source 6 % 6 = 0. The other five find no slot.
+    6, its source 6 % 6 = 0.
     """
-    n, k = chosen.shape
-    choice = chosen.T.reshape(-1)  # [k*n]
-    hot = choice[:, None] == jnp.arange(E)
-    hot = hot.astype(jnp.int32)  # [k*n, E]
-    queued = jnp.cumsum(hot, 0)  # choices of each expert so far
-    rank = jnp.take_along_axis(queued, choice[:, None], 1)[:, 0] - 1
-    slot = jnp.where(rank < C, choice * C + rank, E * C)
-    entry = jnp.full(E * C, k * n).at[slot].set(jnp.arange(k * n), mode="drop")
-    source = jnp.where(entry < k * n, entry % n, n)
-    return Buckets(hot, rank, slot, entry, source)
+    E = len(queues.length)
+    rank = queues.rank - first
+    fits = (rank >= 0) & (rank < C)
+    slot = jnp.where(fits, queues.choice * C + rank, E * C)
+    return places(slot, E * C, n)
+
+
+# --- Rows -----------------------------------------------------------------------------------------------------------
 
 
 def sum_leading(x):
@@ -182,44 +229,134 @@ take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 def routed_experts(p, x, m, split):
-    """Mixture of routed experts on local tokens. x [B, T/tp, D] -> [B, T/tp, D] and `Load`.
-
-    Choices beyond a bucket's capacity add nothing, so those tokens pass by on the residual (GShard, arXiv:2006.16668,
-    section 2.2).
-    """
+    """Mixture of routed experts on local tokens. x [B, T/tp, D] -> [B, T/tp, D] and `Load`."""
     B, t, D = x.shape
-    n = B * t
     E, k = m.n_experts, m.experts_per_token
-    C = capacity(m, n)
-
-    # 1. Every token chooses k experts, and every choice gets a slot.
-    x = x.reshape(n, D)
+    x = x.reshape(B * t, D)
     scores, chosen, gates = route(p, x, m)
-    at = fill_buckets(chosen, E, C)
+    gates = gates.astype(x.dtype)
+    tokens = (chosen[..., None] == jnp.arange(E)).sum((0, 1))
 
-    # 2. Tokens go into the buckets, and the buckets to the devices of their experts.
-    buckets = take_rows(x, at.source, at.slot.reshape(k, n))  # [E*C, D]
+    dropped = jnp.int32(0)
+    if m.experts == "tiles":
+        out = in_tiles(p["experts"], x, chosen, gates, E)
+    else:
+        out, dropped = in_buckets(p["experts"], x, chosen, gates, m)
+
+    loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
+    load = Load(loss, tokens.astype(jnp.float32), dropped.astype(jnp.float32))
+    return out.reshape(B, t, D), load
+
+
+def in_tiles(weights, x, chosen, gates, E):
+    """Experts of all tokens of the devices that share them: every device gathers those tokens, computes the choices
+    that fall on its own experts, as many as there are, and the devices add up what they made of each token.
+
+    x [n, D] -> [n, D]; chosen and gates [n, k].
+    """
+    x, chosen, gates = [gather_tokens(a, E) for a in (x, chosen, gates)]
+    n, k = chosen.shape  # of all those devices
+    own = len(weights["up"])
+    choice = chosen - first_own_expert(E)
+    choice = jnp.where((choice >= 0) & (choice < own), choice, own)  # own: another device's
+
+    # 1. Rows of the same expert lie together.
+    queues = queue(choice, own)
+    begins = group_begins(queues.length)
+    size = row_space(n * min(k, own), own)
+    place = jnp.where(queues.choice < own, begins[queues.choice] + queues.rank, size)
+    at = places(place, size, n)
+    rows = take_rows(x, at.source, at.place.reshape(k, n))  # [size, D]
+    gates = take_rows(gates.T.reshape(-1, 1), at.entry, at.place[None])  # [size, 1]
+
+    # 2. The experts.
+    up, down = weights["up"], weights["down"]
+    out = grouped_feed_forward(activate, n * k // E, rows, gates, up, down, begins)
+
+    # 3. Every token adds up what its choices gave, here and on the other devices.
+    out = take_rows(out, at.place, at.entry[None])  # [k*n, D]
+    out = sum_leading(out.reshape(k, n, -1))
+    return scatter_tokens(out, E)
+
+
+def in_buckets(weights, x, chosen, gates, m):
+    """Experts of this device's tokens, sent in buckets of `capacity` slots for each expert (GShard, arXiv:2006.16668,
+    section 2.2). x [n, D] -> [n, D] and the number of choices dropped.
+
+    Choices that find their bucket full are dropped with a --capacity_factor, and add nothing. Without, they go in
+    further rounds, as many as any device needs: mostly none, since the first has room for ROUND times the mean load.
+    """
+    n = len(x)
+    C = capacity(m, n)
+    queues = queue(chosen, m.n_experts)
+    operands = (x, gates, weights["up"], weights["down"])
+    out = one_round(C, 0, queues, *operands)
+    if m.capacity_factor:
+        return out, (queues.rank >= C).sum()
+    rounds = largest(-(-queues.length.max() // C), EXPERT_AXES)
+    with expected_trips(0):
+        out += later_rounds(C, rounds, queues, *operands)
+    return out, jnp.int32(0)
+
+
+def one_round(C, first, queues, x, gates, up, down):
+    """Experts of the choices of rank `first` to first + C. x [n, D] -> [n, D]; gates [n, k]."""
+    n, D = x.shape
+    E, k = len(queues.length), gates.shape[1]
+    at = fill_buckets(queues, C, first, n)
+
+    # 1. Tokens go into the buckets, and the buckets to the devices of their experts.
+    buckets = take_rows(x, at.source, at.place.reshape(k, n))  # [E*C, D]
     buckets = to_experts(buckets.reshape(E, C, D))  # [E/(dp tp), dp tp, C, D]
 
-    # 3. So do the gates: where they weigh the hidden channels, no pass, forward or back, needs the experts' outputs.
-    gates = gates.T.reshape(-1, 1).astype(x.dtype)  # [k*n, 1]
-    gates = take_rows(gates, at.entry, at.slot[None])  # [E*C, 1]
+    # 2. So do the gates: where they weigh the hidden channels, no pass, forward or back, needs the experts' outputs.
+    gates = take_rows(gates.T.reshape(-1, 1), at.entry, at.place[None])  # [E*C, 1]
     gates = gates.reshape(E, C, 1)
 
-    # 4. The experts.
-    h = activate(product("encd,egdf->encgf", buckets, p["experts"]["up"], keep=False))
+    # 3. The experts.
+    h = activate(product("encd,egdf->encgf", buckets, up, keep=False))
     gates = to_experts(gates)  # [E/(dp tp), dp tp, C, 1]
     h = jnp.einsum("encf,enc->encf", h, gates[..., 0])
-    out = product("encf,edf->encd", h, p["experts"]["down"], keep=False)
+    out = product("encf,edf->encd", h, down, keep=False)
 
-    # 5. Outputs come back, and every token adds up those of its choices.
+    # 4. Outputs come back, and every token adds up those of its choices.
     out = from_experts(out).reshape(E * C, D)
-    out = take_rows(out, at.slot, at.entry[None])  # [k*n, D]
-    out = sum_leading(out.reshape(k, B, t, D))
+    out = take_rows(out, at.place, at.entry[None])  # [k*n, D]
+    return sum_leading(out.reshape(k, n, D))
 
-    # 6. How even the load was.
-    loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
-    tokens = at.hot.sum(0).astype(jnp.float32)
-    dropped = at.rank >= C
-    dropped = dropped.sum().astype(jnp.float32)
-    return out, Load(loss, tokens, dropped)
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def later_rounds(C, rounds, queues, *operands):
+    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each; mostly there are none.
+
+    Its gradient is a second such loop, in which each round is computed anew; sums are in float32.
+    """
+
+    def add(r, out):
+        return out + one_round(C, r * C, queues, *operands).astype(jnp.float32)
+
+    x = operands[0]
+    out = lax.fori_loop(1, rounds, add, jnp.zeros(x.shape, jnp.float32))
+    return out.astype(x.dtype)
+
+
+def _later_rounds_forward(C, *arguments):
+    return later_rounds(C, *arguments), arguments
+
+
+def _later_rounds_backward(C, arguments, d_out):
+    rounds, queues, *operands = arguments
+
+    def add(r, sums):
+        _, transpose = jax.vjp(functools.partial(one_round, C, r * C, queues), *operands)
+        return jax.tree.map(
+            lambda total, own: total + own.astype(jnp.float32), sums, transpose(d_out)
+        )
+
+    zeros = tuple(jnp.zeros(operand.shape, jnp.float32) for operand in operands)
+    sums = lax.fori_loop(1, rounds, add, zeros)
+    gradients = [total.astype(operand.dtype) for total, operand in zip(sums, operands)]
+    return None, None, *gradients
+
+
+later_rounds.defvjp(_later_rounds_forward, _later_rounds_backward)

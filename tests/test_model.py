@@ -217,16 +217,19 @@ def test_rotary_scores_depend_on_distance_alone(factor):
 def test_buckets_of_the_worked_example(k):
     """The numbers in the docstring of fill_buckets: without and with second choices."""
     chosen = np.array([[0, 2, 0, 0, 1, 2], [1, 0, 1, 1, 0, 1]][:k]).T
-    at = experts.fill_buckets(chosen, 3, 2)
-    assert at.rank[:6].tolist() == [0, 0, 1, 2, 0, 1]
+    queues = experts.queue(chosen, 3)
+    assert queues.rank[:6].tolist() == [0, 0, 1, 2, 0, 1]
+    first, second = [experts.fill_buckets(queues, 2, round * 2, n=6) for round in range(2)]
     if k == 1:
-        assert at.slot.tolist() == [0, 4, 1, 6, 2, 5]
-        assert at.entry.tolist() == [0, 2, 4, 6, 1, 5]
-        assert at.source.tolist() == [0, 2, 4, 6, 1, 5]
+        assert queues.length.tolist() == [3, 1, 2]
+        assert first.place.tolist() == [0, 4, 1, 6, 2, 5]
+        assert first.entry.tolist() == [0, 2, 4, 6, 1, 5]
+        assert first.source.tolist() == [0, 2, 4, 6, 1, 5]
+        assert second.place.tolist() == [6, 6, 6, 0, 6, 6]
     else:
-        assert at.slot.tolist() == [0, 4, 1, 6, 2, 5, 3, 6, 6, 6, 6, 6]
-        assert at.entry.tolist() == [0, 2, 4, 6, 1, 5]
-        assert at.source.tolist() == [0, 2, 4, 0, 1, 5]
+        assert first.place.tolist() == [0, 4, 1, 6, 2, 5, 3, 6, 6, 6, 6, 6]
+        assert first.entry.tolist() == [0, 2, 4, 6, 1, 5]
+        assert first.source.tolist() == [0, 2, 4, 0, 1, 5]
 
 
 def test_rows_of_the_worked_example():

@@ -16,9 +16,9 @@ import numpy as np
 import collectives
 import model
 from architectures import architecture
-from architectures.experts import capacity
+from architectures.experts import capacity, choose_experts
 from architectures.parameters import is_param
-from kernels import attention, loss
+from kernels import attention, grouped, loss
 from tools.planning import hlo
 from training import muon, platforms
 
@@ -424,11 +424,15 @@ class Layer(NamedTuple):
     scores: float  # operations of attention's products of queries, keys and values
     scores_backward: float  # operations of the same in the backward pass
     experts: float  # operations of routed experts
-    experts_again: float  # of these, of the products that recomputation needs
+    experts_backward: float  # operations of the same in the backward pass
+    experts_again: float  # operations of the same in recomputation
     gathered: float  # channels per token that are gathered over tp
     scattered: float  # channels per token that are summed over tp
     exchanged: float  # channels per token that are exchanged for tokens over tp
     to_experts: float  # bytes of the buckets that travel to other devices' experts, one way
+    shared_tokens: (
+        float  # bytes of the tokens that devices gather for their experts, and add up afterwards
+    )
     kept: float  # channels per token that --remat dots keeps: what products with weights give
     intermediates: float  # channels per token of all that it computes
     in_experts: float  # of these, in routed experts
@@ -458,12 +462,13 @@ def layer_of(cfg, kind, platform):
     feed_forward = 2 * s.own_tokens * (cost.branches + 1) * D * cost.ffn_width
     scores, scores_backward = score_operations(cost, m, s, platform)
 
-    slots, experts_into, experts_back, in_experts = 0, 0, 0, 0
-    if kind in arch.routed:
-        slots = m.n_experts * capacity(m, int(s.own_tokens))
-        experts_into = 2 * slots * cost.branches * D * m.expert_width
-        experts_back = 2 * slots * D * m.expert_width
-        in_experts = slots / s.own_tokens * ((cost.branches + 1) * m.expert_width + 2 * D)
+    rows = expert_rows(m, s, platform) if kind in arch.routed else 0
+    in_tiles = choose_experts(m, platform) == "tiles"
+    experts_into = 2 * rows * cost.branches * D * m.expert_width
+    experts_back = 2 * rows * D * m.expert_width
+    in_experts = rows / s.own_tokens * ((cost.branches + 1) * m.expert_width + 2 * D)
+    # the gradient of tiles computes the hidden channels anew, whatever else is recomputed
+    experts_backward = 2 * (experts_into + experts_back) + in_tiles * experts_into
 
     # megatron gathers all tokens for the feed-forward, and sums over tp what that and attention add to the residual
     into_feed_forward = D if megatron and feed_forward else 0
@@ -479,15 +484,31 @@ def layer_of(cfg, kind, platform):
         scores=scores,
         scores_backward=scores_backward,
         experts=experts_into + experts_back,
-        experts_again=experts_into,
+        experts_backward=experts_backward,
+        experts_again=0 if in_tiles else experts_into,
         gathered=gathered,
         scattered=into_feed_forward + (D if megatron else 0),
         exchanged=0 if megatron else m.n_head * cost.value_channels,
-        to_experts=slots * D * s.bytes,
+        to_experts=0 if in_tiles else rows * D * s.bytes,
+        shared_tokens=in_tiles * bool(rows) * s.own_tokens * sharers(m, s) * D * s.bytes,
         kept=kept,
         intermediates=intermediates,
         in_experts=in_experts,
     )
+
+
+def sharers(m, s):
+    """Devices that share out all routed experts and exchange tokens."""
+    return min(m.n_experts, s.dp * s.tp)
+
+
+def expert_rows(m, s, platform):
+    """Rows that a device's routed experts multiply, empty ones included, where the load is even."""
+    if choose_experts(m, platform) == "buckets":
+        return m.n_experts * capacity(m, int(s.own_tokens))
+    devices = sharers(m, s)
+    each = int(s.own_tokens) * devices * m.experts_per_token // m.n_experts
+    return m.n_experts // devices * grouped.padded(each)
 
 
 class Layers(NamedTuple):
@@ -523,10 +544,15 @@ def send_layer(cfg, c, n, traffic):
     traffic.send("all-to-all", ("tp",), channel * c.exchanged / s.tp, n * (2 + again))
     if c.to_experts:
         apart, _ = expert_axes(m.n_experts, traffic.split)
-        devices = min(m.n_experts, s.dp * s.tp)
+        devices = sharers(m, s)
         gates = c.to_experts / m.model_dimension  # a number a slot, one way
         traffic.send("all-to-all", apart, c.to_experts, n * (4 + again), 1, devices)
         traffic.send("all-to-all", apart, gates, n * (2 + again), 1, devices)
+    if c.shared_tokens:
+        apart, _ = expert_axes(m.n_experts, traffic.split)
+        devices = sharers(m, s)
+        traffic.send("all-gather", apart, c.shared_tokens, n * (2 + again), 1, devices)
+        traffic.send("reduce-scatter", apart, c.shared_tokens, n * 2, 1, devices)
 
 
 def kept_channels(cfg, kind, c):
@@ -557,7 +583,7 @@ def layers_cost(cfg, traffic):
         c = layer_of(cfg, kind, traffic.place.platform)
         n = cfg.run.accumulation_steps * layers * times
         # a product's two gradients take twice its own operations
-        once = 3 * (c.projections + c.experts) + c.scores + c.scores_backward
+        once = 3 * c.projections + c.experts + c.experts_backward + c.scores + c.scores_backward
         own = n * (once + recomputed_flops(cfg, c))
         flops += own
         if times == s.ticks:

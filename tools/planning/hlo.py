@@ -96,8 +96,10 @@ def computations(text):
 
 
 def trip_count(loop, comps):
-    """How often a while loop runs its body: as XLA found it, else the constant that its condition compares with."""
+    """How often a while loop runs its body: as XLA found it; as the scope around it expects, where that depends on the
+    data (kernels/grouped.py: expected_trips); else the constant that its condition compares with."""
     known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.rest)
+    known = known or re.search(r"expected_trips_(\d+)/while", loop.rest)
     if known:
         return int(known[1])
     condition = comps[re.search(r"condition=%?([\w.\-]+)", loop.rest)[1]]

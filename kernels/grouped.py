@@ -1,0 +1,144 @@
+"""Grouped products: every row through the feed-forward of its own expert, with no work for rows that are not there.
+
+Rows lie sorted by expert. A loop over experts runs a loop over tiles of rows, as many as there are; the gradient is a
+second such loop, written by hand, since jax cannot transpose a loop of unknown length. On a CPU this takes half the
+time of products over buckets with room for 1.5 times the mean load.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Numbers of rows in a tile. An expert's rows fill as many large ones as they can, then small ones: products of many
+# rows are faster, and half a small tile is what an expert computes in vain.
+TILES = (256, 32)
+SMALL = TILES[-1]
+
+
+def padded(rows):
+    """`rows` rounded up to whole small tiles: 33 -> 64."""
+    return -(-rows // SMALL) * SMALL
+
+
+def row_space(choices, experts):
+    """Number of rows that hold so many choices of so many experts, however they fall: each expert begins a tile."""
+    return padded(choices) + experts * SMALL
+
+
+def group_begins(counts):
+    """Where each expert's rows begin, and where the last ones end: counts [E] -> [E + 1]. [3, 40] -> [0, 32, 96]."""
+    ends = jnp.cumsum(padded(counts))
+    return jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
+
+
+def expected_trips(n):
+    """Scope for a loop of unknown length that tells tools/planning/hlo.py how often it runs where the load is even."""
+    return jax.named_scope(f"expected_trips_{n}")
+
+
+def for_tiles(begin, end, expected, rows, step, carry):
+    """`carry` after `step(at, size, carry)` for each tile of the rows from `begin` to `end`, a multiple of small tiles.
+
+    Rows 64 to 416: a tile of 256 rows at 64, then tiles of 32 at 320, 352 and 384. There are `rows` of all experts,
+    and `expected` of this one where the load is even.
+    """
+    expected = padded(expected)
+    for size in TILES:
+        if size >= rows:
+            continue
+        tiles = (end - begin) // size
+
+        def tile(i, carry, begin=begin, size=size):
+            return step(begin + i * size, size, carry)
+
+        with expected_trips(expected // size):
+            carry = lax.fori_loop(0, tiles, tile, carry)
+        begin += tiles * size
+        expected %= size
+    return carry
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def grouped_feed_forward(activate, expected, rows, gates, up, down, begins):
+    """Rows through the feed-forward of their experts: (gate x activate(row x up)) x down transposed.
+
+    rows [R, D]: those of expert e lie from begins[e] to begins[e + 1], multiples of a small tile; begins int32 [E + 1].
+    gates [R, 1]; up [E, g, D, F] and down [E, D, F]; activate [.., g, F] -> [.., F]; `expected` rows of each expert
+    where the load is even, for the planner. Returns [R, D], zeros behind the last expert's rows. Gradients of the
+    weights are summed in float32.
+    """
+
+    def expert(e, out):
+        own_up, own_down = up[e], down[e]
+
+        def step(at, size, out):
+            h = activate(jnp.einsum("nd,gdf->ngf", tile_of(rows, at, size), own_up))
+            h *= tile_of(gates, at, size)
+            return put_tile(out, h @ own_down.T, at)
+
+        return for_tiles(begins[e], begins[e + 1], expected, len(rows), step, out)
+
+    return lax.fori_loop(0, len(up), expert, jnp.zeros_like(rows))
+
+
+def tile_of(x, at, size):
+    return lax.dynamic_slice_in_dim(x, at, size)
+
+
+def put_tile(x, tile, at):
+    return lax.dynamic_update_slice_in_dim(x, tile, at, 0)
+
+
+def _forward(activate, expected, *operands):
+    return grouped_feed_forward(activate, expected, *operands), operands
+
+
+def _backward(activate, expected, operands, d_out):
+    """Computes the hidden channels anew."""
+    rows, gates, up, down, begins = operands
+
+    def weigh(h, gates):
+        return activate(h) * gates
+
+    def expert(e, gradients):
+        d_rows, d_gates, d_up, d_down = gradients
+        own_up, own_down = up[e], down[e]
+
+        def step(at, size, carry):
+            d_rows, d_gates, d_up, d_down = carry
+            x, g = tile_of(rows, at, size), tile_of(d_out, at, size)
+            h = jnp.einsum("nd,gdf->ngf", x, own_up)
+            weighed, transpose = jax.vjp(weigh, h, tile_of(gates, at, size))
+            d_h, d_gate = transpose(g @ own_down)
+            d_x = jnp.einsum("ngf,gdf->nd", d_h, own_up)
+            d_up += float32_einsum("nd,ngf->gdf", x, d_h)
+            d_down += float32_einsum("nd,nf->df", g, weighed)
+            return put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at), d_up, d_down
+
+        begin = d_rows, d_gates, float32_zeros(own_up), float32_zeros(own_down)
+        d_rows, d_gates, own_d_up, own_d_down = for_tiles(
+            begins[e], begins[e + 1], expected, len(rows), step, begin
+        )
+        return d_rows, d_gates, d_up.at[e].set(own_d_up), d_down.at[e].set(own_d_down)
+
+    zeros = (
+        jnp.zeros_like(rows),
+        jnp.zeros_like(gates),
+        float32_zeros(up),
+        float32_zeros(down),
+    )
+    d_rows, d_gates, d_up, d_down = lax.fori_loop(0, len(up), expert, zeros)
+    return d_rows, d_gates, d_up.astype(up.dtype), d_down.astype(down.dtype), None
+
+
+grouped_feed_forward.defvjp(_forward, _backward)
+
+
+def float32_einsum(spec, a, b):
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def float32_zeros(like):
+    return jnp.zeros(like.shape, jnp.float32)
