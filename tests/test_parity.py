@@ -21,12 +21,18 @@ def first_params(**flags):
 
 
 @functools.cache
-def loss_and_gradients(mesh_shape, **flags):
+def loss_and_gradients(mesh_shape, favorite=None, **flags):
+    """((loss, Metrics), gradients) of a batch; all tokens choose the expert `favorite`, if it is given."""
     cfg = small_config(mesh_shape, **flags)
     mesh = steps.make_mesh(cfg)
     tokens, targets = random_batch(cfg, mesh)
     shardings = parameters.shardings(model.param_table(cfg), mesh)
-    params = jax.device_put(first_params(**flags), shardings)
+    params = first_params(**flags)
+    if favorite is not None:
+        bias = np.zeros_like(params["moe"]["bias"])
+        bias[..., favorite] = 10
+        params = {**params, "moe": {**params["moe"], "bias": bias}}
+    params = jax.device_put(params, shardings)
     f = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
     out = f(params, tokens[0], targets[0], jax.random.key(7), jnp.int32(0))
     return jax.tree.map(np.asarray, out)
@@ -50,8 +56,24 @@ def test_parity_of_loss_and_every_gradient(mesh):
     assert_parity(mesh)
 
 
-# DeepSeek-V3's own pattern, whose first layers run on all of pp
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("experts", ["tiles", "buckets"])
+def test_parity_where_all_tokens_choose_one_expert(mesh, experts):
+    """Nothing is dropped: with buckets, in as many rounds as that takes, on any mesh as with tiles on one device."""
+    small = dict(layers_per_block=1, moe_rope=True, experts_per_token=1, n_shared=0, T=16)
+    (loss, _), gradients = loss_and_gradients((1, 1, 1), favorite=5, experts="tiles", **small)
+    skewed = loss_and_gradients(mesh, favorite=5, experts=experts, **small)
+    (loss_, metrics), gradients_ = skewed
+    load = metrics.load["moe"]
+    assert metrics.dropped == 0 and load[..., 5].sum() == load.sum()
+    assert abs(loss - loss_) < 1e-5 * abs(loss)
+    assert furthest(gradients, gradients_)[0] < 1e-5, furthest(gradients, gradients_)
+    assert np.abs(gradients["moe"]["experts"]["up"][:, 5]).max() > 0
+
+
+# DeepSeek-V3's own pattern, whose first layers run on all of pp; experts as on accelerators
 DEEPSEEK = dict(
+    experts="buckets",
     first_layers=1,
     layers_per_block=1,
     moe_rope=True,
