@@ -199,9 +199,9 @@ class Model:
     mtp_depth: int = flag(0, least=0, absent=0)
     """Further tokens that training predicts after the next, each by one more layer (multi-token prediction,
     arXiv:2412.19437, section 2.2); evaluation and samples do without."""
-    capacity_factor: float = flag(1.5, least=0, absent=0.0, of_weights=False)
-    """Bucket size of an expert, in multiples of the balanced load tokens x experts_per_token / n_experts. Tokens beyond
-    it are dropped: they pass by on the residual. 0: dropless, with buckets for the worst case, so slower."""
+    capacity_factor: float = flag(0.0, least=0, absent=0.0, of_weights=False)
+    """Bucket size of an expert, in multiples of the mean load tokens x experts_per_token / n_experts. Tokens beyond it
+    are dropped: they pass by on the residual. 0: no token is ever dropped, so results do not depend on the mesh."""
     document_mask: bool = flag(False, of_weights=False)
     """Keep documents apart: no attention across the end-of-text token that begins each, and learned positions count
     from it."""
@@ -221,7 +221,7 @@ class Model:
     """What travels over tp. megatron (arXiv:2205.05198): activations, into and out of every attention and feed-forward,
     whose weights are split; for wide models. ulysses (arXiv:2309.14509): only latents and the heads' outputs, while
     weights are gathered over tp; where there are more tokens than weights."""
-    experts: Literal["auto", "buckets", "tiles"] = setting("auto", of_weights=False)
+    experts: Literal["auto", "buckets", "tiles"] = setting("auto", absent="auto", of_weights=False)
     """How experts get their tokens. buckets: every device sends buckets of tokens to the experts' devices, which
     multiply whole buckets. tiles: every device gathers all tokens and multiplies those of its own experts, in tiles;
     only without a capacity_factor. auto: tiles on CPUs without a capacity_factor, else buckets."""

@@ -213,7 +213,7 @@ def test_the_documented_command_is_accepted():
         m.experts_per_token,
         m.n_shared,
         m.capacity_factor,
-    ) == (128, 128, 16, 2, 2, 1.5)
+    ) == (128, 128, 16, 2, 2, 0.0)
     assert (o.optimizer, o.max_lr, o.warmup_steps, o.end_steps) == ("muon", 4e-3, 5000, 75000)
 
 

@@ -193,6 +193,7 @@ def config_of(options, flags):
             compilation_cache=options.compilation_cache,
             pp_interleave=1,  # decoding goes round once
             attention="auto",  # perhaps on another platform than training
+            experts="auto",
             microbatches=batch,
             train_batch_size=batch,
             val_batch_size=batch,

@@ -524,6 +524,11 @@ def check_experts(cfg):
             f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --experts_per_token "
             f"{m.experts_per_token} experts."
         )
+    if m.experts == "tiles" and m.capacity_factor:
+        raise UserError(
+            f"--experts tiles: has no buckets that --capacity_factor {m.capacity_factor:g} could limit; give "
+            f"--capacity_factor 0, or --experts buckets."
+        )
 
 
 def check_optimizer(cfg):
