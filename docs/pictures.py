@@ -216,8 +216,8 @@ def experts():
         if place < CAPACITY:
             slot = 0.55 + 1.3 * expert + 0.5 * place
             arrow(axes, (x + 0.25, 2.4), (slot, 1.55), MICROBATCHES[expert])
-    tell(0.62, "t4 finds the bucket of expert 0 full: its choice is dropped", 8)
-    tell(0.4, "and it passes by on the residual. One place stays empty.", 8)
+    tell(0.62, "t4 finds the bucket of expert 0 full: its choice goes in", 8)
+    tell(0.4, "the next round. One place stays empty.", 8)
     for device in range(3):
         y = 2.35 - 0.75 * device
         text = f"expert {device} on device {device}:\nits buckets of all devices"
