@@ -19,7 +19,7 @@ from architectures import architecture
 from architectures.experts import capacity
 from architectures.parameters import is_param
 from kernels import attention, loss
-from tools.planning import hlo
+from tools.planning import gpus, hlo
 from training import muon, platforms
 
 GiB = 2**30
@@ -33,10 +33,11 @@ class Chip(NamedTuple):
     memory: float  # bytes of it that a program may use
     bandwidth: float  # bytes/s of that memory
     link: float  # bytes/s of one link, one way
-    network: float = 0.0  # bytes/s to other TPU slices (jax-ml.github.io/scaling-book, chapter 2)
+    network: float = 0.0  # bytes/s to other TPU slices (jax-ml.github.io/scaling-book, chapter 2) or to other hosts
     clock: float = 0.0  # Hz, in which the TPU compiler counts cycles; 0: a GPU
     buffer: int = BUFFER  # tiles, see stays_scattered
     fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
+    gpu: str = ""  # its name in gpus.SPECS
 
     @property
     def peak(self):
@@ -44,14 +45,22 @@ class Chip(NamedTuple):
         return platforms.peak_flops(self.kind)
 
 
+def gpu(name, link, network):
+    """`Chip` of a kind of GPU; `network`: of NVIDIA's DGX machines, which have an adapter for each GPU."""
+    spec = gpus.SPECS[name]
+    return Chip(spec.kind, spec.memory, spec.bandwidth, link, network, gpu=name)
+
+
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GiB, 1228e9, 45e9, 6.25e9, 1.05e9),
     "v5e": Chip("TPU v5e", 15.75 * GiB, 819e9, 45e9, 3.125e9, 1.5e9, fuses=True),
     "v5p": Chip("TPU v5", 95.74 * GiB, 2765e9, 90e9, 6.25e9, 1.75e9),
     "v6e": Chip("TPU v6 lite", 31.25 * GiB, 1640e9, 90e9, 12.5e9, 1.75e9, 3648, True),
-    "A100": Chip("NVIDIA A100", 80e9, 2039e9, 300e9),
-    "H100": Chip("NVIDIA H100", 80e9, 3350e9, 450e9),
-    "H200": Chip("NVIDIA H200", 141e9, 4800e9, 450e9),
+    "A100": gpu("A100", 300e9, 25e9),
+    "A100-40GB": gpu("A100-40GB", 300e9, 25e9),
+    "H100": gpu("H100", 450e9, 50e9),
+    "H200": gpu("H200", 450e9, 50e9),
+    "B200": gpu("B200", 900e9, 50e9),
 }
 
 

@@ -25,7 +25,7 @@ from jax.experimental import topologies
 import collectives
 import model
 import utils
-from tools.planning import costs, hlo
+from tools.planning import costs, gpus, hlo
 from training import settings, steps, weights
 from training.optimizer import make_optimizer
 from utils import UserError, say, size
@@ -42,7 +42,8 @@ class Machine(NamedTuple):
     chip: costs.Chip
     n: int  # devices
     slices: int = 1
-    topology: str = ""  # as the TPU compiler calls a slice; empty: it cannot be asked
+    topology: str = ""  # as the TPU compiler calls a slice; empty: GPUs
+    hosts: int = 1  # of GPUs
 
 
 def parse_machine(name):
@@ -51,14 +52,16 @@ def parse_machine(name):
 
 
 def parse_gpus(name):
-    """gpu:8xH200 -> `Machine`."""
-    kinds = [chip for chip, facts in costs.CHIPS.items() if not facts.clock]
-    found = re.fullmatch(r"gpu:(\d+)x(\w+)", name)
-    if not found or found[2] not in kinds or int(found[1]) < 1:
+    """gpu:8xH200 or gpu:2x8xH200, 2 hosts of 8 -> `Machine`."""
+    found = re.fullmatch(r"gpu:(?:(\d+)x)?(\d+)x(.+)", name)
+    hosts, per_host, kind = found.groups() if found else (0, 0, "")
+    n = int(hosts or 1) * int(per_host)
+    if kind not in gpus.SPECS or not n:
         raise UserError(
-            f"--plan {name}: must be gpu:NUMBERxKIND with one of {', '.join(kinds)}, such as gpu:8xH200."
+            f"--plan {name}: must be gpu:[HOSTSx]NUMBERxKIND with one of {', '.join(gpus.SPECS)}, such as gpu:8xH200 "
+            f"or gpu:2x8xH200."
         )
-    return Machine(name, costs.CHIPS[found[2]], int(found[1]))
+    return Machine(name, costs.CHIPS[kind], n, hosts=int(hosts or 1))
 
 
 def parse_slices(name):
@@ -101,6 +104,11 @@ def slice_devices(machine):
         raise UserError(
             f"--plan {machine.name}: the TPU compiler knows no such slice ({reason})."
         ) from None
+
+
+def gpu_devices(machine):
+    """The devices of a machine with GPUs, which exist for the compiler alone."""
+    return gpus.devices(machine.chip.gpu, machine.hosts, machine.n // machine.hosts)
 
 
 @functools.cache
