@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from jax.experimental import topologies
 
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+from training import platforms
+
 ASSEMBLERS = ("cuda_nvcc", "cu13")  # packages of `nvidia` that hold ptxas
 
 
@@ -65,7 +66,7 @@ device_description_str: "{kind}"
 
 def has_compiler():
     """Whether the compiler is installed: jax's plugin, and NVIDIA's assembler in a package or of the machine."""
-    if not any(map(importlib.util.find_spec, PLUGINS)):
+    if not any(map(importlib.util.find_spec, platforms.PLUGINS["gpu"])):
         return False
     packages = ASSEMBLERS if importlib.util.find_spec("nvidia") else ()
     packaged = any(importlib.util.find_spec(f"nvidia.{name}") for name in packages)

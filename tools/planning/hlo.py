@@ -157,13 +157,32 @@ def group_axes(op, mesh):
     return tuple(axis for axis, differs in zip(mesh, moved) if differs), groups.shape[1]
 
 
+def result_type(op):
+    """The type of what a collective gives. That of a start holds the operands too: ((f32[2], s8[2]), (f32[8], s8[8])),
+    of several arrays at once; that of an all-reduce, which changes no shape, does not."""
+    if not op.kind.endswith("-start") or op.kind == "all-reduce-start":
+        return op.type
+    _, result, *_ = elements(op.type)
+    return result
+
+
+def elements(text):
+    """The texts of a tuple's elements."""
+    found, depth, begin = [], 0, 1
+    for at, character in enumerate(text):
+        depth += character in "([{"
+        depth -= character in ")]}"
+        if depth == 0 or depth == 1 and character == ",":
+            found.append(text[begin:at].strip())
+            begin = at + 1
+    return found
+
+
 def sent_bytes(op, n):
     """Bytes that one of `n` devices sends in a collective, by rings and direct exchanges (arXiv:1909.09756 counts
     likewise)."""
-    arrays = [size(shape) for shape in shapes(op.type)]
-    # the type of an asynchronous start holds operand and result
-    whole = max(arrays, default=0) if op.kind.endswith("-start") else sum(arrays)
     kind = op.kind.removesuffix("-start")
+    whole = sum(size(shape) for shape in shapes(result_type(op)))
     return {
         "all-gather": whole * (n - 1) / n,
         "all-reduce": 2 * whole * (n - 1) / n,

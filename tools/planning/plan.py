@@ -1,8 +1,8 @@
 """What a run would cost on a machine, before it is paid for: `main.py ... --plan v4:2x4x4`.
 
-The TPU compiler, which needs no TPU (pip install "jax[tpu]"), compiles the real train step for the slice, and
-tools/planning/hlo.py reads its program. The formulas of tools/planning/costs.py answer where there is no compiler, rank
-what --search tries, and say which flag would help.
+The machine's compiler, which needs none of its devices, compiles the real train step for it, and tools/planning/hlo.py
+reads the program. The formulas of tools/planning/costs.py answer where there is no compiler, rank what --search tries,
+and say which flag would help.
 """
 
 import functools
@@ -26,13 +26,44 @@ import collectives
 import model
 import utils
 from tools.planning import costs, gpus, hlo
-from training import settings, steps, weights
+from training import platforms, settings, steps, weights
 from training.optimizer import make_optimizer
 from utils import UserError, say, size
 
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
-NO_COMPILER = 'the TPU compiler is not installed (pip install "jax[tpu]"), so these are the formulas\' numbers alone'
+
+
+class Compiler(NamedTuple):
+    """What compiles for machines of one platform."""
+
+    name: str
+    modules: tuple[str, ...]  # one of which is installed with it
+    install: str  # how it is had
+    options: dict  # of a compilation
+
+    @property
+    def missing(self):
+        return f"{self.name} is not installed ({self.install}), so these are the formulas' numbers alone"
+
+    @property
+    def version(self):
+        """Its package and that one's version."""
+        module = next(name for name in self.modules if importlib.util.find_spec(name))
+        package = module.replace("_", "-")
+        return f"{package} {importlib.metadata.version(package)}"
+
+
+COMPILERS = {
+    "tpu": Compiler("the TPU compiler", platforms.PLUGINS["tpu"], 'pip install "jax[tpu]"', {}),
+    # No GPU is there to time cuBLAS and tiles on, and calls of cuBLAS do not tell their operations.
+    "gpu": Compiler(
+        "the GPU compiler",
+        platforms.PLUGINS["gpu"],
+        "bash setup_tpu.sh plan-gpu",
+        {"xla_gpu_autotune_level": 0, "xla_gpu_cublas_fallback": False},
+    ),
+}
 
 
 class Machine(NamedTuple):
@@ -44,6 +75,14 @@ class Machine(NamedTuple):
     slices: int = 1
     topology: str = ""  # as the TPU compiler calls a slice; empty: GPUs
     hosts: int = 1  # of GPUs
+
+    @property
+    def platform(self):
+        return "gpu" if self.chip.gpu else "tpu"
+
+    @property
+    def compiler(self):
+        return COMPILERS[self.platform]
 
 
 def parse_machine(name):
@@ -66,7 +105,7 @@ def parse_gpus(name):
 
 def parse_slices(name):
     """v4:2x4x4 or 2*v4:2x4x4 -> `Machine`."""
-    kinds = [chip for chip, facts in costs.CHIPS.items() if facts.clock]
+    kinds = [chip for chip, facts in costs.CHIPS.items() if not facts.gpu]
     found = re.fullmatch(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+){1,2})", name)
     if not found or found[2] not in kinds or found[1] == "0":
         raise UserError(
@@ -111,6 +150,18 @@ def gpu_devices(machine):
     return gpus.devices(machine.chip.gpu, machine.hosts, machine.n // machine.hosts)
 
 
+def devices_of(machine):
+    """The devices of a machine, for its compiler. Raises UserError where there is no such slice."""
+    return gpu_devices(machine) if machine.platform == "gpu" else slice_devices(machine)
+
+
+def has_compiler(machine):
+    """Whether the compiler for a machine is installed."""
+    if machine.platform == "gpu":
+        return gpus.has_compiler()
+    return importlib.util.find_spec("libtpu") is not None
+
+
 @functools.cache
 def square_steps(machine, shape):
     """`squares` of costs.Place for a mesh of such a shape; none where no compiler tells where chips lie."""
@@ -120,7 +171,7 @@ def square_steps(machine, shape):
             if n == 4:
                 fours.append((axis, distance))
     torus = machine.topology.count("x") == 2 and machine.slices == 1
-    if not fours or not torus or not importlib.util.find_spec("libtpu"):
+    if not fours or not torus or not has_compiler(machine):
         return ()
     grid = steps.device_grid(shape, slice_devices(machine))
     at = np.array([d.coords for d in grid.flat]).reshape(*shape, 3)
@@ -140,7 +191,7 @@ def in_a_plane(at, axis, distance):
 def place_of(cfg, machine):
     """`costs.Place` of a validated Config on a machine, several slices as steps.device_grid lays them."""
     return costs.Place(
-        platform="tpu" if machine.topology else "gpu",
+        platform=machine.platform,
         slices=machine.slices,
         across="dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp",
         squares=square_steps(machine, cfg.run.n_device_axis),
@@ -171,7 +222,7 @@ def compile_step(cfg, devices):
     state = steps.abstract_state(cfg, mesh, optimizer)
     lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
     try:
-        step = lowered.compile()
+        step = lowered.compile(compiler_options=compiler_options(mesh))
     except jax.errors.JaxRuntimeError as e:
         refused = too_large(str(e))
         if refused is None:
@@ -181,6 +232,18 @@ def compile_step(cfg, devices):
     arguments = memory.argument_size_in_bytes
     # not temp_size_in_bytes, which counts more than stands in memory at any time
     return Compiled(step.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
+
+
+def compiler_options(mesh):
+    """Options of the compiler for the devices of a mesh, those that a run gives it in XLA_FLAGS among them."""
+    platform = mesh.devices.flat[0].platform
+    if platform not in COMPILERS:
+        return {}
+    options = dict(COMPILERS[platform].options)
+    for flag in platforms.XLA_FLAGS[platform]:
+        name, value = flag.removeprefix("--").split("=")
+        options[name] = {"true": True, "false": False}.get(value, value)
+    return options
 
 
 def too_large(message):
@@ -201,9 +264,9 @@ def in_bytes(word):
 
 
 def ask_compiler(cfg, machine):
-    """`Compiled` train step for a slice, or None where the compiler crashes. Raises TooLarge.
+    """`Compiled` train step for a machine, or None where the compiler crashes. Raises TooLarge.
 
-    It runs in a process of its own: where one of its checks fails, the TPU compiler ends its process.
+    It runs in a process of its own: where one of its checks fails, a compiler ends its process.
     """
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -214,11 +277,11 @@ def ask_compiler(cfg, machine):
             return pool.submit(compile_for, cfg, machine).result()
         except futures.process.BrokenProcessPool:
             check = re.search(r"Check failed: .*\S", log.read())
-            version = importlib.metadata.version("libtpu")
-            why = f"{version}: {check[0]}" if check else version
+            compiler = machine.compiler
+            why = f"{compiler.version}: {check[0]}" if check else compiler.version
             say(
-                f"the TPU compiler crashes on this step, an error of its own (libtpu {why}), and may crash on the "
-                f"machine too; these are the formulas' numbers; another mesh or width may compile"
+                f"{compiler.name} crashes on this step, an error of its own ({why}), and may crash on the machine too; "
+                f"these are the formulas' numbers; another mesh or width may compile"
             )
             return None
 
@@ -229,7 +292,7 @@ def redirect_errors(path):
 
 def compile_for(cfg, machine):
     steps.configure_jax(cfg)
-    return compile_step(cfg, slice_devices(machine))
+    return compile_step(cfg, devices_of(machine))
 
 
 # --- The answer ---------------------------------------------------------------------------------------------------
@@ -242,7 +305,7 @@ class Answer(NamedTuple):
     devices: int
     mesh: dict  # {axis: size}
     flags: dict  # {flag: value} that the search may change
-    compiled: bool  # by the TPU compiler; else all numbers come from formulas
+    compiled: bool  # by the machine's compiler; else all numbers come from formulas
     parameters: dict  # total, active, embedding
     tokens: int  # of a step on all devices
     memory: dict  # weights, optimizer, batch, activations, temporaries, total, limit
@@ -287,6 +350,10 @@ def compiled_work(cfg, machine, estimate, compiled):
     mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
     cost = hlo.analyze(compiled.text, mesh, place.slices, place.across)
     in_kernels = estimate.scores if cost.kernels else 0
+    if chip.gpu:  # its compiler estimates no times
+        return Work(
+            cost.flops + in_kernels, costs.compute_seconds(estimate, chip), cost.collectives
+        )
     seconds = {
         # the compiler does not estimate kernels: they run at half the peak
         "matrix products": cost.matmul_cycles / chip.clock + in_kernels * 2 / chip.peak,
@@ -547,7 +614,7 @@ def search(cfg, machine, compiler):
         if a.fits:
             say(f"compiling the best on {new.run.n_device_axis}")
             found[i] = new, compiled_answer(new, machine)[0]
-    return sorted(found, key=lambda pair: (not pair[1].compiled, *rank(pair[1])))
+    return sorted(found, key=lambda pair: (not pair[1].fits, not pair[1].compiled, *rank(pair[1])))
 
 
 def rank(a):
@@ -621,15 +688,13 @@ def settle(cfg, given, machine):
 
 
 def find_compiler(asked, machine):
-    """Whether the TPU compiler can be asked. Raises UserError where there is no such slice, or --plan_dump needs it."""
-    if machine.topology and importlib.util.find_spec("libtpu"):
-        slice_devices(machine)
+    """Whether the machine's compiler can be asked. Raises UserError where there is no such slice, or --plan_dump needs
+    it."""
+    if has_compiler(machine):
+        devices_of(machine)
         return True
     if asked.plan_dump:
-        why = "a GPU's program cannot be compiled without one"
-        if machine.topology:
-            why = NO_COMPILER
-        raise UserError(f"--plan_dump {asked.plan_dump}: {why}.")
+        raise UserError(f"--plan_dump {asked.plan_dump}: {machine.compiler.missing}.")
     return False
 
 
@@ -642,7 +707,7 @@ def write_program(cfg, machine, a, text):
         utils.write_file(os.path.join(folder, "step.hlo"), text)
     elif a.fits:
         raise UserError(
-            f"--plan_dump {folder}: the TPU compiler failed, so there is no program to write."
+            f"--plan_dump {folder}: {machine.compiler.name} failed, so there is no program to write."
         )
 
 
@@ -662,8 +727,8 @@ def main(cfg, given):
     else:
         best, a = cfg, answer(cfg, machine)
 
-    if machine.topology and not compiler:
-        print(NO_COMPILER)
+    if not compiler:
+        print(machine.compiler.missing)
     if found:
         print("\n".join(table(found)))
         print(f"the fastest: {changed(cfg, best) or 'the flags as given'}")
