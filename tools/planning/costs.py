@@ -152,21 +152,38 @@ def layer_runs(cfg):
 # --- What travels -------------------------------------------------------------------------------------------------
 
 
-def link_seconds(chip, kind, n_bytes, n):
+def link_seconds(chip, kind, n_bytes, n, hosts=1):
     """Seconds in which one of n devices sends so many bytes in a collective of this kind, nothing overlapped.
 
-    A ring of more than two devices uses both directions of a link. In an all-to-all along a torus of side s, a byte
-    goes s/4 hops on average along each dim. GPUs have one switch between them.
+    A ring of more than two TPUs uses both directions of a link. In an all-to-all along a torus of side s, a byte goes
+    s/4 hops on average along each dim. The GPUs of a host have one switch between them; on several `hosts` each GPU has
+    an adapter to the others, and what a ring sends to the next host is shared out among those of its host.
     """
     if kind == hlo.ACROSS:
         return n_bytes / chip.network
-    if not chip.clock:
-        return n_bytes / chip.link
+    if chip.gpu:
+        of_host = n / hosts  # GPUs
+        if hosts == 1:
+            leaves = 0
+        elif kind == "all-to-all":
+            leaves = n_bytes * (n - of_host) / (n - 1)
+        elif kind == "collective-permute":
+            leaves = n_bytes
+        else:
+            leaves = n_bytes / of_host
+        return max(n_bytes / chip.link, leaves / chip.network)
     hops = 1.0
     if "all-to-all" in kind:
         hops = max(1.0, n ** (1 / torus_dims(n)) / 4)
     directions = 2 if n > 2 else 1
     return n_bytes * hops / (chip.link * directions)
+
+
+def hosts_along(axes, shape, hosts):
+    """Number of hosts on which the devices along some axes of a mesh of such a shape lie, the first ones, say."""
+    host = np.arange(math.prod(shape)).reshape(shape) * hosts // math.prod(shape)
+    along = tuple(slice(None) if axis in axes else 0 for axis in collectives.AXES)
+    return len(np.unique(host[along]))
 
 
 def torus_dims(n):

@@ -25,7 +25,7 @@ from jax.experimental import topologies
 import collectives
 import model
 import utils
-from tools.planning import costs, gpus, hlo
+from tools.planning import costs, gpus, hlo, overlap
 from training import platforms, settings, steps, weights
 from training.optimizer import make_optimizer
 from utils import UserError, say, size
@@ -201,7 +201,7 @@ def place_of(cfg, machine):
 
 
 class Compiled(NamedTuple):
-    """What the compiler says of a step on one device."""
+    """What the compiler says of a program on one device."""
 
     text: str  # its optimized HLO
     arguments: int  # bytes
@@ -220,18 +220,22 @@ def compile_step(cfg, devices):
     mesh = steps.make_mesh(cfg, devices)
     optimizer, schedule = make_optimizer(cfg, mesh)
     state = steps.abstract_state(cfg, mesh, optimizer)
-    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
+    return compile_for_mesh(steps.lower_train_step(cfg, mesh, optimizer, schedule, state), mesh)
+
+
+def compile_for_mesh(lowered, mesh):
+    """`Compiled` program that was lowered for the devices of a mesh. Raises TooLarge."""
     try:
-        step = lowered.compile(compiler_options=compiler_options(mesh))
+        program = lowered.compile(compiler_options=compiler_options(mesh))
     except jax.errors.JaxRuntimeError as e:
         refused = too_large(str(e))
         if refused is None:
             raise
         raise refused from None
-    memory = step.memory_analysis()
+    memory = program.memory_analysis()
     arguments = memory.argument_size_in_bytes
     # not temp_size_in_bytes, which counts more than stands in memory at any time
-    return Compiled(step.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
+    return Compiled(program.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
 
 
 def compiler_options(mesh):
@@ -310,8 +314,9 @@ class Answer(NamedTuple):
     tokens: int  # of a step on all devices
     memory: dict  # weights, optimizer, batch, activations, temporaries, total, limit
     flops: dict  # of matrix products: program, model
-    collectives: list  # dicts of axes, kind, bytes, times, seconds
-    seconds: dict  # matrix products, memory, links of each group of axes, step
+    collectives: list  # dicts of axes, kind, bytes, times, seconds and, where a compiler told, exposed seconds
+    seconds: dict  # matrix products, memory, links of each group of axes, step; nothing overlaps
+    overlapped: dict | None  # exposed seconds of the links, step, as the compiler scheduled it
     bubble: float  # share of the pipeline's ticks in which a stage idles
     tokens_per_second: float  # of all devices
     mfu: float
@@ -342,6 +347,7 @@ class Work(NamedTuple):
     flops: float  # of matrix products
     seconds: dict  # {part: seconds}, links left out
     sent: dict  # {(axes, kind): [bytes, times, devices that take part]}
+    hidden: dict | None  # {(axes, kind): seconds behind computation}; formulas do not know
 
 
 def compiled_work(cfg, machine, estimate, compiled):
@@ -350,16 +356,28 @@ def compiled_work(cfg, machine, estimate, compiled):
     mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
     cost = hlo.analyze(compiled.text, mesh, place.slices, place.across)
     in_kernels = estimate.scores if cost.kernels else 0
-    if chip.gpu:  # its compiler estimates no times
-        return Work(
-            cost.flops + in_kernels, costs.compute_seconds(estimate, chip), cost.collectives
-        )
-    seconds = {
-        # the compiler does not estimate kernels: they run at half the peak
-        "matrix products": cost.matmul_cycles / chip.clock + in_kernels * 2 / chip.peak,
-        "memory": cost.other_cycles / chip.clock,
-    }
-    return Work(cost.flops + in_kernels, seconds, cost.collectives)
+    # no compiler estimates kernels: they run at half the peak
+    kernel_seconds = in_kernels * 2 / chip.peak / max(1, sum(cost.kernels.values()))
+
+    def compute_seconds(event):
+        if event.is_kernel:
+            return kernel_seconds
+        if chip.gpu:
+            return max(event.flops / chip.peak, event.moved / chip.bandwidth)
+        return event.cycles / chip.clock
+
+    def link_seconds(event):
+        return transfer_seconds(cfg, machine, event.axes, event.kind, event.bytes, event.devices)
+
+    timeline = overlap.Timeline(cost.schedule, compute_seconds, link_seconds)
+    seconds = {"matrix products": timeline.products, "memory": timeline.others}
+    return Work(cost.flops + in_kernels, seconds, cost.collectives, timeline.hidden)
+
+
+def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
+    """Seconds in which each of n devices sends so many bytes in a collective along some axes."""
+    hosts = costs.hosts_along(axes, cfg.run.n_device_axis, machine.hosts)
+    return costs.link_seconds(machine.chip, kind, n_bytes, n, hosts)
 
 
 def memory_of(estimate, limit, used=None):
@@ -377,16 +395,35 @@ def memory_of(estimate, limit, used=None):
     return memory | dict(total=sum(memory.values()), limit=limit)
 
 
-def links(work, chip):
+def links(cfg, machine, work):
     """Rows of the table of collectives, and {links: seconds} of them."""
     rows, seconds = [], {}
     for (axes, kind), (n_bytes, times, n) in sorted(work.sent.items()):
-        took = costs.link_seconds(chip, kind, n_bytes, n)
-        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=took))
-        where = "network of " if kind == hlo.ACROSS else "links of "
-        name = where + "+".join(axes)
+        took = transfer_seconds(cfg, machine, axes, kind, n_bytes, n)
+        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=took)
+        if work.hidden is not None:
+            row["exposed"] = took - work.hidden.get((axes, kind), 0.0)
+        rows.append(row)
+        name = links_of(row)
         seconds[name] = seconds.get(name, 0) + took
     return rows, seconds
+
+
+def links_of(row):
+    """What a row of the table of collectives travels over, in words."""
+    where = "network of " if row["kind"] == hlo.ACROSS else "links of "
+    return where + "+".join(row["axes"])
+
+
+def overlapped(work, rows):
+    """`Answer.overlapped` of the rows of the table of collectives; None where no compiler told."""
+    if work.hidden is None:
+        return None
+    exposed = {}
+    for row in rows:
+        name = links_of(row)
+        exposed[name] = exposed.get(name, 0) + row["exposed"]
+    return exposed | dict(step=sum(work.seconds.values()) + sum(exposed.values()))
 
 
 def bound_by(estimate, seconds):
@@ -406,14 +443,14 @@ def answer(cfg, machine, compiled=None, refused=None):
     formulas."""
     chip = machine.chip
     estimate = costs.estimate(cfg, place_of(cfg, machine))
-    work = Work(estimate.flops, costs.compute_seconds(estimate, chip), estimate.sent)
+    work = Work(estimate.flops, costs.compute_seconds(estimate, chip), estimate.sent, None)
     memory = memory_of(estimate, chip.memory)
     if refused:
         memory = memory_of(estimate, refused.limit, refused.used)
     if compiled:
         work = compiled_work(cfg, machine, estimate, compiled)
         memory = memory_of(estimate, chip.memory, compiled.arguments + compiled.temporaries)
-    rows, seconds_of_links = links(work, chip)
+    rows, seconds_of_links = links(cfg, machine, work)
     seconds = work.seconds | seconds_of_links
     step = sum(seconds.values())
     tokens = math.prod(steps.batch_shape(cfg))
@@ -432,6 +469,7 @@ def answer(cfg, machine, compiled=None, refused=None):
         flops=dict(program=work.flops, model=of_model),
         collectives=rows,
         seconds=seconds | dict(step=step),
+        overlapped=overlapped(work, rows),
         bubble=estimate.bubble,
         tokens_per_second=tokens / step,
         mfu=of_model / step / chip.peak,
@@ -460,9 +498,23 @@ def report(cfg, machine, a):
         f"{a.flops['program'] / a.flops['model']:.2f} x the model's own",
         *collectives_table(a),
         f"step         {seconds['step']:.3f} s: {', '.join(parts)}",
+        *overlap_line(a),
         f"             {a.tokens_per_second:,.0f} tokens/s, MFU {a.mfu:.1%}, pipeline bubble {a.bubble:.1%} of ticks",
         f"run          {cfg.run.training_steps:,} steps: {a.hours:,.1f} hours, {a.chip_hours:,.0f} chip-hours",
         f"bound by     {a.bound}",
+    ]
+
+
+def overlap_line(a):
+    """A line: what the device waits for where computation runs while bytes travel."""
+    if not a.overlapped:
+        return []
+    waits = []
+    for name, exposed in a.overlapped.items():
+        if name != "step" and a.seconds[name] >= 5e-4:
+            waits.append(f"{name} {exposed:.3f} of {a.seconds[name]:.3f}")
+    return [
+        f"overlapped   {a.overlapped['step']:.3f} s, of which exposed: {', '.join(waits) or 'nothing'}"
     ]
 
 
