@@ -193,14 +193,14 @@ def torus_dims(n):
     return 2 if n <= 16 else 3
 
 
-def scatter_steps(n, devices, slices=1):
+def scatter_steps(n, devices, slices=1, platform="tpu"):
     """[(devices, distance between neighbors)] of the steps in which n devices along an axis reduce and scatter.
 
-    Two steps where these are all devices of one slice, see collectives.all_gather; else one. On several slices it is
+    Two steps where these are all devices of one slice, see collectives.gather_steps; else one. On several slices it is
     one too, since `Traffic.send_across` takes it whole.
     """
     near = 1
-    if n == devices and slices == 1:
+    if n == devices and slices == 1 and platform != "gpu":
         near = collectives.near_devices(n)
     if near == 1:
         return [(n, 1)]
@@ -294,7 +294,8 @@ class Traffic:
         """Add reduce-scatters along `dim` to parts of shape `part`, `count` of them together of n_bytes, in the steps
         of collectives.all_gather."""
         place = self.place
-        for n, distance in scatter_steps(self.split[axis], self.devices, place.slices):
+        along = self.split[axis]
+        for n, distance in scatter_steps(along, self.devices, place.slices, place.platform):
             own = [*part[:dim], distance * part[dim], *part[dim + 1 :]]
             square = (axis, distance) in place.squares
             kind = "reduce-scatter"
