@@ -340,6 +340,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
 
 def test_a_plan_whose_reader_leaves_ends_quietly():
     words = [sys.executable, ROOT / "main.py", "--preset", "tiny", "--plan", "gpu:8xH200"]
+    words.append("--by_formulas")
     read, write = os.pipe()
     os.close(read)  # as head does when it has its lines
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)

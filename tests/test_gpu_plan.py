@@ -50,10 +50,10 @@ class Case:
         self.mesh = steps.make_mesh(self.cfg, plan.gpu_devices(self.machine))
 
     def read(self, compiled):
-        """(operations, {(axes, kind): bytes}) of a compiled program, which must fit."""
+        """(`hlo.Cost`, {(axes, kind): bytes}) of a compiled program, which must fit."""
         assert compiled.arguments + compiled.temporaries < self.machine.chip.memory
         cost = hlo.analyze(compiled.text, dict(self.mesh.shape))
-        return cost.flops, {key: n_bytes for key, (n_bytes, *_) in cost.collectives.items()}
+        return cost, {key: n_bytes for key, (n_bytes, *_) in cost.collectives.items()}
 
     def compile(self, function, *args):
         """What `read` gives of a function of global arrays."""
@@ -80,9 +80,10 @@ def case(request):
 
 def test_a_train_step_costs_what_the_formulas_say(case):
     compiled = plan.compile_step(case.cfg, list(case.mesh.devices.flat))
-    flops, sent = case.read(compiled)
+    cost, sent = case.read(compiled)
     estimate = costs.estimate(case.cfg, plan.place_of(case.cfg, case.machine))
-    assert flops == pytest.approx(estimate.flops, rel=0.01)
+    outside_kernels = estimate.flops - (estimate.scores if cost.kernels else 0)
+    assert cost.flops == pytest.approx(outside_kernels, rel=0.01)
     check_bytes(sent, {key: n_bytes for key, (n_bytes, *_) in estimate.sent.items()})
 
 
@@ -104,13 +105,13 @@ def test_sampling_costs_what_is_written(case):
 
 def check_as_written(case, function, *args):
     """Hold what is compiled of a function to its operations and collectives as they are written."""
-    flops, sent = case.compile(function, *args)
+    cost, sent = case.compile(function, *args)
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     written = defaultdict(float)
     add_written(needed, 1, case.mesh, written)
     # some products are sums all the same, such as those of one query with its keys
-    assert 0.97 * written["flops"] < flops <= written.pop("flops")
+    assert 0.97 * written["flops"] < cost.flops <= written.pop("flops")
     check_bytes(sent, written)
 
 
@@ -137,7 +138,7 @@ def add_written(jaxpr, times, mesh, written):
             add_collective(eqn, times, mesh, written)
         elif name == "scan":
             add_written(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], mesh, written)
-        else:
+        elif name != "pallas_call":  # a kernel, whose operations the program does not tell
             for inner in jaxprs_in_params(eqn.params):
                 add_written(inner, times, mesh, written)
 

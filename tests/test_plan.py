@@ -443,14 +443,13 @@ def planned(*words, **flags):
         return json.load(f)
 
 
-@pytest.fixture
-def formulas_alone(monkeypatch):
-    """No compiler, for one test."""
-    monkeypatch.setattr(plan, "has_compiler", lambda machine: False)
-
-
-def test_a_plan_of_gpus(formulas_alone, tmp_path, capsys):
-    a = planned(plan="gpu:8xH200", n_device_axis=(4, 2, 1), plan_json=tmp_path / "plan.json")
+def test_a_plan_by_formulas(tmp_path, capsys):
+    a = planned(
+        "--by_formulas",
+        plan="gpu:8xH200",
+        n_device_axis=(4, 2, 1),
+        plan_json=tmp_path / "plan.json",
+    )
     said = capsys.readouterr().out
     assert (
         a["devices"] == 8
@@ -482,9 +481,13 @@ def test_a_plan_of_gpus(formulas_alone, tmp_path, capsys):
         assert word in said
 
 
-def test_search_keeps_the_global_batch_and_ranks(formulas_alone, tmp_path, capsys):
+def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
     a = planned(
-        "--search", plan="gpu:4xA100", train_batch_size=16, plan_json=tmp_path / "plan.json"
+        "--search",
+        "--by_formulas",
+        plan="gpu:4xA100",
+        train_batch_size=16,
+        plan_json=tmp_path / "plan.json",
     )
     said = capsys.readouterr().out
     meshes = [tuple(row["mesh"].values()) for row in a["search"]]
@@ -495,16 +498,16 @@ def test_search_keeps_the_global_batch_and_ranks(formulas_alone, tmp_path, capsy
     assert "links of" in said and "formulas" in said and "the fastest: --" in said
 
 
-def test_search_of_a_batch_that_few_meshes_divide(formulas_alone, tmp_path):
+def test_search_of_a_batch_that_few_meshes_divide(tmp_path):
     flags = dict(train_batch_size=1, microbatches=1, plan_json=tmp_path / "plan.json")
-    assert planned("--search", plan="gpu:8xH200", **flags)["search"]
+    assert planned("--search", "--by_formulas", plan="gpu:8xH200", **flags)["search"]
 
 
-def test_what_does_not_fit_says_what_would(formulas_alone, capsys):
+def test_what_does_not_fit_says_what_would(capsys):
     flags = dict(
         preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, microbatches=4, val_batch_size=4
     )
-    cfg, given = command_line.parse(flags_of(**flags))
+    cfg, given = command_line.parse(["--by_formulas", *flags_of(**flags)])
     plan.main(cfg, given)
     assert (
         "does not fit: it needs" in (said := capsys.readouterr().out)
@@ -573,6 +576,7 @@ def test_a_machine_that_is_none(name):
         (["--plan_dump", "x"], "--plan"),
         (["--plan", "gpu:8xH200", "--n_device_axis", "3", "1", "1"], "--n_device_axis 3 1 1"),
         (["--plan", "gpu:8xH200", "--n_devices", "4"], "--n_devices 4"),
+        (["--plan", "gpu:8xH200", "--by_formulas", "--plan_dump", "x"], "--plan_dump x"),
         (["--plan", "v7:2x2"], "--plan v7:2x2"),
     ],
 )
@@ -584,9 +588,13 @@ def test_mistakes_get_one_sentence(words, said):
 
 def test_a_plan_is_no_part_of_a_run():
     cfg, _ = command_line.parse(["--plan", "v4:2x2x1", "--search"])
-    assert cfg.plan.search and not {"plan", "search", "plan_json", "plan_dump"} & set(
-        utils.flatten(cfg)
-    )
+    assert cfg.plan.search and not {
+        "plan",
+        "by_formulas",
+        "search",
+        "plan_json",
+        "plan_dump",
+    } & set(utils.flatten(cfg))
     assert utils.replace(cfg, T=64).plan == cfg.plan
 
 

@@ -740,8 +740,13 @@ def settle(cfg, given, machine):
 
 
 def find_compiler(asked, machine):
-    """Whether the machine's compiler can be asked. Raises UserError where there is no such slice, or --plan_dump needs
-    it."""
+    """Whether to ask the machine's compiler. Raises UserError where there is no such slice, or --plan_dump needs it."""
+    if asked.by_formulas and asked.plan_dump:
+        raise UserError(
+            f"--plan_dump {asked.plan_dump}: formulas make no program; leave --by_formulas out."
+        )
+    if asked.by_formulas:
+        return False
     if has_compiler(machine):
         devices_of(machine)
         return True
@@ -779,7 +784,7 @@ def main(cfg, given):
     else:
         best, a = cfg, answer(cfg, machine)
 
-    if not compiler:
+    if not compiler and not asked.by_formulas:
         print(machine.compiler.missing)
     if found:
         print("\n".join(table(found)))
