@@ -556,7 +556,7 @@ def send_layer(cfg, c, n, traffic):
         traffic.send("all-to-all", apart, gates, n * (2 + again), 1, devices)
 
 
-def kept_channels(cfg, kind, c):
+def kept_channels(cfg, kind, c, fit):
     """Channels per token that a `Layer` keeps for the backward pass."""
     m = cfg.model
     if m.remat == "full":
@@ -564,7 +564,7 @@ def kept_channels(cfg, kind, c):
     if m.remat == "dots":
         return c.kept + m.model_dimension
     ratio = architecture(m.architecture).layer_cost(m, kind).kept_ratio
-    return ratio * (c.intermediates - c.in_experts) + EXPERTS_KEPT * c.in_experts
+    return ratio * (c.intermediates - c.in_experts) + fit.experts_kept * c.in_experts
 
 
 def recomputed_flops(cfg, c):
@@ -591,7 +591,8 @@ def layers_cost(cfg, traffic):
             pipelined += own
         scores += n * (c.scores * (1 + again) + c.scores_backward)
         send_layer(cfg, c, n, traffic)
-        kept += layers * times * channel / s.tp * kept_channels(cfg, kind, c)
+        channels = kept_channels(cfg, kind, c, fit_of(traffic.place))
+        kept += layers * times * channel / s.tp * channels
         width = channel / s.tp * c.intermediates
         intermediates += n * width
         widest = max(widest, width)
@@ -653,24 +654,38 @@ def head_cost(cfg, platform):
 
 
 class Fit(NamedTuple):
-    """Constants fitted to what the TPU compiler reports of the configurations in docs/planning.md: copies in memory,
-    and memory traffic in bytes read and written."""
+    """Constants fitted to what compilers report of the configurations in docs/planning.md: copies in memory, and memory
+    traffic in bytes read and written."""
 
     logit_copies: float  # of the logits that are held at once
     intermediates: float  # traffic per byte of them
     weights: float  # traffic per weight of a layer, every time that it gets a gradient
     kept: dict  # traffic per byte kept for the backward pass, {--remat: bytes}
     logits: float  # traffic per logit
+    experts_kept: float = (
+        2.5  # channels that --remat none keeps per channel of routed experts' intermediates
+    )
+    layer_copies: float = (
+        1.4  # bytes held per byte of the widest layer's intermediates, in its backward pass
+    )
+    own_copies: float = 0.0  # of the activations of all microbatches that a device embeds
+    operands: float = 5.2  # bytes that matrix products read and write per byte of intermediates
+    operand_weights: float = (
+        22.0  # the same, per weight of a layer, every time that it gets a gradient
+    )
 
 
 PLAIN = Fit(1.25, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0)
 FUSED = Fit(1.0, 2.8, 9.0, dict(none=3.0, dots=6.0, full=29.0), 35.0)  # see Chip.fuses
-# The same for every chip:
-EXPERTS_KEPT = 2.5  # channels that --remat none keeps per channel of routed experts' intermediates
-LAYER_COPIES = 1.4  # bytes held per byte of the widest layer's intermediates, in its backward pass
-OPERAND_BYTES = 5.2  # that matrix products read and write per byte of intermediates
-OPERAND_WEIGHTS = 22.0  # the same, per weight of a layer, every time that it gets a gradient
+GPU = Fit(1.25, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0, own_copies=7.0)
 MUON_COPIES = 10.0  # traffic per byte of the matrices that Muon brings together and of their blocks
+
+
+def fit_of(place):
+    """The `Fit` for a `Place`."""
+    if place.platform == "gpu":
+        return GPU
+    return FUSED if place.fuses else PLAIN
 
 
 def workspace(cfg, fit, weights, layers, head):
@@ -698,9 +713,10 @@ def workspace(cfg, fit, weights, layers, head):
 
     at_logits = gathered + (s.bytes + 4 * several_chunks) * embedding + fit.logit_copies * head.held
     in_layer = gathered + s.bytes * embedding + gradients + one_microbatch
-    in_layer += LAYER_COPIES * layers.widest
+    in_layer += fit.layer_copies * layers.widest
     at_embedding = gradients + (s.bytes + 4) * embedding - layers.kept
-    return accumulated + max(at_logits, in_layer, at_embedding)
+    own = s.own * s.own_tokens * cfg.model.model_dimension * s.bytes
+    return accumulated + fit.own_copies * own + max(at_logits, in_layer, at_embedding)
 
 
 def send_pipeline(cfg, traffic):
@@ -717,7 +733,7 @@ def send_pipeline(cfg, traffic):
 def estimate(cfg, place=Place()):
     """`Estimate` of a validated Config."""
     s, accumulation = sizes(cfg), cfg.run.accumulation_steps
-    fit = FUSED if place.fuses else PLAIN
+    fit = fit_of(place)
     traffic = Traffic(cfg, place)
     weights = weights_cost(cfg, traffic)
     layers = layers_cost(cfg, traffic)
@@ -729,7 +745,7 @@ def estimate(cfg, place=Place()):
     passes = fit.intermediates * layers.intermediates + fit.weights * weights.used
     passes += fit.kept[cfg.model.remat] * accumulation * layers.kept
     passes += fit.logits * accumulation * head.logits + orthogonalization.passes
-    operands = OPERAND_BYTES * layers.intermediates + OPERAND_WEIGHTS * weights.used
+    operands = fit.operands * layers.intermediates + fit.operand_weights * weights.used
     return Estimate(
         flops=flops,
         scores=layers.scores,

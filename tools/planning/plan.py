@@ -347,7 +347,7 @@ class Work(NamedTuple):
     flops: float  # of matrix products
     seconds: dict  # {part: seconds}, links left out
     sent: dict  # {(axes, kind): [bytes, times, devices that take part]}
-    hidden: dict | None  # {(axes, kind): seconds behind computation}; formulas do not know
+    timeline: overlap.Timeline | None  # of a program
 
 
 def compiled_work(cfg, machine, estimate, compiled):
@@ -371,7 +371,7 @@ def compiled_work(cfg, machine, estimate, compiled):
 
     timeline = overlap.Timeline(cost.schedule, compute_seconds, link_seconds)
     seconds = {"matrix products": timeline.products, "memory": timeline.others}
-    return Work(cost.flops + in_kernels, seconds, cost.collectives, timeline.hidden)
+    return Work(cost.flops + in_kernels, seconds, cost.collectives, timeline)
 
 
 def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
@@ -399,13 +399,15 @@ def links(cfg, machine, work):
     """Rows of the table of collectives, and {links: seconds} of them."""
     rows, seconds = [], {}
     for (axes, kind), (n_bytes, times, n) in sorted(work.sent.items()):
-        took = transfer_seconds(cfg, machine, axes, kind, n_bytes, n)
-        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=took)
-        if work.hidden is not None:
-            row["exposed"] = took - work.hidden.get((axes, kind), 0.0)
+        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times)
+        if work.timeline:
+            exposed = work.timeline.exposed[axes, kind]
+            row |= dict(seconds=exposed + work.timeline.hidden[axes, kind], exposed=exposed)
+        else:
+            row["seconds"] = transfer_seconds(cfg, machine, axes, kind, n_bytes, n)
         rows.append(row)
         name = links_of(row)
-        seconds[name] = seconds.get(name, 0) + took
+        seconds[name] = seconds.get(name, 0) + row["seconds"]
     return rows, seconds
 
 
@@ -417,7 +419,7 @@ def links_of(row):
 
 def overlapped(work, rows):
     """`Answer.overlapped` of the rows of the table of collectives; None where no compiler told."""
-    if work.hidden is None:
+    if work.timeline is None:
         return None
     exposed = {}
     for row in rows:
