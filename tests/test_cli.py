@@ -388,6 +388,13 @@ def test_the_users_xla_flags_win(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     platforms.set_xla_flags(8)
     assert "--xla_force_host_platform_device_count=8" in utils.os.environ["XLA_FLAGS"]
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_all_to_all=false")
+    platforms.set_xla_flags(0)
+    assert utils.os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_enable_async_all_to_all=false"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    platforms.set_xla_flags(0)
+    assert utils.os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_enable_async_all_to_all=true"
 
 
 def test_the_programs_name_the_nearest_flag():

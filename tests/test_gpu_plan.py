@@ -6,6 +6,7 @@ from collections import defaultdict
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import flags_of
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
@@ -16,7 +17,7 @@ import model
 import presets
 import utils
 from tools.planning import costs, gpus, hlo, plan
-from training import decoding, settings, steps
+from training import command_line, decoding, settings, steps
 
 pytestmark = pytest.mark.skipif(
     not gpus.has_compiler(), reason="the packages of pyproject.toml's extra plan-gpu"
@@ -31,6 +32,35 @@ def test_devices_that_exist_for_the_compiler_alone(kind):
     assert {d.process_index for d in devices[:4]} == {0}
     assert {d.process_index for d in devices[4:]} == {1}
     assert {(d.platform, d.device_kind) for d in devices} == {("gpu", machine.chip.kind)}
+
+
+def fail(cfg, machine):
+    """What some programs make of the compiler."""
+    raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile")
+
+
+def plan_of_tiny(**flags):
+    """Make the plan of tiny on four GPUs."""
+    cfg, given = command_line.parse(flags_of(preset="tiny", plan="gpu:4xH200", **flags))
+    plan.main(cfg, given)
+
+
+def test_formulas_answer_where_the_compiler_fails(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "compile_for", fail)
+    plan_of_tiny()
+    said = capsys.readouterr().out
+    assert "INTERNAL: Mosaic failed" in said and "memory" in said
+
+
+def test_what_does_not_fit_is_said(monkeypatch, capsys):
+    used = plan.parse_machine("gpu:4xH200").chip.memory
+    text = "ENTRY %main (x: f32[4]) -> f32[4] {\n  ROOT %c = f32[4] copy(%x)\n}"
+    compiled = plan.Compiled(text, arguments=2**30, temporaries=used)
+    monkeypatch.setattr(plan, "ask_compiler", lambda cfg, machine: compiled)
+    plan_of_tiny()
+    assert (
+        "does not fit: it needs 1.00 GiB more than a chip's 141.00 GiB" in capsys.readouterr().out
+    )
 
 
 # --- The programs of the small presets ----------------------------------------------------------------------------

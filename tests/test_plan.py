@@ -233,6 +233,13 @@ def test_axes_of_a_collective(attribute, axes, n):
             "lhs_batch_dims={0}, lhs_contracting_dims={2}",
             2 * 2 * 5 * 3 * 7,
         ),
+        # a call of cuBLAS
+        (
+            "(f32[5,7], s8[4096])",
+            ("f32[5,3]", "f32[3,7]"),
+            '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}',
+            2 * 5 * 3 * 7,
+        ),
         # as the TPU compiler writes [8,512,128] x [128,6,64]: heads are a dim of the window, five sixths on padding
         (
             "bf16[8,512,6,64]",

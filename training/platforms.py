@@ -16,15 +16,19 @@ import shutil
 import subprocess
 import sys
 
-# Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers.
+# Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers. TPUs and
+# GPUs compute while bytes travel.
 XLA_FLAGS = {
     "cpu": [
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
         "--xla_cpu_collective_call_terminate_timeout_seconds=1800",
     ],
     "gpu": ["--xla_gpu_enable_latency_hiding_scheduler=true"],
-    "tpu": [],
+    "tpu": ["--xla_tpu_enable_async_all_to_all=true"],
 }
+FLAGS_VARIABLE = {
+    "tpu": "LIBTPU_INIT_ARGS"
+}  # from which the compiler reads them; of all others XLA_FLAGS
 
 
 # What the user chose, read here before jax is imported, which chooses by itself.
@@ -143,12 +147,12 @@ def set_xla_flags(n_devices, num_processes=1):
     """
     if not os.environ.get("JAX_PLATFORMS") and has_plugins_alone():
         choose_cpu()
-    now, flags = os.environ.get("XLA_FLAGS", ""), list(XLA_FLAGS.get(platform(), []))
+    variable = FLAGS_VARIABLE.get(platform(), "XLA_FLAGS")
+    now, flags = os.environ.get(variable, ""), list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
-    os.environ["XLA_FLAGS"] = " ".join(
-        [now, *(f for f in flags if f.split("=")[0] not in now)]
-    ).strip()
+    added = [flag for flag in flags if flag.split("=")[0] not in now]
+    os.environ[variable] = " ".join([now, *added]).strip()
     if num_processes > 1 and LOG_LEVEL is None:
         quiet_cpp()
 

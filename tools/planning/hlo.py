@@ -42,6 +42,7 @@ UNMOVED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "af
 VIEWS = ("bitcast", "reshape", "get-tuple-element")
 SLICES = ("slice", "dynamic-slice", "gather")
 KERNELS = ("tpu_custom_call", "xla.gpu.triton", "triton_kernel_call", "mosaic_gpu")  # targets
+CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)[\]}]')
 # The ways in which XLA writes the devices that take part in a collective.
 PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
@@ -245,13 +246,13 @@ def sent_bytes(op, n):
 
 
 def matmul_flops(op, types):
-    """2 x the multiplications of a dot or convolution; `types` {name: type} of the operations around it."""
+    """2 x the multiplications of a dot, a convolution or a call of cuBLAS; `types`: {name: type} of its operands."""
     left, right = operands(op)[:2]
     _, out = shapes(op.type)[0]
     _, lhs = shapes(types[left])[0]
     _, rhs = shapes(types[right])[0]
-    if op.kind == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.rest)[1]
+    if op.kind != "convolution":
+        contracted = CONTRACTED.search(op.rest)[1]
         return 2 * math.prod(out) * math.prod(lhs[dim] for dim in numbers(contracted))
     return convolution_flops(op, out, lhs, rhs)
 
@@ -316,7 +317,7 @@ class Reader:
                 self.add_send(op, times)
             elif kind.endswith("-done"):
                 self.add_wait(operands(op)[0])
-            elif kind in ("dot", "convolution"):
+            elif kind in ("dot", "convolution") or calls_cublas(op):
                 own = matmul_flops(op, types)
                 self.flops += own * times
             elif kind == "while":
@@ -448,6 +449,10 @@ class Reader:
                 result = by_name[operands(result)[0]]
             written += self.written_bytes(result, inner_types)
         return written
+
+
+def calls_cublas(op):
+    return op.kind == "custom-call" and "__cublas" in op.rest
 
 
 def is_kernel(op):

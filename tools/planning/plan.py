@@ -56,12 +56,11 @@ class Compiler(NamedTuple):
 
 COMPILERS = {
     "tpu": Compiler("the TPU compiler", platforms.PLUGINS["tpu"], 'pip install "jax[tpu]"', {}),
-    # No GPU is there to time cuBLAS and tiles on, and calls of cuBLAS do not tell their operations.
     "gpu": Compiler(
         "the GPU compiler",
         platforms.PLUGINS["gpu"],
         "bash setup_tpu.sh plan-gpu",
-        {"xla_gpu_autotune_level": 0, "xla_gpu_cublas_fallback": False},
+        {"xla_gpu_autotune_level": 0},  # no GPU is there to time tiles on
     ),
 }
 
@@ -226,7 +225,7 @@ def compile_step(cfg, devices):
 def compile_for_mesh(lowered, mesh):
     """`Compiled` program that was lowered for the devices of a mesh. Raises TooLarge."""
     try:
-        program = lowered.compile(compiler_options=compiler_options(mesh))
+        program = compile_with(compiler_options(mesh), lowered)
     except jax.errors.JaxRuntimeError as e:
         refused = too_large(str(e))
         if refused is None:
@@ -238,8 +237,19 @@ def compile_for_mesh(lowered, mesh):
     return Compiled(program.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
 
 
+def compile_with(options, lowered):
+    """The compiled program, with options of the compiler. Where XLA finds no tiles for a product, without a GPU to try
+    others on, all products become calls of cuBLAS."""
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as e:
+        if "Couldn't find output tile sizes" not in str(e):
+            raise
+        return lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
+
+
 def compiler_options(mesh):
-    """Options of the compiler for the devices of a mesh, those that a run gives it in XLA_FLAGS among them."""
+    """Options of the compiler for the devices of a mesh, those that a run's environment gives it among them."""
     platform = mesh.devices.flat[0].platform
     if platform not in COMPILERS:
         return {}
@@ -279,8 +289,8 @@ def ask_compiler(cfg, machine):
     ):
         try:
             return pool.submit(compile_for, cfg, machine).result()
-        except futures.process.BrokenProcessPool:
-            check = re.search(r"Check failed: .*\S", log.read())
+        except (futures.process.BrokenProcessPool, jax.errors.JaxRuntimeError) as e:
+            check = re.search(r"Check failed: .*\S|INTERNAL: .{,100}", f"{log.read()}\n{e}")
             compiler = machine.compiler
             why = f"{compiler.version}: {check[0]}" if check else compiler.version
             say(
