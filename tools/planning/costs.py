@@ -655,7 +655,8 @@ def head_cost(cfg, platform):
 
 class Fit(NamedTuple):
     """Constants fitted to what compilers report of the configurations in docs/planning.md: copies in memory, and memory
-    traffic in bytes read and written."""
+    traffic in bytes read and written. The GPU compiler reports no times: there they follow the operations of programs
+    (plan.compiled_work)."""
 
     logit_copies: float  # of the logits that are held at once
     intermediates: float  # traffic per byte of them
@@ -677,7 +678,18 @@ class Fit(NamedTuple):
 
 PLAIN = Fit(1.25, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0)
 FUSED = Fit(1.0, 2.8, 9.0, dict(none=3.0, dots=6.0, full=29.0), 35.0)  # see Chip.fuses
-GPU = Fit(1.25, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0, own_copies=7.0)
+GPU = Fit(
+    logit_copies=1.5,
+    intermediates=4.8,
+    weights=25.0,
+    kept=dict(none=8.4, dots=1.0, full=0.0),
+    logits=37.0,
+    experts_kept=3.2,
+    layer_copies=2.2,
+    own_copies=6.8,
+    operands=0.14,
+    operand_weights=1.5,
+)
 MUON_COPIES = 10.0  # traffic per byte of the matrices that Muon brings together and of their blocks
 
 
