@@ -556,15 +556,16 @@ def send_layer(cfg, c, n, traffic):
         traffic.send("all-to-all", apart, gates, n * (2 + again), 1, devices)
 
 
-def kept_channels(cfg, kind, c, fit):
+def kept_channels(cfg, kind, c, place):
     """Channels per token that a `Layer` keeps for the backward pass."""
     m = cfg.model
     if m.remat == "full":
         return m.model_dimension
     if m.remat == "dots":
         return c.kept + m.model_dimension
-    ratio = architecture(m.architecture).layer_cost(m, kind).kept_ratio
-    return ratio * (c.intermediates - c.in_experts) + fit.experts_kept * c.in_experts
+    ratios = architecture(m.architecture).layer_cost(m, kind).kept_ratio
+    outside = ratios["gpu" if place.platform == "gpu" else "tpu"] * (c.intermediates - c.in_experts)
+    return outside + fit_of(place).experts_kept * c.in_experts
 
 
 def recomputed_flops(cfg, c):
@@ -591,7 +592,7 @@ def layers_cost(cfg, traffic):
             pipelined += own
         scores += n * (c.scores * (1 + again) + c.scores_backward)
         send_layer(cfg, c, n, traffic)
-        channels = kept_channels(cfg, kind, c, fit_of(traffic.place))
+        channels = kept_channels(cfg, kind, c, traffic.place)
         kept += layers * times * channel / s.tp * channels
         width = channel / s.tp * c.intermediates
         intermediates += n * width
@@ -679,14 +680,14 @@ class Fit(NamedTuple):
 PLAIN = Fit(1.25, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0)
 FUSED = Fit(1.0, 2.8, 9.0, dict(none=3.0, dots=6.0, full=29.0), 35.0)  # see Chip.fuses
 GPU = Fit(
-    logit_copies=1.5,
+    logit_copies=1.45,
     intermediates=4.8,
     weights=25.0,
     kept=dict(none=8.4, dots=1.0, full=0.0),
     logits=37.0,
-    experts_kept=3.2,
-    layer_copies=2.2,
-    own_copies=6.8,
+    experts_kept=3.5,
+    layer_copies=2.3,
+    own_copies=6.9,
     operands=0.14,
     operand_weights=1.5,
 )

@@ -42,7 +42,7 @@ DRAWN = {
 
 
 def draw(machines, dice):
-    """Flags of main.py as words, which are valid together."""
+    """Flags of main.py as words, which are valid together, for a step that fits by the formulas."""
     from tools.planning import plan
 
     while True:
@@ -58,10 +58,11 @@ def draw(machines, dice):
             words += [f"--{flag}", str(value)]
         words += ["--val_batch_size", str(flags["microbatches"])]
         try:
-            configure(words)
+            cfg, machine = configure(words)
         except UserError:
             continue
-        return words
+        if plan.answer(cfg, machine).fits:
+            return words
 
 
 def configure(words):
