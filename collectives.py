@@ -43,7 +43,8 @@ def all_gather(x, axis, dim):
     tiled = dim > 0 or x.size >= 2**28
     if dim < x.ndim - 1:
         x = x.reshape(*shape[:dim], *in_tiles(shape[dim], math.prod(shape[dim + 1 :]), dim))
-    for groups in gather_steps(lax.axis_size(axis), lax.axis_size(AXES)):
+    platform = jax.sharding.get_abstract_mesh().abstract_device.platform
+    for groups in gather_steps(lax.axis_size(axis), lax.axis_size(AXES), platform):
         x = lax.all_gather(x, axis, axis=dim, tiled=tiled, axis_index_groups=groups)
     return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
@@ -57,15 +58,17 @@ def in_tiles(rows, columns, dim):
     return rows * cuts, columns // cuts
 
 
-def gather_steps(n, mesh_size):
+def gather_steps(n, mesh_size, platform="tpu"):
     """The groups of devices (`axis_index_groups`) in which n devices gather, step by step.
 
-    Six devices that are the whole mesh gather among near ones first: [[0, 1], [2, 3], [4, 5]], where device 0 gets
-    parts 0 and 1, then [[0, 2, 4], [1, 3, 5]], where it gets parts (0, 1), (2, 3) and (4, 5).
+    GPUs take one step. Six other devices that are the whole mesh gather among near ones first: [[0, 1], [2, 3],
+    [4, 5]], where device 0 gets parts 0 and 1, then [[0, 2, 4], [1, 3, 5]], where it gets parts (0, 1), (2, 3) and
+    (4, 5).
     """
     if n == 1:
         return []
-    near = near_devices(n) if n == mesh_size else 1
+    in_two_steps = n == mesh_size and platform != "gpu"
+    near = near_devices(n) if in_two_steps else 1
     grid = np.arange(n).reshape(-1, near)
     steps = [grid, grid.T] if near > 1 else [grid.T]
     return [groups.tolist() for groups in steps]

@@ -444,8 +444,10 @@ class Plan:
     """What a step would cost. Nothing is trained and no device is needed."""
 
     plan: str = ""
-    """The machine: CHIP:TOPOLOGY such as v4:2x4x4 (also v5e, v5p, v6e), which the TPU compiler compiles the step for,
-    SLICES*CHIP:TOPOLOGY for several, or gpu:8xH200 (A100, H100, H200), by formulas alone."""
+    """The machine, for which its compiler compiles the step: CHIP:TOPOLOGY such as v4:2x4x4 (also v5e, v5p, v6e),
+    SLICES*CHIP:TOPOLOGY for several, gpu:8xH200 (A100, A100-40GB, H100, H200, B200), or gpu:2x8xH200 for two hosts."""
+    by_formulas: bool = False
+    """Answer by formulas alone, in a second, also where the machine's compiler is installed."""
     search: bool = False
     """Try the meshes, microbatches, remat and fsdp that give the same global batch, and say which is fastest."""
     plan_json: str = ""

@@ -340,6 +340,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
 
 def test_a_plan_whose_reader_leaves_ends_quietly():
     words = [sys.executable, ROOT / "main.py", "--preset", "tiny", "--plan", "gpu:8xH200"]
+    words.append("--by_formulas")
     read, write = os.pipe()
     os.close(read)  # as head does when it has its lines
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
@@ -387,6 +388,13 @@ def test_the_users_xla_flags_win(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     platforms.set_xla_flags(8)
     assert "--xla_force_host_platform_device_count=8" in utils.os.environ["XLA_FLAGS"]
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_all_to_all=false")
+    platforms.set_xla_flags(0)
+    assert utils.os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_enable_async_all_to_all=false"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    platforms.set_xla_flags(0)
+    assert utils.os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_enable_async_all_to_all=true"
 
 
 def test_the_programs_name_the_nearest_flag():
@@ -539,11 +547,15 @@ def test_samples_fit_in_short_sequences_unless_their_length_was_given():
         ({"files": ["/dev/accel0"], "spec": ()}, ""),
         ({"chip": "0x1ae0"}, ""),
         ({"chip": "0x10de"}, "cpu"),
-        ({"spec": ("libtpu", "jax_plugins")}, ""),
+        ({"plugins": ["rocm"]}, ""),
+        ({"plugins": ["xla_cuda12"]}, "cpu"),
+        ({"plugins": ["xla_cuda12"], "spec": ()}, "cpu"),
+        ({"plugins": ["xla_cuda12"], "driver": True}, ""),
+        ({"plugins": ["xla_cuda12"], "files": ["/dev/accel0"]}, ""),
         ({"spec": ()}, ""),
     ],
 )
-def test_libtpu_is_left_alone_where_there_is_no_tpu_and_only_there(
+def test_plugins_are_left_alone_where_there_is_none_of_their_devices_and_only_there(
     hint, chosen, monkeypatch, tmp_path
 ):
     for name in [name for name in utils.os.environ if name.startswith(("TPU_", "JAX_PLATFORMS"))]:
@@ -557,7 +569,9 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu_and_only_there(
     monkeypatch.setattr(
         platforms.importlib.util, "find_spec", lambda n: n in hint.get("spec", ("libtpu",)) or None
     )
-    monkeypatch.setattr(platforms.importlib.metadata, "entry_points", lambda group: [])
+    plugins = [SimpleNamespace(name=name) for name in hint.get("plugins", [])]
+    monkeypatch.setattr(platforms.importlib.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(platforms, "has_nvidia_driver", lambda: hint.get("driver", False))
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("JAX_PLATFORMS", utils.os.environ.get("JAX_PLATFORMS", ""))  # to be put back
     platforms.set_xla_flags(0)

@@ -67,6 +67,7 @@ def test_six_devices_gather_in_two_steps():
     ]
     assert collectives.gather_steps(6, mesh_size=12) == [[[0, 1, 2, 3, 4, 5]]]
     assert collectives.gather_steps(1, mesh_size=1) == []
+    assert collectives.gather_steps(6, mesh_size=6, platform="gpu") == [[[0, 1, 2, 3, 4, 5]]]
 
 
 def test_two_experts_on_four_devices():

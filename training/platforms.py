@@ -4,25 +4,31 @@ python training/platforms.py     prints what this machine computes on: tpu, gpu 
 """
 
 import contextlib
+import ctypes
 import functools
 import glob
 import importlib.metadata
 import importlib.util
 import logging
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
 
-# Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers.
+# Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers. TPUs and
+# GPUs compute while bytes travel.
 XLA_FLAGS = {
     "cpu": [
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
         "--xla_cpu_collective_call_terminate_timeout_seconds=1800",
     ],
     "gpu": ["--xla_gpu_enable_latency_hiding_scheduler=true"],
-    "tpu": [],
+    "tpu": ["--xla_tpu_enable_async_all_to_all=true"],
 }
+FLAGS_VARIABLE = {
+    "tpu": "LIBTPU_INIT_ARGS"
+}  # from which the compiler reads them; of all others XLA_FLAGS
 
 
 # What the user chose, read here before jax is imported, which chooses by itself.
@@ -30,6 +36,7 @@ LOG_LEVEL = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
 
 # What jax needs beside itself for an accelerator: one of these modules.
 PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+NVIDIA_PLUGINS = {"xla_cuda12", "xla_cuda13"}  # as jax names them
 
 
 def accelerator():
@@ -104,28 +111,48 @@ def is_google(path):
 
 
 def other_plugins():
-    """Whether jax finds plugins for devices other than TPUs."""
-    return bool(
-        importlib.util.find_spec("jax_plugins")
-        or importlib.metadata.entry_points(group="jax_plugins")
-    )
+    """Names of the plugins that jax finds for devices other than TPUs."""
+    names = {plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")}
+    if package := importlib.util.find_spec("jax_plugins"):
+        modules = pkgutil.iter_modules(package.submodule_search_locations)
+        names |= {module.name for module in modules}
+    return names
+
+
+def has_nvidia_driver():
+    """Whether NVIDIA's driver is here, without which its plugin finds no GPU."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def has_plugins_alone():
+    """Whether jax has plugins for accelerators, but none of their devices can be here."""
+    others = other_plugins()
+    if not others and not importlib.util.find_spec("libtpu"):
+        return False
+    if others & NVIDIA_PLUGINS and not has_nvidia_driver():
+        others -= NVIDIA_PLUGINS
+    return not others and not may_have_tpu()
 
 
 def set_xla_flags(n_devices, num_processes=1):
     """Add this platform's XLA flags to the environment; what the user has set there stays and wins. Of n_devices
     simulated ones each process gets its part.
 
-    Where libtpu is installed and there is no TPU, jax is told to leave it: it complains for lines that it finds none.
+    Where plugins are installed whose devices are not here, as for --plan, jax is told to leave them: it complains for
+    lines that it finds none.
     """
-    if not os.environ.get("JAX_PLATFORMS") and importlib.util.find_spec("libtpu"):
-        if not may_have_tpu() and not other_plugins():
-            choose_cpu()
-    now, flags = os.environ.get("XLA_FLAGS", ""), list(XLA_FLAGS.get(platform(), []))
+    if not os.environ.get("JAX_PLATFORMS") and has_plugins_alone():
+        choose_cpu()
+    variable = FLAGS_VARIABLE.get(platform(), "XLA_FLAGS")
+    now, flags = os.environ.get(variable, ""), list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
-    os.environ["XLA_FLAGS"] = " ".join(
-        [now, *(f for f in flags if f.split("=")[0] not in now)]
-    ).strip()
+    added = [flag for flag in flags if flag.split("=")[0] not in now]
+    os.environ[variable] = " ".join([now, *added]).strip()
     if num_processes > 1 and LOG_LEVEL is None:
         quiet_cpp()
 
@@ -169,6 +196,7 @@ PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
 }
 
 

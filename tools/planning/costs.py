@@ -19,7 +19,7 @@ from architectures import architecture
 from architectures.experts import capacity, choose_experts
 from architectures.parameters import is_param
 from kernels import attention, grouped, loss
-from tools.planning import hlo
+from tools.planning import gpus, hlo
 from training import muon, platforms
 
 GiB = 2**30
@@ -33,10 +33,11 @@ class Chip(NamedTuple):
     memory: float  # bytes of it that a program may use
     bandwidth: float  # bytes/s of that memory
     link: float  # bytes/s of one link, one way
-    network: float = 0.0  # bytes/s to other TPU slices (jax-ml.github.io/scaling-book, chapter 2)
+    network: float = 0.0  # bytes/s to other TPU slices (jax-ml.github.io/scaling-book, chapter 2) or to other hosts
     clock: float = 0.0  # Hz, in which the TPU compiler counts cycles; 0: a GPU
     buffer: int = BUFFER  # tiles, see stays_scattered
     fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
+    gpu: str = ""  # its name in gpus.SPECS
 
     @property
     def peak(self):
@@ -44,14 +45,22 @@ class Chip(NamedTuple):
         return platforms.peak_flops(self.kind)
 
 
+def gpu(name, link, network):
+    """`Chip` of a kind of GPU; `network`: of NVIDIA's DGX machines, which have an adapter for each GPU."""
+    spec = gpus.SPECS[name]
+    return Chip(spec.kind, spec.memory, spec.bandwidth, link, network, gpu=name)
+
+
 CHIPS = {
     "v4": Chip("TPU v4", 30.75 * GiB, 1228e9, 45e9, 6.25e9, 1.05e9),
     "v5e": Chip("TPU v5e", 15.75 * GiB, 819e9, 45e9, 3.125e9, 1.5e9, fuses=True),
     "v5p": Chip("TPU v5", 95.74 * GiB, 2765e9, 90e9, 6.25e9, 1.75e9),
     "v6e": Chip("TPU v6 lite", 31.25 * GiB, 1640e9, 90e9, 12.5e9, 1.75e9, 3648, True),
-    "A100": Chip("NVIDIA A100", 80e9, 2039e9, 300e9),
-    "H100": Chip("NVIDIA H100", 80e9, 3350e9, 450e9),
-    "H200": Chip("NVIDIA H200", 141e9, 4800e9, 450e9),
+    "A100": gpu("A100", 300e9, 25e9),
+    "A100-40GB": gpu("A100-40GB", 300e9, 25e9),
+    "H100": gpu("H100", 450e9, 50e9),
+    "H200": gpu("H200", 450e9, 50e9),
+    "B200": gpu("B200", 900e9, 50e9),
 }
 
 
@@ -143,21 +152,38 @@ def layer_runs(cfg):
 # --- What travels -------------------------------------------------------------------------------------------------
 
 
-def link_seconds(chip, kind, n_bytes, n):
+def link_seconds(chip, kind, n_bytes, n, hosts=1):
     """Seconds in which one of n devices sends so many bytes in a collective of this kind, nothing overlapped.
 
-    A ring of more than two devices uses both directions of a link. In an all-to-all along a torus of side s, a byte
-    goes s/4 hops on average along each dim. GPUs have one switch between them.
+    A ring of more than two TPUs uses both directions of a link. In an all-to-all along a torus of side s, a byte goes
+    s/4 hops on average along each dim. The GPUs of a host have one switch between them; on several `hosts` each GPU has
+    an adapter to the others, and what a ring sends to the next host is shared out among those of its host.
     """
     if kind == hlo.ACROSS:
         return n_bytes / chip.network
-    if not chip.clock:
-        return n_bytes / chip.link
+    if chip.gpu:
+        of_host = n / hosts  # GPUs
+        if hosts == 1:
+            leaves = 0
+        elif kind == "all-to-all":
+            leaves = n_bytes * (n - of_host) / (n - 1)
+        elif kind == "collective-permute":
+            leaves = n_bytes
+        else:
+            leaves = n_bytes / of_host
+        return max(n_bytes / chip.link, leaves / chip.network)
     hops = 1.0
     if "all-to-all" in kind:
         hops = max(1.0, n ** (1 / torus_dims(n)) / 4)
     directions = 2 if n > 2 else 1
     return n_bytes * hops / (chip.link * directions)
+
+
+def hosts_along(axes, shape, hosts):
+    """Number of hosts on which the devices along some axes of a mesh of such a shape lie, the first ones, say."""
+    host = np.arange(math.prod(shape)).reshape(shape) * hosts // math.prod(shape)
+    along = tuple(slice(None) if axis in axes else 0 for axis in collectives.AXES)
+    return len(np.unique(host[along]))
 
 
 def torus_dims(n):
@@ -167,14 +193,14 @@ def torus_dims(n):
     return 2 if n <= 16 else 3
 
 
-def scatter_steps(n, devices, slices=1):
+def scatter_steps(n, devices, slices=1, platform="tpu"):
     """[(devices, distance between neighbors)] of the steps in which n devices along an axis reduce and scatter.
 
-    Two steps where these are all devices of one slice, see collectives.all_gather; else one. On several slices it is
+    Two steps where these are all devices of one slice, see collectives.gather_steps; else one. On several slices it is
     one too, since `Traffic.send_across` takes it whole.
     """
     near = 1
-    if n == devices and slices == 1:
+    if n == devices and slices == 1 and platform != "gpu":
         near = collectives.near_devices(n)
     if near == 1:
         return [(n, 1)]
@@ -268,7 +294,8 @@ class Traffic:
         """Add reduce-scatters along `dim` to parts of shape `part`, `count` of them together of n_bytes, in the steps
         of collectives.all_gather."""
         place = self.place
-        for n, distance in scatter_steps(self.split[axis], self.devices, place.slices):
+        along = self.split[axis]
+        for n, distance in scatter_steps(along, self.devices, place.slices, place.platform):
             own = [*part[:dim], distance * part[dim], *part[dim + 1 :]]
             square = (axis, distance) in place.squares
             kind = "reduce-scatter"
@@ -555,15 +582,16 @@ def send_layer(cfg, c, n, traffic):
         traffic.send("reduce-scatter", apart, c.shared_tokens, n * 2, 1, devices)
 
 
-def kept_channels(cfg, kind, c):
+def kept_channels(cfg, kind, c, place):
     """Channels per token that a `Layer` keeps for the backward pass."""
     m = cfg.model
     if m.remat == "full":
         return m.model_dimension
     if m.remat == "dots":
         return c.kept + m.model_dimension
-    ratio = architecture(m.architecture).layer_cost(m, kind).kept_ratio
-    return ratio * (c.intermediates - c.in_experts) + EXPERTS_KEPT * c.in_experts
+    ratios = architecture(m.architecture).layer_cost(m, kind).kept_ratio
+    outside = ratios["gpu" if place.platform == "gpu" else "tpu"] * (c.intermediates - c.in_experts)
+    return outside + fit_of(place).experts_kept * c.in_experts
 
 
 def recomputed_flops(cfg, c):
@@ -590,7 +618,8 @@ def layers_cost(cfg, traffic):
             pipelined += own
         scores += n * (c.scores * (1 + again) + c.scores_backward)
         send_layer(cfg, c, n, traffic)
-        kept += layers * times * channel / s.tp * kept_channels(cfg, kind, c)
+        channels = kept_channels(cfg, kind, c, traffic.place)
+        kept += layers * times * channel / s.tp * channels
         width = channel / s.tp * c.intermediates
         intermediates += n * width
         widest = max(widest, width)
@@ -652,24 +681,50 @@ def head_cost(cfg, platform):
 
 
 class Fit(NamedTuple):
-    """Constants fitted to what the TPU compiler reports of the configurations in docs/planning.md: copies in memory,
-    and memory traffic in bytes read and written."""
+    """Constants fitted to what compilers report of the configurations in docs/planning.md: copies in memory, and memory
+    traffic in bytes read and written. The GPU compiler reports no times: there they follow the operations of programs
+    (plan.compiled_work)."""
 
     logit_copies: float  # of the logits that are held at once
     intermediates: float  # traffic per byte of them
     weights: float  # traffic per weight of a layer, every time that it gets a gradient
     kept: dict  # traffic per byte kept for the backward pass, {--remat: bytes}
     logits: float  # traffic per logit
+    experts_kept: float = (
+        2.5  # channels that --remat none keeps per channel of routed experts' intermediates
+    )
+    layer_copies: float = (
+        1.4  # bytes held per byte of the widest layer's intermediates, in its backward pass
+    )
+    own_copies: float = 0.0  # of the activations of all microbatches that a device embeds
+    operands: float = 5.2  # bytes that matrix products read and write per byte of intermediates
+    operand_weights: float = (
+        22.0  # the same, per weight of a layer, every time that it gets a gradient
+    )
 
 
 PLAIN = Fit(1.25, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0)
 FUSED = Fit(1.0, 2.8, 9.0, dict(none=3.0, dots=6.0, full=29.0), 35.0)  # see Chip.fuses
-# The same for every chip:
-EXPERTS_KEPT = 2.5  # channels that --remat none keeps per channel of routed experts' intermediates
-LAYER_COPIES = 1.4  # bytes held per byte of the widest layer's intermediates, in its backward pass
-OPERAND_BYTES = 5.2  # that matrix products read and write per byte of intermediates
-OPERAND_WEIGHTS = 22.0  # the same, per weight of a layer, every time that it gets a gradient
+GPU = Fit(
+    logit_copies=1.45,
+    intermediates=4.8,
+    weights=25.0,
+    kept=dict(none=8.4, dots=1.0, full=0.0),
+    logits=37.0,
+    experts_kept=3.5,
+    layer_copies=2.3,
+    own_copies=6.9,
+    operands=0.14,
+    operand_weights=1.5,
+)
 MUON_COPIES = 10.0  # traffic per byte of the matrices that Muon brings together and of their blocks
+
+
+def fit_of(place):
+    """The `Fit` for a `Place`."""
+    if place.platform == "gpu":
+        return GPU
+    return FUSED if place.fuses else PLAIN
 
 
 def workspace(cfg, fit, weights, layers, head):
@@ -697,9 +752,10 @@ def workspace(cfg, fit, weights, layers, head):
 
     at_logits = gathered + (s.bytes + 4 * several_chunks) * embedding + fit.logit_copies * head.held
     in_layer = gathered + s.bytes * embedding + gradients + one_microbatch
-    in_layer += LAYER_COPIES * layers.widest
+    in_layer += fit.layer_copies * layers.widest
     at_embedding = gradients + (s.bytes + 4) * embedding - layers.kept
-    return accumulated + max(at_logits, in_layer, at_embedding)
+    own = s.own * s.own_tokens * cfg.model.model_dimension * s.bytes
+    return accumulated + fit.own_copies * own + max(at_logits, in_layer, at_embedding)
 
 
 def send_pipeline(cfg, traffic):
@@ -716,7 +772,7 @@ def send_pipeline(cfg, traffic):
 def estimate(cfg, place=Place()):
     """`Estimate` of a validated Config."""
     s, accumulation = sizes(cfg), cfg.run.accumulation_steps
-    fit = FUSED if place.fuses else PLAIN
+    fit = fit_of(place)
     traffic = Traffic(cfg, place)
     weights = weights_cost(cfg, traffic)
     layers = layers_cost(cfg, traffic)
@@ -728,7 +784,7 @@ def estimate(cfg, place=Place()):
     passes = fit.intermediates * layers.intermediates + fit.weights * weights.used
     passes += fit.kept[cfg.model.remat] * accumulation * layers.kept
     passes += fit.logits * accumulation * head.logits + orthogonalization.passes
-    operands = OPERAND_BYTES * layers.intermediates + OPERAND_WEIGHTS * weights.used
+    operands = fit.operands * layers.intermediates + fit.operand_weights * weights.used
     return Estimate(
         flops=flops,
         scores=layers.scores,

@@ -1,5 +1,5 @@
-"""What an optimized HLO text says of one step: floating-point operations, the compiler's own estimate of their time,
-and the bytes that each collective sends over each mesh axis.
+"""What an optimized HLO text says of one step: floating-point operations, the bytes that each collective sends over
+each mesh axis, and what runs in which order.
 
 XLA's cost_analysis() counts the body of a loop once; here everything is multiplied by the trip counts around it.
 """
@@ -34,6 +34,15 @@ COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{?%?([\w.\-]+)")
 SHAPE = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
+CHAIN = re.compile(r'chain_id="(\d+)"')
+# Operations that are not in a schedule themselves, since what they run is; that move nothing; that name all or a part
+# of an array anew; that read a part of their first operand.
+CONTAINERS = ("while", "call", "conditional", "async", *COLLECTIVES)
+UNMOVED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota")
+VIEWS = ("bitcast", "reshape", "get-tuple-element")
+SLICES = ("slice", "dynamic-slice", "gather")
+KERNELS = ("tpu_custom_call", "xla.gpu.triton", "triton_kernel_call", "mosaic_gpu")  # targets
+CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)[\]}]')
 # The ways in which XLA writes the devices that take part in a collective.
 PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
@@ -55,10 +64,41 @@ class Cost(NamedTuple):
 
     flops: float  # of matrix products
     kernels: dict  # {name: times that it runs} of custom kernels, whose operations the program does not tell
-    matmul_cycles: float  # the compiler's estimate for operations that hold a matrix product
-    other_cycles: float  # and for all others, which memory bandwidth bounds
     sent: dict  # {axes: bytes}: axes such as ("dp", "tp"), over which one collective runs
     collectives: dict  # {(axes, kind): [bytes, times, devices that take part]}
+    schedule: (
+        list  # of Compute, Transfer, Wait and Loop, in the order in which a device begins them
+    )
+
+
+class Compute(NamedTuple):
+    """An operation that keeps the device busy."""
+
+    flops: float  # of matrix products
+    cycles: int  # as the TPU compiler estimates them; GPU: 0
+    moved: float  # bytes read and written; TPU: 0
+    is_kernel: bool = False  # a custom kernel, of which the program tells nothing more
+
+
+class Transfer(NamedTuple):
+    """A collective begins."""
+
+    axes: tuple
+    kind: str
+    bytes: float  # that a device sends
+    devices: int  # that take part
+    name: str = ""  # by which a `Wait` knows it; "": the device waits at once
+
+
+class Wait(NamedTuple):
+    """The device waits for what a transfer brings."""
+
+    name: str
+
+
+class Loop(NamedTuple):
+    times: int
+    body: list  # as `Cost.schedule`
 
 
 def shapes(text):
@@ -79,6 +119,16 @@ def size(shape):
     """Bytes of (dtype, dims)."""
     dtype, dims = shape
     return DTYPE_BYTES[dtype] * math.prod(dims)
+
+
+def type_size(text):
+    """Bytes of all arrays in the text of a type."""
+    return sum(size(shape) for shape in shapes(text))
+
+
+def operands(op):
+    """Names of an operation's operands."""
+    return re.findall(r"%([\w.\-]+)", op.rest.split(")")[0])
 
 
 def computations(text):
@@ -159,13 +209,32 @@ def group_axes(op, mesh):
     return tuple(axis for axis, differs in zip(mesh, moved) if differs), groups.shape[1]
 
 
+def result_type(op):
+    """The type of what a collective gives. That of a start holds the operands too: ((f32[2], s8[2]), (f32[8], s8[8])),
+    of several arrays at once; that of an all-reduce, which changes no shape, does not."""
+    if not op.kind.endswith("-start") or op.kind == "all-reduce-start":
+        return op.type
+    _, result, *_ = elements(op.type)
+    return result
+
+
+def elements(text):
+    """The texts of a tuple's elements."""
+    found, depth, begin = [], 0, 1
+    for at, character in enumerate(text):
+        depth += character in "([{"
+        depth -= character in ")]}"
+        if depth == 0 or depth == 1 and character == ",":
+            found.append(text[begin:at].strip())
+            begin = at + 1
+    return found
+
+
 def sent_bytes(op, n):
     """Bytes that one of `n` devices sends in a collective, by rings and direct exchanges (arXiv:1909.09756 counts
     likewise)."""
-    arrays = [size(shape) for shape in shapes(op.type)]
-    # the type of an asynchronous start holds operand and result
-    whole = max(arrays, default=0) if op.kind.endswith("-start") else sum(arrays)
     kind = op.kind.removesuffix("-start")
+    whole = type_size(result_type(op))
     return {
         "all-gather": whole * (n - 1) / n,
         "all-reduce": 2 * whole * (n - 1) / n,
@@ -179,13 +248,13 @@ def sent_bytes(op, n):
 
 
 def matmul_flops(op, types):
-    """2 x the multiplications of a dot or convolution; `types` {name: type} of the operations around it."""
-    operands = re.findall(r"%([\w.\-]+)", op.rest.split(")")[0])
+    """2 x the multiplications of a dot, a convolution or a call of cuBLAS; `types`: {name: type} of its operands."""
+    left, right = operands(op)[:2]
     _, out = shapes(op.type)[0]
-    _, lhs = shapes(types[operands[0]])[0]
-    _, rhs = shapes(types[operands[1]])[0]
-    if op.kind == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.rest)[1]
+    _, lhs = shapes(types[left])[0]
+    _, rhs = shapes(types[right])[0]
+    if op.kind != "convolution":
+        contracted = CONTRACTED.search(op.rest)[1]
         return 2 * math.prod(out) * math.prod(lhs[dim] for dim in numbers(contracted))
     return convolution_flops(op, out, lhs, rhs)
 
@@ -225,72 +294,178 @@ class Reader:
         self.mesh, self.slices, self.across = mesh, slices, across
         self.kernels = defaultdict(int)
         self.collectives = {}
-        self.flops, self.matmul_cycles, self.other_cycles = 0.0, 0.0, 0.0
+        self.flops = 0.0
+        self.schedule = []
+        self.begun = set()  # names of transfers
+        self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
 
-    def visit(self, name, times, fused=None):
+    def visit(self, name, times, fused=None, wrapper=""):
         """Adds up a computation that runs so many times; returns the floating-point operations of one run.
 
         Inside a fusion, `fused` is the set of collectives that fusions before it have parts of: one that runs beside
-        several fusions stands in all of them. Cycles are told of scheduled operations alone, those outside fusions.
+        several fusions stands in all of them. Inside an asynchronous start, `wrapper` is its name. Operations outside
+        fusions are scheduled.
         """
         ops, flops, beside = self.comps.get(name, []), 0, set()
         types = {op.name: op.type for op in ops}
+        last = {} if fused is not None else self.last_parts(ops)
         for op in ops:
             kind, own = op.kind.removesuffix("-start"), 0
             if kind in COLLECTIVES:
                 if is_part_of_another(op, fused):
                     continue
-                self.add_collective(op, kind, times)
+                self.add_collective(op, kind, times, wrapper)
             elif kind == "send" and "megascale" in op.rest:
                 self.add_send(op, times)
-            elif kind in ("dot", "convolution"):
+            elif kind.endswith("-done"):
+                self.add_wait(operands(op)[0])
+            elif kind in ("dot", "convolution") or calls_cublas(op):
                 own = matmul_flops(op, types)
                 self.flops += own * times
             elif kind == "while":
-                body = re.search(r"body=%?([\w.\-]+)", op.rest)[1]
-                self.visit(body, times * trip_count(op, self.comps))
+                self.add_loop(op, times)
             elif kind == "fusion":
                 own = sum(self.visit(callee, times, beside) for callee in CALLED.findall(op.rest))
             elif kind in ("call", "conditional", "async"):
-                own = sum(self.visit(callee, times) for callee in callees(op))
-            elif kind == "custom-call" and "tpu_custom_call" in op.rest:
+                begun = op.name if kind != op.kind else ""
+                own = sum(self.visit(callee, times, None, begun) for callee in callees(op))
+            elif is_kernel(op):
                 self.kernels[re.sub(r"[.\d]+$", "", op.name)] += times
-            if fused is None:
-                self.add_cycles(op, bool(own), times)
+            if fused is None and kind not in CONTAINERS:
+                self.add_compute(op, own, types)
+                for chain in last.get(op.name, ()):
+                    self.add_wait(chain)
             flops += own
         return flops
 
-    def add_collective(self, op, kind, times):
+    def last_parts(self, ops):
+        """{fusion: chains of collectives that end beside it} among scheduled operations."""
+        last = {}
+        for op in ops:
+            if op.kind == "fusion":
+                for callee in CALLED.findall(op.rest):
+                    for inner in self.comps.get(callee, []):
+                        if chain := CHAIN.search(inner.rest):
+                            last[chain[1]] = op.name
+        found = defaultdict(list)
+        for chain, name in last.items():
+            found[name].append(chain)
+        return found
+
+    def add_loop(self, op, times):
+        around, self.schedule = self.schedule, []
+        body = re.search(r"body=%?([\w.\-]+)", op.rest)[1]
+        n = trip_count(op, self.comps)
+        self.visit(body, times * n)
+        around.append(Loop(n, self.schedule))
+        self.schedule = around
+
+    def add_collective(self, op, kind, times, wrapper):
         axes, n = group_axes(op, self.mesh)
-        self.add_sent(axes, kind, n, sent_bytes(op, n) * times, times)
+        name = wrapper
+        if op.kind.endswith("-start") and '"is_sync":true' not in op.rest:
+            name = op.name
+        elif chain := CHAIN.search(op.rest):
+            name = chain[1]
+        self.add_sent(axes, kind, n, sent_bytes(op, n), times, name)
 
     def add_send(self, op, times):
         """Add what a "send" to the host takes to other slices."""
         share = self.slices - 1
         if "ALL_TO_ALL" in op.rest:
             share /= self.slices
-        n_bytes = max(size(shape) for shape in shapes(op.type)) * share * times
-        self.add_sent((self.across,), ACROSS, self.slices, n_bytes, times)
+        n_bytes = max(size(shape) for shape in shapes(op.type)) * share
+        self.add_sent((self.across,), ACROSS, self.slices, n_bytes, times, op.name)
 
-    def add_sent(self, axes, kind, n, n_bytes, times):
+    def add_sent(self, axes, kind, n, n_bytes, times, name):
         entry = self.collectives.setdefault((axes, kind), [0, 0, n])
-        entry[0] += n_bytes
+        entry[0] += n_bytes * times
         entry[1] += times
+        self.schedule.append(Transfer(axes, kind, n_bytes, n, name))
+        self.begun.add(name)
 
-    def add_cycles(self, op, has_product, times):
-        cycles = re.search(r'"estimated_cycles":"(\d+)"', op.rest)
-        if not cycles or int(cycles[1]) >= UNKNOWN:
-            return
-        if has_product:
-            self.matmul_cycles += int(cycles[1]) * times
-        else:
-            self.other_cycles += int(cycles[1]) * times
+    def add_wait(self, name):
+        if name in self.begun:
+            self.schedule.append(Wait(name))
+
+    def add_compute(self, op, flops, types):
+        """Add the time that a scheduled operation takes, as far as the program tells of it."""
+        cycles, moved = 0, 0
+        if not self.has_cycles:
+            moved = self.moved_bytes(op, types)
+        elif estimated := re.search(r'"estimated_cycles":"(\d+)"', op.rest):
+            cycles = int(estimated[1])
+        if cycles >= UNKNOWN:
+            cycles = 0
+        if cycles or moved or is_kernel(op):
+            self.schedule.append(Compute(flops, cycles, moved, is_kernel(op)))
+
+    def moved_bytes(self, op, types):
+        """Bytes that an operation outside fusions reads and writes. Of what it takes or replaces a slice of, only the
+        slice moves."""
+        if op.kind in UNMOVED or op.kind.endswith("-done"):
+            return 0
+        ops = [op]
+        for name in dict.fromkeys(operands(op)):
+            ops.append(Op(name, types.get(name, ""), "parameter", ""))
+        read = sum(self.read_bytes(ops, parameter) for parameter in ops[1:])
+        return read + self.written_bytes(op, types)
+
+    def read_bytes(self, ops, source):
+        """Bytes that `ops` read of the result of one of them."""
+        whole, read = type_size(source.type), 0
+        for user in ops:
+            for at, name in enumerate(operands(user)):
+                if name != source.name:
+                    continue
+                if user.kind in VIEWS:
+                    read += self.read_bytes(ops, user)
+                elif user.kind in SLICES and at == 0:
+                    read += type_size(user.type)
+                elif user.kind == "dynamic-update-slice" and at == 0:
+                    continue
+                elif user.kind == "fusion":
+                    inner = self.comps.get(CALLED.search(user.rest)[1], [])
+                    parameters = [op for op in inner if op.kind == "parameter"]
+                    own = next(op for op in parameters if int(op.rest.split(")")[0]) == at)
+                    read += self.read_bytes(inner, own)
+                else:
+                    read += whole
+        return min(read, whole)
+
+    def written_bytes(self, op, types):
+        """Bytes of the result of an operation, a replaced slice of it alone."""
+        if op.kind == "dynamic-update-slice":
+            return type_size(types[operands(op)[1]])
+        if op.kind != "fusion":
+            return type_size(op.type)
+        inner = self.comps.get(CALLED.search(op.rest)[1], [])
+        inner_types = {op.name: op.type for op in inner}
+        by_name = {op.name: op for op in inner}
+        root = inner[-1]
+        results = operands(root) if root.kind == "tuple" else [root.name]
+        written = 0
+        for name in results:
+            result = by_name[name]
+            while result.kind in VIEWS:
+                result = by_name[operands(result)[0]]
+            written += self.written_bytes(result, inner_types)
+        return written
+
+
+def calls_cublas(op):
+    return op.kind == "custom-call" and "__cublas" in op.rest
+
+
+def is_kernel(op):
+    """Whether an operation is a Pallas kernel, of which the program does not tell what it computes."""
+    return op.kind == "custom-call" and any(target in op.rest for target in KERNELS)
 
 
 def is_part_of_another(op, fused):
     """Whether a collective belongs to one whose chain is in the set `fused`; adds its chain. Outside fusions (None)
     every collective is one of its own."""
-    chain = re.search(r'chain_id="(\d+)"', op.rest)
+    chain = CHAIN.search(op.rest)
     if fused is None or chain is None:
         return False
     if chain[1] in fused:
@@ -319,8 +494,7 @@ def analyze(text, mesh, slices=1, across="dp"):
     return Cost(
         flops=reader.flops,
         kernels=dict(reader.kernels),
-        matmul_cycles=reader.matmul_cycles,
-        other_cycles=reader.other_cycles,
         sent=dict(sent),
         collectives=reader.collectives,
+        schedule=reader.schedule,
     )

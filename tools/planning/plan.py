@@ -1,8 +1,8 @@
 """What a run would cost on a machine, before it is paid for: `main.py ... --plan v4:2x4x4`.
 
-The TPU compiler, which needs no TPU (pip install "jax[tpu]"), compiles the real train step for the slice, and
-tools/planning/hlo.py reads its program. The formulas of tools/planning/costs.py answer where there is no compiler, rank
-what --search tries, and say which flag would help.
+The machine's compiler, which needs none of its devices, compiles the real train step for it, and tools/planning/hlo.py
+reads the program. The formulas of tools/planning/costs.py answer where there is no compiler, rank what --search tries,
+and say which flag would help.
 """
 
 import functools
@@ -25,14 +25,44 @@ from jax.experimental import topologies
 import collectives
 import model
 import utils
-from tools.planning import costs, hlo
-from training import settings, steps, weights
+from tools.planning import costs, gpus, hlo, overlap
+from training import platforms, settings, steps, weights
 from training.optimizer import make_optimizer
 from utils import UserError, say, size
 
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
-NO_COMPILER = 'the TPU compiler is not installed (pip install "jax[tpu]"), so these are the formulas\' numbers alone'
+
+
+class Compiler(NamedTuple):
+    """What compiles for machines of one platform."""
+
+    name: str
+    modules: tuple[str, ...]  # one of which is installed with it
+    install: str  # how it is had
+    options: dict  # of a compilation
+
+    @property
+    def missing(self):
+        return f"{self.name} is not installed ({self.install}), so these are the formulas' numbers alone"
+
+    @property
+    def version(self):
+        """Its package and that one's version."""
+        module = next(name for name in self.modules if importlib.util.find_spec(name))
+        package = module.replace("_", "-")
+        return f"{package} {importlib.metadata.version(package)}"
+
+
+COMPILERS = {
+    "tpu": Compiler("the TPU compiler", platforms.PLUGINS["tpu"], 'pip install "jax[tpu]"', {}),
+    "gpu": Compiler(
+        "the GPU compiler",
+        platforms.PLUGINS["gpu"],
+        "bash setup_tpu.sh plan-gpu",
+        {"xla_gpu_autotune_level": 0},  # no GPU is there to time tiles on
+    ),
+}
 
 
 class Machine(NamedTuple):
@@ -42,7 +72,16 @@ class Machine(NamedTuple):
     chip: costs.Chip
     n: int  # devices
     slices: int = 1
-    topology: str = ""  # as the TPU compiler calls a slice; empty: it cannot be asked
+    topology: str = ""  # as the TPU compiler calls a slice; empty: GPUs
+    hosts: int = 1  # of GPUs
+
+    @property
+    def platform(self):
+        return "gpu" if self.chip.gpu else "tpu"
+
+    @property
+    def compiler(self):
+        return COMPILERS[self.platform]
 
 
 def parse_machine(name):
@@ -51,19 +90,21 @@ def parse_machine(name):
 
 
 def parse_gpus(name):
-    """gpu:8xH200 -> `Machine`."""
-    kinds = [chip for chip, facts in costs.CHIPS.items() if not facts.clock]
-    found = re.fullmatch(r"gpu:(\d+)x(\w+)", name)
-    if not found or found[2] not in kinds or int(found[1]) < 1:
+    """gpu:8xH200 or gpu:2x8xH200, 2 hosts of 8 -> `Machine`."""
+    found = re.fullmatch(r"gpu:(?:(\d+)x)?(\d+)x(.+)", name)
+    hosts, per_host, kind = found.groups() if found else (0, 0, "")
+    n = int(hosts or 1) * int(per_host)
+    if kind not in gpus.SPECS or not n:
         raise UserError(
-            f"--plan {name}: must be gpu:NUMBERxKIND with one of {', '.join(kinds)}, such as gpu:8xH200."
+            f"--plan {name}: must be gpu:[HOSTSx]NUMBERxKIND with one of {', '.join(gpus.SPECS)}, such as gpu:8xH200 "
+            f"or gpu:2x8xH200."
         )
-    return Machine(name, costs.CHIPS[found[2]], int(found[1]))
+    return Machine(name, costs.CHIPS[kind], n, hosts=int(hosts or 1))
 
 
 def parse_slices(name):
     """v4:2x4x4 or 2*v4:2x4x4 -> `Machine`."""
-    kinds = [chip for chip, facts in costs.CHIPS.items() if facts.clock]
+    kinds = [chip for chip, facts in costs.CHIPS.items() if not facts.gpu]
     found = re.fullmatch(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+){1,2})", name)
     if not found or found[2] not in kinds or found[1] == "0":
         raise UserError(
@@ -103,6 +144,23 @@ def slice_devices(machine):
         ) from None
 
 
+def gpu_devices(machine):
+    """The devices of a machine with GPUs, which exist for the compiler alone."""
+    return gpus.devices(machine.chip.gpu, machine.hosts, machine.n // machine.hosts)
+
+
+def devices_of(machine):
+    """The devices of a machine, for its compiler. Raises UserError where there is no such slice."""
+    return gpu_devices(machine) if machine.platform == "gpu" else slice_devices(machine)
+
+
+def has_compiler(machine):
+    """Whether the compiler for a machine is installed."""
+    if machine.platform == "gpu":
+        return gpus.has_compiler()
+    return importlib.util.find_spec("libtpu") is not None
+
+
 @functools.cache
 def square_steps(machine, shape):
     """`squares` of costs.Place for a mesh of such a shape; none where no compiler tells where chips lie."""
@@ -112,7 +170,7 @@ def square_steps(machine, shape):
             if n == 4:
                 fours.append((axis, distance))
     torus = machine.topology.count("x") == 2 and machine.slices == 1
-    if not fours or not torus or not importlib.util.find_spec("libtpu"):
+    if not fours or not torus or not has_compiler(machine):
         return ()
     grid = steps.device_grid(shape, slice_devices(machine))
     at = np.array([d.coords for d in grid.flat]).reshape(*shape, 3)
@@ -132,7 +190,7 @@ def in_a_plane(at, axis, distance):
 def place_of(cfg, machine):
     """`costs.Place` of a validated Config on a machine, several slices as steps.device_grid lays them."""
     return costs.Place(
-        platform="tpu" if machine.topology else "gpu",
+        platform=machine.platform,
         slices=machine.slices,
         across="dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp",
         squares=square_steps(machine, cfg.run.n_device_axis),
@@ -142,7 +200,7 @@ def place_of(cfg, machine):
 
 
 class Compiled(NamedTuple):
-    """What the compiler says of a step on one device."""
+    """What the compiler says of a program on one device."""
 
     text: str  # its optimized HLO
     arguments: int  # bytes
@@ -161,18 +219,45 @@ def compile_step(cfg, devices):
     mesh = steps.make_mesh(cfg, devices)
     optimizer, schedule = make_optimizer(cfg, mesh)
     state = steps.abstract_state(cfg, mesh, optimizer)
-    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
+    return compile_for_mesh(steps.lower_train_step(cfg, mesh, optimizer, schedule, state), mesh)
+
+
+def compile_for_mesh(lowered, mesh):
+    """`Compiled` program that was lowered for the devices of a mesh. Raises TooLarge."""
     try:
-        step = lowered.compile()
+        program = compile_with(compiler_options(mesh), lowered)
     except jax.errors.JaxRuntimeError as e:
         refused = too_large(str(e))
         if refused is None:
             raise
         raise refused from None
-    memory = step.memory_analysis()
+    memory = program.memory_analysis()
     arguments = memory.argument_size_in_bytes
     # not temp_size_in_bytes, which counts more than stands in memory at any time
-    return Compiled(step.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
+    return Compiled(program.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
+
+
+def compile_with(options, lowered):
+    """The compiled program, with options of the compiler. Where XLA finds no tiles for a product, without a GPU to try
+    others on, all products become calls of cuBLAS."""
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as e:
+        if "Couldn't find output tile sizes" not in str(e):
+            raise
+        return lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
+
+
+def compiler_options(mesh):
+    """Options of the compiler for the devices of a mesh, those that a run's environment gives it among them."""
+    platform = mesh.devices.flat[0].platform
+    if platform not in COMPILERS:
+        return {}
+    options = dict(COMPILERS[platform].options)
+    for flag in platforms.XLA_FLAGS[platform]:
+        name, value = flag.removeprefix("--").split("=")
+        options[name] = {"true": True, "false": False}.get(value, value)
+    return options
 
 
 def too_large(message):
@@ -193,9 +278,9 @@ def in_bytes(word):
 
 
 def ask_compiler(cfg, machine):
-    """`Compiled` train step for a slice, or None where the compiler crashes. Raises TooLarge.
+    """`Compiled` train step for a machine, or None where the compiler crashes. Raises TooLarge.
 
-    It runs in a process of its own: where one of its checks fails, the TPU compiler ends its process.
+    It runs in a process of its own: where one of its checks fails, a compiler ends its process.
     """
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -204,13 +289,13 @@ def ask_compiler(cfg, machine):
     ):
         try:
             return pool.submit(compile_for, cfg, machine).result()
-        except futures.process.BrokenProcessPool:
-            check = re.search(r"Check failed: .*\S", log.read())
-            version = importlib.metadata.version("libtpu")
-            why = f"{version}: {check[0]}" if check else version
+        except (futures.process.BrokenProcessPool, jax.errors.JaxRuntimeError) as e:
+            check = re.search(r"Check failed: .*\S|INTERNAL: .{,100}", f"{log.read()}\n{e}")
+            compiler = machine.compiler
+            why = f"{compiler.version}: {check[0]}" if check else compiler.version
             say(
-                f"the TPU compiler crashes on this step, an error of its own (libtpu {why}), and may crash on the "
-                f"machine too; these are the formulas' numbers; another mesh or width may compile"
+                f"{compiler.name} crashes on this step, an error of its own ({why}), and may crash on the machine too; "
+                f"these are the formulas' numbers; another mesh or width may compile"
             )
             return None
 
@@ -221,7 +306,7 @@ def redirect_errors(path):
 
 def compile_for(cfg, machine):
     steps.configure_jax(cfg)
-    return compile_step(cfg, slice_devices(machine))
+    return compile_step(cfg, devices_of(machine))
 
 
 # --- The answer ---------------------------------------------------------------------------------------------------
@@ -234,13 +319,14 @@ class Answer(NamedTuple):
     devices: int
     mesh: dict  # {axis: size}
     flags: dict  # {flag: value} that the search may change
-    compiled: bool  # by the TPU compiler; else all numbers come from formulas
+    compiled: bool  # by the machine's compiler; else all numbers come from formulas
     parameters: dict  # total, active, embedding
     tokens: int  # of a step on all devices
     memory: dict  # weights, optimizer, batch, activations, temporaries, total, limit
     flops: dict  # of matrix products: program, model
-    collectives: list  # dicts of axes, kind, bytes, times, seconds
-    seconds: dict  # matrix products, memory, links of each group of axes, step
+    collectives: list  # dicts of axes, kind, bytes, times, seconds and, where a compiler told, exposed seconds
+    seconds: dict  # matrix products, memory, links of each group of axes, step; nothing overlaps
+    overlapped: dict | None  # exposed seconds of the links, step, as the compiler scheduled it
     bubble: float  # share of the pipeline's ticks in which a stage idles
     tokens_per_second: float  # of all devices
     mfu: float
@@ -271,6 +357,7 @@ class Work(NamedTuple):
     flops: float  # of matrix products
     seconds: dict  # {part: seconds}, links left out
     sent: dict  # {(axes, kind): [bytes, times, devices that take part]}
+    timeline: overlap.Timeline | None  # of a program
 
 
 def compiled_work(cfg, machine, estimate, compiled):
@@ -279,12 +366,28 @@ def compiled_work(cfg, machine, estimate, compiled):
     mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
     cost = hlo.analyze(compiled.text, mesh, place.slices, place.across)
     in_kernels = estimate.scores if cost.kernels else 0
-    seconds = {
-        # the compiler does not estimate kernels: they run at half the peak
-        "matrix products": cost.matmul_cycles / chip.clock + in_kernels * 2 / chip.peak,
-        "memory": cost.other_cycles / chip.clock,
-    }
-    return Work(cost.flops + in_kernels, seconds, cost.collectives)
+    # no compiler estimates kernels: they run at half the peak
+    kernel_seconds = in_kernels * 2 / chip.peak / max(1, sum(cost.kernels.values()))
+
+    def compute_seconds(event):
+        if event.is_kernel:
+            return kernel_seconds
+        if chip.gpu:
+            return max(event.flops / chip.peak, event.moved / chip.bandwidth)
+        return event.cycles / chip.clock
+
+    def link_seconds(event):
+        return transfer_seconds(cfg, machine, event.axes, event.kind, event.bytes, event.devices)
+
+    timeline = overlap.Timeline(cost.schedule, compute_seconds, link_seconds)
+    seconds = {"matrix products": timeline.products, "memory": timeline.others}
+    return Work(cost.flops + in_kernels, seconds, cost.collectives, timeline)
+
+
+def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
+    """Seconds in which each of n devices sends so many bytes in a collective along some axes."""
+    hosts = costs.hosts_along(axes, cfg.run.n_device_axis, machine.hosts)
+    return costs.link_seconds(machine.chip, kind, n_bytes, n, hosts)
 
 
 def memory_of(estimate, limit, used=None):
@@ -302,16 +405,37 @@ def memory_of(estimate, limit, used=None):
     return memory | dict(total=sum(memory.values()), limit=limit)
 
 
-def links(work, chip):
+def links(cfg, machine, work):
     """Rows of the table of collectives, and {links: seconds} of them."""
     rows, seconds = [], {}
     for (axes, kind), (n_bytes, times, n) in sorted(work.sent.items()):
-        took = costs.link_seconds(chip, kind, n_bytes, n)
-        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=took))
-        where = "network of " if kind == hlo.ACROSS else "links of "
-        name = where + "+".join(axes)
-        seconds[name] = seconds.get(name, 0) + took
+        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times)
+        if work.timeline:
+            exposed = work.timeline.exposed[axes, kind]
+            row |= dict(seconds=exposed + work.timeline.hidden[axes, kind], exposed=exposed)
+        else:
+            row["seconds"] = transfer_seconds(cfg, machine, axes, kind, n_bytes, n)
+        rows.append(row)
+        name = links_of(row)
+        seconds[name] = seconds.get(name, 0) + row["seconds"]
     return rows, seconds
+
+
+def links_of(row):
+    """What a row of the table of collectives travels over, in words."""
+    where = "network of " if row["kind"] == hlo.ACROSS else "links of "
+    return where + "+".join(row["axes"])
+
+
+def overlapped(work, rows):
+    """`Answer.overlapped` of the rows of the table of collectives; None where no compiler told."""
+    if work.timeline is None:
+        return None
+    exposed = {}
+    for row in rows:
+        name = links_of(row)
+        exposed[name] = exposed.get(name, 0) + row["exposed"]
+    return exposed | dict(step=sum(work.seconds.values()) + sum(exposed.values()))
 
 
 def bound_by(estimate, seconds):
@@ -331,14 +455,14 @@ def answer(cfg, machine, compiled=None, refused=None):
     formulas."""
     chip = machine.chip
     estimate = costs.estimate(cfg, place_of(cfg, machine))
-    work = Work(estimate.flops, costs.compute_seconds(estimate, chip), estimate.sent)
+    work = Work(estimate.flops, costs.compute_seconds(estimate, chip), estimate.sent, None)
     memory = memory_of(estimate, chip.memory)
     if refused:
         memory = memory_of(estimate, refused.limit, refused.used)
     if compiled:
         work = compiled_work(cfg, machine, estimate, compiled)
         memory = memory_of(estimate, chip.memory, compiled.arguments + compiled.temporaries)
-    rows, seconds_of_links = links(work, chip)
+    rows, seconds_of_links = links(cfg, machine, work)
     seconds = work.seconds | seconds_of_links
     step = sum(seconds.values())
     tokens = math.prod(steps.batch_shape(cfg))
@@ -357,6 +481,7 @@ def answer(cfg, machine, compiled=None, refused=None):
         flops=dict(program=work.flops, model=of_model),
         collectives=rows,
         seconds=seconds | dict(step=step),
+        overlapped=overlapped(work, rows),
         bubble=estimate.bubble,
         tokens_per_second=tokens / step,
         mfu=of_model / step / chip.peak,
@@ -385,9 +510,23 @@ def report(cfg, machine, a):
         f"{a.flops['program'] / a.flops['model']:.2f} x the model's own",
         *collectives_table(a),
         f"step         {seconds['step']:.3f} s: {', '.join(parts)}",
+        *overlap_line(a),
         f"             {a.tokens_per_second:,.0f} tokens/s, MFU {a.mfu:.1%}, pipeline bubble {a.bubble:.1%} of ticks",
         f"run          {cfg.run.training_steps:,} steps: {a.hours:,.1f} hours, {a.chip_hours:,.0f} chip-hours",
         f"bound by     {a.bound}",
+    ]
+
+
+def overlap_line(a):
+    """A line: what the device waits for where computation runs while bytes travel."""
+    if not a.overlapped:
+        return []
+    waits = []
+    for name, exposed in a.overlapped.items():
+        if name != "step" and a.seconds[name] >= 5e-4:
+            waits.append(f"{name} {exposed:.3f} of {a.seconds[name]:.3f}")
+    return [
+        f"overlapped   {a.overlapped['step']:.3f} s, of which exposed: {', '.join(waits) or 'nothing'}"
     ]
 
 
@@ -539,7 +678,7 @@ def search(cfg, machine, compiler):
         if a.fits:
             say(f"compiling the best on {new.run.n_device_axis}")
             found[i] = new, compiled_answer(new, machine)[0]
-    return sorted(found, key=lambda pair: (not pair[1].compiled, *rank(pair[1])))
+    return sorted(found, key=lambda pair: (not pair[1].fits, not pair[1].compiled, *rank(pair[1])))
 
 
 def rank(a):
@@ -613,15 +752,18 @@ def settle(cfg, given, machine):
 
 
 def find_compiler(asked, machine):
-    """Whether the TPU compiler can be asked. Raises UserError where there is no such slice, or --plan_dump needs it."""
-    if machine.topology and importlib.util.find_spec("libtpu"):
-        slice_devices(machine)
+    """Whether to ask the machine's compiler. Raises UserError where there is no such slice, or --plan_dump needs it."""
+    if asked.by_formulas and asked.plan_dump:
+        raise UserError(
+            f"--plan_dump {asked.plan_dump}: formulas make no program; leave --by_formulas out."
+        )
+    if asked.by_formulas:
+        return False
+    if has_compiler(machine):
+        devices_of(machine)
         return True
     if asked.plan_dump:
-        why = "a GPU's program cannot be compiled without one"
-        if machine.topology:
-            why = NO_COMPILER
-        raise UserError(f"--plan_dump {asked.plan_dump}: {why}.")
+        raise UserError(f"--plan_dump {asked.plan_dump}: {machine.compiler.missing}.")
     return False
 
 
@@ -634,7 +776,7 @@ def write_program(cfg, machine, a, text):
         utils.write_file(os.path.join(folder, "step.hlo"), text)
     elif a.fits:
         raise UserError(
-            f"--plan_dump {folder}: the TPU compiler failed, so there is no program to write."
+            f"--plan_dump {folder}: {machine.compiler.name} failed, so there is no program to write."
         )
 
 
@@ -654,8 +796,8 @@ def main(cfg, given):
     else:
         best, a = cfg, answer(cfg, machine)
 
-    if machine.topology and not compiler:
-        print(NO_COMPILER)
+    if not compiler and not asked.by_formulas:
+        print(machine.compiler.missing)
     if found:
         print("\n".join(table(found)))
         print(f"the fastest: {changed(cfg, best) or 'the flags as given'}")

@@ -1,0 +1,186 @@
+"""Planning for GPUs: what XLA's compiler makes of the programs for machines with GPUs, on a machine that has none."""
+
+import math
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import flags_of
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import collectives
+import model
+import presets
+import utils
+from tools.planning import costs, gpus, hlo, plan
+from training import command_line, decoding, settings, steps
+
+pytestmark = pytest.mark.skipif(
+    not gpus.has_compiler(), reason="the packages of pyproject.toml's extra plan-gpu"
+)
+
+
+@pytest.mark.parametrize("kind", gpus.SPECS)
+def test_devices_that_exist_for_the_compiler_alone(kind):
+    machine = plan.parse_machine(f"gpu:2x4x{kind}")
+    devices = plan.gpu_devices(machine)
+    assert len(devices) == machine.n == 8
+    assert {d.process_index for d in devices[:4]} == {0}
+    assert {d.process_index for d in devices[4:]} == {1}
+    assert {(d.platform, d.device_kind) for d in devices} == {("gpu", machine.chip.kind)}
+
+
+def fail(cfg, machine):
+    """What some programs make of the compiler."""
+    raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile")
+
+
+def plan_of_tiny(**flags):
+    """Make the plan of tiny on four GPUs."""
+    cfg, given = command_line.parse(flags_of(preset="tiny", plan="gpu:4xH200", **flags))
+    plan.main(cfg, given)
+
+
+def test_formulas_answer_where_the_compiler_fails(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "compile_for", fail)
+    plan_of_tiny()
+    said = capsys.readouterr().out
+    assert "INTERNAL: Mosaic failed" in said and "memory" in said
+
+
+def test_what_does_not_fit_is_said(monkeypatch, capsys):
+    used = plan.parse_machine("gpu:4xH200").chip.memory
+    text = "ENTRY %main (x: f32[4]) -> f32[4] {\n  ROOT %c = f32[4] copy(%x)\n}"
+    compiled = plan.Compiled(text, arguments=2**30, temporaries=used)
+    monkeypatch.setattr(plan, "ask_compiler", lambda cfg, machine: compiled)
+    plan_of_tiny()
+    assert (
+        "does not fit: it needs 1.00 GiB more than a chip's 141.00 GiB" in capsys.readouterr().out
+    )
+
+
+# --- The programs of the small presets ----------------------------------------------------------------------------
+
+MACHINES = {"gpu:8xH200": (2, 2, 2), "gpu:2x8xH200": (4, 2, 2)}
+PROMPT = jax.ShapeDtypeStruct((16,), jnp.int32)
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+class Case:
+    """A preset on a machine."""
+
+    def __init__(self, preset, machine):
+        self.machine = plan.parse_machine(machine)
+        cfg = utils.replace(presets.preset(preset), n_device_axis=MACHINES[machine])
+        self.cfg = settings.validate(cfg, self.machine.n)
+        self.mesh = steps.make_mesh(self.cfg, plan.gpu_devices(self.machine))
+
+    def read(self, compiled):
+        """(`hlo.Cost`, {(axes, kind): bytes}) of a compiled program, which must fit."""
+        assert compiled.arguments + compiled.temporaries < self.machine.chip.memory
+        cost = hlo.analyze(compiled.text, dict(self.mesh.shape))
+        return cost, {key: n_bytes for key, (n_bytes, *_) in cost.collectives.items()}
+
+    def compile(self, function, *args):
+        """What `read` gives of a function of global arrays."""
+        return self.read(plan.compile_for_mesh(jax.jit(function).lower(*args), self.mesh))
+
+
+def check_bytes(sent, expected):
+    """Hold {(axes, kind): bytes} to what is expected, sums of a few numbers left out."""
+    few = 1e-4 * sum(expected.values())
+    for key in {*sent, *expected}:
+        assert sent.get(key, 0) == pytest.approx(expected.get(key, 0), rel=1e-3, abs=few), key
+
+
+@pytest.fixture(
+    params=[
+        (preset, name) for name in MACHINES for preset in ("tiny", "deepseek-tiny", "gpt2-tiny")
+    ],
+    ids=str,
+    scope="module",
+)
+def case(request):
+    return Case(*request.param)
+
+
+def test_a_train_step_costs_what_the_formulas_say(case):
+    compiled = plan.compile_step(case.cfg, list(case.mesh.devices.flat))
+    cost, sent = case.read(compiled)
+    estimate = costs.estimate(case.cfg, plan.place_of(case.cfg, case.machine))
+    outside_kernels = estimate.flops - (estimate.scores if cost.kernels else 0)
+    assert cost.flops == pytest.approx(outside_kernels, rel=0.01)
+    check_bytes(sent, {key: n_bytes for key, (n_bytes, *_) in estimate.sent.items()})
+
+
+def test_evaluation_costs_what_is_written(case):
+    cfg = case.cfg
+    M, B = cfg.data.microbatches, cfg.data.val_batch_size * cfg.run.n_device_axis[0]
+    batch = NamedSharding(case.mesh, P(*collectives.BATCH_SPEC[1:]))
+    tokens = jax.ShapeDtypeStruct((M, B // M, cfg.model.T), jnp.int32, sharding=batch)
+    args = steps.abstract_params(cfg, case.mesh), tokens, tokens, KEY, 0
+    check_as_written(case, model.make_loss(cfg, case.mesh, train=False), *args)
+
+
+def test_sampling_costs_what_is_written(case):
+    # XLA writes products of one row on a device as sums, which are not counted
+    cfg = utils.replace(case.cfg, pp_interleave=1, inference_batch=8)
+    generate = decoding.make_generate(cfg, case.mesh)
+    check_as_written(case, generate, steps.abstract_params(cfg, case.mesh), PROMPT, KEY)
+
+
+def check_as_written(case, function, *args):
+    """Hold what is compiled of a function to its operations and collectives as they are written."""
+    cost, sent = case.compile(function, *args)
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    written = defaultdict(float)
+    add_written(needed, 1, case.mesh, written)
+    # some products are sums all the same, such as those of one query with its keys
+    assert 0.97 * written["flops"] < cost.flops <= written.pop("flops")
+    check_bytes(sent, written)
+
+
+# bytes that one of n devices sends, as a multiple of the result's
+SHARES = {
+    "all_gather": ("all-gather", lambda n: (n - 1) / n),
+    "psum": ("all-reduce", lambda n: 2 * (n - 1) / n),
+    "reduce_scatter": ("reduce-scatter", lambda n: n - 1),
+    "all_to_all": ("all-to-all", lambda n: (n - 1) / n),
+    "ppermute": ("collective-permute", lambda n: 1),
+}
+
+
+def add_written(jaxpr, times, mesh, written):
+    """Add what a jaxpr that runs so many times asks for to {"flops": operations of products, (axes, kind): bytes}."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            lhs = eqn.invars[0].aval.shape
+            once = 2 * eqn.outvars[0].aval.size * math.prod(lhs[dim] for dim in contracted)
+            written["flops"] += times * once
+        elif name in SHARES:
+            add_collective(eqn, times, mesh, written)
+        elif name == "scan":
+            add_written(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], mesh, written)
+        elif name != "pallas_call":  # a kernel, whose operations the program does not tell
+            for inner in jaxprs_in_params(eqn.params):
+                add_written(inner, times, mesh, written)
+
+
+def add_collective(eqn, times, mesh, written):
+    """`add_written` of a collective."""
+    kind, share = SHARES[eqn.primitive.name]
+    named = eqn.params.get("axis_name", eqn.params.get("axes"))
+    named = named if isinstance(named, tuple) else (named,)
+    axes = tuple(axis for axis in mesh.shape if axis in named and mesh.shape[axis] > 1)
+    groups = eqn.params.get("axis_index_groups")
+    n = len(groups[0]) if groups else math.prod(mesh.shape[axis] for axis in axes)
+    if n > 1:
+        whole = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
+        written[axes, kind] += times * whole * share(n)
