@@ -229,9 +229,10 @@ def dropless(cfg):
 
 def for_devices(cfg, mesh):
     """`cfg` with what auto stands for on the devices of `mesh`."""
-    platform = mesh.devices.flat[0].platform
-    kernel = attention.choose_kernel(cfg.model.attention, platform, cfg.model.T)
-    return utils.replace(cfg, attention=kernel, experts=choose_experts(cfg.model, platform))
+    device = mesh.devices.flat[0]
+    kernel = attention.choose_kernel(cfg.model, attention.platform_of(device))
+    experts = choose_experts(cfg.model, device.platform)
+    return utils.replace(cfg, attention=kernel, experts=experts)
 
 
 def loss_chunk(mesh):
