@@ -42,6 +42,7 @@ PROGRAMS = [
     "tools/evaluate.py",
     "tools/hf.py",
     "tools/sample.py",
+    "tools/planning/exactness.py",
     "tools/planning/growth.py",
 ]
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
@@ -221,6 +222,7 @@ def wrong_command(command):
     if program in (
         "tools/ablate.py",
         "tools/bench.py",
+        "tools/planning/exactness.py",
         "tools/planning/growth.py",
         *SCRIPTS,
     ):  # take those of main.py too

@@ -463,6 +463,7 @@ class Layer(NamedTuple):
     kept: float  # channels per token that --remat dots keeps: what products with weights give
     intermediates: float  # channels per token of all that it computes
     in_experts: float  # of these, in routed experts
+    of_others: float  # of these, in partial sums of other devices' tokens
 
 
 def score_operations(cost, m, s, platform):
@@ -521,6 +522,7 @@ def layer_of(cfg, kind, platform):
         kept=kept,
         intermediates=intermediates,
         in_experts=in_experts,
+        of_others=2 * (back - D),  # of attention, and of the feed-forward
     )
 
 
@@ -590,7 +592,11 @@ def kept_channels(cfg, kind, c, place):
     if m.remat == "dots":
         return c.kept + m.model_dimension
     ratios = architecture(m.architecture).layer_cost(m, kind).kept_ratio
-    outside = ratios["gpu" if place.platform == "gpu" else "tpu"] * (c.intermediates - c.in_experts)
+    outside = c.intermediates - c.in_experts
+    if place.platform == "gpu":
+        outside = ratios["gpu"] * (outside - c.of_others)
+    else:
+        outside *= ratios["tpu"]
     return outside + fit_of(place).experts_kept * c.in_experts
 
 
@@ -711,9 +717,9 @@ GPU = Fit(
     weights=25.0,
     kept=dict(none=8.4, dots=1.0, full=0.0),
     logits=37.0,
-    experts_kept=3.5,
-    layer_copies=2.3,
-    own_copies=6.9,
+    experts_kept=3.55,
+    layer_copies=2.2,
+    own_copies=6.8,
     operands=0.14,
     operand_weights=1.5,
 )
