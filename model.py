@@ -228,8 +228,8 @@ def dropless(cfg):
 
 def for_devices(cfg, mesh):
     """`cfg` with the attention kernel that auto stands for on the devices of `mesh`."""
-    platform = mesh.devices.flat[0].platform
-    kernel = attention.choose_kernel(cfg.model.attention, platform, cfg.model.T)
+    platform = attention.platform_of(mesh.devices.flat[0])
+    kernel = attention.choose_kernel(cfg.model, platform)
     return utils.replace(cfg, attention=kernel)
 
 

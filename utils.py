@@ -223,7 +223,8 @@ class Model:
     weights are gathered over tp; where there are more tokens than weights."""
     attention: str = setting("auto", of_weights=False)
     """Kernel of the causal attention: xla writes all T x T scores to memory; blockwise computes half of them, block by
-    block; splash writes none (TPUs, T a multiple of 128). auto: splash on TPUs, else blockwise."""
+    block; splash (TPUs, T a multiple of 128) and flash (A100, H100, H200, B200; T a multiple of 64, a key and a value
+    of at most 320 channels together) write none. auto: splash or flash where it runs, else blockwise."""
 
     @property
     def head_dim(self):

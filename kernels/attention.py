@@ -4,12 +4,15 @@ A new kernel is a function with the arguments and the result of `attend`, and an
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from kernels import flash
 
 SPLASH_BLOCKS = (512, 256, 128)  # numbers of queries and keys in a block, the fastest first
 
@@ -90,48 +93,73 @@ def causal_share(T, block):
     return (1 + block / T) / 2
 
 
+def channels(m):
+    """Channels that the key and the value of a head have together, of a utils.Model."""
+    return m.head_dim + m.rope_dim + m.value_dim
+
+
 class Kernel(NamedTuple):
     """What the choice of a kernel, the checks of flags and the planner need to know about it."""
 
     function: Callable  # with the arguments and the result of `attend`
-    platforms: tuple[str, ...]  # where it runs, as jax names platforms
-    multiple: int  # of which T must be a multiple
-    score_share: Callable  # T -> the share of the T x T scores that it computes
+    platforms: tuple[str, ...]  # where it runs, as `platform_of` names them
+    score_share: Callable  # utils.Model -> the share of the T x T scores that it computes
     keeps_scores: bool  # for the backward pass, which computes them anew otherwise
+    multiple: int = 1  # of which T must be a multiple
+    channels: float = math.inf  # that a key and a value may have together
 
+    def fits(self, m):
+        """Whether it computes the attention of a utils.Model."""
+        return m.T % self.multiple == 0 and channels(m) <= self.channels
+
+
+EVERYWHERE = ("cpu", "gpu", "other gpu", "tpu")
 
 # What --attention takes beside auto. The fastest come first: auto is the first that runs.
 ATTENTION = {
     "splash": Kernel(
         splash_attention,
         platforms=("tpu",),
-        multiple=min(SPLASH_BLOCKS),
-        score_share=lambda T: causal_share(T, splash_block(T)),
+        score_share=lambda m: causal_share(m.T, splash_block(m.T)),
         keeps_scores=False,
+        multiple=min(SPLASH_BLOCKS),
+    ),
+    "flash": Kernel(
+        flash.flash_attention,
+        platforms=("gpu",),
+        score_share=lambda m: causal_share(m.T, flash.block_sizes(m.T, m.model_dtype)[0].own),
+        keeps_scores=False,
+        multiple=flash.MULTIPLE,
+        channels=flash.MOST,
     ),
     "blockwise": Kernel(
         blockwise_attention,
-        platforms=("cpu", "gpu", "tpu"),
-        multiple=1,
-        score_share=lambda T: causal_share(T, query_block(T)),
+        platforms=EVERYWHERE,
+        score_share=lambda m: causal_share(m.T, query_block(m.T)),
         keeps_scores=True,
     ),
     "xla": Kernel(
         attend,
-        platforms=("cpu", "gpu", "tpu"),
-        multiple=1,
-        score_share=lambda T: 1.0,
+        platforms=EVERYWHERE,
+        score_share=lambda m: 1.0,
         keeps_scores=True,
     ),
 }
 
 
-def choose_kernel(name, platform, T):
-    """The name of the kernel that --attention `name` stands for: auto is the first of `ATTENTION` that runs on
-    `platform` with sequences of T tokens."""
-    if name != "auto":
-        return name
-    for kernel, facts in ATTENTION.items():
-        if platform in facts.platforms and T % facts.multiple == 0:
-            return kernel
+def platform_of(device):
+    """The platform of a jax device: cpu, tpu, gpu, or "other gpu" where `flash` was not compiled for its kind."""
+    if device.platform == "gpu" and device.compute_capability not in flash.CAPABILITIES:
+        return "other gpu"
+    return device.platform
+
+
+def choose_kernel(m, platform):
+    """The name of the kernel that --attention of a utils.Model stands for: auto is the first of `ATTENTION` that runs
+    on `platform` and fits."""
+    if m.attention != "auto":
+        return m.attention
+    for name, kernel in ATTENTION.items():
+        if platform in kernel.platforms and kernel.fits(m):
+            return name
     raise ValueError(f"no attention kernel runs on platform {platform!r}")

@@ -241,6 +241,9 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--model_dimension 30": ["--model_dimension 30", "n_head"],
     "--rope_dim 7": ["--rope_dim 7"],
     "--attention splash --T 128": ["--attention splash", "TPUs", "auto"],
+    "--attention flash --T 128": ["--attention flash", "GPUs", "auto"],
+    "--attention flash --T 96": ["--T 96", "64 for --attention flash", "64 or 128"],
+    "--attention flash --T 128 --nope_dim 512": ["--attention flash", "320", "1032", "auto"],
     "--pp_interleave 3 --n_device_axis 2 2 2": ["--blocks 4", "pp x pp_interleave", "6"],
     "--experts_per_token 9": ["--experts_per_token 9", "--n_experts 8"],
     "--experts_per_token 0": ["--experts_per_token 0", "at least 1"],
@@ -297,6 +300,19 @@ def test_a_mistake_gets_a_sentence(words):
     if words != "--n_devices 16":  # only devices tell
         with pytest.raises(utils.UserError):
             command_line.check([*argv[:2], "--n_devices", "8", *argv[2:]], elsewhere=False)
+
+
+@pytest.mark.parametrize("machine, kernel", [("gpu:8xH200", "flash"), ("v4:2x2x2", "splash")])
+def test_a_plan_takes_the_kernels_of_its_machine(machine, kernel):
+    cfg = utils.replace(presets.preset("moe1b"), train_batch_size=8, val_batch_size=8)
+    for name in ("auto", "blockwise", "flash", "splash"):
+        asked = utils.replace(cfg, attention=name)
+        asked = dataclasses.replace(asked, plan=dataclasses.replace(asked.plan, plan=machine))
+        if name in ("flash", "splash") and name != kernel:
+            with pytest.raises(utils.UserError, match=f"--attention {name}: .* auto"):
+                settings.validate(asked, 8)
+        else:
+            settings.validate(asked, 8)
 
 
 def test_a_check_without_devices_refuses_nothing_that_some_devices_would_take(

@@ -157,7 +157,7 @@ def test_attention_equals_plain_loops(kind, flags):
         assert np.abs(ours[b] - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("kernel", sorted(attention.ATTENTION.keys() - {"xla"}))
+@pytest.mark.parametrize("kernel", ["blockwise", "splash"])  # flash: tests/test_flash.py
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_kernels_agree(kernel, documents, monkeypatch):
     """Outputs and gradients, for keys wider than values; the TPU's kernel is interpreted."""
@@ -186,17 +186,22 @@ def test_attention_kernels_agree(kernel, documents, monkeypatch):
 
 
 def test_auto_takes_the_fastest_kernel_that_runs():
-    assert attention.choose_kernel("auto", "tpu", 1024) == "splash"
-    assert attention.choose_kernel("auto", "tpu", 1000) == "blockwise"  # splash: multiples of 128
-    assert attention.choose_kernel("auto", "gpu", 1024) == "blockwise"
-    assert attention.choose_kernel("xla", "tpu", 1024) == "xla"
+    def choice(platform, **flags):
+        return attention.choose_kernel(small_config(attention="auto", **flags).model, platform)
+
+    assert choice("tpu", T=1024) == "splash"
+    assert choice("tpu", T=1000) == "blockwise"  # splash: multiples of 128
+    assert choice("gpu", T=1024) == "flash"
+    assert choice("cpu", T=1024) == "blockwise"
+    m = small_config(attention="xla").model
+    assert attention.choose_kernel(m, "tpu") == "xla"
 
 
 def test_shares_of_scores_that_kernels_compute():
-    for name, share in dict(
-        splash=3 / 4, blockwise=9 / 16, xla=1
-    ).items():  # 2, 8 and 1 blocks of queries
-        assert attention.ATTENTION[name].score_share(1024) == share
+    """With 2, 16, 8 and 1 blocks of queries."""
+    m = small_config(T=1024, attention="auto").model  # float32, of which flash takes small blocks
+    for name, share in dict(splash=3 / 4, flash=17 / 32, blockwise=9 / 16, xla=1).items():
+        assert attention.ATTENTION[name].score_share(m) == share
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])

@@ -422,7 +422,7 @@ def complete(cfg, n_present):
     wanted = dp * pp * tp
     if min(dp, pp, tp) < 1 or wanted != n_devices:
         simulate = ""
-        if platforms.platform() == "cpu" and not cfg.plan.plan:
+        if platform_of(cfg) == "cpu":
             simulate = f" (without an accelerator, --n_devices {wanted} simulates them)"
         raise UserError(
             f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
@@ -435,6 +435,13 @@ def complete(cfg, n_present):
         pp_interleave=r.pp_interleave or most_rounds(cfg.model.blocks, pp),
         save_steps=r.save_steps or 10 * r.eval_every,
     )
+
+
+def platform_of(cfg):
+    """The platform that a run is for: that of --plan's machine, else that of the devices here."""
+    if cfg.plan.plan:
+        return "gpu" if cfg.plan.plan.startswith("gpu:") else "tpu"
+    return platforms.platform()
 
 
 def most_rounds(blocks, pp):
@@ -488,19 +495,26 @@ def check_architecture(cfg):
 
 
 def check_attention(cfg):
-    """Raises UserError where there is no such attention kernel, or it does not run on these devices or with this T."""
-    from kernels.attention import ATTENTION  # here: it imports jax, which parsing does without
+    """Raises UserError where there is no such attention kernel, or it does not run on these devices or with this T or
+    such wide heads."""
+    from kernels import attention  # here: it imports jax, which parsing does without
 
     name, T = cfg.model.attention, cfg.model.T
     if name == "auto":
         return
-    if name not in ATTENTION:
-        near, known = utils.nearest(name, ATTENTION), ", ".join(["auto", *ATTENTION])
+    kernels = attention.ATTENTION
+    if name not in kernels:
+        near, known = utils.nearest(name, kernels), ", ".join(["auto", *kernels])
         raise UserError(f"--attention {name}: no such kernel{near}; there are {known}.")
-    kernel = ATTENTION[name]
+    kernel, channels = kernels[name], attention.channels(cfg.model)
     if T % kernel.multiple:
         raise not_a_multiple("T", T, kernel.multiple, f"{kernel.multiple} for --attention {name}")
-    if platforms.platform() not in kernel.platforms and not cfg.plan.plan:
+    if channels > kernel.channels:
+        raise UserError(
+            f"--attention {name}: this kernel has room for {kernel.channels} channels of a head's key and value "
+            f"together, and this model has {channels}; auto takes the best that fits."
+        )
+    if platform_of(cfg) not in kernel.platforms:
         there = " and ".join(f"{platform.upper()}s" for platform in kernel.platforms)
         raise UserError(
             f"--attention {name}: this kernel is for {there}; auto takes the best for the devices at hand."

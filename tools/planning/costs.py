@@ -463,8 +463,8 @@ class Layer(NamedTuple):
 
 def score_operations(cost, m, s, platform):
     """(forward, backward) operations of a layer's products of queries, keys and values."""
-    kernel = attention.ATTENTION[attention.choose_kernel(m.attention, platform, m.T)]
-    pairs = 2 * s.tokens * m.T * (m.n_head / s.tp) * kernel.score_share(m.T)
+    kernel = attention.ATTENTION[attention.choose_kernel(m, platform)]
+    pairs = 2 * s.tokens * m.T * (m.n_head / s.tp) * kernel.score_share(m)
     forward = cost.query_channels + cost.value_channels
     backward = 2 * forward
     if not kernel.keeps_scores:  # each of its two backward passes computes the scores anew

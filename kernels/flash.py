@@ -1,0 +1,294 @@
+"""Causal attention for NVIDIA GPUs that writes no scores to memory: FlashAttention-2 (arXiv:2307.08691) in Triton, by
+Pallas.
+
+A program of a kernel has one head of one sequence. It owns a block of queries and walks over their keys, or owns a
+block of keys and walks over their queries. Scores exist for one pair of blocks at a time.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+LOG2E = math.log2(math.e)  # the hardware's exponential is that of base 2
+UNSEEN = -1e30  # the score of a key that a query does not see; finite, since inf - inf is no number
+LEAST = 16  # channels that Triton multiplies at least
+MULTIPLE = 64  # of which T must be one
+
+
+class Blocks(NamedTuple):
+    """How a kernel is cut up."""
+
+    own: int  # rows that a program owns
+    walked: int  # rows of the other kind that it takes at a time; divides `own`
+    warps: int = 8
+    stages: int = 3  # of the pipeline that loads blocks ahead of their products
+
+
+# Of the forward and of the backward kernels. They leave the tensor cores of an H100 tiles that are tall enough, and fit
+# an A100's shared memory, 163 KB, up to keys and values of MOST channels together. Products in float32 run in plain
+# registers, which larger blocks would overflow.
+BLOCKS = {
+    "bfloat16": (Blocks(128, 64), Blocks(128, 32)),
+    "float32": (Blocks(64, 16, stages=2), Blocks(64, 16, stages=2)),
+}
+MOST = 320  # DeepSeek-V3's keys of 192 and values of 128
+# Of CUDA, those it was compiled for: A100; H100, H200; B200. Other GPUs have less shared memory, or are not NVIDIA's.
+CAPABILITIES = ("8.0", "9.0", "10.0")
+
+
+def block_sizes(T, dtype):
+    """`Blocks` of the forward and of the backward kernels; lower ones where T is an odd multiple of 64."""
+    blocks = BLOCKS[jnp.dtype(dtype).name]
+    if T % blocks[0].own:
+        return [kernel._replace(own=MULTIPLE, warps=4) for kernel in blocks]
+    return blocks
+
+
+# --- Parts of the kernels -----------------------------------------------------------------------------------------
+
+
+def pieces(channels):
+    """Spans of the channels whose widths are powers of two, as Triton needs them: 192 is 0:128 and 128:192."""
+    spans, begin = [], 0
+    while begin < channels:
+        width = 1 << (channels - begin).bit_length() - 1
+        spans.append(pl.ds(begin, width))
+        begin += width
+    return spans
+
+
+def load(ref, rows):
+    """Rows of ref [T, channels] in `pieces`."""
+    return [ref[rows, span] for span in pieces(ref.shape[-1])]
+
+
+def store(ref, rows, arrays):
+    """Write `pieces` to rows of ref [T, channels], in its type."""
+    for span, array in zip(pieces(ref.shape[-1]), arrays, strict=True):
+        ref[rows, span] = array.astype(ref.dtype)
+
+
+def zeros(rows, ref):
+    """`pieces` of float32 sums, as many channels as ref has."""
+    return [jnp.zeros((rows, span.size), jnp.float32) for span in pieces(ref.shape[-1])]
+
+
+def product(a, b):
+    """a b, summed in float32; with all digits where they are float32 themselves."""
+    return jnp.dot(a, b, precision="highest", preferred_element_type=jnp.float32)
+
+
+def pairs(a, b):
+    """Products of every row of a with every row of b, both in `pieces`: float32 [rows of a, rows of b]."""
+    parts = [product(x, y.T) for x, y in zip(a, b, strict=True)]
+    return functools.reduce(jnp.add, parts)
+
+
+def add_product(sums, a, b):
+    """sums + a b, with `pieces` of sums and of b."""
+    a = a.astype(b[0].dtype)
+    return [total + product(a, piece) for total, piece in zip(sums, b, strict=True)]
+
+
+def hide(scores, query, key, start):
+    """scores, UNSEEN where the query does not see the key. Positions and `start`, or None, broadcast to them."""
+    seen = key <= query
+    if start is not None:
+        seen &= key >= start
+    return jnp.where(seen, scores, UNSEEN)
+
+
+def over_keys(step, carry, first, start_ref, blocks):
+    """The carry after step(block of keys, carry, masked) for all that the queries from `first` on see: blocks below the
+    diagonal, then those on it."""
+    diagonal = first // blocks.walked
+    end = diagonal + blocks.own // blocks.walked
+    documents = start_ref is not None
+    begin = start_ref[first] // blocks.walked if documents else 0
+    carry = lax.fori_loop(begin, diagonal, functools.partial(step, masked=documents), carry)
+    return lax.fori_loop(diagonal, end, functools.partial(step, masked=True), carry)
+
+
+def over_queries(step, carry, first, last, blocks, documents):
+    """The carry after step(block of queries, carry, masked) for all up to `last` that see the keys from `first` on."""
+    diagonal = first // blocks.walked
+    below = diagonal + blocks.own // blocks.walked
+    end = pl.cdiv(last, blocks.walked)
+    carry = lax.fori_loop(diagonal, below, functools.partial(step, masked=True), carry)
+    return lax.fori_loop(below, end, functools.partial(step, masked=documents), carry)
+
+
+# --- Kernels ------------------------------------------------------------------------------------------------------
+
+
+def flash_forward(q_ref, k_ref, v_ref, start_ref, out_ref, lse_ref, *, blocks):
+    """A block of the output and of log2 of the sum of exp(scores) (algorithm 1)."""
+    block = pl.num_programs(0) - 1 - pl.program_id(0)  # those with the most keys go first
+    rows = pl.ds(block * blocks.own, blocks.own)
+    position = rows.start + jnp.arange(blocks.own)
+    start = None if start_ref is None else start_ref[rows][:, None]
+    q = load(q_ref, rows)
+
+    def step(j, carry, masked):
+        largest, total, out = carry
+        keys = pl.ds(j * blocks.walked, blocks.walked)
+        scores = pairs(q, load(k_ref, keys))
+        if masked:
+            key = keys.start + jnp.arange(blocks.walked)
+            scores = hide(scores, position[:, None], key[None], start)
+        now = jnp.maximum(largest, LOG2E * scores.max(1))
+        weights = jnp.exp2(LOG2E * scores - now[:, None])
+        decay = jnp.exp2(largest - now)
+        out = [decay[:, None] * piece for piece in out]
+        out = add_product(out, weights, load(v_ref, keys))
+        return now, decay * total + weights.sum(1), out
+
+    largest = jnp.full(blocks.own, UNSEEN, jnp.float32)
+    total = jnp.zeros(blocks.own, jnp.float32)
+    carry = largest, total, zeros(blocks.own, v_ref)
+    largest, total, out = over_keys(step, carry, rows.start, start_ref, blocks)
+    store(out_ref, rows, [piece / total[:, None] for piece in out])
+    lse_ref[rows] = largest + jnp.log2(total)
+
+
+def flash_backward_queries(
+    q_ref, k_ref, v_ref, start_ref, g_ref, lse_ref, inner_ref, dq_ref, *, blocks
+):
+    """A block of the queries' gradient (algorithm 2)."""
+    block = pl.num_programs(0) - 1 - pl.program_id(0)
+    rows = pl.ds(block * blocks.own, blocks.own)
+    position = rows.start + jnp.arange(blocks.own)
+    start = None if start_ref is None else start_ref[rows][:, None]
+    q, g = load(q_ref, rows), load(g_ref, rows)
+    lse, inner = lse_ref[rows][:, None], inner_ref[rows][:, None]
+
+    def step(j, dq, masked):
+        keys = pl.ds(j * blocks.walked, blocks.walked)
+        k = load(k_ref, keys)
+        scores = pairs(q, k)
+        if masked:
+            key = keys.start + jnp.arange(blocks.walked)
+            scores = hide(scores, position[:, None], key[None], start)
+        weights = jnp.exp2(LOG2E * scores - lse)
+        d_scores = weights * (pairs(g, load(v_ref, keys)) - inner)
+        return add_product(dq, d_scores, k)
+
+    dq = over_keys(step, zeros(blocks.own, q_ref), rows.start, start_ref, blocks)
+    store(dq_ref, rows, dq)
+
+
+def flash_backward_keys(
+    q_ref, k_ref, v_ref, start_ref, g_ref, lse_ref, inner_ref, end_ref, dk_ref, dv_ref, *, blocks
+):
+    """A block of the gradients of keys and values (algorithm 2). Its scores are transposed: a row for each key."""
+    block = pl.program_id(0)
+    rows = pl.ds(block * blocks.own, blocks.own)
+    position = rows.start + jnp.arange(blocks.own)
+    k, v = load(k_ref, rows), load(v_ref, rows)
+    documents = start_ref is not None
+
+    def step(i, carry, masked):
+        dk, dv = carry
+        queries = pl.ds(i * blocks.walked, blocks.walked)
+        q, g = load(q_ref, queries), load(g_ref, queries)
+        scores = pairs(k, q)
+        if masked:
+            query = queries.start + jnp.arange(blocks.walked)
+            start = start_ref[queries][None] if documents else None
+            scores = hide(scores, query[None], position[:, None], start)
+        weights = jnp.exp2(LOG2E * scores - lse_ref[queries][None])
+        d_scores = weights * (pairs(v, g) - inner_ref[queries][None])
+        return add_product(dk, d_scores, q), add_product(dv, weights, g)
+
+    carry = zeros(blocks.own, k_ref), zeros(blocks.own, v_ref)
+    last = end_ref[block] if documents else q_ref.shape[0]
+    dk, dv = over_queries(step, carry, rows.start, last, blocks, documents)
+    store(dk_ref, rows, dk)
+    store(dv_ref, rows, dv)
+
+
+# --- Calls --------------------------------------------------------------------------------------------------------
+# Arrays are [B, T, H, channels] here, as products with weights leave them: so XLA transposes none.
+
+
+def of_a_head(array):
+    """What a program sees of [B, T, H, channels], of [B, H, T], or of [B, n] that all heads share."""
+    if array is None:
+        return None
+    if array.ndim == 2:
+        return pl.BlockSpec((None, array.shape[1]), lambda t, h, b: (b, 0))
+    if array.ndim == 3:
+        return pl.BlockSpec((None, None, array.shape[2]), lambda t, h, b: (b, h, 0))
+    _, T, _, channels = array.shape
+    return pl.BlockSpec((None, T, None, channels), lambda t, h, b: (b, 0, h, 0))
+
+
+def call(kernel, blocks, inputs, outputs):
+    """Run a kernel for all blocks, heads and sequences; the first input is q. Returns arrays like `outputs`."""
+    from jax.experimental.pallas import triton  # here: not every platform's jax has it
+
+    B, T, H, _ = inputs[0].shape
+    return pl.pallas_call(
+        functools.partial(kernel, blocks=blocks),
+        grid=(T // blocks.own, H, B),
+        in_specs=[of_a_head(array) for array in inputs],
+        out_specs=[of_a_head(array) for array in outputs],
+        out_shape=outputs,
+        compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        name=kernel.__name__,
+    )(*inputs)
+
+
+def like(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+@jax.custom_vjp
+def flash(q, k, v, start):
+    """`flash_attention` of [B, T, H, channels], channels a multiple of LEAST."""
+    out, _ = _flash_forward(q, k, v, start)
+    return out
+
+
+def _flash_forward(q, k, v, start):
+    B, T, H, _ = q.shape
+    blocks, _ = block_sizes(T, q.dtype)
+    lse = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    out, lse = call(flash_forward, blocks, (q, k, v, start), (like(v), lse))
+    return out, (q, k, v, start, out, lse)
+
+
+def _flash_backward(kept, g):
+    q, k, v, start, out, lse = kept
+    _, blocks = block_sizes(q.shape[1], q.dtype)
+    inner = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), -1).swapaxes(1, 2)
+    inputs = q, k, v, start, g, lse, inner
+    (dq,) = call(flash_backward_queries, blocks, inputs, (like(q),))
+    end = None if start is None else last_queries(start, blocks.own)
+    dk, dv = call(flash_backward_keys, blocks, (*inputs, end), (like(k), like(v)))
+    return dq, dk, dv, None
+
+
+flash.defvjp(_flash_forward, _flash_backward)
+
+
+def last_queries(start, size):
+    """Where the queries end that see any of a block of `size` keys: [B, T / size]. `start` [B, T] never falls."""
+    last_key = jnp.arange(size - 1, start.shape[1], size)
+    return jnp.sum(start[:, None] <= last_key[:, None], -1, dtype=jnp.int32)
+
+
+def flash_attention(q, k, v, position, start):
+    """`attention.attend` of whole sequences, T a multiple of 64, in types of BLOCKS. `start` never falls along T."""
+
+    def padded(array):
+        array = array.swapaxes(1, 2)
+        return jnp.pad(array, [(0, 0)] * 3 + [(0, -array.shape[-1] % LEAST)])
+
+    out = flash(padded(q), padded(k), padded(v), start)
+    return out[..., : v.shape[-1]].swapaxes(1, 2)

@@ -1,0 +1,271 @@
+"""The attention kernel for GPUs: interpreted on the CPU against plain attention, and compiled for GPUs that are not
+here."""
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import SMALL_GPT2, furthest, make_params, random_batch, small_config
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+import presets
+import utils
+from kernels import attention, flash
+from tools.planning import gpus
+from training import steps
+
+gpu_compiler = pytest.mark.skipif(
+    not gpus.has_compiler(), reason="the packages of pyproject.toml's extra plan-gpu"
+)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels as plain operations, as a CPU can run them."""
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+
+
+# --- Against plain attention --------------------------------------------------------------------------------------
+
+# B, H, T, K, V: widths that are no powers of two, or no multiples of what the kernel multiplies; one block, many blocks
+# of 128 queries, and multiples of 64 alone
+SHAPES = [
+    (1, 1, 64, 16, 16),
+    (2, 1, 64, 5, 7),
+    (1, 7, 64, 17, 33),
+    (3, 1, 64, 24, 40),
+    (1, 3, 128, 64, 64),
+    (1, 5, 128, 48, 32),
+    (3, 2, 128, 192, 64),
+    (2, 3, 192, 32, 48),
+    (2, 2, 192, 8, 100),
+    (1, 2, 256, 192, 128),
+    (1, 1, 320, 96, 64),
+    (1, 1, 384, 80, 16),
+]
+
+
+def inputs(shape, dtype, seed=0):
+    """Scaled queries, keys, values and the gradient of the output."""
+    B, H, T, K, V = shape
+    rng = np.random.default_rng(seed)
+    q, k, v, g = (rng.standard_normal((B, H, T, n)) for n in (K, K, V, V))
+    return [jnp.asarray(a, dtype) for a in (q * K**-0.5, k, v, g)]
+
+
+def document_starts(B, T, seed=0):
+    """`start` [B, T] of documents that begin anywhere, some of them with one token."""
+    begins = np.random.default_rng(seed).random((B, T)) < 0.05
+    starts = np.maximum.accumulate(np.where(begins, np.arange(T), 0), 1)
+    return jnp.asarray(starts, jnp.int32)
+
+
+def output_and_gradients(kernel, q, k, v, g, start):
+    """Of a kernel of `attention.ATTENTION`: the output, and what g makes of q, k and v."""
+    function = attention.ATTENTION[kernel].function
+    position = jnp.arange(q.shape[2])[None]
+
+    @jax.jit
+    def run(q, k, v):
+        out, transpose = jax.vjp(lambda q, k, v: function(q, k, v, position, start), q, k, v)
+        return out, *transpose(g.astype(out.dtype))
+
+    return [np.float32(a) for a in run(q, k, v)]
+
+
+@pytest.mark.parametrize(
+    "shape, documents", [(s, True) for s in SHAPES] + [(s, False) for s in SHAPES[::3]]
+)
+def test_output_and_gradients_equal_those_of_xla(shape, documents, interpreted):
+    start = document_starts(shape[0], shape[2]) if documents else None
+    short = inputs(shape, jnp.bfloat16)
+    long = [a.astype(jnp.float32) for a in short]
+    exact = output_and_gradients("xla", *long, start)
+    assert furthest(exact, output_and_gradients("flash", *long, start))[0] < 1e-5
+    rounded = output_and_gradients("flash", *short, start)
+    assert furthest(exact, rounded)[0] < 2**-7
+    for a, b in zip(exact, rounded):
+        assert np.square(a - b).mean() < 2**-16 * np.square(a).mean()  # bfloat16 has 8 digits
+
+
+def seen_by_loops(start, T):
+    """[T, T], whether a query sees a key, from the contract of `attention.attend`."""
+    seen = np.zeros((T, T), bool)
+    for query in range(T):
+        seen[query, start[query] : query + 1] = True
+    return seen
+
+
+def test_queries_see_their_document_up_to_themselves(interpreted):
+    """What the output's gradient says of every pair, whatever the scores are."""
+    T = 128
+    start = document_starts(1, T)
+    q, k, _, _ = inputs((1, 1, T, 16, T), jnp.float32)
+    each_key = jnp.eye(T)[None, None]  # the output is the weight of every key
+    weights, *_ = output_and_gradients("flash", q, k, each_key, each_key, start)
+    assert ((weights[0, 0] > 0) == seen_by_loops(start[0], T)).all()
+    assert np.allclose(weights.sum(-1), 1, atol=1e-6)
+
+
+WRONG = {
+    "the next token": lambda query, key, start: (query + 1, key, start),
+    "not itself": lambda query, key, start: (query - 1, key, start),
+    "other documents": lambda query, key, start: (query, key, None),
+    "the document before": lambda query, key, start: (query, key, start - 1),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_mask_is_found(wrong, interpreted, monkeypatch):
+    hide = flash.hide
+    change = WRONG[wrong]
+    monkeypatch.setattr(flash, "hide", lambda scores, *positions: hide(scores, *change(*positions)))
+    arrays = inputs((1, 1, 64, 16, 16), jnp.float32)
+    start = document_starts(1, 64)
+    ours = output_and_gradients("flash", *arrays, start)
+    theirs = output_and_gradients("xla", *arrays, start)
+    assert not furthest(theirs, ours)[0] < 1e-2  # or it is no number
+
+
+# --- In a model ---------------------------------------------------------------------------------------------------
+
+
+def loss_and_gradients(cfg):
+    mesh = steps.make_mesh(cfg)
+    tokens, targets = random_batch(cfg, mesh)
+    f = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
+    out = f(make_params(cfg, mesh), tokens[0], targets[0], jax.random.key(7), jnp.int32(0))
+    return jax.tree.map(np.asarray, out)
+
+
+@pytest.mark.parametrize(
+    "mesh, flags",
+    [
+        ((2, 2, 2), dict(v_dim=10, blocks=2, layers_per_block=1, moe_rope=True, remat="full")),
+        ((1, 1, 1), dict(SMALL_GPT2, blocks=1, remat="none")),
+    ],
+)
+def test_loss_and_gradients_of_a_model(mesh, flags, interpreted):
+    flags = dict(flags, T=64, document_mask=True, end_of_text=7)
+    cfg = small_config(mesh, sequences=8, **flags)
+    (loss, _), gradients = loss_and_gradients(utils.replace(cfg, attention="flash"))
+    (loss_, _), gradients_ = loss_and_gradients(utils.replace(cfg, attention="xla"))
+    assert abs(loss - loss_) < 1e-6 * abs(loss_)
+    assert furthest(gradients_, gradients)[0] < 1e-5
+
+
+# --- The choice, and what the plan counts -------------------------------------------------------------------------
+
+
+def test_auto_takes_flash_where_it_runs():
+    m = presets.preset("deepseek-v3-671b").model
+    assert attention.choose_kernel(m, "gpu") == "flash"
+    for other in (dict(T=1000), dict(nope_dim=256)):  # no multiple of 64; 256 + 64 + 128 channels
+        changed = utils.replace(presets.preset("deepseek-v3-671b"), **other).model
+        assert attention.choose_kernel(changed, "gpu") == "blockwise"
+    assert attention.choose_kernel(m, "other gpu") == "blockwise"
+
+
+def test_flash_is_for_the_gpus_it_was_compiled_for():
+    def platform(capability):
+        return attention.platform_of(SimpleNamespace(platform="gpu", compute_capability=capability))
+
+    assert platform("8.0") == platform("9.0") == "gpu"
+    # a T4; an RTX 4090, whose blocks have 99 KB of shared memory; an MI300
+    assert platform("7.5") == platform("8.9") == platform("gfx942") == "other gpu"
+
+
+def count(block, n, masked):
+    """A step that counts blocks."""
+    return n + 1
+
+
+@pytest.mark.parametrize("dtype", flash.BLOCKS)
+@pytest.mark.parametrize("T", [64, 128, 192, 640])
+def test_kernels_compute_the_scores_that_the_plan_counts(T, dtype):
+    cfg = utils.replace(presets.preset("tiny"), T=T, model_dtype=dtype)
+    wanted = attention.ATTENTION["flash"].score_share(cfg.model) * T * T
+    for blocks in flash.block_sizes(T, dtype):
+        firsts = range(0, T, blocks.own)
+        with jax.disable_jit():
+            by_queries = sum(flash.over_keys(count, 0, first, None, blocks) for first in firsts)
+            by_keys = sum(flash.over_queries(count, 0, first, T, blocks, False) for first in firsts)
+        assert by_queries * blocks.own * blocks.walked == wanted
+        assert by_keys * blocks.own * blocks.walked == wanted
+
+
+def test_documents_leave_out_blocks_that_none_sees():
+    """Two documents of half a sequence: each costs what a sequence of its length costs."""
+    T, blocks = 512, flash.Blocks(128, 32)
+    firsts = range(0, T, blocks.own)
+    start = jnp.where(jnp.arange(T) < T // 2, 0, T // 2)
+    ends = flash.last_queries(start[None], blocks.own)[0]
+    with jax.disable_jit():
+        half = sum(flash.over_keys(count, 0, first, None, blocks) for first in firsts[:2])
+        by_queries = sum(flash.over_keys(count, 0, first, start, blocks) for first in firsts)
+        by_keys = sum(
+            flash.over_queries(count, 0, first, end, blocks, True)
+            for first, end in zip(firsts, ends)
+        )
+    assert by_queries == by_keys == 2 * half
+
+
+# --- Compiled -----------------------------------------------------------------------------------------------------
+
+
+def head_shapes():
+    """(K, V, dtype) of every attention of the presets."""
+    shapes = set()
+    for name in presets.PRESETS:
+        m = presets.preset(name).model
+        for rope in (m.rope_dim, m.rope_dim if m.moe_rope else 0):
+            shapes.add((m.head_dim + rope, m.value_dim, m.model_dtype))
+    return sorted(shapes)
+
+
+def compiled_for(kind, K, V, dtype, documents, function, T=1024, **options):
+    """The program of a GPU for function(q, k, v, start), inside a shard_map as model.py has it."""
+    mesh = Mesh(np.array(gpus.devices(kind, 1, 1)), ("x",))
+    sharding = NamedSharding(mesh, P())
+
+    def array(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    start = array(2, T, dtype=jnp.int32) if documents else None
+    arrays = array(2, 3, T, K), array(2, 3, T, K), array(2, 3, T, V), start
+    whole = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(whole).lower(*arrays).compile(options).as_text()
+
+
+def forward(q, k, v, start):
+    return flash.flash_attention(q, k, v, None, start)
+
+
+def gradients(*arrays):
+    return jax.grad(lambda *arrays: forward(*arrays).astype(jnp.float32).sum(), (0, 1, 2))(*arrays)
+
+
+@gpu_compiler
+@pytest.mark.parametrize(
+    "shape, kind",
+    [*itertools.product(head_shapes(), ["A100", "H100"]), ((192, 128, "bfloat16"), "B200")],
+)
+def test_heads_of_all_presets_compile(shape, kind):
+    """Forward and backward, within the shared memory of these GPUs."""
+    program = compiled_for(kind, *shape, True, gradients)
+    assert program.count("xla.gpu.triton") == 3
+
+
+@gpu_compiler
+@pytest.mark.parametrize("kind", ["A100", "H100"])
+@pytest.mark.parametrize("shape", [s for s in head_shapes() if s[-1] == "bfloat16"])
+def test_forward_kernel_keeps_its_numbers_in_registers(kind, shape):
+    no_spills = dict(xla_gpu_fail_ptx_compilation_on_register_spilling=True)
+    compiled_for(kind, *shape, False, forward, **no_spills)
