@@ -103,24 +103,29 @@ def hide(scores, query, key, start):
     return jnp.where(seen, scores, UNSEEN)
 
 
+# Both walk over the diagonal first. It has a fixed number of blocks, at least one: where a loop from zeros may have no
+# turn at all, the assembler lets no two products of a Hopper GPU overlap.
+
+
 def over_keys(step, carry, first, start_ref, blocks):
-    """The carry after step(block of keys, carry, masked) for all that the queries from `first` on see: blocks below the
-    diagonal, then those on it."""
+    """The carry after step(block of keys, carry, masked) for all that the queries from `first` on see: blocks on the
+    diagonal, then those before it."""
     diagonal = first // blocks.walked
     end = diagonal + blocks.own // blocks.walked
     documents = start_ref is not None
     begin = start_ref[first] // blocks.walked if documents else 0
-    carry = lax.fori_loop(begin, diagonal, functools.partial(step, masked=documents), carry)
-    return lax.fori_loop(diagonal, end, functools.partial(step, masked=True), carry)
+    carry = lax.fori_loop(diagonal, end, functools.partial(step, masked=True), carry)
+    return lax.fori_loop(begin, diagonal, functools.partial(step, masked=documents), carry)
 
 
 def over_queries(step, carry, first, last, blocks, documents):
-    """The carry after step(block of queries, carry, masked) for all up to `last` that see the keys from `first` on."""
+    """The carry after step(block of queries, carry, masked) for all up to `last` that see the keys from `first` on:
+    blocks on the diagonal, then those after it."""
     diagonal = first // blocks.walked
-    below = diagonal + blocks.own // blocks.walked
+    after = diagonal + blocks.own // blocks.walked
     end = pl.cdiv(last, blocks.walked)
-    carry = lax.fori_loop(diagonal, below, functools.partial(step, masked=True), carry)
-    return lax.fori_loop(below, end, functools.partial(step, masked=documents), carry)
+    carry = lax.fori_loop(diagonal, after, functools.partial(step, masked=True), carry)
+    return lax.fori_loop(after, end, functools.partial(step, masked=documents), carry)
 
 
 # --- Kernels ------------------------------------------------------------------------------------------------------
