@@ -103,8 +103,8 @@ def hide(scores, query, key, start):
     return jnp.where(seen, scores, UNSEEN)
 
 
-# Both walk over the diagonal first. It has a fixed number of blocks, at least one: where a loop from zeros may have no
-# turn at all, the assembler lets no two products of a Hopper GPU overlap.
+# Both walk over the diagonal first. It has a fixed number of blocks, at least one: after a loop that may have no turn
+# at all, the assembler lets no two products of a Hopper GPU overlap.
 
 
 def over_keys(step, carry, first, start_ref, blocks):
@@ -129,10 +129,13 @@ def over_queries(step, carry, first, last, blocks, documents):
 
 
 # --- Kernels ------------------------------------------------------------------------------------------------------
+# Each ref is one head's part of an array: q, k and their gradients [T, K]; v, the output, its gradient g and that of v
+# [T, V]; start (or None), lse and inner [T]. Of a query, lse is log2 of its sum of exp(scores), and inner is its output
+# times g.
 
 
 def flash_forward(q_ref, k_ref, v_ref, start_ref, out_ref, lse_ref, *, blocks):
-    """A block of the output and of log2 of the sum of exp(scores) (algorithm 1)."""
+    """A block of the output and of lse (algorithm 1)."""
     block = pl.num_programs(0) - 1 - pl.program_id(0)  # those with the most keys go first
     rows = pl.ds(block * blocks.own, blocks.own)
     position = rows.start + jnp.arange(blocks.own)
@@ -190,7 +193,8 @@ def flash_backward_queries(
 def flash_backward_keys(
     q_ref, k_ref, v_ref, start_ref, g_ref, lse_ref, inner_ref, end_ref, dk_ref, dv_ref, *, blocks
 ):
-    """A block of the gradients of keys and values (algorithm 2). Its scores are transposed: a row for each key."""
+    """A block of the gradients of keys and values (algorithm 2). Scores are transposed: a row for each key. Before end
+    [T / blocks.own], or None, stand all queries that see any key of a block."""
     block = pl.program_id(0)
     rows = pl.ds(block * blocks.own, blocks.own)
     position = rows.start + jnp.arange(blocks.own)
@@ -289,7 +293,8 @@ def last_queries(start, size):
 
 
 def flash_attention(q, k, v, position, start):
-    """`attention.attend` of whole sequences, T a multiple of 64, in types of BLOCKS. `start` never falls along T."""
+    """`attention.attend` of whole sequences: T is a multiple of 64, the type one of BLOCKS, and `start` never falls
+    along T."""
 
     def padded(array):
         array = array.swapaxes(1, 2)
