@@ -1,6 +1,7 @@
 """Planning for GPUs: what XLA's compiler makes of the programs for machines with GPUs, on a machine that has none."""
 
 import math
+import re
 from collections import defaultdict
 
 import jax
@@ -155,10 +156,15 @@ SHARES = {
 }
 
 
-def add_written(jaxpr, times, mesh, written):
-    """Add what a jaxpr that runs so many times asks for to {"flops": operations of products, (axes, kind): bytes}."""
+def add_written(jaxpr, times, mesh, written, trips=1):
+    """Add what a jaxpr that runs so many times asks for to {"flops": operations of products, (axes, kind): bytes}.
+
+    trips: how often loops run whose trips depend on the data, as the scope around them says.
+    """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        expected = re.search(r"expected_trips_(\d+)", str(eqn.source_info.name_stack))
+        inside = int(expected[1]) if expected else trips
         if name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             lhs = eqn.invars[0].aval.shape
@@ -167,10 +173,12 @@ def add_written(jaxpr, times, mesh, written):
         elif name in SHARES:
             add_collective(eqn, times, mesh, written)
         elif name == "scan":
-            add_written(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], mesh, written)
+            again = times * eqn.params["length"]
+            add_written(eqn.params["jaxpr"].jaxpr, again, mesh, written, inside)
         elif name != "pallas_call":  # a kernel, whose operations the program does not tell
+            again = inside if name == "while" else 1
             for inner in jaxprs_in_params(eqn.params):
-                add_written(inner, times, mesh, written)
+                add_written(inner, times * again, mesh, written, inside)
 
 
 def add_collective(eqn, times, mesh, written):
