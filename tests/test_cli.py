@@ -256,6 +256,11 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--layers_per_block 0": ["--layers_per_block 0", "at least 1"],
     "--n_groups 3": ["--n_experts 8", "n_groups", "6 or 9"],
     "--n_groups 8": ["--n_groups 8", "two experts"],
+    "--experts tiles --capacity_factor 1.5": [
+        "--experts tiles",
+        "--capacity_factor 1.5",
+        "buckets",
+    ],
     "--n_groups 4 --k_groups 5": ["--k_groups 5", "--n_groups 4"],
     "--n_groups 4 --k_groups 1 --experts_per_token 3": ["--k_groups 1", "--experts_per_token 3"],
     "--rope_factor 0.5": ["--rope_factor 0.5", "at least 1"],

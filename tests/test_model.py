@@ -17,7 +17,7 @@ import model
 import presets
 import utils
 from architectures import deepseek, experts, layers, parameters
-from kernels import attention, loss
+from kernels import attention, grouped, loss
 from training import decoding, settings, steps
 from training.optimizer import make_optimizer
 
@@ -294,11 +294,20 @@ def experts_by_loops(p, x, m, capacity):
 
 
 @pytest.mark.parametrize(
-    "capacity_factor, norm_topk_prob", [(0.0, False), (1.0, True), (1.25, True)]
+    "experts_flag, capacity_factor, norm_topk_prob",
+    [
+        ("tiles", 0.0, False),
+        ("buckets", 0.0, False),
+        ("buckets", 1.0, True),
+        ("buckets", 1.25, True),
+    ],
 )
-def test_experts_equal_plain_loops(capacity_factor, norm_topk_prob):
+def test_experts_equal_plain_loops(experts_flag, capacity_factor, norm_topk_prob):
     cfg = small_config(
-        capacity_factor=capacity_factor, norm_topk_prob=norm_topk_prob, routed_scaling=1.3
+        experts=experts_flag,
+        capacity_factor=capacity_factor,
+        norm_topk_prob=norm_topk_prob,
+        routed_scaling=1.3,
     )
     m, p = cfg.model, layer_params(cfg, "moe")
     x = np.random.default_rng(0).standard_normal((2, 16, 32)).astype(np.float32)
@@ -322,6 +331,39 @@ def test_experts_equal_plain_loops(capacity_factor, norm_topk_prob):
             share = (scores / scores.sum(-1, keepdims=True))[16 * b : 16 * b + 16, e].mean()
             balance += f * share
     assert abs(load.loss - balance) < 1e-4
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_grouped_products_equal_a_product_for_each_row(branches):
+    """Forward and every gradient, with experts that have no rows, a part of a tile, and tiles of both sizes."""
+    counts, D, F = np.array([0, 5, 300, 32, 0, 70]), 8, 12
+    begins = grouped.group_begins(jnp.array(counts))
+    size = grouped.row_space(counts.sum(), len(counts))
+    owner = np.full(size, -1)
+    for expert, count in enumerate(counts):
+        owner[int(begins[expert]) : int(begins[expert]) + count] = expert
+    there = (owner >= 0)[:, None]
+
+    rng = np.random.default_rng(0)
+    rows = there * rng.standard_normal((size, D))
+    gates = there * rng.random((size, 1))
+    up = rng.standard_normal((len(counts), branches, D, F)) / D**0.5
+    down = rng.standard_normal((len(counts), D, F)) / F**0.5
+    operands = [jnp.float32(a) for a in (rows, gates, up, down)]
+    d_out = jnp.float32(there * rng.standard_normal((size, D)))
+
+    def each_row(rows, gates, up, down):
+        h = layers.activate(jnp.einsum("nd,ngdf->ngf", rows, up[owner])) * gates
+        return jnp.einsum("nf,ndf->nd", h, down[owner])
+
+    def in_tiles(*operands):
+        return grouped.grouped_feed_forward(layers.activate, 64, *operands, begins)
+
+    ours, transpose = jax.vjp(in_tiles, *operands)
+    theirs, transpose_ = jax.vjp(each_row, *operands)
+    assert np.abs(ours - theirs).max() < 1e-5
+    for a, b in zip(transpose(d_out), transpose_(d_out), strict=True):
+        assert np.abs(a - b).max() < 1e-5 * np.abs(b).max()
 
 
 def test_dropped_tokens_pass_by_on_the_residual():
