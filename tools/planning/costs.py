@@ -594,10 +594,26 @@ def kept_channels(cfg, kind, c, place):
     ratios = architecture(m.architecture).layer_cost(m, kind).kept_ratio
     outside = c.intermediates - c.in_experts
     if place.platform == "gpu":
-        outside = ratios["gpu"] * (outside - c.of_others)
+        outside = ratios["gpu"] * (outside - c.of_others) + SCORES_KEPT * kept_scores(cfg, kind, c)
     else:
         outside *= ratios["tpu"]
     return outside + fit_of(place).experts_kept * c.in_experts
+
+
+def kept_scores(cfg, kind, c):
+    """Scores per token of a `Layer` whose backward pass does not compute them anew."""
+    if c.scores_backward > 2 * c.scores:
+        return 0
+    cost = architecture(cfg.model.architecture).layer_cost(cfg.model, kind)
+    scores = c.scores / (2 * (cost.query_channels + cost.value_channels))
+    return scores / sizes(cfg).own_tokens
+
+
+def kept_weights(cfg, place, weights):
+    """Bytes of weights that --remat none keeps on GPUs: of each layer, every time that it runs."""
+    if place.platform != "gpu" or cfg.model.remat != "none":
+        return 0
+    return sizes(cfg).bytes * weights.used / cfg.run.accumulation_steps
 
 
 def recomputed_flops(cfg, c):
@@ -712,17 +728,18 @@ class Fit(NamedTuple):
 PLAIN = Fit(1.25, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0)
 FUSED = Fit(1.0, 2.8, 9.0, dict(none=3.0, dots=6.0, full=29.0), 35.0)  # see Chip.fuses
 GPU = Fit(
-    logit_copies=1.45,
+    logit_copies=1.44,
     intermediates=4.8,
     weights=25.0,
     kept=dict(none=8.4, dots=1.0, full=0.0),
     logits=37.0,
-    experts_kept=3.55,
-    layer_copies=2.2,
-    own_copies=6.8,
+    experts_kept=1.41,
+    layer_copies=2.4,
+    own_copies=6.0,
     operands=0.14,
     operand_weights=1.5,
 )
+SCORES_KEPT = 4.2  # numbers that --remat none keeps on GPUs per score, where a kernel keeps scores
 MUON_COPIES = 10.0  # traffic per byte of the matrices that Muon brings together and of their blocks
 
 
@@ -800,7 +817,7 @@ def estimate(cfg, place=Place()):
         weights=4 * weights.stored,
         optimizer=4 * weights.moments,
         batch=8 * accumulation * s.own * s.B * s.T / s.tp,
-        activations=layers.kept,
+        activations=layers.kept + kept_weights(cfg, place, weights),
         workspace=workspace(cfg, fit, weights, layers, head),
         bubble=(s.pp - 1) / s.ticks,
         pipeline_share=layers.pipelined / flops,
