@@ -28,9 +28,8 @@ class LayerCost(NamedTuple):
     products: int  # channels of attention's products, of all heads, without the last product
     branches: int  # matrices that lead into the feed-forward
     ffn_width: int  # hidden width of the dense feed-forward or of all shared experts; 0: none
-    kept_ratio: (
-        dict  # {platform: channels that --remat none keeps per channel of intermediates}, fitted
-    )
+    # {platform: channels that --remat none keeps per channel of intermediates}, fitted
+    kept_ratio: dict
 
 
 class Architecture(NamedTuple):

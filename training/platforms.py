@@ -26,9 +26,8 @@ XLA_FLAGS = {
     "gpu": ["--xla_gpu_enable_latency_hiding_scheduler=true"],
     "tpu": ["--xla_tpu_enable_async_all_to_all=true"],
 }
-FLAGS_VARIABLE = {
-    "tpu": "LIBTPU_INIT_ARGS"
-}  # from which the compiler reads them; of all others XLA_FLAGS
+# Where a platform's compiler reads them from; all others from XLA_FLAGS.
+FLAGS_VARIABLE = {"tpu": "LIBTPU_INIT_ARGS"}
 
 
 # What the user chose, read here before jax is imported, which chooses by itself.

@@ -66,9 +66,8 @@ class Cost(NamedTuple):
     kernels: dict  # {name: times that it runs} of custom kernels, whose operations the program does not tell
     sent: dict  # {axes: bytes}: axes such as ("dp", "tp"), over which one collective runs
     collectives: dict  # {(axes, kind): [bytes, times, devices that take part]}
-    schedule: (
-        list  # of Compute, Transfer, Wait and Loop, in the order in which a device begins them
-    )
+    # of Compute, Transfer, Wait and Loop, in the order in which a device begins them
+    schedule: list
 
 
 class Compute(NamedTuple):

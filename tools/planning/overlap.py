@@ -18,10 +18,8 @@ class Timeline:
 
     def __init__(self, schedule, compute_seconds, link_seconds):
         self.compute_seconds, self.link_seconds = compute_seconds, link_seconds
-        self.products, self.others = (
-            0.0,
-            0.0,
-        )  # of operations with matrix products, and of all others
+        self.products = 0.0  # seconds of operations with matrix products
+        self.others = 0.0  # and of all others
         self.hidden = defaultdict(float)  # {(axes, kind): seconds}
         self.exposed = defaultdict(float)
         self.walk(schedule, 1)
