@@ -45,9 +45,9 @@ def draw(machines, dice):
     """Flags of main.py as words, which are valid together, for a step that fits by the formulas."""
     from tools.planning import plan
 
+    preset = dice.choice(list(DRAWN))  # before the loop: what rarely goes together is drawn as often
     while True:
         machine = plan.parse_machine(dice.choice(machines))
-        preset = dice.choice(list(DRAWN))
         flags = {flag: dice.choice(values) for flag, values in DRAWN[preset].items()}
         pp, tp = dice.choice((1, 2, 4)), dice.choice((1, 2, 4))
         if machine.n % (pp * tp):
