@@ -548,7 +548,7 @@ class Layers(NamedTuple):
     pipelined: float  # of the operations, those in the pipeline's ticks
     kept: float  # bytes that the forward passes of a batch leave for the backward passes
     intermediates: float  # bytes, of all layers in a step
-    widest: float  # bytes of intermediates of the widest layer
+    widest: float  # bytes that the widest layer's intermediates take in its backward pass
 
 
 def send_layer(cfg, c, n, traffic):
@@ -627,6 +627,7 @@ def recomputed_flops(cfg, c):
 def layers_cost(cfg, traffic):
     """`Layers`; adds what they send to `traffic`."""
     s, again = sizes(cfg), cfg.model.remat != "none"
+    fit = fit_of(traffic.place)
     flops, scores, pipelined, kept, intermediates, widest = 0, 0, 0, 0, 0, 0
     channel = s.tokens * s.bytes  # bytes
     for kind, (layers, times) in layer_runs(cfg).items():
@@ -644,7 +645,9 @@ def layers_cost(cfg, traffic):
         kept += layers * times * channel / s.tp * channels
         width = channel / s.tp * c.intermediates
         intermediates += n * width
-        widest = max(widest, width)
+        copies = fit.layer_copies * (c.intermediates - c.in_experts)
+        copies += fit.expert_copies * c.in_experts
+        widest = max(widest, channel / s.tp * copies)
     return Layers(flops, scores, pipelined, kept, intermediates, widest)
 
 
@@ -718,6 +721,7 @@ class Fit(NamedTuple):
     layer_copies: float = (
         1.4  # bytes held per byte of the widest layer's intermediates, in its backward pass
     )
+    expert_copies: float = 1.4  # the same, of its routed experts' intermediates
     own_copies: float = 0.0  # of the activations of all microbatches that a device embeds
     operands: float = 5.2  # bytes that matrix products read and write per byte of intermediates
     operand_weights: float = (
@@ -735,6 +739,7 @@ GPU = Fit(
     logits=37.0,
     experts_kept=1.41,
     layer_copies=2.4,
+    expert_copies=3.2,
     own_copies=6.0,
     operands=0.14,
     operand_weights=1.5,
@@ -774,8 +779,7 @@ def workspace(cfg, fit, weights, layers, head):
     several_chunks = 4 * head.logits > head.held
 
     at_logits = gathered + (s.bytes + 4 * several_chunks) * embedding + fit.logit_copies * head.held
-    in_layer = gathered + s.bytes * embedding + gradients + one_microbatch
-    in_layer += fit.layer_copies * layers.widest
+    in_layer = gathered + s.bytes * embedding + gradients + one_microbatch + layers.widest
     at_embedding = gradients + (s.bytes + 4) * embedding - layers.kept
     own = s.own * s.own_tokens * cfg.model.model_dimension * s.bytes
     return accumulated + fit.own_copies * own + max(at_logits, in_layer, at_embedding)
