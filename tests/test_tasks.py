@@ -2,13 +2,28 @@
 
 import functools
 import json
+import os
+import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, SMALL_GPT2, small_config, train_small_tokenizer
+from conftest import (
+    ROOT,
+    SMALL_GPT2,
+    SMALL_RUN,
+    flags_of,
+    small_config,
+    tokenize_tests,
+    train_small_tokenizer,
+)
+from test_cluster import free_port
+from test_resume import assert_bitwise, checkpoint_of, metrics_of
 from tokenizers import processors
 
+import utils
 from data import tokenization
 from tools import common, evaluate, hf
 
@@ -173,3 +188,170 @@ def test_scores_are_those_of_the_backend_for_hugging_face_models(
         )
         assert ours[1] == theirs[1]
         assert np.allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-4)
+
+
+# --- CORE ---------------------------------------------------------------------------------------------------------
+
+QUESTIONS = {  # file: (a kind of task, its words between question and answer, examples, questions)
+    "a": ("multiple_choice", "\nAnswer: ", 2, [
+        dict(query=f"def f{i}(", choices=["x):", "xy)", "self):", "a, b"], gold=i % 4) for i in range(7)
+    ]),
+    "b": ("schema", None, 0, [
+        dict(context_options=[f"if {i} in run", "for it in"], continuation="x:", gold=i % 2) for i in range(7)
+    ]),
+    "c": ("language_modeling", None, 1, [
+        dict(context=f"  import {i} ", continuation="os") for i in range(7)
+    ]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def core_folder(tmp_path_factory):
+    """Three small tasks in the form of nanochat's eval_bundle."""
+    folder, entries = tmp_path_factory.mktemp("bundle"), []
+    (folder / "eval_data/some").mkdir(parents=True)
+    for name, (kind, between, shots, rows) in QUESTIONS.items():
+        file = f"some/{name}.jsonl"
+        (folder / "eval_data" / file).write_text("".join(json.dumps(r) + "\n" for r in rows))
+        entry = dict(label=name, dataset_uri=file, num_fewshot=[shots], icl_task_type=kind)
+        entries.append(entry | (dict(continuation_delimiter=between) if between else {}))
+    (folder / "core.yaml").write_text(json.dumps(dict(icl_tasks=entries)))
+    chance = "a,25\nb,50\nc,0\n"
+    (folder / "eval_meta_data.csv").write_text(f"Eval Task,Random baseline\n{chance}")
+    return folder
+
+
+def right_there(model, tokenizer, kind, between, examples, row):
+    """Whether transformers' model gives the right answer, by a plain loop over texts and tokens."""
+    torch = pytest.importorskip("torch")
+    between = between or " "
+
+    def solved(row):
+        if kind == "language_modeling":
+            return row["context"].strip() + between + row["continuation"]
+        if kind == "schema":
+            return row["context_options"][row["gold"]] + between + row["continuation"]
+        return row["query"] + between + row["choices"][row["gold"]]
+
+    before = "".join(solved(example) + "\n\n" for example in examples)
+    if kind == "schema":
+        texts = [before + c + between + row["continuation"] for c in row["context_options"]]
+    elif kind == "multiple_choice":
+        texts = [before + row["query"] + between + c for c in row["choices"]]
+    else:
+        texts = [before + row["context"].strip(), before + solved(row)]
+    ids = [[tokenizer.bos_token_id, *tokenizer.encode(t, add_special_tokens=False)] for t in texts]
+    if kind == "schema":
+        shared = len(os.path.commonprefix([row[::-1] for row in ids]))
+        first = [len(row) - shared for row in ids]
+    else:
+        first = [len(os.path.commonprefix(ids))] * len(ids)
+    losses, greedy = [], []
+    for row_ids, start in zip(ids, first):
+        start = min(start, len(row_ids) - 1)
+        cut = max(0, len(row_ids) - T - 1)
+        targets = torch.tensor(row_ids[start:])
+        logits = model(torch.tensor([row_ids[cut:-1]])).logits[0, start - 1 - cut :]
+        losses.append(torch.nn.functional.cross_entropy(logits, targets).item())
+        greedy.append(bool((logits.argmax(-1) == targets).all()))
+    if kind == "language_modeling":
+        return greedy[1]
+    return losses.index(min(losses)) == row["gold"]
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2)])
+def test_core_equals_a_plain_loop(models, core_folder, mesh):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(models[1])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models[1])
+    found = judged(models[0], core_folder, mesh, tasks=("core",))["tasks"]
+    centered = []
+    for name, chance in dict(a=0.25, b=0.5, c=0.0).items():
+        kind, between, shots, rows = QUESTIONS[name]
+        rows = list(rows)
+        random.Random(1337).shuffle(rows)
+        right = []
+        for i, row in enumerate(rows):
+            others = [j for j in range(len(rows)) if j != i]
+            chosen = [rows[j] for j in random.Random(1234 + i).sample(others, shots)]
+            right.append(right_there(theirs, tokenizer, kind, between, chosen, row))
+        acc = sum(right) / len(right)
+        centered.append((acc - chance) / (1 - chance))
+        assert abs(found["results"][f"core_{name}"]["acc,none"] - acc) < 1e-9
+    assert abs(found["groups"]["core"]["centered,none"] - sum(centered) / 3) < 1e-9
+
+
+# --- A training run -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text_shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    train_small_tokenizer(folder / "small.tiktoken")
+    tokenize_tests(folder / "shards", folder / "small.tiktoken")
+    return folder / "shards"
+
+
+def judged_run(tasks_folder, shards, **flags):
+    asked = dict(eval_tasks="local_choices,local_written", eval_tasks_every=2, eval_tasks_limit=3)
+    sizes = dict(vocab_size=512, T=32, training_steps=6, eval_every=1, save_steps=100)
+    return sizes | asked | dict(eval_tasks_path=tasks_folder, bucket_name=shards) | flags
+
+
+@pytest.mark.parametrize("flags", [{}, dict(mesh=(2, 2, 2), pp_interleave=2)], ids=["one", "mesh"])
+def test_a_run_that_is_judged_is_the_same_run(train, tmp_path, tasks_folder, text_shards, flags):
+    flags = judged_run(tasks_folder, text_shards) | flags
+    assert train(**flags, name="judged") == 0
+    assert train(**{n: v for n, v in flags.items() if "tasks" not in n}, name="other") == 0
+    stops = flags | dict(name="stopped")
+    assert train(**stops | dict(training_steps=3)) == 0 and train(**stops) == 0
+    runs = tmp_path / "runs"
+    for name in ("judged", "stopped"):
+        assert_bitwise(checkpoint_of(runs / "other", 6), checkpoint_of(runs / name, 6))
+    judged, other, stopped = (metrics_of(runs / n) for n in ("judged", "other", "stopped"))
+    assert judged == stopped
+    own = [{k: v for k, v in row.items() if k.startswith("tasks/")} for row in judged]
+    assert [row["step"] for row, found in zip(judged, own) if found] == [2, 4, 6]
+    names = {"local_choices/acc", "local_choices/acc_norm", "local_written/exact_match"}
+    assert all(found.keys() in (set(), {f"tasks/{name}" for name in names}) for found in own)
+    rest = [{k: v for k, v in row.items() if not k.startswith("tasks/")} for row in judged]
+    assert rest == other
+
+
+def test_two_processes_are_judged_together(tasks_folder, text_shards, xla_cache, tmp_path):
+    flags = SMALL_RUN | judged_run(tasks_folder, text_shards, training_steps=2, max_tokens=4)
+    flags |= dict(train_batch_size=4, val_batch_size=4, eval_steps=1, compilation_cache=xla_cache)
+    at = dict(num_processes=2, coordinator=f"127.0.0.1:{free_port()}", output_dir=tmp_path)
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    command = [sys.executable, ROOT / "main.py", "--preset", "tiny", "--name", "run"]
+    started = []
+    for i in range(2):
+        words = flags_of(**flags | at, n_device_axis=(2, 1, 1), process_id=i)
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        started.append(subprocess.Popen([*command, *words], env=env, **pipes))
+    said = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    lines = [[line[9:] for line in text.splitlines() if "tasks at step 2" in line] for text in said]
+    assert lines[0] == lines[1] and "local_choices/acc" in lines[0][0], said
+    assert "tasks/local_choices/acc" in metrics_of(tmp_path / "run")[-1]
+
+
+# --- Mistakes -----------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_get_a_sentence(models, tasks_folder, core_folder, tmp_path, monkeypatch):
+    missing = tmp_path / "tasks"
+    missing.mkdir()
+    lines = "task: gone\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: gone.jsonl\n"
+    (missing / "gone.yaml").write_text(f"{lines}test_split: test\ndoc_to_text: a\n")
+    for options, *parts in [
+        (dict(tasks=("local_choice",)), "--tasks local_choice", "nearest is local_choices"),
+        (dict(include_path=("nowhere",)), "--include_path nowhere", "no such folder"),
+        (dict(tasks=("gone",), include_path=(str(missing),)), "--tasks gone", "gone.jsonl"),
+        (dict(tasks=("core",)), "--tasks core", "core.yaml"),
+        (dict(tasks=("local_written",), T=12), "local_written asks for 13", "--T 12"),
+        (dict(output=str(tmp_path / "tasks")), "--output", "cannot be written"),
+    ]:
+        with pytest.raises(utils.UserError) as e:
+            judged(models[0], tasks_folder, **options)
+        assert all(part in str(e.value) for part in parts) and "\n" not in str(e.value), e.value

@@ -18,6 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.api.task import Task
 from lm_eval.config.group import AggMetricConfig
+from lm_eval.config.task import TaskConfig
 
 from utils import UserError
 
@@ -53,8 +54,9 @@ class CoreTask(Task):
         """entry: of core.yaml; chance: accuracy of who guesses."""
         self.path, self.chance = os.path.join(folder, "eval_data", entry["dataset_uri"]), chance
         self.kind, self.between = entry["icl_task_type"], entry.get("continuation_delimiter", " ")
-        super().__init__(config=dict(task=f"{NAME}_{entry['label']}", output_type="loglikelihood"))
-        self.set_config("num_fewshot", entry["num_fewshot"][0])
+        super().__init__()
+        about = dict(task=f"{NAME}_{entry['label']}", num_fewshot=entry["num_fewshot"][0])
+        self._config = TaskConfig(**about, output_type="loglikelihood")
 
     def download(self, *_):
         with open(self.path, encoding="utf-8") as f:
