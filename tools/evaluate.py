@@ -42,7 +42,6 @@ from data.sources.base import Document
 from data.sources.text import read_text
 from dataset import Corpus
 from tools.scores import Piece, make_scorer, mean
-from training.weights import positions
 
 # --- Shards and text --------------------------------------------------------------------------------------------
 
@@ -278,7 +277,7 @@ def judge(options, cfg, mesh, params, encoding):
     """lm_eval's results of --tasks, with the versions of what made them."""
     from tools import tasks  # here: it takes lm_eval seconds to be imported
 
-    T = options.T or positions(options.model, cfg.model.T)
+    T = options.T or cfg.model.T
     before = tasks.before_context(options.start, encoding)
     lm = tasks.Judged(cfg, mesh, encoding, options.batch_size, T, before)
     names = tasks.names_in(options.tasks)
