@@ -259,12 +259,14 @@ def right_there(model, tokenizer, kind, between, examples, row):
     return losses.index(min(losses)) == row["gold"]
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2)])
-def test_core_equals_a_plain_loop(models, core_folder, mesh):
+@pytest.mark.parametrize("models", ["gpt2"], indirect=True)
+def test_core_equals_a_plain_loop(models, core_folder, xla_cache):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(models[1])
     tokenizer = transformers.AutoTokenizer.from_pretrained(models[1])
-    found = judged(models[0], core_folder, mesh, tasks=("core",))["tasks"]
+    found = judged(models[0], core_folder, tasks=("core",), compilation_cache=str(xla_cache))[
+        "tasks"
+    ]
     centered = []
     for name, chance in dict(a=0.25, b=0.5, c=0.0).items():
         kind, between, shots, rows = QUESTIONS[name]
@@ -295,12 +297,12 @@ def text_shards(tmp_path_factory):
 def judged_run(tasks_folder, shards, **flags):
     asked = dict(eval_tasks="local_choices,local_written", eval_tasks_every=2, eval_tasks_limit=3)
     sizes = dict(vocab_size=512, T=32, training_steps=6, eval_every=1, save_steps=100)
+    sizes = SMALL_GPT2 | sizes  # which compiles in a third of the time
     return sizes | asked | dict(eval_tasks_path=tasks_folder, bucket_name=shards) | flags
 
 
-@pytest.mark.parametrize("flags", [{}, dict(mesh=(2, 2, 2), pp_interleave=2)], ids=["one", "mesh"])
-def test_a_run_that_is_judged_is_the_same_run(train, tmp_path, tasks_folder, text_shards, flags):
-    flags = judged_run(tasks_folder, text_shards) | flags
+def test_a_run_that_is_judged_is_the_same_run(train, tmp_path, tasks_folder, text_shards):
+    flags = judged_run(tasks_folder, text_shards) | dict(mesh=(2, 2, 2), pp_interleave=2)
     assert train(**flags, name="judged") == 0
     assert train(**{n: v for n, v in flags.items() if "tasks" not in n}, name="other") == 0
     stops = flags | dict(name="stopped")
@@ -339,12 +341,14 @@ def test_two_processes_are_judged_together(tasks_folder, text_shards, xla_cache,
 # --- Mistakes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("models", ["gpt2"], indirect=True)
 def test_mistakes_get_a_sentence(models, tasks_folder, core_folder, tmp_path, monkeypatch):
     missing = tmp_path / "tasks"
     missing.mkdir()
     lines = "task: gone\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: gone.jsonl\n"
     (missing / "gone.yaml").write_text(f"{lines}test_split: test\ndoc_to_text: a\n")
     for options, *parts in [
+        (dict(tasks=(",",)), "--tasks", "no name"),
         (dict(tasks=("local_choice",)), "--tasks local_choice", "nearest is local_choices"),
         (dict(include_path=("nowhere",)), "--include_path nowhere", "no such folder"),
         (dict(tasks=("gone",), include_path=(str(missing),)), "--tasks gone", "gone.jsonl"),

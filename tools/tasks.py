@@ -218,6 +218,8 @@ def names_in(words):
 def load(names, folders, lm, num_fewshot=None):
     """{"tasks": {name: task}, "groups": {name: group}} of the tasks, groups, tags and patterns that `names` gives,
     which lm_eval, the task files in `folders` and `core.group` know. Raises UserError where one cannot be asked."""
+    if not names:
+        raise UserError("--tasks: there is no name of a task in it.")
     for folder in folders:
         if not os.path.isdir(folder):
             raise UserError(f"--include_path {folder}: there is no such folder.")
