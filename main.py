@@ -115,6 +115,7 @@ def train(cfg, given, load_weights):
     meter = Meter(per_step * corpus.T, corpus, bad_steps)
     batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
     evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
+    judge = open_judge(cfg, mesh, encoding)
     train_step = compile_train_step(cfg, mesh, optimizer, schedule)
     sample = make_sampler(cfg, mesh, encoding)
 
@@ -169,6 +170,7 @@ def train(cfg, given, load_weights):
                     watchdog.begin("evaluation", step)
                     row |= evaluate(state.params)
                     print_progress(cfg, row, meter.pace, val_corpus.bytes_per_token)
+                    row |= judge(state.params, step, last, watchdog)
                 log.metrics(row)
                 if evaluates or stops:
                     log.plots()
@@ -259,6 +261,22 @@ def read_batches(cfg, corpus, mesh, step, sequences, meter):
     batches = Prefetch(batch_from, range(sequences, end, per_step), busy=meter.wait)
     together(batches.error(2))
     return batches
+
+
+def open_judge(cfg, mesh, encoding):
+    """What `make_judge` of tools/tasks.py makes for --eval_tasks; without that flag one that says nothing. Raises
+    UserError on all processes where one cannot ask these tasks."""
+    judge, error = (lambda *_: {}), None
+    try:
+        if cfg.run.eval_tasks:
+            from tools import tasks  # here: it imports lm_eval
+
+            judge = tasks.make_judge(cfg, mesh, encoding)
+    except UserError as e:  # which knows the flags of tools/evaluate.py
+        said = str(e).replace("--tasks", "--eval_tasks")
+        error = UserError(said.replace("--include_path", "--eval_tasks_path"))
+    together(error)
+    return judge
 
 
 def compile_train_step(cfg, mesh, optimizer, schedule):

@@ -198,10 +198,10 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
 
 
 def make_score(cfg, mesh):
-    """`score(params, tokens, targets)` on global arrays: -log p of every target, float32 [M, B, T]; 0 where the target
-    is negative.
+    """`score(params, tokens, targets)` on global arrays: -log p of every target, float32 [M, B, T], 0 where the target
+    is negative; and whether greedy decoding would draw it, bool [M, B, T].
 
-    tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:], as is the result. No token is dropped.
+    tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:], as are the results. No token is dropped.
     """
     cfg = for_devices(dropless(cfg), mesh)
     m = cfg.model
@@ -217,7 +217,7 @@ def make_score(cfg, mesh):
         local_score,
         mesh=mesh,
         in_specs=(param_specs(cfg), spec, spec),
-        out_specs=spec,
+        out_specs=(spec, spec),
         check_vma=False,
     )
 

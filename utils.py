@@ -374,6 +374,14 @@ class Run:
     """Validation batches of an evaluation, the same ones every time."""
     eval_every: int = setting(100, least=1)
     """Steps between evaluations, each with one printed line and new plots."""
+    eval_tasks: str = setting("")
+    """Tasks, groups, tags or patterns of EleutherAI's lm_eval to be judged by, with commas between; empty: none."""
+    eval_tasks_every: int = setting(10, least=1)
+    """Evaluations from one such judgment to the next; the end of the run has one too."""
+    eval_tasks_limit: int = setting(0, least=0)
+    """Questions of each task, the same ones every time; 0: all."""
+    eval_tasks_path: str = setting("", per_process=True)
+    """Folder of task files of your own, or with the data of the group core."""
     save_steps: int = setting(0, least=0)
     """Steps between checkpoints and samples; 0: 10 x eval_every. One more is written at the end and on SIGTERM
     or SIGINT."""

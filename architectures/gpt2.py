@@ -238,6 +238,7 @@ def to_hugging_face(m):
         attn_pdrop=0.0,
         embd_pdrop=m.dropout_rate,
         resid_pdrop=m.dropout_rate,
+        n_ctx=m.T,  # by which llama.cpp's converter goes
         **hf.config_of(m, FLAG_ENTRIES),
     )
 

@@ -99,7 +99,8 @@ class HubTokenizer:
     """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use.
 
     Text that spells a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside it, or
-    <|endoftext|>. Raises UserError where the file cannot be read or has no such token.
+    <|endoftext|>; `bos_token` its bos_token, or the same. Raises UserError where the file cannot be read or has no
+    end-of-text token.
     """
 
     def __init__(self, path):
@@ -120,13 +121,19 @@ class HubTokenizer:
         self.n_vocab = max(self.tokenizer.get_vocab().values(), default=-1) + 1
         config = read_json(os.path.dirname(path), "tokenizer_config.json")
         end = config.get("eos_token") or END_OF_TEXT
-        end = end.get("content") if isinstance(end, dict) else end
-        self.eot_token = self.tokenizer.token_to_id(end) if isinstance(end, str) else None
+        self.eot_token = self.id_of(end)
+        begin = self.id_of(config.get("bos_token"))
+        self.bos_token = self.eot_token if begin is None else begin
         if self.eot_token is None:
             raise UserError(
                 f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
                 f"tokenizer_config.json beside it."
             )
+
+    def id_of(self, token):
+        """The id of a token as tokenizer_config.json names it, None where there is none."""
+        token = token.get("content") if isinstance(token, dict) else token
+        return self.tokenizer.token_to_id(token) if isinstance(token, str) else None
 
     def __reduce__(self):
         # a pickled tokenizers.Tokenizer would forget that special tokens are text

@@ -34,7 +34,8 @@ def in_chunks(x, targets, largest):
 
 
 def token_losses(x, embedding, targets, vocab_size, chunk):
-    """-log p(target) of every token, float32 [...]; 0 where the target is negative.
+    """-log p(target) of every token, float32 [...], 0 where the target is negative; and whether no other token is
+    likelier, bool [...].
 
     x [..., D], embedding [V, D], targets int32 [...]. Never holds the logits of more than `chunk` tokens.
     """
@@ -45,19 +46,20 @@ def token_losses(x, embedding, targets, vocab_size, chunk):
         at_target = jnp.take_along_axis(logits, targets[None], 0)[0]
         losses = jax.nn.logsumexp(logits, 0) - at_target
         losses = jnp.where(targets >= 0, losses, 0)
-        return None, losses
+        return None, (losses, at_target >= logits.max(0))
 
-    _, losses = lax.scan(one_chunk, None, in_chunks(x, targets, chunk))
-    return losses.reshape(targets.shape)
+    _, (losses, greedy) = lax.scan(one_chunk, None, in_chunks(x, targets, chunk))
+    return losses.reshape(targets.shape), greedy.reshape(targets.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(x, embedding, targets, vocab_size, chunk):
-    """Sum of `token_losses`, float32 [].
+    """Sum of the losses of `token_losses`, float32 [].
 
     The forward pass computes the gradients too, chunk by chunk, so no logits are computed twice.
     """
-    return token_losses(x, embedding, targets, vocab_size, chunk).sum()
+    losses, _ = token_losses(x, embedding, targets, vocab_size, chunk)
+    return losses.sum()
 
 
 def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):

@@ -27,6 +27,7 @@ PATH = [
     "model.py",
     "dataset.py",
     "utils.py",
+    "tools/tasks.py",  # which a run with --eval_tasks asks
     *(
         str(p.relative_to(ROOT))
         for room in ("architectures", "kernels", "training")

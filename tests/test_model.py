@@ -682,8 +682,10 @@ def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
         mesh = steps.make_mesh(cfg)
         (tokens,), (targets,) = (np.asarray(part) for part in random_batch(cfg, mesh))
         targets = np.where(np.arange(16) == 5, -1, targets)
+        targets = np.where(np.arange(16) == 4, tokens, targets)  # where some are the likeliest
         params = make_params(cfg, mesh)
-        scores.append(np.asarray(jax.jit(model.make_score(cfg, mesh))(params, tokens, targets)))
+        losses, greedy = jax.jit(model.make_score(cfg, mesh))(params, tokens, targets)
+        scores.append(np.asarray(losses))
     assert np.allclose(*scores, atol=1e-5) and not scores[0][..., 5].any()
     decode, ids, rows = (
         jax.jit(decoding.make_decode(cfg, mesh)),
@@ -692,8 +694,10 @@ def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
     )
     for i in (0, 4, 15):
         logits, _ = decode(params, ids, decoding.empty_cache(cfg, 8, 16), rows, rows + i)
-        wanted = -jax.nn.log_softmax(logits)[np.arange(8), targets.reshape(8, 16)[:, i]]
+        target = targets.reshape(8, 16)[:, i]
+        wanted = -jax.nn.log_softmax(logits)[np.arange(8), target]
         assert np.allclose(scores[1].reshape(8, 16)[:, i], wanted, atol=1e-4)
+        assert (np.asarray(greedy).reshape(8, 16)[:, i] == (logits.argmax(-1) == target)).all()
 
 
 @pytest.mark.parametrize("flags", [{}, DEEPSEEK, SMALL_GPT2])
@@ -711,13 +715,14 @@ def test_documents_kept_apart_score_as_each_does_alone(flags):
     def shaped(x):
         return x.reshape(4, 2, 16).astype(np.int32)
 
-    losses = np.asarray(score(params, shaped(tokens[:, :-1]), shaped(tokens[:, 1:]))).reshape(8, 16)
+    losses, _ = score(params, shaped(tokens[:, :-1]), shaped(tokens[:, 1:]))
+    losses = np.asarray(losses).reshape(8, 16)
     at = 0
     for i, n in enumerate(lengths):  # the last token of a document has another target in company
         assert np.allclose(losses[0, at : at + n - 1], losses[1 + i, : n - 1], atol=1e-5)
         at += n
     apart = utils.replace(cfg, document_mask=False)
-    mixed = jax.jit(model.make_score(apart, mesh))(
+    mixed, _ = jax.jit(model.make_score(apart, mesh))(
         params, shaped(tokens[:, :-1]), shaped(tokens[:, 1:])
     )
     assert not np.allclose(np.asarray(mixed).reshape(8, 16)[0, 6:15], losses[0, 6:15], atol=1e-2)

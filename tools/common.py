@@ -58,13 +58,23 @@ class Sample(Options, utils.Sample):
 
 @dataclass(frozen=True)
 class Evaluate(Options):
-    """Measure a trained model on shards, text and multiple-choice questions."""
+    """Measure a trained model on shards, text, multiple-choice questions and the tasks of lm_eval."""
 
     data: tuple[str, ...] = ()
     """Each a folder of shards, or one with such a folder val in it; a shard (.npy); a text file; a folder or a glob of
     text files, .jsonl (also .gz and .zst) or .parquet."""
     hellaswag: tuple[str, ...] = ()
     """Files of multiple-choice questions, a line each: {"ctx": text, "endings": [texts], "label": number}."""
+    tasks: tuple[str, ...] = ()
+    """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy; core:
+    the 22 tasks of DataComp-LM, whose data --include_path names."""
+    include_path: tuple[str, ...] = ()
+    """Folders of task files (.yaml) of your own, or with CORE's data."""
+    num_fewshot: int | None = utils.flag(None, least=0)
+    """Solved examples before a question of --tasks. None: as many as the task's file says."""
+    start: Literal["auto", "end_of_text", "nothing"] = "auto"
+    """What stands before a question of --tasks: the end-of-text token, nothing, or (auto) what a tokenizer.json puts
+    there, as lm_eval has it; where there is no context, the end-of-text or beginning-of-text token always does."""
     limit: int = utils.flag(0, least=0)
     """Sequences of T tokens, or questions, to take of each; 0: all."""
     stride: int = utils.flag(0, least=0)
@@ -75,6 +85,8 @@ class Evaluate(Options):
     """Column of a record that holds its text."""
     json: bool = False
     """Print one JSON object instead of tables."""
+    output: str = ""
+    """File for that object."""
 
 
 def parse(kind, argv, program):

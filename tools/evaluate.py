@@ -1,6 +1,8 @@
-"""Loss, perplexity and bits per byte of a model on shards or text, and its accuracy on multiple-choice questions.
+"""Loss, perplexity and bits per byte of a model on shards or text, its accuracy on multiple-choice questions, and its
+scores in the tasks of lm_eval.
 
 python tools/evaluate.py runs/tiny --data data/shards/stdlib README.md
+python tools/evaluate.py runs/tiny --tasks hellaswag,arc_easy
 
 The loss is the mean over tokens, in nats. Its standard error treats tokens as drawn in clusters: the sequences of
 shards, the documents of text. No token is dropped, whatever the capacity factor in training was.
@@ -11,6 +13,7 @@ if __name__ == "__main__":
 
     program.begin()
 
+import functools
 import glob
 import hashlib
 import itertools
@@ -19,6 +22,7 @@ import math
 import os
 import sys
 from argparse import Namespace
+from importlib.metadata import version
 from pathlib import Path
 
 import utils
@@ -151,7 +155,7 @@ def evaluate(options, path, cfg, encoding, score):
     scored = list(progress(score(sequences, T), path, total))
     if not scored:
         raise UserError(f"--data {path}: there is no text in it.")
-    unit, sums, tokens = map(np.array, zip(*scored))
+    unit, sums, tokens, _ = map(np.array, zip(*scored))
     sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)  # of each cluster
     n_bytes = np.array(sizes)
     if corpus:
@@ -231,7 +235,7 @@ def choose(options, path, cfg, encoding, score):
     longest = max(len(answer.ids) - 1 for answer in answers)
     longest = min(T, math.ceil(longest / 64) * 64)  # few lengths, so few programs to compile
     scored = progress(score(answers, longest), path, len(answers))
-    of_endings = iter([loss for _, loss, _ in scored])
+    of_endings = iter([ending.loss for ending in scored])
     right, right_norm = [], []
     for label, sizes in items:
         own = np.array([next(of_endings) for _ in sizes])
@@ -269,12 +273,31 @@ def cell(value, error):
     return text if error is None else f"{text} ± {error:,.4f}"
 
 
+def judge(options, cfg, mesh, params, encoding):
+    """lm_eval's results of --tasks, with the versions of what made them."""
+    from tools import tasks  # here: it takes lm_eval seconds to be imported
+
+    T = options.T or cfg.model.T
+    before = tasks.before_context(options.start, encoding)
+    lm = tasks.Judged(cfg, mesh, encoding, options.batch_size, T, before)
+    names = tasks.names_in(options.tasks)
+    loaded = tasks.load(names, options.include_path, lm, options.num_fewshot)
+    results = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
+    about = dict(model=options.model, T=T, limit=options.limit, start=options.start)
+    versions = {name: version(name) for name in ("lm_eval", "datasets", "jax")}
+    return results | dict(config=about, packages=versions)
+
+
 def main(options):
-    """Print and return the results, {"data": [dicts of `evaluate`], "hellaswag": [dicts of `choose`]}."""
-    if not options.data and not options.hellaswag:
-        raise UserError("--data, --hellaswag: give at least one of them.")
-    cfg, mesh, params, encoding = common.open_model(options, text=bool(options.hellaswag))
-    score = make_scorer(cfg, mesh, params, options.batch_size)
+    """Print and return the results, {"data": [dicts of `evaluate`], "hellaswag": [dicts of `choose`], "tasks": what
+    `judge` says, if it was asked}."""
+    if not options.data and not options.hellaswag and not options.tasks:
+        raise UserError("--data, --hellaswag, --tasks: give at least one of them.")
+    if options.output:
+        utils.check_place(options.output, "--output")
+    text = bool(options.hellaswag or options.tasks)
+    cfg, mesh, params, encoding = common.open_model(options, text)
+    score = functools.partial(make_scorer(cfg, mesh, options.batch_size), params)
     try:
         results = dict(
             data=[evaluate(options, path, cfg, encoding, score) for path in options.data],
@@ -284,13 +307,29 @@ def main(options):
         # the modules that read shards and text know them by the flags of other programs
         said = str(e).replace("--bucket_name", "--data").replace("--source", "--data")
         raise UserError(said) from None
+    if options.tasks:
+        results["tasks"] = judge(options, cfg, mesh, params, encoding)
+    as_json = utils.to_json(results, default=str)
+    if options.output:
+        utils.write_file(options.output, as_json + "\n")
     if options.json:
-        print(utils.to_json(results))
+        print(as_json)
         return results
-    for rows in results.values():
+    for rows in (results["data"], results["hellaswag"]):
         if rows:
             print("\n".join(table(rows)))
+    if options.tasks:
+        print_tasks(results["tasks"])
     return results
+
+
+def print_tasks(results):
+    """lm_eval's own tables of its results."""
+    from lm_eval.utils import make_table
+
+    for column in ("results", "groups"):
+        if column in results:
+            print(make_table(results, column))
 
 
 if __name__ == "__main__":

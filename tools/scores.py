@@ -23,45 +23,68 @@ class Piece(NamedTuple):
     unit: int  # number of the cluster that it belongs to
 
 
-def make_scorer(cfg, mesh, params, batch_size):
-    """`score(pieces, T)`: an iterable of `Piece`s of at most T targets -> an iterator over their (unit, sum of -log p
-    of the targets that count, their number), in order.
+class Scored(NamedTuple):
+    """What is said of the targets of a `Piece` that count."""
 
-    Batches are batch_size sequences per device of dp and stage of pp. All are padded to one length, so that one program
-    is compiled.
+    unit: int
+    loss: float  # sum of -log p, nats
+    tokens: int
+    greedy: bool  # whether greedy decoding would draw every one of them
+
+
+def make_scorer(cfg, mesh, batch_size):
+    """`score(params, pieces, T)`: an iterable of `Piece`s of at most T targets -> an iterator over their `Scored`, in
+    order. Every process gives the same pieces and gets all of the results.
+
+    Batches are batch_size sequences per device of dp and stage of pp. They are padded to T; without it each to the
+    first of `lengths` that its longest piece fits in, so that few programs are compiled.
     """
     dp, pp, tp = cfg.run.n_device_axis
     kernel = ATTENTION[model.for_devices(cfg, mesh).model.attention]
     multiple = math.lcm(tp, kernel.multiple)  # of which the length must be one
     rows = pp * batch_size * dp
-    scores = jax.jit(model.make_score(cfg, mesh))
     sharding = NamedSharding(mesh, P(*collectives.BATCH_SPEC[1:]))
+    scores = jax.jit(model.make_score(cfg, mesh), out_shardings=NamedSharding(mesh, P()))
 
-    def begin(batch, T):
+    def begin(params, batch, T):
         ids = np.zeros((rows, T), np.int32)
         targets = np.full((rows, T), -1, np.int32)  # no target: padding and context
         for i, piece in enumerate(batch):
             n = len(piece.ids) - 1
             ids[i, :n] = piece.ids[:-1]
             targets[i, piece.first : n] = piece.ids[1 + piece.first :]
-        microbatches = ids.reshape(pp, -1, T), targets.reshape(pp, -1, T)
-        return batch, scores(params, *jax.device_put(microbatches, sharding))
+        microbatches = [x.reshape(pp, -1, T) for x in (ids, targets)]
+        placed = [
+            jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in microbatches
+        ]
+        return batch, targets >= 0, scores(params, *placed)
 
-    def end(batch, losses):
-        for piece, row in zip(batch, np.asarray(losses, np.float64).reshape(rows, -1)):
-            yield piece.unit, row.sum(), len(piece.ids) - 1 - piece.first
+    def end(batch, counts, results):
+        losses, greedy = (np.asarray(x).reshape(counts.shape) for x in results)
+        sums = losses.sum(1, dtype=np.float64)
+        greedy = (greedy | ~counts).all(1)
+        for piece, *row in zip(batch, sums.tolist(), counts.sum(1).tolist(), greedy.tolist()):
+            yield Scored(piece.unit, *row)
 
-    def score(pieces, T):
-        T = math.ceil(T / multiple) * multiple
+    def score(params, pieces, T=None):
         pieces, running = iter(pieces), deque()
         while batch := list(itertools.islice(pieces, rows)):
-            running.append(begin(batch, T))
+            longest = T or length_for(max(len(piece.ids) for piece in batch) - 1)
+            running.append(begin(params, batch, math.ceil(longest / multiple) * multiple))
             if len(running) > 1:  # the devices score a batch while the host makes the next one
                 yield from end(*running.popleft())
         for batch in running:
             yield from end(*batch)
 
     return score
+
+
+def length_for(n):
+    """The smallest length of 32, 48, 64, 96, 128, 192, .. that n tokens fit in: less than a third is padding."""
+    length = 32
+    while length < n:
+        length = length * 3 // 2 if length & (length - 1) == 0 else length * 4 // 3
+    return length
 
 
 def mean(sums, weights):

@@ -313,6 +313,10 @@ class Watchdog:
             took.append(now - self.phase.began)
         self.phase = Phase(name, step, now)
 
+    def alive(self):
+        """The phase goes on: --stuck_limit counts from here."""
+        self.phase = self.phase._replace(began=time.monotonic())
+
     def _watch(self):
         reported = None
         while not self.over.wait(1):

@@ -156,10 +156,13 @@ class RunLog:
         self.samples = []  # texts of samples.txt, one for each step
         if not active:
             return
+        # A run evaluates at its last step; the run that goes on from there would not have, unless it was due.
+        every = {"loss/val": cfg.run.eval_every}
+        every["tasks/"] = cfg.run.eval_every * cfg.run.eval_tasks_every
+        not_due = tuple(start for start, steps in every.items() if start_step % steps)
         for row in rows_in(read_file(self.path("metrics.jsonl")) or b""):
-            # A stopped run evaluates at its last step; the run that was never stopped does not evaluate there.
-            if row["step"] == start_step and start_step % cfg.run.eval_every:
-                row = {key: v for key, v in row.items() if not key.startswith("loss/val")}
+            if row["step"] == start_step:
+                row = {key: v for key, v in row.items() if not key.startswith(not_due)}
             self.history.append(row)
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
         self.samples = [text for text in re.split(SAMPLE, kept) if text]

@@ -1,0 +1,354 @@
+"""Tasks of EleutherAI's lm_eval, asked of a model on any mesh. Importing this file imports lm_eval.
+
+Text becomes tokens, and tokens that are too many are cut, as in lm_eval's own backend for Hugging Face models (`HFLM`):
+the same weights get the same scores there.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import random
+import sys
+
+import numpy as np
+from tqdm import tqdm
+
+import utils
+from data.encoding import encode_text, pieces
+from data.tokenization import HubTokenizer, text_of, whole_characters
+from tools import common, sample
+from tools.scores import Piece, Scored, length_for, make_scorer
+from training import steps
+from utils import UserError, say
+
+try:
+    import lm_eval.api.task
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as e:
+    raise UserError(f"--tasks: needs lm_eval ({e}); bash setup_tpu.sh eval installs it.") from None
+
+from tools import core
+
+MAX_TOKENS = 256  # that a task may have generated where it does not say
+SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}  # of drawing
+SEED = 1234  # of the examples in prompts, lm_eval's
+
+progress = functools.partial(tqdm, leave=False, disable=not sys.stderr.isatty())
+lm_eval.api.task.tqdm = progress  # its own bar stays, in files too
+for library in ("lm_eval", "huggingface_hub"):
+    logging.getLogger(library).setLevel(logging.ERROR)
+
+
+# --- The model ----------------------------------------------------------------------------------------------------
+
+
+class Judged(TemplateLM):
+    """A model as lm_eval asks it, whose parameters are to be set as `params` before. Every process must ask the same
+    questions: all of them compute each answer together.
+
+    batch_size: as of `make_scorer`; T: tokens of the longest sequence; before: token ids that stand before a context;
+    alive(): is called while questions are answered.
+    """
+
+    params = None
+
+    def __init__(self, cfg, mesh, encoding, batch_size, T, before=(), alive=lambda: None):
+        super().__init__()
+        self.encoding, self.T, self.before, self.alive = encoding, T, list(before), alive
+        self.score = make_scorer(cfg, mesh, batch_size)
+        self.rows = batch_size * cfg.run.n_device_axis[0]  # of a batch that is continued
+        in_order = utils.replace(cfg, pp_interleave=1)
+        self.arrange = steps.arranger(cfg, steps.abstract_params(in_order, mesh))
+        self.sampler = functools.cache(functools.partial(sample.make_sampler, in_order, mesh))
+        self.special = special_tokens(encoding)
+
+    # lm_eval's names, of the token that stands in for a context
+
+    @property
+    def eot_token_id(self):
+        return self.encoding.eot_token
+
+    @property
+    def prefix_token_id(self):
+        return getattr(self.encoding, "bos_token", self.encoding.eot_token)
+
+    def tok_encode(self, string, add_special_tokens=None, **_):
+        """Token ids of a text, after `before` unless add_special_tokens is False."""
+        text = whole_characters(string)
+        parts = [encode_text(piece, self.encoding) for piece in pieces(text, self.encoding)]
+        before = [] if add_special_tokens is False else self.before
+        return [*before, *np.concatenate(parts).tolist()]
+
+    # --- Likelihoods
+
+    def loglikelihood(self, requests, disable_tqdm=True):
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(self, requests, **_):
+        scored = self.measure([pair for _, *pair in requests])
+        return [(-s.loss, s.greedy) for s in scored]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=True):
+        texts = [self.tok_encode(*request.args) for request in requests]
+        return [-s.loss for s in self.measure([([self.prefix_token_id], ids) for ids in texts])]
+
+    def spans(self, requests):
+        """The `Scored`s of the texts of each question of CORE (tools/core.py)."""
+        questions = []
+        for kind, *texts in [request.args for request in requests]:
+            encoded = [self.tok_encode(text, add_special_tokens=False) for text in texts]
+            questions.append(core.pairs(kind, [[self.prefix_token_id, *ids] for ids in encoded]))
+        scored = iter(self.measure([pair for question in questions for pair in question]))
+        return [[next(scored) for _ in question] for question in questions]
+
+    def measure(self, pairs):
+        """The `Scored` of each continuation in `pairs` of token ids (context, continuation), after its context."""
+        found = []
+        for unit, pair in enumerate(pairs):
+            for context, continuation in self.windows(*pair):
+                ids = np.array([*context, *continuation][-(self.T + 1) :])
+                found.append(Piece(ids, len(ids) - 1 - len(continuation), unit))
+        found.sort(key=lambda piece: -len(piece.ids))  # batches of like lengths, the largest first
+        totals = [Scored(unit, 0.0, 0, True) for unit in range(len(pairs))]
+        for s in progress(self.score(self.params, found), "likelihoods", len(found)):
+            self.alive()
+            t = totals[s.unit]
+            totals[s.unit] = Scored(
+                s.unit, t.loss + s.loss, t.tokens + s.tokens, t.greedy and s.greedy
+            )
+        return totals
+
+    def windows(self, context, continuation):
+        """A pair as pairs whose continuations fit in T tokens, each after as much as fits with it."""
+        if len(continuation) <= self.T:
+            return [(context, continuation)]
+        rolling = get_rolling_token_windows(continuation, context[-1], self.T, context_len=1)
+        return map(make_disjoint_window, rolling)
+
+    # --- Continuations
+
+    def generate_until(self, requests, disable_tqdm=True):
+        groups = {}  # {settings of drawing: [(number, token ids)]}
+        for number, (context, settings) in enumerate(request.args for request in requests):
+            ids = self.tok_encode(context) or [self.prefix_token_id]
+            groups.setdefault(json.dumps(settings, sort_keys=True), []).append((number, ids))
+        answers, params = [None] * len(requests), self.arrange(self.params)
+        with progress(total=len(requests), desc="continuations") as bar:
+            for settings, group in groups.items():
+                options, until = draws(json.loads(settings), self.encoding)
+                room = self.T - options.max_tokens
+                group = [(number, ids[-room:]) for number, ids in group]
+                group.sort(key=lambda item: -len(item[1]))
+                for i in range(0, len(group), self.rows):
+                    numbers, prompts = zip(*group[i : i + self.rows])
+                    for number, text in zip(numbers, self.go_on(params, prompts, options, until)):
+                        answers[number] = text
+                        bar.update()
+        return answers
+
+    def go_on(self, params, prompts, options, until):
+        """The texts that follow the token ids of at most `rows` prompts, each up to the first of the strings until."""
+        n, chunks = length_for(max(map(len, prompts))), math.ceil(options.max_tokens / sample.CHUNK)
+        filled = [*prompts, *[[self.eot_token_id]] * (self.rows - len(prompts))]
+        prefill, advance = self.sampler(options, n + chunks * sample.CHUNK)
+        state = prefill(params, *sample.pad(filled, n))
+        drawn = np.zeros((self.rows, 0), int)
+        for _ in range(chunks):
+            self.alive()
+            state, tokens = advance(params, state)
+            drawn = np.concatenate([drawn, np.asarray(tokens).T], 1)
+            rows = drawn[: len(prompts), : options.max_tokens].tolist()
+            texts, ended = zip(*[self.ending(row, until) for row in rows])
+            if all(ended):
+                break
+        return texts
+
+    def ending(self, tokens, until):
+        """(the text of token ids up to its end, whether that was reached)."""
+        ended = self.eot_token_id in tokens
+        if ended:
+            tokens = tokens[: tokens.index(self.eot_token_id)]
+        text = text_of(self.encoding, [token for token in tokens if token not in self.special])
+        for string in filter(None, until):
+            ended = ended or string in text
+            text = text.split(string)[0]
+        return text, ended
+
+
+def special_tokens(encoding):
+    """Ids of a tokenizer's special tokens."""
+    if isinstance(encoding, HubTokenizer):
+        added = encoding.tokenizer.get_added_tokens_decoder()
+        return {number for number, token in added.items() if token.special}
+    return set(encoding._special_tokens.values())
+
+
+def draws(settings, encoding):
+    """(`common.Sample`, strings before which a text ends) of a task's settings. Raises UserError for unknown ones."""
+    settings = normalize_gen_kwargs(settings, MAX_TOKENS)
+    if unknown := settings.keys() - SETTINGS:
+        raise UserError(f"{', '.join(sorted(unknown))}: there are no such settings of drawing here")
+    options = common.Sample(
+        model="",
+        max_tokens=settings["max_gen_toks"],
+        temperature=float(settings.get("temperature", 0.0)),
+        top_k=settings.get("top_k") or 0,
+        top_p=settings.get("top_p") or 1.0,
+    )
+    return options, handle_stop_sequences(
+        settings["until"], text_of(encoding, [encoding.eot_token])
+    )
+
+
+# --- The tasks ----------------------------------------------------------------------------------------------------
+
+
+def names_in(words):
+    """The names in words with commas between them."""
+    return [name for word in words for name in word.split(",") if name]
+
+
+def load(names, folders, lm, num_fewshot=None):
+    """{"tasks": {name: task}, "groups": {name: group}} of the tasks, groups, tags and patterns that `names` gives,
+    which lm_eval, the task files in `folders` and `core.group` know. Raises UserError where one cannot be asked."""
+    if not names:
+        raise UserError("--tasks: there is no name of a task in it.")
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise UserError(f"--include_path {folder}: there is no such folder.")
+    loaded = {"tasks": {}, "groups": {}}
+    manager = manager_of([name for name in names if name != core.NAME], folders)
+    for name in names:
+        try:
+            with fixed_seeds():
+                found = core.group(folders) if name == core.NAME else manager.match_tasks([name])
+                found = manager.load(found)
+                for task in found["tasks"].values():
+                    prepare(task, lm, num_fewshot)
+        except UserError as e:
+            raise UserError(f"--tasks {name}: {e}.") from None
+        except Exception as e:  # of lm_eval, of datasets, or of what the task file says
+            said = f"{type(e).__name__}: {utils.first_line(e)}"
+            raise UserError(
+                f"--tasks {name}: cannot be loaded ({said}); its data must be on this machine or within reach, and its "
+                f"file must suit it."
+            ) from None
+        for kind in loaded:
+            loaded[kind] |= found.get(kind, {})
+    return loaded
+
+
+def manager_of(names, folders):
+    """lm_eval's TaskManager: of the task files in `folders` where they have all names, else with its own, which take it
+    seconds to read. Raises UserError for an unknown name."""
+    own = TaskManager(include_path=list(folders), include_defaults=False)
+    if all(own.match_tasks([name]) for name in names):
+        return own
+    manager = TaskManager(include_path=list(folders))
+    for name in names:
+        if not manager.match_tasks([name]):
+            near = utils.nearest(name, manager.all_tasks)
+            raise UserError(f"--tasks {name}: there is no such task{near}.")
+    return manager
+
+
+def prepare(task, lm, num_fewshot):
+    """Set a task's number of examples and make its first question, so that what is wrong with it is seen early."""
+    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+        raise UserError(f"{task.task_name} runs code of the model's, or shows it more than text")
+    given = task.get_config("num_fewshot")
+    if num_fewshot is not None and given != 0:  # as lm_eval does: 0 in a task's file stays
+        task.set_config("num_fewshot", num_fewshot)
+    elif given is None:
+        task.set_config("num_fewshot", 0)
+    task.set_fewshot_seed(SEED)
+    task.build_all_requests(limit=1)
+    if task.OUTPUT_TYPE == "generate_until":
+        options, _ = draws(task.get_config("generation_kwargs") or {}, lm.encoding)
+        if options.max_tokens >= lm.T:
+            raise UserError(
+                f"{task.task_name} asks for {options.max_tokens} tokens (max_gen_toks), which leaves no room for a "
+                f"question in --T {lm.T}"
+            )
+
+
+def before_context(start, encoding):
+    """Token ids that stand before every context, as the flag --start says."""
+    if start == "end_of_text":
+        return [encoding.eot_token]
+    known = start == "auto" and isinstance(encoding, HubTokenizer)
+    return encoding.before_text() if known else []
+
+
+def ask(lm, params, loaded, limit=0, bootstrap=0):
+    """lm_eval's results of the tasks of `load`: at most `limit` questions of each, 0 for all. bootstrap: draws for the
+    standard error of metrics that have no formula for it; 0: no standard errors at all."""
+    lm.params = params
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(SEED)
+    with fixed_seeds(), contextlib.redirect_stdout(sys.stderr):
+        os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork this process
+        results = evaluate(
+            lm, loaded, limit=limit or None, bootstrap_iters=bootstrap, log_samples=False
+        )
+    lm.params = None
+    return results
+
+
+@contextlib.contextmanager
+def fixed_seeds():
+    """Python's and numpy's random numbers, which some tasks draw, begin as lm_eval lets them; then go on as before."""
+    before = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(SEED)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def numbers(results):
+    """{"tasks/TASK/METRIC": number} of the results of `ask`, without standard errors."""
+    found = {}
+    for name, metrics in results["results"].items():
+        for key, value in metrics.items():
+            metric, _, filtered = key.partition(",")
+            if filtered and not metric.endswith("_stderr") and isinstance(value, int | float):
+                metric += "" if filtered == "none" else f",{filtered}"
+                found[f"tasks/{name}/{metric}"] = float(value)
+    return found
+
+
+# --- A training run -----------------------------------------------------------------------------------------------
+
+
+def make_judge(cfg, mesh, encoding):
+    """`judge(params, step, last, watchdog)` -> {"tasks/TASK/METRIC": number} of --eval_tasks in a training run, on its
+    mesh; {} where they are not due. Raises UserError where a task cannot be asked."""
+    run = cfg.run
+    if encoding is None:
+        raise UserError("--tasks: nothing tells the tokenizer of the shards; give --tokenizer.")
+    batch_size = max(1, cfg.data.val_batch_size // run.n_device_axis[1])
+    lm = Judged(cfg, mesh, encoding, batch_size, cfg.model.T, before_context("auto", encoding))
+    folders = [run.eval_tasks_path] if run.eval_tasks_path else []
+    loaded = load(names_in([run.eval_tasks]), folders, lm)
+
+    def judge(params, step, last, watchdog):
+        if not last and step % (run.eval_every * run.eval_tasks_every):
+            return {}
+        watchdog.begin("tasks", step)
+        lm.alive = watchdog.alive
+        found = numbers(ask(lm, params, loaded, run.eval_tasks_limit))
+        words = [f"{name.removeprefix('tasks/')} {value:.4f}" for name, value in found.items()]
+        say(f"tasks at step {step}:  {'  '.join(words)}")
+        return found
+
+    return judge
