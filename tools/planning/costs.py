@@ -645,9 +645,10 @@ def layers_cost(cfg, traffic):
         kept += layers * times * channel / s.tp * channels
         width = channel / s.tp * c.intermediates
         intermediates += n * width
-        copies = fit.layer_copies * (c.intermediates - c.in_experts)
-        copies += fit.expert_copies * c.in_experts
-        widest = max(widest, channel / s.tp * copies)
+        beside_experts = fit.layer_copies if again else fit.layer_copies_kept
+        held = fit.expert_copies * c.in_experts
+        held += beside_experts * (c.intermediates - c.in_experts)
+        widest = max(widest, channel / s.tp * held)
     return Layers(flops, scores, pipelined, kept, intermediates, widest)
 
 
@@ -718,10 +719,9 @@ class Fit(NamedTuple):
     experts_kept: float = (
         2.5  # channels that --remat none keeps per channel of routed experts' intermediates
     )
-    layer_copies: float = (
-        1.4  # bytes held per byte of the widest layer's intermediates, in its backward pass
-    )
-    expert_copies: float = 1.4  # the same, of its routed experts' intermediates
+    expert_copies: float = 1.4  # bytes held per byte of a layer's routed experts' intermediates
+    layer_copies: float = 1.4  # the same of all else in the layer, in its backward pass
+    layer_copies_kept: float = 1.4  # with --remat none
     own_copies: float = 0.0  # of the activations of all microbatches that a device embeds
     operands: float = 5.2  # bytes that matrix products read and write per byte of intermediates
     operand_weights: float = (
@@ -738,8 +738,9 @@ GPU = Fit(
     kept=dict(none=8.4, dots=1.0, full=0.0),
     logits=37.0,
     experts_kept=1.41,
-    layer_copies=2.4,
     expert_copies=3.2,
+    layer_copies=1.3,
+    layer_copies_kept=2.4,
     own_copies=6.0,
     operands=0.14,
     operand_weights=1.5,
