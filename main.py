@@ -52,7 +52,7 @@ from training.processes import (
     together,
 )
 from training.run_checkpoints import RunCheckpoints
-from training.runlog import RunLog, check_wandb, duration, print_progress, uploading
+from training.runlog import RunLog, check_loggers, duration, print_progress, uploading
 from training.sampling import make_sampler
 
 # --- The run ------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def main(cfg, given):
     cfg = settings.settle(cfg, given, jax.device_count(), flags)
     if flags:
         warn_of_length(cfg, flags["T"])
-    on_main_process(lambda: check_wandb(cfg.run))
+    on_main_process(lambda: check_loggers(cfg.run))
     with alone_in_folder(cfg.run):
         return train(cfg, given, load_weights)
 
