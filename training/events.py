@@ -36,18 +36,20 @@ class EventFile:
 
     def begin(self, rows):
         """Write a file with these rows in the place of the one before, whose times they keep."""
-        before = utils.persist(
-            lambda: self.fs.glob(f"{self.folder}/{BEGINNING}*{END}"), self.address
-        )
+        pattern = f"{self.folder}/{BEGINNING}*{END}"
+        before = sorted(utils.persist(lambda: self.fs.glob(pattern), self.address))
         times = {}
         for path in before:
             times |= times_in(utils.persist(lambda: self.fs.cat_file(path), self.address))
         content = header() + b"".join(record(row, times.get(row["step"])) for row in rows)
-        name = f"{BEGINNING}{time.time_ns()}{END}"
-        self.path = f"{self.address}/{name}"
+        self.path = f"{self.address}/{BEGINNING}{time.time_ns()}{END}"
         utils.write_file(self.path, content)
-        for path in before:
+        for path in before[:-1]:
             utils.persist(lambda: self.fs.rm_file(path), self.address)
+        for path in before[
+            -1:
+        ]:  # which a TensorBoard may be reading: it goes on to the next from its end
+            utils.persist(lambda: self.fs.pipe_file(path, b""), self.address)
         self.content = bytearray(content if utils.is_remote(self.address) else b"")
 
     def add(self, row):
