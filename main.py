@@ -8,6 +8,7 @@ from training import interrupts
 if __name__ in ("__main__", "__mp_main__"):
     interrupts.at_once(interrupts.NOTHING_LOST)
 
+import contextlib
 import functools
 import json
 import math
@@ -100,7 +101,8 @@ def train(cfg, given, load_weights):
 
     # --- Restore
     checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders)
-    state, meta = checkpoints.restore_or_begin()
+    with memory_explained(cfg):
+        state, meta = checkpoints.restore_or_begin()
     step, sequences = meta["step"], meta["sequences"]
     corpus.check_borders(meta.get("mix_borders", []), sequences)
     bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
@@ -115,7 +117,8 @@ def train(cfg, given, load_weights):
     meter = Meter(per_step * corpus.T, corpus, bad_steps)
     batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
     evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
-    train_step = compile_train_step(cfg, mesh, optimizer, schedule)
+    with memory_explained(cfg):
+        train_step = compile_train_step(cfg, mesh, optimizer, schedule)
     sample = make_sampler(cfg, mesh, encoding)
 
     # --- Log
@@ -127,7 +130,7 @@ def train(cfg, given, load_weights):
     watchdog = Watchdog(cfg)
     bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=not shows_bar())
     meter.pace.resume(batches.waited)
-    with Interrupt(lambda: checkpoints.not_saved(step)) as interrupt:
+    with memory_explained(cfg), Interrupt(lambda: checkpoints.not_saved(step)) as interrupt:
         try:
             while True:
                 if bad_steps.due:
@@ -276,6 +279,21 @@ def write_config(cfg, data, corpus):
     config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
     path = os.path.join(cfg.run.folder, "config.json")
     utils.write_file(path, json.dumps(config, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def memory_explained(cfg):
+    """Raises UserError where the devices' memory does not suffice for what is done in here: what a step of `cfg` holds,
+    and which flags would make it fit."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        from tools.planning import plan  # which no sound run needs
+
+        machine = plan.machine_of(jax.devices()[: cfg.run.n_devices])
+        raise UserError(plan.explain(cfg, machine, str(e))) from None
 
 
 def shows_bar():
