@@ -718,9 +718,13 @@ def memory_limit(device):
     the process may have."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
+    page = os.sysconf("SC_PAGE_SIZE")
+    most = page * os.sysconf("SC_PHYS_PAGES")
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    most = present if allowed == resource.RLIM_INFINITY else min(allowed, present)
+    if allowed != resource.RLIM_INFINITY:
+        with open("/proc/self/statm") as f:
+            taken = page * int(f.read().split()[0])  # by the program itself, mostly
+        most = min(most, allowed - taken)
     return most / jax.local_device_count()
 
 
