@@ -124,6 +124,8 @@ def train(cfg, given, load_weights):
     # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
     log = RunLog(cfg, step, active=jax.process_index() == 0)
+    # The third step from here: by then the devices hold batches ahead, and all that is made at the start is gone.
+    profiled = step + 3 if cfg.run.profile_memory else None
     row = None  # metrics of the newest step, from when they are fetched until they are logged
 
     # --- Loop: the host runs one step ahead of the devices
@@ -151,6 +153,8 @@ def train(cfg, given, load_weights):
                 watchdog.begin("training", step + 1)
                 state, metrics = train_step(state, *next(batches))
                 step, sequences = step + 1, sequences + per_step
+                if step == profiled:
+                    write_memory_profile(cfg, "memory")
                 finished = meter.launched(step, sequences, metrics, batches.waited)
                 if finished:
                     log.metrics(finished)
@@ -290,10 +294,19 @@ def memory_explained(cfg):
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
+        if cfg.run.profile_memory:
+            write_memory_profile(cfg, "out_of_memory")
         from tools.planning import plan  # which no sound run needs
 
         machine = plan.machine_of(jax.devices()[: cfg.run.n_devices])
         raise UserError(plan.explain(cfg, machine, str(e))) from None
+
+
+def write_memory_profile(cfg, name):
+    """Write the arrays on this process's devices now, as a profile for pprof, into the run directory."""
+    path = os.path.join(cfg.run.folder, f"{name}-{jax.process_index()}.pprof")
+    utils.write_file(path, jax.profiler.device_memory_profile())
+    say(f"--profile_memory: {path} holds what is in the devices' memory now")
 
 
 def shows_bar():
