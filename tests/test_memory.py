@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from conftest import ROOT, SMALL_RUN, flags_of
+from conftest import ROOT, SMALL_GPT2, flags_of
 
 # main.py whose process may take argv[1] bytes more once the step is compiled
 DRIVER = """
@@ -28,6 +28,9 @@ sys.exit(utils.one_sentence(lambda: main.run(*given)))
 """
 
 
+LIMIT = 2**30  # bytes
+
+
 def limited_run(limit, *words):
     """main.py on two simulated devices that share so many bytes."""
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
@@ -42,14 +45,15 @@ def limited_run(limit, *words):
 
 
 def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
-    flags = SMALL_RUN | dict(
+    flags = SMALL_GPT2 | dict(
         preset="tiny",
         name="run",
         n_device_axis=(2, 1, 1),
         output_dir=tmp_path,
         bucket_name=shards,
-        T=128,
-        train_batch_size=int(os.environ.get("TBS", 64)),
+        blocks=1,
+        T=512,
+        train_batch_size=128,
         microbatches=1,
         val_batch_size=2,
         remat="none",
@@ -58,7 +62,7 @@ def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
         eval_every=2,
         eval_steps=1,
     )
-    run = limited_run(int(os.environ.get("LIM", 2**30)), *flags_of(**flags))
+    run = limited_run(LIMIT, *flags_of(**flags))
     print(run.stdout, run.stderr)
     (error,) = run.stderr.splitlines()
     assert run.returncode == 2 and error.startswith("error: out of memory: a device has ")
@@ -66,5 +70,5 @@ def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
         assert re.search(rf"{part} [\d.]+ .?i?B", error), part
     words = re.search(r"; (--.*) would make it fit, by the formulas: ", error)[1].split()
     assert "--train_batch_size" not in words or "--accumulation_steps" in words
-    run = limited_run(int(os.environ.get("LIM", 2**30)), *flags_of(**flags), *words)
+    run = limited_run(LIMIT, *flags_of(**flags), *words)
     assert run.returncode == 0, run.stderr
