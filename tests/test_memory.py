@@ -28,7 +28,7 @@ sys.exit(utils.one_sentence(lambda: main.run(*given)))
 """
 
 
-LIMIT = 2**30  # bytes
+LIMIT = 2**31  # bytes
 
 
 def limited_run(limit, *words):
@@ -37,7 +37,7 @@ def limited_run(limit, *words):
     driver = DRIVER.replace("ROOT", repr(str(ROOT)))
     return subprocess.run(
         [sys.executable, "-c", driver, str(limit), *map(str, words)],
-        env={**os.environ, "XLA_FLAGS": flags},
+        env={**os.environ, "XLA_FLAGS": flags, "MALLOC_ARENA_MAX": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -53,7 +53,7 @@ def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
         bucket_name=shards,
         blocks=1,
         T=512,
-        train_batch_size=128,
+        train_batch_size=256,
         microbatches=1,
         val_batch_size=2,
         remat="none",
