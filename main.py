@@ -8,6 +8,7 @@ from training import interrupts
 if __name__ in ("__main__", "__mp_main__"):
     interrupts.at_once(interrupts.NOTHING_LOST)
 
+import contextlib
 import functools
 import json
 import math
@@ -52,7 +53,7 @@ from training.processes import (
     together,
 )
 from training.run_checkpoints import RunCheckpoints
-from training.runlog import RunLog, check_wandb, duration, print_progress, uploading
+from training.runlog import RunLog, check_loggers, duration, print_progress, uploading
 from training.sampling import make_sampler
 
 # --- The run ------------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ def main(cfg, given):
     cfg = settings.settle(cfg, given, jax.device_count(), flags)
     if flags:
         warn_of_length(cfg, flags["T"])
-    on_main_process(lambda: check_wandb(cfg.run))
+    on_main_process(lambda: check_loggers(cfg.run))
     with alone_in_folder(cfg.run):
         return train(cfg, given, load_weights)
 
@@ -100,7 +101,8 @@ def train(cfg, given, load_weights):
 
     # --- Restore
     checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders)
-    state, meta = checkpoints.restore_or_begin()
+    with memory_explained(cfg):
+        state, meta = checkpoints.restore_or_begin()
     step, sequences = meta["step"], meta["sequences"]
     corpus.check_borders(meta.get("mix_borders", []), sequences)
     bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
@@ -116,19 +118,22 @@ def train(cfg, given, load_weights):
     batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
     evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
     judge = open_judge(cfg, mesh, encoding)
-    train_step = compile_train_step(cfg, mesh, optimizer, schedule)
+    with memory_explained(cfg):
+        train_step = compile_train_step(cfg, mesh, optimizer, schedule)
     sample = make_sampler(cfg, mesh, encoding)
 
     # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
     log = RunLog(cfg, step, active=jax.process_index() == 0)
+    # The third step from here: by then the devices hold batches ahead, and all that is made at the start is gone.
+    profiled = step + 3 if cfg.run.profile_memory else None
     row = None  # metrics of the newest step, from when they are fetched until they are logged
 
     # --- Loop: the host runs one step ahead of the devices
     watchdog = Watchdog(cfg)
     bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=not shows_bar())
     meter.pace.resume(batches.waited)
-    with Interrupt(lambda: checkpoints.not_saved(step)) as interrupt:
+    with memory_explained(cfg), Interrupt(lambda: checkpoints.not_saved(step)) as interrupt:
         try:
             while True:
                 if bad_steps.due:
@@ -149,6 +154,8 @@ def train(cfg, given, load_weights):
                 watchdog.begin("training", step + 1)
                 state, metrics = train_step(state, *next(batches))
                 step, sequences = step + 1, sequences + per_step
+                if step == profiled:
+                    write_memory_profile(cfg, "memory")
                 finished = meter.launched(step, sequences, metrics, batches.waited)
                 if finished:
                     log.metrics(finished)
@@ -294,6 +301,30 @@ def write_config(cfg, data, corpus):
     config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
     path = os.path.join(cfg.run.folder, "config.json")
     utils.write_file(path, json.dumps(config, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def memory_explained(cfg):
+    """Raises UserError where the devices' memory does not suffice for what is done in here: what a step of `cfg` holds,
+    and which flags would make it fit."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        if cfg.run.profile_memory:
+            write_memory_profile(cfg, "out_of_memory")
+        from tools.planning import plan  # which no sound run needs
+
+        machine = plan.machine_of(jax.devices()[: cfg.run.n_devices])
+        raise UserError(plan.explain(cfg, machine, str(e))) from None
+
+
+def write_memory_profile(cfg, name):
+    """Write the arrays on this process's devices now, as a profile for pprof, into the run directory."""
+    path = os.path.join(cfg.run.folder, f"{name}-{jax.process_index()}.pprof")
+    utils.write_file(path, jax.profiler.device_memory_profile())
+    say(f"--profile_memory: {path} holds what is in the devices' memory now")
 
 
 def shows_bar():

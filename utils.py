@@ -401,6 +401,15 @@ class Run:
     """Seed of the parameters, the data order, dropout and samples."""
     wandb: bool = setting(False)
     """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    wandb_project: str = setting("moe-pretraining")
+    """Project of Weights & Biases that the run belongs to."""
+    wandb_entity: str = setting("")
+    """User or team that owns the project; empty: WANDB_ENTITY, else the user who is logged in."""
+    tensorboard: bool = setting(False)
+    """Write an event file for TensorBoard too, with what metrics.jsonl holds (bash setup_tpu.sh tensorboard)."""
+    profile_memory: bool = setting(False)
+    """Write which arrays a device holds while a step runs, by the line of code that made them, as a profile for pprof;
+    once more when memory runs out."""
     compilation_cache: str = setting("~/.cache/moe-pretraining-xla", per_process=True)
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
     coordinator: str = setting("", per_process=True)

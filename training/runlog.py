@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 import model
-from training import platforms
+from training import events, platforms
 from utils import UserError, flatten, is_remote, read_file, say, to_json, write_file
 
 
@@ -102,8 +102,9 @@ UPLOAD = "wandb"  # name of the thread that uploads at the end of a run
 UPLOAD_SECONDS = 600  # that the end of a run waits for it
 
 
-def check_wandb(run):
-    """Raises UserError where --wandb was given and cannot be used."""
+def check_loggers(run):
+    """Raises UserError where --tensorboard or --wandb was given and cannot be used."""
+    events.check(run)
     if run.wandb:
         check_login()
 
@@ -140,7 +141,8 @@ def uploading():
 
 
 class RunLog:
-    """What a run leaves behind beside its checkpoints: metrics.jsonl, samples.txt, plots and, on request, wandb.
+    """What a run leaves behind beside its checkpoints: metrics.jsonl, samples.txt, plots and, on request, TensorBoard's
+    event file and wandb.
 
     Calls return at once; one background thread writes in order. `active` is true on process 0 alone; the others write
     nothing. Metrics are plain numbers, one object a step.
@@ -150,6 +152,7 @@ class RunLog:
         self.folder = cfg.run.folder
         self.active = active
         self.zscore = cfg.run.spike_zscore
+        self.events = None
         self.wandb = None
         self.worker = ThreadPoolExecutor(1)
         self.history = []  # rows of metrics.jsonl
@@ -167,6 +170,8 @@ class RunLog:
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
         self.samples = [text for text in re.split(SAMPLE, kept) if text]
         self._rewind(start_step)  # what came after the checkpoint will be written again
+        if cfg.run.tensorboard:
+            self.events = events.EventFile(self.folder, self.history)
         if cfg.run.wandb:
             self._in_background(lambda: self._begin_wandb(cfg))
 
@@ -216,6 +221,8 @@ class RunLog:
         if not is_remote(self.folder):
             with open(self.path("metrics.jsonl"), "a") as f:
                 f.write(to_json(row) + "\n")
+        if self.events:
+            self.events.add(row)
         if self.wandb:
             numbers = {key: v for key, v in row.items() if key != "step"}
             self.wandb.log(numbers, step=row["step"])
@@ -235,6 +242,8 @@ class RunLog:
     def _draw_plots(self):
         if is_remote(self.folder):
             self._write_history()
+        if self.events:
+            self.events.upload()
         shares = [key for key in self.history[-1] if key.startswith(EXPERT_SHARE)]
         shares.sort(key=lambda key: int(key.removeprefix(EXPERT_SHARE)))
         for name, (title, keys) in PLOTS.items():
@@ -246,6 +255,8 @@ class RunLog:
         self.history = [row for row in self.history if row["step"] <= step]
         self.samples = [text for text in self.samples if step_of_samples(text) <= step]
         self._write_history()
+        if self.events:
+            self.events.begin(self.history)
 
     def _begin_wandb(self, cfg):
         """Begin wandb's run, offline where its server is not reached in half a minute or refuses it."""
@@ -256,7 +267,8 @@ class RunLog:
             run_id = secrets.token_hex(4)
             write_file(self.path("wandb_id"), run_id)
         about = dict(
-            project="moe-pretraining",
+            project=cfg.run.wandb_project,
+            entity=cfg.run.wandb_entity or None,
             id=run_id,
             name=cfg.run.name,
             dir=self.folder,

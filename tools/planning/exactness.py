@@ -45,7 +45,9 @@ def draw(machines, dice):
     """Flags of main.py as words, which are valid together, for a step that fits by the formulas."""
     from tools.planning import plan
 
-    preset = dice.choice(list(DRAWN))  # before the loop: what rarely goes together is drawn as often
+    preset = dice.choice(
+        list(DRAWN)
+    )  # before the loop: what rarely goes together is drawn as often
     while True:
         machine = plan.parse_machine(dice.choice(machines))
         flags = {flag: dice.choice(values) for flag, values in DRAWN[preset].items()}

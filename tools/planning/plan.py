@@ -5,6 +5,7 @@ reads the program. The formulas of tools/planning/costs.py answer where there is
 and say which flag would help.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import math
 import multiprocessing
 import os
 import re
+import resource
 import tempfile
 import typing
 from concurrent import futures
@@ -72,12 +74,9 @@ class Machine(NamedTuple):
     chip: costs.Chip
     n: int  # devices
     slices: int = 1
-    topology: str = ""  # as the TPU compiler calls a slice; empty: GPUs
+    topology: str = ""  # as the TPU compiler calls a slice; empty: it is not asked
     hosts: int = 1  # of GPUs
-
-    @property
-    def platform(self):
-        return "gpu" if self.chip.gpu else "tpu"
+    platform: str = "tpu"
 
     @property
     def compiler(self):
@@ -99,7 +98,7 @@ def parse_gpus(name):
             f"--plan {name}: must be gpu:[HOSTSx]NUMBERxKIND with one of {', '.join(gpus.SPECS)}, such as gpu:8xH200 "
             f"or gpu:2x8xH200."
         )
-    return Machine(name, costs.CHIPS[kind], n, hosts=int(hosts or 1))
+    return Machine(name, costs.CHIPS[kind], n, hosts=int(hosts or 1), platform="gpu")
 
 
 def parse_slices(name):
@@ -345,6 +344,7 @@ SEARCHED = (
     "n_device_axis",
     "pp_interleave",
     "train_batch_size",
+    "val_batch_size",
     "microbatches",
     "accumulation_steps",
     *WAYS,
@@ -495,16 +495,13 @@ def report(cfg, machine, a):
     """The plan in words, as a list of lines."""
     memory, seconds, counts = a.memory, a.seconds, a.parameters
     mesh = ", ".join(map(str, a.mesh.values()))
-    held = [
-        f"{part} {size(n, 1024)}" for part, n in memory.items() if part not in ("total", "limit")
-    ]
     parts = [f"{part} {t:.3f}" for part, t in seconds.items() if part != "step" and t >= 5e-4]
     return [
         f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = ({mesh}), "
         f"{a.tokens:,} tokens a step",
         f"parameters   {counts['total']:,} total, {counts['active']:,} active per token, both without the "
         f"{counts['embedding']:,} of the embedding",
-        f"memory       {', '.join(held)}",
+        f"memory       {in_parts(memory)}",
         f"             {size(memory['total'], 1024)} of a chip's {size(memory['limit'], 1024)}",
         f"operations   {a.flops['program'] / 1e12:.2f} TFLOP of matrix products per chip, "
         f"{a.flops['program'] / a.flops['model']:.2f} x the model's own",
@@ -566,11 +563,11 @@ def fitted(cfg, n, **flags):
     if total % parts:
         return None
     # the validation batch is no part of the step: any that fits will do
-    batches = dict(train_batch_size=total // parts, val_batch_size=new.data.microbatches)
-    try:
-        return settings.validate(utils.replace(new, **batches), n)
-    except UserError:
-        return None
+    for val_batch_size in (cfg.data.val_batch_size, new.data.microbatches):
+        batches = dict(train_batch_size=total // parts, val_batch_size=val_batch_size)
+        with contextlib.suppress(UserError):
+            return settings.validate(utils.replace(new, **batches), n)
+    return None
 
 
 def meshes(cfg, n):
@@ -643,17 +640,104 @@ def best_change(cfg, machine, spare, least):
 def advise(cfg, machine, a):
     """One sentence: the flag that would help most by the formulas, or what would make the step fit."""
     spare = a.memory["limit"] - a.memory["total"]
-    if a.fits:
-        step = answer(cfg, machine).seconds["step"]
-        best, gain = best_change(cfg, machine, spare, 0.02 * step)
-        if best is None:
-            return "no single flag helps by more than 2%, by the formulas"
-        return f"{changed(cfg, best)} would help most: by {gain / step:.0%} of the step, by the formulas"
-    lacks = f"does not fit: it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
-    best, _ = best_change(cfg, machine, spare, -math.inf)
+    if not a.fits:
+        limit = size(a.memory["limit"], 1024)
+        lacks = f"does not fit: it needs {size(-spare, 1024)} more than a chip's {limit}"
+        return f"{lacks}; {what_would_fit(cfg, machine, a.memory)}"
+    step = answer(cfg, machine).seconds["step"]
+    best, gain = best_change(cfg, machine, spare, 0.02 * step)
     if best is None:
-        return f"{lacks}, and no single flag would make it fit; take more chips or a smaller model"
-    return f"{lacks}; {changed(cfg, best)} would make it fit, by the formulas"
+        return "no single flag helps by more than 2%, by the formulas"
+    return (
+        f"{changed(cfg, best)} would help most: by {gain / step:.0%} of the step, by the formulas"
+    )
+
+
+# --- What does not fit --------------------------------------------------------------------------------------------
+
+MARGIN = 0.1  # share of a device's memory to leave free: so far off the formulas may be
+CHANGES = 3  # in a row, at most
+KEPT = 8  # configurations, those of the least memory, to change further
+
+
+def smaller(cfg, machine, memory):
+    """(Config, bytes that it needs) of the same global batch with the fewest changes that fits by the formulas with
+    some room left, the fastest of these; None where there is none. memory: of `cfg`, as `Answer` has it."""
+    limit = memory["limit"]
+    # what the formulas do not see now they do not see afterwards either
+    unseen = max(memory["total"], limit) - answer(cfg, machine).memory["total"]
+    seen, kept = {cfg}, [cfg]
+    for _ in range(CHANGES):
+        tried = []
+        for old in kept:
+            for flags in single_changes(old, machine.n):
+                new = fitted(old, machine.n, **flags)
+                if new is None or new in seen:
+                    continue
+                seen.add(new)
+                other = answer(new, machine)
+                tried.append((new, other.memory["total"] + unseen, other.seconds["step"]))
+        fits = [one for one in tried if one[1] <= (1 - MARGIN) * limit]
+        if fits:
+            return min(fits, key=lambda one: one[2])[:2]
+        kept = [new for new, _, _ in sorted(tried, key=lambda one: one[1])[:KEPT]]
+    return None
+
+
+def what_would_fit(cfg, machine, memory):
+    """Words: the flags that make a step fit which takes so much `memory`, or that there are none."""
+    found = smaller(cfg, machine, memory)
+    if not found:
+        return "no flags would make it fit, by the formulas; take more devices or a smaller model"
+    new, used = found
+    return f"{changed(cfg, new)} would make it fit, by the formulas: {size(used, 1024)}"
+
+
+def in_parts(memory):
+    """Words: what a device holds, of {part: bytes}."""
+    parts = [(part, n) for part, n in memory.items() if part not in ("total", "limit")]
+    return ", ".join(f"{part} {size(n, 1024)}" for part, n in parts)
+
+
+def machine_of(devices):
+    """The `Machine` of devices that jax has found. Speeds of a kind that is not known are those of another, which will
+    do to compare configurations."""
+    kind, platform = devices[0].device_kind, devices[0].platform
+    known = list(costs.CHIPS.values())
+    alike = [chip for chip in known if chip.kind == kind]
+    alike += [chip for chip in known if chip.peak == platforms.peak_flops(kind)]
+    alike += [costs.CHIPS["A100" if platform == "gpu" else "v4"]]
+    chip = alike[0]._replace(memory=memory_limit(devices[0]) or alike[0].memory)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    hosts = len({device.process_index for device in devices})
+    return Machine(kind, chip, len(devices), slices, hosts=hosts, platform=platform)
+
+
+def memory_limit(device):
+    """Bytes of its memory that a program may use; None where the device does not tell. Simulated devices share what
+    the process may have."""
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    page = os.sysconf("SC_PAGE_SIZE")
+    most = page * os.sysconf("SC_PHYS_PAGES")
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if allowed != resource.RLIM_INFINITY:
+        with open("/proc/self/statm") as f:
+            taken = page * int(f.read().split()[0])  # by the program itself, mostly
+        most = min(most, allowed - taken)
+    return most / jax.local_device_count()
+
+
+def explain(cfg, machine, message):
+    """One sentence for an error of jax's that says that memory does not suffice: what a device holds in a step, and
+    which flags would make it fit."""
+    a = answer(cfg, machine, refused=too_large(message))
+    used, limit = (size(a.memory[key], 1024) for key in ("total", "limit"))
+    needs = f"a device has {limit} and a step needs {used} of it ({in_parts(a.memory)})"
+    return f"out of memory: {needs}; {what_would_fit(cfg, machine, a.memory)}."
+
+
+# --- The search ---------------------------------------------------------------------------------------------------
 
 
 def search(cfg, machine, compiler):

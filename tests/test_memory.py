@@ -1,0 +1,74 @@
+"""Out of memory: the sentence that says what a step holds, and that the flags which it names do make it fit."""
+
+import os
+import re
+import subprocess
+import sys
+
+from conftest import ROOT, SMALL_GPT2, flags_of
+
+# main.py whose process may take argv[1] bytes more once the step is compiled
+DRIVER = """
+import resource, sys
+limit = int(sys.argv.pop(1))
+sys.path.insert(0, ROOT)
+import utils
+from training import command_line
+given = command_line.parse(sys.argv[1:])
+import main
+compile_train_step = main.compile_train_step
+def limited(*args):
+    train_step = compile_train_step(*args)
+    with open("/proc/self/statm") as f:
+        most = resource.getpagesize() * int(f.read().split()[0]) + limit
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return train_step
+main.compile_train_step = limited
+sys.exit(utils.one_sentence(lambda: main.run(*given)))
+"""
+
+
+LIMIT = 2**31  # bytes
+
+
+def limited_run(limit, *words):
+    """main.py on two simulated devices that share so many bytes."""
+    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    driver = DRIVER.replace("ROOT", repr(str(ROOT)))
+    return subprocess.run(
+        [sys.executable, "-c", driver, str(limit), *map(str, words)],
+        env={**os.environ, "XLA_FLAGS": flags, "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
+    flags = SMALL_GPT2 | dict(
+        preset="tiny",
+        name="run",
+        n_device_axis=(2, 1, 1),
+        output_dir=tmp_path,
+        bucket_name=shards,
+        blocks=1,
+        T=512,
+        train_batch_size=256,
+        microbatches=1,
+        val_batch_size=2,
+        remat="none",
+        attention="xla",
+        training_steps=2,
+        eval_every=2,
+        eval_steps=1,
+    )
+    run = limited_run(LIMIT, *flags_of(**flags))
+    print(run.stdout, run.stderr)
+    (error,) = run.stderr.splitlines()
+    assert run.returncode == 2 and error.startswith("error: out of memory: a device has ")
+    for part in ("weights", "optimizer", "activations", "temporaries"):
+        assert re.search(rf"{part} [\d.]+ .?i?B", error), part
+    words = re.search(r"; (--.*) would make it fit, by the formulas: ", error)[1].split()
+    assert "--train_batch_size" not in words or "--accumulation_steps" in words
+    run = limited_run(LIMIT, *flags_of(**flags), *words)
+    assert run.returncode == 0, run.stderr
