@@ -53,7 +53,7 @@ from training.processes import (
     together,
 )
 from training.run_checkpoints import RunCheckpoints
-from training.runlog import RunLog, check_loggers, duration, print_progress, uploading
+from training.runlog import Progress, RunLog, check_loggers, duration, uploading
 from training.sampling import make_sampler
 
 # --- The run ------------------------------------------------------------------------------------------------------
@@ -125,6 +125,7 @@ def train(cfg, given, load_weights):
     # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
     log = RunLog(cfg, step, active=jax.process_index() == 0)
+    progress = Progress(cfg, val_corpus.bytes_per_token, planned_speed(cfg))
     # The third step from here: by then the devices hold batches ahead, and all that is made at the start is gone.
     profiled = step + 3 if cfg.run.profile_memory else None
     row = None  # metrics of the newest step, from when they are fetched until they are logged
@@ -176,7 +177,7 @@ def train(cfg, given, load_weights):
                 if evaluates:
                     watchdog.begin("evaluation", step)
                     row |= evaluate(state.params)
-                    print_progress(cfg, row, meter.pace, val_corpus.bytes_per_token)
+                    progress.print(row, meter.pace, checkpoints.on_disk)
                     row |= judge(state.params, step, last, watchdog)
                 log.metrics(row)
                 if evaluates or stops:
@@ -314,10 +315,20 @@ def memory_explained(cfg):
             raise
         if cfg.run.profile_memory:
             write_memory_profile(cfg, "out_of_memory")
-        from tools.planning import plan  # which no sound run needs
+        from tools.planning import plan  # here: few runs need it
 
         machine = plan.machine_of(jax.devices()[: cfg.run.n_devices])
         raise UserError(plan.explain(cfg, machine, str(e))) from None
+
+
+def planned_speed(cfg):
+    """Tokens per second by the formulas of the plan; None where the devices' peak is not known."""
+    devices = jax.devices()[: cfg.run.n_devices]
+    if not platforms.peak_flops(devices[0].device_kind):
+        return None
+    from tools.planning import plan  # here: a run on CPUs needs none of it
+
+    return plan.answer(cfg, plan.machine_of(devices)).tokens_per_second
 
 
 def write_memory_profile(cfg, name):

@@ -1,9 +1,16 @@
 """What a run says of itself: the event file of TensorBoard, and whether it is well."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+
+import main
+import utils
+from presets import preset
+from tools.planning import plan
+from training import platforms, runlog, settings
 
 
 @pytest.fixture
@@ -60,3 +67,44 @@ def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(
     assert scalars(watching) == scalars(accumulator(str(run))) == logged(run)
     sizes = [file.stat().st_size for file in sorted(run.glob("events.out.tfevents.*"))]
     assert len(sizes) == 2 and sizes[0] == 0 < sizes[1], "old ones are emptied, then removed"
+
+
+def row(val, **other):
+    losses = {"loss/train_cross_entropy_loss": val - 0.1, "loss/val_cross_entropy_loss": val}
+    return dict(step=40, grad_norm=1.0, lr=1e-3, bad_steps=0.0) | losses | other
+
+
+class Halfway:
+    """A `Pace` of so many tokens a second."""
+
+    def __init__(self, speed):
+        self.speed = speed
+
+    def since_last(self):
+        return {"tokens_per_second": self.speed, "data/wait": 0.0}
+
+    def seconds_for(self, steps):
+        return 2.0 * steps
+
+
+def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
+    cfg = settings.validate(utils.replace(preset("tiny"), n_device_axis=(4, 1, 1)), 4)
+    progress = runlog.Progress(cfg, 4.0)
+    progress.print(row(5.5), Halfway(9000), None)
+    first = capsys.readouterr().out
+    assert "train 5.4000  val 5.5000  1.984 bits/byte  9,000 tokens/s  grad norm" in first
+    assert "bad steps" not in first and "checkpoint" not in first and "plan" not in first
+    progress.print(row(5.25, bad_steps=2.0), Halfway(9000), 20)
+    second = capsys.readouterr().out
+    assert "val 5.2500 (-0.2500)" in second
+    assert second.endswith("  2 bad steps  checkpoint 20  12m00s left\n")
+
+    monkeypatch.setitem(platforms.PEAK_FLOPS, "cpu", platforms.PEAK_FLOPS["TPU v4"])
+    planned = plan.answer(cfg, plan.parse_machine("v4:2x2x1"))
+    runlog.Progress(cfg, planned=main.planned_speed(cfg)).print(
+        row(5.5), Halfway(planned.tokens_per_second / 4), None
+    )
+    line = capsys.readouterr().out
+    share = int(re.search(r" tokens/s \((\d+)% of the plan\)", line)[1])
+    assert abs(share - 25) < 3, "how the chips are wired is not known"
+    assert f"MFU {planned.mfu / 4:.1%}" in line

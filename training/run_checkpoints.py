@@ -81,9 +81,14 @@ class RunCheckpoints:
         about = self.about | dict(faults=bad_steps.state())
         self.checkpoints.save(step, self.to_stored(state), sequences, about, val_loss)
 
+    @property
+    def on_disk(self):
+        """The step of the newest checkpoint that is written, or None."""
+        return self.checkpoints.on_disk
+
     def not_saved(self, step):
         """The steps up to `step` that are in no checkpoint yet, in words."""
-        first = (self.checkpoints.on_disk or self.cfg.run.branch_step) + 1
+        first = (self.on_disk or self.cfg.run.branch_step) + 1
         return f"the steps from {first} to {step}" if step >= first else "no step"
 
     def has(self, step):

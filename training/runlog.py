@@ -37,31 +37,52 @@ def duration(seconds):
     return f"{s}s"
 
 
-def print_progress(cfg, row, pace, bytes_per_token):
-    """Print the line of an evaluation, with losses as cross-entropies. row: metrics of the step; pace: a paused `Pace`;
-    bytes_per_token: of the validation data, or None."""
-    row = row | pace.since_last()
-    left = pace.seconds_for(cfg.run.training_steps - row["step"])
-    utilization = model_flops_utilization(cfg, row["tokens_per_second"])
-    parts = [
-        f"step {row['step']}/{cfg.run.training_steps}",
-        f"train {row['loss/train_cross_entropy_loss']:.4f}",
-        f"val {row['loss/val_cross_entropy_loss']:.4f}",
-    ]
-    if bytes_per_token:
-        bits = row["loss/val_cross_entropy_loss"] / math.log(2)
-        parts.append(f"{bits / bytes_per_token:.3f} bits/byte")
-    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
-    if utilization is not None:
-        parts.append(f"MFU {utilization:.1%}")
-    parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{duration(left)} left"]
-    if row["data/wait"] > 0.05:
-        parts.append(
-            f"storage is too slow: {row['data/wait']:.0%} of the time was spent waiting for data"
-        )
-    with contextlib.suppress(OSError):  # as in `say`
-        tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
-        sys.stdout.flush()
+class Progress:
+    """Prints a line for each evaluation, with losses as cross-entropies."""
+
+    def __init__(self, cfg, bytes_per_token=None, planned=None):
+        """bytes_per_token: of the validation data; planned: tokens per second. None: not known."""
+        self.cfg, self.bytes_per_token, self.planned = cfg, bytes_per_token, planned
+        self.before = None  # validation loss of the line before
+
+    def print(self, row, pace, on_disk):
+        """row: metrics of the step; pace: a paused `Pace`; on_disk: step of the newest checkpoint, or None."""
+        row = row | pace.since_last()
+        steps = self.cfg.run.training_steps
+        parts = [f"step {row['step']}/{steps}", *self.losses(row), *self.speed(row)]
+        parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}"]
+        if row["bad_steps"]:
+            parts.append(f"{row['bad_steps']:.0f} bad steps")
+        if on_disk:
+            parts.append(f"checkpoint {on_disk}")
+        parts.append(f"{duration(pace.seconds_for(steps - row['step']))} left")
+        if row["data/wait"] > 0.05:
+            share = f"{row['data/wait']:.0%} of the time"
+            parts.append(f"storage is too slow: {share} was spent waiting for data")
+        with contextlib.suppress(OSError):  # as in `say`
+            tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
+            sys.stdout.flush()
+
+    def losses(self, row):
+        """Words for the losses; after that of the validation its change since the line before."""
+        val = row["loss/val_cross_entropy_loss"]
+        change = "" if self.before is None else f" ({val - self.before:+.4f})"
+        self.before = val
+        parts = [f"train {row['loss/train_cross_entropy_loss']:.4f}", f"val {val:.4f}{change}"]
+        if self.bytes_per_token:
+            parts.append(f"{val / math.log(2) / self.bytes_per_token:.3f} bits/byte")
+        return parts
+
+    def speed(self, row):
+        """Words for the speed; beside it what share that is of the plan's and of the devices' peak."""
+        speed = row["tokens_per_second"]
+        parts = [f"{speed:,.0f} tokens/s"]
+        if self.planned:
+            parts[0] += f" ({speed / self.planned:.0%} of the plan)"
+        utilization = model_flops_utilization(self.cfg, speed)
+        if utilization is not None:
+            parts.append(f"MFU {utilization:.1%}")
+        return parts
 
 
 def model_flops_utilization(cfg, tokens_per_second):
