@@ -51,6 +51,7 @@ from training.processes import (
     join_processes,
     together,
 )
+from training.profiling import Profile
 from training.run_checkpoints import RunCheckpoints
 from training.runlog import RunLog, check_wandb, duration, print_progress, uploading
 from training.sampling import make_sampler
@@ -112,7 +113,8 @@ def train(cfg, given, load_weights):
         return 0
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
-    meter = Meter(per_step * corpus.T, corpus, bad_steps)
+    profile = Profile(cfg, step)
+    meter = Meter(per_step * corpus.T, corpus, bad_steps, profile)
     batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
     evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
     train_step = compile_train_step(cfg, mesh, optimizer, schedule)
@@ -146,7 +148,9 @@ def train(cfg, given, load_weights):
                     meter.pace.resume(batches.waited)
 
                 watchdog.begin("training", step + 1)
-                state, metrics = train_step(state, *next(batches))
+                profile.begin(step + 1, train_step, meter.wait)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+                    state, metrics = train_step(state, *next(batches))
                 step, sequences = step + 1, sequences + per_step
                 finished = meter.launched(step, sequences, metrics, batches.waited)
                 if finished:
@@ -198,6 +202,7 @@ def train(cfg, given, load_weights):
             raise
         finally:
             watchdog.over.set()
+            profile.close()
             meter.close()
             bar.close()
             checkpoints.close()
@@ -264,6 +269,8 @@ def read_batches(cfg, corpus, mesh, step, sequences, meter):
 def compile_train_step(cfg, mesh, optimizer, schedule):
     """The compiled train step of training/steps.py; how long that took is printed."""
     began = time.time()
+    # a cached program carries the names of the code that compiled it, which a trace would show
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", bool(cfg.run.profile))
     abstract = steps.abstract_state(cfg, mesh, optimizer)
     train_step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     say(f"compiled in {duration(time.time() - began)}")

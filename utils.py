@@ -393,6 +393,9 @@ class Run:
     """Seed of the parameters, the data order, dropout and samples."""
     wandb: bool = setting(False)
     """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    profile: str = setting("")
+    """Optimizer steps FIRST:LAST, both included, of which every process writes a trace by jax's profiler into
+    plugins/profile of the run directory; tools/trace.py reads it."""
     compilation_cache: str = setting("~/.cache/moe-pretraining-xla", per_process=True)
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
     coordinator: str = setting("", per_process=True)

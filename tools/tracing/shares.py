@@ -1,0 +1,122 @@
+"""Where the time of a step went, by what its devices did.
+
+Every moment of a device, from the begin of the first step to the end of the last one, belongs to one part. Where it
+computes: to what it computes, in equal shares where several operations run at once. Else, where bytes travel: to the
+communication over those mesh axes, which is exposed. Else it idles, if a step is under way; or it runs another program;
+or it waits for the host. What travels while the device computes is hidden; that is told beside the parts.
+"""
+
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+# Parts in which a device does nothing of the step. The first two label intervals too.
+STEP, OTHER, HOST = WAITS = "idle", "other programs", "host"
+
+
+class Shares(NamedTuple):
+    """Seconds of one step, means over the steps and the devices."""
+
+    steps: int  # whole ones in the trace
+    devices: int
+    parts: dict  # {part: seconds}, mesh axes such as dp+tp for exposed communication; they add up to the step
+    hidden: dict  # {axes: seconds}
+    operations: dict  # {names.Operation: seconds}
+
+    @property
+    def step(self):
+        return sum(self.parts.values())
+
+    @property
+    def links(self):
+        """Mesh axes over which something travels: ["dp", "dp+tp", "tp"]."""
+        return sorted({operation.axes for operation in self.operations} - {""} | self.hidden.keys())
+
+    @property
+    def products(self):
+        """Seconds of operations with matrix products."""
+        return sum(t for operation, t in self.operations.items() if operation.is_product)
+
+
+def measure(devices, program, most):
+    """`Shares` of the first `most` whole steps of a names.Program, of [[events.Event] of a device]; None where there is
+    no whole step."""
+    parts, hidden, operations = defaultdict(float), defaultdict(float), defaultdict(float)
+    steps = 0
+    found = [(events, whole_steps(events, program)[:most]) for events in devices]
+    found = [(events, runs) for events, runs in found if runs]
+    for events, runs in found:
+        steps = max(steps, len(runs))
+        for ns, active in moments(intervals(events, program, runs)):
+            seconds = ns / 1e9 / len(runs) / len(found)
+            add_moment(seconds, active, parts, hidden, operations)
+    return Shares(steps, len(found), parts, hidden, operations) if found else None
+
+
+def whole_steps(events, program):
+    """[(begin, end)] in ns of the steps of a `names.Program` that a device ran from begin to end.
+
+    Operations outside loops run once a step. So most of them are in the trace as often as there are whole steps, and
+    once more where a step is cut off. The earliest of those marks the begin of a step.
+    """
+    own = [event for event in events if event.program == program.name and not event.beside]
+    own.sort(key=lambda event: event.begin)
+    times = Counter(event.op for event in own if event.op in program.entry)
+    if not times:
+        return []
+    [(whole, _)] = Counter(times.values()).most_common(1)
+    mark = next(event.op for event in own if times[event.op] in (whole, whole + 1))
+    begins = [event.begin for event in own if event.op == mark]
+    steps = []
+    for begin, following in zip(begins[:whole], [*begins[1:], float("inf")]):
+        steps.append((begin, max(e.end for e in own if begin <= e.begin < following)))
+    return steps
+
+
+def intervals(events, program, steps):
+    """[(begin, end, label)] of what a device did from the first step to the last."""
+    first, last = steps[0][0], steps[-1][1]
+    found = [(begin, end, STEP) for begin, end in steps]
+    for event in events:
+        label = OTHER
+        if event.program in (program.name, None):
+            label = program.operation(event.op)
+        if label is None or event.beside and (label is OTHER or not label.axes):
+            continue  # a loop, or a copy that runs beside the computation
+        begin, end = max(event.begin, first), min(event.end, last)
+        if begin < end:
+            found.append((begin, end, label))
+    return found
+
+
+def moments(found):
+    """Yield (length, labels) of each span of time in which the same intervals are under way; from the begin of the
+    first one to the end of the last one."""
+    points = []
+    for number, (begin, end, _) in enumerate(found):
+        points += [(begin, number), (end, number)]
+    points.sort()
+    active, before = {}, points[0][0]
+    for at, number in points:
+        if at > before:
+            yield at - before, list(active.values())
+            before = at
+        if number in active:
+            del active[number]
+        else:
+            active[number] = found[number][2]
+
+
+def add_moment(seconds, active, parts, hidden, operations):
+    """Add a time in which these labels were active on a device."""
+    computing = [label for label in active if label not in (STEP, OTHER) and not label.axes]
+    travelling = [label for label in active if label not in (STEP, OTHER) and label.axes]
+    busy = computing or travelling
+    for operation in busy:
+        operations[operation] += seconds / len(busy)
+        parts[operation.axes or operation.part] += seconds / len(busy)
+    if computing:
+        for axes in {operation.axes for operation in travelling}:
+            hidden[axes] += seconds
+    if not busy:
+        part = STEP if STEP in active else OTHER if OTHER in active else HOST
+        parts[part] += seconds
