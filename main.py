@@ -269,10 +269,13 @@ def read_batches(cfg, corpus, mesh, step, sequences, meter):
 def compile_train_step(cfg, mesh, optimizer, schedule):
     """The compiled train step of training/steps.py; how long that took is printed."""
     began = time.time()
-    # a cached program carries the names of the code that compiled it, which a trace would show
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", bool(cfg.run.profile))
     abstract = steps.abstract_state(cfg, mesh, optimizer)
-    train_step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
+    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract)
+    # A cached program carries the names of the code that compiled it, which --profile would show.
+    by_names = "jax_compilation_cache_include_metadata_in_key"
+    jax.config.update(by_names, bool(cfg.run.profile))
+    train_step = lowered.compile()
+    jax.config.update(by_names, False)
     say(f"compiled in {duration(time.time() - began)}")
     return train_step
 

@@ -4,7 +4,6 @@ import glob
 import gzip
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -19,8 +18,10 @@ from training.processes import together
 from utils import say
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
-# Perfetto's older readers stop behind this, which jax writes before the events.
+# What jax writes before and behind the events and Perfetto counts as errors: jax's own Perfetto files leave the first
+# out too, and the second is an empty event (github.com/google/perfetto/issues/6251).
 METADATA = b'"metadata":{"highres-ticks":true},'
+EMPTY_EVENT = b",{}]}"
 
 
 def traces_of(folder):
@@ -106,7 +107,7 @@ class Profile:
         [space] = glob.glob(f"{local}/**/*.xplane.pb", recursive=True)
         [events] = glob.glob(f"{local}/**/*.trace.json.gz", recursive=True)
         for_perfetto = os.path.join(local, "perfetto")
-        without_metadata(events, for_perfetto)
+        write_for_perfetto(events, for_perfetto)
         files = {f"process-{process}.xplane.pb": space}
         files[f"process-{process}.trace.json.gz"] = for_perfetto
         for name, path in files.items():
@@ -127,6 +128,7 @@ class Profile:
         return dict(
             steps=[self.began, done],
             written=time.time(),
+            platform=jax.devices()[0].platform,
             device_kind=jax.devices()[0].device_kind,
             processes=jax.process_count(),
             slices=len({getattr(device, "slice_index", 0) for device in jax.devices()}),
@@ -134,11 +136,16 @@ class Profile:
         )
 
 
-def without_metadata(source, path):
-    """Copy a trace of events to `path` without its metadata."""
+def write_for_perfetto(source, path):
+    """Copy a trace of events to `path` without what Perfetto does not take."""
     with gzip.open(source) as old, gzip.open(path, "wb", compresslevel=1) as new:
-        new.write(old.read(4096).replace(METADATA, b""))
-        shutil.copyfileobj(old, new)
+        held = old.read(4096).replace(METADATA, b"")
+        while following := old.read(1 << 20):
+            new.write(held[:-8])
+            held = held[-8:] + following
+        if held.endswith(EMPTY_EVENT):
+            held = held.removesuffix(EMPTY_EVENT) + b"]}"
+        new.write(held)
 
 
 def warn(error):
