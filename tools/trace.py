@@ -32,6 +32,8 @@ class Options:
     """A run directory, or its gs:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
+    plan: str = ""
+    """Machine to plan for, as --plan of main.py takes it; empty: the devices of the trace, as far as they are known."""
     top: int = utils.flag(10, least=0)
     """Costliest operations to list."""
     json: bool = False
@@ -48,9 +50,11 @@ import fsspec
 from jax.profiler import ProfileData
 
 import collectives
-from tools.planning import costs, plan
+from tools.planning import costs, hlo, plan
 from tools.tracing import events, names, shares
 from training import profiling
+
+PRODUCTS = "matrix products"  # as plan.Answer calls this part
 
 # --- Reading ------------------------------------------------------------------------------------------------------
 
@@ -108,10 +112,12 @@ def devices_in(trace):
 
 def measure(trace):
     """`shares.Shares` of a trace. Raises UserError where it holds no whole step."""
-    first, last = trace.about["steps"]
-    mesh = dict(zip(collectives.AXES, trace.cfg.run.n_device_axis))
-    program = names.Program(trace.text, mesh)
-    found = shares.measure(devices_in(trace), program, last - first + 1)
+    run, (first, last) = trace.cfg.run, trace.about["steps"]
+    program = names.Program(trace.text, mesh_of(trace))
+    # the loop of main.py turns to an evaluation or a checkpoint after these
+    every = [run.eval_every, run.save_steps]
+    followed = [step - first for step in range(first, last) if any(step % n == 0 for n in every)]
+    found = shares.measure(devices_in(trace), program, last - first + 1, followed)
     if found is None:
         raise UserError(
             f"{trace.folder}: holds no whole step; trace later ones, or one that is not interrupted."
@@ -119,42 +125,100 @@ def measure(trace):
     return found
 
 
+def mesh_of(trace):
+    """{axis: size}."""
+    return dict(zip(collectives.AXES, trace.cfg.run.n_device_axis))
+
+
 # --- The plan -----------------------------------------------------------------------------------------------------
 
 
-def machine_of(trace):
-    """plan.Machine that the run was on; None where its kind of device is not known."""
-    about = trace.about
-    for name, chip in costs.CHIPS.items():
-        if chip.kind == about["device_kind"]:
-            hosts = about["processes"] if chip.gpu else 1
-            n = trace.cfg.run.n_devices
-            return plan.Machine(name, chip, n, about["slices"], hosts=hosts)
-    return None
+def machine_of(trace, named):
+    """plan.Machine that --plan has `named`, else the one that the run was on; None where its kind of device is not
+    known. Raises UserError where the run does not fit on it."""
+    about, n = trace.about, trace.cfg.run.n_devices
+    if named:
+        machine = plan.parse_machine(named)
+        if machine.n != n:
+            raise UserError(f"--plan {named}: has {machine.n} devices; the run had {n}.")
+        return machine
+    peak = platforms.peak_flops(about["device_kind"])
+    alike = [chip for chip in costs.CHIPS.values() if chip.kind == about["device_kind"]]
+    alike += [chip for chip in costs.CHIPS.values() if peak and chip.peak == peak]
+    if not alike:
+        return None
+    hosts = about["processes"] if alike[0].gpu else 1
+    return plan.Machine(about["device_kind"], alike[0], n, about["slices"], hosts=hosts)
 
 
-def planned(trace):
-    """{what told: plan.Answer} for the run of a trace, {} where its kind of device is not known."""
-    machine = machine_of(trace)
-    if machine is None:
-        return {}
-    program = plan.Compiled(trace.text, 0, 0)  # its memory does not matter here
+def counted(trace, place):
+    """{who counted: {part: floating-point operations, or bytes sent}} of a step on one device."""
+    estimate = costs.estimate(trace.cfg, place)
+    cost = hlo.analyze(trace.text, mesh_of(trace), place.slices, place.across)
+    in_kernels = estimate.scores if cost.kernels else 0
     return {
-        "formulas": plan.answer(trace.cfg, machine),
-        "program": plan.answer(trace.cfg, machine, program),
+        "formulas": amounts(estimate.flops, estimate.sent),
+        "program": amounts(cost.flops + in_kernels, cost.collectives),
     }
 
 
-def measured_parts(found):
-    """{part: seconds} of `shares.Shares` in the parts of a plan, and those that a plan does not have. Links count
-    exposed and hidden."""
+def amounts(flops, sent):
+    """{part: amount} of the operations of products, and {(axes, kind): [bytes, ..]} of collectives."""
+    parts = {PRODUCTS: flops}
+    for (axes, kind), (n_bytes, *_) in sent.items():
+        name = plan.links_of(dict(axes=axes, kind=kind))
+        parts[name] = parts.get(name, 0) + n_bytes
+    return parts
+
+
+def planned(trace, machine):
+    """{who planned: {part: seconds}} of a step: the formulas and, where the traced program is one for such a machine,
+    they and what that tells."""
+    told = {"formulas": plan.answer(trace.cfg, machine).seconds}
+    if machine.platform == trace.about["platform"]:
+        # its memory does not matter here
+        of_program = plan.answer(trace.cfg, machine, plan.Compiled(trace.text, 0, 0))
+        exposed = {exposed_in(part): t for part, t in of_program.overlapped.items()}
+        step = exposed.pop(exposed_in("step"))
+        told["program"] = of_program.seconds | exposed | dict(step=step)
+    return told
+
+
+def measured(found, across):
+    """{part: seconds} of `shares.Shares` in the parts of a plan, exposed and hidden communication together, and in
+    those that a plan does not have. across: mesh axis that goes from slice to slice."""
     waits = {part: found.parts.get(part, 0.0) for part in shares.WAITS}
-    exposed = sum(found.parts.get(axes, 0.0) for axes in found.links)
-    computing = found.step - exposed - sum(waits.values())
-    parts = {"matrix products": found.products, "memory": computing - found.products}
+    links = {}
     for axes in found.links:
-        parts[f"links of {axes}"] = found.parts.get(axes, 0.0) + found.hidden.get(axes, 0.0)
-    return parts | waits | dict(step=found.step)
+        name = f"network of {across}" if axes == names.SLICES else f"links of {axes}"
+        exposed = found.parts.get(axes, 0.0)
+        links |= {name: exposed + found.hidden.get(axes, 0.0), exposed_in(name): exposed}
+    computing = found.step - sum(waits.values())
+    computing -= sum(found.parts.get(axes, 0.0) for axes in found.links)
+    parts = {PRODUCTS: found.products, "memory": computing - found.products}
+    return parts | links | waits | dict(step=found.step)
+
+
+def exposed_in(part):
+    return f"{part}, exposed"
+
+
+class Beside(NamedTuple):
+    """What was measured, and what the plan says of the same step; {part: number} or {who: {part: number}}."""
+
+    measured: dict  # seconds
+    counted: dict  # floating-point operations and bytes
+    planned: dict  # seconds; {} where the machine is not known
+
+
+def beside(trace, found, named):
+    """`Beside` of a trace and its `shares.Shares`, on the machine that --plan has `named`."""
+    machine = machine_of(trace, named)
+    place = costs.Place(trace.about["platform"])
+    if machine:
+        place = plan.place_of(trace.cfg, machine)
+    seconds = planned(trace, machine) if machine else {}
+    return Beside(measured(found, place.across), counted(trace, place), seconds)
 
 
 # --- Printing -----------------------------------------------------------------------------------------------------
@@ -200,16 +264,33 @@ def operation_rows(found, top):
     return rows
 
 
-def plan_rows(found, plans):
-    """Rows of a table: the parts of a plan as they were measured and as {who tells: plan.Answer} have them."""
-    measured = measured_parts(found)
-    told = [answer.seconds for answer in plans.values()]
-    rows = [["a step, seconds", "measured", *plans]]
-    for part in dict.fromkeys([*measured, *(part for seconds in told for part in seconds)]):
-        cells = [seconds.get(part) for seconds in (measured, *told)]
+def counted_rows(b):
+    """Rows of a table: what a device computes and sends in a step of `Beside`, and how fast it did."""
+    rows = [["a step of a device", "measured", "of the program's", "by formulas", "in the program"]]
+    for part in dict.fromkeys([*b.counted["program"], *b.counted["formulas"]]):
+        unit = "FLOP" if part == PRODUCTS else "B"
+        by_formulas, in_program = (b.counted[who].get(part, 0) for who in ("formulas", "program"))
+        seconds = b.measured.get(part, 0)
+        rate = f"{in_unit(in_program / seconds, unit)}/s" if seconds else "-"
+        amounts = [in_unit(n, unit) for n in (by_formulas, in_program)]
+        rows.append([part, f"{seconds:.4f} s", rate, *amounts])
+    return rows
+
+
+def in_unit(n, unit):
+    """1234567 -> 1.23 MB, and so on."""
+    power = max(p for p in range(5) if p == 0 or n >= 1000**p)
+    return f"{n / 1000**power:.{2 * bool(power)}f} {' KMGT'[power].strip()}{unit}"
+
+
+def planned_rows(b):
+    """Rows of a table: the seconds of `Beside`."""
+    told = [b.measured, *b.planned.values()]
+    rows = [["seconds of a step", "measured", *b.planned]]
+    for part in dict.fromkeys(part for seconds in told for part in seconds):
+        cells = [seconds.get(part) for seconds in told]
         rows.append([part, *("-" if cell is None else f"{cell:.4f}" for cell in cells)])
-    overlapped = plans["program"].overlapped["step"]
-    return [*rows, ["step, overlapped", f"{found.step:.4f}", "-", f"{overlapped:.4f}"]]
+    return rows
 
 
 def amount(seconds, found):
@@ -230,17 +311,20 @@ def table(rows):
     return lines
 
 
-def report(trace, found, plans, top):
+def report(trace, found, b, top):
     """All of it in words, as a list of lines."""
     lines = [heading(trace, found), *table(share_rows(found)), *beside_lines(found), ""]
-    lines += [*table(operation_rows(found, top)), ""]
-    if plans:
-        return lines + table(plan_rows(found, plans))
+    lines += [*table(operation_rows(found, top)), "", *table(counted_rows(b)), ""]
+    if b.planned:
+        return lines + table(planned_rows(b))
     kind = trace.about["device_kind"]
-    return [*lines, f"no plan beside it: the peaks of this kind of device, {kind}, are not known"]
+    return [
+        *lines,
+        f"no seconds are planned: the speeds of {kind} are not known; --plan names others",
+    ]
 
 
-def as_json(trace, found, plans, top):
+def as_json(trace, found, b, top):
     """All of it as an object for JSON."""
     costliest = sorted(found.operations.items(), key=lambda entry: -entry[1])
     return dict(
@@ -249,11 +333,11 @@ def as_json(trace, found, plans, top):
         devices=found.devices,
         device_kind=trace.about["device_kind"],
         step=found.step,
+        products=found.products,
         parts=found.parts,
         hidden=found.hidden,
         operations=[one._asdict() | dict(seconds=seconds) for one, seconds in costliest[:top]],
-        measured=measured_parts(found),
-        plan={by: answer.seconds for by, answer in plans.items()},
+        **b._asdict(),
     )
 
 
@@ -264,11 +348,11 @@ def main(options):
     utils.check_bounds(options)
     trace = open_trace(options.run, options.trace)
     found = measure(trace)
-    plans = planned(trace)
+    told = beside(trace, found, options.plan)
     if options.json:
-        print(utils.to_json(as_json(trace, found, plans, options.top), indent=1))
+        print(utils.to_json(as_json(trace, found, told, options.top), indent=1))
     else:
-        print("\n".join(report(trace, found, plans, options.top)), flush=True)
+        print("\n".join(report(trace, found, told, options.top)), flush=True)
 
 
 if __name__ == "__main__":

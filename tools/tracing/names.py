@@ -32,6 +32,7 @@ NOT_CODE = {
     "closed_call",
 }
 NOT_CODE |= {"shard_map", "checkpoint", "rematted_computation"}
+SLICES = "slices"  # in the place of mesh axes: what TPU slices send each other
 BETWEEN_SLICES = ("send", "recv")
 LOOPS = ("while", "call", "conditional")  # what they run is traced itself
 
@@ -94,7 +95,7 @@ class Program:
             if kind in hlo.COLLECTIVES:
                 return "+".join(hlo.group_axes(op, self.mesh)[0])
             if kind in BETWEEN_SLICES:
-                return "slices"
+                return SLICES
         return ""
 
 
@@ -136,8 +137,9 @@ class Sources:
             file, function, line, *_ = hlo.numbers(self.locations[location])
             path = in_repository(self.files[file].strip('"'))
             if path:
-                name = self.functions[function].strip('"').split(".")[-1]
-                place = f"{path}:{line} {name}"
+                words = self.functions[function].strip('"').split(".")
+                named = [word for word in words if not word.startswith("<")]  # <listcomp>
+                place = f"{path}:{line} {named[-1] if named else ''}".strip()
             if path and path != "collectives.py":
                 break
             frame = parent - 1  # the text counts frames from 1, and parents from 2

@@ -1,9 +1,10 @@
 """Where the time of a step went, by what its devices did.
 
-Every moment of a device, from the begin of the first step to the end of the last one, belongs to one part. Where it
-computes: to what it computes, in equal shares where several operations run at once. Else, where bytes travel: to the
-communication over those mesh axes, which is exposed. Else it idles, if a step is under way; or it runs another program;
-or it waits for the host. What travels while the device computes is hidden; that is told beside the parts.
+A step lasts until the next one begins, or to its own end where the run does something else then. Every moment of it
+belongs to one part. Where a device computes: to what it computes, in equal shares where several operations run at once.
+Else, where bytes travel: to the communication over those mesh axes, which is exposed. Else it idles, if its program is
+under way; or it runs another program; or it waits for the host. What travels while the device computes is hidden; that
+is told beside the parts.
 """
 
 from collections import Counter, defaultdict
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 # Parts in which a device does nothing of the step. The first two label intervals too.
 STEP, OTHER, HOST = WAITS = "idle", "other programs", "host"
+APART = "between steps"  # labels intervals that belong to no step
 
 
 class Shares(NamedTuple):
@@ -37,16 +39,17 @@ class Shares(NamedTuple):
         return sum(t for operation, t in self.operations.items() if operation.is_product)
 
 
-def measure(devices, program, most):
+def measure(devices, program, most, followed=()):
     """`Shares` of the first `most` whole steps of a names.Program, of [[events.Event] of a device]; None where there is
-    no whole step."""
+    no whole step. followed: which of the steps, from 0 on, the run did something else after."""
     parts, hidden, operations = defaultdict(float), defaultdict(float), defaultdict(float)
     steps = 0
     found = [(events, whole_steps(events, program)[:most]) for events in devices]
     found = [(events, runs) for events, runs in found if runs]
     for events, runs in found:
         steps = max(steps, len(runs))
-        for ns, active in moments(intervals(events, program, runs)):
+        labeled = intervals(events, program, runs) + between(runs, followed)
+        for ns, active in moments(labeled):
             seconds = ns / 1e9 / len(runs) / len(found)
             add_moment(seconds, active, parts, hidden, operations)
     return Shares(steps, len(found), parts, hidden, operations) if found else None
@@ -65,11 +68,17 @@ def whole_steps(events, program):
         return []
     [(whole, _)] = Counter(times.values()).most_common(1)
     mark = next(event.op for event in own if times[event.op] in (whole, whole + 1))
-    begins = [event.begin for event in own if event.op == mark]
+    begins = [at for at, event in enumerate(own) if event.op == mark]
     steps = []
-    for begin, following in zip(begins[:whole], [*begins[1:], float("inf")]):
-        steps.append((begin, max(e.end for e in own if begin <= e.begin < following)))
+    for first, following in zip(begins[:whole], [*begins[1:], len(own)]):
+        steps.append((own[first].begin, max(event.end for event in own[first:following])))
     return steps
+
+
+def between(steps, followed):
+    """[(begin, end, label)] of the times after these of the (begin, end) `steps`, from 0 on, until the next one."""
+    ends = [(steps[at][1], steps[at + 1][0]) for at in followed if at + 1 < len(steps)]
+    return [(end, begin, APART) for end, begin in ends]
 
 
 def intervals(events, program, steps):
@@ -108,6 +117,8 @@ def moments(found):
 
 def add_moment(seconds, active, parts, hidden, operations):
     """Add a time in which these labels were active on a device."""
+    if APART in active:
+        return
     computing = [label for label in active if label not in (STEP, OTHER) and not label.axes]
     travelling = [label for label in active if label not in (STEP, OTHER) and label.axes]
     busy = computing or travelling
