@@ -44,7 +44,7 @@ def measure(devices, program, most, followed=()):
     no whole step. followed: which of the steps, from 0 on, the run did something else after."""
     parts, hidden, operations = defaultdict(float), defaultdict(float), defaultdict(float)
     steps = 0
-    found = [(events, whole_steps(events, program)[:most]) for events in devices]
+    found = [(events, whole_steps(events, program, most)) for events in devices]
     found = [(events, runs) for events, runs in found if runs]
     for events, runs in found:
         steps = max(steps, len(runs))
@@ -55,24 +55,28 @@ def measure(devices, program, most, followed=()):
     return Shares(steps, len(found), parts, hidden, operations) if found else None
 
 
-def whole_steps(events, program):
-    """[(begin, end)] in ns of the steps of a `names.Program` that a device ran from begin to end.
+def whole_steps(events, program, most):
+    """[(begin, end)] in ns of the first steps, at most so many, of a `names.Program` that a device ran from begin to
+    end.
 
     Operations outside loops run once a step. So most of them are in the trace as often as there are whole steps, and
-    once more where a step is cut off. The earliest of those marks the begin of a step.
+    once more where a step is cut off. The n-th time of each belongs to the n-th step: a few may begin before those that
+    stand before them in the program.
     """
-    own = [event for event in events if event.program == program.name and not event.beside]
-    own.sort(key=lambda event: event.begin)
-    times = Counter(event.op for event in own if event.op in program.entry)
+    times = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.begin):
+        own = event.program == program.name and not event.beside
+        if own and event.op in program.entry:
+            times[event.op].append(event)
     if not times:
         return []
-    [(whole, _)] = Counter(times.values()).most_common(1)
-    mark = next(event.op for event in own if times[event.op] in (whole, whole + 1))
-    begins = [at for at, event in enumerate(own) if event.op == mark]
+    [(usual, _)] = Counter(map(len, times.values())).most_common(1)
+    whole = most if usual == most + 1 else usual
+    once_a_step = [every for every in times.values() if whole <= len(every) <= whole + 1]
     steps = []
-    for first, following in zip(begins[:whole], [*begins[1:], len(own)]):
-        steps.append((own[first].begin, max(event.end for event in own[first:following])))
-    return steps
+    for step in zip(*once_a_step):
+        steps.append((min(event.begin for event in step), max(event.end for event in step)))
+    return steps[: min(whole, most)]
 
 
 def between(steps, followed):
