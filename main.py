@@ -52,6 +52,7 @@ from training.processes import (
     join_processes,
     together,
 )
+from training.profiling import Profile
 from training.run_checkpoints import RunCheckpoints
 from training.runlog import Progress, RunLog, check_loggers, duration, uploading
 from training.sampling import make_sampler
@@ -114,7 +115,8 @@ def train(cfg, given, load_weights):
         return 0
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
-    meter = Meter(per_step * corpus.T, corpus, bad_steps)
+    profile = Profile(cfg, step)
+    meter = Meter(per_step * corpus.T, corpus, bad_steps, profile)
     batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
     evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
     judge = open_judge(cfg, mesh, encoding)
@@ -153,7 +155,9 @@ def train(cfg, given, load_weights):
                     meter.pace.resume(batches.waited)
 
                 watchdog.begin("training", step + 1)
-                state, metrics = train_step(state, *next(batches))
+                profile.begin(step + 1, train_step, meter.wait)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+                    state, metrics = train_step(state, *next(batches))
                 step, sequences = step + 1, sequences + per_step
                 if step == profiled:
                     write_memory_profile(cfg, "memory")
@@ -208,6 +212,7 @@ def train(cfg, given, load_weights):
             raise
         finally:
             watchdog.over.set()
+            profile.close()
             meter.close()
             bar.close()
             checkpoints.close()
@@ -291,7 +296,12 @@ def compile_train_step(cfg, mesh, optimizer, schedule):
     """The compiled train step of training/steps.py; how long that took is printed."""
     began = time.time()
     abstract = steps.abstract_state(cfg, mesh, optimizer)
-    train_step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
+    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract)
+    # A cached program carries the names of the code that compiled it, which --profile would show.
+    by_names = "jax_compilation_cache_include_metadata_in_key"
+    jax.config.update(by_names, bool(cfg.run.profile))
+    train_step = lowered.compile()
+    jax.config.update(by_names, False)
     say(f"compiled in {duration(time.time() - began)}")
     return train_step
 

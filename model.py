@@ -133,14 +133,14 @@ def make_loss(cfg, mesh, train):
     forward = make_forward(cfg, train)
     layer = make_layer(cfg, train)
 
+    @jax.named_scope("head")
     def head_loss(x, head, targets):
         return losses.cross_entropy(x, head, targets, m.vocab_size, chunk)
 
     def local_loss(params, ids, targets, key, first):  # ids and targets [M/S, B/dp, T/tp]
         tokens_of = describe_tokens(m, ids, key if train and m.dropout_rate else None, first)
         x, load, top, layers = forward(params, ids, tokens_of)
-        with jax.named_scope("head"):
-            cross_entropy = head_loss(x, top["head"], targets)
+        cross_entropy = head_loss(x, top["head"], targets)
         loads, mtp = {arch.last: load}, jnp.float32(0)
         if depths:
             with jax.named_scope("mtp"):
@@ -163,6 +163,7 @@ def make_loss(cfg, mesh, train):
     )
 
 
+@jax.named_scope("reduce_loss")
 def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
     """The loss and `Metrics` of the whole batch from one device's sums of nats and {kind of layer: `Load`}.
 
@@ -262,9 +263,12 @@ def make_forward(cfg, train):
             top = top_params(params, cfg)
             x = embed(top, layers, ids, microbatches, tokens_of)  # [M/S, B/dp, T/tp, D]
             x = to_stages(x)  # [M, B/dp, T/tp, D]
-        x, load = run_blocks(layers, x, tokens_of)
-        x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
-        return arch.norm(x, top["norm"], m.norm_eps), load, top, layers
+        with jax.named_scope("pipeline"):
+            x, load = run_blocks(layers, x, tokens_of)
+            x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
+        with jax.named_scope("head"):
+            x = arch.norm(x, top["norm"], m.norm_eps)
+        return x, load, top, layers
 
     return forward
 

@@ -410,6 +410,9 @@ class Run:
     profile_memory: bool = setting(False)
     """Write which arrays a device holds while a step runs, by the line of code that made them, as a profile for pprof;
     once more when memory runs out."""
+    profile: str = setting("")
+    """Optimizer steps FIRST:LAST, both included, of which every process writes a trace by jax's profiler into
+    plugins/profile of the run directory; tools/trace.py reads it."""
     compilation_cache: str = setting("~/.cache/moe-pretraining-xla", per_process=True)
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
     coordinator: str = setting("", per_process=True)

@@ -64,6 +64,7 @@ def choose_experts(m, platform):
 # --- Routing ------------------------------------------------------------------------------------------------------
 
 
+@jax.named_scope("route")
 def route(p, x, m):
     """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16), in float32.
 

@@ -62,6 +62,7 @@ def no_load(*shape):
 # --- Weights ------------------------------------------------------------------------------------------------------
 
 
+@jax.named_scope("gather_weights")
 def gather(params, table, dtype):
     """`Weights` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32."""
     leaves, tree = jax.tree.flatten(params)

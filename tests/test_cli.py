@@ -285,6 +285,12 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--activation relu": ["--activation", "relu", "swiglu"],
     "--lr 3": ["--lr"],
     "--tokenizer nothing": ["--tokenizer nothing", "gpt2"],
+    "--profile 5:2": ["--profile 5:2", "FIRST:LAST", "such as 20:22"],
+    "--profile a:b": ["--profile a:b", "FIRST:LAST"],
+    "--profile 3": ["--profile 3", "FIRST:LAST"],
+    "--profile 0:2": ["--profile 0:2", "FIRST:LAST"],
+    "--profile 8:9 --training_steps 8": ["--profile 8:9", "--training_steps 8"],
+    "--profile 1:51": ["--profile 1:51", "51 steps", "at most 50"],
     "--tokenizer no.tiktoken": ["--tokenizer no.tiktoken", "no such file"],
 }
 
@@ -507,6 +513,7 @@ ALONE = dict(
     max_tokens=[1, 32],
     num_processes=[1],
     name=["b"],
+    profile=["20:22"],
     preset=list(presets.PRESETS),
     attention=["auto", "xla", "blockwise"],
 )

@@ -25,6 +25,7 @@ OWN = {
     "coordinator",
     "num_processes",
     "process_id",
+    "profile",
 }
 
 

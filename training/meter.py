@@ -83,12 +83,13 @@ class Meter:
     """The metrics of each step, fetched one step late: the host launches a step before it waits for the one before, so
     the devices always have work."""
 
-    def __init__(self, tokens, corpus, bad_steps):
+    def __init__(self, tokens, corpus, bad_steps, profile):
         """tokens: of a step; corpus: a Mixture, which knows how often its data was seen; bad_steps: is told of each
-        step's loss and gradient."""
+        step's loss and gradient; profile: a Profile, is told of each step that is done."""
         self.pace = Pace(tokens)
         self.corpus = corpus
         self.bad_steps = bad_steps
+        self.profile = profile
         # (step, sequences, metrics on the devices) of the last step, until it is fetched.
         self.newest = None
 
@@ -111,6 +112,7 @@ class Meter:
         step, sequences, metrics = self.newest
         self.newest = None
         metrics = jax.device_get(metrics)
+        self.profile.note(step)
         expert_load = metrics.pop("load/head", [])
         row = {"step": step} | {name: float(value) for name, value in metrics.items()}
         row |= {f"load/head_{i}": float(share) for i, share in enumerate(expert_load)}

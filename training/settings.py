@@ -14,6 +14,8 @@ import utils
 from training import platforms
 from utils import Config, Model, UserError, clear_names, flags_with, flatten, replace, say
 
+MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
+
 # --- Settle -----------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +409,7 @@ def validate(cfg, n_present):
     check_experts(cfg)
     check_optimizer(cfg)
     check_names(cfg)
+    profiled_steps(cfg.run)
     return cfg
 
 
@@ -577,3 +580,24 @@ def check_names(cfg):
         raise UserError(
             f"--name {r.name!r}: must be the name of a folder, of letters, digits and . _ - + = @ only."
         )
+
+
+def profiled_steps(run):
+    """The first and the last step that --profile names; (1, 0), none, without it. Raises UserError."""
+    if not run.profile:
+        return 1, 0
+    named = re.fullmatch(r"(\d+):(\d+)", run.profile, re.ASCII)
+    first, last = map(int, named.groups()) if named else (0, 0)
+    if not 1 <= first <= last:
+        raise UserError(
+            f"--profile {run.profile}: must be FIRST:LAST, the first and the last step to trace, such as 20:22."
+        )
+    if last > run.training_steps:
+        raise UserError(
+            f"--profile {run.profile}: must end by the last step, --training_steps {run.training_steps}."
+        )
+    if last - first >= MOST_PROFILED:
+        raise UserError(
+            f"--profile {run.profile}: names {last - first + 1} steps; a trace holds at most {MOST_PROFILED}."
+        )
+    return first, last

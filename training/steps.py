@@ -170,6 +170,7 @@ def accumulate_gradient(gradient, state, tokens, targets):
     return jax.tree.map(lambda x: x / n_batches, total)
 
 
+@jax.named_scope("metrics")
 def step_metrics(cfg, loss, seen, lr, grad_norm):
     """{name: float32 [], or [E]} of a training step, as metrics.jsonl calls them. seen: `model.Metrics`."""
     metrics = {

@@ -1,0 +1,377 @@
+"""--profile and tools/trace.py: what a trace says is what the devices did, by the names of the code."""
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+from conftest import ROOT, SMALL_GPT2, SMALL_RUN, flags_of, run_program
+from jax.profiler import ProfileData
+from test_cluster import free_port, start
+from test_resume import metrics_of
+
+from tools import trace
+from tools.planning import plan
+from tools.tracing import events, names, shares
+from training import profiling
+
+MESH = dict(dp=2, pp=2, tp=2)
+
+
+@pytest.fixture(scope="module")
+def runs(shards, xla_cache, tmp_path_factory):
+    """Directory of two runs of nine steps: `plain`, and `traced` in two parts, with --profile 2:4 and 5:8."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def train(**more):
+        flags = dict(
+            SMALL_RUN,
+            train_batch_size=4,
+            val_batch_size=4,
+            n_devices=8,
+            n_device_axis=(2, 2, 2),
+            output_dir=folder,
+            bucket_name=shards,
+            compilation_cache=xla_cache,
+            eval_every=3,
+            eval_steps=1,
+        )
+        done = run_program("--preset", "tiny", *flags_of(**flags | more))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    train(name="plain", training_steps=9)
+    said = train(name="traced", training_steps=6, profile="2:4")
+    assert "profile: steps 2 to 4 in" in said
+    said = train(name="traced", training_steps=9, profile="5:8")
+    assert "profile: steps 7 to 8 in" in said
+    said = train(name="traced", training_steps=10, profile="5:8")
+    assert "--profile 5:8: step 9 is done already" in said
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(runs):
+    """`trace.Trace` of steps 2 to 4, with an evaluation after step 3."""
+    return trace.open_trace(str(runs / "traced"), "steps-2-4")
+
+
+@pytest.fixture(scope="module")
+def found(first):
+    return trace.measure(first)
+
+
+# --- Writing ------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_changes_no_number(runs):
+    assert metrics_of(runs / "traced")[:9] == metrics_of(runs / "plain")
+
+
+def test_each_part_of_a_run_has_a_trace_of_its_own(runs):
+    assert profiling.traces_of(str(runs / "traced")) == ["steps-2-4", "steps-7-8"]
+    newest = trace.open_trace(str(runs / "traced"))
+    assert newest.about["steps"] == [7, 8] and trace.measure(newest).steps == 2
+
+
+def test_several_processes_trace_their_own_devices(shards, xla_cache, tmp_path):
+    """Also where the last step is the run's last."""
+    flags = {**SMALL_GPT2, "blocks": 1, "T": 16, "n_devices": 2, "n_device_axis": (2, 1, 1)}
+    flags |= dict(train_batch_size=4, val_batch_size=4, training_steps=4, profile="3:4")
+    flags |= dict(output_dir=tmp_path, name="pair", bucket_name=shards, eval_steps=1)
+    flags |= dict(compilation_cache=xla_cache, num_processes=2, warmup_steps=2, end_steps=100)
+    flags |= dict(coordinator=f"127.0.0.1:{free_port()}")
+    both = [start(["--preset", "tiny", *flags_of(**flags, process_id=i)]) for i in range(2)]
+    said = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert [words.count("profile: steps 3 to 4") for words in said] == [1, 0]
+    measured = trace.measure(trace.open_trace(str(tmp_path / "pair")))
+    assert measured.devices == 2 and measured.steps == 2 and "dp" in measured.links
+
+
+def test_a_trace_that_cannot_be_made_ends_no_run(train, monkeypatch, capfd):
+    def fail(*_, **__):
+        raise RuntimeError("no profiler here\nand more")
+
+    monkeypatch.setattr("jax.profiler.start_trace", fail)
+    tiny = {**SMALL_GPT2, "blocks": 1, "T": 16}
+    assert train(**tiny, training_steps=3, profile="2:3") == 0
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "--profile" in line]
+    assert warnings == ["warning: --profile: no trace is written: no profiler here"]
+
+
+def test_perfetto_is_given_well_formed_events(first):
+    """Of the Trace Event Format: one object of a list of events; a span has a name, a begin and a length."""
+    with gzip.open(f"{first.folder}/process-0.trace.json.gz") as f:
+        content = json.load(f)
+    assert content.keys() == {"displayTimeUnit", "traceEvents"}
+    spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
+    assert all({"pid", "tid", "ts", "dur", "name"} <= span.keys() for span in spans)
+    steps = {span["args"]["step_num"] for span in spans if span["name"] == "train"}
+    assert steps >= {"2", "3", "4"}
+    assert {event["ph"] for event in content["traceEvents"]} <= {"X", "M"}
+
+
+def test_perfetto_loads_the_file(first):
+    reason = "pip install perfetto"
+    reader = pytest.importorskip("perfetto.trace_processor", reason=reason)
+    path = f"{first.folder}/process-0.trace.json.gz"
+    try:
+        opened = reader.TraceProcessor(trace=path)
+    except (OSError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"the package downloads its reader, which did not work here: {e}"[:150])
+    with opened, gzip.open(path) as f:
+        spans = [event for event in json.load(f)["traceEvents"] if event["ph"] == "X"]
+        [slices] = opened.query("select count(*) as n from slice")
+        [wrong] = opened.query("select sum(value) as n from stats where severity = 'error'")
+        assert slices.n == len(spans) and not wrong.n
+
+
+# --- Reading ------------------------------------------------------------------------------------------------------
+
+
+def runs_of(path):
+    """[[(begin, end)] of the runs of the train step, in ns] of a simulated device, as the profiler numbers them."""
+    found = defaultdict(lambda: defaultdict(list))
+    for plane in ProfileData.from_file(path).planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if stats.get("hlo_module") == "jit_train_step" and "end: " not in event.name:
+                    span = event.start_ns, event.end_ns
+                    found[stats["device_ordinal"]][stats["run_id"]].append(span)
+    devices = []
+    for by_run in found.values():
+        spans = [(min(b for b, _ in run), max(e for _, e in run)) for run in by_run.values()]
+        devices.append(sorted(spans))
+    return devices
+
+
+def test_parts_add_up_to_the_step(first, found):
+    """A step lasts until the next one begins; step 3, after which the run evaluated, and the last one end themselves."""
+    lengths = []
+    for (a, _), (b, b_end), (c, c_end), *_ in runs_of(f"{first.folder}/process-0.xplane.pb"):
+        lengths.append(b - a + b_end - b + c_end - c)
+    assert found.devices == len(lengths) == 8 and found.steps == 3
+    step = sum(lengths) / len(lengths) / 3 / 1e9
+    assert sum(found.parts.values()) == pytest.approx(step, rel=0.01)
+    assert min(found.parts.values()) >= 0 and found.parts.get(shares.OTHER, 0) < 0.05 * step
+    busy = step - sum(found.parts.get(part, 0) for part in shares.WAITS)
+    assert sum(found.operations.values()) == pytest.approx(busy, rel=0.01)
+
+
+def test_every_part_of_the_model_and_every_axis_is_found(found):
+    computes = {"attention", "experts", "vocabulary", "optimizer"}
+    assert computes <= found.parts.keys() and {"dp", "pp", "tp", "dp+tp"} <= set(found.links)
+    assert 0 < found.products < found.step
+    ways = {operation.way for operation in found.operations}
+    assert {"forward", "backward", "recomputed", ""} <= ways
+
+
+def test_operations_carry_names_of_the_code(found):
+    """Nearly all time is spent in lines of this repository, each inside the function that is told."""
+    named = 0
+    for operation, seconds in found.operations.items():
+        if told := re.fullmatch(r"([\w/]+\.py):(\d+) (\w+)", operation.source):
+            path, line, function = told.groups()
+            above = (ROOT / path).read_text().splitlines()[: int(line)]
+            assert any(re.search(rf"def {function}\(", text) for text in above), operation
+            named += seconds
+    assert named > 0.9 * sum(found.operations.values())
+
+
+def test_the_plan_stands_beside_it(first, found):
+    told = trace.beside(first, found, "")
+    assert told.planned == {} and told.measured["step"] == found.step
+    of_program = told.counted["program"]
+    assert of_program.keys() > {"matrix products", "links of dp", "links of pp", "links of tp"}
+    for part, amount in told.counted["formulas"].items():
+        tolerance = dict(rel=0.1, abs=0.001 * sum(of_program.values()))
+        assert of_program.get(part, 0) == pytest.approx(amount, **tolerance), part
+    for part in of_program:
+        assert told.measured[part] > 0, part
+
+
+def test_a_known_device_has_planned_seconds(first, found):
+    about = first.about | dict(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    on_gpus = first._replace(about=about)
+    told = trace.beside(on_gpus, found, "").planned
+    answer = plan.answer(first.cfg, plan.parse_machine("gpu:8xH100"))
+    assert told["formulas"] == answer.seconds and told["program"]["step"] > 0
+    elsewhere = trace.beside(on_gpus, found, "v4:2x2x2").planned
+    assert elsewhere.keys() == {"formulas"} and elsewhere["formulas"] != answer.seconds
+
+
+STEP = """HloModule jit_train_step, is_scheduled=true
+
+FileNames
+1 "/somewhere/else/model.py"
+2 "/lib/site-packages/jax/model.py"
+
+FunctionNames
+1 "make_loss"
+2 "layer.<locals>.<listcomp>"
+
+FileLocations
+1 {file_name_id=1 function_name_id=2 line=7 end_line=7 column=4 end_column=5}
+2 {file_name_id=2 function_name_id=1 line=9 end_line=9 column=4 end_column=5}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+ENTRY %main (p: f32[8,8]) -> f32[16,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %dot.1 = f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+metadata={op_name="jit(train_step)/jvp(attention)/dot_general" stack_frame_id=2}
+  %all-gather-start.1 = (f32[8,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%dot.1), \
+replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}, metadata={op_name="jit(train_step)/experts/all_gather"}
+  %add.2 = f32[8,8]{1,0} add(%dot.1, %dot.1), metadata={op_name="jit(train_step)/transpose(jvp(experts))/add"}
+  %all-gather-done.1 = f32[16,8]{1,0} all-gather-done(%all-gather-start.1)
+  ROOT %add.3 = f32[16,8]{1,0} add(%all-gather-done.1, %all-gather-done.1), metadata={op_name="optimizer/add"}
+}
+"""
+# What a device did in a step: (operation, begin, end) in ns.
+COMPUTED = [("dot.1", 0, 10), ("add.2", 11, 31), ("add.3", 45, 50)]
+WAITED = [("all-gather-start.1", 10, 11), ("all-gather-done.1", 31, 41)]
+TRAVELED = [("all-gather-start.1", 10, 41)]
+
+
+def space(plane, lines):
+    """jax.profiler.ProfileData of a plane with {line: [(name, begin, end, {stat: text})]}."""
+    texts, known, stats = [], [], []
+    for line, found in lines.items():
+        inside = []
+        for name, begin, end, told in found:
+            known += [name] * (name not in known)
+            stats += [stat for stat in told if stat not in stats]
+            words = [
+                f'stats {{ metadata_id: {stats.index(s) + 1} str_value: "{v}" }}'
+                for s, v in told.items()
+            ]
+            at = f"offset_ps: {begin * 1000} duration_ps: {(end - begin) * 1000}"
+            inside.append(
+                f"events {{ metadata_id: {known.index(name) + 1} {at} {' '.join(words)} }}"
+            )
+        texts.append(f'lines {{ name: "{line}" {" ".join(inside)} }}')
+    for kind, named in (("event", known), ("stat", stats)):
+        for number, name in enumerate(named, 1):
+            value = f'value {{ id: {number} name: "{name}" }}'
+            texts.append(f"{kind}_metadata {{ key: {number} {value} }}")
+    return ProfileData.from_text_proto(f'planes {{ name: "{plane}" {" ".join(texts)} }}')
+
+
+def later(found, begin):
+    return [(name, begin + a, begin + b) for name, a, b in found]
+
+
+def on_tpu(begins):
+    """Steps at these times as a TPU tells them, and the begin of another one."""
+    core = [one for at in begins for one in later([*COMPUTED, *WAITED], at)]
+    core += later(COMPUTED[:1], 999)
+    beside = [one for at in begins for one in later(TRAVELED, at)]
+    beside += later([("copy-start.5", 0, 45)], begins[0])
+    lines = {
+        "Steps": [("5", at, at + 50, {}) for at in begins],
+        "XLA Modules": [("jit_train_step(77)", at, at + 50, {}) for at in [*begins, 999]],
+        "XLA Ops": [(f"%{op} = f32[8]{{0}} add(..)", a, b, {}) for op, a, b in core],
+        "Async XLA Ops": [(f"%{op} = (f32[8]{{0}})", a, b, {}) for op, a, b in beside],
+    }
+    return space("/device:TPU:0", lines)
+
+
+def on_gpu(begins):
+    """The same as a GPU tells it: by kernels, on two streams."""
+
+    def kernels(found, name):
+        told = [one for at in begins for one in later(found, at)]
+        return [(name, a, b, dict(hlo_op=op, hlo_module="jit_train_step")) for op, a, b in told]
+
+    cut = ("gemm", 999, 1009, dict(hlo_op="dot.1", hlo_module="jit_train_step"))
+    lines = {
+        "Stream #1(Compute)": [*kernels(COMPUTED, "gemm"), cut],
+        "Stream #2(Compute)": kernels(TRAVELED, "ncclDevKernel"),
+        "XLA Ops": kernels(COMPUTED, "gemm"),  # derived from the streams, not a second time
+    }
+    return space("/device:GPU:0", lines)
+
+
+@pytest.mark.parametrize("layout", [on_tpu, on_gpu])
+def test_what_is_hidden_and_exposed_on_an_accelerator(layout):
+    [device] = events.events_of(layout([100, 200, 500])).values()
+    found = shares.measure([device], names.Program(STEP, MESH), 3, followed=[1])
+    ns = {part: round(3e9 * t, 3) for part, t in found.parts.items()}
+    assert ns == {
+        "attention": 30,
+        "experts": 60,
+        "dp": 33,  # while nothing is computed
+        "optimizer": 15,
+        "idle": 12,
+        "host": 50,  # from the first step to the second; after that the run did something else
+    }
+    assert found.steps == 3 and found.hidden["dp"] == pytest.approx(20e-9)
+    assert found.products == pytest.approx(10e-9)
+
+
+def test_an_operation_is_named_by_its_scopes_and_its_line():
+    program = names.Program(STEP, MESH)
+    dot, add = program.operation("dot.1"), program.operation("add.2")
+    assert dot == ("attention/dot_general", "forward", "model.py:7 layer", "attention", "", True)
+    assert (add.name, add.way, add.part) == ("experts/add", "backward", "experts")
+    gather = program.operation("all-gather-done.1")
+    assert gather == program.operation("all-gather-start.1") and gather.axes == "dp"
+    assert program.operation("add.3").part == "optimizer"
+    assert program.operation("nothing").part == names.REST
+
+
+def test_a_step_that_is_cut_off_or_missing_is_left_out():
+    program = names.Program(STEP, MESH)
+    [device] = events.events_of(on_tpu([100])).values()
+    assert shares.whole_steps(device, program, 1) == [(100, 150)]
+    assert shares.measure([[]], program, 1) is None
+
+
+# --- The program --------------------------------------------------------------------------------------------------
+
+
+def tool(*words):
+    command = [sys.executable, str(ROOT / "tools/trace.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_program_prints_shares_operations_and_the_plan(runs, found):
+    done = tool(runs / "traced", "--trace", "steps-2-4", "--top", 3)
+    assert done.returncode == 0, done.stderr
+    parts = re.findall(r"^(.+?) +([\d.]+) +([\d.]+)%$", done.stdout, re.MULTILINE)
+    (*rows, (name, step, whole)) = parts
+    assert name == "sum" and whole == "100.0" and float(step) == pytest.approx(found.step, abs=1e-4)
+    assert sum(float(share) for _, _, share in rows) == pytest.approx(100, abs=1)
+    assert len(re.findall(r"% +\w+/\w+\.py:\d+ \w+$", done.stdout, re.MULTILINE)) <= 3
+    assert "links of dp" in done.stdout and "--plan names others" in done.stdout
+    as_json = json.loads(tool(runs / "traced", "--trace", "steps-2-4", "--json").stdout)
+    assert as_json["parts"] == found.parts and len(as_json["operations"]) == 10
+    assert as_json["counted"].keys() == {"formulas", "program"}
+
+
+def test_a_mistake_gets_a_sentence(runs, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(runs / "traced" / profiling.FOLDER, broken / profiling.FOLDER)
+    for path in broken.rglob("*.xplane.pb"):
+        path.write_bytes(path.read_bytes()[:1001])
+    (tmp_path / "empty").mkdir()
+    for words, part in {
+        (tmp_path / "empty",): "train with --profile FIRST:LAST",
+        (runs / "plain",): "holds no whole trace",
+        (runs / "traced", "--trace", "steps-1-2"): "has steps-2-4, steps-7-8",
+        (runs / "traced", "--top", -1): "--top -1",
+        (runs / "traced", "--plan", "gpu:4xH100"): "has 4 devices; the run had 8",
+        (runs / "traced", "--plan", "gpu:8xH101"): "--plan gpu:8xH101",
+        (broken,): "is no trace",
+    }.items():
+        done = tool(*words)
+        assert done.returncode == 2 and part in done.stderr, done
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr

@@ -1,0 +1,154 @@
+"""Traces of some steps by jax's profiler, for --profile. tools/trace.py reads them."""
+
+import glob
+import gzip
+import json
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+import jax
+
+import utils
+from training import settings
+from training.processes import together
+from utils import say
+
+FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
+# What jax writes before and behind the events and Perfetto counts as errors: jax's own Perfetto files leave the first
+# out too, and the second is an empty event (github.com/google/perfetto/issues/6251).
+METADATA = b'"metadata":{"highres-ticks":true},'
+EMPTY_EVENT = b",{}]}"
+
+
+def traces_of(folder):
+    """Names of the traces of a run directory."""
+    fs, there = fsspec.core.url_to_fs(os.path.join(folder, FOLDER))
+    found = utils.persist(lambda: fs.glob(f"{there}/*/*"), folder)
+    return sorted({path.split("/")[-2] for path in found})
+
+
+class Profile:
+    """Traces the steps of --profile, each process its own devices, and does nothing without that flag.
+
+    A trace begins when the devices have done the step before, which they wait for this once, and ends when they have
+    done the last step. A thread writes it while training goes on.
+    """
+
+    def __init__(self, cfg, step):
+        """step: the last one that was done before, where the run begins or goes on."""
+        self.cfg = cfg
+        self.first, self.last = settings.profiled_steps(cfg.run)
+        self.first = max(self.first, step + 1)
+        self.done = self.began = 0  # the last step done, the first one traced
+        self.local = None  # folder for the trace that is under way
+        self.worker = ThreadPoolExecutor(1, "profile")
+        if not cfg.run.profile:
+            return
+        if self.first > self.last:
+            say(f"--profile {cfg.run.profile}: step {step} is done already, so nothing is traced")
+        name = f"steps-{self.first}-{self.last}"
+        # all processes name it alike: none of them writes before all have come here
+        taken = traces_of(cfg.run.folder)
+        again = 2
+        while name in taken:
+            name = f"steps-{self.first}-{self.last}-{again}"
+            again += 1
+        self.folder = os.path.join(cfg.run.folder, FOLDER, name)
+        together(None)
+
+    def begin(self, step, train_step, wait):
+        """Begin the trace where `step` is the first of it. train_step: compiled; wait() until the steps before it are
+        done."""
+        if step != self.first or self.first > self.last or self.began:
+            return
+        wait()
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # a call of every function would slow the host
+        self.train_step, self.began = train_step, step
+        self.local = tempfile.TemporaryDirectory(prefix="profile-")
+        try:
+            jax.profiler.start_trace(self.local.name, profiler_options=options)
+        except Exception as e:  # whatever the library of a platform raises
+            self.local = None
+            warn(e)
+
+    def note(self, step):
+        """The devices have done `step`; the trace ends with the last one of --profile."""
+        self.done = step
+        if step >= self.last:
+            self.end()
+
+    def end(self):
+        """End the trace, if one is under way."""
+        if self.local:
+            self.worker.submit(self.write, self.local, self.done)
+            self.local = None
+
+    def close(self):
+        """End the trace, also where an error or a signal ended the run before, and wait until it is written."""
+        self.end()
+        self.worker.shutdown(wait=True)
+
+    def write(self, local, done):
+        """Write the trace into the run directory, under the name of this process."""
+        try:
+            jax.profiler.stop_trace()
+            with local:
+                self.write_files(local.name, done)
+        except Exception as e:  # training goes on without it
+            warn(e)
+
+    def write_files(self, local, done):
+        process = jax.process_index()
+        [space] = glob.glob(f"{local}/**/*.xplane.pb", recursive=True)
+        [events] = glob.glob(f"{local}/**/*.trace.json.gz", recursive=True)
+        for_perfetto = os.path.join(local, "perfetto")
+        write_for_perfetto(events, for_perfetto)
+        files = {f"process-{process}.xplane.pb": space}
+        files[f"process-{process}.trace.json.gz"] = for_perfetto
+        for name, path in files.items():
+            with open(path, "rb") as f:
+                utils.write_file(os.path.join(self.folder, name), f.read())
+        if process:
+            return
+        program = gzip.compress(self.train_step.as_text().encode())
+        utils.write_file(os.path.join(self.folder, "step.hlo.gz"), program)
+        about = json.dumps(self.about(done), indent=1) + "\n"
+        utils.write_file(os.path.join(self.folder, "about.json"), about)  # last: all else is there
+        say(
+            f"profile: steps {self.began} to {done} in {self.folder}; python tools/trace.py reads it"
+        )
+
+    def about(self, done):
+        """What a reader of the trace has to know of the run."""
+        return dict(
+            steps=[self.began, done],
+            written=time.time(),
+            platform=jax.devices()[0].platform,
+            device_kind=jax.devices()[0].device_kind,
+            processes=jax.process_count(),
+            slices=len({getattr(device, "slice_index", 0) for device in jax.devices()}),
+            flags=utils.flatten(self.cfg),
+        )
+
+
+def write_for_perfetto(source, path):
+    """Copy a trace of events to `path` without what Perfetto does not take."""
+    with gzip.open(source) as old, gzip.open(path, "wb", compresslevel=1) as new:
+        held = old.read(4096).replace(METADATA, b"")
+        while following := old.read(1 << 20):
+            new.write(held[:-8])
+            held = held[-8:] + following
+        if held.endswith(EMPTY_EVENT):
+            held = held.removesuffix(EMPTY_EVENT) + b"]}"
+        new.write(held)
+
+
+def warn(error):
+    """Print that there will be no trace."""
+    reason = utils.first_line(error)
+    print(f"warning: --profile: no trace is written: {reason}", file=sys.stderr, flush=True)
