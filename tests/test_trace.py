@@ -14,6 +14,7 @@ from jax.profiler import ProfileData
 from test_cluster import free_port, start
 from test_resume import metrics_of
 
+import utils
 from tools import trace
 from tools.planning import plan
 from tools.tracing import events, names, shares
@@ -49,8 +50,6 @@ def runs(shards, xla_cache, tmp_path_factory):
     assert "profile: steps 2 to 4 in" in said
     said = train(name="traced", training_steps=9, profile="5:8")
     assert "profile: steps 7 to 8 in" in said
-    said = train(name="traced", training_steps=10, profile="5:8")
-    assert "--profile 5:8: step 9 is done already" in said
     return folder
 
 
@@ -93,15 +92,17 @@ def test_several_processes_trace_their_own_devices(shards, xla_cache, tmp_path):
     assert measured.devices == 2 and measured.steps == 2 and "dp" in measured.links
 
 
-def test_a_trace_that_cannot_be_made_ends_no_run(train, monkeypatch, capfd):
+def test_a_trace_that_cannot_be_made_ends_no_run(train, monkeypatch, capsys):
     def fail(*_, **__):
         raise RuntimeError("no profiler here\nand more")
 
     monkeypatch.setattr("jax.profiler.start_trace", fail)
     tiny = {**SMALL_GPT2, "blocks": 1, "T": 16}
     assert train(**tiny, training_steps=3, profile="2:3") == 0
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "--profile" in line]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "--profile" in line]
     assert warnings == ["warning: --profile: no trace is written: no profiler here"]
+    assert train(**tiny, training_steps=4, profile="2:3") == 0
+    assert "--profile 2:3: step 3 is done already, so nothing is traced" in capsys.readouterr().out
 
 
 def test_perfetto_is_given_well_formed_events(first):
@@ -152,7 +153,7 @@ def runs_of(path):
 
 
 def test_parts_add_up_to_the_step(first, found):
-    """A step lasts until the next one begins; step 3, after which the run evaluated, and the last one end themselves."""
+    """A step lasts until the next one begins; step 3, after which the run evaluated, and the last end themselves."""
     lengths = []
     for (a, _), (b, b_end), (c, c_end), *_ in runs_of(f"{first.folder}/process-0.xplane.pb"):
         lengths.append(b - a + b_end - b + c_end - c)
@@ -338,23 +339,25 @@ def test_a_step_that_is_cut_off_or_missing_is_left_out():
 # --- The program --------------------------------------------------------------------------------------------------
 
 
-def tool(*words):
-    command = [sys.executable, str(ROOT / "tools/trace.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 def test_the_program_prints_shares_operations_and_the_plan(runs, found):
-    done = tool(runs / "traced", "--trace", "steps-2-4", "--top", 3)
+    words = [str(runs / "traced"), "--trace", "steps-2-4", "--top", "3"]
+    command = [sys.executable, str(ROOT / "tools/trace.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     parts = re.findall(r"^(.+?) +([\d.]+) +([\d.]+)%$", done.stdout, re.MULTILINE)
     (*rows, (name, step, whole)) = parts
     assert name == "sum" and whole == "100.0" and float(step) == pytest.approx(found.step, abs=1e-4)
     assert sum(float(share) for _, _, share in rows) == pytest.approx(100, abs=1)
-    assert len(re.findall(r"% +\w+/\w+\.py:\d+ \w+$", done.stdout, re.MULTILINE)) <= 3
+    operations = re.findall(r"% +\w[\w/]*\.py:\d+ \w+$", done.stdout, re.MULTILINE)
+    assert len(operations) == 3
     assert "links of dp" in done.stdout and "--plan names others" in done.stdout
-    as_json = json.loads(tool(runs / "traced", "--trace", "steps-2-4", "--json").stdout)
-    assert as_json["parts"] == found.parts and len(as_json["operations"]) == 10
-    assert as_json["counted"].keys() == {"formulas", "program"}
+
+
+def test_the_program_prints_json(runs, found, capsys):
+    trace.main(trace.Options(str(runs / "traced"), trace="steps-2-4", json=True))
+    said = json.loads(capsys.readouterr().out)
+    assert said["parts"] == found.parts and len(said["operations"]) == 10
+    assert said["counted"].keys() == {"formulas", "program"}
 
 
 def test_a_mistake_gets_a_sentence(runs, tmp_path):
@@ -362,16 +365,16 @@ def test_a_mistake_gets_a_sentence(runs, tmp_path):
     shutil.copytree(runs / "traced" / profiling.FOLDER, broken / profiling.FOLDER)
     for path in broken.rglob("*.xplane.pb"):
         path.write_bytes(path.read_bytes()[:1001])
-    (tmp_path / "empty").mkdir()
-    for words, part in {
-        (tmp_path / "empty",): "train with --profile FIRST:LAST",
-        (runs / "plain",): "holds no whole trace",
-        (runs / "traced", "--trace", "steps-1-2"): "has steps-2-4, steps-7-8",
-        (runs / "traced", "--top", -1): "--top -1",
-        (runs / "traced", "--plan", "gpu:4xH100"): "has 4 devices; the run had 8",
-        (runs / "traced", "--plan", "gpu:8xH101"): "--plan gpu:8xH101",
-        (broken,): "is no trace",
-    }.items():
-        done = tool(*words)
-        assert done.returncode == 2 and part in done.stderr, done
-        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
+    for run, flags, part in (
+        (tmp_path, {}, "train with --profile FIRST:LAST"),
+        (runs / "plain", {}, "holds no whole trace"),
+        (runs / "traced", dict(trace="steps-1-2"), "has steps-2-4, steps-7-8"),
+        (runs / "traced", dict(top=-1), "--top -1"),
+        (runs / "traced", dict(plan="gpu:4xH100"), "has 4 devices; the run had 8"),
+        (runs / "traced", dict(plan="gpu:8xH101"), "--plan gpu:8xH101"),
+        (broken, {}, "is no trace"),
+    ):
+        with pytest.raises(utils.UserError) as e:
+            trace.main(trace.Options(str(run), **flags))
+        said = str(e.value)
+        assert part in said and "\n" not in said and said.endswith("."), said
