@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from data.tokenization import keep_tokenizer
 from dataset import Mixture, Prefetch, data_fingerprint, put_batch
-from training import settings, steps, weights
+from training import chips, settings, steps, weights
 from training.bad_steps import BadSteps
 from training.meter import Meter
 from training.optimizer import make_optimizer
@@ -65,6 +65,8 @@ def main(cfg, given):
 
     given: flags that the user gave; the others may follow the weights, the data or a resumed run. Raises UserError.
     """
+    steps.quiet_libraries()
+    cfg = keep_dtype(cfg, given)
     steps.configure_jax(cfg)
     flags, load_weights = None, None
     if cfg.run.init_from:
@@ -235,6 +237,15 @@ def on_main_process(work):
     together(error)
 
 
+def keep_dtype(cfg, given):
+    """`cfg` with the --model_dtype of the run that it goes on with, whatever devices it had, or else with one for those
+    at hand."""
+    stored = settings.run_config(cfg.run.folder).get("model_dtype")
+    if stored and "model_dtype" not in given:
+        cfg, given = utils.replace(cfg, model_dtype=stored), {*given, "model_dtype"}
+    return settings.choose_dtype(cfg, given, chips.chip_of(jax.devices()[0].device_kind))
+
+
 def warn_of_length(cfg, T):
     """Print a warning where --T is longer than the sequences that the weights in --init_from were made for. T: of their
     flags."""
@@ -249,6 +260,8 @@ def print_setup(cfg, corpus):
     dp, pp, tp = cfg.run.n_device_axis
     kind = jax.devices()[0].device_kind
     say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
+    if jax.default_backend() != "cpu" and chips.chip_of(kind) is None:
+        say(f"the peak of {kind} is not known, so no MFU is told")
     say(f"parameters: {steps.count_in_words(cfg)}")
     shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
     for k, part in enumerate(corpus.corpora):
@@ -334,7 +347,7 @@ def memory_explained(cfg):
 def planned_speed(cfg):
     """Tokens per second by the formulas of the plan; None where the devices' peak is not known."""
     devices = jax.devices()[: cfg.run.n_devices]
-    if not platforms.peak_flops(devices[0].device_kind):
+    if not chips.peak_flops(devices[0].device_kind):
         return None
     from tools.planning import plan  # here: a run on CPUs needs none of it
 

@@ -465,8 +465,9 @@ class Plan:
     """What a step would cost. Nothing is trained and no device is needed."""
 
     plan: str = ""
-    """The machine, for which its compiler compiles the step: CHIP:TOPOLOGY such as v4:2x4x4 (also v5e, v5p, v6e),
-    SLICES*CHIP:TOPOLOGY for several, gpu:8xH200 (A100, A100-40GB, H100, H200, B200), or gpu:2x8xH200 for two hosts."""
+    """The machine, for which its compiler compiles the step: CHIP:TOPOLOGY such as v4:2x4x4 (also v2, v3, v5e, v5p,
+    v6e, v7x), SLICES*CHIP:TOPOLOGY for several, gpu:8xH200 (any GPU of training/chips.py, such as T4, RTX4090 or
+    A100), or gpu:2x8xH200 for two hosts."""
     by_formulas: bool = False
     """Answer by formulas alone, in a second, also where the machine's compiler is installed."""
     search: bool = False

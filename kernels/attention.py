@@ -113,7 +113,9 @@ class Kernel(NamedTuple):
         return m.T % self.multiple == 0 and channels(m) <= self.channels
 
 
-EVERYWHERE = ("cpu", "gpu", "other gpu", "tpu")
+EVERYWHERE = ("cpu", "gpu", "other gpu", "tpu", "other tpu")
+# Mosaic, which compiles `splash`, has no products in bfloat16 for these.
+OLD_TPUS = ("TPU v2", "TPU v3")
 
 # What --attention takes beside auto. The fastest come first: auto is the first that runs.
 ATTENTION = {
@@ -148,7 +150,10 @@ ATTENTION = {
 
 
 def platform_of(device):
-    """The platform of a jax device: cpu, tpu, gpu, or "other gpu" where `flash` was not compiled for its kind."""
+    """The platform of a jax device: cpu, tpu or gpu, or "other tpu" and "other gpu" for kinds without a kernel of their
+    own."""
+    if device.platform == "tpu" and device.device_kind in OLD_TPUS:
+        return "other tpu"
     if device.platform == "gpu" and device.compute_capability not in flash.CAPABILITIES:
         return "other gpu"
     return device.platform

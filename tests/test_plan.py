@@ -553,6 +553,9 @@ def test_without_a_compiler_formulas_answer(tmp_path, capsys, monkeypatch, name,
         ("2*v5p:2x2x1", 8, 2, "v5p:2x2x1"),
         ("gpu:8xH200", 8, 1, ""),
         ("gpu:2x8xA100-40GB", 16, 1, ""),
+        ("gpu:2xT4", 2, 1, ""),
+        ("v3:2x2", 8, 1, "v3:2x2"),  # of a v3-8: two devices a chip
+        ("v7x:2x2x1", 8, 1, "tpu7x:2x2x1"),
     ],
 )
 def test_machines(name, n, slices, topology):
@@ -573,7 +576,7 @@ def test_machines(name, n, slices, topology):
         "v5e:2x2x2",
         "v4:2x0x2",
         "0*v4:2x2x1",
-        "gpu:8xT4",
+        "gpu:8xK80",
         "8xH200",
         "gpu:0xH100",
         "gpu:0x8xH100",

@@ -10,7 +10,7 @@ import main
 import utils
 from presets import preset
 from tools.planning import plan
-from training import platforms, runlog, settings
+from training import chips, runlog, settings
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
     assert "val 5.2500 (-0.2500)" in second
     assert second.endswith("  2 bad steps  checkpoint 20  12m00s left\n")
 
-    monkeypatch.setitem(platforms.PEAK_FLOPS, "cpu", platforms.PEAK_FLOPS["TPU v4"])
+    monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
     planned = plan.answer(cfg, plan.parse_machine("v4:2x2x1"))
     runlog.Progress(cfg, planned=main.planned_speed(cfg)).print(
         row(5.5), Halfway(planned.tokens_per_second / 4), None

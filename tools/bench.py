@@ -31,7 +31,7 @@ import numpy as np
 
 import utils
 from tools import common
-from training import command_line, platforms, settings
+from training import chips, command_line, platforms, settings
 from utils import UserError
 
 # --- One configuration, in a process of its own -----------------------------------------------------------------
@@ -225,7 +225,7 @@ def row(worker, first, steps):
     speed, per_cpu_second = speeds(worker, steps)
     speed_of_first, _ = speeds(first, steps)
     mfu = None
-    if peak := platforms.peak_flops(about["device"]):
+    if peak := chips.peak_flops(about["device"]):
         mfu = quartiles(speed * about["flops_per_token"] / peak / about["devices"])
     return dict(
         name=worker.name,

@@ -185,25 +185,5 @@ def use_no_device():
     )
 
 
-# Peak dense bfloat16 FLOP/s of one jax device, by the start of its device_kind (the vendors' data sheets).
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
-
-
-def peak_flops(device_kind):
-    """Peak FLOP/s of a device, or None where it is not known. The longest matching name wins."""
-    known = [k for k in PEAK_FLOPS if device_kind.startswith(k)]
-    return PEAK_FLOPS[max(known, key=len)] if known else None
-
-
 if __name__ == "__main__":
     print(accelerator())

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 import model
-from training import events, platforms
+from training import chips, events
 from utils import UserError, flatten, is_remote, read_file, say, to_json, write_file
 
 
@@ -87,7 +87,7 @@ class Progress:
 
 def model_flops_utilization(cfg, tokens_per_second):
     """Share of the devices' peak that the model's operations use; None where the peak is not known."""
-    peak = platforms.peak_flops(jax.devices()[0].device_kind)
+    peak = chips.peak_flops(jax.devices()[0].device_kind)
     if not peak:
         return None
     return tokens_per_second * model.flops_per_token(cfg) / (peak * cfg.run.n_devices)

@@ -42,6 +42,22 @@ def settle(cfg, given, n_devices, weights=None, fingerprint=None, encoding=None)
     return fit_samples(validate(cfg, n_devices), given, encoding)
 
 
+def choose_dtype(cfg, given, chip):
+    """`cfg` with float32 on a chips.Chip without products in bfloat16, unless --model_dtype was given. It says so.
+    chip: None where it is not known.
+
+    float16 is no way out: without a scale of the loss its small gradients would be 0.
+    """
+    if chip is None or chip.bfloat16 or cfg.model.model_dtype != "bfloat16":
+        return cfg
+    without_it = f"{chip.name} does not multiply in bfloat16, XLA does so in float32"
+    if "model_dtype" in given:
+        say(f"{without_it}: bfloat16 saves memory here, no time")
+        return cfg
+    say(f"{without_it}: --model_dtype is float32 unless given")
+    return replace(cfg, model_dtype="float32")
+
+
 def adopt(cfg, given, flags):
     """`cfg` with the architecture {flag: value} of the weights in --init_from. Raises UserError where a flag was given
     another value."""

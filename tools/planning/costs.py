@@ -19,59 +19,19 @@ from architectures import architecture
 from architectures.experts import capacity, choose_experts
 from architectures.parameters import is_param
 from kernels import attention, grouped, loss
-from tools.planning import gpus, hlo
-from training import muon, platforms
-
-GiB = 2**30
-BUFFER = 1824  # tiles, of most chips: see stays_scattered
-
-
-class Chip(NamedTuple):
-    """One device, from the vendors' data sheets. Its peak FLOP/s stand in platforms.PEAK_FLOPS."""
-
-    kind: str  # as jax names it
-    memory: float  # bytes of it that a program may use
-    bandwidth: float  # bytes/s of that memory
-    link: float  # bytes/s of one link, one way
-    network: float = 0.0  # bytes/s to other TPU slices (jax-ml.github.io/scaling-book, chapter 2) or to other hosts
-    clock: float = 0.0  # Hz, in which the TPU compiler counts cycles; 0: a GPU
-    buffer: int = BUFFER  # tiles, see stays_scattered
-    fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
-    gpu: str = ""  # its name in gpus.SPECS
-
-    @property
-    def peak(self):
-        """Dense bfloat16 FLOP/s."""
-        return platforms.peak_flops(self.kind)
-
-
-def gpu(name, link, network):
-    """`Chip` of a kind of GPU; `network`: of NVIDIA's DGX machines, which have an adapter for each GPU."""
-    spec = gpus.SPECS[name]
-    return Chip(spec.kind, spec.memory, spec.bandwidth, link, network, gpu=name)
-
-
-CHIPS = {
-    "v4": Chip("TPU v4", 30.75 * GiB, 1228e9, 45e9, 6.25e9, 1.05e9),
-    "v5e": Chip("TPU v5e", 15.75 * GiB, 819e9, 45e9, 3.125e9, 1.5e9, fuses=True),
-    "v5p": Chip("TPU v5", 95.74 * GiB, 2765e9, 90e9, 6.25e9, 1.75e9),
-    "v6e": Chip("TPU v6 lite", 31.25 * GiB, 1640e9, 90e9, 12.5e9, 1.75e9, 3648, True),
-    "A100": gpu("A100", 300e9, 25e9),
-    "A100-40GB": gpu("A100-40GB", 300e9, 25e9),
-    "H100": gpu("H100", 450e9, 50e9),
-    "H200": gpu("H200", 450e9, 50e9),
-    "B200": gpu("B200", 900e9, 50e9),
-}
+from tools.planning import hlo
+from training import chips, muon
 
 
 class Place(NamedTuple):
     """What decides which collectives run and what is held in memory: the machine, as far as formulas look at it."""
 
     platform: str = "tpu"
+    kernels: str = ""  # the platform whose attention kernels run where that is another, see attention.platform_of
     slices: int = 1  # TPU slices, which only a network joins
     across: str = "dp"  # mesh axis that goes from slice to slice
     squares: tuple = ()  # (axis, distance) of `scatter_steps` among four chips in a plane of 2 x 2
-    buffer: int = BUFFER  # of the Chip
+    buffer: int = chips.BUFFER  # of the Chip
     fuses: bool = False  # of the Chip
 
 
@@ -207,7 +167,7 @@ def scatter_steps(n, devices, slices=1, platform="tpu"):
     return [(n // near, near), (near, 1)]
 
 
-def stays_scattered(part, dim, n, buffer=BUFFER, square=False):
+def stays_scattered(part, dim, n, buffer=chips.BUFFER, square=False):
     """Whether the TPU compiler keeps a reduce-scatter of float32 as collectives.reduce_scatter writes it; else it makes
     an all-reduce of it. Each of n devices gets a part of shape `part`, cut along `dim`.
 
@@ -631,7 +591,7 @@ def layers_cost(cfg, traffic):
     flops, scores, pipelined, kept, intermediates, widest = 0, 0, 0, 0, 0, 0
     channel = s.tokens * s.bytes  # bytes
     for kind, (layers, times) in layer_runs(cfg).items():
-        c = layer_of(cfg, kind, traffic.place.platform)
+        c = layer_of(cfg, kind, traffic.place.kernels or traffic.place.platform)
         n = cfg.run.accumulation_steps * layers * times
         # a product's two gradients take twice its own operations
         once = 3 * c.projections + c.experts + c.experts_backward + c.scores + c.scores_backward
@@ -829,10 +789,10 @@ def estimate(cfg, place=Place()):
     )
 
 
-def compute_seconds(e, chip):
-    """{part: seconds} of an `Estimate` on a chip, its links left out: matrix products at the chip's peak, attention's
+def compute_seconds(e, chip, speed):
+    """{part: seconds} of an `Estimate` on a chip, its links left out: matrix products at `speed` FLOP/s, attention's
     at half of it, and memory traffic at its bandwidth."""
     return {
-        "matrix products": (e.flops + e.scores) / chip.peak + e.operands / chip.bandwidth,
+        "matrix products": (e.flops + e.scores) / speed + e.operands / chip.bandwidth,
         "memory": e.passes / chip.bandwidth,
     }

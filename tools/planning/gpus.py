@@ -10,52 +10,53 @@ from typing import NamedTuple
 from jax.experimental import topologies
 
 from training import platforms
+from training.chips import CHIPS
 
 ASSEMBLERS = ("cuda_nvcc", "cu13")  # packages of `nvidia` that hold ptxas
 
 
 class Spec(NamedTuple):
-    """What differs between kinds of GPUs, as openxla/xla has it in xla/backends/gpu/target_config/specs."""
+    """What the compiler must know of a kind of GPUs beside its `Chip`. V100, A100, H100, H200, B200: as openxla/xla has
+    it in xla/backends/gpu/target_config/specs; the others: NVIDIA's white papers, and the table of compute capabilities
+    in the CUDA programming guide."""
 
-    kind: str  # as jax names the device
-    capability: str  # of CUDA, in the text form of a protocol buffer
+    capability: str  # of CUDA
     cores: int  # streaming multiprocessors
     lanes: int  # of each, for float32
+    threads: int  # of each
     shared: int  # bytes of shared memory of each
+    of_block: int  # bytes of these that a block may have
     clock: float  # GHz
     cache: int  # bytes, level 2
-    bandwidth: float  # bytes/s of memory
-    memory: int  # bytes that a program may use
 
 
-AMPERE = ("major: 8", 108, 64, 167_936, 1.41, 41_943_040)
-HOPPER = ("major: 9 feature_extension: ACCELERATED_FEATURES", 132, 128, 233_472, 1.98, 52_428_800)
-BLACKWELL = (
-    "major: 10 feature_extension: ACCELERATED_FEATURES",
-    148,
-    128,
-    233_472,
-    1.965,
-    132_644_864,
-)
+A100 = Spec("8.0", 108, 64, 2048, 167_936, 166_912, 1.41, 41_943_040)
+HOPPER = Spec("9.0", 132, 128, 2048, 233_472, 232_448, 1.98, 52_428_800)
 SPECS = {
-    "A100": Spec("NVIDIA A100-SXM4-80GB", *AMPERE, 2_039_040_000_000, 85_100_068_864),
-    "A100-40GB": Spec("NVIDIA A100-SXM4-40GB", *AMPERE, 1_555_200_000_000, 42_331_013_120),
-    "H100": Spec("NVIDIA H100 80GB HBM3", *HOPPER, 3_352_320_000_000, 84_942_979_072),
-    "H200": Spec("NVIDIA H200", *HOPPER, 4_800_000_000_000, 151_397_597_184),
-    "B200": Spec("NVIDIA B200", *BLACKWELL, 7_672_320_000_000, 191_514_411_008),
+    "P100": Spec("6.0", 56, 64, 2048, 65_536, 49_152, 1.329, 4_194_304),
+    "T4": Spec("7.5", 40, 64, 1024, 65_536, 65_536, 1.59, 4_194_304),
+    "V100": Spec("7.0", 80, 64, 2048, 98_304, 98_304, 1.53, 6_291_456),
+    "L4": Spec("8.9", 58, 128, 1536, 102_400, 101_376, 2.04, 50_331_648),
+    "A10": Spec("8.6", 72, 128, 1536, 102_400, 101_376, 1.695, 6_291_456),
+    "RTX3090": Spec("8.6", 82, 128, 1536, 102_400, 101_376, 1.695, 6_291_456),
+    "RTX4090": Spec("8.9", 128, 128, 1536, 102_400, 101_376, 2.52, 75_497_472),
+    "A100": A100,
+    "A100-40GB": A100,
+    "H100": HOPPER,
+    "H200": HOPPER,
+    "B200": Spec("10.0", 148, 128, 2048, 233_472, 232_448, 1.965, 132_644_864),
 }
 
-# A GpuTargetConfigProto of XLA: what all kinds have in common, and the fields of a `Spec`.
+# A GpuTargetConfigProto of XLA: what all kinds have in common, and the fields of a `Spec` and of its `Chip`.
 TARGET = """
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared_of_block}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {of_block}
   shared_memory_per_core: {shared} core_count: {cores} fpus_per_core: {lanes}
-  memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: {clock}
-  device_memory_size: {memory} cuda_compute_capability {{ {capability} }}
+  memory_bandwidth: {bandwidth:.0f} l2_cache_size: {cache} clock_rate_ghz: {clock}
+  device_memory_size: {memory:.0f} cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
@@ -75,8 +76,13 @@ def has_compiler():
 
 def devices(kind, hosts, per_host):
     """`per_host` devices of a kind of `SPECS` on each of so many hosts, which exist for the compiler alone."""
-    spec = SPECS[kind]
-    target = TARGET.format(**spec._asdict(), shared_of_block=spec.shared - 1024)
+    chip, spec = CHIPS[kind], SPECS[kind]
+    major, minor = spec.capability.split(".")
+    # instructions of one generation alone, such as Hopper's products of whole warp groups
+    extension = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
+    of_capability = dict(major=major, minor=minor, extension=extension, kind=chip.kind)
+    of_chip = dict(bandwidth=chip.bandwidth, memory=chip.memory)
+    target = TARGET.format(**spec._asdict(), **of_chip, **of_capability)
     topology = f"1x{hosts}x{per_host}"  # partitions, hosts, devices of each
     return topologies.get_topology_desc(
         platform="cuda", topology=topology, target_config=target

@@ -16,6 +16,7 @@ import os
 import re
 import resource
 import tempfile
+import types
 import typing
 from concurrent import futures
 from typing import NamedTuple
@@ -27,11 +28,14 @@ from jax.experimental import topologies
 import collectives
 import model
 import utils
+from kernels import attention
 from tools.planning import costs, gpus, hlo, overlap
 from training import platforms, settings, steps, weights
+from training.chips import CHIPS, Chip, chip_of
 from training.optimizer import make_optimizer
 from utils import UserError, say, size
 
+LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
 
@@ -71,7 +75,7 @@ class Machine(NamedTuple):
     """What --plan names."""
 
     name: str
-    chip: costs.Chip
+    chip: Chip
     n: int  # devices
     slices: int = 1
     topology: str = ""  # as the TPU compiler calls a slice; empty: it is not asked
@@ -93,17 +97,18 @@ def parse_gpus(name):
     found = re.fullmatch(r"gpu:(?:(\d+)x)?(\d+)x(.+)", name)
     hosts, per_host, kind = found.groups() if found else (0, 0, "")
     n = int(hosts or 1) * int(per_host)
-    if kind not in gpus.SPECS or not n:
+    known = [name for name, chip in CHIPS.items() if chip.gpu]
+    if kind not in known or not n:
         raise UserError(
-            f"--plan {name}: must be gpu:[HOSTSx]NUMBERxKIND with one of {', '.join(gpus.SPECS)}, such as gpu:8xH200 "
+            f"--plan {name}: must be gpu:[HOSTSx]NUMBERxKIND with one of {', '.join(known)}, such as gpu:8xH200 "
             f"or gpu:2x8xH200."
         )
-    return Machine(name, costs.CHIPS[kind], n, hosts=int(hosts or 1), platform="gpu")
+    return Machine(name, CHIPS[kind], n, hosts=int(hosts or 1), platform="gpu")
 
 
 def parse_slices(name):
     """v4:2x4x4 or 2*v4:2x4x4 -> `Machine`."""
-    kinds = [chip for chip, facts in costs.CHIPS.items() if not facts.gpu]
+    kinds = [name for name, chip in CHIPS.items() if not chip.gpu]
     found = re.fullmatch(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+){1,2})", name)
     if not found or found[2] not in kinds or found[1] == "0":
         raise UserError(
@@ -111,16 +116,15 @@ def parse_slices(name):
             f"2*v5e:16x16, or gpu:8xH200."
         )
     slices = int(found[1] or 1)
-    chip, topology = found[2], found[3]
+    chip, topology = CHIPS[found[2]], found[3]
     dims = [int(n) for n in topology.split("x")]
-    wanted = 3 if chip in ("v4", "v5p") else 2
-    if len(dims) != wanted or 0 in dims:
-        example = "x".join("4" * wanted)
+    if len(dims) != chip.dims or 0 in dims:
+        example = "x".join("4" * chip.dims)
         raise UserError(
-            f"--plan {name}: the topology of {chip} has {wanted} dims, such as {chip}:{example}."
+            f"--plan {name}: the topology of {chip.name} has {chip.dims} dims, such as {chip.name}:{example}."
         )
-    n = math.prod(dims) * slices
-    return Machine(name, costs.CHIPS[chip], n, slices, f"{chip}:{topology}")
+    n = math.prod(dims) * chip.cores * slices
+    return Machine(name, chip, n, slices, f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{topology}")
 
 
 # --- The compiler -------------------------------------------------------------------------------------------------
@@ -132,7 +136,8 @@ def slice_devices(machine):
     dims = [int(n) for n in machine.topology.split(":")[1].split("x")]
     host = [min(2, n) for n in dims[:2]] + [1]  # chips of a host along each dim
     options = dict(chips_per_host_bounds=host, num_slices=machine.slices)
-    if len(dims) == 3:  # a chip's two cores are one device, as on Cloud TPU
+    if len(dims) == 3 and machine.chip.cores == 1:
+        # a chip's two cores are one device, as on Cloud TPU
         options["chip_config_name"] = "megacore"
     try:
         return topologies.get_topology_desc(machine.topology, "tpu", **options).devices
@@ -145,7 +150,7 @@ def slice_devices(machine):
 
 def gpu_devices(machine):
     """The devices of a machine with GPUs, which exist for the compiler alone."""
-    return gpus.devices(machine.chip.gpu, machine.hosts, machine.n // machine.hosts)
+    return gpus.devices(machine.chip.name, machine.hosts, machine.n // machine.hosts)
 
 
 def devices_of(machine):
@@ -190,12 +195,21 @@ def place_of(cfg, machine):
     """`costs.Place` of a validated Config on a machine, several slices as steps.device_grid lays them."""
     return costs.Place(
         platform=machine.platform,
+        kernels=kernels_of(machine),
         slices=machine.slices,
         across="dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp",
         squares=square_steps(machine, cfg.run.n_device_axis),
         buffer=machine.chip.buffer,
         fuses=machine.chip.fuses,
     )
+
+
+def kernels_of(machine):
+    """The platform whose attention kernels run on a machine, as attention.platform_of says of its devices."""
+    chip = machine.chip
+    device = types.SimpleNamespace(platform=machine.platform, device_kind=chip.kind)
+    device.compute_capability = gpus.SPECS[chip.name].capability if chip.gpu else ""
+    return attention.platform_of(device)
 
 
 class Compiled(NamedTuple):
@@ -363,17 +377,18 @@ class Work(NamedTuple):
 def compiled_work(cfg, machine, estimate, compiled):
     """`Work` of a compiled step; `estimate` tells the operations of attention's kernels, which the program does not."""
     chip, place = machine.chip, place_of(cfg, machine)
+    speed = chip.speed(cfg.model.model_dtype)
     mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
     cost = hlo.analyze(compiled.text, mesh, place.slices, place.across)
     in_kernels = estimate.scores if cost.kernels else 0
     # no compiler estimates kernels: they run at half the peak
-    kernel_seconds = in_kernels * 2 / chip.peak / max(1, sum(cost.kernels.values()))
+    kernel_seconds = in_kernels * 2 / speed / max(1, sum(cost.kernels.values()))
 
     def compute_seconds(event):
         if event.is_kernel:
             return kernel_seconds
         if chip.gpu:
-            return max(event.flops / chip.peak, event.moved / chip.bandwidth)
+            return max(event.flops / speed, event.moved / chip.bandwidth)
         return event.cycles / chip.clock
 
     def link_seconds(event):
@@ -454,8 +469,9 @@ def answer(cfg, machine, compiled=None, refused=None):
     """`Answer` for a validated Config: from the compiler where it was asked, `refused` being its TooLarge, else from
     formulas."""
     chip = machine.chip
+    speed = chip.speed(cfg.model.model_dtype)
     estimate = costs.estimate(cfg, place_of(cfg, machine))
-    work = Work(estimate.flops, costs.compute_seconds(estimate, chip), estimate.sent, None)
+    work = Work(estimate.flops, costs.compute_seconds(estimate, chip, speed), estimate.sent, None)
     memory = memory_of(estimate, chip.memory)
     if refused:
         memory = memory_of(estimate, refused.limit, refused.used)
@@ -703,11 +719,8 @@ def machine_of(devices):
     """The `Machine` of devices that jax has found. Speeds of a kind that is not known are those of another, which will
     do to compare configurations."""
     kind, platform = devices[0].device_kind, devices[0].platform
-    known = list(costs.CHIPS.values())
-    alike = [chip for chip in known if chip.kind == kind]
-    alike += [chip for chip in known if chip.peak == platforms.peak_flops(kind)]
-    alike += [costs.CHIPS["A100" if platform == "gpu" else "v4"]]
-    chip = alike[0]._replace(memory=memory_limit(devices[0]) or alike[0].memory)
+    chip = chip_of(kind) or CHIPS["A100" if platform == "gpu" else "v4"]
+    chip = chip._replace(memory=memory_limit(devices[0]) or chip.memory)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     hosts = len({device.process_index for device in devices})
     return Machine(kind, chip, len(devices), slices, hosts=hosts, platform=platform)
@@ -829,6 +842,7 @@ def settle(cfg, given, machine):
     flags = weights.open_weights(cfg.run.init_from)[0] if cfg.run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     cfg = utils.replace(cfg, n_devices=0, compilation_cache="")
+    cfg = settings.choose_dtype(cfg, given, machine.chip)
     cfg = settings.settle(cfg, given, machine.n, flags)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do

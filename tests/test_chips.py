@@ -1,0 +1,130 @@
+"""The table of chips: what a run, a plan and the choice of --model_dtype take from it."""
+
+import importlib.util
+import json
+import os
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from conftest import flags_of, small_config
+
+import main
+import presets
+import utils
+from tools.planning import gpus, plan
+from training import chips, command_line, platforms, settings
+
+NAMES = list(chips.CHIPS)
+MACHINES = {
+    name: f"gpu:1x{name}" if chip.gpu else f"{name}:{'2x2x1' if chip.dims == 3 else '2x2'}"
+    for name, chip in chips.CHIPS.items()
+}
+
+
+def test_places_that_lend_chips_lend_these():
+    lent = {"T4", "L4", "A10", "RTX3090", "RTX4090", "V100", "A100", "H100", "H200", "B200"}
+    assert {"v2", "v3", "v4", "v5e", "v5p", "v6e", "v7x", *lent} <= chips.CHIPS.keys()
+    assert {name for name, chip in chips.CHIPS.items() if chip.gpu} == gpus.SPECS.keys()
+
+
+def test_a_device_is_one_chip():
+    kinds = [kind for chip in chips.KNOWN for kind in chip.kinds]
+    assert len(kinds) == len(set(kinds))
+    for chip in chips.KNOWN:
+        assert all(chips.chip_of(kind) is chip for kind in chip.kinds)
+        assert chip.peak > chip.float32 > 0 and chip.memory > 7e9 and chip.bandwidth and chip.link
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA L40S", "NVIDIA H200 MIG 1g.18gb", "TPU v9"])
+def test_a_device_that_is_none_of_them(kind):
+    """Names that begin as those of others are other chips."""
+    assert chips.chip_of(kind) is None and chips.peak_flops(kind) is None
+
+
+@pytest.mark.parametrize("kind, said", [("TPU v9", True), ("NVIDIA L4", False)])
+def test_an_unknown_device_says_so(monkeypatch, capsys, kind, said):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    corpus = SimpleNamespace(shares=np.ones((1, 1)), corpora=[], borders=[])
+    main.print_setup(small_config(), corpus)
+    assert (f"the peak of {kind} is not known" in capsys.readouterr().out) == said
+
+
+# --- float32 where there is no bfloat16 ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "chip, given, dtype, said",
+    [
+        ("T4", [], "float32", "--model_dtype is float32 unless given"),
+        ("V100", [], "float32", "--model_dtype is float32 unless given"),
+        ("T4", ["model_dtype"], "bfloat16", "saves memory here, no time"),
+        ("L4", [], "bfloat16", ""),
+        ("unknown", [], "bfloat16", ""),
+    ],
+)
+def test_the_dtype_of_a_chip(capsys, chip, given, dtype, said):
+    cfg = presets.preset("gpt2-124m")
+    cfg = settings.choose_dtype(cfg, set(given), chips.CHIPS.get(chip))
+    out = capsys.readouterr().out
+    assert cfg.model.model_dtype == dtype and said in out and bool(said) == bool(out)
+
+
+def test_a_run_keeps_its_dtype_on_another_chip(monkeypatch, tmp_path):
+    """Begun where there is no bfloat16, it goes on in float32 elsewhere, and the other way round."""
+    cfg = utils.replace(presets.preset("gpt2-124m"), output_dir=str(tmp_path))
+    begun = {}
+    for now in ("T4", "L4", "T4"):
+        for first in ("T4", "L4"):
+            monkeypatch.setattr(chips, "chip_of", lambda kind, now=now: chips.CHIPS[now])
+            own = utils.replace(cfg, name=f"on-{first}")
+            if first in begun or first == now:
+                dtype = main.keep_dtype(own, set()).model.model_dtype
+                assert dtype == begun.setdefault(first, dtype)
+                flags = utils.flatten(own) | dict(model_dtype=dtype)
+                utils.write_file(os.path.join(own.run.folder, "config.json"), json.dumps(flags))
+    assert begun == dict(T4="float32", L4="bfloat16")
+
+
+# --- Plans --------------------------------------------------------------------------------------------------------
+
+
+def planned(machine, path, **flags):
+    """The plan by formulas as an object."""
+    words = flags_of(preset="gpt2-124m", train_batch_size=8, val_batch_size=8, microbatches=8)
+    words += flags_of(plan=machine, plan_json=path, by_formulas=True, **flags)
+    assert plan.main(*command_line.parse(words)) == 0
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_formulas_plan_for_every_chip(tmp_path, name):
+    a = planned(MACHINES[name], tmp_path / "plan.json")
+    chip = chips.CHIPS[name]
+    assert a["devices"] == (1 if chip.gpu else 4 * chip.cores)
+    assert a["memory"]["limit"] == chip.memory and 0 < a["mfu"] < 1
+    fastest = a["flops"]["program"] / chip.speed("bfloat16")
+    assert a["seconds"]["step"] > fastest
+
+
+def test_bfloat16_saves_no_time_where_there_is_none(tmp_path):
+    def products(machine, dtype):
+        a = planned(machine, tmp_path / "plan.json", model_dtype=dtype)
+        return a["seconds"]["matrix products"]
+
+    assert products("gpu:1xT4", "bfloat16") > 0.9 * products("gpu:1xT4", "float32")
+    assert products("gpu:1xL4", "bfloat16") < 0.4 * products("gpu:1xL4", "float32")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"')
+@pytest.mark.parametrize("name", [name for name in NAMES if not chips.CHIPS[name].gpu])
+def test_the_tpu_compiler_knows_the_chip(name):
+    with mock.patch.dict(os.environ):
+        platforms.use_no_device()
+        machine = plan.parse_machine(MACHINES[name])
+        devices = plan.slice_devices(machine)
+    assert len(devices) == machine.n
+    assert {device.device_kind for device in devices} <= set(machine.chip.kinds)

@@ -1,0 +1,132 @@
+"""The notebook: stripped in git, and run top to bottom as on a session that is lost in its middle and a later one."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT, flags_of
+
+import presets
+from training import chips
+
+nbformat = pytest.importorskip("nbformat", reason="bash setup_tpu.sh notebook")
+nbclient = pytest.importorskip("nbclient", reason="bash setup_tpu.sh notebook")
+pytest.importorskip("ipykernel", reason="bash setup_tpu.sh notebook")
+
+PATH = ROOT / "notebooks" / "train_on_a_free_accelerator.ipynb"
+STEPS = 40
+FLAGS = dict(  # few and small steps of deepseek-tiny
+    training_steps=STEPS,
+    end_steps=STEPS,
+    warmup_steps=4,
+    eval_every=10,
+    eval_steps=1,
+    save_steps=5,
+    model_dimension=32,
+    blocks=2,
+    T=32,
+    max_tokens=4,
+)
+
+
+def notebook():
+    return nbformat.read(PATH, as_version=4)
+
+
+def test_outputs_are_stripped():
+    cells = [cell for cell in notebook().cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+
+
+def test_what_fits_is_there():
+    """The devices and presets that the notebook's table names."""
+    (cell,) = [cell for cell in notebook().cells if cell.source.startswith("def ask")]
+    table = cell.source[cell.source.index("FITS = {") :].split("}")[0] + "}"
+    names = {}
+    exec(table, names)
+    fits = names["FITS"]
+    assert all(chips.chip_of(kind) for kind in fits.keys() - {"cpu"})
+    for preset, sequences in fits.values():
+        data = presets.preset(preset).data
+        assert data.train_batch_size == data.val_batch_size == sequences
+
+
+# --- Sessions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    """A git repository of the files as they are here."""
+    folder = tmp_path_factory.mktemp("origin") / "house"
+    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests", "docs")
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
+    as_someone = ("-c", "user.name=x", "-c", "user.email=x")
+    for words in (("init", "-q"), ("add", "."), (*as_someone, "commit", "-qm", "all")):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+def session(origin, storage, machine, monkeypatch):
+    """A client that runs the notebook in the folder `machine`, where nothing is; only `storage` outlives it."""
+    machine.mkdir()
+    monkeypatch.setenv("VENV", sys.prefix)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    book = notebook()
+    at = next(
+        i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", ())
+    )
+    given = dict(REPOSITORY=f"file://{origin}", STORAGE=str(storage), FLAGS=flags_of(**FLAGS))
+    lines = [f"{name} = {value!r}" for name, value in given.items()]
+    book.cells.insert(at + 1, nbformat.v4.new_code_cell("\n".join([*lines, "SECONDS = 1"])))
+    path = {"metadata": {"path": str(machine)}}
+    return nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources=path)
+
+
+def whole_checkpoints(run):
+    """Their steps."""
+    return [int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit()]
+
+
+def lose(client, run):
+    """Kill the notebook's kernel and all that it started, once the run has a checkpoint."""
+    while not whole_checkpoints(run):
+        time.sleep(0.1)
+    os.killpg(client.km.provisioner.pid, signal.SIGKILL)
+
+
+def said_by(client):
+    """What the cells printed."""
+    outputs = [out for cell in client.nb.cells for out in cell.get("outputs", [])]
+    return "".join(out.get("text", "") for out in outputs)
+
+
+def test_a_lost_session_goes_on_in_the_next(origin, tmp_path, monkeypatch):
+    storage = tmp_path / "drive"
+    run = storage / "deepseek-tiny"
+    first = session(origin, storage, tmp_path / "first", monkeypatch)
+    threading.Thread(target=lose, args=(first, run), daemon=True).start()
+    with pytest.raises(nbclient.exceptions.DeadKernelError):
+        first.execute()
+    assert 0 < max(whole_checkpoints(run)) < STEPS
+    lock = json.loads((run / "lock").read_text())
+    (run / "lock").write_text(json.dumps(lock | dict(host="elsewhere", machine="x", boot="x")))
+
+    second = session(origin, storage, tmp_path / "second", monkeypatch)
+    second.execute()
+    log = (tmp_path / "second" / "moe-pretraining" / "train.log").read_text()
+    assert "resuming deepseek-tiny at step" in log
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    said = said_by(second)
+    assert "the lock of a session before was removed" in said
+    assert f"done at step {STEPS}" in said and "def " in said
+    drawn = [out for cell in second.nb.cells for out in cell.get("outputs", []) if "data" in out]
+    assert any("image/png" in out.data for out in drawn)
+    exported = tmp_path / "second" / "moe-pretraining" / "exported"
+    assert {"config.json", "tokenizer.json"} <= set(os.listdir(exported))

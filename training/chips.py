@@ -1,0 +1,98 @@
+"""Every chip that is known: its peaks, memory and links, for MFU, for --plan, and for the choice of --model_dtype.
+
+Numbers are of one jax device: of a core of TPU v2, v3 and 7x, whose chips are two devices, and of a whole chip
+elsewhere. No jax in here. Where they come from:
+
+- TPU v2 and v3: Jouppi et al., A domain-specific supercomputer for training deep neural networks, CACM 63(7), 2020.
+- TPU v4 to 7x: cloud.google.com/tpu/docs, the page of each. Links and networks of v4 to v6e:
+  jax-ml.github.io/scaling-book, chapter 2; those of 7x are v5p's, of half a chip.
+- Memory of TPUs: what the TPU compiler gives a program. Clocks: those at which the compiler's products take their peak.
+- GPUs: NVIDIA's data sheets, and for RTX 3090 and 4090 the white papers of GA102 and AD102. All peaks are dense and sum
+  in float32. Memory: what openxla/xla has in xla/backends/gpu/target_config/specs, else what the driver leaves.
+- Links of GPUs without NVLink are PCIe, through which the GPUs of a host are counted as if it were a switch.
+"""
+
+from typing import NamedTuple
+
+GiB = 2**30
+BUFFER = 1824  # tiles, of most chips: see tools/planning/costs.py: stays_scattered
+
+
+class Chip(NamedTuple):
+    """One device."""
+
+    name: str  # as --plan takes it
+    kinds: tuple[str, ...]  # jax's names of the device
+    peak: float  # FLOP/s of dense products in bfloat16, in float16 where there is no bfloat16
+    float32: float  # the same in float32: of six products in bfloat16 on TPUs, without tensor cores on GPUs
+    memory: float  # bytes of it that a program may use
+    bandwidth: float  # bytes/s of that memory
+    link: float  # bytes/s of one link, one way
+    network: float  # bytes/s to other TPU slices or to other hosts
+    clock: float = 0.0  # Hz, in which the TPU compiler counts cycles; 0: a GPU
+    dims: int = 2  # of a slice's topology
+    cores: int = 1  # devices of a TPU chip
+    bfloat16: bool = True  # whether it multiplies in bfloat16; else XLA does so in float32
+    buffer: int = BUFFER  # tiles, see tools/planning/costs.py: stays_scattered
+    fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
+
+    @property
+    def kind(self):
+        """Its first name in jax."""
+        return self.kinds[0]
+
+    @property
+    def gpu(self):
+        return not self.clock
+
+    def speed(self, dtype):
+        """FLOP/s of dense products with a --model_dtype."""
+        return self.peak if dtype == "bfloat16" and self.bfloat16 else self.float32
+
+
+def tpu(name, kinds, peak, memory, bandwidth, link, network, clock, **facts):
+    """`Chip` of a TPU."""
+    return Chip(name, kinds, peak, peak / 6, memory * GiB, bandwidth, link, network, clock, **facts)
+
+
+V100 = ("Tesla V100-SXM2-16GB",)
+A100 = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")
+A100_40 = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")
+H100 = ("NVIDIA H100 80GB HBM3",)
+CARD = 12.5e9 / 8  # bytes/s to other hosts of a GPU, eight of which share an adapter of 100 Gbit/s
+# fmt: off
+KNOWN = [
+    tpu("v2", ("TPU v2",), 23e12, 7.48, 350e9, 62e9, CARD, 0.7e9, cores=2),
+    tpu("v3", ("TPU v3",), 61.5e12, 15.48, 450e9, 82e9, CARD, 0.94e9, cores=2),
+    tpu("v4", ("TPU v4",), 275e12, 30.75, 1228e9, 45e9, 6.25e9, 1.05e9, dims=3),
+    tpu("v5e", ("TPU v5e", "TPU v5 lite"), 197e12, 15.75, 819e9, 45e9, 3.125e9, 1.5e9, fuses=True),
+    tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74, 2765e9, 90e9, 6.25e9, 1.75e9, dims=3),
+    tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1640e9, 90e9, 12.5e9, 1.75e9,
+        buffer=3648, fuses=True),
+    tpu("v7x", ("TPU7x",), 1153.5e12, 94.75, 3690e9, 90e9, 6.25e9, 2.2e9, dims=3, cores=2),
+    Chip("P100", ("Tesla P100-PCIE-16GB",), 18.7e12, 9.3e12, 15.89 * GiB, 732e9, 16e9, CARD, bfloat16=False),
+    Chip("T4", ("Tesla T4",), 65e12, 8.1e12, 14.56 * GiB, 320e9, 16e9, CARD, bfloat16=False),
+    Chip("V100", V100, 125e12, 15.7e12, 16_935_682_048, 898e9, 150e9, 6.25e9, bfloat16=False),
+    Chip("L4", ("NVIDIA L4",), 121e12, 30.3e12, 22.03 * GiB, 300e9, 32e9, CARD),
+    Chip("A10", ("NVIDIA A10",), 125e12, 31.2e12, 22.06 * GiB, 600e9, 32e9, CARD),
+    Chip("RTX3090", ("NVIDIA GeForce RTX 3090",), 71e12, 35.6e12, 23.5 * GiB, 936e9, 32e9, CARD),
+    Chip("RTX4090", ("NVIDIA GeForce RTX 4090",), 165.2e12, 82.6e12, 23.5 * GiB, 1008e9, 32e9, CARD),
+    Chip("A100", A100, 312e12, 19.5e12, 85_100_068_864, 2039.04e9, 300e9, 25e9),
+    Chip("A100-40GB", A100_40, 312e12, 19.5e12, 42_331_013_120, 1555.2e9, 300e9, 25e9),
+    Chip("H100", H100, 989e12, 67e12, 84_942_979_072, 3352.32e9, 450e9, 50e9),
+    Chip("H200", ("NVIDIA H200",), 989e12, 67e12, 151_397_597_184, 4800e9, 450e9, 50e9),
+    Chip("B200", ("NVIDIA B200",), 2250e12, 80e12, 191_514_411_008, 7672.32e9, 900e9, 50e9),
+]
+# fmt: on
+CHIPS = {chip.name: chip for chip in KNOWN}
+
+
+def chip_of(device_kind):
+    """The `Chip` that jax calls so; None where it is not known."""
+    return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
+
+
+def peak_flops(device_kind):
+    """Peak FLOP/s of a device, or None where it is not known."""
+    chip = chip_of(device_kind)
+    return chip and chip.peak
