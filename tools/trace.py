@@ -147,8 +147,8 @@ def machine_of(trace, named):
     alike += [chip for chip in costs.CHIPS.values() if peak and chip.peak == peak]
     if not alike:
         return None
-    hosts = about["processes"] if alike[0].gpu else 1
-    return plan.Machine(about["device_kind"], alike[0], n, about["slices"], hosts=hosts)
+    name, platform = about["device_kind"], "gpu" if alike[0].gpu else "tpu"
+    return plan.Machine(name, alike[0], n, about["slices"], "", about["processes"], platform)
 
 
 def counted(trace, place):
