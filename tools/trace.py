@@ -52,7 +52,7 @@ from jax.profiler import ProfileData
 import collectives
 from tools.planning import costs, hlo, plan
 from tools.tracing import events, names, shares
-from training import profiling
+from training import chips, profiling
 
 PRODUCTS = "matrix products"  # as plan.Answer calls this part
 
@@ -142,13 +142,12 @@ def machine_of(trace, named):
         if machine.n != n:
             raise UserError(f"--plan {named}: has {machine.n} devices; the run had {n}.")
         return machine
-    peak = platforms.peak_flops(about["device_kind"])
-    alike = [chip for chip in costs.CHIPS.values() if chip.kind == about["device_kind"]]
-    alike += [chip for chip in costs.CHIPS.values() if peak and chip.peak == peak]
-    if not alike:
+    name = about["device_kind"]
+    chip = chips.chip_of(name)
+    if chip is None:
         return None
-    name, platform = about["device_kind"], "gpu" if alike[0].gpu else "tpu"
-    return plan.Machine(name, alike[0], n, about["slices"], "", about["processes"], platform)
+    platform = "gpu" if chip.gpu else "tpu"
+    return plan.Machine(name, chip, n, about["slices"], "", about["processes"], platform)
 
 
 def counted(trace, place):
