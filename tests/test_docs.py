@@ -42,6 +42,7 @@ PROGRAMS = [
     "tools/evaluate.py",
     "tools/hf.py",
     "tools/sample.py",
+    "tools/trace.py",
     "tools/planning/exactness.py",
     "tools/planning/growth.py",
 ]
@@ -146,7 +147,8 @@ def wrong_names(page, text):
 
 
 # folders that programs make
-MADE = {"train/", "val/", "wandb/", "checkpoints-damaged/", "runs/", "runs/NAME/"}
+MADE = {"train/", "val/", "wandb/", "checkpoints-damaged/", "plugins/profile/", "runs/"}
+MADE |= {"runs/NAME/"}
 
 
 def as_flag(word):
@@ -352,7 +354,9 @@ def house(tmp_path_factory):
         "layers_per_block": 2,
         "compilation_cache": "xla",
     }
-    steps = dict(training_steps=2, warmup_steps=1, eval_every=2, eval_steps=1, max_tokens=4)
+    steps = dict(
+        training_steps=2, profile="2:2", warmup_steps=1, eval_every=2, eval_steps=1, max_tokens=4
+    )
     batch = dict(n_devices=1, n_device_axis=(1, 1, 1), train_batch_size=4, val_batch_size=4)
     flags = {**small, **steps, **batch, "bucket_name": "data/shards/stdlib"}
     run(["python", "main.py", "--preset", "tiny", *flags_of(**flags)], folder)
