@@ -35,7 +35,7 @@ def test_a_device_is_one_chip():
     assert len(kinds) == len(set(kinds))
     for chip in chips.KNOWN:
         assert all(chips.chip_of(kind) is chip for kind in chip.kinds)
-        assert chip.peak > chip.float32 > 0 and chip.memory > 7e9 and chip.bandwidth and chip.link
+        assert chip.peak >= chip.speed > 0 and chip.memory > 7e9 and chip.bandwidth and chip.link
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA L40S", "NVIDIA H200 MIG 1g.18gb", "TPU v9"])
@@ -106,7 +106,7 @@ def test_formulas_plan_for_every_chip(tmp_path, name):
     chip = chips.CHIPS[name]
     assert a["devices"] == (1 if chip.gpu else 4 * chip.cores)
     assert a["memory"]["limit"] == chip.memory and 0 < a["mfu"] < 1
-    fastest = a["flops"]["program"] / chip.speed("bfloat16")
+    fastest = a["flops"]["program"] / chip.speed
     assert a["seconds"]["step"] > fastest
 
 
@@ -116,7 +116,7 @@ def test_bfloat16_saves_no_time_where_there_is_none(tmp_path):
         return a["seconds"]["matrix products"]
 
     assert products("gpu:1xT4", "bfloat16") > 0.9 * products("gpu:1xT4", "float32")
-    assert products("gpu:1xL4", "bfloat16") < 0.4 * products("gpu:1xL4", "float32")
+    assert products("gpu:1xT4", "float32") > 3 * products("gpu:1xL4", "bfloat16")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"')
@@ -155,8 +155,7 @@ def test_a_preset_trains_within_a_week(tmp_path, row):
     assert memory == f"{total / 2**30:.1f} of {limit / 2**30:.1f} GiB"
     assert total < limit * (0.75 if machine.chip.gpu else 1)
 
-    dtype = settings.choose_dtype(cfg, given, machine.chip).model.model_dtype
-    reached = a["flops"]["model"] / a["seconds"]["step"] / machine.chip.speed(dtype)
+    reached = a["flops"]["model"] / a["seconds"]["step"] / machine.chip.speed
     parameters = a["parameters"]["total"] + a["parameters"]["embedding"]
     seconds = 20 * parameters / a["tokens_per_second"] * max(1, reached / BELIEVED)
     assert (utilization, hours) == (f"{reached:.0%}", f"{seconds / 3600:.0f}")
