@@ -24,7 +24,6 @@ class Chip(NamedTuple):
     name: str  # as --plan takes it
     kinds: tuple[str, ...]  # jax's names of the device
     peak: float  # FLOP/s of dense products in bfloat16, in float16 where there is no bfloat16
-    float32: float  # the same in float32: of six products in bfloat16 on TPUs, without tensor cores on GPUs
     memory: float  # bytes of it that a program may use
     bandwidth: float  # bytes/s of that memory
     link: float  # bytes/s of one link, one way
@@ -32,7 +31,7 @@ class Chip(NamedTuple):
     clock: float = 0.0  # Hz, in which the TPU compiler counts cycles; 0: a GPU
     dims: int = 2  # of a slice's topology
     cores: int = 1  # devices of a TPU chip
-    bfloat16: bool = True  # whether it multiplies in bfloat16; else XLA does so in float32
+    float32: float = 0.0  # FLOP/s in float32, where XLA has no other products for it; 0: it multiplies in bfloat16
     buffer: int = BUFFER  # tiles, see tools/planning/costs.py: stays_scattered
     fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
 
@@ -45,14 +44,20 @@ class Chip(NamedTuple):
     def gpu(self):
         return not self.clock
 
-    def speed(self, dtype):
-        """FLOP/s of dense products with a --model_dtype."""
-        return self.peak if dtype == "bfloat16" and self.bfloat16 else self.float32
+    @property
+    def bfloat16(self):
+        """Whether it multiplies in bfloat16."""
+        return not self.float32
+
+    @property
+    def speed(self):
+        """FLOP/s at which the plan counts products."""
+        return self.float32 or self.peak
 
 
 def tpu(name, kinds, peak, memory, bandwidth, link, network, clock, **facts):
     """`Chip` of a TPU."""
-    return Chip(name, kinds, peak, peak / 6, memory * GiB, bandwidth, link, network, clock, **facts)
+    return Chip(name, kinds, peak, memory * GiB, bandwidth, link, network, clock, **facts)
 
 
 V100 = ("Tesla V100-SXM2-16GB",)
@@ -70,18 +75,18 @@ KNOWN = [
     tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1640e9, 90e9, 12.5e9, 1.75e9,
         buffer=3648, fuses=True),
     tpu("v7x", ("TPU7x",), 1153.5e12, 94.75, 3690e9, 90e9, 6.25e9, 2.2e9, dims=3, cores=2),
-    Chip("P100", ("Tesla P100-PCIE-16GB",), 18.7e12, 9.3e12, 15.89 * GiB, 732e9, 16e9, CARD, bfloat16=False),
-    Chip("T4", ("Tesla T4",), 65e12, 8.1e12, 14.56 * GiB, 320e9, 16e9, CARD, bfloat16=False),
-    Chip("V100", V100, 125e12, 15.7e12, 16_935_682_048, 898e9, 150e9, 6.25e9, bfloat16=False),
-    Chip("L4", ("NVIDIA L4",), 121e12, 30.3e12, 22.03 * GiB, 300e9, 32e9, CARD),
-    Chip("A10", ("NVIDIA A10",), 125e12, 31.2e12, 22.06 * GiB, 600e9, 32e9, CARD),
-    Chip("RTX3090", ("NVIDIA GeForce RTX 3090",), 71e12, 35.6e12, 23.5 * GiB, 936e9, 32e9, CARD),
-    Chip("RTX4090", ("NVIDIA GeForce RTX 4090",), 165.2e12, 82.6e12, 23.5 * GiB, 1008e9, 32e9, CARD),
-    Chip("A100", A100, 312e12, 19.5e12, 85_100_068_864, 2039.04e9, 300e9, 25e9),
-    Chip("A100-40GB", A100_40, 312e12, 19.5e12, 42_331_013_120, 1555.2e9, 300e9, 25e9),
-    Chip("H100", H100, 989e12, 67e12, 84_942_979_072, 3352.32e9, 450e9, 50e9),
-    Chip("H200", ("NVIDIA H200",), 989e12, 67e12, 151_397_597_184, 4800e9, 450e9, 50e9),
-    Chip("B200", ("NVIDIA B200",), 2250e12, 80e12, 191_514_411_008, 7672.32e9, 900e9, 50e9),
+    Chip("P100", ("Tesla P100-PCIE-16GB",), 18.7e12, 15.89 * GiB, 732e9, 16e9, CARD, float32=9.3e12),
+    Chip("T4", ("Tesla T4",), 65e12, 14.56 * GiB, 320e9, 16e9, CARD, float32=8.1e12),
+    Chip("V100", V100, 125e12, 16_935_682_048, 898e9, 150e9, 6.25e9, float32=15.7e12),
+    Chip("L4", ("NVIDIA L4",), 121e12, 22.03 * GiB, 300e9, 32e9, CARD),
+    Chip("A10", ("NVIDIA A10",), 125e12, 22.06 * GiB, 600e9, 32e9, CARD),
+    Chip("RTX3090", ("NVIDIA GeForce RTX 3090",), 71e12, 23.5 * GiB, 936e9, 32e9, CARD),
+    Chip("RTX4090", ("NVIDIA GeForce RTX 4090",), 165.2e12, 23.5 * GiB, 1008e9, 32e9, CARD),
+    Chip("A100", A100, 312e12, 85_100_068_864, 2039.04e9, 300e9, 25e9),
+    Chip("A100-40GB", A100_40, 312e12, 42_331_013_120, 1555.2e9, 300e9, 25e9),
+    Chip("H100", H100, 989e12, 84_942_979_072, 3352.32e9, 450e9, 50e9),
+    Chip("H200", ("NVIDIA H200",), 989e12, 151_397_597_184, 4800e9, 450e9, 50e9),
+    Chip("B200", ("NVIDIA B200",), 2250e12, 191_514_411_008, 7672.32e9, 900e9, 50e9),
 ]
 # fmt: on
 CHIPS = {chip.name: chip for chip in KNOWN}

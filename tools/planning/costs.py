@@ -789,10 +789,10 @@ def estimate(cfg, place=Place()):
     )
 
 
-def compute_seconds(e, chip, speed):
-    """{part: seconds} of an `Estimate` on a chip, its links left out: matrix products at `speed` FLOP/s, attention's
+def compute_seconds(e, chip):
+    """{part: seconds} of an `Estimate` on a chip, its links left out: matrix products at its speed, attention's
     at half of it, and memory traffic at its bandwidth."""
     return {
-        "matrix products": (e.flops + e.scores) / speed + e.operands / chip.bandwidth,
+        "matrix products": (e.flops + e.scores) / chip.speed + e.operands / chip.bandwidth,
         "memory": e.passes / chip.bandwidth,
     }

@@ -377,18 +377,17 @@ class Work(NamedTuple):
 def compiled_work(cfg, machine, estimate, compiled):
     """`Work` of a compiled step; `estimate` tells the operations of attention's kernels, which the program does not."""
     chip, place = machine.chip, place_of(cfg, machine)
-    speed = chip.speed(cfg.model.model_dtype)
     mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
     cost = hlo.analyze(compiled.text, mesh, place.slices, place.across)
     in_kernels = estimate.scores if cost.kernels else 0
     # no compiler estimates kernels: they run at half the peak
-    kernel_seconds = in_kernels * 2 / speed / max(1, sum(cost.kernels.values()))
+    kernel_seconds = in_kernels * 2 / chip.speed / max(1, sum(cost.kernels.values()))
 
     def compute_seconds(event):
         if event.is_kernel:
             return kernel_seconds
         if chip.gpu:
-            return max(event.flops / speed, event.moved / chip.bandwidth)
+            return max(event.flops / chip.speed, event.moved / chip.bandwidth)
         return event.cycles / chip.clock
 
     def link_seconds(event):
@@ -469,9 +468,8 @@ def answer(cfg, machine, compiled=None, refused=None):
     """`Answer` for a validated Config: from the compiler where it was asked, `refused` being its TooLarge, else from
     formulas."""
     chip = machine.chip
-    speed = chip.speed(cfg.model.model_dtype)
     estimate = costs.estimate(cfg, place_of(cfg, machine))
-    work = Work(estimate.flops, costs.compute_seconds(estimate, chip, speed), estimate.sent, None)
+    work = Work(estimate.flops, costs.compute_seconds(estimate, chip), estimate.sent, None)
     memory = memory_of(estimate, chip.memory)
     if refused:
         memory = memory_of(estimate, refused.limit, refused.used)
