@@ -165,6 +165,16 @@ def test_parts_add_up_to_the_step(first, found):
     assert sum(found.operations.values()) == pytest.approx(busy, rel=0.01)
 
 
+def test_a_trace_in_a_bucket_is_read(bucket, runs):
+    address, fs, _ = bucket
+    run = address.replace("shards", "run")
+    assert profiling.traces_of(run) == []
+    fs.put(str(runs / "traced" / "plugins"), run.split("://")[1] + "/plugins", recursive=True)
+    assert profiling.traces_of(run) == ["steps-2-4", "steps-7-8"]
+    there, here = (trace.open_trace(folder) for folder in (run, str(runs / "traced")))
+    assert trace.measure(there) == trace.measure(here)
+
+
 def test_every_part_of_the_model_and_every_axis_is_found(found):
     computes = {"attention", "experts", "vocabulary", "optimizer"}
     assert computes <= found.parts.keys() and {"dp", "pp", "tp", "dp+tp"} <= set(found.links)

@@ -11,6 +11,7 @@ if __name__ == "__main__":
     program.begin()
 
 import gzip
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -83,7 +84,10 @@ def open_trace(run, name=""):
             f"{run}: holds no whole trace; train with --profile FIRST:LAST, such as 20:22, to make one."
         )
     _, folder, about = max(found, key=lambda entry: entry[0])
-    text = gzip.decompress(utils.read_file(os.path.join(folder, "step.hlo.gz"))).decode()
+    program = utils.read_file(os.path.join(folder, "step.hlo.gz"))
+    if program is None:
+        raise UserError(f"{folder}: lacks step.hlo.gz; copy all files of a trace.")
+    text = gzip.decompress(program).decode()
     return Trace(folder, about, config_of(about["flags"]), text)
 
 
@@ -99,7 +103,8 @@ def devices_in(trace):
     """[[Event] of a device], of all processes that wrote. Raises UserError where a file is damaged."""
     fs, there = fsspec.core.url_to_fs(trace.folder)
     found = []
-    for path in sorted(fs.glob(f"{there}/*.xplane.pb")):
+    paths = utils.persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)
+    for path in sorted(paths):
         content = utils.read_file(os.path.join(trace.folder, os.path.basename(path)))
         try:
             data = ProfileData.from_serialized_xspace(content)
@@ -130,13 +135,18 @@ def mesh_of(trace):
     return dict(zip(collectives.AXES, trace.cfg.run.n_device_axis))
 
 
+def devices_of(trace):
+    """Number of devices that trained."""
+    return math.prod(trace.cfg.run.n_device_axis)
+
+
 # --- The plan -----------------------------------------------------------------------------------------------------
 
 
 def machine_of(trace, named):
     """plan.Machine that --plan has `named`, else the one that the run was on; None where its kind of device is not
     known. Raises UserError where the run does not fit on it."""
-    about, n = trace.about, trace.cfg.run.n_devices
+    about, n = trace.about, devices_of(trace)
     if named:
         machine = plan.parse_machine(named)
         if machine.n != n:
@@ -171,8 +181,8 @@ def amounts(flops, sent):
 
 
 def planned(trace, machine):
-    """{who planned: {part: seconds}} of a step: the formulas and, where the traced program is one for such a machine,
-    they and what that tells."""
+    """{who planned: {part: seconds}} of a step: the formulas and, where the traced program was compiled for such a
+    machine, what that program tells."""
     told = {"formulas": plan.answer(trace.cfg, machine).seconds}
     if machine.platform == trace.about["platform"]:
         # its memory does not matter here
@@ -229,7 +239,7 @@ def heading(trace, found):
     kind, first = trace.about["device_kind"], trace.about["steps"][0]
     return (
         f"{trace.folder}: {found.steps} steps from step {first} on, {found.devices} of "
-        f"{trace.cfg.run.n_devices} x {kind}, mesh (dp, pp, tp) = ({mesh})"
+        f"{devices_of(trace)} x {kind}, mesh (dp, pp, tp) = ({mesh})"
     )
 
 
@@ -264,8 +274,9 @@ def operation_rows(found, top):
 
 
 def counted_rows(b):
-    """Rows of a table: what a device computes and sends in a step of `Beside`, and how fast it did."""
-    rows = [["a step of a device", "measured", "of the program's", "by formulas", "in the program"]]
+    """Rows of a table: what a device computes and sends in a step of `Beside`, and how fast it did what the program
+    has."""
+    rows = [["a step of a device", "measured", "rate", "by formulas", "in the program"]]
     for part in dict.fromkeys([*b.counted["program"], *b.counted["formulas"]]):
         unit = "FLOP" if part == PRODUCTS else "B"
         by_formulas, in_program = (b.counted[who].get(part, 0) for who in ("formulas", "program"))
