@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -131,7 +132,7 @@ def train(cfg, given, load_weights):
     log = RunLog(cfg, step, active=jax.process_index() == 0)
     progress = Progress(cfg, val_corpus.bytes_per_token, planned_speed(cfg))
     # The third step from here: by then the devices hold batches ahead, and all that is made at the start is gone.
-    profiled = step + 3 if cfg.run.profile_memory else None
+    profiled = min(step + 3, cfg.run.training_steps) if cfg.run.profile_memory else None
     row = None  # metrics of the newest step, from when they are fetched until they are logged
 
     # --- Loop: the host runs one step ahead of the devices
@@ -327,14 +328,18 @@ def write_config(cfg, data, corpus):
     utils.write_file(path, json.dumps(config, indent=1) + "\n")
 
 
+# As XLA says it, its allocators (BFC, TPU) and CUDA; RESOURCE_EXHAUSTED alone may be a full disk.
+OUT_OF_MEMORY = re.compile("out.of.memory|RESOURCE_EXHAUSTED: .*(allocat|reserve|hbm)", re.I)
+
+
 @contextlib.contextmanager
 def memory_explained(cfg):
     """Raises UserError where the devices' memory does not suffice for what is done in here: what a step of `cfg` holds,
     and which flags would make it fit."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
+    except (jax.errors.JaxRuntimeError, ValueError) as e:  # the latter where a batch finds no room
+        if not OUT_OF_MEMORY.search(str(e)):
             raise
         if cfg.run.profile_memory:
             write_memory_profile(cfg, "out_of_memory")

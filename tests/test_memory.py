@@ -31,7 +31,7 @@ def limited(*args):
         return train_step(*args)
     return step
 main.compile_train_step = limited
-plan.memory_limit = lambda device: limit
+plan.memory_limit = lambda: limit
 sys.exit(utils.one_sentence(lambda: main.run(*given)))
 """
 

@@ -46,9 +46,7 @@ class EventFile:
         utils.write_file(self.path, content)
         for path in before[:-1]:
             utils.persist(lambda: self.fs.rm_file(path), self.address)
-        if (
-            before
-        ):  # the last one, which a TensorBoard may be reading: from its end it goes on to the next
+        if before:  # the last one a TensorBoard may be reading: from its end it goes on to the next
             utils.persist(lambda: self.fs.pipe_file(before[-1], b""), self.address)
         self.content = bytearray(content if utils.is_remote(self.address) else b"")
 

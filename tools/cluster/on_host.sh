@@ -300,7 +300,7 @@ telling_line() {
 # state: print one line on what the session does.
 state() {
   local last
-  last=$(telling_line | cut -c1-200) || true
+  last=$(telling_line | cut -c1-500) || true
   last=${last:+: $last}
   if alive; then
     # main.py says this once what can go wrong at its start did not

@@ -718,15 +718,16 @@ def machine_of(devices):
     do to compare configurations."""
     kind, platform = devices[0].device_kind, devices[0].platform
     chip = chip_of(kind) or CHIPS["A100" if platform == "gpu" else "v4"]
-    chip = chip._replace(memory=memory_limit(devices[0]) or chip.memory)
+    chip = chip._replace(memory=memory_limit() or chip.memory)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     hosts = len({device.process_index for device in devices})
     return Machine(kind, chip, len(devices), slices, hosts=hosts, platform=platform)
 
 
-def memory_limit(device):
-    """Bytes of its memory that a program may use; None where the device does not tell. Simulated devices share what
-    the process may have."""
+def memory_limit():
+    """Bytes of its memory that a program may use on a device of this process, which tells nothing of the others'; None
+    where it does not tell. Simulated devices share what the process may have."""
+    device = jax.local_devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
     page = os.sysconf("SC_PAGE_SIZE")
