@@ -66,8 +66,6 @@ def main(cfg, given):
 
     given: flags that the user gave; the others may follow the weights, the data or a resumed run. Raises UserError.
     """
-    steps.quiet_libraries()
-    cfg = keep_dtype(cfg, given)
     steps.configure_jax(cfg)
     flags, load_weights = None, None
     if cfg.run.init_from:
@@ -77,6 +75,8 @@ def main(cfg, given):
         warn_of_length(cfg, flags["T"])
     on_main_process(lambda: check_loggers(cfg.run))
     with alone_in_folder(cfg.run):
+        cfg = keep_dtype(cfg, given)
+        steps.set_precision(cfg)
         return train(cfg, given, load_weights)
 
 

@@ -509,7 +509,7 @@ def test_odd_files_and_numbers_are_refused_before_anything_is_written(deepseek, 
         ("tokenizer.json", "", "cannot be read as a tokenizer"),
         ("tokenizer_config.json", "[", "is not JSON"),
         ("tokenizer_config.json", '{"eos_token": 3}', "has no token 3"),
-        ("tokenizer_config.json", '{"eos_token": {"a": 1}}', "has no token None"),
+        ("tokenizer_config.json", '{"eos_token": {"a": 1}}', "has no token {'a': 1}"),
     ]:
         odd = tmp_path / "odd"
         odd.mkdir()

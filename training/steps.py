@@ -266,6 +266,11 @@ def configure_jax(cfg):
             jax.config.update("jax_compilation_cache_dir", cache)
         except UserError as e:  # one warning; jax would give one for every program that it compiles
             print(f"warning: {e}", file=sys.stderr, flush=True)
+    set_precision(cfg)
+
+
+def set_precision(cfg):
+    """Have jax multiply as precisely as --model_dtype says."""
     if cfg.model.model_dtype == "float32":
         # accelerators would otherwise round the inputs of matrix products
         jax.config.update("jax_default_matmul_precision", "float32")
