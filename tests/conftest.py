@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+# a shell ignores SIGINT in what it puts in the background, and so would every program that the tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = (
