@@ -5,7 +5,10 @@ import re
 import subprocess
 import sys
 
-from conftest import ROOT, SMALL_GPT2, flags_of
+import pytest
+from conftest import ROOT, SMALL_GPT2, flags_of, small_config
+
+from tools.planning import plan
 
 # main.py on devices of argv[1] bytes: a step that takes more, by XLA's own account, ends as it does on such a device
 DRIVER = """
@@ -36,7 +39,7 @@ sys.exit(utils.one_sentence(lambda: main.run(*given)))
 """
 
 
-LIMIT = 2**30  # bytes of a device
+LIMIT = 2**27  # bytes of a device
 
 
 def limited_run(limit, *words):
@@ -60,8 +63,8 @@ def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
         output_dir=tmp_path,
         bucket_name=shards,
         blocks=1,
-        T=512,
-        train_batch_size=256,
+        T=256,
+        train_batch_size=128,
         microbatches=1,
         val_batch_size=2,
         remat="none",
@@ -80,3 +83,21 @@ def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
     assert "--train_batch_size" not in words or "--accumulation_steps" in words
     run = limited_run(LIMIT, *flags_of(**flags), *words)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("off", (0.7, 1, 3))
+def test_the_flags_suffice_where_the_formulas_are_off(off):
+    """By a factor, of what a step works with: they are off by as much with other flags, or right."""
+    machine = plan.parse_machine("gpu:1xH100")
+    sizes = dict(T=256, train_batch_size=64, remat="none")
+    cfg = small_config((1, 1, 1), **SMALL_GPT2 | sizes)
+    memory = plan.answer(cfg, machine).memory
+    given = memory["total"] - plan.working(memory)
+    taken = off * plan.working(memory)
+    chip = machine.chip._replace(memory=given + taken / 2)
+    tight = machine._replace(chip=chip)
+    refused = plan.answer(cfg, tight, refused=plan.TooLarge(given + taken, chip.memory)).memory
+    new, needs = plan.smaller(cfg, tight, refused)
+    found = plan.answer(new, tight).memory
+    unseen = (max(1, off) - 1) * plan.working(found)
+    assert needs == pytest.approx(found["total"] + unseen) and needs < chip.memory

@@ -678,8 +678,9 @@ def smaller(cfg, machine, memory):
     """(Config, bytes that it needs) of the same global batch with the fewest changes that fits by the formulas with
     some room left, the fastest of these; None where there is none. memory: of `cfg`, as `Answer` has it."""
     limit = memory["limit"]
-    # what the formulas do not see now they do not see afterwards either
-    unseen = max(memory["total"], limit) - answer(cfg, machine).memory["total"]
+    # where the formulas say too little of `cfg`, they say too little of others, by the same factor
+    lacks = max(0, limit - memory["total"])
+    off = max(1, (working(memory) + lacks) / working(answer(cfg, machine).memory))
     seen, kept = {cfg}, [cfg]
     for _ in range(CHANGES):
         tried = []
@@ -690,12 +691,18 @@ def smaller(cfg, machine, memory):
                     continue
                 seen.add(new)
                 other = answer(new, machine)
-                tried.append((new, other.memory["total"] + unseen, other.seconds["step"]))
+                needs = other.memory["total"] + (off - 1) * working(other.memory)
+                tried.append((new, needs, other.seconds["step"]))
         fits = [one for one in tried if one[1] <= (1 - MARGIN) * limit]
         if fits:
             return min(fits, key=lambda one: one[2])[:2]
         kept = [new for new, _, _ in sorted(tried, key=lambda one: one[1])[:KEPT]]
     return None
+
+
+def working(memory):
+    """Bytes of what a step works with beside what it is given: of this the formulas are not exact."""
+    return memory["activations"] + memory["temporaries"]
 
 
 def what_would_fit(cfg, machine, memory):
