@@ -406,7 +406,7 @@ def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
 
 def memory_of(estimate, limit, used=None):
     """{part: bytes} of peak memory. Where the compiler says how much is `used` in all, what the formulas do not know
-    exactly, the temporaries, is the rest of it."""
+    exactly, the temporaries, is the rest of it; none where they say too much of the activations."""
     memory = dict(
         weights=estimate.weights,
         optimizer=estimate.optimizer,
@@ -415,7 +415,9 @@ def memory_of(estimate, limit, used=None):
         temporaries=estimate.workspace,
     )
     if used is not None:
-        memory["temporaries"] = used - sum(memory.values()) + estimate.workspace
+        work = used - estimate.weights - estimate.optimizer - estimate.batch
+        memory["activations"] = min(estimate.activations, work)
+        memory["temporaries"] = work - memory["activations"]
     return memory | dict(total=sum(memory.values()), limit=limit)
 
 
