@@ -3,10 +3,11 @@
 python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local does this and all before it)
 """
 
-from training import interrupts
+from training import interrupts, packages
 
 if __name__ in ("__main__", "__mp_main__"):
     interrupts.at_once(interrupts.NOTHING_LOST)
+    packages.check()
 
 import contextlib
 import functools

@@ -397,6 +397,17 @@ def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
     assert words.split()[0] in done.stderr and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["main.py", "data/tokenize_shards.py", "tools/sample.py", "tools/planning/growth.py"]
+)
+def test_a_python_without_the_packages_is_told_so(name):
+    """As that of a new terminal, in which no environment was activated."""
+    words = [sys.executable, "-S", name]  # -S leaves out what is installed
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    (error,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "has no package jax: first source .venv/bin/activate" in error
+
+
 def test_flags_are_read_before_jax_is_imported():
     check = (
         "import sys; from training import command_line; command_line.parse(['--preset', 'tiny']); "
