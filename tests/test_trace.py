@@ -415,8 +415,8 @@ def test_a_mistake_gets_a_sentence(runs, tmp_path):
     for path in broken.rglob("*.xplane.pb"):
         path.write_bytes(path.read_bytes()[:1001])
     for run, flags, part in (
-        (tmp_path, {}, "train with --profile FIRST:LAST"),
-        (runs / "plain", {}, "holds no whole trace"),
+        (tmp_path, {}, "is no run directory"),
+        (runs / "plain", {}, "holds no whole trace; train with --profile FIRST:LAST"),
         (runs / "traced", dict(trace="steps-1-2"), "has steps-2-4, steps-7-8"),
         (runs / "traced", dict(top=-1), "--top -1"),
         (runs / "traced", dict(plan="gpu:4xH100"), "has 4 devices; the run had 8"),

@@ -79,6 +79,8 @@ def open_trace(run, name=""):
         folder = os.path.join(run, profiling.FOLDER, one)
         if about := utils.read_json(folder, "about.json"):
             found.append((about["written"], folder, about))
+    if not found and not utils.read_json(run, "config.json"):
+        raise UserError(f"{run}: is no run directory, which holds a config.json of main.py.")
     if not found:
         raise UserError(
             f"{run}: holds no whole trace; train with --profile FIRST:LAST, such as 20:22, to make one."
