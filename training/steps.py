@@ -131,6 +131,8 @@ def make_train_step(cfg, mesh, optimizer, schedule):
     the loss or the norm of the gradient is not finite, is skipped: it changes only `state.step`.
     """
     gradient = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
+    # jit, so that it is traced once, for its shapes and for its use; inline, so that the program stays the same
+    gradient = jax.jit(gradient, inline=True)
 
     def train_step(state, tokens, targets):
         (loss, seen), grads = accumulate_gradient(gradient, state, tokens, targets)
@@ -164,7 +166,7 @@ def accumulate_gradient(gradient, state, tokens, targets):
         more = gradient(state.params, tokens, targets, key, i * M * B)
         return jax.tree.map(jnp.add, total, more), None
 
-    shapes = jax.eval_shape(gradient, state.params, tokens[0], targets[0], key, 0)
+    shapes = jax.eval_shape(gradient, state.params, tokens[0], targets[0], key, jnp.int32(0))
     zeros = jax.tree.map(jnp.zeros_like, shapes)
     total, _ = lax.scan(add_batch, zeros, (jnp.arange(n_batches), tokens, targets))
     return jax.tree.map(lambda x: x / n_batches, total)
