@@ -162,12 +162,18 @@ def furthest(a, b):
     return max(jax.tree.leaves(differences, is_leaf=lambda x: isinstance(x, tuple)))
 
 
+def begin(cfg, mesh):
+    """(TrainState at step 0, the compiled train step)."""
+    optimizer, schedule = make_optimizer(cfg, mesh)
+    abstract = steps.abstract_state(cfg, mesh, optimizer)
+    step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
+    return steps.init_state(cfg, abstract, optimizer), step
+
+
 def steps_of(cfg, n, seeds=None):
     """TrainState after n optimizer steps on random batches, and the metrics of every step."""
     mesh = steps.make_mesh(cfg)
-    optimizer, schedule = make_optimizer(cfg, mesh)
-    state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
-    step = jax.jit(steps.make_train_step(cfg, mesh, optimizer, schedule))
+    state, step = begin(cfg, mesh)
     seen = []
     for seed in seeds or range(n):
         state, metrics = step(state, *random_batch(cfg, mesh, seed))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL_GPT2, make_params, random_batch, small_config, steps_of
+from conftest import SMALL_GPT2, begin, make_params, random_batch, small_config, steps_of
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
@@ -420,12 +420,10 @@ def test_bias_evens_out_a_skewed_load():
         bias_update_rate=5e-3,
     )
     mesh = steps.make_mesh(cfg)
-    optimizer, schedule = make_optimizer(cfg, mesh)
-    state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
+    state, step = begin(cfg, mesh)
     skew = jnp.where(jnp.arange(8) < 2, 0.5, 0.0)
     moe = {**state.params["moe"], "bias": state.params["moe"]["bias"] + skew}
     state = state._replace(params={**state.params, "moe": moe})
-    step = jax.jit(steps.make_train_step(cfg, mesh, optimizer, schedule))
     heaviest = []
     for seed in range(200):
         state, metrics = step(state, *random_batch(cfg, mesh, seed))
