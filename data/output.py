@@ -20,7 +20,17 @@ from data.command_line import say_what_stands
 from data.encoding import COUNTS
 from data.sources.base import many
 from data.storage import BLOCK
-from utils import UserError, is_remote, read_file, read_json, say, write_file
+from utils import (
+    UserError,
+    is_remote,
+    persist,
+    read_file,
+    read_json,
+    remove_parts,
+    replacing,
+    say,
+    write_file,
+)
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
@@ -28,22 +38,17 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 @contextmanager
 def new_file(path):
     """A binary file to write and read, which becomes `path`, local or remote, when all is written: whole or not."""
-    with tempfile.TemporaryDirectory() as folder:
-        part = os.path.join(folder, "part") if is_remote(path) else path + ".part"
-        try:
-            with open(part, "w+b") as f:
-                yield f
-                f.flush()
-                os.fsync(f.fileno())
-        except OSError:
-            with suppress(OSError):
-                os.remove(part)  # half of it, where the disk is full
-            raise
-        if is_remote(path):  # an object appears whole when its upload ends
-            fs, there = fsspec.core.url_to_fs(path)
-            fs.put_file(part, there)
-        else:
-            os.replace(part, path)
+    if not is_remote(path):
+        with replacing(path) as f:
+            yield f
+        return
+    with tempfile.NamedTemporaryFile("w+b") as f:
+        yield f
+        f.flush()
+        fs, there = fsspec.core.url_to_fs(path)
+        persist(
+            lambda: fs.put_file(f.name, there), path
+        )  # an object appears whole when its upload ends
 
 
 class ShardWriter:
@@ -194,7 +199,7 @@ class Output:
             # not ls, for which an empty folder of a bucket is an error
             for path in self.fs.find(folder, maxdepth=1):
                 name = os.path.basename(path)
-                if re.fullmatch(r"(manifest\.json|\d{6,}\.npy)(\.part)?", name):
+                if re.fullmatch(r"(manifest\.json|\d{6,}\.npy)(\.[0-9a-f]{16}\.part)?", name):
                     ours.append(path)
         for path in sorted(ours, key=lambda path: not path.endswith("manifest.json")):
             self.fs.rm_file(path)
@@ -230,6 +235,8 @@ class Output:
         if names:
             self.compare_names_and_files(names, held, state["position"])
         for split, writer in writers.items():
+            if not is_remote(self.path):
+                remove_parts(os.path.join(self.path, split))
             writer.go_on(state["splits"][split], held[split])
             path = self.missing(split, writer.shards)
             if path:
