@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import functools
 import glob
 import json
+import logging
 import math
 import os
 import random
@@ -20,6 +22,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -573,6 +576,69 @@ def is_remote(path):
     return "://" in path
 
 
+def filesystem(path):
+    """(fsspec's file system of a local path or remote address, the path in it). Raises UserError where there is no such
+    kind of address."""
+    settings = {}
+    if is_remote(path):
+        quiet_storage()
+    if path.startswith(("gs://", "gcs://")):
+        import aiohttp
+
+        # its own limits, but for 30 s until it is connected, six times
+        settings["requests_timeout"] = aiohttp.ClientTimeout(total=300, sock_connect=5)
+    if path.startswith("s3://"):
+        settings["config_kwargs"] = dict(connect_timeout=5)
+    try:
+        with waiting_for(path):
+            return fsspec.core.url_to_fs(path, **settings)
+    except (ValueError, ImportError) as e:
+        raise UserError(f"{path}: is no address that can be used ({e}).") from None
+
+
+@functools.cache
+def quiet_storage():
+    """Keep libraries from printing what `persist` tells in a sentence: tracebacks of each failed try."""
+    for library in (
+        "gcsfs",
+        "s3fs",
+        "fsspec",
+        "google",
+        "aiohttp",
+        "aiobotocore",
+        "botocore",
+        "asyncio",
+    ):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+
+
+SILENCE = 5  # seconds that storage may take before that is said, once a minute at most
+said_silent = -math.inf  # when that was
+
+
+@contextlib.contextmanager
+def waiting_for(path):
+    """Print a warning where what is done in here with a remote `path` takes long."""
+    if not is_remote(path):
+        yield
+        return
+
+    def tell():
+        global said_silent
+        if time.monotonic() > said_silent + 60:
+            said_silent = time.monotonic()
+            words = f"warning: still waiting for {path} after {SILENCE} s; it is tried for up to two minutes"
+            print(words, file=sys.stderr, flush=True)  # stdout may be one JSON object
+
+    timer = threading.Timer(SILENCE, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 # Seconds before each further try; storage that fails for a minute costs no run.
 WAITS = (1, 2, 4, 8, 16, 32)
 
@@ -580,22 +646,36 @@ WAITS = (1, 2, 4, 8, 16, 32)
 def persist(work, path):
     """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails.
 
-    FileNotFoundError and its kin pass at once. Raises UserError after the last try.
+    FileNotFoundError and its kin pass at once. Raises UserError after the last try, or soon where access is denied.
     """
-    for pause in (*WAITS, None):
-        try:
-            return work()
-        except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
-            raise
-        except Exception as e:  # every kind of storage has errors of its own
-            if not is_remote(path):
+    began = time.monotonic()
+    with waiting_for(path):
+        for tries, pause in enumerate((*WAITS, None), 1):
+            try:
+                return work()
+            except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
                 raise
-            if pause is None or isinstance(e, PermissionError):
-                raise UserError(
-                    f"{path} cannot be used ({type(e).__name__}: {e}); see that the storage is there and "
-                    f"that this machine's credentials are good for it."
-                ) from None
-            time.sleep(pause * random.uniform(0.5, 1.0))  # hosts do not come back all at one moment
+            except Exception as e:  # every kind of storage has errors of its own
+                if not is_remote(path):
+                    raise
+                late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
+                if pause is None or late or (tries == 3 and is_denied(e)):
+                    said = " ".join(str(e).split())[:300]
+                    raise UserError(
+                        f"{path} cannot be used ({type(e).__name__}: {said}); see that the storage is there and "
+                        f"that this machine's credentials are good for it."
+                    ) from None
+                time.sleep(
+                    pause * random.uniform(0.5, 1.0)
+                )  # hosts do not come back all at one moment
+
+
+def is_denied(error):
+    """Whether an error of a library for storage tells of missing rights."""
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
+        return True
+    names = "DefaultCredentialsError", "NoCredentialsError"
+    return type(error).__name__ in names or getattr(error, "code", None) in (401, 403)
 
 
 def unplain(path):
@@ -666,7 +746,7 @@ def write_file(path, content):
     Raises UserError where it cannot be written."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):  # an object appears whole when its upload ends
-        fs, there = fsspec.core.url_to_fs(path)
+        fs, there = filesystem(path)
         return persist(lambda: fs.pipe_file(there, content), path)
     try:
         with replacing(path) as f:
@@ -697,7 +777,7 @@ def check_place(path, flag):
 def read_file(path):
     """Bytes of a local file or remote object, or None where there is none. Raises UserError where it is no such thing
     or may not be read."""
-    fs, there = fsspec.core.url_to_fs(path)
+    fs, there = filesystem(path)
     try:
         return persist(lambda: fs.cat_file(there), path)
     except (FileNotFoundError, NotADirectoryError):

@@ -13,7 +13,6 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import fsspec
 import numpy as np
 
 from data.command_line import say_what_stands
@@ -22,6 +21,7 @@ from data.sources.base import many
 from data.storage import BLOCK
 from utils import (
     UserError,
+    filesystem,
     is_remote,
     persist,
     read_file,
@@ -45,7 +45,7 @@ def new_file(path):
     with tempfile.NamedTemporaryFile("w+b") as f:
         yield f
         f.flush()
-        fs, there = fsspec.core.url_to_fs(path)
+        fs, there = filesystem(path)
         persist(
             lambda: fs.put_file(f.name, there), path
         )  # an object appears whole when its upload ends
@@ -120,7 +120,7 @@ class Output:
         self.path = path
         self.source = source
         self.settings = settings
-        self.fs, self.root = fsspec.core.url_to_fs(path)
+        self.fs, self.root = filesystem(path)
 
     # --- What is there
 

@@ -47,7 +47,6 @@ if __name__ == "__main__":
         lambda: command_line.read_flags(Options, sys.argv[1:], "trace.py")
     )
 
-import fsspec
 from jax.profiler import ProfileData
 
 import collectives
@@ -103,7 +102,7 @@ def config_of(flags):
 
 def devices_in(trace):
     """[[Event] of a device], of all processes that wrote. Raises UserError where a file is damaged."""
-    fs, there = fsspec.core.url_to_fs(trace.folder)
+    fs, there = utils.filesystem(trace.folder)
     found = []
     paths = utils.persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)
     for path in sorted(paths):

@@ -6,7 +6,6 @@ import os
 import re
 from typing import Literal, get_args, get_origin
 
-import fsspec
 import numpy as np
 
 import architectures
@@ -340,7 +339,7 @@ def stored_config(folder):
 
 def stored_steps(folder):
     """Names of the checkpoints of a run directory, which are their steps."""
-    fs, there = fsspec.core.url_to_fs(os.path.join(folder, "checkpoints"))
+    fs, there = utils.filesystem(os.path.join(folder, "checkpoints"))
     try:
         paths = utils.persist(lambda: fs.ls(there, detail=False), folder)
     except FileNotFoundError:

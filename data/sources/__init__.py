@@ -3,14 +3,12 @@
 import os
 import re
 
-import fsspec
-
 from data.sources.base import walk, warn, warn_of_left_out
 from data.sources.files import Files
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
-from utils import UserError, first_line, is_remote
+from utils import UserError, filesystem, first_line, is_remote, persist
 
 # The kinds of files that hold records, each a subclass of base.Records in a file of its own.
 KINDS = (Lines, Tables)
@@ -28,7 +26,7 @@ def kind_of(path):
 def find(source):
     """(file system, {path: what it says of the file}, paths of symlinked folders that are not entered) of a file, a
     folder or a glob, hidden files left out."""
-    fs, path = fsspec.core.url_to_fs(source)
+    fs, path = filesystem(source)
     links = []
     if not fs.isdir(path):
         found = fs.glob(path, detail=True)
@@ -51,7 +49,7 @@ def open_source(args, val_fraction):
     if source == "stdlib":
         return Files(source, val_fraction, skip)
     try:
-        fs, found, links = find(source)
+        fs, found, links = persist(lambda: find(source), source)
     except (OSError, ValueError, ImportError) as e:
         raise UserError(f"--source {source}: cannot be read ({first_line(e)}).") from None
     settings = args.text_column, val_fraction, skip
