@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import SMALL, SMALL_GPT2, small_config, tokenize_tests, train_small_tokenizer
+from conftest import ROOT, SMALL, SMALL_GPT2, small_config, tokenize_tests, train_small_tokenizer
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
@@ -245,23 +245,43 @@ def test_checkpoints_to_s3_are_refused(train):
 # --- The documented cycle in a bucket ---------------------------------------------------------------------------
 
 
+def last_cells(run):
+    """Run what the notebook does with a trained run, in this process; returns the `Row`s of its sample."""
+    book = json.loads((ROOT / "notebooks/train_on_a_free_accelerator.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in book["cells"]]
+    rows = []
+
+    def call(_, program, *words):
+        if program == "tools/hf.py":
+            return hf.run(words)
+        words = [*words, "--n_devices", "1", "--compilation_cache", ""]
+        rows.extend(sample.main(common.parse(common.Sample, words, program)))
+
+    names = dict(FOLDER=run, PYTHON="", preset="deepseek-tiny", run=call, os=os)
+    for cell in cells:
+        if "tools/sample.py" in cell or "tools/hf.py" in cell:
+            exec(cell, names)
+    return rows
+
+
 def used(run, shards, tmp_path, capsys):
     """What every tool says of the run at an address, and of the shards at another."""
-    free = dict(compilation_cache="", n_devices=1)
-    rows = sample.main(common.Sample(model=run, prompt=("def ",), temperature=0.0, **free))
+    (row,) = last_cells(run)
     text = tmp_path / "some.txt"
     text.write_text("import os\n" * 20)
     data = (str(text), shards, f"{shards}/val/000000.npy", f"{shards}/text.txt")
-    measured = evaluate.main(common.Evaluate(model=run, data=data, limit=4, **free))["data"]
-    hf.run(["export", run, str(tmp_path / "exported")])
+    asked = common.Evaluate(model=run, data=data, limit=4, compilation_cache="", n_devices=1)
+    measured = [row | dict(data="") for row in evaluate.main(asked)["data"]]
     checkpoints.main(checkpoints.Options("verify", run))
     compare.main(compare.Options((run,), str(tmp_path / "compare.png")))
-    said = capsys.readouterr().out
-    return rows[0].tokens, [{**row, "data": ""} for row in measured], "4  sound" in said
+    said = capsys.readouterr()
+    assert "4  sound" in said.out and "warning" not in said.out + said.err
+    return row.tokens, measured
 
 
-def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsys):
+def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsys, monkeypatch):
     """Tokenized there, trained there, resumed, continued, measured, exported and the beginning of others."""
+    monkeypatch.chdir(tmp_path)
     address, fs, proxy = bucket
     proxy.most, local = 12, tmp_path / "bucket"
     train_small_tokenizer(tmp_path / "small.tiktoken")
@@ -269,7 +289,7 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     utils.write_file(f"{address}/text.txt", "def f():\n" * 20)
     runs = f"{address.removesuffix('shards')}runs"
     flags = SMALL_GPT2 | dict(
-        vocab_size=None, cache_dir=tmp_path / "cache", bucket_name=address, schedule="wsd"
+        vocab_size=None, cache_dir=tmp_path / "cache", bucket_name=address, schedule="wsd", T=80
     )
     flags |= dict(output_dir=runs if address.startswith("gs") else local / "runs")
     for end in (2, 4):
@@ -284,7 +304,6 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     there = used(f"{runs}/run", address, tmp_path, capsys)
     (tmp_path / "exported").rename(tmp_path / "exported-there")
     assert there == used(str(local / "runs/run"), str(local / "shards"), tmp_path, capsys)
-    assert there[-1]
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         kinds = ("exported", "exported-there")
         assert len({(tmp_path / kind / name).read_bytes() for kind in kinds}) == 1
