@@ -12,10 +12,11 @@ from test_resume import assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
 import main
+import presets
 import utils
 from data import output, storage
 from tools import checkpoints, common, compare, evaluate, hf, sample
-from training import command_line, steps
+from training import command_line, settings, steps
 
 SHARDS = 12
 
@@ -240,6 +241,43 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
 def test_checkpoints_to_s3_are_refused(train):
     with pytest.raises(utils.UserError, match="--output_dir s3://bucket/runs: Orbax"):
         train(output_dir="s3://bucket/runs")
+
+
+# --- The vocabulary of the shards -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, preset, given, wanted",
+    [
+        (512, "tiny", {}, 512),
+        (100277, "tiny", {}, 100277),
+        (8192, "tiny", {}, 8192),
+        (8192, "gpt2-124m", {}, 8192),
+        (None, "tiny", {}, 8192),
+        (50257, "tiny", {"vocab_size": 50304}, 50304),
+        (512, "tiny", {"tokenizer": "x"}, 8192),
+        (512, "tiny", {"init_from": "x"}, 8192),
+        (512, "tiny", {"branch_from": "x"}, 8192),
+    ],
+)
+def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, given, wanted):
+    """Where no flag, no weights and no run does."""
+    cfg = utils.replace(presets.preset(preset), **given, output_dir=str(tmp_path))
+    made = {} if size is None else dict(vocab_size=size)
+    found = settings.follow_shards(cfg, set(given), [("a", "a/train", made)])
+    assert found == utils.replace(cfg, vocab_size=wanted)
+    assert ("--vocab_size is" in capsys.readouterr().out) == (found != cfg)
+
+
+def test_a_vocabulary_that_is_padded_and_that_of_a_run_stay(tmp_path, capsys):
+    shards = [("a", "a/train", dict(vocab_size=50257))]
+    cfg = utils.replace(presets.preset("gpt2-124m"), vocab_size=50304, output_dir=str(tmp_path))
+    assert settings.follow_shards(cfg, set(), shards) == cfg
+    (tmp_path / "gpt2-124m").mkdir()
+    stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
+    (tmp_path / "gpt2-124m/config.json").write_text(json.dumps(stored))
+    assert settings.follow_shards(cfg, set(), shards).model.vocab_size == 60000
+    assert not capsys.readouterr().out
 
 
 # --- The documented cycle in a bucket ---------------------------------------------------------------------------
