@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from collectives import BATCH_SPEC
 from data.storage import BLOCK, Cache, Shard, list_shards
-from data.tokenization import TOKENIZER_FILES, keep_tokenizer, load_tokenizer
+from data.tokenization import TOKENIZER_FILES, load_tokenizer, shards_tokenizer
 from utils import UserError, is_remote, read_json
 
 # Tokens whose sequences are shuffled together. Each window touches few shards, however many there are.
@@ -36,19 +36,19 @@ READERS = ThreadPoolExecutor(32, "read")
 
 
 class Corpus:
-    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens.
+    """The shards of `folder` inside `root`, or the one named `only`, read as sequences of T + 1 tokens.
 
     Raises UserError, naming the folder or the file, where shards are missing, unreadable, or do not fit the
     vocabulary or the tokenizer.
     """
 
-    def __init__(self, cfg, root, folder):
+    def __init__(self, cfg, root, folder, only=None):
         self.T = cfg.model.T
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
         self.manifest = read_json(self.folder, "manifest.json")
         blocks = os.path.join(cfg.data.cache_dir, "blocks")
-        self.shards = self._open_shards(Cache(blocks, cfg.data.cache_gb * 1e9))
+        self.shards = self._open_shards(Cache(blocks, cfg.data.cache_gb * 1e9), only)
         self.tokenizer = self._find_tokenizer(cfg, root)
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
@@ -60,10 +60,13 @@ class Corpus:
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(self._check, self.shards))
 
-    def _open_shards(self, cache):
+    def _open_shards(self, cache, only):
         """The shards, sorted by name. A manifest, where there is one, says which must be there."""
         found = list_shards(self.folder)
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
+        if only:
+            found = {name: info for name, info in found.items() if name == only}
+            entries = {name: entry for name, entry in entries.items() if name == only}
         for name in entries:
             if name not in found:
                 raise UserError(
@@ -85,19 +88,10 @@ class Corpus:
             shard.read(start, min(start + BLOCK, shard.length), self.vocab_size)
 
     def _find_tokenizer(self, cfg, root):
-        """Name or local file of the tokenizer; "" where neither the manifest nor --tokenizer names it."""
+        """Name or file of the tokenizer; "" where neither the manifest nor --tokenizer names it."""
         made_with = self.manifest.get("tokenizer", "")
         self._check_tokenizer(cfg.data.tokenizer, made_with)
-        if not made_with.endswith(TOKENIZER_FILES):
-            return cfg.data.tokenizer or made_with
-        path = os.path.join(root, made_with)
-        if not is_remote(path):
-            return path
-        folder = os.path.join(cfg.data.cache_dir, self.manifest["tokenizer_sha256"])
-        copy = os.path.join(folder, made_with)
-        if not os.path.exists(copy):
-            keep_tokenizer(folder, path)
-        return copy
+        return shards_tokenizer(root, self.manifest, cfg.data.tokenizer)
 
     def _check_tokenizer(self, flag, made_with):
         """Raises UserError where the shards' tokenizer fits neither --vocab_size nor --tokenizer, which is `flag`."""
@@ -370,6 +364,18 @@ def in_words(borders):
 def corpus_root(cfg, name):
     """Folder or address of a corpus of --mix: its own address, or a folder inside --bucket_name."""
     return name if is_remote(name) else os.path.join(cfg.data.bucket_name, name)
+
+
+def manifests(cfg, *splits):
+    """[(root, folder, its manifest, {} without one)] of the folders `splits` that hold shards, of the corpora of --mix
+    or of the one of --bucket_name."""
+    found = []
+    for name in average_mix(parse_mix(cfg.data.mix) or [(1.0, {"": 1.0})]):
+        root = corpus_root(cfg, name)
+        for folder in [os.path.join(root, split) for split in splits]:
+            if list_shards(folder):
+                found.append((root, folder, read_json(folder, "manifest.json")))
+    return found
 
 
 def shares_of(mix, names):

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
     program.begin()
 
-import hashlib
 import os
 import time
 from collections import Counter
@@ -29,8 +28,7 @@ from data.sources import open_source
 from data.sources.base import many, warn
 from data.tokenization import (
     TOKENIZER_FILES,
-    HubTokenizer,
-    dump_ranks,
+    content_sha256,
     keep_tokenizer,
     load_tokenizer,
 )
@@ -126,15 +124,11 @@ def main():
 
 def settings_of(args, source, encoding):
     """{setting: value} of the manifest: what shards must agree in to be the same shards."""
-    if isinstance(encoding, HubTokenizer):
-        content = Path(args.tokenizer).read_bytes()
-    else:
-        content = dump_ranks(encoding._mergeable_ranks)
     kind = os.path.splitext(args.tokenizer)[1]
     return {
         "source": os.path.abspath(args.source) if os.path.exists(args.source) else args.source,
         **source.identity,
-        "tokenizer_sha256": hashlib.sha256(content).hexdigest(),
+        "tokenizer_sha256": content_sha256(encoding),
         "vocab_size": encoding.n_vocab,
         "shard_tokens": args.shard_tokens,
         "val_fraction": args.val_fraction,
