@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
     program.begin()
 
-import hashlib
 import os
 import time
 from collections import Counter
@@ -29,9 +28,7 @@ from data.sources import open_source
 from data.sources.base import many, warn
 from data.tokenization import (
     TOKENIZER_FILES,
-    HubTokenizer,
-    dump_ranks,
-    keep_tokenizer,
+    content_sha256,
     load_tokenizer,
 )
 from data.workers import cut, encode, processes, ray_actors
@@ -126,15 +123,11 @@ def main():
 
 def settings_of(args, source, encoding):
     """{setting: value} of the manifest: what shards must agree in to be the same shards."""
-    if isinstance(encoding, HubTokenizer):
-        content = Path(args.tokenizer).read_bytes()
-    else:
-        content = dump_ranks(encoding._mergeable_ranks)
     kind = os.path.splitext(args.tokenizer)[1]
     return {
         "source": os.path.abspath(args.source) if os.path.exists(args.source) else args.source,
         **source.identity,
-        "tokenizer_sha256": hashlib.sha256(content).hexdigest(),
+        "tokenizer_sha256": content_sha256(encoding),
         "vocab_size": encoding.n_vocab,
         "shard_tokens": args.shard_tokens,
         "val_fraction": args.val_fraction,
@@ -155,10 +148,7 @@ def write(args, source, output, encoding):
     writers = {}
     for split in source.splits:
         writers[split] = ShardWriter(os.path.join(args.output, split), args.shard_tokens, dtype)
-    position = output.load_progress(writers)
-    if not position:
-        output.clear()
-    keep_tokenizer(args.output, args.tokenizer)
+    position = output.begin(writers, args.tokenizer)
     start = None
     if args.ray:
         start = ray_actors
