@@ -177,8 +177,8 @@ def train(cfg, given, load_weights):
                 last = step == cfg.run.training_steps
                 stops = signalled or last
                 evaluates = step % cfg.run.eval_every == 0 or (last and not signalled)
-                saves = stops or step % cfg.run.save_steps == 0
-                if not (evaluates or saves):
+                samples = last or step % cfg.run.save_steps == 0
+                if not (evaluates or stops or samples):
                     continue
 
                 row = meter.fetch()
@@ -189,21 +189,21 @@ def train(cfg, given, load_weights):
                     progress.print(row, meter.pace, checkpoints.on_disk)
                     row |= judge(state.params, step, last, watchdog)
                 log.metrics(row)
+                val_loss = row.get("loss/val_cross_entropy_loss")
+                row = None
                 if evaluates or stops:
                     log.plots()
-                saves = stops or (saves and not bad_steps.in_progress)
-                if saves:
+                samples = last or (samples and not bad_steps.in_progress)
+                if stops or samples:
                     watchdog.begin("checkpoint", step)
-                    val_loss = row.get("loss/val_cross_entropy_loss")
                     checkpoints.save(step, sequences, state, bad_steps, val_loss)
-                row = None
-                if signalled == interrupt.FAILED:
-                    raise error or UserError(ANOTHER)
-                if saves and not signalled:
+                if samples:  # also before a stop: the run that resumes draws none of this step
                     watchdog.begin("sampling", step)
                     texts = sample(state.params)
                     if texts:
                         log.text(step, texts)
+                if signalled == interrupt.FAILED:
+                    raise error or UserError(ANOTHER)
                 if stops:
                     break
                 meter.pace.resume(batches.waited)
@@ -378,19 +378,21 @@ def shows_bar():
 
 def tell_end(cfg, checkpoints, step, signalled, seconds):
     """Print how the run ended; returns its exit status."""
-    how = "stopped" if signalled else "done"
-    then = ", and the same command goes on from here" if signalled else ""
-    say(
-        f"{how} at step {step} after {duration(seconds)}; everything stands in {cfg.run.folder}{then}"
-    )
     if not checkpoints.has(step):
+        newest = checkpoints.on_disk
+        then = f"resume from step {newest}" if newest else "begin again: there is none before it"
         print(
             f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not written; make "
-            f"room, and the same command goes on from the one before.",
+            f"room and rerun the same command to {then}.",
             file=sys.stderr,
             flush=True,
         )
         return 1
+    how = "stopped" if signalled else "done"
+    then = "; rerun the same command to resume" if signalled else ""
+    say(
+        f"{how} at step {step} after {duration(seconds)}; everything is saved in {cfg.run.folder}{then}"
+    )
     return 128 + signalled if signalled else 0
 
 

@@ -31,6 +31,8 @@ from utils import (
     object_in,
     persist,
     read_file,
+    remove_parts,
+    replacing,
     say,
     write_file,
 )
@@ -45,22 +47,17 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 @contextmanager
 def new_file(path):
     """A binary file to write and read, which becomes `path`, local or remote, when all is written: whole or not."""
-    with tempfile.TemporaryDirectory() as folder:
-        part = os.path.join(folder, "part") if is_remote(path) else path + ".part"
-        try:
-            with open(part, "w+b") as f:
-                yield f
-                f.flush()
-                os.fsync(f.fileno())
-        except OSError:
-            with suppress(OSError):
-                os.remove(part)  # half of it, where the disk is full
-            raise
-        if is_remote(path):  # an object appears whole when its upload ends
-            fs, there = fsspec.core.url_to_fs(path)
-            fs.put_file(part, there)
-        else:
-            os.replace(part, path)
+    if not is_remote(path):
+        with replacing(path) as f:
+            yield f
+        return
+    with tempfile.NamedTemporaryFile("w+b") as f:
+        yield f
+        f.flush()
+        fs, there = fsspec.core.url_to_fs(path)
+        persist(
+            lambda: fs.put_file(f.name, there), path
+        )  # an object appears whole when its upload ends
 
 
 class ShardWriter:
@@ -277,6 +274,8 @@ class Output:
                 writer.found = set(others)
         for split in SPLITS:
             self.fs.makedirs(os.path.join(self.root, split), exist_ok=True)
+            if not is_remote(self.path):
+                remove_parts(os.path.join(self.path, split))
         keep_tokenizer(self.path, tokenizer, replace=False)
         if not (mark and begun):
             made_by = {"program": PROGRAM, "settings": self.settings}

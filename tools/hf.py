@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import glob
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from tokenizers import pre_tokenizers
 
 import model
 from architectures import parameters
-from training import checkpointing, hugging_face, settings, steps, weights
+from training import checkpointing, hugging_face, locks, settings, steps, weights
 
 SHARD_BYTES = 5 * 10**9  # most in one file
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' name
@@ -49,7 +50,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' 
 
 def import_folder(folder, run_dir):
     """Write a run directory with the weights of `folder` as its only checkpoint."""
-    if os.path.exists(run_dir):
+    if os.path.lexists(run_dir):
         raise UserError(
             f"{run_dir} exists already; give another run directory, or remove that one."
         )
@@ -102,18 +103,25 @@ def save_weights(folder, params, run_dir):
 def appearing(folder):
     """A new folder beside `folder` to write into. It is renamed to `folder` when all is written, and removed where that
     fails. Raises UserError where it cannot be written."""
-    part = os.path.normpath(folder) + ".part"
+    part = utils.part_of(os.path.normpath(folder))
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        for left in glob.glob(f"{glob.escape(utils.PART.sub('', part))}.*.part"):
+            if utils.PART.search(left) and lock_folder(left):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
         os.makedirs(part)
+        lock_folder(part)
         yield part
         os.rename(part, folder)
-    except OSError as e:
+    except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)
-        raise UserError(f"{folder}: cannot be written ({e.strerror}).") from None
-    except UserError:
-        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(e, OSError):
+            raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
         raise
+
+
+def lock_folder(path):
+    """Whether this process has locked a folder, until it ends."""
+    return locks.system_lock(os.open(path, os.O_RDONLY))
 
 
 # --- Export -------------------------------------------------------------------------------------------------------
@@ -122,7 +130,7 @@ def appearing(folder):
 def export(run_dir, folder, dtype="float32"):
     """Write the newest sound checkpoint of a run directory as a folder that transformers loads. The folder appears when
     it is whole."""
-    if os.path.exists(folder):
+    if os.path.lexists(folder):
         raise UserError(f"{folder} exists already; give another folder, or remove that one.")
     stored = settings.run_config(run_dir)
     if "model_dimension" not in stored:
