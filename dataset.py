@@ -37,19 +37,19 @@ READERS = ThreadPoolExecutor(32, "read")
 
 
 class Corpus:
-    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens.
+    """The shards of `folder` inside `root`, or the one named `only`, read as sequences of T + 1 tokens.
 
     Raises UserError, naming the folder or the file, where shards are missing, unreadable, or do not fit the
     vocabulary or the tokenizer.
     """
 
-    def __init__(self, cfg, root, folder):
+    def __init__(self, cfg, root, folder, only=None):
         self.T = cfg.model.T
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
         self.manifest = manifest.read(self.folder)
         blocks = os.path.join(cfg.data.cache_dir, "blocks")
-        self.shards = self._open_shards(Cache(blocks, cfg.data.cache_gb * 1e9))
+        self.shards = self._open_shards(Cache(blocks, cfg.data.cache_gb * 1e9), only)
         self.tokenizer = self._find_tokenizer(cfg, root)
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
@@ -61,11 +61,13 @@ class Corpus:
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(self._check, self.shards))
 
-    def _open_shards(self, cache):
+    def _open_shards(self, cache, only):
         """The shards, sorted by name. A manifest, where there is one, says which must be there."""
         found = list_shards(self.folder)
+        if only:
+            found = {name: info for name, info in found.items() if name == only}
         if self.manifest:
-            manifest.check_files(self.folder, self.manifest, found)
+            manifest.check_files(self.folder, self.manifest, found, only)
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         if not found:
             raise UserError(
@@ -378,6 +380,18 @@ def in_words(borders):
 def corpus_root(cfg, name):
     """Folder or address of a corpus of --mix: its own address, or a folder inside --bucket_name."""
     return name if is_remote(name) else os.path.join(cfg.data.bucket_name, name)
+
+
+def manifests(cfg, *splits):
+    """[(root, folder, its manifest, {} without one)] of the folders `splits` that hold shards, of the corpora of --mix
+    or of the one of --bucket_name."""
+    found = []
+    for name in average_mix(parse_mix(cfg.data.mix) or [(1.0, {"": 1.0})]):
+        root = corpus_root(cfg, name)
+        for folder in [os.path.join(root, split) for split in splits]:
+            if list_shards(folder):
+                found.append((root, folder, manifest.read(folder)))
+    return found
 
 
 def shares_of(mix, names):

@@ -38,7 +38,7 @@ import jax
 from tqdm import tqdm
 
 from data.tokenization import keep_tokenizer
-from dataset import Mixture, Prefetch, data_fingerprint, put_batch
+from dataset import Mixture, Prefetch, data_fingerprint, manifests, put_batch
 from training import chips, settings, steps, weights
 from training.bad_steps import BadSteps
 from training.meter import Meter
@@ -86,6 +86,11 @@ def train(cfg, given, load_weights):
     began = time.time()
 
     # --- Data
+    shards = manifests(cfg, cfg.data.train_folder_name, cfg.data.val_folder_name)
+    if load_weights and not settings.run_config(cfg.run.folder):
+        where = f"--init_from {cfg.run.init_from}"
+        weights.check_tokenizer(where, cfg.run.init_from, shards, cfg.data.tokenizer)
+    cfg = settings.follow_shards(cfg, given, shards)
     corpus = Mixture(cfg, cfg.data.train_folder_name)
     val_corpus = Mixture(cfg, cfg.data.val_folder_name, optional=True)
     encoding = corpus.encoding()

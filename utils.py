@@ -132,7 +132,7 @@ class Model:
     """Width D of the residual stream, in channels."""
     vocab_size: int = flag(100277, least=2)
     """Number of token ids. The embedding is padded to a multiple of 128 rows, which are never predicted. Without the
-    flag it follows --tokenizer."""
+    flag it is that of --tokenizer, or else of the tokenizer that made the shards."""
     tied: bool = flag(True)
     """Whether the embedding is the output head too."""
     norm_eps: float = flag(1e-6, least=0)

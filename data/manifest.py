@@ -106,13 +106,18 @@ def has_checksums(manifest):
     return any("crc32" in shard for shard in manifest["shards"])
 
 
-def check_files(folder, manifest, found):
-    """Raises UserError where a folder's files, as list_shards finds them, are not those that its manifest lists."""
+def check_files(folder, manifest, found, only=None):
+    """Raises UserError where a folder's files, as list_shards finds them, are not those that its manifest lists.
+
+    only: the name of the one shard to look at.
+    """
     path = os.path.join(folder, NAME)
     width = int(manifest["dtype"][4:]) // 8
     for i, shard in enumerate(manifest["shards"]):
         name, tokens = shard["name"], shard["tokens"]
         at = os.path.join(folder, name)
+        if only not in (None, name):
+            continue
         if name not in found:
             raise UserError(f"{at} is missing, although the manifest beside it lists it; {ADVICE}.")
         size, expected = found[name]["size"], HEADER + tokens * width

@@ -265,6 +265,32 @@ def content_sha256(encoding):
     return hashlib.sha256(dump_ranks(encoding._mergeable_ranks)).hexdigest()
 
 
+def special_tokens(encoding):
+    """Ids of a tokenizer's special tokens, which no text becomes."""
+    if isinstance(encoding, HubTokenizer):
+        added = encoding.tokenizer.get_added_tokens_decoder()
+        return {number for number, token in added.items() if token.special}
+    return set(encoding._special_tokens.values())
+
+
+def byte_letters():
+    """{byte: the letter that GPT-2's tokenizer writes for it}: printable bytes stand for themselves."""
+    letters = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+    others = [b for b in range(256) if b not in letters]
+    return letters | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def tokens_of(encoding):
+    """{id: token} of a tokenizer of any kind, as a byte-level tokenizer.json spells them."""
+    if isinstance(encoding, HubTokenizer):
+        return {number: token for token, number in encoding.tokenizer.get_vocab().items()}
+    letters = byte_letters()
+    tokens = {number: name for name, number in encoding._special_tokens.items()}
+    for token, rank in encoding._mergeable_ranks.items():
+        tokens[rank] = "".join(letters[b] for b in token)
+    return tokens
+
+
 def shards_tokenizer(root, manifest, flag=""):
     """Name or file of the tokenizer of shards below `root`, with the manifest that lies beside them; "" where neither
     that nor --tokenizer, which is `flag`, names it."""
@@ -272,6 +298,30 @@ def shards_tokenizer(root, manifest, flag=""):
     if made_with.endswith(TOKENIZER_FILES):
         return os.path.join(root, made_with)
     return flag or made_with
+
+
+def same_tokens(one, other):
+    """Whether the ids that text becomes with tokenizer `other` mean the same with `one`: all tokens but the special
+    ones are equal, and so is the other's end of text."""
+    tokens, others = tokens_of(one), tokens_of(other)
+    end = other.eot_token
+    ordinary = tokens.keys() - special_tokens(one)
+    if ordinary != others.keys() - special_tokens(other) or tokens.get(end) != others.get(end):
+        return False
+    return all(tokens[number] == others[number] for number in ordinary)
+
+
+def made_shards(encoding, name, sha256):
+    """Whether shards were made with a tokenizer; None where that cannot be told. name, sha256: of the tokenizer that
+    made them, as far as they are known."""
+    if sha256 == content_sha256(encoding):
+        return True
+    if sha256 and not name.endswith(".json") and not isinstance(encoding, HubTokenizer):
+        return False  # both hashes are of ranks
+    try:
+        return same_tokens(encoding, load_tokenizer(name)) if name else None
+    except UserError:  # shards that were copied without it, or no network
+        return None
 
 
 # --- A tokenizer's files ----------------------------------------------------------------------------------------
@@ -305,20 +355,25 @@ def keep_tokenizer(folder, name, replace=True):
     return copies[name]
 
 
-def folder_tokenizer(folder):
-    """The tokenizer of a local run directory or folder in the Hugging Face format, or None where it has none."""
+def folder_tokenizer_name(folder):
+    """Name or file of the tokenizer of a run directory or folder in the Hugging Face format; "" where it has none.
+    Raises UserError."""
     name = read_json(folder, "config.json").get("encoding", "tokenizer.json")
     if not isinstance(name, str | None):
         raise UserError(
             f"{os.path.join(folder, 'config.json')}: encoding is {name!r}, but must name a tokenizer."
         )
-    if not name:
-        return None
-    if name.endswith(TOKENIZER_FILES):
-        name = os.path.join(folder, name)
-        if not os.path.isfile(name):
-            return None
+    if name and name.endswith(TOKENIZER_FILES):
+        return os.path.join(folder, name)
+    return name or ""
+
+
+def folder_tokenizer(folder):
+    """The tokenizer of a run directory or folder in the Hugging Face format, or None where it has none."""
+    name = folder_tokenizer_name(folder)
     try:
-        return load_tokenizer(name)
+        return load_tokenizer(name) if name else None
+    except NoSuchFile:
+        return None
     except UserError as e:  # no flag named it
         raise UserError(str(e).removeprefix("--tokenizer ")) from None

@@ -7,13 +7,15 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import SMALL, small_config
+from conftest import SMALL, SMALL_GPT2, small_config, tokenize_tests, train_small_tokenizer
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
+import main
 import utils
 from data import output, storage
-from training import steps
+from tools import checkpoints, common, compare, evaluate, hf, sample
+from training import command_line, steps
 
 SHARDS = 12
 
@@ -238,3 +240,57 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
 def test_checkpoints_to_s3_are_refused(train):
     with pytest.raises(utils.UserError, match="--output_dir s3://bucket/runs: Orbax"):
         train(output_dir="s3://bucket/runs")
+
+
+# --- The documented cycle in a bucket ---------------------------------------------------------------------------
+
+
+def used(run, shards, tmp_path, capsys):
+    """What every tool says of the run at an address, and of the shards at another."""
+    free = dict(compilation_cache="", n_devices=1)
+    rows = sample.main(common.Sample(model=run, prompt=("def ",), temperature=0.0, **free))
+    text = tmp_path / "some.txt"
+    text.write_text("import os\n" * 20)
+    data = (str(text), shards, f"{shards}/val/000000.npy", f"{shards}/text.txt")
+    measured = evaluate.main(common.Evaluate(model=run, data=data, limit=4, **free))["data"]
+    hf.run(["export", run, str(tmp_path / "exported")])
+    checkpoints.main(checkpoints.Options("verify", run))
+    compare.main(compare.Options((run,), str(tmp_path / "compare.png")))
+    said = capsys.readouterr().out
+    return rows[0].tokens, [{**row, "data": ""} for row in measured], "4  sound" in said
+
+
+def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsys):
+    """Tokenized there, trained there, resumed, continued, measured, exported and the beginning of others."""
+    address, fs, proxy = bucket
+    proxy.most, local = 12, tmp_path / "bucket"
+    train_small_tokenizer(tmp_path / "small.tiktoken")
+    tokenize_tests(address, tmp_path / "small.tiktoken")
+    utils.write_file(f"{address}/text.txt", "def f():\n" * 20)
+    runs = f"{address.removesuffix('shards')}runs"
+    flags = SMALL_GPT2 | dict(
+        vocab_size=None, cache_dir=tmp_path / "cache", bucket_name=address, schedule="wsd"
+    )
+    flags |= dict(output_dir=runs if address.startswith("gs") else local / "runs")
+    for end in (2, 4):
+        assert train(**flags, training_steps=end) == 0
+    said = capsys.readouterr().out
+    assert f"--vocab_size is 512 and not 8192, as the tokenizer of {address}/train has it" in said
+    assert "resuming run at step 2" in said
+    if address.startswith("s3"):
+        fs.put(f"{local}/runs", "bucket/runs", recursive=True)
+    fs.invalidate_cache()
+    fs.get("bucket", str(local), recursive=True)
+    there = used(f"{runs}/run", address, tmp_path, capsys)
+    (tmp_path / "exported").rename(tmp_path / "exported-there")
+    assert there == used(str(local / "runs/run"), str(local / "shards"), tmp_path, capsys)
+    assert there[-1]
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        kinds = ("exported", "exported-there")
+        assert len({(tmp_path / kind / name).read_bytes() for kind in kinds}) == 1
+    begin = flags | dict(training_steps=1, output_dir=tmp_path / "runs")
+    assert train(**begin, name="weights", init_from=f"{runs}/run") == 0
+    words = ["--branch_from", f"{runs}/run", "--branch_step", "4", "--decay_steps", "1"]
+    cfg, given = command_line.parse([*words, "--output_dir", str(tmp_path / "runs")])
+    assert main.main(cfg, given) == 0
+    assert "warning" not in capsys.readouterr().out

@@ -181,7 +181,8 @@ class StoredParams:
         # experts come one by one out of chunks that hold several
         cache = {"cache_pool": {"total_bytes_limit": 3 * checkpointing.CHUNK}}
         context = tensorstore.Context(cache)
-        base = f"file://{checkpoints.folder / str(step)}/state/"
+        folder = str(checkpoints.folder / str(step))
+        base = f"{'' if utils.is_remote(folder) else 'file://'}{folder}/state/"
         paths = jax.tree_util.tree_flatten_with_path(table, is_leaf=parameters.is_param)[0]
         self.leaves = {}  # {path of a leaf: its TensorStore}
         self.saved_sums = {}  # {path: fingerprint when it was saved}
@@ -312,7 +313,7 @@ def export_tokenizer(folder, run_dir, m):
 
 def byte_level(encoding):
     """tokenizers.Tokenizer with the tokens, merges and cuts of a tiktoken.Encoding."""
-    letters = byte_letters()
+    letters = tokenization.byte_letters()
 
     def spell(token):
         return "".join(letters[b] for b in token)
@@ -333,13 +334,6 @@ def byte_level(encoding):
     for name in special_tokens(encoding):
         tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
     return tokenizer
-
-
-def byte_letters():
-    """{byte: the letter that GPT-2's tokenizer writes for it}: printable bytes stand for themselves."""
-    letters = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
-    others = [b for b in range(256) if b not in letters]
-    return letters | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def halves(token, rank, ranks):
@@ -387,7 +381,7 @@ def run(argv):
     into.add_argument("folder")
     into.add_argument("run_dir")
     args = parser.parse_args(argv)
-    for path in (args.run_dir, args.folder):
+    for path in [args.folder] if args.command == "export" else [args.run_dir, args.folder]:
         if utils.is_remote(path):
             raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
     steps.quiet_libraries()
