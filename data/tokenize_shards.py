@@ -6,6 +6,7 @@ Writes OUTPUT/train/000000.npy, ... and OUTPUT/val/000000.npy, ...: one-dimensio
 where that holds the vocabulary, else uint32. A document is the end-of-text token and then its text, no part of which
 becomes a special token; documents continue from one shard into the next. manifest.json beside them is written last: a
 folder without one is unfinished, and the same command goes on from the last whole shard, as OUTPUT/progress.npz says.
+OUTPUT/unfinished.json tells until then that this program makes the shards: what it did not make it does not replace.
 OUTPUT/source.npz tells whether a file of the source has changed since.
 """
 

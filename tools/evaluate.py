@@ -58,7 +58,10 @@ def open_shards(options, cfg, path):
             shards = [(root, folder, manifest.read(folder))]
             warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
             weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
-            return Corpus(cfg, root, name, one)
+            corpus = Corpus(cfg, root, name, one)
+            if corpus.unverified:
+                warn(corpus.unverified)
+            return corpus
     return None
 
 
