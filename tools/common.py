@@ -22,7 +22,8 @@ class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
     model: tyro.conf.Positional[str] = tyro.MISSING
-    """A run directory, whose newest sound checkpoint is taken, or a folder in the Hugging Face format."""
+    """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, or a local folder in the
+    Hugging Face format."""
     n_device_axis: tuple[int, int, int] = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
     n_devices: int = utils.flag(utils.Run.n_devices, least=0)
@@ -61,8 +62,8 @@ class Evaluate(Options):
     """Measure a trained model on shards, text, multiple-choice questions and the tasks of lm_eval."""
 
     data: tuple[str, ...] = ()
-    """Each a folder of shards, or one with such a folder val in it; a shard (.npy); a text file; a folder or a glob of
-    text files, .jsonl (also .gz and .zst) or .parquet."""
+    """Each a folder of shards, or one with such a folder val in it; a shard (.npy) alone; a text file; a folder or a
+    glob of text files, .jsonl (also .gz and .zst) or .parquet. Addresses too, but for folders of text."""
     hellaswag: tuple[str, ...] = ()
     """Files of multiple-choice questions, a line each: {"ctx": text, "endings": [texts], "label": number}."""
     tasks: tuple[str, ...] = ()

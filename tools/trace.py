@@ -30,7 +30,7 @@ class Options:
     """Say where the time of a step went, of a trace that --profile wrote."""
 
     run: tyro.conf.Positional[str]
-    """A run directory, or its gs:// address."""
+    """A run directory, or its gs:// or s3:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
     plan: str = ""
