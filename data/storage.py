@@ -155,6 +155,11 @@ class Shard:
             )
         return ids
 
+    def check_sha256(self):
+        """Compare a local file with the hash of all of it in the manifest, where there is one."""
+        if self.about.get("sha256") not in (None, hashlib.sha256(self.mapped).hexdigest()):
+            raise self._damaged("its sha256 is not the one that the manifest tells of")
+
     def _read_bytes(self, start, stop):
         """uint8 [stop - start]: the bytes from `start` on."""
         parts = [np.empty(0, np.uint8)]
