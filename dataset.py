@@ -19,9 +19,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from collectives import BATCH_SPEC
+from data import manifest
 from data.storage import BLOCK, Cache, Shard, list_shards
-from data.tokenization import TOKENIZER_FILES, load_tokenizer, shards_tokenizer
-from utils import UserError, is_remote, read_json
+from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer, shards_tokenizer
+from utils import UserError, is_remote
 
 # Tokens whose sequences are shuffled together. Each window touches few shards, however many there are.
 WINDOW = 1 << 30
@@ -46,7 +47,7 @@ class Corpus:
         self.T = cfg.model.T
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
-        self.manifest = read_json(self.folder, "manifest.json")
+        self.manifest = manifest.read(self.folder)
         blocks = os.path.join(cfg.data.cache_dir, "blocks")
         self.shards = self._open_shards(Cache(blocks, cfg.data.cache_gb * 1e9), only)
         self.tokenizer = self._find_tokenizer(cfg, root)
@@ -63,16 +64,11 @@ class Corpus:
     def _open_shards(self, cache, only):
         """The shards, sorted by name. A manifest, where there is one, says which must be there."""
         found = list_shards(self.folder)
-        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         if only:
             found = {name: info for name, info in found.items() if name == only}
-            entries = {name: entry for name, entry in entries.items() if name == only}
-        for name in entries:
-            if name not in found:
-                raise UserError(
-                    f"--bucket_name: {os.path.join(self.folder, name)} is missing, although the "
-                    f"manifest beside it lists it."
-                )
+        if self.manifest:
+            manifest.check_files(self.folder, self.manifest, found, only)
+        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         if not found:
             raise UserError(
                 f"--bucket_name: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
@@ -86,11 +82,12 @@ class Corpus:
     def _check(self, shard):
         for start in range(0, shard.length, BLOCK):
             shard.read(start, min(start + BLOCK, shard.length), self.vocab_size)
+        if manifest.CHECKSUM not in self.manifest:  # which could hold anything else, too
+            shard.check_sha256()
 
     def _find_tokenizer(self, cfg, root):
         """Name or file of the tokenizer; "" where neither the manifest nor --tokenizer names it."""
-        made_with = self.manifest.get("tokenizer", "")
-        self._check_tokenizer(cfg.data.tokenizer, made_with)
+        self._check_tokenizer(cfg.data.tokenizer, self.manifest.get("tokenizer", ""))
         return shards_tokenizer(root, self.manifest, cfg.data.tokenizer)
 
     def _check_tokenizer(self, flag, made_with):
@@ -101,22 +98,28 @@ class Corpus:
                 f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
                 f"of {vocabulary} ({made_with}); give that or other shards."
             )
-        given = os.path.basename(flag)
-        if not given or not made_with or given == made_with:
+        if not flag or not made_with:
             return
-        # a tokenizer's file is copied beside the shards under one name, so only its kind can be compared
-        kind, kind_made_with = os.path.splitext(given)[1], os.path.splitext(made_with)[1]
-        if kind != kind_made_with or kind not in TOKENIZER_FILES:
+        same = flag == made_with
+        # a tokenizer's file is copied beside the shards under another name
+        kind = os.path.splitext(flag)[1]
+        if kind in TOKENIZER_FILES and kind == os.path.splitext(made_with)[1]:
+            same = content_sha256(load_tokenizer(flag)) == self.manifest["tokenizer_sha256"]
+        if not same:
             raise UserError(
-                f"--tokenizer {flag}: the shards in {self.folder} were made with {made_with}; give "
+                f"--tokenizer {flag}: the shards in {self.folder} were made with another one ({made_with}); give "
                 f"that one or other shards."
             )
 
     @property
+    def unverified(self):
+        """What nothing verifies of the shards, as a warning; "" where all is verified."""
+        return manifest.unverified(self.folder, self.manifest)
+
+    @property
     def bytes_per_token(self):
         """Mean number of UTF-8 bytes of a token, or None where no manifest tells."""
-        n_tokens = self.manifest.get("tokens")
-        return self.manifest["bytes"] / n_tokens if n_tokens else None
+        return self.manifest["bytes"] / self.manifest["tokens"] if self.manifest else None
 
     def read(self, places, order):
         """int32 [n, T + 1]: the sequences at `places` [n] of the shards laid end to end in `order`."""
@@ -293,8 +296,23 @@ class Mixture:
         return self.corpora[0].tokenizer
 
     def encoding(self):
-        """The tokenizer, or None where nothing names it."""
-        return load_tokenizer(self.tokenizer) if self.tokenizer else None
+        """The tokenizer, or None where nothing names it. Raises UserError where it is not the one of the manifests."""
+        encoding = load_tokenizer(self.tokenizer) if self.tokenizer else None
+        self.check_encoding(encoding)
+        return encoding
+
+    def check_encoding(self, encoding):
+        """Raises UserError where the content of a tokenizer is not that with which all shards were made."""
+        if encoding is None:
+            return
+        made_with = {"tokenizer_sha256": content_sha256(encoding), "vocab_size": encoding.n_vocab}
+        for corpus in filter(lambda corpus: corpus.manifest, self.corpora):
+            differ = [key for key, value in made_with.items() if corpus.manifest[key] != value]
+            if differ:
+                raise UserError(
+                    f"{self.tokenizer}: is not the tokenizer that made the shards in {corpus.folder} ({differ[0]} of "
+                    f"their manifest is another); put back what it was, or tokenize the text again."
+                )
 
     def _phase_of(self, numbers):
         """Which phase each of the sequences with these numbers [n] is in."""
@@ -374,7 +392,7 @@ def manifests(cfg, *splits):
         root = corpus_root(cfg, name)
         for folder in [os.path.join(root, split) for split in splits]:
             if list_shards(folder):
-                found.append((root, folder, read_json(folder, "manifest.json")))
+                found.append((root, folder, manifest.read(folder)))
     return found
 
 

@@ -95,6 +95,7 @@ def train(cfg, given, load_weights):
     corpus = Mixture(cfg, cfg.data.train_folder_name)
     val_corpus = Mixture(cfg, cfg.data.val_folder_name, optional=True)
     encoding = corpus.encoding()
+    val_corpus.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
     check_agreement(cfg, data)
 
@@ -105,7 +106,7 @@ def train(cfg, given, load_weights):
 
     # --- Mesh, model
     mesh = steps.make_mesh(cfg)
-    print_setup(cfg, corpus)
+    print_setup(cfg, corpus, val_corpus)
 
     # --- Optimizer
     optimizer, schedule = make_optimizer(cfg, mesh)
@@ -263,7 +264,7 @@ def warn_of_length(cfg, T):
         say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
 
 
-def print_setup(cfg, corpus):
+def print_setup(cfg, corpus, val_corpus):
     """Print what is about to run: mesh, model, data."""
     dp, pp, tp = cfg.run.n_device_axis
     kind = jax.devices()[0].device_kind
@@ -278,6 +279,9 @@ def print_setup(cfg, corpus):
         for border, share in zip(corpus.borders, shares[1:, k]):
             words += f", {share:.3%} after {border:,} sequences"
         say(words)
+    for part in [*corpus.corpora, *val_corpus.corpora]:
+        if part.unverified and jax.process_index() == 0:
+            say(part.unverified)
     say(f"{math.prod(steps.batch_shape(cfg)):,} tokens a step")
 
 

@@ -789,9 +789,16 @@ def read_file(path):
 def read_json(*path):
     """The object in a local JSON file or remote object, its path in parts; {} where there is none. Raises UserError
     where it holds something else."""
-    path = os.path.join(*path)
+    return object_in(os.path.join(*path)) or {}
+
+
+def object_in(path):
+    """As `read_json`, of one path; None where there is no file."""
     try:
-        content = json.loads(read_file(path) or b"{}")
+        content = read_file(path)
+        if content is None:
+            return None
+        content = json.loads(content)
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: is not JSON ({e}); put back what it was.") from None
     if not isinstance(content, dict):

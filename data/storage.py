@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import os
+import re
 import threading
 import zlib
 
@@ -13,6 +14,8 @@ import numpy as np
 from utils import UserError, filesystem, is_remote, persist, replacing
 
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
+# Names of the files of a Cache: of blocks, and of those that are being written
+KEPT = re.compile(r"[0-9a-f]{64}-\d+|[0-9a-f]{50}\.[0-9a-f]{16}\.part")
 
 
 def list_shards(folder):
@@ -65,9 +68,11 @@ class Cache:
                 self._evict()
 
     def _evict(self):
-        """Remove the least recently used files, down to 15/16 of the limit."""
+        """Remove the least recently used blocks, down to 15/16 of the limit; what else is there stays."""
         files = []
         for entry in os.scandir(self.folder):
+            if not KEPT.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
+                continue
             with contextlib.suppress(FileNotFoundError):  # another process was quicker
                 stat = entry.stat()
                 files.append((stat.st_mtime_ns, stat.st_size, entry.path))
@@ -148,6 +153,11 @@ class Shard:
                 f"a larger --vocab_size or other shards."
             )
         return ids
+
+    def check_sha256(self):
+        """Compare a local file with the hash of all of it in the manifest, where there is one."""
+        if self.about.get("sha256") not in (None, hashlib.sha256(self.mapped).hexdigest()):
+            raise self._damaged("its sha256 is not the one that the manifest tells of")
 
     def _read_bytes(self, start, stop):
         """uint8 [stop - start]: the bytes from `start` on."""

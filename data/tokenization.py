@@ -199,6 +199,11 @@ def load_ranks(path):
         for line in content_of(path).splitlines():
             token, rank = line.split()
             ranks[base64.b64decode(token)] = int(rank)
+        # tiktoken itself panics at others
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError("its ranks are not 0, 1, 2, ..., each once")
+        if any(bytes([b]) not in ranks for b in range(256)):
+            raise ValueError("it lacks one of the 256 bytes")
     except ValueError as e:
         raise UserError(f"--tokenizer {path}: not a file of tiktoken ranks ({e}).") from None
     return tiktoken.Encoding(
@@ -325,8 +330,11 @@ def made_shards(encoding, name, sha256):
 # --- A tokenizer's files ----------------------------------------------------------------------------------------
 
 
-def keep_tokenizer(folder, name):
-    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there."""
+def keep_tokenizer(folder, name, replace=True):
+    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there.
+
+    Unless others may be replaced, raises UserError where there are others of these names.
+    """
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name
@@ -335,10 +343,18 @@ def keep_tokenizer(folder, name):
         config = os.path.join(os.path.dirname(name), "tokenizer_config.json")
         copies[config] = "tokenizer_config.json"
     copies[name] = f"tokenizer{ending}"  # last: where it is there, all are
-    for path, copy in copies.items():
-        content = read_file(path)
-        if content is not None:
-            write_file(os.path.join(folder, copy), content)
+    contents = {os.path.join(folder, copy): read_file(path) for path, copy in copies.items()}
+    contents = {copy: content for copy, content in contents.items() if content is not None}
+    there = {copy: read_file(copy) for copy in contents}
+    for copy, content in contents.items():
+        if there[copy] not in (None, content) and not replace:
+            raise UserError(
+                f"{copy} is another file than the {os.path.basename(copy)} of --tokenizer {name}; move it away, or "
+                f"give another folder."
+            )
+    for copy, content in contents.items():
+        if there[copy] != content:
+            write_file(copy, content)
     return copies[name]
 
 

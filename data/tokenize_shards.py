@@ -6,6 +6,7 @@ Writes OUTPUT/train/000000.npy, ... and OUTPUT/val/000000.npy, ...: one-dimensio
 where that holds the vocabulary, else uint32. A document is the end-of-text token and then its text, no part of which
 becomes a special token; documents continue from one shard into the next. manifest.json beside them is written last: a
 folder without one is unfinished, and the same command goes on from the last whole shard, as OUTPUT/progress.npz says.
+OUTPUT/unfinished.json tells until then that this program makes the shards: what it did not make it does not replace.
 OUTPUT/source.npz tells whether a file of the source has changed since.
 """
 
@@ -29,7 +30,6 @@ from data.sources.base import many, warn
 from data.tokenization import (
     TOKENIZER_FILES,
     content_sha256,
-    keep_tokenizer,
     load_tokenizer,
 )
 from data.workers import cut, encode, processes, ray_actors
@@ -149,10 +149,7 @@ def write(args, source, output, encoding):
     writers = {}
     for split in source.splits:
         writers[split] = ShardWriter(os.path.join(args.output, split), args.shard_tokens, dtype)
-    position = output.load_progress(writers)
-    if not position:
-        output.clear()
-    keep_tokenizer(args.output, args.tokenizer)
+    position = output.begin(writers, args.tokenizer)
     start = None
     if args.ray:
         start = ray_actors

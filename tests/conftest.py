@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
@@ -39,6 +41,7 @@ import jax
 import numpy as np
 import pytest
 import tiktoken
+import tokenizers
 from tiktoken_ext import openai_public
 
 import collectives
@@ -47,6 +50,7 @@ import model
 import presets
 import utils
 from architectures import flags_without_choice, parameters
+from data import manifest, storage, tokenization
 from training import settings, steps
 from training.optimizer import make_optimizer
 
@@ -124,6 +128,35 @@ def tokenize_tests(folder, tokenizer):
     """Write shards of the tests' text."""
     words = ("--source", ROOT / "tests", "--output", folder, "--tokenizer", tokenizer)
     run_tool("data/tokenize_shards.py", *words, "--val_fraction", 0.2)
+
+
+def small_tokenizer(folder, n=200):
+    """Write a tokenizer.json of n tokens; what a manifest says of it."""
+    vocabulary = {f"<{i}>": i for i in range(n - 1)} | {tokenization.END_OF_TEXT: n - 1}
+    path = folder / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [])).save(str(path))
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"tokenizer": path.name, "tokenizer_sha256": sha256, "vocab_size": n}
+
+
+def describe(folder, **made_with):
+    """Write manifests as tokenize_shards.py does for the shards in train/, val/, ... of a folder; made_with: keys of
+    them that tell the tokenizer, or else those of `small_tokenizer`."""
+    made_with = made_with or small_tokenizer(folder)
+    for split in {path.parent for path in folder.glob("*/*.npy")}:
+        entries = []
+        for path in sorted(split.glob("*.npy")):
+            content = path.read_bytes()
+            blocks = [content[i:][: storage.BLOCK] for i in range(0, len(content), storage.BLOCK)]
+            about = {"name": path.name, "tokens": len(np.load(path))}
+            about["sha256"] = hashlib.sha256(content).hexdigest()
+            about["crc32"] = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
+            entries.append(about)
+        n_tokens = sum(about["tokens"] for about in entries)
+        counts = {"tokens": n_tokens, "documents": 1, "bytes": 5 * n_tokens}
+        made = {**made_with, "dtype": "uint16", **counts, "shards": entries}
+        (split / manifest.NAME).write_text(manifest.dump(made))
+    return folder
 
 
 def make_params(cfg, mesh):

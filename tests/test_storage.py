@@ -7,7 +7,15 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, SMALL_GPT2, small_config, tokenize_tests, train_small_tokenizer
+from conftest import (
+    ROOT,
+    SMALL,
+    SMALL_GPT2,
+    describe,
+    small_config,
+    tokenize_tests,
+    train_small_tokenizer,
+)
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
@@ -29,8 +37,7 @@ def write_corpus(folder, n=SHARDS, tokens=1001):
         noise = np.random.default_rng(count).choice([1, 2, 3], count * tokens, p=[0.8, 0.15, 0.05])
         counts = {"documents": 1, "bytes": 5 * count * tokens}
         writer.add((np.cumsum(noise) % SMALL["vocab_size"]).astype(np.uint16), counts)
-        (folder / split / "manifest.json").write_text(json.dumps(writer.manifest()))
-    return folder
+    return describe(folder)
 
 
 @pytest.fixture
@@ -98,15 +105,35 @@ def test_the_cache_is_bounded(remote, tmp_path, limit):
 
 
 def test_the_least_recently_used_blocks_leave(tmp_path):
-    cache = storage.Cache(str(tmp_path), 32 * 100)
-    for i in range(30):
-        cache.put(str(i), bytes(100))
-        os.utime(tmp_path / str(i), (i, i))
-    assert cache.get("0") is not None
-    for i in range(30, 40):
-        cache.put(str(i), bytes(100))
-    assert {"0", "39"} <= {p.name for p in tmp_path.iterdir()} and not (tmp_path / "1").exists()
-    assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= cache.limit
+    """And nothing but blocks does, even where all other files are larger and older."""
+    cache, key = storage.Cache(str(tmp_path), 32 * 100), "0123456789abcdef" * 4
+    others = [
+        key,
+        f"{key}-",
+        f"{key}-1.npy",
+        f"{key[1:]}-1",
+        "notes.txt",
+        "x.part",
+        f"{key}-7/a.txt",
+    ]
+    for name in others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(10_000))
+        os.utime(tmp_path / name, (0, 0))
+    killed = tmp_path / f"{key[:50]}.0123456789abcdef.part"  # of a block that was being written
+    killed.write_bytes(bytes(100))
+    os.utime(killed, (0, 0))
+    for i in range(100, 130):
+        cache.put(f"{key}-{i}", bytes(100))
+        os.utime(tmp_path / f"{key}-{i}", (i, i))
+    assert cache.get(f"{key}-100") is not None
+    for i in range(130, 140):
+        cache.put(f"{key}-{i}", bytes(100))
+    assert all((tmp_path / name).stat().st_size == 10_000 for name in others)
+    blocks = [p for p in tmp_path.glob(f"{key}-1??")]
+    assert {f"{key}-100", f"{key}-139"} <= {p.name for p in blocks}
+    assert not (tmp_path / f"{key}-101").exists() and not killed.exists()
+    assert sum(p.stat().st_size for p in blocks) <= cache.limit
 
 
 def test_a_damaged_block_of_the_cache_is_fetched_again(remote, tmp_path):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, SMALL_GPT2, small_config
+from conftest import ROOT, SMALL_GPT2, describe, small_config
 
 import dataset
 import main
@@ -317,16 +317,15 @@ def write_tokenizer(folder, ranks, ending):
     return path
 
 
-def write_shards(folder, ranks, ending):
+def write_shards(folder, ranks, ending, name=None):
     """One shard in folder/train and folder/val, with the manifest that tokenize_shards.py would write."""
     encoding = tokenization.load_tokenizer(str(write_tokenizer(folder, ranks, ending)))
-    made_with = dict(tokenizer=f"tokenizer{ending}", vocab_size=encoding.n_vocab)
+    made_with = dict(tokenizer=name or f"tokenizer{ending}", vocab_size=encoding.n_vocab)
     made_with["tokenizer_sha256"] = tokenization.content_sha256(encoding)
     for split in ("train", "val"):
         (folder / split).mkdir()
         np.save(folder / split / "000000.npy", np.arange(2000, dtype=np.uint16) % 257)
-        (folder / split / "manifest.json").write_text(json.dumps(made_with))
-    return folder
+    return describe(folder, **made_with)
 
 
 def check(weights_folder, shards):
@@ -373,11 +372,7 @@ def test_a_tokenizer_is_the_same_by_name_and_as_a_file(tmp_path, named_tokenizer
     (model / "config.json").write_text(json.dumps(dict(encoding="gpt2")))
     gpt2 = tokenization.load_tokenizer("gpt2")._mergeable_ranks
     assert not check(model, write_shards(tmp_path / "same", gpt2, ".tiktoken"))
-    by_name = write_shards(tmp_path / "named", gpt2, ".tiktoken")
-    for split in ("train", "val"):
-        path = by_name / split / "manifest.json"
-        path.write_text(path.read_text().replace("tokenizer.tiktoken", "gpt2"))
-    assert not check(model, by_name)
+    assert not check(model, write_shards(tmp_path / "named", gpt2, ".tiktoken", "gpt2"))
     with pytest.raises(
         utils.UserError, match=r"another tokenizer \(.*\) than the weights \(gpt2\)"
     ):
@@ -399,7 +394,8 @@ def test_weights_are_refused_shards_of_another_tokenizer(tmp_path, capsys):
         (first, second) = measured([folder], data=(str(same), str(plain)), limit=3)["data"]
         assert first["loss"] == second["loss"]
         err = capsys.readouterr().err
-        assert err.count("\n") == 1 and f"warning: --data {plain}: nothing tells" in err
+        assert err.count("\n") == 2 and f"warning: --data {plain}: nothing tells" in err
+        assert f"warning: {plain} has no manifest.json, so its shards are not verified" in err
         cfg = utils.replace(
             presets.preset("tiny"),
             init_from=str(folder),
@@ -480,11 +476,10 @@ def test_mistakes_get_a_sentence(run, shards, tmp_path, byte_manifest):
 @pytest.fixture
 def byte_manifest(shards, tmp_path):
     """Shards whose manifest tells of another tokenizer than the bytes."""
-    folder = tmp_path / "other"
-    folder.mkdir()
+    folder = tmp_path / "other" / "val"
+    folder.mkdir(parents=True)
     (folder / "000000.npy").write_bytes((shards / "val" / "000000.npy").read_bytes())
-    manifest = dict(tokenizer="gpt2", tokenizer_sha256="0" * 64, tokens=4000, bytes=9000)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    describe(folder.parent, tokenizer="gpt2", tokenizer_sha256="0" * 64, vocab_size=250)
     return folder
 
 

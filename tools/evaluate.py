@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
-from data import sources
+from data import manifest, sources
 from data.encoding import encode_text, pieces
 from data.sources.base import Document
 from data.sources.text import decode, read_text
@@ -55,10 +55,13 @@ def open_shards(options, cfg, path):
         there = list_shards(folder)
         if one in there or there and not one:
             root, name = os.path.split(folder)
-            shards = [(root, folder, utils.read_json(folder, "manifest.json"))]
+            shards = [(root, folder, manifest.read(folder))]
             warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
             weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
-            return Corpus(cfg, root, name, one)
+            corpus = Corpus(cfg, root, name, one)
+            if corpus.unverified:
+                warn(corpus.unverified)
+            return corpus
     return None
 
 
