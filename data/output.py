@@ -19,9 +19,17 @@ import numpy as np
 from data.command_line import say_what_stands
 from data.encoding import COUNTS
 from data.sources.base import many
+from data.splits import SPLITS, WHOLE, Seen
 from data.storage import BLOCK
 from utils import UserError, is_remote, read_file, read_json, say, write_file
 
+BEGINNING = {
+    "documents": 0,
+    "done": 0,
+    "file": 0,
+    "line": 0,
+    "crc32": 0,
+}  # a position in any source
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
@@ -115,12 +123,16 @@ class Output:
         self.path = path
         self.source = source
         self.settings = settings
+        self.splits = SPLITS if settings["val_fraction"] else SPLITS[:1]
+        self.validation = WHOLE
+        self.seen = Seen()
         self.fs, self.root = fsspec.core.url_to_fs(path)
 
     # --- What is there
 
     def check(self, held, name, but=None):
         """Raises UserError where shards were made with other settings than these. but: a setting that may differ."""
+        held = {"drop_duplicates": False} | held  # earlier versions dropped none
         differ = [k for k, v in self.settings.items() if held.get(k) != v and k != but]
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]
         if differ == ["source_listing_sha256"]:
@@ -166,7 +178,7 @@ class Output:
             if manifest:
                 self.check(manifest, split)
             whole = manifest and not self.missing(split, manifest["shards"])
-            if split in self.source.splits and not whole:
+            if split in self.splits and not whole:
                 finished = False
         if finished:
             self.compare_source()
@@ -206,13 +218,14 @@ class Output:
         seen = self.source.seen(position)
         state = {
             "settings": self.settings,
+            "validation": self.validation,
             "position": position,
             "splits": {split: writer.manifest() for split, writer in writers.items()},
             "names_sha256": self.source.names_sha256(len(seen["sizes"])),
         }
         unfinished = {split: writer.shard[: writer.filled] for split, writer in writers.items()}
         content = np.frombuffer(json.dumps(state).encode(), np.uint8)
-        self.save("progress.npz", state=content, **seen, **unfinished)
+        self.save("progress.npz", state=content, hashes=self.seen.all(), **seen, **unfinished)
         self.say_what_stands(position)
 
     def load_progress(self, writers):
@@ -224,11 +237,15 @@ class Output:
         if not held:
             return {}
         state = json.loads(bytes(held["state"]))
-        names = state.get("names_sha256")
-        # an earlier version wrote none, and then the listing tells whether what it read is the same
-        self.check(state["settings"], "progress.npz", but=names and "source_listing_sha256")
-        if names:
-            self.compare_names_and_files(names, held, state["position"])
+        if "validation" not in state:
+            raise UserError(
+                f"--output {self.path}: an earlier version began these shards, which chose other documents for "
+                f"val; delete the folder."
+            )
+        self.check(state["settings"], "progress.npz", but="source_listing_sha256")
+        self.compare_names_and_files(state["names_sha256"], held, state["position"])
+        self.validation = state["validation"]
+        self.seen.add(held["hashes"])
         for split, writer in writers.items():
             writer.go_on(state["splits"][split], held[split])
             path = self.missing(split, writer.shards)
@@ -250,6 +267,17 @@ class Output:
             )
         self.source.compare(seen, position, advice)
 
+    def begin_again(self, validation, writers):
+        """Remove the shards that were just made of the whole source, and begin anew with another way of validation."""
+        self.forget_progress()
+        for split, writer in writers.items():
+            # the last one first: what a kill leaves is then the beginning of what the same command makes
+            for shard in reversed(writer.shards):
+                self.fs.rm_file(os.path.join(self.root, split, shard["name"]))
+            writer.go_on({"shards": []}, [])
+        self.validation, self.seen = validation, Seen()
+        self.save_progress(BEGINNING, writers)
+
     def say_what_stands(self, position):
         made = f"{self.path} holds what was made of the first {position['documents']:,} documents"
         say_what_stands(f"{made}, and the same command goes on after them")
@@ -260,7 +288,9 @@ class Output:
             writer.flush()
         self.save("source.npz", **self.source.stamps(), crc32s=self.source.crc32s)
         for split, writer in writers.items():
-            manifest = {"version": version(), **self.settings, **writer.manifest()}
+            validation = self.validation if len(self.splits) > 1 else "none"
+            about = {"version": version(), **self.settings, "validation": validation}
+            manifest = about | writer.manifest()
             path = os.path.join(self.path, split, "manifest.json")
             write_file(path, json.dumps(manifest, indent=1) + "\n")
         self.forget_progress()
