@@ -19,9 +19,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from collectives import BATCH_SPEC
+from data import manifest
 from data.storage import BLOCK, Cache, Shard, list_shards
-from data.tokenization import TOKENIZER_FILES, keep_tokenizer, load_tokenizer
-from utils import UserError, is_remote, read_json
+from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer, shards_tokenizer
+from utils import UserError, is_remote
 
 # Tokens whose sequences are shuffled together. Each window touches few shards, however many there are.
 WINDOW = 1 << 30
@@ -36,19 +37,19 @@ READERS = ThreadPoolExecutor(32, "read")
 
 
 class Corpus:
-    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens.
+    """The shards of `folder` inside `root`, or the one named `only`, read as sequences of T + 1 tokens.
 
     Raises UserError, naming the folder or the file, where shards are missing, unreadable, or do not fit the
     vocabulary or the tokenizer.
     """
 
-    def __init__(self, cfg, root, folder):
+    def __init__(self, cfg, root, folder, only=None):
         self.T = cfg.model.T
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
-        self.manifest = read_json(self.folder, "manifest.json")
+        self.manifest = manifest.read(self.folder)
         blocks = os.path.join(cfg.data.cache_dir, "blocks")
-        self.shards = self._open_shards(Cache(blocks, cfg.data.cache_gb * 1e9))
+        self.shards = self._open_shards(Cache(blocks, cfg.data.cache_gb * 1e9), only)
         self.tokenizer = self._find_tokenizer(cfg, root)
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
@@ -60,16 +61,14 @@ class Corpus:
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(self._check, self.shards))
 
-    def _open_shards(self, cache):
+    def _open_shards(self, cache, only):
         """The shards, sorted by name. A manifest, where there is one, says which must be there."""
         found = list_shards(self.folder)
+        if only:
+            found = {name: info for name, info in found.items() if name == only}
+        if self.manifest:
+            manifest.check_files(self.folder, self.manifest, found, only)
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
-        for name in entries:
-            if name not in found:
-                raise UserError(
-                    f"--bucket_name: {os.path.join(self.folder, name)} is missing, although the "
-                    f"manifest beside it lists it."
-                )
         if not found:
             raise UserError(
                 f"--bucket_name: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
@@ -85,19 +84,9 @@ class Corpus:
             shard.read(start, min(start + BLOCK, shard.length), self.vocab_size)
 
     def _find_tokenizer(self, cfg, root):
-        """Name or local file of the tokenizer; "" where neither the manifest nor --tokenizer names it."""
-        made_with = self.manifest.get("tokenizer", "")
-        self._check_tokenizer(cfg.data.tokenizer, made_with)
-        if not made_with.endswith(TOKENIZER_FILES):
-            return cfg.data.tokenizer or made_with
-        path = os.path.join(root, made_with)
-        if not is_remote(path):
-            return path
-        folder = os.path.join(cfg.data.cache_dir, self.manifest["tokenizer_sha256"])
-        copy = os.path.join(folder, made_with)
-        if not os.path.exists(copy):
-            keep_tokenizer(folder, path)
-        return copy
+        """Name or file of the tokenizer; "" where neither the manifest nor --tokenizer names it."""
+        self._check_tokenizer(cfg.data.tokenizer, self.manifest.get("tokenizer", ""))
+        return shards_tokenizer(root, self.manifest, cfg.data.tokenizer)
 
     def _check_tokenizer(self, flag, made_with):
         """Raises UserError where the shards' tokenizer fits neither --vocab_size nor --tokenizer, which is `flag`."""
@@ -107,22 +96,28 @@ class Corpus:
                 f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
                 f"of {vocabulary} ({made_with}); give that or other shards."
             )
-        given = os.path.basename(flag)
-        if not given or not made_with or given == made_with:
+        if not flag or not made_with:
             return
-        # a tokenizer's file is copied beside the shards under one name, so only its kind can be compared
-        kind, kind_made_with = os.path.splitext(given)[1], os.path.splitext(made_with)[1]
-        if kind != kind_made_with or kind not in TOKENIZER_FILES:
+        same = flag == made_with
+        # a tokenizer's file is copied beside the shards under another name
+        kind = os.path.splitext(flag)[1]
+        if kind in TOKENIZER_FILES and kind == os.path.splitext(made_with)[1]:
+            same = content_sha256(load_tokenizer(flag)) == self.manifest["tokenizer_sha256"]
+        if not same:
             raise UserError(
-                f"--tokenizer {flag}: the shards in {self.folder} were made with {made_with}; give "
+                f"--tokenizer {flag}: the shards in {self.folder} were made with another one ({made_with}); give "
                 f"that one or other shards."
             )
 
     @property
+    def unverified(self):
+        """What nothing verifies of the shards, as a warning; "" where all is verified."""
+        return manifest.unverified(self.folder, self.manifest)
+
+    @property
     def bytes_per_token(self):
         """Mean number of UTF-8 bytes of a token, or None where no manifest tells."""
-        n_tokens = self.manifest.get("tokens")
-        return self.manifest["bytes"] / n_tokens if n_tokens else None
+        return self.manifest["bytes"] / self.manifest["tokens"] if self.manifest else None
 
     def read(self, places, order):
         """int32 [n, T + 1]: the sequences at `places` [n] of the shards laid end to end in `order`."""
@@ -299,8 +294,23 @@ class Mixture:
         return self.corpora[0].tokenizer
 
     def encoding(self):
-        """The tokenizer, or None where nothing names it."""
-        return load_tokenizer(self.tokenizer) if self.tokenizer else None
+        """The tokenizer, or None where nothing names it. Raises UserError where it is not the one of the manifests."""
+        encoding = load_tokenizer(self.tokenizer) if self.tokenizer else None
+        self.check_encoding(encoding)
+        return encoding
+
+    def check_encoding(self, encoding):
+        """Raises UserError where the content of a tokenizer is not that with which all shards were made."""
+        if encoding is None:
+            return
+        made_with = {"tokenizer_sha256": content_sha256(encoding), "vocab_size": encoding.n_vocab}
+        for corpus in filter(lambda corpus: corpus.manifest, self.corpora):
+            differ = [key for key, value in made_with.items() if corpus.manifest[key] != value]
+            if differ:
+                raise UserError(
+                    f"{self.tokenizer}: is not the tokenizer that made the shards in {corpus.folder} ({differ[0]} of "
+                    f"their manifest is another); put back what it was, or tokenize the text again."
+                )
 
     def _phase_of(self, numbers):
         """Which phase each of the sequences with these numbers [n] is in."""
@@ -370,6 +380,18 @@ def in_words(borders):
 def corpus_root(cfg, name):
     """Folder or address of a corpus of --mix: its own address, or a folder inside --bucket_name."""
     return name if is_remote(name) else os.path.join(cfg.data.bucket_name, name)
+
+
+def manifests(cfg, *splits):
+    """[(root, folder, its manifest, {} without one)] of the folders `splits` that hold shards, of the corpora of --mix
+    or of the one of --bucket_name."""
+    found = []
+    for name in average_mix(parse_mix(cfg.data.mix) or [(1.0, {"": 1.0})]):
+        root = corpus_root(cfg, name)
+        for folder in [os.path.join(root, split) for split in splits]:
+            if list_shards(folder):
+                found.append((root, folder, manifest.read(folder)))
+    return found
 
 
 def shares_of(mix, names):

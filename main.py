@@ -38,7 +38,7 @@ import jax
 from tqdm import tqdm
 
 from data.tokenization import keep_tokenizer
-from dataset import Mixture, Prefetch, data_fingerprint, put_batch
+from dataset import Mixture, Prefetch, data_fingerprint, manifests, put_batch
 from training import chips, settings, steps, weights
 from training.bad_steps import BadSteps
 from training.meter import Meter
@@ -86,9 +86,15 @@ def train(cfg, given, load_weights):
     began = time.time()
 
     # --- Data
+    shards = manifests(cfg, cfg.data.train_folder_name, cfg.data.val_folder_name)
+    if load_weights and not settings.run_config(cfg.run.folder):
+        where = f"--init_from {cfg.run.init_from}"
+        weights.check_tokenizer(where, cfg.run.init_from, shards, cfg.data.tokenizer)
+    cfg = settings.follow_shards(cfg, given, shards)
     corpus = Mixture(cfg, cfg.data.train_folder_name)
     val_corpus = Mixture(cfg, cfg.data.val_folder_name, optional=True)
     encoding = corpus.encoding()
+    val_corpus.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
     check_agreement(cfg, data)
 
@@ -99,7 +105,7 @@ def train(cfg, given, load_weights):
 
     # --- Mesh, model
     mesh = steps.make_mesh(cfg)
-    print_setup(cfg, corpus)
+    print_setup(cfg, corpus, val_corpus)
 
     # --- Optimizer
     optimizer, schedule = make_optimizer(cfg, mesh)
@@ -176,8 +182,8 @@ def train(cfg, given, load_weights):
                 last = step == cfg.run.training_steps
                 stops = signalled or last
                 evaluates = step % cfg.run.eval_every == 0 or (last and not signalled)
-                saves = stops or step % cfg.run.save_steps == 0
-                if not (evaluates or saves):
+                samples = last or step % cfg.run.save_steps == 0
+                if not (evaluates or stops or samples):
                     continue
 
                 row = meter.fetch()
@@ -188,21 +194,21 @@ def train(cfg, given, load_weights):
                     progress.print(row, meter.pace, checkpoints.on_disk)
                     row |= judge(state.params, step, last, watchdog)
                 log.metrics(row)
+                val_loss = row.get("loss/val_cross_entropy_loss")
+                row = None
                 if evaluates or stops:
                     log.plots()
-                saves = stops or (saves and not bad_steps.in_progress)
-                if saves:
+                samples = last or (samples and not bad_steps.in_progress)
+                if stops or samples:
                     watchdog.begin("checkpoint", step)
-                    val_loss = row.get("loss/val_cross_entropy_loss")
                     checkpoints.save(step, sequences, state, bad_steps, val_loss)
-                row = None
-                if signalled == interrupt.FAILED:
-                    raise error or UserError(ANOTHER)
-                if saves and not signalled:
+                if samples:  # also before a stop: the run that resumes draws none of this step
                     watchdog.begin("sampling", step)
                     texts = sample(state.params)
                     if texts:
                         log.text(step, texts)
+                if signalled == interrupt.FAILED:
+                    raise error or UserError(ANOTHER)
                 if stops:
                     break
                 meter.pace.resume(batches.waited)
@@ -257,7 +263,7 @@ def warn_of_length(cfg, T):
         say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
 
 
-def print_setup(cfg, corpus):
+def print_setup(cfg, corpus, val_corpus):
     """Print what is about to run: mesh, model, data."""
     dp, pp, tp = cfg.run.n_device_axis
     kind = jax.devices()[0].device_kind
@@ -272,6 +278,9 @@ def print_setup(cfg, corpus):
         for border, share in zip(corpus.borders, shares[1:, k]):
             words += f", {share:.3%} after {border:,} sequences"
         say(words)
+    for part in [*corpus.corpora, *val_corpus.corpora]:
+        if part.unverified and jax.process_index() == 0:
+            say(part.unverified)
     say(f"{math.prod(steps.batch_shape(cfg)):,} tokens a step")
 
 
@@ -374,19 +383,21 @@ def shows_bar():
 
 def tell_end(cfg, checkpoints, step, signalled, seconds):
     """Print how the run ended; returns its exit status."""
-    how = "stopped" if signalled else "done"
-    then = ", and the same command goes on from here" if signalled else ""
-    say(
-        f"{how} at step {step} after {duration(seconds)}; everything stands in {cfg.run.folder}{then}"
-    )
     if not checkpoints.has(step):
+        newest = checkpoints.on_disk
+        then = f"resume from step {newest}" if newest else "begin again: there is none before it"
         print(
             f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not written; make "
-            f"room, and the same command goes on from the one before.",
+            f"room and rerun the same command to {then}.",
             file=sys.stderr,
             flush=True,
         )
         return 1
+    how = "stopped" if signalled else "done"
+    then = "; rerun the same command to resume" if signalled else ""
+    say(
+        f"{how} at step {step} after {duration(seconds)}; everything is saved in {cfg.run.folder}{then}"
+    )
     return 128 + signalled if signalled else 0
 
 

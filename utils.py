@@ -10,11 +10,14 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import glob
 import json
 import math
 import os
 import random
 import re
+import secrets
+import stat
 import sys
 import tempfile
 import time
@@ -129,7 +132,7 @@ class Model:
     """Width D of the residual stream, in channels."""
     vocab_size: int = flag(100277, least=2)
     """Number of token ids. The embedding is padded to a multiple of 128 rows, which are never predicted. Without the
-    flag it follows --tokenizer."""
+    flag it is that of --tokenizer, or else of the tokenizer that made the shards."""
     tied: bool = flag(True)
     """Whether the embedding is the output head too."""
     norm_eps: float = flag(1e-6, least=0)
@@ -595,6 +598,69 @@ def persist(work, path):
             time.sleep(pause * random.uniform(0.5, 1.0))  # hosts do not come back all at one moment
 
 
+def unplain(path):
+    """What to open of a path at which no plain file is made: a device or FIFO, or the number of an open file such as
+    /dev/stdout; None for all others. Raises OSError where nothing can be written there."""
+    link = os.readlink(path) if os.path.islink(path) else ""
+    for name in (path, link):
+        if descriptor := re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", name):
+            return int(descriptor[1])
+    if path.endswith("/"):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return None if stat.S_ISREG(mode) else path
+
+
+PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end in
+
+
+def part_of(path):
+    """A name beside the local `path` that nothing has, for what becomes `path` when it is whole."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f"{name[:50]}.{secrets.token_hex(8)}.part")
+
+
+def remove_parts(folder):
+    """Remove what killed programs left unfinished in a local folder, which only this process writes to."""
+    for path in glob.glob(os.path.join(glob.escape(folder), "*.part")):
+        if PART.search(path) and os.path.isfile(path):
+            os.remove(path)
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A binary file to write, and to read again, that becomes the local `path` when it is whole. Of a symlink it
+    becomes the target; devices, FIFOs and open files such as /dev/stdout are written to as they are. Raises OSError."""
+    opened = unplain(path)
+    if opened is not None:
+        sys.stdout.flush()  # which `path` may name
+        with open(opened, "wb", closefd=opened is path) as f:
+            yield f
+        return
+    path = os.path.realpath(path)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    part = part_of(path)
+    try:
+        with open(part, "x+b") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        with contextlib.suppress(OSError):
+            os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        raise
+
+
 def write_file(path, content):
     """Write bytes or text to a local path or remote address; a reader sees the old content or the new, no mixture.
     Raises UserError where it cannot be written."""
@@ -603,15 +669,9 @@ def write_file(path, content):
         fs, there = fsspec.core.url_to_fs(path)
         return persist(lambda: fs.pipe_file(there, content), path)
     try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(path + ".part", "wb") as f:
+        with replacing(path) as f:
             f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".part", path)
     except OSError as e:
-        with contextlib.suppress(OSError):
-            os.remove(path + ".part")
         raise UserError(
             f"{path} cannot be written ({e.strerror}); give a place that can be, with room."
         ) from None
@@ -619,10 +679,10 @@ def write_file(path, content):
 
 def check_place(path, flag):
     """Raises UserError where no file can be written at the local `path` that `flag` named: before one works for it."""
-    at = os.path.abspath(path)
     try:
-        if os.path.isdir(at):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if unplain(path) is not None:
+            return
+        at = os.path.realpath(path)
         while not os.path.isdir(at):
             at = os.path.dirname(at)
             if os.path.isfile(at):
@@ -635,22 +695,30 @@ def check_place(path, flag):
 
 
 def read_file(path):
-    """Bytes of a local file or remote object, or None where there is none."""
+    """Bytes of a local file or remote object, or None where there is none. Raises UserError where it is no such thing
+    or may not be read."""
     fs, there = fsspec.core.url_to_fs(path)
     try:
         return persist(lambda: fs.cat_file(there), path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror or e}).") from None
 
 
 def read_json(*path):
     """The object in a local JSON file or remote object, its path in parts; {} where there is none. Raises UserError
     where it holds something else."""
-    path = os.path.join(*path)
+    return object_in(os.path.join(*path)) or {}
+
+
+def object_in(path):
+    """As `read_json`, of one path; None where there is no file."""
     try:
-        content = json.loads(read_file(path) or b"{}")
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror}).") from None
+        content = read_file(path)
+        if content is None:
+            return None
+        content = json.loads(content)
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: is not JSON ({e}); put back what it was.") from None
     if not isinstance(content, dict):

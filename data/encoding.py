@@ -88,11 +88,11 @@ def encode_batch(batch, encoding, dtype, skip, val_fraction, validation):
         hashes[i] = text_hash
         parts = divide(text.text, text_hash, val_fraction, validation)
         for k, part in enumerate(parts):
+            counts["documents"][i, k] = part != ""
+            counts["bytes"][i, k] = len(part.encode())
             encoded = encode_document(part, encoding, dtype)
             ids += encoded
             lengths[i, k] = sum(map(len, encoded))
-            counts["documents"][i, k] = part != ""
-            counts["bytes"][i, k] = len(part.encode())
         home = int(parts[0] == "" != parts[1])  # an empty document counts in train
         counts["empty_documents"][i, home] = text.text == ""
         counts["replaced_documents"][i, home] = text.replaced > 0

@@ -1,13 +1,15 @@
-"""From token ids to a folder of shards, their manifests, and the progress of a run that may be interrupted."""
+"""From token ids to a folder of shards, their manifests, and the progress of a run that may be interrupted.
+
+Nothing is removed or replaced that another program or a person made. All that a run replaces is known as its own: by
+its content, by progress.npz, or by MARK, which it writes before the first shard and removes after the manifests.
+"""
 
 import hashlib
 import io
 import json
 import os
-import re
 import tempfile
 import tomllib
-import zipfile
 import zlib
 from collections import Counter
 from contextlib import contextmanager, suppress
@@ -16,42 +18,48 @@ from pathlib import Path
 import fsspec
 import numpy as np
 
+from data import manifest
 from data.command_line import say_what_stands
 from data.encoding import COUNTS
 from data.sources.base import many
 from data.splits import SPLITS, WHOLE, Seen
-from data.storage import BLOCK
-from utils import UserError, is_remote, read_file, read_json, say, write_file
+from data.storage import BLOCK, list_shards
+from data.tokenization import keep_tokenizer
+from utils import (
+    UserError,
+    first_line,
+    is_remote,
+    object_in,
+    persist,
+    read_file,
+    remove_parts,
+    replacing,
+    say,
+    write_file,
+)
 
-BEGINNING = {
-    "documents": 0,
-    "done": 0,
-    "file": 0,
-    "line": 0,
-    "crc32": 0,
-}  # a position in any source
+MARK = "unfinished.json"  # the file that tells that this program is making the shards beside it
+PROGRAM = "data/tokenize_shards.py"
+SEEN = ("sizes", "stamps", "crc32s")  # arrays of source.npz
+# a position in any source
+BEGINNING = {"documents": 0, "done": 0, "file": 0, "line": 0, "crc32": 0}
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 @contextmanager
 def new_file(path):
     """A binary file to write and read, which becomes `path`, local or remote, when all is written: whole or not."""
-    with tempfile.TemporaryDirectory() as folder:
-        part = os.path.join(folder, "part") if is_remote(path) else path + ".part"
-        try:
-            with open(part, "w+b") as f:
-                yield f
-                f.flush()
-                os.fsync(f.fileno())
-        except OSError:
-            with suppress(OSError):
-                os.remove(part)  # half of it, where the disk is full
-            raise
-        if is_remote(path):  # an object appears whole when its upload ends
-            fs, there = fsspec.core.url_to_fs(path)
-            fs.put_file(part, there)
-        else:
-            os.replace(part, path)
+    if not is_remote(path):
+        with replacing(path) as f:
+            yield f
+        return
+    with tempfile.NamedTemporaryFile("w+b") as f:
+        yield f
+        f.flush()
+        fs, there = fsspec.core.url_to_fs(path)
+        persist(
+            lambda: fs.put_file(f.name, there), path
+        )  # an object appears whole when its upload ends
 
 
 class ShardWriter:
@@ -59,6 +67,7 @@ class ShardWriter:
 
     def __init__(self, folder, shard_tokens, dtype):
         self.folder = folder
+        self.found = set()  # names of shards that an earlier run may have written without noting it
         self.shards = []  # entries of the manifest
         self.filled = 0  # tokens of the shard that is not yet written
         self.totals = Counter()  # of the COUNTS
@@ -83,18 +92,25 @@ class ShardWriter:
         return len(self.shards) > n_shards
 
     def flush(self):
-        """Write what is there as a shard; a reader sees the whole of it or nothing."""
+        """Write what is there as a shard; a reader sees the whole of it or nothing.
+
+        A run that is killed before it could note a shard writes the same one again. Raises UserError where another file
+        has its name.
+        """
         if not self.filled:
             return
-        name = f"{len(self.shards):06d}.npy"
+        name = manifest.shard_name(len(self.shards))
+        path = os.path.join(self.folder, name)
         sha256, crc32 = hashlib.sha256(), ""
-        with new_file(os.path.join(self.folder, name)) as f:
+        with new_file(path) as f:
             np.save(f, self.shard[: self.filled])
             f.seek(0)
             while block := f.read(BLOCK):
                 sha256.update(block)
                 # of each block, so that dataset.py can verify the blocks that it reads alone
                 crc32 += f"{zlib.crc32(block):08x}"
+            if name in self.found and sha256_of(path) != sha256.hexdigest():
+                raise foreign(path)
         about = {"name": name, "tokens": self.filled, "sha256": sha256.hexdigest(), "crc32": crc32}
         self.shards.append(about)
         self.filled = 0
@@ -108,12 +124,30 @@ class ShardWriter:
         counts = {key: self.totals[key] for key in COUNTS}
         return {"tokens": self.n_tokens, **counts, "shards": self.shards}
 
-    def go_on(self, manifest, ids):
-        """Return to the state that `manifest` and the tokens `ids` of the unfinished shard describe."""
-        self.shards = manifest["shards"]
+    def go_on(self, so_far, ids):
+        """Return to the state that `manifest` described and the tokens `ids` of the unfinished shard."""
+        self.shards = so_far["shards"]
         self.filled = len(ids)
         self.shard[: len(ids)] = ids
-        self.totals = Counter({key: manifest.get(key, 0) for key in COUNTS})
+        self.totals = Counter({key: so_far.get(key, 0) for key in COUNTS})
+
+
+def sha256_of(path):
+    """Hash of the content of a file, local or remote."""
+
+    def read():
+        with fsspec.open(path, "rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()
+
+    return persist(read, path)
+
+
+def foreign(path):
+    """The UserError for a file that is in the way and that no run of this program is known to have made."""
+    return UserError(
+        f"--output: {path} is in the way, and nothing shows that this program made it for these shards; move it away, "
+        f"or give another folder."
+    )
 
 
 class Output:
@@ -143,50 +177,58 @@ class Output:
                 f"another folder, or delete this one."
             )
 
-    def load(self, name):
-        """The arrays of a .npz file of this folder, {} where there is none."""
+    def load(self, name, *keys):
+        """What `save` wrote under this name, {} where there is nothing. Raises UserError where it is damaged, or lacks
+        one of the keys, as what another program made does."""
         content = read_file(os.path.join(self.path, name))
-        if not content:
+        if content is None:
             return {}
         try:
-            return dict(np.load(io.BytesIO(content)))
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
+            held = dict(np.load(io.BytesIO(content)))
+            held |= json.loads(bytes(held.pop("state", b"{}")))
+            missing = [key for key in keys if key not in held]
+            why = f"it lacks {missing[0]}" if missing else ""
+        except Exception as e:  # damage may raise any error of zipfile, zlib, numpy and json
+            why = first_line(e)
+        if why:
             raise UserError(
-                f"--output {self.path}: {name} is damaged ({e}); delete the folder."
-            ) from None
+                f"--output {self.path}: {name} is damaged, or not of this program ({why}); put back what it was, or "
+                f"give another folder."
+            )
+        return held
 
-    def save(self, name, **arrays):
+    def save(self, name, state=None, **arrays):
+        """Write a .npz file of arrays and, as JSON, of the dict `state`."""
+        if state is not None:
+            arrays["state"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
         with new_file(os.path.join(self.path, name)) as f:
             np.savez(f, **arrays)
-
-    def missing(self, split, shards):
-        """Path of the first of the shards of a split that is not there, or None."""
-        for shard in shards:
-            path = os.path.join(self.root, split, shard["name"])
-            if not self.fs.isfile(path):
-                return path
-        return None
 
     def is_finished(self):
         """Whether the shards of all splits are there.
 
-        Raises UserError where there are those of other settings, or where a file of the source has changed since.
+        Raises UserError where there are those of other settings or damaged ones, or where a file of the source has
+        changed since.
         """
-        finished = True
-        for split in ("train", "val"):
-            manifest = read_json(self.path, split, "manifest.json")
-            if manifest:
-                self.check(manifest, split)
-            whole = manifest and not self.missing(split, manifest["shards"])
-            if split in self.splits and not whole:
+        finished, warnings = True, []
+        for split in SPLITS:
+            folder = os.path.join(self.path, split)
+            held = manifest.read(folder)
+            if held:
+                self.check(held, split)
+                manifest.check_files(folder, held, list_shards(folder))
+                warnings.append(manifest.unverified(folder, held))
+            elif split in self.splits:
                 finished = False
         if finished:
+            for words in filter(None, warnings):
+                say(words)
             self.compare_source()
         return finished
 
     def compare_source(self):
         """Raises UserError where the content of a file of the source has changed since the shards were finished."""
-        seen = self.load("source.npz")
+        seen = self.load("source.npz", *SEEN)
         if not seen:  # an earlier version wrote the shards
             return
         again = self.source.compare(seen, {}, "give another --output, or delete this one")
@@ -196,20 +238,6 @@ class Output:
             # in a folder that can only be read, they are compared again the next time
             with suppress(OSError, UserError):
                 self.save("source.npz", **seen | self.source.stamps())
-
-    def clear(self):
-        """Make the folders, and remove what an earlier run left: the manifests first, since they vouch for the rest."""
-        ours = []
-        for split in ("train", "val"):
-            folder = os.path.join(self.root, split)
-            self.fs.makedirs(folder, exist_ok=True)
-            # not ls, for which an empty folder of a bucket is an error
-            for path in self.fs.find(folder, maxdepth=1):
-                name = os.path.basename(path)
-                if re.fullmatch(r"(manifest\.json|\d{6,}\.npy)(\.part)?", name):
-                    ours.append(path)
-        for path in sorted(ours, key=lambda path: not path.endswith("manifest.json")):
-            self.fs.rm_file(path)
 
     # --- Progress
 
@@ -224,38 +252,94 @@ class Output:
             "names_sha256": self.source.names_sha256(len(seen["sizes"])),
         }
         unfinished = {split: writer.shard[: writer.filled] for split, writer in writers.items()}
-        content = np.frombuffer(json.dumps(state).encode(), np.uint8)
-        self.save("progress.npz", state=content, hashes=self.seen.all(), **seen, **unfinished)
+        self.save("progress.npz", state, hashes=self.seen.all(), **seen, **unfinished)
         self.say_what_stands(position)
+
+    def begin(self, writers, tokenizer):
+        """The position in the source to go on from, {} for its beginning; the writers are returned to it.
+
+        From now on until the manifests are there, the file MARK tells that the shards are made here, and the tokenizer,
+        by name or path, lies beside it. Raises UserError where something else is in the way, of which all stays as it
+        is, or where what was read until the position has changed.
+        """
+        mark, position = self.mark(), self.load_progress(writers)
+        found = {split: set(list_shards(os.path.join(self.path, split))) for split in SPLITS}
+        begun = position or mark and any(found.values())
+        if not begun:
+            self.check_free()
+        elif not position:
+            self.check(mark["settings"], MARK)
+        for split, names in found.items():
+            writer = writers.get(split)
+            n = len(writer.shards) if writer else 0
+            others = sorted(names - {manifest.shard_name(i) for i in range(n)})
+            # a run may have been killed between writing the next ones and noting that
+            ours = [manifest.shard_name(n + i) for i in range(len(others)) if begun and writer]
+            if others != ours:
+                raise foreign(os.path.join(self.path, split, min(set(others) - set(ours))))
+            if writer:
+                writer.found = set(others)
+        for split in SPLITS:
+            self.fs.makedirs(os.path.join(self.root, split), exist_ok=True)
+            if not is_remote(self.path):
+                remove_parts(os.path.join(self.path, split))
+        keep_tokenizer(self.path, tokenizer, replace=False)
+        if not (mark and begun):
+            made_by = {"program": PROGRAM, "settings": self.settings}
+            write_file(os.path.join(self.path, MARK), json.dumps(made_by, indent=1) + "\n")
+        return position
+
+    def mark(self):
+        """What MARK tells; {} where there is none. Raises UserError where another program made it."""
+        path = os.path.join(self.path, MARK)
+        mark = object_in(path)
+        if mark is None:
+            return {}
+        if mark.get("program") != PROGRAM or not isinstance(mark.get("settings"), dict):
+            raise foreign(path)
+        return mark
+
+    def check_free(self):
+        """Raises UserError where there is what a new run would replace."""
+        for split in SPLITS:
+            path = os.path.join(self.path, split, manifest.NAME)
+            if read_file(path) is not None:
+                raise UserError(
+                    f"--output {self.path}: {path} tells of finished shards, but the other split's is missing; put it "
+                    f"back, or delete the folder and run the same command again."
+                )
+        self.load("source.npz", *SEEN)
 
     def load_progress(self, writers):
         """Return the writers to the last progress; its position in the source, {} where there is none.
 
         Raises UserError where what was read until then has changed.
         """
-        held = self.load("progress.npz")
+        held = self.load("progress.npz", "settings", "position", "splits")
         if not held:
             return {}
-        state = json.loads(bytes(held["state"]))
-        if "validation" not in state:
+        if "validation" not in held:
             raise UserError(
                 f"--output {self.path}: an earlier version began these shards, which chose other documents for "
                 f"val; delete the folder."
             )
-        self.check(state["settings"], "progress.npz", but="source_listing_sha256")
-        self.compare_names_and_files(state["names_sha256"], held, state["position"])
-        self.validation = state["validation"]
+        position = held["position"]
+        self.check(held["settings"], "progress.npz", but="source_listing_sha256")
+        self.compare_names_and_files(held["names_sha256"], held, position)
+        self.validation = held["validation"]
         self.seen.add(held["hashes"])
         for split, writer in writers.items():
-            writer.go_on(state["splits"][split], held[split])
-            path = self.missing(split, writer.shards)
-            if path:
+            writer.go_on(held["splits"][split], held[split])
+            folder = os.path.join(self.path, split)
+            gone = {shard["name"] for shard in writer.shards} - set(list_shards(folder))
+            if gone:
+                path = os.path.join(folder, min(gone))
                 raise UserError(
                     f"--output {self.path}: {path} is missing, which an interrupted run had written; put "
                     f"it back, or delete the folder."
                 )
-        self.say_what_stands(state["position"])
-        return state["position"]
+        self.say_what_stands(position)
+        return position
 
     def compare_names_and_files(self, names, seen, position):
         """Raises UserError where the files that were read up to `position` are others now."""
@@ -269,11 +353,14 @@ class Output:
 
     def begin_again(self, validation, writers):
         """Remove the shards that were just made of the whole source, and begin anew with another way of validation."""
-        self.forget_progress()
+        progress = os.path.join(self.root, "progress.npz")
+        if self.fs.exists(progress):
+            self.fs.rm_file(progress)
         for split, writer in writers.items():
             # the last one first: what a kill leaves is then the beginning of what the same command makes
             for shard in reversed(writer.shards):
                 self.fs.rm_file(os.path.join(self.root, split, shard["name"]))
+                writer.found.discard(shard["name"])
             writer.go_on({"shards": []}, [])
         self.validation, self.seen = validation, Seen()
         self.save_progress(BEGINNING, writers)
@@ -284,21 +371,26 @@ class Output:
 
     def finish(self, writers):
         """Write the last shards, then the manifests, and forget the progress."""
-        for writer in writers.values():
+        for split, writer in writers.items():
             writer.flush()
+            more = writer.found - {shard["name"] for shard in writer.shards}
+            if more:  # readers would take them for shards
+                raise foreign(os.path.join(self.path, split, min(more)))
         self.save("source.npz", **self.source.stamps(), crc32s=self.source.crc32s)
         for split, writer in writers.items():
             validation = self.validation if len(self.splits) > 1 else "none"
-            about = {"version": version(), **self.settings, "validation": validation}
-            manifest = about | writer.manifest()
-            path = os.path.join(self.path, split, "manifest.json")
-            write_file(path, json.dumps(manifest, indent=1) + "\n")
+            made = {"version": version(), **self.settings, "validation": validation}
+            path = os.path.join(self.path, split, manifest.NAME)
+            write_file(path, manifest.dump(made | writer.manifest()))
         self.forget_progress()
 
     def forget_progress(self):
-        path = os.path.join(self.root, "progress.npz")
-        if self.fs.exists(path):
-            self.fs.rm_file(path)
+        """Remove what tells that the shards are unfinished, the mark last: as long as it is there, the rest is ours."""
+        if self.mark():
+            for name in ("progress.npz", MARK):
+                path = os.path.join(self.root, name)
+                if self.fs.exists(path):
+                    self.fs.rm_file(path)
 
 
 def version():

@@ -87,5 +87,7 @@ def apportion(encoded, seen, drop):
         mine[:, i] = kept
         counts = Counter({key: int(n[kept, i].sum()) for key, n in encoded.counts.items()})
         counts["duplicate_documents"] = int((again & (home == i)).sum())
-        parts[split] = encoded.ids[np.repeat(mine.ravel(), lengths.ravel())], counts
+        its_ids = np.repeat(mine.ravel(), lengths.ravel())
+        # of one long document no copy
+        parts[split] = encoded.ids if its_ids.all() else encoded.ids[its_ids], counts
     return parts

@@ -5,15 +5,18 @@ import functools
 import hashlib
 import io
 import os
+import re
 import threading
 import zlib
 
 import fsspec
 import numpy as np
 
-from utils import UserError, is_remote, persist
+from utils import UserError, is_remote, persist, replacing
 
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
+# Names of the files of a Cache: of blocks, and of those that are being written
+KEPT = re.compile(r"[0-9a-f]{64}-\d+|[0-9a-f]{50}\.[0-9a-f]{16}\.part")
 
 
 def list_shards(folder):
@@ -49,14 +52,10 @@ class Cache:
     def put(self, name, content):
         """Keep a block. Raises UserError where the folder cannot be written."""
         path = os.path.join(self.folder, name)
-        part = f"{path}.{os.getpid()}.{threading.get_ident()}.part"
         try:
-            os.makedirs(self.folder, exist_ok=True)
-            with open(part, "wb") as f:
+            # another thread or process may evict it before it has its name
+            with contextlib.suppress(FileNotFoundError), replacing(path) as f:
                 f.write(content)
-            # another thread or process may just have evicted it
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(part, path)
         except OSError as e:
             raise UserError(
                 f"--cache_dir: {path} cannot be written ({e}); make room, or give another folder or a "
@@ -70,9 +69,11 @@ class Cache:
                 self._evict()
 
     def _evict(self):
-        """Remove the least recently used files, down to 15/16 of the limit."""
+        """Remove the least recently used blocks, down to 15/16 of the limit; what else is there stays."""
         files = []
         for entry in os.scandir(self.folder):
+            if not KEPT.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
+                continue
             with contextlib.suppress(FileNotFoundError):  # another process was quicker
                 stat = entry.stat()
                 files.append((stat.st_mtime_ns, stat.st_size, entry.path))

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import hashlib
 import json
 import os
 import re
@@ -95,6 +96,10 @@ def whole_characters(text):
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+class NoSuchFile(UserError):
+    """A tokenizer's file that is not there."""
+
+
 class HubTokenizer:
     """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use.
 
@@ -107,8 +112,10 @@ class HubTokenizer:
         import tokenizers
 
         self.path = path
+        content = content_of(path)
+        self.sha256 = hashlib.sha256(content).hexdigest()
         try:
-            self.tokenizer = tokenizers.Tokenizer.from_file(path)
+            self.tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as e:  # the library raises no other class
             raise UserError(
                 f"--tokenizer {path}: cannot be read as a tokenizer ({e}); copy it again."
@@ -159,33 +166,44 @@ class HubTokenizer:
 def load_tokenizer(name):
     """A tokenizer by name: `tiktoken.Encoding`, or `HubTokenizer` for a tokenizer.json.
 
-    `name` is tiktoken's name of an encoding, a .tiktoken file of ranks, as data/train_tokenizer.py writes it, or a
-    tokenizer.json. Raises UserError where there is none of that name.
+    `name` is tiktoken's name of an encoding, or the path or address of a .tiktoken file of ranks, as
+    data/train_tokenizer.py writes it, or of a tokenizer.json. Raises UserError where there is none of that name.
     """
     if name.endswith(".json"):
-        if not os.path.isfile(name):
-            raise UserError(f"--tokenizer {name}: there is no such file.")
         return HubTokenizer(name)
     if name.endswith(".tiktoken"):
         return load_ranks(name)
     return load_by_name(name)
 
 
+def content_of(path):
+    """Bytes of a tokenizer's file, local or remote. Raises UserError where it cannot be read."""
+    try:
+        content = read_file(path)
+    except OSError as e:
+        raise UserError(f"--tokenizer {path}: cannot be read ({e.strerror}).") from None
+    if content is None:
+        raise NoSuchFile(
+            f"--tokenizer {path}: there is no such file; data/train_tokenizer.py makes one."
+        )
+    return content
+
+
 def load_ranks(path):
     """The `tiktoken.Encoding` of a file of ranks. Raises UserError."""
     import tiktoken
 
-    if not os.path.isfile(path):
-        raise UserError(
-            f"--tokenizer {path}: there is no such file; data/train_tokenizer.py makes one."
-        )
     ranks = {}
     try:
         # not by tiktoken's loader, which caches by name and so would miss a file made anew
-        with open(path, "rb") as f:
-            for line in f:
-                token, rank = line.split()
-                ranks[base64.b64decode(token)] = int(rank)
+        for line in content_of(path).splitlines():
+            token, rank = line.split()
+            ranks[base64.b64decode(token)] = int(rank)
+        # tiktoken itself panics at others
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError("its ranks are not 0, 1, 2, ..., each once")
+        if any(bytes([b]) not in ranks for b in range(256)):
+            raise ValueError("it lacks one of the 256 bytes")
     except ValueError as e:
         raise UserError(f"--tokenizer {path}: not a file of tiktoken ranks ({e}).") from None
     return tiktoken.Encoding(
@@ -237,11 +255,83 @@ def known(encoding, token):
     return True
 
 
+# --- Which tokenizer it is ----------------------------------------------------------------------------------------
+
+
+def content_sha256(encoding):
+    """Hash of a tokenizer's file, which a manifest keeps: of its ranks or of the whole tokenizer.json."""
+    if isinstance(encoding, HubTokenizer):
+        return encoding.sha256
+    return hashlib.sha256(dump_ranks(encoding._mergeable_ranks)).hexdigest()
+
+
+def special_tokens(encoding):
+    """Ids of a tokenizer's special tokens, which no text becomes."""
+    if isinstance(encoding, HubTokenizer):
+        added = encoding.tokenizer.get_added_tokens_decoder()
+        return {number for number, token in added.items() if token.special}
+    return set(encoding._special_tokens.values())
+
+
+def byte_letters():
+    """{byte: the letter that GPT-2's tokenizer writes for it}: printable bytes stand for themselves."""
+    letters = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+    others = [b for b in range(256) if b not in letters]
+    return letters | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def tokens_of(encoding):
+    """{id: token} of a tokenizer of any kind, as a byte-level tokenizer.json spells them."""
+    if isinstance(encoding, HubTokenizer):
+        return {number: token for token, number in encoding.tokenizer.get_vocab().items()}
+    letters = byte_letters()
+    tokens = {number: name for name, number in encoding._special_tokens.items()}
+    for token, rank in encoding._mergeable_ranks.items():
+        tokens[rank] = "".join(letters[b] for b in token)
+    return tokens
+
+
+def shards_tokenizer(root, manifest, flag=""):
+    """Name or file of the tokenizer of shards below `root`, with the manifest that lies beside them; "" where neither
+    that nor --tokenizer, which is `flag`, names it."""
+    made_with = manifest.get("tokenizer", "")
+    if made_with.endswith(TOKENIZER_FILES):
+        return os.path.join(root, made_with)
+    return flag or made_with
+
+
+def same_tokens(one, other):
+    """Whether the ids that text becomes with tokenizer `other` mean the same with `one`: all tokens but the special
+    ones are equal, and so is the other's end of text."""
+    tokens, others = tokens_of(one), tokens_of(other)
+    end = other.eot_token
+    ordinary = tokens.keys() - special_tokens(one)
+    if ordinary != others.keys() - special_tokens(other) or tokens.get(end) != others.get(end):
+        return False
+    return all(tokens[number] == others[number] for number in ordinary)
+
+
+def made_shards(encoding, name, sha256):
+    """Whether shards were made with a tokenizer; None where that cannot be told. name, sha256: of the tokenizer that
+    made them, as far as they are known."""
+    if sha256 == content_sha256(encoding):
+        return True
+    if sha256 and not name.endswith(".json") and not isinstance(encoding, HubTokenizer):
+        return False  # both hashes are of ranks
+    try:
+        return same_tokens(encoding, load_tokenizer(name)) if name else None
+    except UserError:  # shards that were copied without it, or no network
+        return None
+
+
 # --- A tokenizer's files ----------------------------------------------------------------------------------------
 
 
-def keep_tokenizer(folder, name):
-    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there."""
+def keep_tokenizer(folder, name, replace=True):
+    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there.
+
+    Unless others may be replaced, raises UserError where there are others of these names.
+    """
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name
@@ -250,27 +340,40 @@ def keep_tokenizer(folder, name):
         config = os.path.join(os.path.dirname(name), "tokenizer_config.json")
         copies[config] = "tokenizer_config.json"
     copies[name] = f"tokenizer{ending}"  # last: where it is there, all are
-    for path, copy in copies.items():
-        content = read_file(path)
-        if content is not None:
-            write_file(os.path.join(folder, copy), content)
+    contents = {os.path.join(folder, copy): read_file(path) for path, copy in copies.items()}
+    contents = {copy: content for copy, content in contents.items() if content is not None}
+    there = {copy: read_file(copy) for copy in contents}
+    for copy, content in contents.items():
+        if there[copy] not in (None, content) and not replace:
+            raise UserError(
+                f"{copy} is another file than the {os.path.basename(copy)} of --tokenizer {name}; move it away, or "
+                f"give another folder."
+            )
+    for copy, content in contents.items():
+        if there[copy] != content:
+            write_file(copy, content)
     return copies[name]
 
 
-def folder_tokenizer(folder):
-    """The tokenizer of a local run directory or folder in the Hugging Face format, or None where it has none."""
+def folder_tokenizer_name(folder):
+    """Name or file of the tokenizer of a run directory or folder in the Hugging Face format; "" where it has none.
+    Raises UserError."""
     name = read_json(folder, "config.json").get("encoding", "tokenizer.json")
     if not isinstance(name, str | None):
         raise UserError(
             f"{os.path.join(folder, 'config.json')}: encoding is {name!r}, but must name a tokenizer."
         )
-    if not name:
-        return None
-    if name.endswith(TOKENIZER_FILES):
-        name = os.path.join(folder, name)
-        if not os.path.isfile(name):
-            return None
+    if name and name.endswith(TOKENIZER_FILES):
+        return os.path.join(folder, name)
+    return name or ""
+
+
+def folder_tokenizer(folder):
+    """The tokenizer of a run directory or folder in the Hugging Face format, or None where it has none."""
+    name = folder_tokenizer_name(folder)
     try:
-        return load_tokenizer(name)
+        return load_tokenizer(name) if name else None
+    except NoSuchFile:
+        return None
     except UserError as e:  # no flag named it
         raise UserError(str(e).removeprefix("--tokenizer ")) from None

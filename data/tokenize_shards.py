@@ -6,6 +6,7 @@ Writes OUTPUT/train/000000.npy, ... and OUTPUT/val/000000.npy, ...: one-dimensio
 where that holds the vocabulary, else uint32. A document is the end-of-text token and then its text, no part of which
 becomes a special token; documents continue from one shard into the next. manifest.json beside them is written last: a
 folder without one is unfinished, and the same command goes on from the last whole shard, as OUTPUT/progress.npz says.
+OUTPUT/unfinished.json tells until then that this program makes the shards: what it did not make it does not replace.
 OUTPUT/source.npz tells whether a file of the source has changed since.
 """
 
@@ -14,7 +15,6 @@ if __name__ == "__main__":
 
     program.begin()
 
-import hashlib
 import os
 import time
 from collections import Counter
@@ -30,9 +30,7 @@ from data.sources.base import many, warn
 from data.splits import ENDS, FEW, WHOLE, apportion, are_uneven
 from data.tokenization import (
     TOKENIZER_FILES,
-    HubTokenizer,
-    dump_ranks,
-    keep_tokenizer,
+    content_sha256,
     load_tokenizer,
 )
 from data.workers import cut, encode, processes, ray_actors
@@ -137,15 +135,11 @@ def main():
 
 def settings_of(args, source, encoding):
     """{setting: value} of the manifest: what shards must agree in to be the same shards."""
-    if isinstance(encoding, HubTokenizer):
-        content = Path(args.tokenizer).read_bytes()
-    else:
-        content = dump_ranks(encoding._mergeable_ranks)
     kind = os.path.splitext(args.tokenizer)[1]
     return {
         "source": os.path.abspath(args.source) if os.path.exists(args.source) else args.source,
         **source.identity,
-        "tokenizer_sha256": hashlib.sha256(content).hexdigest(),
+        "tokenizer_sha256": content_sha256(encoding),
         "vocab_size": encoding.n_vocab,
         "shard_tokens": args.shard_tokens,
         "val_fraction": args.val_fraction,
@@ -167,18 +161,16 @@ def write(args, source, output, encoding):
     for split in output.splits:
         folder, dtype = os.path.join(args.output, split), np.dtype(output.settings["dtype"])
         writers[split] = ShardWriter(folder, args.shard_tokens, dtype)
-    position = output.load_progress(writers)
-    if not position:
-        output.clear()
-    keep_tokenizer(args.output, args.tokenizer)
+    position = output.begin(writers, args.tokenizer)
     fill(args, source, position, output, writers, encoding)
     if output.validation == WHOLE and are_too_few(writers, args.val_fraction):
+        output.begin_again(ENDS, writers)
+        fill(args, source, {}, output, writers, encoding)
+    if output.validation == ENDS:
         say(
             f"{args.output}: there are too few documents to hold whole ones out, so val is the last "
             f"{100 * args.val_fraction:g}% of each"
         )
-        output.begin_again(ENDS, writers)
-        fill(args, source, {}, output, writers, encoding)
     totals = sum((writer.totals for writer in writers.values()), start=Counter())
     check_text(args, writers, totals)
     output.finish(writers)

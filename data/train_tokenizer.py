@@ -22,7 +22,7 @@ from data.sources.files import by_hash
 from data.sources.text import read_text
 from data.splits import ENDS, FEW, WHOLE, are_uneven, divide, hash_of
 from data.tokenization import PATTERN, dump_ranks, load_tokenizer
-from utils import UserError, check_place, is_remote, say, write_file
+from utils import UserError, check_place, is_remote, read_file, say, write_file
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 # Characters. Training takes time quadratic in the longest word, such as a run of a million spaces.
@@ -161,8 +161,13 @@ def main():
         raise UserError(
             f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most."
         )
+    ranks = dump_ranks(to_ranks(tokenizer))
     try:
-        write_file(args.output, dump_ranks(to_ranks(tokenizer)))
+        if (read_file(args.output) or ranks) != ranks:
+            raise UserError(
+                f"{args.output}: is there already with other content; give another name, or remove it."
+            )
+        write_file(args.output, ranks)
     except UserError as e:
         raise UserError(f"--output {e}") from None
 

@@ -5,12 +5,11 @@ python docs/pictures.py [NAME ...]      (all of them without a NAME; the same by
 
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
+os.environ["MPLBACKEND"] = "Agg"  # Jupyter's own may be missing here
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 

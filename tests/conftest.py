@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
@@ -39,6 +41,7 @@ import jax
 import numpy as np
 import pytest
 import tiktoken
+import tokenizers
 from tiktoken_ext import openai_public
 
 import collectives
@@ -47,6 +50,7 @@ import model
 import presets
 import utils
 from architectures import flags_without_choice, parameters
+from data import manifest, storage, tokenization
 from training import settings, steps
 from training.optimizer import make_optimizer
 
@@ -124,6 +128,31 @@ def tokenize_tests(folder, tokenizer):
     """Write shards of the tests' text."""
     words = ("--source", ROOT / "tests", "--output", folder, "--tokenizer", tokenizer)
     run_tool("data/tokenize_shards.py", *words, "--val_fraction", 0.2)
+
+
+def describe(folder, n=200, **settings):
+    """Write manifests for the shards in the folders of `folder`, as tokenize_shards.py does, and the tokenizer.json of
+    n tokens that they name; settings: further keys."""
+    vocabulary = {f"<{i}>": i for i in range(n - 1)} | {tokenization.END_OF_TEXT: n - 1}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    made_with = tokenization.load_tokenizer(str(folder / "tokenizer.json"))
+    settings = {"tokenizer": "tokenizer.json", "vocab_size": n, "dtype": "uint16", **settings}
+    settings["tokenizer_sha256"] = tokenization.content_sha256(made_with)
+    for split in {path.parent for path in folder.glob("*/*.npy")}:
+        entries = []
+        for path in sorted(split.glob("*.npy")):
+            content = path.read_bytes()
+            blocks = [content[i:][: storage.BLOCK] for i in range(0, len(content), storage.BLOCK)]
+            about = {"name": path.name, "tokens": len(np.load(path))}
+            about["sha256"] = hashlib.sha256(content).hexdigest()
+            about["crc32"] = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
+            entries.append(about)
+        n_tokens = sum(about["tokens"] for about in entries)
+        counts = {"tokens": n_tokens, "documents": 1, "bytes": 5 * n_tokens}
+        made = {**settings, **counts, "shards": entries}
+        (split / manifest.NAME).write_text(manifest.dump(made))
+    return folder
 
 
 def make_params(cfg, mesh):

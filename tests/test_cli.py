@@ -698,7 +698,7 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path):
         "grad_norm",
         "tokens_per_second",
         "load/dropped",
-        *(f"load/head_{i}" for i in range(8)),
+        *(f"load/expert_{i}" for i in range(8)),
         "data/epoch",
         "data/wait",
         "bad_steps",
@@ -709,7 +709,7 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path):
         and len(rows) == 10
     )
     assert all(
-        abs(sum(row[f"load/head_{i}"] for i in range(8)) - 1) < 1e-5 and row["load/dropped"] == 0
+        abs(sum(row[f"load/expert_{i}"] for i in range(8)) - 1) < 1e-5 and row["load/dropped"] == 0
         for row in rows
     )
     assert rows[-1]["loss/train_loss"] < rows[0]["loss/train_loss"]

@@ -283,7 +283,7 @@ def test_running_again(source, ranks_file, tmp_path, capsys, monkeypatch):
 
     (output / "val/manifest.json").unlink()
     (output / "train/000000.npy").write_bytes(b"torn")
-    for name in ("val/000007.npy", "val/000001.npy.part", "train/keep.txt"):
+    for name in ("val/000007.npy", "val/000001.npy.0123456789abcdef.part", "train/keep.txt"):
         (output / name).write_bytes(b"left over")
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
     assert content(output) == files | {"train/keep.txt": b"left over"}

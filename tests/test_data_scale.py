@@ -488,7 +488,7 @@ def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind,
             tokenize_shards,
             capsys,
             monkeypatch,
-            *flags_of(tmp_path / f"a{kind}", output, ranks_file),
+            *flags_of(tmp_path / f"a{kind}", output, ranks_file, "--val_fraction", 0.3),
         )
 
     assert tokenize(f"{base}/whole")[0] == 0

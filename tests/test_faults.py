@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from test_cluster import XLA_FLAGS, free_port
 from test_resume import metrics_of
 
 import dataset
+import main
 import model
 import presets
 import utils
@@ -449,7 +451,9 @@ def test_without_room_the_save_is_left_out_and_the_run_goes_on(
     assert (
         done.err.startswith("error: --output_dir ")
         and "the last checkpoint, of step 8, is not written" in done.err
+        and done.err.endswith("; make room and rerun the same command to resume from step 6.\n")
     )
+    assert "done at" not in done.out and "saved in" not in done.out, "one ending"
     assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
 
 
@@ -671,6 +675,92 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
     assert [p.name for p in small_disk.iterdir()] == ["fill"]
 
 
+def test_a_file_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    neighbors = {f"plan.json{end}": "mine" for end in (".part", ".tmp", "~")}
+    for name, content in neighbors.items():
+        (tmp_path / name).write_text(content)
+    before = os.umask(0o027)
+    utils.write_file(str(path), "old")
+    os.umask(before)
+    assert oct(path.stat().st_mode)[-3:] == "640"
+    path.chmod(0o604)
+    (tmp_path / "link").symlink_to("plan.json")
+    (tmp_path / "dangling").symlink_to("folder/new.json")
+    utils.write_file(str(tmp_path / "link"), "new")
+    utils.write_file(str(tmp_path / "dangling"), "new")
+    assert path.read_text() == (tmp_path / "folder/new.json").read_text() == "new"
+    assert os.readlink(tmp_path / "link") == "plan.json" and oct(path.stat().st_mode)[-3:] == "604"
+
+    def fails(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(KeyboardInterrupt):
+        utils.write_file(str(path), "half")
+    assert (
+        path.read_text() == "new"
+        and {name: (tmp_path / name).read_text() for name in neighbors} == neighbors
+    )
+    assert set(os.listdir(tmp_path)) == {"plan.json", "link", "dangling", "folder", *neighbors}
+
+
+def test_what_is_no_plain_file_is_written_to(tmp_path, capfd):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        utils.check_place(str(path), "--plan_json")
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        utils.write_file(str(path), "plan")
+        assert os.read(reader, 99) == b"plan" and pipe.is_fifo() and link.is_symlink()
+        os.close(reader)
+    for path in ("/dev/stdout", "/dev/fd/1"):
+        utils.check_place(path, "--plan_json")
+        print("before")
+        utils.write_file(path, "plan\n")
+        print("after")
+        assert capfd.readouterr().out == "before\nplan\nafter\n", "also where it is a plain file"
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+    if os.getuid() == 0:
+        null = tmp_path / "null"
+        os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        utils.check_place(str(null), "--plan_json")
+        with contextlib.suppress(utils.UserError):  # where this file system allows no devices
+            utils.write_file(str(null), "plan")
+        assert null.is_char_device()
+
+
+def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "read-only").write_text("x")
+    (tmp_path / "loop").symlink_to("loop")
+    may, read_only = os.access, str(tmp_path / "read-only")  # root may do all
+    monkeypatch.setattr(os, "access", lambda path, how: path != read_only and may(path, how))
+    reasons = {
+        read_only: "Permission denied",
+        str(tmp_path / "loop"): "Too many levels",
+        str(tmp_path): "Is a directory",
+        f"{tmp_path}/new/": "Is a directory",
+        "/dev/fd/987654321": "Bad file descriptor",
+    }
+    for path, reason in reasons.items():
+        with pytest.raises(utils.UserError, match=f"{path} cannot be written .{reason}"):
+            utils.write_file(path, "plan")
+        if "fd" not in path:
+            with pytest.raises(utils.UserError, match=f"--f {path}: cannot be written .{reason}"):
+                utils.check_place(path, "--f")
+    assert sorted(os.listdir(tmp_path)) == ["loop", "read-only"]
+
+
+def test_what_killed_processes_left_unfinished_is_removed_by_the_next(tmp_path):
+    left, others = utils.part_of(str(tmp_path / "config.json")), str(tmp_path / "config.json.part")
+    for path in (left, others):
+        with open(path, "w") as f:
+            f.write("x")
+    with locks.alone_in(str(tmp_path), "--output x", "--output"):
+        assert sorted(os.listdir(tmp_path)) == ["config.json.part", "lock"]
+
+
 def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(
     train, tmp_path, monkeypatch, capsys
 ):
@@ -740,6 +830,26 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
     assert sorted(os.listdir(tmp_path / "runs/run/checkpoints")) == ["4", "6"], (
         "what was begun is finished"
     )
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, processes.Interrupt.FAILED])
+def test_a_stop_at_a_save_step_loses_no_samples(train, tmp_path, monkeypatch, stop):
+    def asked(*_):
+        steps_done.append(1)
+        return stop if len(steps_done) == 4 else 0
+
+    steps_done = []
+    monkeypatch.setattr(
+        main, "make_sampler", lambda *_: lambda params: [str(params["embedding"][0, 0])]
+    )
+    flags = {**TINY, "training_steps": 6, "save_steps": 2}
+    assert train(**flags, name="whole") == 0
+    with monkeypatch.context() as patch, contextlib.suppress(utils.UserError):
+        patch.setattr(processes.Interrupt, "agreed", asked)
+        assert train(**flags) == 128 + stop
+    assert train(**flags) == 0
+    samples = [(tmp_path / "runs" / name / "samples.txt").read_text() for name in ("whole", "run")]
+    assert samples[0] == samples[1] and samples[0].count("=== step") == 3
 
 
 @pytest.fixture

@@ -427,7 +427,7 @@ def test_bias_evens_out_a_skewed_load():
     heaviest = []
     for seed in range(200):
         state, metrics = step(state, *random_batch(cfg, mesh, seed))
-        heaviest.append(float(metrics["load/head"].max()) * 8)
+        heaviest.append(float(metrics["load/experts"].max()) * 8)
     assert heaviest[0] > 3 and np.mean(heaviest[-20:]) < 1.35, (
         heaviest[0],
         np.mean(heaviest[-20:]),

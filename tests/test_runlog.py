@@ -1,10 +1,14 @@
 """What a run says of itself: the event file of TensorBoard, and whether it is well."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 import main
 import utils
@@ -108,3 +112,158 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
     share = int(re.search(r" tokens/s \((\d+)% of the plan\)", line)[1])
     assert abs(share - 25) < 3, "how the chips are wired is not known"
     assert f"MFU {planned.mfu / 4:.1%}" in line
+
+
+# --- Damage -------------------------------------------------------------------------------------------------------
+
+STEP = 8  # of the checkpoint
+ROWS = [
+    json.dumps({"step": n, "loss/train_loss": n / 2, "lr": None}).encode() for n in range(1, 12)
+]
+WHOLE = b"\n".join(ROWS) + b"\n"
+
+
+def instead(n, line):
+    """WHOLE with another line of step n."""
+    return b"\n".join([*ROWS[: n - 1], line, *ROWS[n:]]) + b"\n"
+
+
+def without(*steps):
+    return [n for n in range(1, STEP + 1) if n not in steps]
+
+
+def changed(**new):
+    return json.dumps(json.loads(ROWS[4]) | new).encode()
+
+
+DAMAGED = {  # {kind: (content, steps whose rows can be read)}
+    "garbage": (instead(5, b"\x93\x00\xff{]\x1b" * 9), without(5)),
+    "garbage of several lines": (instead(5, bytes(range(256)) * 3), without(5)),
+    "zeros": (instead(5, bytes(99)), without(5)),
+    "zeros before a row": (instead(5, bytes(99) + ROWS[4]), without()),
+    "half a line": (instead(5, ROWS[4][:20]), without(5)),
+    "the end of a line": (instead(5, ROWS[4][20:]), without(5)),
+    "half a line before another": (WHOLE.replace(ROWS[4] + b"\n", ROWS[4][:20]), without(5)),
+    "no ends of lines": (b"".join(ROWS), None),
+    "a row twice": (instead(5, ROWS[4] + b"\n" + ROWS[4]), without()),
+    "all rows twice": (WHOLE + WHOLE, without()),
+    "not UTF-8": (instead(5, ROWS[4].replace(b"loss", b"lo\xffs")), without(5)),
+    "nested": (instead(5, b'{"step":' * 20_000), without(5)),
+    "nested lists": (instead(5, b"[" * 200_000), without(5)),
+    "a number of 5,000 digits": (
+        instead(5, changed(lr="@").replace(b'"@"', b"9" * 5000)),
+        without(5),
+    ),
+    "a number of 400 digits": (instead(5, changed(lr=10**400)), without(5)),
+    "a number beyond floats": (instead(5, changed(lr="@").replace(b'"@"', b"1e999")), None),
+    "NaN": (instead(5, changed(lr=float("nan"))), None),
+    "a text": (instead(5, changed(lr="0.1")), without(5)),
+    "a list": (instead(5, b"[" + ROWS[4] + b", 1]"), without()),
+    "a number": (instead(5, b"5"), without(5)),
+    "no step": (instead(5, ROWS[4].replace(b"step", b"stop")), without(5)),
+    "no loss": (instead(5, ROWS[4].replace(b"loss", b"moss")), without(5)),
+    "another step": (instead(5, changed(step=6000)), without(5)),
+    "a step that was": (instead(5, changed(step=2)), without(5)),
+    "a negative step": (instead(5, changed(step=-5)), without(5)),
+    "no whole step": (instead(5, changed(step=5.5)), without(5)),
+    "the last step changed": (instead(8, changed(step=800)), without(8)),
+    "torn before the checkpoint": (WHOLE[: WHOLE.index(ROWS[7]) + 9], without(8)),
+    "swapped": (b"\n".join([*ROWS[4:8], *ROWS[:4], *ROWS[8:]]), None),
+    "torn after the checkpoint": (WHOLE[:-9], None),
+    "zeros after the checkpoint": (WHOLE + bytes(4096), None),
+    "ends of lines": (WHOLE.replace(b"\n", b"\r\n\r\n"), None),
+    "over several lines": (WHOLE.replace(b", ", b",\n  "), None),
+}
+
+
+def opened(tmp_path, step=STEP, **flags):
+    """Steps of the rows that metrics.jsonl keeps for a run that resumes at `step`."""
+    cfg = utils.replace(preset("tiny"), output_dir=str(tmp_path), name="run", **flags)
+    runlog.RunLog(cfg, step, active=True).close()
+    content = (tmp_path / "run/metrics.jsonl").read_text()
+    return [json.loads(line)["step"] for line in content.splitlines()]
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_of_damaged_metrics_what_can_be_read_stays_and_all_is_kept_beside_it(
+    kind, tmp_path, capsys
+):
+    content, left = DAMAGED[kind]
+    (tmp_path / "run").mkdir()
+    metrics, aside = tmp_path / "run/metrics.jsonl", tmp_path / "run/metrics.jsonl.damaged-2"
+    metrics.with_name("metrics.jsonl.damaged-1").write_text("of another day")
+    metrics.write_bytes(content)
+    assert opened(tmp_path) == (left or without())
+    said = capsys.readouterr().out
+    assert said.count("\n") == aside.exists() == (left is not None)
+    if left:
+        assert aside.read_bytes() == content
+        assert f"warning: {metrics} is damaged: it keeps the {len(left)} rows up to step 8" in said
+        assert said.endswith(f"saved in {aside}\n")
+    assert opened(tmp_path) == (left or without())
+    assert "is damaged" not in capsys.readouterr().out, "that is said once"
+    kept = (tmp_path / "run/metrics.jsonl.damaged-1").read_text()
+    assert kept == "of another day" and len(os.listdir(tmp_path / "run")) == 2 + bool(left)
+
+
+def test_missing_rows_are_said_and_those_of_steps_that_are_run_again_are_not(tmp_path, capsys):
+    metrics = tmp_path / "run/metrics.jsonl"
+    assert opened(tmp_path) == [] and capsys.readouterr().out == "", "somebody removed it"
+    metrics.write_bytes(b"")
+    assert (
+        opened(tmp_path) == []
+        and "ends at step 0; the rows from there to step 8" in capsys.readouterr().out
+    )
+    metrics.write_bytes(b"\n".join(ROWS[:5]))
+    assert (
+        opened(tmp_path) == [1, 2, 3, 4, 5]
+        and "ends at step 5; the rows" in capsys.readouterr().out
+    )
+    for step, flags in ((0, {}), (4, dict(branch_from="trunk", branch_step=4))):
+        metrics.write_bytes(b"\n".join(ROWS[step:7]) + ROWS[7][:9])
+        assert opened(tmp_path, step, **flags) == [] and capsys.readouterr().out == ""
+    metrics.unlink()
+    metrics.mkdir()
+    with pytest.raises(utils.UserError, match="metrics.jsonl: cannot be read .Is a directory"):
+        opened(tmp_path)
+
+
+def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, monkeypatch):
+    def torn(row):
+        with open(metrics, "a") as f:
+            f.write('{"step": 2, "lo')
+        raise OSError("no room")
+
+    metrics = tmp_path / "run/metrics.jsonl"
+    cfg = utils.replace(preset("tiny"), output_dir=str(tmp_path), name="run")
+    log = runlog.RunLog(cfg, 0, active=True)
+    for step in range(1, 5):
+        with monkeypatch.context() as patch:
+            if step == 2:
+                patch.setattr(runlog, "to_json", torn)
+            log.metrics({"step": step, "loss/train_loss": 1.0})
+            log.worker.submit(int).result()
+    log.close()
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+# --- Pictures -----------------------------------------------------------------------------------------------------
+
+
+def test_pictures_need_no_backend_of_jupyter(tmp_path):
+    """Its kernel names its own to the programs that it starts, whose Python may lack it."""
+    program = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "docs")!r}]
+from training import runlog
+rows = [{{"step": 1, "load/expert_0": 0.25, "load/expert_1": 0.75}}]
+sys.stdout.buffer.write(runlog.draw(rows, "shares", ["load/expert_0", "load/expert_1"]))
+import pictures
+pictures.draw(pictures.loss, {str(tmp_path)!r})
+"""
+    environment = {**os.environ, "MPLBACKEND": "module://backend_that_is_elsewhere"}
+    for backend in ("module://matplotlib_inline.backend_inline", "no_such_backend"):
+        environment["MPLBACKEND"] = backend
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+        assert done.returncode == 0 and done.stdout[:4] == b"\x89PNG", done.stderr

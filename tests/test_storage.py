@@ -1,19 +1,27 @@
 """Reading shards from storage: what is fetched, kept and verified, and training from buckets that fail."""
 
-import json
 import os
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
-from conftest import SMALL, small_config
+from conftest import (
+    SMALL,
+    SMALL_GPT2,
+    describe,
+    small_config,
+    tokenize_tests,
+    train_small_tokenizer,
+)
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
+import main
 import utils
 from data import output, storage
-from training import steps
+from tools import checkpoints, common, compare, evaluate, hf, sample
+from training import command_line, steps
 
 SHARDS = 12
 
@@ -26,8 +34,7 @@ def write_corpus(folder, n=SHARDS, tokens=1001):
         noise = np.random.default_rng(count).choice([1, 2, 3], count * tokens, p=[0.8, 0.15, 0.05])
         counts = {"documents": 1, "bytes": 5 * count * tokens}
         writer.add((np.cumsum(noise) % SMALL["vocab_size"]).astype(np.uint16), counts)
-        (folder / split / "manifest.json").write_text(json.dumps(writer.manifest()))
-    return folder
+    return describe(folder)
 
 
 @pytest.fixture
@@ -95,15 +102,35 @@ def test_the_cache_is_bounded(remote, tmp_path, limit):
 
 
 def test_the_least_recently_used_blocks_leave(tmp_path):
-    cache = storage.Cache(str(tmp_path), 32 * 100)
-    for i in range(30):
-        cache.put(str(i), bytes(100))
-        os.utime(tmp_path / str(i), (i, i))
-    assert cache.get("0") is not None
-    for i in range(30, 40):
-        cache.put(str(i), bytes(100))
-    assert {"0", "39"} <= {p.name for p in tmp_path.iterdir()} and not (tmp_path / "1").exists()
-    assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= cache.limit
+    """And nothing but blocks does, even where all other files are larger and older."""
+    cache, key = storage.Cache(str(tmp_path), 32 * 100), "0123456789abcdef" * 4
+    others = [
+        key,
+        f"{key}-",
+        f"{key}-1.npy",
+        f"{key[1:]}-1",
+        "notes.txt",
+        "x.part",
+        f"{key}-7/a.txt",
+    ]
+    for name in others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(10_000))
+        os.utime(tmp_path / name, (0, 0))
+    killed = tmp_path / f"{key[:50]}.0123456789abcdef.part"  # of a block that was being written
+    killed.write_bytes(bytes(100))
+    os.utime(killed, (0, 0))
+    for i in range(100, 130):
+        cache.put(f"{key}-{i}", bytes(100))
+        os.utime(tmp_path / f"{key}-{i}", (i, i))
+    assert cache.get(f"{key}-100") is not None
+    for i in range(130, 140):
+        cache.put(f"{key}-{i}", bytes(100))
+    assert all((tmp_path / name).stat().st_size == 10_000 for name in others)
+    blocks = [p for p in tmp_path.glob(f"{key}-1??")]
+    assert {f"{key}-100", f"{key}-139"} <= {p.name for p in blocks}
+    assert not (tmp_path / f"{key}-101").exists() and not killed.exists()
+    assert sum(p.stat().st_size for p in blocks) <= cache.limit
 
 
 def test_a_damaged_block_of_the_cache_is_fetched_again(remote, tmp_path):
@@ -238,3 +265,57 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
 def test_checkpoints_to_s3_are_refused(train):
     with pytest.raises(utils.UserError, match="--output_dir s3://bucket/runs: Orbax"):
         train(output_dir="s3://bucket/runs")
+
+
+# --- The documented cycle in a bucket ---------------------------------------------------------------------------
+
+
+def used(run, shards, tmp_path, capsys):
+    """What every tool says of the run at an address, and of the shards at another."""
+    free = dict(compilation_cache="", n_devices=1)
+    rows = sample.main(common.Sample(model=run, prompt=("def ",), temperature=0.0, **free))
+    text = tmp_path / "some.txt"
+    text.write_text("import os\n" * 20)
+    data = (str(text), shards, f"{shards}/val/000000.npy", f"{shards}/text.txt")
+    measured = evaluate.main(common.Evaluate(model=run, data=data, limit=4, **free))["data"]
+    hf.run(["export", run, str(tmp_path / "exported")])
+    checkpoints.main(checkpoints.Options("verify", run))
+    compare.main(compare.Options((run,), str(tmp_path / "compare.png")))
+    said = capsys.readouterr().out
+    return rows[0].tokens, [{**row, "data": ""} for row in measured], "4  sound" in said
+
+
+def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsys):
+    """Tokenized there, trained there, resumed, continued, measured, exported and the beginning of others."""
+    address, fs, proxy = bucket
+    proxy.most, local = 12, tmp_path / "bucket"
+    train_small_tokenizer(tmp_path / "small.tiktoken")
+    tokenize_tests(address, tmp_path / "small.tiktoken")
+    utils.write_file(f"{address}/text.txt", "def f():\n" * 20)
+    runs = f"{address.removesuffix('shards')}runs"
+    flags = SMALL_GPT2 | dict(
+        vocab_size=None, cache_dir=tmp_path / "cache", bucket_name=address, schedule="wsd"
+    )
+    flags |= dict(output_dir=runs if address.startswith("gs") else local / "runs")
+    for end in (2, 4):
+        assert train(**flags, training_steps=end) == 0
+    said = capsys.readouterr().out
+    assert f"--vocab_size is 512 and not 8192, as the tokenizer of {address}/train has it" in said
+    assert "resuming run at step 2" in said
+    if address.startswith("s3"):
+        fs.put(f"{local}/runs", "bucket/runs", recursive=True)
+    fs.invalidate_cache()
+    fs.get("bucket", str(local), recursive=True)
+    there = used(f"{runs}/run", address, tmp_path, capsys)
+    (tmp_path / "exported").rename(tmp_path / "exported-there")
+    assert there == used(str(local / "runs/run"), str(local / "shards"), tmp_path, capsys)
+    assert there[-1]
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        kinds = ("exported", "exported-there")
+        assert len({(tmp_path / kind / name).read_bytes() for kind in kinds}) == 1
+    begin = flags | dict(training_steps=1, output_dir=tmp_path / "runs")
+    assert train(**begin, name="weights", init_from=f"{runs}/run") == 0
+    words = ["--branch_from", f"{runs}/run", "--branch_step", "4", "--decay_steps", "1"]
+    cfg, given = command_line.parse([*words, "--output_dir", str(tmp_path / "runs")])
+    assert main.main(cfg, given) == 0
+    assert "warning" not in capsys.readouterr().out

@@ -30,7 +30,7 @@ from utils import UserError, say
 
 ENVIRONMENT = dict(os.environ)  # of the runs: importing jax changes it
 from tools import curves, seeds
-from training.runlog import duration
+from training.runlog import duration, picture
 
 MAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "main.py")
 # Ahead of the user's flags, which win: an ablation should not fill a disk.
@@ -328,7 +328,8 @@ def save(trials, own):
     if found:
         path = os.path.join(own.output, "results.json")
         utils.write_file(path, utils.to_json(found, indent=1) + "\n")
-        seeds.draw(found).savefig(os.path.join(own.output, "losses.png"))
+        drawn = picture(seeds.draw(found))
+        utils.write_file(os.path.join(own.output, "losses.png"), drawn)
     return found
 
 

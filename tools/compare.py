@@ -42,6 +42,7 @@ if __name__ == "__main__":
     )
 
 from tools import curves
+from training import runlog
 
 UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 
@@ -88,7 +89,7 @@ def smoothed(x):
 
 def draw(runs):
     """The Figure of {name: Curve}."""
-    figure = curves.new_figure(11, 4.5)
+    figure = runlog.new_figure(11, 4.5, dpi=120)
     over_tokens, over_time = figure.subplots(1, 2, sharey=True)
     longest = max(run.seconds[-1] for run in runs.values())
     unit, size = next((unit for unit in UNITS if longest >= 3 * unit[1]), UNITS[-1])
@@ -122,7 +123,8 @@ def main(options):
     for name, folder in zip(names(options.runs), options.runs):
         runs[name] = curves.read_curve(folder)
     print("\n".join(curves.markdown(HEADINGS, rows(runs))))
-    draw(runs).savefig(options.output)
+    kind = os.path.splitext(options.output)[1][1:]
+    utils.write_file(options.output, runlog.picture(draw(runs), kind))
     print(f"\nthe losses are drawn in {options.output}")
     return runs
 

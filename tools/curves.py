@@ -145,14 +145,6 @@ def tick(tokens, _):
     return in_millions(tokens) if tokens > 0 else "0"
 
 
-def new_figure(width, height):
-    """A matplotlib Figure of so many inches."""
-    # without pyplot: it needs no display
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
 def check_picture(path, flag):
     """Raises UserError where no picture can be written at the local `path` that `flag` named."""
     kinds = (".png", ".svg", ".pdf")

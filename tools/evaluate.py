@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
 import functools
 import glob
-import hashlib
 import itertools
 import json
 import math
@@ -23,7 +22,6 @@ import os
 import sys
 from argparse import Namespace
 from importlib.metadata import version
-from pathlib import Path
 
 import utils
 from data import tokenization
@@ -36,49 +34,45 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
-from data import sources
+from data import manifest, sources
 from data.encoding import encode_text, pieces
 from data.sources.base import Document
-from data.sources.text import read_text
+from data.sources.text import decode, read_text
+from data.storage import list_shards
 from dataset import Corpus
 from tools.scores import Piece, make_scorer, mean
+from training import weights
 
 # --- Shards and text --------------------------------------------------------------------------------------------
 
 
-def open_shards(cfg, path):
-    """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does."""
-
-    class OneShard(Corpus):
-        def _open(self, cache):
-            return [shard for shard in super()._open(cache) if os.path.samefile(shard.path, path)]
-
-    one = path.endswith(".npy") and os.path.isfile(path)
+def open_shards(options, cfg, path):
+    """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does, and where the
+    shards were made with another tokenizer than the model's."""
+    one = os.path.basename(path) if path.endswith(".npy") else None
     for folder in [os.path.dirname(path)] if one else [path, os.path.join(path, "val")]:
-        if glob.glob(os.path.join(glob.escape(folder), "*.npy")):
-            bucket, name = os.path.split(os.path.abspath(folder))
-            return (OneShard if one else Corpus)(cfg, bucket, name)
+        folder = folder.rstrip("/") if utils.is_remote(folder) else os.path.abspath(folder)
+        there = list_shards(folder)
+        if one in there or there and not one:
+            root, name = os.path.split(folder)
+            shards = [(root, folder, manifest.read(folder))]
+            warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
+            weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
+            corpus = Corpus(cfg, root, name, one)
+            if corpus.unverified:
+                warn(corpus.unverified)
+            return corpus
     return None
-
-
-def check_tokenizer(corpus, encoding):
-    """Raises UserError where the manifest tells that the shards were made with another tokenizer than the model's."""
-    made_with = corpus.manifest.get("tokenizer_sha256")
-    ranks = getattr(encoding, "_mergeable_ranks", None)
-    if not made_with or not ranks:
-        return
-    if hashlib.sha256(tokenization.dump_ranks(ranks)).hexdigest() != made_with:
-        raise UserError(
-            f"--data {corpus.folder}: these shards were made with another tokenizer than the model's; "
-            f"tokenize their text with the model's."
-        )
 
 
 def texts(path, column):
     """The documents of a text file, or of a folder or a glob of files or records. Raises UserError."""
-    if os.path.isfile(path) and not sources.kind_of(path):
+    remote, records = utils.is_remote(path), sources.kind_of(path)
+    if os.path.isfile(path) and not records:
         yield read_text(Document(path, path, os.path.getsize(path)))[0]
-    elif os.path.exists(path) or glob.glob(path, recursive=True):
+    elif remote and not records and (content := utils.read_file(path)) is not None:
+        yield decode(content)[0]
+    elif remote or os.path.exists(path) or glob.glob(path, recursive=True):
         source = Namespace(source=path, config=None, split="train", text_column=column)
         for document in sources.open_source(source).read({}):
             yield read_text(document)[0]
@@ -139,9 +133,8 @@ def evaluate(options, path, cfg, encoding, score):
         )
     limit = options.limit or math.inf
     sizes = []  # bytes of each document of text
-    corpus = open_shards(utils.replace(cfg, T=T), path)
+    corpus = open_shards(options, utils.replace(cfg, T=T), path)
     if corpus:
-        check_tokenizer(corpus, encoding)
         total = min(corpus.n_sequences, limit)
         sequences = shard_pieces(corpus, total)
     elif encoding is None:
@@ -188,9 +181,10 @@ def losses(sums, tokens, n_bytes):
 def questions(path):
     """Yield (context, endings, number of the right one) of a file in HellaSwag's format. Raises UserError naming file
     and line."""
-    if not os.path.isfile(path):
+    content = utils.read_file(path)
+    if content is None:
         raise UserError(f"--hellaswag {path}: there is no such file.")
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
             yield question(line, f"--hellaswag {path}: line {number}")
 
@@ -293,7 +287,7 @@ def main(options):
     `judge` says, if it was asked}."""
     if not options.data and not options.hellaswag and not options.tasks:
         raise UserError("--data, --hellaswag, --tasks: give at least one of them.")
-    if options.output:
+    if options.output and not utils.is_remote(options.output):
         utils.check_place(options.output, "--output")
     text = bool(options.hellaswag or options.tasks)
     cfg, mesh, params, encoding = common.open_model(options, text)

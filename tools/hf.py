@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import glob
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from tokenizers import pre_tokenizers
 
 import model
 from architectures import parameters
-from training import checkpointing, hugging_face, settings, steps, weights
+from training import checkpointing, hugging_face, locks, settings, steps, weights
 
 SHARD_BYTES = 5 * 10**9  # most in one file
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' name
@@ -49,7 +50,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' 
 
 def import_folder(folder, run_dir):
     """Write a run directory with the weights of `folder` as its only checkpoint."""
-    if os.path.exists(run_dir):
+    if os.path.lexists(run_dir):
         raise UserError(
             f"{run_dir} exists already; give another run directory, or remove that one."
         )
@@ -102,18 +103,25 @@ def save_weights(folder, params, run_dir):
 def appearing(folder):
     """A new folder beside `folder` to write into. It is renamed to `folder` when all is written, and removed where that
     fails. Raises UserError where it cannot be written."""
-    part = os.path.normpath(folder) + ".part"
+    part = utils.part_of(os.path.normpath(folder))
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        for left in glob.glob(f"{glob.escape(utils.PART.sub('', part))}.*.part"):
+            if utils.PART.search(left) and lock_folder(left):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
         os.makedirs(part)
+        lock_folder(part)
         yield part
         os.rename(part, folder)
-    except OSError as e:
+    except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)
-        raise UserError(f"{folder}: cannot be written ({e.strerror}).") from None
-    except UserError:
-        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(e, OSError):
+            raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
         raise
+
+
+def lock_folder(path):
+    """Whether this process has locked a folder, until it ends."""
+    return locks.system_lock(os.open(path, os.O_RDONLY))
 
 
 # --- Export -------------------------------------------------------------------------------------------------------
@@ -122,7 +130,7 @@ def appearing(folder):
 def export(run_dir, folder, dtype="float32"):
     """Write the newest sound checkpoint of a run directory as a folder that transformers loads. The folder appears when
     it is whole."""
-    if os.path.exists(folder):
+    if os.path.lexists(folder):
         raise UserError(f"{folder} exists already; give another folder, or remove that one.")
     stored = settings.run_config(run_dir)
     if "model_dimension" not in stored:
@@ -173,7 +181,8 @@ class StoredParams:
         # experts come one by one out of chunks that hold several
         cache = {"cache_pool": {"total_bytes_limit": 3 * checkpointing.CHUNK}}
         context = tensorstore.Context(cache)
-        base = f"file://{checkpoints.folder / str(step)}/state/"
+        folder = str(checkpoints.folder / str(step))
+        base = f"{'' if utils.is_remote(folder) else 'file://'}{folder}/state/"
         paths = jax.tree_util.tree_flatten_with_path(table, is_leaf=parameters.is_param)[0]
         self.leaves = {}  # {path of a leaf: its TensorStore}
         self.saved_sums = {}  # {path: fingerprint when it was saved}
@@ -304,7 +313,7 @@ def export_tokenizer(folder, run_dir, m):
 
 def byte_level(encoding):
     """tokenizers.Tokenizer with the tokens, merges and cuts of a tiktoken.Encoding."""
-    letters = byte_letters()
+    letters = tokenization.byte_letters()
 
     def spell(token):
         return "".join(letters[b] for b in token)
@@ -325,13 +334,6 @@ def byte_level(encoding):
     for name in special_tokens(encoding):
         tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
     return tokenizer
-
-
-def byte_letters():
-    """{byte: the letter that GPT-2's tokenizer writes for it}: printable bytes stand for themselves."""
-    letters = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
-    others = [b for b in range(256) if b not in letters]
-    return letters | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def halves(token, rank, ranks):
@@ -379,7 +381,7 @@ def run(argv):
     into.add_argument("folder")
     into.add_argument("run_dir")
     args = parser.parse_args(argv)
-    for path in (args.run_dir, args.folder):
+    for path in [args.folder] if args.command == "export" else [args.run_dir, args.folder]:
         if utils.is_remote(path):
             raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
     steps.quiet_libraries()

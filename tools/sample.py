@@ -181,8 +181,8 @@ def pad(sequences, n):
 
 
 def draw_all(rows, advance, params, state, chunks):
-    """Draw tokens until all `rows` are done and print them as they come; returns how many were drawn for each."""
-    waiting, ahead, n = deque(rows), None, 0
+    """Draw tokens until all `rows` are done and print them as they come."""
+    waiting, ahead = deque(rows), None
     for chunk in range(chunks + 1):  # the devices draw a chunk while the host prints the one before
         drawn, ahead = ahead, None
         if chunk < chunks:
@@ -192,10 +192,8 @@ def draw_all(rows, advance, params, state, chunks):
         for row, tokens in zip(rows, np.asarray(drawn).T.tolist()):
             row.add(tokens)
         show(waiting)
-        n += CHUNK
         if not waiting:
             break
-    return n
 
 
 def main(options):
@@ -224,11 +222,12 @@ def main(options):
     prefill_seconds = time.perf_counter() - began
     advance = advance.lower(params, state).compile()
     began = time.perf_counter()
-    drawn = draw_all(rows, advance, params, state, chunks)
+    draw_all(rows, advance, params, state, chunks)
     seconds = time.perf_counter() - began
+    drawn = sum(len(row.tokens) for row in rows)
     print(
         f"prefill: {n_tokens} tokens, {n_tokens / prefill_seconds:,.0f} tokens/s; "
-        f"decode: {len(rows)} x {drawn} tokens, {len(rows) * drawn / seconds:,.0f} tokens/s",
+        f"decode: {drawn} tokens, {drawn / seconds:,.0f} tokens/s",
         file=sys.stderr,
     )
     return rows

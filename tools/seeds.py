@@ -10,6 +10,7 @@ import numpy as np
 
 import model
 from tools import curves
+from training import runlog
 
 # --- Numbers ----------------------------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ def table(found, first):
 
 def draw(found):
     """The Figure of `results`: the mean over seeds and a band of its standard error over tokens."""
-    figure = curves.new_figure(7, 4.5)
+    figure = runlog.new_figure(7, 4.5, dpi=120)
     axes = figure.subplots()
     for i, (name, one) in enumerate(found.items()):
         runs = list(one["seeds"].values())

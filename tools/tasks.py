@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import utils
 from data.encoding import encode_text, pieces
-from data.tokenization import HubTokenizer, text_of, whole_characters
+from data.tokenization import HubTokenizer, special_tokens, text_of, whole_characters
 from tools import common, sample
 from tools.scores import Piece, Scored, length_for, make_scorer
 from training import steps
@@ -37,6 +37,7 @@ except ImportError as e:
 from tools import core
 
 MAX_TOKENS = 256  # that a task may have generated where it does not say
+TOP_K = 50  # of a task that draws and does not say, as transformers has it
 SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}  # of drawing
 SEED = 1234  # of the examples in prompts, lm_eval's
 
@@ -182,25 +183,18 @@ class Judged(TemplateLM):
         return text, ended
 
 
-def special_tokens(encoding):
-    """Ids of a tokenizer's special tokens."""
-    if isinstance(encoding, HubTokenizer):
-        added = encoding.tokenizer.get_added_tokens_decoder()
-        return {number for number, token in added.items() if token.special}
-    return set(encoding._special_tokens.values())
-
-
 def draws(settings, encoding):
     """(`common.Sample`, strings before which a text ends) of a task's settings. Raises UserError for unknown ones."""
-    settings = normalize_gen_kwargs(settings, MAX_TOKENS)
+    given = {name: value for name, value in settings.items() if value is not None}
+    settings = normalize_gen_kwargs(given, MAX_TOKENS)
     if unknown := settings.keys() - SETTINGS:
         raise UserError(f"{', '.join(sorted(unknown))}: there are no such settings of drawing here")
     options = common.Sample(
         model="",
         max_tokens=settings["max_gen_toks"],
-        temperature=float(settings.get("temperature", 0.0)),
-        top_k=settings.get("top_k") or 0,
-        top_p=settings.get("top_p") or 1.0,
+        temperature=float(settings.get("temperature", settings["do_sample"])),
+        top_k=settings.get("top_k", TOP_K),
+        top_p=settings.get("top_p", 1.0),
     )
     return options, handle_stop_sequences(
         settings["until"], text_of(encoding, [encoding.eot_token])

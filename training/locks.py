@@ -14,7 +14,7 @@ import time
 import fsspec
 
 from training import interrupts
-from utils import UserError, is_remote, persist, read_file, say
+from utils import UserError, is_remote, persist, read_file, remove_parts, say
 
 LOCK = "lock"  # the file in a folder that tells which process writes there
 
@@ -163,7 +163,8 @@ def lock_object(path, me, in_use):
 def alone_in(folder, flag, other):
     """Hold `folder`, local or remote, which is made if need be: until the end no other process gets past here for it.
 
-    What a dead process of this machine held is taken over, which is printed. flag: what named the folder, with its
+    What a dead process of this machine held is taken over, which is printed, and files that it left unfinished are
+    removed. flag: what named the folder, with its
     value; other: the flag to name another by. Raises UserError where another process holds it or it cannot be written.
     """
     path = os.path.join(folder, LOCK)
@@ -182,6 +183,8 @@ def alone_in(folder, flag, other):
         raise UserError(f"{flag}: {why}; give a folder that can be, with room in it.") from None
     interrupts.given_back.append(release)
     try:
+        if not is_remote(folder):
+            remove_parts(folder)
         if left:
             pid = holder_in(left).get("pid", "?")
             say(f"{folder} is taken over from process {pid}, which ended without a word")

@@ -113,9 +113,9 @@ class Meter:
         self.newest = None
         metrics = jax.device_get(metrics)
         self.profile.note(step)
-        expert_load = metrics.pop("load/head", [])
+        shares = metrics.pop("load/experts", [])
         row = {"step": step} | {name: float(value) for name, value in metrics.items()}
-        row |= {f"load/head_{i}": float(share) for i, share in enumerate(expert_load)}
+        row |= {f"load/expert_{i}": float(share) for i, share in enumerate(shares)}
         row |= self.corpus.epochs(sequences)
         self.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
         row["bad_steps"] = self.bad_steps.total

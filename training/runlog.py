@@ -102,19 +102,60 @@ def is_spike(loss, before, zscore):
     return bool(zscore * np.std(finite) < loss - np.mean(finite) < math.inf)
 
 
-SAMPLE = re.compile(r"^(?==== step \d+$)", re.MULTILINE)  # where the samples of a step begin
+SAMPLE = re.compile(r"^(?==== step \d{1,15}$)", re.MULTILINE)  # where the samples of a step begin
+ROW = re.compile(r'^\{|\{"step":', re.MULTILINE)  # where a row may begin, also on a damaged line
+
+
+def row_of(found):
+    """The row that was `found` in metrics.jsonl, {name: number}, or None where it is none."""
+    if not isinstance(found, dict) or not {"step", "loss/train_loss"} <= found.keys():
+        return None
+    row = {key: math.nan if value is None else value for key, value in found.items()}
+    for value in row.values():
+        if not isinstance(value, float) and not (isinstance(value, int) and abs(value) < 2**63):
+            return None
+    return row if isinstance(row["step"], int) and row["step"] > 0 else None
+
+
+def read_rows(content):
+    """The content of metrics.jsonl in its order: rows, and None for each part between them that is none."""
+    text = content.decode(errors="replace")
+    decode = json.JSONDecoder().raw_decode
+    found, end = [], 0
+    for match in ROW.finditer(text):
+        begin = match.start()
+        if begin < end:
+            continue
+        try:
+            value, after = decode(text, begin)
+        except (ValueError, RecursionError):
+            continue
+        if text[end:begin].strip():
+            found.append(None)
+        found.append(row_of(value))
+        end = after
+    if text[end:].strip():
+        found.append(None)
+    return found
 
 
 def rows_in(content):
     """The rows of metrics.jsonl, without broken ones, such as a line that a kill tore."""
-    rows = []
-    for line in content.decode(errors="replace").split("\n"):
-        with contextlib.suppress(ValueError, AttributeError):
-            row = {key: math.nan if v is None else v for key, v in json.loads(line).items()}
-            numbers = all(isinstance(v, int | float) for v in row.values())
-            if numbers and {"step", "loss/train_loss"} <= row.keys():
-                rows.append(row)
-    return rows
+    return [row for row in read_rows(content) if row]
+
+
+def rows_until(step, found):
+    """(rows up to `step`, in order; whether that is all there was). A killed run leaves more behind: rows of the next
+    steps and a torn one. found: of `read_rows`."""
+    end = len(found)
+    while end and (not found[end - 1] or found[end - 1]["step"] > step):
+        end -= 1
+    rows = {row["step"]: row for row in reversed(found[:end]) if row and row["step"] <= step}
+    later = [row and row["step"] for row in found[end:]]
+    if later and later[-1] is None and (len(later) > 1 or step in rows or step == 0):
+        later.pop()
+    next_steps = list(range(step + 1, step + 1 + len(later)))
+    return [rows[n] for n in sorted(rows)], len(rows) == end and later == next_steps
 
 
 # --- Weights & Biases ---------------------------------------------------------------------------------------------
@@ -177,6 +218,7 @@ class RunLog:
         self.wandb = None
         self.worker = ThreadPoolExecutor(1)
         self.history = []  # rows of metrics.jsonl
+        self.complete = True  # whether that file has them all
         self.samples = []  # texts of samples.txt, one for each step
         if not active:
             return
@@ -184,7 +226,7 @@ class RunLog:
         every = {"loss/val": cfg.run.eval_every}
         every["tasks/"] = cfg.run.eval_every * cfg.run.eval_tasks_every
         not_due = tuple(start for start, steps in every.items() if start_step % steps)
-        for row in rows_in(read_file(self.path("metrics.jsonl")) or b""):
+        for row in self._read_history(start_step, cfg.run.branch_step):
             if row["step"] == start_step:
                 row = {key: v for key, v in row.items() if not key.startswith(not_due)}
             self.history.append(row)
@@ -240,13 +282,41 @@ class RunLog:
         self.history.append(row)
         # Remote files cannot be appended to: `_draw_plots` writes all.
         if not is_remote(self.folder):
-            with open(self.path("metrics.jsonl"), "a") as f:
-                f.write(to_json(row) + "\n")
+            self._append(row)
         if self.events:
             self.events.add(row)
         if self.wandb:
             numbers = {key: v for key, v in row.items() if key != "step"}
             self.wandb.log(numbers, step=row["step"])
+
+    def _append(self, row):
+        if self.complete:
+            self.complete = False
+            with open(self.path("metrics.jsonl"), "a") as f:
+                f.write(to_json(row) + "\n")
+        else:  # the row before may be torn, on a disk that was full
+            self._write_history()
+        self.complete = True
+
+    def _read_history(self, step, first):
+        """The rows up to `step` of a run that began at step `first`; a warning tells what is missing. Of a damaged
+        metrics.jsonl all that it holds is kept beside it."""
+        path = self.path("metrics.jsonl")
+        content = read_file(path)
+        rows, is_all = rows_until(step, read_rows(content or b""))
+        last = rows[-1]["step"] if rows else first
+        if not is_all:
+            n = 1
+            while read_file(f"{path}.damaged-{n}") is not None:
+                n += 1
+            write_file(f"{path}.damaged-{n}", content)
+            say(
+                f"warning: {path} is damaged: it keeps the {len(rows)} rows up to step {step} that can be read, and "
+                f"what it held is saved in {path}.damaged-{n}"
+            )
+        elif content is not None and last < step:
+            say(f"warning: {path} ends at step {last}; the rows from there to step {step} are lost")
+        return rows
 
     def _write_history(self):
         write_file(self.path("metrics.jsonl"), "".join(to_json(row) + "\n" for row in self.history))
@@ -320,7 +390,7 @@ def warn_of_failure(future):
 
 # --- Plots --------------------------------------------------------------------------------------------------------
 
-EXPERT_SHARE = "load/head_"  # metrics of each expert
+EXPERT_SHARE = "load/expert_"  # metrics of each expert
 PLOTS = {  # file: (title, metrics); none: those of each expert
     "val_loss": ("validation cross-entropy (nats per token)", ["loss/val_cross_entropy_loss"]),
     "load_loss": ("load-balancing loss (even load: 1 per MoE layer)", ["loss/load_loss"]),
@@ -328,22 +398,34 @@ PLOTS = {  # file: (title, metrics); none: those of each expert
 }
 
 
-def draw(history, title, keys):
-    """PNG bytes of a line per key over the step."""
-    # without pyplot: safe off the main thread, and needs no display
+def new_figure(width, height, dpi):
+    """A matplotlib Figure of so many inches, without pyplot: safe off the main thread, and needs no display."""
+    # Jupyter names its own backend to the programs that it starts; a Python without that cannot import matplotlib
+    os.environ["MPLBACKEND"] = "Agg"
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), dpi=100, layout="constrained")
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+
+
+def picture(figure, kind="png"):
+    """Bytes of a Figure: png, svg or pdf."""
+    image = io.BytesIO()
+    figure.savefig(image, format=kind)
+    return image.getvalue()
+
+
+def draw(history, title, keys):
+    """PNG bytes of a line per key over the step."""
+    figure = new_figure(7, 4, dpi=100)
     axes = figure.subplots()
     for key in keys:
         rows = [row for row in history if key in row]
         steps = [row["step"] for row in rows]
         values = [row[key] for row in rows]
-        axes.plot(steps, values, lw=1, label=key.removeprefix("load/"))
+        label = key.removeprefix("load/").replace("_", " ")
+        axes.plot(steps, values, lw=1, label=label)
     axes.set(xlabel="step", title=title)
     axes.grid(alpha=0.3)
     if 1 < len(keys) <= 16:
         axes.legend(fontsize=7, ncols=2)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    return picture(figure)

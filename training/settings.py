@@ -14,6 +14,7 @@ import utils
 from training import platforms
 from utils import Config, Model, UserError, clear_names, flags_with, flatten, replace, say
 
+PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
 
 # --- Settle -----------------------------------------------------------------------------------------------------
@@ -97,6 +98,24 @@ def follow_schedule(o, given):
     before = max(0, o.end_steps - decay)  # steps before the decay
     too_long = o.warmup_steps > before or o.warmup_steps >= o.end_steps
     return dict(decay_steps=decay, warmup_steps=before // 10 if too_long else o.warmup_steps)
+
+
+def follow_shards(cfg, given, shards):
+    """`cfg` with the vocabulary of the tokenizer that made `shards`, as `dataset.manifests` lists them, unless flags,
+    weights or the run that it resumes say which. A preset's that is larger by padding alone stays. A change is
+    printed."""
+    r, now = cfg.run, cfg.model.vocab_size
+    if given & {"vocab_size", "tokenizer"} or r.init_from or r.branch_from:
+        return cfg
+    if stored := stored_config(r.folder):
+        check_stored(stored, r.folder, [])
+        return replace(cfg, vocab_size=stored.get("vocab_size", now))
+    for _, folder, manifest in shards:
+        size = manifest.get("vocab_size", now)
+        if not size <= now < PADDING * size:
+            say(f"--vocab_size is {size} and not {now}, as the tokenizer of {folder} has it")
+            return replace(cfg, vocab_size=size)
+    return cfg
 
 
 def follow_experts(m):

@@ -185,7 +185,7 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         layers = [counts.reshape(-1, cfg.model.n_experts) for counts in seen.load.values()]
         counts = jnp.concatenate(layers)  # [layers, E] tokens routed to each expert
         metrics["loss/load_loss"] = seen.load_loss
-        metrics["load/head"] = (counts / counts.sum(-1, keepdims=True)).mean(0)  # [E] shares
+        metrics["load/experts"] = (counts / counts.sum(-1, keepdims=True)).mean(0)  # [E] shares
         metrics["load/dropped"] = seen.dropped
     if cfg.model.mtp_depth:
         metrics["loss/mtp_loss"] = seen.mtp

@@ -10,9 +10,10 @@ import numpy as np
 import model
 import utils
 from architectures import parameters
+from data import tokenization
 from training import hugging_face, settings
 from training.checkpointing import Checkpoints, shapes_of
-from utils import UserError
+from utils import UserError, say
 
 
 def open_weights(folder):
@@ -24,6 +25,10 @@ def open_weights(folder):
     """
     config = settings.run_config(folder)
     if "model_type" in config:
+        if utils.is_remote(folder):
+            raise UserError(
+                f"{folder}: a folder in the Hugging Face format must be local; copy it with the storage's own tool."
+            )
         flags = hugging_face.model_flags(config, folder)
         return flags, functools.partial(hugging_face.load, folder)
     if "model_dimension" not in config:
@@ -51,6 +56,32 @@ def positions(folder, T):
     config = utils.read_json(folder, "config.json")
     most = config.get("max_position_embeddings") or config.get("positions")
     return most if isinstance(most, int) else T
+
+
+def check_tokenizer(where, folder, shards, flag="", warn=say):
+    """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than those that
+    the weights in `folder` know. Prints a warning where that cannot be told. where: begins the message; flag:
+    --tokenizer of the shards."""
+    encoding = tokenization.folder_tokenizer(folder)
+    unknown = []
+    for root, there, manifest in shards:
+        made_with = tokenization.shards_tokenizer(root, manifest, flag)
+        same, sha256 = None, manifest.get("tokenizer_sha256")
+        if encoding:
+            same = tokenization.made_shards(encoding, made_with, sha256)
+        if same is None:
+            unknown.append(there)
+        elif not same:
+            own = tokenization.folder_tokenizer_name(folder)
+            raise UserError(
+                f"{where}: the shards in {there} were made with another tokenizer ({made_with}) than the weights "
+                f"({own}), so their ids mean other tokens; tokenize the text with {own}."
+            )
+    if unknown:
+        warn(
+            f"warning: {where}: nothing tells whether the tokenizer of {folder} made the shards in "
+            f"{', '.join(unknown)}; if another did, their ids mean other tokens"
+        )
 
 
 # --- Weights of another model -------------------------------------------------------------------------------------

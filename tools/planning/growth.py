@@ -13,7 +13,6 @@ if __name__ in ("__main__", "__mp_main__"):
     program.begin()
 
 import importlib.util
-import io
 import math
 import sys
 import time
@@ -115,20 +114,18 @@ def columns(first, cells):
 
 def draw(curves):
     """PNG bytes of the plots of {curve: {x: point}}; hollow points do not fit and come from formulas."""
-    from matplotlib.figure import Figure
+    from training import runlog  # here: it imports jax
 
     plots = [plot for plot in PLOTTED if plot[0] in curves]
     across = min(3, len(plots))
     rows = math.ceil(len(plots) / 3)
-    figure = Figure(figsize=(3.4 * across, 2.6 * rows), dpi=100, layout="constrained")
+    figure = runlog.new_figure(3.4 * across, 2.6 * rows, dpi=100)
     for i, (curve, key, factor, title) in enumerate(plots):
         axes = figure.add_subplot(rows, across, 1 + i)
         draw_curve(axes, curves[curve], key, factor)
         axes.set_xlabel(curve, fontsize=8)
         axes.set_title(title, fontsize=8)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    return runlog.picture(figure)
 
 
 def draw_curve(axes, points, key, factor):
