@@ -108,8 +108,10 @@ def encode_document(text, encoding, dtype):
     """Token ids of a document, as arrays one after the other; none of an empty one."""
     if not text:
         return []
-    parts = [encode_text(piece, encoding) for piece in pieces(text, encoding)]
-    return [np.array([encoding.eot_token], dtype), *(part.astype(dtype) for part in parts)]
+    ids = [np.array([encoding.eot_token], dtype)]
+    for piece in pieces(text, encoding):
+        ids.append(encode_text(piece, encoding).astype(dtype))
+    return ids
 
 
 def odd_encoding(document, text):
