@@ -51,7 +51,7 @@ import fsspec
 from jax.profiler import ProfileData
 
 import collectives
-from tools.planning import costs, hlo, plan
+from tools.planning import costs, plan
 from tools.tracing import events, names, shares
 from training import chips, profiling
 
@@ -165,11 +165,10 @@ def machine_of(trace, named):
 def counted(trace, place):
     """{who counted: {part: floating-point operations, or bytes sent}} of a step on one device."""
     estimate = costs.estimate(trace.cfg, place)
-    cost = hlo.analyze(trace.text, mesh_of(trace), place.slices, place.across)
-    in_kernels = estimate.scores if cost.kernels else 0
+    cost = costs.read_program(trace.text, trace.cfg, place)
     return {
         "formulas": amounts(estimate.flops, estimate.sent),
-        "program": amounts(cost.flops + in_kernels, cost.collectives),
+        "program": amounts(cost.flops, cost.collectives),
     }
 
 

@@ -374,28 +374,24 @@ class Work(NamedTuple):
     timeline: overlap.Timeline | None  # of a program
 
 
-def compiled_work(cfg, machine, estimate, compiled):
-    """`Work` of a compiled step; `estimate` tells the operations of attention's kernels, which the program does not."""
-    chip, place = machine.chip, place_of(cfg, machine)
-    mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
-    cost = hlo.analyze(compiled.text, mesh, place.slices, place.across)
-    in_kernels = estimate.scores if cost.kernels else 0
-    # no compiler estimates kernels: they run at half the peak
-    kernel_seconds = in_kernels * 2 / chip.speed / max(1, sum(cost.kernels.values()))
+def compiled_work(cfg, machine, compiled):
+    """`Work` of a compiled step."""
+    chip = machine.chip
+    cost = costs.read_program(compiled.text, cfg, place_of(cfg, machine))
 
     def compute_seconds(event):
-        if event.is_kernel:
-            return kernel_seconds
+        # no compiler estimates kernels: they run at half the peak
+        products = event.flops / chip.speed * (1 + event.is_kernel)
         if chip.gpu:
-            return max(event.flops / chip.speed, event.moved / chip.bandwidth)
-        return event.cycles / chip.clock
+            return max(products, event.moved / chip.bandwidth)
+        return products if event.is_kernel else event.cycles / chip.clock
 
     def link_seconds(event):
         return transfer_seconds(cfg, machine, event.axes, event.kind, event.bytes, event.devices)
 
     timeline = overlap.Timeline(cost.schedule, compute_seconds, link_seconds)
     seconds = {"matrix products": timeline.products, "memory": timeline.others}
-    return Work(cost.flops + in_kernels, seconds, cost.collectives, timeline)
+    return Work(cost.flops, seconds, cost.collectives, timeline)
 
 
 def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
@@ -476,7 +472,7 @@ def answer(cfg, machine, compiled=None, refused=None):
     if refused:
         memory = memory_of(estimate, refused.limit, refused.used)
     if compiled:
-        work = compiled_work(cfg, machine, estimate, compiled)
+        work = compiled_work(cfg, machine, compiled)
         memory = memory_of(estimate, chip.memory, compiled.arguments + compiled.temporaries)
     rows, seconds_of_links = links(cfg, machine, work)
     seconds = work.seconds | seconds_of_links
