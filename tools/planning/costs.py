@@ -530,6 +530,7 @@ class Layers(NamedTuple):
     scores: float  # of these, attention's products of queries, keys and values
     pipelined: float  # of the operations, those in the pipeline's ticks
     kept: float  # bytes that the forward passes of a batch leave for the backward passes
+    copied: float  # of these, every time that they are copied
     intermediates: float  # bytes, of all layers in a step
     widest: float  # bytes that the widest layer's intermediates take in its backward pass
 
@@ -591,6 +592,14 @@ def kept_channels(cfg, kind, c, place):
     return outside + fit_of(place).experts_kept * c.in_experts
 
 
+def loops_around(cfg, kind):
+    """Number of loops of several turns around a kind of layer: each stacks what its turns keep."""
+    m, (layers, times) = cfg.model, layer_runs(cfg)[kind]
+    stacked = kind in architecture(m.architecture).stacks
+    blocks = m.blocks // (cfg.run.n_device_axis[1] * cfg.run.pp_interleave) if stacked else 1
+    return sum(turns > 1 for turns in (times, blocks, layers // blocks))
+
+
 def kept_scores(cfg, kind, c):
     """Scores per token of a `Layer` whose backward pass does not compute them anew."""
     if c.scores_backward > 2 * c.scores:
@@ -620,7 +629,7 @@ def layers_cost(cfg, traffic):
     """`Layers`; adds what they send to `traffic`."""
     s, again = sizes(cfg), cfg.model.remat != "none"
     fit = fit_of(traffic.place)
-    flops, scores, pipelined, kept, intermediates, widest = 0, 0, 0, 0, 0, 0
+    flops, scores, pipelined, kept, copied, intermediates, widest = 0, 0, 0, 0, 0, 0, 0
     channel = s.tokens * s.bytes  # bytes
     for kind, (layers, times) in layer_runs(cfg).items():
         c = layer_of(cfg, kind, traffic.place.kernels or traffic.place.platform)
@@ -634,14 +643,16 @@ def layers_cost(cfg, traffic):
         scores += n * (c.scores * (1 + again) + c.scores_backward)
         send_layer(cfg, c, n, traffic)
         channels = kept_channels(cfg, kind, c, traffic.place)
-        kept += layers * times * channel / s.tp * channels
+        own_kept = layers * times * channel / s.tp * channels
+        kept += own_kept
+        copied += own_kept * (loops_around(cfg, kind) if traffic.place.platform == "gpu" else 1)
         width = channel / s.tp * c.intermediates
         intermediates += n * width
         beside_experts = fit.layer_copies if again else fit.layer_copies_kept
         held = fit.expert_copies * c.in_experts
         held += beside_experts * (c.intermediates - c.in_experts)
         widest = max(widest, channel / s.tp * held)
-    return Layers(flops, scores, pipelined, kept, intermediates, widest)
+    return Layers(flops, scores, pipelined, kept, copied, intermediates, widest)
 
 
 # --- The optimizer ------------------------------------------------------------------------------------------------
@@ -706,7 +717,7 @@ class Fit(NamedTuple):
     logit_copies: float  # of the logits that are held at once
     intermediates: float  # traffic per byte of them
     weights: float  # traffic per weight of a layer, every time that it gets a gradient
-    kept: dict  # traffic per byte kept for the backward pass, {--remat: bytes}
+    kept: dict  # traffic per byte kept for the backward pass, on GPUs of each loop around it, {--remat: bytes}
     logits: float  # traffic per logit
     experts_kept: float = (
         2.5  # channels that --remat none keeps per channel of routed experts' intermediates
@@ -727,7 +738,7 @@ GPU = Fit(
     logit_copies=1.44,
     intermediates=4.8,
     weights=25.0,
-    kept=dict(none=8.4, dots=1.0, full=0.0),
+    kept=dict.fromkeys(("none", "dots", "full"), 4.8),
     logits=37.0,
     experts_kept=1.41,
     expert_copies=3.2,
@@ -802,7 +813,7 @@ def estimate(cfg, place=Place()):
 
     flops = layers.flops + accumulation * head.flops + orthogonalization.flops
     passes = fit.intermediates * layers.intermediates + fit.weights * weights.used
-    passes += fit.kept[cfg.model.remat] * accumulation * layers.kept
+    passes += fit.kept[cfg.model.remat] * accumulation * layers.copied
     passes += fit.logits * accumulation * head.logits + orthogonalization.passes
     operands = fit.operands * layers.intermediates + fit.operand_weights * weights.used
     return Estimate(
