@@ -14,6 +14,7 @@ import gzip
 import math
 import os
 import sys
+import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,7 +90,11 @@ def open_trace(run, name=""):
     program = utils.read_file(os.path.join(folder, "step.hlo.gz"))
     if program is None:
         raise UserError(f"{folder}: lacks step.hlo.gz; copy all files of a trace.")
-    text = gzip.decompress(program).decode()
+    try:
+        text = gzip.decompress(program).decode()
+    except (OSError, EOFError, ValueError, zlib.error) as e:
+        reason = utils.first_line(e)
+        raise UserError(f"{folder}: step.hlo.gz is damaged ({reason}); copy it anew.") from None
     return Trace(folder, about, config_of(about["flags"]), text)
 
 
@@ -356,7 +361,6 @@ def as_json(trace, found, b, top):
 
 
 def main(options):
-    utils.check_bounds(options)
     trace = open_trace(options.run, options.trace)
     found = measure(trace)
     told = beside(trace, found, options.plan)

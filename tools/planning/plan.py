@@ -38,6 +38,7 @@ from utils import UserError, say, size
 LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
+TRIED = 50_000  # configurations that it considers at most
 
 
 class Compiler(NamedTuple):
@@ -94,7 +95,7 @@ def parse_machine(name):
 
 def parse_gpus(name):
     """gpu:8xH200 or gpu:2x8xH200, 2 hosts of 8 -> `Machine`."""
-    found = re.fullmatch(r"gpu:(?:(\d+)x)?(\d+)x(.+)", name)
+    found = re.fullmatch(r"gpu:(?:(\d{1,9})x)?(\d{1,9})x(.+)", name)
     hosts, per_host, kind = found.groups() if found else (0, 0, "")
     n = int(hosts or 1) * int(per_host)
     known = [name for name, chip in CHIPS.items() if chip.gpu]
@@ -103,14 +104,23 @@ def parse_gpus(name):
             f"--plan {name}: must be gpu:[HOSTSx]NUMBERxKIND with one of {', '.join(known)}, such as gpu:8xH200 "
             f"or gpu:2x8xH200."
         )
+    check_devices(name, n)
     return Machine(name, CHIPS[kind], n, hosts=int(hosts or 1), platform="gpu")
+
+
+def check_devices(name, n):
+    """Raises UserError where a machine has more devices than any."""
+    if n > utils.MANY:
+        raise UserError(
+            f"--plan {name}: has {n:,} devices; at most {utils.MANY:,} can be planned for."
+        )
 
 
 def parse_slices(name):
     """v4:2x4x4 or 2*v4:2x4x4 -> `Machine`."""
     kinds = [name for name, chip in CHIPS.items() if not chip.gpu]
-    found = re.fullmatch(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+){1,2})", name)
-    if not found or found[2] not in kinds or found[1] == "0":
+    found = re.fullmatch(r"(?:(\d{1,9})\*)?(\w+):(\d{1,9}(?:x\d{1,9}){1,2})", name)
+    if not found or found[2] not in kinds or not int(found[1] or 1):
         raise UserError(
             f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(kinds)}, such as v4:2x4x4 or "
             f"2*v5e:16x16, or gpu:8xH200."
@@ -124,6 +134,7 @@ def parse_slices(name):
             f"--plan {name}: the topology of {chip.name} has {chip.dims} dims, such as {chip.name}:{example}."
         )
     n = math.prod(dims) * chip.cores * slices
+    check_devices(name, n)
     return Machine(name, chip, n, slices, f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{topology}")
 
 
@@ -564,7 +575,8 @@ def choices(flag):
 
 
 def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
 
 
 def fitted(cfg, n, **flags):
@@ -590,8 +602,9 @@ def meshes(cfg, n):
 
 
 def variants(cfg, n):
-    """Every configuration that --search considers: meshes, rounds, microbatches, ways, for the same global batch."""
-    total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
+    """Every configuration that --search considers: meshes, rounds, microbatches, ways, for the same global batch.
+    Raises UserError where they are too many."""
+    total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
         values = {flag: choices(flag) for flag in WAYS}
@@ -601,8 +614,13 @@ def variants(cfg, n):
         rounds = divisors(cfg.model.blocks // pp) if pp > 1 else [1]
         for m, r, *ways in itertools.product(microbatches, rounds, *values.values()):
             flags = dict(zip(WAYS, ways), n_device_axis=mesh, microbatches=m, pp_interleave=r)
-            if new := fitted(cfg, n, **flags):
-                yield new
+            found.append(flags)
+            if len(found) > TRIED:
+                raise UserError(
+                    f"--search: there are more than {TRIED:,} configurations of these flags; give a train_batch_size, "
+                    f"blocks or a machine with fewer divisors."
+                )
+    return [new for flags in found if (new := fitted(cfg, n, **flags))]
 
 
 def changed(old, new):
