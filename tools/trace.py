@@ -14,6 +14,7 @@ import gzip
 import math
 import os
 import sys
+import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ if __name__ == "__main__":
 from jax.profiler import ProfileData
 
 import collectives
-from tools.planning import costs, hlo, plan
+from tools.planning import costs, plan
 from tools.tracing import events, names, shares
 from training import chips, profiling
 
@@ -88,7 +89,11 @@ def open_trace(run, name=""):
     program = utils.read_file(os.path.join(folder, "step.hlo.gz"))
     if program is None:
         raise UserError(f"{folder}: lacks step.hlo.gz; copy all files of a trace.")
-    text = gzip.decompress(program).decode()
+    try:
+        text = gzip.decompress(program).decode()
+    except (OSError, EOFError, ValueError, zlib.error) as e:
+        reason = utils.first_line(e)
+        raise UserError(f"{folder}: step.hlo.gz is damaged ({reason}); copy it anew.") from None
     return Trace(folder, about, config_of(about["flags"]), text)
 
 
@@ -164,11 +169,10 @@ def machine_of(trace, named):
 def counted(trace, place):
     """{who counted: {part: floating-point operations, or bytes sent}} of a step on one device."""
     estimate = costs.estimate(trace.cfg, place)
-    cost = hlo.analyze(trace.text, mesh_of(trace), place.slices, place.across)
-    in_kernels = estimate.scores if cost.kernels else 0
+    cost = costs.read_program(trace.text, trace.cfg, place)
     return {
         "formulas": amounts(estimate.flops, estimate.sent),
-        "program": amounts(cost.flops + in_kernels, cost.collectives),
+        "program": amounts(cost.flops, cost.collectives),
     }
 
 
@@ -356,7 +360,6 @@ def as_json(trace, found, b, top):
 
 
 def main(options):
-    utils.check_bounds(options)
     trace = open_trace(options.run, options.trace)
     found = measure(trace)
     told = beside(trace, found, options.plan)

@@ -438,6 +438,7 @@ def validate(cfg, n_present):
     """
     cfg = complete(cfg, n_present)
     check_multiples(cfg)
+    check_tokens(cfg)
     check_architecture(cfg)
     check_attention(cfg)
     check_experts(cfg)
@@ -510,6 +511,20 @@ def check_multiples(cfg):
         raise UserError(
             f"--n_experts {m.n_experts}: must divide dp x tp ({dp} x {tp} = {dp * tp}) or be divided by it."
         )
+
+
+def check_tokens(cfg):
+    """Raises UserError where a step or a validation batch has more tokens than can be numbered."""
+    d, dp, most = cfg.data, cfg.run.n_device_axis[0], utils.MOST[int] // cfg.model.T
+    sequences = dict(
+        train_batch_size=d.train_batch_size * dp * cfg.run.accumulation_steps,
+        val_batch_size=d.val_batch_size * dp,
+    )
+    for flag, n in sequences.items():
+        if n > most:
+            raise UserError(
+                f"--{flag} {vars(d)[flag]}: that makes {n:,} sequences at once; --T {cfg.model.T} allows {most:,}."
+            )
 
 
 def not_a_multiple(flag, value, by, words):
@@ -620,7 +635,7 @@ def profiled_steps(run):
     """The first and the last step that --profile names; (1, 0), none, without it. Raises UserError."""
     if not run.profile:
         return 1, 0
-    named = re.fullmatch(r"(\d+):(\d+)", run.profile, re.ASCII)
+    named = re.fullmatch(r"(\d{1,9}):(\d{1,9})", run.profile, re.ASCII)
     first, last = map(int, named.groups()) if named else (0, 0)
     if not 1 <= first <= last:
         raise UserError(
