@@ -84,19 +84,31 @@ def follow(cfg, given):
         no_choice = architectures.flags_without_choice(cfg.model.architecture)
         cfg = replace(cfg, **without(given, no_choice))
     changed = follow_experts(cfg.model)
-    changed |= follow_schedule(cfg.optimizer, given)
+    changed |= follow_schedule(cfg, given)
     changed = without(given, changed)
     return replace(cfg, **changed, **follow_batches(cfg, given))
 
 
-def follow_schedule(o, given):
-    """{flag: value} of warm-up and decay that fit in the schedule and its end_steps."""
-    decay = o.decay_steps if o.schedule == "wsd" else 0
+def follow_schedule(cfg, given):
+    """{flag: value} of a schedule that ends with the run, where training_steps was given alone, and of a warm-up and a
+    decay that fit in it. One that was given makes it longer than the run if need be."""
+    o = cfg.optimizer
+    end, decay = o.end_steps, o.decay_steps if o.schedule == "wsd" else 0
+    if "training_steps" in given and "end_steps" not in given and ends(o):
+        asked = {flag: getattr(o, flag) for flag in SCHEDULE & given}
+        least = asked.get("warmup_steps", 0) + max(1, asked.get("decay_steps", 0))
+        end = max(cfg.run.training_steps, least)
     if "decay_steps" not in given:
-        decay = min(decay, max(0, o.end_steps - o.warmup_steps))
-    before = max(0, o.end_steps - decay)  # steps before the decay
-    too_long = o.warmup_steps > before or o.warmup_steps >= o.end_steps
-    return dict(decay_steps=decay, warmup_steps=before // 10 if too_long else o.warmup_steps)
+        decay = min(decay, max(0, end - o.warmup_steps))
+    before = max(0, end - decay)  # steps before the decay
+    too_long = o.warmup_steps > before or o.warmup_steps >= end
+    warmup = before // 10 if too_long else o.warmup_steps
+    return dict(end_steps=end, decay_steps=decay, warmup_steps=warmup)
+
+
+def ends(o):
+    """Whether the learning rate of `utils.Optimizer` o comes to an end: that of a trunk does not."""
+    return o.schedule != "wsd" or o.decay_steps > 0
 
 
 def follow_shards(cfg, given, shards):
@@ -536,14 +548,14 @@ def not_a_multiple(flag, value, by, words):
 
 def check_architecture(cfg):
     """Raises UserError for flags that the architecture does not have, and for those that it does not take."""
-    m = cfg.model
-    for flag, value in architectures.flags_without_choice(m.architecture).items():
-        if getattr(m, flag) != value:
+    name, now = cfg.model.architecture, flatten(cfg)
+    for flag, value in architectures.flags_without_choice(name).items():
+        if now[flag] != value:
             raise UserError(
-                f"--{flag} {getattr(m, flag)}: --architecture {m.architecture} has no such choice, its "
-                f"configurations have {value} there; leave the flag out."
+                f"--{flag} {now[flag]}: --architecture {name} has no such choice, its configurations have {value} "
+                f"there; leave the flag out."
             )
-    architectures.architecture(m.architecture).check(cfg)
+    architectures.architecture(name).check(cfg)
 
 
 def check_attention(cfg):
@@ -616,6 +628,24 @@ def check_optimizer(cfg):
             f"--decay_steps {o.decay_steps}: must be at most {room}, since the decay ends at --end_steps "
             f"{o.end_steps} and cannot begin within the {o.warmup_steps} --warmup_steps."
         )
+
+
+def tell_schedule(cfg):
+    """Print what may surprise of the schedule: that a resumed run had another one, or that it does not end with the
+    run."""
+    o, last = cfg.optimizer, cfg.run.training_steps
+    before, now = stored_config(cfg.run.folder), vars(o)
+    changed = [flag for flag in sorted(SCHEDULE & before.keys()) if before[flag] != now[flag]]
+    if changed:
+        words = [f"{flag} was {before[flag]} and is now {now[flag]}" for flag in changed]
+        say(f"the schedule changes from here on: {', '.join(words)}")
+    if not ends(o) or last == o.end_steps:
+        return
+    if last < o.end_steps:
+        what = f"ends before its learning rate has come down, at --end_steps {o.end_steps}"
+    else:
+        what = f"stays at --end_lr {o.end_lr:g} from --end_steps {o.end_steps} on"
+    say(f"warning: --training_steps {last}: the run {what}")
 
 
 def check_names(cfg):
