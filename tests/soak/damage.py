@@ -1,17 +1,13 @@
 """Damaged files: a program that reads one says so in a sentence, or its result is that of the sound file."""
 
-import hashlib
 import json
 import re
 import shutil
-from pathlib import Path
 from typing import NamedTuple
 
 from tests.soak import goods
 from tests.soak.programs import complaint, fresh_folder, leftovers, run
 from tests.soak.wounds import wound
-
-from test_resume import metrics_of
 
 # --- What is read, and by which programs --------------------------------------------------------------------------
 
@@ -58,36 +54,19 @@ SUBJECTS = [
     Subject(8, "stopped", "out/**/*", True, "finish"),
     Subject(4, "stopped", "in/*", True, "finish"),
 ]
-ENDINGS = ("jsonl", "gz", "zst", "parquet")
+RECORDS = dict(jsonl="r.jsonl", gz="r.jsonl.gz", zst="r.jsonl.zst", parquet="r.parquet")
 
 
 def words_of(reader, at, out):
     """Command line of a reader. at / name: where that good lies, damaged or not; out: a new path for what it makes."""
     name, _, kind = reader.partition("_")
     cache = ("--compilation_cache", at / "cache")
-    if kind in ENDINGS:
-        source = (at / "records") / (
-            "r.parquet"
-            if kind == "parquet"
-            else f"r.jsonl.{kind}".replace(".jsonl.jsonl", ".jsonl")
-        )
-    else:
-        source = at / "text"
-    model = (at / "hf") if kind == "hf" else (at / "run")
-    score = [
-        "tools/evaluate.py",
-        model,
-        *cache,
-        "--json",
-        "--text_column",
-        "body",
-        "--limit",
-        40,
-        "--data",
-    ]
-    ranks = (at / "hf") / "tokenizer.json" if kind == "hf" else (at / "ranks.tiktoken")
+    source = at / "records" / RECORDS[kind] if kind in RECORDS else at / "text"
+    model = at / "hf" if kind == "hf" else at / "run"
+    score = ["tools/evaluate.py", model, *cache, "--text_column", "body", "--limit", 40]
+    ranks = at / "hf" / "tokenizer.json" if kind == "hf" else at / "ranks.tiktoken"
     lines = dict(
-        evaluate=[*score, source if kind in ENDINGS else (at / "shards")],
+        evaluate=[*score, "--json", "--data", source if kind in RECORDS else at / "shards"],
         sample=["tools/sample.py", model, *cache, "--prompt", "the"],
         verify=["tools/checkpoints.py", "verify", at / "run"],
         list=["tools/checkpoints.py", "list", at / "run"],
@@ -97,11 +76,13 @@ def words_of(reader, at, out):
         trace=["tools/trace.py", at / "run"],
         tokenize=goods.tokenize_words(source, out, ranks),
         again=goods.tokenize_words(at / "text", at / "shards", at / "ranks.tiktoken"),
-        finish=goods.stopped_words(at / "stopped", at / "ranks.tiktoken"),
+        finish=goods.stopped_words(
+            at / "stopped" / "in", at / "stopped" / "out", at / "ranks.tiktoken"
+        ),
         ranks=goods.ranks_words(source, out.with_suffix(".tiktoken")),
         resume=goods.train_words(at, (at / "part").parent),
         train=goods.train_words(at, out, steps=2),
-        init=goods.train_words(at, out, steps=2, init_from=(at / "hf")),
+        init=goods.train_words(at, out, steps=2, init_from=at / "hf"),
     )
     lines["import"] = ["tools/hf.py", "import", at / "hf", out]
     return lines[name]
@@ -111,13 +92,15 @@ def result_of(reader, at, out, ended):
     """What a reader made, without times and places: equal where its input was."""
     name = reader.partition("_")[0]
     if name in ("resume", "train", "init"):
-        return trained(((at / "part").parent if name == "resume" else out) / "run")
+        return goods.trained(((at / "part").parent if name == "resume" else out) / "run")
     if name in ("again", "finish", "tokenize"):
-        return shards({"again": at / "shards", "finish": at / "stopped" / "out"}.get(name, out))
+        return goods.shards(
+            {"again": at / "shards", "finish": at / "stopped" / "out"}.get(name, out)
+        )
     if name in ("export", "ranks"):
-        return hashes(out if name == "export" else out.with_suffix(".tiktoken"))
+        return goods.hashes(out if name == "export" else out.with_suffix(".tiktoken"))
     if name == "import":
-        return fingerprints(out)
+        return goods.fingerprints(out)
     if name == "evaluate":
         rows = json.loads(ended.out)["data"]
         return [{k: v for k, v in row.items() if k != "data"} for row in rows]
@@ -125,54 +108,7 @@ def result_of(reader, at, out, ended):
     return re.sub(r"\S*compare\S*|\S+\.png", "PICTURE", said)
 
 
-def trained(run):
-    return fingerprints(run), metrics_of(run)
-
-
-def fingerprints(run):
-    """{step: sums of the saved arrays} of a run's checkpoints."""
-    found = {}
-    for path in (run / "checkpoints").glob("*/meta/metadata"):
-        found[path.parts[-3]] = json.loads(path.read_text())["fingerprint"]
-    return found
-
-
-def hashes(path):
-    files = [path] if path.is_file() else path.rglob("*")
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()}
-
-
-def shards(folder):
-    found = {p.parent.name + p.name: hashes(p) for p in folder.rglob("*.npy")}
-    for path in folder.rglob("manifest.json"):
-        manifest = json.loads(path.read_text())
-        found[path.parent.name] = {
-            k: v for k, v in manifest.items() if k not in ("source", "checksum")
-        }
-    return found
-
-
 # --- A case -------------------------------------------------------------------------------------------------------
-
-
-class Places:
-    """`at / name`: the path of a good, those of `copied` in a copy that is this case's own."""
-
-    def __init__(self, sound, own, copied):
-        self.sound, self.own, self.copied = sound, own, copied
-        for name in copied:
-            there, here = place(sound, name), place(own, name)
-            here.parent.mkdir(parents=True, exist_ok=True)
-            copy = shutil.copytree if there.is_dir() else shutil.copy2
-            copy(there, here)
-
-    def __truediv__(self, name):
-        return place(self.own if name in self.copied else self.sound, name)
-
-
-def place(root, name):
-    """A run's folder has the run's name."""
-    return root / {"run": "runs/run", "part": "part/run"}.get(name, name)
 
 
 # what a reader changes is its own copy, in any case
@@ -183,7 +119,7 @@ def read(reader, sound, folder, copied=(), change=lambda at: None):
     """(Ended, result or None, what change(at) said) of a reader on the goods, after a change of its own copies."""
     fresh_folder(folder)
     copied = {*copied, CHANGED.get(reader, "cache")}
-    at, out = Places(sound, folder / "own", copied), folder / "out"
+    at, out = goods.Places(sound, folder / "own", copied), folder / "out"
     said = change(at)
     ended = run(words_of(reader, at, out), folder / "work", seconds=90)
     result = result_of(reader, at, out, ended) if ended.status == 0 else None

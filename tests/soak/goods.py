@@ -1,13 +1,16 @@
 """Sound files of every kind that a program reads, made once by the programs themselves."""
 
-import random
+import hashlib
+import json
+import shutil
 import sys
-
-from tests.soak import programs
-from tests.soak.programs import run
 
 from conftest import SMALL_RUN, flags_of
 from test_data_scale import make_texts, write_lines, write_rows
+from test_resume import metrics_of
+
+from tests.soak import programs
+from tests.soak.programs import run
 
 STEPS, SAVES = 12, 4
 # the smallest mixture of experts that trains
@@ -102,12 +105,69 @@ def make_stopped(folder):
     last = here / "in" / "2.jsonl"
     whole = last.read_bytes()
     last.write_bytes(whole[:-200])
-    ended = run(stopped_words(here, folder / "ranks.tiktoken"), folder / "work")
+    ended = run(
+        stopped_words(here / "in", here / "out", folder / "ranks.tiktoken"), folder / "work"
+    )
     assert ended.status == 2 and (here / "out" / "progress.npz").exists(), ended
     last.write_bytes(whole)
     (here / "done").touch()
 
 
-def stopped_words(folder, ranks):
+def stopped_words(source, output, ranks, *more):
     """Tokenize stopped/in, whose documents are more than one batch."""
-    return tokenize_words(folder / "in", folder / "out", ranks, "--shard_tokens", 40_000)
+    return tokenize_words(source, output, ranks, "--shard_tokens", 40_000, *more)
+
+
+# --- Places ---------------------------------------------------------------------------------------------------------
+
+
+class Places:
+    """`at / name`: the path of a good, those of `copied` in a copy that is this case's own."""
+
+    def __init__(self, sound, own, copied):
+        self.sound, self.own, self.copied = sound, own, copied
+        for name in copied:
+            there, here = place(sound, name), place(own, name)
+            here.parent.mkdir(parents=True, exist_ok=True)
+            copy = shutil.copytree if there.is_dir() else shutil.copy2
+            copy(there, here)
+
+    def __truediv__(self, name):
+        return place(self.own if name in self.copied else self.sound, name)
+
+
+def place(root, name):
+    """A run's folder has the run's name."""
+    return root / {"run": "runs/run", "part": "part/run"}.get(name, name)
+
+
+# --- Results --------------------------------------------------------------------------------------------------------
+
+
+def trained(run, last=None):
+    """(fingerprints, rows of metrics.jsonl) of a run; last: the one checkpoint that counts."""
+    found = fingerprints(run)
+    return found.get(str(last)) if last else found, metrics_of(run)
+
+
+def fingerprints(run):
+    """{step: sums of the saved arrays} of a run's checkpoints."""
+    found = {}
+    for path in (run / "checkpoints").glob("*/meta/metadata"):
+        found[path.parts[-3]] = json.loads(path.read_text())["fingerprint"]
+    return found
+
+
+def hashes(path):
+    files = [path] if path.is_file() else path.rglob("*")
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()}
+
+
+def shards(folder):
+    found = {p.parent.name + p.name: hashes(p) for p in folder.rglob("*.npy")}
+    for path in folder.rglob("manifest.json"):
+        manifest = json.loads(path.read_text())
+        found[path.parent.name] = {
+            k: v for k, v in manifest.items() if k not in ("source", "checksum")
+        }
+    return found

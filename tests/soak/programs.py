@@ -17,33 +17,12 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import conftest  # which also sets the environment of all that follows
+from conftest import ROOT  # which also sets the environment of all that follows
 
 # What programs import, so that a fork finds it imported. None of it looks for devices.
-IMPORTED = [
-    "conftest",
-    "tools.common",
-    "tools.planning.plan",
-    "tools.curves",
-    "tools.hf",
-    "tools.trace",
-]
-IMPORTED += [
-    "data.tokenize_shards",
-    "data.train_tokenizer",
-    "training.run_checkpoints",
-    "pyarrow.parquet",
-]
-IMPORTED += [
-    "tools.scores",
-    "training.runlog",
-    "training.sampling",
-    "matplotlib.figure",
-    "tools.bench",
-]
+IMPORTED = """conftest test_data_scale test_resume pyarrow.parquet matplotlib.figure tools.common tools.planning.plan
+tools.curves tools.hf tools.trace tools.scores tools.bench data.tokenize_shards data.train_tokenizer
+training.run_checkpoints training.runlog training.sampling""".split()
 MOST_MEMORY = 16 << 30  # bytes of address space of a program; jax alone maps several
 SECONDS = 120  # that a program may take, unless its case says otherwise
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -62,6 +41,7 @@ class Ended(NamedTuple):
     status: int | None  # exit status, -N after signal N, None where it had to be ended
     out: str
     err: str
+    orphans: int = 0  # processes of its session that outlived it
 
 
 class Program:
@@ -101,8 +81,15 @@ class Program:
         with contextlib.suppress(ProcessLookupError):
             (os.killpg if to_all else os.kill)(self.process.pid, number)
 
-    def wait(self, seconds=SECONDS):
-        """`Ended`; the program is killed where it takes longer."""
+    def listens(self):
+        """Whether the program takes SIGTERM itself by now; before, Python would end it in its own way."""
+        with contextlib.suppress(OSError, IndexError):
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            return int(status.partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1
+        return False
+
+    def wait(self, seconds=SECONDS, grace=0):
+        """`Ended`; the program is killed where it takes longer. grace: seconds for what it started to end too."""
         left = max(0, self.began + seconds - time.monotonic())
         if self.fresh:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -110,6 +97,10 @@ class Program:
         else:
             connection.wait([self.process.sentinel], left)
         late = self.runs()
+        deadline = time.monotonic() + grace
+        while not late and self.session() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        orphans = 0 if late else len(self.session())
         self.kill_session()
         if self.fresh:
             status = self.process.wait()
@@ -117,7 +108,7 @@ class Program:
             self.process.join()
             status = self.process.exitcode
         said = [(self.folder / name).read_text(errors="replace") for name in ("stdout", "stderr")]
-        return Ended(None if late else status, *said)
+        return Ended(None if late else status, *said, orphans)
 
     def session(self):
         """Numbers of the processes of its session that have not ended."""
