@@ -82,6 +82,7 @@ def make(folder):
         train_words(folder, out, profile="10:11", keep_checkpoints=2),
         ["tools/hf.py", "export", out / "run", folder / "hf"],
         train_words(folder, folder / "part", steps=2 * SAVES),
+        train_words(folder, folder / "many", keep_checkpoints=9),
     ):
         must(words, work)
     (folder / "done").touch()

@@ -83,10 +83,10 @@ def result_of(job, place):
         return goods.shards(place), names
     if job in ("export", "ranks"):
         return goods.hashes(place), names
-    if job == "import":
-        return goods.fingerprints(place / "run"), names
     if job == "prune":
         return goods.fingerprints(place / "run"), names
+    if job == "import":
+        return goods.fingerprints(place / "run"), sorted(set(names))
     # a stopped run has checkpoints that another has not, and Orbax's files are cut as it likes
     names = [name for name in names if "/checkpoints/" not in name or "tmp" in name]
     return goods.trained(place / "run", last=goods.STEPS), names
@@ -128,7 +128,7 @@ def draw(rng, job, changes):
         signals.append(rng.choice(SIGNALS))
     both = [0, 1]
     return Kill(
-        part=None if by_files else rng.uniform(0, 1.05),
+        part=None if by_files else rng.uniform(0, 0.95),
         change=rng.randint(1, max(1, changes)) if by_files else None,
         delay=rng.choice([0, 0, rng.uniform(0, 0.01), rng.uniform(0, 0.2)]),
         signals=signals,
@@ -198,13 +198,10 @@ class Kind:
         self.folder, self.sound, self.whole = folder, folder / "goods", {}
         goods.make(self.sound)
         goods.make_stopped(self.sound)
-        if not (self.sound / "many").exists():
-            for name, flags in dict(many=dict(keep_checkpoints=9), quick=dict(steps=8)).items():
-                cache = self.sound / "cache"
-                words = goods.train_words(
-                    self.sound, self.sound / name, **{**QUICK, "compilation_cache": cache, **flags}
-                )
-                goods.must(words, self.sound / "work")
+        if not (self.sound / "quick").exists():
+            flags = dict(QUICK, compilation_cache=self.sound / "cache", steps=2 * goods.SAVES)
+            words = goods.train_words(self.sound, self.sound / "quick", **flags)
+            goods.must(words, self.sound / "work")
 
     def places(self, job, folder):
         """(the goods for a job, the folder for what it makes), anew."""

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import types
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,6 +129,8 @@ class Program:
 def become(words, folder, environment):
     """Be the program, as a new Python would be, in this fork."""
     os.setsid()
+    tracker = resource_tracker._resource_tracker  # of the process that this one is forked from
+    tracker._fd = tracker._pid = None
     for number in (signal.SIGINT, signal.SIGTERM):  # multiprocessing has its own
         signal.signal(
             number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
