@@ -23,7 +23,12 @@ from pathlib import Path
 
 from tests.soak import programs
 
-KINDS = {"kills": 40, "damage": 200, "commands": 200, "meshes": 8}  # cases where no count is given
+KINDS = {
+    "kills": 10,
+    "damage": 40,
+    "commands": 100,
+    "meshes": 2,
+}  # cases where no count is given: a minute or two
 
 
 def parse():
@@ -42,7 +47,7 @@ def parse():
         "--folder", type=Path, help="place for sound files, to keep them (default: a temporary one)"
     )
     parser.add_argument(
-        "--log", type=Path, default=Path("soak.jsonl"), help="(default: soak.jsonl)"
+        "--log", type=Path, default=Path("runs/soak.jsonl"), help="(default: %(default)s)"
     )
     args = parser.parse_args()
     unknown = set(args.kinds) - set(KINDS)
@@ -58,6 +63,7 @@ class Soak:
         self.args, self.folder = args, folder
         self.lock = threading.Lock()
         self.rows = []
+        args.log.parent.mkdir(parents=True, exist_ok=True)
         self.log = open(args.log, "a")
         self.stopped = threading.Event()
 

@@ -23,11 +23,14 @@ from conftest import ROOT  # which also sets the environment of all that follows
 IMPORTED = """conftest test_data_scale test_resume pyarrow.parquet matplotlib.figure tools.common tools.planning.plan
 tools.curves tools.hf tools.trace tools.scores tools.bench data.tokenize_shards data.train_tokenizer
 training.run_checkpoints training.runlog training.sampling""".split()
-MOST_MEMORY = 16 << 30  # bytes of address space of a program; jax alone maps several
+MOST_MEMORY = 8 << 30  # bytes of address space of a program; jax alone maps several
 SECONDS = 120  # that a program may take, unless its case says otherwise
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 context = multiprocessing.get_context("forkserver")
+asking = (
+    threading.Lock()
+)  # two threads that ask for the end of a process at once would read it once
 
 
 def prepare():
@@ -71,10 +74,14 @@ class Program:
                 file.close()
         else:
             self.process = context.Process(target=become, args=(self.words, str(self.folder), own))
-            self.process.start()
+            with asking:
+                self.process.start()
 
     def runs(self):
-        return self.process.poll() is None if self.fresh else self.process.is_alive()
+        if self.fresh:
+            return self.process.poll() is None
+        with asking:
+            return self.process.is_alive()
 
     def send(self, number, to_all=False):
         """Send a signal to the program, or to all of its session as a terminal does, if it still runs."""
@@ -105,8 +112,9 @@ class Program:
         if self.fresh:
             status = self.process.wait()
         else:
-            self.process.join()
-            status = self.process.exitcode
+            connection.wait([self.process.sentinel])
+            with asking:
+                status = self.process.exitcode
         said = [(self.folder / name).read_text(errors="replace") for name in ("stdout", "stderr")]
         return Ended(None if late else status, *said, orphans)
 
