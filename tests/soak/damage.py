@@ -27,7 +27,7 @@ class Subject(NamedTuple):
 
 
 SUBJECTS = [
-    Subject(10, "shards", "*/*.npy", True, "evaluate_shards again evaluate_shards again train"),
+    Subject(10, "shards", "*/*.npy", True, "evaluate_shards evaluate_shards again train"),
     Subject(
         16, "shards", "*/manifest.json", True, "evaluate_shards evaluate_shards again again train"
     ),
@@ -93,10 +93,10 @@ def result_of(reader, at, out, ended):
     name = reader.partition("_")[0]
     if name in ("resume", "train", "init"):
         return goods.trained(((at / "part").parent if name == "resume" else out) / "run")
-    if name in ("again", "finish", "tokenize"):
-        return goods.shards(
-            {"again": at / "shards", "finish": at / "stopped" / "out"}.get(name, out)
-        )
+    if name == "again":  # which does not read shards; who trains on them does
+        return goods.shards(at / "shards", contents=False)
+    if name in ("finish", "tokenize"):
+        return goods.shards(at / "stopped" / "out" if name == "finish" else out)
     if name in ("export", "ranks"):
         return goods.hashes(out if name == "export" else out.with_suffix(".tiktoken"))
     if name == "import":
@@ -120,6 +120,8 @@ def read(reader, sound, folder, copied=(), change=lambda at: None):
     fresh_folder(folder)
     copied = {*copied, CHANGED.get(reader, "cache")}
     at, out = goods.Places(sound, folder / "own", copied), folder / "out"
+    if reader == "finish":
+        goods.stop(at / "stopped", at / "ranks.tiktoken")
     said = change(at)
     ended = run(words_of(reader, at, out), folder / "work", seconds=90)
     result = result_of(reader, at, out, ended) if ended.status == 0 else None
@@ -136,7 +138,6 @@ class Kind:
     def __init__(self, folder):
         self.sound, self.expected = folder / "goods", {}
         goods.make(self.sound)
-        goods.make_stopped(self.sound)
 
     def expect(self, reader, folder):
         """Results that are right: of the sound files, and of the older checkpoint where one is passed over."""
@@ -171,7 +172,8 @@ class Kind:
             return f"{subject.good}/{name}: {wound(rng, path)}"
 
         ended, result, said = read(reader, self.sound, folder, {subject.good}, change)
-        how, wrong = outcome(subject, ended, result, right)
+        sealed = subject.sealed and reader != "list"  # which shows what it could read
+        how, wrong = outcome(subject, sealed, ended, result, right)
         left = leftovers(folder)
         if left and not wrong:
             how, wrong = "leftovers", f"left {left[0]}"
@@ -184,7 +186,7 @@ for one in SUBJECTS:
         SUBJECTS_OF.setdefault(each, set()).add(one.good)
 
 
-def outcome(subject, ended, result, right):
+def outcome(subject, sealed, ended, result, right):
     """(class, what is wrong or None) of a program that read a damaged file."""
     wrong = complaint(ended)
     if wrong:
@@ -201,7 +203,7 @@ def outcome(subject, ended, result, right):
             if told
             else ("silent", "an older checkpoint, without a word")
         )
-    if not subject.sealed:
+    if not sealed:
         lost = (
             subject.files == "metrics.jsonl"
             or isinstance(result, tuple)

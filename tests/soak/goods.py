@@ -13,6 +13,7 @@ from tests.soak import programs
 from tests.soak.programs import run
 
 STEPS, SAVES = 12, 4
+PLACES = ("source", "checksum", "sha256")  # of a manifest: what depends on where the source is
 # the smallest mixture of experts that trains
 MODEL = {
     **SMALL_RUN,
@@ -85,6 +86,7 @@ def make(folder):
         train_words(folder, folder / "many", keep_checkpoints=9),
     ):
         must(words, work)
+    make_stopped(folder)
     (folder / "done").touch()
 
 
@@ -95,23 +97,21 @@ def must(words, work):
 
 
 def make_stopped(folder):
-    """stopped/out: what `tokenize_shards.py` left of stopped/in, whose last file was torn then."""
-    here = folder / "stopped"
-    if (here / "done").exists():
-        return
-    programs.fresh_folder(here)
-    (here / "in").mkdir()
+    """stopped/in, a source of which `stop` tokenizes a part."""
+    source = folder / "stopped" / "in"
+    source.mkdir(parents=True)
     for i, ending in enumerate((".jsonl", ".jsonl.gz", ".jsonl")):
-        write_lines(here / "in" / f"{i}{ending}", make_texts(600, lone=False))
-    last = here / "in" / "2.jsonl"
+        write_lines(source / f"{i}{ending}", make_texts(600, lone=False))
+
+
+def stop(folder, ranks):
+    """Leave in `folder`, a copy of stopped, what an interrupted run does: the last file was torn while it ran."""
+    last = folder / "in" / "2.jsonl"
     whole = last.read_bytes()
     last.write_bytes(whole[:-200])
-    ended = run(
-        stopped_words(here / "in", here / "out", folder / "ranks.tiktoken"), folder / "work"
-    )
-    assert ended.status == 2 and (here / "out" / "progress.npz").exists(), ended
+    ended = run(stopped_words(folder / "in", folder / "out", ranks), folder.parent / "stop")
+    assert ended.status == 2 and (folder / "out" / "progress.npz").exists(), ended
     last.write_bytes(whole)
-    (here / "done").touch()
 
 
 def stopped_words(source, output, ranks, *more):
@@ -164,11 +164,12 @@ def hashes(path):
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.is_file()}
 
 
-def shards(folder):
-    found = {p.parent.name + p.name: hashes(p) for p in folder.rglob("*.npy")}
+def shards(folder, contents=True):
+    """{path: content} of a folder of shards, without where their source is; contents: of the shards too."""
+    found = {}
+    for path in folder.rglob("*.npy"):
+        found[f"{path.parent.name}/{path.name}"] = hashes(path) if contents else path.is_file()
     for path in folder.rglob("manifest.json"):
         manifest = json.loads(path.read_text())
-        found[path.parent.name] = {
-            k: v for k, v in manifest.items() if k not in ("source", "checksum")
-        }
+        found[path.parent.name] = {k: v for k, v in manifest.items() if k not in PLACES}
     return found

@@ -160,7 +160,7 @@ def watch(programs, place, change=None, until=float("inf")):
         seen = now
         if change and count >= change:
             break
-        time.sleep(0.002)
+        time.sleep(0.004)
     return count
 
 
@@ -197,7 +197,6 @@ class Kind:
     def __init__(self, folder):
         self.folder, self.sound, self.whole = folder, folder / "goods", {}
         goods.make(self.sound)
-        goods.make_stopped(self.sound)
         if not (self.sound / "quick").exists():
             flags = dict(QUICK, compilation_cache=self.sound / "cache", steps=2 * goods.SAVES)
             words = goods.train_words(self.sound, self.sound / "quick", **flags)
@@ -272,7 +271,19 @@ def difference(whole, again):
     """In words, how a result differs from that of a job that was not disturbed; None where it does not."""
     (made, names), (made_again, names_again) = whole, again
     if made != made_again:
-        return "another result"
+        return f"another result: {first_difference(made, made_again)}"
     if names != names_again:
         return f"other files: {sorted(set(names) ^ set(names_again))[:4]}"
     return None
+
+
+def first_difference(a, b, where=""):
+    """In words, where two results differ first."""
+    if type(a) is type(b) and isinstance(a, list | tuple):
+        a, b = dict(enumerate(a)), dict(enumerate(b))
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return f"{where} {a!r:.60}, and {b!r:.60}"
+    if a.keys() != b.keys():
+        return f"{where} has {len(a)} entries, and {len(b)}: {sorted(a.keys() ^ b.keys(), key=str)[:3]}"
+    key = next(key for key in a if a[key] != b[key])
+    return first_difference(a[key], b[key], f"{where}.{key}")

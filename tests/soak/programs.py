@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import types
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +36,10 @@ asking = (
 def prepare():
     """Start the process that all others are forked from."""
     context.set_forkserver_preload(IMPORTED)
+    # read once, when jax is imported; main.py sets it for several processes, before that
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    forkserver.ensure_running()
+    del os.environ["TF_CPP_MIN_LOG_LEVEL"]
 
 
 class Ended(NamedTuple):
@@ -139,6 +143,7 @@ def become(words, folder, environment):
     os.setsid()
     tracker = resource_tracker._resource_tracker  # of the process that this one is forked from
     tracker._fd = tracker._pid = None
+    multiprocessing.set_start_method(None, force=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # multiprocessing has its own
         signal.signal(
             number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
