@@ -775,9 +775,12 @@ def remove_parts(folder):
 
 
 @contextlib.contextmanager
-def replacing(path):
+def replacing(path, lasting=True):
     """A binary file to write, and to read again, that becomes the local `path` when it is whole. Of a symlink it
-    becomes the target; devices, FIFOs and open files such as /dev/stdout are written to as they are. Raises OSError."""
+    becomes the target; devices, FIFOs and open files such as /dev/stdout are written to as they are. Raises OSError.
+
+    lasting: it is whole also where the machine fails right after, for which the disk is waited for.
+    """
     opened = unplain(path)
     if opened is not None:
         sys.stdout.flush()  # which `path` may name
@@ -791,7 +794,8 @@ def replacing(path):
         with open(part, "x+b") as f:
             yield f
             f.flush()
-            os.fsync(f.fileno())
+            if lasting:
+                os.fsync(f.fileno())
         with contextlib.suppress(OSError):
             os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
         os.replace(part, path)

@@ -53,7 +53,7 @@ class Cache:
         path = os.path.join(self.folder, name)
         try:
             # another thread or process may evict it before it has its name
-            with contextlib.suppress(FileNotFoundError), replacing(path) as f:
+            with contextlib.suppress(FileNotFoundError), replacing(path, lasting=False) as f:
                 f.write(content)
         except OSError as e:
             raise UserError(
