@@ -331,6 +331,7 @@ OF_OTHERS = {  # files that a run would replace, or that readers would take for 
     "unfinished.json": b"{}",
     "unfinished.json ": b"[1]",
     "tokenizer.tiktoken": b"YQ== 0\n",
+    "lock": b"notes",
 }
 HARMLESS = {
     "train/keep.txt": b"a",
