@@ -56,7 +56,8 @@ class Corpus:
         self.n_sequences = int(self.counts.sum())
         if not self.n_sequences:
             raise UserError(
-                f"--T {self.T}: the shards in {self.folder} hold no sequence of {self.T + 1} tokens."
+                f"--T {self.T}: the shards in {self.folder} hold no sequence of {self.T + 1} tokens; "
+                f"give a smaller --T, or shards of more text."
             )
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(self._check, self.shards))
@@ -72,7 +73,7 @@ class Corpus:
         if not found:
             raise UserError(
                 f"--bucket_name: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
-                f"makes them, and run.sh local does so by itself."
+                f"makes them (val with a --val_fraction above 0), and run.sh local does so by itself."
             )
         return [
             Shard(os.path.join(self.folder, name), info, entries.get(name, {}), cache)

@@ -1,6 +1,7 @@
 """The flags that the data programs share, and how such a program begins and ends."""
 
 import argparse
+import os
 
 import utils
 from data.sources import ENDINGS
@@ -24,8 +25,9 @@ class Parser(utils.Parser):
         self.add_argument(
             "--source",
             required=True,
-            help="a folder of text files, read recursively, each file being a "
-            f"document; a file, a folder or a quoted glob of {ENDINGS}, local or remote, each "
+            type=os.path.expanduser,
+            help="a text file, a folder of them, read recursively, or a quoted glob, each file (also .gz, "
+            f".zst) being a document; a file, a folder or a quoted glob of {ENDINGS}, local or remote, each "
             "record being a document; a dataset of the Hugging Face hub, ORGANISATION/NAME; or stdlib: "
             "the .py files of Python's standard library",
         )

@@ -1,11 +1,12 @@
 """From documents to token ids and counts. This is what the workers of tokenize_shards.py do."""
 
-from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 
 from data.sources.base import many, skipped
 from data.sources.text import read_text
+from data.splits import divide, hash_of
 from data.tokenization import CUT
 from utils import UserError
 
@@ -18,6 +19,7 @@ COUNTS = (
     "foreign_documents",
     "damaged_files",
     "damaged_records",
+    "duplicate_documents",
 )
 PIECE = 1_000_000  # characters; longer texts are encoded in pieces of at least so many, where they can be cut
 
@@ -48,21 +50,30 @@ def encode_text(text, encoding):
         return np.concatenate([first, second])
 
 
-def encode_batch(batch, encoding, dtype, skip):
-    """What becomes of the documents of a batch [(split, document)], in three parts:
+class Encoded(NamedTuple):
+    """What becomes of a batch of n documents, each of which has a part for train and one for val."""
 
-    {split: (token ids as one array of `dtype`, Counter of the COUNTS)}; no tokens of empty documents
-    [CRC-32s of the documents that are files]; -1 for one that cannot be read
-    [(kind, words)] to warn of
+    ids: np.ndarray  # tokens of all parts, one after the other
+    lengths: np.ndarray  # int64 [n, 2]: tokens of each part; an empty one has none
+    counts: dict  # of each of the COUNTS, int64 [n, 2]
+    hashes: np.ndarray  # uint64 [n]: of the texts
+    crc32s: list  # of the documents that are files; -1 for one that cannot be read
+    warnings: list  # (kind, words)
 
-    skip: leave out and count a file that cannot be read, instead of raising UserError.
+
+def encode_batch(batch, encoding, dtype, skip, val_fraction, validation):
+    """The Encoded of a batch of documents.
+
+    skip: leave out and count a file that cannot be read, instead of raising UserError; validation: as in splits.py.
     """
-    splits, crc32s, warnings = {}, [], []
-    for split, document in batch:
-        ids, counts = splits.setdefault(split, ([np.empty(0, dtype)], Counter()))
+    lengths = np.zeros((len(batch), 2), np.int64)
+    counts = {key: np.zeros_like(lengths) for key in COUNTS}
+    hashes = np.zeros(len(batch), np.uint64)
+    ids, crc32s, warnings = [np.empty(0, dtype)], [], []
+    for i, document in enumerate(batch):
+        counts["damaged_files"][i, 0] = document.lost.files
+        counts["damaged_records"][i, 0] = document.lost.records
         if any(document.lost):
-            counts["damaged_files"] += document.lost.files
-            counts["damaged_records"] += document.lost.records
             continue
         try:
             text = read_text(document)
@@ -71,30 +82,36 @@ def encode_batch(batch, encoding, dtype, skip):
                 raise
             warnings.append(("damage", skipped(e)))
             crc32s.append(-1)
-            counts["damaged_files"] += 1
+            counts["damaged_files"][i, 0] = 1
             continue
-        if text.text:
-            ids.append(np.array([encoding.eot_token], dtype))
-            for piece in pieces(text.text, encoding):
-                ids.append(encode_text(piece, encoding).astype(dtype))
-        counts.update(counts_of(text))
+        text_hash = hash_of(text.text)
+        hashes[i] = text_hash
+        parts = divide(text.text, text_hash, val_fraction, validation)
+        for k, part in enumerate(parts):
+            counts["documents"][i, k] = part != ""
+            counts["bytes"][i, k] = len(part.encode())
+            encoded = encode_document(part, encoding, dtype)
+            ids += encoded
+            lengths[i, k] = sum(map(len, encoded))
+        home = int(parts[0] == "" != parts[1])  # an empty document counts in train
+        counts["empty_documents"][i, home] = text.text == ""
+        counts["replaced_documents"][i, home] = text.replaced > 0
+        counts["replaced_characters"][i, home] = text.replaced
+        counts["foreign_documents"][i, home] = text.encoding == ""
         if document.path:
             crc32s.append(text.crc32)
         warnings += odd_encoding(document, text)
-    parts = {split: (np.concatenate(ids), counts) for split, (ids, counts) in splits.items()}
-    return parts, crc32s, warnings
+    return Encoded(np.concatenate(ids), lengths, counts, hashes, crc32s, warnings)
 
 
-def counts_of(text):
-    """{count: number} of one document's Text."""
-    return {
-        "documents": int(text.text != ""),
-        "bytes": len(text.text.encode()),
-        "empty_documents": int(text.text == ""),
-        "replaced_documents": int(text.replaced > 0),
-        "replaced_characters": text.replaced,
-        "foreign_documents": int(text.encoding == ""),
-    }
+def encode_document(text, encoding, dtype):
+    """Token ids of a document, as arrays one after the other; none of an empty one."""
+    if not text:
+        return []
+    ids = [np.array([encoding.eot_token], dtype)]
+    for piece in pieces(text, encoding):
+        ids.append(encode_text(piece, encoding).astype(dtype))
+    return ids
 
 
 def odd_encoding(document, text):

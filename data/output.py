@@ -15,17 +15,18 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import fsspec
 import numpy as np
 
 from data import manifest
 from data.command_line import say_what_stands
 from data.encoding import COUNTS
 from data.sources.base import many
+from data.splits import SPLITS, WHOLE, Seen
 from data.storage import BLOCK, list_shards
 from data.tokenization import keep_tokenizer
 from utils import (
     UserError,
+    filesystem,
     first_line,
     is_remote,
     object_in,
@@ -37,10 +38,11 @@ from utils import (
     write_file,
 )
 
-SPLITS = ("train", "val")
 MARK = "unfinished.json"  # the file that tells that this program is making the shards beside it
 PROGRAM = "data/tokenize_shards.py"
 SEEN = ("sizes", "stamps", "crc32s")  # arrays of source.npz
+# a position in any source
+BEGINNING = {"documents": 0, "done": 0, "file": 0, "line": 0, "crc32": 0}
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
@@ -54,7 +56,7 @@ def new_file(path):
     with tempfile.NamedTemporaryFile("w+b") as f:
         yield f
         f.flush()
-        fs, there = fsspec.core.url_to_fs(path)
+        fs, there = filesystem(path)
         persist(
             lambda: fs.put_file(f.name, there), path
         )  # an object appears whole when its upload ends
@@ -133,8 +135,10 @@ class ShardWriter:
 def sha256_of(path):
     """Hash of the content of a file, local or remote."""
 
+    fs, there = filesystem(path)
+
     def read():
-        with fsspec.open(path, "rb") as f:
+        with fs.open(there, "rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
 
     return persist(read, path)
@@ -155,12 +159,16 @@ class Output:
         self.path = path
         self.source = source
         self.settings = settings
-        self.fs, self.root = fsspec.core.url_to_fs(path)
+        self.splits = SPLITS if settings["val_fraction"] else SPLITS[:1]
+        self.validation = WHOLE
+        self.seen = Seen()
+        self.fs, self.root = filesystem(path)
 
     # --- What is there
 
     def check(self, held, name, but=None):
         """Raises UserError where shards were made with other settings than these. but: a setting that may differ."""
+        held = {"drop_duplicates": False} | held  # earlier versions dropped none
         differ = [k for k, v in self.settings.items() if held.get(k) != v and k != but]
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]
         if differ == ["source_listing_sha256"]:
@@ -212,7 +220,7 @@ class Output:
                 self.check(held, split)
                 manifest.check_files(folder, held, list_shards(folder))
                 warnings.append(manifest.unverified(folder, held))
-            elif split in self.source.splits:
+            elif split in self.splits:
                 finished = False
         if finished:
             for words in filter(None, warnings):
@@ -240,12 +248,13 @@ class Output:
         seen = self.source.seen(position)
         state = {
             "settings": self.settings,
+            "validation": self.validation,
             "position": position,
             "splits": {split: writer.manifest() for split, writer in writers.items()},
             "names_sha256": self.source.names_sha256(len(seen["sizes"])),
         }
         unfinished = {split: writer.shard[: writer.filled] for split, writer in writers.items()}
-        self.save("progress.npz", state, **seen, **unfinished)
+        self.save("progress.npz", state, hashes=self.seen.all(), **seen, **unfinished)
         self.say_what_stands(position)
 
     def begin(self, writers, tokenizer):
@@ -303,7 +312,7 @@ class Output:
 
     def check_free(self):
         """Raises UserError where there is what a new run would replace."""
-        paths = [os.path.join(self.path, split, manifest.NAME) for split in self.source.splits]
+        paths = [os.path.join(self.path, split, manifest.NAME) for split in self.splits]
         there = [path for path in paths if read_file(path) is not None]
         if there:
             gone = set(paths) - set(there)
@@ -321,11 +330,16 @@ class Output:
         held = self.load("progress.npz", "settings", "position", "splits")
         if not held:
             return {}
-        names, position = held.get("names_sha256"), held["position"]
-        # an earlier version wrote none, and then the listing tells whether what it read is the same
-        self.check(held["settings"], "progress.npz", but=names and "source_listing_sha256")
-        if names:
-            self.compare_names_and_files(names, held, position)
+        if "validation" not in held:
+            raise UserError(
+                f"--output {self.path}: an earlier version began these shards, which chose other documents for "
+                f"val; delete the folder."
+            )
+        position = held["position"]
+        self.check(held["settings"], "progress.npz", but="source_listing_sha256")
+        self.compare_names_and_files(held["names_sha256"], held, position)
+        self.validation = held["validation"]
+        self.seen.add(held["hashes"])
         for split, writer in writers.items():
             writer.go_on(held["splits"][split], held[split])
         self.say_what_stands(position)
@@ -341,6 +355,20 @@ class Output:
             )
         self.source.compare(seen, position, advice)
 
+    def begin_again(self, validation, writers):
+        """Remove the shards that were just made of the whole source, and begin anew with another way of validation."""
+        progress = os.path.join(self.root, "progress.npz")
+        if self.fs.exists(progress):
+            self.fs.rm_file(progress)
+        for split, writer in writers.items():
+            # the last one first: what a kill leaves is then the beginning of what the same command makes
+            for shard in reversed(writer.shards):
+                self.fs.rm_file(os.path.join(self.root, split, shard["name"]))
+                writer.found.discard(shard["name"])
+            writer.go_on({"shards": []}, [])
+        self.validation, self.seen = validation, Seen()
+        self.save_progress(BEGINNING, writers)
+
     def say_what_stands(self, position):
         made = f"{self.path} holds what was made of the first {position['documents']:,} documents"
         say_what_stands(f"{made}, and the same command goes on after them")
@@ -354,9 +382,10 @@ class Output:
                 raise foreign(os.path.join(self.path, split, min(more)))
         self.save("source.npz", **self.source.stamps(), crc32s=self.source.crc32s)
         for split, writer in writers.items():
-            made = {"version": version(), **self.settings, **writer.manifest()}
+            validation = self.validation if len(self.splits) > 1 else "none"
+            made = {"version": version(), **self.settings, "validation": validation}
             path = os.path.join(self.path, split, manifest.NAME)
-            write_file(path, manifest.dump(made))
+            write_file(path, manifest.dump(made | writer.manifest()))
         self.forget_progress()
 
     def forget_progress(self):

@@ -27,6 +27,7 @@ from data.command_line import VAL_FRACTION, Parser, run
 from data.output import Output, ShardWriter
 from data.sources import open_source
 from data.sources.base import many, warn
+from data.splits import ENDS, FEW, WHOLE, apportion, are_uneven
 from data.tokenization import (
     TOKENIZER_FILES,
     content_sha256,
@@ -34,8 +35,9 @@ from data.tokenization import (
 )
 from data.workers import cut, encode, processes, ray_actors
 from training.locks import alone_in
-from utils import UserError, is_remote, say
+from utils import UserError, check_number, is_remote, say
 
+SMALL = 10_000_000  # hashes that are saved with every shard
 BAR = "{l_bar}{bar}| {n_fmt}{unit}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 
 # --- The command line -------------------------------------------------------------------------------------------
@@ -48,9 +50,8 @@ def parse():
     args = parser.parse_args()
     if not 0 <= args.val_fraction < 1:
         raise UserError(f"--val_fraction {args.val_fraction}: must be at least 0 and below 1.")
-    for flag in ("shard_tokens", "workers"):
-        if getattr(args, flag) < 1:
-            raise UserError(f"--{flag} {getattr(args, flag)}: must be at least 1.")
+    check_number("shard_tokens", args.shard_tokens, least=1)
+    check_number("workers", args.workers, least=1, most=1024)
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
     if local and Path(args.output).resolve().is_relative_to(Path(args.source).resolve()):
         raise UserError(
@@ -63,11 +64,13 @@ def add_flags(parser):
     parser.add_argument(
         "--output",
         required=True,
+        type=os.path.expanduser,
         help="folder, gs:// or s3:// address to write train/ and val/ into",
     )
     parser.add_argument(
         "--tokenizer",
         required=True,
+        type=os.path.expanduser,
         help="tiktoken's name of an encoding (gpt2, cl100k_base, ...), "
         "a .tiktoken file of ranks or a Hugging Face tokenizer.json; files are copied to OUTPUT",
     )
@@ -82,7 +85,14 @@ def add_flags(parser):
         type=float,
         default=VAL_FRACTION,
         help="share of the documents that goes to "
-        "val/, from 0 to below 1: those whose relative paths, or numbers, hash lowest",
+        "val/, from 0 to below 1: those whose text hashes lowest; where there are too few, the last share of "
+        "each",
+    )
+    parser.add_argument(
+        "--drop_duplicates",
+        action="store_true",
+        default=False,
+        help="leave out documents whose text is exactly that of an earlier one",
     )
     parser.add_argument(
         "--workers",
@@ -105,7 +115,7 @@ def add_flags(parser):
 
 def main():
     args, start = parse(), time.monotonic()
-    source = open_source(args, args.val_fraction)
+    source = open_source(args)
     encoding = load_tokenizer(args.tokenizer)
     settings = settings_of(args, source, encoding)
     try:
@@ -132,6 +142,7 @@ def settings_of(args, source, encoding):
         "vocab_size": encoding.n_vocab,
         "shard_tokens": args.shard_tokens,
         "val_fraction": args.val_fraction,
+        "drop_duplicates": args.drop_duplicates,
         "tokenizer": f"tokenizer{kind}" if kind in TOKENIZER_FILES else args.tokenizer,
         "dtype": "uint16" if encoding.n_vocab <= 2**16 else "uint32",
     }
@@ -145,36 +156,67 @@ def write_alone(args, source, output, encoding):
 
 def write(args, source, output, encoding):
     """Write every split, the manifests last; returns a summary in words."""
-    dtype = np.dtype(output.settings["dtype"])
     writers = {}
-    for split in source.splits:
-        writers[split] = ShardWriter(os.path.join(args.output, split), args.shard_tokens, dtype)
+    for split in output.splits:
+        folder, dtype = os.path.join(args.output, split), np.dtype(output.settings["dtype"])
+        writers[split] = ShardWriter(folder, args.shard_tokens, dtype)
     position = output.begin(writers, args.tokenizer)
-    start = None
-    if args.ray:
-        start = ray_actors
-    elif args.workers > 1:
-        start = processes
-    arguments = encoding, dtype, args.skip_damaged
-    results = encode(cut(source, position), args.workers, start, *arguments)
-    with Progress(source, position) as progress:
-        for (parts, crc32s, warnings), position in results:
-            source.crc32s += crc32s
-            for kind, words in warnings:
-                warn(kind, words)
-            filled = [writers[split].add(*part) for split, part in parts.items()]
-            if any(filled):
-                output.save_progress(position, writers)
-            progress.show(parts, position)
+    fill(args, source, position, output, writers, encoding)
+    if output.validation == WHOLE and are_too_few(writers, args.val_fraction):
+        output.begin_again(ENDS, writers)
+        fill(args, source, {}, output, writers, encoding)
+    if output.validation == ENDS:
+        say(
+            f"{args.output}: there are too few documents to hold whole ones out, so val is the last "
+            f"{100 * args.val_fraction:g}% of each"
+        )
     totals = sum((writer.totals for writer in writers.values()), start=Counter())
     check_text(args, writers, totals)
     output.finish(writers)
     warn_of_losses(totals)
     summaries = []
     for split, writer in writers.items():
-        documents = writer.totals["documents"]
-        summaries.append(f"{split} {writer.n_tokens:,} tokens of {documents:,} documents")
+        documents = many(writer.totals["documents"], "document")
+        summaries.append(f"{split} {writer.n_tokens:,} tokens of {documents}")
+    if n := totals["duplicate_documents"]:
+        how = (
+            "left out" if args.drop_duplicates else "among them (--drop_duplicates leaves them out)"
+        )
+        summaries.append(f"{many(n, 'exact duplicate')} {how}")
     return ", ".join(summaries)
+
+
+def are_too_few(writers, val_fraction):
+    """Whether the documents are so few that whole ones divide badly between train and val."""
+    n_documents = sum(writer.totals["documents"] for writer in writers.values())
+    sizes = [writer.totals["bytes"] for writer in writers.values()]
+    return len(writers) == 2 and n_documents < FEW and are_uneven(sizes, val_fraction)
+
+
+def fill(args, source, position, output, writers, encoding):
+    """Give the writers what there is in the source from `position` on, and save progress on the way."""
+    start = None
+    if args.ray:
+        start = ray_actors
+    elif args.workers > 1:
+        start = processes
+    dtype = np.dtype(output.settings["dtype"])
+    arguments = encoding, dtype, args.skip_damaged, args.val_fraction, output.validation
+    results = encode(cut(source, position), args.workers, start, *arguments)
+    unsaved = 0  # tokens since the last progress
+    with Progress(source, position) as progress:
+        for encoded, position in results:
+            source.crc32s += encoded.crc32s
+            for kind, words in encoded.warnings:
+                warn(kind, words)
+            parts = apportion(encoded, output.seen, args.drop_duplicates)
+            filled = [writer.add(*parts[split]) for split, writer in writers.items()]
+            unsaved += len(encoded.ids)
+            # the hashes in it, of 8 bytes, must not be written much more often than tokens, of 2 or 4
+            if any(filled) and unsaved >= 2 * (len(output.seen) - SMALL):
+                output.save_progress(position, writers)
+                unsaved = 0
+            progress.show(parts, position)
 
 
 class Progress:
@@ -230,8 +272,9 @@ def check_text(args, writers, totals):
     for split, writer in writers.items():
         if not writer.n_tokens:
             raise UserError(
-                f"--val_fraction {args.val_fraction}: there is no text for {split} in the "
-                f"{writer.totals['empty_documents']} documents that fall to it; 0 makes no val."
+                f"--val_fraction {args.val_fraction}: there is no text for {split} in "
+                f"{many(totals['documents'], 'document')}; give more text or another fraction, of which 0 makes "
+                f"no val."
             )
 
 

@@ -8,6 +8,7 @@ if __name__ == "__main__":
 
     program.begin()
 
+import os
 import time
 
 from tokenizers import Regex, Tokenizer, models, trainers
@@ -16,11 +17,21 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from data.command_line import VAL_FRACTION, Parser, run, say_what_stands
 from data.encoding import encode_text
 from data.sources import open_source
-from data.sources.base import skipped, warn
+from data.sources.base import many, skipped, warn
 from data.sources.files import by_hash
 from data.sources.text import read_text
+from data.splits import ENDS, FEW, WHOLE, are_uneven, divide, hash_of
 from data.tokenization import PATTERN, dump_ranks, load_tokenizer
-from utils import UserError, check_place, is_remote, read_file, say, write_file
+from utils import (
+    LONG,
+    UserError,
+    check_number,
+    check_place,
+    is_remote,
+    read_file,
+    say,
+    write_file,
+)
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 # Characters. Training takes time quadratic in the longest word, such as a run of a million spaces.
@@ -28,22 +39,22 @@ PIECE = 10_000
 
 
 def candidates(source):
-    """(training, held-out) documents to sample from: all files, but only the first SAMPLE_BYTES of records."""
-    documents, size = {"train": [], "val": []}, 0
-    for split, document in source.read({}):
+    """The documents to sample from: all files, but only the first SAMPLE_BYTES of records."""
+    documents, size = [], 0
+    for document in source.read({}):
         if not any(document.lost):
-            documents[split].append(document)
+            documents.append(document)
         if document.text is not None:
             size += document.size
         if size >= SAMPLE_BYTES:
             break
-    return documents["train"], documents["val"]
+    return documents
 
 
-def text_of(document, limit, skip):
-    """The beginning of a document's text, "" where it cannot be read and skip is true. Raises UserError."""
+def text_of(document, skip):
+    """A document's text, "" where it cannot be read and skip is true. Raises UserError."""
     try:
-        return read_text(document, limit).text
+        return read_text(document).text
     except UserError as e:
         if not skip:
             raise
@@ -51,15 +62,25 @@ def text_of(document, limit, skip):
         return ""
 
 
-def sample(documents, limit, skip=False):
-    """The texts of the first documents by hash, so from all over them, `limit` bytes in all."""
-    texts = []
-    for document in by_hash(documents):
-        if limit <= 0:
+def sample(documents, skip=False):
+    """(texts to train on, held-out texts) of the first documents by hash, so from all over them.
+
+    None of the first is what data/tokenize_shards.py holds out by default: whole documents, or of a few their ends.
+    """
+    few = len(documents) < FEW
+    for validation in (WHOLE, ENDS):
+        training, held_out, sizes = [], [], [0, 0]  # in bytes
+        for document in by_hash(documents):
+            if sizes[0] >= SAMPLE_BYTES:
+                break
+            text = text_of(document, skip)
+            parts = divide(text, hash_of(text), VAL_FRACTION, validation)
+            training.append(parts[0][: SAMPLE_BYTES - sizes[0]])
+            held_out.append(parts[1][: max(0, SAMPLE_BYTES // 20 - sizes[1])])
+            sizes = [size + len(part.encode()) for size, part in zip(sizes, parts)]
+        if not few or not are_uneven(sizes, VAL_FRACTION):
             break
-        texts.append(text_of(document, limit, skip))
-        limit -= document.size
-    return texts
+    return training, held_out
 
 
 def train(texts, vocab_size):
@@ -117,13 +138,17 @@ def parse():
         help="number of tokens, with all 256 bytes and the end of text",
     )
     parser.add_argument(
-        "--output", required=True, help="file of ranks to write; its name must end in .tiktoken"
+        "--output",
+        required=True,
+        type=os.path.expanduser,
+        help="file of ranks to write; its name must end in .tiktoken",
     )
     args = parser.parse_args()
     if args.vocab_size < 257:
         raise UserError(
             f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text."
         )
+    check_number("vocab_size", args.vocab_size, most=LONG)
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if not is_remote(args.output):
@@ -133,14 +158,14 @@ def parse():
 
 def main():
     args, start = parse(), time.monotonic()
-    training, held_out = candidates(open_source(args, VAL_FRACTION))
-    texts = sample(training, SAMPLE_BYTES, args.skip_damaged)
-    if not any(texts):
+    documents = candidates(open_source(args))
+    training, held_out = sample(documents, args.skip_damaged)
+    if not any(training):
         raise UserError(
-            f"--source {args.source}: there is no text in its {len(training):,} documents; give another, "
-            f"or see that --text_column {args.text_column} is the column with the text."
+            f"--source {args.source}: there is no text in its {many(len(documents), 'document')}; give "
+            f"another, or see that --text_column {args.text_column} is the column with the text."
         )
-    tokenizer = train(texts, args.vocab_size - 1)
+    tokenizer = train(training, args.vocab_size - 1)
     most = tokenizer.get_vocab_size() + 1
     if most < args.vocab_size:
         raise UserError(
@@ -157,13 +182,11 @@ def main():
         raise UserError(f"--output {e}") from None
 
     say_what_stands(f"{args.output} is written")
-    texts = sample(held_out or training, SAMPLE_BYTES // 20, args.skip_damaged)
-    ratio = bytes_per_token(texts, load_tokenizer(args.output))
-    of = "held-out" if held_out else "its own"
+    ratio = bytes_per_token(held_out, load_tokenizer(args.output))
     seconds = time.monotonic() - start
     say(
-        f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of {of} text"
-        f"{compare(texts)}, {seconds:.1f} s"
+        f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of held-out text"
+        f"{compare(held_out)}, {seconds:.1f} s"
     )
 
 

@@ -147,7 +147,7 @@ def encode(batches, workers, start, *arguments):
         underway = deque()  # (future, position, bytes)
         n_bytes = 0
         for batch, position in batches:
-            size = sum(document.size for _, document in batch)
+            size = sum(document.size for document in batch)
             while underway and (
                 n_bytes + size > IN_FLIGHT * workers or len(underway) >= 4 * workers
             ):
@@ -161,11 +161,11 @@ def encode(batches, workers, start, *arguments):
 
 
 def cut(source, position):
-    """Yield (batch, position after it): the (split, document) pairs of the source from `position` on, in batches."""
+    """Yield (batch, position after it): the documents of the source from `position` on, in batches."""
     batch, size = [], 0
-    for item in source.read(position):
-        batch.append(item)
-        size += item[1].size
+    for document in source.read(position):
+        batch.append(document)
+        size += document.size
         if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
             yield batch, source.position
             batch, size = [], 0

@@ -20,8 +20,7 @@ import data.output
 import data.workers
 import utils
 from data import tokenization, tokenize_shards, train_tokenizer
-from data.sources.base import Document
-from data.sources.files import list_documents, split_documents
+from data.sources.files import list_documents
 from data.sources.text import read_text
 from training import locks
 
@@ -86,27 +85,31 @@ def source(tmp_path_factory):
 def ranks_file(source, tmp_path_factory):
     """A small tokenizer trained on the training part of `source`."""
     path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
-    documents, _ = split_documents(list_documents(str(source)), 0.1)
-    trained = train_tokenizer.train(train_tokenizer.sample(documents, 10**6), 299)
+    texts, _ = train_tokenizer.sample(list_documents(str(source)))
+    trained = train_tokenizer.train(texts, 299)
     path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
     return path
+
+
+def validates(text, val_fraction):
+    """Whether a document of this text is for validation."""
+    text_hash = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return int(text_hash, 16) < val_fraction * 2**64
 
 
 def reference(source, encoding, val_fraction):
     """What the shards must hold, by the plainest loop: {split: (token ids, documents, bytes, empty, replaced)}."""
     names = [p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file()]
     names = sorted(n for n in names if not any(part.startswith(".") for part in n.split("/")))
-    n_val = max(1, round(val_fraction * len(names))) if val_fraction else 0
-    val = sorted(names, key=lambda n: hashlib.sha256(n.encode()).hexdigest())[:n_val]
     result = {}
     for split in ("train", "val"):
         ids, counts = [], [0, 0, 0, 0]
         for name in names:
-            if (name in val) != (split == "val"):
-                continue
             content = (source / name).read_bytes()
             wide = {"utf-16.txt": "utf-16", "big-endian.txt": "utf-16"}
             text = content.decode(wide.get(name, "utf-8-sig"), errors="replace")
+            if validates(text, val_fraction) != (split == "val"):
+                continue
             if text:
                 ids += [encoding.eot_token, *encoding.encode_ordinary(text)]
             valid = name not in ("invalid.bin", "latin-1.txt")
@@ -468,13 +471,16 @@ def test_a_file_of_ranks_is_not_replaced(source, tmp_path, capsys, monkeypatch):
 def test_training(source, tmp_path, capsys, monkeypatch):
     """The same file on each run, as large as asked, from the training part alone."""
     written = []
-    held_out = split_documents(list_documents(str(source)), 0.1)[1]
+    held_out = [d for d in list_documents(str(source)) if validates(read_text(d).text, 0.1)]
+    assert held_out
     for i in range(3):
         copy, path = tmp_path / f"source{i}", tmp_path / f"ranks{i}.tiktoken"
         shutil.copytree(source, copy)
         if i == 2:
-            for document in held_out:
-                (copy / document.name).write_text("zyzzyva " * 100)
+            for k, document in enumerate(held_out):
+                others = (f"zyzzyva {k} {n} " * 30 for n in range(10**6))
+                text = next(text for text in others if validates(text, 0.1))
+                (copy / document.name).write_text(text)
         flags = ["--source", copy, "--vocab_size", 300, "--output", path]
         status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
         assert (status, err, out.count("\n")) == (0, "", 1) and "held-out" in out
@@ -487,15 +493,15 @@ def test_training(source, tmp_path, capsys, monkeypatch):
     assert (encoding.n_vocab, encoding.eot_token) == (300, 299)
 
 
-def test_tiktoken_encodes_as_the_training_library(source, tmp_path):
+def test_tiktoken_encodes_as_the_training_library(source, tmp_path, monkeypatch):
     """On the documents it was trained on, on others, and on hostile ones."""
-    train, val = split_documents(list_documents("stdlib"), 0.1)
-    trained = train_tokenizer.train(train_tokenizer.sample(train, 300_000), 1000)
+    monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 300_000)
+    train, val = train_tokenizer.sample(list_documents("stdlib"))
+    trained = train_tokenizer.train(train, 1000)
     path = tmp_path / "check.tiktoken"
     path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
     encoding = tokenization.load_tokenizer(str(path))
-    texts = train_tokenizer.sample(train, 300_000) + train_tokenizer.sample(val, 300_000)
-    texts += [read_text(d)[0] for d in list_documents(str(source))]
+    texts = train + val + [read_text(d)[0] for d in list_documents(str(source))]
     for text in texts:
         assert trained.encode(text).ids == encoding.encode_ordinary(text)
 
@@ -528,17 +534,7 @@ def test_the_standard_library():
     names = [d.name for d in documents]
     assert names == sorted(set(names)) and {"os.py", "json/decoder.py"} <= set(names)
     assert all(n.endswith(".py") and "site-packages" not in n for n in names)
-    train, val = split_documents(documents, 0.1)
-    assert len(val) == round(0.1 * len(documents)) and sorted(train + val) == documents
     assert sum(d.size for d in documents) > 10**7
-
-
-@pytest.mark.parametrize(
-    "n, fraction, n_val", [(1, 0.5, 0), (2, 0.1, 1), (10, 0, 0), (10, 0.25, 2), (2, 0.99, 1)]
-)
-def test_split_sizes(n, fraction, n_val):
-    train, val = split_documents([Document(str(i), "", 1) for i in range(n)], fraction)
-    assert (len(train), len(val)) == (n - n_val, n_val)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------
@@ -638,7 +634,7 @@ def test_a_source_without_text(tmp_path, capsys, monkeypatch):
 def test_from_the_command_line(tmp_path):
     """Both programs from another folder, in a process of their own, on every core; then with a mistake."""
     write_files(
-        tmp_path, {f"text/{i}.txt": b"some words of text, some more words " * 50 for i in range(4)}
+        tmp_path, {f"text/{i}.txt": b"%d words of text, more words " % i * 50 for i in range(20)}
     )
     python = [sys.executable, str(ROOT / "data" / "train_tokenizer.py")]
     flags = ["--source", "text", "--vocab_size", "270", "--output", "made/x.tiktoken"]

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
-import fsspec
 import tyro
 
 import utils
@@ -72,7 +71,7 @@ def about(checkpoints, step):
         known["date"] = checkpoints.manager.metadata(step).commit_timestamp_nsecs / 1e9
     except Exception:  # whatever a damaged file makes the libraries raise; `verify` says what
         pass
-    fs, there = fsspec.core.url_to_fs(folder)
+    fs, there = utils.filesystem(folder)
     return known | {"size": fs.du(there)}
 
 

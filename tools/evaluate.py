@@ -74,7 +74,7 @@ def texts(path, column):
         yield decode(content)[0]
     elif remote or os.path.exists(path) or glob.glob(path, recursive=True):
         source = Namespace(source=path, config=None, split="train", text_column=column)
-        for _, document in sources.open_source(source, 0).read({}):
+        for document in sources.open_source(source).read({}):
             yield read_text(document)[0]
     else:
         raise UserError(f"--data {path}: there is no such file or folder.")

@@ -11,10 +11,8 @@ import socket
 import sys
 import time
 
-import fsspec
-
 from training import interrupts
-from utils import UserError, is_remote, persist, read_file, remove_parts, say
+from utils import UserError, filesystem, is_remote, persist, read_file, remove_parts, say
 
 LOCK = "lock"  # the file in a folder that tells which process writes there
 BEGINNING = b'{"host": '  # of every such file
@@ -139,7 +137,7 @@ def missing_folders(path):
 
 def lock_object(path, me, in_use):
     """`lock_file` of a remote folder, by an object."""
-    fs, there = fsspec.core.url_to_fs(path)
+    fs, there = filesystem(path)
     content = json.dumps(me).encode()
     left = read_file(path)
     if left is not None and not is_gone(holder_in(left), me):

@@ -10,13 +10,11 @@ import sys
 import zlib
 from typing import NamedTuple
 
-import pyarrow
 from tqdm import tqdm
 
+from data.sources.text import DAMAGE, check_length
 from utils import UserError, first_line, is_remote, persist
 
-# what reading a damaged file raises
-DAMAGE = (OSError, EOFError, UnicodeError, pyarrow.ArrowException)
 SHOWN = 3  # warnings of one kind that are printed; the rest are counted
 
 
@@ -28,7 +26,7 @@ class Lost(NamedTuple):
 
 
 class Document(NamedTuple):
-    name: str  # path relative to the source, with forward slashes, or number: order and split depend on it alone
+    name: str  # path relative to the source, with forward slashes, or number: the order depends on it alone
     path: str  # "" where `text` holds the document
     size: int  # bytes of the file, or characters of the text
     text: str | None = None
@@ -45,15 +43,16 @@ class File(NamedTuple):
 
 
 class Warnings:
-    """Prints warnings on stderr, at most SHOWN of each kind."""
+    """Prints warnings on stderr, at most SHOWN of each kind, and none twice: a source may be read twice."""
 
     def __init__(self):
-        self.counts = {}
+        self.shown = {}
 
     def __call__(self, kind, words):
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        if self.counts[kind] <= SHOWN:
-            more = " (further ones like it are only counted)" if self.counts[kind] == SHOWN else ""
+        shown = self.shown.setdefault(kind, [])
+        if len(shown) < SHOWN and words not in shown:
+            shown.append(words)
+            more = " (further ones like it are only counted)" if len(shown) == SHOWN else ""
             tqdm.write(f"warning: {words}{more}", file=sys.stderr)
 
 
@@ -126,11 +125,9 @@ class Source:
     """Documents in an order that never changes, and what tells whether its files have changed since they were read.
 
     A subclass has
-        read(position)   yields (split, document) from `position` on, {} for the beginning. After each, self.position
-                         says where the next one begins: a dict for JSON, in which "documents" counts documents and
-                         "done" units.
+        read(position)   yields documents from `position` on, {} for the beginning. After each, self.position says where
+                         the next one begins: a dict for JSON, in which "documents" counts documents and "done" units.
         crc32(i, position)   CRC-32 of file i as it is now, as far as it was read up to `position`
-        splits           ("train",) or ("train", "val")
         identity         {setting: value} of the manifest; shards of another identity are other shards
         unit, total      of the progress bar; total is None where nothing tells
     """
@@ -154,8 +151,8 @@ class Source:
         return self.stamps(len(crc32s)) | {"crc32s": crc32s}
 
     def names_sha256(self, n):
-        """Hash of the names that must stay once n files were read: of all, since the split depends on all."""
-        return listing_sha256((f.name, "") for f in self.files)
+        """Hash of the names that must stay once n files were read: further ones may come and go."""
+        return listing_sha256((f.name, "") for f in self.files[:n])
 
     def compare(self, seen, position, advice):
         """Take over what an earlier run has `seen` up to `position`.
@@ -218,13 +215,11 @@ class Records(Source):
     endings = ()
     unit = "B"
 
-    def __init__(self, fs, files, column, val_fraction, skip):
+    def __init__(self, fs, files, column, skip):
         """files: {path: what the file system `fs` says of it}; column: the one that holds the text."""
         super().__init__([File(p, i["size"] or 0, stamp_of(i)) for p, i in files.items()], skip)
         self.fs = fs
         self.column = column
-        self.val_fraction = val_fraction
-        self.splits = ("train", "val") if val_fraction else ("train",)
         listing = listing_sha256((f.name, f.size) for f in self.files)
         self.identity = {"source_listing_sha256": listing, "text_column": column}
 
@@ -237,24 +232,18 @@ class Records(Source):
         return sum(f.size for f in self.files[:file])
 
     def read(self, position):
-        """Yield (split, document) from `position` on; self.position then says where the next document begins."""
-        n = position.get("documents", 0)
+        """Yield documents from `position` on; self.position then says where the next one begins."""
+        n, crc32 = position.get("documents", 0), position.get("crc32", 0)
         first, begin = position.get("file", 0), position.get("line", 0)
-        crc32 = position.get("crc32", -1 if n else 0)  # earlier versions wrote none
-        self.crc32s += [-1] * (first - len(self.crc32s))
         del self.crc32s[first:]
         for file in range(first, len(self.files)):
             try:
                 for entry in self.entries(file, begin):
-                    if crc32 >= 0:
-                        crc32 = zlib.crc32(entry.content, crc32)
-                    if isinstance(entry.text, Lost):
-                        item = "train", lost_document(entry.text)
-                    else:
-                        item = record(n, entry.text, self.val_fraction)
-                        n += 1
+                    crc32 = zlib.crc32(entry.content, crc32)
+                    document = record(n, entry.text)
+                    n += not any(document.lost)
                     self._stand_at(n, entry.done, file, entry.number, crc32)
-                    yield item
+                    yield document
                 self.crc32s.append(crc32)
             except (UserError, *DAMAGE) as e:
                 name = self.files[file].name
@@ -262,7 +251,7 @@ class Records(Source):
                 lost = self.damaged(self.cannot_be_read(name, e), files=1)
                 self.crc32s.append(crc32)
                 self._stand_at(n, self.before(file + 1), file + 1, 0, 0)
-                yield "train", lost_document(lost)
+                yield record(n, lost)
             begin = crc32 = 0
 
     def _stand_at(self, documents, done, file, line, crc32):
@@ -280,10 +269,6 @@ class Records(Source):
         if position["line"]:
             crc32s = [*crc32s, position["crc32"]]
         return self.stamps(len(crc32s)) | {"crc32s": crc32s}
-
-    def names_sha256(self, n):
-        """Hash of the names that must stay once n files were read: further ones may come and go."""
-        return listing_sha256((f.name, "") for f in self.files[:n])
 
     def crc32(self, i, position):
         """CRC-32 of file i's records as they are now, of those before `position` where it lies in that file.
@@ -303,20 +288,16 @@ class Records(Source):
         return crc32 if last in (None, number) else None
 
 
-def lost_document(lost):
-    """A document without text that tells what is lost."""
-    return Document("", "", 0, "", lost)
-
-
-def record(i, text, val_fraction):
-    """(split, document) of record i of a source. Its split depends on its number alone, wherever a reader begins."""
-    fraction = int.from_bytes(hashlib.sha256(b"%d" % i).digest()[:8], "big") / 2**64
-    split = "val" if fraction < val_fraction else "train"
-    return split, Document(str(i), "", len(text or ""), text or "")
+def record(i, text):
+    """The Document of record i of a source; where `text` is a Lost, one that has no text and tells what is lost."""
+    if isinstance(text, Lost):
+        return Document("", "", 0, "", text)
+    return Document(str(i), "", len(text or ""), text or "")
 
 
 def text_in(row, column, where):
-    """The text of a record, a str or None. Raises UserError, with `where` it stands, where the record has none."""
+    """The text of a record, a str or None. Raises UserError, with `where` it stands, where the record has none or too
+    much."""
     has = "it is no object"
     if isinstance(row, dict):
         has = f"its columns are {', '.join(map(str, row))}"
@@ -327,4 +308,5 @@ def text_in(row, column, where):
         raise UserError(
             f"--text_column {column}: {where} holds {type(text).__name__} there, not text."
         )
+    check_length(len(text or ""), where)
     return text

@@ -2,11 +2,9 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import fsspec
-
-from data.sources.base import Source, lost_document, record, text_in
+from data.sources.base import Source, record, text_in
 from data.sources.parquet import Tables
-from utils import UserError, first_line
+from utils import UserError, filesystem, first_line
 
 
 class Rows(Source):
@@ -14,26 +12,24 @@ class Rows(Source):
 
     unit = " documents"
 
-    def __init__(self, column, val_fraction, skip, *args, **kwargs):
+    def __init__(self, column, skip, *args, **kwargs):
         """args and kwargs: those of datasets.load_dataset."""
         import datasets  # takes a second
 
         super().__init__([], skip)
         self.column = column
-        self.val_fraction = val_fraction
-        self.splits = ("train", "val") if val_fraction else ("train",)
         self.identity = {"text_column": column}
         self.stream = datasets.load_dataset(*args, **kwargs, streaming=True)
         split = (self.stream.info.splits or {}).get(kwargs["split"])
         self.total = (split.num_examples or None) if split else None
         if self.stream.column_names and column in self.stream.column_names:
             self.stream = self.stream.select_columns([column])
+        self.start = self.stream.state_dict()
 
     def read(self, position):
-        """Yield (split, document) from `position` on; self.position then says where the next document begins."""
+        """Yield documents from `position` on; self.position then says where the next one begins."""
         n = position.get("documents", 0)
-        if n:
-            self.stream.load_state_dict(position["state"])
+        self.stream.load_state_dict(position.get("state", self.start))
         rows = iter(self.stream)
         while True:
             try:
@@ -44,18 +40,18 @@ class Rows(Source):
                 message = f"--source: document {n} cannot be read ({first_line(e)})."
                 raise UserError(message) from None
             try:
-                item = record(n, text_in(row, self.column, f"document {n}"), self.val_fraction)
+                document = record(n, text_in(row, self.column, f"document {n}"))
                 n += 1
             except UserError as e:
-                item = "train", lost_document(self.damaged(e, records=1))
+                document = record(n, self.damaged(e, records=1))
             self.position = {"documents": n, "done": n, "state": self.stream.state_dict()}
-            yield item
+            yield document
 
 
 def open_dataset(name, config, split, *settings):
     """The rows of a dataset of the hub, at the revision that is its newest now. Raises UserError.
 
-    settings: the text column, the fraction of validation and --skip_damaged.
+    settings: the text column and --skip_damaged.
     """
     import datasets
     import huggingface_hub
@@ -82,7 +78,7 @@ def open_dataset(name, config, split, *settings):
 
 def find_files(urls):
     """(file system, {path: what it says of the file}) of addresses."""
-    fs = fsspec.core.url_to_fs(urls[0])[0]
+    fs = filesystem(urls[0])[0]
     with ThreadPoolExecutor(16) as pool:
         infos = list(pool.map(fs.info, urls))
     return fs, {fs._strip_protocol(url): info for url, info in zip(urls, infos)}

@@ -3,15 +3,10 @@
 import codecs
 import io
 import json
-import os
-
-import pyarrow
 
 from data.sources.base import Entry, Records, text_in, warn
-from data.sources.text import wide_encoding
+from data.sources.text import check_length, decompressed, lines, wide_encoding
 from utils import UserError
-
-COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 
 
 class Lines(Records):
@@ -31,21 +26,17 @@ class Lines(Records):
 
     def _lines(self, raw, path):
         """The lines, in UTF-8, of an open file in UTF-8 or, with a byte order mark, in UTF-16 or UTF-32."""
-        compression = COMPRESSION.get(os.path.splitext(path)[1])
-        stream = pyarrow.CompressedInputStream(raw, compression) if compression else raw
-        # where a file is torn, what is in this buffer is lost
-        stream = io.BufferedReader(stream, 1 << 16)
-        if compression and not stream.peek(1) and not raw.tell():
-            raise EOFError("no bytes are in it, not even those of an empty archive")
+        stream = decompressed(raw, path)
         encoding = wide_encoding(stream.peek(4))
         if encoding is None:
-            return stream
+            return lines(stream)
         warn("wide", f"{path} is {encoding.upper()} and is read as such")
-        return (line.encode() for line in io.TextIOWrapper(stream, encoding, newline="\n"))
+        return (line.encode() for line in lines(io.TextIOWrapper(stream, encoding, newline="\n")))
 
     def _text(self, line, where):
         """The text of a line, or the Lost of a damaged one."""
         try:
+            check_length(len(line), where, self.advice)
             # bytes that are not UTF-8 become lone surrogates, which read_text replaces and counts
             row = json.loads(line.decode(errors="surrogateescape"))
             return text_in(row, self.column, where)
@@ -53,4 +44,7 @@ class Lines(Records):
             return self.damaged(e, records=1)
         except (ValueError, RecursionError) as e:
             error = UserError(f"--source: {where} is not JSON ({e}){self.advice}.")
+            return self.damaged(error, records=1)
+        except MemoryError:  # a list of empty lists takes twenty times its bytes
+            error = UserError(f"--source: {where} does not fit into memory{self.advice}.")
             return self.damaged(error, records=1)

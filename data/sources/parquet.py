@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow
 import pyarrow.parquet
 
-from data.sources.base import DAMAGE, Entry, Records
+from data.sources import text
+from data.sources.base import Entry, Records
+from data.sources.text import DAMAGE, check_length
 from utils import UserError
 
 # Arrow's types of a column that holds text
@@ -64,19 +66,10 @@ class Tables(Records):
         """Rows of the files before number `file`."""
         return sum(sum(groups) for groups in self.groups[:file] if isinstance(groups, list))
 
-    def read(self, position):
-        """As of any records; a position of an earlier version tells the number of rows alone."""
-        if position and "file" not in position:
-            n = position["documents"]
-            ends = [self.before(i + 1) for i in range(len(self.files))]
-            file = sum(end <= n for end in ends)
-            position = position | {"file": file, "line": n - self.before(file)}
-        return super().read(position)
-
     def entries(self, file, first):
         """Yield an Entry for each row of file number `file` from row `first` on.
 
-        content is the text in UTF-8, or b"\\0" for none.
+        content is the cell's bytes, b"\0" for none and b"" for one that is too long.
         """
         path, groups, before = self.files[file].name, self.groups[file], self.before(file)
         if isinstance(groups, UserError):
@@ -89,26 +82,36 @@ class Tables(Records):
                 if end <= first:
                     continue
                 try:
-                    for row, text in enumerate(self._texts(table, group), row + 1):
+                    for row, cell in enumerate(self._cells(table, group), row + 1):
                         if row > first:
-                            content = b"\0" if text is None else text.encode(errors="surrogatepass")
+                            content, text = self._read(cell, f"row {row} of {path}")
                             yield Entry(row, before + row, content, text)
                 except DAMAGE as e:
                     error = self.cannot_be_read(f"row group {group} of {path}", e)
                     lost = self.damaged(error, records=end - max(row, first))
                     yield Entry(end, before + end, b"", lost)
 
-    def _texts(self, table, group):
-        """Yield the texts of a row group; bytes that are not UTF-8 become lone surrogates."""
+    def _cells(self, table, group):
+        """Yield the cells of a row group as pyarrow.Buffers, None for an empty one."""
+        size = table.metadata.row_group(group).total_byte_size
+        # a dictionary may hold one long text for all rows: only so many are read at once as have room even then
+        n_rows = min(100, max(1, text.LONGEST // max(1, size)))
         batches = table.iter_batches(
-            row_groups=[group], columns=[self.column], use_threads=False, batch_size=100
+            row_groups=[group], columns=[self.column], use_threads=False, batch_size=n_rows
         )
         for batch in batches:
-            column = batch.column(0)
-            try:
-                yield from column.to_pylist()
-            except UnicodeDecodeError:
-                if pyarrow.types.is_dictionary(column.type):
-                    column = column.dictionary_decode()
-                for content in column.cast(pyarrow.large_binary()).to_pylist():
-                    yield None if content is None else content.decode(errors="surrogateescape")
+            for cell in batch.column(0):
+                if isinstance(cell, pyarrow.DictionaryScalar):
+                    cell = cell.value
+                yield cell.as_buffer() if cell.is_valid else None
+
+    def _read(self, cell, where):
+        """(content, text) of a cell; bytes that are not UTF-8 become lone surrogates."""
+        if cell is None:
+            return b"\0", None
+        try:
+            check_length(cell.size, where, self.advice)
+        except UserError as e:
+            return b"", self.damaged(e, records=1)
+        content = cell.to_pybytes()
+        return content, content.decode(errors="surrogateescape")
