@@ -356,7 +356,15 @@ class Output:
         self.source.compare(seen, position, advice)
 
     def begin_again(self, validation, writers):
-        """Remove the shards that were just made of the whole source, and begin anew with another way of validation."""
+        """Remove the shards that were just made of the whole source, and begin anew with another way of validation.
+
+        Raises UserError, before it removes any, where one has another content by now.
+        """
+        for writer in writers.values():
+            for shard in writer.shards:
+                path = os.path.join(writer.folder, shard["name"])
+                if sha256_of(path) != shard["sha256"]:
+                    raise foreign(path)
         progress = os.path.join(self.root, "progress.npz")
         if self.fs.exists(progress):
             self.fs.rm_file(progress)

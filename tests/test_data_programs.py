@@ -334,6 +334,7 @@ OF_OTHERS = {  # files that a run would replace, or that readers would take for 
     "unfinished.json": b"{}",
     "unfinished.json ": b"[1]",
     "tokenizer.tiktoken": b"YQ== 0\n",
+    "lock": b"notes",
 }
 HARMLESS = {
     "train/keep.txt": b"a",
@@ -433,6 +434,25 @@ def test_what_others_put_between_two_runs_stays(source, ranks_file, output, caps
             fs.rm_file(path)
         assert tokenize(at)[0] == 0
         assert in_storage(at) == whole
+
+
+def test_shards_that_are_made_anew_are_removed_by_their_content(
+    source, ranks_file, output, tmp_path, capsys, monkeypatch
+):
+    """Where there are too few documents for validation, what was made of them goes, but nothing else of that name."""
+    (tmp_path / "one.txt").write_bytes((source / "p" / "00.txt").read_bytes() * 30)
+    flags = tokenize_flags(tmp_path / "one.txt", output, ranks_file)
+    begin_again = data.output.Output.begin_again
+
+    def replaced(self, validation, writers):
+        utils.write_file(f"{output}/train/000000.npy", npy(9))
+        begin_again(self, validation, writers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data.output.Output, "begin_again", replaced)
+        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert status == 2 and "train/000000.npy is in the way" in err, err
+    assert in_storage(output)["/train/000000.npy"] == npy(9)
 
 
 def test_another_start_after_an_early_end(source, ranks_file, output, capsys, monkeypatch):

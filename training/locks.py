@@ -15,6 +15,7 @@ from training import interrupts
 from utils import UserError, filesystem, is_remote, persist, read_file, remove_parts, say
 
 LOCK = "lock"  # the file in a folder that tells which process writes there
+BEGINNING = b'{"host": '  # of every such file
 
 
 def process_began(pid):
@@ -103,7 +104,8 @@ def lock_file(path, me, in_use):
         dropped = system_lock(file)
         file.seek(0)
         left = file.read()
-        if dropped is False or (left and not is_gone(holder_in(left), me, dropped)):
+        foreign = not BEGINNING.startswith(left[: len(BEGINNING)])  # some user's file of that name
+        if dropped is False or foreign or (left and not is_gone(holder_in(left), me, dropped)):
             raise in_use(left, dropped is False)
 
     def release():
