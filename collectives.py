@@ -317,7 +317,8 @@ def to_owners(x, rows, columns, copies, sharers):
         return x
     R, C = lax.axis_size(rows), lax.axis_size(columns)
     x = x.reshape(R * C, -1, *x.shape[1:])  # [owner, matrices, r, c]
-    x = lax.all_to_all(x, rows + columns, 0, 0)  # [block, matrices, r, c]
+    # Its slices must not become the arrays that it was joined of: XLA:CPU sends slices, all of one layout.
+    x = lax.all_to_all(lax.optimization_barrier(x), rows + columns, 0, 0)  # [block, matrices, r, c]
     _, n, r, c = x.shape
     x = x.reshape(R, C, n, r, c).transpose(2, 0, 3, 1, 4)
     return x.reshape(n, R * r, C * c)

@@ -83,6 +83,8 @@ class Corpus:
     def _check(self, shard):
         for start in range(0, shard.length, BLOCK):
             shard.read(start, min(start + BLOCK, shard.length), self.vocab_size)
+        if manifest.CHECKSUM not in self.manifest:  # which could hold anything else, too
+            shard.check_sha256()
 
     def _find_tokenizer(self, cfg, root):
         """Name or file of the tokenizer; "" where neither the manifest nor --tokenizer names it."""

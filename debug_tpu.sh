@@ -20,15 +20,18 @@ source tools/cluster/cluster.sh
 type tmux >/dev/null 2>&1 || die "tmux is not installed on this machine."
 for name in $SECRETS; do unset "$name"; done # tmux would show them to all who ask for its environment
 
-session=debug-${SESSION:?}
+session=debug-${SESSION//./_} # tmux allows no dots
 ! tmux has-session -t "=$session" 2>/dev/null ||
   die "tmux session $session is there already: tmux attach -t $session, or tmux kill-session -t $session."
+
+# there PATH: print it quoted but for ~/ at its beginning, which the shell on the host replaces.
+there() { if [[ $1 == \~/* ]]; then echo \~/"$(quoted "${1:2}")"; else quoted "$1"; fi; }
 
 # panes WINDOW COMMAND: a pane per host. %h in the command is the host; a shell stays when it ends.
 panes() {
   local window=$1 host remote pane
   for host in "${hosts[@]}"; do
-    remote="cd $(quoted "${FOLDER//%h/$host}") 2>/dev/null; ${2//%h/$host}; exec \$SHELL"
+    remote="cd $(there "${FOLDER//%h/$host}") 2>/dev/null; ${2//%h/$host}; exec \$SHELL"
     # a pane whose connection fails or ends stays, and shows why
     pane="$(quoted "${ssh[@]}" -t -- "$host" "exec bash -c $(quoted "$remote")"); read -r _"
     if ! tmux has-session -t "=$session" 2>/dev/null; then
@@ -44,7 +47,7 @@ panes() {
 }
 
 panes run "${1:-tail -n 100 -F ~/.moe-pretraining/$SESSION/%h/log}"
-tpu_info=$(quoted "$VENV/bin/tpu-info")
+tpu_info=$(there "$VENV/bin/tpu-info")
 panes devices "while :; do clear; hostname; $tpu_info 2>/dev/null || tpu-info 2>/dev/null || nvidia-smi 2>/dev/null || echo no tpu-info, no nvidia-smi; sleep 5; done"
 [[ ! -t 1 ]] || exec tmux attach -t "=$session"
 echo "tmux attach -t $session"

@@ -21,7 +21,8 @@ depends on devices, data or weights is checked when main.py starts; so is everyt
   --status       what each host does, with the last telling line of its log
   --logs [HOST]  the last 100 lines of every host's log, or of one's
   --logs -f [HOST]  the same, and new lines as they are written, each after its host's name; Ctrl-C ends it
-  --stop         SIGTERM: all write one checkpoint and end
+  --stop         SIGTERM: all write one checkpoint and end; what still runs after STOP_TIMEOUT is ended by SIGKILL, and
+                 the exit status is 137
   --attach HOST  look into the tmux session there (detach: Ctrl-b d)
 
 The launcher changes and removes only files that it put into FOLDER. With --sync, changes that somebody made to them are
@@ -76,12 +77,13 @@ take_back() {
 }
 
 # on_all TITLE STEP WORD...: run `run.sh STEP HOST WORD...` for all hosts at once and print a table of the results. Sets
-# `failed` to the hosts that failed. With FIRST=1 it returns as soon as one fails.
+# `failed` to the hosts that failed. With FIRST=1 it returns as soon as one fails. Returns 137 where all that failed is
+# that runs had to be ended by SIGKILL.
 on_all() {
-  local title=$1 step=$2 i pid status
+  local title=$1 step=$2 i pid status result=0
   shift 2
   pids=() failed=()
-  declare -A index=()
+  declare -A index=() words=()
   for i in "${!hosts[@]}"; do
     start_job bash run.sh "$step" "${hosts[i]}" "$@" >"$tmp/$i" 2>"$tmp/$i.error"
     pids[i]=$! index[$!]=$i
@@ -91,21 +93,24 @@ on_all() {
     wait -n -p pid "${pids[@]}" || status=$?
     i=${index[$pid]}
     unset "pids[i]"
-    ((status == 0)) || failed+=("$i")
+    if ((status)); then
+      failed+=("$i")
+      words[$i]=FAILED
+      if ((status == 137 && result != 1)); then result=137; else result=1; fi
+      if ((status == 137)); then words[$i]=KILLED; fi
+    fi
     [[ -z ${FIRST:-} || ${#failed[@]} == 0 ]] || break
   done
   printf '%-8s %-24s %s\n' "$title" host ''
   for i in "${!hosts[@]}"; do
-    status=ok
-    [[ " ${failed[*]} " != *" $i "* ]] || status=FAILED
-    [[ -z ${pids[i]:-} ]] || status=waiting
-    printf '%-8s %-24s %s\n' "$status" "${hosts[i]}" "$(tail -n 1 "$tmp/$i")"
+    [[ -z ${pids[i]:-} ]] || words[$i]=waiting
+    printf '%-8s %-24s %s\n' "${words[$i]:-ok}" "${hosts[i]}" "$(tail -n 1 "$tmp/$i")"
   done
   for i in "${failed[@]}"; do
     grep -qF "error: ${hosts[i]}: " "$tmp/$i.error" || echo "error: ${hosts[i]}: run.sh $step failed:" >&2
     tail -n 20 "$tmp/$i.error" >&2
   done
-  ((${#failed[@]} == 0))
+  return "$result"
 }
 
 # snapshot: set COMMIT to a commit of the files as they are here. It is stored in $tmp, and the repository does not
@@ -147,26 +152,10 @@ a_host() { [[ " ${hosts[*]} " == *" $1 "* ]] || die "$1: must be one of HOSTS ($
 
 # meant WORD: print the launcher's option that the word is, or that it differs from by a letter or two.
 meant() {
-  local word=${1%%=*}
-  WORD=${word//-/_} awk -v names="sync restart max_restarts status logs stop attach" '
-    function least(a, b) { return a < b ? a : b }
-    function distance(a, b, i, j, d, same) { # Levenshtein, and neighbors that changed places
-      for (i = 0; i <= length(a); i++) d[i, 0] = i
-      for (j = 0; j <= length(b); j++) d[0, j] = j
-      for (i = 1; i <= length(a); i++) for (j = 1; j <= length(b); j++) {
-        same = substr(a, i, 1) == substr(b, j, 1)
-        d[i, j] = least(least(d[i - 1, j], d[i, j - 1]) + 1, d[i - 1, j - 1] + !same)
-        if (i > 1 && j > 1 && substr(a, i - 1, 2) == substr(b, j, 1) substr(b, j - 1, 1))
-          d[i, j] = least(d[i, j], d[i - 2, j - 2] + 1)
-      }
-      return d[length(a), length(b)]
-    }
-    BEGIN {
-      word = ENVIRON["WORD"]
-      sub(/^_*/, "", word)
-      n = split(names, name, " ")
-      for (k = 1; k <= n; k++) if (distance(word, name[k]) <= (length(name[k]) > 5) + 1) { print "--" name[k]; exit }
-    }'
+  local word=${1%%=*} far name
+  word=${word//-/_}
+  read -r far name < <(nearest 1 "${word#__}" sync restart max_restarts status logs stop attach)
+  ((far > (${#name} > 5) + 1)) || echo "--$name"
 }
 
 # none_meant WORD...: fail if an option of this script, or a mistyped one, stands among the flags of main.py.
@@ -250,16 +239,16 @@ while :; do
     --restart) export RESTART=1 ;;
     --max_restarts)
       [[ ${2:-} =~ ^[0-9]+$ ]] || die "--max_restarts ${2:-without a number}: a whole number must follow it."
-      export MAX_RESTARTS=$2
+      MAX_RESTARTS=$2
+      whole MAX_RESTARTS 0
       shift
       ;;
     *) break ;;
   esac
   shift
 done
-[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number."
 (($# == 0)) || none_meant "$@"
-export LAUNCH=$$-$EPOCHSECONDS
+export LAUNCH=$EPOCHSECONDS-$SRANDOM
 if [[ -n ${SYNC:-} ]]; then
   snapshot
 else
@@ -284,7 +273,7 @@ parse_here() {
 parse_here "$@" || exit
 on_all check --check || exit
 on_all flags --flags "$@" || exit
-[[ -z ${RESTART:-} ]] || on_all stop --stop || exit
+[[ -z ${RESTART:-} ]] || on_all stop --stop || (($? == 137)) || exit
 on_all code --code || exit
 on_all setup --setup || exit
 launched=$LAUNCH

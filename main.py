@@ -3,10 +3,12 @@
 python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local does this and all before it)
 """
 
-from training import interrupts, packages
+from training import interrupts
 
 if __name__ in ("__main__", "__mp_main__"):
     interrupts.at_once(interrupts.NOTHING_LOST)
+    from training import packages
+
     packages.check()
 
 import contextlib
@@ -17,7 +19,6 @@ import os
 import re
 import sys
 import time
-import traceback
 
 import utils
 from training import command_line, platforms
@@ -123,6 +124,7 @@ def train(cfg, given, load_weights):
         say(f"nothing to do: --training_steps {cfg.run.training_steps} is reached")
         checkpoints.close()
         return 0
+    on_main_process(lambda: settings.tell_schedule(cfg))
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     profile = Profile(cfg, step)
@@ -432,7 +434,7 @@ def end_at_once(error):
     elif is_loss(error):
         end_for_loss()
     else:
-        traceback.print_exception(error)
+        sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()
     if jax.process_index() == 0:

@@ -574,10 +574,10 @@ def update_router_bias(params, load, rate):
 
 
 def move_bias(layers, load, rate):
-    """A stack's parameters with its router bias moved, unless it has no router."""
+    """A stack's parameters with its router bias moved, if it has one."""
     if "layer" in layers:  # of a multi-token predictor, which holds a layer
         return layers | {"layer": move_bias(layers["layer"], load, rate)}
-    if "router" not in layers:
+    if not {"router", "bias"} <= layers.keys():
         return layers
     bias = layers["bias"] + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
     return layers | {"bias": bias}

@@ -92,7 +92,7 @@ begin() {
 on_a_host() {
   local method=commit
   [[ -z ${SYNC:-} ]] || method=files
-  LAUNCH=${LAUNCH:-$$-$EPOCHSECONDS}
+  LAUNCH=${LAUNCH:-$EPOCHSECONDS-$SRANDOM}
   if [[ $step == @(all|--check) ]]; then on_host "$host" preflight "$method" "${RESTART:-}" | clock; fi
   if [[ $step == @(all|--flags) ]]; then parse "$@"; fi
   if [[ $step == @(all|--code) ]]; then send; fi
@@ -189,7 +189,6 @@ case ${1:-} in
 esac
 
 source tools/cluster/cluster.sh
-[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS=$MAX_RESTARTS: must be a whole number."
 step=all
 case ${1:-} in
   --check | --flags | --code | --setup | --start | --state | --log | --stop)

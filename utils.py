@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import functools
 import glob
 import json
+import logging
 import math
 import os
 import random
@@ -20,6 +22,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -69,9 +72,40 @@ def complaint(said, argv, known):
         for flag in flags_in(argv):
             if flag.replace("-", "_") not in exact and (near := nearest(flag, known)):
                 return f"{flag}: there is no such flag{near}; see --help."
+    argument = re.search(r"(?:argument|parsing) '?([\w-]+)", said)
     if choice := re.search(r"invalid choice:? '(.*?)'.*\((?:choose from )?(.*)\)", said):
-        said += nearest(choice[1], [word.strip("'\" ") for word in choice[2].split(",")])
-    return f"{said}; see --help."
+        words = [word.strip("'\" ") for word in choice[2].split(",")]
+        near = nearest(choice[1], words)
+        said = f"{argument[1]} {choice[1]}: must be one of {', '.join(words)}{near}"
+    elif few := re.search(r"expected (.*?) (?:values|arguments?)$", said, re.IGNORECASE):
+        said = f"{argument[1]}: must have {few[1]} value{'s' * (few[1] not in ('1', 'one'))}"
+    elif argument and (wanted := wanted_type(said)):
+        value = " ".join(re.findall(r"'(.*?)'", said))
+        wanted = "a smaller number" if value.isdigit() else wanted
+        return f"{argument[1]} {value:.40}".rstrip() + f": must be {wanted}."
+    return f"{valued_switch(said, argv, exact) or said}; see --help."
+
+
+def wanted_type(said):
+    """In words: what a parser that said so could not make of a value; None where it said something else."""
+    for sign, words in {
+        "Exceeds the limit": "a smaller number",
+        "Tuple[int, int, int]": "three whole numbers",
+        "float": "a number",
+        "int": "a whole number",
+    }.items():
+        if re.search(rf"\b{re.escape(sign)}", said, re.IGNORECASE):
+            return words
+
+
+def valued_switch(said, argv, known):
+    """What is wrong where a parser said that it does not know the value of a flag that has none; "" elsewhere."""
+    for word, after in zip(argv, [*argv[1:], ""]):
+        flag, equals, value = word.partition("=")
+        value, name = value if equals else after, flag[2:].replace("-", "_")
+        if f"__no_{name}" in known and value and said.endswith(value):
+            return f"{flag} {value}: takes no value; give {flag} or --no_{name} alone"
+    return ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,7 +119,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         self.argv = sys.argv[1:] if args is None else args
-        return super().parse_known_args(args, namespace)
+        known, rest = super().parse_known_args(args, namespace)
+        check_least(vars(known), {})
+        return known, rest
 
     def flags(self):
         """All that it and its commands know."""
@@ -105,7 +141,8 @@ def flag(default, **facts):
     """A field of the configuration: a flag with its default and what else is known of it. Its help, with the unit,
     is the text below it.
 
-    least, below: the smallest number that makes sense, and the one that it must stay below.
+    least, most, below: the smallest and the largest number that make sense, and the one that it must stay below.
+        Without `most` it is MOST.
     absent: what stands there in architectures that have no such flag; where there is none, all of them have it.
     of_weights: False where weights in --init_from may go on with another value.
     free_on_resume: True where a run may go on with another value: where neither the parameters' shapes nor the tokens
@@ -115,6 +152,14 @@ def flag(default, **facts):
     before: the value that runs from before this flag have, and go on with where it is not given.
     """
     return field(default=default, metadata=facts)
+
+
+# The largest number of a flag, by its type: for int32, and for float32 with room to multiply.
+MOST = {int: 2**31 - 1, float: 1e30}
+MANY = 2**16  # layers, heads, experts, microbatches, devices
+WIDE = 2**20  # channels, sequences of a batch
+LONG = 2**24  # tokens of a sequence or of a vocabulary
+DAYS = 10**7  # seconds
 
 
 def setting(default, **facts):
@@ -128,9 +173,9 @@ class Model:
 
     architecture: str = flag("deepseek")
     """Family of the layers: deepseek, gpt2 or another file of architectures/. Presets choose one and its sizes."""
-    model_dimension: int = flag(768, least=1)
+    model_dimension: int = flag(768, least=1, most=WIDE)
     """Width D of the residual stream, in channels."""
-    vocab_size: int = flag(100277, least=2)
+    vocab_size: int = flag(100277, least=2, most=LONG)
     """Number of token ids. The embedding is padded to a multiple of 128 rows, which are never predicted. Without the
     flag it is that of --tokenizer, or else of the tokenizer that made the shards."""
     tied: bool = flag(True)
@@ -139,28 +184,28 @@ class Model:
     """Added to the mean square in every norm but those of latents."""
     latent_norm_eps: float = flag(1e-6, least=0, absent=1e-6)
     """Added to the mean square in the norms of latents; DeepSeek-V3's code has 1e-6 there whatever norm_eps is."""
-    n_head: int = flag(12, least=1)
+    n_head: int = flag(12, least=1, most=MANY)
     """Attention heads."""
-    first_layers: int = flag(0, least=0, absent=0)
+    first_layers: int = flag(0, least=0, absent=0, most=MANY)
     """Dense layers before the blocks. They run on all of pp, as the embedding does, so that stages stay even."""
-    blocks: int = flag(8, least=1)
+    blocks: int = flag(8, least=1, most=MANY)
     """Blocks of layers; pp must divide it."""
-    layers_per_block: int = flag(6, least=1, absent=1)
+    layers_per_block: int = flag(6, least=1, absent=1, most=MANY)
     """Layers in a block: all but the last have rotary positions and a dense feed-forward, the last has a mixture of
     experts."""
     moe_rope: bool = flag(False, absent=False)
     """Whether the last layer of a block has rotary positions too."""
-    T: int = flag(1024, least=1, of_weights=False)
+    T: int = flag(1024, least=1, of_weights=False, most=LONG)
     """Sequence length in tokens; tp must divide it."""
-    latent_dim: int = flag(128, least=0, absent=0)
+    latent_dim: int = flag(128, least=0, absent=0, most=WIDE)
     """Channels of the key/value latent (multi-head latent attention)."""
-    q_latent_dim: int = flag(-1, least=-1, absent=0)
+    q_latent_dim: int = flag(-1, least=-1, absent=0, most=WIDE)
     """Channels of the query latent; -1: as latent_dim, 0: queries come from the residual itself, without one."""
-    nope_dim: int = flag(0, least=0, absent=0)
+    nope_dim: int = flag(0, least=0, absent=0, most=WIDE)
     """Channels of each head's query and key that no position rotates; 0: model_dimension / n_head."""
-    v_dim: int = flag(0, least=0, absent=0)
+    v_dim: int = flag(0, least=0, absent=0, most=WIDE)
     """Channels of each head's value; 0: as nope_dim."""
-    rope_dim: int = flag(128, least=0, absent=0)
+    rope_dim: int = flag(128, least=0, absent=0, most=WIDE)
     """Channels of the decoupled rotary part of each query, and of the one rotary key that the heads share."""
     rope_base: float = flag(10_000.0, least=1, absent=1.0)
     """Base of the rotary frequencies."""
@@ -174,32 +219,32 @@ class Model:
     """Factor on the rotated channels of queries and keys, after their rotation."""
     embedding_norm: bool = flag(False, absent=False, before=False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
-    latent_conv: int = flag(0, least=0, absent=0, before=0)
+    latent_conv: int = flag(0, least=0, absent=0, before=0, most=64)
     """Tokens before each one of which its key/value latent gets shares, by a short convolution; 0: there is none."""
     attention_bias: bool = flag(False, absent=False)
     """Whether the projections into latents and back into the residual have a bias (GPT-2's layers always have)."""
     activation: Literal["swiglu", "gelu"] = flag("swiglu")
     """Feed-forward: swiglu has three matrices, gelu two."""
-    ffn_dim: int = flag(0, least=0)
+    ffn_dim: int = flag(0, least=0, most=WIDE)
     """Hidden width of a dense feed-forward; 0: 4 x model_dimension for gelu, 8/3 x for swiglu (the same number of
     parameters), rounded up to a multiple of 64."""
-    expert_dim: int = flag(0, least=0, absent=0)
+    expert_dim: int = flag(0, least=0, absent=0, most=WIDE)
     """Hidden width of one expert; 0: the same as ffn_dim."""
-    n_experts: int = flag(16, least=0, absent=0)
+    n_experts: int = flag(16, least=0, absent=0, most=MANY)
     """Routed experts E in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
-    experts_per_token: int = flag(2, least=0, absent=0)
+    experts_per_token: int = flag(2, least=0, absent=0, most=MANY)
     """Routed experts that each token goes to."""
-    n_groups: int = flag(1, least=1, absent=1)
+    n_groups: int = flag(1, least=1, absent=1, most=MANY)
     """Groups that the experts form; a token's experts come from k_groups of them."""
-    k_groups: int = flag(1, least=1, absent=1)
+    k_groups: int = flag(1, least=1, absent=1, most=MANY)
     """Groups that each token may choose its experts from."""
     routed_scaling: float = flag(1.0, least=0, absent=1.0)
     """Factor on the gates."""
     norm_topk_prob: bool = flag(True, absent=True)
     """Divide the gates of a token's experts by their sum; without it they are the router's scores."""
-    n_shared: int = flag(2, least=0, absent=0)
+    n_shared: int = flag(2, least=0, absent=0, most=MANY)
     """Shared experts, each as wide as a routed one, added for every token."""
-    mtp_depth: int = flag(0, least=0, absent=0)
+    mtp_depth: int = flag(0, least=0, absent=0, most=64)
     """Further tokens that training predicts after the next, each by one more layer (multi-token prediction,
     arXiv:2412.19437, section 2.2); evaluation and samples do without."""
     capacity_factor: float = flag(0.0, least=0, absent=0.0, of_weights=False)
@@ -292,12 +337,12 @@ class Data:
     tokenizer: str = flag("")
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
-    train_batch_size: int = setting(32, least=1)
+    train_batch_size: int = setting(32, least=1, most=WIDE)
     """Training sequences per data-parallel replica and accumulation step. The global batch is this x dp x
     accumulation_steps; on resume it follows a change of dp or accumulation_steps unless given."""
-    val_batch_size: int = setting(16, least=1)
+    val_batch_size: int = setting(16, least=1, most=WIDE)
     """Validation sequences per data-parallel replica and batch."""
-    microbatches: int = setting(4, least=1)
+    microbatches: int = setting(4, least=1, most=MANY)
     """Number of microbatches that a batch is cut into for the pipeline; pp must divide it."""
 
 
@@ -335,11 +380,11 @@ class Optimizer:
     """Decay of AdamW's second moment; the first moment's is 0.9."""
     muon_momentum: float = flag(0.95, least=0, below=1, before=0.95)
     """Momentum of Muon: the share of it that the next step keeps. Runs of few steps gain from less."""
-    balance_weight: float = flag(1e-4, least=0)
+    balance_weight: float = flag(1e-4, least=0, absent=1e-4, of_weights=False)
     """Weight of the sequence-level load-balancing loss."""
-    mtp_weight: float = flag(0.3, least=0)
+    mtp_weight: float = flag(0.3, least=0, absent=0.3, of_weights=False)
     """Weight of the mean cross-entropy of multi-token prediction."""
-    bias_update_rate: float = flag(1e-3, least=0)
+    bias_update_rate: float = flag(1e-3, least=0, absent=1e-3, of_weights=False)
     """Step by which the router's selection bias moves towards an even load after every training step."""
 
 
@@ -362,16 +407,16 @@ class Run:
     branch_step: int = flag(0, least=0)
     """Step of the trunk's checkpoint to begin with. The decay, of decay_steps, begins there unless end_steps is given
     too."""
-    n_device_axis: tuple[int, int, int] = setting((0, 1, 1))
+    n_device_axis: tuple[int, int, int] = setting((0, 1, 1), most=MANY)
     """Mesh shape: dp pp tp. dp 0: as many as there are devices left."""
-    n_devices: int = setting(0, least=0)
+    n_devices: int = setting(0, least=0, most=MANY)
     """Devices to use; 0: all that are present. On a machine without an accelerator this many are simulated."""
-    pp_interleave: int = setting(0, least=0)
+    pp_interleave: int = setting(0, least=0, most=MANY)
     """Rounds of the pipeline (interleaved stages): each stage holds some blocks of every round, and its bubble is so
     many times smaller. pp times this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = setting(75000, least=1)
     """Optimizer step at which training ends."""
-    accumulation_steps: int = setting(1, least=1)
+    accumulation_steps: int = setting(1, least=1, most=WIDE)
     """Batches whose gradients are accumulated for one optimizer step."""
     eval_steps: int = setting(10, least=1)
     """Validation batches of an evaluation, the same ones every time."""
@@ -421,19 +466,19 @@ class Run:
     coordinator: str = setting("", per_process=True)
     """HOST:PORT of process 0, for processes on several hosts that train together. Empty: as a TPU pod, Slurm or
     Kubernetes says; elsewhere this process trains alone."""
-    num_processes: int = setting(0, least=0)
+    num_processes: int = setting(0, least=0, most=MANY)
     """Processes that meet at coordinator, each with an equal part of the devices. 1: this one trains alone, whatever
     the machine belongs to."""
-    process_id: int = setting(0, least=0, per_process=True)
+    process_id: int = setting(0, least=0, per_process=True, most=MANY)
     """Which of the num_processes this is, from 0."""
-    connect_timeout: int = setting(300, least=1, per_process=True)
+    connect_timeout: int = setting(300, least=1, per_process=True, most=DAYS)
     """Seconds within which all processes must have come together."""
-    peer_timeout: int = setting(100, least=1, per_process=True)
+    peer_timeout: int = setting(100, least=1, per_process=True, most=DAYS)
     """Seconds of silence after which a process is taken for lost and the others end."""
     stuck_factor: float = setting(10.0, least=1)
     """A step, evaluation, checkpoint or sampling that takes so many times its median so far is taken for stuck: its
     process writes the stacks of all its threads to the log."""
-    stuck_limit: int = setting(1800, least=1)
+    stuck_limit: int = setting(1800, least=1, most=DAYS)
     """Seconds that a step, evaluation, checkpoint or sampling may take before its process ends, with status 75."""
 
     @property
@@ -448,7 +493,7 @@ class Sample:
 
     prompt: str = setting("The")
     """Text that samples continue."""
-    inference_batch: int = setting(4, least=1)
+    inference_batch: int = setting(4, least=1, most=MANY)
     """Samples to draw."""
     max_tokens: int = setting(64, least=1)
     """Tokens to add to the prompt."""
@@ -532,20 +577,39 @@ def absent_values():
 
 
 def check_bounds(options):
-    """Raises UserError where a number in a dataclass is beyond what its field allows, or not finite."""
+    """Raises UserError where a number in a dataclass, or in one of its fields, is beyond what its field allows. What
+    `FIELDS` knows of a flag holds in other programs too, where they do not say otherwise."""
     for f in dataclasses.fields(options):
-        value, below = getattr(options, f.name), f.metadata.get("below")
-        if value is not None and "least" in f.metadata:
-            check_least({f.name: value}, {f.name: f.metadata["least"]})
-        if below is not None and value >= below:
-            raise UserError(f"--{f.name} {value}: must be below {below}.")
+        value = getattr(options, f.name)
+        if dataclasses.is_dataclass(value):
+            check_bounds(value)
+        known = FIELDS[f.name].metadata if f.name in FIELDS else {}
+        check_number(f.name, value, **{**known, **f.metadata})
 
 
 def check_least(flags, least):
-    """Raises UserError where one of {flag: value} is smaller than {flag: number} of `least` says, or not finite."""
-    for name, low in least.items():
-        if flags[name] < low or not math.isfinite(flags[name]):
-            raise UserError(f"--{name} {flags[name]}: must be at least {low}.")
+    """Raises UserError where a number of {flag: value} is smaller than {flag: number} of `least` says, larger than
+    MOST, or not finite."""
+    for name, value in flags.items():
+        check_number(name, value, least.get(name))
+
+
+def check_number(flag, value, least=None, most=None, below=None, **_):
+    """Raises UserError where a flag's value is a number, or has one, beyond what `flag` allows; other facts of it are
+    not looked at."""
+    for n in value if isinstance(value, tuple | list) else (value,):
+        if type(n) not in MOST:
+            continue
+        largest = MOST[type(n)] if most is None else most
+        smallest = -largest if least is None else least
+        if math.isnan(n):
+            raise UserError(f"--{flag} {n!s:.40}: must be a number.")
+        if n < smallest:
+            raise UserError(f"--{flag} {n!s:.40}: must be at least {smallest}.")
+        if below is not None and n >= below:
+            raise UserError(f"--{flag} {n!s:.40}: must be below {below}.")
+        if n > largest:
+            raise UserError(f"--{flag} {n!s:.40}: must be at most {largest}.")
 
 
 def flatten(cfg):
@@ -558,9 +622,8 @@ def replace(cfg, **flags):
     groups = {}
     for group in GROUPS:
         values = getattr(cfg, group)
-        groups[group] = dataclasses.replace(
-            values, **{n: flags.pop(n) for n in vars(values) if n in flags}
-        )
+        if own := {n: flags.pop(n) for n in vars(values) if n in flags}:
+            groups[group] = dataclasses.replace(values, **own)
     if flags:
         raise UserError(f"no such flag: {', '.join('--' + n for n in flags)}.")
     return dataclasses.replace(cfg, **groups)
@@ -573,6 +636,69 @@ def is_remote(path):
     return "://" in path
 
 
+def filesystem(path):
+    """(fsspec's file system of a local path or remote address, the path in it). Raises UserError where there is no such
+    kind of address."""
+    settings = {}
+    if is_remote(path):
+        quiet_storage()
+    if path.startswith(("gs://", "gcs://")):
+        import aiohttp
+
+        # its own limits, but for 30 s until it is connected, six times
+        settings["requests_timeout"] = aiohttp.ClientTimeout(total=300, sock_connect=5)
+    if path.startswith("s3://"):
+        settings["config_kwargs"] = dict(connect_timeout=5)
+    try:
+        with waiting_for(path):
+            return fsspec.core.url_to_fs(path, **settings)
+    except (ValueError, ImportError) as e:
+        raise UserError(f"{path}: is no address that can be used ({e}).") from None
+
+
+@functools.cache
+def quiet_storage():
+    """Keep libraries from printing what `persist` tells in a sentence: tracebacks of each failed try."""
+    for library in (
+        "gcsfs",
+        "s3fs",
+        "fsspec",
+        "google",
+        "aiohttp",
+        "aiobotocore",
+        "botocore",
+        "asyncio",
+    ):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+
+
+SILENCE = 5  # seconds that storage may take before that is said, once a minute at most
+said_silent = -math.inf  # when that was
+
+
+@contextlib.contextmanager
+def waiting_for(path):
+    """Print a warning where what is done in here with a remote `path` takes long."""
+    if not is_remote(path):
+        yield
+        return
+
+    def tell():
+        global said_silent
+        if time.monotonic() > said_silent + 60:
+            said_silent = time.monotonic()
+            words = f"warning: still waiting for {path} after {SILENCE} s; it is tried for up to two minutes"
+            print(words, file=sys.stderr, flush=True)  # stdout may be one JSON object
+
+    timer = threading.Timer(SILENCE, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 # Seconds before each further try; storage that fails for a minute costs no run.
 WAITS = (1, 2, 4, 8, 16, 32)
 
@@ -580,22 +706,36 @@ WAITS = (1, 2, 4, 8, 16, 32)
 def persist(work, path):
     """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails.
 
-    FileNotFoundError and its kin pass at once. Raises UserError after the last try.
+    FileNotFoundError and its kin pass at once. Raises UserError after the last try, or soon where access is denied.
     """
-    for pause in (*WAITS, None):
-        try:
-            return work()
-        except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
-            raise
-        except Exception as e:  # every kind of storage has errors of its own
-            if not is_remote(path):
+    began = time.monotonic()
+    with waiting_for(path):
+        for tries, pause in enumerate((*WAITS, None), 1):
+            try:
+                return work()
+            except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
                 raise
-            if pause is None or isinstance(e, PermissionError):
-                raise UserError(
-                    f"{path} cannot be used ({type(e).__name__}: {e}); see that the storage is there and "
-                    f"that this machine's credentials are good for it."
-                ) from None
-            time.sleep(pause * random.uniform(0.5, 1.0))  # hosts do not come back all at one moment
+            except Exception as e:  # every kind of storage has errors of its own
+                if not is_remote(path):
+                    raise
+                late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
+                if pause is None or late or (tries == 3 and is_denied(e)):
+                    said = " ".join(str(e).split())[:300]
+                    raise UserError(
+                        f"{path} cannot be used ({type(e).__name__}: {said}); see that the storage is there and "
+                        f"that this machine's credentials are good for it."
+                    ) from None
+                time.sleep(
+                    pause * random.uniform(0.5, 1.0)
+                )  # hosts do not come back all at one moment
+
+
+def is_denied(error):
+    """Whether an error of a library for storage tells of missing rights."""
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
+        return True
+    names = "DefaultCredentialsError", "NoCredentialsError"
+    return type(error).__name__ in names or getattr(error, "code", None) in (401, 403)
 
 
 def unplain(path):
@@ -666,7 +806,7 @@ def write_file(path, content):
     Raises UserError where it cannot be written."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):  # an object appears whole when its upload ends
-        fs, there = fsspec.core.url_to_fs(path)
+        fs, there = filesystem(path)
         return persist(lambda: fs.pipe_file(there, content), path)
     try:
         with replacing(path) as f:
@@ -697,7 +837,7 @@ def check_place(path, flag):
 def read_file(path):
     """Bytes of a local file or remote object, or None where there is none. Raises UserError where it is no such thing
     or may not be read."""
-    fs, there = fsspec.core.url_to_fs(path)
+    fs, there = filesystem(path)
     try:
         return persist(lambda: fs.cat_file(there), path)
     except (FileNotFoundError, NotADirectoryError):

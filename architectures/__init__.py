@@ -1,5 +1,6 @@
 """The architectures: one file each, which ends with what it registers, `ARCHITECTURE`."""
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -57,6 +58,7 @@ def names():
     return sorted({module.name for module in pkgutil.iter_modules(__path__)} - PARTS)
 
 
+@functools.cache
 def architecture(name):
     """The `Architecture` of that name. Raises UserError where it is not one of `names()`."""
     if name not in names():

@@ -97,7 +97,9 @@ def check(manifest, path):
     total = sum(shard["tokens"] for shard in shards)
     expect(manifest, "tokens", exactly(total, f"{total}, the sum of its shards"), where)
     if CHECKSUM in manifest:
-        rule = exactly(checksum(manifest), "the hash of all else; it was edited or damaged")
+        rule = exactly(
+            checksum(manifest), "the hash of all else in it, which was edited or damaged"
+        )
         expect(manifest, CHECKSUM, rule, where)
 
 

@@ -15,7 +15,6 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import fsspec
 import numpy as np
 
 from data import manifest
@@ -27,6 +26,7 @@ from data.storage import BLOCK, list_shards
 from data.tokenization import keep_tokenizer
 from utils import (
     UserError,
+    filesystem,
     first_line,
     is_remote,
     object_in,
@@ -56,7 +56,7 @@ def new_file(path):
     with tempfile.NamedTemporaryFile("w+b") as f:
         yield f
         f.flush()
-        fs, there = fsspec.core.url_to_fs(path)
+        fs, there = filesystem(path)
         persist(
             lambda: fs.put_file(f.name, there), path
         )  # an object appears whole when its upload ends
@@ -135,8 +135,10 @@ class ShardWriter:
 def sha256_of(path):
     """Hash of the content of a file, local or remote."""
 
+    fs, there = filesystem(path)
+
     def read():
-        with fsspec.open(path, "rb") as f:
+        with fs.open(there, "rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
 
     return persist(read, path)
@@ -160,7 +162,7 @@ class Output:
         self.splits = SPLITS if settings["val_fraction"] else SPLITS[:1]
         self.validation = WHOLE
         self.seen = Seen()
-        self.fs, self.root = fsspec.core.url_to_fs(path)
+        self.fs, self.root = filesystem(path)
 
     # --- What is there
 
@@ -270,15 +272,7 @@ class Output:
         elif not position:
             self.check(mark["settings"], MARK)
         for split, names in found.items():
-            writer = writers.get(split)
-            n = len(writer.shards) if writer else 0
-            others = sorted(names - {manifest.shard_name(i) for i in range(n)})
-            # a run may have been killed between writing the next ones and noting that
-            ours = [manifest.shard_name(n + i) for i in range(len(others)) if begun and writer]
-            if others != ours:
-                raise foreign(os.path.join(self.path, split, min(set(others) - set(ours))))
-            if writer:
-                writer.found = set(others)
+            self.check_shards(split, names, writers.get(split), begun)
         for split in SPLITS:
             self.fs.makedirs(os.path.join(self.root, split), exist_ok=True)
             if not is_remote(self.path):
@@ -288,6 +282,23 @@ class Output:
             made_by = {"program": PROGRAM, "settings": self.settings}
             write_file(os.path.join(self.path, MARK), json.dumps(made_by, indent=1) + "\n")
         return position
+
+    def check_shards(self, split, names, writer, begun):
+        """Raises UserError where the shards with these names are not those that the writer of the split knows."""
+        known = [shard["name"] for shard in writer.shards] if writer else []
+        gone = set(known) - names
+        if gone:
+            raise UserError(
+                f"--output: {os.path.join(self.path, split, min(gone))} is missing, which an interrupted run had "
+                f"written; put it back, or delete the folder."
+            )
+        others = sorted(names - set(known))
+        # a run may have been killed between writing the next ones and noting that
+        ours = [manifest.shard_name(len(known) + i) for i in range(len(others)) if begun and writer]
+        if others != ours:
+            raise foreign(os.path.join(self.path, split, min(set(others) - set(ours))))
+        if writer:
+            writer.found = set(others)
 
     def mark(self):
         """What MARK tells; {} where there is none. Raises UserError where another program made it."""
@@ -301,13 +312,14 @@ class Output:
 
     def check_free(self):
         """Raises UserError where there is what a new run would replace."""
-        for split in SPLITS:
-            path = os.path.join(self.path, split, manifest.NAME)
-            if read_file(path) is not None:
-                raise UserError(
-                    f"--output {self.path}: {path} tells of finished shards, but the other split's is missing; put it "
-                    f"back, or delete the folder and run the same command again."
-                )
+        paths = [os.path.join(self.path, split, manifest.NAME) for split in self.splits]
+        there = [path for path in paths if read_file(path) is not None]
+        if there:
+            gone = set(paths) - set(there)
+            raise UserError(
+                f"--output: {there[0]} tells of finished shards, but {min(gone)} is missing; put it back, or "
+                f"delete the folder and run the same command again."
+            )
         self.load("source.npz", *SEEN)
 
     def load_progress(self, writers):
@@ -330,14 +342,6 @@ class Output:
         self.seen.add(held["hashes"])
         for split, writer in writers.items():
             writer.go_on(held["splits"][split], held[split])
-            folder = os.path.join(self.path, split)
-            gone = {shard["name"] for shard in writer.shards} - set(list_shards(folder))
-            if gone:
-                path = os.path.join(folder, min(gone))
-                raise UserError(
-                    f"--output {self.path}: {path} is missing, which an interrupted run had written; put "
-                    f"it back, or delete the folder."
-                )
         self.say_what_stands(position)
         return position
 

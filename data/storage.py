@@ -9,10 +9,9 @@ import re
 import threading
 import zlib
 
-import fsspec
 import numpy as np
 
-from utils import UserError, is_remote, persist, replacing
+from utils import UserError, filesystem, is_remote, persist, replacing
 
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
 # Names of the files of a Cache: of blocks, and of those that are being written
@@ -21,7 +20,7 @@ KEPT = re.compile(r"[0-9a-f]{64}-\d+|[0-9a-f]{50}\.[0-9a-f]{16}\.part")
 
 def list_shards(folder):
     """{name: what the storage says of it} of the .npy files in a folder, local or remote; {} where there is none."""
-    fs, path = fsspec.core.url_to_fs(folder)
+    fs, path = filesystem(folder)
     try:
         there = persist(lambda: fs.ls(path, detail=True), folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -105,7 +104,7 @@ class Shard:
         identity = repr((path, sorted(map(repr, info.items()))))
         self.key = about.get("sha256") or hashlib.sha256(identity.encode()).hexdigest()
         self.is_remote = is_remote(path)
-        self.fs, self.path_in_fs = fsspec.core.url_to_fs(path)
+        self.fs, self.path_in_fs = filesystem(path)
 
     @functools.cached_property
     def mapped(self):
@@ -154,6 +153,11 @@ class Shard:
                 f"a larger --vocab_size or other shards."
             )
         return ids
+
+    def check_sha256(self):
+        """Compare a local file with the hash of all of it in the manifest, where there is one."""
+        if self.about.get("sha256") not in (None, hashlib.sha256(self.mapped).hexdigest()):
+            raise self._damaged("its sha256 is not the one that the manifest tells of")
 
     def _read_bytes(self, start, stop):
         """uint8 [stop - start]: the bytes from `start` on."""

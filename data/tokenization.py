@@ -305,10 +305,13 @@ def same_tokens(one, other):
     ones are equal, and so is the other's end of text."""
     tokens, others = tokens_of(one), tokens_of(other)
     end = other.eot_token
-    ordinary = tokens.keys() - special_tokens(one)
-    if ordinary != others.keys() - special_tokens(other) or tokens.get(end) != others.get(end):
+    if tokens.pop(end, None) != others.pop(end):
         return False
-    return all(tokens[number] == others[number] for number in ordinary)
+    for number in {*special_tokens(one), one.eot_token}:
+        tokens.pop(number, None)
+    for number in special_tokens(other):
+        others.pop(number, None)
+    return tokens == others
 
 
 def made_shards(encoding, name, sha256):

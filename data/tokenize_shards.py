@@ -35,7 +35,7 @@ from data.tokenization import (
 )
 from data.workers import cut, encode, processes, ray_actors
 from training.locks import alone_in
-from utils import UserError, is_remote, say
+from utils import UserError, check_number, is_remote, say
 
 SMALL = 10_000_000  # hashes that are saved with every shard
 BAR = "{l_bar}{bar}| {n_fmt}{unit}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
@@ -50,9 +50,8 @@ def parse():
     args = parser.parse_args()
     if not 0 <= args.val_fraction < 1:
         raise UserError(f"--val_fraction {args.val_fraction}: must be at least 0 and below 1.")
-    for flag in ("shard_tokens", "workers"):
-        if getattr(args, flag) < 1:
-            raise UserError(f"--{flag} {getattr(args, flag)}: must be at least 1.")
+    check_number("shard_tokens", args.shard_tokens, least=1)
+    check_number("workers", args.workers, least=1, most=1024)
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
     source, output = Path(args.source).resolve(), Path(args.output).resolve()
     inside = any(path == source or path.match(str(source)) for path in [output, *output.parents])

@@ -22,7 +22,16 @@ from data.sources.files import by_hash
 from data.sources.text import read_text
 from data.splits import ENDS, FEW, WHOLE, are_uneven, divide, hash_of
 from data.tokenization import PATTERN, dump_ranks, load_tokenizer
-from utils import UserError, check_place, is_remote, read_file, say, write_file
+from utils import (
+    LONG,
+    UserError,
+    check_number,
+    check_place,
+    is_remote,
+    read_file,
+    say,
+    write_file,
+)
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 # Characters. Training takes time quadratic in the longest word, such as a run of a million spaces.
@@ -139,6 +148,7 @@ def parse():
         raise UserError(
             f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text."
         )
+    check_number("vocab_size", args.vocab_size, most=LONG)
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if not is_remote(args.output):

@@ -104,7 +104,9 @@ class Kernel(NamedTuple):
     function: Callable  # with the arguments and the result of `attend`
     platforms: tuple[str, ...]  # where it runs, as `platform_of` names them
     score_share: Callable  # utils.Model -> the share of the T x T scores that it computes
-    keeps_scores: bool  # for the backward pass, which computes them anew otherwise
+    products: (
+        dict  # {call: (products over the keys' channels, over the values')}, the forward one first
+    )
     multiple: int = 1  # of which T must be a multiple
     channels: float = math.inf  # that a key and a value may have together
 
@@ -113,6 +115,8 @@ class Kernel(NamedTuple):
         return m.T % self.multiple == 0 and channels(m) <= self.channels
 
 
+# One that keeps the scores of the forward pass has no calls that a program names.
+PLAIN = {"forward": (1, 1), "backward": (2, 2)}
 EVERYWHERE = ("cpu", "gpu", "other gpu", "tpu", "other tpu")
 # Mosaic, which compiles `splash`, has no products in bfloat16 for these.
 OLD_TPUS = ("TPU v2", "TPU v3")
@@ -123,14 +127,18 @@ ATTENTION = {
         splash_attention,
         platforms=("tpu",),
         score_share=lambda m: causal_share(m.T, splash_block(m.T)),
-        keeps_scores=False,
+        products={"splash_mha_fwd": (1, 1), "splash_mha_dq": (2, 1), "splash_mha_dkv": (2, 2)},
         multiple=min(SPLASH_BLOCKS),
     ),
     "flash": Kernel(
         flash.flash_attention,
         platforms=("gpu",),
         score_share=lambda m: causal_share(m.T, flash.block_sizes(m.T, m.model_dtype)[0].own),
-        keeps_scores=False,
+        products={
+            "flash_forward": (1, 1),
+            "flash_backward_queries": (2, 1),
+            "flash_backward_keys": (2, 2),
+        },
         multiple=flash.MULTIPLE,
         channels=flash.MOST,
     ),
@@ -138,13 +146,13 @@ ATTENTION = {
         blockwise_attention,
         platforms=EVERYWHERE,
         score_share=lambda m: causal_share(m.T, query_block(m.T)),
-        keeps_scores=True,
+        products=PLAIN,
     ),
     "xla": Kernel(
         attend,
         platforms=EVERYWHERE,
         score_share=lambda m: 1.0,
-        keeps_scores=True,
+        products=PLAIN,
     ),
 }
 

@@ -130,15 +130,19 @@ def tokenize_tests(folder, tokenizer):
     run_tool("data/tokenize_shards.py", *words, "--val_fraction", 0.2)
 
 
-def describe(folder, n=200, **settings):
-    """Write manifests for the shards in the folders of `folder`, as tokenize_shards.py does, and the tokenizer.json of
-    n tokens that they name; settings: further keys."""
+def small_tokenizer(folder, n=200):
+    """Write a tokenizer.json of n tokens; what a manifest says of it."""
     vocabulary = {f"<{i}>": i for i in range(n - 1)} | {tokenization.END_OF_TEXT: n - 1}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    made_with = tokenization.load_tokenizer(str(folder / "tokenizer.json"))
-    settings = {"tokenizer": "tokenizer.json", "vocab_size": n, "dtype": "uint16", **settings}
-    settings["tokenizer_sha256"] = tokenization.content_sha256(made_with)
+    path = folder / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [])).save(str(path))
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"tokenizer": path.name, "tokenizer_sha256": sha256, "vocab_size": n}
+
+
+def describe(folder, **made_with):
+    """Write manifests as tokenize_shards.py does for the shards in train/, val/, ... of a folder; made_with: keys of
+    them that tell the tokenizer, or else those of `small_tokenizer`."""
+    made_with = made_with or small_tokenizer(folder)
     for split in {path.parent for path in folder.glob("*/*.npy")}:
         entries = []
         for path in sorted(split.glob("*.npy")):
@@ -150,7 +154,7 @@ def describe(folder, n=200, **settings):
             entries.append(about)
         n_tokens = sum(about["tokens"] for about in entries)
         counts = {"tokens": n_tokens, "documents": 1, "bytes": 5 * n_tokens}
-        made = {**settings, **counts, "shards": entries}
+        made = {**made_with, "dtype": "uint16", **counts, "shards": entries}
         (split / manifest.NAME).write_text(manifest.dump(made))
     return folder
 

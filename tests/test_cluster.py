@@ -140,8 +140,12 @@ class Cluster:
             if not file.startswith(("tests/", "docs/")):
                 (self.repo / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / file, self.repo / file)
-        # on a host with the file `broken` at home training fails at once, with `instant` it is done at once
+        # on a host with the file `broken` at home training fails at once, with `instant` it is done at once; with
+        # `waits` beside that it waits for SIGTERM, with `hung` it ignores it
         text = '[ ! -e ~/broken ] || { echo "boom $((3+4))"; exit 7; }\n'
+        text += '[[ $1 == main.py && ( -e ~/hung || -e ~/waits ) ]] && echo 0 compiled in 0 s "$WANDB_API_KEY"\n'
+        text += "[[ $1 == main.py && -e ~/hung ]] && trap '' TERM && while :; do sleep 0.1; done\n"
+        text += "[[ $1 == main.py && -e ~/waits ]] && exec sleep 600\n"
         text += "[ ! -e ~/instant ] || { echo compiled in 0 s; exit; }\n"
         text += f'exec nice -n 19 {sys.executable} "$@"\n'
         program(
@@ -669,9 +673,24 @@ def test_a_dead_host_a_refused_key_and_a_changed_host_key(idle):
 
 @needs_hosts
 def test_the_check_reports_the_python_of_an_absolute_environment(idle):
-    program(idle.hosts[0].home / "an env/bin/python", "#!/bin/sh\necho Python 9.9\n")
-    done = idle.launch("--check", "127.0.0.1", script="run.sh", VENV=idle.hosts[0].home / "an env")
-    assert done.stdout.endswith("Python 9.9\n"), done.stdout + done.stderr
+    home = idle.hosts[0].home
+    program(home / "an env/bin/python", "#!/bin/sh\necho Python 9.9\n")
+    for path in (home / "an env", "~/an env", "$HOME/an env"):
+        done = idle.launch("--check", "127.0.0.1", script="run.sh", VENV=path)
+        assert done.stdout.endswith("Python 9.9\n"), done.stdout + done.stderr
+
+
+@needs_hosts
+def test_a_tilde_in_folder_is_the_home_there(idle):
+    (idle.repo / "cluster.env").write_text("FOLDER=~/a/%h\n")
+    host = idle.hosts[0]
+    try:
+        for folder in ({}, {"FOLDER": "~/b c"}):
+            assert said(idle.run("--code", host, **folder))[0] == 0
+    finally:
+        (idle.repo / "cluster.env").unlink()
+    assert (host.home / f"a/{host.address}/main.py").exists()
+    assert (host.home / "b c/main.py").exists() and not (host.home / "~").exists()
 
 
 @needs_hosts
@@ -907,6 +926,48 @@ def test_one_host_that_fails_to_start_takes_the_others_back(idle, flags):
         for pid in [p.read_text().strip() for p in host.state.glob("pid")]:
             command = Path(f"/proc/{pid}/cmdline")
             assert not command.exists() or b"main.py" not in command.read_bytes()
+
+
+@needs_hosts
+def test_a_hung_run_is_ended_by_sigkill_and_told(idle):
+    hung, waits = idle.hosts[:2]
+    for file in (hung.home / "hung", waits.home / "waits"):
+        file.touch()
+        (file.parent / "instant").touch()
+    launched = idle.launch(STOP_TIMEOUT="1")
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    restarted = idle.launch("--restart", STOP_TIMEOUT="1")
+    assert restarted.returncode == 0, restarted.stdout + restarted.stderr
+    stopped = idle.launch("--stop", STOP_TIMEOUT="1")
+    for done in (restarted, stopped):
+        assert "KILLED   127.0.0.1 " in done.stdout and "ended with status 137" in done.stdout
+        assert "ok       127.0.0.2 " in done.stdout and "ended with status 143" in done.stdout
+        assert done.stderr.startswith("error: 127.0.0.1: it still ran STOP_TIMEOUT=1 s after SIGT")
+        assert "SIGKILL" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert stopped.returncode == 137 and not hung.alive and not waits.alive
+    assert not jobs(b"/bin/bash", bytes(hung.code))
+    again = idle.launch("--stop", STOP_TIMEOUT="1")
+    assert again.returncode == 0 and "137: error: it still ran" in again.stdout, again
+
+
+@needs_hosts
+def test_of_launches_at_once_one_survives_with_its_secret(idle):
+    """Whoever comes second takes back nothing of the first."""
+    host = idle.hosts[0]
+    for file in ("waits", "instant"):
+        (host.home / file).touch()
+    for step in ("--code", "--setup"):
+        assert said(idle.run(step, host))[0] == 0
+    for _ in range(int(os.environ.get("PAIRS", 2))):
+        launches = [idle.begin(hosts=1, WANDB_API_KEY=f"of {i}") for i in range(2)]
+        done = [launch.communicate(timeout=200) for launch in launches]
+        codes = [launch.returncode for launch in launches]
+        assert sorted(codes) == [0, 1], done
+        assert "a run of SESSION=train is there already" in done[codes.index(1)][1], done
+        first = codes.index(0)
+        assert host.alive and f"0 compiled in 0 s of {first}\n" == (host.state / "log").read_text()
+        assert not list(host.state.glob("start.*"))
+        assert idle.launch("--stop", hosts=1).returncode == 0 and not host.alive
 
 
 @needs_hosts

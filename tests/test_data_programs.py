@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import os
 import random
@@ -9,16 +10,19 @@ import shutil
 import subprocess
 import sys
 
+import fsspec
 import numpy as np
 import pytest
 from conftest import ROOT
 
 import data.encoding
+import data.output
 import data.workers
 import utils
 from data import tokenization, tokenize_shards, train_tokenizer
 from data.sources.files import list_documents
 from data.sources.text import read_text
+from training import locks
 
 HOSTILE = {
     "specials.txt": b"<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>",
@@ -236,8 +240,7 @@ def test_a_run_of_spaces_beyond_what_tiktoken_takes(ranks_file):
 
 
 def test_running_again(source, ranks_file, tmp_path, capsys, monkeypatch):
-    """Finished shards are left alone, those of other settings or of text that changed refused, unfinished ones made
-    anew."""
+    """Finished shards are left alone; those of other settings, of text that changed or that are damaged are refused."""
     source = shutil.copytree(source, tmp_path / "source")
     output, other = tmp_path / "out", tmp_path / "other"
     flags = [
@@ -281,12 +284,185 @@ def test_running_again(source, ranks_file, tmp_path, capsys, monkeypatch):
         assert (f"{again} files written again with the same content" in out) == (again > 0)
     files["source.npz"] = content(output)["source.npz"]
 
-    (output / "val/manifest.json").unlink()
-    (output / "train/000000.npy").write_bytes(b"torn")
-    for name in ("val/000007.npy", "val/000001.npy.0123456789abcdef.part", "train/keep.txt"):
-        (output / name).write_bytes(b"left over")
+    assert content(output) == files
+
+    # what is no longer whole is refused and stays
+    for name, others in {
+        "val/manifest.json": None,
+        "train/000001.npy": None,
+        "train/000000.npy": b"torn",
+    }.items():
+        sound = (output / name).read_bytes()
+        (output / name).unlink() if others is None else (output / name).write_bytes(others)
+        left = content(output)
+        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+        assert (status, out, err.count("\n")) == (2, "", 1) and str(output / name) in err, err
+        assert content(output) == left
+        (output / name).write_bytes(sound)
+    assert "nothing to do" in run(tokenize_shards, capsys, monkeypatch, *flags)[1]
+
+
+# --- What others made -------------------------------------------------------------------------------------------
+
+
+def npz(**arrays):
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def npy(n):
+    file = io.BytesIO()
+    np.save(file, np.arange(n, dtype=np.uint16))
+    return file.getvalue()
+
+
+SOME_STATE = np.frombuffer(b'{"settings": 1}', np.uint8)
+OF_OTHERS = {  # files that a run would replace, or that readers would take for its own
+    "train/000000.npy": npy(10),
+    "train/000003.npy": npy(10),
+    "val/000000.npy": b"",
+    "train/weights.npy": b"mine",
+    "val/embedding.npy": npy(3),
+    "train/manifest.json": b'{"name": "an app"}',
+    "val/manifest.json": b"",
+    "progress.npz": npz(x=np.zeros(3)),
+    "progress.npz ": npz(state=SOME_STATE),
+    "progress.npz  ": b"notes",
+    "source.npz": npz(x=np.zeros(3)),
+    "source.npz ": b"",
+    "unfinished.json": b"{}",
+    "unfinished.json ": b"[1]",
+    "tokenizer.tiktoken": b"YQ== 0\n",
+    "lock": b"notes",
+}
+HARMLESS = {
+    "train/keep.txt": b"a",
+    "train/000000.npy.part": b"b",
+    "val/manifest.json.part": b"c",
+    "progress.npz.part": b"d",
+    "train/deeper/000000.npy": b"e",
+    "notes.md": b"f",
+}
+
+
+def in_storage(address):
+    """{path: content} of all files at a local path or an address."""
+    fs, root = fsspec.core.url_to_fs(str(address))
+    return {path.removeprefix(root): fs.cat_file(path) for path in fs.find(root)}
+
+
+@pytest.fixture(params=["local", "remote"])
+def output(request, tmp_path, monkeypatch):
+    """A local folder and an address to write shards to."""
+    monkeypatch.setattr(locks.time, "sleep", lambda _: None)  # between two looks at a remote lock
+    yield str(tmp_path / "out") if request.param == "local" else "memory://others/out"
+    fs = fsspec.filesystem("memory")
+    if fs.exists("/others"):
+        fs.rm("/others", recursive=True)
+
+
+def tokenize_flags(source, output, ranks_file):
+    flags = ["--source", source, "--output", output, "--tokenizer", ranks_file]
+    return [*flags, "--workers", 1, "--shard_tokens", 1000]
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_what_others_made_is_refused_and_stays(
+    source, ranks_file, output, capsys, monkeypatch, name
+):
+    utils.write_file(f"{output}/{name.strip()}", OF_OTHERS[name])
+    before = in_storage(output)
+    for fraction in (0.1, 0):  # without validation, val/ is nothing that a run may replace either
+        flags = [*tokenize_flags(source, output, ranks_file), "--val_fraction", fraction]
+        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
+        assert (status, out, err.count("\n")) == (2, "", 1), err
+        assert name.strip() in err and output in err and in_storage(output) == before
+
+
+def test_what_is_not_in_the_way_stays(source, ranks_file, output, capsys, monkeypatch):
+    for name, held in HARMLESS.items():
+        utils.write_file(f"{output}/{name}", held)
+    flags = tokenize_flags(source, output, ranks_file)
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
-    assert content(output) == files | {"train/keep.txt": b"left over"}
+    held = in_storage(output)
+    assert all(held[f"/{name}"] == content for name, content in HARMLESS.items())
+    assert not {"/progress.npz", "/unfinished.json"} & held.keys()
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_what_others_put_between_two_runs_stays(source, ranks_file, output, capsys, monkeypatch):
+    """A run dies at its n-th write, for every n; then a file that it did not make has the name of one of its own, or of
+    any further one. Without that file the run goes on to what it would have written."""
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
+    writes, dies_at, new_file, write = 0, None, data.output.new_file, data.output.write_file
+
+    def count(path):
+        nonlocal writes
+        writes += 1
+        if writes == dies_at:
+            raise Killed
+
+    monkeypatch.setattr(data.output, "new_file", lambda path: (count(path), new_file(path))[1])
+    monkeypatch.setattr(data.output, "write_file", lambda *args: (count(args[0]), write(*args))[1])
+
+    def tokenize(at):
+        nonlocal writes
+        writes = 0
+        return run(tokenize_shards, capsys, monkeypatch, *tokenize_flags(source, at, ranks_file))
+
+    assert tokenize(f"{output}/whole")[0] == 0
+    n, whole = writes, in_storage(f"{output}/whole")
+    shards = [name for name in whole if name.endswith(".npy")]
+    assert n > 10 and len(shards) > 4
+    for dies_at in range(2, n + 1):
+        at = f"{output}/{dies_at}"
+        with pytest.raises(Killed):
+            tokenize(at)
+        dies_at = None
+        for name in ["/train/000099.npy", *shards]:
+            if name in in_storage(at):
+                continue
+            utils.write_file(f"{at}{name}", npy(9))
+            status, out, err = tokenize(at)
+            assert (status, out, err.count("error: ")) == (2, "", 1) and name in err, err
+            assert in_storage(at)[name] == npy(9)
+            fs, path = fsspec.core.url_to_fs(f"{at}{name}")
+            fs.rm_file(path)
+        assert tokenize(at)[0] == 0
+        assert in_storage(at) == whole
+
+
+def test_another_start_after_an_early_end(source, ranks_file, output, capsys, monkeypatch):
+    """A run that wrote no shard leaves nothing that holds the next one back, whatever its settings."""
+
+    def die(*_):
+        raise Killed
+
+    flags = tokenize_flags(source, output, ranks_file)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(tokenize_shards, "encode", die)
+        run(tokenize_shards, capsys, monkeypatch, *flags)
+    assert "/unfinished.json" in in_storage(output)
+    flags[-1] = 999
+    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
+    assert "/unfinished.json" not in in_storage(output)
+
+
+def test_a_file_of_ranks_is_not_replaced(source, tmp_path, capsys, monkeypatch):
+    """But by the same ones."""
+    path = tmp_path / "ranks.tiktoken"
+    flags = ["--source", source, "--vocab_size", 270, "--output", path]
+    for _ in range(2):
+        assert run(train_tokenizer, capsys, monkeypatch, *flags)[0] == 0
+    for other in (b"notes", path.read_bytes()[:-9]):
+        path.write_bytes(other)
+        status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
+        assert (status, out, err.count("\n")) == (2, "", 1) and f"--output {path}: is there" in err
+        assert path.read_bytes() == other
 
 
 # --- The tokenizer ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The order of sequences: a pure function of shards, seed and number, whatever the mesh and however a batch is cut."""
 
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -15,10 +16,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, small_config
+from conftest import ROOT, describe, small_config, small_tokenizer
 
 import dataset
 import utils
+from data import manifest, storage, tokenization
 from training import steps
 
 
@@ -359,7 +361,7 @@ def test_a_border_may_move_where_nothing_is_read_yet(corpora):
             mixed.check_borders(borders, n)
 
 
-def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path):
+def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path, capsys):
     """8 sequences a step, so the border lies at sequence 24: after step 3."""
     flags = dict(bucket_name=corpora, mix="a:1 until 0.5, b:3,c:1", eval_steps=1, save_steps=2)
     flags |= dict(blocks=1, layers_per_block=1, vocab_size=250)
@@ -372,6 +374,10 @@ def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path
 
     train(**flags, training_steps=6)
     whole = rows()
+    not_verified = re.findall(
+        "warning: .*/(./[a-z]+) has no manifest.json", capsys.readouterr().out
+    )
+    assert not_verified == ["a/train", "b/train", "c/train", "a/val", "b/val"]
     assert [round(200 * row[1]) for row in whole] == [8, 16, 24, 24, 24, 24]
     assert [round(70 * row[2]) for row in whole] == [0, 0, 0, 6, 12, 18]
     for step in ("4", "6"):
@@ -385,9 +391,8 @@ def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path
 
 
 def test_corpora_must_share_a_tokenizer(corpora):
-    for name, ranks in dict(a="x", b="y").items():
-        manifest = {"tokenizer": "gpt2", "vocab_size": 250, "tokenizer_sha256": ranks}
-        (corpora / name / "train" / "manifest.json").write_text(json.dumps(manifest))
+    describe(corpora / "a")
+    describe(corpora / "b", **small_tokenizer(corpora / "b", 199))
     with pytest.raises(
         utils.UserError, match="--mix: .*b/train was made with another tokenizer than .*a/train"
     ):
@@ -480,15 +485,283 @@ def test_bad_shards_are_named(tmp_path):
     np.save(path, np.zeros((3, 100), np.uint16))
     assert "one row" in refused(tmp_path)
     np.save(path, np.zeros(100, np.uint16))
-    (tmp_path / "train" / "manifest.json").write_text('{"shards": [{"name": "000001.npy"}]}')
-    assert "000001.npy is missing" in refused(tmp_path)
+    describe(tmp_path)
+    path.rename(tmp_path / "train" / "000001.npy")
+    assert "000000.npy is missing" in refused(tmp_path)
 
 
 def test_the_tokenizer_must_fit(tmp_path):
     (tmp_path / "train").mkdir()
     np.save(tmp_path / "train" / "000000.npy", np.zeros(100, np.uint16))
-    (tmp_path / "train" / "manifest.json").write_text(
-        '{"tokenizer": "gpt2", "vocab_size": 50257, "shards": []}'
-    )
+    describe(tmp_path, tokenizer="gpt2", vocab_size=50257, tokenizer_sha256="0" * 64)
     assert "--vocab_size 250" in refused(tmp_path) and "50257" in refused(tmp_path)
     assert "--tokenizer cl100k_base" in refused(tmp_path, vocab_size=50257, tokenizer="cl100k_base")
+
+
+# --- Manifests --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def described(tmp_path, monkeypatch):
+    """Three shards of several blocks, with their manifest and tokenizer, in a folder of its own."""
+    monkeypatch.setattr(storage, "BLOCK", 512)
+    monkeypatch.setattr(dataset, "BLOCK", 512)
+    (tmp_path / "a" / "train").mkdir(parents=True)
+    for i, n in enumerate((1001, 1001, 700)):
+        ids = np.random.default_rng(i).integers(0, 200, n).astype(np.uint16)
+        np.save(tmp_path / "a" / "train" / f"{i:06d}.npy", ids)
+    return describe(tmp_path / "a")
+
+
+def open_described(folder, **flags):
+    return dataset.Mixture(small_config(bucket_name=str(folder), **flags), "train")
+
+
+def what_is_read(folder):
+    """What a run takes from the shards: their sequences in order, and the fingerprint that a resumed run compares."""
+    mixed = open_described(folder)
+    mixed.encoding()
+    rows = mixed.sequences(np.arange(200), seed=3)
+    return hashlib.sha256(rows.tobytes()).hexdigest(), dataset.data_fingerprint(mixed)
+
+
+GONE = object()  # a key that is deleted
+SHARD = ("shards", 1)
+EDITS = [  # (path of a key, its new value, the field that the message names)
+    (("tokens",), -5, "tokens is -5"),
+    (("tokens",), 0, "tokens is 0"),
+    (("tokens",), 2703, "tokens is 2703, but must be 2702"),
+    (("tokens",), "2702", "tokens is '2702'"),
+    (("tokens",), 2702.0, "tokens is 2702.0, but must be a whole number"),
+    (("tokens",), True, "tokens is True"),
+    (("tokens",), 10**400, "tokens is 1000"),
+    (("tokens",), float("nan"), "tokens is nan"),
+    (("tokens",), GONE, "tokens is missing"),
+    (("bytes",), GONE, "bytes is missing"),
+    (("bytes",), float("inf"), "bytes is inf"),
+    (("bytes",), -1, "bytes is -1"),
+    (("documents",), None, "documents is None"),
+    (("empty_documents",), -2, "empty_documents is -2"),
+    (("damaged_records",), [], "damaged_records is []"),
+    (("dtype",), "uint32", "train/000000.npy is damaged"),
+    (("dtype",), "float32", "dtype is 'float32'"),
+    (("dtype",), ["uint16"], "dtype is ['uint16']"),
+    (("dtype",), GONE, "dtype is missing"),
+    (("vocab_size",), 0, "vocab_size is 0"),
+    (("vocab_size",), 2**80, "vocab_size is 12"),
+    (("vocab_size",), 199, "vocab_size of their manifest"),
+    (("vocab_size",), "200", "vocab_size is '200'"),
+    (("tokenizer",), "../tokenizer.json", "tokenizer is '../tokenizer.json'"),
+    (("tokenizer",), "/etc/passwd", "tokenizer is '/etc/passwd'"),
+    (("tokenizer",), "", "tokenizer is ''"),
+    (("tokenizer",), 7, "tokenizer is 7"),
+    (("tokenizer",), GONE, "tokenizer is missing"),
+    (("tokenizer",), "other.json", "other.json: there is no such file"),
+    (("tokenizer_sha256",), "../../x", "tokenizer_sha256 is '../../x'"),
+    (("tokenizer_sha256",), "0" * 64, "tokenizer_sha256 of their manifest"),
+    (("tokenizer_sha256",), GONE, "tokenizer_sha256 is missing"),
+    (("shards",), [], "shards is []"),
+    (("shards",), {}, "shards is {}"),
+    (("shards",), ["000000.npy"], "shards is ['000000.npy']"),
+    (("shards",), GONE, "shards is missing"),
+    (SHARD, None, "shards is [{"),
+    (SHARD, GONE, "shards[1].name is '000002.npy'"),
+    ((*SHARD, "tokens"), -5, "shards[1].tokens is -5"),
+    ((*SHARD, "tokens"), 0, "shards[1].tokens is 0"),
+    ((*SHARD, "tokens"), 1e999, "shards[1].tokens is inf"),
+    ((*SHARD, "tokens"), 1000, "tokens is 2702, but must be 2701"),
+    ((*SHARD, "tokens"), GONE, "shards[1].tokens is missing"),
+    ((*SHARD, "name"), "../train/000001.npy", "shards[1].name is '../train/000001.npy'"),
+    ((*SHARD, "name"), "/etc/hosts", "shards[1].name is '/etc/hosts'"),
+    ((*SHARD, "name"), "000000.npy", "shards[1].name is '000000.npy'"),
+    ((*SHARD, "name"), GONE, "shards[1].name is missing"),
+    ((*SHARD, "crc32"), "", "shards[1].crc32 is ''"),
+    ((*SHARD, "crc32"), "abc", "shards[1].crc32 is 'abc'"),
+    ((*SHARD, "crc32"), "g" * 40, "shards[1].crc32 is 'ggg"),
+    ((*SHARD, "crc32"), "0" * 32, "shards[1].crc32 has 32 digits, but must have 40"),
+    ((*SHARD, "crc32"), "0" * 40, "train/000001.npy is damaged"),
+    ((*SHARD, "crc32"), 12, "shards[1].crc32 is 12"),
+    ((*SHARD, "crc32"), GONE, "shards[1].crc32 is missing"),
+    ((*SHARD, "sha256"), "../../x", "shards[1].sha256 is '../../x'"),
+    ((*SHARD, "sha256"), "ab", "shards[1].sha256 is 'ab'"),
+    ((*SHARD, "sha256"), "f" * 64, "train/000001.npy is damaged (its sha256"),
+    ((*SHARD, "sha256"), GONE, "shards[1].sha256 is missing"),
+    (("manifest_sha256",), None, "manifest_sha256 is None"),
+    (("manifest_sha256",), "0" * 64, "manifest_sha256 is '000"),
+    # of no use to a run, which only the checksum can find
+    (("shard_tokens",), -1, None),
+    (("source",), [], None),
+    (("version",), GONE, None),
+    (("notes",), float("nan"), None),
+]
+
+
+def edited(made, path, value):
+    made = json.loads(json.dumps(made))
+    *above, key = path
+    inside = functools.reduce(lambda inside, key: inside[key], above, made)
+    if value is not GONE:
+        inside[key] = value
+    elif isinstance(inside, list) or key in inside:
+        del inside[key]
+    return made
+
+
+@pytest.mark.parametrize("verified", [True, False], ids=["checksum", "none"])
+@pytest.mark.parametrize(
+    "path, value, named",
+    EDITS,
+    ids=[f"{'.'.join(map(str, e[0]))}-{i}" for i, e in enumerate(EDITS)],
+)
+def test_an_edited_manifest_is_refused_or_changes_nothing(described, path, value, named, verified):
+    """In one sentence that names what is wrong; nothing is written outside of the cache, or anywhere."""
+    file, before = described / "train" / "manifest.json", what_is_read(described)
+    made = json.loads(file.read_text()) | {"shard_tokens": 1001, "version": "1", "source": "x"}
+    del made["manifest_sha256"]
+    if verified:
+        made = json.loads(manifest.dump(made))
+    file.write_text(json.dumps(edited(made, path, value)))
+    files = sorted(described.parent.rglob("*"))
+    if not verified and named is None:
+        assert what_is_read(described) == before
+    else:
+        with pytest.raises(utils.UserError) as e:
+            what_is_read(described)
+        said = str(e.value)
+        by_checksum = verified and f"{file}: manifest_sha256 is" in said
+        assert by_checksum or (named in said and str(described) in said)
+        assert said.endswith(".") and said.count(". ") == 0 and "\n" not in said
+    assert sorted(described.parent.rglob("*")) == files
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"", "is not JSON"),
+        (b"\n", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"[]", "not a JSON object"),
+        (b"null", "not a JSON object"),
+        (b"{}", "tokenizer is missing"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"tokens": ' + b"9" * 5000 + b"}", "is not JSON"),
+        (None, "cannot be read"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(described, content, said):
+    """Emptied, it does not count as absent."""
+    path = described / "train" / "manifest.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    message = refused(described)
+    assert f"{path}: " in message and said in message and "\n" not in message
+
+
+def test_files_and_manifest_agree(described):
+    train, said = described / "train", partial(refused, described)
+    content = (train / "000001.npy").read_bytes()
+    (train / "000001.npy").unlink()
+    assert "train/000001.npy is missing" in said()
+    for other in (content[:-2], content + b"\0\0", b""):
+        (train / "000001.npy").write_bytes(other)
+        assert f"000001.npy is damaged (it has {len(other):,} bytes)" in said()
+    (train / "000001.npy").write_bytes(content)
+    for name in ("000003.npy", "other.npy"):
+        (train / name).write_bytes(content)
+        assert f"{train}/{name} lies beside {train}/manifest.json" in said()
+        (train / name).unlink()
+    (train / "notes.txt").write_text("no shard")
+    assert open_described(described).n_sequences
+
+
+def test_manifests_of_before_are_read_as_before_with_a_line(described):
+    """Without a checksum of their own, and without those of blocks: the order and the fingerprint are the same."""
+    path, before = described / "train" / "manifest.json", what_is_read(described)
+    made = json.loads(path.read_text())
+    kept = [{k: v for k, v in shard.items() if k != "crc32"} for shard in made["shards"]]
+    fingerprint = json.dumps([[kept, made["tokenizer_sha256"]]])  # as runs have it in config.json
+    assert before[1] == hashlib.sha256(fingerprint.encode()).hexdigest()
+    warnings = [open_described(described).corpora[0].unverified]
+    del made["manifest_sha256"]
+    for shards in (made["shards"], kept):
+        path.write_text(json.dumps(made | {"shards": shards}))
+        assert what_is_read(described) == before
+        warnings.append(open_described(described).corpora[0].unverified)
+    path.unlink()
+    warnings.append(open_described(described).corpora[0].unverified)
+    assert warnings == [
+        "",
+        f"warning: {path} has no manifest_sha256, so it is not verified itself",
+        f"warning: {path} has no checksums, so neither it nor its shards are verified",
+        f"warning: {path.parent} has no manifest.json, so its shards are not verified",
+    ]
+
+
+# --- Tokenizers that manifests name -----------------------------------------------------------------------------
+
+
+def with_ranks(folder, swap=()):
+    """Write the ranks of all bytes, two of them swapped; what a manifest says of them."""
+    ranks = {bytes([b]): b for b in range(256)} | {b"ab": 256, b"cd": 257}
+    if swap:
+        one, other = swap
+        ranks[one], ranks[other] = ranks[other], ranks[one]
+    path = folder / "tokenizer.tiktoken"
+    path.write_bytes(tokenization.dump_ranks(ranks))
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"tokenizer": path.name, "tokenizer_sha256": sha256, "vocab_size": 259}
+
+
+@pytest.mark.parametrize("kind", ["ranks", "json", "name"])
+def test_a_tokenizers_content_is_compared_with_the_manifest(described, named_tokenizers, kind):
+    flags = dict(vocab_size=50257)
+    if kind == "ranks":
+        describe(described, **with_ranks(described))
+        assert open_described(described, **flags).encoding().n_vocab == 259
+        with_ranks(described, (b"ab", b"cd"))
+    elif kind == "json":
+        assert open_described(described, **flags).encoding().n_vocab == 200
+        path = described / "tokenizer.json"
+        path.write_text(path.read_text().replace("<7>", "<x>"))
+    else:
+        about = dict(tokenizer="gpt2", vocab_size=50257)
+        sha256 = tokenization.content_sha256(tokenization.load_tokenizer("gpt2"))
+        describe(described, **about, tokenizer_sha256=sha256)
+        assert open_described(described, **flags).encoding().n_vocab == 50257
+        describe(described, **about, tokenizer_sha256=sha256[::-1])
+    with pytest.raises(utils.UserError, match="is not the tokenizer that made the shards in") as e:
+        open_described(described, **flags).encoding()
+    assert str(described / "train") in str(e.value) and "tokenizer_sha256" in str(e.value)
+
+
+def test_the_flags_tokenizer_must_be_that_of_the_shards(described, tmp_path):
+    """By its content, since a file is copied beside the shards under another name."""
+    describe(described, **with_ranks(described))
+    flags = dict(vocab_size=259, tokenizer=str(tmp_path / "tokenizer.tiktoken"))
+    with_ranks(tmp_path)
+    assert open_described(described, **flags).encoding().n_vocab == 259
+    with_ranks(tmp_path, (b"ab", b"cd"))
+    with pytest.raises(utils.UserError, match=f"--tokenizer {flags['tokenizer']}: the shards in"):
+        open_described(described, **flags)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_validation_has_the_tokenizer_of_training(corpora, train, split):
+    """A split whose manifest tells of another tokenizer than the other's."""
+    describe(corpora / "a")
+    path = corpora / "a" / split / "manifest.json"
+    made = json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}
+    path.write_text(manifest.dump(made))
+    with pytest.raises(utils.UserError, match=f"made the shards in .*a/{split} "):
+        train(bucket_name=corpora / "a", training_steps=1)
+
+
+@pytest.mark.parametrize(
+    "lines", [[b"YQ== 0", b"Yg== 0"], [b"YQ== -1"], [b"YQ== 5"], [b"YQ== 99999999999999999999"], []]
+)
+def test_ranks_that_tiktoken_would_panic_at_are_refused(tmp_path, lines):
+    path = tmp_path / "x.tiktoken"
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(utils.UserError, match=f"--tokenizer {path}: not a file of tiktoken ranks"):
+        tokenization.load_tokenizer(str(path))

@@ -17,12 +17,15 @@ import sys
 import threading
 import time
 from concurrent.futures import wait
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from aiohttp import ClientConnectionError
 from conftest import ROOT, SMALL, SMALL_GPT2, flags_of, small_config
 from test_cluster import XLA_FLAGS, free_port
 from test_resume import metrics_of
@@ -32,12 +35,14 @@ import main
 import model
 import presets
 import utils
+from data import sources
 from training import (
     checkpointing,
     command_line,
     interrupts,
     locks,
     meter,
+    packages,
     processes,
     runlog,
     steps,
@@ -891,6 +896,136 @@ def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
             else "interrupted"
         )
         assert (process.returncode, out, err) == (130, "", word + "\n"), name
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from training import interrupts",
+        *(f"import program  # {f}" for f in ("data", "tools", "tools/planning")),
+    ],
+)
+def test_signals_are_heard_before_anything_else_is_imported(first):
+    """Ctrl-C during an import ends in a traceback, if it is not heard yet."""
+    folder = ROOT / (first.split("# ")[1] if "#" in first else "")
+    program = f"""
+import os, sys  # which Python itself has imported by then
+sys.path.insert(0, {str(folder)!r})
+before = set(sys.modules)
+{first}
+print(*set(sys.modules) - before)
+"""
+    words = [sys.executable, "-S", "-c", program]  # -S: without what is installed
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"program", "training", "training.interrupts", "_signal"}
+
+
+def test_an_error_of_the_machine_is_a_sentence(capsys):
+    errors = {
+        MemoryError("Unable to allocate 9 GiB"): "no more memory (Unable to allocate 9 GiB)",
+        ImportError("x.so: failed to map segment from shared object"): "no more memory (x.so: ",
+        RuntimeError("can't start new thread"): "no more memory (can't start new thread)",
+        MemoryError(): "no more memory (MemoryError)",
+        ClientConnectionError("no\nroute"): "storage failed (ClientConnectionError: no route)",
+    }
+    for error, words in errors.items():
+        packages.explain(type(error), error, None)
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and words in said and said.count("\n") == 1
+    packages.explain(KeyError, KeyError("a defect"), None)
+    assert "KeyError: 'a defect'" in capsys.readouterr().err
+
+
+def test_a_program_without_memory_says_so():
+    begin = "import resource; resource.setrlimit(resource.RLIMIT_AS, (200 << 20, 200 << 20)); "
+    begin += "import sys, runpy; sys.argv = ['tools/sample.py', 'x']; sys.path.insert(0, 'tools'); "
+    begin += "runpy.run_path('tools/sample.py', run_name='__main__')"
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", begin]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(
+        "error: this process gets no more memory ("
+    )
+    assert done.stderr.count("\n") == 1
+
+
+# --- Storage without a network, or without rights -----------------------------------------------------------------
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Answers every request with one status."""
+
+    def answer(self):
+        self.send_response_only(self.server.status)
+        self.end_headers()
+
+    do_GET = do_POST = do_PUT = do_HEAD = answer
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(params=[401, 403])
+def denied(request, monkeypatch):
+    """Storage that answers so to all requests."""
+    pytest.importorskip("gcsfs")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    server.status = request.param
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(utils, "WAITS", (0,) * 6)
+    fsspec.get_filesystem_class("gs").clear_instance_cache()
+    yield
+    server.shutdown()
+    fsspec.get_filesystem_class("gs").clear_instance_cache()
+
+
+def test_missing_rights_are_one_sentence_and_nothing_else(denied, train, tmp_path, caplog, capfd):
+    source = SimpleNamespace(source="gs://bucket/a.jsonl", text_column="text")
+    works = dict(
+        read=lambda: utils.read_file("gs://bucket/x"),
+        write=lambda: utils.write_file("gs://bucket/x", "content"),
+        source=lambda: sources.open_source(source, 0.1),
+        shards=lambda: train(bucket_name="gs://bucket/x"),
+        run=lambda: train(output_dir="gs://bucket/x"),
+        weights=lambda: train(init_from="gs://bucket/x"),
+    )
+    for name, work in works.items():
+        with pytest.raises(utils.UserError, match=r"^[^\n]*gs://bucket/\S* cannot be used") as e:
+            work()
+        assert str(e.value).endswith("credentials are good for it."), name
+    assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
+
+
+def test_storage_that_does_not_answer_is_waited_for_with_a_word(monkeypatch, capsys):
+    def fails():
+        now[0] += 20  # its library tried again, too
+        tries.append(now[0])
+        raise OSError("no network")
+
+    now, tries = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(utils.UserError, match="OSError: no network"),
+    ):
+        patch.setattr(utils, "time", clock)
+        utils.persist(fails, "gs://bucket/x")
+    assert tries == [20, 40, 60, 80], "no try begins later than a minute"
+    monkeypatch.setattr(utils, "SILENCE", 0.01)
+    monkeypatch.setattr(utils, "said_silent", -math.inf)
+    for _ in range(3):
+        assert utils.persist(lambda: time.sleep(0.2), "gs://bucket/y") is None
+    utils.persist(lambda: time.sleep(0.1), "/local")
+    said = capsys.readouterr()
+    assert (
+        said.err.count("warning: still waiting for gs://bucket/y after")
+        == said.err.count("\n")
+        == 1
+    )
+    assert said.out == ""
+    with pytest.raises(utils.UserError, match="foo://x: is no address that can be used .*foo"):
+        utils.read_file("foo://x")
 
 
 # --- Two processes ------------------------------------------------------------------------------------------------

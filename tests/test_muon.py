@@ -40,13 +40,13 @@ def updated(mesh_shape, **flags):
         shaped = jax.tree.map(lambda x, p: x.reshape(p.shape), tree.unflatten(leaves), table)
         return jax.device_put(shaped, shardings)
 
-    optimizer, _ = make_optimizer(cfg, mesh)
+    optimizer, schedule = make_optimizer(cfg, mesh)
     params = put(leaves)
     update, state, gradients = jax.jit(optimizer.update), optimizer.init(params), []
     for seed in range(3):
         rng = np.random.default_rng(seed)
         gradients.append([rng.standard_normal(x.shape, np.float32) for x in leaves])
-        updates, state = update(put(gradients[-1]), state, params)
+        updates, state = update(put(gradients[-1]), state, params, rate=schedule(seed))
         params = optax.apply_updates(params, updates)
     params = jax.tree.map(lambda x, y: np.asarray(y).reshape(x.shape), start, params)
     return params, gradients

@@ -79,7 +79,7 @@ def updates_of(cfg, gradient, n):
     gradients = jax.tree.map(lambda leaf: jnp.full(leaf.shape, gradient), params)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for step in range(n):
-        updates, state = update(gradients, state, params)
+        updates, state = update(gradients, state, params, rate=schedule(step))
         yield step, schedule(step), jax.tree.leaves(updates), jax.tree.leaves(decays)
 
 

@@ -343,6 +343,21 @@ def test_hosts_and_keys_that_cannot_be_right_are_refused_at_once(repository, tmp
     script = repository.root / "launcher.sh"
     for hosts in ("a b a", "me@a b you@a", "a A"):
         assert_one_sentence(bash(script, "--status", HOSTS=hosts), 1, "HOSTS: names", "twice")
+    for hosts in (
+        "a:22",
+        "me@a:22",
+        "'a' 'b'",
+        '"a", "b"',
+        "[a]",
+        "-a",
+        "ssh://a",
+        "# b",
+        "b=c",
+        "n{0..3}",
+    ):
+        result = bash(script, "--status", HOSTS=f"{hosts} z")
+        assert_one_sentence(result, 1, f"HOSTS: {hosts.split()[0].rstrip(',')}: ")
+    assert_one_sentence(bash(script, "--status", HOSTS=" ,\n"), 1, "HOSTS: names no host")
     missing = str(tmp_path / "no key")
     result = bash(script, "--status", HOSTS="a", SSH_KEY=missing)
     assert_one_sentence(result, 1, f"SSH_KEY={missing}: there is no such file")
@@ -351,22 +366,99 @@ def test_hosts_and_keys_that_cannot_be_right_are_refused_at_once(repository, tmp
     )
 
 
+# what cluster.env says, and the hosts that it names
+FORMS = {
+    'HOSTS="a me@b c"': "a me@b c",
+    'HOSTS="\n  a\n\tme@b \n c\t\n"': "a me@b c",
+    "HOSTS='a, me@b;c'": "a me@b c",
+    "HOSTS=(a me@b\n  c)  # an array": "a me@b c",
+    "HOSTS=(n{0..2})": "n0 n1 n2",
+    'HOSTS="a"\nHOSTS+=" b"': "a b",
+    '\ufeffHOSTS="a b"\r\nMIN_DISK_GB="08"\r\n': "a b",
+    'hosts="a b"\nHOSTS="$hosts"': "a b",
+    'HOSTS="fe80::1 10.0.0.5"': "fe80::1 10.0.0.5",
+    'export HOSTS="a"\nexport SSH_AUTH_SOCK=/x WANDB_API_KEY=k': "a",
+    "HOSTS=a\nSECRETS=(WANDB_API_KEY,MINE)\nMINE=k\n[[ 1 == 2 ]] && HOSTS=b": "a",
+}
+
+# what cluster.env says, and what the sentence must hold
+WRONG_SETTINGS = {
+    "HOSTS=a b": ["cluster.env, line 1: b: command not found"],
+    "\nHOSTS = a": ["cluster.env, line 2: HOSTS: command not found", 'NAME="value"'],
+    'HOSTS="a': ["cluster.env, line 1: unexpected EOF"],
+    "HOSTS=a\nVENV=(": ["cluster.env, line 2: "],
+    "HOSTS=a\nif true": ["cluster.env, line "],
+    "HOSTS=a\nHOSTS=$(cat nothing)": ["cluster.env, line 2: HOSTS=$(cat nothing) failed"],
+    "HOSTS=$HSOTS": ["cluster.env, line 1: HSOTS"],
+    "HOSTS=a\nexit": ["cluster.env: ends before its last line"],
+    "HOST=a": ["cluster.env, line 1: HOST is no setting", "nearest is HOSTS"],
+    "HOSTS=a\n\n  MIN_DISK=3": ["line 3: MIN_DISK is no setting", "nearest is MIN_DISK_GB"],
+    "HOSTS=a\nexport HOST=3": ["line 2: HOST is no setting"],
+    "hosts=a": ["line 1: hosts is no setting", "nearest is HOSTS"],
+    "HOSTS=a\nSECRETS=A=b": ["SECRETS: must hold names"],
+    "HOSTS=a\nFOLDER='~'": ["FOLDER=~: "],
+    "HOSTS=a\nFOLDER=~me/x": ["FOLDER=~me/x: "],
+    "HOSTS=a\nFOLDER='$USER/x'": ["FOLDER=$USER/x: "],
+    "HOSTS=a\nFOLDER=": ["FOLDER=, "],
+    "HOSTS=a\nSESSION=../x": ["SESSION=../x: "],
+    "HOSTS=a\nCOORDINATOR=h": ["COORDINATOR=h: must be HOST:PORT"],
+    "HOSTS=a\nMAX_CLOCK_SKEW=-1": ["MAX_CLOCK_SKEW=-1: "],
+} | {
+    f"HOSTS=a\n{name}='{value}'": [f"{name}={value}: must be a whole number"]
+    for name in "MIN_DISK_GB START_TIMEOUT STOP_TIMEOUT MAX_RESTARTS SSH_PORT".split()
+    for value in ("x", "-1", "2.5", "9999999999", "" if name != "SSH_PORT" else "0")
+}
+
+
+def test_every_form_of_cluster_env_works_or_is_refused_before_a_host_is_asked(repository):
+    script, env = repository.root / "launcher.sh", repository.root / "cluster.env"
+    program(repository.root / "ssh", f"#!/bin/sh\ntouch '{repository.root}/asked'\nexit 255\n")
+    path = dict(PATH=f"{repository.root}:{os.environ['PATH']}")
+    for text, hosts in FORMS.items():
+        env.write_text(text)
+        result = bash(script, "--status", **path)
+        table = [line.split()[1] for line in result.stdout.splitlines()[1:]]
+        assert table == hosts.split(), (text, result)
+        assert "cluster.env" not in result.stderr
+    env.write_text("HOSTS=(b\nc)\n")  # the environment wins
+    assert bash(script, "--status", HOSTS="a", **path).stdout.split()[2:] == ["FAILED", "a"]
+    (repository.root / "asked").unlink()
+    for text, words in WRONG_SETTINGS.items():
+        env.write_text(text)
+        result = bash(script, "--preset", "tiny", **path)
+        assert_one_sentence(result, 1, *words)
+        assert not result.stdout, text
+    env.unlink()
+    env.mkdir()
+    assert_one_sentence(bash(script, "--status", **path), 1, "cluster.env: is no file")
+    assert not (repository.root / "asked").exists()
+
+
 # --- tools/cluster/on_host.sh, on this machine -------------------------------------------------------------------
 
 
 def on_this_host(home, *call, **settings):
     """A function of tools/cluster/on_host.sh, as it runs on a host, whose home is `home`."""
-    settings = dict(FOLDER=str(home), SESSION="s", VENV=".venv", PYTHON="", host="h") | settings
-    script = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in settings.items())
-    script += (
-        (ROOT / "tools/cluster/on_host.sh").read_text()
-        + shlex.join(map(str, call))
-        + " </dev/null\n"
-    )
+    return on_this_host_at_once(home, call, **settings)[0]
+
+
+def on_this_host_at_once(home, *calls, **settings):
+    """The same for several calls at the same time."""
+    defaults = dict(FOLDER=str(home), SESSION="s", VENV=".venv", PYTHON="", host="h")
+    settings = defaults | dict(MAX_RESTARTS="1", START_TIMEOUT="30") | settings
+    head = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in settings.items())
+    head += (ROOT / "tools/cluster/on_host.sh").read_text()
     env = CLEAN | {"HOME": str(home), "TMUX_TMPDIR": str(home)}
-    return subprocess.run(
-        ["bash"], input=script, env=env, capture_output=True, text=True, timeout=60
-    )
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    processes = [subprocess.Popen(["bash"], env=env, text=True, **pipes) for _ in calls]
+    for process, call in zip(processes, calls, strict=True):
+        process.stdin.write(head + shlex.join(map(str, call)) + " </dev/null\n")
+        process.stdin.flush()
+    done = []
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        done.append(subprocess.CompletedProcess(["bash"], process.returncode, out, err))
+    return done
 
 
 SAID = "11:26:35 compiled in 13s"
@@ -434,42 +526,119 @@ def test_status_shows_the_last_line_that_means_something(tmp_path):
 
 LIVES = """#!/bin/bash
 echo "$SECRET" >>"$HOME/lives"
-[ ! -e "$HOME/.moe-pretraining/s/h/environment" ] || echo it is there >>"$HOME/lives"
+ls "$HOME/.moe-pretraining/s/h" | grep start >>"$HOME/lives"
 (($(wc -l <"$HOME/lives") == 2)) && echo 11:26:35 compiled in 1s || exit 1
 """
 
 
-def test_secrets_reach_every_life_and_no_file_outlives_their_reading(tmp_path):
+@pytest.fixture
+def home(tmp_path):
+    """The home of a host with tmux, whose FOLDER it is too."""
     if not shutil.which("tmux"):
         pytest.skip("tmux is not installed")
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
-    program(tmp_path / ".venv/bin/python", LIVES)
-    settings = dict(MAX_RESTARTS="1", START_TIMEOUT="30")
-    done = on_this_host(
-        tmp_path, "start", "1", "SECRET=s3cret\nRESTART_PAUSE=0\n", "--seed", "1", **settings
-    )
+    yield tmp_path
+    env = CLEAN | {"TMUX_TMPDIR": str(tmp_path)}
+    subprocess.run(["tmux", "-L", "moe-s-h", "kill-server"], env=env, capture_output=True)
+
+
+def test_secrets_reach_every_life_and_no_file_outlives_their_reading(home):
+    program(home / ".venv/bin/python", LIVES)
+    done = on_this_host(home, "start", "1", "SECRET=s3cret\nRESTART_PAUSE=0\n", "--seed", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    while (said := on_this_host(tmp_path, "state").stdout).startswith("running"):
+    while (said := on_this_host(home, "state").stdout).startswith("running"):
         pass
     assert said.startswith("ended with status 0: 11:26:35"), said
-    assert (tmp_path / "lives").read_text() == "s3cret\n" * 2
+    assert (home / "lives").read_text() == "s3cret\n" * 2
     # nor where no session could be started, nor where it ended before the file was read
-    environment = tmp_path / ".moe-pretraining/s/h/environment"
-    assert not environment.exists()
-    program(tmp_path / "tmux", "#!/bin/sh\nexit 1\n")
-    done = on_this_host(
-        tmp_path,
-        "start",
-        "2",
-        "SECRET=s3cret\n",
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
-        **settings,
-    )
-    assert (
-        done.returncode == 1 and "tmux could not start" in done.stderr and not environment.exists()
-    )
-    environment.write_text("SECRET=s3cret\n")
-    assert on_this_host(tmp_path, "stop", "1").returncode == 0 and not environment.exists()
+    state = home / ".moe-pretraining/s/h"
+    program(home / "tmux", "#!/bin/sh\nexit 1\n")
+    path = f"{home}:{os.environ['PATH']}"
+    done = on_this_host(home, "start", "2", "SECRET=s3cret\n", PATH=path)
+    assert done.returncode == 1 and "tmux could not start" in done.stderr, done.stderr
+    assert not list(state.glob("start.*"))
+    (state / "start.3").write_text("SECRET=s3cret\n")
+    assert on_this_host(home, "stop", "1").returncode == 0 and not list(state.glob("start.*"))
+
+
+# both starts come as far as this, one is first, and its session begins when the other has failed
+AT_ONCE = """#!/bin/bash
+if [[ " $* " == *" new-session "* ]]; then
+  echo >>"$HOME/came"
+  until (($(wc -l <"$HOME/came") == 2)); do sleep 0.05; done
+  set -- "${@:1:$#-1}" "sleep 1; ${*: -1}"
+fi
+exec TMUX "$@"
+"""
+WAITS = '#!/bin/bash\necho "$SECRET $*" >>"$HOME/lives"\necho 1 compiled in 1s\nexec sleep 600\n'
+
+
+def test_of_two_starts_at_once_one_runs_with_its_own_secrets_and_flags(home):
+    """The other fails, and its launch, which takes back what it started, does not touch it."""
+    program(home / "bin/tmux", AT_ONCE.replace("TMUX", shutil.which("tmux")))
+    program(home / ".venv/bin/python", WAITS)
+    starts = [("start", name, f"SECRET=of-{name}", "--seed", name) for name in ("one", "two")]
+    path = f"{home}/bin:{os.environ['PATH']}"
+    done = on_this_host_at_once(home, *starts, PATH=path)
+    names = sorted(("one", "two"), key=lambda name: done[name == "two"].returncode)
+    assert [d.returncode for d in sorted(done, key=lambda d: d.returncode)] == [0, 1], done
+    loser = done[names[1] == "two"].stderr
+    assert loser.startswith("error: h: a run of SESSION=s is there already"), loser
+    assert loser.count("\n") == 1
+    assert on_this_host(home, "stop", "2", names[1]).returncode == 0
+    assert on_this_host(home, "state").stdout == "running: 1 compiled in 1s\n"
+    assert (home / "lives").read_text() == f"of-{names[0]} main.py --seed {names[0]}\n"
+    state = home / ".moe-pretraining/s/h"
+    assert not list(state.glob("start.*")) and not (state / "stopping").exists()
+    # a start that was taken back while it was on its way, and one after it
+    done = on_this_host(home, "stop", "2", names[0])
+    assert (done.returncode, done.stdout) == (0, "ended with status 143: 1 compiled in 1s\n"), done
+    assert on_this_host(home, "stop", "2", "three").returncode == 0
+    assert on_this_host(home, "start", "three", "SECRET=3").returncode == 1
+    assert (home / "lives").read_text().count("\n") == 1
+    assert on_this_host(home, "start", "four", "SECRET=4").returncode == 0
+    assert on_this_host(home, "stop", "2").returncode == 0
+
+
+HUNG = """#!/bin/bash
+trap 'echo TERM >>"$HOME/signals"' TERM
+sleep 601 &
+setsid sleep 602 &
+echo $$ $! >"$HOME/pids"
+pgrep -P $$ >>"$HOME/pids"
+echo 1 compiled in 1s
+while :; do sleep 0.1; done
+"""
+
+
+def exists(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_run_that_ignores_sigterm_is_killed_whole_and_nobody_else(home):
+    program(home / ".venv/bin/python", HUNG)
+    state = home / ".moe-pretraining/s/h"
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        for pid in ("", str(stranger.pid)):  # a process id that was left there may be another's now
+            assert on_this_host(home, "start", f"1{pid}", "").returncode == 0
+            if pid:
+                (state / "pid").write_text(pid)
+            done = on_this_host(home, "stop", "1")
+            assert done.returncode == 137, done
+            assert done.stderr.startswith("error: h: it still ran STOP_TIMEOUT=1 s after SIGTERM")
+            assert "by SIGKILL" in done.stderr and done.stderr.count("\n") == 1
+            assert done.stdout.startswith("ended with status 137: error: it still ran"), done
+            assert (home / "signals").read_text() == "TERM\n"
+            pids = (home / "pids").read_text().split()
+            assert len(pids) >= 4 and not any(exists(pid) for pid in pids)
+            assert stranger.poll() is None
+        stranger.kill()
+    done = on_this_host(home, "stop", "1")
+    assert done.returncode == 0 and done.stdout.startswith("ended with status 137"), done
 
 
 # --- setup_tpu.sh -----------------------------------------------------------------------------------------------

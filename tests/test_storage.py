@@ -1,5 +1,6 @@
 """Reading shards from storage: what is fetched, kept and verified, and training from buckets that fail."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import fsspec
 import numpy as np
 import pytest
 from conftest import (
+    ROOT,
     SMALL,
     SMALL_GPT2,
     describe,
@@ -18,10 +20,11 @@ from test_resume import assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
 import main
+import presets
 import utils
 from data import output, storage
 from tools import checkpoints, common, compare, evaluate, hf, sample
-from training import command_line, steps
+from training import command_line, settings, steps
 
 SHARDS = 12
 
@@ -267,26 +270,83 @@ def test_checkpoints_to_s3_are_refused(train):
         train(output_dir="s3://bucket/runs")
 
 
+# --- The vocabulary of the shards -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, preset, given, wanted",
+    [
+        (512, "tiny", {}, 512),
+        (100277, "tiny", {}, 100277),
+        (8192, "tiny", {}, 8192),
+        (8192, "gpt2-124m", {}, 8192),
+        (None, "tiny", {}, 8192),
+        (50257, "tiny", {"vocab_size": 50304}, 50304),
+        (512, "tiny", {"tokenizer": "x"}, 8192),
+        (512, "tiny", {"init_from": "x"}, 8192),
+        (512, "tiny", {"branch_from": "x"}, 8192),
+    ],
+)
+def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, given, wanted):
+    """Where no flag, no weights and no run does."""
+    cfg = utils.replace(presets.preset(preset), **given, output_dir=str(tmp_path))
+    made = {} if size is None else dict(vocab_size=size)
+    found = settings.follow_shards(cfg, set(given), [("a", "a/train", made)])
+    assert found == utils.replace(cfg, vocab_size=wanted)
+    assert ("--vocab_size is" in capsys.readouterr().out) == (found != cfg)
+
+
+def test_a_vocabulary_that_is_padded_and_that_of_a_run_stay(tmp_path, capsys):
+    shards = [("a", "a/train", dict(vocab_size=50257))]
+    cfg = utils.replace(presets.preset("gpt2-124m"), vocab_size=50304, output_dir=str(tmp_path))
+    assert settings.follow_shards(cfg, set(), shards) == cfg
+    (tmp_path / "gpt2-124m").mkdir()
+    stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
+    (tmp_path / "gpt2-124m/config.json").write_text(json.dumps(stored))
+    assert settings.follow_shards(cfg, set(), shards).model.vocab_size == 60000
+    assert not capsys.readouterr().out
+
+
 # --- The documented cycle in a bucket ---------------------------------------------------------------------------
+
+
+def last_cells(run):
+    """Run what the notebook does with a trained run, in this process; returns the `Row`s of its sample."""
+    book = json.loads((ROOT / "notebooks/train_on_a_free_accelerator.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in book["cells"]]
+    rows = []
+
+    def call(_, program, *words):
+        if program == "tools/hf.py":
+            return hf.run(words)
+        words = [*words, "--n_devices", "1", "--compilation_cache", ""]
+        rows.extend(sample.main(common.parse(common.Sample, words, program)))
+
+    names = dict(FOLDER=run, PYTHON="", preset="deepseek-tiny", run=call, os=os)
+    for cell in cells:
+        if "tools/sample.py" in cell or "tools/hf.py" in cell:
+            exec(cell, names)
+    return rows
 
 
 def used(run, shards, tmp_path, capsys):
     """What every tool says of the run at an address, and of the shards at another."""
-    free = dict(compilation_cache="", n_devices=1)
-    rows = sample.main(common.Sample(model=run, prompt=("def ",), temperature=0.0, **free))
+    (row,) = last_cells(run)
     text = tmp_path / "some.txt"
     text.write_text("import os\n" * 20)
     data = (str(text), shards, f"{shards}/val/000000.npy", f"{shards}/text.txt")
-    measured = evaluate.main(common.Evaluate(model=run, data=data, limit=4, **free))["data"]
-    hf.run(["export", run, str(tmp_path / "exported")])
+    asked = common.Evaluate(model=run, data=data, limit=4, compilation_cache="", n_devices=1)
+    measured = [row | dict(data="") for row in evaluate.main(asked)["data"]]
     checkpoints.main(checkpoints.Options("verify", run))
     compare.main(compare.Options((run,), str(tmp_path / "compare.png")))
-    said = capsys.readouterr().out
-    return rows[0].tokens, [{**row, "data": ""} for row in measured], "4  sound" in said
+    said = capsys.readouterr()
+    assert "4  sound" in said.out and "warning" not in said.out + said.err
+    return row.tokens, measured
 
 
-def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsys):
+def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsys, monkeypatch):
     """Tokenized there, trained there, resumed, continued, measured, exported and the beginning of others."""
+    monkeypatch.chdir(tmp_path)
     address, fs, proxy = bucket
     proxy.most, local = 12, tmp_path / "bucket"
     train_small_tokenizer(tmp_path / "small.tiktoken")
@@ -294,7 +354,7 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     utils.write_file(f"{address}/text.txt", "def f():\n" * 20)
     runs = f"{address.removesuffix('shards')}runs"
     flags = SMALL_GPT2 | dict(
-        vocab_size=None, cache_dir=tmp_path / "cache", bucket_name=address, schedule="wsd"
+        vocab_size=None, cache_dir=tmp_path / "cache", bucket_name=address, schedule="wsd", T=80
     )
     flags |= dict(output_dir=runs if address.startswith("gs") else local / "runs")
     for end in (2, 4):
@@ -309,7 +369,6 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     there = used(f"{runs}/run", address, tmp_path, capsys)
     (tmp_path / "exported").rename(tmp_path / "exported-there")
     assert there == used(str(local / "runs/run"), str(local / "shards"), tmp_path, capsys)
-    assert there[-1]
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         kinds = ("exported", "exported-there")
         assert len({(tmp_path / kind / name).read_bytes() for kind in kinds}) == 1

@@ -192,6 +192,28 @@ def test_scores_are_those_of_the_backend_for_hugging_face_models(
         assert np.allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "given, temperature, top_k, top_p",
+    [
+        (dict(), 0.0, None, None),
+        (dict(do_sample=False), 0.0, None, None),
+        (dict(do_sample=False, temperature=0.7), 0.0, None, None),
+        (dict(do_sample=True), 1.0, 50, 1.0),
+        (dict(do_sample=True, temperature=None, top_k=None, top_p=None), 1.0, 50, 1.0),
+        (dict(do_sample=True, temperature=0.7, top_p=0.9), 0.7, 50, 0.9),
+        (dict(do_sample=True, top_k=0), 1.0, 0, 1.0),
+        (dict(temperature=0.3, top_k=5), 0.3, 5, 1.0),
+    ],
+)
+def test_a_task_draws_with_the_defaults_of_transformers(
+    named_tokenizers, given, temperature, top_k, top_p
+):
+    options, _ = tasks.draws(given, tokenization.load_tokenizer("gpt2"))
+    assert options.temperature == temperature
+    if temperature:
+        assert (options.top_k, options.top_p) == (top_k, top_p)
+
+
 # --- CORE ---------------------------------------------------------------------------------------------------------
 
 QUESTIONS = {  # file: (a kind of task, its words between question and answer, examples, questions)

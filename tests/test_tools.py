@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections import deque
@@ -12,14 +13,17 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, SMALL_GPT2, small_config
+from conftest import ROOT, SMALL_GPT2, describe, small_config
 
+import dataset
+import main
+import presets
 import utils
 from data import tokenization
 from dataset import Corpus
-from tools import common, evaluate, sample
+from tools import common, evaluate, hf, sample
 from tools.scores import mean
-from training import checkpointing, decoding, steps
+from training import checkpointing, decoding, steps, weights
 from training.optimizer import make_optimizer
 
 MESH = dict(n_device_axis=(2, 2, 2), n_devices=8)
@@ -120,7 +124,10 @@ def test_every_prompt_of_a_batch_goes_on_as_a_plain_loop_says_on_every_mesh(run,
     assert out == "".join(
         f"--- {i}\n{p}{row.text}\n" for i, (p, row) in enumerate(zip(PROMPTS, rows))
     )
-    assert "prefill: 24 tokens" in err and "decode: 4 x 16 tokens" in err
+    assert (
+        "prefill: 24 tokens" in err
+        and f"decode: {sum(len(row.tokens) for row in rows)} tokens" in err
+    )
     for prompt, row in zip(PROMPTS, rows):
         ids = [256, *prompt.encode()]
         while (
@@ -197,6 +204,20 @@ def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, 
         )
 
 
+def test_a_shard_is_measured_alone(run, shards, tmp_path):
+    """Whatever lies beside it: the same as in a folder of its own."""
+    folder = tmp_path / "several"
+    shutil.copytree(shards / "train", folder)
+    (folder / "000000.npy").write_bytes(b"damaged")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(folder / "000001.npy", alone)
+    one, all_of_one = measured(run, data=(str(folder / "000001.npy"), str(alone)))["data"]
+    assert one["tokens"] == 7000 // 32 * 32 and one | dict(data="") == all_of_one | dict(data="")
+    with pytest.raises(utils.UserError, match="--data .*000009.npy: there is no such file"):
+        measured(run, data=(str(folder / "000009.npy"),))
+
+
 @pytest.mark.parametrize("stride", [0, 8])
 def test_text_measures_as_a_plain_loop_says(run, losses_of, tmp_path, stride):
     texts = ["short", "é" * 30, "x" * 32, "the end " * 12]
@@ -271,6 +292,123 @@ def test_multiple_choice_equals_a_plain_loop(run, losses_of, tmp_path, capsys):
     assert np.isclose(got["acc_error"], acc.std(ddof=1) / math.sqrt(12))
 
 
+# --- Shards of another tokenizer --------------------------------------------------------------------------------
+
+
+def ranks_of_bytes(swap=()):
+    """The ranks of all bytes, two of them swapped."""
+    order = list(range(256))
+    for a in swap:
+        order[a], order[a + 1] = order[a + 1], order[a]
+    return {bytes([b]): rank for rank, b in enumerate(order)}
+
+
+def write_tokenizer(folder, ranks, ending):
+    """Write the tokenizer of ranks into a folder as one of the kinds; returns its path."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"tokenizer{ending}"
+    in_ranks = folder / "tokenizer.tiktoken"
+    in_ranks.write_bytes(tokenization.dump_ranks(ranks))
+    if ending == ".json":
+        made = hf.byte_level(tokenization.load_tokenizer(str(in_ranks)))
+        made.add_special_tokens(["<pad>"])  # no text becomes it
+        made.save(str(path))
+        in_ranks.unlink()
+    return path
+
+
+def write_shards(folder, ranks, ending, name=None):
+    """One shard in folder/train and folder/val, with the manifest that tokenize_shards.py would write."""
+    encoding = tokenization.load_tokenizer(str(write_tokenizer(folder, ranks, ending)))
+    made_with = dict(tokenizer=name or f"tokenizer{ending}", vocab_size=encoding.n_vocab)
+    made_with["tokenizer_sha256"] = tokenization.content_sha256(encoding)
+    for split in ("train", "val"):
+        (folder / split).mkdir()
+        np.save(folder / split / "000000.npy", np.arange(2000, dtype=np.uint16) % 257)
+    return describe(folder, **made_with)
+
+
+def check(weights_folder, shards):
+    """What `check_tokenizer` warns of; raises its UserError."""
+    cfg, said = utils.replace(utils.Config(), bucket_name=str(shards)), []
+    made = dataset.manifests(cfg, "train", "val")
+    weights.check_tokenizer("--init_from x", str(weights_folder), made, warn=said.append)
+    return "\n".join(said)
+
+
+KINDS = [".tiktoken", ".json"]
+
+
+@pytest.mark.parametrize("of_shards", KINDS)
+@pytest.mark.parametrize("of_weights", KINDS)
+def test_a_tokenizer_is_known_by_its_tokens_whatever_file_holds_it(tmp_path, of_weights, of_shards):
+    model = tmp_path / "model"
+    name = write_tokenizer(model, ranks_of_bytes(), of_weights).name
+    (model / "config.json").write_text(json.dumps(dict(encoding=name)))
+    same = write_shards(tmp_path / "same", ranks_of_bytes(), of_shards)
+    other = write_shards(tmp_path / "other", ranks_of_bytes(swap=[97]), of_shards)
+    assert not check(model, same)
+    with pytest.raises(
+        utils.UserError, match="--init_from x: the shards in .*other/train .*another"
+    ) as e:
+        check(model, other)
+    assert str(model / name) in str(e.value) and str(other / f"tokenizer{of_shards}") in str(
+        e.value
+    )
+    (other / f"tokenizer{of_shards}").unlink()  # only the hash is left, of one kind of file
+    if of_weights == of_shards == ".tiktoken":
+        with pytest.raises(utils.UserError, match="another tokenizer"):
+            check(model, other)
+    else:
+        assert "nothing tells whether the tokenizer" in check(model, other)
+    (model / name).unlink()
+    said = check(model, same)
+    assert "nothing tells" in said and f"{same}/train, {same}/val" in said and "\n" not in said
+
+
+def test_a_tokenizer_is_the_same_by_name_and_as_a_file(tmp_path, named_tokenizers):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(dict(encoding="gpt2")))
+    gpt2 = tokenization.load_tokenizer("gpt2")._mergeable_ranks
+    assert not check(model, write_shards(tmp_path / "same", gpt2, ".tiktoken"))
+    assert not check(model, write_shards(tmp_path / "named", gpt2, ".tiktoken", "gpt2"))
+    with pytest.raises(
+        utils.UserError, match=r"another tokenizer \(.*\) than the weights \(gpt2\)"
+    ):
+        check(model, write_shards(tmp_path / "other", ranks_of_bytes(), ".json"))
+
+
+def test_weights_are_refused_shards_of_another_tokenizer(tmp_path, capsys):
+    """A run's and those of a Hugging Face folder, to train on and to be measured by."""
+    gpt2, *_ = make_run(tmp_path, **SMALL_GPT2)
+    hf.export(str(gpt2), str(tmp_path / "exported"))
+    same = write_shards(tmp_path / "same", ranks_of_bytes(), ".tiktoken")
+    other = write_shards(tmp_path / "other", ranks_of_bytes(swap=[97]), ".tiktoken")
+    plain = tmp_path / "plain"
+    shutil.copytree(same / "val", plain, ignore=lambda *_: ["manifest.json"])
+    capsys.readouterr()
+    for folder in (gpt2, tmp_path / "exported"):
+        with pytest.raises(utils.UserError, match="--data .*other: the shards .*another tokenizer"):
+            measured([folder], data=(str(other),))
+        (first, second) = measured([folder], data=(str(same), str(plain)), limit=3)["data"]
+        assert first["loss"] == second["loss"]
+        err = capsys.readouterr().err
+        assert err.count("\n") == 2 and f"warning: --data {plain}: nothing tells" in err
+        assert f"warning: {plain} has no manifest.json, so its shards are not verified" in err
+        cfg = utils.replace(
+            presets.preset("tiny"),
+            init_from=str(folder),
+            bucket_name=str(other),
+            output_dir=str(tmp_path / "runs"),
+            n_device_axis=(1, 1, 1),
+            n_devices=1,
+            compilation_cache="",
+        )
+        with pytest.raises(utils.UserError, match="--init_from .*: the shards .*another tokenizer"):
+            main.main(cfg, {"init_from", "bucket_name", "output_dir", "n_devices"})
+
+
 # --- Mistakes ---------------------------------------------------------------------------------------------------
 
 GOOD = {"ctx": "a", "endings": ["b", "c"], "label": 1}
@@ -338,11 +476,10 @@ def test_mistakes_get_a_sentence(run, shards, tmp_path, byte_manifest):
 @pytest.fixture
 def byte_manifest(shards, tmp_path):
     """Shards whose manifest tells of another tokenizer than the bytes."""
-    folder = tmp_path / "other"
-    folder.mkdir()
+    folder = tmp_path / "other" / "val"
+    folder.mkdir(parents=True)
     (folder / "000000.npy").write_bytes((shards / "val" / "000000.npy").read_bytes())
-    manifest = dict(tokenizer="gpt2", tokenizer_sha256="0" * 64, tokens=4000, bytes=9000)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    describe(folder.parent, tokenizer="gpt2", tokenizer_sha256="0" * 64, vocab_size=250)
     return folder
 
 
@@ -408,7 +545,7 @@ def test_a_model_without_a_tokenizer_measures_shards_alone(run, shards, tmp_path
                 "--stop",
                 "\n",
             ],
-            "decode: 1 x 8",
+            "decode: 3 tokens",
         ),
         (["evaluate.py", "RUN", "--data", "nowhere"], "error: --data nowhere"),
     ],
@@ -424,3 +561,19 @@ def test_the_programs_from_the_command_line(run, words, said):
         and "Trace" not in done.stderr
     )
     assert done.stderr.count("\n") == 1
+
+
+STARTED = [
+    f"{folder}.{path.stem}"
+    for folder in ("tools", "data")
+    for path in (ROOT / folder).glob("*.py")
+    if "program.begin()" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("module", STARTED)
+def test_every_program_can_be_started_as_a_module(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "usage" in done.stdout.lower() and not done.stderr

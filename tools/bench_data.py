@@ -182,9 +182,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="times that each speed is measured")
     parser.add_argument("--json", default=None, help="file to write the numbers to as well")
     args = parser.parse_args()
-    for flag in ("mb", "rounds"):
-        if getattr(args, flag) < 1:
-            raise utils.UserError(f"--{flag} {getattr(args, flag)}: must be at least 1.")
+    utils.check_number("mb", args.mb, least=1, most=10**6)
+    utils.check_least(vars(args), dict(rounds=1))
     if args.json:
         utils.check_place(args.json, "--json")
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
-import fsspec
 import tyro
 
 import utils
@@ -35,7 +34,7 @@ class Options:
     command: tyro.conf.Positional[Literal["list", "verify", "prune"]]
     """list: a line each. verify: read each and compare it with what was saved. prune: delete what is not to keep."""
     run_dir: tyro.conf.Positional[str]
-    """A run directory, or its gs:// address."""
+    """A run directory, or its gs:// or s3:// address."""
     keep: int | None = None
     """Newest checkpoints to keep; None: as many as the run's keep_checkpoints."""
     every: int | None = None
@@ -72,7 +71,7 @@ def about(checkpoints, step):
         known["date"] = checkpoints.manager.metadata(step).commit_timestamp_nsecs / 1e9
     except Exception:  # whatever a damaged file makes the libraries raise; `verify` says what
         pass
-    fs, there = fsspec.core.url_to_fs(folder)
+    fs, there = utils.filesystem(folder)
     return known | {"size": fs.du(there)}
 
 
@@ -157,6 +156,10 @@ def main(options):
     logging.set_verbosity(logging.FATAL)
     if options.command != "prune" or options.dry_run:
         return look_at(options)
+    if options.run_dir.startswith("s3://"):
+        raise UserError(
+            f"prune {options.run_dir}: must be a local folder or gs://; Orbax deletes none on s3://."
+        )
     # a run in progress may need what is to be deleted
     with locks.alone_in(options.run_dir, options.run_dir, "run directory"):
         look_at(options)

@@ -22,10 +22,11 @@ class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
     model: tyro.conf.Positional[str] = tyro.MISSING
-    """A run directory, whose newest sound checkpoint is taken, or a folder in the Hugging Face format."""
+    """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, or a local folder in the
+    Hugging Face format."""
     n_device_axis: tuple[int, int, int] = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
-    n_devices: int = utils.flag(utils.Run.n_devices, least=0)
+    n_devices: int = utils.Run.n_devices
     """Devices to use, as for main.py; 0: all that are present."""
     T: int = utils.flag(0, least=0)
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
@@ -42,16 +43,16 @@ class Sample(Options, utils.Sample):
 
     prompt: tuple[str, ...] = (utils.Sample.prompt,)
     """Texts to continue."""
-    inference_batch: int = utils.flag(1, least=1)
+    inference_batch: int = 1
     """Samples to draw of each prompt."""
-    max_tokens: int | None = utils.flag(None, least=1)
+    max_tokens: int | None = None
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
     """What stands before a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
     trained here, for others what their own tokenizer puts there."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
-    seed: int = utils.flag(utils.Run.seed, least=0)
+    seed: int = utils.Run.seed
     """Seed of the draws."""
     use_cache: tyro.conf.Suppress[bool] = True  # the program's only way
 
@@ -61,8 +62,8 @@ class Evaluate(Options):
     """Measure a trained model on shards, text, multiple-choice questions and the tasks of lm_eval."""
 
     data: tuple[str, ...] = ()
-    """Each a folder of shards, or one with such a folder val in it; a shard (.npy); a text file; a folder or a glob of
-    text files, .jsonl (also .gz and .zst) or .parquet."""
+    """Each a folder of shards, or one with such a folder val in it; a shard (.npy) alone; a text file; a folder or a
+    glob of text files, .jsonl (also .gz and .zst) or .parquet. Addresses too, but for folders of text."""
     hellaswag: tuple[str, ...] = ()
     """Files of multiple-choice questions, a line each: {"ctx": text, "endings": [texts], "label": number}."""
     tasks: tuple[str, ...] = ()
@@ -79,7 +80,7 @@ class Evaluate(Options):
     """Sequences of T tokens, or questions, to take of each; 0: all."""
     stride: int = utils.flag(0, least=0)
     """Tokens of text from the beginning of one sequence to the next; those before are context. 0: T, no overlap."""
-    batch_size: int = utils.flag(8, least=1)
+    batch_size: int = utils.flag(8, least=1, most=utils.MANY)
     """Sequences of a batch per device of dp and stage of pp."""
     text_column: str = "text"
     """Column of a record that holds its text."""
@@ -89,17 +90,10 @@ class Evaluate(Options):
     """File for that object."""
 
 
-def parse(kind, argv, program):
-    """Command line -> `kind`, a subclass of `Options`. Raises UserError for whatever does not parse or is too small."""
-    options = command_line.read_flags(kind, argv, program)
-    utils.check_bounds(options)
-    return options
-
-
 def begin(kind, program):
     """Options of the program that is run, of a subclass of `Options`, and the environment made ready for jax: before
     it is imported."""
-    options = utils.one_sentence(lambda: parse(kind, sys.argv[1:], program))
+    options = utils.one_sentence(lambda: command_line.read_flags(kind, sys.argv[1:], program))
     platforms.set_xla_flags(options.n_devices)
     return options
 

@@ -30,7 +30,7 @@ class Options:
     """Draw the losses of runs over tokens and over time, and print a table."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Run directories, or their gs:// addresses."""
+    """Run directories, or their gs:// or s3:// addresses."""
     output: str = "compare.png"
     """Picture to write: .png, .svg or .pdf."""
 

@@ -14,6 +14,7 @@ import gzip
 import math
 import os
 import sys
+import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class Options:
     """Say where the time of a step went, of a trace that --profile wrote."""
 
     run: tyro.conf.Positional[str]
-    """A run directory, or its gs:// address."""
+    """A run directory, or its gs:// or s3:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
     plan: str = ""
@@ -47,11 +48,10 @@ if __name__ == "__main__":
         lambda: command_line.read_flags(Options, sys.argv[1:], "trace.py")
     )
 
-import fsspec
 from jax.profiler import ProfileData
 
 import collectives
-from tools.planning import costs, hlo, plan
+from tools.planning import costs, plan
 from tools.tracing import events, names, shares
 from training import chips, profiling
 
@@ -89,7 +89,11 @@ def open_trace(run, name=""):
     program = utils.read_file(os.path.join(folder, "step.hlo.gz"))
     if program is None:
         raise UserError(f"{folder}: lacks step.hlo.gz; copy all files of a trace.")
-    text = gzip.decompress(program).decode()
+    try:
+        text = gzip.decompress(program).decode()
+    except (OSError, EOFError, ValueError, zlib.error) as e:
+        reason = utils.first_line(e)
+        raise UserError(f"{folder}: step.hlo.gz is damaged ({reason}); copy it anew.") from None
     return Trace(folder, about, config_of(about["flags"]), text)
 
 
@@ -103,7 +107,7 @@ def config_of(flags):
 
 def devices_in(trace):
     """[[Event] of a device], of all processes that wrote. Raises UserError where a file is damaged."""
-    fs, there = fsspec.core.url_to_fs(trace.folder)
+    fs, there = utils.filesystem(trace.folder)
     found = []
     paths = utils.persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)
     for path in sorted(paths):
@@ -165,11 +169,10 @@ def machine_of(trace, named):
 def counted(trace, place):
     """{who counted: {part: floating-point operations, or bytes sent}} of a step on one device."""
     estimate = costs.estimate(trace.cfg, place)
-    cost = hlo.analyze(trace.text, mesh_of(trace), place.slices, place.across)
-    in_kernels = estimate.scores if cost.kernels else 0
+    cost = costs.read_program(trace.text, trace.cfg, place)
     return {
         "formulas": amounts(estimate.flops, estimate.sent),
-        "program": amounts(cost.flops + in_kernels, cost.collectives),
+        "program": amounts(cost.flops, cost.collectives),
     }
 
 
@@ -357,7 +360,6 @@ def as_json(trace, found, b, top):
 
 
 def main(options):
-    utils.check_bounds(options)
     trace = open_trace(options.run, options.trace)
     found = measure(trace)
     told = beside(trace, found, options.plan)

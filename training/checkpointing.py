@@ -9,12 +9,14 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,6 +180,16 @@ RESUMING = Advice(
 READING = Advice("restore the run's config.json", "take another run")
 
 
+def copy_to(local, address):
+    """Copy a remote folder, if it is there, into a local one; returns the path of the copy."""
+    fs, there = fsspec.core.url_to_fs(address)
+    path = os.path.join(local, "checkpoints")
+    os.makedirs(path)
+    with contextlib.suppress(FileNotFoundError):
+        utils.persist(lambda: fs.get(f"{there}/", f"{path}/", recursive=True), address)
+    return path
+
+
 class Checkpoints:
     """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `retention` says.
 
@@ -188,6 +200,9 @@ class Checkpoints:
     def __init__(self, folder, keep=None, every=0, best=False, explain=None):
         asyncio.set_event_loop_policy(QuietLoops())
         self.explain = explain
+        if utils.is_remote(folder) and not folder.startswith("gs://"):  # which Orbax cannot read
+            self.copy = tempfile.TemporaryDirectory()  # removed with this object
+            folder = copy_to(self.copy.name, folder)
         self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
         writes = keep is not None
         if writes:

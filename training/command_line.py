@@ -16,7 +16,7 @@ from data.tokenization import load_tokenizer
 from presets import PRESETS, preset
 from training import branches
 from training.settings import check_run, follow, validate
-from utils import GROUPS, RENAMED, Config, UserError, check_bounds, complaint, one_sentence, replace
+from utils import RENAMED, Config, UserError, check_bounds, complaint, one_sentence, replace
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
@@ -32,8 +32,6 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     flags = [re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", word) for word in argv]
     given = {flag[1].replace("-", "_") for flag in flags if flag}
     cfg = follow_tokenizer(cfg, given, load)
-    for group in GROUPS:
-        check_bounds(getattr(cfg, group))
     branches.check_flags(cfg, given)
     if not elsewhere:
         cfg, given = branches.follow_trunk(cfg, given)
@@ -82,16 +80,18 @@ def renamed(word):
 
 def read_flags(kind, argv, program, **settings):
     """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError for anything that does not
-    parse; `--help` exits. settings: tyro's."""
+    parse, and for numbers beyond their bounds; `--help` exits. settings: tyro's."""
     output = io.StringIO()
     try:
         # tyro draws a box for people; it is printed for --help and boiled down to one sentence otherwise
         with contextlib.redirect_stderr(output):
-            return tyro.cli(kind, args=argv, prog=program, use_underscores=True, **settings)
+            options = tyro.cli(kind, args=argv, prog=program, use_underscores=True, **settings)
     except SystemExit as stop:
         if not stop.code:
             raise
         raise UserError(complaint(boiled_down(output.getvalue()), argv, flags_of(kind))) from None
+    check_bounds(options)
+    return options
 
 
 def flags_of(kind):

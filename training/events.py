@@ -5,8 +5,6 @@ import io
 import struct
 import time
 
-import fsspec
-
 import utils
 from utils import UserError
 
@@ -30,7 +28,7 @@ class EventFile:
 
     def __init__(self, folder, rows):
         """rows: those of metrics.jsonl so far."""
-        self.fs, self.folder = fsspec.core.url_to_fs(folder)
+        self.fs, self.folder = utils.filesystem(folder)
         self.address = folder
         self.begin(rows)
 

@@ -1,10 +1,11 @@
-"""SIGINT and SIGTERM, from the first line of a program on. Imports nothing slow, so no jax."""
+"""SIGINT and SIGTERM, from the first line of a program on.
 
-import contextlib
+Imports nothing that takes time to load: Ctrl-C in the middle of that would end in a traceback.
+"""
+
+import _signal as signal  # what is behind signal, without its enums
 import os
-import signal
 import sys
-import threading
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
@@ -15,18 +16,26 @@ given_back = []  # functions that release what is held of others; they run also 
 def end(status, words):
     """End the process now, whatever its threads do, with these words on stderr."""
 
-    def give_back():
-        for release in [*given_back]:
-            with contextlib.suppress(Exception):
-                release()
-
-    with contextlib.suppress(OSError):  # a terminal that is gone
-        # past sys.stderr, which another thread may be writing to
+    try:  # past sys.stderr, which another thread may be writing to
         os.write(2, f"{words}\n".encode() if words else b"")
-    thread = threading.Thread(target=give_back, daemon=True)
-    thread.start()
-    thread.join(5)  # storage may not answer
+    except OSError:  # a terminal that is gone
+        pass
+    if given_back:  # not during the first imports, which may be those of threading
+        import threading
+
+        thread = threading.Thread(target=give_back, daemon=True)
+        thread.start()
+        thread.join(5)  # storage may not answer
     os._exit(status)
+
+
+def give_back():
+    """Release all that is held of others."""
+    for release in [*given_back]:
+        try:
+            release()
+        except Exception:  # the next ones are to be released too
+            pass
 
 
 def at_once(words):
@@ -46,6 +55,8 @@ def as_usual():
 def watch(note):
     """Call note(number) in a thread of its own for either signal, at once: a handler of Python's would wait until the
     main thread comes out of XLA, which may compile for minutes. Returns a function that ends this."""
+    import threading
+
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
 

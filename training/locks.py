@@ -11,12 +11,11 @@ import socket
 import sys
 import time
 
-import fsspec
-
 from training import interrupts
-from utils import UserError, is_remote, persist, read_file, remove_parts, say
+from utils import UserError, filesystem, is_remote, persist, read_file, remove_parts, say
 
 LOCK = "lock"  # the file in a folder that tells which process writes there
+BEGINNING = b'{"host": '  # of every such file
 
 
 def process_began(pid):
@@ -105,7 +104,8 @@ def lock_file(path, me, in_use):
         dropped = system_lock(file)
         file.seek(0)
         left = file.read()
-        if dropped is False or (left and not is_gone(holder_in(left), me, dropped)):
+        foreign = not BEGINNING.startswith(left[: len(BEGINNING)])  # some user's file of that name
+        if dropped is False or foreign or (left and not is_gone(holder_in(left), me, dropped)):
             raise in_use(left, dropped is False)
 
     def release():
@@ -137,7 +137,7 @@ def missing_folders(path):
 
 def lock_object(path, me, in_use):
     """`lock_file` of a remote folder, by an object."""
-    fs, there = fsspec.core.url_to_fs(path)
+    fs, there = filesystem(path)
     content = json.dumps(me).encode()
     left = read_file(path)
     if left is not None and not is_gone(holder_in(left), me):

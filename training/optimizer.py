@@ -15,8 +15,10 @@ def make_optimizer(cfg, mesh):
     """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982; training/muon.py) after clipping by the global norm, and its
     schedule: step -> learning rate.
 
-    Weight decay follows the schedule: a step takes learning rate x weight_decay of a matrix away. Where the rate is 0,
-    nothing moves but the router's selection bias, which has a rule of its own (`model.update_router_bias`).
+    Its `update` takes the step's learning rate as `rate`. It counts no steps for that: it forgets skipped ones, which
+    the schedule counts. Weight decay follows the schedule: a step takes learning rate x weight_decay of a matrix away.
+    Where the rate is 0, nothing moves but the router's selection bias, which has a rule of its own
+    (`model.update_router_bias`).
     """
     o = cfg.optimizer
     schedule = make_schedule(o)
@@ -24,7 +26,7 @@ def make_optimizer(cfg, mesh):
     rule = optax.chain(
         make_rule(cfg, mesh),
         optax.add_decayed_weights(o.weight_decay, matrices),
-        optax.scale_by_learning_rate(schedule),
+        optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), descend),
     )
     embedding_lr = optax.masked(optax.scale(o.embedding_lr), embedding_of(matrices))
     return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), rule, embedding_lr), schedule
@@ -43,6 +45,11 @@ def make_rule(cfg, mesh):
     return optax.partition(rules, names)
 
 
+def descend(updates, state, params=None, *, rate, **_):
+    """`update` of the optax transformation that multiplies by -rate."""
+    return jax.tree.map(lambda x: -rate * x, updates), state
+
+
 def embedding_of(params):
     """A tree like `params`, True at the embedding and False elsewhere."""
     return {
@@ -57,7 +64,7 @@ NEVER = 2**31 - 1  # a step, int32, that no run reaches
 
 
 def make_schedule(o):
-    """step -> learning rate, a function of the step and of the flags `o` (`utils.Optimizer`) alone.
+    """step -> learning rate, a function of the step and of the flags `o` (`utils.Optimizer`) alone; never negative.
 
     With max_lr 1, end_lr 0, warmup_steps 10, end_steps 110 and, for wsd, decay_steps 40:
 
@@ -67,15 +74,22 @@ def make_schedule(o):
         wsd                     0     0.5   1     1     1     0.5   0.29  0
         wsd, decay_steps 0      0     0.5   1     1     1     1     1     1
     """
+    if o.schedule == "wsd":
+        return make_wsd(o)
     if o.schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(
+        schedule = optax.warmup_cosine_decay_schedule(
             o.min_lr, o.max_lr, o.warmup_steps, o.end_steps, o.end_lr
         )
-    warmup = optax.linear_schedule(o.min_lr, o.max_lr, o.warmup_steps)
-    if o.schedule == "linear":
+    else:
+        warmup = optax.linear_schedule(o.min_lr, o.max_lr, o.warmup_steps)
         line = optax.linear_schedule(o.max_lr, o.end_lr, o.end_steps - o.warmup_steps)
-        return optax.join_schedules([warmup, line], [o.warmup_steps])
-    return make_wsd(o)
+        schedule = optax.join_schedules([warmup, line], [o.warmup_steps])
+
+    def rate(step):
+        # rounding would lead a little past end_lr, and below 0
+        return jnp.where(step < o.end_steps, jnp.maximum(schedule(step), 0), o.end_lr)
+
+    return rate
 
 
 def make_wsd(o):

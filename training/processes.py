@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import faulthandler
 import hashlib
+import ipaddress
 import os
+import re
 import signal
 import socket
 import statistics
@@ -126,18 +128,45 @@ def join_processes(cfg):
 
 
 def meeting_place(run):
-    """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none."""
+    """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none. Process 0 listens only on
+    the addresses of its host where it has them all."""
     if not run.coordinator:
         return {}
     host, port = run.coordinator.rsplit(":", 1)
-    # by itself jax listens on [::], which a machine without IPv6 does not have
-    bind = "[::]" if host[0] == "[" else "0.0.0.0"
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", run.coordinator)
+    reason = why_unreachable(host.strip("[]"))
+    if bind == run.coordinator and reason:
+        # by itself jax listens on [::], which a machine without IPv6 does not have
+        bind = f"[::]:{port}" if host[0] == "[" else f"0.0.0.0:{port}"
+        if run.process_id == 0:
+            say(f"--coordinator {run.coordinator}: {reason}; listening on all interfaces")
     return dict(
         coordinator_address=run.coordinator,
         num_processes=run.num_processes,
         process_id=run.process_id,
-        coordinator_bind_address=f"{bind}:{port}",
+        coordinator_bind_address=bind,
     )
+
+
+def why_unreachable(host):
+    """Why others may not reach a process that listens only where `host`, a name or an address, leads on this machine;
+    empty if they do."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as e:
+        return f"{host} cannot be resolved here ({e.strerror})"
+    is_name = ":" not in host and re.search("[A-Za-z]", host) and "localhost" not in host
+    for family, _, _, _, (address, *_) in found:
+        if not ipaddress.ip_address(address).is_loopback:
+            try:
+                socket.create_server((address, 0), family=family).close()
+            except OSError:
+                return f"{address} is not an address of this machine"
+        elif (
+            is_name
+        ):  # Debian gives a machine's own name 127.0.1.1, and other hosts resolve it otherwise
+            return f"{host} leads to {address} here, which no other host reaches"
+    return ""
 
 
 def end_too_late(run):

@@ -9,7 +9,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import fsspec
 import jax
 
 import utils
@@ -26,7 +25,7 @@ EMPTY_EVENT = b",{}]}"
 
 def traces_of(folder):
     """Names of the traces of a run directory."""
-    fs, there = fsspec.core.url_to_fs(os.path.join(folder, FOLDER))
+    fs, there = utils.filesystem(os.path.join(folder, FOLDER))
     found = utils.persist(lambda: fs.glob(f"{there}/*/*"), folder)
     return sorted({path.split("/")[-2] for path in found})
 

@@ -6,7 +6,6 @@ import os
 import re
 from typing import Literal, get_args, get_origin
 
-import fsspec
 import numpy as np
 
 import architectures
@@ -85,19 +84,31 @@ def follow(cfg, given):
         no_choice = architectures.flags_without_choice(cfg.model.architecture)
         cfg = replace(cfg, **without(given, no_choice))
     changed = follow_experts(cfg.model)
-    changed |= follow_schedule(cfg.optimizer, given)
+    changed |= follow_schedule(cfg, given)
     changed = without(given, changed)
     return replace(cfg, **changed, **follow_batches(cfg, given))
 
 
-def follow_schedule(o, given):
-    """{flag: value} of warm-up and decay that fit in the schedule and its end_steps."""
-    decay = o.decay_steps if o.schedule == "wsd" else 0
+def follow_schedule(cfg, given):
+    """{flag: value} of a schedule that ends with the run, where training_steps was given alone, and of a warm-up and a
+    decay that fit in it. Where those were given, it ends as late as they need, up to the default."""
+    o = cfg.optimizer
+    end, decay = o.end_steps, o.decay_steps if o.schedule == "wsd" else 0
+    if "training_steps" in given and "end_steps" not in given and ends(o):
+        asked = {flag: getattr(o, flag) for flag in SCHEDULE & given}
+        least = asked.get("warmup_steps", 0) + max(1, asked.get("decay_steps", 0))
+        end = max(cfg.run.training_steps, min(least, end))
     if "decay_steps" not in given:
-        decay = min(decay, max(0, o.end_steps - o.warmup_steps))
-    before = max(0, o.end_steps - decay)  # steps before the decay
-    too_long = o.warmup_steps > before or o.warmup_steps >= o.end_steps
-    return dict(decay_steps=decay, warmup_steps=before // 10 if too_long else o.warmup_steps)
+        decay = min(decay, max(0, end - o.warmup_steps))
+    before = max(0, end - decay)  # steps before the decay
+    too_long = o.warmup_steps > before or o.warmup_steps >= end
+    warmup = before // 10 if too_long else o.warmup_steps
+    return dict(end_steps=end, decay_steps=decay, warmup_steps=warmup)
+
+
+def ends(o):
+    """Whether the learning rate of `utils.Optimizer` o comes to an end: that of a trunk does not."""
+    return o.schedule != "wsd" or o.decay_steps > 0
 
 
 def follow_shards(cfg, given, shards):
@@ -359,7 +370,7 @@ def stored_config(folder):
 
 def stored_steps(folder):
     """Names of the checkpoints of a run directory, which are their steps."""
-    fs, there = fsspec.core.url_to_fs(os.path.join(folder, "checkpoints"))
+    fs, there = utils.filesystem(os.path.join(folder, "checkpoints"))
     try:
         paths = utils.persist(lambda: fs.ls(there, detail=False), folder)
     except FileNotFoundError:
@@ -439,6 +450,7 @@ def validate(cfg, n_present):
     """
     cfg = complete(cfg, n_present)
     check_multiples(cfg)
+    check_tokens(cfg)
     check_architecture(cfg)
     check_attention(cfg)
     check_experts(cfg)
@@ -513,6 +525,20 @@ def check_multiples(cfg):
         )
 
 
+def check_tokens(cfg):
+    """Raises UserError where a step or a validation batch has more tokens than can be numbered."""
+    d, dp, most = cfg.data, cfg.run.n_device_axis[0], utils.MOST[int] // cfg.model.T
+    sequences = dict(
+        train_batch_size=d.train_batch_size * dp * cfg.run.accumulation_steps,
+        val_batch_size=d.val_batch_size * dp,
+    )
+    for flag, n in sequences.items():
+        if n > most:
+            raise UserError(
+                f"--{flag} {vars(d)[flag]}: that makes {n:,} sequences at once; --T {cfg.model.T} allows {most:,}."
+            )
+
+
 def not_a_multiple(flag, value, by, words):
     """The UserError for a flag that `by`, in words, does not divide, with the nearest values that it does."""
     below, above = max(by, value // by * by), -(-value // by) * by
@@ -522,14 +548,14 @@ def not_a_multiple(flag, value, by, words):
 
 def check_architecture(cfg):
     """Raises UserError for flags that the architecture does not have, and for those that it does not take."""
-    m = cfg.model
-    for flag, value in architectures.flags_without_choice(m.architecture).items():
-        if getattr(m, flag) != value:
+    name, now = cfg.model.architecture, flatten(cfg)
+    for flag, value in architectures.flags_without_choice(name).items():
+        if now[flag] != value:
             raise UserError(
-                f"--{flag} {getattr(m, flag)}: --architecture {m.architecture} has no such choice, its "
-                f"configurations have {value} there; leave the flag out."
+                f"--{flag} {now[flag]}: --architecture {name} has no such choice, its configurations have {value} "
+                f"there; leave the flag out."
             )
-    architectures.architecture(m.architecture).check(cfg)
+    architectures.architecture(name).check(cfg)
 
 
 def check_attention(cfg):
@@ -604,6 +630,24 @@ def check_optimizer(cfg):
         )
 
 
+def tell_schedule(cfg):
+    """Print what may surprise of the schedule: that a resumed run had another one, or that it does not end with the
+    run."""
+    o, last = cfg.optimizer, cfg.run.training_steps
+    before, now = stored_config(cfg.run.folder), vars(o)
+    changed = [flag for flag in sorted(SCHEDULE & before.keys()) if before[flag] != now[flag]]
+    if changed:
+        words = [f"{flag} was {before[flag]} and is now {now[flag]}" for flag in changed]
+        say(f"the schedule changes from here on: {', '.join(words)}")
+    if not ends(o) or last == o.end_steps:
+        return
+    if last < o.end_steps:
+        what = f"ends before its learning rate has come down, at --end_steps {o.end_steps}"
+    else:
+        what = f"stays at --end_lr {o.end_lr:g} from --end_steps {o.end_steps} on"
+    say(f"warning: --training_steps {last}: the run {what}")
+
+
 def check_names(cfg):
     """Raises UserError where no run directory can have the name, or stand in the place, that was given."""
     r = cfg.run
@@ -621,7 +665,7 @@ def profiled_steps(run):
     """The first and the last step that --profile names; (1, 0), none, without it. Raises UserError."""
     if not run.profile:
         return 1, 0
-    named = re.fullmatch(r"(\d+):(\d+)", run.profile, re.ASCII)
+    named = re.fullmatch(r"(\d{1,9}):(\d{1,9})", run.profile, re.ASCII)
     first, last = map(int, named.groups()) if named else (0, 0)
     if not 1 <= first <= last:
         raise UserError(

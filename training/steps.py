@@ -128,16 +128,18 @@ def make_train_step(cfg, mesh, optimizer, schedule):
 
     Gradients are averaged over the accumulation in float32. shard_map stands around the loss alone: gradient, clipping
     and optimizer see global arrays, so norms are global and replicated parameters get one gradient. A bad step, where
-    the loss or the norm of the gradient is not finite, is skipped: it changes only `state.step`.
+    the loss or the norm of the gradient is not finite, is skipped: it changes only `state.step`, the one clock of the
+    learning rate.
     """
     gradient = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
     # jit, so that it is traced once, for its shapes and for its use; inline, so that the program stays the same
     gradient = jax.jit(gradient, inline=True)
 
     def train_step(state, tokens, targets):
+        rate = schedule(state.step)
         (loss, seen), grads = accumulate_gradient(gradient, state, tokens, targets)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, rate=rate)
             params = optax.apply_updates(state.params, updates)
             params = model.update_router_bias(params, seen.load, cfg.optimizer.bias_update_rate)
             norm = optax.tree.norm(grads)
@@ -147,7 +149,7 @@ def make_train_step(cfg, mesh, optimizer, schedule):
                 (params, opt_state),
                 (state.params, state.opt_state),
             )
-        metrics = step_metrics(cfg, loss, seen, schedule(state.step), norm)
+        metrics = step_metrics(cfg, loss, seen, rate, norm)
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
     return train_step

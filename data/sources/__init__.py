@@ -3,7 +3,6 @@
 import os
 import re
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from data.sources.base import many, walk, warn, warn_of_left_out
@@ -11,7 +10,7 @@ from data.sources.files import Files, check_is_text, documents_of, list_document
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
-from utils import UserError, first_line, is_remote
+from utils import UserError, filesystem, first_line, is_remote, persist
 
 # The kinds of files that hold records, each a subclass of base.Records in a file of its own.
 KINDS = (Lines, Tables)
@@ -34,7 +33,7 @@ def before_wildcard(path):
 def find(source):
     """(file system, {path: what it says of the file}, symlinked folders, which are not entered) of a file, a folder or
     a glob of both; hidden files are left out."""
-    fs, path = fsspec.core.url_to_fs(source)
+    fs, path = filesystem(source)
     found, links = {}, set()
     start = before_wildcard(path).rstrip("/")
     if fs.isdir(path):
@@ -69,7 +68,7 @@ def open_source(args):
     if source == "stdlib":
         return Files(list_documents(source), skip)
     try:
-        fs, found, links = find(source)
+        fs, found, links = persist(lambda: find(source), source)
     except (OSError, ValueError, ImportError) as e:
         raise UserError(f"--source {source}: cannot be read ({first_line(e)}).") from None
     records = {path: info for path, info in found.items() if kind_of(path)}

@@ -2,11 +2,9 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import fsspec
-
 from data.sources.base import Source, record, text_in
 from data.sources.parquet import Tables
-from utils import UserError, first_line
+from utils import UserError, filesystem, first_line
 
 
 class Rows(Source):
@@ -80,7 +78,7 @@ def open_dataset(name, config, split, *settings):
 
 def find_files(urls):
     """(file system, {path: what it says of the file}) of addresses."""
-    fs = fsspec.core.url_to_fs(urls[0])[0]
+    fs = filesystem(urls[0])[0]
     with ThreadPoolExecutor(16) as pool:
         infos = list(pool.map(fs.info, urls))
     return fs, {fs._strip_protocol(url): info for url, info in zip(urls, infos)}

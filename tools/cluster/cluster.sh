@@ -7,34 +7,149 @@ die() {
   exit 1
 }
 
+# nearest COST WORD NAME...: print how far WORD is from the nearest of the names, and that name. It counts letters that
+# are too many, missing or changed places; one that is another counts COST.
+nearest() {
+  WORD=$2 awk -v cost="$1" -v names="${*:3}" '
+    function least(a, b) { return a < b ? a : b }
+    function distance(a, b, i, j, d, same) { # Levenshtein, and neighbors that changed places
+      for (i = 0; i <= length(a); i++) d[i, 0] = i
+      for (j = 0; j <= length(b); j++) d[0, j] = j
+      for (i = 1; i <= length(a); i++) for (j = 1; j <= length(b); j++) {
+        same = substr(a, i, 1) == substr(b, j, 1)
+        d[i, j] = least(least(d[i - 1, j], d[i, j - 1]) + 1, d[i - 1, j - 1] + (same ? 0 : cost))
+        if (i > 1 && j > 1 && substr(a, i - 1, 2) == substr(b, j, 1) substr(b, j - 1, 1))
+          d[i, j] = least(d[i, j], d[i - 2, j - 2] + 1)
+      }
+      return d[length(a), length(b)]
+    }
+    BEGIN {
+      best = 99
+      n = split(names, name, " ")
+      for (k = 1; k <= n; k++) if ((far = distance(ENVIRON["WORD"], name[k])) < best) { best = far; found = name[k] }
+      print best, found
+    }'
+}
+
 # The environment wins over cluster.env, and that over the example, which therefore names every setting.
 mapfile -t settings < <(sed -n 's/^\([A-Z_]*\)=.*/\1/p' cluster.env.example)
-given=$(for name in "${settings[@]}" ; do [[ ! -v $name ]] || declare -p "$name"; done)
+given=$(for name in "${settings[@]}"; do [[ ! -v $name ]] || printf '%s=%q\n' "$name" "${!name}"; done)
+text='' assigned=() exported=()
+if [[ -e cluster.env ]]; then
+  # what editors of other systems add goes; an unquoted ~ stays, to be the home there instead of the home here
+  text=$(sed -E -e $'s/\r$//' -e $'1s/^\xef\xbb\xbf//' -e 's/^((export +)?(FOLDER|VENV|PYTHON)=)~/\1\\~/' cluster.env \
+    2>/dev/null) || die "cluster.env: is no file that can be read."
+fi
+while IFS=: read -r line row; do
+  [[ $row =~ ^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)\+?= ]] || continue
+  assigned+=("$line ${BASH_REMATCH[2]}")
+  [[ -z ${BASH_REMATCH[1]} ]] || exported+=("${BASH_REMATCH[2]}")
+done < <(grep -n = <<<"$text" || true)
+
+# A process of its own reads cluster.env, so that an error there is reported, with its line. An array becomes a list.
+mark="--- settings ---"
+said=$(
+  trap 'exit 0' EXIT # without the mark it failed
+  trap 'echo "cluster.env: line $LINENO: ${BASH_COMMAND%%$'\''\n'\''*} failed"' ERR
+  exec 2>&1 </dev/null
+  set -aeE
+  source ./cluster.env.example
+  # shellcheck source=/dev/null
+  source <(printf '%s\n:\n' "$text")
+  echo "$mark"
+  # shellcheck disable=SC2068  # a word for each name
+  for name in "${settings[@]}" "${exported[@]}" ${PASS_ENV[@]//[,;]/ } ${SECRETS[@]//[,;]/ }; do
+    [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || continue
+    declare -n value=$name
+    [[ -z ${value[*]+set} ]] || printf '%s=%q\n' "$name" "${value[*]}"
+  done
+)
+if [[ $said != *"$mark"* ]]; then
+  said=$(sed -nE 's/^[^:]*: [^:0-9]* ([0-9]+): (.*)/, line \1: \2/p' <<<"$said" | head -n 1)
+  die "cluster.env${said:-: ends before its last line}; a setting is NAME=\"value\", without spaces around the =."
+fi
 set -a
-# shellcheck source=/dev/null
 source ./cluster.env.example
-# shellcheck source=/dev/null
-[[ ! -f cluster.env ]] || source ./cluster.env
+eval "${said#*"$mark"}"
 eval "$given"
 set +a
 
+for name in PASS_ENV SECRETS; do
+  read -d '' -ra names <<<"${!name//[,;]/ }" || true
+  printf -v "$name" %s "${names[*]}"
+  for row in "${names[@]}"; do
+    [[ $row =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "$name: must hold names of variables, separated by spaces, not their values."
+  done
+done
+
+# What is none of the settings may be a variable of the user's own: in small letters, or exported.
+for row in "${assigned[@]}"; do
+  name=${row#* } most=99
+  [[ " ${settings[*]} $PASS_ENV $SECRETS " != *" $name "* ]] || continue
+  read -r far near < <(nearest 2 "${name^^}" "${settings[@]}")
+  [[ " ${exported[*]} " != *" $name "* ]] || most=3
+  if [[ $name == *[a-z]* ]]; then
+    most=0
+    [[ " ${assigned[*]} " != *" $near "* ]] || continue
+  fi
+  ((far > most)) || die "cluster.env, line ${row% *}: $name is no setting; the nearest is $near (cluster.env.example names all)."
+done
+
+# whole NAME LEAST [MOST]: fail unless the setting is a whole number in that range.
+whole() {
+  local most=${3:-999999999} value=-1
+  [[ ! ${!1} =~ ^0*[0-9]{1,9}$ ]] || value=$((10#${!1}))
+  ((value >= $2 && value <= most)) || die "$1=${!1}: must be a whole number from $2 to $most."
+  printf -v "$1" %s "$value"
+}
+whole MIN_DISK_GB 0
+whole START_TIMEOUT 1
+whole STOP_TIMEOUT 1
+whole MAX_RESTARTS 0
+[[ -z $SSH_PORT ]] || whole SSH_PORT 1 65535
+[[ $MAX_CLOCK_SKEW =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "MAX_CLOCK_SKEW=$MAX_CLOCK_SKEW: must be a number of seconds, such as 1 or 0.5."
+[[ $SESSION =~ ^[A-Za-z0-9_][A-Za-z0-9_.-]*$ ]] || die "SESSION=$SESSION: must be a word of letters, digits, _, . and -."
+[[ $COORDINATOR =~ ^((\[[0-9a-fA-F:.]+\]|[^[:space:]:]+):[0-9]{1,5}|none|)$ ]] ||
+  die "COORDINATOR=$COORDINATOR: must be HOST:PORT, none or empty."
+[[ -n $FOLDER && -n $VENV ]] || die "FOLDER=$FOLDER, VENV=$VENV: must name folders; neither may be empty."
+for name in FOLDER VENV PYTHON; do
+  # shellcheck disable=SC2016  # as it stands there in single quotes
+  row=${!name/#'$HOME/'/'~/'}
+  [[ $row != *[\$\`$'\n']* && ($row != \~* || $row == \~/[!/]*) ]] ||
+    die "$name=${!name}: the host replaces only ~/ at its beginning, by the home there."
+  printf -v "$name" %s "$row"
+done
+SSH_CONFIG=${SSH_CONFIG/#\~\//$HOME/}
+
+# read_hosts: split HOSTS, which may stand on several lines, into the array `hosts`.
+read_hosts() {
+  read -d '' -ra hosts <<<"${HOSTS//[,;$'\r']/ }" || true
+  HOSTS="${hosts[*]}"
+}
+read_hosts
 if [[ -z $HOSTS && -n $TPU_NAME ]]; then
   type gcloud >/dev/null 2>&1 || die "TPU_NAME=$TPU_NAME: its hosts are found by gcloud, which is not installed; name them in HOSTS."
   for address in accessConfig.externalIp ipAddress; do
     HOSTS=$(gcloud compute tpus tpu-vm describe "$TPU_NAME" ${ZONE:+--zone "$ZONE"} ${PROJECT:+--project "$PROJECT"} \
       --format="value(networkEndpoints[].$address)") ||
       die "TPU_NAME=$TPU_NAME: gcloud knows no such TPU in ZONE=$ZONE, PROJECT=$PROJECT."
-    HOSTS=${HOSTS//[;,$'\n']/ }
-    [[ -z ${HOSTS// /} ]] || break
+    read_hosts
+    [[ -z $HOSTS ]] || break
   done
   COORDINATOR=${COORDINATOR:-none}
 fi
-read -ra hosts <<<"$HOSTS"
+for host in "${hosts[@]}"; do
+  [[ ! $host =~ ^[^:]*:[0-9]*$ ]] || die "HOSTS: $host: a port belongs in SSH_PORT, or with an alias in ~/.ssh/config."
+  [[ $host =~ ^([A-Za-z0-9_][A-Za-z0-9_.+-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*$ ]] ||
+    die "HOSTS: $host: must be user@address, or an ssh alias; separate them by spaces and leave out all else."
+done
 # a host may not be named twice, not even with two users: one process takes all its devices
 twice=$(printf '%s\n' "${hosts[@]#*@}" | sort -f | uniq -di | head -n 1)
 [[ -z $twice ]] || die "HOSTS: names $twice twice; each host is one process, so name it once."
 if [[ -z $COORDINATOR && ${#hosts[@]} -gt 1 ]]; then
-  COORDINATOR=${hosts[0]#*@}:8476
+  COORDINATOR=${hosts[0]#*@}
+  [[ $COORDINATOR != *:* ]] || COORDINATOR="[$COORDINATOR]"
+  COORDINATOR+=:8476
 fi
 export HOSTS COORDINATOR # the scripts started from here need not ask again
 

@@ -3,6 +3,9 @@
 # one of these functions after it.
 set -euo pipefail
 
+for name in FOLDER VENV PYTHON; do
+  [[ ${!name} != \~/* ]] || printf -v "$name" %s "$HOME/${!name:2}"
+done
 FOLDER=${FOLDER//%h/$host}
 [[ $FOLDER == /* ]] || FOLDER=$HOME/$FOLDER
 venv=$VENV
@@ -14,7 +17,16 @@ die() {
   echo "error: $host: $*" >&2
   exit 1
 }
-alive() { "${tmux[@]}" has-session 2>/dev/null; }
+is_there="a run of SESSION=$SESSION is there already; see --status, or give --stop or --restart."
+open_session() { "${tmux[@]}" has-session -t =main 2>/dev/null; }
+
+# alive [PID]: whether the run is there, or the one whose session began with the process PID. People may have opened
+# more panes in its session.
+alive() {
+  local launch pid=${1:-}
+  [[ -n $pid ]] || { read -r launch pid <"$state/launch"; } 2>/dev/null || return 1
+  [[ $'\n'$("${tmux[@]}" list-panes -s -t =main -F '#{pane_dead} #{pane_pid}' 2>/dev/null)$'\n' == *$'\n'"0 $pid"$'\n'* ]]
+}
 
 # preflight METHOD RESTART: print what the host has, or fail with what it lacks. METHOD is commit or files (--sync).
 preflight() {
@@ -23,7 +35,7 @@ preflight() {
   for program in git tmux; do
     type "$program" >/dev/null 2>&1 || die "$program is not installed there."
   done
-  [[ -n $2 ]] || ! alive || die "a run of SESSION=$SESSION is there already; see --status, or give --stop or --restart."
+  [[ -n $2 ]] || ! alive || die "$is_there"
   for python in ${PYTHON:-"$venv/bin/python" python3 python python3.13 python3.12 python3.11 uv} ''; do
     if [[ -n $python ]] && "$python" --version >/dev/null 2>&1; then break; fi
   done
@@ -231,47 +243,60 @@ setup() {
 
 # start LAUNCH ENVIRONMENT FLAG...: start main.py in a detached tmux session, return when its first step is compiled.
 # ENVIRONMENT is assignments, some of them secret: they go through a file into the process, never through an argument.
+# Of several starts at once tmux lets one make the session. Until then each has only a file of its own, and the session
+# alone changes what is there of the run before.
 start() {
-  local launch=$1 environment=$2 mask
+  local launch=$1 environment=$2 mask complaint i now there begun=''
+  script=$state/start.$launch # not local: the trap runs when this function is left
   shift 2
   mask=$(umask) # main.py's, whose files others may read
   umask 077
   mkdir -p "$state"
-  ! alive || die "a run of SESSION=$SESSION is there already; see --status, or give --stop or --restart."
-  rm -f "$state/status" "$state/pid" "$state/stopping"
-  [[ ! -f $state/log ]] || mv "$state/log" "$state/log.before"
-  : >"$state/log"
-  echo "$launch" >"$state/launch"
-  printf '%s\n' "$environment" >"$state/environment"
+  ! alive || die "$is_there"
+  find "$state" \( -name 'start.*' -o -name 'taken-back.*' \) -mmin +60 -exec rm -f {} +
+  trap 'rm -f "$script"' EXIT
   {
-    printf 'umask %s\ncd %q\nstate=%q\npython=%q\nrestarts=%q\nflags=(' "$mask" "$FOLDER" "$state" \
+    printf 'set -a\n%s\nset +a\n' "$environment"
+    printf 'launch=%q\nmask=%q\nfolder=%q\nstate=%q\npython=%q\nrestarts=%q\nflags=(' "$launch" "$mask" "$FOLDER" "$state" \
       "$VENV/bin/python" "$MAX_RESTARTS"
     (($# == 0)) || printf '%q ' "$@"
     cat <<'SCRIPT'
 )
+rm -f "$0" # this process and all that it starts have the environment from here
+umask 077
+rm -f "$state/status" "$state/pid" "$state/stopping"
+[[ ! -f $state/log ]] || mv -f "$state/log" "$state/log.before"
+: >"$state/log"
+echo "$launch $$" >"$state/launch.new"
+mv -f "$state/launch.new" "$state/launch"
+[[ ! -e $state/taken-back.$launch ]] || exit # while this was on its way
 {
-  set -a
-  source "$state/environment"
-  set +a
-  rm -f "$state/environment" # tools/cluster/supervise.sh and all it starts have it from here
-  bash tools/cluster/supervise.sh "$restarts" "$state" "$python" main.py "${flags[@]}"
+  umask "$mask"
+  cd "$folder" && bash tools/cluster/supervise.sh "$restarts" "$state" "$python" main.py "${flags[@]}"
   echo "$?" >"$state/status"
 } 2>&1 | tee -i -a "$state/log" # the session ends when the log is whole
 SCRIPT
-  } >"$state/start.sh"
-  "${tmux[@]}" new-session -d -s main "exec bash $(printf %q "$state/start.sh")" || {
-    rm -f "$state/environment"
-    die "tmux could not start a session."
-  }
-  if [[ $launch == $(cat "$state/taken-back" 2>/dev/null) ]]; then stop 0 "$launch"; fi # while this was on its way
-  local i now
+  } >"$script"
+  # bash reads all of a file that is sourced before it begins, and does not keep it open
+  if ! complaint=$("${tmux[@]}" new-session -d -s main "exec bash -c 'source \"\$0\"' $(printf %q "$script")" 2>&1); then
+    ! open_session || die "$is_there"
+    die "tmux could not start a session${complaint:+ (${complaint//$'\n'/ })}."
+  fi
   for ((i = 0; i < START_TIMEOUT * 2; i++)); do
-    now=$(state)
-    case $now in
-      starting*) sleep 0.5 ;;
-      "ended with status 0"* | running*) echo "$now" && return ;;
-      *) die "main.py ${now%.}." ;;
-    esac
+    there=
+    ! open_session || there=1 # asked first: it is gone only after it wrote what is read next
+    if [[ $(cat "$state/launch" 2>/dev/null) == "$launch "* ]]; then
+      begun=1
+      now=$(state)
+      case $now in
+        starting*) ;;
+        "ended with status 0"* | running*) echo "$now" && return ;;
+        *) die "main.py ${now%.}." ;;
+      esac
+    elif [[ -n $begun || -z $there ]]; then
+      die "its session was ended before main.py began, or another run took its place; see --status."
+    fi
+    sleep 0.5
   done
   die "main.py compiled no step within START_TIMEOUT=$START_TIMEOUT s."
 }
@@ -316,31 +341,57 @@ state() {
 
 log() { tail -n "$1" "$state/log" 2>/dev/null || echo "$host has no log of SESSION=$SESSION"; }
 
-# stop SECONDS [LAUNCH]: end the run by SIGTERM, so that it writes a checkpoint. With LAUNCH, end only what that launch
-# started, and kill what has not ended in time.
-stop() {
-  if [[ -n ${2:-} ]]; then
-    mkdir -p "$state"
-    echo "$2" >"$state/taken-back"
-  fi
-  [[ -z ${2:-} || $2 == $(cat "$state/launch" 2>/dev/null) ]] || return 0
-  alive || { ended && return; }
-  local pid
-  : >"$state/stopping"
-  pid=$(cat "$state/pid" 2>/dev/null) || true
-  [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null || true
-  for ((i = 0; i < $1 * 2; i++)); do
-    alive || { ended && return; }
-    sleep 0.5
-  done
-  [[ -n ${2:-} ]] || die "it still runs, $1 s after SIGTERM; see --logs $host."
-  [[ -z $pid ]] || kill -KILL "$pid" 2>/dev/null || true
-  "${tmux[@]}" kill-session 2>/dev/null || true
-  ended >/dev/null
+# tree PID: print the processes that descend from it, and those of its process group.
+tree() {
+  ps -eo pid=,ppid=,pgid= | awk -v top="$1" '
+    { parent[$1] = $2; group[$1] = $3 }
+    END {
+      for (pid in parent) {
+        for (at = pid; at in parent && at != top && group[at] != top;) at = parent[at]
+        if (at in parent) print pid
+      }
+    }'
 }
 
-# ended: clean up after a run that has ended, and print its state.
-ended() {
-  rm -f "$state/environment" # it is still there if the run ended before it was read
+# stop SECONDS [LAUNCH]: end the run by SIGTERM, so that it writes a checkpoint, and what has not ended in time by SIGKILL:
+# then the exit status is 137. With LAUNCH, end only what that launch started, and say nothing.
+stop() {
+  local launch='' run='' pid sent='' i sentence
+  if [[ -n ${2:-} ]]; then
+    mkdir -p "$state"
+    : >"$state/taken-back.$2"
+  fi
+  # shellcheck disable=SC2086  # all of them, or one launch's
+  rm -f "$state"/start.${2:-*} # left where a start was cut off; one that is on its way ends with a sentence
+  { read -r launch run <"$state/launch"; } 2>/dev/null || true
+  [[ -z ${2:-} || $2 == "$launch" ]] || return 0
+  for ((i = 0; i < $1 * 2; i++)); do
+    { [[ -n $run ]] && alive "$run"; } || break
+    : >"$state/stopping"
+    pid=$(cat "$state/pid" 2>/dev/null) || true
+    if [[ -n $pid && $pid != "$sent" && " $(tree "$run" | tr '\n' ' ')" == *" $pid "* ]]; then
+      kill -TERM "$pid" 2>/dev/null || true
+      sent=$pid
+    fi
+    sleep 0.5
+  done
+  if [[ -z $run ]] || ! alive "$run"; then
+    state
+    return
+  fi
+  sentence="it still ran STOP_TIMEOUT=$1 s after SIGTERM and was ended by SIGKILL; what it did since its last checkpoint is lost"
+  # shellcheck disable=SC2046  # a word for each process
+  kill -KILL -- "-$run" $(tree "$run") 2>/dev/null || true
+  for ((i = 0; i < 20; i++)); do
+    alive "$run" || break
+    sleep 0.5
+  done
+  ! alive "$run" || die "it still runs, even after SIGKILL; restart that host."
+  rm -f "$state/pid"
+  echo 137 >"$state/status"
+  echo "error: $sentence." >>"$state/log"
+  [[ -z ${2:-} ]] || return 0
   state
+  echo "error: $host: $sentence." >&2
+  exit 137
 }

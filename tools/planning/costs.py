@@ -407,14 +407,18 @@ class Layer(NamedTuple):
     """A layer's forward pass of one microbatch on one device: operations of matrix products, and what travels."""
 
     projections: float  # operations of products with weights, routed experts' left out
-    last_product: float  # of these, of the product at its end, which recomputation has no need of
+    last_product: float  # of these, of the product at its end
+    needs_last: bool  # whether recomputation needs what the layer ends with: multi-token prediction normalizes it
     scores: float  # operations of attention's products of queries, keys and values
     scores_backward: float  # operations of the same in the backward pass
     experts: float  # operations of routed experts
     experts_backward: float  # operations of the same in the backward pass
     experts_again: float  # operations of the same in recomputation
-    gathered: float  # channels per token that are gathered over tp
-    scattered: float  # channels per token that are summed over tp
+    gathered: float  # channels per token that are gathered over tp for attention
+    into_feed_forward: (
+        float  # of the residual that are gathered over tp, and summed over it afterwards
+    )
+    out_of_attention: float  # of the residual that are summed over tp
     exchanged: float  # channels per token that are exchanged for tokens over tp
     to_experts: float  # bytes of the buckets that travel to other devices' experts, one way
     shared_tokens: (
@@ -430,11 +434,27 @@ def score_operations(cost, m, s, platform):
     """(forward, backward) operations of a layer's products of queries, keys and values."""
     kernel = attention.ATTENTION[attention.choose_kernel(m, platform)]
     pairs = 2 * s.tokens * m.T * (m.n_head / s.tp) * kernel.score_share(m)
-    forward = cost.query_channels + cost.value_channels
-    backward = 2 * forward
-    if not kernel.keeps_scores:  # each of its two backward passes computes the scores anew
-        backward += 2 * cost.query_channels + cost.value_channels
-    return pairs * forward, pairs * backward
+    forward, *backward = [
+        pairs * (keys * cost.query_channels + values * cost.value_channels)
+        for keys, values in kernel.products.values()
+    ]
+    return forward, sum(backward)
+
+
+def read_program(text, cfg, place):
+    """`hlo.Cost` of the optimized HLO `text` of a validated Config's step."""
+    m, mesh = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis))
+    kernel = attention.ATTENTION[attention.choose_kernel(m, place.kernels or place.platform)]
+
+    def in_kernel(words, arrays):
+        """Operations of a call of the kernel; 0 of any other's."""
+        for name, (keys, values) in kernel.products.items():
+            if name in words:
+                q, _, v = [math.prod(dims) for _, dims in arrays if len(dims) == 4][:3]
+                return 2 * m.T * kernel.score_share(m) * (keys * q + values * v)
+        return 0
+
+    return hlo.analyze(text, mesh, place.slices, place.across, in_kernel)
 
 
 def layer_of(cfg, kind, platform):
@@ -451,7 +471,7 @@ def layer_of(cfg, kind, platform):
     scores, scores_backward = score_operations(cost, m, s, platform)
 
     rows = expert_rows(m, s, platform) if kind in arch.routed else 0
-    in_tiles = choose_experts(m, platform) == "tiles"
+    in_tiles, needs_last = choose_experts(m, platform) == "tiles", kind == "mtp"
     experts_into = 2 * rows * cost.branches * D * m.expert_width
     experts_back = 2 * rows * D * m.expert_width
     in_experts = rows / s.own_tokens * ((cost.branches + 1) * m.expert_width + 2 * D)
@@ -460,22 +480,25 @@ def layer_of(cfg, kind, platform):
 
     # megatron gathers all tokens for the feed-forward, and sums over tp what that and attention add to the residual
     into_feed_forward = D if megatron and feed_forward else 0
-    gathered = cost.gathered + into_feed_forward
     back = D * s.tp if megatron else D  # added to the residual: of all tokens, or of own ones
     kept = cost.products + cost.branches * cost.ffn_width + back
     intermediates = kept + cost.ffn_width + in_experts + back
     # norms, residuals, what is gathered, attention's output
-    intermediates += gathered * s.tp + 4 * D + m.n_head * cost.value_channels
+    intermediates += (
+        (cost.gathered + into_feed_forward) * s.tp + 4 * D + m.n_head * cost.value_channels
+    )
     return Layer(
         projections=attention_weights + feed_forward,
         last_product=2 * s.own_tokens * D * cost.ffn_width,
+        needs_last=needs_last,
         scores=scores,
         scores_backward=scores_backward,
         experts=experts_into + experts_back,
         experts_backward=experts_backward,
-        experts_again=0 if in_tiles else experts_into,
-        gathered=gathered,
-        scattered=into_feed_forward + (D if megatron else 0),
+        experts_again=(not in_tiles or needs_last) * experts_into + needs_last * experts_back,
+        gathered=cost.gathered,
+        into_feed_forward=into_feed_forward,
+        out_of_attention=D if megatron else 0,
         exchanged=0 if megatron else m.n_head * cost.value_channels,
         to_experts=0 if in_tiles else rows * D * s.bytes,
         shared_tokens=in_tiles * bool(rows) * s.own_tokens * sharers(m, s) * D * s.bytes,
@@ -507,6 +530,7 @@ class Layers(NamedTuple):
     scores: float  # of these, attention's products of queries, keys and values
     pipelined: float  # of the operations, those in the pipeline's ticks
     kept: float  # bytes that the forward passes of a batch leave for the backward passes
+    copied: float  # of these, every time that they are copied
     intermediates: float  # bytes, of all layers in a step
     widest: float  # bytes that the widest layer's intermediates take in its backward pass
 
@@ -519,29 +543,37 @@ def send_layer(cfg, c, n, traffic):
     transpose in the backward pass.
     """
     m, s, again = cfg.model, sizes(cfg), cfg.model.remat != "none"
+    last_again = again and c.needs_last
     channel = s.tokens * s.bytes  # bytes
-    last = m.model_dimension if c.scattered else 0  # which recomputation has no need of
-    regions = c.scattered - last  # of feed-forwards
+    residual = c.into_feed_forward + c.out_of_attention
     # see stays_scattered: one sequence is a lone dim; latents are laid out with T last and stay as they are
     on_tpu = traffic.place.platform == "tpu"
     summed = "all-reduce" if on_tpu and s.B == 1 else "reduce-scatter"
-    traffic.send("all-gather", ("tp",), channel * c.gathered, n * (1 + again))
-    traffic.send("reduce-scatter", ("tp",), channel * (c.gathered - regions), n)
-    traffic.send(summed, ("tp",), channel * (c.scattered + regions), n)
-    traffic.send(summed, ("tp",), channel * regions, n * again)
-    traffic.send("all-gather", ("tp",), channel * c.scattered, n)
+    into = channel * (c.gathered + c.into_feed_forward)
+    traffic.send("all-gather", ("tp",), into, n * (1 + again))
+    traffic.send("reduce-scatter", ("tp",), channel * c.gathered, n)
+    traffic.send(summed, ("tp",), channel * (residual + c.into_feed_forward), n)
+    traffic.send(summed, ("tp",), channel * c.out_of_attention, n * again)
+    traffic.send(summed, ("tp",), channel * c.into_feed_forward, n * last_again)
+    traffic.send("all-gather", ("tp",), channel * residual, n)
     traffic.send("all-to-all", ("tp",), channel * c.exchanged / s.tp, n * (2 + again))
+    if c.experts:  # each sequence's choices, for the balance
+        traffic.send("all-reduce", ("tp",), 4 * s.B * m.n_experts, n * (1 + again))
     if c.to_experts:
         apart, _ = expert_axes(m.n_experts, traffic.split)
         devices = sharers(m, s)
         gates = c.to_experts / m.model_dimension  # a number a slot, one way
-        traffic.send("all-to-all", apart, c.to_experts, n * (4 + again), 1, devices)
+        traffic.send("all-to-all", apart, c.to_experts, n * (4 + again + last_again), 1, devices)
         traffic.send("all-to-all", apart, gates, n * (2 + again), 1, devices)
     if c.shared_tokens:
         apart, _ = expert_axes(m.n_experts, traffic.split)
         devices = sharers(m, s)
+        gates = c.shared_tokens / m.model_dimension * m.experts_per_token
+        chosen = 4 / s.bytes * gates  # experts
         traffic.send("all-gather", apart, c.shared_tokens, n * (2 + again), 1, devices)
-        traffic.send("reduce-scatter", apart, c.shared_tokens, n * 2, 1, devices)
+        traffic.send("all-gather", apart, gates + chosen, n * (1 + again), 1, devices)
+        traffic.send("reduce-scatter", apart, c.shared_tokens, n * (2 + last_again), 1, devices)
+        traffic.send("reduce-scatter", apart, gates, n, 1, devices)
 
 
 def kept_channels(cfg, kind, c, place):
@@ -558,6 +590,14 @@ def kept_channels(cfg, kind, c, place):
     else:
         outside *= ratios["tpu"]
     return outside + fit_of(place).experts_kept * c.in_experts
+
+
+def loops_around(cfg, kind):
+    """Number of loops of several turns around a kind of layer: each stacks what its turns keep."""
+    m, (layers, times) = cfg.model, layer_runs(cfg)[kind]
+    stacked = kind in architecture(m.architecture).stacks
+    blocks = m.blocks // (cfg.run.n_device_axis[1] * cfg.run.pp_interleave) if stacked else 1
+    return sum(turns > 1 for turns in (times, blocks, layers // blocks))
 
 
 def kept_scores(cfg, kind, c):
@@ -581,14 +621,15 @@ def recomputed_flops(cfg, c):
     if cfg.model.remat == "none":
         return 0
     batched = c.scores + c.experts_again
-    return batched if cfg.model.remat == "dots" else c.projections + batched - c.last_product
+    projections = c.projections - (not c.needs_last) * c.last_product
+    return batched if cfg.model.remat == "dots" else batched + projections
 
 
 def layers_cost(cfg, traffic):
     """`Layers`; adds what they send to `traffic`."""
     s, again = sizes(cfg), cfg.model.remat != "none"
     fit = fit_of(traffic.place)
-    flops, scores, pipelined, kept, intermediates, widest = 0, 0, 0, 0, 0, 0
+    flops, scores, pipelined, kept, copied, intermediates, widest = 0, 0, 0, 0, 0, 0, 0
     channel = s.tokens * s.bytes  # bytes
     for kind, (layers, times) in layer_runs(cfg).items():
         c = layer_of(cfg, kind, traffic.place.kernels or traffic.place.platform)
@@ -602,14 +643,16 @@ def layers_cost(cfg, traffic):
         scores += n * (c.scores * (1 + again) + c.scores_backward)
         send_layer(cfg, c, n, traffic)
         channels = kept_channels(cfg, kind, c, traffic.place)
-        kept += layers * times * channel / s.tp * channels
+        own_kept = layers * times * channel / s.tp * channels
+        kept += own_kept
+        copied += own_kept * (loops_around(cfg, kind) if traffic.place.platform == "gpu" else 1)
         width = channel / s.tp * c.intermediates
         intermediates += n * width
         beside_experts = fit.layer_copies if again else fit.layer_copies_kept
         held = fit.expert_copies * c.in_experts
         held += beside_experts * (c.intermediates - c.in_experts)
         widest = max(widest, channel / s.tp * held)
-    return Layers(flops, scores, pipelined, kept, intermediates, widest)
+    return Layers(flops, scores, pipelined, kept, copied, intermediates, widest)
 
 
 # --- The optimizer ------------------------------------------------------------------------------------------------
@@ -674,7 +717,7 @@ class Fit(NamedTuple):
     logit_copies: float  # of the logits that are held at once
     intermediates: float  # traffic per byte of them
     weights: float  # traffic per weight of a layer, every time that it gets a gradient
-    kept: dict  # traffic per byte kept for the backward pass, {--remat: bytes}
+    kept: dict  # traffic per byte kept for the backward pass, on GPUs of each loop around it, {--remat: bytes}
     logits: float  # traffic per logit
     experts_kept: float = (
         2.5  # channels that --remat none keeps per channel of routed experts' intermediates
@@ -695,7 +738,7 @@ GPU = Fit(
     logit_copies=1.44,
     intermediates=4.8,
     weights=25.0,
-    kept=dict(none=8.4, dots=1.0, full=0.0),
+    kept=dict.fromkeys(("none", "dots", "full"), 4.8),
     logits=37.0,
     experts_kept=1.41,
     expert_copies=3.2,
@@ -770,7 +813,7 @@ def estimate(cfg, place=Place()):
 
     flops = layers.flops + accumulation * head.flops + orthogonalization.flops
     passes = fit.intermediates * layers.intermediates + fit.weights * weights.used
-    passes += fit.kept[cfg.model.remat] * accumulation * layers.kept
+    passes += fit.kept[cfg.model.remat] * accumulation * layers.copied
     passes += fit.logits * accumulation * head.logits + orthogonalization.passes
     operands = fit.operands * layers.intermediates + fit.operand_weights * weights.used
     return Estimate(

@@ -142,7 +142,8 @@ def main(argv):
     print(
         "| flags | memory | bytes sent, by axis | operations | step |\n| --- | --- | --- | --- | --- |"
     )
-    for words in [draw(own.machines, dice) for _ in range(own.draw)] or [flags]:
+    drawn = (draw(own.machines, dice) for _ in range(own.draw))
+    for words in drawn if own.draw else [flags]:
         print(row(words, *compare([*words, *flags, "--compilation_cache", ""])), flush=True)
 
 

@@ -63,7 +63,6 @@ class Cost(NamedTuple):
     """Of one step on one device."""
 
     flops: float  # of matrix products
-    kernels: dict  # {name: times that it runs} of custom kernels, whose operations the program does not tell
     sent: dict  # {axes: bytes}: axes such as ("dp", "tp"), over which one collective runs
     collectives: dict  # {(axes, kind): [bytes, times, devices that take part]}
     # of Compute, Transfer, Wait and Loop, in the order in which a device begins them
@@ -76,7 +75,7 @@ class Compute(NamedTuple):
     flops: float  # of matrix products
     cycles: int  # as the TPU compiler estimates them; GPU: 0
     moved: float  # bytes read and written; TPU: 0
-    is_kernel: bool = False  # a custom kernel, of which the program tells nothing more
+    is_kernel: bool = False  # a custom kernel
 
 
 class Transfer(NamedTuple):
@@ -288,10 +287,9 @@ def convolution_flops(op, out, lhs, rhs):
 class Reader:
     """Adds up the computations of a program; see `analyze`."""
 
-    def __init__(self, text, mesh, slices, across):
+    def __init__(self, text, mesh, slices, across, in_kernel):
         self.comps = computations(text)
-        self.mesh, self.slices, self.across = mesh, slices, across
-        self.kernels = defaultdict(int)
+        self.mesh, self.slices, self.across, self.in_kernel = mesh, slices, across, in_kernel
         self.collectives = {}
         self.flops = 0.0
         self.schedule = []
@@ -329,13 +327,20 @@ class Reader:
                 begun = op.name if kind != op.kind else ""
                 own = sum(self.visit(callee, times, None, begun) for callee in callees(op))
             elif is_kernel(op):
-                self.kernels[re.sub(r"[.\d]+$", "", op.name)] += times
+                own = self.kernel_flops(op, types)
+                self.flops += own * times
             if fused is None and kind not in CONTAINERS:
                 self.add_compute(op, own, types)
                 for chain in last.get(op.name, ()):
                     self.add_wait(chain)
             flops += own
         return flops
+
+    def kernel_flops(self, op, types):
+        """Operations of a call of a custom kernel."""
+        words = op.name + op.rest.split("backend_config")[0]
+        arrays = [shape for name in operands(op) for shape in shapes(types[name])]
+        return self.in_kernel(words, arrays)
 
     def last_parts(self, ops):
         """{fusion: chains of collectives that end beside it} among scheduled operations."""
@@ -481,18 +486,21 @@ def callees(op):
     return either or CALLED.findall(op.rest)
 
 
-def analyze(text, mesh, slices=1, across="dp"):
+def analyze(text, mesh, slices=1, across="dp", in_kernel=lambda words, arrays: 0):
     """`Cost` of the optimized HLO `text` of a program on a {axis: size} mesh of so many TPU slices, which the axis
-    `across` joins. What travels between slices, in "send"s to their hosts, counts as kind "across slices"."""
+    `across` joins. What travels between slices, in "send"s to their hosts, counts as kind "across slices".
+
+    in_kernel(words, arrays): operations of a call of a custom kernel, of the words that name it and (dtype, dims) of
+    its operands.
+    """
     of_slice = mesh | {across: mesh[across] // slices}  # each slice numbers its own devices
-    reader = Reader(text, of_slice, slices, across)
+    reader = Reader(text, of_slice, slices, across, in_kernel)
     reader.visit("ENTRY", 1)
     sent = defaultdict(float)
     for (axes, _), (n_bytes, _, _) in reader.collectives.items():
         sent[axes] += n_bytes
     return Cost(
         flops=reader.flops,
-        kernels=dict(reader.kernels),
         sent=dict(sent),
         collectives=reader.collectives,
         schedule=reader.schedule,

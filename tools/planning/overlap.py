@@ -49,7 +49,7 @@ class Timeline:
     def compute(self, event, times):
         """Seconds of a `hlo.Compute`, added up."""
         seconds = self.compute_seconds(event)
-        if event.flops or event.is_kernel:
+        if event.flops:
             self.products += seconds * times
         else:
             self.others += seconds * times

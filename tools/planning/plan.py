@@ -38,6 +38,7 @@ from utils import UserError, say, size
 LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
+TRIED = 50_000  # configurations that it considers at most
 
 
 class Compiler(NamedTuple):
@@ -94,7 +95,7 @@ def parse_machine(name):
 
 def parse_gpus(name):
     """gpu:8xH200 or gpu:2x8xH200, 2 hosts of 8 -> `Machine`."""
-    found = re.fullmatch(r"gpu:(?:(\d+)x)?(\d+)x(.+)", name)
+    found = re.fullmatch(r"gpu:(?:(\d{1,9})x)?(\d{1,9})x(.+)", name)
     hosts, per_host, kind = found.groups() if found else (0, 0, "")
     n = int(hosts or 1) * int(per_host)
     known = [name for name, chip in CHIPS.items() if chip.gpu]
@@ -103,14 +104,23 @@ def parse_gpus(name):
             f"--plan {name}: must be gpu:[HOSTSx]NUMBERxKIND with one of {', '.join(known)}, such as gpu:8xH200 "
             f"or gpu:2x8xH200."
         )
+    check_devices(name, n)
     return Machine(name, CHIPS[kind], n, hosts=int(hosts or 1), platform="gpu")
+
+
+def check_devices(name, n):
+    """Raises UserError where a machine has more devices than any."""
+    if n > utils.MANY:
+        raise UserError(
+            f"--plan {name}: has {n:,} devices; at most {utils.MANY:,} can be planned for."
+        )
 
 
 def parse_slices(name):
     """v4:2x4x4 or 2*v4:2x4x4 -> `Machine`."""
     kinds = [name for name, chip in CHIPS.items() if not chip.gpu]
-    found = re.fullmatch(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+){1,2})", name)
-    if not found or found[2] not in kinds or found[1] == "0":
+    found = re.fullmatch(r"(?:(\d{1,9})\*)?(\w+):(\d{1,9}(?:x\d{1,9}){1,2})", name)
+    if not found or found[2] not in kinds or not int(found[1] or 1):
         raise UserError(
             f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(kinds)}, such as v4:2x4x4 or "
             f"2*v5e:16x16, or gpu:8xH200."
@@ -124,6 +134,7 @@ def parse_slices(name):
             f"--plan {name}: the topology of {chip.name} has {chip.dims} dims, such as {chip.name}:{example}."
         )
     n = math.prod(dims) * chip.cores * slices
+    check_devices(name, n)
     return Machine(name, chip, n, slices, f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{topology}")
 
 
@@ -374,28 +385,24 @@ class Work(NamedTuple):
     timeline: overlap.Timeline | None  # of a program
 
 
-def compiled_work(cfg, machine, estimate, compiled):
-    """`Work` of a compiled step; `estimate` tells the operations of attention's kernels, which the program does not."""
-    chip, place = machine.chip, place_of(cfg, machine)
-    mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
-    cost = hlo.analyze(compiled.text, mesh, place.slices, place.across)
-    in_kernels = estimate.scores if cost.kernels else 0
-    # no compiler estimates kernels: they run at half the peak
-    kernel_seconds = in_kernels * 2 / chip.speed / max(1, sum(cost.kernels.values()))
+def compiled_work(cfg, machine, compiled):
+    """`Work` of a compiled step."""
+    chip = machine.chip
+    cost = costs.read_program(compiled.text, cfg, place_of(cfg, machine))
 
     def compute_seconds(event):
-        if event.is_kernel:
-            return kernel_seconds
+        # no compiler estimates kernels: they run at half the peak
+        products = event.flops / chip.speed * (1 + event.is_kernel)
         if chip.gpu:
-            return max(event.flops / chip.speed, event.moved / chip.bandwidth)
-        return event.cycles / chip.clock
+            return max(products, event.moved / chip.bandwidth)
+        return products if event.is_kernel else event.cycles / chip.clock
 
     def link_seconds(event):
         return transfer_seconds(cfg, machine, event.axes, event.kind, event.bytes, event.devices)
 
     timeline = overlap.Timeline(cost.schedule, compute_seconds, link_seconds)
     seconds = {"matrix products": timeline.products, "memory": timeline.others}
-    return Work(cost.flops + in_kernels, seconds, cost.collectives, timeline)
+    return Work(cost.flops, seconds, cost.collectives, timeline)
 
 
 def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
@@ -476,7 +483,7 @@ def answer(cfg, machine, compiled=None, refused=None):
     if refused:
         memory = memory_of(estimate, refused.limit, refused.used)
     if compiled:
-        work = compiled_work(cfg, machine, estimate, compiled)
+        work = compiled_work(cfg, machine, compiled)
         memory = memory_of(estimate, chip.memory, compiled.arguments + compiled.temporaries)
     rows, seconds_of_links = links(cfg, machine, work)
     seconds = work.seconds | seconds_of_links
@@ -568,7 +575,8 @@ def choices(flag):
 
 
 def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
 
 
 def fitted(cfg, n, **flags):
@@ -594,8 +602,9 @@ def meshes(cfg, n):
 
 
 def variants(cfg, n):
-    """Every configuration that --search considers: meshes, rounds, microbatches, ways, for the same global batch."""
-    total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
+    """Every configuration that --search considers: meshes, rounds, microbatches, ways, for the same global batch.
+    Raises UserError where they are too many."""
+    total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
         values = {flag: choices(flag) for flag in WAYS}
@@ -605,8 +614,13 @@ def variants(cfg, n):
         rounds = divisors(cfg.model.blocks // pp) if pp > 1 else [1]
         for m, r, *ways in itertools.product(microbatches, rounds, *values.values()):
             flags = dict(zip(WAYS, ways), n_device_axis=mesh, microbatches=m, pp_interleave=r)
-            if new := fitted(cfg, n, **flags):
-                yield new
+            found.append(flags)
+            if len(found) > TRIED:
+                raise UserError(
+                    f"--search: there are more than {TRIED:,} configurations of these flags; give a train_batch_size, "
+                    f"blocks or a machine with fewer divisors."
+                )
+    return [new for flags in found if (new := fitted(cfg, n, **flags))]
 
 
 def changed(old, new):
@@ -654,7 +668,8 @@ def best_change(cfg, machine, spare, least):
 
 
 def advise(cfg, machine, a):
-    """One sentence: the flag that would help most by the formulas, or what would make the step fit."""
+    """One sentence: the flag that would help most by the formulas, or what would make the step fit. Where a compiler
+    made the plan, it compiles the step with that flag too, and its word counts."""
     spare = a.memory["limit"] - a.memory["total"]
     if not a.fits:
         limit = size(a.memory["limit"], 1024)
@@ -664,9 +679,19 @@ def advise(cfg, machine, a):
     best, gain = best_change(cfg, machine, spare, 0.02 * step)
     if best is None:
         return "no single flag helps by more than 2%, by the formulas"
-    return (
-        f"{changed(cfg, best)} would help most: by {gain / step:.0%} of the step, by the formulas"
-    )
+    flags = changed(cfg, best)
+    saved, source = gain / step, "by the formulas"
+    if a.compiled:
+        say(f"compiling the step with {flags}, which would help most by the formulas")
+        other, _ = compiled_answer(best, machine)
+        if not other.fits:
+            return f"no single flag helps by more than 2%; with {flags} the step does not fit"
+        if other.compiled:
+            saved, source = 1 - other.seconds["step"] / a.seconds["step"], "as compiled"
+    if saved < 0.02:
+        effect = f"saves {saved:.0%}" if saved > 0 else f"takes {-saved:.0%} longer"
+        return f"no single flag helps by more than 2%; {flags}, the best by the formulas, {effect} as compiled"
+    return f"{flags} would help most: by {saved:.0%} of the step, {source}"
 
 
 # --- What does not fit --------------------------------------------------------------------------------------------

@@ -1,0 +1,10 @@
+"""The command line of a tool that would then run for minutes, and no more: parse.py bench FLAG..."""
+
+import importlib
+import sys
+
+from tools import common
+
+if __name__ == "__main__":
+    tool = importlib.import_module(f"tools.{sys.argv[1]}")
+    common.run(lambda: tool.parse(sys.argv[2:]))
