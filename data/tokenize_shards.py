@@ -53,7 +53,9 @@ def parse():
     check_number("shard_tokens", args.shard_tokens, least=1)
     check_number("workers", args.workers, least=1, most=1024)
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
-    if local and Path(args.output).resolve().is_relative_to(Path(args.source).resolve()):
+    source, output = Path(args.source).resolve(), Path(args.output).resolve()
+    inside = any(path == source or path.match(str(source)) for path in [output, *output.parents])
+    if local and inside:
         raise UserError(
             f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
         )

@@ -43,6 +43,8 @@ def find(source):
         if "**" in path and not is_remote(source):
             links.update(walk(os.path.dirname(before_wildcard(path)))[1])
     for match, info in matches.items():
+        if info.get("islink"):
+            info = fs.info(match)  # what it links to
         if info["type"] == "file":
             found[match] = info
         elif info["type"] != "directory":
@@ -73,7 +75,9 @@ def open_source(args):
     if records:
         kind = only_kind(source, fs, records)
         warn_of_left_out("symlinked folder", links)
-        warn_of_left_out("other file", [path for path in found if path not in records])
+        others = [path for path in found if path not in records]
+        endings = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
+        warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
         return kind(fs, records, args.text_column, skip)
     if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
         warn_of_left_out("symlinked folder", links)

@@ -64,11 +64,11 @@ def many(n, noun):
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def warn_of_left_out(what, paths):
-    """Warn of the paths of things that are left out; `what` is one of them in words."""
+def warn_of_left_out(what, paths, more=""):
+    """Warn of the paths of things that are left out; `what` is one of them in words, `more` ends the sentence."""
     if paths:
         such_as = min(paths) if len(paths) == 1 else f"such as {min(paths)}"
-        warn(what, f"left out: {many(len(paths), what)} ({such_as})")
+        warn(what, f"left out: {many(len(paths), what)} ({such_as}){more}")
 
 
 def skipped(error):

@@ -41,7 +41,6 @@ class Text(NamedTuple):
 def check_length(size, what, advice=""):
     """Raises UserError where `what`, a document of `size` bytes, is longer than LONGEST."""
     if size > LONGEST:
-        advice = advice or "; split it"
         raise UserError(
             f"--source: {what} is longer than {LONGEST:,} bytes, the most that a document may have{advice}."
         )
@@ -127,5 +126,5 @@ def read_text(document):
             content = whole(decompressed(raw, document.path))
     except DAMAGE as e:
         raise UserError(f"--source: {document.path} cannot be read ({first_line(e)}).") from None
-    check_length(len(content), document.path)
+    check_length(len(content), document.path, "; split it")
     return decode(content)
