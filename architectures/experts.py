@@ -69,8 +69,8 @@ def route(p, x, m):
     """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16), in float32.
 
     x [n, D] -> scores [n, E], chosen experts [n, k] and their gates [n, k]. The bias, which a layer may lack, decides
-    who is chosen and nothing else. Gates are the scores of the chosen experts, divided by their sum (not without --norm_topk_prob), times
-    routed_scaling.
+    who is chosen and nothing else. Gates are the scores of the chosen experts, divided by their sum (not without
+    --norm_topk_prob), times routed_scaling.
     """
     x = x.astype(jnp.float32)
     logits = jnp.dot(x, p["router"], precision="highest")

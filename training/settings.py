@@ -91,13 +91,13 @@ def follow(cfg, given):
 
 def follow_schedule(cfg, given):
     """{flag: value} of a schedule that ends with the run, where training_steps was given alone, and of a warm-up and a
-    decay that fit in it. One that was given makes it longer than the run if need be."""
+    decay that fit in it. Where those were given, it ends as late as they need, up to the default."""
     o = cfg.optimizer
     end, decay = o.end_steps, o.decay_steps if o.schedule == "wsd" else 0
     if "training_steps" in given and "end_steps" not in given and ends(o):
         asked = {flag: getattr(o, flag) for flag in SCHEDULE & given}
         least = asked.get("warmup_steps", 0) + max(1, asked.get("decay_steps", 0))
-        end = max(cfg.run.training_steps, least)
+        end = max(cfg.run.training_steps, min(least, end))
     if "decay_steps" not in given:
         decay = min(decay, max(0, end - o.warmup_steps))
     before = max(0, end - decay)  # steps before the decay
