@@ -92,6 +92,7 @@ def test_every_flag_reaches_its_field(name, byte_ranks):
         "architecture": {*architectures.flags_without_choice("gpt2")} | batch,
         "tokenizer": {"vocab_size"},
         "n_device_axis": batch,
+        "training_steps": {"end_steps"},
     }
     expected = {name} | expected.get(name, batch if name in batch else set())
     assert changed <= expected and name in changed
@@ -314,6 +315,15 @@ def test_a_mistake_gets_a_sentence(words):
             command_line.check([*argv[:2], "--n_devices", "8", *argv[2:]], elsewhere=False)
 
 
+@pytest.mark.parametrize("flag", ["bias_update_rate", "balance_weight", "mtp_weight"])
+def test_a_flag_that_no_layer_uses_is_refused(flag):
+    argv = ["--preset", "gpt2-tiny", "--n_devices", "1", f"--{flag}", "0.2"]
+    with pytest.raises(utils.UserError, match=f"^--{flag} 0.2: --architecture gpt2 has no such"):
+        command_line.check(argv, elsewhere=False)
+    cfg, _ = command_line.parse("--preset tiny --architecture gpt2".split())
+    assert getattr(cfg.optimizer, flag) == getattr(utils.Optimizer, flag)  # not that of tiny
+
+
 @pytest.mark.parametrize("machine, kernel", [("gpu:8xH200", "flash"), ("v4:2x2x2", "splash")])
 def test_a_plan_takes_the_kernels_of_its_machine(machine, kernel):
     cfg = utils.replace(presets.preset("moe1b"), train_batch_size=8, val_batch_size=8)
@@ -464,6 +474,16 @@ def test_the_programs_name_the_nearest_flag():
     [
         ("--n_experts 1", dict(experts_per_token=1)),
         ("--end_steps 20", dict(warmup_steps=2)),
+        ("--end_steps 460", {}),
+        ("--training_steps 460", dict(end_steps=460)),
+        ("--training_steps 20", dict(end_steps=20, warmup_steps=2)),
+        ("--training_steps 1", dict(end_steps=1, warmup_steps=0)),
+        ("--training_steps 20 --warmup_steps 30", dict(end_steps=31)),
+        ("--training_steps 20 --end_steps 400", {}),
+        ("--training_steps 460 --schedule cosine", dict(end_steps=460)),
+        ("--training_steps 460 --schedule wsd", {}),
+        ("--training_steps 460 --schedule wsd --decay_steps 60", dict(end_steps=460)),
+        ("--training_steps 20 --schedule wsd --decay_steps 60", dict(end_steps=60, warmup_steps=0)),
         ("--schedule wsd --decay_steps 390", dict(warmup_steps=1)),
         ("--schedule wsd --decay_steps 360", {}),
         ("--train_batch_size 6", dict(micro=2)),
@@ -478,6 +498,7 @@ def test_the_programs_name_the_nearest_flag():
         ("--train_batch_size 6 --microbatches 4", None),
         ("--experts_per_token 9", None),
         ("--warmup_steps 450", None),
+        ("--warmup_steps 450 --training_steps 20", None),
         ("--schedule wsd --decay_steps 401", None),
     ],
 )
