@@ -5,6 +5,7 @@ The hosts get a copy of this repository as it stands, with a stand-in for setup_
 
 import contextlib
 import getpass
+import ipaddress
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from conftest import ROOT, SMALL_RUN, flags_of
 from test_scripts import CLEAN, program
 
 import utils
-from training import command_line, steps
+from training import command_line, processes, steps
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 LACKING = [
@@ -1096,17 +1097,76 @@ def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
         ), said
 
 
+def listening(pid):
+    """{(address, port)} where a process listens for TCP connections."""
+    fds = [os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir() if p.is_symlink()]
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = row.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in fds:
+                raw, port = local.split(":")
+                words = np.frombuffer(bytes.fromhex(raw), ">u4").astype("=u4").tobytes()
+                address = ipaddress.ip_address(words)
+                found.add((str(getattr(address, "ipv4_mapped", None) or address), int(port, 16)))
+    return found
+
+
+OWN, OTHER = "127.0.0.1", "198.51.100.7"
+MEETINGS = {  # --coordinator: what its host resolves to, where process 0 listens, what it says
+    "127.0.0.1:7": ([OWN], "127.0.0.1:7", ""),
+    "[::1]:7": (["::1"], "[::1]:7", ""),
+    "localhost:7": (["::1", OWN], "localhost:7", ""),
+    "0.0.0.0:7": (["0.0.0.0"], "0.0.0.0:7", ""),
+    # the name of a pod, say, with an address that this machine has, here by any
+    "own:7": (["0.0.0.0"], "own:7", ""),
+    "service:7": ([OTHER], "0.0.0.0:7", f"{OTHER} is not an address of this machine"),
+    "nat:7": (["0.0.0.0", OTHER], "0.0.0.0:7", f"{OTHER} is not an address of this machine"),
+    "[2001:db8::7]:7": (["2001:db8::7"], "[::]:7", "2001:db8::7 is not an address of this"),
+    "debian:7": (["127.0.1.1"], "0.0.0.0:7", "debian leads to 127.0.1.1 here"),
+    "nobody:7": ([], "0.0.0.0:7", "nobody cannot be resolved here"),
+}
+
+
+@pytest.mark.parametrize("coordinator", MEETINGS)
+def test_process_0_listens_where_it_was_named(coordinator, monkeypatch, capsys):
+    addresses, bind, words = MEETINGS[coordinator]
+
+    def resolve(host, port, type):
+        if not addresses:
+            raise socket.gaierror(-2, "Name or service not known")
+        families = [socket.AF_INET6 if ":" in a else socket.AF_INET for a in addresses]
+        return [(f, type, 6, "", (a, port)) for f, a in zip(families, addresses, strict=True)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    runs = [utils.Run(coordinator=coordinator, num_processes=2, process_id=i) for i in range(2)]
+    for process, run in enumerate(runs):
+        assert processes.meeting_place(run)["coordinator_bind_address"] == bind
+        said = capsys.readouterr().out
+        assert (words in said and said.count("\n") == 1) if words and not process else not said
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.5:7")
+    assert processes.meeting_place(runs[0])["coordinator_bind_address"] == "10.0.0.5:7"
+    assert not capsys.readouterr().out
+
+
 def test_a_frozen_process_is_found(flags, tmp_path):
+    """And until then the two listen on no interface but those that docs/several-hosts.md names."""
+    port = free_port()
     words = [
         *flags(2, training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=10),
         "--coordinator",
-        f"127.0.0.1:{free_port()}",
+        f"127.0.0.1:{port}",
         "--num_processes",
         "2",
     ]
     first, second = [start([*words, "--process_id", str(i)]) for i in range(2)]
     try:
         wait_for(lambda: len(losses(tmp_path / "runs/over2")) > 5)
+        if sys.platform == "linux":
+            assert ("127.0.0.1", port) in listening(first.pid)
+            own = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
+            others = (listening(first.pid) | listening(second.pid)) - {("127.0.0.1", port)}
+            assert len(others) == 2 and {address for address, _ in others} <= own, others
         second.send_signal(signal.SIGSTOP)
         said = first.communicate(timeout=40)[0]
     finally:
