@@ -23,15 +23,8 @@ PAIR |= dict(num_processes=2, connect_timeout=20, peer_timeout=10)
 
 # --- What is killed -----------------------------------------------------------------------------------------------
 
-WEIGHTS = {
-    "tokenize": 4,
-    "tokenize_workers": 4,
-    "ranks": 2,
-    "train": 8,
-    "train_cold": 1,
-    "resume": 4,
-}
-WEIGHTS |= {"pair": 4, "export": 4, "import": 3, "prune": 4}
+WEIGHTS = dict(tokenize=4, tokenize_workers=4, ranks=2, export=4, prune=4)
+WEIGHTS |= {"import": 3, "train": 8, "train_cold": 1, "resume": 4, "pair": 4}
 CHANGED = dict(resume="quick", prune="many", train_cold="cache")  # what a job changes
 
 
