@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.soak import programs
@@ -38,9 +39,6 @@ def parse():
     parser.add_argument("kinds", nargs="*", help=f"of {', '.join(KINDS)}; none: all")
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--count", type=int, help=f"cases of each kind (default: {KINDS})")
-    parser.add_argument(
-        "--first", type=int, default=0, help="number of the first case (default: 0)"
-    )
     parser.add_argument("--only", type=int, help="the one case to repeat")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="cases at a time")
     parser.add_argument(
@@ -65,33 +63,19 @@ class Soak:
         self.rows = []
         args.log.parent.mkdir(parents=True, exist_ok=True)
         self.log = open(args.log, "a")
-        self.stopped = threading.Event()
 
     def run(self, name):
         """All cases of a kind."""
         kind = importlib.import_module(f"tests.soak.{name}").Kind(self.folder)
-        numbers = [self.args.only]
-        if self.args.only is None:
-            count = self.args.count or KINDS[name]
-            numbers = range(self.args.first, self.args.first + count)
-        left = iter(numbers)
-        threads = [
-            threading.Thread(target=self.work, args=(name, kind, left))
-            for _ in range(self.args.workers)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def work(self, name, kind, left):
-        """Take cases from `left` until there are none."""
-        while not self.stopped.is_set():
-            with self.lock:
-                number = next(left, None)
-            if number is None:
-                return
-            self.one(name, kind, number)
+        numbers = range(self.args.count or KINDS[name])
+        if self.args.only is not None:
+            numbers = [self.args.only]
+        pool = ThreadPoolExecutor(self.args.workers)
+        try:
+            for _ in pool.map(lambda number: self.one(name, kind, number), numbers):
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def one(self, name, kind, number):
         """A case: its line in the log."""
@@ -150,7 +134,7 @@ def main():
         for name in args.kinds or KINDS:
             soak.run(name)
     except KeyboardInterrupt:
-        soak.stopped.set()
+        print("interrupted; until then:")
     print("\n".join(table(soak)))
     if not args.folder and args.only is None:
         shutil.rmtree(folder, ignore_errors=True)

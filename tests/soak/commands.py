@@ -21,32 +21,17 @@ class Command(NamedTuple):
     copied: str = "cache"  # the good that is its own
 
 
-MACHINES = "v4:2x2x2 v4:2x4x4 v5e:4x4 v6e:2x2 2*v5p:2x2x2 gpu:8xH200 gpu:2x8xH100 gpu:1xT4 gpu:A100".split()
-MACHINES += [
-    "",
-    "v4",
-    "v4:",
-    "v4:0x1x1",
-    "v4:99999x99999x99999",
-    "gpu:0xH100",
-    "gpu:8xNOTHING",
-    "0*v4:2x2x2",
-]
-MACHINES += [
-    "v9:2x2",
-    "gpu:",
-    "gpu:-1xH100",
-    "gpu:8xH100x",
-    "999999999*v4:2x2x2",
-    "v4:2x2x2x2",
-    "é",
-]
+MACHINES = "v4:2x2x2 v4:2x4x4 v5e:4x4 v6e:2x2 2*v5p:2x2x2 gpu:8xH200 gpu:2x8xH100 gpu:A100".split()
+NO_MACHINES = (
+    "v4 v4: v4:0x1x1 v4:99999x99999x99999 gpu:0xH100 gpu:8xNOTHING 0*v4:2x2x2 v9:2x2".split()
+)
+NO_MACHINES += "gpu: gpu:-1xH100 gpu:8xH100x 999999999*v4:2x2x2 v4:2x2x2x2 é".split() + [""]
 MESHES = [(0, 1, 1), (1, 1, 1), (8, 1, 1), (2, 2, 2), (16, 2, 1), (1, 4, 2), (0, 0, 0), (3, 5, 7)]
 SEARCH_SECONDS = 180  # DeepSeek-V3 has many meshes
 
 
 def plan(at, rng):
-    machine = rng.choice(MACHINES[:9] * 6 + MACHINES)
+    machine = rng.choice(MACHINES * 6 + NO_MACHINES)
     words = ["main.py", "--preset", rng.choice(list(presets.PRESETS)), "--plan", machine]
     words += ["--n_device_axis", *rng.choice(MESHES[:1] * 9 + MESHES), "--by_formulas"]
     return words + ["--search"] * (rng.random() < 0.03)
@@ -105,61 +90,11 @@ COMMANDS = dict(
 # --- Words --------------------------------------------------------------------------------------------------------
 
 # No address, no absolute path: what a program makes of a drawn word lies in the folder of its case.
-TEXTS = [
-    "",
-    " ",
-    "x",
-    "é漢\u202e",
-    "\udcff",
-    "x" * 5000,
-    "../x",
-    "a/b",
-    "x\ny",
-    "-x",
-    "--",
-    "$(x)",
-    "%s",
-    "{}",
-    ".",
-]
-TEXTS += [
-    "..",
-    "~",
-    "*",
-    "a,b",
-    ",",
-    ":",
-    "1:2",
-    "x:0.7,y",
-    "true",
-    "None",
-    "null",
-    "[1",
-    "nan",
-    "1 2",
-    "'",
-]
-NUMBERS = [
-    "0",
-    "1",
-    "-1",
-    "2",
-    "3",
-    "7",
-    "8",
-    "16",
-    "100",
-    "-0",
-    "+5",
-    "1e3",
-    "1.5",
-    "0x10",
-    "1_000",
-    "１２",
-    "1e308",
-]
-NUMBERS += ["nan", "inf", "-inf", "1e-320", "1,5", "", " ", "abc", "1e400", "999"]
-NUMBERS += [str(n) for n in (2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, -(2**63), 10**9, 10**30)]
+TEXTS = "x é漢\u202e \udcff ../x a/b -x -- $(x) %s {} . .. ~ * a,b , : 1:2 x:0.7,y true None [1 nan '".split()
+TEXTS += ["", " ", "1 2", "x\ny", "x" * 5000]
+NUMBERS = "0 1 -1 2 3 7 8 16 100 999 -0 +5 1e3 1.5 0x10 1_000 １２ 1e308 1e400 nan inf -inf".split()
+NUMBERS += ["1e-320", "1,5", "", " ", "abc", "2147483647", "2147483648", "4294967296", "1000000000"]
+NUMBERS += [str(2**63 - 1), str(2**63), str(-(2**63)), str(10**30)]
 FIELDS = utils.FIELDS
 
 

@@ -23,18 +23,8 @@ PAIR |= dict(num_processes=2, connect_timeout=20, peer_timeout=10)
 
 # --- What is killed -----------------------------------------------------------------------------------------------
 
-JOBS = dict(  # name: weight
-    tokenize=4,
-    tokenize_workers=4,
-    ranks=2,
-    train=8,
-    train_cold=1,
-    resume=4,
-    pair=4,
-    export=4,
-    prune=4,
-)
-JOBS["import"] = 3
+WEIGHTS = dict(tokenize=4, tokenize_workers=4, ranks=2, export=4, prune=4)
+WEIGHTS |= {"import": 3, "train": 8, "train_cold": 1, "resume": 4, "pair": 4}
 CHANGED = dict(resume="quick", prune="many", train_cold="cache")  # what a job changes
 
 
@@ -227,7 +217,7 @@ class Kind:
 
     def case(self, rng, folder):
         """(what was tried, how it ended, what is wrong with that or None, the last Ended)."""
-        job = rng.choices(list(JOBS), JOBS.values())[0]
+        job = rng.choices(list(WEIGHTS), WEIGHTS.values())[0]
         result, seconds, changes = self.undisturbed(job, folder)
         kills = [draw(rng, job, changes) for _ in range(rng.choice([1, 1, 1, 2]))]
         tried = f"{job}: {'; '.join(map(str, kills))}"
