@@ -320,7 +320,8 @@ class Optimizer:
     """Steps before end_steps in which wsd decays. 0: it never does; such a run is a trunk, from which --branch_from
     branches decays off."""
     end_steps: int = setting(75000, least=1)
-    """Step, warm-up included, at which the learning rate reaches end_lr."""
+    """Step, warm-up included, at which the learning rate reaches end_lr. Where training_steps is given without it, it
+    is that step. Given alone, it leaves the length of the run as it is."""
     grad_clip_norm: float = flag(1.0, least=1e-12)
     """Largest global norm of the gradient, in float32 over all devices; larger ones are scaled down."""
     embedding_lr: float = flag(1.0, least=0)
@@ -367,7 +368,8 @@ class Run:
     """Rounds of the pipeline (interleaved stages): each stage holds some blocks of every round, and its bubble is so
     many times smaller. pp times this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = setting(75000, least=1)
-    """Optimizer step at which training ends."""
+    """Optimizer step at which training ends, and the schedule with it, unless end_steps is given too. The schedule of
+    a trunk (wsd without decay_steps) has no end."""
     accumulation_steps: int = setting(1, least=1)
     """Batches whose gradients are accumulated for one optimizer step."""
     eval_steps: int = setting(10, least=1)

@@ -842,3 +842,27 @@ def test_parameter_counts_of_moe1b():
     assert embedding == 100352 * 768 and active < 0.45 * total
     # one layer by hand: the routed experts dominate
     assert total - active == 8 * (16 - 2) * 3 * 768 * 2048
+
+
+@pytest.mark.parametrize("flags", [dict(layers_per_block=1), dict(layers_per_block=1, mtp_depth=1)])
+def test_a_router_without_a_bias_trains(flags, monkeypatch):
+    """As the same router does whose bias stays 0."""
+    whole = deepseek.ARCHITECTURE
+    cfg = small_config(blocks=1, bias_update_rate=0.0, **flags)
+    _, expected = steps_of(cfg, 2)
+
+    def without_bias(table):
+        parts = {name: part for name, part in table.items() if name != "bias"}
+        return {n: without_bias(p) if isinstance(p, dict) else p for n, p in parts.items()}
+
+    part = whole._replace(
+        table=lambda cfg: without_bias(whole.table(cfg)), flags=whole.flags - {"bias_update_rate"}
+    )
+    monkeypatch.setattr(deepseek, "ARCHITECTURE", part)
+    state, found = steps_of(utils.replace(cfg, bias_update_rate=1e-3), 2)
+    assert "bias" not in state.params["moe"] and "router" in state.params["moe"]
+    for name in ("loss/train_loss", "grad_norm"):
+        for row, row_ in zip(found, expected):
+            assert row[name] == pytest.approx(row_[name], rel=1e-5)
+    with pytest.raises(utils.UserError, match="--bias_update_rate 0.2: --architecture deepseek"):
+        settings.validate(utils.replace(cfg, bias_update_rate=0.2), 1)

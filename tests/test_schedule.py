@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: their values, and that weight decay follows them."""
+"""Schedules of the learning rate: their values, their one clock, and that weight decay and the run's length agree."""
 
 import json
 import os
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import small_config
+from conftest import begin, random_batch, small_config
+from test_resume import metrics_of
 
 import model
 import utils
@@ -51,6 +52,25 @@ def test_rates_are_those_of_the_formulas():
 def test_a_decay_ends_at_end_lr_to_the_bit_and_stays_there(name, end_lr):
     seen = rates(30, **{**SCHEDULES[name], "end_lr": end_lr})
     assert (seen[4:20] > end_lr).all() and (seen[20:] == np.float32(end_lr)).all()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_rate_is_negative_at_any_step(name):
+    """Rounding made -4e-10 of 0 at the end of a line; the flags are those of presets and odd ones."""
+    odd = [(16e-3, 30, 400), (4e-3, 5000, 75000), (6e-4, 0, 7), (1e-9, 2, 3), (3.0, 1, 2**24 + 3)]
+    for max_lr, warmup_steps, end_steps in odd:
+        for end_lr, min_lr in ((0.0, 0.0), (0.3 * max_lr, 2 * max_lr), (0.0, 1e-3)):
+            rates_ = dict(max_lr=max_lr, min_lr=min_lr, end_lr=end_lr)
+            whole = dict(warmup_steps=warmup_steps, end_steps=end_steps, decay_steps=0)
+            if name == "wsd":
+                whole["decay_steps"] = (end_steps - warmup_steps) // 2 + 1
+            flags = {**SCHEDULES[name], **rates_, **whole}
+            schedule = make_schedule(small_config(**flags).optimizer)
+            near = np.arange(-40, 200) + end_steps
+            steps_ = np.concatenate([np.arange(450), near[near > 0], [2**31 - 1]])
+            found = jax.jit(jax.vmap(schedule))(jnp.asarray(steps_, jnp.int32))
+            assert (found >= 0).all() and jnp.isfinite(found).all(), flags
+            assert all(schedule(jnp.int32(step)) >= 0 for step in (0, end_steps, end_steps + 60))
 
 
 def test_cosine_is_the_one_of_optax():
@@ -100,6 +120,65 @@ def test_at_rate_0_nothing_moves_whatever_the_gradient(flags, optimizer):
     for step, _, updates, _ in updates_of(cfg, 0.1, 22):
         moves = step < 20 or cfg.optimizer.decay_steps == 0 and cfg.optimizer.schedule == "wsd"
         assert all(bool(update.all()) == moves for update in updates)
+
+
+@EVERY
+def test_skipped_steps_count_in_the_applied_rate_as_in_the_logged_one(flags, monkeypatch):
+    """Without a gradient a sound step takes rate x weight_decay of a matrix away; a bad one nothing."""
+    cfg = small_config(**flags, weight_decay=0.25, embedding_lr=1.0, blocks=1, layers_per_block=1)
+    bad = jnp.array([2, 3, 4, 13])
+
+    def no_gradient(gradient, state, tokens, targets):
+        loss = jnp.where((state.step == bad).any(), jnp.nan, 1.0)
+        seen = model.Metrics(*jnp.ones(3), load={"moe": jnp.ones((1, 8))}, dropped=0.0)
+        return (loss, seen), jax.tree.map(jnp.zeros_like, state.params)
+
+    monkeypatch.setattr(steps, "accumulate_gradient", no_gradient)
+    state, step = begin(cfg, steps.make_mesh(cfg))
+    batch, planned = random_batch(cfg, steps.make_mesh(cfg)), rates(22, **flags)
+    for i in range(22):
+        before = np.asarray(state.params["embedding"], np.float64)
+        state, metrics = step(state, *batch)
+        after = np.asarray(state.params["embedding"], np.float64)
+        assert metrics["lr"] == planned[i] and state.step == i + 1
+        applied = 0.0 if i in bad else planned[i]
+        assert np.allclose(before - after, 0.25 * applied * before, rtol=1e-4, atol=1e-7), i
+
+
+def lines_of(capsys, *words):
+    """The printed lines in which one of these words stands."""
+    return [line for line in capsys.readouterr().out.splitlines() if any(w in line for w in words)]
+
+
+def test_the_schedule_follows_the_length_of_a_run_also_where_that_changes(train, capsys, tmp_path):
+    """A finished run that continues learns again; where it would not, one line tells."""
+    flags = dict(end_steps=None, schedule="linear", end_lr=0.0, max_lr=0.01, eval_every=50)
+    flags |= dict(eval_steps=1, blocks=1, microbatches=1)
+
+    def rates_of_run(n, **more):
+        """Those of steps 3 to n as logged, in shares of max_lr, and what was printed of the schedule."""
+        assert train(**flags | more) == 0
+        rows = metrics_of(tmp_path / "runs" / "run")
+        assert [row["step"] for row in rows] == list(range(1, n + 1))
+        return [100 * row["lr"] for row in rows[2:]], lines_of(
+            capsys, "the schedule changes", "warning"
+        )
+
+    found, said = rates_of_run(4, training_steps=4)
+    assert found == pytest.approx([1, 0.5]) and not said
+    found, said = rates_of_run(8, training_steps=8)
+    assert found[2:] == pytest.approx([4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert len(said) == 1 and said[0].endswith("from here on: end_steps was 4 and is now 8")
+    found, said = rates_of_run(10, training_steps=10, end_steps=8)
+    assert found[6:] == [0, 0]
+    assert len(said) == 1 and said[0].endswith(
+        "--training_steps 10: the run stays at --end_lr 0 from --end_steps 8 on"
+    )
+    found, said = rates_of_run(11, training_steps=11, end_steps=12)
+    assert found[8:] == pytest.approx([2 / 10])
+    assert len(said) == 2 and said[1].endswith(
+        "--training_steps 11: the run ends before its learning rate has come down, at --end_steps 12"
+    )
 
 
 def test_a_run_from_before_the_flag_goes_on_as_it_was(tmp_path):
