@@ -184,7 +184,7 @@ def content_of(path):
         raise UserError(f"--tokenizer {path}: cannot be read ({e.strerror}).") from None
     if content is None:
         raise NoSuchFile(
-            f"--tokenizer {path}: there is no such file; data/train_tokenizer.py makes one."
+            f"--tokenizer {path}: there is no such file; data/train_tokenizer.py makes .tiktoken files."
         )
     return content
 
