@@ -1161,14 +1161,15 @@ def test_a_frozen_process_is_found(flags, tmp_path):
     ]
     first, second = [start([*words, "--process_id", str(i)]) for i in range(2)]
     try:
-        wait_for(lambda: len(losses(tmp_path / "runs/over2")) > 5)
+        wait_for(lambda: first.poll() is not None or len(losses(tmp_path / "runs/over2")) > 5, 600)
+        assert first.poll() is None, first.communicate()[0]
         if sys.platform == "linux":
             assert ("127.0.0.1", port) in listening(first.pid)
             own = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
             others = (listening(first.pid) | listening(second.pid)) - {("127.0.0.1", port)}
             assert len(others) == 2 and {address for address, _ in others} <= own, others
         second.send_signal(signal.SIGSTOP)
-        said = first.communicate(timeout=40)[0]
+        said = first.communicate(timeout=300)[0]
     finally:
         first.kill()
         second.kill()

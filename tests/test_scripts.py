@@ -622,7 +622,8 @@ def exists(pid):
 def test_a_run_that_ignores_sigterm_is_killed_whole_and_nobody_else(home):
     program(home / ".venv/bin/python", HUNG)
     state = home / ".moe-pretraining/s/h"
-    with subprocess.Popen(["sleep", "600"]) as stranger:
+    stranger = subprocess.Popen(["sleep", "600"])
+    try:
         for pid in ("", str(stranger.pid)):  # a process id that was left there may be another's now
             assert on_this_host(home, "start", f"1{pid}", "").returncode == 0
             if pid:
@@ -636,7 +637,9 @@ def test_a_run_that_ignores_sigterm_is_killed_whole_and_nobody_else(home):
             pids = (home / "pids").read_text().split()
             assert len(pids) >= 4 and not any(exists(pid) for pid in pids)
             assert stranger.poll() is None
+    finally:
         stranger.kill()
+        stranger.wait()
     done = on_this_host(home, "stop", "1")
     assert done.returncode == 0 and done.stdout.startswith("ended with status 137"), done
 
