@@ -13,7 +13,8 @@ from tests.soak import programs
 from tests.soak.programs import run
 
 STEPS, SAVES = 12, 4
-PLACES = ("source", "checksum", "sha256")  # of a manifest: what depends on where the source is
+# of a manifest: what depends on where the source is
+PLACES = ("source", "source_listing_sha256", "checksum", "sha256")
 # the smallest mixture of experts that trains
 MODEL = {
     **SMALL_RUN,
