@@ -159,7 +159,7 @@ def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, t
     assert len(list(said)) > 3
     process.send_signal(number)  # which changes nothing
     out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + number and not err and "same command goes on" in out
+    assert process.returncode == 128 + number and not err and "rerun the same command" in out
     assert "a third signal ends it at once, losing the steps from 1 to " in out
     step = max(int(p) for p in os.listdir(tmp_path / "runs" / "run" / "checkpoints"))
     assert [row["step"] for row in metrics_of(metrics.parent)] == list(range(1, step + 1))
