@@ -20,7 +20,7 @@ from data.sources.base import skipped, warn
 from data.sources.files import by_hash
 from data.sources.text import read_text
 from data.tokenization import PATTERN, dump_ranks, load_tokenizer
-from utils import LONG, UserError, check_number, check_place, is_remote, say, write_file
+from utils import VOCABULARY, UserError, check_number, check_place, is_remote, say, write_file
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 # Characters. Training takes time quadratic in the longest word, such as a run of a million spaces.
@@ -124,7 +124,7 @@ def parse():
         raise UserError(
             f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text."
         )
-    check_number("vocab_size", args.vocab_size, most=LONG)
+    check_number("vocab_size", args.vocab_size, most=VOCABULARY)
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if not is_remote(args.output):

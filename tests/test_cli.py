@@ -253,7 +253,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--warmup_steps 100": ["--warmup_steps 100", "--end_steps 100"],
     "--decay_steps 10": ["--decay_steps 10", "--schedule linear", "wsd"],
     "--schedule wsd --decay_steps 99": ["--decay_steps 99", "at most 98", "--end_steps 100"],
-    "--schedule wds": ["'wds'", "the nearest is wsd"],
+    "--schedule wds": ["--schedule wds: must be one of", "the nearest is wsd"],
     "--layers_per_block 0": ["--layers_per_block 0", "at least 1"],
     "--n_groups 3": ["--n_experts 8", "n_groups", "6 or 9"],
     "--n_groups 8": ["--n_groups 8", "two experts"],
@@ -273,14 +273,26 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--modle_dimension 64": ["--modle_dimension", "the nearest is --model_dimension"],
     "--no-wandbb": ["--no-wandbb", "the nearest is --no_wandb"],
     "-T 64": ["-T", "the nearest is --T"],
-    "--remat ful": ["'ful'", "the nearest is full"],
+    "--remat ful": ["--remat ful: must be one of none, dots, full; the nearest is full"],
     "--architecture gpt": ["--architecture gpt:", "the nearest is gpt2", "deepseek"],
     "--attention blockwize": ["--attention blockwize", "the nearest is blockwise", "auto"],
     "--attention splash --T 130": ["--T 130", "128 for --attention splash", "128 or 256"],
     "--architecture gpt2 --n_experts 4": ["--architecture gpt2", "no such choice", "leave"],
     "--adam_b2 1": ["--adam_b2 1", "below 1"],
     "--name ../x": ["--name", "../x"],
-    "--blocks two": ["--blocks", "two"],
+    "--blocks two": ["--blocks two: must be a whole number."],
+    "--T=1e3": ["--T 1e3: must be a whole number."],
+    "--max_lr high": ["--max_lr high: must be a number."],
+    "--max_lr inf": ["--max_lr inf: must be at most 1e+30."],
+    "--wandb yes": ["--wandb yes: takes no value; give --wandb or --no_wandb alone"],
+    "--keep-best=0": ["--keep-best 0: takes no value; give --keep-best or --no_keep_best alone"],
+    "--n_device_axis a 2 2": ["--n_device_axis a 2 2: must be three whole numbers."],
+    "--seed": ["--seed: must have 1 value"],
+    f"--T {'9' * 5000}": ["--T: must be a smaller number."],
+    f"--T {'9' * 99}": ["--T 999", "must be at most 4194304"],
+    "--train_batch_size 1048576 --T 16384": ["--train_batch_size 1048576", "--T 16384"],
+    "--val_batch_size 1048576 --T 16384": ["--val_batch_size 1048576", "131,071"],
+    f"--profile 1:{'9' * 5000}": ["--profile 1:999", "FIRST:LAST"],
     "--n_device_axis 2 2": ["--n_device_axis", "3"],
     "--activation relu": ["--activation", "relu", "swiglu"],
     "--lr 3": ["--lr"],
@@ -325,6 +337,76 @@ def test_a_plan_takes_the_kernels_of_its_machine(machine, kernel):
                 settings.validate(asked, 8)
         else:
             settings.validate(asked, 8)
+
+
+NUMBERS = [name for name, f in FIELDS.items() if f.type in (int, float, tuple[int, int, int])]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_beyond_its_bounds_is_refused_at_once(name):
+    """Whatever else is given, before anything is computed with it; what is within them reaches the field."""
+    f = FIELDS[name]
+    most = f.metadata.get("most", utils.MOST.get(f.type))
+    below = f.metadata.get("below")
+    beyond = [-(10**40), most * 2, 2**63 - 1, 2**63, 10**40] if f.type is not float else []
+    beyond += (
+        [2 * most, float("nan"), float("inf"), float("-inf")] if f.type is float else [most + 1]
+    )
+    for value in beyond:
+        words = [str(value), "1", "1"] if f.type not in (int, float) else [str(value)]
+        with pytest.raises(utils.UserError, match=rf"--{name} .*: must be (a|at|below)\b") as e:
+            command_line.parse(["--preset", "tiny", f"--{name}", *words])
+        assert len(str(e.value)) < 150
+    if below is None:
+        utils.check_number(name, most, **f.metadata)
+
+
+@pytest.mark.parametrize("beyond", ["-" + "9" * 20, "9" * 20, str(2**63 - 1), str(2**31)])
+def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
+    from data import tokenize_shards, train_tokenizer
+    from tools import ablate, bench, checkpoints, trace
+    from tools.planning import exactness, growth
+
+    def of_argv(program):
+        def parse(words):
+            monkeypatch.setattr(sys, "argv", ["program", *words])
+            return program.parse()
+
+        return parse
+
+    def of_kind(kind):
+        return lambda words: command_line.read_flags(kind, words, "program")
+
+    numbers = {
+        "tokenize_shards": "--shard_tokens --workers --val_fraction",
+        "train_tokenizer": "--vocab_size",
+        "Sample": "--T --n_devices --inference_batch --max_tokens --seed --top_k",
+        "Evaluate": "--T --n_devices --batch_size --limit --stride --num_fewshot",
+        "trace": "--top",
+        "checkpoints": "--keep --every",
+        "bench": "--rounds --steps",
+        "ablate": "--seeds",
+        "exactness": "--draw",
+        "growth": "--points",
+    }
+    shards = "--source a --output b --tokenizer gpt2".split()
+    programs = {
+        "tokenize_shards": (of_argv(tokenize_shards), shards),
+        "train_tokenizer": (of_argv(train_tokenizer), "--source a --output b.tiktoken".split()),
+        "Sample": (of_kind(common.Sample), ["run"]),
+        "Evaluate": (of_kind(common.Evaluate), ["run"]),
+        "trace": (of_kind(trace.Options), ["run"]),
+        "checkpoints": (of_kind(checkpoints.Options), ["list", "run"]),
+        "bench": (bench.parse, []),
+        "ablate": (ablate.parse, ["--variation", "base"]),
+        "exactness": (exactness.parse, []),
+        "growth": (growth.parse, []),
+    }
+    for name, (program, words) in programs.items():
+        for flag in numbers[name].split():
+            with pytest.raises(utils.UserError, match=f"{flag} .*: must be (at|below)") as e:
+                program([*words, f"{flag}={beyond}"])
+            assert "\n" not in str(e.value)
 
 
 def test_a_check_without_devices_refuses_nothing_that_some_devices_would_take(

@@ -684,11 +684,65 @@ def test_machines(name, n, slices, topology):
         "gpu:2x2x8xH100",
         "v4:2x2x2x2",
         "v4:ax2x2",
+        "00*v4:2x2x1",
+        f"gpu:{'9' * 5000}xH100",
     ],
 )
 def test_a_machine_that_is_none(name):
     with pytest.raises(utils.UserError, match="such as"):
         plan.parse_machine(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "v4:99999x99999x99999",
+        "99999999*v5e:16x16",
+        "gpu:1000000000xH100",
+        "gpu:65536x65536xH100",
+        "gpu:65537xT4",
+    ],
+)
+def test_a_machine_of_more_devices_than_any(name):
+    with pytest.raises(utils.UserError, match=f"--plan {re.escape(name)}: has .* at most 65,536"):
+        plan.parse_machine(name)
+
+
+LARGEST = {name: f.metadata.get("most") for name, f in utils.FIELDS.items()}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(microbatches=LARGEST["microbatches"]),
+        dict(train_batch_size=LARGEST["train_batch_size"]),
+        dict(blocks=LARGEST["blocks"]),
+        dict(accumulation_steps=2**20, train_batch_size=1, microbatches=1, search=True),
+        dict(vocab_size=LARGEST["vocab_size"], model_dimension=LARGEST["model_dimension"]),
+        dict(T=LARGEST["T"]),
+        dict(n_experts=LARGEST["n_experts"], mtp_depth=LARGEST["mtp_depth"]),
+    ],
+    ids=str,
+)
+def test_a_plan_of_the_largest_values_ends(flags, tmp_path):
+    a = planned("--by_formulas", plan="gpu:8xH200", plan_json=tmp_path / "plan.json", **flags)
+    assert a["memory"]["total"] > 0 and a["advice"]
+
+
+def test_a_search_of_too_many_configurations_is_refused():
+    cfg, given = command_line.parse(
+        [*TINY, *flags_of(blocks=65536, train_batch_size=65536, plan="gpu:4096xH200", search=True)]
+    )
+    with pytest.raises(utils.UserError, match="--search: there are more than 50,000"):
+        plan.main(cfg, given)
+
+
+@pytest.mark.parametrize("n", [1, 2, 36, 97, 2**20, 720_720])
+def test_divisors(n):
+    found = plan.divisors(n)
+    assert found == sorted(set(found)) and all(n % d == 0 for d in found)
+    assert len(found) == sum((1 if d * d == n else 2) for d in found if d * d <= n)
+    assert {1, n} <= set(found)
 
 
 @pytest.mark.parametrize(

@@ -414,14 +414,25 @@ def test_a_mistake_gets_a_sentence(runs, tmp_path):
     shutil.copytree(runs / "traced" / profiling.FOLDER, broken / profiling.FOLDER)
     for path in broken.rglob("*.xplane.pb"):
         path.write_bytes(path.read_bytes()[:1001])
+    cut, flipped, no_text = [tmp_path / name for name in ("cut", "flipped", "no_text")]
+    for folder, damage in (
+        (cut, lambda content: content[:1001]),
+        (flipped, lambda content: content[:500] + bytes(100) + content[600:]),
+        (no_text, lambda content: gzip.compress(b"\xff\xfe")),
+    ):
+        shutil.copytree(runs / "traced" / profiling.FOLDER, folder / profiling.FOLDER)
+        for path in folder.rglob("step.hlo.gz"):
+            path.write_bytes(damage(path.read_bytes()))
     for run, flags, part in (
         (tmp_path, {}, "is no run directory"),
         (runs / "plain", {}, "holds no whole trace; train with --profile FIRST:LAST"),
         (runs / "traced", dict(trace="steps-1-2"), "has steps-2-4, steps-7-8"),
-        (runs / "traced", dict(top=-1), "--top -1"),
         (runs / "traced", dict(plan="gpu:4xH100"), "has 4 devices; the run had 8"),
         (runs / "traced", dict(plan="gpu:8xH101"), "--plan gpu:8xH101"),
         (broken, {}, "is no trace"),
+        (cut, {}, "step.hlo.gz is damaged"),
+        (flipped, {}, "step.hlo.gz is damaged"),
+        (no_text, {}, "step.hlo.gz is damaged"),
     ):
         with pytest.raises(utils.UserError) as e:
             trace.main(trace.Options(str(run), **flags))

@@ -254,9 +254,8 @@ class Group(NamedTuple):
     def sharers(self):
         """Devices with copies that share the matrices out: as few as make `owned` no larger. The next ones do the same
         among themselves, so that less must be gathered."""
-        divisors = [n for n in range(1, self.n_copies + 1) if self.n_copies % n == 0]
-        enough = self.number / (math.prod(self.grid) * self.owned)
-        return min(n for n in divisors if n >= enough)
+        enough = math.ceil(self.number / (math.prod(self.grid) * self.owned))
+        return next(n for n in range(enough, self.n_copies + 1) if self.n_copies % n == 0)
 
     @property
     def places(self):

@@ -95,7 +95,7 @@ def parse_machine(name):
 
 def parse_gpus(name):
     """gpu:8xH200 or gpu:2x8xH200, 2 hosts of 8 -> `Machine`."""
-    found = re.fullmatch(r"gpu:(?:(\d{1,9})x)?(\d{1,9})x(.+)", name)
+    found = re.fullmatch(r"gpu:(?:(\d{1,20})x)?(\d{1,20})x(.+)", name)
     hosts, per_host, kind = found.groups() if found else (0, 0, "")
     n = int(hosts or 1) * int(per_host)
     known = [name for name, chip in CHIPS.items() if chip.gpu]
@@ -119,7 +119,7 @@ def check_devices(name, n):
 def parse_slices(name):
     """v4:2x4x4 or 2*v4:2x4x4 -> `Machine`."""
     kinds = [name for name, chip in CHIPS.items() if not chip.gpu]
-    found = re.fullmatch(r"(?:(\d{1,9})\*)?(\w+):(\d{1,9}(?:x\d{1,9}){1,2})", name)
+    found = re.fullmatch(r"(?:(\d{1,20})\*)?(\w+):(\d{1,20}(?:x\d{1,20}){1,2})", name)
     if not found or found[2] not in kinds or not int(found[1] or 1):
         raise UserError(
             f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(kinds)}, such as v4:2x4x4 or "
