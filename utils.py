@@ -158,7 +158,7 @@ def flag(default, **facts):
 MOST = {int: 2**31 - 1, float: 1e30}
 MANY = 2**16  # layers, heads, experts, microbatches, devices
 WIDE = 2**20  # channels, sequences of a batch
-LONG = 2**24  # tokens of a sequence or of a vocabulary
+VOCABULARY = 2**24  # tokens
 DAYS = 10**7  # seconds
 
 
@@ -175,7 +175,7 @@ class Model:
     """Family of the layers: deepseek, gpt2 or another file of architectures/. Presets choose one and its sizes."""
     model_dimension: int = flag(768, least=1, most=WIDE)
     """Width D of the residual stream, in channels."""
-    vocab_size: int = flag(100277, least=2, most=LONG)
+    vocab_size: int = flag(100277, least=2, most=VOCABULARY)
     """Number of token ids. The embedding is padded to a multiple of 128 rows, which are never predicted. Without the
     flag it is that of --tokenizer, or else of the tokenizer that made the shards."""
     tied: bool = flag(True)
@@ -195,7 +195,7 @@ class Model:
     experts."""
     moe_rope: bool = flag(False, absent=False)
     """Whether the last layer of a block has rotary positions too."""
-    T: int = flag(1024, least=1, of_weights=False, most=LONG)
+    T: int = flag(1024, least=1, of_weights=False, most=2**22)
     """Sequence length in tokens; tp must divide it."""
     latent_dim: int = flag(128, least=0, absent=0, most=WIDE)
     """Channels of the key/value latent (multi-head latent attention)."""

@@ -23,7 +23,7 @@ from data.sources.text import read_text
 from data.splits import ENDS, FEW, WHOLE, are_uneven, divide, hash_of
 from data.tokenization import PATTERN, dump_ranks, load_tokenizer
 from utils import (
-    LONG,
+    VOCABULARY,
     UserError,
     check_number,
     check_place,
@@ -148,7 +148,7 @@ def parse():
         raise UserError(
             f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text."
         )
-    check_number("vocab_size", args.vocab_size, most=LONG)
+    check_number("vocab_size", args.vocab_size, most=VOCABULARY)
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if not is_remote(args.output):

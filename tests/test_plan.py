@@ -717,7 +717,7 @@ LARGEST = {name: f.metadata.get("most") for name, f in utils.FIELDS.items()}
         dict(microbatches=LARGEST["microbatches"]),
         dict(train_batch_size=LARGEST["train_batch_size"]),
         dict(blocks=LARGEST["blocks"]),
-        dict(accumulation_steps=LARGEST["accumulation_steps"], search=True),
+        dict(accumulation_steps=2**20, train_batch_size=1, microbatches=1, search=True),
         dict(vocab_size=LARGEST["vocab_size"], model_dimension=LARGEST["model_dimension"]),
         dict(T=LARGEST["T"]),
         dict(n_experts=LARGEST["n_experts"], mtp_depth=LARGEST["mtp_depth"]),

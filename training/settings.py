@@ -535,7 +535,8 @@ def check_tokens(cfg):
     for flag, n in sequences.items():
         if n > most:
             raise UserError(
-                f"--{flag} {vars(d)[flag]}: that makes {n:,} sequences at once; --T {cfg.model.T} allows {most:,}."
+                f"--{flag} {vars(d)[flag]}: with dp and accumulation_steps that makes {n:,} sequences at once; of --T "
+                f"{cfg.model.T} tokens at most {most:,} can be numbered."
             )
 
 
