@@ -53,12 +53,12 @@ class Architecture(NamedTuple):
     hugging_face: hf_format.HuggingFace | None = None  # the Hugging Face format, if it has one
 
 
+@functools.cache
 def names():
     """Names of all architectures, sorted: the files of this folder that are not `PARTS`. Imports none of them."""
     return sorted({module.name for module in pkgutil.iter_modules(__path__)} - PARTS)
 
 
-@functools.cache
 def architecture(name):
     """The `Architecture` of that name. Raises UserError where it is not one of `names()`."""
     if name not in names():

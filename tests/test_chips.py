@@ -49,7 +49,7 @@ def test_an_unknown_device_says_so(monkeypatch, capsys, kind, said):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     corpus = SimpleNamespace(shares=np.ones((1, 1)), corpora=[], borders=[])
-    main.print_setup(small_config(), corpus)
+    main.print_setup(small_config(), corpus, corpus)
     assert (f"the peak of {kind} is not known" in capsys.readouterr().out) == said
 
 

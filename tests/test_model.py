@@ -560,7 +560,7 @@ def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
     for a, b in zip(
         jax.tree.leaves({**one, "embedding": 0}), jax.tree.leaves({**three, "embedding": 0})
     ):
-        assert np.array_equal(a, b)
+        assert np.allclose(a, b, rtol=0, atol=1e-7)  # XLA fuses the two programs in its own ways
 
 
 def test_one_batch_overfits():
