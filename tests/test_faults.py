@@ -35,6 +35,7 @@ import main
 import model
 import presets
 import utils
+from architectures import flags_without_choice
 from data import sources
 from training import (
     checkpointing,
@@ -385,7 +386,8 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
         cfg = small_config(**flags)
         return steps.abstract_params(cfg, steps.make_mesh(cfg))
 
-    model_flags = {name: before[name] for name in vars(utils.Model())}
+    model_flags = flags_without_choice(before["architecture"])
+    model_flags |= {name: before[name] for name in vars(utils.Model())}
     for other, said in (
         (dict(blocks=3), "--blocks was 1 and is now 3"),
         (dict(n_head=2), "--n_head was 4 and is now 2"),
@@ -985,7 +987,7 @@ def test_missing_rights_are_one_sentence_and_nothing_else(denied, train, tmp_pat
     works = dict(
         read=lambda: utils.read_file("gs://bucket/x"),
         write=lambda: utils.write_file("gs://bucket/x", "content"),
-        source=lambda: sources.open_source(source, 0.1),
+        source=lambda: sources.open_source(source),
         shards=lambda: train(bucket_name="gs://bucket/x"),
         run=lambda: train(output_dir="gs://bucket/x"),
         weights=lambda: train(init_from="gs://bucket/x"),

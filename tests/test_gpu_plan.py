@@ -15,7 +15,7 @@ import collectives
 import model
 import presets
 import utils
-from tools.planning import costs, gpus, plan
+from tools.planning import costs, gpus, hlo, plan
 from training import command_line, decoding, settings, steps
 
 pytestmark = pytest.mark.skipif(
@@ -85,8 +85,10 @@ class Case:
         return cost, {key: n_bytes for key, (n_bytes, *_) in cost.collectives.items()}
 
     def compile(self, function, *args):
-        """What `read` gives of a function of global arrays."""
-        return self.read(plan.compile_for_mesh(jax.jit(function).lower(*args), self.mesh))
+        """What `read` gives of a function of global arrays, without the operations of kernels."""
+        compiled = plan.compile_for_mesh(jax.jit(function).lower(*args), self.mesh)
+        _, sent = self.read(compiled)
+        return hlo.analyze(compiled.text, dict(self.mesh.shape)), sent
 
 
 @pytest.fixture(

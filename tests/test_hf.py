@@ -134,7 +134,9 @@ def test_a_run_begins_with_imported_weights(exported, imported, train, tmp_path,
         hf.import_folder(str(folder), str(tmp_path / "imported"))
         folder = tmp_path / "imported"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    still = dict(max_lr=0.0, end_lr=0.0, bias_update_rate=0.0)
+    still = dict(max_lr=0.0, end_lr=0.0)
+    if flags.get("architecture") != "gpt2":
+        still["bias_update_rate"] = 0.0
     assert (
         train((2, 2, 2), init_from=folder, training_steps=1, eval_steps=1, **{**flags, **still})
         == 0
@@ -167,7 +169,7 @@ def test_the_tools_measure_a_folder_as_the_run_imported_from_it(
     capsys.readouterr()
     assert measured(folder) == measured(tmp_path / "imported") and measured(run)[0] == 4 * 32
     assert measured(folder, T=8)[0] == 4 * 8
-    said = capsys.readouterr().err.splitlines()
+    said = [line for line in capsys.readouterr().err.splitlines() if "not verified" not in line]
     assert all("nothing tells whether the tokenizer" in line for line in said) and len(said) == 4
     for model in (folder, tmp_path / "imported", run):
         assert measured(model, T=40)[0] == 4 * 40
@@ -447,7 +449,8 @@ def test_odd_values_are_refused_by_file_and_key(deepseek, tmp_path):
         ),
         (theirs | {"first_k_dense_replace": 5}, "num_hidden_layers 0: must be at least 1"),
         (theirs | {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7: must be a multiple of 2"),
-        (theirs | {"num_hidden_layers": 2**30}, "tensor model.layers"),
+        (theirs | {"num_hidden_layers": 2**16}, "tensor model.layers"),
+        (theirs | {"num_hidden_layers": 2**30}, "num_hidden_layers 1073741823: must be at most"),
         ({k: v for k, v in theirs.items() if k != "v_head_dim"}, "v_head_dim is missing"),
         (ours | {"n_head": "4"}, "n_head is '4', which no run has"),
         (ours | {"tied": None}, "tied is None, which no run has"),

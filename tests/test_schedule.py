@@ -161,7 +161,7 @@ def test_the_schedule_follows_the_length_of_a_run_also_where_that_changes(train,
         rows = metrics_of(tmp_path / "runs" / "run")
         assert [row["step"] for row in rows] == list(range(1, n + 1))
         return [100 * row["lr"] for row in rows[2:]], lines_of(
-            capsys, "the schedule changes", "warning"
+            capsys, "the schedule changes", "warning: --"
         )
 
     found, said = rates_of_run(4, training_steps=4)

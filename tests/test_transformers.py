@@ -45,6 +45,7 @@ DEEPSEEK = dict(
     q_latent_dim=18,
     routed_scaling=2.5,
     capacity_factor=0.0,
+    balance_weight=0.0,
 )
 SIZES = {
     "groups": dict(
@@ -129,7 +130,7 @@ def gradients_of(theirs, m):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_path):
-    cfg = small_config(mesh_shape, sequences=8, balance_weight=0.0, **SIZES[size])
+    cfg = small_config(mesh_shape, sequences=8, **SIZES[size])
     m, mesh, theirs = cfg.model, steps.make_mesh(cfg), reference(cfg)
     rows = np.random.default_rng(0).integers(0, m.vocab_size, (8, m.T + 1))
     logits = theirs(torch.tensor(rows[:, :-1])).logits
