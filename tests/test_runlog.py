@@ -254,11 +254,13 @@ def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, mon
 def test_pictures_need_no_backend_of_jupyter(tmp_path):
     """Its kernel names its own to the programs that it starts, whose Python may lack it."""
     program = f"""
-import sys
+import os, sys
+given = os.environ["MPLBACKEND"]
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "docs")!r}]
 from training import runlog
 rows = [{{"step": 1, "load/expert_0": 0.25, "load/expert_1": 0.75}}]
 sys.stdout.buffer.write(runlog.draw(rows, "shares", ["load/expert_0", "load/expert_1"]))
+assert os.environ["MPLBACKEND"] == given, "what this process starts would draw elsewhere"
 import pictures
 pictures.draw(pictures.loss, {str(tmp_path)!r})
 """

@@ -400,9 +400,14 @@ PLOTS = {  # file: (title, metrics); none: those of each expert
 
 def new_figure(width, height, dpi):
     """A matplotlib Figure of so many inches, without pyplot: safe off the main thread, and needs no display."""
-    # Jupyter names its own backend to the programs that it starts; a Python without that cannot import matplotlib
-    os.environ["MPLBACKEND"] = "Agg"
-    from matplotlib.figure import Figure
+    # Jupyter names its own backend to the programs that it starts; a Python without that cannot import matplotlib.
+    # Hidden for the import alone: what this process starts may be a notebook, whose pictures need it.
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib.figure import Figure
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
 
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
