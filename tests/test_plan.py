@@ -731,7 +731,10 @@ def test_a_plan_of_the_largest_values_ends(flags, tmp_path):
 
 def test_a_search_of_too_many_configurations_is_refused():
     cfg, given = command_line.parse(
-        [*TINY, *flags_of(blocks=65536, train_batch_size=65536, plan="gpu:4096xH200", search=True)]
+        [
+            *TINY,
+            *flags_of(T=4, blocks=65536, train_batch_size=65536, plan="gpu:4096xH200", search=True),
+        ]
     )
     with pytest.raises(utils.UserError, match="--search: there are more than 50,000"):
         plan.main(cfg, given)
