@@ -16,7 +16,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,7 +181,7 @@ READING = Advice("restore the run's config.json", "take another run")
 
 def copy_to(local, address):
     """Copy a remote folder, if it is there, into a local one; returns the path of the copy."""
-    fs, there = fsspec.core.url_to_fs(address)
+    fs, there = utils.filesystem(address)
     path = os.path.join(local, "checkpoints")
     os.makedirs(path)
     with contextlib.suppress(FileNotFoundError):
