@@ -203,6 +203,7 @@ def train(cfg, given, load_weights):
                 samples = last or (samples and not bad_steps.in_progress)
                 if stops or samples:
                     watchdog.begin("checkpoint", step)
+                    log.flush()
                     checkpoints.save(step, sequences, state, bad_steps, val_loss)
                 if samples:  # also before a stop: the run that resumes draws none of this step
                     watchdog.begin("sampling", step)
@@ -220,6 +221,7 @@ def train(cfg, given, load_weights):
             if row:
                 log.metrics(row)
             if not bad_steps.due:
+                log.flush()
                 checkpoints.save(step, sequences, state, bad_steps)
             raise
         finally:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import utils
 from presets import preset
 from tools.planning import plan
 from training import chips, runlog, settings
+from training.run_checkpoints import RunCheckpoints
 
 
 @pytest.fixture
@@ -242,10 +244,46 @@ def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, mon
             if step == 2:
                 patch.setattr(runlog, "to_json", torn)
             log.metrics({"step": step, "loss/train_loss": 1.0})
-            log.worker.submit(int).result()
+            log.flush()
     log.close()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("place", ["{}", "memory://{}"])
+def test_flushed_rows_are_written_however_long_plots_take(tmp_path, monkeypatch, place):
+    go_on = threading.Event()
+    monkeypatch.setattr(runlog, "draw", lambda *_: go_on.wait(60) and b"")
+    cfg = utils.replace(preset("tiny"), output_dir=place.format(tmp_path), name="run")
+    log = runlog.RunLog(cfg, 0, active=True)
+    try:
+        for step in (1, 2):
+            log.metrics({"step": step, "loss/train_loss": 1.0, "loss/val_cross_entropy_loss": 1.0})
+            log.plots()
+        log.flush()
+        rows = runlog.rows_in(utils.read_file(log.path("metrics.jsonl")))
+        assert [row["step"] for row in rows] == [1, 2]
+    finally:
+        go_on.set()
+        log.close()
+
+
+def test_no_checkpoint_is_ahead_of_the_rows(train, tmp_path, monkeypatch):
+    """As a kill that comes when plots are behind leaves it."""
+    go_on, saved = threading.Event(), []
+    save = RunCheckpoints.save
+
+    def save_late(self, step, *args):
+        rows = runlog.rows_in((tmp_path / "runs/run/metrics.jsonl").read_bytes())
+        saved.append((step, len(rows)))
+        if step == 4:
+            go_on.set()
+        save(self, step, *args)
+
+    monkeypatch.setattr(RunCheckpoints, "save", save_late)
+    monkeypatch.setattr(runlog, "draw", lambda *_: go_on.wait(60) and b"")
+    assert train(training_steps=4, save_steps=2, eval_every=1) == 0
+    assert saved == [(2, 2), (4, 4)]
 
 
 # --- Pictures -----------------------------------------------------------------------------------------------------

@@ -206,8 +206,9 @@ class RunLog:
     """What a run leaves behind beside its checkpoints: metrics.jsonl, samples.txt, plots and, on request, TensorBoard's
     event file and wandb.
 
-    Calls return at once; one background thread writes in order. `active` is true on process 0 alone; the others write
-    nothing. Metrics are plain numbers, one object a step.
+    Calls but `flush` return at once; background threads write in order. Rows and samples have one of their own: a
+    checkpoint waits for its rows, not for plots and uploads, which may take seconds. `active` is true on process 0
+    alone; the others write nothing. Metrics are plain numbers, one object a step.
     """
 
     def __init__(self, cfg, start_step, active):
@@ -216,7 +217,8 @@ class RunLog:
         self.zscore = cfg.run.spike_zscore
         self.events = None
         self.wandb = None
-        self.worker = ThreadPoolExecutor(1)
+        self.writer = ThreadPoolExecutor(1)  # of metrics.jsonl and samples.txt
+        self.others = ThreadPoolExecutor(1)  # of plots, TensorBoard and wandb
         self.history = []  # rows of metrics.jsonl
         self.complete = True  # whether that file has them all
         self.samples = []  # texts of samples.txt, one for each step
@@ -236,38 +238,60 @@ class RunLog:
         if cfg.run.tensorboard:
             self.events = events.EventFile(self.folder, self.history)
         if cfg.run.wandb:
-            self._in_background(lambda: self._begin_wandb(cfg))
+            self._submit(self.others, lambda: self._begin_wandb(cfg))
 
     def path(self, name):
         return os.path.join(self.folder, name)
 
     def metrics(self, row):
         """Record one step: {"step": int, name: number, ...}."""
-        self._in_background(lambda: self._write_row(row))
+        self._submit(self.writer, lambda: self._write_row(row))
 
     def text(self, step, texts):
         """Record the samples drawn at `step`."""
-        self._in_background(lambda: self._write_samples(step, texts))
+        self._submit(self.writer, lambda: self._write_samples(step, texts))
 
     def plots(self):
         """Redraw the plots from all metrics so far."""
-        self._in_background(self._draw_plots)
+        if is_remote(self.folder):
+            self._submit(self.writer, self._write_history)
+        self._submit(self.writer, lambda: self._submit(self.others, self._draw_plots))
 
     def rewind(self, step):
         """Forget what came after `step`, to which the run rolls back."""
-        self._in_background(lambda: self._rewind(step))
+
+        def work():
+            self._rewind(step)
+            rows = list(self.history)
+            if self.events:
+                self._submit(self.others, lambda: self.events.begin(rows))
+
+        self._submit(self.writer, work)
+
+    def flush(self):
+        """Wait until metrics.jsonl holds all rows so far: a kill would lose those that a checkpoint is ahead of."""
+        # Remote files cannot be appended to, so all of it is written here.
+        write = self._write_history if is_remote(self.folder) else lambda: None
+        if future := self._submit(self.writer, write):
+            future.exception()  # which `warn_of_failure` prints
 
     def close(self):
         """Wait until everything is written."""
-        self.worker.shutdown(wait=True)
+        self.flush()
+        self.writer.shutdown(wait=True)
+        self.others.shutdown(wait=True)
         if self.wandb:
             upload = threading.Thread(target=self.wandb.finish, name=UPLOAD, daemon=True)
             upload.start()
             upload.join(UPLOAD_SECONDS)
 
-    def _in_background(self, work):
-        if self.active:
-            self.worker.submit(work).add_done_callback(warn_of_failure)
+    def _submit(self, thread, work):
+        """The future of work() in a thread; None where nothing is written."""
+        if not self.active:
+            return None
+        future = thread.submit(work)
+        future.add_done_callback(warn_of_failure)
+        return future
 
     def _write_row(self, row):
         losses = [before["loss/train_loss"] for before in self.history[-100:]]
@@ -280,9 +304,12 @@ class RunLog:
             )
         row["loss_spikes"] = spikes + spike
         self.history.append(row)
-        # Remote files cannot be appended to: `_draw_plots` writes all.
+        self._submit(self.others, lambda: self._report(row))
         if not is_remote(self.folder):
             self._append(row)
+
+    def _report(self, row):
+        """Tell TensorBoard and wandb of a row."""
         if self.events:
             self.events.add(row)
         if self.wandb:
@@ -324,30 +351,31 @@ class RunLog:
     def _write_samples(self, step, texts):
         rows = "".join(f"--- {i}\n{text}\n" for i, text in enumerate(texts))
         self.samples.append(f"=== step {step}\n{rows}")
+        self._submit(self.others, lambda: self._report_samples(step, texts))
         write_file(self.path("samples.txt"), "".join(self.samples))
+
+    def _report_samples(self, step, texts):
+        """Tell wandb of samples."""
         if self.wandb:
             rows = [[step, text] for text in texts]
             table = self.wandb.Table(columns=["step", "sample"], data=rows)
             self.wandb.log({"samples": table}, step=step)
 
     def _draw_plots(self):
-        if is_remote(self.folder):
-            self._write_history()
+        rows = list(self.history)  # as it is now: the other thread appends to it
         if self.events:
             self.events.upload()
-        shares = [key for key in self.history[-1] if key.startswith(EXPERT_SHARE)]
+        shares = [key for key in rows[-1] if key.startswith(EXPERT_SHARE)]
         shares.sort(key=lambda key: int(key.removeprefix(EXPERT_SHARE)))
         for name, (title, keys) in PLOTS.items():
             keys = keys or shares
-            if any(key in row for row in self.history for key in keys):
-                write_file(self.path(f"{name}.png"), draw(self.history, title, keys))
+            if any(key in row for row in rows for key in keys):
+                write_file(self.path(f"{name}.png"), draw(rows, title, keys))
 
     def _rewind(self, step):
         self.history = [row for row in self.history if row["step"] <= step]
         self.samples = [text for text in self.samples if step_of_samples(text) <= step]
         self._write_history()
-        if self.events:
-            self.events.begin(self.history)
 
     def _begin_wandb(self, cfg):
         """Begin wandb's run, offline where its server is not reached in half a minute or refuses it."""
