@@ -41,16 +41,14 @@ def processes(workers, *arguments):
 
     Raises UserError where a worker is killed. Not a multiprocessing.Pool: that would wait forever then.
     """
-    executor = ProcessPoolExecutor(workers, get_context("spawn"), set_up_worker, arguments)
     killed = UserError(
         f"--workers {workers}: one was killed, as happens when memory is short; try fewer."
     )
-    starting = threading.Lock()
     most = 0  # workers that were alive at once
 
     def submit(batch):
         nonlocal most
-        with starting:
+        with interrupts.ending:
             # processes that start here ignore Ctrl-C, which a terminal sends to them too
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             future = executor.submit(encode_in_worker, batch)
@@ -59,7 +57,6 @@ def processes(workers, *arguments):
         return future
 
     def kill():
-        starting.acquire()  # never released: no worker is to start any more
         for worker in active_children():
             worker.kill()
         # removes semaphores, which Python would report as leaked; does not wait for the workers
@@ -74,15 +71,16 @@ def processes(workers, *arguments):
                 if len(active_children()) < most:
                     interrupts.end(2, f"error: {killed}")
 
-    interrupts.given_back.append(kill)
+    with interrupts.ending:  # else a signal in between would leave semaphores
+        executor = ProcessPoolExecutor(workers, get_context("spawn"), set_up_worker, arguments)
+        interrupts.given_back.append(kill)
     try:
         yield submit, result
     except BrokenProcessPool:
         time.sleep(0.5)  # a signal that ended them all ends this process too, and says so
         raise killed from None
     finally:
-        executor.shutdown(cancel_futures=True)
-        interrupts.given_back.remove(kill)
+        executor.shutdown(cancel_futures=True)  # the semaphores last longer, and so does `kill`
 
 
 @contextmanager

@@ -6,16 +6,18 @@ Imports nothing that takes time to load: Ctrl-C in the middle of that would end 
 import _signal as signal  # what is behind signal, without its enums
 import os
 import sys
+from _thread import allocate_lock
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
 
 given_back = []  # functions that release what is held of others; they run also where the process ends at once
+ending = allocate_lock()  # held while the process ends; workers start under it, whole or not at all
 
 
 def end(status, words):
     """End the process now, whatever its threads do, with these words on stderr."""
-
+    ending.acquire(True, 5)
     try:  # past sys.stderr, which another thread may be writing to
         os.write(2, f"{words}\n".encode() if words else b"")
     except OSError:  # a terminal that is gone
