@@ -8,7 +8,8 @@ usage() {
 usage: bash setup_tpu.sh [extra ...]      make or complete the virtual environment
        bash setup_tpu.sh --accelerator    print what this machine computes on: tpu, gpu or cpu
 
-Installs the dependencies in pyproject.toml, jax for the accelerator that it finds, and the extras named (test).
+Installs the dependencies in pyproject.toml, jax for the accelerator that it finds, and the extras named (test;
+gs and s3 for storage).
 
   PYTHON=...           Python to build on; without it the first usable one that is found, or one fetched by uv
   VENV=...             folder of the environment, relative to the repository (.venv)

@@ -5,13 +5,15 @@ command line, presets, `config.json` and the checks on resume follow from the fi
 final configuration of the flags.
 """
 
-import argparse
+import ast
 import contextlib
 import dataclasses
 import difflib
 import errno
 import functools
 import glob
+import inspect
+import itertools
 import json
 import logging
 import math
@@ -19,11 +21,14 @@ import os
 import random
 import re
 import secrets
+import signal
 import stat
 import sys
 import tempfile
+import textwrap
 import threading
 import time
+import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,9 +49,15 @@ def first_line(error):
 
 
 def one_sentence(program):
-    """Run `program()`; a UserError becomes one line on stderr and exit status 2, without a traceback."""
+    """Run `program()`; a UserError becomes one line on stderr and exit status 2, without a traceback. Where the reader
+    of its output has left, as head does, the status is 141, without a word."""
     try:
-        return program()
+        done = program()
+        sys.stdout.flush()
+        return done
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        sys.exit(128 + signal.SIGPIPE)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -57,81 +68,6 @@ def nearest(word, known):
     plain = {k.strip("-").replace("-", "_").lower(): k for k in known}
     near = difflib.get_close_matches(word.strip("-").replace("-", "_").lower(), plain, 1)
     return f"; the nearest is {plain[near[0]]}" if near else ""
-
-
-def flags_in(argv):
-    """The words of a command line that look like flags, without =VALUE."""
-    return [word.split("=")[0] for word in argv if re.match(r"--?[A-Za-z]", word)]
-
-
-def complaint(said, argv, known):
-    """What a parser said of the command line argv, as a sentence, with the nearest of the flags `known` for one that is
-    not among them, or of the choices that it lists."""
-    said, exact = said.rstrip("."), {flag.replace("-", "_") for flag in known}
-    if re.search("unrecognized|required|missing", said, re.IGNORECASE):
-        for flag in flags_in(argv):
-            if flag.replace("-", "_") not in exact and (near := nearest(flag, known)):
-                return f"{flag}: there is no such flag{near}; see --help."
-    argument = re.search(r"(?:argument|parsing) '?([\w-]+)", said)
-    if choice := re.search(r"invalid choice:? '(.*?)'.*\((?:choose from )?(.*)\)", said):
-        words = [word.strip("'\" ") for word in choice[2].split(",")]
-        near = nearest(choice[1], words)
-        said = f"{argument[1]} {choice[1]}: must be one of {', '.join(words)}{near}"
-    elif few := re.search(r"expected (.*?) (?:values|arguments?)$", said, re.IGNORECASE):
-        said = f"{argument[1]}: must have {few[1]} value{'s' * (few[1] not in ('1', 'one'))}"
-    elif argument and (wanted := wanted_type(said)):
-        value = " ".join(re.findall(r"'(.*?)'", said))
-        wanted = "a smaller number" if value.isdigit() else wanted
-        return f"{argument[1]} {value:.40}".rstrip() + f": must be {wanted}."
-    return f"{valued_switch(said, argv, exact) or said}; see --help."
-
-
-def wanted_type(said):
-    """In words: what a parser that said so could not make of a value; None where it said something else."""
-    for sign, words in {
-        "Exceeds the limit": "a smaller number",
-        "Tuple[int, int, int]": "three whole numbers",
-        "float": "a number",
-        "int": "a whole number",
-    }.items():
-        if re.search(rf"\b{re.escape(sign)}", said, re.IGNORECASE):
-            return words
-
-
-def valued_switch(said, argv, known):
-    """What is wrong where a parser said that it does not know the value of a flag that has none; "" elsewhere."""
-    for word, after in zip(argv, [*argv[1:], ""]):
-        flag, equals, value = word.partition("=")
-        value, name = value if equals else after, flag[2:].replace("-", "_")
-        if f"__no_{name}" in known and value and said.endswith(value):
-            return f"{flag} {value}: takes no value; give {flag} or --no_{name} alone"
-    return ""
-
-
-class Parser(argparse.ArgumentParser):
-    """One whose mistakes are UserErrors, with the nearest flag, not a page of usage."""
-
-    argv, commands = (), None
-
-    def add_subparsers(self, **settings):
-        self.commands = super().add_subparsers(**settings)
-        return self.commands
-
-    def parse_known_args(self, args=None, namespace=None):
-        self.argv = sys.argv[1:] if args is None else args
-        known, rest = super().parse_known_args(args, namespace)
-        check_least(vars(known), {})
-        return known, rest
-
-    def flags(self):
-        """All that it and its commands know."""
-        known = re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", self.format_help())
-        for command in self.commands.choices.values() if self.commands else []:
-            known += command.flags()
-        return known
-
-    def error(self, message):
-        raise UserError(complaint(message, self.argv, self.flags()))
 
 
 # --- Configuration ----------------------------------------------------------------------------------------------
@@ -149,7 +85,9 @@ def flag(default, **facts):
         seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
         `settings.resume`).
     per_process: True where processes that train together may have each its own value.
-    before: the value that runs from before this flag have, and go on with where it is not given.
+    first: True where people need it in their first week: --help shows these.
+    positional: True where the value is given without the flag's name.
+    path: True where ~ at its front is the home folder.
     """
     return field(default=default, metadata=facts)
 
@@ -160,6 +98,7 @@ MANY = 2**16  # layers, heads, experts, microbatches, devices
 WIDE = 2**20  # channels, sequences of a batch
 VOCABULARY = 2**24  # tokens
 DAYS = 10**7  # seconds
+Mesh = tuple[int, int, int]  # dp pp tp
 
 
 def setting(default, **facts):
@@ -195,7 +134,7 @@ class Model:
     experts."""
     moe_rope: bool = flag(False, absent=False)
     """Whether the last layer of a block has rotary positions too."""
-    T: int = flag(1024, least=1, of_weights=False, most=2**22)
+    T: int = flag(1024, least=1, of_weights=False, most=2**22, first=True)
     """Sequence length in tokens; tp must divide it."""
     latent_dim: int = flag(128, least=0, absent=0, most=WIDE)
     """Channels of the key/value latent (multi-head latent attention)."""
@@ -217,9 +156,9 @@ class Model:
     """Weight of YaRN's attention temperature: scores are multiplied by (0.1 x rope_mscale x ln rope_factor + 1)^2."""
     rope_attention_factor: float = flag(1.0, least=0, absent=1.0)
     """Factor on the rotated channels of queries and keys, after their rotation."""
-    embedding_norm: bool = flag(False, absent=False, before=False)
+    embedding_norm: bool = flag(False, absent=False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
-    latent_conv: int = flag(0, least=0, absent=0, before=0, most=64)
+    latent_conv: int = flag(0, least=0, absent=0, most=64)
     """Tokens before each one of which its key/value latent gets shares, by a short convolution; 0: there is none."""
     attention_bias: bool = flag(False, absent=False)
     """Whether the projections into latents and back into the residual have a bias (GPT-2's layers always have)."""
@@ -319,7 +258,7 @@ class Model:
 class Data:
     """Where the tokens are."""
 
-    bucket_name: str = setting("data/shards", per_process=True)
+    bucket_name: str = setting("data/shards", per_process=True, first=True)
     """Folder, gs:// or s3:// address that holds the shard folders."""
     mix: str = flag("")
     """Corpora and their weights, such as web:0.7,code:0.3: folders inside bucket_name, or addresses, each with folders
@@ -334,10 +273,10 @@ class Data:
     """Folder of training shards (.npy) inside bucket_name."""
     val_folder_name: str = flag("val")
     """Folder of validation shards (.npy) inside bucket_name."""
-    tokenizer: str = flag("")
+    tokenizer: str = flag("", first=True)
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
-    train_batch_size: int = setting(32, least=1, most=WIDE)
+    train_batch_size: int = setting(32, least=1, most=WIDE, first=True)
     """Training sequences per data-parallel replica and accumulation step. The global batch is this x dp x
     accumulation_steps; on resume it follows a change of dp or accumulation_steps unless given."""
     val_batch_size: int = setting(16, least=1, most=WIDE)
@@ -350,16 +289,16 @@ class Data:
 class Optimizer:
     """AdamW or Muon, with global-norm clipping; the learning rate's schedule."""
 
-    optimizer: Literal["adamw", "muon"] = flag("adamw", before="adamw")
+    optimizer: Literal["adamw", "muon"] = flag("adamw")
     """adamw; or muon, which orthogonalizes the updates of all matrices between hidden channels (arXiv:2502.16982).
     Embedding, head, routers, norms and biases stay with AdamW. Its updates are as large as AdamW's at the same rate."""
-    max_lr: float = flag(6e-4, least=0)
+    max_lr: float = flag(6e-4, least=0, first=True)
     """Learning rate at the end of the warm-up."""
     min_lr: float = flag(0.0, least=0)
     """Learning rate at step 0."""
     end_lr: float = flag(6e-5, least=0)
     """Learning rate from end_steps on; with 0 training stands still there."""
-    schedule: Literal["cosine", "linear", "wsd"] = flag("cosine", before="cosine")
+    schedule: Literal["cosine", "linear", "wsd"] = flag("cosine")
     """Course of the learning rate from max_lr, after the warm-up, to end_lr. cosine: half a wave. linear: a straight
     line (arXiv:2502.15938: best down to 0). wsd: max_lr until the last decay_steps before end_steps."""
     warmup_steps: int = setting(5000, least=0)
@@ -379,7 +318,7 @@ class Optimizer:
     """Decoupled weight decay of matrices; norms, routers and their biases are exempt."""
     adam_b2: float = flag(0.95, least=0, below=1)
     """Decay of AdamW's second moment; the first moment's is 0.9."""
-    muon_momentum: float = flag(0.95, least=0, below=1, before=0.95)
+    muon_momentum: float = flag(0.95, least=0, below=1.95)
     """Momentum of Muon: the share of it that the next step keeps. Runs of few steps gain from less."""
     balance_weight: float = flag(1e-4, least=0, absent=1e-4, of_weights=False)
     """Weight of the sequence-level load-balancing loss."""
@@ -393,13 +332,16 @@ class Optimizer:
 class Run:
     """How long, how spread out, and what is written."""
 
-    preset: str = setting("moe1b")
+    preset: str = setting("moe1b", first=True)
     """Named set of defaults; a flag given beside it wins."""
-    name: str = setting("moe1b")
+    config: str = setting("", per_process=True, first=True)
+    """JSON file of flags, such as the config.json of a run. It wins over the preset, flags given beside it win over
+    it."""
+    name: str = setting("moe1b", first=True)
     """Name of the run; everything it writes stands in output_dir/name."""
-    output_dir: str = setting("runs", per_process=True)
+    output_dir: str = setting("runs", per_process=True, first=True)
     """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
-    init_from: str = setting("")
+    init_from: str = setting("", first=True)
     """Weights that a new run begins with: a run directory or a folder in the Hugging Face format. The architecture is
     taken from there."""
     branch_from: str = flag("")
@@ -408,21 +350,21 @@ class Run:
     branch_step: int = flag(0, least=0)
     """Step of the trunk's checkpoint to begin with. The decay, of decay_steps, begins there unless end_steps is given
     too."""
-    n_device_axis: tuple[int, int, int] = setting((0, 1, 1), most=MANY)
+    n_device_axis: Mesh = setting((0, 1, 1), most=MANY, first=True)
     """Mesh shape: dp pp tp. dp 0: as many as there are devices left."""
-    n_devices: int = setting(0, least=0, most=MANY)
+    n_devices: int = setting(0, least=0, most=MANY, first=True)
     """Devices to use; 0: all that are present. On a machine without an accelerator this many are simulated."""
     pp_interleave: int = setting(0, least=0, most=MANY)
     """Rounds of the pipeline (interleaved stages): each stage holds some blocks of every round, and its bubble is so
     many times smaller. pp times this must divide blocks. 0: up to 4 where pp > 1."""
-    training_steps: int = setting(75000, least=1)
+    training_steps: int = setting(75000, least=1, first=True)
     """Optimizer step at which training ends, and the schedule with it, unless end_steps is given too. The schedule of
     a trunk (wsd without decay_steps) has no end."""
     accumulation_steps: int = setting(1, least=1, most=WIDE)
     """Batches whose gradients are accumulated for one optimizer step."""
     eval_steps: int = setting(10, least=1)
     """Validation batches of an evaluation, the same ones every time."""
-    eval_every: int = setting(100, least=1)
+    eval_every: int = setting(100, least=1, first=True)
     """Steps between evaluations, each with one printed line and new plots."""
     eval_tasks: str = setting("")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to be judged by, with commas between; empty: none."""
@@ -449,7 +391,7 @@ class Run:
     never."""
     seed: int = flag(0, least=0)
     """Seed of the parameters, the data order, dropout and samples."""
-    wandb: bool = setting(False)
+    wandb: bool = setting(False, first=True)
     """Log to Weights & Biases too (WANDB_MODE=offline works)."""
     wandb_project: str = setting("moe-pretraining")
     """Project of Weights & Biases that the run belongs to."""
@@ -514,7 +456,7 @@ class Sample:
 class Plan:
     """What a step would cost. Nothing is trained and no device is needed."""
 
-    plan: str = ""
+    plan: str = flag("", first=True)
     """The machine, for which its compiler compiles the step: CHIP:TOPOLOGY such as v4:2x4x4 (also v2, v3, v5e, v5p,
     v6e, v7x), SLICES*CHIP:TOPOLOGY for several, gpu:8xH200 (any GPU of training/chips.py, such as T4, RTX4090 or
     A100), or gpu:2x8xH200 for two hosts."""
@@ -530,7 +472,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Config:
-    """Pretrain a mixture-of-experts language model. README.md shows how to begin."""
+    """Pretrain a mixture-of-experts language model.
+
+    Train a small one, on Python's own source, on whatever this machine has:
+      bash run.sh local
+    Train on shards of your own, on 8 devices:
+      python main.py --preset gpt2-124m --bucket_name data/shards/fineweb --n_device_axis 8 1 1
+    See what a step would cost on a machine that you do not have:
+      python main.py --n_device_axis 8 2 2 --train_batch_size 32 --plan v4:2x4x4
+    """
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -543,7 +493,7 @@ class Config:
 # The groups of flags that make a run.
 GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")
 
-# Flags that had another name: {old: clear}. The old ones are accepted on command lines and in run directories.
+# JAXformer's names of flags, which command lines may have: {its name: the clear one}.
 RENAMED = dict(
     micro_batch_size="microbatches",
     checkpoint_steps="eval_every",
@@ -554,23 +504,12 @@ RENAMED = dict(
     alpha="balance_weight",
 )
 
-
-def clear_names(flags):
-    """{flag: value} of a run directory, with the clear names of flags that had another."""
-    return {RENAMED.get(flag, flag): value for flag, value in flags.items()}
-
-
 FIELDS = {f.name: f for group in GROUPS for f in dataclasses.fields(getattr(Config(), group))}
 
 
 def flags_with(fact, value=True):
     """The flags at whose field this fact stands, such as free_on_resume."""
     return {name for name, f in FIELDS.items() if f.metadata.get(fact) == value}
-
-
-def values_before():
-    """{flag: value} of the flags that older runs do not name, with what those runs did."""
-    return {name: f.metadata["before"] for name, f in FIELDS.items() if "before" in f.metadata}
 
 
 def absent_values():
@@ -622,13 +561,238 @@ def flatten(cfg):
 def replace(cfg, **flags):
     """A copy of `cfg` with the given flags changed."""
     groups = {}
-    for group in GROUPS:
+    for group in (*GROUPS, "plan"):
         values = getattr(cfg, group)
         if own := {n: flags.pop(n) for n in vars(values) if n in flags}:
             groups[group] = dataclasses.replace(values, **own)
     if flags:
         raise UserError(f"no such flag: {', '.join('--' + n for n in flags)}.")
     return dataclasses.replace(cfg, **groups)
+
+
+# --- Parser -----------------------------------------------------------------------------------------------------
+
+
+def flags_in(argv):
+    """The words of a command line that look like flags, without =VALUE."""
+    return [word.split("=")[0] for word in argv if re.match(r"--?[A-Za-z]", word)]
+
+
+def fields_of(kind):
+    """{flag: its field} of a dataclass, whose fields may be dataclasses in turn."""
+    found = {}
+    for f in dataclasses.fields(kind):
+        found |= fields_of(f.type) if dataclasses.is_dataclass(f.type) else {f.name: f}
+    return found
+
+
+def read_flags(kind, argv, program):
+    """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError for what does not parse and
+    for numbers beyond their bounds; `--help` exits."""
+    return made_of(kind, Words(kind, argv, program).given)
+
+
+def read_own_flags(kind, argv, program):
+    """(an instance of the dataclass `kind`, the words left over) of a program that takes the flags of main.py too."""
+    words = Words(kind, argv, program, others=Config)
+    return made_of(kind, words.given), words.rest
+
+
+def made_of(kind, given):
+    """The dataclass `kind` of {flag: value}. Raises UserError where a flag is missing or beyond its bounds."""
+    for f in dataclasses.fields(kind):
+        if f.name not in given and f.default is dataclasses.MISSING:
+            raise UserError(f"{shown(f)}: is missing; see --help.")
+    options = kind(**given)
+    check_bounds(options)
+    return options
+
+
+class Words:
+    """The words of a command line, read as flags that are fields of the dataclass `kind`.
+
+    given: {flag: value}. rest: the words of flags that `others` alone has. Raises UserError for what does not parse.
+    `--help` prints the help, with `defaults`, a `kind`, as the values of flags that are not given, and exits.
+    """
+
+    def __init__(self, kind, argv, program, defaults=None, others=None):
+        self.words, self.given, self.rest = list(argv), {}, []
+        self.own, self.others = fields_of(kind), fields_of(others) if others else {}
+        places = [f for f in self.own.values() if f.metadata.get("positional")]
+        while self.words:
+            word = self.words.pop(0)
+            if word.split("=")[0] in ("-h", "--help"):
+                whole = word == "--help=all" or self.words[:1] == ["all"]
+                print(help_of(kind, program, defaults, others, whole), flush=True)
+                sys.exit()
+            if re.match(r"--?[A-Za-z]", word):
+                self.read_flag(word)
+            elif places:
+                self.keep(places[0], [word])
+                places = places if is_many(places[0]) else places[1:]
+            else:
+                raise UserError(f"{word!r:.40}: belongs to no flag; see --help.")
+
+    def read_flag(self, word):
+        """Read a flag and the words of its value."""
+        flag, equals, value = word.partition("=")
+        name = RENAMED.get(plain(flag), plain(flag))
+        known = {**self.others, **self.own}
+        f = known.get(name) or known.get(name.removeprefix("no_"))
+        if not flag.startswith("--") or f is None or (f.name != name and not is_switch(f)):
+            flags = [f"--{n}" for n in known] + [f"--no_{n}" for n in known if is_switch(known[n])]
+            raise UserError(f"{flag}: there is no such flag{nearest(flag, flags)}; see --help.")
+        if is_switch(f):
+            said = [value] if equals else [word for word in self.words[:1] if word[:1] != "-"]
+            if said and not any(f.metadata.get("positional") for f in self.own.values()):
+                alone = f"--{f.name} or --no_{f.name} alone"
+                raise UserError(
+                    f"--{name} {said[0]:.40}: takes no value; give {alone}; see --help."
+                )
+            values = [name == f.name]
+        else:
+            values = [value] if equals else self.values_after(f)
+        if f.name in self.own:
+            self.keep(f, values)
+        else:
+            self.rest += [f"--{name}", *values] if not is_switch(f) else [f"--{name}"]
+
+    def values_after(self, f):
+        """The words that follow a flag as its value, taken off `words`."""
+        wanted = 3 if f.type == Mesh else len(self.words) if is_many(f) else 1
+        values = list(itertools.takewhile(lambda w: not re.match(r"--[A-Za-z]", w), self.words))
+        values = values[:wanted]
+        least = 1 if is_many(f) else wanted
+        if len(values) < least:
+            raise UserError(f"--{f.name}: must have {least} value{'s' * (least > 1)}; see --help.")
+        del self.words[: len(values)]
+        return values
+
+    def keep(self, f, values):
+        """Keep the value of a flag; those of a flag of many are added to those before."""
+        value = value_of(f, values)
+        self.given[f.name] = self.given.get(f.name, ()) + value if is_many(f) else value
+
+
+def is_switch(f):
+    """Whether a field is a flag without a value, --NAME or --no_NAME."""
+    return f.type in (bool, bool | None)
+
+
+def is_many(f):
+    """Whether a field is a flag of any number of values."""
+    return Ellipsis in typing.get_args(f.type)
+
+
+def plain(flag):
+    """The name of a flag as it was typed: without its hyphens at the front, with underscores inside."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def shown(f):
+    """A field as a message names it."""
+    return f.name if f.metadata.get("positional") else f"--{f.name}"
+
+
+WANTED = {int: "a whole number", float: "a number", Mesh: "three whole numbers"}
+
+
+def value_of(f, values):
+    """The value of a field that the words `values` stand for. Raises UserError where they stand for none."""
+    if is_switch(f):
+        return values[0]
+    kind, inside, said = f.type, typing.get_args(f.type), f"{shown(f)} {' '.join(values):.40}"
+    if type(None) in inside:
+        kind, inside = inside[0], typing.get_args(inside[0])
+    if typing.get_origin(kind) is Literal:
+        return chosen(f, values[0], inside)
+    one = inside[0] if inside else kind
+    if typing.get_origin(one) is Literal:
+        return tuple(chosen(f, value, typing.get_args(one)) for value in values)
+    if f.metadata.get("path"):
+        values = map(os.path.expanduser, values)
+    try:
+        found = tuple(map(one, values))
+        if kind == Mesh and len(found) != 3:
+            raise ValueError
+    except ValueError as e:
+        wanted = WANTED.get(kind, WANTED.get(one))
+        too_long = "Exceeds the limit" in str(e)  # Python's, of digits
+        raise UserError(f"{said}: must be {'a smaller number' if too_long else wanted}.") from None
+    return found if inside else found[0]
+
+
+def chosen(f, value, choices):
+    """`value`, which a field takes. Raises UserError where it is none of its choices."""
+    if value in choices:
+        return value
+    words = f"must be one of {', '.join(choices)}{nearest(value, choices)}"
+    raise UserError(f"{shown(f)} {value:.40}: {words}; see --help.")
+
+
+# --- Help -------------------------------------------------------------------------------------------------------
+
+
+def texts_below(kind):
+    """{field: the text below it} of a dataclass and of those that it inherits from."""
+    found = {}
+    for parent in reversed(kind.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0].body
+        for node, after in itertools.pairwise(body):
+            if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
+                found[node.target.id] = " ".join(ast.literal_eval(after.value).split())
+    return found
+
+
+def help_of(kind, program, defaults, others, whole):
+    """What --help prints of the dataclass `kind`. Where some of its flags are for a first week, that is them, and all
+    of them only if `whole`."""
+    fields = fields_of(kind)
+    first = [name for name, f in fields.items() if f.metadata.get("first")]
+    brief = first and not whole
+    places = "".join(f" {f.name.upper()}" for f in fields.values() if f.metadata.get("positional"))
+    lines = [
+        f"usage: python {program}{places} [--flag value ...]",
+        "",
+        inspect.cleandoc(kind.__doc__),
+    ]
+    groups = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]
+    for group in groups or [kind]:
+        texts = texts_below(group)
+        wanted = [f for f in dataclasses.fields(group) if not brief or f.name in first]
+        if groups and not brief:
+            lines += ["", " ".join(group.__doc__.split("\n\n")[0].split())]
+        elif group in (groups or [kind])[:1]:
+            lines.append("")
+        for f in wanted:
+            default = f.default if defaults is None else defaults[f.name]
+            lines += lines_of(f, texts[f.name], default)
+    if brief:
+        lines += ["", f"python {program} --help all lists the other flags too, by group."]
+    if others:
+        lines += [
+            "",
+            "Every flag of main.py may be given too; python main.py --help all lists them.",
+        ]
+    return "\n".join(lines)
+
+
+def lines_of(f, text, default):
+    """The lines of a flag in the help: its name and values, what it means, its default."""
+    metavar = {int: "N", float: "X", Mesh: "DP PP TP"}.get(f.type, "TEXT")
+    inside = typing.get_args(f.type)
+    choices = inside if all(isinstance(x, str) for x in inside) else typing.get_args(inside[0])
+    if is_switch(f):
+        head = f"--{f.name}, --no_{f.name}"
+    else:
+        head = f"{shown(f)} {'|'.join(map(str, choices)) or metavar}"
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    told = "" if default in (dataclasses.MISSING, None, "") else f" (default: {default})"
+    return [
+        f"  {head}",
+        *textwrap.wrap(text + told, 96, initial_indent=" " * 6, subsequent_indent=" " * 6),
+    ]
 
 
 # --- Files and messages -----------------------------------------------------------------------------------------
@@ -654,7 +818,13 @@ def filesystem(path):
     try:
         with waiting_for(path):
             return fsspec.core.url_to_fs(path, **settings)
-    except (ValueError, ImportError) as e:
+    except ImportError as e:
+        if path.startswith(("gs://", "gcs://", "s3://")):
+            extra = "s3" if path.startswith("s3") else "gs"
+            words = f"{path}: the package for this storage is missing; bash setup_tpu.sh {extra} adds it."
+            raise UserError(words) from None
+        raise UserError(f"{path}: is no address that can be used ({e}).") from None
+    except ValueError as e:
         raise UserError(f"{path}: is no address that can be used ({e}).") from None
 
 

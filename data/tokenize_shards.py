@@ -16,14 +16,16 @@ if __name__ == "__main__":
     program.begin()
 
 import os
+import sys
 import time
 from collections import Counter
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from data.command_line import VAL_FRACTION, Parser, run
+from data.command_line import VAL_FRACTION, Source, run
 from data.output import Output, ShardWriter
 from data.sources import open_source
 from data.sources.base import many, warn
@@ -35,7 +37,7 @@ from data.tokenization import (
 )
 from data.workers import cut, encode, processes, ray_actors
 from training.locks import alone_in
-from utils import UserError, check_number, is_remote, say
+from utils import UserError, flag, is_remote, read_flags, say
 
 SMALL = 10_000_000  # hashes that are saved with every shard
 BAR = "{l_bar}{bar}| {n_fmt}{unit}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
@@ -43,15 +45,32 @@ BAR = "{l_bar}{bar}| {n_fmt}{unit}/{total_fmt}{unit} [{elapsed}<{remaining}{post
 # --- The command line -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(Source):
+    """Tokenize a source of text into shards of token ids, for training and for validation."""
+
+    output: str = flag(MISSING, path=True)
+    """Folder, gs:// or s3:// address to write train/ and val/ into."""
+    tokenizer: str = flag(MISSING, path=True)
+    """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
+    tokenizer.json; files are copied to OUTPUT."""
+    shard_tokens: int = flag(100_000_000, least=1)
+    """Tokens per shard; memory holds one for training and one for validation."""
+    val_fraction: float = flag(VAL_FRACTION, least=0, below=1)
+    """Share of the documents that goes to val/: those whose text hashes lowest; where there are too few, the last share
+    of each."""
+    drop_duplicates: bool = False
+    """Leave out documents whose text is exactly that of an earlier one."""
+    workers: int = flag(os.cpu_count(), least=1, most=1024)
+    """Processes; the shards do not depend on it."""
+    ray: bool = False
+    """Have the workers on the Ray cluster that RAY_ADDRESS names, or on one of this machine; all of its machines need
+    this repository, and a source of text files, at the same paths."""
+
+
 def parse():
     """The command line, checked. Raises UserError."""
-    parser = Parser(__doc__.splitlines()[0])
-    add_flags(parser)
-    args = parser.parse_args()
-    if not 0 <= args.val_fraction < 1:
-        raise UserError(f"--val_fraction {args.val_fraction}: must be at least 0 and below 1.")
-    check_number("shard_tokens", args.shard_tokens, least=1)
-    check_number("workers", args.workers, least=1, most=1024)
+    args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py")
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
     source, output = Path(args.source).resolve(), Path(args.output).resolve()
     inside = any(path == source or path.match(str(source)) for path in [output, *output.parents])
@@ -60,56 +79,6 @@ def parse():
             f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
         )
     return args
-
-
-def add_flags(parser):
-    parser.add_argument(
-        "--output",
-        required=True,
-        type=os.path.expanduser,
-        help="folder, gs:// or s3:// address to write train/ and val/ into",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        required=True,
-        type=os.path.expanduser,
-        help="tiktoken's name of an encoding (gpt2, cl100k_base, ...), "
-        "a .tiktoken file of ranks or a Hugging Face tokenizer.json; files are copied to OUTPUT",
-    )
-    parser.add_argument(
-        "--shard_tokens",
-        type=int,
-        default=100_000_000,
-        help="tokens per shard; memory holds one for training and one for validation",
-    )
-    parser.add_argument(
-        "--val_fraction",
-        type=float,
-        default=VAL_FRACTION,
-        help="share of the documents that goes to "
-        "val/, from 0 to below 1: those whose text hashes lowest; where there are too few, the last share of "
-        "each",
-    )
-    parser.add_argument(
-        "--drop_duplicates",
-        action="store_true",
-        default=False,
-        help="leave out documents whose text is exactly that of an earlier one",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=os.cpu_count(),
-        help="processes; the shards do not depend on it",
-    )
-    parser.add_argument(
-        "--ray",
-        action="store_true",
-        default=False,
-        help="have the workers on the Ray cluster that "
-        "RAY_ADDRESS names, or on one of this machine; all of its machines need this repository, and "
-        "a source of text files, at the same paths",
-    )
 
 
 # --- The program ------------------------------------------------------------------------------------------------

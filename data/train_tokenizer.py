@@ -8,13 +8,14 @@ if __name__ == "__main__":
 
     program.begin()
 
-import os
+import sys
 import time
+from dataclasses import MISSING, dataclass
 
 from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from data.command_line import VAL_FRACTION, Parser, run, say_what_stands
+from data.command_line import VAL_FRACTION, Source, run, say_what_stands
 from data.encoding import encode_text
 from data.sources import open_source
 from data.sources.base import many, skipped, warn
@@ -23,12 +24,12 @@ from data.sources.text import read_text
 from data.splits import ENDS, FEW, WHOLE, are_uneven, divide, hash_of
 from data.tokenization import PATTERN, dump_ranks, load_tokenizer
 from utils import (
-    VOCABULARY,
     UserError,
-    check_number,
     check_place,
+    flag,
     is_remote,
     read_file,
+    read_flags,
     say,
     write_file,
 )
@@ -128,27 +129,23 @@ def compare(texts):
     return words
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(Source):
+    """Train a byte-level BPE tokenizer on the training part of a source and store it as tiktoken ranks."""
+
+    vocab_size: int = 8192
+    """Number of tokens, with all 256 bytes and the end of text."""
+    output: str = flag(MISSING, path=True)
+    """File of ranks to write; its name must end in .tiktoken."""
+
+
 def parse():
     """The command line, checked. Raises UserError."""
-    parser = Parser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--vocab_size",
-        type=int,
-        default=8192,
-        help="number of tokens, with all 256 bytes and the end of text",
-    )
-    parser.add_argument(
-        "--output",
-        required=True,
-        type=os.path.expanduser,
-        help="file of ranks to write; its name must end in .tiktoken",
-    )
-    args = parser.parse_args()
+    args = read_flags(Options, sys.argv[1:], "data/train_tokenizer.py")
     if args.vocab_size < 257:
         raise UserError(
             f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text."
         )
-    check_number("vocab_size", args.vocab_size, most=VOCABULARY)
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if not is_remote(args.output):

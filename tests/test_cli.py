@@ -73,8 +73,8 @@ def byte_ranks(tmp_path):
     return str(path)
 
 
-# without --branch_from and --branch_step, which need a trunk: tests/test_branches.py
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - {"branch_from", "branch_step"}))
+# without --branch_from and --branch_step, which need a trunk: tests/test_branches.py, and --config, which needs a file
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - {"branch_from", "branch_step", "config"}))
 def test_every_flag_reaches_its_field(name, byte_ranks):
     default = utils.flatten(presets.preset("moe1b"))
     value = byte_ranks if name == "tokenizer" else another(name, default[name])
@@ -140,7 +140,7 @@ def read_on_the_path():
 def test_every_field_is_used(group, read_on_the_path):
     """Somewhere on the training path each field is read, of the group that has it, by more than a check."""
     fields = {f.name for f in dataclasses.fields(getattr(utils.Config(), group))}
-    fields.discard("preset")  # which chooses the others' defaults
+    fields -= {"preset", "config"}  # which choose the others' values
     assert {name for name in fields if (group, name) not in read_on_the_path} == set()
 
 
@@ -164,27 +164,11 @@ def test_the_old_name_of_a_flag_is_accepted_and_help_shows_the_clear_one(old, cl
     hyphens = old.replace("_", "-")
     for words in ([f"--{old}", str(value)], [f"--{old}={value}"], [f"--{hyphens}", str(value)]):
         assert command_line.parse(["--preset", "tiny", *words]) == wanted
-    assert f"--{old}" not in command_line.flags_of(utils.Config)
-    bench = common.Parser("A program.")
-    assert bench.parse_known_args([f"--{old}={value}"])[1] == [f"--{clear}={value}"]
+    assert old not in utils.fields_of(utils.Config)
+    from tools import bench
 
-
-def test_a_run_directory_with_old_names_is_read(tmp_path):
-    """Its config.json, and what a checkpoint keeps of it."""
-    cfg = settings.validate(utils.replace(presets.preset("tiny"), output_dir=str(tmp_path)), 1)
-    stored = settings.to_resume(cfg, "x")
-    old = {clear: name for name, clear in utils.RENAMED.items()}
-    named = json.dumps({old.get(flag, flag): value for flag, value in stored.items()})
-    for path, content in {
-        "checkpoints/3/meta/metadata": f'{{"config": {named}}}',
-        "config.json": named,
-    }.items():
-        utils.write_file(str(tmp_path / "tiny" / path), content)
-        assert settings.stored_config(cfg.run.folder) == settings.as_json(stored)
-        assert settings.resume(cfg, set(), "x") == cfg
-    other = utils.replace(cfg, balance_weight=0.5)
-    with pytest.raises(utils.UserError, match="balance_weight was 0.04 and is now 0.5"):
-        settings.resume(other, set(), "x")
+    rest = utils.read_own_flags(bench.Options, [f"--{old}={value}"], "bench.py")[1]
+    assert rest == [f"--{clear}", str(value)]
 
 
 def test_the_flags_that_users_know_are_there():
@@ -222,12 +206,63 @@ def test_the_documented_command_is_accepted():
 def test_a_flag_beside_a_preset_wins_and_help_shows_its_values(capsys):
     assert command_line.parse(["--blocks", "6", "--preset", "tiny"])[0].model.blocks == 6
     with pytest.raises(SystemExit) as stop:
-        command_line.parse(["--preset", "tiny", "--help"])
-    shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
-    assert stop.value.code == 0
+        command_line.parse(["--preset", "tiny", "--help", "all"])
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert not stop.value.code
     for name, f in FIELDS.items():
         assert f"--{name}" in shown, name
     assert "(default: 8192)" in shown and "(default: 100277)" not in shown
+
+
+def test_help_begins_with_the_flags_of_a_first_week(capsys):
+    with pytest.raises(SystemExit):
+        command_line.parse(["--help"])
+    shown = capsys.readouterr().out
+    listed = re.findall(r"^  --(\w+)", shown, re.MULTILINE)
+    assert {"preset", "config", "plan", "n_device_axis"} < set(listed) and 12 <= len(listed) <= 18
+    commands = re.findall(r"^  (?:bash run.sh local|python main.py (.*))$", shown, re.MULTILINE)
+    assert len(commands) == 3 and "--help all" in shown
+    for words in commands:
+        command_line.check(words.split(), elsewhere=True)
+
+
+def test_a_file_of_flags_is_between_the_preset_and_what_is_given(tmp_path):
+    """And the config.json of a run makes the same run again."""
+    path = tmp_path / "flags.json"
+    path.write_text('{"preset": "tiny", "blocks": 6, "k": 1, "train_batch_size": 6, "tied": false}')
+    cfg, given = command_line.parse(["--config", str(path), "--blocks", "4"])
+    assert (cfg.model.blocks, cfg.model.experts_per_token, cfg.model.tied) == (4, 1, False)
+    assert cfg.data.train_batch_size == 6 and cfg.model.model_dimension == 128
+    assert {"blocks", "experts_per_token", "train_batch_size"} < given
+
+    words = "--preset tiny --T 64 --n_devices 8 --n_device_axis 2 2 2 --max_lr 0.003 --wandb"
+    first = settings.validate(command_line.parse(words.split())[0], 8)
+    path.write_text(json.dumps(utils.flatten(first) | {"data_fingerprint": "x", "encoding": None}))
+    again = settings.validate(command_line.parse(["--config", str(path)])[0], 8)
+    assert utils.replace(again, config="") == first
+    moved = command_line.parse(["--config", str(path), "--n_device_axis", "1", "1", "1"])[0]
+    assert settings.validate(moved, 1).run.n_devices == 1
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ('{"bloks": 6}', "bloks is no flag; the nearest is blocks"),
+        ('{"blocks": "two"}', "--blocks two: must be a whole number"),
+        ('{"blocks": true}', "--blocks cannot be True"),
+        ('{"tied": 1}', "--tied cannot be 1"),
+        ('{"n_device_axis": [1, 2]}', "--n_device_axis 1 2: must be three whole numbers"),
+        ('{"blocks": 0}', "--blocks 0: must be at least 1"),
+        ("[]", "not a JSON object"),
+        (None, "there is no such file"),
+    ],
+)
+def test_a_mistake_in_a_file_of_flags_gets_a_sentence(content, said, tmp_path):
+    path = tmp_path / "flags.json"
+    if content:
+        path.write_text(content)
+    with pytest.raises(utils.UserError, match=said):
+        command_line.parse(["--config", str(path)])
 
 
 BAD = {  # words beside the small model's on eight devices, and what the sentence must name
@@ -286,10 +321,10 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--max_lr high": ["--max_lr high: must be a number."],
     "--max_lr inf": ["--max_lr inf: must be at most 1e+30."],
     "--wandb yes": ["--wandb yes: takes no value; give --wandb or --no_wandb alone"],
-    "--keep-best=0": ["--keep-best 0: takes no value; give --keep-best or --no_keep_best alone"],
+    "--keep-best=0": ["--keep_best 0: takes no value; give --keep_best or --no_keep_best alone"],
     "--n_device_axis a 2 2": ["--n_device_axis a 2 2: must be three whole numbers."],
     "--seed": ["--seed: must have 1 value"],
-    f"--T {'9' * 5000}": ["--T: must be a smaller number."],
+    f"--T {'9' * 5000}": ["--T 999", "must be a smaller number."],
     f"--T {'9' * 99}": ["--T 999", "must be at most 4194304"],
     "--train_batch_size 1048576 --T 16384": ["--train_batch_size 1048576", "--T 16384"],
     "--val_batch_size 1048576 --T 16384": ["--val_batch_size 1048576", "131,071"],
@@ -385,7 +420,7 @@ def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
         return parse
 
     def of_kind(kind):
-        return lambda words: command_line.read_flags(kind, words, "program")
+        return lambda words: utils.read_flags(kind, words, "program")
 
     numbers = {
         "tokenize_shards": "--shard_tokens --workers --val_fraction",
@@ -530,18 +565,24 @@ def test_the_users_xla_flags_win(monkeypatch):
 
 def test_the_programs_name_the_nearest_flag():
     from data import command_line as data_command_line
-    from tools import checkpoints, hf
+    from tools import bench, checkpoints, hf
 
-    own = common.Parser("A program.")
-    own.add_argument("--steps", type=int)
-    assert own.parse_known_args(["--steps", "3", "--blocks", "4"])[1] == ["--blocks", "4"]
+    def of_bench(words):
+        return utils.read_own_flags(bench.Options, words, "bench.py")
+
+    def of_source(words):
+        return utils.read_flags(data_command_line.Source, words, "program")
+
+    own, rest = of_bench("--steps 3 --blocks 4 --no-wandb --n_device_axis 1 2 3 --tied".split())
+    assert own.steps == 3
+    assert rest == "--blocks 4 --no_wandb --n_device_axis 1 2 3 --tied".split()
     for program, words, nearest in [
-        (lambda w: command_line.read_flags(common.Sample, w, "s"), "x --promt a", "--prompt"),
-        (lambda w: command_line.read_flags(common.Sample, w, "s"), "--promt a", "--prompt"),
-        (lambda w: command_line.read_flags(checkpoints.Options, w, "c"), "lst x", "list"),
-        (own.parse_known_args, "--stepss 3", "--steps"),
-        (own.parse_known_args, "--blokcs=3", "--blocks"),
-        (data_command_line.Parser("A program.").parse_args, "--sourc x", "--source"),
+        (lambda w: utils.read_flags(common.Sample, w, "s"), "x --promt a", "--prompt"),
+        (lambda w: utils.read_flags(common.Sample, w, "s"), "--promt a", "--prompt"),
+        (lambda w: utils.read_flags(checkpoints.Options, w, "c"), "lst x", "list"),
+        (of_bench, "--stepss 3", "--steps"),
+        (of_bench, "--blokcs=3", "--blocks"),
+        (of_source, "--sourc x", "--source"),
         (hf.run, "exprt a b", "export"),
         (hf.run, "export a b --dtype flaot32", "float32"),
         (hf.run, "export a b --dtpye float32", "--dtype"),

@@ -162,17 +162,10 @@ def help_of(program):
     if program.endswith(".sh"):
         said = (ROOT / program).read_text()
     else:
-        command = [sys.executable, str(ROOT / program), "--help"]
+        command = [sys.executable, str(ROOT / program), "--help", "all"]
         said = subprocess.run(
             command, capture_output=True, text=True, timeout=120, check=True
         ).stdout
-        for sub in re.findall(r"{([\w,]+)}", said)[:1]:
-            said += "".join(
-                subprocess.run(
-                    [*command[:2], name, "--help"], capture_output=True, text=True
-                ).stdout
-                for name in sub.split(",")
-            )
     return {as_flag(word) for word in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", said)}
 
 

@@ -39,7 +39,6 @@ from architectures import flags_without_choice
 from data import sources
 from training import (
     checkpointing,
-    command_line,
     interrupts,
     locks,
     meter,
@@ -361,7 +360,7 @@ def in_json(path, **new):
 
 
 def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
-    """Nothing is moved or written, and the flag is named, wherever it is still known; also of older checkpoints."""
+    """Nothing is moved or written, and the flag is named, wherever it is still known."""
     flags = dict(TINY, name="run", training_steps=2)
     run = tmp_path / "runs" / "run"
     assert train(**flags) == 0
@@ -397,26 +396,6 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
             utils.UserError, match=f"checkpoint 2 is of a model with other flags .{said}"
         ):
             weights.open_weights(str(run))[1](abstract_of(model_flags | other))
-
-    # an older checkpoint keeps no flags: one flag alone is found out by the shapes, of several an array is named
-    (run / "config.json").unlink()
-    in_json(run / "checkpoints/2/meta/metadata", config=None, sum=None)
-    for other, said in (
-        (dict(blocks=3), "--blocks was 1 and is now 3"),
-        (dict(ffn_dim=48, blocks=2), "params.gpt2"),
-    ):
-        with pytest.raises(
-            utils.UserError,
-            match=f"model with other flags .{said}.*; give another --name, or the val",
-        ):
-            train(**flags | other | dict(training_steps=3))
-        assert "is damaged" not in capsys.readouterr().out
-    assert (
-        sorted(p.name for p in run.glob("check*")) == ["checkpoints"]
-        and not (run / "config.json").exists()
-    )
-    assert train(**flags | dict(training_steps=3)) == 0
-    assert "holds no config.json" in capsys.readouterr().out
 
 
 def test_the_newest_every_kth_and_the_best_are_kept(tmp_path):
@@ -510,9 +489,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
 
     def run(*words):
         tool.main(
-            command_line.read_flags(
-                tool.Options, [words[0], str(tmp_path), *words[1:]], "checkpoints.py"
-            )
+            utils.read_flags(tool.Options, [words[0], str(tmp_path), *words[1:]], "checkpoints.py")
         )
         return capsys.readouterr().out.splitlines()
 
@@ -600,7 +577,7 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
         assert said in str(e.value) and "; wait for its end, or give another --name." in str(
             e.value
         )
-        options = command_line.read_flags(tool.Options, ["prune", str(run)], "checkpoints.py")
+        options = utils.read_flags(tool.Options, ["prune", str(run)], "checkpoints.py")
         with pytest.raises(utils.UserError, match=said):
             tool.main(options)
         assert [p.name for p in run.iterdir()] == ["lock"] and (run / "lock").read_bytes() == before

@@ -16,7 +16,6 @@ from conftest import ROOT, SMALL_RUN, flags_of
 
 import main
 import utils
-from tools import hf
 from training import weights
 
 
@@ -66,28 +65,6 @@ def test_resume_is_bitwise(train, tmp_path, flags):
     assert metrics_of(whole) == metrics_of(parts)
     assert [row["step"] for row in metrics_of(whole)] == list(range(1, 21))
     assert [row["step"] for row in metrics_of(whole) if "loss/val_loss" in row] == [5, 10, 15, 20]
-
-
-def test_a_run_from_before_latent_norm_eps_goes_on_as_it_was(train, tmp_path):
-    """Its latents were normalized with norm_eps, which its config.json does not say."""
-    flags = dict(norm_eps=1e-2, first_layers=1, blocks=2)
-    assert train(**flags, name="whole", latent_norm_eps=1e-2, training_steps=6) == 0
-    assert train(**flags, name="old", latent_norm_eps=1e-2, training_steps=2) == 0
-    whole, old = tmp_path / "runs" / "whole", tmp_path / "runs" / "old"
-    stored = json.loads((old / "config.json").read_text())
-    del stored["latent_norm_eps"]
-    (old / "config.json").write_text(json.dumps(stored))
-    assert weights.open_weights(str(old))[0]["latent_norm_eps"] == 1e-2
-    with pytest.raises(utils.UserError, match="--latent_norm_eps 0.01: transformers has no model"):
-        hf.export(str(old), str(tmp_path / "exported"))
-    for steps in (4, 6):  # the second time its config.json has the flag
-        assert train(**flags, name="old", training_steps=steps) == 0
-    assert_bitwise(checkpoint_of(whole, 6), checkpoint_of(old, 6))
-    with pytest.raises(utils.UserError, match="latent_norm_eps was 0.01 and is now 1e-06"):
-        train(**flags, name="old", latent_norm_eps=1e-6, training_steps=8)
-    del stored["data_fingerprint"]  # as what was imported then has none
-    (old / "config.json").write_text(json.dumps(stored))
-    assert weights.open_weights(str(old))[0]["latent_norm_eps"] == 1e-6
 
 
 def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypatch):

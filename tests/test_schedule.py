@@ -1,8 +1,5 @@
 """Schedules of the learning rate: their values, their one clock, and that weight decay and the run's length agree."""
 
-import json
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +9,8 @@ from conftest import begin, random_batch, small_config
 from test_resume import metrics_of
 
 import model
-import utils
 from architectures import parameters
-from training import settings, steps
+from training import steps
 from training.optimizer import make_optimizer, make_schedule
 
 # flags of each schedule, with 4 steps of warm-up and the end at step 20
@@ -179,19 +175,3 @@ def test_the_schedule_follows_the_length_of_a_run_also_where_that_changes(train,
     assert len(said) == 2 and said[1].endswith(
         "--training_steps 11: the run ends before its learning rate has come down, at --end_steps 12"
     )
-
-
-def test_a_run_from_before_the_flag_goes_on_as_it_was(tmp_path):
-    """With cosine, whatever the preset has by now; another schedule that is given is refused by name."""
-    cfg = utils.replace(small_config(), output_dir=str(tmp_path), schedule="linear")
-    stored = settings.as_json(settings.to_resume(cfg, "x"))
-    for old in ({**stored, "schedule": None}, {**stored, "schedule": "cosine"}):
-        old = {flag: value for flag, value in old.items() if value is not None}
-        utils.write_file(os.path.join(cfg.run.folder, "config.json"), json.dumps(old))
-        assert settings.resume(cfg, set(), "x").optimizer.schedule == "cosine"
-        with pytest.raises(utils.UserError, match="schedule was 'cosine' and is now 'linear'"):
-            settings.resume(cfg, {"schedule"}, "x")
-    utils.write_file(os.path.join(cfg.run.folder, "config.json"), json.dumps(stored))
-    assert settings.resume(cfg, set(), "x").optimizer.schedule == "linear"
-    with pytest.raises(utils.UserError, match="schedule was 'linear' and is now 'wsd'"):
-        settings.resume(utils.replace(cfg, schedule="wsd"), set(), "x")

@@ -320,7 +320,7 @@ def last_cells(run):
         if program == "tools/hf.py":
             return hf.run(words)
         words = [*words, "--n_devices", "1", "--compilation_cache", ""]
-        rows.extend(sample.main(command_line.read_flags(common.Sample, words, program)))
+        rows.extend(sample.main(utils.read_flags(common.Sample, words, program)))
 
     names = dict(FOLDER=run, PYTHON="", preset="deepseek-tiny", run=call, os=os)
     for cell in cells:

@@ -19,7 +19,7 @@ import utils
 from architectures import architecture, deepseek
 from data import tokenization
 from tools import common, hf, sample
-from training import command_line, decoding, hugging_face, steps, weights
+from training import decoding, hugging_face, steps, weights
 
 torch = pytest.importorskip(
     "torch", reason="torch is not installed; pip install torch transformers"
@@ -233,7 +233,7 @@ def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
             "--model_dtype",
             "float32",
         ]
-        (row,) = sample.main(command_line.read_flags(common.Sample, words, "sample.py"))
+        (row,) = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
         assert row.text == wanted.split(tokenization.END_OF_TEXT)[0]
 
 

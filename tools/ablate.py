@@ -21,6 +21,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import utils
@@ -242,51 +243,26 @@ def finished_runs(trials):
 # --- The program ------------------------------------------------------------------------------------------------
 
 
-def own_flags():
-    """The parser of the program's own flags."""
-    parser = common.Parser(__doc__)
-    parser.add_argument(
-        "--variation",
-        action="append",
-        default=[],
-        metavar='"NAME: FLAGS"',
-        help="a variation: its name and the flags of main.py that it has besides; once for each, the one that the "
-        "others are compared with first",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        help="seeds of each variation: 0, 1, ... (default: 3 of them)",
-    )
-    parser.add_argument(
-        "--output",
-        default="runs/ablation",
-        help="folder of the runs and results (default: runs/ablation)",
-    )
-    parser.add_argument(
-        "--marks",
-        type=float,
-        nargs="+",
-        default=[],
-        metavar="TOKENS",
-        help="tokens after which the table tells the loss (default: three evaluations of the first variation)",
-    )
-    parser.add_argument(
-        "--target",
-        type=float,
-        default=None,
-        metavar="LOSS",
-        help="loss to reach (default: the final one of the first variation, seed by seed)",
-    )
-    return parser
+@dataclass(frozen=True)
+class Options:
+    """Train variations of a configuration, one after another on the same data with several seeds."""
+
+    variation: tuple[str, ...] = ()
+    """"NAME: FLAGS", a variation: its name and the flags of main.py that it has besides; once for each, the one that
+    the others are compared with first."""
+    seeds: int = utils.flag(3, least=1)
+    """Seeds of each variation: 0, 1, ..."""
+    output: str = "runs/ablation"
+    """Folder of the runs and results."""
+    marks: tuple[float, ...] = ()
+    """Tokens after which the table tells the loss; without it three evaluations of the first variation."""
+    target: float | None = None
+    """Loss to reach; without it the final one of the first variation, seed by seed."""
 
 
 def parse(argv):
     """Command line -> (own flags, [Variation]). Raises UserError."""
-    own, flags = own_flags().parse_known_args(argv)
-    utils.check_least(vars(own), dict(seeds=1))
-    own.marks = [round(mark) for mark in own.marks]
+    own, flags = utils.read_own_flags(Options, argv, "tools/ablate.py")
     if not own.variation:
         raise UserError(
             'ablate.py: give variations, such as --variation base --variation "high: --max_lr 3e-3".'
@@ -324,7 +300,7 @@ def main(argv):
 
 def save(trials, own):
     """Write the numbers of the finished runs and their picture, if there are any; returns `seeds.results`."""
-    found = seeds.results(finished_runs(trials), own.marks, own.target)
+    found = seeds.results(finished_runs(trials), [round(mark) for mark in own.marks], own.target)
     if found:
         path = os.path.join(own.output, "results.json")
         utils.write_file(path, utils.to_json(found, indent=1) + "\n")

@@ -23,6 +23,7 @@ import re
 import resource
 import sys
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -297,46 +298,31 @@ def words(variant):
     return out
 
 
-def own_flags():
-    """The parser of the program's own flags."""
-    parser = common.Parser(__doc__)
-    parser.add_argument(
-        "--vary",
-        nargs="+",
-        default=[""],
-        metavar="FLAG=VALUE",
-        help="a configuration each, by the flags that it has besides, such as "
-        'remat=none "n_device_axis=2,2,2 n_devices=8"',
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=10, help="rounds of each configuration (default: 10)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=5, help="training steps of a round (default: 5)"
-    )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="beside each configuration, which must be a GPT-2 on one device, the same in torch "
-        "(tools/torch_baseline.py)",
-    )
-    parser.add_argument(
-        "--torch_compile", action="store_true", help="compile the torch one with torch.compile"
-    )
-    parser.add_argument(
-        "--json", default=None, metavar="FILE", help="file to write the numbers to as well"
-    )
-    return parser
+@dataclass(frozen=True)
+class Options:
+    """Speed, memory and compile time of the compiled train step, for one configuration or several side by side."""
+
+    vary: tuple[str, ...] = ()
+    """A configuration each, by the flags that it has besides, such as remat=none "n_device_axis=2,2,2 n_devices=8"."""
+    rounds: int = utils.flag(10, least=1)
+    """Rounds of each configuration."""
+    steps: int = utils.flag(5, least=1)
+    """Training steps of a round."""
+    compare: bool = False
+    """Beside each configuration, which must be a GPT-2 on one device, the same in torch (tools/torch_baseline.py)."""
+    torch_compile: bool = False
+    """Compile the torch one with torch.compile."""
+    json: str = ""
+    """File to write the numbers to as well."""
 
 
 def parse(argv):
     """Command line -> (own flags, Configurations). Raises UserError."""
-    own, flags = own_flags().parse_known_args(argv)
-    utils.check_least(vars(own), dict(rounds=1, steps=1))
+    own, flags = utils.read_own_flags(Options, argv, "tools/bench.py")
     if own.torch_compile and not own.compare:
         raise UserError("--torch_compile: needs --compare beside it.")
     configurations = []
-    for variant in own.vary:
+    for variant in own.vary or [""]:
         configurations += configurations_of(own, variant, [*flags, *words(variant)])
     return own, configurations
 

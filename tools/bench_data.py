@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -170,20 +171,20 @@ def measure(args, folder):
     return table
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(command_line.Source):
+    """Measure the data programs side by side: the tokenizer against a bare loop, workers, reading, and memory."""
+
+    mb: float = utils.flag(1000.0, least=1, most=10**6)
+    """Megabytes of text of the larger measure of memory; the smaller takes a tenth, speeds take three tenths."""
+    rounds: int = utils.flag(3, least=1)
+    """Times that each speed is measured."""
+    json: str = ""
+    """File to write the numbers to as well."""
+
+
 def main():
-    parser = command_line.Parser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--mb",
-        type=float,
-        default=1000,
-        help="megabytes of text of the larger measure of memory; the "
-        "smaller takes a tenth, speeds take three tenths",
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="times that each speed is measured")
-    parser.add_argument("--json", default=None, help="file to write the numbers to as well")
-    args = parser.parse_args()
-    utils.check_number("mb", args.mb, least=1, most=10**6)
-    utils.check_least(vars(args), dict(rounds=1))
+    args = utils.read_flags(Options, sys.argv[1:], "tools/bench_data.py")
     if args.json:
         utils.check_place(args.json, "--json")
     with tempfile.TemporaryDirectory() as folder:

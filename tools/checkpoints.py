@@ -15,15 +15,13 @@ if __name__ == "__main__":
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from types import SimpleNamespace
 from typing import Literal
 
-import tyro
-
 import utils
 from tools import common
-from training import command_line, locks, platforms
+from training import locks, platforms
 from utils import UserError
 
 
@@ -31,9 +29,9 @@ from utils import UserError
 class Options:
     """List, verify or prune the checkpoints of a run."""
 
-    command: tyro.conf.Positional[Literal["list", "verify", "prune"]]
+    command: Literal["list", "verify", "prune"] = utils.flag(MISSING, positional=True)
     """list: a line each. verify: read each and compare it with what was saved. prune: delete what is not to keep."""
-    run_dir: tyro.conf.Positional[str]
+    run_dir: str = utils.flag(MISSING, positional=True)
     """A run directory, or its gs:// or s3:// address."""
     keep: int | None = None
     """Newest checkpoints to keep; None: as many as the run's keep_checkpoints."""
@@ -48,7 +46,7 @@ class Options:
 if __name__ == "__main__":
     platforms.choose_cpu()  # the accelerators may belong to the run
     options_given = utils.one_sentence(
-        lambda: command_line.read_flags(Options, sys.argv[1:], "checkpoints.py")
+        lambda: utils.read_flags(Options, sys.argv[1:], "tools/checkpoints.py")
     )
 
 import jax

@@ -2,29 +2,25 @@
 
 import contextlib
 import multiprocessing
-import os
-import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Literal
-
-import tyro
 
 import utils
 from architectures import architecture
 from data import tokenization
-from training import command_line, interrupts, platforms, settings
+from training import interrupts, platforms, settings
 from utils import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
-    model: tyro.conf.Positional[str] = tyro.MISSING
+    model: str = utils.flag(MISSING, positional=True)
     """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, or a local folder in the
     Hugging Face format."""
-    n_device_axis: tuple[int, int, int] = utils.Run.n_device_axis
+    n_device_axis: utils.Mesh = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
     n_devices: int = utils.Run.n_devices
     """Devices to use, as for main.py; 0: all that are present."""
@@ -37,7 +33,7 @@ class Options:
     """Folder of XLA's persistent compilation cache; empty: none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sample(Options, utils.Sample):
     """Continue prompts with a trained model."""
 
@@ -54,10 +50,9 @@ class Sample(Options, utils.Sample):
     """Strings before which a row ends; the end-of-text token always ends it."""
     seed: int = utils.Run.seed
     """Seed of the draws."""
-    use_cache: tyro.conf.Suppress[bool] = True  # the program's only way
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluate(Options):
     """Measure a trained model on shards, text, multiple-choice questions and the tasks of lm_eval."""
 
@@ -93,30 +88,9 @@ class Evaluate(Options):
 def begin(kind, program):
     """Options of the program that is run, of a subclass of `Options`, and the environment made ready for jax: before
     it is imported."""
-    options = utils.one_sentence(lambda: command_line.read_flags(kind, sys.argv[1:], program))
+    options = utils.one_sentence(lambda: utils.read_flags(kind, sys.argv[1:], program))
     platforms.set_xla_flags(options.n_devices)
     return options
-
-
-class Parser(utils.Parser):
-    """Flags of a program that takes those of main.py too, which `parse_known_args` leaves over. Raises UserError."""
-
-    def flags(self):
-        return super().flags() + command_line.flags_of(utils.Config)
-
-    def parse_known_args(self, args=None, namespace=None):
-        args = sys.argv[1:] if args is None else args
-        args = [command_line.renamed(word) for word in args]
-        known, rest = super().parse_known_args(args, namespace)
-        plain = {flag.replace("-", "_") for flag in self.flags()}
-        left = utils.flags_in(rest)
-        if unknown := [flag for flag in left if flag.replace("-", "_") not in plain]:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, rest
-
-    def __init__(self, description):
-        also = "Every flag of main.py may stand beside these; python main.py --help lists them."
-        super().__init__(description=description.splitlines()[0], allow_abbrev=False, epilog=also)
 
 
 def run(program):
@@ -124,12 +98,7 @@ def run(program):
     without a word where the reader of its output has left, as head does."""
     with contextlib.suppress(KeyboardInterrupt):
         interrupts.as_usual()
-        try:
-            utils.one_sentence(program)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
-            sys.exit(128 + signal.SIGPIPE)
+        utils.one_sentence(program)
         sys.exit()
     for child in multiprocessing.active_children():  # which may miss the signal while it imports
         child.kill()

@@ -14,14 +14,13 @@ if __name__ == "__main__":
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 import numpy as np
-import tyro
 
 import utils
 from tools import common
-from training import command_line, platforms
+from training import platforms
 from utils import UserError
 
 
@@ -29,7 +28,7 @@ from utils import UserError
 class Options:
     """Draw the losses of runs over tokens and over time, and print a table."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: tuple[str, ...] = utils.flag(MISSING, positional=True)
     """Run directories, or their gs:// or s3:// addresses."""
     output: str = "compare.png"
     """Picture to write: .png, .svg or .pdf."""
@@ -38,7 +37,7 @@ class Options:
 if __name__ == "__main__":
     platforms.choose_cpu()  # the accelerators may belong to a run
     options_given = utils.one_sentence(
-        lambda: command_line.read_flags(Options, sys.argv[1:], "compare.py")
+        lambda: utils.read_flags(Options, sys.argv[1:], "tools/compare.py")
     )
 
 from tools import curves

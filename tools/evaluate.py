@@ -29,7 +29,7 @@ from tools import common
 from utils import UserError
 
 if __name__ == "__main__":
-    options_given = common.begin(common.Evaluate, "evaluate.py")
+    options_given = common.begin(common.Evaluate, "tools/evaluate.py")
 
 import numpy as np
 from tqdm import tqdm

@@ -11,7 +11,6 @@ if __name__ == "__main__":
 
     program.begin()
 
-import argparse
 import contextlib
 import glob
 import json
@@ -20,6 +19,8 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import MISSING, dataclass
+from typing import Literal
 
 import utils
 from data import tokenization
@@ -366,29 +367,31 @@ def special_tokens(encoding):
 # --- Command line -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Options:
+    """A run's weights to and from a folder that Hugging Face's transformers loads."""
+
+    command: Literal["export", "import"] = utils.flag(MISSING, positional=True)
+    """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone."""
+    source: str = utils.flag(MISSING, positional=True)
+    """The run directory, or the folder to import."""
+    target: str = utils.flag(MISSING, positional=True)
+    """The folder or run directory to write."""
+    dtype: Literal[*DTYPES] = "float32"
+    """Type to store an export in; bfloat16 rounds."""
+
+
 def run(argv):
-    parser = utils.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    out = commands.add_parser(
-        "export", help="checkpoint of a run directory -> folder that transformers loads"
-    )
-    out.add_argument("run_dir")
-    out.add_argument("folder")
-    out.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="type to store in; bfloat16 rounds"
-    )
-    into = commands.add_parser("import", help="folder in the Hugging Face format -> run directory")
-    into.add_argument("folder")
-    into.add_argument("run_dir")
-    args = parser.parse_args(argv)
-    for path in [args.folder] if args.command == "export" else [args.run_dir, args.folder]:
+    options = utils.read_flags(Options, argv, "tools/hf.py")
+    both = [options.target, options.source]
+    for path in both[:1] if options.command == "export" else both:
         if utils.is_remote(path):
             raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
     steps.quiet_libraries()
-    if args.command == "export":
-        export(args.run_dir, args.folder, args.dtype)
+    if options.command == "export":
+        export(options.source, options.target, options.dtype)
     else:
-        import_folder(args.folder, args.run_dir)
+        import_folder(options.source, options.target)
 
 
 if __name__ == "__main__":

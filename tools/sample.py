@@ -25,7 +25,7 @@ from tools import common
 from utils import UserError
 
 if __name__ == "__main__":
-    options_given = common.begin(common.Sample, "sample.py")
+    options_given = common.begin(common.Sample, "tools/sample.py")
 
 import jax
 import jax.numpy as jnp

@@ -15,14 +15,12 @@ import math
 import os
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import NamedTuple
-
-import tyro
 
 import utils
 from tools import common
-from training import command_line, platforms
+from training import platforms
 from utils import UserError
 
 
@@ -30,7 +28,7 @@ from utils import UserError
 class Options:
     """Say where the time of a step went, of a trace that --profile wrote."""
 
-    run: tyro.conf.Positional[str]
+    run: str = utils.flag(MISSING, positional=True)
     """A run directory, or its gs:// or s3:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
@@ -45,7 +43,7 @@ class Options:
 if __name__ == "__main__":
     platforms.choose_cpu()  # the accelerators may belong to a run
     options_given = utils.one_sentence(
-        lambda: command_line.read_flags(Options, sys.argv[1:], "trace.py")
+        lambda: utils.read_flags(Options, sys.argv[1:], "tools/trace.py")
     )
 
 from jax.profiler import ProfileData
@@ -98,8 +96,7 @@ def open_trace(run, name=""):
 
 
 def config_of(flags):
-    """The Config of {flag: value} as JSON has it, of this version's flags or an older one's."""
-    flags = utils.clear_names(flags)
+    """The Config of {flag: value} as JSON has it."""
     known = {name: value for name, value in flags.items() if name in utils.FIELDS}
     known["n_device_axis"] = tuple(known["n_device_axis"])
     return utils.replace(utils.Config(), **known)

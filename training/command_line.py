@@ -1,36 +1,41 @@
 """The command line: flags to a `utils.Config`, and one sentence for what does not parse. No jax in here."""
 
-import argparse
-import contextlib
-import dataclasses
-import io
 import os
 import re
 import sys
-import typing
-from typing import Annotated
 
-import tyro
-
+import utils
 from data.tokenization import load_tokenizer
 from presets import PRESETS, preset
 from training import branches
 from training.settings import check_run, follow, validate
-from utils import RENAMED, Config, UserError, check_bounds, complaint, one_sentence, replace
+from utils import (
+    RENAMED,
+    Config,
+    Plan,
+    Run,
+    UserError,
+    Words,
+    check_bounds,
+    nearest,
+    one_sentence,
+    replace,
+    value_of,
+)
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
-    """Command line -> (Config, set of the flags that were given).
+    """Command line -> (Config, set of the flags that were given, on it or in --config).
 
     load: name -> the tokenizer, or None where it is not to be had. elsewhere: main.py will run on another machine, so
     the trunk in --branch_from is not looked at. Raises UserError for anything that does not parse;
     `--help` prints the preset's values and exits.
     """
-    argv = [renamed(word) for word in argv]
-    default = preset(preset_name(argv))
-    cfg = read_flags(Annotated[Config, tyro.conf.OmitArgPrefixes], argv, "main.py", default=default)
-    flags = [re.match(r"--(?:no[-_])?([A-Za-z][\w-]*)", word) for word in argv]
-    given = {flag[1].replace("-", "_") for flag in flags if flag}
+    default = utils.flatten(preset(preset_name(argv))) | vars(Plan())
+    words = Words(Config, argv, "main.py", default).given
+    flags = flags_of_file(words, elsewhere) | words
+    cfg, given = replace(preset(flags.get("preset", Run.preset)), **flags), {*flags}
+    check_bounds(cfg)
     cfg = follow_tokenizer(cfg, given, load)
     branches.check_flags(cfg, given)
     if not elsewhere:
@@ -43,14 +48,47 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
 
 
 def preset_name(argv):
-    """The value of --preset, whose values are the defaults of all other flags. Raises UserError where it is missing."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", default="moe1b")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return first.parse_known_args(argv)[0].preset
-    except SystemExit:
-        raise UserError(f"--preset: a name is missing; there are {', '.join(PRESETS)}.") from None
+    """The value of --preset, whose values --help shows as defaults."""
+    for word, after in zip(argv, [*argv[1:], ""]):
+        flag, _, value = word.partition("=")
+        if flag == "--preset" and (value or after) in PRESETS:
+            return value or after
+    return Run.preset
+
+
+# What the file of a run holds beside flags, and the flags that belong to one launch of it.
+NO_FLAGS = {"data_fingerprint", "encoding", "config", "coordinator", "num_processes", "process_id"}
+
+
+def flags_of_file(given, elsewhere):
+    """{flag: value} of the file in --config, {} without it, beside the {flag: value} `given` on the command line.
+    Raises UserError."""
+    path = given.get("config")
+    if not path or elsewhere:
+        return {}
+    content = utils.object_in(path)
+    if content is None:
+        raise UserError(
+            f"--config {path}: there is no such file; give one such as runs/tiny/config.json."
+        )
+    followed = {"n_devices", "pp_interleave"} if "n_device_axis" in given else set()
+    followed |= set() if content.get("branch_from") else {"branch_step"}
+    flags = {}
+    for name, value in content.items():
+        flag = RENAMED.get(name, name)
+        if flag in NO_FLAGS | followed:
+            continue
+        f = utils.FIELDS.get(flag)
+        if f is None:
+            raise UserError(f"--config {path}: {name} is no flag{nearest(name, utils.FIELDS)}.")
+        if isinstance(value, bool) != (f.type is bool) or isinstance(value, dict | type(None)):
+            raise UserError(f"--config {path}: --{name} cannot be {value!r:.40}.")
+        try:
+            values = value if isinstance(value, list) else [value]
+            flags[flag] = value_of(f, values if f.type is bool else [str(v) for v in values])
+        except UserError as e:
+            raise UserError(f"--config {path}: {e}") from None
+    return flags
 
 
 def follow_tokenizer(cfg, given, load):
@@ -67,55 +105,6 @@ def follow_tokenizer(cfg, given, load):
             f"tokens; give at least that many, or leave the flag out."
         )
     return cfg
-
-
-def renamed(word):
-    """A word of the command line, with the clear name of a flag in place of one from before."""
-    flag, equals, value = word.partition("=")
-    name = flag.removeprefix("--").replace("-", "_")
-    if flag.startswith("--") and name in RENAMED:
-        return f"--{RENAMED[name]}{equals}{value}"
-    return word
-
-
-def read_flags(kind, argv, program, **settings):
-    """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError for anything that does not
-    parse, and for numbers beyond their bounds; `--help` exits. settings: tyro's."""
-    output = io.StringIO()
-    try:
-        # tyro draws a box for people; it is printed for --help and boiled down to one sentence otherwise
-        with contextlib.redirect_stderr(output):
-            options = tyro.cli(kind, args=argv, prog=program, use_underscores=True, **settings)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UserError(complaint(boiled_down(output.getvalue()), argv, flags_of(kind))) from None
-    check_bounds(options)
-    return options
-
-
-def flags_of(kind):
-    """All flags of the dataclass `kind`, whose fields may be dataclasses in turn."""
-    kind = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
-    flags = ["--help"]
-    for name, one in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(one):
-            flags += flags_of(one)
-        else:
-            flags += [f"--{name}", f"--no_{name}"] if one is bool else [f"--{name}"]
-    return flags
-
-
-def boiled_down(box):
-    """What tyro's error box says, on one line: without its frame, its title and its advice."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in box.splitlines()]
-    lines = [line.strip("│─ ") for line in lines if line.strip() and line.strip()[0] not in "╭╰"]
-    said = []
-    for line in lines:
-        if not line:  # a rule across the box: advice follows
-            break
-        said.append(line)
-    return re.sub(r"\[/?bold\]", "", " ".join(said))
 
 
 def check_processes(cfg, given):

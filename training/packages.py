@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-NEEDED = "jax", "optax", "orbax", "tiktoken", "fsspec", "tyro"
+NEEDED = "jax", "optax", "orbax", "tiktoken", "fsspec"
 
 
 # How Python, its libraries and the loader of shared objects say that there is no memory.

@@ -11,7 +11,7 @@ import numpy as np
 import architectures
 import utils
 from training import platforms
-from utils import Config, Model, UserError, clear_names, flags_with, flatten, replace, say
+from utils import Config, UserError, flags_with, flatten, replace, say
 
 PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
@@ -247,7 +247,6 @@ def resume(cfg, given, fingerprint):
         )
     check_stored(stored, cfg.run.folder, NEEDED_TO_RESUME)
     cfg = keep_global_batch(cfg, given, stored)
-    cfg = keep_what_was_before(cfg, given, stored)
     now, fixed = as_json(flatten(cfg)), utils.FIELDS.keys() - flags_with("free_on_resume")
     differ = [n for n in now if n in fixed and n in stored and now[n] != stored[n]]
     if differ:
@@ -276,16 +275,6 @@ def branch_off(cfg, given, fingerprint):
             f"{cfg.data.bucket_name} (it was {trunk['bucket_name']}); give those shards."
         )
     return keep_global_batch(cfg, given, trunk)
-
-
-def keep_what_was_before(cfg, given, stored):
-    """`cfg` of a run that began before some flags, with what {flag: value} `stored` of its directory says there,
-    whatever presets have now."""
-    before = utils.values_before()
-    unchanged = {flag: value for flag, value in before.items() if stored.get(flag) == value}
-    if "latent_norm_eps" in stored:  # norm_eps, in such runs
-        unchanged["latent_norm_eps"] = stored["latent_norm_eps"]
-    return replace(cfg, **without(given, unchanged))
 
 
 def keep_global_batch(cfg, given, stored):
@@ -335,18 +324,8 @@ def to_resume(cfg, fingerprint):
 
 
 def run_config(folder):
-    """config.json of a run directory, {} where there is none, with the flags that older ones lack. Runs from before
-    --latent_norm_eps were trained with norm_eps there, and what was imported before it with 1e-6."""
-    stored = clear_names(utils.read_json(folder, "config.json"))
-    if "model_dimension" not in stored:
-        return stored
-    stored = utils.values_before() | stored
-    own = architectures.architecture(stored.get("architecture", Model.architecture))
-    if "latent_norm_eps" in own.flags:
-        trained = "data_fingerprint" in stored
-        before = stored.get("norm_eps", Model.norm_eps) if trained else Model.latent_norm_eps
-        stored.setdefault("latent_norm_eps", before)
-    return stored
+    """{flag: value} of config.json in a run directory, {} where there is none."""
+    return utils.read_json(folder, "config.json")
 
 
 def stored_config(folder):
@@ -354,17 +333,11 @@ def stored_config(folder):
     where there is neither."""
     if stored := run_config(folder):
         return stored
-    steps = stored_steps(folder)
-    for step in sorted(steps, key=int, reverse=True):
+    for step in sorted(stored_steps(folder), key=int, reverse=True):
         with contextlib.suppress(ValueError, AttributeError, UserError):  # a damaged one
             meta = utils.read_json(folder, "checkpoints", step, "meta", "metadata")
             if stored := meta.get("config"):
-                return utils.values_before() | clear_names(stored)
-    if steps:
-        say(
-            f"warning: {folder} holds no config.json and its checkpoints are of an older version, which kept no "
-            f"flags; that they are those of before is taken on trust"
-        )
+                return stored
     return {}
 
 

@@ -163,7 +163,7 @@ class Kind:
     def flags_of(self, name, folder, words):
         """Names of the flags of a program, as its help shows them."""
         if name not in self.names:
-            ended = run([*words[:2], "--help"], folder / "help")
+            ended = run([*words[:2], "--help", "all"], folder / "help")
             shown = run([words[0], "--help"], folder / "help").out + ended.out
             flags = {flag.replace("-", "_") for flag in re.findall(r"--([A-Za-z][\w-]*)", shown)}
             if name in ("bench", "ablate", "check"):

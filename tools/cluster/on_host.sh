@@ -238,7 +238,8 @@ setup() {
   cd "$FOLDER"
   export VENV
   [[ -z $PYTHON ]] || export PYTHON
-  bash setup_tpu.sh
+  # shellcheck disable=SC2086  # a word for each
+  bash setup_tpu.sh $EXTRAS
 }
 
 # start LAUNCH ENVIRONMENT FLAG...: start main.py in a detached tmux session, return when its first step is compiled.

@@ -11,6 +11,7 @@ if __name__ in ("__main__", "__mp_main__"):
 
 import random
 import sys
+from dataclasses import dataclass
 
 import utils
 from tools import common
@@ -121,16 +122,21 @@ def row(words, ours, theirs):
     return f"| {' | '.join(cells)} |"
 
 
+@dataclass(frozen=True)
+class Options:
+    """How far the formulas of the plan are from the compilers, for the flags given or for configurations drawn."""
+
+    draw: int = utils.flag(0, least=0)
+    """Configurations to draw."""
+    seed: int = 0
+    """Seed of the draws."""
+    machines: tuple[str, ...] = ("gpu:8xH200",)
+    """Machines, one of which each draw is for."""
+
+
 def parse(argv):
     """Command line -> (own flags, words for main.py). Raises UserError."""
-    parser = common.Parser(__doc__)
-    parser.add_argument("--draw", type=int, default=0, help="configurations to draw (default: 0)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument(
-        "--machines", nargs="+", default=["gpu:8xH200"], help="one of which each draw is for"
-    )
-    own, flags = parser.parse_known_args(argv)
-    utils.check_least(vars(own), dict(draw=0))
+    own, flags = utils.read_own_flags(Options, argv, "tools/planning/exactness.py")
     return own, flags
 
 

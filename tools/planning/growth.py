@@ -16,6 +16,8 @@ import importlib.util
 import math
 import sys
 import time
+from dataclasses import dataclass
+from typing import Literal
 
 import utils
 from tools import common
@@ -144,25 +146,23 @@ def draw_curve(axes, points, key, factor):
     axes.grid(alpha=0.3)
 
 
+@dataclass(frozen=True)
+class Options:
+    """How the cost of a step grows: compile time with depth, bytes sent and time with chips, and with T."""
+
+    curves: tuple[Literal[*CURVES], ...] = tuple(CURVES)
+    """What to vary."""
+    points: int = utils.flag(99, least=1)
+    """Points of each curve, from its left."""
+    plot: str = ""
+    """PNG file to draw."""
+    json: str = ""
+    """File to write the numbers to as well."""
+
+
 def parse(argv):
     """Command line -> (own flags, words for main.py). Raises UserError."""
-    parser = common.Parser(__doc__)
-    parser.add_argument(
-        "--curves",
-        nargs="+",
-        choices=CURVES,
-        default=list(CURVES),
-        help="what to vary (default: all)",
-    )
-    parser.add_argument(
-        "--points", type=int, default=99, help="points of each curve, from its left (default: all)"
-    )
-    parser.add_argument("--plot", default=None, metavar="FILE", help="PNG file to draw")
-    parser.add_argument(
-        "--json", default=None, metavar="FILE", help="file to write the numbers to as well"
-    )
-    own, flags = parser.parse_known_args(argv)
-    utils.check_least(vars(own), dict(points=1))
+    own, flags = utils.read_own_flags(Options, argv, "tools/planning/growth.py")
     for flag, path in dict(json=own.json, plot=own.plot).items():
         if path:
             utils.check_place(path, f"--{flag}")
