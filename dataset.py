@@ -296,12 +296,6 @@ class Mixture:
         """Name or file of the tokenizer; "" where neither a manifest nor --tokenizer names it."""
         return self.corpora[0].tokenizer
 
-    def encoding(self):
-        """The tokenizer, or None where nothing names it. Raises UserError where it is not the one of the manifests."""
-        encoding = load_tokenizer(self.tokenizer) if self.tokenizer else None
-        self.check_encoding(encoding)
-        return encoding
-
     def check_encoding(self, encoding):
         """Raises UserError where the content of a tokenizer is not that with which all shards were made."""
         if encoding is None:
@@ -395,6 +389,14 @@ def manifests(cfg, *splits):
             if list_shards(folder):
                 found.append((root, folder, manifest.read(folder)))
     return found
+
+
+def encoding_of(shards, flag):
+    """The tokenizer of shards as `manifests` lists them, or of --tokenizer, which is `flag`; None where neither names
+    one."""
+    root, _, made = shards[0] if shards else ("", "", {})
+    name = shards_tokenizer(root, made, flag)
+    return load_tokenizer(name) if name else None
 
 
 def shares_of(mix, names):

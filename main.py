@@ -25,21 +25,21 @@ from training import command_line, platforms
 from utils import UserError, say
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
-    cfg_given = utils.one_sentence(lambda: command_line.parse(sys.argv[1:]))
-    if cfg_given[0].plan.plan:
+    flags = utils.one_sentence(lambda: command_line.parse(sys.argv[1:]))
+    if flags.cfg.plan.plan:
         platforms.use_no_device()
         from tools import common
         from tools.planning import plan
 
-        common.run(lambda: plan.main(*cfg_given))
-    n_processes = utils.one_sentence(lambda: command_line.check_processes(*cfg_given))
-    platforms.set_xla_flags(cfg_given[0].run.n_devices, n_processes)
+        common.run(lambda: plan.main(flags))
+    n_processes = utils.one_sentence(lambda: command_line.check_processes(flags))
+    platforms.set_xla_flags(flags.cfg.run.n_devices, n_processes)
 
 import jax
 from tqdm import tqdm
 
 from data.tokenization import keep_tokenizer
-from dataset import Mixture, Prefetch, data_fingerprint, manifests, put_batch
+from dataset import Mixture, Prefetch, data_fingerprint, encoding_of, manifests, put_batch
 from training import chips, settings, steps, weights
 from training.bad_steps import BadSteps
 from training.meter import Meter
@@ -63,44 +63,45 @@ from training.sampling import make_sampler
 # --- The run ------------------------------------------------------------------------------------------------------
 
 
-def main(cfg, given):
-    """Train as `cfg` says, resuming where the run left off. Returns the exit status: 0, or 128 + the signal.
+def main(flags):
+    """Train as `settings.Flags` say, resuming where the run left off. Returns the exit status: 0, or 128 + the signal.
 
-    given: flags that the user gave; the others may follow the weights, the data or a resumed run. Raises UserError.
+    Raises UserError.
     """
-    steps.configure_jax(cfg)
-    flags, load_weights = None, None
-    if cfg.run.init_from:
-        flags, load_weights = weights.open_weights(cfg.run.init_from)
-    cfg = settings.settle(cfg, given, jax.device_count(), flags)
-    if flags:
-        warn_of_length(cfg, flags["T"])
-    on_main_process(lambda: check_loggers(cfg.run))
-    with alone_in_folder(cfg.run):
-        cfg = keep_dtype(cfg, given)
+    asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
+    steps.configure_jax(asked)
+    of_weights, load_weights = None, None
+    if asked.run.init_from:
+        of_weights, load_weights = weights.open_weights(asked.run.init_from)
+    on_main_process(lambda: check_loggers(asked.run))
+    with alone_in_folder(asked.run):
+        stored = settings.stored_config(asked.run.folder)
+        shards = manifests(asked, asked.data.train_folder_name, asked.data.val_folder_name)
+        if load_weights and not stored:
+            where = f"--init_from {asked.run.init_from}"
+            weights.check_tokenizer(where, asked.run.init_from, shards, asked.data.tokenizer)
+        encoding = encoding_of(shards, asked.data.tokenizer)
+        chip = chips.chip_of(jax.devices()[0].device_kind)
+        cfg = settings.settle(flags, jax.device_count(), of_weights, stored, shards, encoding, chip)
         steps.set_precision(cfg)
-        return train(cfg, given, load_weights)
+        if of_weights:
+            warn_of_length(cfg, of_weights["T"])
+        return train(cfg, stored, encoding, load_weights)
 
 
-def train(cfg, given, load_weights):
-    """`main`, in a run directory that is this run's alone. load_weights: of `open_weights`, for --init_from."""
+def train(cfg, stored, encoding, load_weights):
+    """`main`, settled, in a run directory that is this run's alone. stored: its config.json so far. load_weights: of
+    `open_weights`, for --init_from."""
     began = time.time()
 
     # --- Data
-    shards = manifests(cfg, cfg.data.train_folder_name, cfg.data.val_folder_name)
-    if load_weights and not settings.run_config(cfg.run.folder):
-        where = f"--init_from {cfg.run.init_from}"
-        weights.check_tokenizer(where, cfg.run.init_from, shards, cfg.data.tokenizer)
-    cfg = settings.follow_shards(cfg, given, shards)
     corpus = Mixture(cfg, cfg.data.train_folder_name)
     val_corpus = Mixture(cfg, cfg.data.val_folder_name, optional=True)
-    encoding = corpus.encoding()
-    val_corpus.check_encoding(encoding)
+    for part in (corpus, val_corpus):
+        part.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
     check_agreement(cfg, data)
-
-    # --- Configuration: fitted to the data and to the run that is resumed, and fixed from here on
-    cfg = settings.settle(cfg, given, jax.device_count(), None, data, encoding)
+    settings.check_data(cfg, stored, data)
     per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
     corpus.begin_phases(cfg.run.training_steps * per_step)
 
@@ -247,15 +248,6 @@ def on_main_process(work):
     except UserError as e:
         error = e
     together(error)
-
-
-def keep_dtype(cfg, given):
-    """`cfg` with the --model_dtype of the run that it goes on with, whatever devices it had, or else with one for those
-    at hand."""
-    stored = settings.run_config(cfg.run.folder).get("model_dtype")
-    if stored and "model_dtype" not in given:
-        cfg, given = utils.replace(cfg, model_dtype=stored), {*given, "model_dtype"}
-    return settings.choose_dtype(cfg, given, chips.chip_of(jax.devices()[0].device_kind))
 
 
 def warn_of_length(cfg, T):
@@ -408,19 +400,19 @@ def tell_end(cfg, checkpoints, step, signalled, seconds):
 # --- The program --------------------------------------------------------------------------------------------------
 
 
-def run(cfg, given):
+def run(flags):
     """`main`, together with the other processes of the run; returns its exit status."""
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.NOTHING_LOST))
-    join_processes(cfg)
+    join_processes(flags.cfg)
     try:
-        status = main(cfg, given)
+        status = main(flags)
     except BaseException as e:
         if jax.process_count() == 1:
             raise
         end_at_once(e)
     if uploading():
         jax.distributed.shutdown()
-        runs = os.path.join(cfg.run.folder, "wandb", "run-*")
+        runs = os.path.join(flags.cfg.run.folder, "wandb", "run-*")
         words = f"warning: --wandb: the upload takes too long; wandb sync {runs} goes on with it"
         interrupts.end(status, words)
     return status
@@ -445,4 +437,4 @@ def end_at_once(error):
 
 
 if __name__ == "__main__":
-    sys.exit(utils.one_sentence(lambda: run(*cfg_given)))
+    sys.exit(utils.one_sentence(lambda: run(flags)))

@@ -264,7 +264,8 @@ def train(shards, xla_cache, tmp_path):
         }
         # not through the command line: its parser compiles source, which Python 3.11 cannot do beside other threads
         flags = {n: str(v) if isinstance(v, Path) else v for n, v in flags.items() if v is not None}
-        return main.main(utils.replace(presets.preset("tiny"), **flags), set(flags))
+        cfg = utils.replace(presets.preset("tiny"), **flags)
+        return main.main(settings.Flags(cfg, frozenset(flags)))
 
     return train
 

@@ -198,7 +198,7 @@ def test_the_points_of_a_curve_are_valid_and_vary_one_thing(name):
         at = words.index("--plan")
         _, machine = words.pop(at), words.pop(at)
         chips = math.prod(map(int, machine.removeprefix("v4:").split("x")))
-        cfg = settings.validate(command_line.parse(words)[0], chips)
+        cfg = settings.settle(command_line.parse(words), chips)
         d, m = cfg.data, cfg.model
         assert x == dict(blocks=m.blocks, chips=chips, T=m.T)[name]
         seen.append((d.train_batch_size * m.T, cfg.run.n_device_axis[1:], cfg.run.pp_interleave))

@@ -29,8 +29,9 @@ def follow(trunk, **flags):
     cannot do beside other threads.)"""
     cfg = utils.replace(presets.preset("moe1b"), branch_from=str(trunk), **flags)
     given = {"branch_from", *flags}
-    branches.check_flags(cfg, given)
-    return branches.follow_trunk(cfg, given)
+    flags = settings.Flags(cfg, given)
+    branches.check_flags(flags)
+    return branches.follow_trunk(flags)
 
 
 def losses_of(run):
@@ -61,15 +62,15 @@ def test_branches_are_the_whole_runs_to_the_bit_and_the_trunk_stays_as_it_was(tr
     check(runs / "trunk-3-2", whole(5, 2), 3, 5)
 
     # another length, and a decay that begins after the checkpoint
-    assert main.main(*follow(trunk, branch_step=3, decay_steps=4, end_steps=8)) == 0
+    assert main.main(follow(trunk, branch_step=3, decay_steps=4, end_steps=8)) == 0
     check(runs / "trunk-3-4", whole(8, 4), 3, 8)
 
     # another checkpoint, stopped and resumed after the trunk has gone
     same = dict(branch_step=6, decay_steps=3, name="parts")
-    assert main.main(*follow(trunk, **same, training_steps=7)) == 0
+    assert main.main(follow(trunk, **same, training_steps=7)) == 0
     assert contents(trunk) == before
     trunk.rename(moved)
-    assert main.main(*follow(trunk, **same)) == 0
+    assert main.main(follow(trunk, **same)) == 0
     check(runs / "parts", whole(9, 3), 6, 9)
     moved.rename(trunk)
     config = json.loads((runs / "parts" / "config.json").read_text())
@@ -77,14 +78,14 @@ def test_branches_are_the_whole_runs_to_the_bit_and_the_trunk_stays_as_it_was(tr
 
     # another mesh
     mesh = dict(n_device_axis=(4, 1, 2), n_devices=8, microbatches=1)
-    assert main.main(*follow(trunk, branch_step=6, decay_steps=3, **mesh)) == 0
+    assert main.main(follow(trunk, branch_step=6, decay_steps=3, **mesh)) == 0
     assert losses_of(runs / "trunk-6-3") == pytest.approx(losses_of(runs / "parts"), abs=1e-4)
     assert contents(trunk) == before
 
     # a damaged checkpoint: a sentence, and no file is left behind
     damage(trunk / "checkpoints" / "3", "flipped")
     with pytest.raises(utils.UserError, match="checkpoint 3 is damaged .*; take one of another"):
-        main.main(*follow(trunk, branch_step=3, decay_steps=1))
+        main.main(follow(trunk, branch_step=3, decay_steps=1))
     assert not contents(runs / "trunk-3-1")
 
 
@@ -113,7 +114,7 @@ def test_a_branch_follows_its_trunk_in_all_that_was_not_given(made, tmp_path):
     assert (o.warmup_steps, o.decay_steps, o.end_steps, r.training_steps) == (10, 50, 250, 250)
     assert (r.eval_every, r.keep_every, cfg.model.blocks) == (9, 50, 4)
     assert (r.name, r.output_dir, r.branch_from) == ("trunk-200-50", str(tmp_path), folder)
-    assert settings.follow(cfg, given) == cfg
+    assert settings.follow(settings.Flags(cfg, given)).cfg == cfg
     later, _ = follow(folder, branch_step=200, end_steps=300, name="b", output_dir="elsewhere")
     assert (later.optimizer.decay_steps, later.run.folder) == (100, "elsewhere/b")
     later, _ = follow(folder, branch_step=200, end_steps=400, decay_steps=50)
@@ -181,7 +182,7 @@ def test_what_is_no_trunk_is_a_sentence(made, tmp_path):
             follow(folder, branch_step=100, decay_steps=5)
     cfg, given = follow(made(), branch_step=100, decay_steps=5)
     with pytest.raises(utils.UserError, match="--branch_from .*: the trunk saw other data"):
-        settings.resume(cfg, given, "y")
+        settings.check_data(cfg, {}, "y")
 
 
 @pytest.mark.parametrize(

@@ -68,25 +68,19 @@ def test_an_unknown_device_says_so(monkeypatch, capsys, kind, said):
 )
 def test_the_dtype_of_a_chip(capsys, chip, given, dtype, said):
     cfg = presets.preset("gpt2-124m")
-    cfg = settings.choose_dtype(cfg, set(given), chips.CHIPS.get(chip))
+    cfg = settings.follow_dtype(settings.Flags(cfg, {*given}), {}, chips.CHIPS.get(chip)).cfg
     out = capsys.readouterr().out
     assert cfg.model.model_dtype == dtype and said in out and bool(said) == bool(out)
 
 
-def test_a_run_keeps_its_dtype_on_another_chip(monkeypatch, tmp_path):
+@pytest.mark.parametrize("first, dtype", [("T4", "float32"), ("L4", "bfloat16")])
+def test_a_run_keeps_its_dtype_on_another_chip(first, dtype):
     """Begun where there is no bfloat16, it goes on in float32 elsewhere, and the other way round."""
-    cfg = utils.replace(presets.preset("gpt2-124m"), output_dir=str(tmp_path))
-    begun = {}
-    for now in ("T4", "L4", "T4"):
-        for first in ("T4", "L4"):
-            monkeypatch.setattr(chips, "chip_of", lambda kind, now=now: chips.CHIPS[now])
-            own = utils.replace(cfg, name=f"on-{first}")
-            if first in begun or first == now:
-                dtype = main.keep_dtype(own, set()).model.model_dtype
-                assert dtype == begun.setdefault(first, dtype)
-                flags = utils.flatten(own) | dict(model_dtype=dtype)
-                utils.write_file(os.path.join(own.run.folder, "config.json"), json.dumps(flags))
-    assert begun == dict(T4="float32", L4="bfloat16")
+    flags, stored = settings.Flags(presets.preset("gpt2-124m"), frozenset()), {}
+    for chip in (first, "T4", "L4", "T4"):
+        cfg = settings.follow_dtype(flags, stored, chips.CHIPS[chip]).cfg
+        assert cfg.model.model_dtype == dtype
+        stored = utils.flatten(cfg)
 
 
 # --- Plans --------------------------------------------------------------------------------------------------------
@@ -96,7 +90,7 @@ def planned(machine, path, **flags):
     """The plan by formulas as an object."""
     words = flags_of(preset="gpt2-124m", train_batch_size=8, val_batch_size=8, microbatches=8)
     words += flags_of(plan=machine, plan_json=path, by_formulas=True, **flags)
-    assert plan.main(*command_line.parse(words)) == 0
+    assert plan.main(command_line.parse(words)) == 0
     return json.loads(path.read_text())
 
 
@@ -148,8 +142,8 @@ def test_a_preset_trains_within_a_week(tmp_path, row):
     name, preset, flags, memory, utilization, hours = row
     path, machine = tmp_path / "plan.json", plan.parse_machine(name)
     words = ["--preset", preset, "--plan", name, "--by_formulas", "--plan_json", str(path)]
-    cfg, given = command_line.parse([*words, *flags.split()])
-    plan.main(cfg, given)
+    given = command_line.parse([*words, *flags.split()])
+    plan.main(given)
     a = json.loads(path.read_text())
     total, limit = a["memory"]["total"], a["memory"]["limit"]
     assert memory == f"{total / 2**30:.1f} of {limit / 2**30:.1f} GiB"
@@ -160,5 +154,5 @@ def test_a_preset_trains_within_a_week(tmp_path, row):
     seconds = 20 * parameters / a["tokens_per_second"] * max(1, reached / BELIEVED)
     assert (utilization, hours) == (f"{reached:.0%}", f"{seconds / 3600:.0f}")
     assert seconds / 3600 < WEEK
-    trained = cfg.run.training_steps * a["tokens"]
+    trained = given.cfg.run.training_steps * a["tokens"]
     assert 20 < trained / parameters < 20.2

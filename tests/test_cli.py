@@ -178,7 +178,7 @@ def test_the_flags_that_users_know_are_there():
 def test_the_documented_command_is_accepted():
     words = "--eval_every=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb"
     words += " --eval_steps 10"
-    cfg = settings.validate(command_line.parse(words.split())[0], 32)
+    cfg = settings.settle(command_line.parse(words.split()), 32)
     m, o, r = cfg.model, cfg.optimizer, cfg.run
     assert (r.eval_every, r.save_steps, r.n_device_axis, r.n_devices, r.name) == (
         75,
@@ -236,12 +236,12 @@ def test_a_file_of_flags_is_between_the_preset_and_what_is_given(tmp_path):
     assert {"blocks", "experts_per_token", "train_batch_size"} < given
 
     words = "--preset tiny --T 64 --n_devices 8 --n_device_axis 2 2 2 --max_lr 0.003 --wandb"
-    first = settings.validate(command_line.parse(words.split())[0], 8)
+    first = settings.settle(command_line.parse(words.split()), 8)
     path.write_text(json.dumps(utils.flatten(first) | {"data_fingerprint": "x", "encoding": None}))
-    again = settings.validate(command_line.parse(["--config", str(path)])[0], 8)
+    again = settings.settle(command_line.parse(["--config", str(path)]), 8)
     assert utils.replace(again, config="") == first
-    moved = command_line.parse(["--config", str(path), "--n_device_axis", "1", "1", "1"])[0]
-    assert settings.validate(moved, 1).run.n_devices == 1
+    moved = command_line.parse(["--config", str(path), "--n_device_axis", "1", "1", "1"])
+    assert settings.settle(moved, 1).run.n_devices == 1
 
 
 @pytest.mark.parametrize(
@@ -352,8 +352,7 @@ def test_a_mistake_gets_a_sentence(words):
         *words.split(),
     ]
     with pytest.raises(utils.UserError) as e:
-        cfg, _ = command_line.parse(argv)
-        settings.validate(cfg, 8)
+        settings.settle(command_line.parse(argv), 8)
     said = str(e.value)
     assert all(part in said for part in BAD[words]), said
     assert "\n" not in said and said.endswith(".")
@@ -367,7 +366,7 @@ def test_a_flag_that_no_layer_uses_is_refused(flag):
     argv = ["--preset", "gpt2-tiny", "--n_devices", "1", f"--{flag}", "0.2"]
     with pytest.raises(utils.UserError, match=f"^--{flag} 0.2: --architecture gpt2 has no such"):
         command_line.check(argv, elsewhere=False)
-    cfg, _ = command_line.parse("--preset tiny --architecture gpt2".split())
+    cfg, _ = settings.follow(command_line.parse("--preset tiny --architecture gpt2".split()))
     assert getattr(cfg.optimizer, flag) == getattr(utils.Optimizer, flag)  # not that of tiny
 
 
@@ -630,9 +629,9 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     devices = int(np.prod([int(n) for n in words.split()[1:4]])) if "axis" in words else 1
     if changed is None:
         with pytest.raises(utils.UserError, match="such as|cannot go|less than|at most"):
-            settings.validate(command_line.parse(argv)[0], devices)
+            settings.settle(command_line.parse(argv), devices)
         return
-    cfg, given = command_line.parse(argv)
+    cfg, given = settings.follow(command_line.parse(argv))
     before = utils.flatten(presets.preset("tiny"))
     names = {"train": "train_batch_size", "val": "val_batch_size", "micro": "microbatches"}
     read = {
@@ -642,7 +641,7 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     }
     assert read == {names.get(name, name): value for name, value in changed.items()}
     settings.validate(cfg, devices)
-    assert settings.follow(cfg, given) == cfg
+    assert settings.follow(settings.Flags(cfg, given)).cfg == cfg
 
 
 # Sensible values of flags where `another` gives none: what alone makes sense in presets of every size.
@@ -690,9 +689,11 @@ def test_every_flag_alone_works_with_all_defaults(name, tmp_path, monkeypatch):
             cfg = presets.preset(value) if name == "preset" else default
             cfg = utils.replace(cfg, **{name: value})
             n_devices = int(np.prod(value)) if name == "n_device_axis" else cfg.run.n_devices or 1
-            settle = functools.partial(settings.settle, given={name}, n_devices=n_devices)
-            final = settle(settle(cfg), fingerprint="x", encoding=encoding)
-            assert settle(final, fingerprint="x", encoding=encoding) == final
+            settle = functools.partial(
+                settings.settle, n_devices=n_devices, stored={}, encoding=encoding
+            )
+            final = settle(settings.Flags(cfg, {name}))
+            assert settle(settings.Flags(final, {name})) == final
             prompt = settings.prompt_ids(final, encoding)
             assert len(prompt) + final.sample.max_tokens <= final.model.T
 
@@ -702,7 +703,7 @@ def test_samples_fit_in_short_sequences_unless_their_length_was_given():
 
     def fitted(T, *given, **flags):
         cfg = utils.replace(presets.preset("tiny"), T=T, **flags)
-        cfg = settings.fit_samples(cfg, set(given), encoding)
+        cfg = settings.fit_samples(settings.Flags(cfg, {*given}), encoding)
         ids = settings.prompt_ids(cfg, encoding)
         return cfg.sample.max_tokens, None if ids is None else ids.tolist()
 

@@ -1017,7 +1017,7 @@ faults = json.loads(sys.argv.pop(1))
 sys.path.insert(0, ROOT)
 import utils
 from training import command_line, platforms
-given = command_line.parse(sys.argv[1:])
+flags = command_line.parse(sys.argv[1:])
 platforms.set_xla_flags(2, 2)
 import jax
 import jax.numpy as jnp
@@ -1050,7 +1050,7 @@ def counted(watchdog, phase, step):
 
 main.put_batch, processes.Watchdog.begin = slow, counted
 jax.monitoring.register_event_listener(count)
-status = utils.one_sentence(lambda: main.run(*given))
+status = utils.one_sentence(lambda: main.run(flags))
 open(faults["launched"] + ".cache", "w").write(json.dumps([*asked.values()]))
 sys.exit(status)
 """

@@ -40,8 +40,8 @@ def fail(cfg, machine):
 
 def plan_of_tiny(**flags):
     """Make the plan of tiny on four GPUs."""
-    cfg, given = command_line.parse(flags_of(preset="tiny", plan="gpu:4xH200", **flags))
-    plan.main(cfg, given)
+    flags_given = command_line.parse(flags_of(preset="tiny", plan="gpu:4xH200", **flags))
+    plan.main(flags_given)
 
 
 def test_formulas_answer_where_the_compiler_fails(monkeypatch, capsys):

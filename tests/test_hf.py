@@ -80,7 +80,7 @@ def trained(flags, shards, xla_cache, folder):
         compilation_cache=str(xla_cache),
         **flags,
     )
-    assert main.main(cfg, set()) == 0
+    assert main.main(settings.Flags(cfg, frozenset())) == 0
     hf.export(str(folder / "run"), str(folder / "exported"))
     return flags, folder / "run", folder / "exported"
 

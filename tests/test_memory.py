@@ -18,7 +18,7 @@ sys.path.insert(0, ROOT)
 import jax
 import utils
 from training import command_line
-given = command_line.parse(sys.argv[1:])
+flags = command_line.parse(sys.argv[1:])
 import main
 from tools.planning import plan
 compile_train_step = main.compile_train_step
@@ -35,7 +35,7 @@ def limited(*args):
     return step
 main.compile_train_step = limited
 plan.memory_limit = lambda: limit
-sys.exit(utils.one_sentence(lambda: main.run(*given)))
+sys.exit(utils.one_sentence(lambda: main.run(flags)))
 """
 
 

@@ -556,9 +556,9 @@ TINY = ["--preset", "tiny"]
 
 def planned(*words, **flags):
     """JSON of a plan made in this process, whose printed lines are not looked at."""
-    cfg, given = command_line.parse([*TINY, *map(str, words), *flags_of(**flags)])
-    plan.main(cfg, given)
-    with open(cfg.plan.plan_json) as f:
+    flags_given = command_line.parse([*TINY, *map(str, words), *flags_of(**flags)])
+    plan.main(flags_given)
+    with open(flags_given.cfg.plan.plan_json) as f:
         return json.load(f)
 
 
@@ -626,8 +626,8 @@ def test_what_does_not_fit_says_what_would(capsys):
     flags = dict(
         preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, microbatches=4, val_batch_size=4
     )
-    cfg, given = command_line.parse(["--by_formulas", *flags_of(**flags)])
-    plan.main(cfg, given)
+    flags_given = command_line.parse(["--by_formulas", *flags_of(**flags)])
+    plan.main(flags_given)
     assert (
         "does not fit: it needs" in (said := capsys.readouterr().out)
         and "--" in said.split("next")[1]
@@ -730,14 +730,14 @@ def test_a_plan_of_the_largest_values_ends(flags, tmp_path):
 
 
 def test_a_search_of_too_many_configurations_is_refused():
-    cfg, given = command_line.parse(
+    flags_given = command_line.parse(
         [
             *TINY,
             *flags_of(T=4, blocks=65536, train_batch_size=65536, plan="gpu:4096xH200", search=True),
         ]
     )
     with pytest.raises(utils.UserError, match="--search: there are more than 50,000"):
-        plan.main(cfg, given)
+        plan.main(flags_given)
 
 
 @pytest.mark.parametrize("n", [1, 2, 36, 97, 2**20, 720_720])
@@ -803,8 +803,8 @@ def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
     words = flags_of(
         plan="v5e:2x2", n_device_axis=(4, 1, 1), remat="none", train_batch_size=64, microbatches=1
     )
-    cfg, given = command_line.parse(words)
-    plan.main(cfg, given)
+    flags_given = command_line.parse(words)
+    plan.main(flags_given)
     assert "does not fit: it needs" in capsys.readouterr().out
 
 

@@ -291,7 +291,7 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, giv
     """Where no flag, no weights and no run does."""
     cfg = utils.replace(presets.preset(preset), **given, output_dir=str(tmp_path))
     made = {} if size is None else dict(vocab_size=size)
-    found = settings.follow_shards(cfg, set(given), [("a", "a/train", made)])
+    found = settings.follow_shards(settings.Flags(cfg, {*given}), {}, [("a", "a/train", made)]).cfg
     assert found == utils.replace(cfg, vocab_size=wanted)
     assert ("--vocab_size is" in capsys.readouterr().out) == (found != cfg)
 
@@ -299,11 +299,10 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, giv
 def test_a_vocabulary_that_is_padded_and_that_of_a_run_stay(tmp_path, capsys):
     shards = [("a", "a/train", dict(vocab_size=50257))]
     cfg = utils.replace(presets.preset("gpt2-124m"), vocab_size=50304, output_dir=str(tmp_path))
-    assert settings.follow_shards(cfg, set(), shards) == cfg
-    (tmp_path / "gpt2-124m").mkdir()
+    assert settings.follow_shards(settings.Flags(cfg, {*()}), {}, shards).cfg == cfg
     stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
-    (tmp_path / "gpt2-124m/config.json").write_text(json.dumps(stored))
-    assert settings.follow_shards(cfg, set(), shards).model.vocab_size == 60000
+    kept = settings.follow_shards(settings.Flags(cfg, {*()}), settings.as_json(stored), shards)
+    assert kept.cfg.model.vocab_size == 60000
     assert not capsys.readouterr().out
 
 
@@ -375,6 +374,5 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     begin = flags | dict(training_steps=1, output_dir=tmp_path / "runs")
     assert train(**begin, name="weights", init_from=f"{runs}/run") == 0
     words = ["--branch_from", f"{runs}/run", "--branch_step", "4", "--decay_steps", "1"]
-    cfg, given = command_line.parse([*words, "--output_dir", str(tmp_path / "runs")])
-    assert main.main(cfg, given) == 0
+    assert main.main(command_line.parse([*words, "--output_dir", str(tmp_path / "runs")])) == 0
     assert "warning" not in capsys.readouterr().out

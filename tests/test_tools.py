@@ -23,7 +23,7 @@ from data import tokenization
 from dataset import Corpus
 from tools import common, evaluate, hf, sample
 from tools.scores import mean
-from training import checkpointing, decoding, steps, weights
+from training import checkpointing, decoding, settings, steps, weights
 from training.optimizer import make_optimizer
 
 MESH = dict(n_device_axis=(2, 2, 2), n_devices=8)
@@ -406,7 +406,8 @@ def test_weights_are_refused_shards_of_another_tokenizer(tmp_path, capsys):
             compilation_cache="",
         )
         with pytest.raises(utils.UserError, match="--init_from .*: the shards .*another tokenizer"):
-            main.main(cfg, {"init_from", "bucket_name", "output_dir", "n_devices"})
+            given = {"init_from", "bucket_name", "output_dir", "n_devices"}
+            main.main(settings.Flags(cfg, frozenset(given)))
 
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------

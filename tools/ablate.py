@@ -80,12 +80,12 @@ def parse_variation(text, flags):
     except ValueError:
         raise UserError(f"--variation {name}: a quotation mark lacks its second in{own}.") from None
     try:
-        cfg, given = command_line.check(words, True)
+        flags = settings.follow(command_line.check(words, True))
     except UserError as e:
         raise UserError(f"--variation {name}: {e}") from None
-    for flag in OWN.keys() & given:
+    for flag in OWN.keys() & flags.given:
         raise UserError(f"--{flag}: each run here gets one of its own; {OWN[flag]}.")
-    return Variation(name, words, cfg)
+    return Variation(name, words, flags.cfg)
 
 
 def check_comparable(variations):

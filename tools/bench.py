@@ -50,7 +50,7 @@ def peak_rss():
     )
 
 
-def prepare(cfg, given):
+def prepare(cfg):
     """Compile main.py's train step: ({name: value} about it, `run(steps)` that returns when the devices have done them,
     `peak()` in bytes). Raises UserError."""
     platforms.set_xla_flags(cfg.run.n_devices)  # before jax is imported
@@ -59,8 +59,6 @@ def prepare(cfg, given):
     from training import steps
     from training.optimizer import make_optimizer
 
-    if "compilation_cache" not in given:  # what is measured is compiling, not reading
-        cfg = utils.replace(cfg, compilation_cache="")
     steps.configure_jax(cfg)
     cfg = settings.validate(cfg, jax.device_count())
     mesh = steps.make_mesh(cfg)
@@ -332,18 +330,19 @@ def configurations_of(own, variant, line):
     for word in line:
         if re.match("--(plan|search)", word):
             raise UserError(f"{word}: here steps are run, not planned; give the flag to main.py.")
-    cfg, given = command_line.parse(line)
-    name = variant or cfg.run.preset
+    # what is measured is compiling, not reading
+    flags = settings.follow(command_line.parse(line).follow(compilation_cache=""))
+    name, cfg = variant or flags.cfg.run.preset, flags.cfg
     # the validation batch is no part of the step: any that fits will do
     cfg = utils.replace(cfg, val_batch_size=cfg.data.microbatches)
     if not own.compare:
-        return [Configuration(name, (prepare, cfg, given))]
+        return [Configuration(name, (prepare, cfg))]
     cfg = comparable(cfg)
     import model  # and with it jax, which otherwise only the configurations' processes need
 
     flops = model.flops_per_token(cfg)
     return [
-        Configuration(name, (prepare, cfg, given)),
+        Configuration(name, (prepare, cfg)),
         Configuration(f"{name}, torch", (prepare_torch, cfg, flops, own.torch_compile)),
     ]
 

@@ -29,9 +29,9 @@ OWN = {
 }
 
 
-def check_flags(cfg, given):
+def check_flags(flags):
     """Raises UserError where the flags of a branch do not fit together."""
-    r, o = cfg.run, cfg.optimizer
+    given, r, o = flags.given, flags.cfg.run, flags.cfg.optimizer
     if not r.branch_from:
         if "branch_step" in given:
             raise UserError(
@@ -51,7 +51,7 @@ def check_flags(cfg, given):
         )
     if "decay_steps" in given and not o.decay_steps:
         raise UserError("--decay_steps 0: a branch must decay; give at least 1.")
-    decay, end = decay_of(cfg, given)
+    decay, end = decay_of(flags)
     if end <= r.branch_step:
         raise UserError(f"--end_steps {end}: must be above --branch_step {r.branch_step}.")
     if end - decay < r.branch_step:
@@ -61,9 +61,9 @@ def check_flags(cfg, given):
         )
 
 
-def decay_of(cfg, given):
+def decay_of(flags):
     """(decay_steps, end_steps) of a branch, of which one may not have been given: the decay begins at branch_step."""
-    o, step = cfg.optimizer, cfg.run.branch_step
+    given, o, step = flags.given, flags.cfg.optimizer, flags.cfg.run.branch_step
     if "decay_steps" not in given:
         return o.end_steps - step, o.end_steps
     if "end_steps" not in given:
@@ -71,16 +71,15 @@ def decay_of(cfg, given):
     return o.decay_steps, o.end_steps
 
 
-def follow_trunk(cfg, given):
-    """(`cfg`, `given`) of a branch. Flags that were not given are those of its trunk, or of the branch itself once it
-    has a config.json; those that may follow nothing else from here on are told as given. Without --branch_from, what
-    came in.
+def follow_trunk(flags):
+    """`flags` of a branch. Those that were not given are those of its trunk, or of the branch itself once it has a
+    config.json; those that may follow nothing else from here on count as given. Without --branch_from, what came in.
 
     Raises UserError where there is no such checkpoint, or it is of no trunk, or a flag was given that may not differ.
     """
-    if not cfg.run.branch_from:
-        return cfg, given
-    cfg = name_branch(cfg, given)
+    if not flags.cfg.run.branch_from:
+        return flags
+    cfg, given = flags = name_branch(flags)
     own = settings.run_config(cfg.run.folder)
     stored = own or open_trunk(cfg.run.branch_from, cfg.run.branch_step)
     fixed = utils.FIELDS.keys() - utils.flags_with("free_on_resume") | SCHEDULE
@@ -101,20 +100,22 @@ def follow_trunk(cfg, given):
         left_out |= {"n_devices", "pp_interleave"}  # they follow the mesh
     followed = settings.without(left_out, {flag: stored[flag] for flag in now if flag in stored})
     followed = {flag: tuple(v) if isinstance(v, list) else v for flag, v in followed.items()}
-    return replace(cfg, **followed), given | SCHEDULE | {"training_steps"}
+    return flags._replace(cfg=replace(cfg, **followed), given=given | SCHEDULE | {"training_steps"})
 
 
-def name_branch(cfg, given):
-    """`cfg` of a branch with its name and place, beside its trunk, and its decay, where they were not given."""
+def name_branch(flags):
+    """`flags` of a branch with its name and place, beside its trunk, and its decay, where they were not given."""
+    cfg = flags.cfg
     trunk = cfg.run.branch_from.rstrip("/")
-    decay, end = decay_of(cfg, given)
+    decay, end = decay_of(flags)
     chosen = dict(
         name=f"{os.path.basename(trunk)}-{cfg.run.branch_step}-{decay}",
         output_dir=os.path.dirname(trunk) or ".",
         training_steps=end,
     )
     own = dict(branch_from=trunk, decay_steps=decay, end_steps=end)
-    return replace(cfg, **settings.without(given, chosen), **own)
+    flags = flags.follow(**chosen)
+    return flags._replace(cfg=replace(flags.cfg, **own))
 
 
 def check_own(cfg, own):

@@ -8,7 +8,7 @@ import utils
 from data.tokenization import load_tokenizer
 from presets import PRESETS, preset
 from training import branches
-from training.settings import check_run, follow, validate
+from training.settings import Flags, check_run, settle
 from utils import (
     RENAMED,
     Config,
@@ -25,7 +25,7 @@ from utils import (
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
-    """Command line -> (Config, set of the flags that were given, on it or in --config).
+    """Command line -> `settings.Flags`: which were given, on it or in --config, and what they and the preset say.
 
     load: name -> the tokenizer, or None where it is not to be had. elsewhere: main.py will run on another machine, so
     the trunk in --branch_from is not looked at. Raises UserError for anything that does not parse;
@@ -33,18 +33,15 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     """
     default = utils.flatten(preset(preset_name(argv))) | vars(Plan())
     words = Words(Config, argv, "main.py", default).given
-    flags = flags_of_file(words, elsewhere) | words
-    cfg, given = replace(preset(flags.get("preset", Run.preset)), **flags), {*flags}
+    given = flags_of_file(words, elsewhere) | words
+    cfg = replace(preset(given.get("preset", Run.preset)), **given)
     check_bounds(cfg)
-    cfg = follow_tokenizer(cfg, given, load)
-    branches.check_flags(cfg, given)
-    if not elsewhere:
-        cfg, given = branches.follow_trunk(cfg, given)
-    cfg = follow(cfg, given)
     of_plan = [flag for flag, value in vars(cfg.plan).items() if value]
     if of_plan and not cfg.plan.plan:
         raise UserError(f"--{of_plan[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
-    return cfg, given
+    flags = follow_tokenizer(Flags(cfg, frozenset(given)), load)
+    branches.check_flags(flags)
+    return flags if elsewhere else branches.follow_trunk(flags)
 
 
 def preset_name(argv):
@@ -91,26 +88,27 @@ def flags_of_file(given, elsewhere):
     return flags
 
 
-def follow_tokenizer(cfg, given, load):
-    """`cfg` with the vocabulary of --tokenizer, if that was given alone. Raises UserError where a given one is too
+def follow_tokenizer(flags, load):
+    """`flags` with the vocabulary of --tokenizer, if that was given alone. Raises UserError where a given one is too
     small."""
+    cfg = flags.cfg
     encoding = load(cfg.data.tokenizer) if cfg.data.tokenizer else None
     if encoding is None:
-        return cfg
-    if "vocab_size" not in given:
-        return replace(cfg, vocab_size=encoding.n_vocab)
+        return flags
+    if "vocab_size" not in flags.given:
+        return flags.follow(vocab_size=encoding.n_vocab)
     if cfg.model.vocab_size < encoding.n_vocab:
         raise UserError(
             f"--vocab_size {cfg.model.vocab_size}: --tokenizer {cfg.data.tokenizer} has {encoding.n_vocab} "
             f"tokens; give at least that many, or leave the flag out."
         )
-    return cfg
+    return flags
 
 
-def check_processes(cfg, given):
+def check_processes(flags):
     """Check the flags of multi-host training against each other; returns the number of processes if they tell it or
     Slurm does, else 1. Raises UserError."""
-    r = cfg.run
+    r = flags.cfg.run
     if not r.coordinator:
         if r.num_processes > 1 or r.process_id:
             flag = "num_processes" if r.num_processes > 1 else "process_id"
@@ -123,7 +121,7 @@ def check_processes(cfg, given):
             raise UserError(
                 f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476."
             )
-        missing = [flag for flag in ("num_processes", "process_id") if flag not in given]
+        missing = [flag for flag in ("num_processes", "process_id") if flag not in flags.given]
         if missing:
             raise UserError(
                 f"--coordinator {r.coordinator}: needs --{' and --'.join(missing)} beside it."
@@ -154,19 +152,20 @@ def check(argv, elsewhere):
         absent = elsewhere or os.path.isfile(coming) and not os.path.isfile(name)
         return None if absent else load_tokenizer(name)
 
-    cfg, given = parse(argv, load, elsewhere)
-    if cfg.plan.plan:
-        return cfg, given
+    flags = parse(argv, load, elsewhere)
+    r = flags.cfg.run
+    if flags.cfg.plan.plan:
+        return flags
     if not elsewhere:
-        check_processes(cfg, given)
-        check_run(cfg, given)
+        check_processes(flags)
+        check_run(flags)
     # the architecture is that of the weights, or of the trunk
-    if cfg.run.init_from or cfg.run.branch_from:
-        return cfg, given
-    dp, pp, tp = cfg.run.n_device_axis
+    if r.init_from or r.branch_from:
+        return flags
+    dp, pp, tp = r.n_device_axis
     # where nothing tells how many devices there are: so many that every number of experts fits
-    validate(cfg, cfg.run.n_devices or (dp or cfg.model.n_experts or 1) * pp * tp)
-    return cfg, given
+    settle(flags, r.n_devices or (dp or flags.cfg.model.n_experts or 1) * pp * tp)
+    return flags
 
 
 if __name__ == "__main__":

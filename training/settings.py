@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import re
-from typing import Literal, get_args, get_origin
+from typing import Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
 
@@ -19,57 +19,78 @@ MOST_PROFILED = 50  # steps; longer traces are too large for the programs that s
 # --- Settle -----------------------------------------------------------------------------------------------------
 
 
-def settle(cfg, given, n_devices, weights=None, fingerprint=None, encoding=None):
-    """The final configuration of a run.
+class Flags(NamedTuple):
+    """What a command line says: a configuration that is not settled yet, and which of its flags were given."""
 
-    cfg, given: flags and the set of those that were given, as `command_line.parse` returns them.
+    cfg: Config
+    given: frozenset
+
+    def follow(self, **flags):
+        """With these values of those flags that were not given."""
+        return self._replace(cfg=replace(self.cfg, **without(self.given, flags)))
+
+    def fix(self, **flags):
+        """With these values, as if they had been given."""
+        return Flags(replace(self.cfg, **flags), self.given | flags.keys())
+
+
+def settle(flags, n_devices, weights=None, stored=None, shards=(), encoding=None, chip=None):
+    """The final configuration, in which nothing is open. It is made here and nowhere else.
+
     n_devices: how many are present; what --n_devices and --n_device_axis leave open follows from it.
     weights: {flag: value} of the model in --init_from, as `weights.open_weights` returns it; None without that flag.
-    fingerprint, encoding: of the shards, and their tokenizer or None where none is known. Without a fingerprint only
-    what needs no data is settled (--plan, benchmarks). A run settles so before it opens its data, and once more with
-    them: then it is fitted to the run that it resumes, if there is one, and its samples to its tokens. What was
-    settled before stays as it was.
+    stored: `stored_config` of the run that it resumes, {} of a new one, None where none is meant (--plan, benchmarks).
+    shards: as `dataset.manifests` lists them. encoding: their tokenizer, None where none is known.
+    chip: chips.Chip of the devices, None where it is not known.
 
     Raises UserError naming the flag, its value and what would do.
     """
     if weights:
-        cfg = adopt(cfg, given, weights)
-    cfg = validate(follow(cfg, given), n_devices)
-    if fingerprint is None:
-        return cfg
-    cfg = resume(begin_documents(cfg, encoding), given, fingerprint)
-    cfg = follow(cfg, {*given, "train_batch_size", "val_batch_size"})
-    return fit_samples(validate(cfg, n_devices), given, encoding)
+        flags = adopt(flags, weights)
+    flags = follow_dtype(flags, stored or {}, chip)
+    flags = follow_shards(flags, stored or {}, shards)
+    flags = follow(flags)
+    flags = flags._replace(cfg=complete(flags.cfg, n_devices))
+    if stored is not None:
+        flags = resume(flags, stored)
+        flags = flags._replace(cfg=begin_documents(flags.cfg, encoding))
+    cfg = fit_samples(flags, encoding)
+    validate(cfg, n_devices)
+    if stored:
+        check_same(cfg, stored)
+    return cfg
 
 
-def choose_dtype(cfg, given, chip):
-    """`cfg` with float32 on a chips.Chip without products in bfloat16, unless --model_dtype was given. It says so.
-    chip: None where it is not known.
+def follow_dtype(flags, stored, chip):
+    """`flags` with the --model_dtype of the run that it resumes, whatever devices that had; of another with float32 on
+    a chips.Chip without products in bfloat16, unless it was given. It says so.
 
     float16 is no way out: without a scale of the loss its small gradients would be 0.
     """
-    if chip is None or chip.bfloat16 or cfg.model.model_dtype != "bfloat16":
-        return cfg
+    if "model_dtype" in stored:
+        return flags.follow(model_dtype=stored["model_dtype"])
+    if chip is None or chip.bfloat16 or flags.cfg.model.model_dtype != "bfloat16":
+        return flags
     without_it = f"{chip.name} does not multiply in bfloat16, XLA does so in float32"
-    if "model_dtype" in given:
+    if "model_dtype" in flags.given:
         say(f"{without_it}: bfloat16 saves memory here, no time")
-        return cfg
-    say(f"{without_it}: --model_dtype is float32 unless given")
-    return replace(cfg, model_dtype="float32")
+    else:
+        say(f"{without_it}: --model_dtype is float32 unless given")
+    return flags.follow(model_dtype="float32")
 
 
-def adopt(cfg, given, flags):
-    """`cfg` with the architecture {flag: value} of the weights in --init_from. Raises UserError where a flag was given
-    another value."""
-    flags = without(free_of_weights(flags["architecture"]), flags)
-    for name, value in flags.items():
-        if name in given and flatten(cfg)[name] != value:
+def adopt(flags, weights):
+    """`flags` with the architecture {flag: value} of the weights in --init_from. Raises UserError where a flag was
+    given another value."""
+    cfg, architecture = flags.cfg, weights["architecture"]
+    weights = without(free_of_weights(architecture), weights)
+    for name, value in weights.items():
+        if name in flags.given and flatten(cfg)[name] != value:
             raise UserError(
                 f"--{name} {flatten(cfg)[name]}: the weights in --init_from {cfg.run.init_from} have "
                 f"{value}; leave the flag out."
             )
-    no_choice = architectures.flags_without_choice(flags["architecture"])
-    return replace(cfg, **without(given, no_choice) | flags)
+    return flags.follow(**architectures.flags_without_choice(architecture) | weights)
 
 
 def free_of_weights(architecture):
@@ -78,21 +99,19 @@ def free_of_weights(architecture):
     return free - {"T"} if architectures.architecture(architecture).learns_positions else free
 
 
-def follow(cfg, given):
-    """`cfg`, where a default that would refuse what was `given` gives way to it; whatever fits stays as it is."""
-    if "architecture" in given:
-        no_choice = architectures.flags_without_choice(cfg.model.architecture)
-        cfg = replace(cfg, **without(given, no_choice))
-    changed = follow_experts(cfg.model)
-    changed |= follow_schedule(cfg, given)
-    changed = without(given, changed)
-    return replace(cfg, **changed, **follow_batches(cfg, given))
+def follow(flags):
+    """`flags`, where a default that would refuse what was given gives way to it; whatever fits stays as it is."""
+    if "architecture" in flags.given:
+        flags = flags.follow(**architectures.flags_without_choice(flags.cfg.model.architecture))
+    flags = flags.follow(**follow_experts(flags.cfg.model))
+    flags = flags.follow(**follow_schedule(flags))
+    return flags.follow(**follow_batches(flags))
 
 
-def follow_schedule(cfg, given):
+def follow_schedule(flags):
     """{flag: value} of a schedule that ends with the run, where training_steps was given alone, and of a warm-up and a
     decay that fit in it. Where those were given, it ends as late as they need, up to the default."""
-    o = cfg.optimizer
+    (cfg, given), o = flags, flags.cfg.optimizer
     end, decay = o.end_steps, o.decay_steps if o.schedule == "wsd" else 0
     if "training_steps" in given and "end_steps" not in given and ends(o):
         asked = {flag: getattr(o, flag) for flag in SCHEDULE & given}
@@ -111,22 +130,22 @@ def ends(o):
     return o.schedule != "wsd" or o.decay_steps > 0
 
 
-def follow_shards(cfg, given, shards):
-    """`cfg` with the vocabulary of the tokenizer that made `shards`, as `dataset.manifests` lists them, unless flags,
+def follow_shards(flags, stored, shards):
+    """`flags` with the vocabulary of the tokenizer that made `shards`, as `dataset.manifests` lists them, unless flags,
     weights or the run that it resumes say which. A preset's that is larger by padding alone stays. A change is
     printed."""
-    r, now = cfg.run, cfg.model.vocab_size
-    if given & {"vocab_size", "tokenizer"} or r.init_from or r.branch_from:
-        return cfg
-    if stored := stored_config(r.folder):
+    r, now = flags.cfg.run, flags.cfg.model.vocab_size
+    if flags.given & {"vocab_size", "tokenizer"} or r.init_from or r.branch_from:
+        return flags
+    if stored:
         check_stored(stored, r.folder, [])
-        return replace(cfg, vocab_size=stored.get("vocab_size", now))
+        return flags.follow(vocab_size=stored.get("vocab_size", now))
     for _, folder, manifest in shards:
         size = manifest.get("vocab_size", now)
         if not size <= now < PADDING * size:
             say(f"--vocab_size is {size} and not {now}, as the tokenizer of {folder} has it")
-            return replace(cfg, vocab_size=size)
-    return cfg
+            return flags.follow(vocab_size=size)
+    return flags
 
 
 def follow_experts(m):
@@ -141,13 +160,14 @@ def follow_experts(m):
     return changed
 
 
-def follow_batches(cfg, given):
+def follow_batches(flags):
     """{flag: value} of microbatches and batch sizes that fit those of them that were given, and pp."""
-    d = cfg.data
+    d = flags.cfg.data
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
-    micro = d.microbatches if "microbatches" in given else microbatches(cfg, given, sizes)
-    changed = {flag: -(-size // micro) * micro for flag, size in sizes.items()}
-    return without(given, changed | dict(microbatches=micro))
+    micro = d.microbatches if "microbatches" in flags.given else microbatches(flags, sizes)
+    return {flag: -(-size // micro) * micro for flag, size in sizes.items()} | dict(
+        microbatches=micro
+    )
 
 
 def without(some, flags):
@@ -155,12 +175,14 @@ def without(some, flags):
     return {flag: value for flag, value in flags.items() if flag not in some}
 
 
-def microbatches(cfg, given, sizes):
-    """The most microbatches, up to the default, that pp divides and that divide the `given` of the batch `sizes`, and
+def microbatches(flags, sizes):
+    """The most microbatches, up to the default, that pp divides and that divide the batch `sizes` that were given, and
     the others too if any do; where none do, as many as the default, rounded up to a multiple of pp."""
-    pp, default = max(1, cfg.run.n_device_axis[1]), cfg.data.microbatches
+    pp, default = max(1, flags.cfg.run.n_device_axis[1]), flags.cfg.data.microbatches
     fitting = [n for n in range(default, 0, -1) if n % pp == 0]
-    fitting = [n for n in fitting if not any(sizes[flag] % n for flag in sizes.keys() & given)]
+    fitting = [
+        n for n in fitting if not any(sizes[flag] % n for flag in sizes.keys() & flags.given)
+    ]
     fitting_all = [n for n in fitting if not any(size % n for size in sizes.values())]
     return next(iter(fitting_all or fitting), -(-default // pp) * pp)
 
@@ -181,9 +203,10 @@ def begin_documents(cfg, encoding):
 # --- Samples ------------------------------------------------------------------------------------------------------
 
 
-def fit_samples(cfg, given, encoding):
-    """`cfg` with --max_tokens cut, if it was not given, so that the prompt and a sample fit in --T. A prompt that was
-    not given gives way too (see `prompt_ids`). Raises UserError where what was given does not fit."""
+def fit_samples(flags, encoding):
+    """The configuration with --max_tokens cut, if it was not given, so that the prompt and a sample fit in --T. A
+    prompt that was not given gives way too (see `prompt_ids`). Raises UserError where what was given does not fit."""
+    cfg, given = flags
     if encoding is None or cfg.model.T < 2:
         return cfg
     T, tokens = cfg.model.T, cfg.sample.max_tokens
@@ -231,22 +254,30 @@ NEEDED_TO_RESUME = [
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 
 
-def resume(cfg, given, fingerprint):
-    """`cfg`, fitted to the run that --name resumes where there is one; fingerprint: of the shards.
+def resume(flags, stored):
+    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, or where that is
+    {} of the trunk of a branch.
 
     The global batch train_batch_size x dp x accumulation_steps must stay. Where dp or accumulation_steps changed and
-    the batch size was not given, it follows (val_batch_size x dp likewise). Raises UserError with what differs.
+    the batch size was not given, it follows (val_batch_size x dp likewise). Raises UserError where none does.
     """
-    stored = stored_config(cfg.run.folder)
-    if not stored:
-        return branch_off(cfg, given, fingerprint) if cfg.run.branch_from else cfg
-    if "data_fingerprint" not in stored:
+    r = flags.cfg.run
+    if stored and "data_fingerprint" not in stored:
         raise UserError(
-            f"--name {cfg.run.name}: this run holds weights alone; begin another from them with "
-            f"--init_from {cfg.run.folder}."
+            f"--name {r.name}: this run holds weights alone; begin another from them with --init_from {r.folder}."
         )
-    check_stored(stored, cfg.run.folder, NEEDED_TO_RESUME)
-    cfg = keep_global_batch(cfg, given, stored)
+    if stored:
+        check_stored(stored, r.folder, NEEDED_TO_RESUME)
+    elif r.branch_from:
+        stored = stored_config(r.branch_from)
+    else:
+        return flags
+    flags = keep_global_batch(flags, stored)
+    return flags.follow(**follow_batches(flags))
+
+
+def check_same(cfg, stored):
+    """Raises UserError where `cfg` would make another run than the one that `stored` describes."""
     now, fixed = as_json(flatten(cfg)), utils.FIELDS.keys() - flags_with("free_on_resume")
     differ = [n for n in now if n in fixed and n in stored and now[n] != stored[n]]
     if differ:
@@ -255,52 +286,52 @@ def resume(cfg, given, fingerprint):
             f"--name {cfg.run.name}: this run exists with another configuration ({fields}); give another "
             f"--name, or the values it had."
         )
-    if stored["data_fingerprint"] != fingerprint:
-        raise UserError(
-            f"--name {cfg.run.name}: this run exists and saw other data than now stands in --bucket_name "
-            f"{cfg.data.bucket_name} (it was {stored['bucket_name']}); give another --name or those "
-            f"shards."
+
+
+def check_data(cfg, stored, fingerprint):
+    """Raises UserError where the run that `stored` describes, or the trunk of a new branch, saw other shards than those
+    of this fingerprint."""
+    r, where, advice = cfg.run, f"--name {cfg.run.name}: this run exists and", "another --name or "
+    if not stored and r.branch_from:
+        stored, where, advice = (
+            stored_config(r.branch_from),
+            f"--branch_from {r.branch_from}: the trunk",
+            "",
         )
-    return cfg
-
-
-def branch_off(cfg, given, fingerprint):
-    """`cfg` of a new branch, with the global batch of its trunk; fingerprint: of the shards. Raises UserError where the
-    trunk saw others."""
-    r = cfg.run
-    trunk = stored_config(r.branch_from)
-    if trunk["data_fingerprint"] != fingerprint:
+    if stored and stored["data_fingerprint"] != fingerprint:
         raise UserError(
-            f"--branch_from {r.branch_from}: the trunk saw other data than now stands in --bucket_name "
-            f"{cfg.data.bucket_name} (it was {trunk['bucket_name']}); give those shards."
+            f"{where} saw other data than now stands in --bucket_name {cfg.data.bucket_name} (it was "
+            f"{stored['bucket_name']}); give {advice}those shards."
         )
-    return keep_global_batch(cfg, given, trunk)
 
 
-def keep_global_batch(cfg, given, stored):
-    """`cfg` with the batch sizes that keep the global batches of the run that `stored` describes. Raises UserError
+def keep_global_batch(flags, stored):
+    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes. Raises UserError
     where none do."""
-    dp, accumulation_steps = cfg.run.n_device_axis[0], cfg.run.accumulation_steps
+    r = flags.cfg.run
+    dp, accumulation_steps = r.n_device_axis[0], r.accumulation_steps
     old_dp, old_accumulation_steps = stored["n_device_axis"][0], stored["accumulation_steps"]
     parts = dict(train_batch_size=dp * accumulation_steps, val_batch_size=dp)
     old_parts = dict(train_batch_size=old_dp * old_accumulation_steps, val_batch_size=old_dp)
     for flag in parts:
         total = stored[flag] * old_parts[flag]
-        if flag not in given and total % parts[flag] == 0:
-            cfg = replace(cfg, **{flag: total // parts[flag]})
-        now = flatten(cfg)[flag]
+        if total % parts[flag] == 0:
+            flags = flags.follow(**{flag: total // parts[flag]})
+        now = flatten(flags.cfg)[flag]
         if now * parts[flag] != total:
             raise UserError(
-                f"--{flag} {now}: run {cfg.run.name} has a global batch of {total} sequences, but this "
+                f"--{flag} {now}: run {r.name} has a global batch of {total} sequences, but this "
                 f"would make it {now} x {parts[flag]} = {now * parts[flag]} (dp {dp}, accumulation_steps "
                 f"{accumulation_steps}); give another --name or a mesh and --accumulation_steps whose product "
                 f"divides it."
             )
-    return cfg
+        flags = flags.fix(**{flag: now})
+    return flags
 
 
-def check_run(cfg, given):
+def check_run(flags):
     """Raises UserError where a flag was given that the run in a local folder, if there is one, cannot go on with."""
+    cfg, given = flags
     stored = {} if utils.is_remote(cfg.run.folder) else run_config(cfg.run.folder)
     now = as_json(flatten(cfg))
     for flag in sorted(given & set(now) & set(stored) - flags_with("free_on_resume")):

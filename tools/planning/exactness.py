@@ -72,9 +72,9 @@ def configure(words):
     """(validated Config, `plan.Machine`) for flags of main.py. Raises UserError."""
     from tools.planning import plan
 
-    cfg, _ = command_line.parse(words)
-    machine = plan.parse_machine(cfg.plan.plan)
-    return settings.validate(utils.replace(cfg, n_devices=0), machine.n), machine
+    flags = command_line.parse(words)
+    machine = plan.parse_machine(flags.cfg.plan.plan)
+    return settings.settle(flags.fix(n_devices=0), machine.n), machine
 
 
 def compare(words):

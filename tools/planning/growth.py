@@ -68,9 +68,9 @@ def measure(argv):
     from tools.planning import plan
     from training import steps
 
-    cfg, _ = command_line.parse(argv)
-    machine = plan.parse_machine(cfg.plan.plan)
-    cfg = settings.validate(utils.replace(cfg, n_devices=0), machine.n)
+    flags = command_line.parse(argv)
+    machine = plan.parse_machine(flags.cfg.plan.plan)
+    cfg = settings.settle(flags.fix(n_devices=0), machine.n)
     steps.configure_jax(cfg)
     devices = plan.slice_devices(machine)
     compiled, refused = None, None

@@ -861,9 +861,9 @@ def compiled_answer(cfg, machine):
     return answer(cfg, machine, compiled), compiled and compiled.text
 
 
-def settle(cfg, given, machine):
+def settle(flags, machine):
     """The configuration that is planned for. Raises UserError."""
-    asked = cfg.plan
+    cfg, asked = flags.cfg, flags.cfg.plan
     if cfg.run.n_devices not in (0, machine.n):
         raise UserError(
             f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}; leave the flag out."
@@ -872,11 +872,10 @@ def settle(cfg, given, machine):
         utils.check_place(asked.plan_json, "--plan_json")
     if asked.plan_dump:
         utils.check_place(os.path.join(asked.plan_dump, "step.hlo"), "--plan_dump")
-    flags = weights.open_weights(cfg.run.init_from)[0] if cfg.run.init_from else None
+    of_weights = weights.open_weights(cfg.run.init_from)[0] if cfg.run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
-    cfg = utils.replace(cfg, n_devices=0, compilation_cache="")
-    cfg = settings.choose_dtype(cfg, given, machine.chip)
-    cfg = settings.settle(cfg, given, machine.n, flags)
+    flags = flags.fix(n_devices=0, compilation_cache="")
+    cfg = settings.settle(flags, machine.n, of_weights, chip=machine.chip)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     return cfg
@@ -911,10 +910,10 @@ def write_program(cfg, machine, a, text):
         )
 
 
-def main(cfg, given):
+def main(flags):
     """Print the plan of the run that the flags describe, and write what --plan_json and --plan_dump ask for."""
-    asked, machine = cfg.plan, parse_machine(cfg.plan.plan)
-    cfg = settle(cfg, given, machine)
+    asked, machine = flags.cfg.plan, parse_machine(flags.cfg.plan.plan)
+    cfg = settle(flags, machine)
     steps.configure_jax(cfg)
     compiler = find_compiler(asked, machine)
     found, text = [], None
