@@ -72,7 +72,7 @@ class Corpus:
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         if not found:
             raise UserError(
-                f"--bucket_name: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
+                f"--data: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
                 f"makes them (val with a --val_fraction above 0), and run.sh local does so by itself."
             )
         return [
@@ -204,7 +204,7 @@ def permute(index, size, key):
 
 
 class Mixture:
-    """The corpora of --mix, or the one of --bucket_name, in shares of the sequences that are fixed within a phase.
+    """The corpora of --mix, or the one of --data, in shares of the sequences that are fixed within a phase.
 
     `folder` is the split, train or val. With `optional`, corpora that lack it are left out and the others keep their
     proportions; such a mixture has one phase, with the mean shares of the run. Raises UserError where a corpus or the
@@ -375,13 +375,13 @@ def in_words(borders):
 
 
 def corpus_root(cfg, name):
-    """Folder or address of a corpus of --mix: its own address, or a folder inside --bucket_name."""
-    return name if is_remote(name) else os.path.join(cfg.data.bucket_name, name)
+    """Folder or address of a corpus of --mix: its own address, or a folder inside --data."""
+    return name if is_remote(name) else os.path.join(cfg.data.data, name)
 
 
 def manifests(cfg, *splits):
     """[(root, folder, its manifest, {} without one)] of the folders `splits` that hold shards, of the corpora of --mix
-    or of the one of --bucket_name."""
+    or of the one of --data."""
     found = []
     for name in average_mix(parse_mix(cfg.data.mix) or [(1.0, {"": 1.0})]):
         root = corpus_root(cfg, name)

@@ -1,6 +1,6 @@
 """Train: the mesh, the optimizer, the compiled steps and the loop. `main` reads from top to bottom.
 
-python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local does this and all before it)
+python main.py --preset tiny --data data/shards/stdlib     (run.sh local does this and all before it)
 """
 
 from training import interrupts

@@ -20,7 +20,7 @@ SMALL_RUN = dict(
     weight_decay=0.0,
     eval_every=40,
     prompt="def ",
-    bucket_name="data/shards/stdlib",
+    data="data/shards/stdlib",
 )
 # nanoGPT's training of GPT-2: half a million tokens a step where dp is 1
 GPT2_RUN = dict(

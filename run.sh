@@ -17,8 +17,8 @@ local: trains on this machine. Sets up .venv, makes the corpus if it is missing 
 tokenizer trained on it) and starts main.py with these flags where they are not given:
 
   --preset tiny
-  --bucket_name data/shards/stdlib        or stdlib-X, tokenized with X, beside --tokenizer X; nothing is tokenized
-                                          if --bucket_name is given
+  --data data/shards/stdlib               or stdlib-X, tokenized with X, beside --tokenizer X; nothing is tokenized
+                                          if --data is given
   --n_devices 8 --n_device_axis 2 2 2     without an accelerator: simulated devices; as many as a given
                                           --n_device_axis needs
 
@@ -157,12 +157,12 @@ on_this_machine() {
   python=$VENV/bin/python
   train=(main.py)
   gave __preset || train+=(--preset tiny)
-  if ! gave __bucket_name; then
+  if ! gave __data && ! gave __bucket_name; then
     if [[ -n $tokenizer ]]; then
       name=${tokenizer##*/}
       bucket+=-${name%.tiktoken}
     fi
-    train+=(--bucket_name "$bucket")
+    train+=(--data "$bucket")
     gave __help || gave _h || make_corpus "$bucket"
   fi
   simulate_devices

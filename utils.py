@@ -258,21 +258,21 @@ class Model:
 class Data:
     """Where the tokens are."""
 
-    bucket_name: str = setting("data/shards", per_process=True, first=True)
+    data: str = setting("data/shards", per_process=True, first=True)
     """Folder, gs:// or s3:// address that holds the shard folders."""
     mix: str = flag("")
-    """Corpora and their weights, such as web:0.7,code:0.3: folders inside bucket_name, or addresses, each with folders
+    """Corpora and their weights, such as web:0.7,code:0.3: folders inside data, or addresses, each with folders
     of shards of its own. They may change at shares of the run: web:0.7,code:0.3 until 0.8, web:0.3,code:0.7. Validation
-    has the same weights all along, the mean over the run. Empty: bucket_name is the one corpus."""
+    has the same weights all along, the mean over the run. Empty: data is the one corpus."""
     cache_dir: str = setting("data/cache", per_process=True)
     """Local folder for what is read of remote shards, which other runs and processes on the machine may share."""
     cache_gb: float = setting(16.0, least=0)
     """Gigabytes of remote shards to keep there. Sequences are shuffled in windows of 2 to 4 GB; a cache that holds
     less than one fetches the same bytes again and again."""
     train_folder_name: str = flag("train")
-    """Folder of training shards (.npy) inside bucket_name."""
+    """Folder of training shards (.npy) inside data."""
     val_folder_name: str = flag("val")
-    """Folder of validation shards (.npy) inside bucket_name."""
+    """Folder of validation shards (.npy) inside data."""
     tokenizer: str = flag("", first=True)
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
@@ -477,7 +477,7 @@ class Config:
     Train a small one, on Python's own source, on whatever this machine has:
       bash run.sh local
     Train on shards of your own, on 8 devices:
-      python main.py --preset gpt2-124m --bucket_name data/shards/fineweb --n_device_axis 8 1 1
+      python main.py --preset gpt2-124m --data data/shards/fineweb --n_device_axis 8 1 1
     See what a step would cost on a machine that you do not have:
       python main.py --n_device_axis 8 2 2 --train_batch_size 32 --plan v4:2x4x4
     """
@@ -495,6 +495,7 @@ GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")
 
 # JAXformer's names of flags, which command lines may have: {its name: the clear one}.
 RENAMED = dict(
+    bucket_name="data",
     micro_batch_size="microbatches",
     checkpoint_steps="eval_every",
     process_path="cache_dir",
@@ -598,12 +599,12 @@ def read_own_flags(kind, argv, program):
     return made_of(kind, words.given), words.rest
 
 
-def made_of(kind, given):
+def made_of(kind, flags):
     """The dataclass `kind` of {flag: value}. Raises UserError where a flag is missing or beyond its bounds."""
     for f in dataclasses.fields(kind):
-        if f.name not in given and f.default is dataclasses.MISSING:
+        if f.name not in flags and f.default is dataclasses.MISSING:
             raise UserError(f"{shown(f)}: is missing; see --help.")
-    options = kind(**given)
+    options = kind(**flags)
     check_bounds(options)
     return options
 

@@ -122,11 +122,11 @@ class Shard:
                 shape, _, dtype = np.lib.format.read_array_header_2_0(f)
         except (ValueError, OSError) as e:
             raise UserError(
-                f"--bucket_name: {self.path} is not a shard one can read ({e}); make it again."
+                f"--data: {self.path} is not a shard one can read ({e}); make it again."
             ) from None
         if len(shape) != 1 or dtype.kind not in "ui":
             raise UserError(
-                f"--bucket_name: {self.path} holds {dtype} of shape {shape}; a shard is one row of token "
+                f"--data: {self.path} holds {dtype} of shape {shape}; a shard is one row of token "
                 f"ids."
             )
         offset, n_tokens = f.tell(), shape[0]
@@ -194,7 +194,7 @@ class Shard:
             )
         except FileNotFoundError:
             raise UserError(
-                f"--bucket_name: {self.path} is missing; put it back or make it again."
+                f"--data: {self.path} is missing; put it back or make it again."
             ) from None
 
     def _verify(self, b, content):
@@ -205,4 +205,4 @@ class Shard:
         return known in ("", f"{zlib.crc32(content):08x}")
 
     def _damaged(self, how):
-        return UserError(f"--bucket_name: {self.path} is damaged ({how}); make it again.")
+        return UserError(f"--data: {self.path} is damaged ({how}); make it again.")

@@ -256,7 +256,7 @@ def train(shards, xla_cache, tmp_path):
             "n_device_axis": mesh,
             "n_devices": int(np.prod(mesh)),
             "output_dir": tmp_path / "runs",
-            "bucket_name": shards,
+            "data": shards,
             "compilation_cache": xla_cache,
             "eval_every": 5,
             "eval_steps": 2,

@@ -331,7 +331,7 @@ def test_runs_of_main_on_the_same_data(shards, xla_cache, tmp_path, monkeypatch)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     steps = dict(training_steps=4, eval_every=2, eval_steps=2, train_batch_size=8, val_batch_size=8)
     device = dict(n_devices=1, n_device_axis=(1, 1, 1), blocks=1, layers_per_block=1)
-    flags = {**SMALL, **steps, **device, "bucket_name": shards, "compilation_cache": xla_cache}
+    flags = {**SMALL, **steps, **device, "data": shards, "compilation_cache": xla_cache}
     words = ["--preset", "tiny", *flags_of(**flags), "--output", str(tmp_path / "out")]
     equal = ["--variation", "a", "--variation", "b: --spike_zscore 5"]
     found = ablate.main([*words, *equal, "--seeds", "1"])

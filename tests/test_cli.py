@@ -38,7 +38,7 @@ FIELDS = {
     f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))
 }
 LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim rope_dim dropout_rate model_dtype
-experts_per_token n_experts n_shared capacity_factor bucket_name cache_dir train_folder_name val_folder_name
+experts_per_token n_experts n_shared capacity_factor data cache_dir train_folder_name val_folder_name
 train_batch_size val_batch_size microbatches max_lr min_lr end_lr warmup_steps end_steps balance_weight name output_dir
 eval_every
 seed wandb training_steps accumulation_steps eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature
@@ -503,12 +503,12 @@ def test_a_plan_whose_reader_leaves_ends_quietly():
 
 
 @pytest.mark.parametrize(
-    "words", ["--n_device_axis 3 2 2", "--preset huge", "--bucket_name nowhere", "--vocab_size 100"]
+    "words", ["--n_device_axis 3 2 2", "--preset huge", "--data nowhere", "--vocab_size 100"]
 )
 def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
     flags = {
         **SMALL,
-        "bucket_name": shards,
+        "data": shards,
         "train_batch_size": 8,
         "val_batch_size": 8,
         "output_dir": tmp_path / "runs",
@@ -823,7 +823,7 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path):
             [sys.executable, ROOT / "data" / program[0], *program[1:], "--source", text], check=True
         )
     flags = dict(
-        bucket_name=bucket,
+        data=bucket,
         vocab_size=280,
         prompt="def",
         max_tokens=9,

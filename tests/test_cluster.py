@@ -262,7 +262,7 @@ def flags(shards, xla_cache, tmp_path):
             "microbatches": 2,
             "name": f"over{processes}",
             "output_dir": tmp_path / "runs",
-            "bucket_name": shards,
+            "data": shards,
             "compilation_cache": xla_cache,
             "eval_every": 5,
             "eval_steps": 2,

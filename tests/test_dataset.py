@@ -198,7 +198,7 @@ def corpora(tmp_path):
 
 def mixture(corpora, mix, folder="train", **flags):
     return dataset.Mixture(
-        small_config(bucket_name=str(corpora), mix=mix, **flags), folder, folder == "val"
+        small_config(data=str(corpora), mix=mix, **flags), folder, folder == "val"
     )
 
 
@@ -370,7 +370,7 @@ def test_a_border_may_move_where_nothing_is_read_yet(corpora):
 
 def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path, capsys):
     """8 sequences a step, so the border lies at sequence 24: after step 3."""
-    flags = dict(bucket_name=corpora, mix="a:1 until 0.5, b:3,c:1", eval_steps=1, save_steps=2)
+    flags = dict(data=corpora, mix="a:1 until 0.5, b:3,c:1", eval_steps=1, save_steps=2)
     flags |= dict(blocks=1, layers_per_block=1, vocab_size=250)
     folder = tmp_path / "runs" / "run"
 
@@ -521,7 +521,7 @@ def described(tmp_path, monkeypatch):
 
 
 def open_described(folder, **flags):
-    return dataset.Mixture(small_config(bucket_name=str(folder), **flags), "train")
+    return dataset.Mixture(small_config(data=str(folder), **flags), "train")
 
 
 def what_is_read(folder):
@@ -761,7 +761,7 @@ def test_validation_has_the_tokenizer_of_training(corpora, train, split):
     made = json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}
     path.write_text(manifest.dump(made))
     with pytest.raises(utils.UserError, match=f"made the shards in .*a/{split} "):
-        train(bucket_name=corpora / "a", training_steps=1)
+        train(data=corpora / "a", training_steps=1)
 
 
 @pytest.mark.parametrize(

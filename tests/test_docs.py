@@ -351,7 +351,7 @@ def house(tmp_path_factory):
         training_steps=2, profile="2:2", warmup_steps=1, eval_every=2, eval_steps=1, max_tokens=4
     )
     batch = dict(n_devices=1, n_device_axis=(1, 1, 1), train_batch_size=4, val_batch_size=4)
-    flags = {**small, **steps, **batch, "bucket_name": "data/shards/stdlib"}
+    flags = {**small, **steps, **batch, "data": "data/shards/stdlib"}
     run(["python", "main.py", "--preset", "tiny", *flags_of(**flags)], folder)
     return folder
 

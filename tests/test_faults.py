@@ -84,7 +84,7 @@ def poison(shards, monkeypatch):
     make_loss = model.make_loss
 
     def poison(steps, T=16, batch=8):
-        cfg = utils.replace(presets.preset("tiny"), bucket_name=str(shards), T=T, vocab_size=250)
+        cfg = utils.replace(presets.preset("tiny"), data=str(shards), T=T, vocab_size=250)
         first = (np.array(steps) - 1) * batch
         bad = dataset.Mixture(cfg, "train").sequences(first, seed=0)[:, :-1]
         monkeypatch.setattr(model, "make_loss", poisoned(make_loss, bad))
@@ -588,8 +588,8 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
         in capsys.readouterr().out
     )
     assert "lock" not in os.listdir(run)
-    with pytest.raises(utils.UserError, match="--bucket_name"):
-        train(**flags, output_dir=tmp_path / "other", bucket_name=tmp_path / "nowhere")
+    with pytest.raises(utils.UserError, match="--data"):
+        train(**flags, output_dir=tmp_path / "other", data=tmp_path / "nowhere")
     assert not (tmp_path / "other").exists(), "a refusal leaves nothing"
 
 
@@ -965,7 +965,7 @@ def test_missing_rights_are_one_sentence_and_nothing_else(denied, train, tmp_pat
         read=lambda: utils.read_file("gs://bucket/x"),
         write=lambda: utils.write_file("gs://bucket/x", "content"),
         source=lambda: sources.open_source(source),
-        shards=lambda: train(bucket_name="gs://bucket/x"),
+        shards=lambda: train(data="gs://bucket/x"),
         run=lambda: train(output_dir="gs://bucket/x"),
         weights=lambda: train(init_from="gs://bucket/x"),
     )
@@ -1075,7 +1075,7 @@ class Pair:
             "train_batch_size": 4,
             "val_batch_size": 4,
             "output_dir": folder / "runs",
-            "bucket_name": shards,
+            "data": shards,
             "name": name,
             "compilation_cache": cache,
             "eval_every": 10 * SAVE,

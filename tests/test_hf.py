@@ -76,7 +76,7 @@ def trained(flags, shards, xla_cache, folder):
         output_dir=str(folder),
         training_steps=2,
         eval_steps=1,
-        bucket_name=str(shards),
+        data=str(shards),
         compilation_cache=str(xla_cache),
         **flags,
     )
@@ -176,7 +176,7 @@ def test_the_tools_measure_a_folder_as_the_run_imported_from_it(
         about_T = f"warning: --T 40: {model} was made for 32 tokens\n"
         assert capsys.readouterr().err.startswith(about_T)
     with pytest.raises(utils.UserError, match="nowhere"):
-        train(init_from=folder, T=40, bucket_name=tmp_path / "nowhere", **flags)
+        train(init_from=folder, T=40, data=tmp_path / "nowhere", **flags)
     assert (
         f"--T 40: the weights in --init_from {folder} were made for 32 tokens"
         in capsys.readouterr().out
@@ -243,7 +243,7 @@ def test_text_tokenized_with_an_imported_tokenizer_trains_its_model(tmp_path, tr
         tokenize_tests(tmp_path / name, tokenizer)
         flags = {
             **run,
-            "bucket_name": tmp_path / name,
+            "data": tmp_path / name,
             "name": name,
             "prompt": "def test",
             "max_tokens": 8,

@@ -61,7 +61,7 @@ def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
         name="run",
         n_device_axis=(2, 1, 1),
         output_dir=tmp_path,
-        bucket_name=shards,
+        data=shards,
         blocks=1,
         T=256,
         train_batch_size=128,

@@ -111,7 +111,7 @@ def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, t
         "train_batch_size": 8,
         "val_batch_size": 8,
         "output_dir": tmp_path / "runs",
-        "bucket_name": shards,
+        "data": shards,
         "compilation_cache": xla_cache,
         "eval_every": 5,
         "eval_steps": 2,
@@ -203,10 +203,10 @@ def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shar
     )
     other = tmp_path / "other"
     shutil.copytree(shards, other)
-    assert train(training_steps=3, bucket_name=other) == 0  # the same shards elsewhere
+    assert train(training_steps=3, data=other) == 0  # the same shards elsewhere
     np.save(other / "train" / "000003.npy", np.zeros(500, np.uint16))
     with pytest.raises(utils.UserError, match="saw other data"):
-        train(training_steps=4, bucket_name=other)
+        train(training_steps=4, data=other)
     # what may differ
     assert train(training_steps=4, eval_every=2, eval_steps=1, remat="full", microbatches=2) == 0
 

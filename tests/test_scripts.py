@@ -79,7 +79,7 @@ TRAIN_TOKENIZER = (
 )
 TOKENIZE = f"data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer {RANKS}".split()
 SIMULATED = ["--n_devices", "8", "--n_device_axis", "2", "2", "2"]
-STDLIB = ["--bucket_name", "data/shards/stdlib"]
+STDLIB = ["--data", "data/shards/stdlib"]
 
 
 class Repository:
@@ -147,7 +147,7 @@ def test_run_adds_defaults(repository):
     [
         ["--preset", "moe1b"],
         ["--preset=moe1b"],
-        ["--bucket_name", "x"],
+        ["--data", "x"],
         ["--bucket-name=x"],
         ["--n_devices", "4"],
         ["--n-devices=4"],
@@ -204,7 +204,7 @@ def test_run_keeps_a_corpus_per_tokenizer(repository, flags, tokenizer, folder):
         "main.py",
         "--preset",
         "tiny",
-        "--bucket_name",
+        "--data",
         f"data/shards/{folder}",
         *SIMULATED,
         *flags,
@@ -215,7 +215,7 @@ def test_run_keeps_a_corpus_per_tokenizer(repository, flags, tokenizer, folder):
 
 def test_run_tokenizes_nothing_for_help_or_another_bucket(tmp_path):
     bare = Repository(tmp_path / "bare")
-    other_bucket = ["--bucket_name", "gs://b/c", "--tokenizer", "gpt2"]
+    other_bucket = ["--data", "gs://b/c", "--tokenizer", "gpt2"]
     for flags in (["--help"], ["-h"], ["--tokenizer", "gpt2", "-h"], other_bucket):
         (call,) = bare.run(*flags)
         assert call[0] == "main.py" and call[-len(flags) :] == flags

@@ -199,7 +199,7 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(
         dataset, "WINDOW", 31 * 32
     )  # a shard: the last one of the epoch is read last
     flags = dict(
-        bucket_name=folder if where == "local" else address,
+        data=folder if where == "local" else address,
         cache_dir=tmp_path / "cache",
         train_batch_size=32,
         eval_every=7,
@@ -243,16 +243,13 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
     folder, proxy.most = write_corpus(tmp_path / "corpus"), 12
     for path in filter(Path.is_file, folder.rglob("*")):
         utils.write_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
-    flags = dict(bucket_name=address, cache_dir=tmp_path / "cache", training_steps=6)
+    flags = dict(data=address, cache_dir=tmp_path / "cache", training_steps=6)
     if address.startswith("gs"):  # Orbax writes no checkpoints to s3://
         flags["output_dir"] = "gs://bucket/runs"
     for end in (6, 11):
         assert train(**flags | dict(training_steps=end)) == 0
     assert "resuming run at step 6" in capsys.readouterr().out and proxy.failed > 5
-    assert (
-        train(bucket_name=folder, training_steps=11, name="local", output_dir=tmp_path / "runs")
-        == 0
-    )
+    assert train(data=folder, training_steps=11, name="local", output_dir=tmp_path / "runs") == 0
     fs.invalidate_cache()
     if address.startswith("gs"):
         for path in fs.find("bucket/runs/run"):
@@ -353,7 +350,7 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     utils.write_file(f"{address}/text.txt", "def f():\n" * 20)
     runs = f"{address.removesuffix('shards')}runs"
     flags = SMALL_GPT2 | dict(
-        vocab_size=None, cache_dir=tmp_path / "cache", bucket_name=address, schedule="wsd", T=80
+        vocab_size=None, cache_dir=tmp_path / "cache", data=address, schedule="wsd", T=80
     )
     flags |= dict(output_dir=runs if address.startswith("gs") else local / "runs")
     for end in (2, 4):

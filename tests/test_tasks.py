@@ -322,7 +322,7 @@ def judged_run(tasks_folder, shards, **flags):
     asked = dict(eval_tasks="local_choices,local_written", eval_tasks_every=2, eval_tasks_limit=3)
     sizes = dict(vocab_size=512, T=32, training_steps=6, eval_every=1, save_steps=100)
     sizes = SMALL_GPT2 | sizes  # which compiles in a third of the time
-    return sizes | asked | dict(eval_tasks_path=tasks_folder, bucket_name=shards) | flags
+    return sizes | asked | dict(eval_tasks_path=tasks_folder, data=shards) | flags
 
 
 def test_a_run_that_is_judged_is_the_same_run(train, tmp_path, tasks_folder, text_shards):

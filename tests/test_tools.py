@@ -185,8 +185,8 @@ def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(
 
 def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, losses_of):
     _, cfg, mesh, params = run
-    cfg = utils.replace(cfg, bucket_name=str(shards))
-    corpus = Corpus(cfg, cfg.data.bucket_name, "val")
+    cfg = utils.replace(cfg, data=str(shards))
+    corpus = Corpus(cfg, cfg.data.data, "val")
     (got,) = measured(run, data=(str(shards),), limit=16, batch_size=3)["data"]
     wanted = steps.make_evaluate(cfg, mesh, corpus)(params)["loss/val_cross_entropy_loss"]
     assert (
@@ -330,7 +330,7 @@ def write_shards(folder, ranks, ending, name=None):
 
 def check(weights_folder, shards):
     """What `check_tokenizer` warns of; raises its UserError."""
-    cfg, said = utils.replace(utils.Config(), bucket_name=str(shards)), []
+    cfg, said = utils.replace(utils.Config(), data=str(shards)), []
     made = dataset.manifests(cfg, "train", "val")
     weights.check_tokenizer("--init_from x", str(weights_folder), made, warn=said.append)
     return "\n".join(said)
@@ -399,14 +399,14 @@ def test_weights_are_refused_shards_of_another_tokenizer(tmp_path, capsys):
         cfg = utils.replace(
             presets.preset("tiny"),
             init_from=str(folder),
-            bucket_name=str(other),
+            data=str(other),
             output_dir=str(tmp_path / "runs"),
             n_device_axis=(1, 1, 1),
             n_devices=1,
             compilation_cache="",
         )
         with pytest.raises(utils.UserError, match="--init_from .*: the shards .*another tokenizer"):
-            given = {"init_from", "bucket_name", "output_dir", "n_devices"}
+            given = {"init_from", "data", "output_dir", "n_devices"}
             main.main(settings.Flags(cfg, frozenset(given)))
 
 

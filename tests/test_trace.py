@@ -37,7 +37,7 @@ def runs(shards, xla_cache, tmp_path_factory):
             n_devices=8,
             n_device_axis=(2, 2, 2),
             output_dir=folder,
-            bucket_name=shards,
+            data=shards,
             compilation_cache=xla_cache,
             eval_every=3,
             eval_steps=1,
@@ -82,7 +82,7 @@ def test_several_processes_trace_their_own_devices(shards, xla_cache, tmp_path):
     """Also where the last step is the run's last."""
     flags = {**SMALL_GPT2, "blocks": 1, "T": 16, "n_devices": 2, "n_device_axis": (2, 1, 1)}
     flags |= dict(train_batch_size=4, val_batch_size=4, training_steps=4, profile="3:4")
-    flags |= dict(output_dir=tmp_path, name="pair", bucket_name=shards, eval_steps=1)
+    flags |= dict(output_dir=tmp_path, name="pair", data=shards, eval_steps=1)
     flags |= dict(compilation_cache=xla_cache, num_processes=2, warmup_steps=2, end_steps=100)
     flags |= dict(coordinator=f"127.0.0.1:{free_port()}")
     both = [start(["--preset", "tiny", *flags_of(**flags, process_id=i)]) for i in range(2)]

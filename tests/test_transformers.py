@@ -212,7 +212,7 @@ def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
         "prompt": "x",
         "max_tokens": 8,
     }
-    assert train((1, 1, 1), bucket_name=shards, **flags) == 0
+    assert train((1, 1, 1), data=shards, **flags) == 0
     hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")

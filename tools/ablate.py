@@ -1,6 +1,6 @@
 """Variations of a configuration, trained one after another on the same data with several seeds, and their losses.
 
-python tools/ablate.py --preset tiny --bucket_name data/shards/stdlib --seeds 3 --output runs/ablations/lr \
+python tools/ablate.py --preset tiny --data data/shards/stdlib --seeds 3 --output runs/ablations/lr \
     --variation base --variation "high: --max_lr 3e-3" --variation "wide: --model_dimension 192"
 
 Takes every flag of main.py for all variations; each variation is a name, a colon and flags of its own. A run is a
@@ -44,7 +44,7 @@ OWN = dict(
     plan="main.py plans",
 )
 # Flags of which all variations must have the same value.
-SAME_TEXT = ["T", "bucket_name", "mix", "train_folder_name", "val_folder_name", "eval_steps"]
+SAME_TEXT = ["T", "data", "mix", "train_folder_name", "val_folder_name", "eval_steps"]
 # Flags of a run that belong to the definition of a variation, as those of model, data and optimizer do.
 OF_RUN = ["training_steps", "accumulation_steps", "eval_steps", "eval_every", "init_from"]
 

@@ -104,7 +104,7 @@ def bare_loop(text, ranks):
 def read(bucket, cache, seconds=5.0):
     """Tokens/s from shards to batches on the device, as main.py reads them for the preset tiny."""
     cfg = utils.replace(
-        preset("tiny"), bucket_name=str(bucket), cache_dir=str(cache), n_device_axis=(1, 1, 1)
+        preset("tiny"), data=str(bucket), cache_dir=str(cache), n_device_axis=(1, 1, 1)
     )
     cfg = settings.validate(utils.replace(cfg, n_devices=1), jax.device_count())
     mesh, sequences, T = steps.make_mesh(cfg), cfg.data.train_batch_size, cfg.model.T

@@ -299,7 +299,7 @@ def main(options):
         )
     except UserError as e:
         # the modules that read shards and text know them by the flags of other programs
-        said = str(e).replace("--bucket_name", "--data").replace("--source", "--data")
+        said = str(e).replace("--source", "--data")
         raise UserError(said) from None
     if options.tasks:
         results["tasks"] = judge(options, cfg, mesh, params, encoding)

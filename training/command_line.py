@@ -57,10 +57,10 @@ def preset_name(argv):
 NO_FLAGS = {"data_fingerprint", "encoding", "config", "coordinator", "num_processes", "process_id"}
 
 
-def flags_of_file(given, elsewhere):
-    """{flag: value} of the file in --config, {} without it, beside the {flag: value} `given` on the command line.
+def flags_of_file(beside, elsewhere):
+    """{flag: value} of the file in --config, {} without it, `beside` the {flag: value} of the command line.
     Raises UserError."""
-    path = given.get("config")
+    path = beside.get("config")
     if not path or elsewhere:
         return {}
     content = utils.object_in(path)
@@ -68,7 +68,7 @@ def flags_of_file(given, elsewhere):
         raise UserError(
             f"--config {path}: there is no such file; give one such as runs/tiny/config.json."
         )
-    followed = {"n_devices", "pp_interleave"} if "n_device_axis" in given else set()
+    followed = {"n_devices", "pp_interleave"} if "n_device_axis" in beside else set()
     followed |= set() if content.get("branch_from") else {"branch_step"}
     flags = {}
     for name, value in content.items():

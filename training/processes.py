@@ -235,7 +235,7 @@ def check_agreement(cfg, data):
         for flag, value in utils.flatten(cfg).items()
         if flag not in utils.flags_with("per_process")
     }
-    same_everywhere(flags | {"--bucket_name": data})
+    same_everywhere(flags | {"--data": data})
     path = os.path.join(cfg.run.folder, "shared")
     token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
     if jax.process_index() == 0:
@@ -255,7 +255,7 @@ def same_everywhere(things):
         if differ:
             raise UserError(
                 f"{', '.join(differ)}: not the same on process {process} as on process 0; give all the same flags, "
-                f"with a --bucket_name and --output_dir that each can see."
+                f"with a --data and --output_dir that each can see."
             )
 
 

@@ -194,8 +194,8 @@ def begin_documents(cfg, encoding):
         return cfg
     if encoding is None:
         raise UserError(
-            f"--document_mask: nothing tells which token begins a document in --bucket_name "
-            f"{cfg.data.bucket_name}; give its --tokenizer or the token id as --end_of_text."
+            f"--document_mask: nothing tells which token begins a document in --data "
+            f"{cfg.data.data}; give its --tokenizer or the token id as --end_of_text."
         )
     return replace(cfg, end_of_text=encoding.eot_token)
 
@@ -246,7 +246,7 @@ NEEDED_TO_RESUME = [
     "train_batch_size",
     "accumulation_steps",
     "val_batch_size",
-    "bucket_name",
+    "data",
 ]
 
 
@@ -300,8 +300,8 @@ def check_data(cfg, stored, fingerprint):
         )
     if stored and stored["data_fingerprint"] != fingerprint:
         raise UserError(
-            f"{where} saw other data than now stands in --bucket_name {cfg.data.bucket_name} (it was "
-            f"{stored['bucket_name']}); give {advice}those shards."
+            f"{where} saw other data than now stands in --data {cfg.data.data} (it was "
+            f"{stored['data']}); give {advice}those shards."
         )
 
 

@@ -40,7 +40,7 @@ def train_words(goods, output, steps=STEPS, **flags):
         **MODEL,
         "name": "run",
         "output_dir": output,
-        "bucket_name": goods / "shards",
+        "data": goods / "shards",
         "compilation_cache": goods / "cache",
         "n_device_axis": (1, 1, 1),
         "n_devices": 1,
