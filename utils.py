@@ -753,7 +753,7 @@ def help_of(kind, program, defaults, others, whole):
     brief = first and not whole
     places = "".join(f" {f.name.upper()}" for f in fields.values() if f.metadata.get("positional"))
     lines = [
-        f"usage: python {program}{places} [--flag value ...]",
+        f"usage: python {program}{places} [--flag value ...] [--help]",
         "",
         inspect.cleandoc(kind.__doc__),
     ]

@@ -157,8 +157,8 @@ def test_run_adds_defaults(repository):
     ids=" ".join,
 )
 def test_run_leaves_what_was_given(repository, flags):
-    flag = flags[0].split("=")[0].replace("-", "_")
-    defaults = {"__preset": ["--preset", "tiny"], "__bucket_name": STDLIB, "__n_devices": SIMULATED}
+    flag = flags[0].split("=")[0].replace("-", "_").replace("bucket_name", "data")
+    defaults = {"__preset": ["--preset", "tiny"], "__data": STDLIB, "__n_devices": SIMULATED}
     expected = [word for name, words in defaults.items() if name != flag for word in words]
     assert repository.run(*flags) == [["main.py", *expected, *flags]]
 
