@@ -76,7 +76,7 @@ def main(flags):
     on_main_process(lambda: check_loggers(asked.run))
     with alone_in_folder(asked.run):
         stored = settings.stored_config(asked.run.folder)
-        shards = manifests(asked, asked.data.train_folder_name, asked.data.val_folder_name)
+        shards = manifests(asked, "train", "val")
         if load_weights and not stored:
             where = f"--init_from {asked.run.init_from}"
             weights.check_tokenizer(where, asked.run.init_from, shards, asked.data.tokenizer)
@@ -95,8 +95,8 @@ def train(cfg, stored, encoding, load_weights):
     began = time.time()
 
     # --- Data
-    corpus = Mixture(cfg, cfg.data.train_folder_name)
-    val_corpus = Mixture(cfg, cfg.data.val_folder_name, optional=True)
+    corpus = Mixture(cfg, "train")
+    val_corpus = Mixture(cfg, "val", optional=True)
     for part in (corpus, val_corpus):
         part.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)

@@ -269,10 +269,6 @@ class Data:
     cache_gb: float = setting(16.0, least=0)
     """Gigabytes of remote shards to keep there. Sequences are shuffled in windows of 2 to 4 GB; a cache that holds
     less than one fetches the same bytes again and again."""
-    train_folder_name: str = flag("train")
-    """Folder of training shards (.npy) inside data."""
-    val_folder_name: str = flag("val")
-    """Folder of validation shards (.npy) inside data."""
     tokenizer: str = flag("", first=True)
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
@@ -386,17 +382,10 @@ class Run:
     max_bad_steps: int = setting(10, least=0)
     """Steps in a row with a loss or gradient that is not finite, each skipped, that cause a rollback to the checkpoint
     before them; training goes on with the data after them. After three rollbacks the run ends. 0: no rollback."""
-    spike_zscore: float = setting(6.0, least=0)
-    """Standard deviations above the mean of the last 100 training losses from which one is logged as a spike; 0:
-    never."""
     seed: int = flag(0, least=0)
     """Seed of the parameters, the data order, dropout and samples."""
     wandb: bool = setting(False, first=True)
-    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
-    wandb_project: str = setting("moe-pretraining")
-    """Project of Weights & Biases that the run belongs to."""
-    wandb_entity: str = setting("")
-    """User or team that owns the project; empty: WANDB_ENTITY, else the user who is logged in."""
+    """Log to Weights & Biases too (WANDB_MODE=offline works), into the project WANDB_PROJECT of WANDB_ENTITY."""
     tensorboard: bool = setting(False)
     """Write an event file for TensorBoard too, with what metrics.jsonl holds (bash setup_tpu.sh tensorboard)."""
     profile_memory: bool = setting(False)
@@ -419,9 +408,6 @@ class Run:
     """Seconds within which all processes must have come together."""
     peer_timeout: int = setting(100, least=1, per_process=True, most=DAYS)
     """Seconds of silence after which a process is taken for lost and the others end."""
-    stuck_factor: float = setting(10.0, least=1)
-    """A step, evaluation, checkpoint or sampling that takes so many times its median so far is taken for stuck: its
-    process writes the stacks of all its threads to the log."""
     stuck_limit: int = setting(1800, least=1, most=DAYS)
     """Seconds that a step, evaluation, checkpoint or sampling may take before its process ends, with status 75."""
 

@@ -333,7 +333,7 @@ def test_runs_of_main_on_the_same_data(shards, xla_cache, tmp_path, monkeypatch)
     device = dict(n_devices=1, n_device_axis=(1, 1, 1), blocks=1, layers_per_block=1)
     flags = {**SMALL, **steps, **device, "data": shards, "compilation_cache": xla_cache}
     words = ["--preset", "tiny", *flags_of(**flags), "--output", str(tmp_path / "out")]
-    equal = ["--variation", "a", "--variation", "b: --spike_zscore 5"]
+    equal = ["--variation", "a", "--variation", "b: --max_bad_steps 5"]
     found = ablate.main([*words, *equal, "--seeds", "1"])
     a, b = found["a"]["seeds"][0], found["b"]["seeds"][0]
     assert a["loss"] == b["loss"] and len(a["loss"]) == 2

@@ -44,7 +44,7 @@ OWN = dict(
     plan="main.py plans",
 )
 # Flags of which all variations must have the same value.
-SAME_TEXT = ["T", "data", "mix", "train_folder_name", "val_folder_name", "eval_steps"]
+SAME_TEXT = ["T", "data", "mix", "eval_steps"]
 # Flags of a run that belong to the definition of a variation, as those of model, data and optimizer do.
 OF_RUN = ["training_steps", "accumulation_steps", "eval_steps", "eval_every", "init_from"]
 

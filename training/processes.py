@@ -322,12 +322,14 @@ class Phase(NamedTuple):
     began: float  # seconds, time.monotonic()
 
 
+STUCK = 10  # times its median from which a phase is taken for stuck
+
+
 class Watchdog:
-    """A thread that prints the stacks of all threads when a phase of the loop takes stuck_factor times its median so
-    far, and ends the process after stuck_limit seconds. What hangs one process hangs the others too, so all report."""
+    """A thread that prints the stacks of all threads when a phase of the loop takes STUCK times its median so far,
+    and ends the process after stuck_limit seconds. What hangs one process hangs the others too, so all report."""
 
     def __init__(self, cfg):
-        self.factor = cfg.run.stuck_factor
         self.limit = cfg.run.stuck_limit
         self.took = {}  # {name of a phase: seconds of the last times}
         self.over = threading.Event()
@@ -368,7 +370,7 @@ class Watchdog:
         """Whether the phase takes unusually long, which is printed. Less than 5 s, and medians of one or two, tell
         nothing."""
         took = list(self.took.get(phase.name, []))
-        if len(took) < 3 or seconds <= max(5, self.factor * statistics.median(took)):
+        if len(took) < 3 or seconds <= max(5, STUCK * statistics.median(took)):
             return False
         say(
             f"watchdog: {phase.name} of step {phase.step} has taken {seconds:.0f} s, usually "

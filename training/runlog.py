@@ -93,13 +93,16 @@ def model_flops_utilization(cfg, tokens_per_second):
     return tokens_per_second * model.flops_per_token(cfg) / (peak * cfg.run.n_devices)
 
 
-def is_spike(loss, before, zscore):
-    """Whether `loss` lies more than zscore standard deviations above the mean of the losses `before`. Those that are
+SPIKE = 6  # standard deviations above the mean of the losses before
+
+
+def is_spike(loss, before):
+    """Whether `loss` lies more than SPIKE standard deviations above the mean of the losses `before`. Those that are
     not finite do not count; of less than 20 nothing is concluded."""
     finite = [x for x in before if math.isfinite(x)]
-    if len(finite) < 20 or zscore <= 0:
+    if len(finite) < 20:
         return False
-    return bool(zscore * np.std(finite) < loss - np.mean(finite) < math.inf)
+    return bool(SPIKE * np.std(finite) < loss - np.mean(finite) < math.inf)
 
 
 SAMPLE = re.compile(r"^(?==== step \d{1,15}$)", re.MULTILINE)  # where the samples of a step begin
@@ -214,7 +217,6 @@ class RunLog:
     def __init__(self, cfg, start_step, active):
         self.folder = cfg.run.folder
         self.active = active
-        self.zscore = cfg.run.spike_zscore
         self.events = None
         self.wandb = None
         self.writer = ThreadPoolExecutor(1)  # of metrics.jsonl and samples.txt
@@ -296,11 +298,11 @@ class RunLog:
     def _write_row(self, row):
         losses = [before["loss/train_loss"] for before in self.history[-100:]]
         spikes = self.history[-1].get("loss_spikes", 0) if self.history else 0
-        spike = is_spike(row["loss/train_loss"], losses, self.zscore)
+        spike = is_spike(row["loss/train_loss"], losses)
         if spike:
             say(
                 f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
-                f"{self.zscore:g} standard deviations above those before"
+                f"{SPIKE:g} standard deviations above those before"
             )
         row["loss_spikes"] = spikes + spike
         self.history.append(row)
@@ -386,8 +388,7 @@ class RunLog:
             run_id = secrets.token_hex(4)
             write_file(self.path("wandb_id"), run_id)
         about = dict(
-            project=cfg.run.wandb_project,
-            entity=cfg.run.wandb_entity or None,
+            project=os.environ.get("WANDB_PROJECT", "moe-pretraining"),
             id=run_id,
             name=cfg.run.name,
             dir=self.folder,
