@@ -647,7 +647,8 @@ class Words:
     def values_after(self, f):
         """The words that follow a flag as its value, taken off `words`."""
         wanted = 3 if f.type == Mesh else len(self.words) if is_many(f) else 1
-        values = list(itertools.takewhile(lambda w: not re.match(r"--[A-Za-z]", w), self.words))
+        flag = re.compile(r"--[A-Za-z][\w-]*(=|$)")  # and no text that begins with hyphens
+        values = list(itertools.takewhile(lambda word: not flag.match(word), self.words))
         values = values[:wanted]
         least = 1 if is_many(f) else wanted
         if len(values) < least:

@@ -538,7 +538,7 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
         (lambda: hf.import_folder(str(folder), str(run)), "exists already"),
         (lambda: hf.import_folder(str(tmp_path), str(tmp_path / "x")), "no config.json"),
         (lambda: hf.run(["import", str(folder), "gs://b/x"]), "gs://b/x: must be a local folder"),
-        (lambda: hf.run(["import", str(folder)]), "required: run_dir; see --help"),
+        (lambda: hf.run(["import", str(folder)]), "target: is missing; see --help"),
         (lambda: weights.open_weights(str(tmp_path)), "neither a run directory nor"),
         (
             lambda: deepseek_format.config(small_config(**DEEPSEEK, latent_norm_eps=1e-5).model),
