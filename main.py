@@ -418,12 +418,22 @@ def run(cfg, given):
         if jax.process_count() == 1:
             raise
         end_at_once(e)
+    disconnect(status)
     if uploading():
-        jax.distributed.shutdown()
         runs = os.path.join(cfg.run.folder, "wandb", "run-*")
         words = f"warning: --wandb: the upload takes too long; wandb sync {runs} goes on with it"
         interrupts.end(status, words)
     return status
+
+
+def disconnect(status):
+    """Leave the other processes of the run. Where one is gone already, this one ends here: all is saved by now, and
+    jax would end in a stack trace."""
+    try:
+        jax.distributed.shutdown()
+    except RuntimeError:
+        sys.stdout.flush()
+        interrupts.end(status, "")
 
 
 def end_at_once(error):
