@@ -87,8 +87,8 @@ def system_lock(file):
 
 
 def is_at(file, path):
-    """Whether the open file stands at `path`."""
-    with contextlib.suppress(OSError):
+    """Whether the file is open, and at `path`."""
+    with contextlib.suppress(OSError, ValueError):  # a signal's thread may have closed it
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     return False
 
