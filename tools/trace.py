@@ -94,6 +94,8 @@ def open_trace(run, name=""):
     except (OSError, EOFError, ValueError, zlib.error) as e:
         reason = utils.first_line(e)
         raise UserError(f"{folder}: step.hlo.gz is damaged ({reason}); copy it anew.") from None
+    if not text.startswith("HloModule "):
+        raise UserError(f"{folder}: step.hlo.gz is damaged (it holds no HLO); copy it anew.")
     return Trace(folder, about, config_of(about["flags"]), text)
 
 

@@ -14,7 +14,7 @@ from tests.soak.programs import run
 
 STEPS, SAVES = 12, 4
 # of a manifest: what depends on where the source is
-PLACES = ("source", "source_listing_sha256", "checksum", "sha256")
+PLACES = ("source", "source_listing_sha256", "manifest_sha256")
 # the smallest mixture of experts that trains
 MODEL = {
     **SMALL_RUN,
