@@ -91,8 +91,10 @@ def words_of(reader, at, out):
 def result_of(reader, at, out, ended):
     """What a reader made, without times and places: equal where its input was."""
     name = reader.partition("_")[0]
-    if name in ("resume", "train", "init"):
-        return goods.trained(((at / "part").parent if name == "resume" else out) / "run")
+    if name == "resume":  # which does not read the older checkpoint
+        return goods.trained((at / "part").parent / "run", last=goods.STEPS)
+    if name in ("train", "init"):
+        return goods.trained(out / "run")
     if name == "again":  # which does not read shards; who trains on them does
         return goods.shards(at / "shards", contents=False)
     if name in ("finish", "tokenize"):

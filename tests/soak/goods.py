@@ -1,5 +1,6 @@
 """Sound files of every kind that a program reads, made once by the programs themselves."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -156,7 +157,8 @@ def fingerprints(run):
     """{step: sums of the saved arrays} of a run's checkpoints."""
     found = {}
     for path in (run / "checkpoints").glob("*/meta/metadata"):
-        found[path.parts[-3]] = json.loads(path.read_text())["fingerprint"]
+        with contextlib.suppress(ValueError):  # a damaged one
+            found[path.parts[-3]] = json.loads(path.read_bytes())["fingerprint"]
     return found
 
 
