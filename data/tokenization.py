@@ -189,14 +189,14 @@ def content_of(path):
     return content
 
 
-def load_ranks(path):
-    """The `tiktoken.Encoding` of a file of ranks. Raises UserError."""
+def load_ranks(path, content=None):
+    """The `tiktoken.Encoding` of a file of ranks, which has this content where that is given. Raises UserError."""
     import tiktoken
 
     ranks = {}
     try:
         # not by tiktoken's loader, which caches by name and so would miss a file made anew
-        for line in content_of(path).splitlines():
+        for line in (content or content_of(path)).splitlines():
             token, rank = line.split()
             ranks[base64.b64decode(token)] = int(rank)
         # tiktoken itself panics at others
@@ -300,9 +300,19 @@ def shards_tokenizer(root, manifest, flag=""):
     return flag or made_with
 
 
+def merged_in_order(encoding):
+    """The tokens that pairs of others merge into, in the order of the merges, spelled as in `tokens_of`."""
+    if not isinstance(encoding, HubTokenizer):
+        ranks, tokens = encoding._mergeable_ranks, tokens_of(encoding)
+        return [tokens[rank] for rank in sorted(ranks[token] for token in ranks if len(token) > 1)]
+    pairs = json.loads(encoding.tokenizer.to_str())["model"].get("merges", [])
+    merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in pairs]
+    return list(dict.fromkeys(merged))  # some files list all pairs that make a token
+
+
 def same_tokens(one, other):
     """Whether the ids that text becomes with tokenizer `other` mean the same with `one`: all tokens but the special
-    ones are equal, and so is the other's end of text."""
+    ones are equal, so is the other's end of text, and so is the order of the merges."""
     tokens, others = tokens_of(one), tokens_of(other)
     end = other.eot_token
     if tokens.pop(end, None) != others.pop(end):
@@ -311,7 +321,7 @@ def same_tokens(one, other):
         tokens.pop(number, None)
     for number in special_tokens(other):
         others.pop(number, None)
-    return tokens == others
+    return tokens == others and merged_in_order(one) == merged_in_order(other)
 
 
 def made_shards(encoding, name, sha256):

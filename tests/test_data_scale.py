@@ -610,7 +610,7 @@ def test_tokenizing_is_interrupted(ranks_file, tmp_path, capsys, monkeypatch, nu
     assert (status, out, err.count("\n")) == (2, "", 1) and f"process {process.pid} on" in err, err
     err = interrupt(process, number)
     assert (
-        "documents, and the same command goes on after them" in err
+        "documents; rerun the same command to resume" in err
         and not (tmp_path / "out" / "lock").exists()
     )
 
@@ -661,7 +661,7 @@ def test_a_damaged_file_is_replaced(three, tmp_path):
         assert (
             (status, out, err.count("\n")) == (2, "", 1)
             and name in err
-            and "the same command goes on" in err
+            and "rerun the same command to resume" in err
         ), err
     shard = tmp_path / "out/train/000000.npy"
     written, first = shard.stat().st_mtime_ns, paths[0].read_bytes()
