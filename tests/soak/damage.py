@@ -168,7 +168,7 @@ class Kind:
             return f"{subject.good}/{name}: {wound(rng, path)}"
 
         ended, result, said = read(reader, self.sound, folder, {subject.good}, change)
-        sealed = subject.sealed and reader != "list"  # which shows what it could read
+        sealed = subject.sealed and reader not in ("list", "compare")  # which show what they read
         how, wrong = outcome(sealed, ended, result, right)
         left = leftovers(folder)
         if left and not wrong:
