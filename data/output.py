@@ -56,9 +56,8 @@ def new_file(path):
         yield f
         f.flush()
         fs, there = filesystem(path)
-        persist(
-            lambda: fs.put_file(f.name, there), path
-        )  # an object appears whole when its upload ends
+        # an object appears whole when its upload ends
+        persist(lambda: fs.put_file(f.name, there), path)
 
 
 class ShardWriter:
@@ -369,10 +368,10 @@ class Output:
             made = {"version": version(), **self.settings, "validation": validation}
             path = os.path.join(self.path, split, manifest.NAME)
             write_file(path, manifest.dump(made | writer.manifest()))
-        self.forget_progress()
+        self.fs.rm_file(os.path.join(self.root, PROGRESS))
 
     def forget_progress(self):
-        """Remove progress.npz, where it is this program's."""
+        """Remove progress.npz of a run that was killed just before it would have done so."""
         if self.load(PROGRESS, *STATE):
             self.fs.rm_file(os.path.join(self.root, PROGRESS))
 

@@ -300,6 +300,12 @@ def shards_tokenizer(root, manifest, flag=""):
     return flag or made_with
 
 
+def tokens_of_text(encoding):
+    """{id: token} of those that are neither special nor the end of text."""
+    special = {*special_tokens(encoding), encoding.eot_token}
+    return {number: token for number, token in tokens_of(encoding).items() if number not in special}
+
+
 def merged_in_order(encoding):
     """The tokens that pairs of others merge into, in the order of the merges, spelled as in `tokens_of`."""
     if not isinstance(encoding, HubTokenizer):
@@ -313,15 +319,10 @@ def merged_in_order(encoding):
 def same_tokens(one, other):
     """Whether the ids that text becomes with tokenizer `other` mean the same with `one`: all tokens but the special
     ones are equal, so is the other's end of text, and so is the order of the merges."""
-    tokens, others = tokens_of(one), tokens_of(other)
     end = other.eot_token
-    if tokens.pop(end, None) != others.pop(end):
+    if tokens_of(one).get(end) != tokens_of(other)[end]:
         return False
-    for number in {*special_tokens(one), one.eot_token}:
-        tokens.pop(number, None)
-    for number in special_tokens(other):
-        others.pop(number, None)
-    return tokens == others and merged_in_order(one) == merged_in_order(other)
+    return all(of(one) == of(other) for of in (tokens_of_text, merged_in_order))
 
 
 def made_shards(encoding, name, sha256):

@@ -124,7 +124,7 @@ def main():
         output = Output(args.output, source, settings)
         summary = None if output.is_finished() else write_alone(args, source, output, encoding)
         if not summary:
-            output.forget_progress()  # of a run that was killed just before it would have done so
+            output.forget_progress()
             say(f"{args.output}: these shards are there already, nothing to do")
             return
     except OSError as e:
