@@ -683,15 +683,22 @@ def test_the_check_reports_the_python_of_an_absolute_environment(idle):
 
 @needs_hosts
 def test_a_tilde_in_folder_is_the_home_there(idle):
-    (idle.repo / "cluster.env").write_text("FOLDER=~/a/%h\n")
-    host = idle.hosts[0]
+    """So is $HOME, which the shell here would replace by the home here."""
+    host, env = idle.hosts[0], idle.repo / "cluster.env"
     try:
-        for folder in ({}, {"FOLDER": "~/b c"}):
+        for text, folder in (
+            ("~/a/%h", {}),
+            ("", {"FOLDER": "~/b c"}),
+            ('"$HOME/c"', {}),
+            ('"${HOME}/d"', {}),
+        ):
+            env.write_text(f"FOLDER={text}\n")
             assert said(idle.run("--code", host, **folder))[0] == 0
     finally:
-        (idle.repo / "cluster.env").unlink()
-    assert (host.home / f"a/{host.address}/main.py").exists()
-    assert (host.home / "b c/main.py").exists() and not (host.home / "~").exists()
+        env.unlink()
+    for folder in (f"a/{host.address}", "b c", "c", "d"):
+        assert (host.home / folder / "main.py").exists()
+    assert not (host.home / "~").exists()
 
 
 @needs_hosts
@@ -945,6 +952,7 @@ def test_a_hung_run_is_ended_by_sigkill_and_told(idle):
         assert "ok       127.0.0.2 " in done.stdout and "ended with status 143" in done.stdout
         assert done.stderr.startswith("error: 127.0.0.1: it still ran STOP_TIMEOUT=1 s after SIGT")
         assert "SIGKILL" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert "after STOP_TIMEOUT=1 s is ended by SIGKILL\n" in done.stdout
     assert stopped.returncode == 137 and not hung.alive and not waits.alive
     assert not jobs(b"/bin/bash", bytes(hung.code))
     again = idle.launch("--stop", STOP_TIMEOUT="1")
