@@ -189,7 +189,8 @@ def outcome(sealed, ended, result, right):
     if result in right:
         told = "damaged" in said
         return "older checkpoint", None if told else "an older checkpoint, without a word"
-    if sealed and "has no tokenizer" not in said:
+    told = "has no tokenizer" in said or "not verified" in said
+    if sealed and not told:
         return "silent", "another result, without a word"
     lost = isinstance(result, tuple) and len(result[1]) < len(right[0][1])  # of `trained`
     if lost and "metrics.jsonl" not in said:
