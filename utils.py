@@ -33,7 +33,7 @@ import fsspec
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: one sentence that says what is wrong, where, and what would be right."""
+    """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right."""
 
 
 def first_line(error):
