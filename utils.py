@@ -36,7 +36,7 @@ from training import interrupts
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: one sentence that says what is wrong, where, and what would be right."""
+    """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right."""
 
 
 def first_line(error):

@@ -458,8 +458,10 @@ def write_long_text(path, texts):
     path.write_text("\n".join(text.replace("\r", "") for text in texts))
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".parquet", ".txt"])
-@pytest.mark.parametrize("remote", [False, True])
+PLACES = [(".jsonl", False), (".parquet", False), (".parquet", True), (".txt", False)]
+
+
+@pytest.mark.parametrize("kind, remote", PLACES)
 def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind, remote):
     """A run that dies at its n-th write, for every n, goes on to the same files; it reads nothing before the place."""
     monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)

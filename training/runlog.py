@@ -170,7 +170,7 @@ def check_login():
 
 
 def uploading():
-    """Whether an upload to wandb goes on that the run's end waits no longer for."""
+    """Whether an upload to wandb is underway that the run's end no longer waits for."""
     return any(thread.name == UPLOAD for thread in threading.enumerate())
 
 
@@ -199,7 +199,7 @@ class RunLog:
         self.samples = []  # texts of samples.txt, one for each step
         if not active:
             return
-        # A run evaluates at its last step; the run that goes on from there would not have, unless it was due.
+        # A run evaluates at its last step; the run that resumes there would not have, unless it was due.
         every = {"loss/val": cfg.run.eval_every}
         every["tasks/"] = cfg.run.eval_every * cfg.run.eval_tasks_every
         not_due = tuple(start for start, steps in every.items() if start_step % steps)
@@ -406,7 +406,7 @@ PLOTS = {  # file: (title, metrics); none: those of each expert
 
 
 def new_figure(width, height, dpi):
-    """A matplotlib Figure of so many inches, without pyplot: safe off the main thread, and needs no display."""
+    """A matplotlib Figure, sizes in inches, without pyplot: safe off the main thread, and needs no display."""
     # Jupyter names its own backend to the programs that it starts; a Python without that cannot import matplotlib.
     # Hidden for the import alone: what this process starts may be a notebook, whose pictures need it.
     backend = os.environ.pop("MPLBACKEND", None)
