@@ -14,7 +14,7 @@ from conftest import ROOT, flags_of, small_config
 import main
 import presets
 import utils
-from tools.planning import gpus, plan
+from planning import gpus, plan
 from training import chips, command_line, platforms, settings
 
 NAMES = list(chips.CHIPS)

@@ -15,7 +15,7 @@ import collectives
 import model
 import presets
 import utils
-from tools.planning import costs, gpus, hlo, plan
+from planning import costs, gpus, hlo, plan
 from training import command_line, decoding, settings, steps
 
 pytestmark = pytest.mark.skipif(

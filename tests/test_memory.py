@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, SMALL_GPT2, flags_of, small_config
 
-from tools.planning import plan
+from planning import plan
 
 # main.py on devices of argv[1] bytes: a step that takes more, by XLA's own account, ends as it does on such a device
 DRIVER = """
@@ -20,7 +20,7 @@ import utils
 from training import command_line
 given = command_line.parse(sys.argv[1:])
 import main
-from tools.planning import plan
+from planning import plan
 compile_train_step = main.compile_train_step
 def limited(*args):
     train_step = compile_train_step(*args)

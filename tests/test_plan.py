@@ -24,7 +24,8 @@ import collectives
 import model
 import presets
 import utils
-from tools.planning import costs, exactness, hlo, overlap, plan
+from planning import costs, hlo, overlap, plan
+from tools.planning import exactness
 from training import command_line, platforms, settings, steps
 
 tpu_compiler = pytest.mark.skipif(

@@ -13,8 +13,8 @@ from conftest import ROOT
 
 import main
 import utils
+from planning import plan
 from presets import preset
-from tools.planning import plan
 from training import chips, runlog, settings
 from training.run_checkpoints import RunCheckpoints
 

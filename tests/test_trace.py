@@ -16,8 +16,8 @@ from test_cluster import free_port, start
 from test_resume import metrics_of
 
 import utils
+from planning import plan
 from tools import trace
-from tools.planning import plan
 from tools.tracing import events, names, shares
 from training import profiling
 

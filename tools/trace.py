@@ -51,7 +51,7 @@ if __name__ == "__main__":
 from jax.profiler import ProfileData
 
 import collectives
-from tools.planning import costs, plan
+from planning import costs, plan
 from tools.tracing import events, names, shares
 from training import chips, profiling
 

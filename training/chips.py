@@ -15,7 +15,7 @@ elsewhere. No jax in here. Where they come from:
 from typing import NamedTuple
 
 GiB = 2**30
-BUFFER = 1824  # tiles, of most chips: see tools/planning/costs.py: stays_scattered
+BUFFER = 1824  # tiles, of most chips: see planning/costs.py: stays_scattered
 
 
 class Chip(NamedTuple):
@@ -32,7 +32,7 @@ class Chip(NamedTuple):
     dims: int = 2  # of a slice's topology
     cores: int = 1  # devices of a TPU chip
     float32: float = 0.0  # FLOP/s in float32, where XLA has no other products for it; 0: it multiplies in bfloat16
-    buffer: int = BUFFER  # tiles, see tools/planning/costs.py: stays_scattered
+    buffer: int = BUFFER  # tiles, see planning/costs.py: stays_scattered
     fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
 
     @property

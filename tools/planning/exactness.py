@@ -1,4 +1,4 @@
-"""How exact the formulas of tools/planning/costs.py are: beside what a compiler says of configurations drawn at random.
+"""How exact the formulas of planning/costs.py are: beside what a compiler says of configurations drawn at random.
 
 python tools/planning/exactness.py --draw 10 --seed 1 --machines gpu:8xH200 gpu:2x8xH100     a row for each
 python tools/planning/exactness.py --plan gpu:8xH200 --preset gpt2-124m --n_device_axis 2 2 2      the flags given
@@ -43,7 +43,7 @@ DRAWN = {
 
 def draw(machines, dice):
     """Flags of main.py as words, which are valid together, for a step that fits by the formulas."""
-    from tools.planning import plan
+    from planning import plan
 
     preset = dice.choice(
         list(DRAWN)
@@ -69,7 +69,7 @@ def draw(machines, dice):
 
 def configure(words):
     """(validated Config, `plan.Machine`) for flags of main.py. Raises UserError."""
-    from tools.planning import plan
+    from planning import plan
 
     cfg, _ = command_line.parse(words)
     machine = plan.parse_machine(cfg.plan.plan)
@@ -78,7 +78,7 @@ def configure(words):
 
 def compare(words):
     """(Answer by formulas, Answer by the compiler, None where it crashes or refuses) for flags of main.py."""
-    from tools.planning import plan
+    from planning import plan
     from training import steps
 
     cfg, machine = configure(words)

@@ -3,7 +3,7 @@
 python tools/planning/growth.py [--curves blocks chips T] [--plot docs/growth.png] [--json FILE] [any flag of main.py]
 
 Every point is the real train step, compiled for a slice of TPU v4 by the TPU compiler, which needs no TPU (pip install
-"jax[tpu]"), and read by tools/planning/plan.py. A point that does not fit has the formulas' numbers, and the table says
+"jax[tpu]"), and read by planning/plan.py. A point that does not fit has the formulas' numbers, and the table says
 so.
 """
 
@@ -63,7 +63,7 @@ PLOTTED = [  # (curve, key of a point, factor, what it then is)
 
 def measure(argv):
     """{name: number} of one step on one chip, for the flags of main.py with a --plan among them."""
-    from tools.planning import plan
+    from planning import plan
     from training import steps
 
     cfg, _ = command_line.parse(argv)

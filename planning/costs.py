@@ -19,7 +19,7 @@ from architectures import architecture
 from architectures.experts import capacity, choose_experts
 from architectures.parameters import is_param
 from kernels import attention, grouped, loss
-from tools.planning import hlo
+from planning import hlo
 from training import chips, muon
 
 

@@ -1,7 +1,7 @@
 """What a run would cost on a machine, before it is paid for: `main.py ... --plan v4:2x4x4`.
 
-The machine's compiler, which needs none of its devices, compiles the real train step for it, and tools/planning/hlo.py
-reads the program. The formulas of tools/planning/costs.py answer where there is no compiler, rank what --search tries,
+The machine's compiler, which needs none of its devices, compiles the real train step for it, and planning/hlo.py
+reads the program. The formulas of planning/costs.py answer where there is no compiler, rank what --search tries,
 and say which flag would help.
 """
 
@@ -29,7 +29,7 @@ import collectives
 import model
 import utils
 from kernels import attention
-from tools.planning import costs, gpus, hlo, overlap
+from planning import costs, gpus, hlo, overlap
 from training import platforms, settings, steps, weights
 from training.chips import CHIPS, Chip, chip_of
 from training.optimizer import make_optimizer
