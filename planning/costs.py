@@ -2,8 +2,9 @@
 
 Everything is of one device and one optimizer step unless it says otherwise. Letters are those of model.py. Sizes of
 weights follow from model.param_table, what a layer does to a token from `Architecture.layer_cost`. The formulas count
-matrix products and collectives exactly; all else (norms, routing by index, biases) costs memory traffic, which
-`Estimate.passes` takes as a multiple of the activations. tests/test_plan.py compares all of it with what XLA compiles.
+matrix products and collectives as model.py writes them, whatever a compiler makes of them; all else (norms, routing by
+index, biases) costs memory traffic, which `Estimate.passes` takes as a multiple of the activations. tests/test_plan.py
+compares all of it with what XLA compiles.
 """
 
 import math
@@ -20,7 +21,7 @@ from architectures.experts import capacity, choose_experts
 from architectures.parameters import is_param
 from kernels import attention, grouped, loss
 from planning import hlo
-from training import chips, muon
+from training import muon
 
 
 class Place(NamedTuple):
@@ -30,9 +31,12 @@ class Place(NamedTuple):
     kernels: str = ""  # the platform whose attention kernels run where that is another, see attention.platform_of
     slices: int = 1  # TPU slices, which only a network joins
     across: str = "dp"  # mesh axis that goes from slice to slice
-    squares: tuple = ()  # (axis, distance) of `scatter_steps` among four chips in a plane of 2 x 2
-    buffer: int = chips.BUFFER  # of the Chip
     fuses: bool = False  # of the Chip
+
+    @property
+    def attention(self):
+        """The platform whose attention kernels and experts run."""
+        return self.kernels or self.platform
 
 
 class Estimate(NamedTuple):
@@ -153,44 +157,6 @@ def torus_dims(n):
     return 2 if n <= 16 else 3
 
 
-def scatter_steps(n, devices, slices=1, platform="tpu"):
-    """[(devices, distance between neighbors)] of the steps in which n devices along an axis reduce and scatter.
-
-    Two steps where these are all devices of one slice, see collectives.gather_steps; else one. On several slices it is
-    one too, since `Traffic.send_across` takes it whole.
-    """
-    near = 1
-    if n == devices and slices == 1 and platform != "gpu":
-        near = collectives.near_devices(n)
-    if near == 1:
-        return [(n, 1)]
-    return [(n // near, near), (near, 1)]
-
-
-def stays_scattered(part, dim, n, buffer=chips.BUFFER, square=False):
-    """Whether the TPU compiler keeps a reduce-scatter of float32 as collectives.reduce_scatter writes it; else it makes
-    an all-reduce of it. Each of n devices gets a part of shape `part`, cut along `dim`.
-
-    Found by compiling 6,000 single ones (libtpu 0.0.42). Parts must consist of whole tiles, 8 x 128 numbers. Along the
-    first dim they must also fall into two halves of 1, 2, 4, .. equal spans, of which n / 2 + 2 fit a `buffer` of so
-    many tiles, and must not belong to a `square`, four chips in a plane of 2 x 2. Along a middle dim there must be more
-    than one part before it. collectives.in_tiles makes them whole there.
-    """
-    if dim == len(part) - 1 > 1 and part[dim] % 8:  # as collectives.all_gather moves it
-        return stays_scattered([part[0], part[dim], *part[1:dim]], 1, n, buffer, square)
-    if dim == len(part) - 1:
-        # whole programs lay out smaller ones with another dim last
-        return part[dim] % 128 == 0 or part[dim] < 128
-    if dim:
-        rows, _ = collectives.in_tiles(part[dim], math.prod(part[dim + 1 :]), dim)
-        return rows % 8 == 0 and math.prod(part[:dim]) > 1
-    if math.prod(part) >= 2**28:
-        return part[0] % 8 == 0
-    tiles = math.ceil(part[0] / 8) * math.ceil(math.prod(part[1:]) / 128)
-    spans = 1 << (math.ceil(tiles * (n / 2 + 2) / buffer) - 1).bit_length()
-    return tiles % (2 * spans) == 0 and not square
-
-
 def differing_axes(devices, tp):
     """Axes of dp x tp along which devices differ that are numbered row by row."""
     dp_index, tp_index = np.divmod(devices, tp)
@@ -212,24 +178,18 @@ class Traffic:
     def __init__(self, cfg, place):
         self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
         self.place = place
-        self.devices = cfg.run.n_devices
         self.sent = defaultdict(lambda: [0.0, 0.0, 0])
 
     def send(self, kind, axes, whole, times=1, count=1, n=0):
         """Add collectives: `count` of them, `times` times in a step.
 
         Together their arrays have `whole` bytes, all parts counted. n devices take part (0: all along the axes), in
-        rings; an all-reduce is a reduce-scatter and an all-gather (arXiv:1909.09756, section 3). Where
-        collectives.all_gather cannot take two steps among all devices, the TPU compiler turns its transpose, a
-        reduce-scatter, into an all-reduce.
+        rings; an all-reduce is a reduce-scatter and an all-gather (arXiv:1909.09756, section 3).
         """
         axes = tuple(a for a in collectives.AXES if a in axes and self.split[a] > 1)
         n = n or math.prod(self.split[a] for a in axes)
         if n == 1 or not times * whole:
             return
-        one_step_of_all = n == self.devices and collectives.near_devices(n) == 1
-        if kind == "reduce-scatter" and self.place.platform == "tpu" and one_step_of_all:
-            kind = "all-reduce"
         if self.place.slices > 1 and self.place.across in axes:
             axes, n, whole = self.send_across(kind, axes, n, whole, times, count)
         shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}
@@ -249,19 +209,6 @@ class Traffic:
         if self.split[across] == slices:
             axes = tuple(a for a in axes if a != across)
         return axes, n // slices, 0 if kind == "all-to-all" else whole
-
-    def reduce_scatter(self, axis, part, dim, n_bytes, times, count):
-        """Add reduce-scatters along `dim` to parts of shape `part`, `count` of them together of n_bytes, in the steps
-        of collectives.all_gather."""
-        place = self.place
-        along = self.split[axis]
-        for n, distance in scatter_steps(along, self.devices, place.slices, place.platform):
-            own = [*part[:dim], distance * part[dim], *part[dim + 1 :]]
-            square = (axis, distance) in place.squares
-            kind = "reduce-scatter"
-            if place.platform == "tpu" and not stays_scattered(own, dim, n, place.buffer, square):
-                kind = "all-reduce"
-            self.send(kind, (axis,), n_bytes * distance * n, times, count, n)
 
     def add(self, axes, kind, n, n_bytes, times, count):
         """Add `count` collectives, `times` times, in which each device sends n_bytes."""
@@ -291,7 +238,6 @@ class Use(NamedTuple):
     forward: float  # times that they are gathered
     backward: float  # times that their gradients are reduced and scattered
     count: int  # layers each time, in a collective of their own
-    leading: int  # dims before those of the weights that are gathered at once
     gradients: float  # times that they get a gradient
 
 
@@ -334,27 +280,24 @@ def stack_use(cfg, name, platform):
     """
     m, accumulation = cfg.model, cfg.run.accumulation_steps
     layers, times = layer_runs(cfg).get(name, (1, 1))
-    in_rounds = name in architecture(m.architecture).stacks
-    if in_rounds:
+    if name in architecture(m.architecture).stacks:
         layers *= cfg.run.pp_interleave
         times /= cfg.run.pp_interleave
     gradients = accumulation * times
     if m.fsdp != "full" or name not in layer_runs(cfg):
         forward = accumulation if platform == "tpu" else 1
-        return Use(forward, backward=accumulation, count=1, leading=0, gradients=gradients)
-    leading = 1 + (name == "dense") + (in_rounds and cfg.run.pp_interleave > 1)
+        return Use(forward, backward=accumulation, count=1, gradients=gradients)
     forward = gradients * (2 if m.remat != "none" else 1)  # once more where it is recomputed
-    return Use(forward, backward=gradients, count=layers, leading=leading, gradients=gradients)
+    return Use(forward, backward=gradients, count=layers, gradients=gradients)
 
 
-def gather_cost(p, shape, use, width, traffic, E):
-    """Add the collectives that gather a parameter, of which a device stores `shape`, in numbers of `width` bytes, and
-    those that reduce and scatter its gradient in float32. Returns its size when gathered."""
+def gather_cost(p, whole, use, width, traffic, E):
+    """Add the collectives that gather a parameter, of which a device stores `whole` numbers, in numbers of `width`
+    bytes, and those that reduce and scatter its gradient in float32. Returns its size when gathered."""
     split = traffic.split
-    whole = math.prod(shape)
     if not p.gather:
         return whole
-    dim, axes = p.gather
+    _, axes = p.gather
     if p.expert:  # slices of all experts are exchanged for slices of one, and these gathered
         apart, together = expert_axes(E, split)
         traffic.send("all-to-all", apart, whole * width, use.forward, use.count, E)
@@ -364,12 +307,9 @@ def gather_cost(p, shape, use, width, traffic, E):
         traffic.send("all-gather", together, whole * width, use.forward, use.count, n)
         traffic.send("reduce-scatter", together, whole * 4, use.backward, use.count, n)
         return whole
-    shape = list(shape)
     for axis in reversed(axes):
-        part = shape[use.leading :]
-        traffic.reduce_scatter(axis, part, len(part) + dim, 4 * whole, use.backward, use.count)
-        shape[dim] *= split[axis]
         whole *= split[axis]
+        traffic.send("reduce-scatter", (axis,), whole * 4, use.backward, use.count)
         traffic.send("all-gather", (axis,), whole * width, use.forward, use.count)
     return whole
 
@@ -390,9 +330,10 @@ def weights_cost(cfg, traffic):
             # gradients of copies are summed; the TPU compiler moves that out of the loop of gradient accumulation
             copies = set(collectives.AXES) - set(axes)
             times = 1 if on_tpu else cfg.run.accumulation_steps
-            traffic.send("all-reduce", copies, 4 * math.prod(shape), times)
+            stored_numbers = math.prod(shape)
+            traffic.send("all-reduce", copies, 4 * stored_numbers, times)
             width = s.bytes if p.matrix else 4
-            whole = gather_cost(p, shape, use, width, traffic, cfg.model.n_experts)
+            whole = gather_cost(p, stored_numbers, use, width, traffic, cfg.model.n_experts)
             if name in runs:
                 gathered[name] += whole
                 used += whole * use.gradients
@@ -401,33 +342,6 @@ def weights_cost(cfg, traffic):
 
 
 # --- Layers -------------------------------------------------------------------------------------------------------
-
-
-class Layer(NamedTuple):
-    """A layer's forward pass of one microbatch on one device: operations of matrix products, and what travels."""
-
-    projections: float  # operations of products with weights, routed experts' left out
-    last_product: float  # of these, of the product at its end
-    needs_last: bool  # whether recomputation needs what the layer ends with: multi-token prediction normalizes it
-    scores: float  # operations of attention's products of queries, keys and values
-    scores_backward: float  # operations of the same in the backward pass
-    experts: float  # operations of routed experts
-    experts_backward: float  # operations of the same in the backward pass
-    experts_again: float  # operations of the same in recomputation
-    gathered: float  # channels per token that are gathered over tp for attention
-    into_feed_forward: (
-        float  # of the residual that are gathered over tp, and summed over it afterwards
-    )
-    out_of_attention: float  # of the residual that are summed over tp
-    exchanged: float  # channels per token that are exchanged for tokens over tp
-    to_experts: float  # bytes of the buckets that travel to other devices' experts, one way
-    shared_tokens: (
-        float  # bytes of the tokens that devices gather for their experts, and add up afterwards
-    )
-    kept: float  # channels per token that --remat dots keeps: what products with weights give
-    intermediates: float  # channels per token of all that it computes
-    in_experts: float  # of these, in routed experts
-    of_others: float  # of these, in partial sums of other devices' tokens
 
 
 def score_operations(cost, m, s, platform):
@@ -444,7 +358,7 @@ def score_operations(cost, m, s, platform):
 def read_program(text, cfg, place):
     """`hlo.Cost` of the optimized HLO `text` of a validated Config's step."""
     m, mesh = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis))
-    kernel = attention.ATTENTION[attention.choose_kernel(m, place.kernels or place.platform)]
+    kernel = attention.ATTENTION[attention.choose_kernel(m, place.attention)]
 
     def in_kernel(words, arrays):
         """Operations of a call of the kernel; 0 of any other's."""
@@ -457,56 +371,133 @@ def read_program(text, cfg, place):
     return hlo.analyze(text, mesh, place.slices, place.across, in_kernel)
 
 
-def layer_of(cfg, kind, platform):
-    """`Layer` of a kind of layer; a product [a, b] x [b, c] takes 2abc operations. Routed experts after
-    arXiv:2006.16668, section 2.2."""
-    m, s = cfg.model, sizes(cfg)
-    arch = architecture(m.architecture)
-    cost, D = arch.layer_cost(m, kind), m.model_dimension
-    megatron = m.sequence_parallel == "megatron"
+class Layer:
+    """A layer's passes of one microbatch on one device."""
 
-    attention_weights = 2 * s.own_tokens * cost.own_weights
-    attention_weights += 2 * s.tokens * (m.n_head / s.tp) * cost.head_weights
-    feed_forward = 2 * s.own_tokens * (cost.branches + 1) * D * cost.ffn_width
-    scores, scores_backward = score_operations(cost, m, s, platform)
+    def __init__(self, cfg, kind, place):
+        self.cfg, self.place, self.kind = cfg, place, kind
+        self.m, self.s = cfg.model, sizes(cfg)
+        arch = architecture(self.m.architecture)
+        self.cost = arch.layer_cost(self.m, kind)
+        self.rows = expert_rows(self.m, self.s, place.attention) if kind in arch.routed else 0
+        self.in_tiles = choose_experts(self.m, place.attention) == "tiles"
+        self.megatron = self.m.sequence_parallel == "megatron"
+        self.recomputes = self.m.remat != "none"
+        # recomputation runs to the layer's end only where that is needed: multi-token prediction normalizes it
+        self.needs_end = kind == "mtp"
+        self.scores, self.scores_backward = score_operations(
+            self.cost, self.m, self.s, place.attention
+        )
 
-    rows = expert_rows(m, s, platform) if kind in arch.routed else 0
-    in_tiles, needs_last = choose_experts(m, platform) == "tiles", kind == "mtp"
-    experts_into = 2 * rows * cost.branches * D * m.expert_width
-    experts_back = 2 * rows * D * m.expert_width
-    in_experts = rows / s.own_tokens * ((cost.branches + 1) * m.expert_width + 2 * D)
-    # the gradient of tiles computes the hidden channels anew, whatever else is recomputed
-    experts_backward = 2 * (experts_into + experts_back) + in_tiles * experts_into
+    def flops(self):
+        """Operations of matrix products, recomputed ones among them. A product [a, b] x [b, c] takes 2abc."""
+        m, s, cost = self.m, self.s, self.cost
+        out = 2 * s.own_tokens * m.model_dimension * cost.ffn_width
+        projections = 2 * s.own_tokens * cost.own_weights + (cost.branches + 1) * out
+        projections += 2 * s.tokens * (m.n_head / s.tp) * cost.head_weights
+        # arXiv:2006.16668, section 2.2
+        experts_out = 2 * self.rows * m.model_dimension * m.expert_width
+        experts_into = cost.branches * experts_out
 
-    # megatron gathers all tokens for the feed-forward, and sums over tp what that and attention add to the residual
-    into_feed_forward = D if megatron and feed_forward else 0
-    back = D * s.tp if megatron else D  # added to the residual: of all tokens, or of own ones
-    kept = cost.products + cost.branches * cost.ffn_width + back
-    intermediates = kept + cost.ffn_width + in_experts + back
-    # norms, residuals, what is gathered, attention's output
-    intermediates += (
-        (cost.gathered + into_feed_forward) * s.tp + 4 * D + m.n_head * cost.value_channels
-    )
-    return Layer(
-        projections=attention_weights + feed_forward,
-        last_product=2 * s.own_tokens * D * cost.ffn_width,
-        needs_last=needs_last,
-        scores=scores,
-        scores_backward=scores_backward,
-        experts=experts_into + experts_back,
-        experts_backward=experts_backward,
-        experts_again=(not in_tiles or needs_last) * experts_into + needs_last * experts_back,
-        gathered=cost.gathered,
-        into_feed_forward=into_feed_forward,
-        out_of_attention=D if megatron else 0,
-        exchanged=0 if megatron else m.n_head * cost.value_channels,
-        to_experts=0 if in_tiles else rows * D * s.bytes,
-        shared_tokens=in_tiles * bool(rows) * s.own_tokens * sharers(m, s) * D * s.bytes,
-        kept=kept,
-        intermediates=intermediates,
-        in_experts=in_experts,
-        of_others=2 * (back - D),  # of attention, and of the feed-forward
-    )
+        # a product's two gradients take twice its own operations
+        flops = 3 * (projections + experts_into + experts_out) + self.scores + self.scores_backward
+        if self.in_tiles:  # their gradient computes the hidden channels anew, whatever else is recomputed
+            flops += experts_into
+        if self.recomputes:
+            flops += self.scores + self.needs_end * experts_out
+            flops += (self.needs_end or not self.in_tiles) * experts_into
+        if m.remat == "full":
+            flops += projections - (not self.needs_end) * out
+        return flops
+
+    def score_flops(self):
+        """Of these, attention's products of queries, keys and values."""
+        return self.scores * (1 + self.recomputes) + self.scores_backward
+
+    def send(self, n, traffic):
+        """Add the collectives of a layer that runs n times in a step.
+
+        Tensor and sequence parallelism: arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1. Every
+        collective runs in the forward pass, again where that is recomputed, and its transpose in the backward pass.
+        """
+        m, s, cost = self.m, self.s, self.cost
+        again, end_again = self.recomputes, self.recomputes and self.needs_end
+        channel = s.tokens * s.bytes  # bytes
+        # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
+        attention_out = channel * m.model_dimension * self.megatron
+        feed_forward = attention_out * (cost.ffn_width > 0)
+        gathered = channel * cost.gathered
+        exchanged = 0 if self.megatron else channel / s.tp * m.n_head * cost.value_channels
+        traffic.send("all-gather", ("tp",), gathered + feed_forward, n * (1 + again))
+        traffic.send("all-gather", ("tp",), attention_out + feed_forward, n)
+        traffic.send("reduce-scatter", ("tp",), gathered + feed_forward, n)
+        traffic.send("reduce-scatter", ("tp",), attention_out, n * (1 + again))
+        traffic.send("reduce-scatter", ("tp",), feed_forward, n * (1 + end_again))
+        traffic.send("all-to-all", ("tp",), exchanged, n * (2 + again))
+        if self.rows:
+            # each sequence's choices, for the balance
+            traffic.send("all-reduce", ("tp",), 4 * s.B * m.n_experts, n * (1 + again))
+            self.send_tokens(n, traffic, again, end_again)
+
+    def send_tokens(self, n, traffic, again, end_again):
+        """Add what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
+        m, s = self.m, self.s
+        apart, _ = expert_axes(m.n_experts, traffic.split)
+        devices = sharers(m, s)
+        if not self.in_tiles:  # buckets
+            slots = self.rows * s.bytes  # bytes of a number for each, such as its gate
+            channels = slots * m.model_dimension
+            traffic.send("all-to-all", apart, channels, n * (4 + again + end_again), 1, devices)
+            traffic.send("all-to-all", apart, slots, n * (2 + again), 1, devices)
+            return
+        numbers = s.own_tokens * devices  # one of every token
+        channels = numbers * m.model_dimension * s.bytes
+        gates = numbers * m.experts_per_token * s.bytes
+        experts = numbers * m.experts_per_token * 4
+        traffic.send("all-gather", apart, channels, n * (2 + again), 1, devices)
+        traffic.send("all-gather", apart, gates + experts, n * (1 + again), 1, devices)
+        traffic.send("reduce-scatter", apart, channels, n * (2 + end_again), 1, devices)
+        traffic.send("reduce-scatter", apart, gates, n, 1, devices)
+
+    def products(self):
+        """Channels per token that products with weights give, as --remat dots keeps them; routed experts' left out."""
+        m, s, cost = self.m, self.s, self.cost
+        added = m.model_dimension * (s.tp if self.megatron else 1)  # to the residual
+        return cost.products + cost.branches * cost.ffn_width + added
+
+    def intermediates(self):
+        """(channels per token of all that it computes but for routed experts, those in routed experts)."""
+        m, s, cost = self.m, self.s, self.cost
+        D = m.model_dimension
+        into_feed_forward = D * (self.megatron and cost.ffn_width > 0)
+        added = D * (s.tp if self.megatron else 1)
+        # beside products: the feed-forward's, norms and residuals, what is gathered, attention's output
+        channels = self.products() + cost.ffn_width + added + 4 * D
+        channels += (cost.gathered + into_feed_forward) * s.tp + m.n_head * cost.value_channels
+        in_experts = (cost.branches + 1) * m.expert_width + 2 * D
+        return channels, self.rows / s.own_tokens * in_experts
+
+    def kept(self):
+        """Channels per token that it keeps for the backward pass."""
+        m, s = self.m, self.s
+        if m.remat == "full":
+            return m.model_dimension
+        if m.remat == "dots":
+            return self.products() + m.model_dimension
+        channels, in_experts = self.intermediates()
+        ratios, kept_of_experts = self.cost.kept_ratio, fit_of(self.place).experts_kept * in_experts
+        if self.place.platform != "gpu":
+            return ratios["tpu"] * channels + kept_of_experts
+        # partial sums of other devices' tokens, of attention and of the feed-forward, are not kept
+        channels -= 2 * m.model_dimension * (s.tp - 1) * self.megatron
+        return ratios["gpu"] * channels + SCORES_KEPT * self.kept_scores() + kept_of_experts
+
+    def kept_scores(self):
+        """Scores per token that the backward pass does not compute anew."""
+        if self.scores_backward > 2 * self.scores:
+            return 0
+        per_score = 2 * (self.cost.query_channels + self.cost.value_channels)
+        return self.scores / per_score / self.s.own_tokens
 
 
 def sharers(m, s):
@@ -530,83 +521,8 @@ class Layers(NamedTuple):
     scores: float  # of these, attention's products of queries, keys and values
     pipelined: float  # of the operations, those in the pipeline's ticks
     kept: float  # bytes that the forward passes of a batch leave for the backward passes
-    copied: float  # of these, every time that they are copied
     intermediates: float  # bytes, of all layers in a step
     widest: float  # bytes that the widest layer's intermediates take in its backward pass
-
-
-def send_layer(cfg, c, n, traffic):
-    """Add the collectives of a `Layer` that runs n times in a step.
-
-    Tensor and sequence parallelism (arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1) and experts
-    (arXiv:2006.16668, section 3.2): every collective runs in the forward pass, again where that is recomputed, and its
-    transpose in the backward pass.
-    """
-    m, s, again = cfg.model, sizes(cfg), cfg.model.remat != "none"
-    last_again = again and c.needs_last
-    channel = s.tokens * s.bytes  # bytes
-    residual = c.into_feed_forward + c.out_of_attention
-    # see stays_scattered: one sequence is a lone dim; latents are laid out with T last and stay as they are
-    on_tpu = traffic.place.platform == "tpu"
-    summed = "all-reduce" if on_tpu and s.B == 1 else "reduce-scatter"
-    into = channel * (c.gathered + c.into_feed_forward)
-    traffic.send("all-gather", ("tp",), into, n * (1 + again))
-    traffic.send("reduce-scatter", ("tp",), channel * c.gathered, n)
-    traffic.send(summed, ("tp",), channel * (residual + c.into_feed_forward), n)
-    traffic.send(summed, ("tp",), channel * c.out_of_attention, n * again)
-    traffic.send(summed, ("tp",), channel * c.into_feed_forward, n * last_again)
-    traffic.send("all-gather", ("tp",), channel * residual, n)
-    traffic.send("all-to-all", ("tp",), channel * c.exchanged / s.tp, n * (2 + again))
-    if c.experts:  # each sequence's choices, for the balance
-        traffic.send("all-reduce", ("tp",), 4 * s.B * m.n_experts, n * (1 + again))
-    if c.to_experts:
-        apart, _ = expert_axes(m.n_experts, traffic.split)
-        devices = sharers(m, s)
-        gates = c.to_experts / m.model_dimension  # a number a slot, one way
-        traffic.send("all-to-all", apart, c.to_experts, n * (4 + again + last_again), 1, devices)
-        traffic.send("all-to-all", apart, gates, n * (2 + again), 1, devices)
-    if c.shared_tokens:
-        apart, _ = expert_axes(m.n_experts, traffic.split)
-        devices = sharers(m, s)
-        gates = c.shared_tokens / m.model_dimension * m.experts_per_token
-        chosen = 4 / s.bytes * gates  # experts
-        traffic.send("all-gather", apart, c.shared_tokens, n * (2 + again), 1, devices)
-        traffic.send("all-gather", apart, gates + chosen, n * (1 + again), 1, devices)
-        traffic.send("reduce-scatter", apart, c.shared_tokens, n * (2 + last_again), 1, devices)
-        traffic.send("reduce-scatter", apart, gates, n, 1, devices)
-
-
-def kept_channels(cfg, kind, c, place):
-    """Channels per token that a `Layer` keeps for the backward pass."""
-    m = cfg.model
-    if m.remat == "full":
-        return m.model_dimension
-    if m.remat == "dots":
-        return c.kept + m.model_dimension
-    ratios = architecture(m.architecture).layer_cost(m, kind).kept_ratio
-    outside = c.intermediates - c.in_experts
-    if place.platform == "gpu":
-        outside = ratios["gpu"] * (outside - c.of_others) + SCORES_KEPT * kept_scores(cfg, kind, c)
-    else:
-        outside *= ratios["tpu"]
-    return outside + fit_of(place).experts_kept * c.in_experts
-
-
-def loops_around(cfg, kind):
-    """Number of loops of several turns around a kind of layer: each stacks what its turns keep."""
-    m, (layers, times) = cfg.model, layer_runs(cfg)[kind]
-    stacked = kind in architecture(m.architecture).stacks
-    blocks = m.blocks // (cfg.run.n_device_axis[1] * cfg.run.pp_interleave) if stacked else 1
-    return sum(turns > 1 for turns in (times, blocks, layers // blocks))
-
-
-def kept_scores(cfg, kind, c):
-    """Scores per token of a `Layer` whose backward pass does not compute them anew."""
-    if c.scores_backward > 2 * c.scores:
-        return 0
-    cost = architecture(cfg.model.architecture).layer_cost(cfg.model, kind)
-    scores = c.scores / (2 * (cost.query_channels + cost.value_channels))
-    return scores / sizes(cfg).own_tokens
 
 
 def kept_weights(cfg, place, weights):
@@ -616,43 +532,25 @@ def kept_weights(cfg, place, weights):
     return sizes(cfg).bytes * weights.used / cfg.run.accumulation_steps
 
 
-def recomputed_flops(cfg, c):
-    """Operations of a `Layer` that the backward pass computes anew."""
-    if cfg.model.remat == "none":
-        return 0
-    batched = c.scores + c.experts_again
-    projections = c.projections - (not c.needs_last) * c.last_product
-    return batched if cfg.model.remat == "dots" else batched + projections
-
-
 def layers_cost(cfg, traffic):
     """`Layers`; adds what they send to `traffic`."""
-    s, again = sizes(cfg), cfg.model.remat != "none"
-    fit = fit_of(traffic.place)
-    flops, scores, pipelined, kept, copied, intermediates, widest = 0, 0, 0, 0, 0, 0, 0
-    channel = s.tokens * s.bytes  # bytes
+    s, fit = sizes(cfg), fit_of(traffic.place)
+    copies = fit.layer_copies if cfg.model.remat != "none" else fit.layer_copies_kept
+    flops, scores, pipelined, kept, intermediates, widest = 0, 0, 0, 0, 0, 0
+    channel = s.own_tokens * s.bytes  # bytes
     for kind, (layers, times) in layer_runs(cfg).items():
-        c = layer_of(cfg, kind, traffic.place.kernels or traffic.place.platform)
+        layer = Layer(cfg, kind, traffic.place)
         n = cfg.run.accumulation_steps * layers * times
-        # a product's two gradients take twice its own operations
-        once = 3 * c.projections + c.experts + c.experts_backward + c.scores + c.scores_backward
-        own = n * (once + recomputed_flops(cfg, c))
-        flops += own
+        layer.send(n, traffic)
+        flops += n * layer.flops()
+        scores += n * layer.score_flops()
         if times == s.ticks:
-            pipelined += own
-        scores += n * (c.scores * (1 + again) + c.scores_backward)
-        send_layer(cfg, c, n, traffic)
-        channels = kept_channels(cfg, kind, c, traffic.place)
-        own_kept = layers * times * channel / s.tp * channels
-        kept += own_kept
-        copied += own_kept * (loops_around(cfg, kind) if traffic.place.platform == "gpu" else 1)
-        width = channel / s.tp * c.intermediates
-        intermediates += n * width
-        beside_experts = fit.layer_copies if again else fit.layer_copies_kept
-        held = fit.expert_copies * c.in_experts
-        held += beside_experts * (c.intermediates - c.in_experts)
-        widest = max(widest, channel / s.tp * held)
-    return Layers(flops, scores, pipelined, kept, copied, intermediates, widest)
+            pipelined += n * layer.flops()
+        channels, in_experts = layer.intermediates()
+        kept += layers * times * channel * layer.kept()
+        intermediates += n * channel * (channels + in_experts)
+        widest = max(widest, channel * (copies * channels + fit.expert_copies * in_experts))
+    return Layers(flops, scores, pipelined, kept, intermediates, widest)
 
 
 # --- The optimizer ------------------------------------------------------------------------------------------------
@@ -714,39 +612,56 @@ class Fit(NamedTuple):
     traffic in bytes read and written. The GPU compiler reports no times: there they follow the operations of programs
     (plan.compiled_work)."""
 
+    # traffic
+    intermediates: float  # per byte of them
+    weights: float  # per weight of a layer, every time that it gets a gradient
+    kept: dict  # per byte kept for the backward pass, {--remat: bytes}
+    logits: float  # per logit
+    operands: float  # of matrix products, per byte of intermediates
+    operand_weights: float  # of matrix products, per weight of a layer, every time that it gets a gradient
+    # memory
     logit_copies: float  # of the logits that are held at once
-    intermediates: float  # traffic per byte of them
-    weights: float  # traffic per weight of a layer, every time that it gets a gradient
-    kept: dict  # traffic per byte kept for the backward pass, on GPUs of each loop around it, {--remat: bytes}
-    logits: float  # traffic per logit
-    experts_kept: float = (
-        2.5  # channels that --remat none keeps per channel of routed experts' intermediates
-    )
-    expert_copies: float = 1.4  # bytes held per byte of a layer's routed experts' intermediates
-    layer_copies: float = 1.4  # the same of all else in the layer, in its backward pass
-    layer_copies_kept: float = 1.4  # with --remat none
-    own_copies: float = 0.0  # of the activations of all microbatches that a device embeds
-    operands: float = 5.2  # bytes that matrix products read and write per byte of intermediates
-    operand_weights: float = (
-        22.0  # the same, per weight of a layer, every time that it gets a gradient
-    )
+    experts_kept: float  # channels that --remat none keeps per channel of routed experts' intermediates
+    expert_copies: float  # bytes held per byte of a layer's routed experts' intermediates
+    layer_copies: float  # the same of all else in the layer, in its backward pass
+    layer_copies_kept: float  # with --remat none
+    own_copies: float  # of the activations of all microbatches that a device embeds
 
 
-PLAIN = Fit(1.25, 3.7, 12.0, dict(none=11.0, dots=26.0, full=29.0), 47.0)
-FUSED = Fit(1.0, 2.8, 9.0, dict(none=3.0, dots=6.0, full=29.0), 35.0)  # see Chip.fuses
+TPU = Fit(
+    intermediates=3.7,
+    weights=12.0,
+    kept=dict(none=11.0, dots=26.0, full=29.0),
+    logits=47.0,
+    operands=5.2,
+    operand_weights=22.0,
+    logit_copies=1.25,
+    experts_kept=2.5,
+    expert_copies=1.4,
+    layer_copies=1.4,
+    layer_copies_kept=1.4,
+    own_copies=0.0,
+)
+FUSED = TPU._replace(  # see Chip.fuses
+    intermediates=2.8,
+    weights=9.0,
+    kept=dict(none=3.0, dots=6.0, full=29.0),
+    logits=35.0,
+    logit_copies=1.0,
+)
 GPU = Fit(
-    logit_copies=1.44,
     intermediates=4.8,
     weights=25.0,
-    kept=dict.fromkeys(("none", "dots", "full"), 4.8),
+    kept=dict.fromkeys(("none", "dots", "full"), 9.6),
     logits=37.0,
+    operands=0.14,
+    operand_weights=1.5,
+    logit_copies=1.44,
     experts_kept=1.41,
     expert_copies=3.2,
     layer_copies=1.3,
     layer_copies_kept=2.4,
     own_copies=6.0,
-    operands=0.14,
-    operand_weights=1.5,
 )
 SCORES_KEPT = 4.2  # numbers that --remat none keeps on GPUs per score, where a kernel keeps scores
 MUON_COPIES = 10.0  # traffic per byte of the matrices that Muon brings together and of their blocks
@@ -756,7 +671,7 @@ def fit_of(place):
     """The `Fit` for a `Place`."""
     if place.platform == "gpu":
         return GPU
-    return FUSED if place.fuses else PLAIN
+    return FUSED if place.fuses else TPU
 
 
 def workspace(cfg, fit, weights, layers, head):
@@ -813,7 +728,7 @@ def estimate(cfg, place=Place()):
 
     flops = layers.flops + accumulation * head.flops + orthogonalization.flops
     passes = fit.intermediates * layers.intermediates + fit.weights * weights.used
-    passes += fit.kept[cfg.model.remat] * accumulation * layers.copied
+    passes += fit.kept[cfg.model.remat] * accumulation * layers.kept
     passes += fit.logits * accumulation * head.logits + orthogonalization.passes
     operands = fit.operands * layers.intermediates + fit.operand_weights * weights.used
     return Estimate(

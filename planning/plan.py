@@ -6,7 +6,6 @@ and say which flag would help.
 """
 
 import contextlib
-import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -22,7 +21,6 @@ from concurrent import futures
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
 import collectives
@@ -176,32 +174,6 @@ def has_compiler(machine):
     return importlib.util.find_spec("libtpu") is not None
 
 
-@functools.cache
-def square_steps(machine, shape):
-    """`squares` of costs.Place for a mesh of such a shape; none where no compiler tells where chips lie."""
-    fours = []
-    for axis, length in zip(collectives.AXES, shape):
-        for n, distance in costs.scatter_steps(length, machine.n):
-            if n == 4:
-                fours.append((axis, distance))
-    torus = machine.topology.count("x") == 2 and machine.slices == 1
-    if not fours or not torus or not has_compiler(machine):
-        return ()
-    grid = steps.device_grid(shape, slice_devices(machine))
-    at = np.array([d.coords for d in grid.flat]).reshape(*shape, 3)
-    return tuple((axis, distance) for axis, distance in fours if in_a_plane(at, axis, distance))
-
-
-def in_a_plane(at, axis, distance):
-    """Whether groups of four devices, so far apart along an axis, lie in planes of 2 x 2 chips. `at` holds the
-    coordinates of the chips, [dp, pp, tp, 3]."""
-    dim = collectives.AXES.index(axis)
-    others = math.prod(at.shape[:3]) // at.shape[dim]
-    four = np.moveaxis(at, dim, 0).reshape(-1, 4, distance, others, 3)
-    dims_that_differ = (four != four[:, :1]).any((0, 1, 2, 3)).sum()
-    return dims_that_differ == 2
-
-
 def place_of(cfg, machine):
     """`costs.Place` of a validated Config on a machine, several slices as steps.device_grid lays them."""
     return costs.Place(
@@ -209,8 +181,6 @@ def place_of(cfg, machine):
         kernels=kernels_of(machine),
         slices=machine.slices,
         across="dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp",
-        squares=square_steps(machine, cfg.run.n_device_axis),
-        buffer=machine.chip.buffer,
         fuses=machine.chip.fuses,
     )
 
