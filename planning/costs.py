@@ -53,12 +53,6 @@ class Estimate(NamedTuple):
     activations: float  # bytes kept from the forward pass for the backward pass
     workspace: float  # bytes of all else: gradients, gathered weights, one layer's and the head's intermediates
     bubble: float  # share of the pipeline's ticks in which a stage idles
-    pipeline_share: float  # share of the operations that belong to these ticks
-
-    @property
-    def memory(self):
-        """Peak memory in bytes."""
-        return self.weights + self.optimizer + self.batch + self.activations + self.workspace
 
 
 class Sizes(NamedTuple):
@@ -172,13 +166,14 @@ def expert_axes(E, split):
     return differing_axes(devices[:, 0], split["tp"]), differing_axes(devices[0], split["tp"])
 
 
-class Traffic:
-    """Collects the collectives of a step in `sent`, as `Estimate` has it."""
+class Tally:
+    """Adds up what a device does in a step; fields as `Estimate` has them."""
 
     def __init__(self, cfg, place):
         self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
-        self.place = place
+        self.place, self.fit = place, constants(place)
         self.sent = defaultdict(lambda: [0.0, 0.0, 0])
+        self.flops = self.scores = self.operands = self.passes = 0.0
 
     def send(self, kind, axes, whole, times=1, count=1, n=0):
         """Add collectives: `count` of them, `times` times in a step.
@@ -225,11 +220,11 @@ class Traffic:
 class Weights(NamedTuple):
     """Numbers of weights on one device."""
 
-    stored: int  # in parts, padding of TPU tiles included
+    stored: int  # in parts
     moments: int  # of the optimizer, likewise
     gathered: int  # of all its layers, whole
     largest: float  # of its largest layer, whole
-    used: float  # of its layers, every time that they get a gradient
+    kept: float  # bytes of those that the forward pass leaves for the backward pass
 
 
 class Use(NamedTuple):
@@ -254,23 +249,6 @@ def local_shape(p, split):
     return shape, axes
 
 
-def tiled(shape):
-    """Numbers that an array takes on a TPU, which stores two dims of its choice in tiles of 8 x 128."""
-    if len(shape) < 2:
-        return math.prod(shape)
-
-    def padded(n, multiple):
-        return math.ceil(n / multiple) * multiple / n
-
-    def growth(minor, second):
-        rows = min(8, 1 << (shape[second] - 1).bit_length())
-        return padded(shape[minor], 128) * padded(shape[second], rows)
-
-    dims = range(len(shape))
-    least = min(growth(a, b) for a in dims for b in dims if a != b)
-    return round(math.prod(shape) * least)
-
-
 def stack_use(cfg, name, platform):
     """`Use` of an entry of model.param_table: a stack of layers, or what stands outside layers.
 
@@ -291,54 +269,58 @@ def stack_use(cfg, name, platform):
     return Use(forward, backward=gradients, count=layers, gradients=gradients)
 
 
-def gather_cost(p, whole, use, width, traffic, E):
+def gather_cost(p, whole, use, width, tally, E):
     """Add the collectives that gather a parameter, of which a device stores `whole` numbers, in numbers of `width`
     bytes, and those that reduce and scatter its gradient in float32. Returns its size when gathered."""
-    split = traffic.split
+    split = tally.split
     if not p.gather:
         return whole
     _, axes = p.gather
     if p.expert:  # slices of all experts are exchanged for slices of one, and these gathered
         apart, together = expert_axes(E, split)
-        traffic.send("all-to-all", apart, whole * width, use.forward, use.count, E)
-        traffic.send("all-to-all", apart, whole * 4, use.backward, use.count, E)
+        tally.send("all-to-all", apart, whole * width, use.forward, use.count, E)
+        tally.send("all-to-all", apart, whole * 4, use.backward, use.count, E)
         n = math.prod(split[a] for a in axes) // E
         whole *= n
-        traffic.send("all-gather", together, whole * width, use.forward, use.count, n)
-        traffic.send("reduce-scatter", together, whole * 4, use.backward, use.count, n)
+        tally.send("all-gather", together, whole * width, use.forward, use.count, n)
+        tally.send("reduce-scatter", together, whole * 4, use.backward, use.count, n)
         return whole
     for axis in reversed(axes):
         whole *= split[axis]
-        traffic.send("reduce-scatter", (axis,), whole * 4, use.backward, use.count)
-        traffic.send("all-gather", (axis,), whole * width, use.forward, use.count)
+        tally.send("reduce-scatter", (axis,), whole * 4, use.backward, use.count)
+        tally.send("all-gather", (axis,), whole * width, use.forward, use.count)
     return whole
 
 
-def weights_cost(cfg, traffic):
-    """`Weights`; adds what gathers them and sums their gradients to `traffic`."""
+def weights_cost(cfg, tally):
+    """`Weights`; adds what gathers them, uses them and sums their gradients to `tally`."""
     s, runs = sizes(cfg), layer_runs(cfg)
-    on_tpu = traffic.place.platform == "tpu"
+    on_tpu = tally.place.platform == "tpu"
     with_muon = cfg.optimizer.optimizer == "muon"
     stored, moments, used, gathered = 0, 0, 0, defaultdict(int)
     for name, stack in model.param_table(cfg).items():
-        use = stack_use(cfg, name, traffic.place.platform)
+        use = stack_use(cfg, name, tally.place.platform)
         for p in jax.tree.leaves(stack, is_leaf=is_param):
-            shape, axes = local_shape(p, traffic.split)
-            own = tiled(shape) if on_tpu else math.prod(shape)
+            shape, axes = local_shape(p, tally.split)
+            own = math.prod(shape)
             stored += own
             moments += own if with_muon and p.hidden else 2 * own
             # gradients of copies are summed; the TPU compiler moves that out of the loop of gradient accumulation
             copies = set(collectives.AXES) - set(axes)
             times = 1 if on_tpu else cfg.run.accumulation_steps
-            stored_numbers = math.prod(shape)
-            traffic.send("all-reduce", copies, 4 * stored_numbers, times)
+            tally.send("all-reduce", copies, 4 * own, times)
             width = s.bytes if p.matrix else 4
-            whole = gather_cost(p, stored_numbers, use, width, traffic, cfg.model.n_experts)
+            whole = gather_cost(p, own, use, width, tally, cfg.model.n_experts)
             if name in runs:
                 gathered[name] += whole
                 used += whole * use.gradients
+    tally.passes += tally.fit["weights"] * used
+    tally.operands += tally.fit["operand_weights"] * used
+    kept = 0
+    if tally.place.platform == "gpu" and cfg.model.remat == "none":  # each time that a layer runs
+        kept = s.bytes * used / cfg.run.accumulation_steps
     largest = max(n / runs[name][0] for name, n in gathered.items())
-    return Weights(stored, moments, sum(gathered.values()), largest / cfg.run.pp_interleave, used)
+    return Weights(stored, moments, sum(gathered.values()), largest / cfg.run.pp_interleave, kept)
 
 
 # --- Layers -------------------------------------------------------------------------------------------------------
@@ -375,8 +357,7 @@ class Layer:
     """A layer's passes of one microbatch on one device."""
 
     def __init__(self, cfg, kind, place):
-        self.cfg, self.place, self.kind = cfg, place, kind
-        self.m, self.s = cfg.model, sizes(cfg)
+        self.m, self.s, self.place = cfg.model, sizes(cfg), place
         arch = architecture(self.m.architecture)
         self.cost = arch.layer_cost(self.m, kind)
         self.rows = expert_rows(self.m, self.s, place.attention) if kind in arch.routed else 0
@@ -401,8 +382,8 @@ class Layer:
 
         # a product's two gradients take twice its own operations
         flops = 3 * (projections + experts_into + experts_out) + self.scores + self.scores_backward
-        if self.in_tiles:  # their gradient computes the hidden channels anew, whatever else is recomputed
-            flops += experts_into
+        # the gradient of tiles computes the hidden channels anew, whatever else is recomputed
+        flops += self.in_tiles * experts_into
         if self.recomputes:
             flops += self.scores + self.needs_end * experts_out
             flops += (self.needs_end or not self.in_tiles) * experts_into
@@ -414,7 +395,7 @@ class Layer:
         """Of these, attention's products of queries, keys and values."""
         return self.scores * (1 + self.recomputes) + self.scores_backward
 
-    def send(self, n, traffic):
+    def send(self, n, tally):
         """Add the collectives of a layer that runs n times in a step.
 
         Tensor and sequence parallelism: arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1. Every
@@ -428,36 +409,36 @@ class Layer:
         feed_forward = attention_out * (cost.ffn_width > 0)
         gathered = channel * cost.gathered
         exchanged = 0 if self.megatron else channel / s.tp * m.n_head * cost.value_channels
-        traffic.send("all-gather", ("tp",), gathered + feed_forward, n * (1 + again))
-        traffic.send("all-gather", ("tp",), attention_out + feed_forward, n)
-        traffic.send("reduce-scatter", ("tp",), gathered + feed_forward, n)
-        traffic.send("reduce-scatter", ("tp",), attention_out, n * (1 + again))
-        traffic.send("reduce-scatter", ("tp",), feed_forward, n * (1 + end_again))
-        traffic.send("all-to-all", ("tp",), exchanged, n * (2 + again))
+        tally.send("all-gather", ("tp",), gathered + feed_forward, n * (1 + again))
+        tally.send("all-gather", ("tp",), attention_out + feed_forward, n)
+        tally.send("reduce-scatter", ("tp",), gathered + feed_forward, n)
+        tally.send("reduce-scatter", ("tp",), attention_out, n * (1 + again))
+        tally.send("reduce-scatter", ("tp",), feed_forward, n * (1 + end_again))
+        tally.send("all-to-all", ("tp",), exchanged, n * (2 + again))
         if self.rows:
             # each sequence's choices, for the balance
-            traffic.send("all-reduce", ("tp",), 4 * s.B * m.n_experts, n * (1 + again))
-            self.send_tokens(n, traffic, again, end_again)
+            tally.send("all-reduce", ("tp",), 4 * s.B * m.n_experts, n * (1 + again))
+            self.send_tokens(n, tally, again, end_again)
 
-    def send_tokens(self, n, traffic, again, end_again):
+    def send_tokens(self, n, tally, again, end_again):
         """Add what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
         m, s = self.m, self.s
-        apart, _ = expert_axes(m.n_experts, traffic.split)
+        apart, _ = expert_axes(m.n_experts, tally.split)
         devices = sharers(m, s)
         if not self.in_tiles:  # buckets
             slots = self.rows * s.bytes  # bytes of a number for each, such as its gate
             channels = slots * m.model_dimension
-            traffic.send("all-to-all", apart, channels, n * (4 + again + end_again), 1, devices)
-            traffic.send("all-to-all", apart, slots, n * (2 + again), 1, devices)
+            tally.send("all-to-all", apart, channels, n * (4 + again + end_again), 1, devices)
+            tally.send("all-to-all", apart, slots, n * (2 + again), 1, devices)
             return
         numbers = s.own_tokens * devices  # one of every token
         channels = numbers * m.model_dimension * s.bytes
         gates = numbers * m.experts_per_token * s.bytes
         experts = numbers * m.experts_per_token * 4
-        traffic.send("all-gather", apart, channels, n * (2 + again), 1, devices)
-        traffic.send("all-gather", apart, gates + experts, n * (1 + again), 1, devices)
-        traffic.send("reduce-scatter", apart, channels, n * (2 + end_again), 1, devices)
-        traffic.send("reduce-scatter", apart, gates, n, 1, devices)
+        tally.send("all-gather", apart, channels, n * (2 + again), 1, devices)
+        tally.send("all-gather", apart, gates + experts, n * (1 + again), 1, devices)
+        tally.send("reduce-scatter", apart, channels, n * (2 + end_again), 1, devices)
+        tally.send("reduce-scatter", apart, gates, n, 1, devices)
 
     def products(self):
         """Channels per token that products with weights give, as --remat dots keeps them; routed experts' left out."""
@@ -485,12 +466,13 @@ class Layer:
         if m.remat == "dots":
             return self.products() + m.model_dimension
         channels, in_experts = self.intermediates()
-        ratios, kept_of_experts = self.cost.kept_ratio, fit_of(self.place).experts_kept * in_experts
-        if self.place.platform != "gpu":
-            return ratios["tpu"] * channels + kept_of_experts
-        # partial sums of other devices' tokens, of attention and of the feed-forward, are not kept
-        channels -= 2 * m.model_dimension * (s.tp - 1) * self.megatron
-        return ratios["gpu"] * channels + SCORES_KEPT * self.kept_scores() + kept_of_experts
+        platform, fit = self.place.platform, constants(self.place)
+        if platform == "gpu":
+            # partial sums of other devices' tokens, of attention and of the feed-forward, are not kept
+            channels -= 2 * m.model_dimension * (s.tp - 1) * self.megatron
+        channels *= self.cost.kept_ratio["gpu" if platform == "gpu" else "tpu"]
+        channels += fit["scores_kept"] * self.kept_scores()
+        return channels + fit["experts_kept"] * in_experts
 
     def kept_scores(self):
         """Scores per token that the backward pass does not compute anew."""
@@ -514,173 +496,106 @@ def expert_rows(m, s, platform):
     return m.n_experts // devices * grouped.padded(each)
 
 
-class Layers(NamedTuple):
-    """All layers of a device."""
-
-    flops: float  # of matrix products in a step
-    scores: float  # of these, attention's products of queries, keys and values
-    pipelined: float  # of the operations, those in the pipeline's ticks
-    kept: float  # bytes that the forward passes of a batch leave for the backward passes
-    intermediates: float  # bytes, of all layers in a step
-    widest: float  # bytes that the widest layer's intermediates take in its backward pass
-
-
-def kept_weights(cfg, place, weights):
-    """Bytes of weights that --remat none keeps on GPUs: of each layer, every time that it runs."""
-    if place.platform != "gpu" or cfg.model.remat != "none":
-        return 0
-    return sizes(cfg).bytes * weights.used / cfg.run.accumulation_steps
-
-
-def layers_cost(cfg, traffic):
-    """`Layers`; adds what they send to `traffic`."""
-    s, fit = sizes(cfg), fit_of(traffic.place)
-    copies = fit.layer_copies if cfg.model.remat != "none" else fit.layer_copies_kept
-    flops, scores, pipelined, kept, intermediates, widest = 0, 0, 0, 0, 0, 0
+def layers_cost(cfg, tally):
+    """(bytes that the forward passes of a batch leave for the backward passes, bytes that the widest layer's
+    intermediates take in its backward pass); adds what layers compute and send to `tally`."""
+    s, fit = sizes(cfg), tally.fit
+    copies = fit["layer_copies_kept" if cfg.model.remat == "none" else "layer_copies"]
+    kept, widest = 0, 0
     channel = s.own_tokens * s.bytes  # bytes
     for kind, (layers, times) in layer_runs(cfg).items():
-        layer = Layer(cfg, kind, traffic.place)
+        layer = Layer(cfg, kind, tally.place)
         n = cfg.run.accumulation_steps * layers * times
-        layer.send(n, traffic)
-        flops += n * layer.flops()
-        scores += n * layer.score_flops()
-        if times == s.ticks:
-            pipelined += n * layer.flops()
+        layer.send(n, tally)
+        tally.flops += n * layer.flops()
+        tally.scores += n * layer.score_flops()
         channels, in_experts = layer.intermediates()
-        kept += layers * times * channel * layer.kept()
-        intermediates += n * channel * (channels + in_experts)
-        widest = max(widest, channel * (copies * channels + fit.expert_copies * in_experts))
-    return Layers(flops, scores, pipelined, kept, intermediates, widest)
+        own_kept = layers * times * channel * layer.kept()
+        tally.passes += fit[cfg.model.remat] * cfg.run.accumulation_steps * own_kept
+        tally.passes += fit["intermediates"] * n * channel * (channels + in_experts)
+        tally.operands += fit["operands"] * n * channel * (channels + in_experts)
+        kept += own_kept
+        widest = max(widest, channel * (copies * channels + fit["expert_copies"] * in_experts))
+    return kept, widest
 
 
 # --- The optimizer ------------------------------------------------------------------------------------------------
 
 
-class Orthogonalization(NamedTuple):
-    """What Muon does to a step's updates on a device; nothing with AdamW."""
-
-    flops: float = 0  # of Newton-Schulz steps, those on empty places included
-    operands: float = 0  # memory traffic of their products, bytes
-    passes: float = 0  # memory traffic of what brings matrices together, bytes
-    held: float = 0  # bytes of updates at once
-
-
-def muon_cost(cfg, traffic):
-    """`Orthogonalization`; adds what travels to `traffic`. training/muon.py deals the matrices out."""
-    if cfg.optimizer.optimizer != "muon":
-        return Orthogonalization()
+def muon_cost(cfg, tally):
+    """Add what Muon does to a step's updates to `tally`; training/muon.py deals the matrices out."""
     width = sizes(cfg).bytes
-    stacks = muon.stacks_of(muon.hidden_params(cfg), traffic.split)
-    flops, operands, passes, held = 0, 0, 0, 0
-    for group in muon.deal(stacks, traffic.split):
+    stacks = muon.stacks_of(muon.hidden_params(cfg), tally.split)
+    for group in muon.deal(stacks, tally.split):
         rows, columns, copies = group.layout
-        traffic.send("all-to-all", rows + columns, width * group.exchanged, 2)
+        tally.send("all-to-all", rows + columns, width * group.exchanged, 2)
         devices = np.arange(group.sharers)
-        near = differing_axes(devices, traffic.split["tp"]) if len(copies) > 1 else copies
-        traffic.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
-        flops += group.flops
+        near = differing_axes(devices, tally.split["tp"]) if len(copies) > 1 else copies
+        tally.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
+        tally.flops += group.flops
         m, n = sorted(group.whole)
-        operands += width * group.owned * muon.STEPS * (4 * m * n + 5 * m * m)
+        tally.operands += width * group.owned * muon.STEPS * (4 * m * n + 5 * m * m)
         moved = width * (group.places * math.prod(group.block) + 2 * group.owned * m * n)
-        passes += MUON_COPIES * moved
-        held += moved
-    return Orthogonalization(flops, operands, passes, held)
+        tally.passes += tally.fit["muon"] * moved
 
 
 # --- The step -----------------------------------------------------------------------------------------------------
 
 
-class Head(NamedTuple):
-    """The loss over the vocabulary, of all microbatches of a batch."""
-
-    flops: float  # of all logits and their two gradients
-    logits: float  # numbers
-    held: float  # bytes of the logits that are held at once
-
-
-def head_cost(cfg, platform):
-    """`Head` of a validated Config."""
-    m, s = cfg.model, sizes(cfg)
-    tokens = s.own * s.B * s.T / s.tp
+def head_cost(cfg, tally):
+    """(bytes of all logits of a batch in float32, bytes of those that are held at once); adds the loss over the
+    vocabulary to `tally`."""
+    m, s, accumulation = cfg.model, sizes(cfg), cfg.run.accumulation_steps
+    tokens = s.own * s.own_tokens
     logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
-    held = min(tokens, loss.LOSS_CHUNK[platform]) * m.padded_vocab
-    return Head(6 * logits * m.model_dimension, logits, 4 * held)
+    tally.flops += 6 * accumulation * logits * m.model_dimension  # and their two gradients
+    tally.passes += tally.fit["logits"] * accumulation * logits
+    held = min(tokens, loss.LOSS_CHUNK[tally.place.platform]) * m.padded_vocab
+    return 4 * logits, 4 * held
 
 
-class Fit(NamedTuple):
-    """Constants fitted to what compilers report of the configurations in docs/planning.md: copies in memory, and memory
-    traffic in bytes read and written. The GPU compiler reports no times: there they follow the operations of programs
-    (plan.compiled_work)."""
-
-    # traffic
-    intermediates: float  # per byte of them
-    weights: float  # per weight of a layer, every time that it gets a gradient
-    kept: dict  # per byte kept for the backward pass, {--remat: bytes}
-    logits: float  # per logit
-    operands: float  # of matrix products, per byte of intermediates
-    operand_weights: float  # of matrix products, per weight of a layer, every time that it gets a gradient
-    # memory
-    logit_copies: float  # of the logits that are held at once
-    experts_kept: float  # channels that --remat none keeps per channel of routed experts' intermediates
-    expert_copies: float  # bytes held per byte of a layer's routed experts' intermediates
-    layer_copies: float  # the same of all else in the layer, in its backward pass
-    layer_copies_kept: float  # with --remat none
-    own_copies: float  # of the activations of all microbatches that a device embeds
-
-
-TPU = Fit(
-    intermediates=3.7,
-    weights=12.0,
-    kept=dict(none=11.0, dots=26.0, full=29.0),
-    logits=47.0,
-    operands=5.2,
-    operand_weights=22.0,
-    logit_copies=1.25,
-    experts_kept=2.5,
-    expert_copies=1.4,
-    layer_copies=1.4,
-    layer_copies_kept=1.4,
-    own_copies=0.0,
-)
-FUSED = TPU._replace(  # see Chip.fuses
-    intermediates=2.8,
-    weights=9.0,
-    kept=dict(none=3.0, dots=6.0, full=29.0),
-    logits=35.0,
-    logit_copies=1.0,
-)
-GPU = Fit(
-    intermediates=4.8,
-    weights=25.0,
-    kept=dict.fromkeys(("none", "dots", "full"), 9.6),
-    logits=37.0,
-    operands=0.14,
-    operand_weights=1.5,
-    logit_copies=1.44,
-    experts_kept=1.41,
-    expert_copies=3.2,
-    layer_copies=1.3,
-    layer_copies_kept=2.4,
-    own_copies=6.0,
-)
-SCORES_KEPT = 4.2  # numbers that --remat none keeps on GPUs per score, where a kernel keeps scores
-MUON_COPIES = 10.0  # traffic per byte of the matrices that Muon brings together and of their blocks
+# Constants fitted to what compilers report of the configurations in docs/planning.md. The GPU compiler reports no
+# times: there they follow the operations of programs (plan.compiled_work).
+# {constant: on (TPUs, TPUs whose compiler forms operands inside products, GPUs)}
+FITTED = {
+    # memory traffic, in bytes read and written
+    "intermediates": (3.7, 2.8, 4.8),  # per byte of them
+    "weights": (12.0, 9.0, 25.0),  # per weight of a layer, every time that it gets a gradient
+    "operands": (5.2, 5.2, 0.14),  # of matrix products, per byte of intermediates
+    "operand_weights": (22.0, 22.0, 1.5),  # of matrix products, as "weights"
+    "logits": (47.0, 35.0, 37.0),  # per logit
+    "full": (29.0, 29.0, 9.6),  # per byte kept for the backward pass, with this --remat
+    "dots": (26.0, 6.0, 9.6),
+    "none": (11.0, 3.0, 9.6),
+    # per byte of the matrices that Muon brings together and of their blocks
+    "muon": (10.0, 10.0, 10.0),
+    # copies in memory
+    "logit_copies": (1.25, 1.0, 1.44),  # of the logits that are held at once
+    "layer_copies": (1.4, 1.4, 1.3),  # of a layer's intermediates, in its backward pass
+    "layer_copies_kept": (1.4, 1.4, 2.4),  # of the same with --remat none
+    "expert_copies": (1.4, 1.4, 3.2),  # of those in routed experts
+    "experts_kept": (2.5, 2.5, 1.41),  # of those in routed experts that --remat none keeps
+    "scores_kept": (0.0, 0.0, 4.2),  # numbers that it keeps per score, where a kernel keeps scores
+    "own_copies": (0.0, 0.0, 6.0),  # of the activations of all microbatches that a device embeds
+}
 
 
-def fit_of(place):
-    """The `Fit` for a `Place`."""
-    if place.platform == "gpu":
-        return GPU
-    return FUSED if place.fuses else TPU
+def constants(place):
+    """{constant: value} of `FITTED` for a `Place`."""
+    column = 2 if place.platform == "gpu" else int(place.fuses)
+    return {name: values[column] for name, values in FITTED.items()}
 
 
 def workspace(cfg, fit, weights, layers, head):
-    """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass.
+    """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass. layers, head: as
+    `layers_cost` and `head_cost` return them.
 
     The peak is at one of three moments: while there are logits, in a layer's backward pass, or when the embedding's
     two gradients are added up.
     """
     s = sizes(cfg)
+    kept, widest = layers
+    logits, held = head
     embedding = cfg.model.padded_vocab * cfg.model.model_dimension
     if cfg.model.fsdp == "full":  # a layer at a time: its weights, the next one's, its gradient
         gathered = 2 * s.bytes * weights.largest
@@ -692,58 +607,49 @@ def workspace(cfg, fit, weights, layers, head):
     accumulated = 0  # gradients summed up so far
     if cfg.run.accumulation_steps > 1:
         accumulated = 4 * (weights.gathered if cfg.model.fsdp == "none" else weights.stored)
-    one_microbatch = 0  # a copy of what is kept of it, where several are kept
-    if s.ticks > 1:
-        one_microbatch = layers.kept / s.ticks
-    several_chunks = 4 * head.logits > head.held
+    # a copy of what is kept of one microbatch, where several are kept
+    one_microbatch = kept / s.ticks if s.ticks > 1 else 0
 
-    at_logits = gathered + (s.bytes + 4 * several_chunks) * embedding + fit.logit_copies * head.held
-    in_layer = gathered + s.bytes * embedding + gradients + one_microbatch + layers.widest
-    at_embedding = gradients + (s.bytes + 4) * embedding - layers.kept
+    at_logits = gathered + (s.bytes + 4 * (logits > held)) * embedding + fit["logit_copies"] * held
+    in_layer = gathered + s.bytes * embedding + gradients + one_microbatch + widest
+    at_embedding = gradients + (s.bytes + 4) * embedding - kept
     own = s.own * s.own_tokens * cfg.model.model_dimension * s.bytes
-    return accumulated + fit.own_copies * own + max(at_logits, in_layer, at_embedding)
+    return accumulated + fit["own_copies"] * own + max(at_logits, in_layer, at_embedding)
 
 
-def send_pipeline(cfg, traffic):
+def send_pipeline(cfg, tally):
     """Add what goes from stage to stage: every tick's activations to the next one and their gradients back; inputs and
     outputs are shared out."""
     s, accumulation = sizes(cfg), cfg.run.accumulation_steps
     tick = s.own_tokens * cfg.model.model_dimension * s.bytes
     everything = cfg.data.microbatches * tick
-    traffic.send("collective-permute", ("pp",), tick, accumulation * 2 * s.ticks)
-    traffic.send("all-gather", ("pp",), everything, accumulation)
-    traffic.send("all-to-all", ("pp",), everything, accumulation * 3)
+    tally.send("collective-permute", ("pp",), tick, accumulation * 2 * s.ticks)
+    tally.send("all-gather", ("pp",), everything, accumulation)
+    tally.send("all-to-all", ("pp",), everything, accumulation * 3)
 
 
 def estimate(cfg, place=Place()):
     """`Estimate` of a validated Config."""
-    s, accumulation = sizes(cfg), cfg.run.accumulation_steps
-    fit = fit_of(place)
-    traffic = Traffic(cfg, place)
-    weights = weights_cost(cfg, traffic)
-    layers = layers_cost(cfg, traffic)
-    head = head_cost(cfg, place.platform)
-    orthogonalization = muon_cost(cfg, traffic)
-    send_pipeline(cfg, traffic)
-
-    flops = layers.flops + accumulation * head.flops + orthogonalization.flops
-    passes = fit.intermediates * layers.intermediates + fit.weights * weights.used
-    passes += fit.kept[cfg.model.remat] * accumulation * layers.kept
-    passes += fit.logits * accumulation * head.logits + orthogonalization.passes
-    operands = fit.operands * layers.intermediates + fit.operand_weights * weights.used
+    s = sizes(cfg)
+    tally = Tally(cfg, place)
+    weights = weights_cost(cfg, tally)
+    layers = layers_cost(cfg, tally)
+    head = head_cost(cfg, tally)
+    if cfg.optimizer.optimizer == "muon":
+        muon_cost(cfg, tally)
+    send_pipeline(cfg, tally)
     return Estimate(
-        flops=flops,
-        scores=layers.scores,
-        sent=dict(traffic.sent),
-        operands=operands + orthogonalization.operands,
-        passes=passes,
+        flops=tally.flops,
+        scores=tally.scores,
+        sent=dict(tally.sent),
+        operands=tally.operands,
+        passes=tally.passes,
         weights=4 * weights.stored,
         optimizer=4 * weights.moments,
-        batch=8 * accumulation * s.own * s.B * s.T / s.tp,
-        activations=layers.kept + kept_weights(cfg, place, weights),
-        workspace=workspace(cfg, fit, weights, layers, head),
+        batch=8 * cfg.run.accumulation_steps * s.own * s.own_tokens,
+        activations=layers[0] + weights.kept,
+        workspace=workspace(cfg, tally.fit, weights, layers, head),
         bubble=(s.pp - 1) / s.ticks,
-        pipeline_share=layers.pipelined / flops,
     )
 
 

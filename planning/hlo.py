@@ -11,21 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-DTYPE_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "s16": 2,
-    "u16": 2,
-    "bf16": 2,
-    "f16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 ACROSS = "across slices"
 UNKNOWN = 2**62  # cycles; the compiler writes 2^63 - 1 where it has no estimate
@@ -33,7 +18,7 @@ UNKNOWN = 2**62  # cycles; the compiler writes 2^63 - 1 where it has no estimate
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{?%?([\w.\-]+)")
-SHAPE = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
+SHAPE = re.compile(r"\b(pred|bf16|[suf](?:8|16|32|64))\[([0-9,]*)\]")
 CHAIN = re.compile(r'chain_id="(\d+)"')
 # Operations that are not in a schedule themselves, since what they run is; that move nothing; that name all or a part
 # of an array anew; that read a part of their first operand.
@@ -63,7 +48,9 @@ class Cost(NamedTuple):
     """Of one step on one device."""
 
     flops: float  # of matrix products
-    collectives: dict  # {(axes, kind): [bytes, times, devices that take part]}; axes such as ("dp", "tp")
+    collectives: (
+        dict  # {(axes, kind): [bytes, times, devices that take part]}; axes such as ("dp", "tp")
+    )
     # of Compute, Transfer, Wait and Loop, in the order in which a device begins them
     schedule: list
 
@@ -100,11 +87,7 @@ class Loop(NamedTuple):
 
 def shapes(text):
     """(dtype, dims) of every array in the text of a type."""
-    found = []
-    for dtype, dims in SHAPE.findall(text):
-        if dtype in DTYPE_BYTES:
-            found.append((dtype, tuple(numbers(dims))))
-    return found
+    return [(dtype, tuple(numbers(dims))) for dtype, dims in SHAPE.findall(text)]
 
 
 def numbers(text):
@@ -115,7 +98,8 @@ def numbers(text):
 def size(shape):
     """Bytes of (dtype, dims)."""
     dtype, dims = shape
-    return DTYPE_BYTES[dtype] * math.prod(dims)
+    bits = 8 if dtype == "pred" else numbers(dtype)[0]
+    return bits // 8 * math.prod(dims)
 
 
 def type_size(text):

@@ -44,12 +44,13 @@ DRAWN = {
 def draw(machines, dice):
     """Flags of main.py as words, which are valid together, for a step that fits by the formulas."""
     from planning import plan
+    from planning.machines import parse_machine
 
     preset = dice.choice(
         list(DRAWN)
     )  # before the loop: what rarely goes together is drawn as often
     while True:
-        machine = plan.parse_machine(dice.choice(machines))
+        machine = parse_machine(dice.choice(machines))
         flags = {flag: dice.choice(values) for flag, values in DRAWN[preset].items()}
         pp, tp = dice.choice((1, 2, 4)), dice.choice((1, 2, 4))
         if machine.n % (pp * tp):
@@ -68,11 +69,11 @@ def draw(machines, dice):
 
 
 def configure(words):
-    """(validated Config, `plan.Machine`) for flags of main.py. Raises UserError."""
-    from planning import plan
+    """(validated Config, `machines.Machine`) for flags of main.py. Raises UserError."""
+    from planning import machines
 
     cfg, _ = command_line.parse(words)
-    machine = plan.parse_machine(cfg.plan.plan)
+    machine = machines.parse_machine(cfg.plan.plan)
     return settings.validate(utils.replace(cfg, n_devices=0), machine.n), machine
 
 

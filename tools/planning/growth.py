@@ -63,19 +63,19 @@ PLOTTED = [  # (curve, key of a point, factor, what it then is)
 
 def measure(argv):
     """{name: number} of one step on one chip, for the flags of main.py with a --plan among them."""
-    from planning import plan
+    from planning import machines, plan
     from training import steps
 
     cfg, _ = command_line.parse(argv)
-    machine = plan.parse_machine(cfg.plan.plan)
+    machine = machines.parse_machine(cfg.plan.plan)
     cfg = settings.validate(utils.replace(cfg, n_devices=0), machine.n)
     steps.configure_jax(cfg)
-    devices = plan.slice_devices(machine)
+    devices = machines.slice_devices(machine)
     compiled, refused = None, None
     began = time.process_time()
     try:
-        compiled = plan.compile_step(cfg, devices)
-    except plan.TooLarge as e:
+        compiled = machines.compile_step(cfg, devices)
+    except machines.TooLarge as e:
         refused = e
     seconds = time.process_time() - began
     a = plan.answer(cfg, machine, compiled, refused)
