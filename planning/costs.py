@@ -412,8 +412,9 @@ class Layer:
         tally.send("all-gather", ("tp",), gathered + feed_forward, n * (1 + again))
         tally.send("all-gather", ("tp",), attention_out + feed_forward, n)
         tally.send("reduce-scatter", ("tp",), gathered + feed_forward, n)
-        tally.send("reduce-scatter", ("tp",), attention_out, n * (1 + again))
-        tally.send("reduce-scatter", ("tp",), feed_forward, n * (1 + end_again))
+        tally.send("reduce-scatter", ("tp",), attention_out + feed_forward, n)
+        tally.send("reduce-scatter", ("tp",), attention_out, n * again)
+        tally.send("reduce-scatter", ("tp",), feed_forward, n * end_again)
         tally.send("all-to-all", ("tp",), exchanged, n * (2 + again))
         if self.rows:
             # each sequence's choices, for the balance

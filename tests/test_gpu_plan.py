@@ -93,7 +93,8 @@ class Case:
 
 @pytest.fixture(
     params=[
-        (preset, name) for name in MACHINES for preset in ("tiny", "deepseek-tiny", "gpt2-tiny")
+        ("tiny", "gpu:2x8xH200"),
+        *((preset, "gpu:8xH200") for preset in ("deepseek-tiny", "gpt2-tiny")),
     ],
     ids=str,
     scope="module",

