@@ -13,8 +13,8 @@ from conftest import ROOT
 
 import main
 import utils
+from planning import machines, plan
 from presets import preset
-from tools.planning import plan
 from training import chips, runlog, settings
 from training.run_checkpoints import RunCheckpoints
 
@@ -106,7 +106,7 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
     assert second.endswith("  2 bad steps  checkpoint 20  12m00s left\n")
 
     monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
-    planned = plan.answer(cfg, plan.parse_machine("v4:2x2x1"))
+    planned = plan.answer(cfg, machines.parse_machine("v4:2x2x1"))
     runlog.Progress(cfg, planned=main.planned_speed(cfg)).print(
         row(5.5), Halfway(planned.tokens_per_second / 4), None
     )
