@@ -49,7 +49,6 @@ class Architecture(NamedTuple):
     check: Callable = lambda cfg: None  # raises UserError for flags that do not fit each other
     learns_positions: bool = False  # whether its weights fix T
     routed: dict = {}  # {kind of layer with routed experts: mesh axes that spread its tokens}
-    predict_further: Callable | None = None  # loss of multi-token prediction; see deepseek.py
     hugging_face: hf_format.HuggingFace | None = None  # the Hugging Face format, if it has one
 
 

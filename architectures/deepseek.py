@@ -9,7 +9,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from architectures import Architecture, LayerCost
@@ -422,48 +421,6 @@ def latent_cache(cfg, B, T):
     return cache
 
 
-# --- Multi-token prediction ---------------------------------------------------------------------------------------
-
-
-def predict_further(m, x, targets, tokens_of, top, weights, run_layer, head_loss):
-    """Predict the tokens after the next (DeepSeek-V3, section 2.2): sum of the cross-entropies of all depths, and
-    `Load` with tokens [mtp_depth, E].
-
-    Depth d reads the hidden states of depth d - 1 and the tokens d ahead, and predicts the tokens after those. x
-    [M/S, B/dp, T/tp, D] are the hidden states that the head reads, targets [M/S, B/dp, T/tp] the next tokens.
-    `run_layer` is the layer of model.make_layer, `head_loss(x, head, targets)` a sum of cross-entropies.
-    """
-    M, B, t = targets.shape
-    depths = m.mtp_depth
-    whole = gather_sequence(targets.reshape(M * B, t), True)
-    whole = jnp.pad(whole, ((0, 0), (0, depths)), constant_values=-1)  # [M*B, T + depths]
-    microbatches = lax.axis_index("pp") * M + jnp.arange(M)
-
-    def make_step(depth):
-        number = m.blocks * m.layers_per_block + m.first_layers + depth  # of the layer, for dropout
-
-        def step(weights, scanned):
-            x, ids, microbatch = scanned
-            token = embed(top, jnp.maximum(ids, 0), None)
-            tokens = tokens_of(microbatch)
-            x, (load, _), weights = run_layer(
-                "mtp", weights, (depth,), number, (x, token), tokens, None
-            )
-            return weights, (x, load)
-
-        return step
-
-    total, loads = 0, []
-    for depth in range(depths):
-        first = lax.axis_index("tp") * t + depth
-        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1).reshape(M, B, t + 1)
-        scanned = x, ahead[..., :-1], microbatches
-        weights, (x, load) = lax.scan(make_step(depth), weights, scanned)
-        loads.append(jax.tree.map(lambda part: part.sum(0), load))
-        total += head_loss(x, top["head"], ahead[..., 1:])
-    return total, jax.tree.map(lambda *parts: jnp.stack(parts), *loads)
-
-
 # --- Costs --------------------------------------------------------------------------------------------------------
 
 
@@ -802,7 +759,6 @@ ARCHITECTURE = Architecture(
     embed=embed,
     norm=rms_norm,
     cache=latent_cache,
-    predict_further=predict_further,
     layer_cost=layer_cost,
     hugging_face=HUGGING_FACE,
     flags=FLAGS,

@@ -444,7 +444,8 @@ def test_causality_by_gradient(mesh_shape):
 
     def run(params, x):
         position = (jax.lax.axis_index("tp") * t_local + jnp.arange(t_local))[None]
-        return model.make_stage(cfg)(model.layer_params(params, cfg), x, layers.Tokens(position))[0]
+        weights = model.layer_params(params, cfg)
+        return model.run_stage(cfg, weights, x, layers.Tokens(position), train=True)[0]
 
     stage = on_mesh(cfg, run, (specs, P(None, "tp", None)), P(None, "tp", None))
     x = jax.random.normal(jax.random.key(0), (1, 8, 32))
@@ -736,9 +737,7 @@ def test_multi_token_prediction_equals_a_plain_loop():
     )
 
     def hidden(params, ids):
-        return model.make_forward(cfg, False)(
-            params, ids, lambda _: layers.Tokens(jnp.arange(8)[None])
-        )[0]
+        return model.hidden_states(cfg, params, model.describe_batch(m, ids))[0]
 
     specs = parameters.table_map(lambda p: p.spec, model.param_table(cfg))
     h, total = on_mesh(cfg, hidden, (specs, P()), P())(params, tokens), 0
