@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 import utils
 from architectures import architecture
-from architectures.experts import choose_experts
+from architectures.experts import choose_transport
 from architectures.layers import AFTER_EMBEDDING, Load, Tokens, dropout, gather, no_load, take
 from architectures.parameters import is_param, table_map
 from collectives import (
@@ -102,14 +102,8 @@ def flops_per_token(cfg):
     arch = architecture(m.architecture)
     _, active, _ = count_params(cfg)
     heads = m.mtp_depth + m.tied  # a head of its own is among the active weights once
-    layers = {
-        "first": m.first_layers,
-        "dense": m.blocks * (m.layers_per_block - 1),
-        arch.last: m.blocks,
-        "mtp": m.mtp_depth,
-    }
     channels = 0
-    for kind, number in layers.items():
+    for kind, number in arch.numbers(m).items():
         cost = arch.layer_cost(m, kind)
         channels += number * (cost.query_channels + cost.value_channels)
     attention_flops = m.T * m.n_head * channels / 2
@@ -138,10 +132,10 @@ def make_loss(cfg, mesh, train):
     is no dropout and no multi-token prediction.
     """
     cfg = for_devices(cfg, mesh)
-    last = architecture(cfg.model.architecture).last
-    loads = {last: P("pp") if cfg.run.pp_interleave == 1 else P(None, "pp")}
+    arch = architecture(cfg.model.architecture)
+    loads = {arch.last: P("pp") if cfg.run.pp_interleave == 1 else P(None, "pp")}
     if train and cfg.model.mtp_depth:
-        loads["mtp"] = P()
+        loads[arch.mtp] = P()
     spec = P(*BATCH_SPEC[1:])
     # check_vma is off: reduce_loss replicates what out_specs calls so. Tests hold gradients to those of one device.
     return jax.shard_map(
@@ -155,14 +149,14 @@ def make_loss(cfg, mesh, train):
 
 def local_loss(cfg, train, params, ids, targets, key, first):
     """`make_loss`'s on one device: ids and targets [M/S, B/dp, T/tp]."""
-    m = cfg.model
+    m, arch = cfg.model, architecture(cfg.model.architecture)
     batch = describe_batch(m, ids, key if train and m.dropout_rate else None, first)
     x, load, top, layers = hidden_states(cfg, params, batch, train)
     cross_entropy = head_loss(m, x, top["head"], targets)
-    loads, mtp = {architecture(m.architecture).last: load}, jnp.float32(0)
+    loads, mtp = {arch.last: load}, jnp.float32(0)
     if train and m.mtp_depth:
         with jax.named_scope("mtp"):
-            mtp, loads["mtp"] = predict_further(cfg, x, targets, batch, top, layers)
+            mtp, loads[arch.mtp] = predict_further(cfg, x, targets, batch, top, layers)
     return reduce_loss(cfg, ids.shape, cross_entropy, mtp, loads)
 
 
@@ -183,7 +177,8 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
     S, dp, tp = lax.axis_size("pp"), lax.axis_size("dp"), lax.axis_size("tp")
     sequences = M * S * B * dp
     tokens = sequences * t * tp
-    depths = m.mtp_depth if "mtp" in loads else 0
+    arch = architecture(m.architecture)
+    depths = m.mtp_depth if arch.mtp in loads else 0
     choices = tokens * m.experts_per_token * (m.blocks + depths)
 
     cross_entropy = cross_entropy / tokens
@@ -193,10 +188,9 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
 
     # Metrics have no gradient, so they may be summed as well.
     cross_entropy, mtp, balance, loads = lax.stop_gradient((cross_entropy, mtp, balance, loads))
-    routed = architecture(m.architecture).routed
     counts = {}
     for kind, load in loads.items():
-        counts[kind] = sum_over(load.tokens, routed.get(kind, EXPERT_AXES))
+        counts[kind] = sum_over(load.tokens, arch.routed.get(kind, EXPERT_AXES))
     dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES)
     return loss, Metrics(
         dropped=dropped / max(1, choices),
@@ -239,7 +233,7 @@ def for_devices(cfg, mesh):
     """`cfg` with what auto stands for on the devices of `mesh`."""
     device = mesh.devices.flat[0]
     kernel = attention.choose_kernel(cfg.model, attention.platform_of(device))
-    experts = choose_experts(cfg.model, device.platform)
+    experts = choose_transport(cfg.model, device.platform)
     return utils.replace(cfg, attention=kernel, experts=experts)
 
 
@@ -255,20 +249,28 @@ def predict_further(cfg, x, targets, batch, top, layers):
     Depth d reads the hidden states of depth d - 1 and the tokens d ahead, and predicts the tokens after those. x
     [M/S, B/dp, T/tp, D] are the hidden states that the head reads, targets [M/S, B/dp, T/tp] the next tokens.
     """
-    m = cfg.model
+    m, arch = cfg.model, architecture(cfg.model.architecture)
     M, B, t = targets.shape
     depths = m.mtp_depth
     whole = gather_sequence(targets.reshape(M * B, t), True)
     whole = jnp.pad(whole, ((0, 0), (0, depths)), constant_values=-1)  # [M*B, T + depths]
-    weights = {"mtp": layers["mtp"]}
+    weights = {arch.mtp: layers[arch.mtp]}
     first_number = m.blocks * m.layers_per_block + m.first_layers  # of its layers, for dropout
 
     def run_depth(weights, _, scanned, depth):
         x, ids, microbatch = scanned
-        token = architecture(m.architecture).embed(top, jnp.maximum(ids, 0), None)
+        token = arch.embed(top, jnp.maximum(ids, 0), None)
         number = first_number + depth
         x, (load, _), weights = run_layer(
-            cfg, "mtp", weights, (depth,), number, (x, token), batch.tokens(microbatch), None, True
+            cfg,
+            arch.mtp,
+            weights,
+            (depth,),
+            number,
+            (x, token),
+            batch.tokens(microbatch),
+            None,
+            True,
         )
         return (), (x, load), weights
 
@@ -353,12 +355,12 @@ def hidden_states(cfg, params, batch, train=False):
 def embed(cfg, top, layers, batch, train):
     """What enters the first block, [M/S, B/dp, T/tp, D]: the embedding, then --first_layers, which every stage runs
     for its own microbatches."""
-    m = cfg.model
+    m, arch = cfg.model, architecture(cfg.model.architecture)
     microbatches = own_microbatches(len(batch.ids))
 
     def embed_one(ids, microbatch):
         tokens = batch.tokens(microbatch)
-        x = architecture(m.architecture).embed(top, ids, tokens.within_document())
+        x = arch.embed(top, ids, tokens.within_document())
         return dropout(x, m.dropout_rate, tokens, AFTER_EMBEDDING)
 
     def run_first_layers(weights, _, scanned):
@@ -366,7 +368,7 @@ def embed(cfg, top, layers, batch, train):
         number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
         x, _, weights = run_layers(
             cfg,
-            "first",
+            arch.first,
             m.first_layers,
             weights,
             (),
@@ -380,7 +382,7 @@ def embed(cfg, top, layers, batch, train):
 
     x = jax.vmap(embed_one)(batch.ids, microbatches)
     if m.first_layers:
-        weights = {"first": layers["first"]}
+        weights = {arch.first: layers[arch.first]}
         _, x, _ = scan_layers(run_first_layers, weights, (), (x, microbatches))
     return x
 
@@ -490,7 +492,7 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0, train=False):
     weights: {kind: `Weights`} of `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with
     tokens [blocks, E] and the rest summed, and the cache; and the weights to go on with.
     """
-    L, last = cfg.model.layers_per_block, architecture(cfg.model.architecture).last
+    L, arch = cfg.model.layers_per_block, architecture(cfg.model.architecture)
     S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
 
     def run_block(weights, x, scanned):
@@ -499,11 +501,13 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0, train=False):
         index = (turn, i) if cfg.run.pp_interleave > 1 else (i,)
         new_cache = {}
         if L > 1:
-            x, new_cache["dense"], weights = run_layers(
-                cfg, "dense", L - 1, weights, index, number, x, tokens, cache.get("dense"), train
+            inner = cache.get(arch.inner)
+            x, new_cache[arch.inner], weights = run_layers(
+                cfg, arch.inner, L - 1, weights, index, number, x, tokens, inner, train
             )
-        x, (load, new_cache[last]), weights = run_layer(
-            cfg, last, weights, index, number + L - 1, x, tokens, cache.get(last), train
+        last = cache.get(arch.last)
+        x, (load, new_cache[arch.last]), weights = run_layer(
+            cfg, arch.last, weights, index, number + L - 1, x, tokens, last, train
         )
         return x, (load, new_cache), weights
 

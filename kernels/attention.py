@@ -17,26 +17,29 @@ from kernels import flash
 SPLASH_BLOCKS = (512, 256, 128)  # numbers of queries and keys in a block, the fastest first
 
 
-def attend(q, k, v, position, start, heads="h"):
+def attend(q, k, v, position, start):
     """Causal attention, which writes all T x S scores to memory.
 
-    q [B, H/tp, T, K] are scaled queries at `position` [B or 1, T]. Keys k [B, H/tp, S, K] and values v [B, H/tp, S, V]
-    stand at positions 0, 1, ..; they have no dim of heads where all heads share them (`heads` ""). A query sees the
+    q [B, H/tp, T, K] are scaled queries at `position` [B or 1, T]. Keys k [B, H_kv/tp, S, K] and values v [B, H_kv/tp,
+    S, V] are at positions 0, 1, ..; each of their heads is read by H / H_kv heads of queries in a row. A query sees the
     keys from `start` [B, T] up to its position; without `start`, from 0. Returns [B, H/tp, T, V] in q's dtype; softmax
     is in float32.
     """
-    scores = jnp.einsum(f"bhtk,b{heads}sk->bhts", q, k, preferred_element_type=jnp.float32)
-    seen = jnp.arange(k.shape[-2]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
+    B, H, T, K = q.shape
+    q = q.reshape(B, k.shape[1], -1, T, K)  # [B, H_kv/tp, H / H_kv, T, K]
+    scores = jnp.einsum("bhgtk,bhsk->bhgts", q, k, preferred_element_type=jnp.float32)
+    seen = jnp.arange(k.shape[-2]) <= position[:, None, None, :, None]  # [B or 1, 1, 1, T, S]
     if start is not None:
-        seen &= jnp.arange(k.shape[-2]) >= start[:, None, :, None]
+        seen &= jnp.arange(k.shape[-2]) >= start[:, None, None, :, None]
     scores = jnp.where(seen, scores, -jnp.inf)
     # Softmax divides after the sum over s: one pass less over T x S.
     largest = lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - largest)
     out = jnp.einsum(
-        f"bhts,b{heads}sv->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
+        "bhgts,bhsv->bhgtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
     )
-    return (out / weights.sum(-1, keepdims=True)).astype(q.dtype)
+    out = out / weights.sum(-1, keepdims=True)
+    return out.astype(q.dtype).reshape(B, H, T, -1)
 
 
 def blockwise_attention(q, k, v, position, start):
@@ -95,7 +98,7 @@ def causal_share(T, block):
 
 def channels(m):
     """Channels that the key and the value of a head have together, of a utils.Model."""
-    return m.head_dim + m.rope_dim + m.value_dim
+    return m.key_dim + m.rope_dim + m.value_dim
 
 
 class Kernel(NamedTuple):

@@ -84,6 +84,16 @@ SMALL = dict(
 SMALL_RUN = SMALL | dict(layers_per_block=1, moe_rope=True)
 # GPT-2 in the same size: nothing of SMALL that it has no use for
 SMALL_GPT2 = {**flags_without_choice("gpt2"), "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
+SMALL_QWEN3 = {
+    **flags_without_choice("qwen3"),
+    "n_head": 8,
+    "n_kv_head": 4,
+    "head_dim": 12,
+    "blocks": 4,
+    "n_experts": 8,
+    "experts_per_token": 2,
+    "expert_dim": 32,
+}
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
@@ -104,7 +114,7 @@ def small_config(mesh=(1, 1, 1), sequences=32, **flags):
 def settled(m):
     """The utils.Model with the widths written out that 0 or -1 stand for."""
     widths = dict(
-        nope_dim=m.head_dim,
+        head_dim=m.key_dim,
         v_dim=m.value_dim,
         q_latent_dim=m.q_latent,
         ffn_dim=m.ffn_width,

@@ -103,7 +103,7 @@ def short_conv_by_loops(x, w):
 def attention_by_loops(p, x, cfg, rope):
     """One sequence x [T, D], one head and one query at a time."""
     m, T = cfg.model, len(x)
-    R, K, half, eps = m.latent_dim, m.head_dim, m.rope_dim // 2, m.latent_norm_eps
+    R, K, half, eps = m.latent_dim, m.key_dim, m.rope_dim // 2, m.latent_norm_eps
 
     def turn(v, t):
         angle = t * 10_000.0 ** (-np.arange(half) / half)
@@ -309,9 +309,11 @@ def test_experts_equal_plain_loops(experts_flag, capacity_factor, norm_topk_prob
         norm_topk_prob=norm_topk_prob,
         routed_scaling=1.3,
     )
-    m, p = cfg.model, layer_params(cfg, "moe")
+    m, p, routed = cfg.model, layer_params(cfg, "moe"), experts.routed_experts
     x = np.random.default_rng(0).standard_normal((2, 16, 32)).astype(np.float32)
-    out, load = on_mesh(cfg, lambda x: experts.routed_experts(p, x, m, True), (P(),), P())(x)
+    out, load = on_mesh(cfg, lambda x: routed(p, x, m, True, deepseek.sigmoid_router), (P(),), P())(
+        x
+    )
     capacity = (
         math.ceil(capacity_factor * 32 * m.experts_per_token / m.n_experts)
         if capacity_factor
@@ -485,13 +487,13 @@ def test_ticks_of_two_stages_four_microbatches_and_two_rounds():
     """The grid of `model.pipeline`: each stage notes the round and microbatch of each tick."""
 
     def run(x):
-        def stage(x, state, turn, microbatch, valid):
+        def stage(weights, x, state, turn, microbatch, valid):
             tick, seen = state
             seen = seen.at[tick].set(jnp.where(valid, 10 * turn + microbatch, -1))
-            return x, (tick + 1, seen)
+            return x, (tick + 1, seen), weights
 
         state = 0, jnp.zeros(9, jnp.int32)
-        _, (ticks, seen) = model.pipeline(stage, x, state, rounds=2)
+        _, (ticks, seen) = model.pipeline(stage, {}, x, state, rounds=2)
         return ticks[None], seen[None]
 
     cfg = small_config((1, 2, 1))
@@ -510,12 +512,11 @@ def test_pipeline_equals_a_plain_loop(rounds):
     inputs = np.random.default_rng(1).standard_normal((8, 3, 5)).astype(np.float32)
 
     def run(w, x):
-        def stage(x, seen, turn, microbatch, valid):
-            return x * w[turn, 0, 0] + w[turn, 0, 1] * (microbatch + 1), seen + jnp.where(
-                valid, 4.0**microbatch, 0
-            )
+        def stage(weights, x, seen, turn, microbatch, valid):
+            y = x * w[turn, 0, 0] + w[turn, 0, 1] * (microbatch + 1)
+            return y, seen + jnp.where(valid, 4.0**microbatch, 0), weights
 
-        out, seen = model.pipeline(stage, collectives.to_stages(x), jnp.float32(0), rounds)
+        out, seen = model.pipeline(stage, {}, collectives.to_stages(x), jnp.float32(0), rounds)
         return collectives.from_last_stage(out), seen[None]
 
     ours, seen = on_mesh(cfg, run, (P(None, "pp"), P("pp")), (P("pp"), P("pp")))(weights, inputs)
@@ -576,7 +577,7 @@ DEEPSEEK = dict(
     moe_rope=True,
     first_layers=2,
     tied=False,
-    nope_dim=12,
+    head_dim=12,
     v_dim=10,
     q_latent_dim=0,
 )
@@ -841,27 +842,3 @@ def test_parameter_counts_of_moe1b():
     assert embedding == 100352 * 768 and active < 0.45 * total
     # one layer by hand: the routed experts dominate
     assert total - active == 8 * (16 - 2) * 3 * 768 * 2048
-
-
-@pytest.mark.parametrize("flags", [dict(layers_per_block=1), dict(layers_per_block=1, mtp_depth=1)])
-def test_a_router_without_a_bias_trains(flags, monkeypatch):
-    """As the same router does whose bias stays 0."""
-    whole = deepseek.ARCHITECTURE
-    cfg = small_config(blocks=1, bias_update_rate=0.0, **flags)
-    _, expected = steps_of(cfg, 2)
-
-    def without_bias(table):
-        parts = {name: part for name, part in table.items() if name != "bias"}
-        return {n: without_bias(p) if isinstance(p, dict) else p for n, p in parts.items()}
-
-    part = whole._replace(
-        table=lambda cfg: without_bias(whole.table(cfg)), flags=whole.flags - {"bias_update_rate"}
-    )
-    monkeypatch.setattr(deepseek, "ARCHITECTURE", part)
-    state, found = steps_of(utils.replace(cfg, bias_update_rate=1e-3), 2)
-    assert "bias" not in state.params["moe"] and "router" in state.params["moe"]
-    for name in ("loss/train_loss", "grad_norm"):
-        for row, row_ in zip(found, expected):
-            assert row[name] == pytest.approx(row_[name], rel=1e-5)
-    with pytest.raises(utils.UserError, match="--bias_update_rate 0.2: --architecture deepseek"):
-        settings.validate(utils.replace(cfg, bias_update_rate=0.2), 1)

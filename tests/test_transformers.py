@@ -8,7 +8,14 @@ import math
 import jax
 import numpy as np
 import pytest
-from conftest import SMALL_GPT2, settled, small_config, tokenize_tests, train_small_tokenizer
+from conftest import (
+    SMALL_GPT2,
+    SMALL_QWEN3,
+    settled,
+    small_config,
+    tokenize_tests,
+    train_small_tokenizer,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,7 +45,7 @@ DEEPSEEK = dict(
     blocks=2,
     first_layers=1,
     n_head=4,
-    nope_dim=12,
+    head_dim=12,
     v_dim=10,
     rope_dim=6,
     latent_dim=20,
@@ -73,7 +80,7 @@ SIZES = {
         rope_original_T=16,
         first_layers=0,
         model_dimension=40,
-        nope_dim=7,
+        head_dim=7,
         v_dim=13,
         rope_dim=10,
         rope_mscale=0.7,
@@ -81,6 +88,10 @@ SIZES = {
     ),
     "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
     "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
+    "qwen3": dict(SMALL_QWEN3, norm_topk_prob=False, rope_base=3e4, balance_weight=0.0),
+    "qwen3 dense": dict(
+        SMALL_QWEN3, n_kv_head=2, blocks=2, ffn_dim=72, n_experts=0, experts_per_token=0, tied=False
+    ),
 }
 for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, -3, len(SIZES))):
     flags["norm_eps"] = float(10**exponent)
@@ -172,7 +183,7 @@ def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_pa
     assert not wanted
 
 
-@pytest.mark.parametrize("size", ["groups", "yarn", "gpt2"])
+@pytest.mark.parametrize("size", ["groups", "yarn", "gpt2", "qwen3"])
 def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
     """Trained here for three steps, loaded there by AutoModelForCausalLM, greedily continued by both."""
     flags = {

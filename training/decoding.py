@@ -42,15 +42,15 @@ def make_decode(cfg, mesh):
 
         x = arch.embed(top, ids, tokens.position)
         blocks_cache = dict(cache)
-        first_cache = blocks_cache.pop("first", None)
+        first_cache = blocks_cache.pop(arch.first, None)
         if m.first_layers:
             x, first_cache, _ = model.run_layers(
-                cfg, "first", m.first_layers, weights, (), 0, x, tokens, first_cache, train=False
+                cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, first_cache, train=False
             )
         stacks = model.stacked(cfg, weights)
         x, new_cache = model.pipeline(run_turn, stacks, x[None], blocks_cache)  # [1, B/dp, n, D]
         if m.first_layers:
-            new_cache["first"] = first_cache
+            new_cache[arch.first] = first_cache
 
         x = jnp.take_along_axis(x[0], last[:, None, None], 1)  # [B/dp, 1, D]
         x = x[:, 0]

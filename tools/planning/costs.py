@@ -16,7 +16,7 @@ import numpy as np
 import collectives
 import model
 from architectures import architecture
-from architectures.experts import capacity, choose_experts
+from architectures.experts import capacity, choose_transport
 from architectures.parameters import is_param
 from kernels import attention, grouped, loss
 from tools.planning import hlo
@@ -99,14 +99,12 @@ def sizes(cfg):
 def layer_runs(cfg):
     """{kind of layer: (layers on a device that run one after another, times that they run forward)}."""
     m, s = cfg.model, sizes(cfg)
-    blocks = m.blocks // (s.pp * cfg.run.pp_interleave)
-    runs = {
-        "dense": (blocks * (m.layers_per_block - 1), s.ticks),
-        "first": (m.first_layers, s.own),
-        "mtp": (m.mtp_depth, s.own),
-        architecture(m.architecture).last: (blocks, s.ticks),
-    }
-    return {kind: (layers, times) for kind, (layers, times) in runs.items() if layers}
+    arch, rounds = architecture(m.architecture), cfg.run.pp_interleave
+    runs = {}
+    for kind, layers in arch.numbers(m).items():
+        piped = kind in arch.stacks
+        runs[kind] = (layers // (s.pp * rounds), s.ticks) if piped else (layers, s.own)
+    return runs
 
 
 # --- What travels -------------------------------------------------------------------------------------------------
@@ -334,7 +332,8 @@ def stack_use(cfg, name, platform):
     """
     m, accumulation = cfg.model, cfg.run.accumulation_steps
     layers, times = layer_runs(cfg).get(name, (1, 1))
-    in_rounds = name in architecture(m.architecture).stacks
+    arch = architecture(m.architecture)
+    in_rounds = name in arch.stacks
     if in_rounds:
         layers *= cfg.run.pp_interleave
         times /= cfg.run.pp_interleave
@@ -342,7 +341,7 @@ def stack_use(cfg, name, platform):
     if m.fsdp != "full" or name not in layer_runs(cfg):
         forward = accumulation if platform == "tpu" else 1
         return Use(forward, backward=accumulation, count=1, leading=0, gradients=gradients)
-    leading = 1 + (name == "dense") + (in_rounds and cfg.run.pp_interleave > 1)
+    leading = 1 + (name == arch.inner) + (in_rounds and cfg.run.pp_interleave > 1)
     forward = gradients * (2 if m.remat != "none" else 1)  # once more where it is recomputed
     return Use(forward, backward=gradients, count=layers, leading=leading, gradients=gradients)
 
@@ -471,7 +470,7 @@ def layer_of(cfg, kind, platform):
     scores, scores_backward = score_operations(cost, m, s, platform)
 
     rows = expert_rows(m, s, platform) if kind in arch.routed else 0
-    in_tiles, needs_last = choose_experts(m, platform) == "tiles", kind == "mtp"
+    in_tiles, needs_last = choose_transport(m, platform) == "tiles", kind == arch.mtp
     experts_into = 2 * rows * cost.branches * D * m.expert_width
     experts_back = 2 * rows * D * m.expert_width
     in_experts = rows / s.own_tokens * ((cost.branches + 1) * m.expert_width + 2 * D)
@@ -516,7 +515,7 @@ def sharers(m, s):
 
 def expert_rows(m, s, platform):
     """Rows that a device's routed experts multiply, empty ones included, where the load is even."""
-    if choose_experts(m, platform) == "buckets":
+    if choose_transport(m, platform) == "buckets":
         return m.n_experts * capacity(m, int(s.own_tokens))
     devices = sharers(m, s)
     each = int(s.own_tokens) * devices * m.experts_per_token // m.n_experts
