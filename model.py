@@ -151,7 +151,7 @@ def local_loss(cfg, train, params, ids, targets, key, first):
     """`make_loss`'s on one device: ids and targets [M/S, B/dp, T/tp]."""
     m, arch = cfg.model, architecture(cfg.model.architecture)
     batch = describe_batch(m, ids, key if train and m.dropout_rate else None, first)
-    x, load, top, layers = hidden_states(cfg, params, batch, train)
+    x, load, top, layers = hidden_states(cfg, params, batch)
     cross_entropy = head_loss(m, x, top["head"], targets)
     loads, mtp = {arch.last: load}, jnp.float32(0)
     if train and m.mtp_depth:
@@ -261,16 +261,9 @@ def predict_further(cfg, x, targets, batch, top, layers):
         x, ids, microbatch = scanned
         token = arch.embed(top, jnp.maximum(ids, 0), None)
         number = first_number + depth
+        tokens = batch.tokens(microbatch)
         x, (load, _), weights = run_layer(
-            cfg,
-            arch.mtp,
-            weights,
-            (depth,),
-            number,
-            (x, token),
-            batch.tokens(microbatch),
-            None,
-            True,
+            cfg, arch.mtp, weights, (depth,), number, (x, token), tokens
         )
         return (), (x, load), weights
 
@@ -336,23 +329,23 @@ def own_microbatches(M):
     return lax.axis_index("pp") * M + jnp.arange(M)
 
 
-def hidden_states(cfg, params, batch, train=False):
+def hidden_states(cfg, params, batch):
     """What the head reads, [M/S, B/dp, T/tp, D]; the stage's `Load`; and the gathered parameters outside layers and in
     layers (`top_params`, `layer_params`)."""
     layers = layer_params(params, cfg)
     with jax.named_scope("embed"):
         top = top_params(params, cfg)
-        x = embed(cfg, top, layers, batch, train)  # [M/S, B/dp, T/tp, D]
+        x = embed(cfg, top, layers, batch)  # [M/S, B/dp, T/tp, D]
         x = to_stages(x)  # [M, B/dp, T/tp, D]
     with jax.named_scope("pipeline"):
-        x, load = run_blocks(cfg, layers, x, batch, train)
+        x, load = run_blocks(cfg, layers, x, batch)
         x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
     with jax.named_scope("head"):
         x = architecture(cfg.model.architecture).norm(x, top["norm"], cfg.model.norm_eps)
     return x, load, top, layers
 
 
-def embed(cfg, top, layers, batch, train):
+def embed(cfg, top, layers, batch):
     """What enters the first block, [M/S, B/dp, T/tp, D]: the embedding, then --first_layers, which every stage runs
     for its own microbatches."""
     m, arch = cfg.model, architecture(cfg.model.architecture)
@@ -366,18 +359,8 @@ def embed(cfg, top, layers, batch, train):
     def run_first_layers(weights, _, scanned):
         x, microbatch = scanned
         number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
-        x, _, weights = run_layers(
-            cfg,
-            arch.first,
-            m.first_layers,
-            weights,
-            (),
-            number,
-            x,
-            batch.tokens(microbatch),
-            None,
-            train,
-        )
+        tokens = batch.tokens(microbatch)
+        x, _, weights = run_layers(cfg, arch.first, m.first_layers, weights, (), number, x, tokens)
         return (), x, weights
 
     x = jax.vmap(embed_one)(batch.ids, microbatches)
@@ -387,14 +370,14 @@ def embed(cfg, top, layers, batch, train):
     return x
 
 
-def run_blocks(cfg, layers, x, batch, train):
+def run_blocks(cfg, layers, x, batch):
     """All blocks by the pipeline, x [M, B/dp, T/tp, D] -> x, which is meaningful on the last stage only, and this
     stage's `Load`, its tokens with dims as in param_table."""
     m, rounds = cfg.model, cfg.run.pp_interleave
 
     def run_turn(weights, x, total, turn, microbatch, valid):
         tokens = batch.tokens(microbatch)
-        y, (load, _), weights = run_stage(cfg, weights, x, tokens, turn=turn, train=train)
+        y, (load, _), weights = run_stage(cfg, weights, x, tokens, turn=turn)
         load = jax.tree.map(lambda n: jnp.where(valid, n, 0), load)
         total = Load(
             loss=total.loss + load.loss,
@@ -486,7 +469,7 @@ def blocks_of_stage(cfg):
     return cfg.model.blocks // (cfg.run.pp_interleave * lax.axis_size("pp"))
 
 
-def run_stage(cfg, weights, x, tokens, cache=None, turn=0, train=False):
+def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
     """This stage's blocks of round `turn` on x [B, T/tp, D]; the same for training and decoding.
 
     weights: {kind: `Weights`} of `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with
@@ -503,11 +486,11 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0, train=False):
         if L > 1:
             inner = cache.get(arch.inner)
             x, new_cache[arch.inner], weights = run_layers(
-                cfg, arch.inner, L - 1, weights, index, number, x, tokens, inner, train
+                cfg, arch.inner, L - 1, weights, index, number, x, tokens, inner
             )
         last = cache.get(arch.last)
         x, (load, new_cache[arch.last]), weights = run_layer(
-            cfg, arch.last, weights, index, number + L - 1, x, tokens, last, train
+            cfg, arch.last, weights, index, number + L - 1, x, tokens, last
         )
         return x, (load, new_cache), weights
 
@@ -517,15 +500,13 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0, train=False):
     return x, (load, cache), weights
 
 
-def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache, train):
+def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
     """n layers of one kind, without experts, on x [B, T/tp, D]: those at (*block, 0), (*block, 1), .. of their stack,
     which are numbered from `first`. Returns x, the cache and the weights to go on with."""
 
     def run_next(own, x, scanned):
         i, cache = scanned
-        x, (_, cache), own = run_layer(
-            cfg, kind, own, (*block, i), first + i, x, tokens, cache, train
-        )
+        x, (_, cache), own = run_layer(cfg, kind, own, (*block, i), first + i, x, tokens, cache)
         return x, cache, own
 
     own = {kind: weights[kind]}
@@ -533,7 +514,8 @@ def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache, train):
     return x, cache, weights | own
 
 
-# What --remat keeps of a layer's forward pass for its backward pass: all, matrix products, or the input.
+# What --remat keeps of a layer's forward pass for its backward pass: all, matrix products, or the input. Where there is
+# no backward pass, as in decoding, each leaves the layer as it is.
 REMAT = {
     "none": lambda f: f,
     "dots": functools.partial(
@@ -543,7 +525,7 @@ REMAT = {
 }
 
 
-def run_layer(cfg, kind, weights, index, number, x, tokens, cache, train):
+def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
     """The layer at `index` of the stack of its kind; `number`: its own among all layers of the model, for dropout.
 
     Returns x, what else the layer returns (`Load`, cache), and the weights to go on with.
@@ -553,7 +535,7 @@ def run_layer(cfg, kind, weights, index, number, x, tokens, cache, train):
     if tokens.key is not None:
         tokens = tokens._replace(key=jax.random.fold_in(tokens.key, number))
 
-    @REMAT[m.remat if train else "none"]
+    @REMAT[m.remat]
     def run(weights, x, cache):
         p, grad = take(weights, index)
         if m.fsdp == "full":

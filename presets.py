@@ -62,6 +62,7 @@ QWEN3 = dict(
     head_dim=128,
     T=4096,
     rope_base=1_000_000.0,
+    balance_weight=1e-3,
 )
 PRESETS = {
     # rates as docs/rates.md derives them from those of tiny
@@ -265,6 +266,7 @@ PRESETS = {
         n_experts=16,
         experts_per_token=4,
         expert_dim=64,
+        balance_weight=1e-3,
     ),
     # Qwen/Qwen3-0.6B-Base and Qwen/Qwen3-30B-A3B-Base, their published configurations, at the sequence length of most
     # of their pretraining

@@ -26,20 +26,23 @@ def attend(q, k, v, position, start):
     is in float32.
     """
     B, H, T, K = q.shape
-    q = q.reshape(B, k.shape[1], -1, T, K)  # [B, H_kv/tp, H / H_kv, T, K]
-    scores = jnp.einsum("bhgtk,bhsk->bhgts", q, k, preferred_element_type=jnp.float32)
-    seen = jnp.arange(k.shape[-2]) <= position[:, None, None, :, None]  # [B or 1, 1, 1, T, S]
+    group = H // k.shape[1]
+    if group > 1:  # the queries of heads that share keys count as further queries of one head
+        q = q.reshape(B, H // group, group * T, K)
+        start = None if start is None else jnp.tile(start, group)
+        return attend(q, k, v, jnp.tile(position, group), start).reshape(B, H, T, -1)
+    scores = jnp.einsum("bhtk,bhsk->bhts", q, k, preferred_element_type=jnp.float32)
+    seen = jnp.arange(k.shape[-2]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
     if start is not None:
-        seen &= jnp.arange(k.shape[-2]) >= start[:, None, None, :, None]
+        seen &= jnp.arange(k.shape[-2]) >= start[:, None, :, None]
     scores = jnp.where(seen, scores, -jnp.inf)
     # Softmax divides after the sum over s: one pass less over T x S.
     largest = lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - largest)
     out = jnp.einsum(
-        "bhgts,bhsv->bhgtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
+        "bhts,bhsv->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
     )
-    out = out / weights.sum(-1, keepdims=True)
-    return out.astype(q.dtype).reshape(B, H, T, -1)
+    return (out / weights.sum(-1, keepdims=True)).astype(q.dtype)
 
 
 def blockwise_attention(q, k, v, position, start):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL_GPT2, furthest, make_params, random_batch, small_config
+from conftest import SMALL_GPT2, SMALL_QWEN3, furthest, make_params, random_batch, small_config
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -154,6 +154,7 @@ def loss_and_gradients(cfg):
     [
         ((2, 2, 2), dict(v_dim=10, blocks=2, layers_per_block=1, moe_rope=True, remat="full")),
         ((1, 1, 1), dict(SMALL_GPT2, blocks=1, remat="none")),
+        ((1, 1, 2), dict(SMALL_QWEN3, blocks=1)),
     ],
 )
 def test_loss_and_gradients_of_a_model(mesh, flags, interpreted):

@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL_GPT2, begin, make_params, random_batch, small_config, steps_of
+from conftest import (
+    ARCHITECTURES,
+    SMALL_DEEPSEEK,
+    SMALL_GPT2,
+    SMALL_QWEN3,
+    begin,
+    make_params,
+    random_batch,
+    small_config,
+    steps_of,
+)
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
@@ -160,14 +170,15 @@ def test_attention_equals_plain_loops(kind, flags):
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])  # flash: tests/test_flash.py
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_kernels_agree(kernel, documents, monkeypatch):
-    """Outputs and gradients, for keys wider than values; the TPU's kernel is interpreted."""
+    """Outputs and gradients, for keys wider than values that two queries share; the TPU's kernel is interpreted."""
     interpreted = functools.partial(
         splash_attention_kernel.make_splash_mha_single_device, interpret=True
     )
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mha_single_device", interpreted)
-    B, H, T = 2, 2, 256
+    B, T = 2, 256
     q, k, v = (
-        jax.random.normal(jax.random.key(i), (B, H, T, n)) for i, n in enumerate((24, 24, 16))
+        jax.random.normal(jax.random.key(i), (B, H, T, n))
+        for i, (H, n) in enumerate([(4, 24), (2, 24), (2, 16)])
     )
     position = jnp.arange(T)[None]
     start = jnp.where(position < 100, 0, 100) * jnp.ones((B, 1), jnp.int32) if documents else None
@@ -265,13 +276,12 @@ def test_gradient_of_the_worked_example():
 
 
 def test_every_architecture_is_listed():
-    assert {"deepseek", "gpt2"} <= set(architectures.names())
+    assert architectures.names() == sorted(ARCHITECTURES)
     for name in architectures.names():
         arch = architectures.architecture(name)
-        assert (
-            arch.last in arch.stacks <= arch.layers.keys()
-            and arch.routed.keys() <= arch.layers.keys()
-        )
+        assert {arch.inner, arch.last, arch.first, arch.mtp} - {
+            ""
+        } == arch.layers.keys() and arch.routed.keys() <= arch.layers.keys()
 
 
 def experts_by_loops(p, x, m, capacity):
@@ -447,7 +457,7 @@ def test_causality_by_gradient(mesh_shape):
     def run(params, x):
         position = (jax.lax.axis_index("tp") * t_local + jnp.arange(t_local))[None]
         weights = model.layer_params(params, cfg)
-        return model.run_stage(cfg, weights, x, layers.Tokens(position), train=True)[0]
+        return model.run_stage(cfg, weights, x, layers.Tokens(position))[0]
 
     stage = on_mesh(cfg, run, (specs, P(None, "tp", None)), P(None, "tp", None))
     x = jax.random.normal(jax.random.key(0), (1, 8, 32))
@@ -572,15 +582,8 @@ def test_one_batch_overfits():
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 
 
-DEEPSEEK = dict(
-    layers_per_block=1,
-    moe_rope=True,
-    first_layers=2,
-    tied=False,
-    head_dim=12,
-    v_dim=10,
-    q_latent_dim=0,
-)
+DEEPSEEK = SMALL_DEEPSEEK | dict(first_layers=2, q_latent_dim=0)
+DECODED = [{}, *ARCHITECTURES.values()]
 
 
 @pytest.mark.parametrize(
@@ -591,11 +594,12 @@ DEEPSEEK = dict(
         dict(embedding_norm=True, latent_conv=3),
         dict(rope_factor=4.0, rope_original_T=8, rope_attention_factor=1.3, rope_mscale=0.5),
         SMALL_GPT2,
+        SMALL_QWEN3,
     ],
 )
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
-    """At every position. The cache holds a token's latent and its rotary key, if any; for GPT-2, key and value."""
+    """At every position. The cache holds a token's latent and its rotary key, if any, or its keys and values."""
     cfg = small_config(mesh_shape, **flags)
     m, mesh = cfg.model, steps.make_mesh(cfg)
     decode = jax.jit(decoding.make_decode(cfg, mesh))
@@ -604,10 +608,8 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
     cache = decoding.empty_cache(cfg, 4, 16)
     per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (4 * 16)
     layers, without = m.first_layers + m.blocks * m.layers_per_block, 0 if m.moe_rope else m.blocks
-    gpt2 = 2 * m.blocks * m.model_dimension
-    assert per_token == (
-        layers * (m.latent_dim + m.rope_dim) - without * m.rope_dim if m.n_experts else gpt2
-    )
+    latents = layers * (m.latent_dim + m.rope_dim) - without * m.rope_dim
+    assert per_token == (latents if m.latent_dim else 2 * layers * m.kv_heads * m.key_dim)
     for i in range(16):
         full, _ = decode(
             params, ids, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), np.full(4, i)
@@ -617,7 +619,7 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
         assert np.abs(full - one).max() < 1e-4 * np.abs(full).max()
 
 
-@pytest.mark.parametrize("flags", [{}, DEEPSEEK, SMALL_GPT2])
+@pytest.mark.parametrize("flags", DECODED)
 def test_decoding_in_bfloat16_is_near_float32(flags):
     """Prefill and a step, for one sequence and for several: the shapes that a CPU must multiply in bfloat16."""
     for rows in (1, 4):
@@ -674,7 +676,7 @@ def test_prompts_of_different_lengths_decode_as_each_does_alone(mesh_shape, flag
         logits, cache = decode(params, newest, cache, lengths + step, np.zeros(4, int))
 
 
-@pytest.mark.parametrize("flags", [{}, dict(DEEPSEEK, mtp_depth=1), SMALL_GPT2])
+@pytest.mark.parametrize("flags", [{}, dict(DEEPSEEK, mtp_depth=1), SMALL_GPT2, SMALL_QWEN3])
 def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
     scores = []
     for mesh_shape in [(1, 1, 1), (2, 2, 2)]:
@@ -700,7 +702,7 @@ def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
         assert (np.asarray(greedy).reshape(8, 16)[:, i] == (logits.argmax(-1) == target)).all()
 
 
-@pytest.mark.parametrize("flags", [{}, DEEPSEEK, SMALL_GPT2])
+@pytest.mark.parametrize("flags", DECODED)
 def test_documents_kept_apart_score_as_each_does_alone(flags):
     """Three documents in one sequence, each begun by token 0, against each at the beginning of its own sequence."""
     cfg = small_config((2, 2, 2), T=16, sequences=8, document_mask=True, end_of_text=0, **flags)
@@ -842,3 +844,16 @@ def test_parameter_counts_of_moe1b():
     assert embedding == 100352 * 768 and active < 0.45 * total
     # one layer by hand: the routed experts dominate
     assert total - active == 8 * (16 - 2) * 3 * 768 * 2048
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (dict(n_kv_head=3), "--n_kv_head 3: must divide --n_head 8."),
+        (dict(n_kv_head=2), r"--n_kv_head 2: must be a multiple of tp \(4\)."),
+        (dict(head_dim=7), "--head_dim 7: must be a multiple of 2"),
+    ],
+)
+def test_heads_of_qwen3_that_do_not_fit_are_refused(flags, said):
+    with pytest.raises(utils.UserError, match=said):
+        small_config((1, 1, 4), **SMALL_QWEN3 | flags)

@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
+from conftest import ARCHITECTURES, SMALL, flags_of, run_program, small_config
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
@@ -90,8 +90,9 @@ def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
     agree(cfg, costs.Place("cpu"), plan.compile_step(cfg, jax.devices()))
 
 
-def test_formulas_agree_with_xla_on_gpt2():
-    cfg = small_config((2, 2, 2), **SMALL_GPT2)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_formulas_agree_with_xla_on_every_architecture(name):
+    cfg = small_config((2, 2, 2), **ARCHITECTURES[name])
     agree(cfg, costs.Place("cpu"), plan.compile_step(cfg, jax.devices()))
 
 
@@ -172,7 +173,7 @@ MODELS = {
     "no shared experts": dict(n_shared=0),
     "no query latent, in buckets": dict(n_shared=0, q_latent_dim=0, experts="buckets"),
     "multi-token prediction": dict(n_shared=1, mtp_depth=1, first_layers=1),
-    "gpt2": SMALL_GPT2,
+    **ARCHITECTURES,
 }
 
 

@@ -45,7 +45,7 @@ def make_decode(cfg, mesh):
         first_cache = blocks_cache.pop(arch.first, None)
         if m.first_layers:
             x, first_cache, _ = model.run_layers(
-                cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, first_cache, train=False
+                cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, first_cache
             )
         stacks = model.stacked(cfg, weights)
         x, new_cache = model.pipeline(run_turn, stacks, x[None], blocks_cache)  # [1, B/dp, n, D]
