@@ -189,6 +189,9 @@ class Model:
     """Added to the mean square in the norms of latents; DeepSeek-V3's code has 1e-6 there whatever norm_eps is."""
     n_head: int = flag(12, least=1, most=MANY)
     """Attention heads."""
+    n_kv_head: int = flag(0, least=0, absent=0, most=MANY)
+    """Heads of keys and values, each of which n_head / n_kv_head heads of queries read (grouped-query attention,
+    arXiv:2305.13245); 0: n_head."""
     first_layers: int = flag(0, least=0, absent=0, most=MANY)
     """Dense layers before the blocks. They run on all of pp, as the embedding does, so that stages stay even."""
     blocks: int = flag(8, least=1, most=MANY)
@@ -204,10 +207,10 @@ class Model:
     """Channels of the key/value latent (multi-head latent attention)."""
     q_latent_dim: int = flag(-1, least=-1, absent=0, most=WIDE)
     """Channels of the query latent; -1: as latent_dim, 0: queries come from the residual itself, without one."""
-    nope_dim: int = flag(0, least=0, absent=0, most=WIDE)
-    """Channels of each head's query and key that no position rotates; 0: model_dimension / n_head."""
+    head_dim: int = flag(0, least=0, absent=0, most=WIDE)
+    """Channels of each head's query and key, without the rotary part of rope_dim; 0: model_dimension / n_head."""
     v_dim: int = flag(0, least=0, absent=0, most=WIDE)
-    """Channels of each head's value; 0: as nope_dim."""
+    """Channels of each head's value; 0: as head_dim."""
     rope_dim: int = flag(128, least=0, absent=0, most=WIDE)
     """Channels of the decoupled rotary part of each query, and of the one rotary key that the heads share."""
     rope_base: float = flag(10_000.0, least=1, absent=1.0)
@@ -282,14 +285,19 @@ class Model:
     of at most 320 channels together) write none. auto: splash or flash where it runs, else blockwise."""
 
     @property
-    def head_dim(self):
-        """Unrotated channels of a head, --nope_dim 0 resolved."""
-        return self.nope_dim or self.model_dimension // self.n_head
+    def key_dim(self):
+        """Channels of a head's key but the decoupled rotary ones, --head_dim 0 resolved."""
+        return self.head_dim or self.model_dimension // self.n_head
+
+    @property
+    def kv_heads(self):
+        """Heads of keys and values, --n_kv_head 0 resolved."""
+        return self.n_kv_head or self.n_head
 
     @property
     def value_dim(self):
         """Channels of a head's value, --v_dim 0 resolved."""
-        return self.v_dim or self.head_dim
+        return self.v_dim or self.key_dim
 
     @property
     def q_latent(self):

@@ -17,7 +17,7 @@ import numpy as np
 import collectives
 import model
 from architectures import architecture
-from architectures.experts import capacity, choose_experts
+from architectures.experts import capacity, choose_transport
 from architectures.parameters import is_param
 from kernels import attention, grouped, loss
 from planning import hlo
@@ -97,14 +97,12 @@ def sizes(cfg):
 def layer_runs(cfg):
     """{kind of layer: (layers on a device that run one after another, times that they run forward)}."""
     m, s = cfg.model, sizes(cfg)
-    blocks = m.blocks // (s.pp * cfg.run.pp_interleave)
-    runs = {
-        "dense": (blocks * (m.layers_per_block - 1), s.ticks),
-        "first": (m.first_layers, s.own),
-        "mtp": (m.mtp_depth, s.own),
-        architecture(m.architecture).last: (blocks, s.ticks),
-    }
-    return {kind: (layers, times) for kind, (layers, times) in runs.items() if layers}
+    arch, rounds = architecture(m.architecture), cfg.run.pp_interleave
+    runs = {}
+    for kind, layers in arch.numbers(m).items():
+        piped = kind in arch.stacks
+        runs[kind] = (layers // (s.pp * rounds), s.ticks) if piped else (layers, s.own)
+    return runs
 
 
 # --- What travels -------------------------------------------------------------------------------------------------
@@ -361,11 +359,11 @@ class Layer:
         arch = architecture(self.m.architecture)
         self.cost = arch.layer_cost(self.m, kind)
         self.rows = expert_rows(self.m, self.s, place.attention) if kind in arch.routed else 0
-        self.in_tiles = choose_experts(self.m, place.attention) == "tiles"
+        self.in_tiles = choose_transport(self.m, place.attention) == "tiles"
         self.megatron = self.m.sequence_parallel == "megatron"
         self.recomputes = self.m.remat != "none"
         # recomputation runs to the layer's end only where that is needed: multi-token prediction normalizes it
-        self.needs_end = kind == "mtp"
+        self.needs_end = kind == arch.mtp
         self.scores, self.scores_backward = score_operations(
             self.cost, self.m, self.s, place.attention
         )
@@ -490,7 +488,7 @@ def sharers(m, s):
 
 def expert_rows(m, s, platform):
     """Rows that a device's routed experts multiply, empty ones included, where the load is even."""
-    if choose_experts(m, platform) == "buckets":
+    if choose_transport(m, platform) == "buckets":
         return m.n_experts * capacity(m, int(s.own_tokens))
     devices = sharers(m, s)
     each = int(s.own_tokens) * devices * m.experts_per_token // m.n_experts

@@ -245,7 +245,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--attention splash --T 128": ["--attention splash", "TPUs", "auto"],
     "--attention flash --T 128": ["--attention flash", "GPUs", "auto"],
     "--attention flash --T 96": ["--T 96", "64 for --attention flash", "64 or 128"],
-    "--attention flash --T 128 --nope_dim 512": ["--attention flash", "320", "1032", "auto"],
+    "--attention flash --T 128 --head_dim 512": ["--attention flash", "320", "1032", "auto"],
     "--pp_interleave 3 --n_device_axis 2 2 2": ["--blocks 4", "pp x pp_interleave", "6"],
     "--experts_per_token 9": ["--experts_per_token 9", "--n_experts 8"],
     "--experts_per_token 0": ["--experts_per_token 0", "at least 1"],

@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
+from conftest import ARCHITECTURES, SMALL, flags_of, run_program, small_config
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
@@ -46,7 +46,6 @@ CONFIGURATIONS = [
         (4, 2, 1),
         dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64),
     ),
-    ((2, 2, 2), SMALL_GPT2),
 ]
 TPU_CONFIGURATIONS = [
     (
@@ -87,6 +86,12 @@ def agree(cfg, place, compiled):
 @pytest.mark.parametrize("mesh, flags", CONFIGURATIONS, ids=str)
 def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
     cfg = small_config(mesh, **flags)
+    agree(cfg, costs.Place("cpu"), machines.compile_step(cfg, jax.devices()))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_formulas_agree_with_xla_on_every_architecture(name):
+    cfg = small_config((2, 2, 2), **ARCHITECTURES[name])
     agree(cfg, costs.Place("cpu"), machines.compile_step(cfg, jax.devices()))
 
 
@@ -167,7 +172,7 @@ MODELS = {
     "no shared experts": dict(n_shared=0),
     "no query latent, in buckets": dict(n_shared=0, q_latent_dim=0, experts="buckets"),
     "multi-token prediction": dict(n_shared=1, mtp_depth=1, first_layers=1),
-    "gpt2": SMALL_GPT2,
+    **ARCHITECTURES,
 }
 
 
