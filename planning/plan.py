@@ -29,6 +29,7 @@ from utils import UserError, say, size
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
 TRIED = 50_000  # configurations that it considers at most
+WORTH = 0.02  # share of a step that a flag must save to be named
 
 
 def place_of(cfg, machine):
@@ -359,18 +360,18 @@ def neighbors(cfg, n):
     return [new for new in changes if new not in (None, cfg)]
 
 
-def best_change(cfg, machine, spare, least):
-    """(Config, seconds that it saves) of the single change that saves most by the formulas, more than `least` seconds,
-    and takes at most `spare` bytes more; (None, `least`) where there is none."""
+def best_change(cfg, machine, spare):
+    """(Config, share of the step that it saves) of the single change that saves most by the formulas, and takes at most
+    `spare` bytes more; (None, `WORTH`) where none is worth it."""
     now = answer(cfg, machine)
-    best, gain = None, least
+    best, most = None, WORTH
     for new in neighbors(cfg, machine.n):
         other = answer(new, machine)
-        saved = now.seconds["step"] - other.seconds["step"]
+        saved = 1 - other.seconds["step"] / now.seconds["step"]
         more = other.memory["total"] - now.memory["total"]
-        if more <= spare and saved > gain:
-            best, gain = new, saved
-    return best, gain
+        if more <= spare and saved > most:
+            best, most = new, saved
+    return best, most
 
 
 def advise(cfg, machine, a):
@@ -381,22 +382,21 @@ def advise(cfg, machine, a):
         limit = size(a.memory["limit"], 1024)
         lacks = f"does not fit: it needs {size(-spare, 1024)} more than a chip's {limit}"
         return f"{lacks}; {what_would_fit(cfg, machine, a.memory)}"
-    step = answer(cfg, machine).seconds["step"]
-    best, gain = best_change(cfg, machine, spare, 0.02 * step)
+    none = f"no single flag helps by more than {WORTH:.0%}"
+    best, saved = best_change(cfg, machine, spare)
     if best is None:
-        return "no single flag helps by more than 2%, by the formulas"
-    flags = changed(cfg, best)
-    saved, source = gain / step, "by the formulas"
+        return f"{none}, by the formulas"
+    flags, source = changed(cfg, best), "by the formulas"
     if a.compiled:
         say(f"compiling the step with {flags}, which would help most by the formulas")
         other, _ = compiled_answer(best, machine)
         if not other.fits:
-            return f"no single flag helps by more than 2%; with {flags} the step does not fit"
+            return f"{none}; with {flags} the step does not fit"
         if other.compiled:
             saved, source = 1 - other.seconds["step"] / a.seconds["step"], "as compiled"
-    if saved < 0.02:
+    if saved < WORTH:
         effect = f"saves {saved:.0%}" if saved > 0 else f"takes {-saved:.0%} longer"
-        return f"no single flag helps by more than 2%; {flags}, the best by the formulas, {effect} as compiled"
+        return f"{none}; {flags}, the best by the formulas, {effect} as compiled"
     return f"{flags} would help most: by {saved:.0%} of the step, {source}"
 
 

@@ -544,6 +544,19 @@ def test_search_of_a_batch_that_few_meshes_divide(tmp_path):
     assert planned("--search", "--by_formulas", plan="gpu:8xH200", **flags)["search"]
 
 
+@pytest.mark.parametrize(
+    "factor, said", [(1.3, "takes 30% longer as compiled"), (0.9, "10% of the step, as compiled")]
+)
+def test_a_flag_is_advised_where_its_own_compiled_step_is_faster(monkeypatch, factor, said):
+    flags = dict(n_device_axis=(2, 2, 2), train_batch_size=32)
+    cfg = settings.validate(utils.replace(presets.preset("moe1b"), **flags), 8)
+    machine = machines.parse_machine("gpu:8xH200")
+    a = plan.answer(cfg, machine)._replace(compiled=True)
+    other = a._replace(seconds=dict(step=factor * a.seconds["step"]))
+    monkeypatch.setattr(plan, "compiled_answer", lambda cfg, machine: (other, None))
+    assert said in plan.advise(cfg, machine, a)
+
+
 def test_what_does_not_fit_says_what_would(capsys):
     flags = dict(
         preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, microbatches=4, val_batch_size=4
