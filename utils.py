@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import fcntl
 import functools
 import glob
 import json
@@ -29,11 +30,13 @@ from typing import Literal
 
 import fsspec
 
+from training import interrupts
+
 # --- Errors -----------------------------------------------------------------------------------------------------
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: one sentence that says what is wrong, where, and what would be right."""
+    """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right."""
 
 
 def first_line(error):
@@ -777,11 +780,15 @@ def part_of(path):
     return os.path.join(folder, f"{name[:50]}.{secrets.token_hex(8)}.part")
 
 
-def remove_parts(folder):
-    """Remove what killed programs left unfinished in a local folder, which only this process writes to."""
-    for path in glob.glob(os.path.join(glob.escape(folder), "*.part")):
+def remove_parts(folder, name="*"):
+    """Remove what killed programs left unfinished of a file of a local folder, by default of all its files."""
+    name = name if name == "*" else glob.escape(name[:50])
+    for path in glob.glob(os.path.join(glob.escape(folder), f"{name}.*.part")):
         if PART.search(path) and os.path.isfile(path):
-            os.remove(path)
+            with contextlib.suppress(OSError), open(path, "rb") as part:
+                # refused while a program writes it
+                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.remove(path)
 
 
 @contextlib.contextmanager
@@ -799,20 +806,33 @@ def replacing(path, lasting=True):
         return
     path = os.path.realpath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    remove_parts(*os.path.split(path))
     part = part_of(path)
+
+    def remove():
+        with contextlib.suppress(OSError):
+            os.remove(part)
+
+    with interrupts.ending:
+        f = open(part, "x+b")
+        interrupts.given_back.append(remove)  # a signal may end the process at any moment
     try:
-        with open(part, "x+b") as f:
+        with f:
+            with contextlib.suppress(OSError):  # not every file system has locks
+                fcntl.flock(f, fcntl.LOCK_EX)
             yield f
             f.flush()
             if lasting:
                 os.fsync(f.fileno())
         with contextlib.suppress(OSError):
             os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
-        os.replace(part, path)
+        with interrupts.ending:
+            os.replace(part, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(part)
+        remove()
         raise
+    finally:
+        interrupts.given_back.remove(remove)
 
 
 def write_file(path, content):

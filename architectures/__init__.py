@@ -17,7 +17,7 @@ PARTS = {"parameters", "layers", "experts", "hf_format"}
 class LayerCost(NamedTuple):
     """What one layer does to a token, in numbers that the mesh does not change.
 
-    tools/planning/costs.py makes operations, bytes and memory of them. A product with n weights takes 2n operations a
+    planning/costs.py makes operations, bytes and memory of them. A product with n weights takes 2n operations a
     token.
     """
 

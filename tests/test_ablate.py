@@ -322,7 +322,7 @@ def test_ctrl_c_is_passed_on_and_ends_with_a_sentence(tmp_path):
     process.send_signal(signal.SIGINT)
     said, wrong = process.communicate(timeout=50)
     assert process.returncode == 130 and not wrong
-    assert "stopped in slow-seed0; the same command goes on from here" in said
+    assert "stopped in slow-seed0; rerun the same command to resume" in said
     assert log.read_text() == "begun\na checkpoint\n"
 
 

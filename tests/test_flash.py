@@ -22,7 +22,7 @@ import model
 import presets
 import utils
 from kernels import attention, flash
-from tools.planning import gpus
+from planning import gpus
 from training import steps
 
 gpu_compiler = pytest.mark.skipif(

@@ -13,8 +13,8 @@ from conftest import ROOT
 
 import main
 import utils
+from planning import machines, plan
 from presets import preset
-from tools.planning import plan
 from training import chips, runlog, settings
 from training.run_checkpoints import RunCheckpoints
 
@@ -106,7 +106,7 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
     assert second.endswith("  2 bad steps  checkpoint 20  12m00s left\n")
 
     monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
-    planned = plan.answer(cfg, plan.parse_machine("v4:2x2x1"))
+    planned = plan.answer(cfg, machines.parse_machine("v4:2x2x1"))
     runlog.Progress(cfg, planned=main.planned_speed(cfg)).print(
         row(5.5), Halfway(planned.tokens_per_second / 4), None
     )
@@ -142,11 +142,10 @@ DAMAGED = {  # {kind: (content, steps whose rows can be read)}
     "garbage": (instead(5, b"\x93\x00\xff{]\x1b" * 9), without(5)),
     "garbage of several lines": (instead(5, bytes(range(256)) * 3), without(5)),
     "zeros": (instead(5, bytes(99)), without(5)),
-    "zeros before a row": (instead(5, bytes(99) + ROWS[4]), without()),
+    "zeros before a row": (instead(5, bytes(99) + ROWS[4]), without(5)),
     "half a line": (instead(5, ROWS[4][:20]), without(5)),
     "the end of a line": (instead(5, ROWS[4][20:]), without(5)),
-    "half a line before another": (WHOLE.replace(ROWS[4] + b"\n", ROWS[4][:20]), without(5)),
-    "no ends of lines": (b"".join(ROWS), None),
+    "half a line before another": (WHOLE.replace(ROWS[4] + b"\n", ROWS[4][:20]), without(5, 6)),
     "a row twice": (instead(5, ROWS[4] + b"\n" + ROWS[4]), without()),
     "all rows twice": (WHOLE + WHOLE, without()),
     "not UTF-8": (instead(5, ROWS[4].replace(b"loss", b"lo\xffs")), without(5)),
@@ -160,7 +159,7 @@ DAMAGED = {  # {kind: (content, steps whose rows can be read)}
     "a number beyond floats": (instead(5, changed(lr="@").replace(b'"@"', b"1e999")), None),
     "NaN": (instead(5, changed(lr=float("nan"))), None),
     "a text": (instead(5, changed(lr="0.1")), without(5)),
-    "a list": (instead(5, b"[" + ROWS[4] + b", 1]"), without()),
+    "a list": (instead(5, b"[" + ROWS[4] + b", 1]"), without(5)),
     "a number": (instead(5, b"5"), without(5)),
     "no step": (instead(5, ROWS[4].replace(b"step", b"stop")), without(5)),
     "no loss": (instead(5, ROWS[4].replace(b"loss", b"moss")), without(5)),
@@ -169,12 +168,10 @@ DAMAGED = {  # {kind: (content, steps whose rows can be read)}
     "a negative step": (instead(5, changed(step=-5)), without(5)),
     "no whole step": (instead(5, changed(step=5.5)), without(5)),
     "the last step changed": (instead(8, changed(step=800)), without(8)),
-    "torn before the checkpoint": (WHOLE[: WHOLE.index(ROWS[7]) + 9], without(8)),
     "swapped": (b"\n".join([*ROWS[4:8], *ROWS[:4], *ROWS[8:]]), None),
     "torn after the checkpoint": (WHOLE[:-9], None),
     "zeros after the checkpoint": (WHOLE + bytes(4096), None),
     "ends of lines": (WHOLE.replace(b"\n", b"\r\n\r\n"), None),
-    "over several lines": (WHOLE.replace(b", ", b",\n  "), None),
 }
 
 
@@ -216,7 +213,7 @@ def test_missing_rows_are_said_and_those_of_steps_that_are_run_again_are_not(tmp
         opened(tmp_path) == []
         and "ends at step 0; the rows from there to step 8" in capsys.readouterr().out
     )
-    metrics.write_bytes(b"\n".join(ROWS[:5]))
+    metrics.write_bytes(b"\n".join(ROWS[:5]) + b"\n" + ROWS[5][:9])
     assert (
         opened(tmp_path) == [1, 2, 3, 4, 5]
         and "ends at step 5; the rows" in capsys.readouterr().out

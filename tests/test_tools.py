@@ -366,6 +366,19 @@ def test_a_tokenizer_is_known_by_its_tokens_whatever_file_holds_it(tmp_path, of_
     assert "nothing tells" in said and f"{same}/train, {same}/val" in said and "\n" not in said
 
 
+def test_tokenizers_that_differ_in_merges_alone_are_others(tmp_path):
+    ranks = ranks_of_bytes() | {b"ab": 256, b"bc": 257}
+    model = tmp_path / "model"
+    path = write_tokenizer(model, ranks, ".json")
+    (model / "config.json").write_text(json.dumps(dict(encoding=path.name)))
+    assert not check(model, write_shards(tmp_path / "same", ranks, ".tiktoken"))
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["merges"] = [["b", "c"], ["a", "b"]]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(utils.UserError, match="another tokenizer"):
+        check(model, tmp_path / "same")
+
+
 def test_a_tokenizer_is_the_same_by_name_and_as_a_file(tmp_path, named_tokenizers):
     model = tmp_path / "model"
     model.mkdir()

@@ -16,8 +16,8 @@ from test_cluster import free_port, start
 from test_resume import metrics_of
 
 import utils
+from planning import machines, plan
 from tools import trace
-from tools.planning import plan
 from tools.tracing import events, names, shares
 from training import profiling
 
@@ -250,7 +250,7 @@ def test_a_known_device_has_planned_seconds(first, found):
     about = first.about | dict(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     on_gpus = first._replace(about=about)
     told = trace.beside(on_gpus, found, "").planned
-    answer = plan.answer(first.cfg, plan.parse_machine("gpu:8xH100"))
+    answer = plan.answer(first.cfg, machines.parse_machine("gpu:8xH100"))
     assert told["formulas"] == answer.seconds and told["program"]["step"] > 0
     elsewhere = trace.beside(on_gpus, found, "v4:2x2x2").planned
     assert elsewhere.keys() == {"formulas"} and elsewhere["formulas"] != answer.seconds

@@ -5,8 +5,8 @@ python tools/ablate.py --preset tiny --bucket_name data/shards/stdlib --seeds 3 
 
 Takes every flag of main.py for all variations; each variation is a name, a colon and flags of its own. A run is a
 process of main.py with a directory and a log of its own in --output. Every seed draws the weights and the order of the
-data; that order is the same for all variations of a seed, so they are compared seed by seed. Stopped or failed, the
-same command goes on where it was; finished runs are not trained again.
+data; that order is the same for all variations of a seed, so they are compared seed by seed. Stopped or
+failed: rerun the same command to resume; finished runs are not trained again.
 """
 
 if __name__ == "__main__":
@@ -134,7 +134,7 @@ class Trial(NamedTuple):
         return f"{self.folder}.log"
 
     def command(self):
-        """The words that train it, or go on with it."""
+        """The words that train it, or resumes it."""
         own = ["--seed", str(self.seed), "--name", self.name, "--output_dir", self.output]
         return [sys.executable, MAIN, *SAVE_LITTLE, *self.variation.words, *own]
 
@@ -166,14 +166,14 @@ def check_definition(trial):
 
 
 def train(trial):
-    """Train a trial, or go on with it, to its end; returns the exit status of main.py. Ends this program with a
+    """Train a trial, or resume it, to its end; returns the exit status of main.py. Ends this program with a
     sentence where Ctrl-C ended the run."""
     definition = json.dumps(trial.variation.definition(), indent=1) + "\n"
     utils.write_file(os.path.join(trial.folder, "variation.json"), definition)
     with open(trial.log, "a") as log:
         status, interrupted = run_to_end(trial.command(), log)
     if interrupted:
-        say(f"stopped in {trial.name}; the same command goes on from here")
+        say(f"stopped in {trial.name}; rerun the same command to resume")
         sys.exit(128 + signal.SIGINT)
     return status
 
@@ -317,7 +317,7 @@ def main(argv):
         print("\n".join(seeds.table(found, variations[0].name)))
         print(f"\nresults.json and losses.png stand in {own.output}")
     if failed:
-        say(f"{failed} of {len(trials)} runs failed; the same command tries them again")
+        say(f"{failed} of {len(trials)} runs failed; rerun the same command to try them again")
         sys.exit(1)
     return found
 

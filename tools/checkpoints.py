@@ -72,7 +72,9 @@ def about(checkpoints, step):
     except Exception:  # whatever a damaged file makes the libraries raise; `verify` says what
         pass
     fs, there = utils.filesystem(folder)
-    return known | {"size": fs.du(there)}
+    # `du` would look behind a link that leads nowhere
+    size = sum(file["size"] for file in fs.find(there, detail=True).values())
+    return known | {"size": size}
 
 
 def retention(options, config):

@@ -30,7 +30,7 @@ class Options:
     """Devices to use, as for main.py; 0: all that are present."""
     T: int = utils.flag(0, least=0)
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
-    trained with or, for one that was imported, was made for. With more, rotary models go on, GPT-2 has no positions."""
+    trained with or, for one that was imported, was made for. Rotary models take more, GPT-2 has no positions then."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
     """Type of activations and matrices; None: the one that the model was trained in."""
     compilation_cache: str = utils.Run.compilation_cache
@@ -215,7 +215,7 @@ def check_T(options, flags):
     if options.T > most:
         if architecture(flags["architecture"]).learns_positions:
             raise UserError(
-                f"--T {options.T}: {options.model} has learned {most} positions; give at most so many."
+                f"--T {options.T}: {options.model} has learned {most} positions; give at most that many."
             )
         print(
             f"warning: --T {options.T}: {options.model} was made for {most} tokens", file=sys.stderr

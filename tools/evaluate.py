@@ -34,9 +34,9 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
-from data import manifest, sources
+from data import manifest
 from data.encoding import encode_text, pieces
-from data.sources.base import Document
+from data.sources.kinds import kind_of, open_source
 from data.sources.text import decode, read_text
 from data.storage import list_shards
 from dataset import Corpus
@@ -67,15 +67,13 @@ def open_shards(options, cfg, path):
 
 def texts(path, column):
     """The documents of a text file, or of a folder or a glob of files or records. Raises UserError."""
-    remote, records = utils.is_remote(path), sources.kind_of(path)
-    if os.path.isfile(path) and not records:
-        yield read_text(Document(path, path, os.path.getsize(path)))[0]
-    elif remote and not records and (content := utils.read_file(path)) is not None:
-        yield decode(content)[0]
+    remote = utils.is_remote(path)
+    if remote and not kind_of(path) and (content := utils.read_file(path)) is not None:
+        yield decode(content).text
     elif remote or os.path.exists(path) or glob.glob(path, recursive=True):
         source = Namespace(source=path, config=None, split="train", text_column=column)
-        for document in sources.open_source(source).read({}):
-            yield read_text(document)[0]
+        for document in open_source(source).read({}):
+            yield read_text(document).text
     else:
         raise UserError(f"--data {path}: there is no such file or folder.")
 

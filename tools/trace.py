@@ -51,7 +51,7 @@ if __name__ == "__main__":
 from jax.profiler import ProfileData
 
 import collectives
-from tools.planning import costs, plan
+from planning import costs, machines, plan
 from tools.tracing import events, names, shares
 from training import chips, profiling
 
@@ -94,6 +94,8 @@ def open_trace(run, name=""):
     except (OSError, EOFError, ValueError, zlib.error) as e:
         reason = utils.first_line(e)
         raise UserError(f"{folder}: step.hlo.gz is damaged ({reason}); copy it anew.") from None
+    if not text.startswith("HloModule "):
+        raise UserError(f"{folder}: step.hlo.gz is damaged (it holds no HLO); copy it anew.")
     return Trace(folder, about, config_of(about["flags"]), text)
 
 
@@ -150,11 +152,11 @@ def devices_of(trace):
 
 
 def machine_of(trace, named):
-    """plan.Machine that --plan has `named`, else the one that the run was on; None where its kind of device is not
+    """machines.Machine that --plan has `named`, else the one that the run was on; None where its kind of device is not
     known. Raises UserError where the run does not fit on it."""
     about, n = trace.about, devices_of(trace)
     if named:
-        machine = plan.parse_machine(named)
+        machine = machines.parse_machine(named)
         if machine.n != n:
             raise UserError(f"--plan {named}: has {machine.n} devices; the run had {n}.")
         return machine
@@ -163,7 +165,7 @@ def machine_of(trace, named):
     if chip is None:
         return None
     platform = "gpu" if chip.gpu else "tpu"
-    return plan.Machine(name, chip, n, about["slices"], "", about["processes"], platform)
+    return machines.Machine(name, chip, n, about["slices"], "", about["processes"], platform)
 
 
 def counted(trace, place):
@@ -191,7 +193,7 @@ def planned(trace, machine):
     told = {"formulas": plan.answer(trace.cfg, machine).seconds}
     if machine.platform == trace.about["platform"]:
         # its memory does not matter here
-        of_program = plan.answer(trace.cfg, machine, plan.Compiled(trace.text, 0, 0))
+        of_program = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
         exposed = {exposed_in(part): t for part, t in of_program.overlapped.items()}
         step = exposed.pop(exposed_in("step"))
         told["program"] = of_program.seconds | exposed | dict(step=step)

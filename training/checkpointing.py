@@ -192,8 +192,8 @@ def copy_to(local, address):
 class Checkpoints:
     """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `retention` says.
 
-    keep, every, best: of `retention`; keep None: they are only read. explain(flags, shapes) -> which flags make a
-    checkpoint that of another model, in words: {flag: value} that was saved with it, or None, and its {path: shape}.
+    keep, every, best: of `retention`; keep None: they are only read. explain(flags) -> which flags make a
+    checkpoint that of another model, in words: {flag: value} that was saved with it, or None.
     """
 
     def __init__(self, folder, keep=None, every=0, best=False, explain=None):
@@ -368,7 +368,7 @@ class Checkpoints:
         if found is None:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")
         state, meta = found
-        other = self.explain and self.explain(meta.get("config"), {})
+        other = self.explain and self.explain(meta.get("config"))
         if other:
             raise UserError(f"{self.folder}: {self._of_other_flags(meta['step'], other, READING)}.")
         if damaged:
@@ -434,7 +434,7 @@ class Checkpoints:
         if differs and self.explain:
             with contextlib.suppress(ValueError, UserError):
                 meta = utils.read_json(str(self.folder), str(step), "meta", "metadata")
-                differs = self.explain(meta.get("config"), there) or differs
+                differs = self.explain(meta.get("config")) or differs
         return differs
 
     def _set_aside(self, steps):

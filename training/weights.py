@@ -1,18 +1,12 @@
 """Weights from elsewhere: another run, or a folder in the Hugging Face format."""
 
-import contextlib
 import functools
-import itertools
 import os
 
-import numpy as np
-
-import model
 import utils
-from architectures import parameters
 from data import tokenization
 from training import hugging_face, settings
-from training.checkpointing import Checkpoints, shapes_of
+from training.checkpointing import Checkpoints
 from utils import UserError, say
 
 
@@ -87,52 +81,13 @@ def check_tokenizer(where, folder, shards, flag="", warn=say):
 # --- Weights of another model -------------------------------------------------------------------------------------
 
 
-def other_flags(cfg, kept, shapes):
-    """In words: the flags in which the model of a checkpoint differs from that of `cfg`.
-
-    kept: {flag: value} that was saved with the checkpoint, or None in older ones; then the flag is found by trial, if
-    it is one, from the {path: shape} `shapes` of its arrays.
-    """
+def other_flags(cfg, kept):
+    """In words: the flags in which the model of a checkpoint differs from that of `cfg`. kept: {flag: value} that was
+    saved with the checkpoint, or None."""
     free = settings.free_of_weights(cfg.model.architecture)
-    now = {flag: value for flag, value in vars(cfg.model).items() if flag not in free}
     kept = utils.clear_names(kept or {})
-    if kept:
-        differ = {flag: kept[flag] for flag in now if flag in kept and kept[flag] != now[flag]}
-    else:
-        differ = flag_that_fits(cfg, now, shapes)
-    words = [f"--{flag} was {value} and is now {now[flag]}" for flag, value in differ.items()]
+    words = []
+    for flag, value in vars(cfg.model).items():
+        if flag not in free and kept.get(flag, value) != value:
+            words.append(f"--{flag} was {kept[flag]} and is now {value}")
     return ", ".join(words)
-
-
-def flag_that_fits(cfg, flags, shapes):
-    """{flag: value} of the first change of one of the {flag: value} `flags` that gives `cfg` parameters of the {path:
-    shape} `shapes`; {} where none does."""
-    wanted = {path: shape for path, shape in shapes.items() if path.startswith("params.")}
-    for flag, value in neighbors(flags, wanted) if wanted else []:
-        if parameter_shapes(cfg, flag, value) == wanted:
-            return {flag: value}
-    return {}
-
-
-def neighbors(flags, shapes):
-    """Yield each (flag, value) that differs from {flag: value} `flags` and may give parameters of `shapes`."""
-    sizes = sorted({*range(10), *itertools.chain(*shapes.values())})
-    for flag, value in flags.items():
-        if flag == "activation":
-            others = ["swiglu", "gelu"]
-        elif isinstance(value, bool):
-            others = [True, False]
-        else:
-            others = sizes if isinstance(value, int) else []
-        for other in others:
-            if other != value:
-                yield flag, other
-
-
-def parameter_shapes(cfg, flag, value):
-    """{path: shape} of the parameters of `cfg` with one flag of the model changed, or {} where that is no model."""
-    with contextlib.suppress(ArithmeticError, ValueError):
-        table = model.param_table(utils.replace(cfg, **{flag: value}))
-        arrays = parameters.table_map(lambda p: np.broadcast_to(0, p.shape), table)
-        return shapes_of({"params": arrays})
-    return {}

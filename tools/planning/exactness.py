@@ -1,4 +1,4 @@
-"""How exact the formulas of tools/planning/costs.py are: beside what a compiler says of configurations drawn at random.
+"""How exact the formulas of planning/costs.py are: beside what a compiler says of configurations drawn at random.
 
 python tools/planning/exactness.py --draw 10 --seed 1 --machines gpu:8xH200 gpu:2x8xH100     a row for each
 python tools/planning/exactness.py --plan gpu:8xH200 --preset gpt2-124m --n_device_axis 2 2 2      the flags given
@@ -43,13 +43,14 @@ DRAWN = {
 
 def draw(machines, dice):
     """Flags of main.py as words, which are valid together, for a step that fits by the formulas."""
-    from tools.planning import plan
+    from planning import plan
+    from planning.machines import parse_machine
 
     preset = dice.choice(
         list(DRAWN)
     )  # before the loop: what rarely goes together is drawn as often
     while True:
-        machine = plan.parse_machine(dice.choice(machines))
+        machine = parse_machine(dice.choice(machines))
         flags = {flag: dice.choice(values) for flag, values in DRAWN[preset].items()}
         pp, tp = dice.choice((1, 2, 4)), dice.choice((1, 2, 4))
         if machine.n % (pp * tp):
@@ -68,17 +69,17 @@ def draw(machines, dice):
 
 
 def configure(words):
-    """(validated Config, `plan.Machine`) for flags of main.py. Raises UserError."""
-    from tools.planning import plan
+    """(validated Config, `machines.Machine`) for flags of main.py. Raises UserError."""
+    from planning import machines
 
     cfg, _ = command_line.parse(words)
-    machine = plan.parse_machine(cfg.plan.plan)
+    machine = machines.parse_machine(cfg.plan.plan)
     return settings.validate(utils.replace(cfg, n_devices=0), machine.n), machine
 
 
 def compare(words):
     """(Answer by formulas, Answer by the compiler, None where it crashes or refuses) for flags of main.py."""
-    from tools.planning import plan
+    from planning import plan
     from training import steps
 
     cfg, machine = configure(words)

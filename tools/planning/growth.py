@@ -3,7 +3,7 @@
 python tools/planning/growth.py [--curves blocks chips T] [--plot docs/growth.png] [--json FILE] [any flag of main.py]
 
 Every point is the real train step, compiled for a slice of TPU v4 by the TPU compiler, which needs no TPU (pip install
-"jax[tpu]"), and read by tools/planning/plan.py. A point that does not fit has the formulas' numbers, and the table says
+"jax[tpu]"), and read by planning/plan.py. A point that does not fit has the formulas' numbers, and the table says
 so.
 """
 
@@ -63,19 +63,19 @@ PLOTTED = [  # (curve, key of a point, factor, what it then is)
 
 def measure(argv):
     """{name: number} of one step on one chip, for the flags of main.py with a --plan among them."""
-    from tools.planning import plan
+    from planning import machines, plan
     from training import steps
 
     cfg, _ = command_line.parse(argv)
-    machine = plan.parse_machine(cfg.plan.plan)
+    machine = machines.parse_machine(cfg.plan.plan)
     cfg = settings.validate(utils.replace(cfg, n_devices=0), machine.n)
     steps.configure_jax(cfg)
-    devices = plan.slice_devices(machine)
+    devices = machines.slice_devices(machine)
     compiled, refused = None, None
     began = time.process_time()
     try:
-        compiled = plan.compile_step(cfg, devices)
-    except plan.TooLarge as e:
+        compiled = machines.compile_step(cfg, devices)
+    except machines.TooLarge as e:
         refused = e
     seconds = time.process_time() - began
     a = plan.answer(cfg, machine, compiled, refused)

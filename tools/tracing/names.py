@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.planning import hlo
+from planning import hlo
 
 ROOT = Path(__file__).resolve().parents[2]
 # Parts of a step, by the innermost of these scopes (jax.named_scope) that an operation stands in.
