@@ -67,7 +67,8 @@ def param_table(cfg):
 
     def in_rounds(p):
         blocks, *shape = p.shape
-        return p._replace(shape=(rounds, blocks // rounds, *shape), spec=P(None, *p.spec))
+        shape = (rounds, blocks // rounds, *shape)
+        return p._replace(shape=shape, spec=P(None, *p.spec))
 
     if rounds > 1:
         for kind in arch.stacks & table.keys():
@@ -133,7 +134,8 @@ def make_loss(cfg, mesh, train):
     """
     cfg = for_devices(cfg, mesh)
     arch = architecture(cfg.model.architecture)
-    loads = {arch.last: P("pp") if cfg.run.pp_interleave == 1 else P(None, "pp")}
+    in_rounds = cfg.run.pp_interleave > 1
+    loads = {arch.last: P(None, "pp") if in_rounds else P("pp")}
     if train and cfg.model.mtp_depth:
         loads[arch.mtp] = P()
     spec = P(*BATCH_SPEC[1:])
@@ -174,7 +176,8 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
     """
     m, o = cfg.model, cfg.optimizer
     M, B, t = shape
-    S, dp, tp = lax.axis_size("pp"), lax.axis_size("dp"), lax.axis_size("tp")
+    S = lax.axis_size("pp")
+    dp, tp = lax.axis_size("dp"), lax.axis_size("tp")
     sequences = M * S * B * dp
     tokens = sequences * t * tp
     arch = architecture(m.architecture)
@@ -254,7 +257,7 @@ def predict_further(cfg, x, targets, batch, top, layers):
     depths = m.mtp_depth
     whole = gather_sequence(targets.reshape(M * B, t), True)
     whole = jnp.pad(whole, ((0, 0), (0, depths)), constant_values=-1)  # [M*B, T + depths]
-    weights = {arch.mtp: layers[arch.mtp]}
+    weights = weights_of(layers, {arch.mtp})
     first_number = m.blocks * m.layers_per_block + m.first_layers  # of its layers, for dropout
 
     def run_depth(weights, _, scanned, depth):
@@ -270,7 +273,8 @@ def predict_further(cfg, x, targets, batch, top, layers):
     total, loads = 0, []
     for depth in range(depths):
         first = lax.axis_index("tp") * t + depth
-        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1).reshape(M, B, t + 1)
+        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1)
+        ahead = ahead.reshape(M, B, t + 1)
         scanned = x, ahead[..., :-1], own_microbatches(M)
         step = functools.partial(run_depth, depth=depth)
         _, (x, load), weights = scan_layers(step, weights, (), scanned)
@@ -360,12 +364,21 @@ def embed(cfg, top, layers, batch):
         x, microbatch = scanned
         number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
         tokens = batch.tokens(microbatch)
-        x, _, weights = run_layers(cfg, arch.first, m.first_layers, weights, (), number, x, tokens)
+        x, _, weights = run_layers(
+            cfg,
+            arch.first,
+            m.first_layers,
+            weights,
+            block=(),
+            first=number,
+            x=x,
+            tokens=tokens,
+        )
         return (), x, weights
 
     x = jax.vmap(embed_one)(batch.ids, microbatches)
     if m.first_layers:
-        weights = {arch.first: layers[arch.first]}
+        weights = weights_of(layers, {arch.first})
         _, x, _ = scan_layers(run_first_layers, weights, (), (x, microbatches))
     return x
 
@@ -394,9 +407,9 @@ def run_blocks(cfg, layers, x, batch):
 
 
 def stacked(cfg, layers):
-    """{kind: `Weights`} of the layers that blocks consist of."""
+    """`Weights` of the layers that blocks consist of."""
     stacks = architecture(cfg.model.architecture).stacks
-    return {kind: layers[kind] for kind in layers if kind in stacks}
+    return weights_of(layers, stacks & layers.value.keys())
 
 
 def pipeline(stage, weights, inputs, state, rounds=1):
@@ -425,7 +438,8 @@ def pipeline(stage, weights, inputs, state, rounds=1):
         x, inputs, state = carry
         if rounds > 1:  # stage 0 gets from the last stage its input of the next round
             arrived = jnp.maximum(i - S, 0) % M
-            inputs = inputs.at[arrived].set(jnp.where(i >= S, x, inputs[arrived]))
+            kept = jnp.where(i >= S, x, inputs[arrived])
+            inputs = inputs.at[arrived].set(kept)
         is_first = own == 0
         entering = i % M if rounds > 1 else jnp.minimum(i, M - 1)
         x = jnp.where(is_first, inputs[entering], x)
@@ -448,20 +462,25 @@ def pipeline(stage, weights, inputs, state, rounds=1):
 def scan_layers(body, weights, carry, scanned):
     """`lax.scan` over `body(weights, carry, one of scanned)`, which runs layers and returns (carry, out, weights).
 
-    weights: {kind: `Weights`}. The loop carries their grads, into which each layer adds its own in place (`take` says
-    how, with an example), and not their values, which every turn would copy. Returns the last carry, what each turn
-    put out, and the weights to go on with.
+    weights: `Weights` of {kind: stack}. The loop carries their grads, into which each layer adds its own in place
+    (`take` says how, with an example), and not their values, which every turn would copy. Returns the last carry, what
+    each turn put out, and the weights for what follows.
     """
 
     def turn(carried, one):
-        carry, grads = carried
-        own = {kind: Weights(weights[kind].value, grads[kind]) for kind in grads}
-        carry, out, own = body(own, carry, one)
-        return (carry, {kind: own[kind].grad for kind in own}), out
+        carry, grad = carried
+        carry, out, own = body(Weights(weights.value, grad), carry, one)
+        return (carry, own.grad), out
 
-    grads = {kind: weights[kind].grad for kind in weights}
-    (carry, grads), out = lax.scan(turn, (carry, grads), scanned)
-    return carry, out, {kind: Weights(weights[kind].value, grads[kind]) for kind in grads}
+    (carry, grad), out = lax.scan(turn, (carry, weights.grad), scanned)
+    return carry, out, Weights(weights.value, grad)
+
+
+def weights_of(layers, kinds):
+    """`Weights` of some kinds of layers."""
+    values = {kind: layers.value[kind] for kind in kinds}
+    grads = {kind: layers.grad[kind] for kind in kinds}
+    return Weights(values, grads)
 
 
 def blocks_of_stage(cfg):
@@ -472,8 +491,8 @@ def blocks_of_stage(cfg):
 def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
     """This stage's blocks of round `turn` on x [B, T/tp, D]; the same for training and decoding.
 
-    weights: {kind: `Weights`} of `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with
-    tokens [blocks, E] and the rest summed, and the cache; and the weights to go on with.
+    weights: those of `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with tokens
+    [blocks, E] and the rest summed, and the cache; and the weights for what follows.
     """
     L, arch = cfg.model.layers_per_block, architecture(cfg.model.architecture)
     S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
@@ -486,32 +505,52 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
         if L > 1:
             inner = cache.get(arch.inner)
             x, new_cache[arch.inner], weights = run_layers(
-                cfg, arch.inner, L - 1, weights, index, number, x, tokens, inner
+                cfg,
+                arch.inner,
+                L - 1,
+                weights,
+                block=index,
+                first=number,
+                x=x,
+                tokens=tokens,
+                cache=inner,
             )
         last = cache.get(arch.last)
         x, (load, new_cache[arch.last]), weights = run_layer(
-            cfg, arch.last, weights, index, number + L - 1, x, tokens, last
+            cfg,
+            arch.last,
+            weights,
+            index,
+            number=number + L - 1,
+            x=x,
+            tokens=tokens,
+            cache=last,
         )
         return x, (load, new_cache), weights
 
     scanned = jnp.arange(blocks), cache or {}
     x, (load, cache), weights = scan_layers(run_block, weights, x, scanned)
-    load = Load(load.loss.sum(), load.tokens, load.dropped.sum())
+    load = Load(
+        loss=load.loss.sum(),
+        tokens=load.tokens,
+        dropped=load.dropped.sum(),
+    )
     return x, (load, cache), weights
 
 
 def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
     """n layers of one kind, without experts, on x [B, T/tp, D]: those at (*block, 0), (*block, 1), .. of their stack,
-    which are numbered from `first`. Returns x, the cache and the weights to go on with."""
+    which are numbered from `first`. Returns x, the cache and the weights for what follows."""
 
     def run_next(own, x, scanned):
         i, cache = scanned
-        x, (_, cache), own = run_layer(cfg, kind, own, (*block, i), first + i, x, tokens, cache)
+        index, number = (*block, i), first + i
+        x, (_, cache), own = run_layer(cfg, kind, own, index, number, x, tokens, cache)
         return x, cache, own
 
-    own = {kind: weights[kind]}
-    x, cache, own = scan_layers(run_next, own, x, (jnp.arange(n), cache))
-    return x, cache, weights | own
+    own, scanned = weights_of(weights, {kind}), (jnp.arange(n), cache)
+    x, cache, own = scan_layers(run_next, own, x, scanned)
+    return x, cache, Weights(weights.value, weights.grad | own.grad)
 
 
 # What --remat keeps of a layer's forward pass for its backward pass: all, matrix products, or the input. Where there is
@@ -528,7 +567,7 @@ REMAT = {
 def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
     """The layer at `index` of the stack of its kind; `number`: its own among all layers of the model, for dropout.
 
-    Returns x, what else the layer returns (`Load`, cache), and the weights to go on with.
+    Returns x, what else the layer returns (`Load`, cache), and the weights for what follows.
     """
     m = cfg.model
     layer = architecture(m.architecture).layers[kind]
@@ -536,37 +575,40 @@ def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
         tokens = tokens._replace(key=jax.random.fold_in(tokens.key, number))
 
     @REMAT[m.remat]
-    def run(weights, x, cache):
-        p, grad = take(weights, index)
+    def run(stack, x, cache):
+        p, grad = take(stack, index)
         if m.fsdp == "full":
-            p, _ = take(gather(p, param_table(cfg)[kind], jnp.dtype(m.model_dtype)), ())
+            gathered = gather(p, param_table(cfg)[kind], jnp.dtype(m.model_dtype))
+            p, _ = take(gathered, ())
         x, aside = layer(p, x, tokens, m, cache)
         return x, aside, grad
 
-    x, aside, grad = run(weights[kind], x, cache)
-    return x, aside, weights | {kind: Weights(weights[kind].value, grad)}
+    stack = Weights(weights.value[kind], weights.grad[kind])
+    x, aside, grad = run(stack, x, cache)
+    return x, aside, Weights(weights.value, weights.grad | {kind: grad})
 
 
 def layer_params(params, cfg):
-    """{kind: `Weights`} of this device's layers. With --fsdp full they are as stored, in float32, and each layer
-    gathers its own; else they are gathered here, once."""
+    """`Weights` of {kind: stack} of this device's layers. With --fsdp full they are as stored, in float32, and
+    each layer gathers its own; else they are gathered here, once."""
     m = cfg.model
     table, dtype = param_table(cfg), jnp.dtype(m.model_dtype)
     if m.fsdp == "full":
         table = table_map(lambda p: p._replace(gather=(), expert=0), table)
         dtype = jnp.float32
-    kinds = architecture(m.architecture).layers
-    return {kind: gather(params[kind], table[kind], dtype) for kind in kinds if kind in params}
+    kinds = architecture(m.architecture).layers.keys() & params.keys()
+    stored = {kind: params[kind] for kind in kinds}
+    return gather(stored, {kind: table[kind] for kind in kinds}, dtype)
 
 
 def top_params(params, cfg):
     """The parameters outside layers, gathered: embedding, head (the embedding where it is tied), norm and what else
     `Architecture.embed` needs."""
-    table = param_table(cfg)
+    table, dtype = param_table(cfg), jnp.dtype(cfg.model.model_dtype)
     names = table.keys() - architecture(cfg.model.architecture).layers.keys()
     stored = {name: params[name] for name in names}
-    table = {name: table[name] for name in names}
-    top, _ = take(gather(stored, table, jnp.dtype(cfg.model.model_dtype)), ())
+    gathered = gather(stored, {name: table[name] for name in names}, dtype)
+    top, _ = take(gathered, ())
     return {"head": top["embedding"], **top}
 
 
@@ -588,5 +630,5 @@ def move_bias(layers, load, rate):
         return layers | {"layer": move_bias(layers["layer"], load, rate)}
     if not {"router", "bias"} <= layers.keys():
         return layers
-    bias = layers["bias"] + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
-    return layers | {"bias": bias}
+    below_mean = load.mean(-1, keepdims=True) - load
+    return layers | {"bias": layers["bias"] + rate * jnp.sign(below_mean)}

@@ -84,6 +84,8 @@ SMALL = dict(
 SMALL_RUN = SMALL | dict(layers_per_block=1, moe_rope=True)
 # Other architectures in the same size: nothing of SMALL that they have no use for
 SMALL_DEEPSEEK = dict(
+    embedding_norm=False,
+    latent_conv=0,
     first_layers=1,
     layers_per_block=1,
     moe_rope=True,

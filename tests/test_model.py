@@ -503,7 +503,7 @@ def test_ticks_of_two_stages_four_microbatches_and_two_rounds():
             return x, (tick + 1, seen), weights
 
         state = 0, jnp.zeros(9, jnp.int32)
-        _, (ticks, seen) = model.pipeline(stage, {}, x, state, rounds=2)
+        _, (ticks, seen) = model.pipeline(stage, collectives.Weights({}, {}), x, state, rounds=2)
         return ticks[None], seen[None]
 
     cfg = small_config((1, 2, 1))
@@ -526,7 +526,9 @@ def test_pipeline_equals_a_plain_loop(rounds):
             y = x * w[turn, 0, 0] + w[turn, 0, 1] * (microbatch + 1)
             return y, seen + jnp.where(valid, 4.0**microbatch, 0), weights
 
-        out, seen = model.pipeline(stage, {}, collectives.to_stages(x), jnp.float32(0), rounds)
+        out, seen = model.pipeline(
+            stage, collectives.Weights({}, {}), collectives.to_stages(x), jnp.float32(0), rounds
+        )
         return collectives.from_last_stage(out), seen[None]
 
     ours, seen = on_mesh(cfg, run, (P(None, "pp"), P("pp")), (P("pp"), P("pp")))(weights, inputs)
