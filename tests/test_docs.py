@@ -43,8 +43,6 @@ PROGRAMS = [
     "tools/hf.py",
     "tools/sample.py",
     "tools/trace.py",
-    "tools/planning/exactness.py",
-    "tools/planning/growth.py",
 ]
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
 
@@ -224,8 +222,6 @@ def wrong_command(command):
     if program in (
         "tools/ablate.py",
         "tools/bench.py",
-        "tools/planning/exactness.py",
-        "tools/planning/growth.py",
         *SCRIPTS,
     ):  # take those of main.py too
         known = known | help_of("main.py")

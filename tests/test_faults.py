@@ -901,25 +901,29 @@ def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
 
 
 @pytest.mark.parametrize(
-    "first",
+    "folder, first",
     [
-        "from training import interrupts",
-        *(f"import program  # {f}" for f in ("data", "tools", "tools/planning")),
+        ("", "from training import interrupts"),
+        ("tools", "import program"),
     ],
 )
-def test_signals_are_heard_before_anything_else_is_imported(first):
+def test_signals_are_heard_before_anything_else_is_imported(folder, first):
     """Ctrl-C during an import ends in a traceback, if it is not heard yet."""
-    folder = ROOT / (first.split("# ")[1] if "#" in first else "")
     program = f"""
 import os, sys  # which Python itself has imported by then
-sys.path.insert(0, {str(folder)!r})
+sys.path.insert(0, {str(ROOT / folder)!r})
 before = set(sys.modules)
 {first}
 print(*set(sys.modules) - before)
 """
     words = [sys.executable, "-S", "-c", program]  # -S: without what is installed
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) <= {"program", "training", "training.interrupts", "_signal"}
+    assert set(done.stdout.split()) <= {
+        "program",
+        "training",
+        "training.interrupts",
+        "_signal",
+    }
 
 
 def test_an_error_of_the_machine_is_a_sentence(capsys):

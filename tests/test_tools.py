@@ -567,7 +567,7 @@ STARTED = [
     f"{folder}.{path.stem}"
     for folder in ("tools", "data")
     for path in (ROOT / folder).glob("*.py")
-    if "program.begin()" in path.read_text()
+    if '__name__ == "__main__"' in path.read_text()
 ]
 
 
