@@ -9,7 +9,6 @@ import ast
 import base64
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -304,16 +303,6 @@ def test_the_curves_of_rates_are_those_of_its_tables():
     panels = json.loads((ROOT / "docs/rates.json").read_text())["panels"]
     losses = [loss for panel in panels for curve in panel["curves"] for loss in curve["loss"]]
     assert len(losses) > 20 and all(f"{loss:.3f}" in text for loss in losses)
-
-
-def test_every_drawing_has_its_script():
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
-    drawn = {f"{picture.__name__}.svg" for picture in pictures.PICTURES}
-    there = {path.name for path in (ROOT / "docs").glob("*.svg")}
-    assert drawn == there
-    assert all((ROOT / "docs" / name).stat().st_size < 60_000 for name in there)
 
 
 # --- Commands that are run ----------------------------------------------------------------------------------------
