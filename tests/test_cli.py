@@ -374,7 +374,7 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(name):
 @pytest.mark.parametrize("beyond", ["-" + "9" * 20, "9" * 20, str(2**63 - 1), str(2**31)])
 def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
     from data import tokenize_shards, train_tokenizer
-    from tools import ablate, bench, checkpoints, trace
+    from tools import bench, checkpoints, compare, trace
 
     def of_argv(program):
         def parse(words):
@@ -394,7 +394,7 @@ def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
         "trace": "--top",
         "checkpoints": "--keep --every",
         "bench": "--rounds --steps",
-        "ablate": "--seeds",
+        "compare": "--seeds",
     }
     shards = "--source a --output b --tokenizer gpt2".split()
     programs = {
@@ -405,7 +405,7 @@ def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
         "trace": (of_kind(trace.Options), ["run"]),
         "checkpoints": (of_kind(checkpoints.Options), ["list", "run"]),
         "bench": (bench.parse, []),
-        "ablate": (ablate.parse, ["--variation", "base"]),
+        "compare": (compare.parse, ["--variation", "base"]),
     }
     for name, (program, words) in programs.items():
         for flag in numbers[name].split():

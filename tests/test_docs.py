@@ -33,7 +33,6 @@ PROGRAMS = [
     "main.py",
     "data/tokenize_shards.py",
     "data/train_tokenizer.py",
-    "tools/ablate.py",
     "tools/bench.py",
     "tools/bench_data.py",
     "tools/checkpoints.py",
@@ -219,7 +218,7 @@ def wrong_command(command):
         return str(e)
     known = help_of(program)
     if program in (
-        "tools/ablate.py",
+        "tools/compare.py",
         "tools/bench.py",
         *SCRIPTS,
     ):  # take those of main.py too

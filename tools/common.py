@@ -207,6 +207,28 @@ def config_of(options, flags):
     )
 
 
+def stored_config(flags):
+    """The Config of {flag: value} as config.json has it; flags that it lacks have their defaults."""
+    flags = {name: value for name, value in flags.items() if name in utils.FIELDS}
+    return utils.replace(
+        utils.Config(), **flags | dict(n_device_axis=tuple(flags["n_device_axis"]))
+    )
+
+
+def markdown(headings, rows):
+    """Lines of a Markdown table, its columns aligned; all cells are text, the first of each row a name."""
+    cells = [headings, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = []
+    for name, *numbers in cells:
+        aligned = [name.ljust(widths[0])]
+        aligned += [number.rjust(width) for number, width in zip(numbers, widths[1:])]
+        lines.append(f"| {' | '.join(aligned)} |")
+    rules = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
+    lines.insert(1, f"| {' | '.join(rules)} |")
+    return lines
+
+
 def check_T(options, flags):
     """Warn where --T is more than the model was made for. Raises UserError where it has not learned such positions."""
     from training import weights
