@@ -875,7 +875,6 @@ def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
         "tools/evaluate.py x",
         "tools/hf.py",
         "tools/checkpoints.py list x",
-        "tools/bench_data.py",
         "tools/bench.py --preset tiny",
     ]
     begun = [

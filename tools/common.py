@@ -59,13 +59,11 @@ class Sample(Options, utils.Sample):
 
 @dataclass(frozen=True)
 class Evaluate(Options):
-    """Measure a trained model on shards, text, multiple-choice questions and the tasks of lm_eval."""
+    """Measure a trained model on shards, text and the tasks of lm_eval."""
 
     data: tuple[str, ...] = ()
     """Each a folder of shards, or one with such a folder val in it; a shard (.npy) alone; a text file; a folder or a
     glob of text files, .jsonl (also .gz and .zst) or .parquet. Addresses too, but for folders of text."""
-    hellaswag: tuple[str, ...] = ()
-    """Files of multiple-choice questions, a line each: {"ctx": text, "endings": [texts], "label": number}."""
     tasks: tuple[str, ...] = ()
     """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy; core:
     the 22 tasks of DataComp-LM, whose data --include_path names."""
