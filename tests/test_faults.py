@@ -525,15 +525,15 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
             step, state_of(step, 100), 8 * step, {"mesh": [2, 1, 1], "versions": {"jax": "1"}}, loss
         )
     checkpoints.close()
-    lines = [line.split() for line in run("list")]
-    assert [(line[0], *line[5:9]) for line in lines[1:]] == [
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in run("list")]
+    assert [(line[0], *line[3:7]) for line in lines[2:]] == [
         ("1", "2x1x1", "8", "5.0000", "-"),
         ("2", "2x1x1", "16", "2.0000", "best"),
         ("3", "2x1x1", "24", "4.0000", "-"),
         ("4", "2x1x1", "32", "-", "newest"),
     ]
     assert run("verify") == ["1  sound", "2  sound", "3  sound", "4  sound"]
-    assert len(run("prune", "--dry_run")) == 2 and len(run("list")) == 5
+    assert len(run("prune", "--dry_run")) == 2 and len(run("list")) == 6
     with pytest.raises(utils.UserError, match="--keep 0: must be at least 1"):
         run("prune", "--keep", "0")
     assert [line[:10] for line in run("prune", "--every", "3")] == ["1  deleted"]

@@ -178,11 +178,8 @@ def losses(sums, tokens, n_bytes):
 def table(rows):
     """Lines of a table of the dicts `rows`, which have the same keys: numbers with their standard errors."""
     headings = [key for key in rows[0] if not key.endswith("_error")]
-    cells = [headings]
-    for row in rows:
-        cells.append([cell(row[key], row.get(f"{key}_error")) for key in headings])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in cells]
+    cells = [[cell(row[key], row.get(f"{key}_error")) for key in headings] for row in rows]
+    return common.markdown(headings, cells)
 
 
 def cell(value, error):
