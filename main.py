@@ -6,10 +6,7 @@ python main.py --preset tiny --bucket_name data/shards/stdlib     (run.sh local 
 from training import interrupts
 
 if __name__ in ("__main__", "__mp_main__"):
-    interrupts.at_once(interrupts.NOTHING_LOST)
-    from training import packages
-
-    packages.check()
+    interrupts.begin(interrupts.NOTHING_LOST)
 
 import contextlib
 import functools

@@ -11,9 +11,13 @@ source has changed since.
 """
 
 if __name__ == "__main__":
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+    from training import interrupts
+
+    interrupts.begin("interrupted; nothing was written")
 
 import os
 import time

@@ -4,9 +4,13 @@ python data/train_tokenizer.py --source stdlib --vocab_size 8192 --output data/s
 """
 
 if __name__ == "__main__":
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+    from training import interrupts
+
+    interrupts.begin("interrupted; nothing was written")
 
 import os
 import time

@@ -374,8 +374,7 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(name):
 @pytest.mark.parametrize("beyond", ["-" + "9" * 20, "9" * 20, str(2**63 - 1), str(2**31)])
 def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
     from data import tokenize_shards, train_tokenizer
-    from tools import ablate, bench, checkpoints, trace
-    from tools.planning import exactness, growth
+    from tools import bench, checkpoints, compare, trace
 
     def of_argv(program):
         def parse(words):
@@ -395,9 +394,7 @@ def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
         "trace": "--top",
         "checkpoints": "--keep --every",
         "bench": "--rounds --steps",
-        "ablate": "--seeds",
-        "exactness": "--draw",
-        "growth": "--points",
+        "compare": "--seeds",
     }
     shards = "--source a --output b --tokenizer gpt2".split()
     programs = {
@@ -408,9 +405,7 @@ def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
         "trace": (of_kind(trace.Options), ["run"]),
         "checkpoints": (of_kind(checkpoints.Options), ["list", "run"]),
         "bench": (bench.parse, []),
-        "ablate": (ablate.parse, ["--variation", "base"]),
-        "exactness": (exactness.parse, []),
-        "growth": (growth.parse, []),
+        "compare": (compare.parse, ["--variation", "base"]),
     }
     for name, (program, words) in programs.items():
         for flag in numbers[name].split():
@@ -490,7 +485,7 @@ def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["main.py", "data/tokenize_shards.py", "tools/sample.py", "tools/planning/growth.py"]
+    "name", ["main.py", "data/tokenize_shards.py", "tools/sample.py", "tools/bench.py"]
 )
 def test_a_python_without_the_packages_is_told_so(name):
     """As that of a new terminal, in which no environment was activated."""

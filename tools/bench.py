@@ -116,11 +116,11 @@ def about_step(cfg, mesh, used):
     )
 
 
-def prepare_torch(cfg, flops_per_token, compiled):
+def prepare_torch(cfg, flops_per_token):
     """The same of tools/torch_baseline.py."""
     from tools import torch_baseline
 
-    about, run, peak = torch_baseline.prepare(cfg, compiled, cores())
+    about, run, peak = torch_baseline.prepare(cfg, cores())
     return about | dict(flops_per_token=flops_per_token), run, peak or peak_rss
 
 
@@ -260,20 +260,6 @@ COLUMNS = {  # heading: cell
 }
 
 
-def table(rows):
-    """Lines of a table of the dicts of `measure`."""
-    cells = [list(COLUMNS)]
-    for r in rows:
-        cells.append([cell(r) for cell in COLUMNS.values()])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
-    for name, *numbers in cells:
-        aligned = [name.ljust(widths[0])]
-        aligned += [number.rjust(width) for number, width in zip(numbers, widths[1:])]
-        lines.append("  ".join(aligned).rstrip())
-    return lines
-
-
 def machine():
     """{name: value} of where this runs."""
     info = Path("/proc/cpuinfo")
@@ -321,9 +307,6 @@ def own_flags():
         "(tools/torch_baseline.py)",
     )
     parser.add_argument(
-        "--torch_compile", action="store_true", help="compile the torch one with torch.compile"
-    )
-    parser.add_argument(
         "--json", default=None, metavar="FILE", help="file to write the numbers to as well"
     )
     return parser
@@ -333,8 +316,6 @@ def parse(argv):
     """Command line -> (own flags, Configurations). Raises UserError."""
     own, flags = own_flags().parse_known_args(argv)
     utils.check_least(vars(own), dict(rounds=1, steps=1))
-    if own.torch_compile and not own.compare:
-        raise UserError("--torch_compile: needs --compare beside it.")
     configurations = []
     for variant in own.vary:
         configurations += configurations_of(own, variant, [*flags, *words(variant)])
@@ -358,7 +339,7 @@ def configurations_of(own, variant, line):
     flops = model.flops_per_token(cfg)
     return [
         Configuration(name, (prepare, cfg, given)),
-        Configuration(f"{name}, torch", (prepare_torch, cfg, flops, own.torch_compile)),
+        Configuration(f"{name}, torch", (prepare_torch, cfg, flops)),
     ]
 
 
@@ -395,7 +376,8 @@ def main(argv):
         f"{first['devices']} x {first['device']}, {where['cores']} cores of {where['cpu']}, "
         f"{first['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps"
     )
-    print("\n".join(table(rows)))
+    cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
+    print("\n".join(common.markdown(list(COLUMNS), cells)))
     if own.json:
         content = where | dict(configurations=rows)
         utils.write_file(own.json, utils.to_json(content, indent=1) + "\n")

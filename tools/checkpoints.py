@@ -108,12 +108,9 @@ def kept(wanted, every):
 
 def show(every, reasons):
     """Print a line for each checkpoint."""
-    rows = [["step", "written", "size", "mesh", "sequences", "val loss", "kept", "versions"]]
-    for step, one in sorted(every.items()):
-        rows.append(cells(step, one, reasons[step]))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    headings = ["step", "written", "size", "mesh", "sequences", "val loss", "kept", "versions"]
+    rows = [cells(step, one, reasons[step]) for step, one in sorted(every.items())]
+    print("\n".join(common.markdown(headings, rows)))
 
 
 def cells(step, one, reasons):

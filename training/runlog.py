@@ -254,6 +254,8 @@ class RunLog:
         """Wait until everything is written."""
         self.flush()
         self.writer.shutdown(wait=True)
+        if self.events:
+            self._submit(self.others, self.events.close)
         self.others.shutdown(wait=True)
         if self.wandb:
             upload = threading.Thread(target=self.wandb.finish, name=UPLOAD, daemon=True)
