@@ -75,6 +75,20 @@ def test_tensorboard_asked_for_later_has_the_rows_before(train, tmp_path, accumu
     assert scalars(accumulator(str(run))) == logged(run)
 
 
+def test_tensorboard_reads_from_a_bucket_what_was_uploaded(bucket, tmp_path, accumulator):
+    address, fs, _ = bucket
+    file = events.EventFile(address, [{"step": 1, "lr": 0.5}])
+    file.add({"step": 2, "lr": 0.25})
+    file.upload()
+    file.add({"step": 3, "lr": 0.125})
+    file.begin([{"step": 1, "lr": 0.5}])  # the run rolls back
+    file.add({"step": 2, "lr": 2.0})
+    file.close()
+    for path in fs.glob(f"{address}/{events.BEGINNING}*"):
+        fs.get_file(path, str(tmp_path / path.split("/")[-1]))
+    assert scalars(accumulator(str(tmp_path))) == [(1, "lr", 0.5), (2, "lr", 2.0)]
+
+
 def row(val, **other):
     losses = {"loss/train_cross_entropy_loss": val - 0.1, "loss/val_cross_entropy_loss": val}
     return dict(step=40, grad_norm=1.0, lr=1e-3, bad_steps=0.0) | losses | other

@@ -330,7 +330,9 @@ def beside(trace, found, named):
     place = plan.place_of(trace.cfg, machine) if machine else costs.Place(trace.about["platform"])
     estimate = costs.estimate(trace.cfg, place)
     cost = costs.read_program(trace.text, trace.cfg, place)
-    measured = {PRODUCTS: found.products, "step": found.step}
+    apart = [IDLE, *found.links]
+    computing = sum(t for part, t in found.parts.items() if part not in apart)
+    measured = {PRODUCTS: found.products, "memory": computing - found.products, "step": found.step}
     for links in found.links:
         measured[links] = found.parts.get(links, 0.0) + found.hidden.get(links, 0.0)
     columns = dict(
