@@ -15,7 +15,7 @@ import main
 import utils
 from planning import machines, plan
 from presets import preset
-from training import chips, runlog, settings
+from training import chips, events, runlog, settings
 from training.run_checkpoints import RunCheckpoints
 
 
