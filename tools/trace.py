@@ -343,7 +343,7 @@ def beside(trace, found, named):
     if machine:
         compiled = None
         if machine.platform == trace.about["platform"]:
-            compiled = plan.Compiled(trace.text, 0, 0)  # its memory does not matter here
+            compiled = machines.Compiled(trace.text, 0, 0)  # its memory does not matter here
         answer = plan.answer(trace.cfg, machine, compiled)
         step = (answer.overlapped or answer.seconds)["step"]
         columns["planned"] = answer.seconds | dict(step=step)
