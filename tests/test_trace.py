@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 
 import pytest
-from conftest import ROOT, SMALL_GPT2, SMALL_RUN, flags_of, run_program
+from conftest import ROOT, SMALL_GPT2, SMALL_RUN, flags_of, run_program, small_config
 from jax.profiler import ProfileData
 from test_cluster import free_port, start
 from test_resume import metrics_of
@@ -265,9 +265,10 @@ def on_gpu(begins):
 
 
 @pytest.fixture
-def written(first):
+def written():
     """A `trace.Trace` of three steps of the program `STEP`."""
-    return first._replace(text=STEP, about=first.about | dict(steps=[5, 7]))
+    cfg = small_config((2, 2, 2), sequences=8)
+    return trace.Trace("a folder", dict(steps=[5, 7], slices=1), cfg, STEP)
 
 
 @pytest.mark.parametrize("layout", [on_tpu, on_gpu])

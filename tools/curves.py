@@ -104,9 +104,14 @@ def results(groups, marks=(), target=None):
     first = next(iter(groups.values()))
     if not marks and first:
         tokens = next(iter(first.values())).tokens
-        chosen = {math.ceil(len(tokens) * quarter / 4) - 1 for quarter in (1, 2, 3)}
-        marks = [int(tokens[i]) for i in sorted(chosen - {len(tokens) - 1})]
-    return {name: numbers(runs, first, marks, target) for name, runs in groups.items() if runs}
+        e = len(tokens)
+        chosen = {math.ceil(e * quarter / 4) - 1 for quarter in (1, 2, 3)}
+        marks = [int(tokens[i]) for i in sorted(chosen) if i < e - 1]
+    found = {}
+    for name, runs in groups.items():
+        if runs:
+            found[name] = numbers(runs, first, marks, target)
+    return found
 
 
 def numbers(runs, first, marks, target):
@@ -195,11 +200,13 @@ def draw(found):
     over_tokens, over_time = figure.subplots(1, 2, sharey=True)
     for i, (name, one) in enumerate(found.items()):
         runs = list(one["seeds"].values())
-        losses = [measured(of_seeds) for of_seeds in zip(*[run["loss"] for run in runs])]
-        mean = np.array([loss["mean"] for loss in losses])
-        error = np.array([loss["standard_error"] or 0.0 for loss in losses])
-        minutes = np.mean([run["seconds"][: len(mean)] for run in runs], 0) / 60
-        for axes, x in ((over_tokens, runs[0]["tokens"][: len(mean)]), (over_time, minutes)):
+        e = min(len(run["loss"]) for run in runs)
+        losses = np.array([run["loss"][:e] for run in runs])  # [seeds, e]
+        mean, error = losses.mean(0), np.zeros(e)
+        if len(runs) > 1:
+            error = losses.std(0, ddof=1) / math.sqrt(len(runs))
+        minutes = np.mean([run["seconds"][:e] for run in runs], 0) / 60
+        for axes, x in ((over_tokens, runs[0]["tokens"][:e]), (over_time, minutes)):
             axes.plot(x, mean, "o-", ms=3, lw=1.2, color=f"C{i}", label=name)
             axes.fill_between(x, mean - error, mean + error, alpha=0.25, color=f"C{i}", lw=0)
             axes.grid(alpha=0.3)

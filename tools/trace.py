@@ -141,9 +141,8 @@ class Program:
         links = "" if is_product else next(filter(None, map(self.links, inside)), "")
         paths = [re.search(r'op_name="([^"]*)"', inner.rest) for inner in inside]
         path = next((found[1] for found in paths if found), name)
-        path = NOISE.sub(
-            "", path.split(":")[0].strip("(")
-        )  # of joined ones, "(a/add:b/add)", the first
+        # of operations that XLA joined, "(a/add:b/add)", the first
+        path = NOISE.sub("", path.split(":")[0].strip("("))
         scopes = re.findall(r"\w+", path)
         part = next((PARTS[scope] for scope in reversed(scopes) if scope in PARTS), REST)
         return Operation(path, part, links, is_product)
@@ -159,7 +158,8 @@ class Program:
         """What a communication travels over; "" of any other operation."""
         kind = op.kind.removesuffix("-start")
         if kind in hlo.COLLECTIVES:
-            return "links of " + "+".join(hlo.group_axes(op, self.mesh)[0])
+            axes = "+".join(hlo.group_axes(op, self.mesh)[0])
+            return axes and f"links of {axes}"
         return f"network of {self.across}" if kind in ("send", "recv") else ""
 
 
@@ -190,17 +190,18 @@ def events_of(data, program):
     """{device: [(begin, end, operation)]} of a ProfileData, as `devices_in`."""
     found = defaultdict(list)
     for plane in data.planes:
-        lines = next((names for kind, names in DEVICES.items() if re.match(kind, plane.name)), None)
+        [names] = [names for kind, names in DEVICES.items() if re.match(kind, plane.name)] or [None]
         for line in plane.lines:
-            if lines is None or not re.match(lines, line.name):
+            if names is None or not re.match(names, line.name):
                 continue
             for event in line.events:
                 stats = dict(event.stats)
                 # a TPU writes "%fusion.1 = f32[8]{0} fusion(...)", or "fusion.1" alone
                 op = stats.get("hlo_op") or re.match(r"%?([\w.\-]*)", event.name)[1]
                 own = stats.get("hlo_module", program.name) == program.name and op in program.ops
-                if line.name.startswith("Async") and own:  # copies run beside what a core computes
-                    own = program.operation(op).links
+                if own and line.name.startswith("Async"):  # copies run beside what a core computes
+                    one = program.operation(op)
+                    own = one and one.links
                 if own and not event.name.startswith("end: "):  # a CPU tells each end once more
                     device = plane.name, stats.get("device_ordinal")
                     found[device].append((event.start_ns, event.end_ns, op))
