@@ -358,7 +358,8 @@ class Layer:
         self.m, self.s, self.place = cfg.model, sizes(cfg), place
         arch = architecture(self.m.architecture)
         self.cost = arch.layer_cost(self.m, kind)
-        self.rows = expert_rows(self.m, self.s, place.attention) if kind in arch.routed else 0
+        routed = kind in arch.routed and self.m.n_experts
+        self.rows = expert_rows(self.m, self.s, place.attention) if routed else 0
         self.in_tiles = choose_transport(self.m, place.attention) == "tiles"
         self.megatron = self.m.sequence_parallel == "megatron"
         self.recomputes = self.m.remat != "none"
