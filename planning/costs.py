@@ -339,13 +339,14 @@ def read_program(text, cfg, place):
     """`hlo.Cost` of the optimized HLO `text` of a validated Config's step."""
     m, mesh = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis))
     kernel = attention.ATTENTION[attention.choose_kernel(m, place.attention)]
+    group = m.n_head // m.kv_heads  # heads of queries that read the same values
 
     def in_kernel(words, arrays):
         """Operations of a call of the kernel; 0 of any other's."""
         for name, (keys, values) in kernel.products.items():
-            if name in words:
-                q, _, v = [math.prod(dims) for _, dims in arrays if len(dims) == 4][:3]
-                return 2 * m.T * kernel.score_share(m) * (keys * q + values * v)
+            if name in words:  # its first arrays of floats are queries, keys and values
+                q, _, v = [math.prod(dims) for kind, dims in arrays if "f" in kind][:3]
+                return 2 * m.T * kernel.score_share(m) * (keys * q + values * group * v)
         return 0
 
     return hlo.analyze(text, mesh, place.slices, place.across, in_kernel)
