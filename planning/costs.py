@@ -339,13 +339,14 @@ def read_program(text, cfg, place):
     """`hlo.Cost` of the optimized HLO `text` of a validated Config's step."""
     m, mesh = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis))
     kernel = attention.ATTENTION[attention.choose_kernel(m, place.attention)]
+    group = m.n_head // m.kv_heads  # heads of queries that read the same values
 
     def in_kernel(words, arrays):
         """Operations of a call of the kernel; 0 of any other's."""
         for name, (keys, values) in kernel.products.items():
-            if name in words:
-                q, _, v = [math.prod(dims) for _, dims in arrays if len(dims) == 4][:3]
-                return 2 * m.T * kernel.score_share(m) * (keys * q + values * v)
+            if name in words:  # its first arrays of floats are queries, keys and values
+                q, _, v = [math.prod(dims) for kind, dims in arrays if "f" in kind][:3]
+                return 2 * m.T * kernel.score_share(m) * (keys * q + values * group * v)
         return 0
 
     return hlo.analyze(text, mesh, place.slices, place.across, in_kernel)
@@ -358,7 +359,8 @@ class Layer:
         self.m, self.s, self.place = cfg.model, sizes(cfg), place
         arch = architecture(self.m.architecture)
         self.cost = arch.layer_cost(self.m, kind)
-        self.rows = expert_rows(self.m, self.s, place.attention) if kind in arch.routed else 0
+        routed = kind in arch.routed and self.m.n_experts
+        self.rows = expert_rows(self.m, self.s, place.attention) if routed else 0
         self.in_tiles = choose_transport(self.m, place.attention) == "tiles"
         self.megatron = self.m.sequence_parallel == "megatron"
         self.recomputes = self.m.remat != "none"

@@ -171,6 +171,7 @@ MODELS = {
     "no query latent, in buckets": dict(n_shared=0, q_latent_dim=0, experts="buckets"),
     "multi-token prediction": dict(n_shared=1, mtp_depth=1, first_layers=1),
     **ARCHITECTURES,
+    "qwen3, dense": dict(ARCHITECTURES["qwen3"], n_experts=0, experts_per_token=0),
 }
 
 
