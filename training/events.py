@@ -7,9 +7,8 @@ import time
 import utils
 from utils import UserError
 
-BEGINNING = (
-    "events.out.tfevents."  # of the files that TensorBoard reads, in the order of their names
-)
+# TensorBoard reads all files whose names begin so, in their order.
+BEGINNING = "events.out.tfevents."
 
 
 def check(run):
