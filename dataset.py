@@ -342,7 +342,7 @@ class Phase:
     """A stretch of a mixture: a period of sequences that repeats.
 
     Within a period the i-th of the c sequences of a corpus stands at the fraction (i + 1/2) / c, so every stretch has
-    the shares to within about a sequence. Every corpus goes on where the phase before left it, and from period to
+    the shares to within about a sequence. Every corpus continues where the phase before left it, and from period to
     period, so it is read as it would be alone.
 
     shares: int64 [corpora]: sequences of each corpus in a period. start: number of the phase's first sequence.

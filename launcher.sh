@@ -113,6 +113,12 @@ on_all() {
   return "$result"
 }
 
+# stop: end what runs on all hosts, see usage.
+stop() {
+  echo "SIGTERM to all; what still runs after STOP_TIMEOUT=$STOP_TIMEOUT s is ended by SIGKILL"
+  on_all stop --stop
+}
+
 # snapshot: set COMMIT to a commit of the files as they are here. It is stored in $tmp, and the repository does not
 # change. Run directories that git does not know are left out: a host has its own.
 snapshot() {
@@ -215,9 +221,14 @@ logs() {
 }
 
 case ${1:-} in
-  --status | --stop)
+  --status)
     alone "$@"
-    on_all "${1#--}" "${1/status/state}"
+    on_all status --state
+    exit
+    ;;
+  --stop)
+    alone "$@"
+    stop
     exit
     ;;
   --logs)
@@ -273,7 +284,7 @@ parse_here() {
 parse_here "$@" || exit
 on_all check --check || exit
 on_all flags --flags "$@" || exit
-[[ -z ${RESTART:-} ]] || on_all stop --stop || (($? == 137)) || exit
+[[ -z ${RESTART:-} ]] || stop || (($? == 137)) || exit
 on_all code --code || exit
 on_all setup --setup || exit
 launched=$LAUNCH

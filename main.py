@@ -6,10 +6,7 @@ python main.py --preset tiny --data data/shards/stdlib     (run.sh local does th
 from training import interrupts
 
 if __name__ in ("__main__", "__mp_main__"):
-    interrupts.at_once(interrupts.NOTHING_LOST)
-    from training import packages
-
-    packages.check()
+    interrupts.begin(interrupts.NOTHING_LOST)
 
 import contextlib
 import functools
@@ -28,8 +25,8 @@ if __name__ == "__main__":  # flags for XLA must stand in the environment before
     flags = utils.one_sentence(lambda: command_line.parse(sys.argv[1:]))
     if flags.cfg.plan.plan:
         platforms.use_no_device()
+        from planning import plan
         from tools import common
-        from tools.planning import plan
 
         common.run(lambda: plan.main(flags))
     n_processes = utils.one_sentence(lambda: command_line.check_processes(flags))
@@ -349,7 +346,7 @@ def memory_explained(cfg):
             raise
         if cfg.run.profile_memory:
             write_memory_profile(cfg, "out_of_memory")
-        from tools.planning import plan  # here: few runs need it
+        from planning import plan  # here: few runs need it
 
         machine = plan.machine_of(jax.devices()[: cfg.run.n_devices])
         raise UserError(plan.explain(cfg, machine, str(e))) from None
@@ -360,7 +357,7 @@ def planned_speed(cfg):
     devices = jax.devices()[: cfg.run.n_devices]
     if not chips.peak_flops(devices[0].device_kind):
         return None
-    from tools.planning import plan  # here: a run on CPUs needs none of it
+    from planning import plan  # here: a run on CPUs needs none of it
 
     return plan.answer(cfg, plan.machine_of(devices)).tokens_per_second
 
@@ -410,12 +407,22 @@ def run(flags):
         if jax.process_count() == 1:
             raise
         end_at_once(e)
+    disconnect(status)
     if uploading():
-        jax.distributed.shutdown()
         runs = os.path.join(flags.cfg.run.folder, "wandb", "run-*")
         words = f"warning: --wandb: the upload takes too long; wandb sync {runs} goes on with it"
         interrupts.end(status, words)
     return status
+
+
+def disconnect(status):
+    """Leave the other processes of the run. Where one is gone already, this one ends here: all is saved by now, and
+    jax would end in a stack trace."""
+    try:
+        jax.distributed.shutdown()
+    except RuntimeError:
+        sys.stdout.flush()
+        interrupts.end(status, "")
 
 
 def end_at_once(error):

@@ -1,8 +1,20 @@
 """The transformer: parameters, loss, forward pass, pipeline and stages, in pure JAX.
 
-What makes it a DeepSeek or another model, its table and its layers, stands in `architectures`. Everything here but
+`architectures` holds what makes it a DeepSeek or another model: its table and its layers. Everything here but
 parameters runs inside `shard_map`, on local shapes, which tail comments give. A mesh of (1, 1, 1) is the unsharded
-model; there is no second implementation.
+model; there is no second implementation. From a batch to its loss:
+
+    local_loss
+      hidden_states
+        layer_params, top_params      the weights, gathered
+        embed                         token ids -> what enters the first block
+        run_blocks
+          pipeline                    M microbatches through S stages
+            run_stage                 the blocks of one stage
+              run_layers, run_layer   -> a layer of architectures/NAME.py
+      losses.cross_entropy            kernels/loss.py
+      predict_further                 --mtp_depth
+      reduce_loss                     sums over the mesh
 
 Letters: B batch, T sequence, D model, H heads, K head dim, R latent, E experts, C capacity, F feed-forward,
 V vocabulary, L layers per block, M microbatches, S stages. "axis" is a mesh axis, "dim" an array dimension:
@@ -23,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 import utils
 from architectures import architecture
-from architectures.experts import choose_experts
+from architectures.experts import choose_transport
 from architectures.layers import AFTER_EMBEDDING, Load, Tokens, dropout, gather, no_load, take
 from architectures.parameters import is_param, table_map
 from collectives import (
@@ -55,7 +67,8 @@ def param_table(cfg):
 
     def in_rounds(p):
         blocks, *shape = p.shape
-        return p._replace(shape=(rounds, blocks // rounds, *shape), spec=P(None, *p.spec))
+        shape = (rounds, blocks // rounds, *shape)
+        return p._replace(shape=shape, spec=P(None, *p.spec))
 
     if rounds > 1:
         for kind in arch.stacks & table.keys():
@@ -90,14 +103,8 @@ def flops_per_token(cfg):
     arch = architecture(m.architecture)
     _, active, _ = count_params(cfg)
     heads = m.mtp_depth + m.tied  # a head of its own is among the active weights once
-    layers = {
-        "first": m.first_layers,
-        "dense": m.blocks * (m.layers_per_block - 1),
-        arch.last: m.blocks,
-        "mtp": m.mtp_depth,
-    }
     channels = 0
-    for kind, number in layers.items():
+    for kind, number in arch.numbers(m).items():
         cost = arch.layer_cost(m, kind)
         channels += number * (cost.query_channels + cost.value_channels)
     attention_flops = m.T * m.n_head * channels / 2
@@ -126,41 +133,39 @@ def make_loss(cfg, mesh, train):
     is no dropout and no multi-token prediction.
     """
     cfg = for_devices(cfg, mesh)
-    m = cfg.model
-    arch = architecture(m.architecture)
-    depths = m.mtp_depth if train else 0
-    chunk = loss_chunk(mesh)
-    forward = make_forward(cfg, train)
-    layer = make_layer(cfg, train)
-
-    @jax.named_scope("head")
-    def head_loss(x, head, targets):
-        return losses.cross_entropy(x, head, targets, m.vocab_size, chunk)
-
-    def local_loss(params, ids, targets, key, first):  # ids and targets [M/S, B/dp, T/tp]
-        tokens_of = describe_tokens(m, ids, key if train and m.dropout_rate else None, first)
-        x, load, top, layers = forward(params, ids, tokens_of)
-        cross_entropy = head_loss(x, top["head"], targets)
-        loads, mtp = {arch.last: load}, jnp.float32(0)
-        if depths:
-            with jax.named_scope("mtp"):
-                mtp, loads["mtp"] = arch.predict_further(
-                    m, x, targets, tokens_of, top, layers["mtp"], layer, head_loss
-                )
-        return reduce_loss(cfg, ids.shape, cross_entropy, mtp, loads)
-
-    loads = {arch.last: P("pp") if cfg.run.pp_interleave == 1 else P(None, "pp")}
-    if depths:
-        loads["mtp"] = P()
+    arch = architecture(cfg.model.architecture)
+    in_rounds = cfg.run.pp_interleave > 1
+    loads = {arch.last: P(None, "pp") if in_rounds else P("pp")}
+    if train and cfg.model.mtp_depth:
+        loads[arch.mtp] = P()
     spec = P(*BATCH_SPEC[1:])
     # check_vma is off: reduce_loss replicates what out_specs calls so. Tests hold gradients to those of one device.
     return jax.shard_map(
-        local_loss,
+        functools.partial(local_loss, cfg, train),
         mesh=mesh,
         in_specs=(param_specs(cfg), spec, spec, P(), P()),
         out_specs=(P(), Metrics(P(), P(), P(), loads, P())),
         check_vma=False,
     )
+
+
+def local_loss(cfg, train, params, ids, targets, key, first):
+    """`make_loss`'s on one device: ids and targets [M/S, B/dp, T/tp]."""
+    m, arch = cfg.model, architecture(cfg.model.architecture)
+    batch = describe_batch(m, ids, key if train and m.dropout_rate else None, first)
+    x, load, top, layers = hidden_states(cfg, params, batch)
+    cross_entropy = head_loss(m, x, top["head"], targets)
+    loads, mtp = {arch.last: load}, jnp.float32(0)
+    if train and m.mtp_depth:
+        with jax.named_scope("mtp"):
+            mtp, loads[arch.mtp] = predict_further(cfg, x, targets, batch, top, layers)
+    return reduce_loss(cfg, ids.shape, cross_entropy, mtp, loads)
+
+
+@jax.named_scope("head")
+def head_loss(m, x, head, targets):
+    """Sum of the cross-entropies of targets [M/S, B/dp, T/tp], given their hidden states x [M/S, B/dp, T/tp, D]."""
+    return losses.cross_entropy(x, head, targets, m.vocab_size, loss_chunk())
 
 
 @jax.named_scope("reduce_loss")
@@ -171,10 +176,12 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
     """
     m, o = cfg.model, cfg.optimizer
     M, B, t = shape
-    S, dp, tp = lax.axis_size("pp"), lax.axis_size("dp"), lax.axis_size("tp")
+    S = lax.axis_size("pp")
+    dp, tp = lax.axis_size("dp"), lax.axis_size("tp")
     sequences = M * S * B * dp
     tokens = sequences * t * tp
-    depths = m.mtp_depth if "mtp" in loads else 0
+    arch = architecture(m.architecture)
+    depths = m.mtp_depth if arch.mtp in loads else 0
     choices = tokens * m.experts_per_token * (m.blocks + depths)
 
     cross_entropy = cross_entropy / tokens
@@ -184,10 +191,9 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
 
     # Metrics have no gradient, so they may be summed as well.
     cross_entropy, mtp, balance, loads = lax.stop_gradient((cross_entropy, mtp, balance, loads))
-    routed = architecture(m.architecture).routed
     counts = {}
     for kind, load in loads.items():
-        counts[kind] = sum_over(load.tokens, routed.get(kind, EXPERT_AXES))
+        counts[kind] = sum_over(load.tokens, arch.routed.get(kind, EXPERT_AXES))
     dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES)
     return loss, Metrics(
         dropped=dropped / max(1, choices),
@@ -206,12 +212,10 @@ def make_score(cfg, mesh):
     """
     cfg = for_devices(dropless(cfg), mesh)
     m = cfg.model
-    chunk = loss_chunk(mesh)
-    forward = make_forward(cfg, train=False)
 
     def local_score(params, ids, targets):
-        x, _, top, _ = forward(params, ids, describe_tokens(m, ids))
-        return losses.token_losses(x, top["head"], targets, m.vocab_size, chunk)
+        x, _, top, _ = hidden_states(cfg, params, describe_batch(m, ids))
+        return losses.token_losses(x, top["head"], targets, m.vocab_size, loss_chunk())
 
     spec = P(*BATCH_SPEC[1:])
     return jax.shard_map(
@@ -232,68 +236,84 @@ def for_devices(cfg, mesh):
     """`cfg` with what auto stands for on the devices of `mesh`."""
     device = mesh.devices.flat[0]
     kernel = attention.choose_kernel(cfg.model, attention.platform_of(device))
-    experts = choose_experts(cfg.model, device.platform)
+    experts = choose_transport(cfg.model, device.platform)
     return utils.replace(cfg, attention=kernel, experts=experts)
 
 
-def loss_chunk(mesh):
-    """Number of tokens whose logits a device of `mesh` holds at once."""
-    return losses.LOSS_CHUNK[mesh.devices.flat[0].platform]
+def loss_chunk():
+    """Number of tokens whose logits a device holds at once."""
+    return losses.LOSS_CHUNK[jax.sharding.get_abstract_mesh().abstract_device.platform]
+
+
+def predict_further(cfg, x, targets, batch, top, layers):
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): sum of the cross-entropies of all depths,
+    and `Load` with tokens [mtp_depth, E].
+
+    Depth d reads the hidden states of depth d - 1 and the tokens d ahead, and predicts the tokens after those. x
+    [M/S, B/dp, T/tp, D] are the hidden states that the head reads, targets [M/S, B/dp, T/tp] the next tokens.
+    """
+    m, arch = cfg.model, architecture(cfg.model.architecture)
+    M, B, t = targets.shape
+    depths = m.mtp_depth
+    whole = gather_sequence(targets.reshape(M * B, t), True)
+    whole = jnp.pad(whole, ((0, 0), (0, depths)), constant_values=-1)  # [M*B, T + depths]
+    weights = weights_of(layers, {arch.mtp})
+    first_number = m.blocks * m.layers_per_block + m.first_layers  # of its layers, for dropout
+
+    def run_depth(weights, _, scanned, depth):
+        x, ids, microbatch = scanned
+        token = arch.embed(top, jnp.maximum(ids, 0), None)
+        number = first_number + depth
+        tokens = batch.tokens(microbatch)
+        x, (load, _), weights = run_layer(
+            cfg, arch.mtp, weights, (depth,), number, (x, token), tokens
+        )
+        return (), (x, load), weights
+
+    total, loads = 0, []
+    for depth in range(depths):
+        first = lax.axis_index("tp") * t + depth
+        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1)
+        ahead = ahead.reshape(M, B, t + 1)
+        scanned = x, ahead[..., :-1], own_microbatches(M)
+        step = functools.partial(run_depth, depth=depth)
+        _, (x, load), weights = scan_layers(step, weights, (), scanned)
+        loads.append(jax.tree.map(lambda part: part.sum(0), load))
+        total += head_loss(m, x, top["head"], ahead[..., 1:])
+    return total, jax.tree.map(lambda *parts: jnp.stack(parts), *loads)
 
 
 # --- Forward pass -----------------------------------------------------------------------------------------------
 
 
-def make_forward(cfg, train):
-    """`forward(params, ids, tokens_of)` on local shapes: ids int32 [M/S, B/dp, T/tp], and `tokens_of` of
-    `describe_tokens`.
+class Batch(NamedTuple):
+    """A device's tokens, and what its layers must know of them."""
 
-    Returns the hidden states [M/S, B/dp, T/tp, D] that the head reads, the stage's `Load`, and the gathered parameters
-    outside layers and in layers (`top_params`, `layer_params`).
-    """
-    m = cfg.model
-    arch = architecture(m.architecture)
-    embed = make_embed(cfg, train)
-    run_blocks = make_blocks(cfg, train)
+    ids: jax.Array  # int32 [M/S, B/dp, T/tp]
+    position: jax.Array  # [1, T/tp] in the sequence
+    sequence: jax.Array  # [B/dp] number of each sequence in its microbatch
+    starts: jax.Array | None  # of `document_starts`
+    key: jax.Array | None  # of dropout; None: there is none
+    first: int  # number, within the training step, of its first sequence
 
-    def forward(params, ids, tokens_of):
-        layers = layer_params(params, cfg)
-        microbatches = own_microbatches(len(ids))
-        with jax.named_scope("embed"):
-            top = top_params(params, cfg)
-            x = embed(top, layers, ids, microbatches, tokens_of)  # [M/S, B/dp, T/tp, D]
-            x = to_stages(x)  # [M, B/dp, T/tp, D]
-        with jax.named_scope("pipeline"):
-            x, load = run_blocks(layers, x, tokens_of)
-            x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
-        with jax.named_scope("head"):
-            x = arch.norm(x, top["norm"], m.norm_eps)
-        return x, load, top, layers
-
-    return forward
-
-
-def describe_tokens(m, ids, key=None, first=0):
-    """`tokens_of(microbatch)`: the `Tokens` of a microbatch, whose number counts those of all stages.
-
-    ids int32 [M/S, B/dp, T/tp]; key of dropout, None for none of it; first: number, within the training step, of the
-    first sequence of the batch.
-    """
-    _, B, t = ids.shape
-    dp, tp = lax.axis_size("dp"), lax.axis_size("tp")
-    position = (lax.axis_index("tp") * t + jnp.arange(t))[None]  # [1, T/tp]
-    sequence = lax.axis_index("dp") * B + jnp.arange(B)  # [B/dp]
-    starts = document_starts(ids, m)
-
-    def tokens_of(microbatch):
+    def tokens(self, microbatch):
+        """The `Tokens` of a microbatch, whose number counts those of all stages."""
         number = None
-        if key is not None:
-            sequences = first + microbatch * B * dp + sequence
-            number = (sequences[:, None] * t * tp + position).astype(jnp.uint32)
-        start = None if starts is None else starts[microbatch]
-        return Tokens(position, key=key, number=number, start=start)
+        if self.key is not None:
+            _, B, t = self.ids.shape
+            sequences = self.first + microbatch * B * lax.axis_size("dp") + self.sequence
+            number = sequences[:, None] * t * lax.axis_size("tp") + self.position
+            number = number.astype(jnp.uint32)
+        start = None if self.starts is None else self.starts[microbatch]
+        return Tokens(self.position, key=self.key, number=number, start=start)
 
-    return tokens_of
+
+def describe_batch(m, ids, key=None, first=0):
+    """The `Batch` of ids int32 [M/S, B/dp, T/tp]."""
+    _, B, t = ids.shape
+    position = (lax.axis_index("tp") * t + jnp.arange(t))[None]
+    sequence = lax.axis_index("dp") * B + jnp.arange(B)
+    return Batch(ids, position, sequence, document_starts(ids, m), key, first)
 
 
 def document_starts(ids, m):
@@ -313,65 +333,86 @@ def own_microbatches(M):
     return lax.axis_index("pp") * M + jnp.arange(M)
 
 
-def make_embed(cfg, train):
-    """`embed(top, layers, ids, microbatches, tokens_of)`: what enters the first block, [M/S, B/dp, T/tp, D], of ids
-    [M/S, B/dp, T/tp]: the embedding and --first_layers, which every stage runs for its own microbatches."""
-    m = cfg.model
-    arch = architecture(m.architecture)
-    first_layers = make_layer_loop(cfg, "first", m.first_layers, remat=train)
-    number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
-
-    def embed(top, layers, ids, microbatches, tokens_of):
-        def embed_one(ids, microbatch):
-            tokens = tokens_of(microbatch)
-            x = arch.embed(top, ids, tokens.within_document())
-            return dropout(x, m.dropout_rate, tokens, AFTER_EMBEDDING)
-
-        def run_first_layers(grad, scanned):
-            x, microbatch = scanned
-            weights = Weights(layers["first"].value, grad)
-            x, _, weights = first_layers(weights, (), number, x, tokens_of(microbatch), None)
-            return weights.grad, x
-
-        x = jax.vmap(embed_one)(ids, microbatches)
-        if m.first_layers:
-            _, x = lax.scan(run_first_layers, layers["first"].grad, (x, microbatches))
-        return x
-
-    return embed
+def hidden_states(cfg, params, batch):
+    """What the head reads, [M/S, B/dp, T/tp, D]; the stage's `Load`; and the gathered parameters outside layers and in
+    layers (`top_params`, `layer_params`)."""
+    layers = layer_params(params, cfg)
+    with jax.named_scope("embed"):
+        top = top_params(params, cfg)
+        x = embed(cfg, top, layers, batch)  # [M/S, B/dp, T/tp, D]
+        x = to_stages(x)  # [M, B/dp, T/tp, D]
+    with jax.named_scope("pipeline"):
+        x, load = run_blocks(cfg, layers, x, batch)
+        x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
+    with jax.named_scope("head"):
+        x = architecture(cfg.model.architecture).norm(x, top["norm"], cfg.model.norm_eps)
+    return x, load, top, layers
 
 
-def make_blocks(cfg, train):
-    """`run_blocks(layers, x, tokens_of)`: all blocks by the pipeline, x [M, B/dp, T/tp, D] -> x, which is meaningful
-    on the last stage only, and this stage's `Load`, its tokens with dims as in param_table."""
+def embed(cfg, top, layers, batch):
+    """What enters the first block, [M/S, B/dp, T/tp, D]: the embedding, then --first_layers, which every stage runs
+    for its own microbatches."""
+    m, arch = cfg.model, architecture(cfg.model.architecture)
+    microbatches = own_microbatches(len(batch.ids))
+
+    def embed_one(ids, microbatch):
+        tokens = batch.tokens(microbatch)
+        x = arch.embed(top, ids, tokens.within_document())
+        return dropout(x, m.dropout_rate, tokens, AFTER_EMBEDDING)
+
+    def run_first_layers(weights, _, scanned):
+        x, microbatch = scanned
+        number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
+        tokens = batch.tokens(microbatch)
+        x, _, weights = run_layers(
+            cfg,
+            arch.first,
+            m.first_layers,
+            weights,
+            block=(),
+            first=number,
+            x=x,
+            tokens=tokens,
+        )
+        return (), x, weights
+
+    x = jax.vmap(embed_one)(batch.ids, microbatches)
+    if m.first_layers:
+        weights = weights_of(layers, {arch.first})
+        _, x, _ = scan_layers(run_first_layers, weights, (), (x, microbatches))
+    return x
+
+
+def run_blocks(cfg, layers, x, batch):
+    """All blocks by the pipeline, x [M, B/dp, T/tp, D] -> x, which is meaningful on the last stage only, and this
+    stage's `Load`, its tokens with dims as in param_table."""
     m, rounds = cfg.model, cfg.run.pp_interleave
-    stacks = architecture(m.architecture).stacks
-    stage = make_stage(cfg, remat=train)
 
-    def run_blocks(layers, x, tokens_of):
-        def run_stage(x, state, turn, microbatch, valid):
-            total, grads = state
-            weights = with_grads(layers, grads)
-            y, (load, _), weights = stage(weights, x, tokens_of(microbatch), turn=turn)
-            load = jax.tree.map(lambda n: jnp.where(valid, n, 0), load)
-            total = Load(
-                loss=total.loss + load.loss,
-                tokens=total.tokens.at[turn].add(load.tokens),
-                dropped=total.dropped + load.dropped,
-            )
-            return y, (total, grads_of(weights))
+    def run_turn(weights, x, total, turn, microbatch, valid):
+        tokens = batch.tokens(microbatch)
+        y, (load, _), weights = run_stage(cfg, weights, x, tokens, turn=turn)
+        load = jax.tree.map(lambda n: jnp.where(valid, n, 0), load)
+        total = Load(
+            loss=total.loss + load.loss,
+            tokens=total.tokens.at[turn].add(load.tokens),
+            dropped=total.dropped + load.dropped,
+        )
+        return y, total, weights
 
-        grads = grads_of({kind: layers[kind] for kind in layers if kind in stacks})
-        load = no_load(rounds, blocks_of_stage(cfg), m.n_experts)
-        x, (load, _) = pipeline(run_stage, x, (load, grads), rounds)
-        if rounds == 1:
-            load = load._replace(tokens=load.tokens[0])
-        return x, load
-
-    return run_blocks
+    load = no_load(rounds, blocks_of_stage(cfg), m.n_experts)
+    x, load = pipeline(run_turn, stacked(cfg, layers), x, load, rounds)
+    if rounds == 1:
+        load = load._replace(tokens=load.tokens[0])
+    return x, load
 
 
-def pipeline(stage, inputs, state, rounds=1):
+def stacked(cfg, layers):
+    """`Weights` of the layers that blocks consist of."""
+    stacks = architecture(cfg.model.architecture).stacks
+    return weights_of(layers, stacks & layers.value.keys())
+
+
+def pipeline(stage, weights, inputs, state, rounds=1):
     """Run M microbatches through S stages (GPipe, arXiv:1811.06965, section 2.3), in `rounds` rounds (--pp_interleave;
     arXiv:2104.04473, section 2.2, without its order of forward and backward passes).
 
@@ -386,18 +427,19 @@ def pipeline(stage, inputs, state, rounds=1):
     (cool-down). What stage 1 passes on after tick 1, 0.0, reaches stage 0 in tick 2 and waits there for tick 4. More
     rounds make shorter ticks, and idle time shrinks with them.
 
-    inputs [M, ...] are known to every stage. `stage(x, state, turn, microbatch, valid)` returns y and the state to
-    carry on, `turn` being the round; where `valid` is false, the stage is idle and must leave the state as it was.
-    Returns outputs [M, ...], meaningful on the last stage only, and the state.
+    inputs [M, ...] are known to every stage. `stage(weights, x, state, turn, microbatch, valid)` returns y, the state
+    and the weights to carry on, `turn` being the round; where `valid` is false, the stage is idle and must leave the
+    state as it was. Returns outputs [M, ...], meaningful on the last stage only, and the state.
     """
     S, M = lax.axis_size("pp"), len(inputs)
     own = lax.axis_index("pp")
 
-    def tick(carry, i):
+    def tick(weights, carry, i):
         x, inputs, state = carry
         if rounds > 1:  # stage 0 gets from the last stage its input of the next round
             arrived = jnp.maximum(i - S, 0) % M
-            inputs = inputs.at[arrived].set(jnp.where(i >= S, x, inputs[arrived]))
+            kept = jnp.where(i >= S, x, inputs[arrived])
+            inputs = inputs.at[arrived].set(kept)
         is_first = own == 0
         entering = i % M if rounds > 1 else jnp.minimum(i, M - 1)
         x = jnp.where(is_first, inputs[entering], x)
@@ -405,15 +447,40 @@ def pipeline(stage, inputs, state, rounds=1):
         done = jnp.clip(i - own, 0, rounds * M - 1)  # runs of this stage before this tick
         turn, microbatch = done // M, done % M
         valid = (i >= own) & (i - own < rounds * M)
-        y, state = stage(x, state, turn, microbatch, valid)
-        return (next_stage(y), inputs, state), y
+        y, state, weights = stage(weights, x, state, turn, microbatch, valid)
+        return (next_stage(y), inputs, state), y, weights
 
     start = jnp.zeros_like(inputs[0]), inputs, state
-    (_, _, state), outputs = lax.scan(tick, start, jnp.arange(rounds * M + S - 1))
+    ticks = jnp.arange(rounds * M + S - 1)
+    (_, _, state), outputs, _ = scan_layers(tick, weights, start, ticks)
     return outputs[-M:], state
 
 
 # --- Stages and layers ------------------------------------------------------------------------------------------
+
+
+def scan_layers(body, weights, carry, scanned):
+    """`lax.scan` over `body(weights, carry, one of scanned)`, which runs layers and returns (carry, out, weights).
+
+    weights: `Weights` of {kind: stack}. The loop carries their grads, into which each layer adds its own in place
+    (`take` says how, with an example), and not their values, which every turn would copy. Returns the last carry, what
+    each turn put out, and the weights for what follows.
+    """
+
+    def turn(carried, one):
+        carry, grad = carried
+        carry, out, own = body(Weights(weights.value, grad), carry, one)
+        return (carry, own.grad), out
+
+    (carry, grad), out = lax.scan(turn, (carry, weights.grad), scanned)
+    return carry, out, Weights(weights.value, grad)
+
+
+def weights_of(layers, kinds):
+    """`Weights` of some kinds of layers."""
+    values = {kind: layers.value[kind] for kind in kinds}
+    grads = {kind: layers.grad[kind] for kind in kinds}
+    return Weights(values, grads)
 
 
 def blocks_of_stage(cfg):
@@ -421,75 +488,73 @@ def blocks_of_stage(cfg):
     return cfg.model.blocks // (cfg.run.pp_interleave * lax.axis_size("pp"))
 
 
-def make_stage(cfg, remat=True):
-    """`stage(weights, x, tokens, cache, turn)`: this stage's blocks of round `turn` on x [B, T/tp, D]; the same for
-    training and decoding.
+def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
+    """This stage's blocks of round `turn` on x [B, T/tp, D]; the same for training and decoding.
 
-    weights: {kind: `Weights`} of `layer_params`; cache: {kind: array}, None in training. Returns x; a pair of `Load`,
-    with tokens [blocks, E] and the rest summed, and the cache; and the weights to go on with.
+    weights: those of `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with tokens
+    [blocks, E] and the rest summed, and the cache; and the weights for what follows.
     """
-    m, rounds = cfg.model, cfg.run.pp_interleave
-    arch, L = architecture(m.architecture), m.layers_per_block
-    dense_layers = make_layer_loop(cfg, "dense", L - 1, remat)
-    layer = make_layer(cfg, remat)
+    L, arch = cfg.model.layers_per_block, architecture(cfg.model.architecture)
+    S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
 
-    def run_block(weights, index, number, x, tokens, cache):
+    def run_block(weights, x, scanned):
+        i, cache = scanned
+        number = ((turn * S + lax.axis_index("pp")) * blocks + i) * L
+        index = (turn, i) if cfg.run.pp_interleave > 1 else (i,)
         new_cache = {}
         if L > 1:
-            x, new_cache["dense"], weights["dense"] = dense_layers(
-                weights["dense"], index, number, x, tokens, cache.get("dense")
+            inner = cache.get(arch.inner)
+            x, new_cache[arch.inner], weights = run_layers(
+                cfg,
+                arch.inner,
+                L - 1,
+                weights,
+                block=index,
+                first=number,
+                x=x,
+                tokens=tokens,
+                cache=inner,
             )
-        last, own_cache = arch.last, cache.get(arch.last)
-        x, (load, new_cache[last]), weights[last] = layer(
-            last, weights[last], index, number + L - 1, x, tokens, own_cache
+        last = cache.get(arch.last)
+        x, (load, new_cache[arch.last]), weights = run_layer(
+            cfg,
+            arch.last,
+            weights,
+            index,
+            number=number + L - 1,
+            x=x,
+            tokens=tokens,
+            cache=last,
         )
-        return x, load, new_cache, weights
+        return x, (load, new_cache), weights
 
-    def stage(weights, x, tokens, cache=None, turn=0):
-        S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
-
-        def scan_block(carry, scanned):
-            x, grads = carry
-            i, cache = scanned
-            number = ((turn * S + lax.axis_index("pp")) * blocks + i) * L
-            index = (turn, i) if rounds > 1 else (i,)
-            own = with_grads(weights, grads)
-            x, load, cache, own = run_block(own, index, number, x, tokens, cache)
-            return (x, grads_of(own)), (load, cache)
-
-        grads = grads_of({kind: weights[kind] for kind in weights if kind in arch.stacks})
-        scanned = jnp.arange(blocks), cache or {}
-        (x, grads), (load, cache) = lax.scan(scan_block, (x, grads), scanned)
-        load = Load(load.loss.sum(), load.tokens, load.dropped.sum())
-        return x, (load, cache), with_grads(weights, grads)
-
-    return stage
+    scanned = jnp.arange(blocks), cache or {}
+    x, (load, cache), weights = scan_layers(run_block, weights, x, scanned)
+    load = Load(
+        loss=load.loss.sum(),
+        tokens=load.tokens,
+        dropped=load.dropped.sum(),
+    )
+    return x, (load, cache), weights
 
 
-def make_layer_loop(cfg, kind, n, remat):
-    """`run(weights, block, first, x, tokens, cache)`: n layers of one kind, without experts, on x [B, T/tp, D].
+def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
+    """n layers of one kind, without experts, on x [B, T/tp, D]: those at (*block, 0), (*block, 1), .. of their stack,
+    which are numbered from `first`. Returns x, the cache and the weights for what follows."""
 
-    They stand at (*block, 0), (*block, 1), .. of their stack and are numbered from `first`. Returns x, the cache and
-    the stack's `Weights` to go on with.
-    """
-    layer = make_layer(cfg, remat)
+    def run_next(own, x, scanned):
+        i, cache = scanned
+        index, number = (*block, i), first + i
+        x, (_, cache), own = run_layer(cfg, kind, own, index, number, x, tokens, cache)
+        return x, cache, own
 
-    def run(weights, block, first, x, tokens, cache):
-        def scan_layer(carry, scanned):
-            x, grad = carry
-            i, cache = scanned
-            own = Weights(weights.value, grad)
-            x, (_, cache), own = layer(kind, own, (*block, i), first + i, x, tokens, cache)
-            return (x, own.grad), cache
-
-        scanned = jnp.arange(n), cache
-        (x, grad), cache = lax.scan(scan_layer, (x, weights.grad), scanned)
-        return x, cache, Weights(weights.value, grad)
-
-    return run
+    own, scanned = weights_of(weights, {kind}), (jnp.arange(n), cache)
+    x, cache, own = scan_layers(run_next, own, x, scanned)
+    return x, cache, Weights(weights.value, weights.grad | own.grad)
 
 
-# What --remat keeps of a layer's forward pass for its backward pass: all, matrix products, or the input.
+# What --remat keeps of a layer's forward pass for its backward pass: all, matrix products, or the input. Where there is
+# no backward pass, as in decoding, each leaves the layer as it is.
 REMAT = {
     "none": lambda f: f,
     "dots": functools.partial(
@@ -499,66 +564,52 @@ REMAT = {
 }
 
 
-def make_layer(cfg, remat):
-    """`layer(kind, weights, index, number, x, tokens, cache)`: the layer at `index` of the stack of its kind.
+def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
+    """The layer at `index` of the stack of its kind; `number`: its own among all layers of the model, for dropout.
 
-    number: its own among all layers of the model, for dropout. Returns x, what else the layer returns (`Load`, cache),
-    and the stack's `Weights` to go on with.
+    Returns x, what else the layer returns (`Load`, cache), and the weights for what follows.
     """
     m = cfg.model
-    table, dtype = param_table(cfg), jnp.dtype(m.model_dtype)
-    functions = architecture(m.architecture).layers
-    checkpoint = REMAT[m.remat if remat else "none"]
+    layer = architecture(m.architecture).layers[kind]
+    if tokens.key is not None:
+        tokens = tokens._replace(key=jax.random.fold_in(tokens.key, number))
 
-    def layer(kind, weights, index, number, x, tokens, cache):
-        if tokens.key is not None:
-            tokens = tokens._replace(key=jax.random.fold_in(tokens.key, number))
+    @REMAT[m.remat]
+    def run(stack, x, cache):
+        p, grad = take(stack, index)
+        if m.fsdp == "full":
+            gathered = gather(p, param_table(cfg)[kind], jnp.dtype(m.model_dtype))
+            p, _ = take(gathered, ())
+        x, aside = layer(p, x, tokens, m, cache)
+        return x, aside, grad
 
-        @checkpoint
-        def run(weights, x, cache):
-            p, grad = take(weights, index)
-            if m.fsdp == "full":
-                p, _ = take(gather(p, table[kind], dtype), ())
-            x, aside = functions[kind](p, x, tokens, m, cache)
-            return x, aside, grad
-
-        x, aside, grad = run(weights, x, cache)
-        return x, aside, Weights(weights.value, grad)
-
-    return layer
+    stack = Weights(weights.value[kind], weights.grad[kind])
+    x, aside, grad = run(stack, x, cache)
+    return x, aside, Weights(weights.value, weights.grad | {kind: grad})
 
 
 def layer_params(params, cfg):
-    """{kind: `Weights`} of this device's layers. With --fsdp full they are as stored, in float32, and each layer
-    gathers its own; else they are gathered here, once."""
+    """`Weights` of {kind: stack} of this device's layers. With --fsdp full they are as stored, in float32, and
+    each layer gathers its own; else they are gathered here, once."""
     m = cfg.model
     table, dtype = param_table(cfg), jnp.dtype(m.model_dtype)
     if m.fsdp == "full":
         table = table_map(lambda p: p._replace(gather=(), expert=0), table)
         dtype = jnp.float32
-    kinds = architecture(m.architecture).layers
-    return {kind: gather(params[kind], table[kind], dtype) for kind in kinds if kind in params}
+    kinds = architecture(m.architecture).layers.keys() & params.keys()
+    stored = {kind: params[kind] for kind in kinds}
+    return gather(stored, {kind: table[kind] for kind in kinds}, dtype)
 
 
 def top_params(params, cfg):
     """The parameters outside layers, gathered: embedding, head (the embedding where it is tied), norm and what else
     `Architecture.embed` needs."""
-    table = param_table(cfg)
+    table, dtype = param_table(cfg), jnp.dtype(cfg.model.model_dtype)
     names = table.keys() - architecture(cfg.model.architecture).layers.keys()
     stored = {name: params[name] for name in names}
-    table = {name: table[name] for name in names}
-    top, _ = take(gather(stored, table, jnp.dtype(cfg.model.model_dtype)), ())
+    gathered = gather(stored, {name: table[name] for name in names}, dtype)
+    top, _ = take(gathered, ())
     return {"head": top["embedding"], **top}
-
-
-def grads_of(weights):
-    """{kind: grad} of {kind: `Weights`}. Loops carry the grads alone; a carried value would be copied in every turn."""
-    return {kind: weights[kind].grad for kind in weights}
-
-
-def with_grads(weights, grads):
-    """{kind: `Weights`} of the kinds in `grads`, with these grads."""
-    return {kind: Weights(weights[kind].value, grads[kind]) for kind in grads}
 
 
 # --- Router bias ------------------------------------------------------------------------------------------------
@@ -579,5 +630,5 @@ def move_bias(layers, load, rate):
         return layers | {"layer": move_bias(layers["layer"], load, rate)}
     if not {"router", "bias"} <= layers.keys():
         return layers
-    bias = layers["bias"] + rate * jnp.sign(load.mean(-1, keepdims=True) - load)
-    return layers | {"bias": bias}
+    below_mean = load.mean(-1, keepdims=True) - load
+    return layers | {"bias": layers["bias"] + rate * jnp.sign(below_mean)}

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import fcntl
 import functools
 import glob
 import inspect
@@ -34,11 +35,13 @@ from typing import Literal
 
 import fsspec
 
+from training import interrupts
+
 # --- Errors -----------------------------------------------------------------------------------------------------
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: one sentence that says what is wrong, where, and what would be right."""
+    """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right."""
 
 
 def first_line(error):
@@ -125,6 +128,9 @@ class Model:
     """Added to the mean square in the norms of latents; DeepSeek-V3's code has 1e-6 there whatever norm_eps is."""
     n_head: int = flag(12, least=1, most=MANY)
     """Attention heads."""
+    n_kv_head: int = flag(0, least=0, absent=0, most=MANY)
+    """Heads of keys and values, each of which n_head / n_kv_head heads of queries read (grouped-query attention,
+    arXiv:2305.13245); 0: n_head."""
     first_layers: int = flag(0, least=0, absent=0, most=MANY)
     """Dense layers before the blocks. They run on all of pp, as the embedding does, so that stages stay even."""
     blocks: int = flag(8, least=1, most=MANY)
@@ -140,10 +146,10 @@ class Model:
     """Channels of the key/value latent (multi-head latent attention)."""
     q_latent_dim: int = flag(-1, least=-1, absent=0, most=WIDE)
     """Channels of the query latent; -1: as latent_dim, 0: queries come from the residual itself, without one."""
-    nope_dim: int = flag(0, least=0, absent=0, most=WIDE)
-    """Channels of each head's query and key that no position rotates; 0: model_dimension / n_head."""
+    head_dim: int = flag(0, least=0, absent=0, most=WIDE)
+    """Channels of each head's query and key, without the rotary part of rope_dim; 0: model_dimension / n_head."""
     v_dim: int = flag(0, least=0, absent=0, most=WIDE)
-    """Channels of each head's value; 0: as nope_dim."""
+    """Channels of each head's value; 0: as head_dim."""
     rope_dim: int = flag(128, least=0, absent=0, most=WIDE)
     """Channels of the decoupled rotary part of each query, and of the one rotary key that the heads share."""
     rope_base: float = flag(10_000.0, least=1, absent=1.0)
@@ -218,14 +224,19 @@ class Model:
     of at most 320 channels together) write none. auto: splash or flash where it runs, else blockwise."""
 
     @property
-    def head_dim(self):
-        """Unrotated channels of a head, --nope_dim 0 resolved."""
-        return self.nope_dim or self.model_dimension // self.n_head
+    def key_dim(self):
+        """Channels of a head's key but the decoupled rotary ones, --head_dim 0 resolved."""
+        return self.head_dim or self.model_dimension // self.n_head
+
+    @property
+    def kv_heads(self):
+        """Heads of keys and values, --n_kv_head 0 resolved."""
+        return self.n_kv_head or self.n_head
 
     @property
     def value_dim(self):
         """Channels of a head's value, --v_dim 0 resolved."""
-        return self.v_dim or self.head_dim
+        return self.v_dim or self.key_dim
 
     @property
     def q_latent(self):
@@ -927,11 +938,15 @@ def part_of(path):
     return os.path.join(folder, f"{name[:50]}.{secrets.token_hex(8)}.part")
 
 
-def remove_parts(folder):
-    """Remove what killed programs left unfinished in a local folder, which only this process writes to."""
-    for path in glob.glob(os.path.join(glob.escape(folder), "*.part")):
+def remove_parts(folder, name="*"):
+    """Remove what killed programs left unfinished of a file of a local folder, by default of all its files."""
+    name = name if name == "*" else glob.escape(name[:50])
+    for path in glob.glob(os.path.join(glob.escape(folder), f"{name}.*.part")):
         if PART.search(path) and os.path.isfile(path):
-            os.remove(path)
+            with contextlib.suppress(OSError), open(path, "rb") as part:
+                # refused while a program writes it
+                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.remove(path)
 
 
 @contextlib.contextmanager
@@ -949,20 +964,33 @@ def replacing(path, lasting=True):
         return
     path = os.path.realpath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    remove_parts(*os.path.split(path))
     part = part_of(path)
+
+    def remove():
+        with contextlib.suppress(OSError):
+            os.remove(part)
+
+    with interrupts.ending:
+        f = open(part, "x+b")
+        interrupts.given_back.append(remove)  # a signal may end the process at any moment
     try:
-        with open(part, "x+b") as f:
+        with f:
+            with contextlib.suppress(OSError):  # not every file system has locks
+                fcntl.flock(f, fcntl.LOCK_EX)
             yield f
             f.flush()
             if lasting:
                 os.fsync(f.fileno())
         with contextlib.suppress(OSError):
             os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
-        os.replace(part, path)
+        with interrupts.ending:
+            os.replace(part, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(part)
+        remove()
         raise
+    finally:
+        interrupts.given_back.remove(remove)
 
 
 def write_file(path, content):

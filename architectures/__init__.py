@@ -17,7 +17,7 @@ PARTS = {"parameters", "layers", "experts", "hf_format"}
 class LayerCost(NamedTuple):
     """What one layer does to a token, in numbers that the mesh does not change.
 
-    tools/planning/costs.py makes operations, bytes and memory of them. A product with n weights takes 2n operations a
+    planning/costs.py makes operations, bytes and memory of them. A product with n weights takes 2n operations a
     token.
     """
 
@@ -29,8 +29,9 @@ class LayerCost(NamedTuple):
     products: int  # channels of attention's products, of all heads, without the last product
     branches: int  # matrices that lead into the feed-forward
     ffn_width: int  # hidden width of the dense feed-forward or of all shared experts; 0: none
-    # {platform: channels that --remat none keeps per channel of intermediates}, fitted
-    kept_ratio: dict
+    # {platform: channels that --remat none keeps per channel of intermediates}: with it --by_formulas has as many
+    # activations as the compiled plan, here of moe1b
+    kept_ratio: dict = dict(tpu=1.6, gpu=2.47)
 
 
 class Architecture(NamedTuple):
@@ -38,19 +39,35 @@ class Architecture(NamedTuple):
 
     table: Callable  # cfg -> parameter table, without a head of its own
     layers: dict  # {kind of layer, as in the table: function; see layers.py}
-    last: str  # kind of the layer that ends a block; the layers before it are "dense"
-    stacks: frozenset  # kinds of layers that blocks consist of: pp splits their stacks
+    last: str  # kind of the layer that ends a block
     embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
+    inner: str = ""  # kind of the layers before it in a block (--layers_per_block), if it has such
+    first: str = ""  # kind of the layers before the blocks (--first_layers), if it has such
+    mtp: str = ""  # kind of the layers of multi-token prediction (--mtp_depth), if it has such
     flags: frozenset = frozenset()  # flags that it has of those with an `absent` in utils.py
     fixed: dict = {}  # {flag: the one value that it has here}, of flags without an `absent`
     check: Callable = lambda cfg: None  # raises UserError for flags that do not fit each other
     learns_positions: bool = False  # whether its weights fix T
     routed: dict = {}  # {kind of layer with routed experts: mesh axes that spread its tokens}
-    predict_further: Callable | None = None  # loss of multi-token prediction; see deepseek.py
     hugging_face: hf_format.HuggingFace | None = None  # the Hugging Face format, if it has one
+
+    @property
+    def stacks(self):
+        """Kinds of layers that blocks consist of: pp splits their stacks."""
+        return {self.last, self.inner} - {""}
+
+    def numbers(self, m):
+        """{kind: number of its layers} in a model with the flags `m`."""
+        numbers = {
+            self.first: m.first_layers,
+            self.inner: m.blocks * (m.layers_per_block - 1),
+            self.last: m.blocks,
+            self.mtp: m.mtp_depth,
+        }
+        return {kind: number for kind, number in numbers.items() if number}
 
 
 @functools.cache

@@ -14,7 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from architectures import Architecture, LayerCost
 from architectures import hf_format as hf
-from architectures.experts import experts_table, routed_experts
+from architectures.experts import (
+    choose_experts,
+    experts_table,
+    routed_experts,
+    router_logits,
+)
 from architectures.layers import (
     AFTER_ATTENTION,
     AFTER_FEED_FORWARD,
@@ -36,6 +41,8 @@ from architectures.parameters import (
     out_param,
     scale_param,
     stack,
+    std_back,
+    std_into,
     weight_param,
 )
 from collectives import AXES, EXPERT_AXES, gather_sequence
@@ -53,7 +60,7 @@ EMBEDDING_NORM_EPS = 1e-6
 # --- Flags --------------------------------------------------------------------------------------------------------
 
 FLAGS = frozenset(
-    "latent_norm_eps first_layers layers_per_block moe_rope latent_dim q_latent_dim nope_dim v_dim rope_dim rope_base "
+    "latent_norm_eps first_layers layers_per_block moe_rope latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
     "rope_factor rope_original_T rope_mscale rope_attention_factor embedding_norm latent_conv attention_bias "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth "
     "capacity_factor experts balance_weight mtp_weight bias_update_rate".split()
@@ -105,21 +112,15 @@ def deepseek_table(cfg):
     return table
 
 
-def std_into(inputs):
-    """Standard deviation of a matrix that reads the residual or a latent of so many channels."""
-    return 1 / math.sqrt(inputs)
-
-
-def std_back(m, inputs):
-    """Standard deviation of a matrix of so many inputs that writes to the residual."""
-    layers = m.first_layers + m.blocks * m.layers_per_block
-    return 0.1 / math.sqrt(inputs * 2 * layers)
+def layers_of(m):
+    """Number of layers, without those of multi-token prediction."""
+    return m.first_layers + m.blocks * m.layers_per_block
 
 
 def attention_table(cfg, rope):
     """Multi-head latent attention with `rope` rotary channels."""
     m = cfg.model
-    D, H, K, V = m.model_dimension, m.n_head, m.head_dim, m.value_dim
+    D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.value_dim
     Q, R = m.q_latent, m.latent_dim
     from_latent = Q or D  # queries come from x itself where they have no latent
 
@@ -135,7 +136,7 @@ def attention_table(cfg, rope):
         kv_norm=scale_param(R),
         q_up=up_param(from_latent, K + rope),
         kv_up=up_param(R, K, V),
-        out=out_param(cfg, (H, V, D), std_back(m, H * V)),
+        out=out_param(cfg, (H, V, D), std_back(H * V, layers_of(m))),
     )
     if Q:
         table["q_norm"] = scale_param(Q)
@@ -150,7 +151,7 @@ def attention_table(cfg, rope):
 def mlp_table(cfg, F):
     """A feed-forward of F hidden channels."""
     m = cfg.model
-    return feed_forward_table(cfg, F, std_into(m.model_dimension), std_back(m, F))
+    return feed_forward_table(cfg, F, std_into(m.model_dimension), std_back(F, layers_of(m)))
 
 
 def dense_table(cfg):
@@ -172,7 +173,7 @@ def moe_table(cfg):
         norm=scale_param(D),
         router=weight_param(cfg, (D, E), std_into(D), matrix=False, hidden=False),
         bias=bias_param(E),
-        experts=experts_table(cfg, std_into(D), std_back(m, F)),
+        experts=experts_table(cfg, std_into(D), std_back(F, layers_of(m))),
     )
     if m.n_shared:
         table["shared"] = mlp_table(cfg, m.n_shared * F)
@@ -245,7 +246,7 @@ def attention(p, x, tokens, m, cache=None):
         with jax.named_scope("short_conv"):
             kv = short_conv(kv, p["conv"], tokens.start)
     q = project_queries(q, p["q_up"], position, m)  # [B, H/tp, T, K + rope_dim]
-    k_up, v_up = jnp.split(p["kv_up"], (m.head_dim,), -1)  # [R, H/tp, K], [R, H/tp, V]
+    k_up, v_up = jnp.split(p["kv_up"], (m.key_dim,), -1)  # [R, H/tp, K], [R, H/tp, V]
     if cache is not None and q.shape[2] == 1:
         out = attend_in_latent_space(q, kv, k_up, v_up, position, tokens.start)
     else:
@@ -308,7 +309,7 @@ def project_queries(x, w, position, m):
     w [Q or D, H/tp, K + rope_dim]. A rotated channel is its own product times cos plus its partner's times sin. The
     partners come from a second product, with the partners' weights: to move weights is cheaper than to move queries.
     """
-    K, scale = m.head_dim, score_scale(w.shape[-1], m)
+    K, scale = m.key_dim, score_scale(w.shape[-1], m)
     if w.shape[-1] == K:  # no rotary channels
         return product("btr,rhk->bhtk", x, w * scale)
     a, b = jnp.split(w[..., K:], 2, -1)
@@ -347,8 +348,36 @@ def attend_in_latent_space(q, kv, k_up, v_up, position, start):
     R, _, K = k_up.shape
     in_latent = jnp.einsum("bhtk,rhk->bhtr", q[..., :K], k_up)
     q = jnp.concatenate([in_latent, q[..., K:]], -1)  # [B, H/tp, 1, R + rope_dim]
-    latents = kernels.attend(q, kv, kv[..., :R], position, start, heads="")
+    kv = kv[:, None]  # one head, which all queries read
+    latents = kernels.attend(q, kv, kv[..., :R], position, start)
     return jnp.einsum("bhtr,rhv->bhtv", latents, v_up)
+
+
+# --- Router -----------------------------------------------------------------------------------------------------
+
+
+def sigmoid_router(p, x, m):
+    """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16): x float32 [n, D] ->
+    scores [n, E], chosen experts [n, k] and their gates [n, k]. The bias decides who is chosen and nothing else."""
+    scores = jax.nn.sigmoid(router_logits(p, x))
+    wanted = lax.stop_gradient(scores + p["bias"])
+    if m.n_groups > 1:
+        wanted = keep_best_groups(wanted, m)
+    return scores, *choose_experts(scores, wanted, m)
+
+
+def keep_best_groups(wanted, m):
+    """`wanted` [n, E] with -inf for experts outside each token's best k_groups of n_groups groups of experts.
+
+    A group counts as much as its two best experts together (DeepSeek-V3, section 2.1.2).
+    """
+    groups = wanted.reshape(len(wanted), m.n_groups, -1)  # [n, n_groups, E/n_groups]
+    two_best, _ = lax.top_k(groups, 2)
+    _, best = lax.top_k(two_best.sum(-1), m.k_groups)  # [n, k_groups]
+    allowed = best[..., None] == jnp.arange(m.n_groups)
+    allowed = allowed.any(1)  # [n, n_groups]
+    kept = jnp.where(allowed[..., None], groups, -jnp.inf)
+    return kept.reshape(wanted.shape)
 
 
 # --- Layers -------------------------------------------------------------------------------------------------------
@@ -377,7 +406,7 @@ def moe_layer(p, x, tokens, m, cache):
     x, cache = add_attention(p["attention"], x, tokens, m, cache)
     with jax.named_scope("experts"):
         h = rms_norm(x, p["norm"], m.norm_eps)
-        out, load = routed_experts(p, h, m, tokens.split)
+        out, load = routed_experts(p, h, m, tokens.split, sigmoid_router)
         if m.n_shared:
             out = out + feed_forward(p["shared"], h, tokens, m)
         x = x + dropout(out, m.dropout_rate, tokens, AFTER_FEED_FORWARD)
@@ -422,55 +451,13 @@ def latent_cache(cfg, B, T):
     return cache
 
 
-# --- Multi-token prediction ---------------------------------------------------------------------------------------
-
-
-def predict_further(m, x, targets, tokens_of, top, weights, run_layer, head_loss):
-    """Predict the tokens after the next (DeepSeek-V3, section 2.2): sum of the cross-entropies of all depths, and
-    `Load` with tokens [mtp_depth, E].
-
-    Depth d reads the hidden states of depth d - 1 and the tokens d ahead, and predicts the tokens after those. x
-    [M/S, B/dp, T/tp, D] are the hidden states that the head reads, targets [M/S, B/dp, T/tp] the next tokens.
-    `run_layer` is the layer of model.make_layer, `head_loss(x, head, targets)` a sum of cross-entropies.
-    """
-    M, B, t = targets.shape
-    depths = m.mtp_depth
-    whole = gather_sequence(targets.reshape(M * B, t), True)
-    whole = jnp.pad(whole, ((0, 0), (0, depths)), constant_values=-1)  # [M*B, T + depths]
-    microbatches = lax.axis_index("pp") * M + jnp.arange(M)
-
-    def make_step(depth):
-        number = m.blocks * m.layers_per_block + m.first_layers + depth  # of the layer, for dropout
-
-        def step(weights, scanned):
-            x, ids, microbatch = scanned
-            token = embed(top, jnp.maximum(ids, 0), None)
-            tokens = tokens_of(microbatch)
-            x, (load, _), weights = run_layer(
-                "mtp", weights, (depth,), number, (x, token), tokens, None
-            )
-            return weights, (x, load)
-
-        return step
-
-    total, loads = 0, []
-    for depth in range(depths):
-        first = lax.axis_index("tp") * t + depth
-        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1).reshape(M, B, t + 1)
-        scanned = x, ahead[..., :-1], microbatches
-        weights, (x, load) = lax.scan(make_step(depth), weights, scanned)
-        loads.append(jax.tree.map(lambda part: part.sum(0), load))
-        total += head_loss(x, top["head"], ahead[..., 1:])
-    return total, jax.tree.map(lambda *parts: jnp.stack(parts), *loads)
-
-
 # --- Costs --------------------------------------------------------------------------------------------------------
 
 
 def layer_cost(m, kind):
     """`LayerCost` of a kind of layer: attention as in DeepSeek-V2, arXiv:2405.04434, section 2.1; feed-forward as in
     arXiv:2002.05202."""
-    D, K, V, R, Q = m.model_dimension, m.head_dim, m.value_dim, m.latent_dim, m.q_latent
+    D, K, V, R, Q = m.model_dimension, m.key_dim, m.value_dim, m.latent_dim, m.q_latent
     routed = kind in ("moe", "mtp")
     rope = m.rope_dim if m.moe_rope or not routed else 0
     latents = Q + R + rope
@@ -496,7 +483,6 @@ def layer_cost(m, kind):
         products=latents + m.n_head * (2 * K + 3 * rope + V),
         branches=BRANCHES[m.activation],
         ffn_width=m.n_shared * m.expert_width if routed else m.ffn_width,
-        kept_ratio=dict(tpu=1.6, gpu=2.47),
     )
 
 
@@ -534,12 +520,12 @@ def layer_tensors(m, n, leaf, at, moe):
     if moe:
         yield from moe_tensors(m, f"{prefix}.mlp", leaf, at)
     else:
-        yield from feed_forward_tensors(f"{prefix}.mlp", (*leaf, "ffn"), at, D, m.ffn_width)
+        yield from hf.swiglu(f"{prefix}.mlp", (*leaf, "ffn"), at, D, m.ffn_width)
 
 
 def attention_tensors(m, prefix, leaf, at):
     """Yield the `Tensor`s of latent attention. Our `down` holds [query latent, key/value latent, rotary key]."""
-    D, H, K, V = m.model_dimension, m.n_head, m.head_dim, m.value_dim
+    D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.value_dim
     Q, R, rope = m.q_latent, m.latent_dim, m.rope_dim
     down, bias = (*leaf, "down"), (*leaf, "down_bias")
     inputs = slice(None)
@@ -568,16 +554,9 @@ def moe_tensors(m, prefix, leaf, at):
     shared, experts = (*leaf, "shared"), (*leaf, "experts")
     yield hf.linear(f"{prefix}.gate.weight", (*leaf, "router"), at, (D, E))
     yield hf.plain(f"{prefix}.gate.e_score_correction_bias", (*leaf, "bias"), at, (E,))
-    yield from feed_forward_tensors(f"{prefix}.shared_experts", shared, at, D, m.n_shared * F)
+    yield from hf.swiglu(f"{prefix}.shared_experts", shared, at, D, m.n_shared * F)
     for e in range(E):
-        yield from feed_forward_tensors(f"{prefix}.experts.{e}", experts, (*at, e), D, F)
-
-
-def feed_forward_tensors(prefix, leaf, at, D, F):
-    """Yield the `Tensor`s of a SwiGLU feed-forward of width F. Our `up` holds its two branches."""
-    yield hf.linear(f"{prefix}.gate_proj.weight", (*leaf, "up"), (*at, 0), (D, F))
-    yield hf.linear(f"{prefix}.up_proj.weight", (*leaf, "up"), (*at, 1), (D, F))
-    yield hf.plain(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (D, F))
+        yield from hf.swiglu(f"{prefix}.experts.{e}", experts, (*at, e), D, F)
 
 
 def held_predictors(flags, names):
@@ -617,7 +596,7 @@ FLAG_ENTRIES = (
     hf.Entry("q_lora_rank", hf.whole(0), "q_latent_dim", settled="q_latent", null=0),
     hf.Entry("qk_rope_head_dim", hf.whole(1), "rope_dim"),
     hf.Entry("v_head_dim", hf.whole(1), "v_dim", settled="value_dim"),
-    hf.Entry("qk_nope_head_dim", hf.whole(1), "nope_dim", settled="head_dim"),
+    hf.Entry("qk_nope_head_dim", hf.whole(1), "head_dim", settled="key_dim"),
     hf.Entry("n_group", hf.whole(1), "n_groups", null=1),
     hf.Entry("topk_group", hf.whole(1), "k_groups", null=1),
     hf.Entry("num_experts_per_tok", hf.whole(1), "experts_per_token"),
@@ -723,7 +702,7 @@ def from_hugging_face(config):
         **SUPPORTED,
         num_key_value_heads=[flags["n_head"], None],
         head_dim=[flags["rope_dim"]],
-        qk_head_dim=[flags["nope_dim"] + flags["rope_dim"]],
+        qk_head_dim=[flags["head_dim"] + flags["rope_dim"]],
     )
     return flags
 
@@ -783,7 +762,7 @@ def yarn_flags(rope, original):
 
 
 HUGGING_FACE = hf.HuggingFace(
-    model_type="deepseek_v3",
+    model_types=("deepseek_v3",),
     tensors=hugging_face_tensors,
     config=to_hugging_face,
     flags=from_hugging_face,
@@ -797,12 +776,13 @@ ARCHITECTURE = Architecture(
     table=deepseek_table,
     layers=dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
     last="moe",
-    stacks=frozenset({"dense", "moe"}),
+    inner="dense",
+    first="first",
+    mtp="mtp",
     routed=dict(moe=EXPERT_AXES, mtp=AXES),
     embed=embed,
     norm=rms_norm,
     cache=latent_cache,
-    predict_further=predict_further,
     layer_cost=layer_cost,
     hugging_face=HUGGING_FACE,
     flags=FLAGS,

@@ -54,7 +54,7 @@ def experts_table(cfg, up_std, down_std):
     )
 
 
-def choose_experts(m, platform):
+def choose_transport(m, platform):
     """What --experts stands for: auto is tiles on CPUs without a capacity, else buckets."""
     if m.experts != "auto":
         return m.experts
@@ -64,40 +64,20 @@ def choose_experts(m, platform):
 # --- Routing ------------------------------------------------------------------------------------------------------
 
 
-@jax.named_scope("route")
-def route(p, x, m):
-    """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16), in float32.
+def router_logits(p, x):
+    """x float32 [n, D] -> [n, E], in full precision on every platform."""
+    return jnp.dot(x, p["router"], precision="highest")
 
-    x [n, D] -> scores [n, E], chosen experts [n, k] and their gates [n, k]. The bias, which a layer may lack, decides
-    who is chosen and nothing else. Gates are the scores of the chosen experts, divided by their sum (not without
-    --norm_topk_prob), times routed_scaling.
-    """
-    x = x.astype(jnp.float32)
-    logits = jnp.dot(x, p["router"], precision="highest")
-    scores = jax.nn.sigmoid(logits)
-    wanted = lax.stop_gradient(scores + p.get("bias", 0))
-    if m.n_groups > 1:
-        wanted = keep_best_groups(wanted, m)
+
+def choose_experts(scores, wanted, m):
+    """The k experts of each token that it wants most, [n, k], and their gates [n, k]: their scores, divided by their
+    sum (not without --norm_topk_prob), times routed_scaling. scores and wanted [n, E]."""
     _, chosen = lax.top_k(wanted, m.experts_per_token)
     chosen_scores = jnp.take_along_axis(scores, chosen, -1)
     gates = m.routed_scaling * chosen_scores
     if m.norm_topk_prob:
         gates /= chosen_scores.sum(-1, keepdims=True) + 1e-20
-    return scores, chosen, gates
-
-
-def keep_best_groups(wanted, m):
-    """`wanted` [n, E] with -inf for experts outside each token's best k_groups of n_groups groups of experts.
-
-    A group counts as much as its two best experts together (DeepSeek-V3, section 2.1.2).
-    """
-    groups = wanted.reshape(len(wanted), m.n_groups, -1)  # [n, n_groups, E/n_groups]
-    two_best, _ = lax.top_k(groups, 2)
-    _, best = lax.top_k(two_best.sum(-1), m.k_groups)  # [n, k_groups]
-    allowed = best[..., None] == jnp.arange(m.n_groups)
-    allowed = allowed.any(1)  # [n, n_groups]
-    kept = jnp.where(allowed[..., None], groups, -jnp.inf)
-    return kept.reshape(wanted.shape)
+    return chosen, gates
 
 
 def balance_loss(scores, chosen, m, split):
@@ -229,12 +209,16 @@ take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 # --- Experts ------------------------------------------------------------------------------------------------------
 
 
-def routed_experts(p, x, m, split):
-    """Mixture of routed experts on local tokens. x [B, T/tp, D] -> [B, T/tp, D] and `Load`."""
+def routed_experts(p, x, m, split, router):
+    """Mixture of routed experts on local tokens. x [B, T/tp, D] -> [B, T/tp, D] and `Load`.
+
+    `router(p, x, m)`: float32 [n, D] -> scores [n, E], chosen experts [n, k] and their gates [n, k].
+    """
     B, t, D = x.shape
     E, k = m.n_experts, m.experts_per_token
     x = x.reshape(B * t, D)
-    scores, chosen, gates = route(p, x, m)
+    with jax.named_scope("route"):
+        scores, chosen, gates = router(p, x.astype(jnp.float32), m)
     gates = gates.astype(x.dtype)
     tokens = (chosen[..., None] == jnp.arange(E)).sum((0, 1))
 

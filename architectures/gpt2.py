@@ -68,7 +68,7 @@ def norm_table(m):
 
 def attention_table(cfg):
     m = cfg.model
-    D, H, K = m.model_dimension, m.n_head, m.head_dim
+    D, H, K = m.model_dimension, m.n_head, m.key_dim
     return dict(
         attention_norm=norm_table(m),
         qkv=weight_param(cfg, (D, 3, H, K), STD, outputs=(2, 3), fixed={2: "tp"}),
@@ -113,7 +113,7 @@ def attention(p, x, tokens, m, cache):
     q, kv = jnp.split(qkv.astype(x.dtype), (1,), 1)
     position = tokens.whole(x.shape[1])
     kv, cache = extend_key_values(cache, kv, position)
-    scaled = q[:, 0] * m.head_dim**-0.5
+    scaled = q[:, 0] * m.key_dim**-0.5
     attend = attention_kernel(m, cache)
     out = attend(scaled, kv[:, 0], kv[:, 1], position, tokens.start)
     out = project_heads(out, p["out"], tokens, m) + p["out_bias"]
@@ -152,7 +152,7 @@ def embed(top, ids, position):
 def gpt2_cache(cfg, B, T):
     """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: 2 x D numbers per token and layer."""
     m = cfg.model
-    return dict(gpt2=key_value_cache(m.blocks, B, T, m.n_head, m.head_dim))
+    return dict(gpt2=key_value_cache(m.blocks, B, T, m.n_head, m.key_dim))
 
 
 # --- Costs --------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def gpt2_cache(cfg, B, T):
 
 def layer_cost(m, kind):
     """`LayerCost` of a layer."""
-    D, K = m.model_dimension, m.head_dim
+    D, K = m.model_dimension, m.key_dim
     return LayerCost(
         own_weights=0,
         head_weights=4 * D * K,  # query, key, value and out
@@ -180,7 +180,7 @@ def layer_cost(m, kind):
 def hugging_face_tensors(m):
     """Yield the `Tensor`s of GPT2LMHeadModel for a utils.Model; its Conv1D holds [inputs, outputs], as we do."""
     D, F = m.model_dimension, m.ffn_width
-    heads = (m.n_head, m.head_dim)
+    heads = (m.n_head, m.key_dim)
     rows = (slice(0, m.vocab_size),)
     yield hf.plain("transformer.wte.weight", ("embedding",), rows, (m.vocab_size, D))
     yield hf.plain("transformer.wpe.weight", ("positions",), (), (m.T, D))
@@ -264,7 +264,7 @@ def from_hugging_face(config):
 
 
 HUGGING_FACE = hf.HuggingFace(
-    model_type="gpt2",
+    model_types=("gpt2",),
     tensors=hugging_face_tensors,
     config=to_hugging_face,
     flags=from_hugging_face,
@@ -280,7 +280,6 @@ ARCHITECTURE = Architecture(
     table=gpt2_table,
     layers=dict(gpt2=gpt2_layer),
     last="gpt2",
-    stacks=frozenset({"gpt2"}),
     embed=embed,
     norm=layer_norm,
     cache=gpt2_cache,

@@ -18,7 +18,7 @@ def all_held(flags, names):
 class HuggingFace(NamedTuple):
     """The models of an architecture in the Hugging Face format, as transformers' class for them has it."""
 
-    model_type: str  # its name in config.json
+    model_types: tuple  # its names in config.json
     tensors: Callable  # utils.Model -> its Tensors
     # utils.Model -> config.json. Raises UserError where the class has no such model.
     config: Callable
@@ -84,6 +84,13 @@ def linear(name, leaf, at, part, inputs=1, rotated=0):
 def plain(name, leaf, at, part, shape=None, rotated=0):
     """`Tensor` that is not transposed; shape: in the format, where it is not that of our part."""
     return Tensor(name, shape or part, leaf, at, part, rotated=rotated)
+
+
+def swiglu(prefix, leaf, at, D, F):
+    """Yield the `Tensor`s of a SwiGLU feed-forward of width F. Our `up` holds its two branches."""
+    yield linear(f"{prefix}.gate_proj.weight", (*leaf, "up"), (*at, 0), (D, F))
+    yield linear(f"{prefix}.up_proj.weight", (*leaf, "up"), (*at, 1), (D, F))
+    yield plain(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (D, F))
 
 
 # --- Entries of config.json -----------------------------------------------------------------------------------------

@@ -128,6 +128,18 @@ def embedding_param(cfg, size, std, **more):
     return weight_param(cfg, shape, std, over=AXES, hidden=False, **more)
 
 
+def std_into(inputs):
+    """Standard deviation of a matrix that reads a residual or a latent of `inputs` channels: outputs begin as large
+    as inputs."""
+    return 1 / math.sqrt(inputs)
+
+
+def std_back(inputs, layers):
+    """Standard deviation of a matrix of `inputs` inputs that writes to the residual, in a model of `layers` layers: a
+    tenth of `std_into`'s / sqrt(2 x layers), so that tokens begin as themselves."""
+    return 0.1 / math.sqrt(inputs * 2 * layers)
+
+
 # --- Tables -------------------------------------------------------------------------------------------------------
 
 

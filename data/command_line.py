@@ -29,20 +29,20 @@ class Source:
 
 
 # what a signal leaves at this moment, in words
-what_stands = "nothing was written, and the same command begins anew"
+what_is_left = "nothing was written; rerun the same command to start over"
 
 
-def say_what_stands(words):
+def say_what_is_left(words):
     """Set what a signal from now on says that it leaves."""
-    global what_stands
-    what_stands = words
+    global what_is_left
+    what_is_left = words
 
 
 def run(main):
     """Run the main of a data program.
 
-    A UserError ends it with a sentence and status 2. Ctrl-C and SIGTERM end it at once, with what stands in a sentence
-    and status 128 + the signal.
+    A UserError ends it with a sentence and status 2. Ctrl-C and SIGTERM end it at once, with a sentence that says what
+    is left, and status 128 + the signal.
     """
-    interrupts.watch(lambda number: interrupts.end(128 + number, f"interrupted; {what_stands}"))
+    interrupts.watch(lambda number: interrupts.end(128 + number, f"interrupted; {what_is_left}"))
     one_sentence(main)

@@ -21,7 +21,7 @@ COUNTS = (
     "damaged_records",
     "duplicate_documents",
 )
-PIECE = 1_000_000  # characters; longer texts are encoded in pieces of at least so many, where they can be cut
+PIECE = 1_000_000  # characters; longer texts are encoded in pieces of at least this many, where they can be cut
 
 
 def pieces(text, encoding):

@@ -1,7 +1,7 @@
 """From token ids to a folder of shards, their manifests, and the progress of a run that may be interrupted.
 
 Nothing is removed or replaced that another program or a person made. All that a run replaces is known as its own: by
-its content, by progress.npz, or by MARK, which it writes before the first shard and removes after the manifests.
+its content, or by progress.npz, which it writes before the first shard and removes after the manifests.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from data import manifest
-from data.command_line import say_what_stands
+from data.command_line import say_what_is_left
 from data.encoding import COUNTS
 from data.sources.base import many
 from data.splits import SPLITS, WHOLE, Seen
@@ -29,7 +29,6 @@ from utils import (
     filesystem,
     first_line,
     is_remote,
-    object_in,
     persist,
     read_file,
     remove_parts,
@@ -38,10 +37,10 @@ from utils import (
     write_file,
 )
 
-MARK = "unfinished.json"  # the file that tells that this program is making the shards beside it
-PROGRAM = "data/tokenize_shards.py"
+PROGRESS = "progress.npz"
+STATE = ("settings", "position", "splits", "validation")  # some of what progress.npz holds
 SEEN = ("sizes", "stamps", "crc32s")  # arrays of source.npz
-# a position in any source
+# the beginning of any source
 BEGINNING = {"documents": 0, "done": 0, "file": 0, "line": 0, "crc32": 0}
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
@@ -57,9 +56,8 @@ def new_file(path):
         yield f
         f.flush()
         fs, there = filesystem(path)
-        persist(
-            lambda: fs.put_file(f.name, there), path
-        )  # an object appears whole when its upload ends
+        # an object appears whole when its upload ends
+        persist(lambda: fs.put_file(f.name, there), path)
 
 
 class ShardWriter:
@@ -120,11 +118,11 @@ class ShardWriter:
         return sum(shard["tokens"] for shard in self.shards) + self.filled
 
     def manifest(self):
-        """What there is so far, for the manifest, and to go on from together with the tokens of the next shard."""
+        """What there is so far, for the manifest, and to resume from together with the tokens of the next shard."""
         counts = {key: self.totals[key] for key in COUNTS}
         return {"tokens": self.n_tokens, **counts, "shards": self.shards}
 
-    def go_on(self, so_far, ids):
+    def restore(self, so_far, ids):
         """Return to the state that `manifest` described and the tokens `ids` of the unfinished shard."""
         self.shards = so_far["shards"]
         self.filled = len(ids)
@@ -160,6 +158,7 @@ class Output:
         self.source = source
         self.settings = settings
         self.splits = SPLITS if settings["val_fraction"] else SPLITS[:1]
+        self.position = BEGINNING
         self.validation = WHOLE
         self.seen = Seen()
         self.fs, self.root = filesystem(path)
@@ -244,7 +243,7 @@ class Output:
     # --- Progress
 
     def save_progress(self, position, writers):
-        """Write where a run that is killed from now on goes on: after the batch that ended at `position`."""
+        """Write where a run that is killed from now on resumes: after the batch that ended at `position`."""
         seen = self.source.seen(position)
         state = {
             "settings": self.settings,
@@ -254,34 +253,42 @@ class Output:
             "names_sha256": self.source.names_sha256(len(seen["sizes"])),
         }
         unfinished = {split: writer.shard[: writer.filled] for split, writer in writers.items()}
-        self.save("progress.npz", state, hashes=self.seen.all(), **seen, **unfinished)
-        self.say_what_stands(position)
+        self.save(PROGRESS, state, hashes=self.seen.all(), **seen, **unfinished)
+        self.say_what_is_left(position)
 
     def begin(self, writers, tokenizer):
-        """The position in the source to go on from, {} for its beginning; the writers are returned to it.
+        """Return to where an earlier run was killed, or begin: self.position says where in the source, and the writers
+        are there too.
 
-        From now on until the manifests are there, the file MARK tells that the shards are made here, and the tokenizer,
-        by name or path, lies beside it. Raises UserError where something else is in the way, of which all stays as it
-        is, or where what was read until the position has changed.
+        The tokenizer, by name or path, is copied beside the shards. Raises UserError where something else is in the
+        way, all of which stays as it is, or where what was read until the position has changed.
         """
-        mark, position = self.mark(), self.load_progress(writers)
+        held = self.load(PROGRESS, *STATE)
         found = {split: set(list_shards(os.path.join(self.path, split))) for split in SPLITS}
-        begun = position or mark and any(found.values())
-        if not begun:
+        if held and (held["position"] != BEGINNING or any(found.values())):
+            self.resume(held, writers)
+        else:
             self.check_free()
-        elif not position:
-            self.check(mark["settings"], MARK)
         for split, names in found.items():
-            self.check_shards(split, names, writers.get(split), begun)
+            self.check_shards(split, names, writers.get(split), held)
         for split in SPLITS:
             self.fs.makedirs(os.path.join(self.root, split), exist_ok=True)
             if not is_remote(self.path):
                 remove_parts(os.path.join(self.path, split))
         keep_tokenizer(self.path, tokenizer, replace=False)
-        if not (mark and begun):
-            made_by = {"program": PROGRAM, "settings": self.settings}
-            write_file(os.path.join(self.path, MARK), json.dumps(made_by, indent=1) + "\n")
-        return position
+        if self.position == BEGINNING:
+            self.save_progress(BEGINNING, writers)
+
+    def resume(self, held, writers):
+        """Return to what `save_progress` saved. Raises UserError where what was read until then has changed."""
+        self.check(held["settings"], PROGRESS, but="source_listing_sha256")
+        self.compare_names_and_files(held["names_sha256"], held, held["position"])
+        self.position = held["position"]
+        self.validation = held["validation"]
+        self.seen.add(held["hashes"])
+        for split, writer in writers.items():
+            writer.restore(held["splits"][split], held[split])
+        self.say_what_is_left(self.position)
 
     def check_shards(self, split, names, writer, begun):
         """Raises UserError where the shards with these names are not those that the writer of the split knows."""
@@ -300,16 +307,6 @@ class Output:
         if writer:
             writer.found = set(others)
 
-    def mark(self):
-        """What MARK tells; {} where there is none. Raises UserError where another program made it."""
-        path = os.path.join(self.path, MARK)
-        mark = object_in(path)
-        if mark is None:
-            return {}
-        if mark.get("program") != PROGRAM or not isinstance(mark.get("settings"), dict):
-            raise foreign(path)
-        return mark
-
     def check_free(self):
         """Raises UserError where there is what a new run would replace."""
         paths = [os.path.join(self.path, split, manifest.NAME) for split in self.splits]
@@ -318,32 +315,9 @@ class Output:
             gone = set(paths) - set(there)
             raise UserError(
                 f"--output: {there[0]} tells of finished shards, but {min(gone)} is missing; put it back, or "
-                f"delete the folder and run the same command again."
+                f"delete the folder and rerun the same command."
             )
         self.load("source.npz", *SEEN)
-
-    def load_progress(self, writers):
-        """Return the writers to the last progress; its position in the source, {} where there is none.
-
-        Raises UserError where what was read until then has changed.
-        """
-        held = self.load("progress.npz", "settings", "position", "splits")
-        if not held:
-            return {}
-        if "validation" not in held:
-            raise UserError(
-                f"--output {self.path}: an earlier version began these shards, which chose other documents for "
-                f"val; delete the folder."
-            )
-        position = held["position"]
-        self.check(held["settings"], "progress.npz", but="source_listing_sha256")
-        self.compare_names_and_files(held["names_sha256"], held, position)
-        self.validation = held["validation"]
-        self.seen.add(held["hashes"])
-        for split, writer in writers.items():
-            writer.go_on(held["splits"][split], held[split])
-        self.say_what_stands(position)
-        return position
 
     def compare_names_and_files(self, names, seen, position):
         """Raises UserError where the files that were read up to `position` are others now."""
@@ -356,7 +330,7 @@ class Output:
         self.source.compare(seen, position, advice)
 
     def begin_again(self, validation, writers):
-        """Remove the shards that were just made of the whole source, and begin anew with another way of validation.
+        """Remove the shards that were just made of the whole source, to start over with another way of validation.
 
         Raises UserError, before it removes any, where one has another content by now.
         """
@@ -365,21 +339,21 @@ class Output:
                 path = os.path.join(writer.folder, shard["name"])
                 if sha256_of(path) != shard["sha256"]:
                     raise foreign(path)
-        progress = os.path.join(self.root, "progress.npz")
-        if self.fs.exists(progress):
-            self.fs.rm_file(progress)
+        self.position, self.seen = BEGINNING, Seen()
         for split, writer in writers.items():
+            shards = writer.shards
+            writer.restore({"shards": []}, [])
+            self.save_progress(BEGINNING, writers)
             # the last one first: what a kill leaves is then the beginning of what the same command makes
-            for shard in reversed(writer.shards):
+            for shard in reversed(shards):
                 self.fs.rm_file(os.path.join(self.root, split, shard["name"]))
                 writer.found.discard(shard["name"])
-            writer.go_on({"shards": []}, [])
-        self.validation, self.seen = validation, Seen()
+        self.validation = validation
         self.save_progress(BEGINNING, writers)
 
-    def say_what_stands(self, position):
+    def say_what_is_left(self, position):
         made = f"{self.path} holds what was made of the first {position['documents']:,} documents"
-        say_what_stands(f"{made}, and the same command goes on after them")
+        say_what_is_left(f"{made}; rerun the same command to resume")
 
     def finish(self, writers):
         """Write the last shards, then the manifests, and forget the progress."""
@@ -394,15 +368,12 @@ class Output:
             made = {"version": version(), **self.settings, "validation": validation}
             path = os.path.join(self.path, split, manifest.NAME)
             write_file(path, manifest.dump(made | writer.manifest()))
-        self.forget_progress()
+        self.fs.rm_file(os.path.join(self.root, PROGRESS))
 
     def forget_progress(self):
-        """Remove what tells that the shards are unfinished, the mark last: as long as it is there, the rest is ours."""
-        if self.mark():
-            for name in ("progress.npz", MARK):
-                path = os.path.join(self.root, name)
-                if self.fs.exists(path):
-                    self.fs.rm_file(path)
+        """Remove progress.npz of a run that was killed just before it would have done so."""
+        if self.load(PROGRESS, *STATE):
+            self.fs.rm_file(os.path.join(self.root, PROGRESS))
 
 
 def version():

@@ -189,14 +189,14 @@ def content_of(path):
     return content
 
 
-def load_ranks(path):
-    """The `tiktoken.Encoding` of a file of ranks. Raises UserError."""
+def load_ranks(path, content=None):
+    """The `tiktoken.Encoding` of a file of ranks, which has this content where that is given. Raises UserError."""
     import tiktoken
 
     ranks = {}
     try:
         # not by tiktoken's loader, which caches by name and so would miss a file made anew
-        for line in content_of(path).splitlines():
+        for line in (content or content_of(path)).splitlines():
             token, rank = line.split()
             ranks[base64.b64decode(token)] = int(rank)
         # tiktoken itself panics at others
@@ -300,18 +300,29 @@ def shards_tokenizer(root, manifest, flag=""):
     return flag or made_with
 
 
+def tokens_of_text(encoding):
+    """{id: token} of those that are neither special nor the end of text."""
+    special = {*special_tokens(encoding), encoding.eot_token}
+    return {number: token for number, token in tokens_of(encoding).items() if number not in special}
+
+
+def merged_in_order(encoding):
+    """The tokens that pairs of others merge into, in the order of the merges, spelled as in `tokens_of`."""
+    if not isinstance(encoding, HubTokenizer):
+        ranks, tokens = encoding._mergeable_ranks, tokens_of(encoding)
+        return [tokens[rank] for rank in sorted(ranks[token] for token in ranks if len(token) > 1)]
+    pairs = json.loads(encoding.tokenizer.to_str())["model"].get("merges", [])
+    merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in pairs]
+    return list(dict.fromkeys(merged))  # some files list all pairs that make a token
+
+
 def same_tokens(one, other):
     """Whether the ids that text becomes with tokenizer `other` mean the same with `one`: all tokens but the special
-    ones are equal, and so is the other's end of text."""
-    tokens, others = tokens_of(one), tokens_of(other)
+    ones are equal, so is the other's end of text, and so is the order of the merges."""
     end = other.eot_token
-    if tokens.pop(end, None) != others.pop(end):
+    if tokens_of(one).get(end) != tokens_of(other)[end]:
         return False
-    for number in {*special_tokens(one), one.eot_token}:
-        tokens.pop(number, None)
-    for number in special_tokens(other):
-        others.pop(number, None)
-    return tokens == others
+    return all(of(one) == of(other) for of in (tokens_of_text, merged_in_order))
 
 
 def made_shards(encoding, name, sha256):

@@ -5,15 +5,19 @@ python data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tok
 Writes OUTPUT/train/000000.npy, ... and OUTPUT/val/000000.npy, ...: one-dimensional arrays that numpy.load reads, uint16
 where that holds the vocabulary, else uint32. A document is the end-of-text token and then its text, no part of which
 becomes a special token; documents continue from one shard into the next. manifest.json beside them is written last: a
-folder without one is unfinished, and the same command goes on from the last whole shard, as OUTPUT/progress.npz says.
-OUTPUT/unfinished.json tells until then that this program makes the shards: what it did not make it does not replace.
-OUTPUT/source.npz tells whether a file of the source has changed since.
+folder without one is unfinished. Until then OUTPUT/progress.npz marks the shards as this program's, which replaces
+nothing else; rerun the same command to resume from the last whole shard. OUTPUT/source.npz tells whether a file of the
+source has changed since.
 """
 
 if __name__ == "__main__":
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+    from training import interrupts
+
+    interrupts.begin("interrupted; nothing was written")
 
 import os
 import sys
@@ -27,8 +31,8 @@ from tqdm import tqdm
 
 from data.command_line import VAL_FRACTION, Source, run
 from data.output import Output, ShardWriter
-from data.sources import open_source
 from data.sources.base import many, warn
+from data.sources.kinds import open_source
 from data.splits import ENDS, FEW, WHOLE, apportion, are_uneven
 from data.tokenization import (
     TOKENIZER_FILES,
@@ -93,7 +97,7 @@ def main():
         output = Output(args.output, source, settings)
         summary = None if output.is_finished() else write_alone(args, source, output, encoding)
         if not summary:
-            output.forget_progress()  # of a run that was killed just before it would have done so
+            output.forget_progress()
             say(f"{args.output}: these shards are there already, nothing to do")
             return
     except OSError as e:
@@ -131,11 +135,11 @@ def write(args, source, output, encoding):
     for split in output.splits:
         folder, dtype = os.path.join(args.output, split), np.dtype(output.settings["dtype"])
         writers[split] = ShardWriter(folder, args.shard_tokens, dtype)
-    position = output.begin(writers, args.tokenizer)
-    fill(args, source, position, output, writers, encoding)
+    output.begin(writers, args.tokenizer)
+    fill(args, source, output, writers, encoding)
     if output.validation == WHOLE and are_too_few(writers, args.val_fraction):
         output.begin_again(ENDS, writers)
-        fill(args, source, {}, output, writers, encoding)
+        fill(args, source, output, writers, encoding)
     if output.validation == ENDS:
         say(
             f"{args.output}: there are too few documents to hold whole ones out, so val is the last "
@@ -164,8 +168,8 @@ def are_too_few(writers, val_fraction):
     return len(writers) == 2 and n_documents < FEW and are_uneven(sizes, val_fraction)
 
 
-def fill(args, source, position, output, writers, encoding):
-    """Give the writers what there is in the source from `position` on, and save progress on the way."""
+def fill(args, source, output, writers, encoding):
+    """Give the writers what there is in the source from the output's position on, and save progress on the way."""
     start = None
     if args.ray:
         start = ray_actors
@@ -173,9 +177,9 @@ def fill(args, source, position, output, writers, encoding):
         start = processes
     dtype = np.dtype(output.settings["dtype"])
     arguments = encoding, dtype, args.skip_damaged, args.val_fraction, output.validation
-    results = encode(cut(source, position), args.workers, start, *arguments)
+    results = encode(cut(source, output.position), args.workers, start, *arguments)
     unsaved = 0  # tokens since the last progress
-    with Progress(source, position) as progress:
+    with Progress(source, output.position) as progress:
         for encoded, position in results:
             source.crc32s += encoded.crc32s
             for kind, words in encoded.warnings:

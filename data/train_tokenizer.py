@@ -4,9 +4,13 @@ python data/train_tokenizer.py --source stdlib --vocab_size 8192 --output data/s
 """
 
 if __name__ == "__main__":
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+    from training import interrupts
+
+    interrupts.begin("interrupted; nothing was written")
 
 import sys
 import time
@@ -15,14 +19,14 @@ from dataclasses import MISSING, dataclass
 from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from data.command_line import VAL_FRACTION, Source, run, say_what_stands
+from data.command_line import VAL_FRACTION, Source, run, say_what_is_left
 from data.encoding import encode_text
-from data.sources import open_source
 from data.sources.base import many, skipped, warn
 from data.sources.files import by_hash
+from data.sources.kinds import open_source
 from data.sources.text import read_text
 from data.splits import ENDS, FEW, WHOLE, are_uneven, divide, hash_of
-from data.tokenization import PATTERN, dump_ranks, load_tokenizer
+from data.tokenization import PATTERN, byte_letters, dump_ranks, load_ranks, load_tokenizer
 from utils import (
     UserError,
     check_place,
@@ -105,10 +109,7 @@ def short_pieces(texts):
 
 def to_ranks(tokenizer):
     """{token bytes: rank}: the ids, which are given in the order of the merges, as tiktoken's ranks must be."""
-    # the library spells byte b as the character b where that is visible, else as the next one from U+0100 on
-    visible = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    hidden = [b for b in range(256) if b not in visible]
-    byte = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    byte = {letter: b for b, letter in byte_letters().items()}
     return {bytes(byte[c] for c in token): rank for token, rank in tokenizer.get_vocab().items()}
 
 
@@ -170,7 +171,9 @@ def main():
         )
     ranks = dump_ranks(to_ranks(tokenizer))
     try:
-        if (read_file(args.output) or ranks) != ranks:
+        # a FIFO would be read until it has another writer
+        is_file = is_remote(args.output) or os.path.isfile(args.output)
+        if is_file and read_file(args.output) not in (None, b"", ranks):
             raise UserError(
                 f"{args.output}: is there already with other content; give another name, or remove it."
             )
@@ -178,8 +181,8 @@ def main():
     except UserError as e:
         raise UserError(f"--output {e}") from None
 
-    say_what_stands(f"{args.output} is written")
-    ratio = bytes_per_token(held_out, load_tokenizer(args.output))
+    say_what_is_left(f"{args.output} is written")
+    ratio = bytes_per_token(held_out, load_ranks(args.output, ranks))
     seconds = time.monotonic() - start
     say(
         f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of held-out text"

@@ -17,15 +17,21 @@ from kernels import flash
 SPLASH_BLOCKS = (512, 256, 128)  # numbers of queries and keys in a block, the fastest first
 
 
-def attend(q, k, v, position, start, heads="h"):
+def attend(q, k, v, position, start):
     """Causal attention, which writes all T x S scores to memory.
 
-    q [B, H/tp, T, K] are scaled queries at `position` [B or 1, T]. Keys k [B, H/tp, S, K] and values v [B, H/tp, S, V]
-    stand at positions 0, 1, ..; they have no dim of heads where all heads share them (`heads` ""). A query sees the
+    q [B, H/tp, T, K] are scaled queries at `position` [B or 1, T]. Keys k [B, H_kv/tp, S, K] and values v [B, H_kv/tp,
+    S, V] are at positions 0, 1, ..; each of their heads is read by H / H_kv heads of queries in a row. A query sees the
     keys from `start` [B, T] up to its position; without `start`, from 0. Returns [B, H/tp, T, V] in q's dtype; softmax
     is in float32.
     """
-    scores = jnp.einsum(f"bhtk,b{heads}sk->bhts", q, k, preferred_element_type=jnp.float32)
+    B, H, T, K = q.shape
+    group = H // k.shape[1]
+    if group > 1:  # the queries of heads that share keys count as further queries of one head
+        q = q.reshape(B, H // group, group * T, K)
+        start = None if start is None else jnp.tile(start, group)
+        return attend(q, k, v, jnp.tile(position, group), start).reshape(B, H, T, -1)
+    scores = jnp.einsum("bhtk,bhsk->bhts", q, k, preferred_element_type=jnp.float32)
     seen = jnp.arange(k.shape[-2]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
     if start is not None:
         seen &= jnp.arange(k.shape[-2]) >= start[:, None, :, None]
@@ -34,7 +40,7 @@ def attend(q, k, v, position, start, heads="h"):
     largest = lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - largest)
     out = jnp.einsum(
-        f"bhts,b{heads}sv->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
+        "bhts,bhsv->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
     )
     return (out / weights.sum(-1, keepdims=True)).astype(q.dtype)
 
@@ -95,7 +101,7 @@ def causal_share(T, block):
 
 def channels(m):
     """Channels that the key and the value of a head have together, of a utils.Model."""
-    return m.head_dim + m.rope_dim + m.value_dim
+    return m.key_dim + m.rope_dim + m.value_dim
 
 
 class Kernel(NamedTuple):

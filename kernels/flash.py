@@ -225,16 +225,18 @@ def flash_backward_keys(
 # Arrays are [B, T, H, channels] here, as products with weights leave them: so XLA transposes none.
 
 
-def of_a_head(array):
-    """What a program sees of [B, T, H, channels], of [B, H, T], or of [B, n] that all heads share."""
+def of_a_head(array, H):
+    """What the program of one of H heads sees of [B, T, H, channels], or of fewer heads that groups of H share; of
+    [B, H, T]; or of [B, n] that all heads share."""
     if array is None:
         return None
     if array.ndim == 2:
         return pl.BlockSpec((None, array.shape[1]), lambda t, h, b: (b, 0))
     if array.ndim == 3:
         return pl.BlockSpec((None, None, array.shape[2]), lambda t, h, b: (b, h, 0))
-    _, T, _, channels = array.shape
-    return pl.BlockSpec((None, T, None, channels), lambda t, h, b: (b, 0, h, 0))
+    _, T, heads, channels = array.shape
+    group = H // heads
+    return pl.BlockSpec((None, T, None, channels), lambda t, h, b: (b, 0, h // group, 0))
 
 
 def call(kernel, blocks, inputs, outputs):
@@ -245,21 +247,23 @@ def call(kernel, blocks, inputs, outputs):
     return pl.pallas_call(
         functools.partial(kernel, blocks=blocks),
         grid=(T // blocks.own, H, B),
-        in_specs=[of_a_head(array) for array in inputs],
-        out_specs=[of_a_head(array) for array in outputs],
+        in_specs=[of_a_head(array, H) for array in inputs],
+        out_specs=[of_a_head(array, H) for array in outputs],
         out_shape=outputs,
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         name=kernel.__name__,
     )(*inputs)
 
 
-def like(array):
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+def like(array, H, dtype=None):
+    """[B, T, H, channels] with the other dims of `array`, in its type or another one."""
+    B, T, _, channels = array.shape
+    return jax.ShapeDtypeStruct((B, T, H, channels), dtype or array.dtype)
 
 
 @jax.custom_vjp
 def flash(q, k, v, start):
-    """`flash_attention` of [B, T, H, channels], channels a multiple of LEAST."""
+    """`flash_attention` of [B, T, H or H_kv, channels], channels a multiple of LEAST."""
     out, _ = _flash_forward(q, k, v, start)
     return out
 
@@ -268,7 +272,7 @@ def _flash_forward(q, k, v, start):
     B, T, H, _ = q.shape
     blocks, _ = block_sizes(T, q.dtype)
     lse = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-    out, lse = call(flash_forward, blocks, (q, k, v, start), (like(v), lse))
+    out, lse = call(flash_forward, blocks, (q, k, v, start), (like(v, H), lse))
     return out, (q, k, v, start, out, lse)
 
 
@@ -277,10 +281,21 @@ def _flash_backward(kept, g):
     _, blocks = block_sizes(q.shape[1], q.dtype)
     inner = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), -1).swapaxes(1, 2)
     inputs = q, k, v, start, g, lse, inner
-    (dq,) = call(flash_backward_queries, blocks, inputs, (like(q),))
+    H, H_kv = q.shape[2], k.shape[2]
+    (dq,) = call(flash_backward_queries, blocks, inputs, (like(q, H),))
     end = None if start is None else last_queries(start, blocks.own)
-    dk, dv = call(flash_backward_keys, blocks, (*inputs, end), (like(k), like(v)))
-    return dq, dk, dv, None
+    dtype = None if H == H_kv else jnp.float32  # summed over the queries' heads that share a key's
+    outputs = like(k, H, dtype), like(v, H, dtype)
+    dk, dv = call(flash_backward_keys, blocks, (*inputs, end), outputs)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), None
+
+
+def sum_groups(gradients, array):
+    """Gradients [B, T, H, channels], each of one of H heads -> those of `array`, whose heads groups of H share."""
+    if gradients.shape == array.shape:
+        return gradients
+    B, T, heads, channels = array.shape
+    return gradients.reshape(B, T, heads, -1, channels).sum(3).astype(array.dtype)
 
 
 flash.defvjp(_flash_forward, _flash_backward)

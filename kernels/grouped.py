@@ -34,7 +34,7 @@ def group_begins(counts):
 
 
 def expected_trips(n):
-    """Scope for a loop of unknown length that tells tools/planning/hlo.py how often it runs where the load is even."""
+    """Scope for a loop of unknown length that tells planning/hlo.py how often it runs where the load is even."""
     return jax.named_scope(f"expected_trips_{n}")
 
 

@@ -82,8 +82,32 @@ SMALL = dict(
 )
 # For runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time.
 SMALL_RUN = SMALL | dict(layers_per_block=1, moe_rope=True)
-# GPT-2 in the same size: nothing of SMALL that it has no use for
+# Other architectures in the same size: nothing of SMALL that they have no use for
+SMALL_DEEPSEEK = dict(
+    embedding_norm=False,
+    latent_conv=0,
+    first_layers=1,
+    layers_per_block=1,
+    moe_rope=True,
+    tied=False,
+    head_dim=12,
+    v_dim=10,
+    q_latent_dim=10,
+    n_groups=4,
+    k_groups=2,
+    experts_per_token=3,
+    routed_scaling=2.5,
+)
 SMALL_GPT2 = {**flags_without_choice("gpt2"), "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
+SMALL_QWEN3 = {
+    **flags_without_choice("qwen3"),
+    "n_kv_head": 4,
+    "n_head": 8,
+    "head_dim": 12,
+    "rope_base": 3e4,
+}
+# One small model of each architecture: tests of parity, decoding, plan and export take all of them.
+ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_QWEN3}
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
@@ -104,7 +128,7 @@ def small_config(mesh=(1, 1, 1), sequences=32, **flags):
 def settled(m):
     """The utils.Model with the widths written out that 0 or -1 stand for."""
     widths = dict(
-        nope_dim=m.head_dim,
+        head_dim=m.key_dim,
         v_dim=m.value_dim,
         q_latent_dim=m.q_latent,
         ffn_dim=m.ffn_width,

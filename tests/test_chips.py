@@ -14,7 +14,7 @@ from conftest import ROOT, flags_of, small_config
 import main
 import presets
 import utils
-from tools.planning import gpus, plan
+from planning import gpus, machines, plan
 from training import chips, command_line, platforms, settings
 
 NAMES = list(chips.CHIPS)
@@ -118,8 +118,8 @@ def test_bfloat16_saves_no_time_where_there_is_none(tmp_path):
 def test_the_tpu_compiler_knows_the_chip(name):
     with mock.patch.dict(os.environ):
         platforms.use_no_device()
-        machine = plan.parse_machine(MACHINES[name])
-        devices = plan.slice_devices(machine)
+        machine = machines.parse_machine(MACHINES[name])
+        devices = machines.slice_devices(machine)
     assert len(devices) == machine.n
     assert {device.device_kind for device in devices} <= set(machine.chip.kinds)
 
@@ -140,7 +140,7 @@ def table_of_machines():
 @pytest.mark.parametrize("row", table_of_machines(), ids=lambda row: row[0])
 def test_a_preset_trains_within_a_week(tmp_path, row):
     name, preset, flags, memory, utilization, hours = row
-    path, machine = tmp_path / "plan.json", plan.parse_machine(name)
+    path, machine = tmp_path / "plan.json", machines.parse_machine(name)
     words = ["--preset", preset, "--plan", name, "--by_formulas", "--plan_json", str(path)]
     given = command_line.parse([*words, *flags.split()])
     plan.main(given)

@@ -280,7 +280,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--attention splash --T 128": ["--attention splash", "TPUs", "auto"],
     "--attention flash --T 128": ["--attention flash", "GPUs", "auto"],
     "--attention flash --T 96": ["--T 96", "64 for --attention flash", "64 or 128"],
-    "--attention flash --T 128 --nope_dim 512": ["--attention flash", "320", "1032", "auto"],
+    "--attention flash --T 128 --head_dim 512": ["--attention flash", "320", "1032", "auto"],
     "--pp_interleave 3 --n_device_axis 2 2 2": ["--blocks 4", "pp x pp_interleave", "6"],
     "--experts_per_token 9": ["--experts_per_token 9", "--n_experts 8"],
     "--experts_per_token 0": ["--experts_per_token 0", "at least 1"],
@@ -408,8 +408,7 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(name):
 @pytest.mark.parametrize("beyond", ["-" + "9" * 20, "9" * 20, str(2**63 - 1), str(2**31)])
 def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
     from data import tokenize_shards, train_tokenizer
-    from tools import ablate, bench, checkpoints, trace
-    from tools.planning import exactness, growth
+    from tools import bench, checkpoints, compare, trace
 
     def of_argv(program):
         def parse(words):
@@ -429,9 +428,7 @@ def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
         "trace": "--top",
         "checkpoints": "--keep --every",
         "bench": "--rounds --steps",
-        "ablate": "--seeds",
-        "exactness": "--draw",
-        "growth": "--points",
+        "compare": "--seeds",
     }
     shards = "--source a --output b --tokenizer gpt2".split()
     programs = {
@@ -442,9 +439,7 @@ def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
         "trace": (of_kind(trace.Options), ["run"]),
         "checkpoints": (of_kind(checkpoints.Options), ["list", "run"]),
         "bench": (bench.parse, []),
-        "ablate": (ablate.parse, ["--variation", "base"]),
-        "exactness": (exactness.parse, []),
-        "growth": (growth.parse, []),
+        "compare": (compare.parse, ["--variation", "base"]),
     }
     for name, (program, words) in programs.items():
         for flag in numbers[name].split():
@@ -524,7 +519,7 @@ def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["main.py", "data/tokenize_shards.py", "tools/sample.py", "tools/planning/growth.py"]
+    "name", ["main.py", "data/tokenize_shards.py", "tools/sample.py", "tools/bench.py"]
 )
 def test_a_python_without_the_packages_is_told_so(name):
     """As that of a new terminal, in which no environment was activated."""

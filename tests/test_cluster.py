@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, SMALL_RUN, flags_of
-from test_scripts import CLEAN, program
+from test_scripts import AT_ONCE, CLEAN, program
 
 import utils
 from training import command_line, processes, steps
@@ -683,15 +683,22 @@ def test_the_check_reports_the_python_of_an_absolute_environment(idle):
 
 @needs_hosts
 def test_a_tilde_in_folder_is_the_home_there(idle):
-    (idle.repo / "cluster.env").write_text("FOLDER=~/a/%h\n")
-    host = idle.hosts[0]
+    """So is $HOME, which the shell here would replace by the home here."""
+    host, env = idle.hosts[0], idle.repo / "cluster.env"
     try:
-        for folder in ({}, {"FOLDER": "~/b c"}):
+        for text, folder in (
+            ("~/a/%h", {}),
+            ("", {"FOLDER": "~/b c"}),
+            ('"$HOME/c"', {}),
+            ('"${HOME}/d"', {}),
+        ):
+            env.write_text(f"FOLDER={text}\n")
             assert said(idle.run("--code", host, **folder))[0] == 0
     finally:
-        (idle.repo / "cluster.env").unlink()
-    assert (host.home / f"a/{host.address}/main.py").exists()
-    assert (host.home / "b c/main.py").exists() and not (host.home / "~").exists()
+        env.unlink()
+    for folder in (f"a/{host.address}", "b c", "c", "d"):
+        assert (host.home / folder / "main.py").exists()
+    assert not (host.home / "~").exists()
 
 
 @needs_hosts
@@ -945,6 +952,7 @@ def test_a_hung_run_is_ended_by_sigkill_and_told(idle):
         assert "ok       127.0.0.2 " in done.stdout and "ended with status 143" in done.stdout
         assert done.stderr.startswith("error: 127.0.0.1: it still ran STOP_TIMEOUT=1 s after SIGT")
         assert "SIGKILL" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert "after STOP_TIMEOUT=1 s is ended by SIGKILL\n" in done.stdout
     assert stopped.returncode == 137 and not hung.alive and not waits.alive
     assert not jobs(b"/bin/bash", bytes(hung.code))
     again = idle.launch("--stop", STOP_TIMEOUT="1")
@@ -953,22 +961,27 @@ def test_a_hung_run_is_ended_by_sigkill_and_told(idle):
 
 @needs_hosts
 def test_of_launches_at_once_one_survives_with_its_secret(idle):
-    """Whoever comes second takes back nothing of the first."""
+    """Both come as far as their session. Whoever is second takes back nothing of the first."""
     host = idle.hosts[0]
     for file in ("waits", "instant"):
         (host.home / file).touch()
     for step in ("--code", "--setup"):
         assert said(idle.run(step, host))[0] == 0
-    for _ in range(int(os.environ.get("PAIRS", 1))):
+    host.restore("wc")
+    host.replace("tmux", AT_ONCE.replace("TMUX", shutil.which("tmux")))
+    try:
         launches = [idle.begin(hosts=1, WANDB_API_KEY=f"of {i}") for i in range(2)]
         done = [launch.communicate(timeout=200) for launch in launches]
-        codes = [launch.returncode for launch in launches]
-        assert sorted(codes) == [0, 1], done
-        assert "a run of SESSION=train is there already" in done[codes.index(1)][1], done
-        first = codes.index(0)
-        assert host.alive and f"0 compiled in 0 s of {first}\n" == (host.state / "log").read_text()
-        assert not list(host.state.glob("start.*"))
-        assert idle.launch("--stop", hosts=1).returncode == 0 and not host.alive
+    finally:
+        host.restore("tmux")
+    codes = [launch.returncode for launch in launches]
+    assert sorted(codes) == [0, 1], done
+    first, second = codes.index(0), codes.index(1)
+    assert "a run of SESSION=train is there already" in done[second][1], done
+    assert "taking back" in done[second][0] and "taking back" not in done[first][0], done
+    assert host.alive and f"0 compiled in 0 s of {first}\n" == (host.state / "log").read_text()
+    assert not list(host.state.glob("start.*"))
+    assert idle.launch("--stop", hosts=1).returncode == 0 and not host.alive
 
 
 @needs_hosts
@@ -1037,7 +1050,7 @@ BAD = {
 @pytest.mark.parametrize("words", BAD)
 def test_a_bad_combination_gets_a_sentence(words):
     with pytest.raises(utils.UserError) as e:
-        command_line.check_processes(*command_line.parse(words.split()))
+        command_line.check_processes(command_line.parse(words.split()))
     assert all(part in str(e.value) for part in BAD[words]) and str(e.value).endswith("."), e.value
 
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import numpy as np
@@ -331,8 +332,6 @@ OF_OTHERS = {  # files that a run would replace, or that readers would take for 
     "progress.npz  ": b"notes",
     "source.npz": npz(x=np.zeros(3)),
     "source.npz ": b"",
-    "unfinished.json": b"{}",
-    "unfinished.json ": b"[1]",
     "tokenizer.tiktoken": b"YQ== 0\n",
     "lock": b"notes",
 }
@@ -387,7 +386,7 @@ def test_what_is_not_in_the_way_stays(source, ranks_file, output, capsys, monkey
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
     held = in_storage(output)
     assert all(held[f"/{name}"] == content for name, content in HARMLESS.items())
-    assert not {"/progress.npz", "/unfinished.json"} & held.keys()
+    assert "/progress.npz" not in held
 
 
 class Killed(BaseException):
@@ -465,10 +464,10 @@ def test_another_start_after_an_early_end(source, ranks_file, output, capsys, mo
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(tokenize_shards, "encode", die)
         run(tokenize_shards, capsys, monkeypatch, *flags)
-    assert "/unfinished.json" in in_storage(output)
+    assert "/progress.npz" in in_storage(output)
     flags[-1] = 999
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
-    assert "/unfinished.json" not in in_storage(output)
+    assert "/progress.npz" not in in_storage(output)
 
 
 def test_a_file_of_ranks_is_not_replaced(source, tmp_path, capsys, monkeypatch):
@@ -482,6 +481,16 @@ def test_a_file_of_ranks_is_not_replaced(source, tmp_path, capsys, monkeypatch):
         status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
         assert (status, out, err.count("\n")) == (2, "", 1) and f"--output {path}: is there" in err
         assert path.read_bytes() == other
+
+
+def test_ranks_are_written_to_a_fifo(source, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "ranks.tiktoken"
+    os.mkfifo(path)
+    with ThreadPoolExecutor() as pool:
+        content = pool.submit(path.read_bytes)
+        flags = ["--source", source, "--vocab_size", 270, "--output", path]
+        assert run(train_tokenizer, capsys, monkeypatch, *flags)[0] == 0
+    assert content.result().count(b"\n") == 269 and path.is_fifo()
 
 
 # --- The tokenizer ----------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ import data.encoding
 import data.output
 import data.workers
 from data import tokenization, tokenize_shards, train_tokenizer
+from data.sources import files as source_files
+from data.sources import text as source_text
 from data.sources.files import list_documents
 from data.sources.text import read_text
 from training import locks
@@ -452,14 +454,22 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("remote", [False, True])
+def write_long_text(path, texts):
+    path.write_bytes("\n".join(text[:2000] for text in texts if text).encode())
+
+
+PLACES = [(".jsonl", False), (".parquet", False), (".parquet", True), (".txt", False)]
+
+
+@pytest.mark.parametrize("kind, remote", PLACES)
 def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind, remote):
     """A run that dies at its n-th write, for every n, goes on to the same files; it reads nothing before the place."""
     monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
-    (write_rows if kind == ".parquet" else write_lines)(
-        tmp_path / f"a{kind}", make_texts(40, lone=False)
-    )
+    if kind == ".txt":  # which is read in parts
+        monkeypatch.setattr(source_text, "LONGEST", 3000)
+        monkeypatch.setattr(source_files, "PART", 300)
+    write = {".jsonl": write_lines, ".parquet": write_rows, ".txt": write_long_text}[kind]
+    write(tmp_path / f"a{kind}", make_texts(40, lone=False))
     monkeypatch.setattr(locks.time, "sleep", lambda _: None)  # between two looks at a remote lock
     writes, new_file, manifest, outputs = (
         0,
@@ -495,7 +505,7 @@ def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind,
     n = writes
     assert n > 10
 
-    def files(output):
+    def written(output):
         fs, root = fsspec.core.url_to_fs(output)
         return {path.removeprefix(root): fs.cat_file(path) for path in fs.find(root)}
 
@@ -506,8 +516,8 @@ def test_stopped_at_every_write(ranks_file, tmp_path, capsys, monkeypatch, kind,
         dies_at = None
         assert tokenize(f"{base}/{i}")[0] == 0
         assert writes <= n - i + 6  # what came before the last progress is not written again
-        outputs[i] = files(f"{base}/{i}")
-        assert outputs[i] == files(f"{base}/whole")
+        outputs[i] = written(f"{base}/{i}")
+        assert outputs[i] == written(f"{base}/whole")
     assert tokenize(f"{base}/1")[1].endswith("nothing to do\n")
 
 
@@ -610,7 +620,7 @@ def test_tokenizing_is_interrupted(ranks_file, tmp_path, capsys, monkeypatch, nu
     assert (status, out, err.count("\n")) == (2, "", 1) and f"process {process.pid} on" in err, err
     err = interrupt(process, number)
     assert (
-        "documents, and the same command goes on after them" in err
+        "documents; rerun the same command to resume" in err
         and not (tmp_path / "out" / "lock").exists()
     )
 
@@ -661,7 +671,7 @@ def test_a_damaged_file_is_replaced(three, tmp_path):
         assert (
             (status, out, err.count("\n")) == (2, "", 1)
             and name in err
-            and "the same command goes on" in err
+            and "rerun the same command to resume" in err
         ), err
     shard = tmp_path / "out/train/000000.npy"
     written, first = shard.stat().st_mtime_ns, paths[0].read_bytes()

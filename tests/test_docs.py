@@ -9,7 +9,6 @@ import ast
 import base64
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -34,7 +33,6 @@ PROGRAMS = [
     "main.py",
     "data/tokenize_shards.py",
     "data/train_tokenizer.py",
-    "tools/ablate.py",
     "tools/bench.py",
     "tools/bench_data.py",
     "tools/checkpoints.py",
@@ -43,8 +41,6 @@ PROGRAMS = [
     "tools/hf.py",
     "tools/sample.py",
     "tools/trace.py",
-    "tools/planning/exactness.py",
-    "tools/planning/growth.py",
 ]
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
 
@@ -215,10 +211,8 @@ def wrong_command(command):
         return str(e)
     known = help_of(program)
     if program in (
-        "tools/ablate.py",
+        "tools/compare.py",
         "tools/bench.py",
-        "tools/planning/exactness.py",
-        "tools/planning/growth.py",
         *SCRIPTS,
     ):  # take those of main.py too
         known = known | help_of("main.py")
@@ -301,16 +295,6 @@ def test_the_curves_of_rates_are_those_of_its_tables():
     panels = json.loads((ROOT / "docs/rates.json").read_text())["panels"]
     losses = [loss for panel in panels for curve in panel["curves"] for loss in curve["loss"]]
     assert len(losses) > 20 and all(f"{loss:.3f}" in text for loss in losses)
-
-
-def test_every_drawing_has_its_script():
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
-    drawn = {f"{picture.__name__}.svg" for picture in pictures.PICTURES}
-    there = {path.name for path in (ROOT / "docs").glob("*.svg")}
-    assert drawn == there
-    assert all((ROOT / "docs" / name).stat().st_size < 60_000 for name in there)
 
 
 # --- Commands that are run ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL_GPT2, furthest, make_params, random_batch, small_config
+from conftest import SMALL_GPT2, SMALL_QWEN3, furthest, make_params, random_batch, small_config
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,7 +22,7 @@ import model
 import presets
 import utils
 from kernels import attention, flash
-from tools.planning import gpus
+from planning import gpus
 from training import steps
 
 gpu_compiler = pytest.mark.skipif(
@@ -154,6 +154,7 @@ def loss_and_gradients(cfg):
     [
         ((2, 2, 2), dict(v_dim=10, blocks=2, layers_per_block=1, moe_rope=True, remat="full")),
         ((1, 1, 1), dict(SMALL_GPT2, blocks=1, remat="none")),
+        ((1, 1, 2), dict(SMALL_QWEN3, blocks=1)),
     ],
 )
 def test_loss_and_gradients_of_a_model(mesh, flags, interpreted):
@@ -171,7 +172,7 @@ def test_loss_and_gradients_of_a_model(mesh, flags, interpreted):
 def test_auto_takes_flash_where_it_runs():
     m = presets.preset("deepseek-v3-671b").model
     assert attention.choose_kernel(m, "gpu") == "flash"
-    for other in (dict(T=1000), dict(nope_dim=256)):  # no multiple of 64; 256 + 64 + 128 channels
+    for other in (dict(T=1000), dict(head_dim=256)):  # no multiple of 64; 256 + 64 + 128 channels
         changed = utils.replace(presets.preset("deepseek-v3-671b"), **other).model
         assert attention.choose_kernel(changed, "gpu") == "blockwise"
     assert attention.choose_kernel(m, "other gpu") == "blockwise"
@@ -230,7 +231,7 @@ def head_shapes():
     for name in presets.PRESETS:
         m = presets.preset(name).model
         for rope in (m.rope_dim, m.rope_dim if m.moe_rope else 0):
-            shapes.add((m.head_dim + rope, m.value_dim, m.model_dtype))
+            shapes.add((m.key_dim + rope, m.value_dim, m.model_dtype))
     return sorted(shapes)
 
 

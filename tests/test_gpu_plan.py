@@ -15,7 +15,7 @@ import collectives
 import model
 import presets
 import utils
-from tools.planning import costs, gpus, hlo, plan
+from planning import costs, gpus, hlo, machines, plan
 from training import command_line, decoding, settings, steps
 
 pytestmark = pytest.mark.skipif(
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("kind", gpus.SPECS)
 def test_devices_that_exist_for_the_compiler_alone(kind):
-    machine = plan.parse_machine(f"gpu:2x4x{kind}")
-    devices = plan.gpu_devices(machine)
+    machine = machines.parse_machine(f"gpu:2x4x{kind}")
+    devices = machines.devices_of(machine)
     assert len(devices) == machine.n == 8
     assert {d.process_index for d in devices[:4]} == {0}
     assert {d.process_index for d in devices[4:]} == {1}
@@ -45,17 +45,17 @@ def plan_of_tiny(**flags):
 
 
 def test_formulas_answer_where_the_compiler_fails(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "compile_for", fail)
+    monkeypatch.setattr(machines, "compile_for", fail)
     plan_of_tiny()
     said = capsys.readouterr().out
     assert "INTERNAL: Mosaic failed" in said and "memory" in said
 
 
 def test_what_does_not_fit_is_said(monkeypatch, capsys):
-    used = plan.parse_machine("gpu:4xH200").chip.memory
+    used = machines.parse_machine("gpu:4xH200").chip.memory
     text = "ENTRY %main (x: f32[4]) -> f32[4] {\n  ROOT %c = f32[4] copy(%x)\n}"
-    compiled = plan.Compiled(text, arguments=2**30, temporaries=used)
-    monkeypatch.setattr(plan, "ask_compiler", lambda cfg, machine: compiled)
+    compiled = machines.Compiled(text, arguments=2**30, temporaries=used)
+    monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
     plan_of_tiny()
     assert (
         "does not fit: it needs 1.00 GiB more than a chip's 141.00 GiB" in capsys.readouterr().out
@@ -73,10 +73,10 @@ class Case:
     """A preset on a machine."""
 
     def __init__(self, preset, machine):
-        self.machine = plan.parse_machine(machine)
+        self.machine = machines.parse_machine(machine)
         cfg = utils.replace(presets.preset(preset), n_device_axis=MACHINES[machine])
         self.cfg = settings.validate(cfg, self.machine.n)
-        self.mesh = steps.make_mesh(self.cfg, plan.gpu_devices(self.machine))
+        self.mesh = steps.make_mesh(self.cfg, machines.devices_of(self.machine))
 
     def read(self, compiled):
         """(`hlo.Cost`, {(axes, kind): bytes}) of a compiled program, which must fit."""
@@ -86,14 +86,15 @@ class Case:
 
     def compile(self, function, *args):
         """What `read` gives of a function of global arrays, without the operations of kernels."""
-        compiled = plan.compile_for_mesh(jax.jit(function).lower(*args), self.mesh)
+        compiled = machines.compile_for_mesh(jax.jit(function).lower(*args), self.mesh)
         _, sent = self.read(compiled)
         return hlo.analyze(compiled.text, dict(self.mesh.shape)), sent
 
 
 @pytest.fixture(
     params=[
-        (preset, name) for name in MACHINES for preset in ("tiny", "deepseek-tiny", "gpt2-tiny")
+        ("tiny", "gpu:2x8xH200"),
+        *((preset, "gpu:8xH200") for preset in ("deepseek-tiny", "gpt2-tiny")),
     ],
     ids=str,
     scope="module",
@@ -103,7 +104,7 @@ def case(request):
 
 
 def test_a_train_step_costs_what_the_formulas_say(case):
-    compiled = plan.compile_step(case.cfg, list(case.mesh.devices.flat))
+    compiled = machines.compile_step(case.cfg, list(case.mesh.devices.flat))
     cost, sent = case.read(compiled)
     estimate = costs.estimate(case.cfg, plan.place_of(case.cfg, case.machine))
     assert cost.flops == pytest.approx(estimate.flops, rel=0.01)

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, SMALL_GPT2, flags_of, small_config
 
-from tools.planning import plan
+from planning import machines, plan
 
 # main.py on devices of argv[1] bytes: a step that takes more, by XLA's own account, ends as it does on such a device
 DRIVER = """
@@ -20,7 +20,7 @@ import utils
 from training import command_line
 flags = command_line.parse(sys.argv[1:])
 import main
-from tools.planning import plan
+from planning import plan
 compile_train_step = main.compile_train_step
 def limited(*args):
     train_step = compile_train_step(*args)
@@ -88,7 +88,7 @@ def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
 @pytest.mark.parametrize("off", (0.5, 1, 3))
 def test_the_flags_suffice_where_the_formulas_are_off(off):
     """By a factor, of what a step works with: they are off by as much with other flags, or right."""
-    machine = plan.parse_machine("gpu:1xH100")
+    machine = machines.parse_machine("gpu:1xH100")
     sizes = dict(T=256, train_batch_size=64, remat="none")
     cfg = small_config((1, 1, 1), **SMALL_GPT2 | sizes)
     memory = plan.answer(cfg, machine).memory
@@ -96,7 +96,7 @@ def test_the_flags_suffice_where_the_formulas_are_off(off):
     taken = off * plan.working(memory)
     chip = machine.chip._replace(memory=given + taken / 2)
     tight = machine._replace(chip=chip)
-    refused = plan.answer(cfg, tight, refused=plan.TooLarge(given + taken, chip.memory)).memory
+    refused = plan.answer(cfg, tight, refused=machines.TooLarge(given + taken, chip.memory)).memory
     assert refused["total"] == pytest.approx(given + taken) and min(refused.values()) >= 0
     new, needs = plan.smaller(cfg, tight, refused)
     found = plan.answer(new, tight).memory

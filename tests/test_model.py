@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL_GPT2, begin, make_params, random_batch, small_config, steps_of
+from conftest import (
+    ARCHITECTURES,
+    SMALL_DEEPSEEK,
+    SMALL_GPT2,
+    SMALL_QWEN3,
+    begin,
+    make_params,
+    random_batch,
+    small_config,
+    steps_of,
+)
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
@@ -103,7 +113,7 @@ def short_conv_by_loops(x, w):
 def attention_by_loops(p, x, cfg, rope):
     """One sequence x [T, D], one head and one query at a time."""
     m, T = cfg.model, len(x)
-    R, K, half, eps = m.latent_dim, m.head_dim, m.rope_dim // 2, m.latent_norm_eps
+    R, K, half, eps = m.latent_dim, m.key_dim, m.rope_dim // 2, m.latent_norm_eps
 
     def turn(v, t):
         angle = t * 10_000.0 ** (-np.arange(half) / half)
@@ -160,14 +170,15 @@ def test_attention_equals_plain_loops(kind, flags):
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])  # flash: tests/test_flash.py
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_kernels_agree(kernel, documents, monkeypatch):
-    """Outputs and gradients, for keys wider than values; the TPU's kernel is interpreted."""
+    """Outputs and gradients, for keys wider than values that two queries share; the TPU's kernel is interpreted."""
     interpreted = functools.partial(
         splash_attention_kernel.make_splash_mha_single_device, interpret=True
     )
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mha_single_device", interpreted)
-    B, H, T = 2, 2, 256
+    B, T = 2, 256
     q, k, v = (
-        jax.random.normal(jax.random.key(i), (B, H, T, n)) for i, n in enumerate((24, 24, 16))
+        jax.random.normal(jax.random.key(i), (B, H, T, n))
+        for i, (H, n) in enumerate([(4, 24), (2, 24), (2, 16)])
     )
     position = jnp.arange(T)[None]
     start = jnp.where(position < 100, 0, 100) * jnp.ones((B, 1), jnp.int32) if documents else None
@@ -265,13 +276,12 @@ def test_gradient_of_the_worked_example():
 
 
 def test_every_architecture_is_listed():
-    assert {"deepseek", "gpt2"} <= set(architectures.names())
+    assert architectures.names() == sorted(ARCHITECTURES)
     for name in architectures.names():
         arch = architectures.architecture(name)
-        assert (
-            arch.last in arch.stacks <= arch.layers.keys()
-            and arch.routed.keys() <= arch.layers.keys()
-        )
+        assert {arch.inner, arch.last, arch.first, arch.mtp} - {
+            ""
+        } == arch.layers.keys() and arch.routed.keys() <= arch.layers.keys()
 
 
 def experts_by_loops(p, x, m, capacity):
@@ -309,9 +319,11 @@ def test_experts_equal_plain_loops(experts_flag, capacity_factor, norm_topk_prob
         norm_topk_prob=norm_topk_prob,
         routed_scaling=1.3,
     )
-    m, p = cfg.model, layer_params(cfg, "moe")
+    m, p, routed = cfg.model, layer_params(cfg, "moe"), experts.routed_experts
     x = np.random.default_rng(0).standard_normal((2, 16, 32)).astype(np.float32)
-    out, load = on_mesh(cfg, lambda x: experts.routed_experts(p, x, m, True), (P(),), P())(x)
+    out, load = on_mesh(cfg, lambda x: routed(p, x, m, True, deepseek.sigmoid_router), (P(),), P())(
+        x
+    )
     capacity = (
         math.ceil(capacity_factor * 32 * m.experts_per_token / m.n_experts)
         if capacity_factor
@@ -444,7 +456,8 @@ def test_causality_by_gradient(mesh_shape):
 
     def run(params, x):
         position = (jax.lax.axis_index("tp") * t_local + jnp.arange(t_local))[None]
-        return model.make_stage(cfg)(model.layer_params(params, cfg), x, layers.Tokens(position))[0]
+        weights = model.layer_params(params, cfg)
+        return model.run_stage(cfg, weights, x, layers.Tokens(position))[0]
 
     stage = on_mesh(cfg, run, (specs, P(None, "tp", None)), P(None, "tp", None))
     x = jax.random.normal(jax.random.key(0), (1, 8, 32))
@@ -484,13 +497,13 @@ def test_ticks_of_two_stages_four_microbatches_and_two_rounds():
     """The grid of `model.pipeline`: each stage notes the round and microbatch of each tick."""
 
     def run(x):
-        def stage(x, state, turn, microbatch, valid):
+        def stage(weights, x, state, turn, microbatch, valid):
             tick, seen = state
             seen = seen.at[tick].set(jnp.where(valid, 10 * turn + microbatch, -1))
-            return x, (tick + 1, seen)
+            return x, (tick + 1, seen), weights
 
         state = 0, jnp.zeros(9, jnp.int32)
-        _, (ticks, seen) = model.pipeline(stage, x, state, rounds=2)
+        _, (ticks, seen) = model.pipeline(stage, collectives.Weights({}, {}), x, state, rounds=2)
         return ticks[None], seen[None]
 
     cfg = small_config((1, 2, 1))
@@ -509,12 +522,13 @@ def test_pipeline_equals_a_plain_loop(rounds):
     inputs = np.random.default_rng(1).standard_normal((8, 3, 5)).astype(np.float32)
 
     def run(w, x):
-        def stage(x, seen, turn, microbatch, valid):
-            return x * w[turn, 0, 0] + w[turn, 0, 1] * (microbatch + 1), seen + jnp.where(
-                valid, 4.0**microbatch, 0
-            )
+        def stage(weights, x, seen, turn, microbatch, valid):
+            y = x * w[turn, 0, 0] + w[turn, 0, 1] * (microbatch + 1)
+            return y, seen + jnp.where(valid, 4.0**microbatch, 0), weights
 
-        out, seen = model.pipeline(stage, collectives.to_stages(x), jnp.float32(0), rounds)
+        out, seen = model.pipeline(
+            stage, collectives.Weights({}, {}), collectives.to_stages(x), jnp.float32(0), rounds
+        )
         return collectives.from_last_stage(out), seen[None]
 
     ours, seen = on_mesh(cfg, run, (P(None, "pp"), P("pp")), (P("pp"), P("pp")))(weights, inputs)
@@ -570,15 +584,8 @@ def test_one_batch_overfits():
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 
 
-DEEPSEEK = dict(
-    layers_per_block=1,
-    moe_rope=True,
-    first_layers=2,
-    tied=False,
-    nope_dim=12,
-    v_dim=10,
-    q_latent_dim=0,
-)
+DEEPSEEK = SMALL_DEEPSEEK | dict(first_layers=2, q_latent_dim=0)
+DECODED = [{}, *ARCHITECTURES.values()]
 
 
 @pytest.mark.parametrize(
@@ -589,11 +596,12 @@ DEEPSEEK = dict(
         dict(embedding_norm=True, latent_conv=3),
         dict(rope_factor=4.0, rope_original_T=8, rope_attention_factor=1.3, rope_mscale=0.5),
         SMALL_GPT2,
+        SMALL_QWEN3,
     ],
 )
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
 def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
-    """At every position. The cache holds a token's latent and its rotary key, if any; for GPT-2, key and value."""
+    """At every position. The cache holds a token's latent and its rotary key, if any, or its keys and values."""
     cfg = small_config(mesh_shape, **flags)
     m, mesh = cfg.model, steps.make_mesh(cfg)
     decode = jax.jit(decoding.make_decode(cfg, mesh))
@@ -602,10 +610,8 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
     cache = decoding.empty_cache(cfg, 4, 16)
     per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (4 * 16)
     layers, without = m.first_layers + m.blocks * m.layers_per_block, 0 if m.moe_rope else m.blocks
-    gpt2 = 2 * m.blocks * m.model_dimension
-    assert per_token == (
-        layers * (m.latent_dim + m.rope_dim) - without * m.rope_dim if m.n_experts else gpt2
-    )
+    latents = layers * (m.latent_dim + m.rope_dim) - without * m.rope_dim
+    assert per_token == (latents if m.latent_dim else 2 * layers * m.kv_heads * m.key_dim)
     for i in range(16):
         full, _ = decode(
             params, ids, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), np.full(4, i)
@@ -615,7 +621,7 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
         assert np.abs(full - one).max() < 1e-4 * np.abs(full).max()
 
 
-@pytest.mark.parametrize("flags", [{}, DEEPSEEK, SMALL_GPT2])
+@pytest.mark.parametrize("flags", DECODED)
 def test_decoding_in_bfloat16_is_near_float32(flags):
     """Prefill and a step, for one sequence and for several: the shapes that a CPU must multiply in bfloat16."""
     for rows in (1, 4):
@@ -672,7 +678,7 @@ def test_prompts_of_different_lengths_decode_as_each_does_alone(mesh_shape, flag
         logits, cache = decode(params, newest, cache, lengths + step, np.zeros(4, int))
 
 
-@pytest.mark.parametrize("flags", [{}, dict(DEEPSEEK, mtp_depth=1), SMALL_GPT2])
+@pytest.mark.parametrize("flags", [{}, dict(DEEPSEEK, mtp_depth=1), SMALL_GPT2, SMALL_QWEN3])
 def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
     scores = []
     for mesh_shape in [(1, 1, 1), (2, 2, 2)]:
@@ -698,7 +704,7 @@ def test_scores_are_the_log_probabilities_of_decoding_on_every_mesh(flags):
         assert (np.asarray(greedy).reshape(8, 16)[:, i] == (logits.argmax(-1) == target)).all()
 
 
-@pytest.mark.parametrize("flags", [{}, DEEPSEEK, SMALL_GPT2])
+@pytest.mark.parametrize("flags", DECODED)
 def test_documents_kept_apart_score_as_each_does_alone(flags):
     """Three documents in one sequence, each begun by token 0, against each at the beginning of its own sequence."""
     cfg = small_config((2, 2, 2), T=16, sequences=8, document_mask=True, end_of_text=0, **flags)
@@ -736,9 +742,7 @@ def test_multi_token_prediction_equals_a_plain_loop():
     )
 
     def hidden(params, ids):
-        return model.make_forward(cfg, False)(
-            params, ids, lambda _: layers.Tokens(jnp.arange(8)[None])
-        )[0]
+        return model.hidden_states(cfg, params, model.describe_batch(m, ids))[0]
 
     specs = parameters.table_map(lambda p: p.spec, model.param_table(cfg))
     h, total = on_mesh(cfg, hidden, (specs, P()), P())(params, tokens), 0
@@ -844,25 +848,14 @@ def test_parameter_counts_of_moe1b():
     assert total - active == 8 * (16 - 2) * 3 * 768 * 2048
 
 
-@pytest.mark.parametrize("flags", [dict(layers_per_block=1), dict(layers_per_block=1, mtp_depth=1)])
-def test_a_router_without_a_bias_trains(flags, monkeypatch):
-    """As the same router does whose bias stays 0."""
-    whole = deepseek.ARCHITECTURE
-    cfg = small_config(blocks=1, bias_update_rate=0.0, **flags)
-    _, expected = steps_of(cfg, 2)
-
-    def without_bias(table):
-        parts = {name: part for name, part in table.items() if name != "bias"}
-        return {n: without_bias(p) if isinstance(p, dict) else p for n, p in parts.items()}
-
-    part = whole._replace(
-        table=lambda cfg: without_bias(whole.table(cfg)), flags=whole.flags - {"bias_update_rate"}
-    )
-    monkeypatch.setattr(deepseek, "ARCHITECTURE", part)
-    state, found = steps_of(utils.replace(cfg, bias_update_rate=1e-3), 2)
-    assert "bias" not in state.params["moe"] and "router" in state.params["moe"]
-    for name in ("loss/train_loss", "grad_norm"):
-        for row, row_ in zip(found, expected):
-            assert row[name] == pytest.approx(row_[name], rel=1e-5)
-    with pytest.raises(utils.UserError, match="--bias_update_rate 0.2: --architecture deepseek"):
-        settings.validate(utils.replace(cfg, bias_update_rate=0.2), 1)
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (dict(n_kv_head=3), "--n_kv_head 3: must divide --n_head 8."),
+        (dict(n_kv_head=2), r"--n_kv_head 2: must be a multiple of tp \(4\)."),
+        (dict(head_dim=7), "--head_dim 7: must be a multiple of 2"),
+    ],
+)
+def test_heads_of_qwen3_that_do_not_fit_are_refused(flags, said):
+    with pytest.raises(utils.UserError, match=said):
+        small_config((1, 1, 4), **SMALL_QWEN3 | flags)

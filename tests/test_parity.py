@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, SMALL_GPT2, furthest, make_params, random_batch, small_config, steps_of
+from conftest import (
+    ARCHITECTURES,
+    MESHES,
+    SMALL_DEEPSEEK,
+    SMALL_GPT2,
+    SMALL_QWEN3,
+    furthest,
+    make_params,
+    random_batch,
+    small_config,
+    steps_of,
+)
 
 import model
 from architectures import parameters
@@ -71,24 +82,11 @@ def test_parity_where_all_tokens_choose_one_expert(mesh, experts):
     assert np.abs(gradients["moe"]["experts"]["up"][:, 5]).max() > 0
 
 
-# DeepSeek-V3's own pattern, whose first layers run on all of pp; experts as on accelerators
-DEEPSEEK = dict(
-    experts="buckets",
-    first_layers=1,
-    layers_per_block=1,
-    moe_rope=True,
-    tied=False,
-    nope_dim=12,
-    v_dim=10,
-    q_latent_dim=10,
-    n_groups=4,
-    k_groups=2,
-    experts_per_token=3,
-    routed_scaling=2.5,
-    rope_factor=4.0,
-    embedding_norm=True,
-    latent_conv=3,
+# DeepSeek-V3's first layers run on all of pp; experts as on accelerators
+DEEPSEEK = SMALL_DEEPSEEK | dict(
+    experts="buckets", rope_factor=4.0, embedding_norm=True, latent_conv=3
 )
+PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +136,18 @@ DEEPSEEK = dict(
         ((2, 2, 2), dict(SMALL_GPT2, dropout_rate=0.1, sequence_parallel="megatron")),
         ((2, 2, 2), dict(DEEPSEEK, mtp_depth=1, document_mask=True, end_of_text=7)),
         ((1, 2, 4), dict(SMALL_GPT2, document_mask=True, end_of_text=7)),
+        (
+            (2, 2, 2),
+            dict(
+                SMALL_QWEN3,
+                n_kv_head=2,
+                n_experts=0,
+                experts_per_token=0,
+                sequence_parallel="megatron",
+                document_mask=True,
+                end_of_text=7,
+            ),
+        ),
     ],
 )
 def test_parity_of_variants(mesh, flags):
@@ -150,10 +160,10 @@ def test_parity_of_microbatches():
     assert abs(loss - loss_) < 1e-5 * abs(loss) and furthest(gradients, gradients_)[0] < 1e-5
 
 
-@pytest.mark.parametrize("flags", [DEEPSEEK, SMALL_GPT2], ids=["deepseek", "gpt2"])
+@pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("mesh", MESHES[1:])
-def test_parity_of_the_published_architectures(mesh, flags):
-    assert_parity(mesh, **flags)
+def test_parity_of_the_published_architectures(mesh, name):
+    assert_parity(mesh, **PUBLISHED[name])
 
 
 @functools.cache
@@ -187,8 +197,9 @@ def test_parity_of_accumulation(mesh):
     )
 
 
-@pytest.mark.parametrize("flags", [DEEPSEEK, SMALL_GPT2], ids=["deepseek", "gpt2"])
-def test_parity_of_the_published_architectures_after_three_steps(flags):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parity_of_the_published_architectures_after_three_steps(name):
+    flags = PUBLISHED[name]
     params, metrics = three_steps((1, 1, 1), **flags)
     for spread in (dict(mesh=(2, 2, 2)), dict(mesh=(2, 1, 1), accumulation_steps=2, sequences=16)):
         params_, metrics_ = three_steps(**spread, **flags)

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 import re
 import sys
 from collections import defaultdict
@@ -13,8 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import SMALL, SMALL_GPT2, flags_of, run_program, small_config
-from jax import lax
+from conftest import ARCHITECTURES, SMALL, flags_of, run_program, small_config
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
@@ -24,7 +22,7 @@ import collectives
 import model
 import presets
 import utils
-from tools.planning import costs, exactness, hlo, overlap, plan
+from planning import costs, hlo, machines, overlap, plan
 from training import command_line, platforms, settings, steps
 
 tpu_compiler = pytest.mark.skipif(
@@ -33,22 +31,19 @@ tpu_compiler = pytest.mark.skipif(
 # from tiny to a few layers of DeepSeek-V3's kind: (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
     ((8, 1, 1), dict(fsdp="full")),
-    ((2, 2, 2), dict(remat="dots", fsdp="none", sequence_parallel="megatron")),
+    ((2, 2, 2), dict(remat="dots", fsdp="none", sequence_parallel="megatron", optimizer="adamw")),
     ((1, 2, 4), dict(fsdp="full", remat="dots", pp_interleave=2)),
-    ((2, 1, 4), dict(n_experts=4, attention="xla")),
     (
         (1, 2, 4),
         dict(
             fsdp="full", remat="none", accumulation_steps=2, train_batch_size=16, layers_per_block=2
         ),
     ),
-    ((4, 1, 2), dict(fsdp="hoist", accumulation_steps=2, n_experts=8)),
     ((2, 1, 4), dict(fsdp="none", accumulation_steps=2, n_experts=8)),
     (
         (4, 2, 1),
         dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64),
     ),
-    ((2, 2, 2), dict(optimizer="adamw", fsdp="none", sequence_parallel="megatron", mtp_depth=1)),
 ]
 TPU_CONFIGURATIONS = [
     (
@@ -64,35 +59,38 @@ TPU_CONFIGURATIONS = [
 ]
 
 
-def agree(cfg, place, compiled, reductions=True):
+def agree(cfg, place, compiled):
     """Hold the formulas to what was compiled, within the tolerances that docs/planning.md states.
 
-    Without `reductions`, sums over devices are left out: the TPU compiler makes small ones an all-reduce or a
-    reduce-scatter as it likes.
+    The TPU compiler pads small arrays, and makes small sums over devices an all-reduce or a reduce-scatter as it likes:
+    there these are left out.
     """
+    on_tpu = place.platform == "tpu"
     e, c = costs.estimate(cfg, place), costs.read_program(compiled.text, cfg, place)
-    assert e.weights + e.optimizer + e.batch == pytest.approx(compiled.arguments, rel=0.01)
+    given = e.weights + e.optimizer + e.batch
+    assert given == pytest.approx(compiled.arguments, rel=0.5 if on_tpu else 0.01)
     assert e.flops == pytest.approx(c.flops, rel=0.03)
     ours, theirs = ({}, {})
     for sent, found in (ours, e.sent), (theirs, c.collectives):
         for (axes, kind), (n_bytes, _, _) in found.items():
-            if reductions or kind not in ("all-reduce", "reduce-scatter", "all-gather"):
+            if not on_tpu or kind not in ("all-reduce", "reduce-scatter", "all-gather"):
                 sent[axes] = sent.get(axes, 0) + n_bytes
     for axes in set(ours) | set(theirs):
-        small = 0.001 * sum(c.sent.values())  # sums of a few numbers
-        assert ours.get(axes, 0) == pytest.approx(theirs.get(axes, 0), rel=0.1, abs=small), axes
+        few = 0.001 * sum(n_bytes for n_bytes, *_ in c.collectives.values())
+        assert ours.get(axes, 0) == pytest.approx(theirs.get(axes, 0), rel=0.1, abs=few), axes
     return c
 
 
 @pytest.mark.parametrize("mesh, flags", CONFIGURATIONS, ids=str)
 def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
     cfg = small_config(mesh, **flags)
-    agree(cfg, costs.Place("cpu"), plan.compile_step(cfg, jax.devices()))
+    agree(cfg, costs.Place("cpu"), machines.compile_step(cfg, jax.devices()))
 
 
-def test_formulas_agree_with_xla_on_gpt2():
-    cfg = small_config((2, 2, 2), **SMALL_GPT2)
-    agree(cfg, costs.Place("cpu"), plan.compile_step(cfg, jax.devices()))
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_formulas_agree_with_xla_on_every_architecture(name):
+    cfg = small_config((2, 2, 2), **ARCHITECTURES[name])
+    agree(cfg, costs.Place("cpu"), machines.compile_step(cfg, jax.devices()))
 
 
 # --- Bytes, as they are written -----------------------------------------------------------------------------------
@@ -172,11 +170,12 @@ MODELS = {
     "no shared experts": dict(n_shared=0),
     "no query latent, in buckets": dict(n_shared=0, q_latent_dim=0, experts="buckets"),
     "multi-token prediction": dict(n_shared=1, mtp_depth=1, first_layers=1),
-    "gpt2": SMALL_GPT2,
+    **ARCHITECTURES,
+    "qwen3, dense": dict(ARCHITECTURES["qwen3"], n_experts=0, experts_per_token=0),
 }
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("remat", ["full", "dots"])
 @pytest.mark.parametrize("sequence_parallel", ["megatron", "ulysses"])
 @pytest.mark.parametrize("name", MODELS)
 def test_formulas_know_what_recomputation_sends_again(name, sequence_parallel, remat):
@@ -201,11 +200,11 @@ def no_device():
 @tpu_compiler
 @pytest.mark.parametrize("name, mesh, flags", TPU_CONFIGURATIONS, ids=str)
 def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
-    machine = plan.parse_machine(name)
+    machine = machines.parse_machine(name)
     cfg = small_config(mesh, **flags)
-    compiled = plan.compile_step(cfg, plan.slice_devices(machine))
+    compiled = machines.compile_step(cfg, machines.slice_devices(machine))
     place = plan.place_of(cfg, machine)
-    c = agree(cfg, place, compiled, reductions=False)
+    c = agree(cfg, place, compiled)
     e = costs.estimate(cfg, place)
     assert e.activations + e.workspace == pytest.approx(compiled.temporaries, rel=0.5)  # of 20 MB
     a = plan.answer(cfg, machine, compiled)
@@ -213,83 +212,6 @@ def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
     assert a.seconds["matrix products"] > 0 and a.seconds["memory"] > 0
     assert a.overlapped["step"] <= a.seconds["step"]
     assert a.memory["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
-
-
-@tpu_compiler
-@pytest.mark.parametrize(
-    "shape, dim, kept",
-    [  # parts of one device, of 8
-        ((128, 5504), 0, True),
-        ((8, 128), 0, False),
-        ((24, 5504), 0, False),
-        ((16, 128), 0, True),
-        ((8 * 304, 128), 0, True),
-        ((8 * 306, 128), 0, False),
-        ((8 * 308, 128), 0, True),
-        ((8 * 612, 128), 0, False),
-        ((3, 8, 640), 1, True),
-        ((3, 12, 640), 1, True),
-        ((3, 12, 641), 1, False),
-        ((1, 64, 512), 1, False),
-        ((6, 12, 64, 128), 3, True),
-        ((6, 12, 64, 192), 3, False),
-    ],
-    ids=str,
-)
-def test_formulas_know_which_reduce_scatters_the_tpu_compiler_keeps(no_device, shape, dim, kept):
-    assert costs.stays_scattered(shape, dim, 8) == kept
-    assert reductions("v4:2x4x4", (8, 2, 2), "dp", shape, dim) == {
-        "reduce-scatter" if kept else "all-reduce"
-    }
-
-
-@tpu_compiler
-@pytest.mark.parametrize(
-    "name, mesh, squares",
-    [
-        ("v4:2x2x2", (4, 2, 1), (("dp", 1),)),
-        ("v5p:2x2x2", (8, 1, 1), (("dp", 2),)),
-        ("v4:2x2x4", (4, 1, 4), (("tp", 1),)),
-        ("v4:2x2x4", (4, 2, 2), ()),
-        ("v5e:4x4", (4, 1, 4), ()),
-    ],
-    ids=str,
-)
-def test_four_chips_in_a_plane_reduce_all_along_the_first_dim(no_device, name, mesh, squares):
-    machine = plan.parse_machine(name)
-    assert plan.square_steps(machine, mesh) == squares
-    for i, axis in enumerate(collectives.AXES):
-        if mesh[i] > 2:
-            for n, distance in costs.scatter_steps(mesh[i], machine.n):
-                square = (axis, distance) in squares
-                assert (
-                    costs.stays_scattered((distance * 128, 768), 0, n, machine.chip.buffer, square)
-                    is not square
-                )
-            reduced = reductions(name, mesh, axis, (128, 768), 0)
-            assert ("all-reduce" in reduced) == any(a == axis for a, _ in squares)
-
-
-def reductions(name, mesh, axis, part, dim):
-    """What the TPU compiler makes of collectives.reduce_scatter to such float32 parts: reduce-scatters, all-reduces."""
-    devices = plan.slice_devices(plan.parse_machine(name))
-    grid = jax.sharding.Mesh(steps.device_grid(mesh, devices), collectives.AXES)
-
-    def summed(x):
-        return collectives.reduce_scatter(x * lax.axis_index(axis), axis, dim)[None]
-
-    program = jax.jit(
-        jax.shard_map(
-            summed, mesh=grid, in_specs=P(), out_specs=P(collectives.AXES), check_vma=False
-        )
-    )
-    whole = jax.ShapeDtypeStruct(
-        [grid.shape[axis] * n if i == dim else n for i, n in enumerate(part)],
-        jnp.float32,
-        sharding=jax.NamedSharding(grid, P()),
-    )
-    c = hlo.analyze(program.lower(whole).compile().as_text(), dict(zip(collectives.AXES, mesh)))
-    return {kind for _, kind in c.collectives} & {"reduce-scatter", "all-reduce"}
 
 
 # --- Reading programs ---------------------------------------------------------------------------------------------
@@ -423,21 +345,20 @@ ENTRY %main (x: f32[4]) -> f32[8] {
 
 
 @pytest.mark.parametrize(
-    "kind, result, n_bytes",
+    "kind, own, n_bytes",
     [
-        ("all-reduce-start", "f32[8]{0}", 2 * 32 * 3 / 4),
-        ("all-reduce-start", "(f32[8]{0}, /*index=1*/f32[4]{0})", 2 * 48 * 3 / 4),
-        ("all-gather-start", "(bf16[2,4]{1,0:T(8,128)S(3)}, bf16[2,16]{1,0})", 64 * 3 / 4),
-        ("all-gather-start", "((f32[2], f32[1]), (f32[8]{0}, f32[4]{0}))", 48 * 3 / 4),
-        ("reduce-scatter-start", "((f32[16]{0}), f32[4]{0})", 16 * 3),
-        ("reduce-scatter-start", "((f32[16], f32[8]), (f32[4], f32[2]))", 24 * 3),
-        ("all-to-all-start", "((f32[4,2]{1,0}), f32[4,2]{1,0})", 32 * 3 / 4),
-        ("all-to-all", "(f32[2], f32[2], f32[2], f32[2])", 32 * 3 / 4),
-        ("collective-permute-start", "(f32[8], f32[8], u32[]{:S(2)}, u32[]{:S(2)})", 32),
+        ("all-reduce-start", ["f32[8]{0}", "f32[4]{0}"], 2 * 48 * 3 / 4),
+        ("all-gather-start", ["bf16[2,4]{1,0:T(8,128)S(3)}"], 16 * 3),
+        ("all-gather", ["f32[2]", "f32[1]"], 12 * 3),
+        ("reduce-scatter", ["f32[16]", "pred[8]"], 72 * 3 / 4),
+        ("all-to-all", ["f32[2]", "f32[2]", "f32[2]", "f32[2]"], 32 * 3 / 4),
+        ("collective-permute-start", ["f32[8]"], 32),
     ],
 )
-def test_bytes_of_a_collective(kind, result, n_bytes):
-    assert hlo.sent_bytes(hlo.Op("x", result, kind, "%y)"), 4) == n_bytes
+def test_bytes_of_a_collective(kind, own, n_bytes):
+    types = {f"x{i}": text for i, text in enumerate(own)}
+    op = hlo.Op("y", "", kind, ", ".join(f"%{name}" for name in types) + ")")
+    assert hlo.sent_bytes(op, types, 4) == n_bytes
 
 
 GPU_PROGRAM = """HloModule step, is_scheduled=true
@@ -539,16 +460,6 @@ def test_a_second_of_computation_hides_one_transfer():
     assert t.exposed == {(("dp",), "all-gather"): 0, (("tp",), "all-gather"): 5}
 
 
-def test_configurations_are_drawn_alike_and_fit():
-    drawn = [exactness.draw(["gpu:8xH200"], random.Random(seed)) for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    for words in drawn:
-        cfg, machine = exactness.configure(words)
-        formulas = plan.answer(cfg, machine)
-        assert machine.n == 8 and formulas.fits
-        assert exactness.row(words, formulas, formulas).count(" 0 ") >= 2
-
-
 # --- The answer ---------------------------------------------------------------------------------------------------
 
 TINY = ["--preset", "tiny"]
@@ -622,6 +533,19 @@ def test_search_of_a_batch_that_few_meshes_divide(tmp_path):
     assert planned("--search", "--by_formulas", plan="gpu:8xH200", **flags)["search"]
 
 
+@pytest.mark.parametrize(
+    "factor, said", [(1.3, "takes 30% longer as compiled"), (0.9, "10% of the step, as compiled")]
+)
+def test_a_flag_is_advised_where_its_own_compiled_step_is_faster(monkeypatch, factor, said):
+    flags = dict(n_device_axis=(2, 2, 2), train_batch_size=32)
+    cfg = settings.validate(utils.replace(presets.preset("moe1b"), **flags), 8)
+    machine = machines.parse_machine("gpu:8xH200")
+    a = plan.answer(cfg, machine)._replace(compiled=True)
+    other = a._replace(seconds=dict(step=factor * a.seconds["step"]))
+    monkeypatch.setattr(plan, "compiled_answer", lambda cfg, machine: (other, None))
+    assert said in plan.advise(cfg, machine, a)
+
+
 def test_what_does_not_fit_says_what_would(capsys):
     flags = dict(
         preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, microbatches=4, val_batch_size=4
@@ -660,7 +584,7 @@ def test_without_a_compiler_formulas_answer(tmp_path, capsys, monkeypatch, name,
     ],
 )
 def test_machines(name, n, slices, topology):
-    machine = plan.parse_machine(name)
+    machine = machines.parse_machine(name)
     assert (machine.n, machine.slices, machine.topology) == (
         n,
         slices,
@@ -690,7 +614,7 @@ def test_machines(name, n, slices, topology):
 )
 def test_a_machine_that_is_none(name):
     with pytest.raises(utils.UserError, match="such as"):
-        plan.parse_machine(name)
+        machines.parse_machine(name)
 
 
 @pytest.mark.parametrize(
@@ -705,7 +629,7 @@ def test_a_machine_that_is_none(name):
 )
 def test_a_machine_of_more_devices_than_any(name):
     with pytest.raises(utils.UserError, match=f"--plan {re.escape(name)}: has .* at most 65,536"):
-        plan.parse_machine(name)
+        machines.parse_machine(name)
 
 
 LARGEST = {name: f.metadata.get("most") for name, f in utils.FIELDS.items()}
@@ -793,9 +717,8 @@ def test_a_plan_by_the_tpu_compiler(tmp_path):
     assert ran.returncode == 0 and "TPU v4" in ran.stdout, ran.stderr
     a = json.loads((tmp_path / "a/plan.json").read_text())
     c = hlo.analyze((tmp_path / "dump/step.hlo").read_text(), a["mesh"])
-    assert a["compiled"] and sum(row["bytes"] for row in a["collectives"]) == pytest.approx(
-        sum(c.sent.values())
-    )
+    sent = sum(n_bytes for n_bytes, *_ in c.collectives.values())
+    assert a["compiled"] and sum(row["bytes"] for row in a["collectives"]) == pytest.approx(sent)
 
 
 @tpu_compiler
@@ -816,12 +739,9 @@ def abort(cfg, machine):
 
 @tpu_compiler
 def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plan, "compile_for", abort)
+    monkeypatch.setattr(machines, "compile_for", abort)
     a = planned("--search", plan="v4:2x2x1", train_batch_size=16, plan_json=tmp_path / "plan.json")
-    assert (
-        "its own (libtpu" in (said := capsys.readouterr().out)
-        and ": Check failed: s_count.has_value())" in said
-    )
+    assert "its own (Check failed: s_count.has_value())" in capsys.readouterr().out
     assert a["fits"] and not any(row["compiled"] for row in a["search"])
     with pytest.raises(utils.UserError, match="no program to write"):
         planned(plan="v4:2x2x1", n_device_axis=(4, 1, 1), plan_dump=tmp_path)
@@ -830,12 +750,12 @@ def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, tmp_path, mon
 @tpu_compiler
 def test_a_slice_that_no_one_sells(no_device):
     with pytest.raises(utils.UserError, match="knows no such slice"):
-        plan.slice_devices(plan.parse_machine("v4:3x4x4"))
+        machines.slice_devices(machines.parse_machine("v4:3x4x4"))
 
 
 @tpu_compiler
 def test_several_slices_lie_along_dp(no_device):
     cfg = settings.validate(utils.replace(presets.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
-    devices = plan.slice_devices(plan.parse_machine("2*v4:2x2x1"))
+    devices = machines.slice_devices(machines.parse_machine("2*v4:2x2x1"))
     grid = steps.device_grid(cfg.run.n_device_axis, devices)
     assert {d.slice_index for d in grid[:2].flat} != {d.slice_index for d in grid[2:].flat}

@@ -373,6 +373,7 @@ FORMS = {
     "HOSTS='a, me@b;c'": "a me@b c",
     "HOSTS=(a me@b\n  c)  # an array": "a me@b c",
     "HOSTS=(n{0..2})": "n0 n1 n2",
+    'HOSTS=a\nHOSTS="$HOSTS b"\nset -x': "a b",
     'HOSTS="a"\nHOSTS+=" b"': "a b",
     '\ufeffHOSTS="a b"\r\nMIN_DISK_GB="08"\r\n': "a b",
     'hosts="a b"\nHOSTS="$hosts"': "a b",
@@ -391,6 +392,8 @@ WRONG_SETTINGS = {
     "HOSTS=a\nHOSTS=$(cat nothing)": ["cluster.env, line 2: HOSTS=$(cat nothing) failed"],
     "HOSTS=$HSOTS": ["cluster.env, line 1: HSOTS"],
     "HOSTS=a\nexit": ["cluster.env: ends before its last line"],
+    "HOSTS=a\nHOSTS=b": ["cluster.env, line 2: HOSTS is set a second time", "HOSTS+="],
+    "\0".join("HOSTS=a b"): ["line 1: b: command not found"],  # as UTF-16 has it
     "HOST=a": ["cluster.env, line 1: HOST is no setting", "nearest is HOSTS"],
     "HOSTS=a\n\n  MIN_DISK=3": ["line 3: MIN_DISK is no setting", "nearest is MIN_DISK_GB"],
     "HOSTS=a\nexport HOST=3": ["line 2: HOST is no setting"],

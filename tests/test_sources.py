@@ -16,6 +16,7 @@ from test_data_scale import ranks_file as ranks_file  # a fixture
 import data.output
 import data.workers
 from data import splits, tokenization, tokenize_shards, train_tokenizer
+from data.sources import files
 from data.sources import text as source_text
 
 RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -281,6 +282,27 @@ def test_a_document_that_is_too_long(tokenize, ranks_file, tmp_path, monkeypatch
     manifest = json.loads((tmp_path / "skip/train/manifest.json").read_text())
     lost = "damaged_records" if kind in RECORDS else "damaged_files"
     assert manifest[lost] == 2 and manifest["documents"] == 3
+
+
+@pytest.mark.parametrize(
+    "fraction, where", [(0.1, "of 20 documents"), (0.01, "the last 1% of each")]
+)
+def test_a_long_text_file_is_read_in_parts_that_end_with_lines(
+    tokenize, ranks_file, tmp_path, monkeypatch, fraction, where
+):
+    monkeypatch.setattr(source_text, "LONGEST", 3000)
+    monkeypatch.setattr(files, "PART", 700)
+    lines = [f"{n} " + "é" * (n % 50) + "\n" for n in range(300)]
+    (tmp_path / "long.txt").write_text("".join(lines) + "no end")
+    status, out, err = tokenize("long.txt", "out", "--val_fraction", fraction)
+    assert (status, err) == (0, "")
+    assert where in out, out
+    texts = texts_in(tmp_path / "out", ranks_file)
+    found = texts["train"] + texts["val"]
+    assert sorted("".join(found)) == sorted("".join(lines) + "no end")
+    if fraction == 0.1:
+        assert len(found) > 10 and sum(not text.endswith("\n") for text in found) == 1
+        assert max(len(text.encode()) for text in found) < 900
 
 
 def test_a_record_that_memory_cannot_hold(tokenize, tmp_path, monkeypatch):

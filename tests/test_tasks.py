@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from conftest import (
     ROOT,
+    SMALL_DEEPSEEK,
     SMALL_GPT2,
     SMALL_RUN,
     flags_of,
@@ -35,21 +36,7 @@ from lm_eval.tasks import TaskManager
 from tools import tasks
 
 T = 48
-DEEPSEEK = dict(
-    tied=False,
-    layers_per_block=1,
-    moe_rope=True,
-    embedding_norm=False,
-    latent_conv=0,
-    blocks=2,
-    first_layers=1,
-    q_latent_dim=18,
-    n_groups=4,
-    k_groups=2,
-    experts_per_token=3,
-    routed_scaling=2.5,
-)
-MODELS = {"gpt2": dict(SMALL_GPT2, blocks=2), "deepseek": DEEPSEEK}
+MODELS = {"gpt2": dict(SMALL_GPT2, blocks=2), "deepseek": dict(SMALL_DEEPSEEK, blocks=2)}
 MESHES = {"(1, 1, 1)": (1, 1, 1), "(2, 2, 2)": (2, 2, 2)}
 
 

@@ -266,32 +266,6 @@ def test_mean_of_clusters_of_one_size_is_the_plain_one():
     assert np.isclose(value, x.mean()) and np.isclose(error, x.std(ddof=1) / math.sqrt(50))
 
 
-def test_multiple_choice_equals_a_plain_loop(run, losses_of, tmp_path, capsys):
-    rng, lines, right = np.random.default_rng(0), [], []
-    word = lambda: "".join(rng.choice(list("abcdef "), rng.integers(1, 12)))  # noqa: E731
-    for i in range(12):
-        a, b, endings, label = (
-            word() * (1 + 5 * (i == 3)),
-            word(),
-            [word() for _ in range(4)],
-            i % 4,
-        )
-        lines.append(dict(ctx_a=a, ctx_b=b, endings=endings, label=str(label)))
-        if i % 2:
-            lines[-1] = dict(ctx=f"{a} {b}", endings=endings, label=label)
-        context = lines[-1].get("ctx", f"{a} {b}".strip())
-        losses = losses_of([[256, *f"{context} {ending}".encode()][-33:] for ending in endings])
-        sums = [row[-1 - len(ending) :].sum() for row, ending in zip(losses, endings)]
-        per_byte = [s / len(ending) for s, ending in zip(sums, endings)]
-        right.append((np.argmin(sums) == label, np.argmin(per_byte) == label))
-    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    measured(run, hellaswag=(str(tmp_path / "q.jsonl"),), json=True, **MESH)
-    (got,) = json.loads(capsys.readouterr().out)["hellaswag"]
-    acc, norm = np.array(right, float).T
-    assert got["questions"] == 12 and got["acc"] == acc.mean() and got["acc_norm"] == norm.mean()
-    assert np.isclose(got["acc_error"], acc.std(ddof=1) / math.sqrt(12))
-
-
 # --- Shards of another tokenizer --------------------------------------------------------------------------------
 
 
@@ -366,6 +340,19 @@ def test_a_tokenizer_is_known_by_its_tokens_whatever_file_holds_it(tmp_path, of_
     assert "nothing tells" in said and f"{same}/train, {same}/val" in said and "\n" not in said
 
 
+def test_tokenizers_that_differ_in_merges_alone_are_others(tmp_path):
+    ranks = ranks_of_bytes() | {b"ab": 256, b"bc": 257}
+    model = tmp_path / "model"
+    path = write_tokenizer(model, ranks, ".json")
+    (model / "config.json").write_text(json.dumps(dict(encoding=path.name)))
+    assert not check(model, write_shards(tmp_path / "same", ranks, ".tiktoken"))
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["merges"] = [["b", "c"], ["a", "b"]]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(utils.UserError, match="another tokenizer"):
+        check(model, tmp_path / "same")
+
+
 def test_a_tokenizer_is_the_same_by_name_and_as_a_file(tmp_path, named_tokenizers):
     model = tmp_path / "model"
     model.mkdir()
@@ -412,36 +399,11 @@ def test_weights_are_refused_shards_of_another_tokenizer(tmp_path, capsys):
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------
 
-GOOD = {"ctx": "a", "endings": ["b", "c"], "label": 1}
-
-
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        ("{", "line 2"),
-        ("[1]", "line 2"),
-        (json.dumps(GOOD | {"label": 2}), "label is 2"),
-        (json.dumps(GOOD | {"label": -1}), "label is -1"),
-        (json.dumps(GOOD | {"endings": ["b", ""]}), "endings"),
-        (json.dumps({"ctx": "a", "label": 0}), "'endings'"),
-    ],
-)
-def test_a_malformed_question_is_named_by_file_and_line(tmp_path, line, said):
-    path = tmp_path / "q.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n" + line + "\n")
-    with pytest.raises(utils.UserError, match=r"q.jsonl: line 2") as e:
-        list(evaluate.questions(str(path)))
-    assert said in str(e.value) and "\n" not in str(e.value)
-
 
 def test_half_a_character_alone_is_replaced(tmp_path):
     halves = "a \ud83d b \ude42"
-    (tmp_path / "q.jsonl").write_text(json.dumps(dict(ctx=halves, endings=["x", halves], label=0)))
-    ((context, endings, _),) = evaluate.questions(str(tmp_path / "q.jsonl"))
-    assert (
-        context == endings[1] == "a \ufffd b \ufffd"
-        and tokenization.whole_characters("é🙂\n") == "é🙂\n"
-    )
+    assert tokenization.whole_characters(halves) == "a \ufffd b \ufffd"
+    assert tokenization.whole_characters("é🙂\n") == "é🙂\n"
     made = tokenizers.Tokenizer(
         tokenizers.models.BPE({"a": 0, "\ufffd": 1, tokenization.END_OF_TEXT: 2}, [])
     )
@@ -456,7 +418,7 @@ def test_mistakes_get_a_sentence(run, shards, tmp_path, byte_manifest):
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
     np.save(tmp_path / "far.npy", np.full(100, 300, np.uint16))
     for options, *parts in [
-        (dict(), "--data", "--hellaswag"),
+        (dict(), "--data", "--tasks"),
         (dict(data=("nowhere",)), "--data nowhere", "no such"),
         (dict(data=(str(tmp_path / "empty.txt"),)), "empty.txt", "no text"),
         (dict(data=(str(tmp_path / "broken.jsonl"),)), "--data", "line 2"),
@@ -568,7 +530,7 @@ STARTED = [
     f"{folder}.{path.stem}"
     for folder in ("tools", "data")
     for path in (ROOT / folder).glob("*.py")
-    if "program.begin()" in path.read_text()
+    if '__name__ == "__main__"' in path.read_text()
 ]
 
 

@@ -8,7 +8,14 @@ import math
 import jax
 import numpy as np
 import pytest
-from conftest import SMALL_GPT2, settled, small_config, tokenize_tests, train_small_tokenizer
+from conftest import (
+    SMALL_GPT2,
+    SMALL_QWEN3,
+    settled,
+    small_config,
+    tokenize_tests,
+    train_small_tokenizer,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,7 +45,7 @@ DEEPSEEK = dict(
     blocks=2,
     first_layers=1,
     n_head=4,
-    nope_dim=12,
+    head_dim=12,
     v_dim=10,
     rope_dim=6,
     latent_dim=20,
@@ -73,7 +80,7 @@ SIZES = {
         rope_original_T=16,
         first_layers=0,
         model_dimension=40,
-        nope_dim=7,
+        head_dim=7,
         v_dim=13,
         rope_dim=10,
         rope_mscale=0.7,
@@ -81,6 +88,10 @@ SIZES = {
     ),
     "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
     "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
+    "qwen3": dict(SMALL_QWEN3, norm_topk_prob=False, balance_weight=0.0),
+    "qwen3 dense": dict(
+        SMALL_QWEN3, n_kv_head=2, blocks=2, n_experts=0, experts_per_token=0, tied=False
+    ),
 }
 for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, -3, len(SIZES))):
     flags["norm_eps"] = float(10**exponent)
@@ -172,7 +183,7 @@ def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_pa
     assert not wanted
 
 
-@pytest.mark.parametrize("size", ["groups", "yarn", "gpt2"])
+@pytest.mark.parametrize("size", ["groups", "yarn", "gpt2", "qwen3"])
 def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
     """Trained here for three steps, loaded there by AutoModelForCausalLM, greedily continued by both."""
     flags = {
@@ -352,12 +363,68 @@ GPT2 = dict(
     task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
     vocab_size=50257,
 )
+# of Qwen/Qwen3-0.6B-Base
+QWEN3 = dict(
+    architectures=["Qwen3ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    eos_token_id=151643,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=1024,
+    initializer_range=0.02,
+    intermediate_size=3072,
+    max_position_embeddings=32768,
+    max_window_layers=28,
+    model_type="qwen3",
+    num_attention_heads=16,
+    num_hidden_layers=28,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=None,
+    tie_word_embeddings=True,
+    torch_dtype="bfloat16",
+    transformers_version="4.51.0",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+# of Qwen/Qwen3-30B-A3B-Base
+QWEN3_MOE = dict(
+    QWEN3,
+    architectures=["Qwen3MoeForCausalLM"],
+    decoder_sparse_step=1,
+    hidden_size=2048,
+    intermediate_size=6144,
+    max_window_layers=48,
+    mlp_only_layers=[],
+    model_type="qwen3_moe",
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    num_attention_heads=32,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=48,
+    num_key_value_heads=4,
+    output_router_logits=False,
+    router_aux_loss_coef=0.001,
+    tie_word_embeddings=False,
+)
 
 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize(
     "config, name",
-    [(PUBLISHED, "deepseek-v3-671b"), (MOONLIGHT, "moonlight-16b"), (GPT2, "gpt2-124m")],
+    [
+        (PUBLISHED, "deepseek-v3-671b"),
+        (MOONLIGHT, "moonlight-16b"),
+        (GPT2, "gpt2-124m"),
+        (QWEN3, "qwen3-0.6b"),
+        (QWEN3_MOE, "qwen3-30b-a3b"),
+    ],
 )
 def test_a_published_config_is_understood(config, name, saved):
     """As it is, and as transformers writes it again."""

@@ -115,11 +115,11 @@ def about_step(cfg, mesh, used):
     )
 
 
-def prepare_torch(cfg, flops_per_token, compiled):
+def prepare_torch(cfg, flops_per_token):
     """The same of tools/torch_baseline.py."""
     from tools import torch_baseline
 
-    about, run, peak = torch_baseline.prepare(cfg, compiled, cores())
+    about, run, peak = torch_baseline.prepare(cfg, cores())
     return about | dict(flops_per_token=flops_per_token), run, peak or peak_rss
 
 
@@ -259,20 +259,6 @@ COLUMNS = {  # heading: cell
 }
 
 
-def table(rows):
-    """Lines of a table of the dicts of `measure`."""
-    cells = [list(COLUMNS)]
-    for r in rows:
-        cells.append([cell(r) for cell in COLUMNS.values()])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
-    for name, *numbers in cells:
-        aligned = [name.ljust(widths[0])]
-        aligned += [number.rjust(width) for number, width in zip(numbers, widths[1:])]
-        lines.append("  ".join(aligned).rstrip())
-    return lines
-
-
 def machine():
     """{name: value} of where this runs."""
     info = Path("/proc/cpuinfo")
@@ -308,8 +294,6 @@ class Options:
     """Training steps of a round."""
     compare: bool = False
     """Beside each configuration, which must be a GPT-2 on one device, the same in torch (tools/torch_baseline.py)."""
-    torch_compile: bool = False
-    """Compile the torch one with torch.compile."""
     json: str = ""
     """File to write the numbers to as well."""
 
@@ -317,8 +301,6 @@ class Options:
 def parse(argv):
     """Command line -> (own flags, Configurations). Raises UserError."""
     own, flags = utils.read_own_flags(Options, argv, "tools/bench.py")
-    if own.torch_compile and not own.compare:
-        raise UserError("--torch_compile: needs --compare beside it.")
     configurations = []
     for variant in own.vary or [""]:
         configurations += configurations_of(own, variant, [*flags, *words(variant)])
@@ -343,7 +325,7 @@ def configurations_of(own, variant, line):
     flops = model.flops_per_token(cfg)
     return [
         Configuration(name, (prepare, cfg)),
-        Configuration(f"{name}, torch", (prepare_torch, cfg, flops, own.torch_compile)),
+        Configuration(f"{name}, torch", (prepare_torch, cfg, flops)),
     ]
 
 
@@ -380,7 +362,8 @@ def main(argv):
         f"{first['devices']} x {first['device']}, {where['cores']} cores of {where['cpu']}, "
         f"{first['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps"
     )
-    print("\n".join(table(rows)))
+    cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
+    print("\n".join(common.markdown(list(COLUMNS), cells)))
     if own.json:
         content = where | dict(configurations=rows)
         utils.write_file(own.json, utils.to_json(content, indent=1) + "\n")

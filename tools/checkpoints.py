@@ -70,7 +70,9 @@ def about(checkpoints, step):
     except Exception:  # whatever a damaged file makes the libraries raise; `verify` says what
         pass
     fs, there = utils.filesystem(folder)
-    return known | {"size": fs.du(there)}
+    # `du` would look behind a link that leads nowhere
+    size = sum(file["size"] for file in fs.find(there, detail=True).values())
+    return known | {"size": size}
 
 
 def retention(options, config):
@@ -104,12 +106,9 @@ def kept(wanted, every):
 
 def show(every, reasons):
     """Print a line for each checkpoint."""
-    rows = [["step", "written", "size", "mesh", "sequences", "val loss", "kept", "versions"]]
-    for step, one in sorted(every.items()):
-        rows.append(cells(step, one, reasons[step]))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    headings = ["step", "written", "size", "mesh", "sequences", "val loss", "kept", "versions"]
+    rows = [cells(step, one, reasons[step]) for step, one in sorted(every.items())]
+    print("\n".join(common.markdown(headings, rows)))
 
 
 def cells(step, one, reasons):

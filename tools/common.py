@@ -26,7 +26,7 @@ class Options:
     """Devices to use, as for main.py; 0: all that are present."""
     T: int = utils.flag(0, least=0)
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
-    trained with or, for one that was imported, was made for. With more, rotary models go on, GPT-2 has no positions."""
+    trained with or, for one that was imported, was made for. Rotary models take more, GPT-2 has no positions then."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
     """Type of activations and matrices; None: the one that the model was trained in."""
     compilation_cache: str = utils.Run.compilation_cache
@@ -54,13 +54,11 @@ class Sample(Options, utils.Sample):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Options):
-    """Measure a trained model on shards, text, multiple-choice questions and the tasks of lm_eval."""
+    """Measure a trained model on shards, text and the tasks of lm_eval."""
 
     data: tuple[str, ...] = ()
     """Each a folder of shards, or one with such a folder val in it; a shard (.npy) alone; a text file; a folder or a
     glob of text files, .jsonl (also .gz and .zst) or .parquet. Addresses too, but for folders of text."""
-    hellaswag: tuple[str, ...] = ()
-    """Files of multiple-choice questions, a line each: {"ctx": text, "endings": [texts], "label": number}."""
     tasks: tuple[str, ...] = ()
     """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy; core:
     the 22 tasks of DataComp-LM, whose data --include_path names."""
@@ -176,6 +174,28 @@ def config_of(options, flags):
     )
 
 
+def stored_config(flags):
+    """The Config of {flag: value} as config.json has it; flags that it lacks have their defaults."""
+    flags = {name: value for name, value in flags.items() if name in utils.FIELDS}
+    return utils.replace(
+        utils.Config(), **flags | dict(n_device_axis=tuple(flags["n_device_axis"]))
+    )
+
+
+def markdown(headings, rows):
+    """Lines of a Markdown table, its columns aligned; all cells are text, the first of each row a name."""
+    cells = [headings, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = []
+    for name, *numbers in cells:
+        aligned = [name.ljust(widths[0])]
+        aligned += [number.rjust(width) for number, width in zip(numbers, widths[1:])]
+        lines.append(f"| {' | '.join(aligned)} |")
+    rules = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
+    lines.insert(1, f"| {' | '.join(rules)} |")
+    return lines
+
+
 def check_T(options, flags):
     """Warn where --T is more than the model was made for. Raises UserError where it has not learned such positions."""
     from training import weights
@@ -184,7 +204,7 @@ def check_T(options, flags):
     if options.T > most:
         if architecture(flags["architecture"]).learns_positions:
             raise UserError(
-                f"--T {options.T}: {options.model} has learned {most} positions; give at most so many."
+                f"--T {options.T}: {options.model} has learned {most} positions; give at most that many."
             )
         print(
             f"warning: --T {options.T}: {options.model} was made for {most} tokens", file=sys.stderr

@@ -1,74 +1,53 @@
-"""What a run measured while it trained, read of its config.json and metrics.jsonl, and tables of it."""
+"""What runs measured while they trained, read of their config.json and metrics.jsonl: numbers, a table and a picture.
+
+Runs with several seeds are a mean with its standard error. Each is compared with the first one of the same seed: those
+saw the same data in the same order, so their difference usually varies less than their losses do.
+"""
 
 import math
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 import model
 import utils
+from tools import common
 from training import runlog, settings, steps
 from utils import UserError
 
+# --- Numbers ----------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Curve:
-    """The losses of a run, in nats per token, after each of its n logged steps and at e of them, its evaluations."""
+
+class Curve(NamedTuple):
+    """The e evaluations of a run."""
 
     folder: str
     cfg: utils.Config
     data: str  # fingerprint of the shards
-    steps: np.ndarray  # [n] their numbers
-    tokens: np.ndarray  # [n] that were trained on until then
-    seconds: (
-        np.ndarray
-    )  # [n] of training until then, without evaluations, checkpoints, samples and stops
-    speed: np.ndarray  # [n] tokens per second
-    train_loss: np.ndarray  # [n]
-    evaluated: np.ndarray  # [e] which of the n steps
-    val_loss: np.ndarray  # [e] cross-entropy
-
-    @property
-    def val_tokens(self):
-        """[e] tokens that were trained on until each evaluation."""
-        return self.tokens[self.evaluated]
-
-    @property
-    def finite_val_loss(self):
-        """[at most e] the validation losses without those that are not finite."""
-        return self.val_loss[np.isfinite(self.val_loss)]
-
-    @property
-    def parameters(self):
-        """(all, those that a token uses), both with the embedding."""
-        total, active, embedding = model.count_params(self.cfg)
-        return total + embedding, active + embedding
-
-    @property
-    def tokens_per_second(self):
-        """Of training; a median over the steps, so that a busy spell of the machine hardly counts."""
-        return float(np.median(self.speed))
+    last: int  # step of the last evaluation
+    tokens: np.ndarray  # [e] that were trained on until then
+    seconds: np.ndarray  # [e] of training until then, without evaluations, checkpoints and stops
+    loss: np.ndarray  # [e] cross-entropy, nats per token
+    speed: float  # tokens per second; a median over the steps, so that a busy spell hardly counts
 
     def loss_at(self, tokens):
-        """The validation loss after so many tokens, between evaluations on a straight line; nan before the first of
-        them and after the last."""
-        return float(np.interp(tokens, self.val_tokens, self.val_loss, math.nan, math.nan))
+        """The loss after so many tokens, between evaluations on a straight line; nan before the first of them and after
+        the last."""
+        return float(np.interp(tokens, self.tokens, self.loss, math.nan, math.nan))
 
     def tokens_to(self, loss):
-        """Tokens until the validation loss first was at most `loss`, between evaluations on a straight line; nan where
-        it never was.
+        """Tokens until the loss first was at most `loss`, between evaluations on a straight line; nan where it never
+        was.
 
         Example: 5.0 at 100 tokens and 4.0 at 200, so 4.2 was reached after 180.
         """
-        reached = np.flatnonzero(self.val_loss <= loss)
+        reached = np.flatnonzero(self.loss <= loss)
         if not len(reached):
             return math.nan
-        i = reached[0]
-        around = slice(max(0, i - 1), i + 1)
+        around = slice(max(0, reached[0] - 1), reached[0] + 1)
         # np.interp wants rising abscissae, and the loss falls
-        falling, tokens = -self.val_loss[around], self.val_tokens[around]
-        return float(np.interp(-loss, falling, tokens))
+        return float(np.interp(-loss, -self.loss[around], self.tokens[around]))
 
 
 def read_curve(folder):
@@ -77,9 +56,8 @@ def read_curve(folder):
     if "n_device_axis" not in config:
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
     settings.check_stored(config, folder, settings.NEEDED_TO_RESUME)
-    cfg = config_of(config)
-    content = utils.read_file(os.path.join(folder, "metrics.jsonl")) or b""
-    rows = runlog.rows_in(content)
+    cfg = common.stored_config(config)
+    rows = runlog.rows_in(utils.read_file(os.path.join(folder, "metrics.jsonl")) or b"")
     evaluated = [i for i, row in enumerate(rows) if "loss/val_loss" in row]
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
@@ -92,21 +70,12 @@ def read_curve(folder):
         folder=folder,
         cfg=cfg,
         data=config.get("data_fingerprint", ""),
-        steps=reached,
-        tokens=reached * per_step,
-        seconds=np.cumsum(trained / speed),
-        speed=speed,
-        train_loss=np.array([row["loss/train_loss"] for row in rows]),
-        evaluated=np.array(evaluated),
-        val_loss=np.array([cross_entropy(rows[i]) for i in evaluated]),
+        last=rows[evaluated[-1]]["step"],
+        tokens=(reached * per_step)[evaluated],
+        seconds=np.cumsum(trained / speed)[evaluated],
+        loss=np.array([cross_entropy(rows[i]) for i in evaluated]),
+        speed=float(np.median(speed)),
     )
-
-
-def config_of(config):
-    """The Config of {flag: value} as config.json has it; flags that it lacks have their defaults."""
-    flags = {name: value for name, value in config.items() if name in utils.FIELDS}
-    flags["n_device_axis"] = tuple(flags["n_device_axis"])
-    return utils.replace(utils.Config(), **flags)
 
 
 def cross_entropy(row):
@@ -115,21 +84,106 @@ def cross_entropy(row):
     return row.get("loss/val_cross_entropy_loss", row["loss/val_loss"])
 
 
-# --- Tables and pictures ----------------------------------------------------------------------------------------
+def measured(values):
+    """{"mean", "standard_error"} of one value for each seed, the latter None for a single one; None for no value."""
+    if not values:
+        return None
+    error = None
+    if len(values) > 1:
+        error = float(np.std(values, ddof=1) / math.sqrt(len(values)))
+    return dict(mean=float(np.mean(values)), standard_error=error)
 
 
-def markdown(headings, rows):
-    """Lines of a Markdown table, its columns aligned; all cells are text, the first of each row a name."""
-    cells = [headings, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
-    for name, *numbers in cells:
-        aligned = [name.ljust(widths[0])]
-        aligned += [number.rjust(width) for number, width in zip(numbers, widths[1:])]
-        lines.append(f"| {' | '.join(aligned)} |")
-    rules = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
-    lines.insert(1, f"| {' | '.join(rules)} |")
-    return lines
+def results(groups, marks=(), target=None):
+    """{name: `numbers`} of groups of runs, {name: {seed: Curve}}, beside the first group; those without runs are left
+    out.
+
+    marks: numbers of tokens; none: up to three evaluations of the first run, at about a quarter, half and three
+    quarters of it. target: a loss; None: the first group's final one, of each seed its own.
+    """
+    first = next(iter(groups.values()))
+    if not marks and first:
+        tokens = next(iter(first.values())).tokens
+        e = len(tokens)
+        chosen = {math.ceil(e * quarter / 4) - 1 for quarter in (1, 2, 3)}
+        marks = [int(tokens[i]) for i in sorted(chosen) if i < e - 1]
+    found = {}
+    for name, runs in groups.items():
+        if runs:
+            found[name] = numbers(runs, first, marks, target)
+    return found
+
+
+def numbers(runs, first, marks, target):
+    """{name: value} of a group of runs; see `results`."""
+    pairs = [(run, first[seed]) for seed, run in runs.items() if seed in first]
+    to_target, shares = [], []
+    for run, other in pairs:
+        loss = other.loss[-1] if target is None else target
+        to_target.append(run.tokens_to(loss))
+        shares.append(run.tokens_to(loss) / other.tokens_to(loss))
+    curves = list(runs.values())
+    total, active, embedding = model.count_params(curves[0].cfg)
+    finite = [run.loss[np.isfinite(run.loss)] for run in curves]
+    return dict(
+        parameters=total + embedding,
+        active_parameters=active + embedding,
+        flops_per_token=model.flops_per_token(curves[0].cfg),
+        tokens=int(curves[0].tokens[-1]),
+        tokens_per_second=measured([run.speed for run in curves]),
+        loss_at={mark: measured([run.loss_at(mark) for run in curves]) for mark in marks},
+        final_loss=measured([run.loss[-1] for run in curves]),
+        best_loss=measured([min(losses, default=math.nan) for losses in finite]),
+        difference=measured([run.loss[-1] - other.loss[-1] for run, other in pairs]),
+        tokens_to_target=measured(to_target),
+        share_of_tokens=measured(shares),
+        seeds={seed: evaluations(run) for seed, run in runs.items()},
+    )
+
+
+def evaluations(run):
+    """What the JSON file keeps of a Curve."""
+    lists = {key: getattr(run, key).tolist() for key in ("tokens", "seconds", "loss")}
+    return dict(folder=run.folder) | lists
+
+
+# --- The table and the picture -----------------------------------------------------------------------------------
+
+
+def cell(value, form, factor=1, sign=""):
+    """What `measured` returns as text, each number as `form` says; "-" where there is none."""
+    if value is None or math.isnan(value["mean"]):
+        return "-"
+    mean = format(factor * value["mean"], sign + form)
+    error = value["standard_error"]
+    return mean if error is None else f"{mean} ± {factor * error:{form}}"
+
+
+def table(found):
+    """Lines of a Markdown table of `results`."""
+    first = next(iter(found))
+    rows = []
+    for name, one in found.items():
+        rows.append(
+            [
+                name,
+                in_millions(one["parameters"]),
+                in_millions(one["active_parameters"]),
+                in_millions(one["tokens"]),
+                *[cell(loss, ".4f") for loss in one["loss_at"].values()],
+                cell(one["final_loss"], ".4f"),
+                cell(one["best_loss"], ".4f"),
+                cell(one["difference"], ".4f", sign="+") if name != first else "-",
+                cell(one["tokens_to_target"], ".3f", 1e-6),
+                cell(one["share_of_tokens"], ".3f") if name != first else "1",
+                f"{one['flops_per_token'] / 1e6:.2f}",
+                cell(one["tokens_per_second"], ",.0f"),
+            ]
+        )
+    marks = [f"loss at {in_millions(mark)}" for mark in found[first]["loss_at"]]
+    headings = ["run", "parameters", "active", "tokens", *marks, "final loss", "best loss"]
+    headings += [f"against {first}", "M tokens to target", f"x {first}'s"]
+    return common.markdown([*headings, "MFLOP/token", "tokens/s"], rows)
 
 
 def in_millions(tokens):
@@ -140,14 +194,24 @@ def in_millions(tokens):
     return f"{tokens / 1000:.0f}k"
 
 
-def tick(tokens, _):
-    """The label of a tick of an axis of tokens."""
-    return in_millions(tokens) if tokens > 0 else "0"
-
-
-def check_picture(path, flag):
-    """Raises UserError where no picture can be written at the local `path` that `flag` named."""
-    kinds = (".png", ".svg", ".pdf")
-    if not path.endswith(kinds):
-        raise UserError(f"{flag} {path}: must be a file that ends in {', '.join(kinds)}.")
-    utils.check_place(path, flag)
+def draw(found):
+    """The Figure of `results`: over tokens and over time, the mean over seeds with a band of its standard error."""
+    figure = runlog.new_figure(11, 4.5, dpi=120)
+    over_tokens, over_time = figure.subplots(1, 2, sharey=True)
+    for i, (name, one) in enumerate(found.items()):
+        runs = list(one["seeds"].values())
+        e = min(len(run["loss"]) for run in runs)
+        losses = np.array([run["loss"][:e] for run in runs])  # [seeds, e]
+        mean, error = losses.mean(0), np.zeros(e)
+        if len(runs) > 1:
+            error = losses.std(0, ddof=1) / math.sqrt(len(runs))
+        minutes = np.mean([run["seconds"][:e] for run in runs], 0) / 60
+        for axes, x in ((over_tokens, runs[0]["tokens"][:e]), (over_time, minutes)):
+            axes.plot(x, mean, "o-", ms=3, lw=1.2, color=f"C{i}", label=name)
+            axes.fill_between(x, mean - error, mean + error, alpha=0.25, color=f"C{i}", lw=0)
+            axes.grid(alpha=0.3)
+    over_tokens.set(xlabel="tokens", ylabel="validation loss (nats per token)")
+    over_tokens.xaxis.set_major_formatter(lambda tokens, _: in_millions(tokens) if tokens else "0")
+    over_time.set(xlabel="minutes of training")
+    over_tokens.legend(fontsize=8)
+    return figure

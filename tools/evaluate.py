@@ -1,5 +1,4 @@
-"""Loss, perplexity and bits per byte of a model on shards or text, its accuracy on multiple-choice questions, and its
-scores in the tasks of lm_eval.
+"""Loss, perplexity and bits per byte of a model on shards or text, and its scores in the tasks of lm_eval.
 
 python tools/evaluate.py runs/tiny --data data/shards/stdlib README.md
 python tools/evaluate.py runs/tiny --tasks hellaswag,arc_easy
@@ -15,12 +14,9 @@ if __name__ == "__main__":
 
 import functools
 import glob
-import itertools
-import json
 import math
 import os
 import sys
-from argparse import Namespace
 from importlib.metadata import version
 
 import utils
@@ -34,9 +30,10 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
-from data import manifest, sources
+from data import manifest
+from data.command_line import Source
 from data.encoding import encode_text, pieces
-from data.sources.base import Document
+from data.sources.kinds import kind_of, open_source
 from data.sources.text import decode, read_text
 from data.storage import list_shards
 from dataset import Corpus
@@ -67,15 +64,13 @@ def open_shards(options, cfg, path):
 
 def texts(path, column):
     """The documents of a text file, or of a folder or a glob of files or records. Raises UserError."""
-    remote, records = utils.is_remote(path), sources.kind_of(path)
-    if os.path.isfile(path) and not records:
-        yield read_text(Document(path, path, os.path.getsize(path)))[0]
-    elif remote and not records and (content := utils.read_file(path)) is not None:
-        yield decode(content)[0]
+    remote = utils.is_remote(path)
+    if remote and not kind_of(path) and (content := utils.read_file(path)) is not None:
+        yield decode(content).text
     elif remote or os.path.exists(path) or glob.glob(path, recursive=True):
-        source = Namespace(source=path, config=None, split="train", text_column=column)
-        for document in sources.open_source(source).read({}):
-            yield read_text(document)[0]
+        source = Source(source=path, text_column=column)
+        for document in open_source(source).read({}):
+            yield read_text(document).text
     else:
         raise UserError(f"--data {path}: there is no such file or folder.")
 
@@ -175,89 +170,14 @@ def losses(sums, tokens, n_bytes):
     )
 
 
-# --- Multiple choice --------------------------------------------------------------------------------------------
-
-
-def questions(path):
-    """Yield (context, endings, number of the right one) of a file in HellaSwag's format. Raises UserError naming file
-    and line."""
-    content = utils.read_file(path)
-    if content is None:
-        raise UserError(f"--hellaswag {path}: there is no such file.")
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            yield question(line, f"--hellaswag {path}: line {number}")
-
-
-def question(line, where):
-    """A line of such a file; `where` it stands begins the message of a UserError."""
-    try:
-        row = json.loads(line)
-        context = row["ctx"] if "ctx" in row else f"{row['ctx_a']} {row['ctx_b']}".strip()
-        endings, label = row["endings"], int(row["label"])
-    except (ValueError, TypeError, KeyError) as e:
-        raise UserError(
-            f'{where} is not {{"ctx": text, "endings": [texts], "label": number}} ({e!r}).'
-        ) from None
-    all_texts = isinstance(endings, list)
-    all_texts = all_texts and all(isinstance(text, str) and text for text in [context, *endings])
-    if not all_texts:
-        raise UserError(f"{where}: its context and its endings must be texts, none of them empty.")
-    if not 0 <= label < len(endings):
-        raise UserError(
-            f"{where}: its label is {label}, but its {len(endings)} endings count from 0."
-        )
-    whole = tokenization.whole_characters
-    return whole(context), [whole(ending) for ending in endings], label
-
-
-def choose(options, path, cfg, encoding, score):
-    """{"hellaswag", "questions", "acc", "acc_error", "acc_norm", "acc_norm_error"}: the share of questions of which the
-    right ending is the likeliest, by the sum of its log p and by that sum per byte of the ending. An ending follows
-    its context and a space; a context too long for the model keeps its end."""
-    T = options.T or cfg.model.T
-    answers, items = [], []
-    for context, endings, label in itertools.islice(questions(path), options.limit or None):
-        before = [encoding.eot_token, *encoding.encode_ordinary(context)]
-        for ending in endings:
-            after = encoding.encode_ordinary(" " + ending)[:T]
-            ids = np.array([*before[-(T + 1 - len(after)) :], *after])
-            answers.append(Piece(ids, len(ids) - 1 - len(after), len(answers)))
-        items.append((label, [len(ending.encode()) for ending in endings]))
-    if not items:
-        raise UserError(f"--hellaswag {path}: there are no questions in it.")
-    longest = max(len(answer.ids) - 1 for answer in answers)
-    longest = min(T, math.ceil(longest / 64) * 64)  # few lengths, so few programs to compile
-    scored = progress(score(answers, longest), path, len(answers))
-    of_endings = iter([ending.loss for ending in scored])
-    right, right_norm = [], []
-    for label, sizes in items:
-        own = np.array([next(of_endings) for _ in sizes])
-        right.append(own.argmin() == label)
-        right_norm.append((own / sizes).argmin() == label)
-    acc, acc_error = mean(np.float64(right), np.ones(len(items)))
-    acc_norm, acc_norm_error = mean(np.float64(right_norm), np.ones(len(items)))
-    return dict(
-        hellaswag=path,
-        questions=len(items),
-        acc=acc,
-        acc_error=acc_error,
-        acc_norm=acc_norm,
-        acc_norm_error=acc_norm_error,
-    )
-
-
 # --- The program ------------------------------------------------------------------------------------------------
 
 
 def table(rows):
     """Lines of a table of the dicts `rows`, which have the same keys: numbers with their standard errors."""
     headings = [key for key in rows[0] if not key.endswith("_error")]
-    cells = [headings]
-    for row in rows:
-        cells.append([cell(row[key], row.get(f"{key}_error")) for key in headings])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in cells]
+    cells = [[cell(row[key], row.get(f"{key}_error")) for key in headings] for row in rows]
+    return common.markdown(headings, cells)
 
 
 def cell(value, error):
@@ -283,20 +203,16 @@ def judge(options, cfg, mesh, params, encoding):
 
 
 def main(options):
-    """Print and return the results, {"data": [dicts of `evaluate`], "hellaswag": [dicts of `choose`], "tasks": what
-    `judge` says, if it was asked}."""
-    if not options.data and not options.hellaswag and not options.tasks:
-        raise UserError("--data, --hellaswag, --tasks: give at least one of them.")
+    """Print and return the results, {"data": [dicts of `evaluate`], "tasks": what `judge` says, if it was asked}."""
+    if not options.data and not options.tasks:
+        raise UserError("--data, --tasks: give at least one of them.")
     if options.output and not utils.is_remote(options.output):
         utils.check_place(options.output, "--output")
-    text = bool(options.hellaswag or options.tasks)
-    cfg, mesh, params, encoding = common.open_model(options, text)
+    cfg, mesh, params, encoding = common.open_model(options, bool(options.tasks))
     score = functools.partial(make_scorer(cfg, mesh, options.batch_size), params)
     try:
-        results = dict(
-            data=[evaluate(options, path, cfg, encoding, score) for path in options.data],
-            hellaswag=[choose(options, path, cfg, encoding, score) for path in options.hellaswag],
-        )
+        data = [evaluate(options, path, cfg, encoding, score) for path in options.data]
+        results = dict(data=data)
     except UserError as e:
         # the modules that read shards and text know them by the flags of other programs
         said = str(e).replace("--source", "--data")
@@ -309,9 +225,8 @@ def main(options):
     if options.json:
         print(as_json)
         return results
-    for rows in (results["data"], results["hellaswag"]):
-        if rows:
-            print("\n".join(table(rows)))
+    if results["data"]:
+        print("\n".join(table(results["data"])))
     if options.tasks:
         print_tasks(results["tasks"])
     return results

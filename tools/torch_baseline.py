@@ -5,7 +5,6 @@ are torch's own fused ones. Rows that pad the vocabulary are predicted as any ot
 """
 
 import contextlib
-import time
 
 import torch
 import torch.nn.functional as F
@@ -71,14 +70,13 @@ def make_optimizer(cfg, net):
     return torch.optim.AdamW(groups, lr=o.max_lr, betas=(0.9, o.adam_b2), fused=True)
 
 
-def make_step(cfg, net, device, compiled):
+def make_step(cfg, net, device):
     """(`step()` on random tokens, tokens in it)."""
     m = cfg.model
     microbatches = cfg.run.accumulation_steps * cfg.data.microbatches
     sequences = cfg.data.train_batch_size // cfg.data.microbatches
     rows = torch.randint(m.vocab_size, (microbatches, sequences, m.T + 1)).to(device)
     optimizer = make_optimizer(cfg, net)
-    loss_of = torch.compile(net) if compiled else net
     mixed = contextlib.nullcontext()
     if m.model_dtype == "bfloat16":
         mixed = torch.autocast(device, torch.bfloat16)
@@ -86,7 +84,7 @@ def make_step(cfg, net, device, compiled):
     def step():
         for row in rows:
             with mixed:
-                loss = loss_of(row[:, :-1], row[:, 1:]) / microbatches
+                loss = net(row[:, :-1], row[:, 1:]) / microbatches
             loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), cfg.optimizer.grad_clip_norm)
         optimizer.step()
@@ -95,7 +93,7 @@ def make_step(cfg, net, device, compiled):
     return step, rows[..., 1:].numel()
 
 
-def prepare(cfg, compiled, threads):
+def prepare(cfg, threads):
     """As `prepare` of tools/bench.py, on the first GPU or on `threads` CPU threads; peak is None where it is the
     process's own. Raises UserError."""
     on_gpu = platforms.platform() == "gpu"
@@ -107,7 +105,7 @@ def prepare(cfg, compiled, threads):
     torch.manual_seed(cfg.run.seed)
     device = "cuda" if on_gpu else "cpu"
     net = GPT2(cfg.model).to(device)
-    step, tokens_per_step = make_step(cfg, net, device, compiled)
+    step, tokens_per_step = make_step(cfg, net, device)
 
     def run(steps):
         for _ in range(steps):
@@ -123,9 +121,4 @@ def prepare(cfg, compiled, threads):
         compile_cpu_seconds=None,
         compiler_bytes=None,
     )
-    if compiled:  # by the first step
-        began, began_cpu = time.perf_counter(), time.process_time()
-        run(1)
-        about["compile_seconds"] = time.perf_counter() - began
-        about["compile_cpu_seconds"] = time.process_time() - began_cpu
     return about, run, torch.cuda.max_memory_allocated if on_gpu else None

@@ -10,11 +10,15 @@ if __name__ == "__main__":
 
     program.begin()
 
+import functools
 import gzip
 import math
 import os
+import re
+import statistics
 import sys
 import zlib
+from collections import Counter, defaultdict
 from dataclasses import MISSING, dataclass
 from typing import NamedTuple
 
@@ -36,8 +40,6 @@ class Options:
     """Machine to plan for, as --plan of main.py takes it; empty: the devices of the trace, as far as they are known."""
     top: int = utils.flag(10, least=0)
     """Costliest operations to list."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
 
 
 if __name__ == "__main__":
@@ -49,13 +51,21 @@ if __name__ == "__main__":
 from jax.profiler import ProfileData
 
 import collectives
-from tools.planning import costs, plan
-from tools.tracing import events, names, shares
+from planning import costs, hlo, machines, plan
 from training import chips, profiling
 
 PRODUCTS = "matrix products"  # as plan.Answer calls this part
+REST, IDLE = "rest", "idle"
+# Parts of a step, by the innermost of these scopes (jax.named_scope) that an operation stands in.
+PARTS = dict(attention="attention", feed_forward="feed_forward", experts="experts")
+PARTS |= dict(embed="vocabulary", head="vocabulary", optimizer="optimizer")
+# What jax adds to the path of scopes for a loop or a function, and says nothing.
+NOISE = re.compile(r"(jit\([^()]*\)|shard_map|while|body|cond|closed_call|checkpoint)/")
+LOOPS = ("while", "call", "conditional")  # what they run is traced itself
+# Planes of a trace, and those of their lines that tell what a device does. An operation on a CPU names its device.
+DEVICES = {"/host:CPU$": "", r"/device:TPU:\d+$": "(Async )?XLA Ops", r"/device:GPU:\d+$": "Stream"}
 
-# --- Reading ------------------------------------------------------------------------------------------------------
+# --- The trace and its program ------------------------------------------------------------------------------------
 
 
 class Trace(NamedTuple):
@@ -72,221 +82,325 @@ def open_trace(run, name=""):
     known = profiling.traces_of(run)
     if name and name not in known:
         raise UserError(f"--trace {name}: {run} has {', '.join(known) or 'no traces'}.")
-    found = []
+    found = {}
     for one in [name] if name else known:
         folder = os.path.join(run, profiling.FOLDER, one)
         if about := utils.read_json(folder, "about.json"):
-            found.append((about["written"], folder, about))
-    if not found and not utils.read_json(run, "config.json"):
-        raise UserError(f"{run}: is no run directory, which holds a config.json of main.py.")
+            found[folder] = about
     if not found:
-        raise UserError(
-            f"{run}: holds no whole trace; train with --profile FIRST:LAST, such as 20:22, to make one."
-        )
-    _, folder, about = max(found, key=lambda entry: entry[0])
-    program = utils.read_file(os.path.join(folder, "step.hlo.gz"))
-    if program is None:
-        raise UserError(f"{folder}: lacks step.hlo.gz; copy all files of a trace.")
+        if not utils.read_json(run, "config.json"):
+            raise UserError(f"{run}: is no run directory, which holds a config.json of main.py.")
+        advice = "train with --profile FIRST:LAST, such as 20:22, to make one"
+        raise UserError(f"{run}: holds no whole trace; {advice}.")
+    folder = max(found, key=lambda folder: found[folder]["written"])
     try:
-        text = gzip.decompress(program).decode()
+        text = gzip.decompress(utils.read_file(os.path.join(folder, "step.hlo.gz")) or b"").decode()
     except (OSError, EOFError, ValueError, zlib.error) as e:
         reason = utils.first_line(e)
         raise UserError(f"{folder}: step.hlo.gz is damaged ({reason}); copy it anew.") from None
-    return Trace(folder, about, config_of(about["flags"]), text)
+    if not text:
+        raise UserError(f"{folder}: lacks step.hlo.gz; copy all files of a trace.")
+    if not text.startswith("HloModule "):
+        raise UserError(f"{folder}: step.hlo.gz is damaged (it holds no HLO); copy it anew.")
+    about = found[folder]
+    return Trace(folder, about, common.stored_config(about["flags"]), text)
 
 
-def config_of(flags):
-    """The Config of {flag: value} as JSON has it."""
-    known = {name: value for name, value in flags.items() if name in utils.FIELDS}
-    known["n_device_axis"] = tuple(known["n_device_axis"])
-    return utils.replace(utils.Config(), **known)
+class Operation(NamedTuple):
+    """What one HLO operation, or several alike, are in the code."""
+
+    path: str  # scopes and what jax calls it: transpose(jvp(attention))/dot_general
+    part: str  # a value of PARTS, or REST
+    links: str  # over which it communicates, as a plan names them; "": it computes
+    is_product: bool  # whether it has a matrix product
 
 
-def devices_in(trace):
-    """[[Event] of a device], of all processes that wrote. Raises UserError where a file is damaged."""
+class Program:
+    """The compiled step of a `Trace`."""
+
+    def __init__(self, trace):
+        self.mesh = dict(zip(collectives.AXES, trace.cfg.run.n_device_axis))
+        self.across = "pp" if self.mesh["dp"] % trace.about["slices"] else "dp"
+        self.name = re.match(r"HloModule ([\w.\-]+)", trace.text)[1]
+        self.computations = hlo.computations(trace.text)
+        self.entry = {op.name for op in self.computations["ENTRY"]}
+        self.ops = {op.name: op for ops in self.computations.values() for op in ops}
+
+    @functools.cache
+    def operation(self, name):
+        """`Operation` of the HLO operation of a name; None of a loop."""
+        op = self.ops[name]
+        if op.kind in LOOPS:
+            return None
+        if op.kind.endswith(("-done", "-update")) and hlo.operands(op)[0] in self.ops:
+            return self.operation(hlo.operands(op)[0])
+        inside = list(self.inside(op))
+        is_product = any(map(is_product_op, inside))
+        links = "" if is_product else next(filter(None, map(self.links, inside)), "")
+        paths = [re.search(r'op_name="([^"]*)"', inner.rest) for inner in inside]
+        path = next((found[1] for found in paths if found), name)
+        # of operations that XLA joined, "(a/add:b/add)", the first
+        path = NOISE.sub("", path.split(":")[0].strip("("))
+        scopes = re.findall(r"\w+", path)
+        part = next((PARTS[scope] for scope in reversed(scopes) if scope in PARTS), REST)
+        return Operation(path, part, links, is_product)
+
+    def inside(self, op):
+        """An operation and all that it is made of."""
+        yield op
+        for callee in hlo.CALLED.findall(op.rest):
+            for inner in self.computations.get(callee, []):
+                yield from self.inside(inner)
+
+    def links(self, op):
+        """What a communication travels over; "" of any other operation."""
+        kind = op.kind.removesuffix("-start")
+        if kind in hlo.COLLECTIVES:
+            axes = "+".join(hlo.group_axes(op, self.mesh)[0])
+            return axes and f"links of {axes}"
+        return f"network of {self.across}" if kind in ("send", "recv") else ""
+
+
+def is_product_op(op):
+    return op.kind in ("dot", "convolution") or hlo.calls_cublas(op) or hlo.is_kernel(op)
+
+
+# --- What the devices did -----------------------------------------------------------------------------------------
+
+
+def devices_in(trace, program):
+    """[[(begin, end, name of an operation of the step)] of a device], in ns, of all processes that wrote. Raises
+    UserError where a file is damaged."""
     fs, there = utils.filesystem(trace.folder)
     found = []
-    paths = utils.persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)
-    for path in sorted(paths):
+    for path in sorted(utils.persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)):
         content = utils.read_file(os.path.join(trace.folder, os.path.basename(path)))
         try:
             data = ProfileData.from_serialized_xspace(content)
         except RuntimeError as e:
             reason = utils.first_line(e)
             raise UserError(f"{path}: is no trace ({reason}); --trace names another.") from None
-        found += events.events_of(data).values()
+        found += events_of(data, program).values()
     return found
+
+
+def events_of(data, program):
+    """{device: [(begin, end, operation)]} of a ProfileData, as `devices_in`."""
+    found = defaultdict(list)
+    for plane in data.planes:
+        [names] = [names for kind, names in DEVICES.items() if re.match(kind, plane.name)] or [None]
+        for line in plane.lines:
+            if names is None or not re.match(names, line.name):
+                continue
+            for event in line.events:
+                stats = dict(event.stats)
+                # a TPU writes "%fusion.1 = f32[8]{0} fusion(...)", or "fusion.1" alone
+                op = stats.get("hlo_op") or re.match(r"%?([\w.\-]*)", event.name)[1]
+                own = stats.get("hlo_module", program.name) == program.name and op in program.ops
+                if own and line.name.startswith("Async"):  # copies run beside what a core computes
+                    one = program.operation(op)
+                    own = one and one.links
+                if own and not event.name.startswith("end: "):  # a CPU tells each end once more
+                    device = plane.name, stats.get("device_ordinal")
+                    found[device].append((event.start_ns, event.end_ns, op))
+    return found
+
+
+class Shares(NamedTuple):
+    """Seconds of one step, means over the steps and the devices."""
+
+    steps: int
+    devices: int
+    parts: dict  # {part: seconds}, with exposed communication as its links; they add up to the step
+    hidden: dict  # {links: seconds} of communication while the device computes
+    operations: dict  # {Operation: seconds}
+    between: float  # from the end of a step to the begin of the next, a median
+
+    @property
+    def step(self):
+        return sum(self.parts.values())
+
+    @property
+    def links(self):
+        return sorted({one.links for one in self.operations} - {""} | self.hidden.keys())
+
+    @property
+    def products(self):
+        """Seconds of operations with matrix products."""
+        return sum(t for operation, t in self.operations.items() if operation.is_product)
 
 
 def measure(trace):
-    """`shares.Shares` of a trace. Raises UserError where it holds no whole step."""
-    run, (first, last) = trace.cfg.run, trace.about["steps"]
-    program = names.Program(trace.text, mesh_of(trace))
-    # the loop of main.py turns to an evaluation or a checkpoint after these
-    every = [run.eval_every, run.save_steps]
-    followed = [step - first for step in range(first, last) if any(step % n == 0 for n in every)]
-    found = shares.measure(devices_in(trace), program, last - first + 1, followed)
-    if found is None:
+    """`Shares` of a trace. Raises UserError where it does not hold its steps."""
+    program = Program(trace)
+    first, last = trace.about["steps"]
+    runs = []
+    for events in devices_in(trace, program):
+        if steps := steps_in(events, program, last - first + 1):
+            runs.append((events, steps))
+    if not runs:
         raise UserError(
             f"{trace.folder}: holds no whole step; trace later ones, or one that is not interrupted."
         )
-    return found
+    parts, hidden, operations, gaps = Counter(), Counter(), Counter(), []
+    for events, steps in runs:
+        first, last = steps[0][0], steps[-1][1]
+        labeled = [(begin, end, None) for begin, end in steps]
+        for begin, end, op in events:
+            if (one := program.operation(op)) and begin < last and end > first:
+                labeled.append((max(begin, first), min(end, last), one))
+        for ns, active in moments(labeled):
+            add_moment(ns / 1e9 / len(steps) / len(runs), active, parts, hidden, operations)
+        gaps += [after[0] - before[1] for before, after in zip(steps, steps[1:])]
+    between = max(0.0, statistics.median(gaps or [0.0])) / 1e9
+    return Shares(len(runs[0][1]), len(runs), parts, hidden, operations, between)
 
 
-def mesh_of(trace):
-    """{axis: size}."""
-    return dict(zip(collectives.AXES, trace.cfg.run.n_device_axis))
+def add_moment(seconds, active, parts, hidden, operations):
+    """Add a time in which these operations were under way on a device, and None for the step.
+
+    It belongs to one part. Where the device computes: to what it computes, in equal shares where several operations run
+    at once. Else, where bytes travel: to those links. Else it idles."""
+    if None not in active:
+        return  # it is between two steps
+    computing = [one for one in active if one and not one.links]
+    traveling = [one for one in active if one and one.links]
+    busy = computing or traveling
+    for one in busy:
+        operations[one] += seconds / len(busy)
+        parts[one.links or one.part] += seconds / len(busy)
+    if computing:
+        hidden.update(dict.fromkeys({one.links for one in traveling}, seconds))
+    if not busy:
+        parts[IDLE] += seconds
 
 
-def devices_of(trace):
-    """Number of devices that trained."""
-    return math.prod(trace.cfg.run.n_device_axis)
+def steps_in(events, program, n):
+    """[(begin, end)] in ns of n steps of a device; [] where it has less. Operations outside loops run once a step: the
+    n-th time of each belongs to the n-th step. There may be one more, which the end of the trace cut off."""
+    times = defaultdict(list)
+    for begin, end, op in sorted(events):
+        if op in program.entry:
+            times[op].append((begin, end))
+    once_a_step = [every[:n] for every in times.values() if len(every) in (n, n + 1)]
+    return [(min(b for b, _ in step), max(e for _, e in step)) for step in zip(*once_a_step)]
+
+
+def moments(found):
+    """Yield (length, [what is under way]) of each span of time in which the same intervals are."""
+    points = []
+    for number, (begin, end, _) in enumerate(found):
+        points += [(begin, number), (end, number)]
+    points.sort()
+    active, before = {}, points[0][0]
+    for at, number in points:
+        if at > before:
+            yield at - before, list(active.values())
+            before = at
+        if number in active:
+            del active[number]
+        else:
+            active[number] = found[number][2]
 
 
 # --- The plan -----------------------------------------------------------------------------------------------------
 
 
 def machine_of(trace, named):
-    """plan.Machine that --plan has `named`, else the one that the run was on; None where its kind of device is not
+    """machines.Machine that --plan has `named`, else the one that the run was on; None where its kind of device is not
     known. Raises UserError where the run does not fit on it."""
-    about, n = trace.about, devices_of(trace)
+    about, n = trace.about, math.prod(trace.cfg.run.n_device_axis)
     if named:
-        machine = plan.parse_machine(named)
+        machine = machines.parse_machine(named)
         if machine.n != n:
             raise UserError(f"--plan {named}: has {machine.n} devices; the run had {n}.")
         return machine
     name = about["device_kind"]
-    chip = chips.chip_of(name)
-    if chip is None:
+    if not (chip := chips.chip_of(name)):
         return None
     platform = "gpu" if chip.gpu else "tpu"
-    return plan.Machine(name, chip, n, about["slices"], "", about["processes"], platform)
+    return machines.Machine(name, chip, n, about["slices"], "", about["processes"], platform)
 
 
-def counted(trace, place):
-    """{who counted: {part: floating-point operations, or bytes sent}} of a step on one device."""
+def beside(trace, found, named):
+    """{part: {"measured": seconds, "program", "formulas": FLOP or bytes sent, "planned": seconds}} of a device's step,
+    on the machine that --plan has `named`; a number that is not known is left out."""
+    machine = machine_of(trace, named)
+    place = plan.place_of(trace.cfg, machine) if machine else costs.Place(trace.about["platform"])
     estimate = costs.estimate(trace.cfg, place)
     cost = costs.read_program(trace.text, trace.cfg, place)
-    return {
-        "formulas": amounts(estimate.flops, estimate.sent),
-        "program": amounts(cost.flops, cost.collectives),
-    }
+    apart = [IDLE, *found.links]
+    computing = sum(t for part, t in found.parts.items() if part not in apart)
+    measured = {PRODUCTS: found.products, "memory": computing - found.products, "step": found.step}
+    for links in found.links:
+        measured[links] = found.parts.get(links, 0.0) + found.hidden.get(links, 0.0)
+    columns = dict(
+        measured=measured,
+        program=amounts(cost.flops, cost.collectives),
+        formulas=amounts(estimate.flops, estimate.sent),
+    )
+    if machine:
+        compiled = None
+        if machine.platform == trace.about["platform"]:
+            compiled = machines.Compiled(trace.text, 0, 0)  # its memory does not matter here
+        answer = plan.answer(trace.cfg, machine, compiled)
+        step = (answer.overlapped or answer.seconds)["step"]
+        columns["planned"] = answer.seconds | dict(step=step)
+    rows = {part: {} for column in columns.values() for part in column}
+    for name, column in columns.items():
+        for part, number in column.items():
+            rows[part][name] = number
+    return rows | dict(step=rows.pop("step"))  # last
 
 
 def amounts(flops, sent):
     """{part: amount} of the operations of products, and {(axes, kind): [bytes, ..]} of collectives."""
-    parts = {PRODUCTS: flops}
+    parts = Counter({PRODUCTS: flops})
     for (axes, kind), (n_bytes, *_) in sent.items():
-        name = plan.links_of(dict(axes=axes, kind=kind))
-        parts[name] = parts.get(name, 0) + n_bytes
-    return parts
-
-
-def planned(trace, machine):
-    """{who planned: {part: seconds}} of a step: the formulas and, where the traced program was compiled for such a
-    machine, what that program tells."""
-    told = {"formulas": plan.answer(trace.cfg, machine).seconds}
-    if machine.platform == trace.about["platform"]:
-        # its memory does not matter here
-        of_program = plan.answer(trace.cfg, machine, plan.Compiled(trace.text, 0, 0))
-        exposed = {exposed_in(part): t for part, t in of_program.overlapped.items()}
-        step = exposed.pop(exposed_in("step"))
-        told["program"] = of_program.seconds | exposed | dict(step=step)
-    return told
-
-
-def measured(found, across):
-    """{part: seconds} of `shares.Shares` in the parts of a plan, exposed and hidden communication together, and in
-    those that a plan does not have. across: mesh axis that goes from slice to slice."""
-    waits = {part: found.parts.get(part, 0.0) for part in shares.WAITS}
-    links = {}
-    for axes in found.links:
-        name = f"network of {across}" if axes == names.SLICES else f"links of {axes}"
-        exposed = found.parts.get(axes, 0.0)
-        links |= {name: exposed + found.hidden.get(axes, 0.0), exposed_in(name): exposed}
-    computing = found.step - sum(waits.values())
-    computing -= sum(found.parts.get(axes, 0.0) for axes in found.links)
-    parts = {PRODUCTS: found.products, "memory": computing - found.products}
-    return parts | links | waits | dict(step=found.step)
-
-
-def exposed_in(part):
-    return f"{part}, exposed"
-
-
-class Beside(NamedTuple):
-    """What was measured, and what the plan says of the same step; {part: number} or {who: {part: number}}."""
-
-    measured: dict  # seconds
-    counted: dict  # floating-point operations and bytes
-    planned: dict  # seconds; {} where the machine is not known
-
-
-def beside(trace, found, named):
-    """`Beside` of a trace and its `shares.Shares`, on the machine that --plan has `named`."""
-    machine = machine_of(trace, named)
-    place = costs.Place(trace.about["platform"])
-    if machine:
-        place = plan.place_of(trace.cfg, machine)
-    seconds = planned(trace, machine) if machine else {}
-    return Beside(measured(found, place.across), counted(trace, place), seconds)
+        parts[plan.links_of(dict(axes=axes, kind=kind))] += n_bytes
+    return dict(parts)
 
 
 # --- Printing -----------------------------------------------------------------------------------------------------
 
 
-def heading(trace, found):
-    """The first line: what was traced, where."""
+def report(trace, found, rows, top):
+    """All of it in words, as a list of lines. rows: of `beside`."""
     mesh = ", ".join(map(str, trace.cfg.run.n_device_axis))
-    kind, first = trace.about["device_kind"], trace.about["steps"][0]
-    return (
+    kind, (first, _) = trace.about["device_kind"], trace.about["steps"]
+    lines = [
         f"{trace.folder}: {found.steps} steps from step {first} on, {found.devices} of "
-        f"{devices_of(trace)} x {kind}, mesh (dp, pp, tp) = ({mesh})"
-    )
-
-
-def share_rows(found):
-    """Rows of a table: the parts of a step, which add up to it."""
-    order = [*names.PARTS.values(), names.REST, *found.links, *shares.WAITS]
-    rows = [["a step", "seconds", "share"]]
-    for part in dict.fromkeys(order):
+        f"{math.prod(trace.cfg.run.n_device_axis)} x {kind}, mesh (dp, pp, tp) = ({mesh})"
+    ]
+    shares = []
+    for part in dict.fromkeys([*PARTS.values(), REST, *found.links, IDLE]):
         if seconds := found.parts.get(part):
             words = f"{part}, exposed" if part in found.links else part
-            rows.append([words, *amount(seconds, found)])
-    return [*rows, ["sum", *amount(found.step, found)]]
-
-
-def beside_lines(found):
-    """Lines: what is counted in several parts or in none."""
-    lines = [f"matrix products: {found.products / found.step:.1%} of the step, in the parts above"]
-    if found.links:
-        hidden = [f"{axes} {found.hidden.get(axes, 0.0):.4f} s" for axes in found.links]
-        lines.append(f"communication hidden behind computation: {', '.join(hidden)}")
+            shares.append([words, *amount(seconds, found)])
+    shares.append(["sum", *amount(found.step, found)])
+    lines += [*common.markdown(["a step", "seconds", "share"], shares), ""]
+    for links, seconds in sorted(found.hidden.items()):
+        lines.append(f"{links}, hidden behind computation: {seconds:.4f} s")
+    lines.append(f"between two steps: {found.between:.4f} s")
+    costliest = sorted(found.operations.items(), key=lambda entry: -entry[1])[:top]
+    operations = [[one.path, *amount(seconds, found)] for one, seconds in costliest]
+    lines += ["", *common.markdown(["operation", "seconds", "share"], operations), ""]
+    headings = ["a step of a device", "measured", "planned", "rate", "in the program", "formulas"]
+    lines += common.markdown(headings, [beside_row(part, row) for part, row in rows.items()])
+    if "planned" not in rows["step"]:
+        lines.append(f"nothing is planned: the speeds of {kind} are not known; --plan names others")
     return lines
 
 
-def operation_rows(found, top):
-    """Rows of a table: the costliest operations."""
-    costliest = sorted(found.operations.items(), key=lambda entry: -entry[1])
-    rows = [["operation", "seconds", "share", "from"]]
-    for operation, seconds in costliest[:top]:
-        words = f"{operation.name} {operation.way}".strip()
-        rows.append([words, *amount(seconds, found), operation.source])
-    return rows
-
-
-def counted_rows(b):
-    """Rows of a table: what a device computes and sends in a step of `Beside`, and how fast it did what the program
-    has."""
-    rows = [["a step of a device", "measured", "rate", "by formulas", "in the program"]]
-    for part in dict.fromkeys([*b.counted["program"], *b.counted["formulas"]]):
-        unit = "FLOP" if part == PRODUCTS else "B"
-        by_formulas, in_program = (b.counted[who].get(part, 0) for who in ("formulas", "program"))
-        seconds = b.measured.get(part, 0)
-        rate = f"{in_unit(in_program / seconds, unit)}/s" if seconds else "-"
-        amounts = [in_unit(n, unit) for n in (by_formulas, in_program)]
-        rows.append([part, f"{seconds:.4f} s", rate, *amounts])
-    return rows
+def beside_row(part, row):
+    """Cells of a row of `beside`."""
+    seconds = [f"{row[who]:.4f} s" if who in row else "-" for who in ("measured", "planned")]
+    unit = "FLOP" if part == PRODUCTS else "B"
+    work = [in_unit(row[who], unit) if who in row else "-" for who in ("program", "formulas")]
+    rate = "-"
+    if row.get("measured") and "program" in row:
+        rate = in_unit(row["program"] / row["measured"], unit) + "/s"
+    return [part, *seconds, rate, *work]
 
 
 def in_unit(n, unit):
@@ -295,75 +409,18 @@ def in_unit(n, unit):
     return f"{n / 1000**power:.{2 * bool(power)}f} {' KMGT'[power].strip()}{unit}"
 
 
-def planned_rows(b):
-    """Rows of a table: the seconds of `Beside`."""
-    told = [b.measured, *b.planned.values()]
-    rows = [["seconds of a step", "measured", *b.planned]]
-    for part in dict.fromkeys(part for seconds in told for part in seconds):
-        cells = [seconds.get(part) for seconds in told]
-        rows.append([part, *("-" if cell is None else f"{cell:.4f}" for cell in cells)])
-    return rows
-
-
 def amount(seconds, found):
     """Cells: seconds, and their share of a step."""
     return [f"{seconds:.4f}", f"{seconds / found.step:.1%}"]
 
 
-def table(rows):
-    """A table in lines: words to the left, numbers to the right."""
-    widths = [max(map(len, cells)) for cells in zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = []
-        for column, (cell, width) in enumerate(zip(row, widths)):
-            is_text = column == 0 or rows[0][column] == "from"
-            cells.append(cell.ljust(width) if is_text else cell.rjust(width))
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def report(trace, found, b, top):
-    """All of it in words, as a list of lines."""
-    lines = [heading(trace, found), *table(share_rows(found)), *beside_lines(found), ""]
-    lines += [*table(operation_rows(found, top)), "", *table(counted_rows(b)), ""]
-    if b.planned:
-        return lines + table(planned_rows(b))
-    kind = trace.about["device_kind"]
-    return [
-        *lines,
-        f"no seconds are planned: the speeds of {kind} are not known; --plan names others",
-    ]
-
-
-def as_json(trace, found, b, top):
-    """All of it as an object for JSON."""
-    costliest = sorted(found.operations.items(), key=lambda entry: -entry[1])
-    return dict(
-        trace=trace.folder,
-        steps=found.steps,
-        devices=found.devices,
-        device_kind=trace.about["device_kind"],
-        step=found.step,
-        products=found.products,
-        parts=found.parts,
-        hidden=found.hidden,
-        operations=[one._asdict() | dict(seconds=seconds) for one, seconds in costliest[:top]],
-        **b._asdict(),
-    )
-
-
-# --- The program --------------------------------------------------------------------------------------------------
-
-
 def main(options):
+    """Print and return the `Shares` and the rows of `beside` of a trace."""
     trace = open_trace(options.run, options.trace)
     found = measure(trace)
-    told = beside(trace, found, options.plan)
-    if options.json:
-        print(utils.to_json(as_json(trace, found, told, options.top), indent=1))
-    else:
-        print("\n".join(report(trace, found, told, options.top)), flush=True)
+    rows = beside(trace, found, options.plan)
+    print("\n".join(report(trace, found, rows, options.top)), flush=True)
+    return found, rows
 
 
 if __name__ == "__main__":

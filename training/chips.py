@@ -15,7 +15,6 @@ elsewhere. No jax in here. Where they come from:
 from typing import NamedTuple
 
 GiB = 2**30
-BUFFER = 1824  # tiles, of most chips: see tools/planning/costs.py: stays_scattered
 
 
 class Chip(NamedTuple):
@@ -32,7 +31,6 @@ class Chip(NamedTuple):
     dims: int = 2  # of a slice's topology
     cores: int = 1  # devices of a TPU chip
     float32: float = 0.0  # FLOP/s in float32, where XLA has no other products for it; 0: it multiplies in bfloat16
-    buffer: int = BUFFER  # tiles, see tools/planning/costs.py: stays_scattered
     fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
 
     @property
@@ -72,8 +70,7 @@ KNOWN = [
     tpu("v4", ("TPU v4",), 275e12, 30.75, 1228e9, 45e9, 6.25e9, 1.05e9, dims=3),
     tpu("v5e", ("TPU v5e", "TPU v5 lite"), 197e12, 15.75, 819e9, 45e9, 3.125e9, 1.5e9, fuses=True),
     tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74, 2765e9, 90e9, 6.25e9, 1.75e9, dims=3),
-    tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1640e9, 90e9, 12.5e9, 1.75e9,
-        buffer=3648, fuses=True),
+    tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1640e9, 90e9, 12.5e9, 1.75e9, fuses=True),
     tpu("v7x", ("TPU7x",), 1153.5e12, 94.75, 3690e9, 90e9, 6.25e9, 2.2e9, dims=3, cores=2),
     Chip("P100", ("Tesla P100-PCIE-16GB",), 18.7e12, 15.89 * GiB, 732e9, 16e9, CARD, float32=9.3e12),
     Chip("T4", ("Tesla T4",), 65e12, 14.56 * GiB, 320e9, 16e9, CARD, float32=8.1e12),

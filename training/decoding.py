@@ -29,27 +29,28 @@ def make_decode(cfg, mesh):
     cfg = model.dropless(cfg)
     m = cfg.model
     arch = architecture(m.architecture)
-    stage = model.make_stage(cfg, remat=False)
-    first_layers = model.make_layer_loop(cfg, "first", m.first_layers, remat=False)
 
     def local_decode(params, ids, cache, start, last):
         tokens = Tokens(start[:, None] + jnp.arange(ids.shape[1]), split=False)
         top = model.top_params(params, cfg)
         weights = model.layer_params(params, cfg)
 
-        def run_stage(x, cache, turn, microbatch, valid):
-            y, (_, new_cache), _ = stage(weights, x, tokens, cache)
+        def run_turn(weights, x, cache, turn, microbatch, valid):
+            y, (_, new_cache), weights = model.run_stage(cfg, weights, x, tokens, cache)
             keep = functools.partial(jnp.where, valid)
-            return y, jax.tree.map(keep, new_cache, cache)
+            return y, jax.tree.map(keep, new_cache, cache), weights
 
         x = arch.embed(top, ids, tokens.position)
         blocks_cache = dict(cache)
-        first_cache = blocks_cache.pop("first", None)
+        first_cache = blocks_cache.pop(arch.first, None)
         if m.first_layers:
-            x, first_cache, _ = first_layers(weights["first"], (), 0, x, tokens, first_cache)
-        x, new_cache = model.pipeline(run_stage, x[None], blocks_cache)  # [1, B/dp, n, D]
+            x, first_cache, _ = model.run_layers(
+                cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, first_cache
+            )
+        stacks = model.stacked(cfg, weights)
+        x, new_cache = model.pipeline(run_turn, stacks, x[None], blocks_cache)  # [1, B/dp, n, D]
         if m.first_layers:
-            new_cache["first"] = first_cache
+            new_cache[arch.first] = first_cache
 
         x = jnp.take_along_axis(x[0], last[:, None, None], 1)  # [B/dp, 1, D]
         x = x[:, 0]

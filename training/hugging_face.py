@@ -30,10 +30,10 @@ INDEX = "model.safetensors.index.json"
 
 def format_of(config, where):
     """(name, `HuggingFace`) of the architecture that a config.json is of. Raises UserError where none supports it."""
-    formats = {
-        name: architectures.architecture(name).hugging_face for name in architectures.names()
-    }
-    formats = {form.model_type: (name, form) for name, form in formats.items() if form}
+    formats = {}
+    for name in architectures.names():
+        form = architectures.architecture(name).hugging_face
+        formats |= {kind: (name, form) for kind in (form.model_types if form else ())}
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in formats:
         raise UserError(f"{where}: model_type is {kind!r}; supported are {', '.join(formats)}.")
@@ -216,7 +216,7 @@ def load(folder, abstract):
     config = utils.read_json(folder, "config.json")
     _, form = format_of(config, os.path.join(folder, "config.json"))
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model
-    block = hf_format.float8_block(config, form.model_type)
+    block = hf_format.float8_block(config, config["model_type"])
     there = check(folder, filled(form.tensors(m)), form, block)
     if m.tied:
         check_head_is_tied(folder, there, form, m, block)

@@ -48,6 +48,14 @@ def at_once(words):
         signal.signal(number, lambda number, _: end(128 + number, words))
 
 
+def begin(words="interrupted"):
+    """What every program begins with: `at_once`, then the end with a sentence where packages are missing."""
+    at_once(words)
+    from training import packages  # here: a signal while it is imported is heard
+
+    packages.check()
+
+
 def as_usual():
     """Give the signals back to Python: KeyboardInterrupt, and the end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

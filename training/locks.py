@@ -87,8 +87,8 @@ def system_lock(file):
 
 
 def is_at(file, path):
-    """Whether the open file stands at `path`."""
-    with contextlib.suppress(OSError):
+    """Whether the file is open, and at `path`."""
+    with contextlib.suppress(OSError, ValueError):  # a signal's thread may have closed it
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     return False
 
@@ -164,8 +164,8 @@ def alone_in(folder, flag, other):
     """Hold `folder`, local or remote, which is made if need be: until the end no other process gets past here for it.
 
     What a dead process of this machine held is taken over, which is printed, and files that it left unfinished are
-    removed. flag: what named the folder, with its
-    value; other: the flag to name another by. Raises UserError where another process holds it or it cannot be written.
+    removed. flag: what named the folder, with its value; other: the flag to name another by. Raises UserError where
+    another process holds it or it cannot be written.
     """
     path = os.path.join(folder, LOCK)
     lock = lock_object if is_remote(folder) else lock_file

@@ -162,9 +162,8 @@ def why_unreachable(host):
                 socket.create_server((address, 0), family=family).close()
             except OSError:
                 return f"{address} is not an address of this machine"
-        elif (
-            is_name
-        ):  # Debian gives a machine's own name 127.0.1.1, and other hosts resolve it otherwise
+        elif is_name:
+            # Debian gives a machine's own name 127.0.1.1, and other hosts resolve it otherwise
             return f"{host} leads to {address} here, which no other host reaches"
     return ""
 

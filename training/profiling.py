@@ -17,10 +17,6 @@ from training.processes import together
 from utils import say
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
-# What jax writes before and behind the events and Perfetto counts as errors: jax's own Perfetto files leave the first
-# out too, and the second is an empty event (github.com/google/perfetto/issues/6251).
-METADATA = b'"metadata":{"highres-ticks":true},'
-EMPTY_EVENT = b",{}]}"
 
 
 def traces_of(folder):
@@ -70,7 +66,9 @@ class Profile:
         self.train_step, self.began = train_step, step
         self.local = tempfile.TemporaryDirectory(prefix="profile-")
         try:
-            jax.profiler.start_trace(self.local.name, profiler_options=options)
+            jax.profiler.start_trace(
+                self.local.name, create_perfetto_trace=True, profiler_options=options
+            )
         except Exception as e:  # whatever the library of a platform raises
             self.local = None
             warn(e)
@@ -103,15 +101,11 @@ class Profile:
 
     def write_files(self, local, done):
         process = jax.process_index()
-        [space] = glob.glob(f"{local}/**/*.xplane.pb", recursive=True)
-        [events] = glob.glob(f"{local}/**/*.trace.json.gz", recursive=True)
-        for_perfetto = os.path.join(local, "perfetto")
-        write_for_perfetto(events, for_perfetto)
-        files = {f"process-{process}.xplane.pb": space}
-        files[f"process-{process}.trace.json.gz"] = for_perfetto
-        for name, path in files.items():
+        kept = {"*.xplane.pb": "xplane.pb", "perfetto_trace.json.gz": "trace.json.gz"}
+        for pattern, ending in kept.items():
+            [path] = glob.glob(f"{local}/**/{pattern}", recursive=True)
             with open(path, "rb") as f:
-                utils.write_file(os.path.join(self.folder, name), f.read())
+                utils.write_file(os.path.join(self.folder, f"process-{process}.{ending}"), f.read())
         if process:
             return
         program = gzip.compress(self.train_step.as_text().encode())
@@ -133,18 +127,6 @@ class Profile:
             slices=len({getattr(device, "slice_index", 0) for device in jax.devices()}),
             flags=utils.flatten(self.cfg),
         )
-
-
-def write_for_perfetto(source, path):
-    """Copy a trace of events to `path` without what Perfetto does not take."""
-    with gzip.open(source) as old, gzip.open(path, "wb", compresslevel=1) as new:
-        held = old.read(4096).replace(METADATA, b"")
-        while following := old.read(1 << 20):
-            new.write(held[:-8])
-            held = held[-8:] + following
-        if held.endswith(EMPTY_EVENT):
-            held = held.removesuffix(EMPTY_EVENT) + b"]}"
-        new.write(held)
 
 
 def warn(error):

@@ -106,59 +106,34 @@ def is_spike(loss, before):
 
 
 SAMPLE = re.compile(r"^(?==== step \d{1,15}$)", re.MULTILINE)  # where the samples of a step begin
-ROW = re.compile(r'^\{|\{"step":', re.MULTILINE)  # where a row may begin, also on a damaged line
 
 
-def row_of(found):
-    """The row that was `found` in metrics.jsonl, {name: number}, or None where it is none."""
-    if not isinstance(found, dict) or not {"step", "loss/train_loss"} <= found.keys():
+def row_of(line):
+    """The row in a line of metrics.jsonl, {name: number}, or None where it is damaged."""
+    try:
+        row = {key: math.nan if v is None else v for key, v in json.loads(line).items()}
+    except (ValueError, AttributeError, RecursionError):
         return None
-    row = {key: math.nan if value is None else value for key, value in found.items()}
     for value in row.values():
         if not isinstance(value, float) and not (isinstance(value, int) and abs(value) < 2**63):
             return None
-    return row if isinstance(row["step"], int) and row["step"] > 0 else None
+    whole = isinstance(row.get("step"), int) and row["step"] > 0 and "loss/train_loss" in row
+    return row if whole else None
 
 
 def read_rows(content):
-    """The content of metrics.jsonl in its order: rows, and None for each part between them that is none."""
-    text = content.decode(errors="replace")
-    decode = json.JSONDecoder().raw_decode
-    found, end = [], 0
-    for match in ROW.finditer(text):
-        begin = match.start()
-        if begin < end:
-            continue
-        try:
-            value, after = decode(text, begin)
-        except (ValueError, RecursionError):
-            continue
-        if text[end:begin].strip():
-            found.append(None)
-        found.append(row_of(value))
-        end = after
-    if text[end:].strip():
-        found.append(None)
-    return found
+    """(rows of metrics.jsonl, by step; whether anything else is in it but a last line that a kill tore)."""
+    *lines, last = re.split(r"[\r\n]+", content.decode(errors="replace"))
+    found = [row_of(line) for line in lines if line]
+    if torn := row_of(last.strip("\0")):
+        found.append(torn)
+    rows = {row["step"]: row for row in reversed(found) if row}
+    return [rows[step] for step in sorted(rows)], len(rows) < len(found)
 
 
 def rows_in(content):
     """The rows of metrics.jsonl, without broken ones, such as a line that a kill tore."""
-    return [row for row in read_rows(content) if row]
-
-
-def rows_until(step, found):
-    """(rows up to `step`, in order; whether that is all there was). A killed run leaves more behind: rows of the next
-    steps and a torn one. found: of `read_rows`."""
-    end = len(found)
-    while end and (not found[end - 1] or found[end - 1]["step"] > step):
-        end -= 1
-    rows = {row["step"]: row for row in reversed(found[:end]) if row and row["step"] <= step}
-    later = [row and row["step"] for row in found[end:]]
-    if later and later[-1] is None and (len(later) > 1 or step in rows or step == 0):
-        later.pop()
-    next_steps = list(range(step + 1, step + 1 + len(later)))
-    return [rows[n] for n in sorted(rows)], len(rows) == end and later == next_steps
+    return read_rows(content)[0]
 
 
 # --- Weights & Biases ---------------------------------------------------------------------------------------------
@@ -198,7 +173,7 @@ def check_login():
 
 
 def uploading():
-    """Whether an upload to wandb goes on that the run's end waits no longer for."""
+    """Whether an upload to wandb is underway that the run's end no longer waits for."""
     return any(thread.name == UPLOAD for thread in threading.enumerate())
 
 
@@ -226,7 +201,7 @@ class RunLog:
         self.samples = []  # texts of samples.txt, one for each step
         if not active:
             return
-        # A run evaluates at its last step; the run that goes on from there would not have, unless it was due.
+        # A run evaluates at its last step; the run that resumes there would not have, unless it was due.
         every = {"loss/val": cfg.run.eval_every}
         every["tasks/"] = cfg.run.eval_every * cfg.run.eval_tasks_every
         not_due = tuple(start for start, steps in every.items() if start_step % steps)
@@ -281,6 +256,8 @@ class RunLog:
         """Wait until everything is written."""
         self.flush()
         self.writer.shutdown(wait=True)
+        if self.events:
+            self._submit(self.others, self.events.close)
         self.others.shutdown(wait=True)
         if self.wandb:
             upload = threading.Thread(target=self.wandb.finish, name=UPLOAD, daemon=True)
@@ -332,9 +309,13 @@ class RunLog:
         metrics.jsonl all that it holds is kept beside it."""
         path = self.path("metrics.jsonl")
         content = read_file(path)
-        rows, is_all = rows_until(step, read_rows(content or b""))
+        found, is_damaged = read_rows(content or b"")
+        rows = [row for row in found if row["step"] <= step]
+        # a killed run leaves rows of the next steps behind
+        later = [row["step"] for row in found[len(rows) :]]
+        is_damaged |= later != list(range(step + 1, step + 1 + len(later)))
         last = rows[-1]["step"] if rows else first
-        if not is_all:
+        if is_damaged:
             n = 1
             while read_file(f"{path}.damaged-{n}") is not None:
                 n += 1
@@ -428,7 +409,7 @@ PLOTS = {  # file: (title, metrics); none: those of each expert
 
 
 def new_figure(width, height, dpi):
-    """A matplotlib Figure of so many inches, without pyplot: safe off the main thread, and needs no display."""
+    """A matplotlib Figure, sizes in inches, without pyplot: safe off the main thread, and needs no display."""
     # Jupyter names its own backend to the programs that it starts; a Python without that cannot import matplotlib.
     # Hidden for the import alone: what this process starts may be a notebook, whose pictures need it.
     backend = os.environ.pop("MPLBACKEND", None)

@@ -151,7 +151,7 @@ def follow_shards(flags, stored, shards):
 def follow_experts(m):
     """{flag: value} that the number of experts leaves to the flags beside it."""
     if not m.n_experts:
-        return {}
+        return dict(experts_per_token=0)
     chosen = min(m.experts_per_token, m.n_experts)
     changed = dict(experts_per_token=chosen)
     uneven = m.n_experts % m.n_groups or m.n_experts < 2 * m.n_groups
@@ -517,7 +517,7 @@ def check_multiples(cfg):
         ("microbatches", d.microbatches, pp, "pp"),
         ("train_batch_size", d.train_batch_size, d.microbatches, "microbatches"),
         ("val_batch_size", d.val_batch_size, d.microbatches, "microbatches"),
-        ("model_dimension", m.model_dimension, 1 if m.nope_dim else m.n_head, "n_head"),
+        ("model_dimension", m.model_dimension, 1 if m.head_dim else m.n_head, "n_head"),
         ("expert_dim", m.expert_width, tp if m.n_shared else 1, "tp"),
     ]
     for flag, value, by, words in multiples:

@@ -48,7 +48,7 @@ def device_grid(shape, devices):
     neither."""
     slices = 1
     if devices[0].platform == "tpu":
-        # the devices of a single slice that only the compiler knows (tools/planning/plan.py) have no index
+        # the devices of a single slice that only the compiler knows (planning/plan.py) have no index
         slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

@@ -82,11 +82,12 @@ def check_tokenizer(where, folder, shards, flag="", warn=say):
 
 
 def other_flags(cfg, kept):
-    """In words: the flags in which the model of a checkpoint, saved with {flag: value} `kept`, differs from that of
-    `cfg`."""
+    """In words: the flags in which the model of a checkpoint differs from that of `cfg`. kept: {flag: value} that was
+    saved with the checkpoint, or None."""
     free = settings.free_of_weights(cfg.model.architecture)
-    now = {flag: value for flag, value in vars(cfg.model).items() if flag not in free}
     kept = kept or {}
-    differ = {flag: kept[flag] for flag in now if flag in kept and kept[flag] != now[flag]}
-    words = [f"--{flag} was {value} and is now {now[flag]}" for flag, value in differ.items()]
+    words = []
+    for flag, value in vars(cfg.model).items():
+        if flag not in free and kept.get(flag, value) != value:
+            words.append(f"--{flag} was {kept[flag]} and is now {value}")
     return ", ".join(words)

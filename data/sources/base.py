@@ -1,6 +1,6 @@
 """What all sources of documents have in common, and what those have whose files hold records.
 
-A new kind of file with records is a subclass of `Records` in a file of its own, and an entry of KINDS in __init__.py.
+A new kind of file with records is a subclass of `Records` in a file of its own, and an entry of KINDS in kinds.py.
 jsonl.py and parquet.py are examples.
 """
 
@@ -28,9 +28,12 @@ class Lost(NamedTuple):
 class Document(NamedTuple):
     name: str  # path relative to the source, with forward slashes, or number: the order depends on it alone
     path: str  # "" where `text` holds the document
-    size: int  # bytes of the file, or characters of the text
+    size: int  # bytes of the file or of its part, or characters of the text
     text: str | None = None
     lost: Lost = Lost()  # of what is damaged between this document and the one before
+    start: int | None = (
+        None  # where the part of a file that is the document begins; None: all of it is
+    )
 
 
 class File(NamedTuple):
@@ -138,7 +141,9 @@ class Source:
         self.crc32s = []  # of what was read of each of the first files; -1: not known
         self.advice = ""
         if skip is False:
-            self.advice = "; replace it and the same command goes on, or give --skip_damaged"
+            self.advice = (
+                "; replace it and rerun the same command to resume, or give --skip_damaged"
+            )
 
     def stamps(self, n=None):
         """{name: integers} of the first n files, or all: their sizes and stamps."""
@@ -195,7 +200,7 @@ class Source:
 class Entry(NamedTuple):
     """What one record of a file is read as."""
 
-    number: int  # of the next record of the file, from which `entries` can go on
+    number: int  # of the next record of the file, from which `entries` can continue
     done: int  # units of the progress bar up to here, those of earlier files too
     content: bytes  # what the file's CRC-32 is taken of
     text: str | Lost | None  # Lost: this record or these records are damaged

@@ -4,6 +4,7 @@ import hashlib
 import os
 import sysconfig
 
+from data.sources import text
 from data.sources.base import (
     Document,
     File,
@@ -16,6 +17,7 @@ from data.sources.base import (
 from data.sources.text import read_text
 from utils import UserError
 
+PART = 1_000_000  # bytes of a part of a text file that is too long for one document
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -40,7 +42,9 @@ def documents_of(paths, root, source):
     """The documents of files in a folder `root`, sorted by name. Raises UserError, with `source`, where there is no
     text."""
     names = {os.path.relpath(path, root).replace(os.sep, "/"): path for path in paths}
-    documents = [Document(name, path, os.path.getsize(path)) for name, path in names.items()]
+    documents = []
+    for name, path in sorted(names.items()):
+        documents += parts_of(name, path)
     if not any(d.size for d in documents):
         has = "no file"
         if documents:
@@ -50,13 +54,38 @@ def documents_of(paths, root, source):
             f"count); give a text file, a folder with some, or a file or quoted glob of records (--help "
             f"lists their endings)."
         )
-    return sorted(documents)
+    return documents
+
+
+def parts_of(name, path):
+    """The documents of a file: itself, or parts of a text that is too long for one and neither compressed nor UTF-16.
+
+    Parts have about PART bytes and end with a line, wherever the next line ends.
+    """
+    size = os.path.getsize(path)
+    if size <= text.LONGEST or os.path.splitext(path)[1] in text.COMPRESSION:
+        return [Document(name, path, size)]
+    parts, start = [], 0
+    try:
+        with open(path, "rb") as f:
+            if text.wide_encoding(f.read(4)):
+                return [Document(name, path, size)]
+            while start < size:
+                f.seek(start + PART)
+                while (line := f.readline(PART)) and not line.endswith(b"\n"):
+                    pass
+                end = min(f.tell(), size)
+                parts.append(Document(f"{name}:{start}", path, end - start, start=start))
+                start = end
+    except OSError:  # reading the document says so
+        return [Document(name, path, size)]
+    return parts
 
 
 def check_is_text(document):
     """Raises UserError where a file is no text: what is not UTF-8 in it is a tenth of it."""
-    text = read_text(document)
-    if text.replaced * 10 > len(text.text):
+    content = read_text(document)
+    if content.replaced * 10 > len(content.text):
         raise UserError(
             f"--source {document.path}: is no text in UTF-8; give one (iconv -f ENCODING -t utf-8 makes it "
             f"from another text)."

@@ -94,7 +94,7 @@ class Tables(Records):
     def _cells(self, table, group):
         """Yield the cells of a row group as pyarrow.Buffers, None for an empty one."""
         size = table.metadata.row_group(group).total_byte_size
-        # a dictionary may hold one long text for all rows: only so many are read at once as have room even then
+        # a dictionary may hold one long text for all rows: those that are read at once have room even then
         n_rows = min(100, max(1, text.LONGEST // max(1, size)))
         batches = table.iter_batches(
             row_groups=[group], columns=[self.column], use_threads=False, batch_size=n_rows

@@ -123,7 +123,11 @@ def read_text(document):
         return without_lone_surrogates(document.text)
     try:
         with open(document.path, "rb") as raw:
-            content = whole(decompressed(raw, document.path))
+            if document.start is None:
+                content = whole(decompressed(raw, document.path))
+            else:
+                raw.seek(document.start)
+                content = raw.read(min(document.size, LONGEST + 1))
     except DAMAGE as e:
         raise UserError(f"--source: {document.path} cannot be read ({first_line(e)}).") from None
     check_length(len(content), document.path, "; split it")

@@ -83,7 +83,7 @@ COMMANDS = dict(
     tokenize=Command(8, tokenize, 30),
     ranks=Command(6, lambda at, rng: goods.ranks_words(at / "text", "x.tiktoken"), 30),
     bench=Command(4, tool("bench"), 10),
-    ablate=Command(4, tool("ablate"), 10),
+    variations=Command(4, tool("compare"), 10),
     train=Command(3, lambda at, rng: goods.train_words(at, "runs", steps=1, eval_every=9), 60),
 )
 
@@ -166,7 +166,7 @@ class Kind:
             ended = run([*words[:2], "--help", "all"], folder / "help")
             shown = run([words[0], "--help"], folder / "help").out + ended.out
             flags = {flag.replace("-", "_") for flag in re.findall(r"--([A-Za-z][\w-]*)", shown)}
-            if name in ("bench", "ablate", "check"):
+            if name in ("bench", "variations", "check"):
                 flags |= FIELDS.keys()
             self.names[name] = sorted(flags - {"help"})
         return self.names[name]

@@ -91,8 +91,10 @@ def words_of(reader, at, out):
 def result_of(reader, at, out, ended):
     """What a reader made, without times and places: equal where its input was."""
     name = reader.partition("_")[0]
-    if name in ("resume", "train", "init"):
-        return goods.trained(((at / "part").parent if name == "resume" else out) / "run")
+    if name == "resume":  # which does not read the older checkpoint
+        return goods.trained((at / "part").parent / "run", last=goods.STEPS)
+    if name in ("train", "init"):
+        return goods.trained(out / "run")
     if name == "again":  # which does not read shards; who trains on them does
         return goods.shards(at / "shards", contents=False)
     if name in ("finish", "tokenize"):
@@ -166,7 +168,7 @@ class Kind:
             return f"{subject.good}/{name}: {wound(rng, path)}"
 
         ended, result, said = read(reader, self.sound, folder, {subject.good}, change)
-        sealed = subject.sealed and reader != "list"  # which shows what it could read
+        sealed = subject.sealed and reader not in ("list", "compare")  # which show what they read
         how, wrong = outcome(sealed, ended, result, right)
         left = leftovers(folder)
         if left and not wrong:
@@ -187,7 +189,8 @@ def outcome(sealed, ended, result, right):
     if result in right:
         told = "damaged" in said
         return "older checkpoint", None if told else "an older checkpoint, without a word"
-    if sealed:
+    told = "has no tokenizer" in said or "not verified" in said
+    if sealed and not told:
         return "silent", "another result, without a word"
     lost = isinstance(result, tuple) and len(result[1]) < len(right[0][1])  # of `trained`
     if lost and "metrics.jsonl" not in said:

@@ -70,7 +70,8 @@ def result_of(job, place):
     names = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
     names = sorted(re.sub(r"\b[0-9a-f]{32}\b", "HASH", name) for name in names)
     if job.startswith("tokenize"):
-        return goods.shards(place), names
+        # of a process killed after its work; the next one would take it over, if there were work left
+        return goods.shards(place), [name for name in names if name != "lock"]
     if job in ("export", "ranks"):
         return goods.hashes(place), names
     if job == "prune":

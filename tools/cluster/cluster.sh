@@ -3,7 +3,8 @@
 # host. tools/cluster/on_host.sh is what then runs there.
 
 die() {
-  echo "error: $*" >&2
+  local sentence=$*
+  echo "error: ${sentence//$'\n'/ }" >&2
   exit 1
 }
 
@@ -35,16 +36,23 @@ nearest() {
 mapfile -t settings < <(sed -n 's/^\([A-Z_]*\)=.*/\1/p' cluster.env.example)
 given=$(for name in "${settings[@]}"; do [[ ! -v $name ]] || printf '%s=%q\n' "$name" "${!name}"; done)
 text='' assigned=() exported=()
-if [[ -e cluster.env ]]; then
-  # what editors of other systems add goes; an unquoted ~ stays, to be the home there instead of the home here
-  text=$(sed -E -e $'s/\r$//' -e $'1s/^\xef\xbb\xbf//' -e 's/^((export +)?(FOLDER|VENV|PYTHON)=)~/\1\\~/' cluster.env \
-    2>/dev/null) || die "cluster.env: is no file that can be read."
+if [[ -e cluster.env || -L cluster.env ]]; then
+  # what editors of other systems add goes; ~ and $HOME stay, to be the home there instead of the home here
+  # shellcheck disable=SC2016
+  text=$(LC_ALL=C sed -E -e $'s/\r$//' -e $'1s/^\xef\xbb\xbf//' -e 's/^((export +)?(FOLDER|VENV|PYTHON)=)~/\1\\~/' \
+    -e 's/^((export +)?(FOLDER|VENV|PYTHON)="?)(\$HOME|\$\{HOME\})\//\1\\$HOME\//' cluster.env 2>/dev/null | tr -d '\0') ||
+    die "cluster.env: is no file that can be read."
 fi
+once=''
 while IFS=: read -r line row; do
   [[ $row =~ ^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)\+?= ]] || continue
   assigned+=("$line ${BASH_REMATCH[2]}")
   [[ -z ${BASH_REMATCH[1]} ]] || exported+=("${BASH_REMATCH[2]}")
-done < <(grep -n = <<<"$text" || true)
+  if [[ $row =~ ^(export\ +)?HOSTS=[^$]*$ ]]; then # the shell would forget the first
+    [[ -z $once ]] || die "cluster.env, line $line: HOSTS is set a second time; name all hosts in one, or write HOSTS+=."
+    once=1
+  fi
+done < <(grep -an = <<<"$text" || true)
 
 # A process of its own reads cluster.env, so that an error there is reported, with its line. An array becomes a list.
 mark="--- settings ---"
@@ -56,6 +64,7 @@ said=$(
   source ./cluster.env.example
   # shellcheck source=/dev/null
   source <(printf '%s\n:\n' "$text")
+  exec 2>/dev/null # set -x would write between the settings
   echo "$mark"
   # shellcheck disable=SC2068  # a word for each name
   for name in "${settings[@]}" "${exported[@]}" ${PASS_ENV[@]//[,;]/ } ${SECRETS[@]//[,;]/ }; do

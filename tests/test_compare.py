@@ -1,4 +1,4 @@
-"""tools/ablate.py and tools/compare.py: what their tables say is what the runs' metrics.jsonl says."""
+"""tools/compare.py: what its table says is what the runs' metrics.jsonl says."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, SMALL, flags_of, small_config
 
 import utils
-from tools import ablate, compare, curves
+from tools import compare, curves
 from training import command_line
 
 PER_STEP = 8 * SMALL["T"]  # tokens of a step of the made-up runs
@@ -35,13 +35,13 @@ def write_run(folder, losses, every=10, speed=100.0, **flags):
     return str(folder)
 
 
-# --- Curves and compare.py --------------------------------------------------------------------------------------
+# --- Curves and variations --------------------------------------------------------------------------------------
 
 
 def test_a_curve_is_what_the_metrics_say(tmp_path):
     curve = curves.read_curve(write_run(tmp_path / "run", [5.0, 4.0, 4.1]))
-    assert curve.val_loss.tolist() == [5.0, 4.0, 4.1]  # without the balance of experts
-    assert curve.val_tokens.tolist() == [10 * PER_STEP, 20 * PER_STEP, 30 * PER_STEP]
+    assert curve.loss.tolist() == [5.0, 4.0, 4.1]  # without the balance of experts
+    assert curve.tokens.tolist() == [10 * PER_STEP, 20 * PER_STEP, 30 * PER_STEP]
     assert curve.seconds[-1] == pytest.approx(30 * PER_STEP / 100)
     assert curve.loss_at(12 * PER_STEP) == pytest.approx(4.8)
     assert math.isnan(curve.loss_at(9 * PER_STEP)) and math.isnan(curve.loss_at(31 * PER_STEP))
@@ -62,38 +62,42 @@ def test_stops_and_slow_spells(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(rows))
     curve = curves.read_curve(folder)
     assert curve.seconds[-1] == pytest.approx(PER_STEP * (17 / 100 + 1))
-    assert curve.tokens_per_second == 100 and curve.tokens[0] == 3 * PER_STEP
+    assert curve.speed == 100 and curve.tokens[0] == 10 * PER_STEP
 
 
-def test_compare_prints_and_draws_every_run(tmp_path, capsys):
+def test_every_run_is_printed_and_drawn(tmp_path, capsys):
     runs = [
         write_run(tmp_path / "a", [5.0, 4.0, 4.5]),
         write_run(tmp_path / "b", [5.5, math.nan, 5.25], speed=2000.0, n_experts=16),
     ]
     output = tmp_path / "picture.png"
-    found = compare.main(compare.Options(tuple(runs), str(output)))
+    found = compare.main([*runs, "--output", str(output)])
     lines = capsys.readouterr().out.splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:4]]
-    assert [row[0] for row in cells] == ["a", "b"]
-    assert [row[-3:] for row in cells] == [
-        ["4.5000", "4.0000", "100"],
-        ["5.2500", "5.2500", "2,000"],
-    ]
-    assert found["b"].parameters[0] > found["a"].parameters[0]
+    headings, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[:4]]
+    wanted = {
+        "run": ["a", "b"],
+        "final loss": ["4.5000", "5.2500"],
+        "best loss": ["4.0000", "5.2500"],
+        "against a": ["-", "+0.7500"],
+        "tokens/s": ["100", "2,000"],
+    }
+    for heading, cells in wanted.items():
+        assert [row[headings.index(heading)] for row in rows] == cells
+    assert found["b"]["parameters"] > found["a"]["parameters"]
     assert output.read_bytes().startswith(b"\x89PNG")
-    compare.main(compare.Options((runs[0], runs[0] + "/"), str(tmp_path / "same.svg")))
+    compare.main([runs[0], runs[0] + "/", "--output", str(tmp_path / "same.svg")])
     assert "<svg" in (tmp_path / "same.svg").read_text()
-    diverged = write_run(tmp_path / "diverged", [math.nan, math.nan])
-    compare.main(compare.Options((diverged,), str(output)))
-    assert "nan" in capsys.readouterr().out
+    compare.main([write_run(tmp_path / "diverged", [math.nan] * 2), "--output", str(output)])
+    assert "| diverged" in capsys.readouterr().out
 
 
-def test_compare_names_what_is_no_run(tmp_path):
+def test_what_is_no_run_is_named(tmp_path):
     run, empty = write_run(tmp_path / "run", [5.0]), tmp_path / "empty"
     empty.mkdir()
     begun = write_run(tmp_path / "begun", [])
     for runs, output, said in (
-        ((), "x.png", "give the run directories"),
+        ((), "x.png", "give run directories"),
+        (("--preset", "tiny"), "x.png", "give run directories"),
         ((run, str(empty)), "x.png", f"{empty}: is no run directory"),
         ((run, str(tmp_path / "none")), "x.png", "none: is no run directory"),
         ((begun,), "x.png", "begun: its metrics.jsonl holds no evaluation"),
@@ -101,11 +105,11 @@ def test_compare_names_what_is_no_run(tmp_path):
         ((run,), "run/config.json/x.png", "cannot be written"),
     ):
         with pytest.raises(utils.UserError, match=said):
-            compare.main(compare.Options(runs, str(tmp_path / output)))
+            compare.main([*runs, "--output", str(tmp_path / output)])
     assert not (tmp_path / "x.png").exists()
 
 
-# --- ablate.py ---------------------------------------------------------------------------------------------------
+# --- variations ---------------------------------------------------------------------------------------------------
 
 
 def losses_of(seed, max_lr, steps=40):
@@ -115,7 +119,7 @@ def losses_of(seed, max_lr, steps=40):
 
 
 def pretend(command, log):
-    """Stands in for `ablate.run_to_end`: the run is there at once, and its losses follow from --seed and --max_lr."""
+    """Stands in for `compare.run_to_end`: the run is there at once, and its losses follow from --seed and --max_lr."""
     cfg, _ = command_line.parse(command[2:])
     path = Path(cfg.run.folder)
     with open(path.parent / "calls", "a") as calls:
@@ -130,13 +134,13 @@ def pretend(command, log):
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
-    """`study(*words)`: ablate.py with made-up runs; `study.calls()`: those that it began."""
-    monkeypatch.setattr(ablate, "run_to_end", pretend)
+    """`study(*words)`: compare.py with made-up runs; `study.calls()`: those that it began."""
+    monkeypatch.setattr(compare, "run_to_end", pretend)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
     small = flags_of(**SMALL, train_batch_size=8, training_steps=40, eval_every=10)
 
     def study(*words):
-        return ablate.main(["--preset", "tiny", *small, "--output", str(tmp_path / "out"), *words])
+        return compare.main(["--preset", "tiny", *small, "--output", str(tmp_path / "out"), *words])
 
     study.output = tmp_path / "out"
     study.calls = lambda: (study.output / "calls").read_text().split()
@@ -259,7 +263,7 @@ def test_where_all_fail_there_is_no_table(study, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ((), "give variations"),
+        ((), "give run directories, .* or variations"),
         (("--variation", "a b: --max_lr 1"), "'a b: --max_lr 1': must be a name"),
         (("--variation", "--max_lr 1"), "must be a name"),
         (("--variation", "a: --max_lr 1", "--variation", "a"), "--variation a: two have this name"),
@@ -303,14 +307,14 @@ time.sleep(60)
 WITH_SLOW_MAIN = """
 import sys
 sys.path[:0] = [{root!r}]
-from tools import ablate, common
-ablate.MAIN = {main!r}
-common.run(lambda: ablate.main(sys.argv[1:]))
+from tools import common, compare
+compare.MAIN = {main!r}
+common.run(lambda: compare.main(sys.argv[1:]))
 """
 
 
 def test_ctrl_c_is_passed_on_and_ends_with_a_sentence(tmp_path):
-    """One signal, to ablate.py alone: the run in progress gets it from there, and is waited for."""
+    """One signal, to compare.py alone: the run in progress gets it from there, and is waited for."""
     (tmp_path / "main.py").write_text(SLOW)
     program = WITH_SLOW_MAIN.format(root=str(ROOT), main=str(tmp_path / "main.py"))
     words = ["--preset", "tiny", "--output", str(tmp_path), "--variation", "slow"]
@@ -322,7 +326,7 @@ def test_ctrl_c_is_passed_on_and_ends_with_a_sentence(tmp_path):
     process.send_signal(signal.SIGINT)
     said, wrong = process.communicate(timeout=50)
     assert process.returncode == 130 and not wrong
-    assert "stopped in slow-seed0; the same command goes on from here" in said
+    assert "stopped in slow-seed0; rerun the same command to resume" in said
     assert log.read_text() == "begun\na checkpoint\n"
 
 
@@ -334,7 +338,7 @@ def test_runs_of_main_on_the_same_data(shards, xla_cache, tmp_path, monkeypatch)
     flags = {**SMALL, **steps, **device, "data": shards, "compilation_cache": xla_cache}
     words = ["--preset", "tiny", *flags_of(**flags), "--output", str(tmp_path / "out")]
     equal = ["--variation", "a", "--variation", "b: --max_bad_steps 5"]
-    found = ablate.main([*words, *equal, "--seeds", "1"])
+    found = compare.main([*words, *equal, "--seeds", "1"])
     a, b = found["a"]["seeds"][0], found["b"]["seeds"][0]
     assert a["loss"] == b["loss"] and len(a["loss"]) == 2
     assert a["tokens"] == [2 * PER_STEP, 4 * PER_STEP]

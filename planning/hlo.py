@@ -11,21 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-DTYPE_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "s16": 2,
-    "u16": 2,
-    "bf16": 2,
-    "f16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 ACROSS = "across slices"
 UNKNOWN = 2**62  # cycles; the compiler writes 2^63 - 1 where it has no estimate
@@ -33,7 +18,7 @@ UNKNOWN = 2**62  # cycles; the compiler writes 2^63 - 1 where it has no estimate
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{?%?([\w.\-]+)")
-SHAPE = re.compile(r"\b([a-z]+[0-9]*)\[([0-9,]*)\]")
+SHAPE = re.compile(r"\b(pred|bf16|[suf](?:8|16|32|64))\[([0-9,]*)\]")
 CHAIN = re.compile(r'chain_id="(\d+)"')
 # Operations that are not in a schedule themselves, since what they run is; that move nothing; that name all or a part
 # of an array anew; that read a part of their first operand.
@@ -63,8 +48,9 @@ class Cost(NamedTuple):
     """Of one step on one device."""
 
     flops: float  # of matrix products
-    sent: dict  # {axes: bytes}: axes such as ("dp", "tp"), over which one collective runs
-    collectives: dict  # {(axes, kind): [bytes, times, devices that take part]}
+    collectives: (
+        dict  # {(axes, kind): [bytes, times, devices that take part]}; axes such as ("dp", "tp")
+    )
     # of Compute, Transfer, Wait and Loop, in the order in which a device begins them
     schedule: list
 
@@ -101,11 +87,7 @@ class Loop(NamedTuple):
 
 def shapes(text):
     """(dtype, dims) of every array in the text of a type."""
-    found = []
-    for dtype, dims in SHAPE.findall(text):
-        if dtype in DTYPE_BYTES:
-            found.append((dtype, tuple(numbers(dims))))
-    return found
+    return [(dtype, tuple(numbers(dims))) for dtype, dims in SHAPE.findall(text)]
 
 
 def numbers(text):
@@ -116,7 +98,8 @@ def numbers(text):
 def size(shape):
     """Bytes of (dtype, dims)."""
     dtype, dims = shape
-    return DTYPE_BYTES[dtype] * math.prod(dims)
+    bits = 8 if dtype == "pred" else numbers(dtype)[0]
+    return bits // 8 * math.prod(dims)
 
 
 def type_size(text):
@@ -207,39 +190,17 @@ def group_axes(op, mesh):
     return tuple(axis for axis, differs in zip(mesh, moved) if differs), groups.shape[1]
 
 
-def result_type(op):
-    """The type of what a collective gives. That of a start holds the operands too: ((f32[2], s8[2]), (f32[8], s8[8])),
-    of several arrays at once; that of an all-reduce, which changes no shape, does not."""
-    if not op.kind.endswith("-start") or op.kind == "all-reduce-start":
-        return op.type
-    _, result, *_ = elements(op.type)
-    return result
-
-
-def elements(text):
-    """The texts of a tuple's elements."""
-    found, depth, begin = [], 0, 1
-    for at, character in enumerate(text):
-        depth += character in "([{"
-        depth -= character in ")]}"
-        if depth == 0 or depth == 1 and character == ",":
-            found.append(text[begin:at].strip())
-            begin = at + 1
-    return found
-
-
-def sent_bytes(op, n):
+def sent_bytes(op, types, n):
     """Bytes that one of `n` devices sends in a collective, by rings and direct exchanges (arXiv:1909.09756 counts
-    likewise)."""
-    kind = op.kind.removesuffix("-start")
-    whole = type_size(result_type(op))
+    likewise). types: {name: type} of its operands."""
+    own = sum(type_size(types[name]) for name in operands(op))
     return {
-        "all-gather": whole * (n - 1) / n,
-        "all-reduce": 2 * whole * (n - 1) / n,
-        "reduce-scatter": whole * (n - 1),
-        "all-to-all": whole * (n - 1) / n,
-        "collective-permute": whole,
-    }[kind]
+        "all-gather": own * (n - 1),
+        "all-reduce": 2 * own * (n - 1) / n,
+        "reduce-scatter": own * (n - 1) / n,
+        "all-to-all": own * (n - 1) / n,
+        "collective-permute": own,
+    }[op.kind.removesuffix("-start")]
 
 
 # --- Matrix products ----------------------------------------------------------------------------------------------
@@ -285,19 +246,17 @@ def convolution_flops(op, out, lhs, rhs):
 
 
 class Reader:
-    """Adds up the computations of a program; see `analyze`."""
+    """Reads the computations of a program into a schedule; see `analyze`."""
 
     def __init__(self, text, mesh, slices, across, in_kernel):
         self.comps = computations(text)
         self.mesh, self.slices, self.across, self.in_kernel = mesh, slices, across, in_kernel
-        self.collectives = {}
-        self.flops = 0.0
         self.schedule = []
         self.begun = set()  # names of transfers
         self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
 
-    def visit(self, name, times, fused=None, wrapper=""):
-        """Adds up a computation that runs so many times; returns the floating-point operations of one run.
+    def visit(self, name, fused=None, wrapper=""):
+        """Add a computation to the schedule; returns the operations of its matrix products.
 
         Inside a fusion, `fused` is the set of collectives that fusions before it have parts of: one that runs beside
         several fusions stands in all of them. Inside an asynchronous start, `wrapper` is its name. Operations outside
@@ -309,26 +268,24 @@ class Reader:
         for op in ops:
             kind, own = op.kind.removesuffix("-start"), 0
             if kind in COLLECTIVES:
-                if is_part_of_another(op, fused):
-                    continue
-                self.add_collective(op, kind, times, wrapper)
+                if not is_part_of_another(op, fused):
+                    self.add_collective(op, kind, types, wrapper)
             elif kind == "send" and "megascale" in op.rest:
-                self.add_send(op, times)
+                self.add_send(op)
             elif kind.endswith("-done"):
                 self.add_wait(operands(op)[0])
             elif kind in ("dot", "convolution") or calls_cublas(op):
                 own = matmul_flops(op, types)
-                self.flops += own * times
             elif kind == "while":
-                self.add_loop(op, times)
+                self.add_loop(op)
             elif kind == "fusion":
-                own = sum(self.visit(callee, times, beside) for callee in CALLED.findall(op.rest))
+                own = sum(self.visit(callee, beside) for callee in CALLED.findall(op.rest))
             elif kind in ("call", "conditional", "async"):
                 begun = op.name if kind != op.kind else ""
-                own = sum(self.visit(callee, times, None, begun) for callee in callees(op))
+                for callee in callees(op):
+                    self.visit(callee, None, begun)
             elif is_kernel(op):
                 own = self.kernel_flops(op, types)
-                self.flops += own * times
             if fused is None and kind not in CONTAINERS:
                 self.add_compute(op, own, types)
                 for chain in last.get(op.name, ()):
@@ -356,37 +313,32 @@ class Reader:
             found[name].append(chain)
         return found
 
-    def add_loop(self, op, times):
+    def add_loop(self, op):
         around, self.schedule = self.schedule, []
-        body = re.search(r"body=%?([\w.\-]+)", op.rest)[1]
-        n = trip_count(op, self.comps)
-        self.visit(body, times * n)
-        around.append(Loop(n, self.schedule))
+        self.visit(re.search(r"body=%?([\w.\-]+)", op.rest)[1])
+        around.append(Loop(trip_count(op, self.comps), self.schedule))
         self.schedule = around
 
-    def add_collective(self, op, kind, times, wrapper):
+    def add_collective(self, op, kind, types, wrapper):
         axes, n = group_axes(op, self.mesh)
         name = wrapper
         if op.kind.endswith("-start") and '"is_sync":true' not in op.rest:
             name = op.name
         elif chain := CHAIN.search(op.rest):
             name = chain[1]
-        self.add_sent(axes, kind, n, sent_bytes(op, n), times, name)
+        self.add_transfer(Transfer(axes, kind, sent_bytes(op, types, n), n, name))
 
-    def add_send(self, op, times):
+    def add_send(self, op):
         """Add what a "send" to the host takes to other slices."""
         share = self.slices - 1
         if "ALL_TO_ALL" in op.rest:
             share /= self.slices
         n_bytes = max(size(shape) for shape in shapes(op.type)) * share
-        self.add_sent((self.across,), ACROSS, self.slices, n_bytes, times, op.name)
+        self.add_transfer(Transfer((self.across,), ACROSS, n_bytes, self.slices, op.name))
 
-    def add_sent(self, axes, kind, n, n_bytes, times, name):
-        entry = self.collectives.setdefault((axes, kind), [0, 0, n])
-        entry[0] += n_bytes * times
-        entry[1] += times
-        self.schedule.append(Transfer(axes, kind, n_bytes, n, name))
-        self.begun.add(name)
+    def add_transfer(self, transfer):
+        self.schedule.append(transfer)
+        self.begun.add(transfer.name)
 
     def add_wait(self, name):
         if name in self.begun:
@@ -401,7 +353,7 @@ class Reader:
             cycles = int(estimated[1])
         if cycles >= UNKNOWN:
             cycles = 0
-        if cycles or moved or is_kernel(op):
+        if flops or cycles or moved or is_kernel(op):
             self.schedule.append(Compute(flops, cycles, moved, is_kernel(op)))
 
     def moved_bytes(self, op, types):
@@ -495,13 +447,23 @@ def analyze(text, mesh, slices=1, across="dp", in_kernel=lambda words, arrays: 0
     """
     of_slice = mesh | {across: mesh[across] // slices}  # each slice numbers its own devices
     reader = Reader(text, of_slice, slices, across, in_kernel)
-    reader.visit("ENTRY", 1)
-    sent = defaultdict(float)
-    for (axes, _), (n_bytes, _, _) in reader.collectives.items():
-        sent[axes] += n_bytes
-    return Cost(
-        flops=reader.flops,
-        sent=dict(sent),
-        collectives=reader.collectives,
-        schedule=reader.schedule,
-    )
+    reader.visit("ENTRY")
+    collectives = {}
+    flops = add_up(reader.schedule, 1, collectives)
+    return Cost(flops, collectives, reader.schedule)
+
+
+def add_up(schedule, times, collectives):
+    """Add the transfers of a schedule that runs so many times to `collectives`. Returns its operations."""
+    flops = 0.0
+    for event in schedule:
+        match event:
+            case Compute():
+                flops += event.flops * times
+            case Loop():
+                flops += add_up(event.body, times * event.times, collectives)
+            case Transfer():
+                entry = collectives.setdefault((event.axes, event.kind), [0, 0, event.devices])
+                entry[0] += event.bytes * times
+                entry[1] += times
+    return flops

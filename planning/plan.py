@@ -1,205 +1,35 @@
 """What a run would cost on a machine, before it is paid for: `main.py ... --plan v4:2x4x4`.
 
-The machine's compiler, which needs none of its devices, compiles the real train step for it, and tools/planning/hlo.py
-reads the program. The formulas of tools/planning/costs.py answer where there is no compiler, rank what --search tries,
-and say which flag would help.
+The machine's compiler compiles the real train step (planning/machines.py), and planning/hlo.py reads the program. The
+formulas of planning/costs.py answer where there is no compiler, rank what --search tries, and say which flag would
+help.
 """
 
 import contextlib
-import functools
-import importlib.metadata
-import importlib.util
 import itertools
 import math
-import multiprocessing
 import os
-import re
 import resource
-import tempfile
 import types
 import typing
-from concurrent import futures
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import topologies
 
 import collectives
 import model
 import utils
 from kernels import attention
-from tools.planning import costs, gpus, hlo, overlap
-from training import platforms, settings, steps, weights
-from training.chips import CHIPS, Chip, chip_of
-from training.optimizer import make_optimizer
+from planning import costs, gpus, hlo, machines, overlap
+from planning.machines import Machine, TooLarge, parse_machine
+from training import settings, steps, weights
+from training.chips import CHIPS, chip_of
 from utils import UserError, say, size
 
-LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
 TRIED = 50_000  # configurations that it considers at most
-
-
-class Compiler(NamedTuple):
-    """What compiles for machines of one platform."""
-
-    name: str
-    modules: tuple[str, ...]  # one of which is installed with it
-    install: str  # how it is had
-    options: dict  # of a compilation
-
-    @property
-    def missing(self):
-        return f"{self.name} is not installed ({self.install}), so these are the formulas' numbers alone"
-
-    @property
-    def version(self):
-        """Its package and that one's version."""
-        module = next(name for name in self.modules if importlib.util.find_spec(name))
-        package = module.replace("_", "-")
-        return f"{package} {importlib.metadata.version(package)}"
-
-
-COMPILERS = {
-    "tpu": Compiler("the TPU compiler", platforms.PLUGINS["tpu"], 'pip install "jax[tpu]"', {}),
-    "gpu": Compiler(
-        "the GPU compiler",
-        platforms.PLUGINS["gpu"],
-        "bash setup_tpu.sh plan-gpu",
-        {"xla_gpu_autotune_level": 0},  # no GPU is there to time tiles on
-    ),
-}
-
-
-class Machine(NamedTuple):
-    """What --plan names."""
-
-    name: str
-    chip: Chip
-    n: int  # devices
-    slices: int = 1
-    topology: str = ""  # as the TPU compiler calls a slice; empty: it is not asked
-    hosts: int = 1  # of GPUs
-    platform: str = "tpu"
-
-    @property
-    def compiler(self):
-        return COMPILERS[self.platform]
-
-
-def parse_machine(name):
-    """--plan's value -> `Machine`. Raises UserError where it is none."""
-    return parse_gpus(name) if name.startswith("gpu:") else parse_slices(name)
-
-
-def parse_gpus(name):
-    """gpu:8xH200 or gpu:2x8xH200, 2 hosts of 8 -> `Machine`."""
-    found = re.fullmatch(r"gpu:(?:(\d{1,20})x)?(\d{1,20})x(.+)", name)
-    hosts, per_host, kind = found.groups() if found else (0, 0, "")
-    n = int(hosts or 1) * int(per_host)
-    known = [name for name, chip in CHIPS.items() if chip.gpu]
-    if kind not in known or not n:
-        raise UserError(
-            f"--plan {name}: must be gpu:[HOSTSx]NUMBERxKIND with one of {', '.join(known)}, such as gpu:8xH200 "
-            f"or gpu:2x8xH200."
-        )
-    check_devices(name, n)
-    return Machine(name, CHIPS[kind], n, hosts=int(hosts or 1), platform="gpu")
-
-
-def check_devices(name, n):
-    """Raises UserError where a machine has more devices than any."""
-    if n > utils.MANY:
-        raise UserError(
-            f"--plan {name}: has {n:,} devices; at most {utils.MANY:,} can be planned for."
-        )
-
-
-def parse_slices(name):
-    """v4:2x4x4 or 2*v4:2x4x4 -> `Machine`."""
-    kinds = [name for name, chip in CHIPS.items() if not chip.gpu]
-    found = re.fullmatch(r"(?:(\d{1,20})\*)?(\w+):(\d{1,20}(?:x\d{1,20}){1,2})", name)
-    if not found or found[2] not in kinds or not int(found[1] or 1):
-        raise UserError(
-            f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(kinds)}, such as v4:2x4x4 or "
-            f"2*v5e:16x16, or gpu:8xH200."
-        )
-    slices = int(found[1] or 1)
-    chip, topology = CHIPS[found[2]], found[3]
-    dims = [int(n) for n in topology.split("x")]
-    if len(dims) != chip.dims or 0 in dims:
-        example = "x".join("4" * chip.dims)
-        raise UserError(
-            f"--plan {name}: the topology of {chip.name} has {chip.dims} dims, such as {chip.name}:{example}."
-        )
-    n = math.prod(dims) * chip.cores * slices
-    check_devices(name, n)
-    return Machine(name, chip, n, slices, f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{topology}")
-
-
-# --- The compiler -------------------------------------------------------------------------------------------------
-
-
-def slice_devices(machine):
-    """The devices of one or several TPU slices, which exist for the compiler alone. Raises UserError where there is no
-    such slice."""
-    dims = [int(n) for n in machine.topology.split(":")[1].split("x")]
-    host = [min(2, n) for n in dims[:2]] + [1]  # chips of a host along each dim
-    options = dict(chips_per_host_bounds=host, num_slices=machine.slices)
-    if len(dims) == 3 and machine.chip.cores == 1:
-        # a chip's two cores are one device, as on Cloud TPU
-        options["chip_config_name"] = "megacore"
-    try:
-        return topologies.get_topology_desc(machine.topology, "tpu", **options).devices
-    except jax.errors.JaxRuntimeError as e:
-        reason = str(e).splitlines()[0]
-        raise UserError(
-            f"--plan {machine.name}: the TPU compiler knows no such slice ({reason})."
-        ) from None
-
-
-def gpu_devices(machine):
-    """The devices of a machine with GPUs, which exist for the compiler alone."""
-    return gpus.devices(machine.chip.name, machine.hosts, machine.n // machine.hosts)
-
-
-def devices_of(machine):
-    """The devices of a machine, for its compiler. Raises UserError where there is no such slice."""
-    return gpu_devices(machine) if machine.platform == "gpu" else slice_devices(machine)
-
-
-def has_compiler(machine):
-    """Whether the compiler for a machine is installed."""
-    if machine.platform == "gpu":
-        return gpus.has_compiler()
-    return importlib.util.find_spec("libtpu") is not None
-
-
-@functools.cache
-def square_steps(machine, shape):
-    """`squares` of costs.Place for a mesh of such a shape; none where no compiler tells where chips lie."""
-    fours = []
-    for axis, length in zip(collectives.AXES, shape):
-        for n, distance in costs.scatter_steps(length, machine.n):
-            if n == 4:
-                fours.append((axis, distance))
-    torus = machine.topology.count("x") == 2 and machine.slices == 1
-    if not fours or not torus or not has_compiler(machine):
-        return ()
-    grid = steps.device_grid(shape, slice_devices(machine))
-    at = np.array([d.coords for d in grid.flat]).reshape(*shape, 3)
-    return tuple((axis, distance) for axis, distance in fours if in_a_plane(at, axis, distance))
-
-
-def in_a_plane(at, axis, distance):
-    """Whether groups of four devices, so far apart along an axis, lie in planes of 2 x 2 chips. `at` holds the
-    coordinates of the chips, [dp, pp, tp, 3]."""
-    dim = collectives.AXES.index(axis)
-    others = math.prod(at.shape[:3]) // at.shape[dim]
-    four = np.moveaxis(at, dim, 0).reshape(-1, 4, distance, others, 3)
-    dims_that_differ = (four != four[:, :1]).any((0, 1, 2, 3)).sum()
-    return dims_that_differ == 2
+WORTH = 0.02  # share of a step that a flag must save to be named
 
 
 def place_of(cfg, machine):
@@ -209,8 +39,6 @@ def place_of(cfg, machine):
         kernels=kernels_of(machine),
         slices=machine.slices,
         across="dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp",
-        squares=square_steps(machine, cfg.run.n_device_axis),
-        buffer=machine.chip.buffer,
         fuses=machine.chip.fuses,
     )
 
@@ -221,116 +49,6 @@ def kernels_of(machine):
     device = types.SimpleNamespace(platform=machine.platform, device_kind=chip.kind)
     device.compute_capability = gpus.SPECS[chip.name].capability if chip.gpu else ""
     return attention.platform_of(device)
-
-
-class Compiled(NamedTuple):
-    """What the compiler says of a program on one device."""
-
-    text: str  # its optimized HLO
-    arguments: int  # bytes
-    temporaries: int  # bytes, at the moment of peak memory
-
-
-class TooLarge(Exception):
-    """A step that needs more memory than a device has: `used` bytes of `limit`."""
-
-    def __init__(self, used, limit):
-        self.used, self.limit = used, limit
-
-
-def compile_step(cfg, devices):
-    """`Compiled` train step, as main.py builds it, for the devices of a topology. Raises TooLarge."""
-    mesh = steps.make_mesh(cfg, devices)
-    optimizer, schedule = make_optimizer(cfg, mesh)
-    state = steps.abstract_state(cfg, mesh, optimizer)
-    return compile_for_mesh(steps.lower_train_step(cfg, mesh, optimizer, schedule, state), mesh)
-
-
-def compile_for_mesh(lowered, mesh):
-    """`Compiled` program that was lowered for the devices of a mesh. Raises TooLarge."""
-    try:
-        program = compile_with(compiler_options(mesh), lowered)
-    except jax.errors.JaxRuntimeError as e:
-        refused = too_large(str(e))
-        if refused is None:
-            raise
-        raise refused from None
-    memory = program.memory_analysis()
-    arguments = memory.argument_size_in_bytes
-    # not temp_size_in_bytes, which counts more than stands in memory at any time
-    return Compiled(program.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
-
-
-def compile_with(options, lowered):
-    """The compiled program, with options of the compiler. Where XLA finds no tiles for a product, without a GPU to try
-    others on, all products become calls of cuBLAS."""
-    try:
-        return lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as e:
-        if "Couldn't find output tile sizes" not in str(e):
-            raise
-        return lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
-
-
-def compiler_options(mesh):
-    """Options of the compiler for the devices of a mesh, those that a run's environment gives it among them."""
-    platform = mesh.devices.flat[0].platform
-    if platform not in COMPILERS:
-        return {}
-    options = dict(COMPILERS[platform].options)
-    for flag in platforms.XLA_FLAGS[platform]:
-        name, value = flag.removeprefix("--").split("=")
-        options[name] = {"true": True, "false": False}.get(value, value)
-    return options
-
-
-def too_large(message):
-    """The compiler's complaint that a program does not fit, such as "Used 40.1G of 30.75G hbm", as `TooLarge`; None for
-    any other."""
-    sizes = re.search(
-        r"Used (\S+) of (\S+) hbm|temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message
-    )
-    if not sizes:
-        return None
-    used, limit = [word for word in sizes.groups() if word]
-    return TooLarge(in_bytes(used), in_bytes(limit))
-
-
-def in_bytes(word):
-    """30.75G -> bytes."""
-    return float(word[:-1]) * 1024 ** " KMGT".index(word[-1])
-
-
-def ask_compiler(cfg, machine):
-    """`Compiled` train step for a machine, or None where the compiler crashes. Raises TooLarge.
-
-    It runs in a process of its own: where one of its checks fails, a compiler ends its process.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        tempfile.NamedTemporaryFile("r") as log,
-        futures.ProcessPoolExecutor(1, spawn, redirect_errors, (log.name,)) as pool,
-    ):
-        try:
-            return pool.submit(compile_for, cfg, machine).result()
-        except (futures.process.BrokenProcessPool, jax.errors.JaxRuntimeError) as e:
-            check = re.search(r"Check failed: .*\S|INTERNAL: .{,100}", f"{log.read()}\n{e}")
-            compiler = machine.compiler
-            why = f"{compiler.version}: {check[0]}" if check else compiler.version
-            say(
-                f"{compiler.name} crashes on this step, an error of its own ({why}), and may crash on the machine too; "
-                f"these are the formulas' numbers; another mesh or width may compile"
-            )
-            return None
-
-
-def redirect_errors(path):
-    os.dup2(os.open(path, os.O_WRONLY), 2)
-
-
-def compile_for(cfg, machine):
-    steps.configure_jax(cfg)
-    return compile_step(cfg, devices_of(machine))
 
 
 # --- The answer ---------------------------------------------------------------------------------------------------
@@ -356,7 +74,7 @@ class Answer(NamedTuple):
     mfu: float
     hours: float  # of training_steps
     chip_hours: float
-    bound: str
+    bound: str  # the part of the step that takes longest
 
     @property
     def fits(self):
@@ -381,14 +99,13 @@ class Work(NamedTuple):
 
     flops: float  # of matrix products
     seconds: dict  # {part: seconds}, links left out
-    sent: dict  # {(axes, kind): [bytes, times, devices that take part]}
-    timeline: overlap.Timeline | None  # of a program
+    collectives: list  # as `Answer` has it
 
 
-def compiled_work(cfg, machine, compiled):
-    """`Work` of a compiled step."""
+def compiled_work(cfg, machine, text):
+    """`Work` of a step whose program is the optimized HLO `text`."""
     chip = machine.chip
-    cost = costs.read_program(compiled.text, cfg, place_of(cfg, machine))
+    cost = costs.read_program(text, cfg, place_of(cfg, machine))
 
     def compute_seconds(event):
         # no compiler estimates kernels: they run at half the peak
@@ -401,8 +118,22 @@ def compiled_work(cfg, machine, compiled):
         return transfer_seconds(cfg, machine, event.axes, event.kind, event.bytes, event.devices)
 
     timeline = overlap.Timeline(cost.schedule, compute_seconds, link_seconds)
-    seconds = {"matrix products": timeline.products, "memory": timeline.others}
-    return Work(cost.flops, seconds, cost.collectives, timeline)
+    rows = []
+    for (axes, kind), (n_bytes, times, _) in sorted(cost.collectives.items()):
+        exposed = timeline.exposed[axes, kind]
+        seconds = dict(seconds=exposed + timeline.hidden[axes, kind], exposed=exposed)
+        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times) | seconds)
+    computing = {"matrix products": timeline.products, "memory": timeline.others}
+    return Work(cost.flops, computing, rows)
+
+
+def estimated_work(cfg, machine, estimate):
+    """`Work` of a `costs.Estimate`."""
+    rows = []
+    for (axes, kind), (n_bytes, times, n) in sorted(estimate.sent.items()):
+        seconds = transfer_seconds(cfg, machine, axes, kind, n_bytes, n)
+        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds))
+    return Work(estimate.flops, costs.compute_seconds(estimate, machine.chip), rows)
 
 
 def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
@@ -428,20 +159,13 @@ def memory_of(estimate, limit, used=None):
     return memory | dict(total=sum(memory.values()), limit=limit)
 
 
-def links(cfg, machine, work):
-    """Rows of the table of collectives, and {links: seconds} of them."""
-    rows, seconds = [], {}
-    for (axes, kind), (n_bytes, times, n) in sorted(work.sent.items()):
-        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times)
-        if work.timeline:
-            exposed = work.timeline.exposed[axes, kind]
-            row |= dict(seconds=exposed + work.timeline.hidden[axes, kind], exposed=exposed)
-        else:
-            row["seconds"] = transfer_seconds(cfg, machine, axes, kind, n_bytes, n)
-        rows.append(row)
+def by_links(rows, key):
+    """{links: sum of a key} of the rows of the table of collectives."""
+    sums = {}
+    for row in rows:
         name = links_of(row)
-        seconds[name] = seconds.get(name, 0) + row["seconds"]
-    return rows, seconds
+        sums[name] = sums.get(name, 0) + row[key]
+    return sums
 
 
 def links_of(row):
@@ -450,43 +174,23 @@ def links_of(row):
     return where + "+".join(row["axes"])
 
 
-def overlapped(work, rows):
-    """`Answer.overlapped` of the rows of the table of collectives; None where no compiler told."""
-    if work.timeline is None:
-        return None
-    exposed = {}
-    for row in rows:
-        name = links_of(row)
-        exposed[name] = exposed.get(name, 0) + row["exposed"]
-    return exposed | dict(step=sum(work.seconds.values()) + sum(exposed.values()))
-
-
-def bound_by(estimate, seconds):
-    """The part of a step that takes longest, the pipeline's bubble among them. Every stage computes in every tick, on
-    zeros in some, so a bubble's time is counted as matrix products and memory traffic."""
-    idle = estimate.bubble * estimate.pipeline_share
-    computing = ("matrix products", "memory")
-    parts = dict(seconds)
-    for part in computing:
-        parts[part] *= 1 - idle
-    parts["the pipeline's bubble"] = idle * sum(seconds[part] for part in computing)
-    return max(parts, key=parts.get)
-
-
 def answer(cfg, machine, compiled=None, refused=None):
     """`Answer` for a validated Config: from the compiler where it was asked, `refused` being its TooLarge, else from
     formulas."""
     chip = machine.chip
     estimate = costs.estimate(cfg, place_of(cfg, machine))
-    work = Work(estimate.flops, costs.compute_seconds(estimate, chip), estimate.sent, None)
-    memory = memory_of(estimate, chip.memory)
-    if refused:
-        memory = memory_of(estimate, refused.limit, refused.used)
+    overlapped = None
     if compiled:
-        work = compiled_work(cfg, machine, compiled)
+        work = compiled_work(cfg, machine, compiled.text)
         memory = memory_of(estimate, chip.memory, compiled.arguments + compiled.temporaries)
-    rows, seconds_of_links = links(cfg, machine, work)
-    seconds = work.seconds | seconds_of_links
+        overlapped = by_links(work.collectives, "exposed")
+        overlapped["step"] = sum(work.seconds.values()) + sum(overlapped.values())
+    else:
+        work = estimated_work(cfg, machine, estimate)
+        memory = memory_of(estimate, chip.memory)
+        if refused:
+            memory = memory_of(estimate, refused.limit, refused.used)
+    seconds = work.seconds | by_links(work.collectives, "seconds")
     step = sum(seconds.values())
     tokens = math.prod(steps.batch_shape(cfg))
     total, active, embedding = model.count_params(cfg)
@@ -502,15 +206,15 @@ def answer(cfg, machine, compiled=None, refused=None):
         tokens=tokens,
         memory=memory,
         flops=dict(program=work.flops, model=of_model),
-        collectives=rows,
+        collectives=work.collectives,
         seconds=seconds | dict(step=step),
-        overlapped=overlapped(work, rows),
+        overlapped=overlapped,
         bubble=estimate.bubble,
         tokens_per_second=tokens / step,
         mfu=of_model / step / chip.peak,
         hours=hours,
         chip_hours=hours * machine.n,
-        bound=bound_by(estimate, seconds),
+        bound=max(seconds, key=seconds.get),
     )
 
 
@@ -650,21 +354,24 @@ def single_changes(cfg, n):
         yield dict(n_device_axis=mesh, pp_interleave=0)
 
 
-def best_change(cfg, machine, spare, least):
-    """(Config, seconds that it saves) of the single change that saves most by the formulas, more than `least` seconds,
-    and takes at most `spare` bytes more; (None, `least`) where there is none."""
+def neighbors(cfg, n):
+    """The configurations that one change makes of `cfg`, validated for n devices."""
+    changes = (fitted(cfg, n, **flags) for flags in single_changes(cfg, n))
+    return [new for new in changes if new not in (None, cfg)]
+
+
+def best_change(cfg, machine, spare):
+    """(Config, share of the step that it saves) of the single change that saves most by the formulas, and takes at most
+    `spare` bytes more; (None, `WORTH`) where none is worth it."""
     now = answer(cfg, machine)
-    best, gain = None, least
-    for flags in single_changes(cfg, machine.n):
-        new = fitted(cfg, machine.n, **flags)
-        if new is None or new == cfg:
-            continue
+    best, most = None, WORTH
+    for new in neighbors(cfg, machine.n):
         other = answer(new, machine)
-        saved = now.seconds["step"] - other.seconds["step"]
+        saved = 1 - other.seconds["step"] / now.seconds["step"]
         more = other.memory["total"] - now.memory["total"]
-        if more <= spare and saved > gain:
-            best, gain = new, saved
-    return best, gain
+        if more <= spare and saved > most:
+            best, most = new, saved
+    return best, most
 
 
 def advise(cfg, machine, a):
@@ -675,22 +382,21 @@ def advise(cfg, machine, a):
         limit = size(a.memory["limit"], 1024)
         lacks = f"does not fit: it needs {size(-spare, 1024)} more than a chip's {limit}"
         return f"{lacks}; {what_would_fit(cfg, machine, a.memory)}"
-    step = answer(cfg, machine).seconds["step"]
-    best, gain = best_change(cfg, machine, spare, 0.02 * step)
+    none = f"no single flag helps by more than {WORTH:.0%}"
+    best, saved = best_change(cfg, machine, spare)
     if best is None:
-        return "no single flag helps by more than 2%, by the formulas"
-    flags = changed(cfg, best)
-    saved, source = gain / step, "by the formulas"
+        return f"{none}, by the formulas"
+    flags, source = changed(cfg, best), "by the formulas"
     if a.compiled:
         say(f"compiling the step with {flags}, which would help most by the formulas")
         other, _ = compiled_answer(best, machine)
         if not other.fits:
-            return f"no single flag helps by more than 2%; with {flags} the step does not fit"
+            return f"{none}; with {flags} the step does not fit"
         if other.compiled:
             saved, source = 1 - other.seconds["step"] / a.seconds["step"], "as compiled"
-    if saved < 0.02:
+    if saved < WORTH:
         effect = f"saves {saved:.0%}" if saved > 0 else f"takes {-saved:.0%} longer"
-        return f"no single flag helps by more than 2%; {flags}, the best by the formulas, {effect} as compiled"
+        return f"{none}; {flags}, the best by the formulas, {effect} as compiled"
     return f"{flags} would help most: by {saved:.0%} of the step, {source}"
 
 
@@ -712,9 +418,8 @@ def smaller(cfg, machine, memory):
     for _ in range(CHANGES):
         tried = []
         for old in kept:
-            for flags in single_changes(old, machine.n):
-                new = fitted(old, machine.n, **flags)
-                if new is None or new in seen:
+            for new in neighbors(old, machine.n):
+                if new in seen:
                     continue
                 seen.add(new)
                 other = answer(new, machine)
@@ -777,7 +482,7 @@ def memory_limit():
 def explain(cfg, machine, message):
     """One sentence for an error of jax's that says that memory does not suffice: what a device holds in a step, and
     which flags would make it fit."""
-    a = answer(cfg, machine, refused=too_large(message))
+    a = answer(cfg, machine, refused=machines.too_large(message))
     used, limit = (size(a.memory[key], 1024) for key in ("total", "limit"))
     needs = f"a device has {limit} and a step needs {used} of it ({in_parts(a.memory)})"
     return f"out of memory: {needs}; {what_would_fit(cfg, machine, a.memory)}."
@@ -787,15 +492,15 @@ def explain(cfg, machine, message):
 
 
 def search(cfg, machine, compiler):
-    """[(Config, Answer)] of the best configuration of every mesh, the fastest first: formulas rank all of them, and the
-    compiler, if it is there, checks the best."""
+    """[(Config, Answer, text of its program or None)] of the best configuration of every mesh, the fastest first:
+    formulas rank all of them, and the compiler, if it is there, checks the best."""
     best, tried = {}, 0
     for new in variants(cfg, machine.n):
         tried += 1
         a, mesh = answer(new, machine), new.run.n_device_axis
         if mesh not in best or rank(a) < rank(best[mesh][1]):
-            best[mesh] = new, a
-    found = sorted(best.values(), key=lambda pair: rank(pair[1]))
+            best[mesh] = new, a, None
+    found = sorted(best.values(), key=lambda one: rank(one[1]))
     if not found:
         raise UserError(
             f"--search: no mesh of {machine.n} devices fits these flags; a train_batch_size x dp x "
@@ -804,11 +509,11 @@ def search(cfg, machine, compiler):
     say(f"{tried:,} configurations on {len(found)} meshes ranked by formulas")
     if not compiler:
         return found
-    for i, (new, a) in enumerate(found[:COMPILED]):
+    for i, (new, a, _) in enumerate(found[:COMPILED]):
         if a.fits:
             say(f"compiling the best on {new.run.n_device_axis}")
-            found[i] = new, compiled_answer(new, machine)[0]
-    return sorted(found, key=lambda pair: (not pair[1].fits, not pair[1].compiled, *rank(pair[1])))
+            found[i] = new, *compiled_answer(new, machine)
+    return sorted(found, key=lambda one: (not one[1].fits, not one[1].compiled, *rank(one[1])))
 
 
 def rank(a):
@@ -822,7 +527,7 @@ def table(found):
     headings = "dp pp tp rounds micro remat fsdp sequences step MFU GiB by".split()
     lines = [row.format(*headings, "why not")]
     first = found[0][1]
-    for _, a in found[:LISTED]:
+    for _, a, _ in found[:LISTED]:
         cells = [
             *a.mesh.values(),
             *(a.flags[flag] for flag in ("pp_interleave", "microbatches", *WAYS)),
@@ -855,7 +560,7 @@ def why_not(a, first):
 def compiled_answer(cfg, machine):
     """(Answer, text of the program or None) from the compiler; also where it refuses since memory does not suffice."""
     try:
-        compiled = ask_compiler(cfg, machine)
+        compiled = machines.ask_compiler(cfg, machine)
     except TooLarge as e:
         return answer(cfg, machine, refused=e), None
     return answer(cfg, machine, compiled), compiled and compiled.text
@@ -889,19 +594,16 @@ def find_compiler(asked, machine):
         )
     if asked.by_formulas:
         return False
-    if has_compiler(machine):
-        devices_of(machine)
+    if machines.has_compiler(machine):
+        machines.devices_of(machine)
         return True
     if asked.plan_dump:
         raise UserError(f"--plan_dump {asked.plan_dump}: {machine.compiler.missing}.")
     return False
 
 
-def write_program(cfg, machine, a, text):
-    """Write the program of a plan, whose `text` may not have been kept, to --plan_dump. Raises UserError."""
-    folder = cfg.plan.plan_dump
-    if text is None and a.compiled and a.fits:
-        text = ask_compiler(cfg, machine).text
+def write_program(folder, machine, a, text):
+    """Write the program of a plan, `text`, to --plan_dump. Raises UserError where there is none."""
     if text:
         utils.write_file(os.path.join(folder, "step.hlo"), text)
     elif a.fits:
@@ -916,15 +618,15 @@ def main(flags):
     cfg = settle(flags, machine)
     steps.configure_jax(cfg)
     compiler = find_compiler(asked, machine)
-    found, text = [], None
+    found = []
     if asked.search:
         found = search(cfg, machine, compiler)
-        best, a = found[0]
+        best, a, text = found[0]
     elif compiler:
         say(f"compiling the step for {machine.name}")
         best, (a, text) = cfg, compiled_answer(cfg, machine)
     else:
-        best, a = cfg, answer(cfg, machine)
+        best, a, text = cfg, answer(cfg, machine), None
 
     if not compiler and not asked.by_formulas:
         print(machine.compiler.missing)
@@ -937,8 +639,8 @@ def main(flags):
     if asked.plan_json:
         content = a._asdict() | dict(fits=a.fits, advice=advice)
         if found:
-            content["search"] = [other._asdict() | dict(fits=other.fits) for _, other in found]
+            content["search"] = [other._asdict() | dict(fits=other.fits) for _, other, _ in found]
         utils.write_file(asked.plan_json, utils.to_json(content, indent=1) + "\n")
     if asked.plan_dump:
-        write_program(best, machine, a, text)
+        write_program(asked.plan_dump, machine, a, text)
     return 0

@@ -7,7 +7,7 @@ transfer alone, the one that began first. The rest is exposed.
 
 from collections import defaultdict
 
-from tools.planning import hlo
+from planning import hlo
 
 
 class Timeline:

@@ -1,0 +1,334 @@
+"""Qwen3 (arXiv:2505.09388), dense and mixture-of-experts: parameters, layers, cache, costs and Hugging Face format."""
+
+import jax
+from jax import lax
+
+from architectures import Architecture, LayerCost
+from architectures import hf_format as hf
+from architectures.experts import choose_experts, experts_table, routed_experts, router_logits
+from architectures.layers import (
+    AFTER_ATTENTION,
+    AFTER_FEED_FORWARD,
+    attention_kernel,
+    dropout,
+    extend_key_values,
+    feed_forward,
+    feed_forward_table,
+    key_value_cache,
+    no_load,
+    product,
+    project_heads,
+    rms_norm,
+    rotary_frequencies,
+    rotate,
+)
+from architectures.parameters import (
+    embedding_param,
+    out_param,
+    scale_param,
+    stack,
+    std_back,
+    std_into,
+    weight_param,
+)
+from collectives import EXPERT_AXES, gather_sequence
+from utils import UserError
+
+# --- Flags --------------------------------------------------------------------------------------------------------
+
+FLAGS = frozenset(
+    "head_dim n_kv_head rope_base n_experts experts_per_token expert_dim norm_topk_prob capacity_factor experts "
+    "balance_weight".split()
+)
+
+
+def check_flags(cfg):
+    """Raises UserError for flags that do not fit each other."""
+    m, tp = cfg.model, cfg.run.n_device_axis[2]
+    if m.n_head % m.kv_heads:
+        raise UserError(f"--n_kv_head {m.kv_heads}: must divide --n_head {m.n_head}.")
+    if m.kv_heads % tp:
+        raise UserError(f"--n_kv_head {m.kv_heads}: must be a multiple of tp ({tp}).")
+    if m.key_dim % 2:
+        raise UserError(
+            f"--head_dim {m.key_dim}: must be a multiple of 2, since channels are rotated in pairs."
+        )
+    if m.n_experts and not m.experts_per_token:
+        raise UserError("--experts_per_token 0: must be at least 1 where there are experts.")
+
+
+# --- Parameters ---------------------------------------------------------------------------------------------------
+
+
+def qwen3_table(cfg):
+    """The parameter table of Qwen3. Its weights begin as those of architectures/deepseek.py do (`std_into`,
+    `std_back`); norms start at 1."""
+    m = cfg.model
+    D = m.model_dimension
+    layer = attention_table(cfg) | dict(norm=scale_param(D))
+    layer |= moe_table(cfg) if m.n_experts else dict(ffn=ffn_table(cfg))
+    return dict(
+        embedding=embedding_param(cfg, m.padded_vocab, std_into(D), rows=m.vocab_size),
+        qwen3=stack(layer, m.blocks),
+        norm=scale_param(D),
+    )
+
+
+def attention_table(cfg):
+    """Grouped-query attention: `kv` holds keys and values of n_kv_head heads."""
+    m = cfg.model
+    D, H, K = m.model_dimension, m.n_head, m.key_dim
+    return dict(
+        attention_norm=scale_param(D),
+        q=weight_param(cfg, (D, H, K), std_into(D), outputs=(1, 2), fixed={1: "tp"}),
+        kv=weight_param(cfg, (D, 2, m.kv_heads, K), std_into(D), outputs=(2, 3), fixed={2: "tp"}),
+        q_norm=scale_param(K),
+        k_norm=scale_param(K),
+        out=out_param(cfg, (H, K, D), std_back(H * K, m.blocks)),
+    )
+
+
+def ffn_table(cfg):
+    m = cfg.model
+    F = m.ffn_width
+    return feed_forward_table(cfg, F, std_into(m.model_dimension), std_back(F, m.blocks))
+
+
+def moe_table(cfg):
+    m = cfg.model
+    D, E = m.model_dimension, m.n_experts
+    return dict(
+        router=weight_param(cfg, (D, E), std_into(D), matrix=False, hidden=False),
+        experts=experts_table(cfg, std_into(D), std_back(m.expert_width, m.blocks)),
+    )
+
+
+# --- Layers -------------------------------------------------------------------------------------------------------
+
+
+def attention(p, x, tokens, m, cache):
+    """Grouped-query attention (arXiv:2305.13245) with normalized, rotated queries and keys, tensor-parallel over heads.
+
+    x [B, T/tp, D] -> [B, T/tp, D] and the cache, [B, T_max, 2, H_kv/tp, K] or None.
+    """
+    x = gather_sequence(x, tokens.split)  # [B, T, D]
+    position = tokens.whole(x.shape[1])
+    q = product("btd,dhk->bhtk", x, p["q"])  # [B, H/tp, T, K]
+    kv = product("btd,dchk->bchtk", x, p["kv"])  # [B, 2, H_kv/tp, T, K]
+
+    frequencies = rotary_frequencies(m.key_dim, m.rope_base)
+    q = rotate(rms_norm(q, p["q_norm"], m.norm_eps), position[:, None], frequencies)
+    k = rotate(rms_norm(kv[:, 0], p["k_norm"], m.norm_eps), position[:, None], frequencies)
+    kv, cache = extend_key_values(cache, kv.at[:, 0].set(k), position)
+
+    attend = attention_kernel(m, cache)
+    out = attend(q * m.key_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start)
+    return project_heads(out, p["out"], tokens, m), cache
+
+
+def softmax_router(p, x, m):
+    """Softmax router (arXiv:2505.09388, section 2; Switch Transformer, arXiv:2101.03961, section 2.1): x float32 [n, D]
+    -> scores [n, E], chosen experts [n, k] and their gates [n, k]."""
+    scores = jax.nn.softmax(router_logits(p, x))
+    return scores, *choose_experts(scores, lax.stop_gradient(scores), m)
+
+
+def qwen3_layer(p, x, tokens, m, cache):
+    """Qwen3's layer, pre-norm. x [B, T/tp, D] -> x, (`Load`, cache)."""
+    load = no_load(m.n_experts)
+    with jax.named_scope("attention"):
+        h = rms_norm(x, p["attention_norm"], m.norm_eps)
+        out, cache = attention(p, h, tokens, m, cache)
+        x = x + dropout(out, m.dropout_rate, tokens, AFTER_ATTENTION)
+    with jax.named_scope("experts" if m.n_experts else "feed_forward"):
+        h = rms_norm(x, p["norm"], m.norm_eps)
+        if m.n_experts:
+            out, load = routed_experts(p, h, m, tokens.split, softmax_router)
+        else:
+            out = feed_forward(p["ffn"], h, tokens, m)
+        x = x + dropout(out, m.dropout_rate, tokens, AFTER_FEED_FORWARD)
+    return x, (load, cache)
+
+
+def embed(top, ids, position):
+    """ids [B, T] -> rows of the embedding, [B, T, D]. The layers see positions."""
+    return top["embedding"][ids]
+
+
+def qwen3_cache(cfg, B, T):
+    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: 2 x n_kv_head x K numbers per token and
+    layer."""
+    m = cfg.model
+    return dict(qwen3=key_value_cache(m.blocks, B, T, m.kv_heads, m.key_dim))
+
+
+# --- Costs --------------------------------------------------------------------------------------------------------
+
+
+def layer_cost(m, kind):
+    """`LayerCost` of a layer."""
+    D, H, K, H_kv = m.model_dimension, m.n_head, m.key_dim, m.kv_heads
+    return LayerCost(
+        own_weights=D * m.n_experts,
+        head_weights=2 * D * K + 2 * D * K * H_kv / H,
+        query_channels=K,
+        value_channels=K,
+        gathered=D,
+        products=(H + 2 * H_kv) * K,
+        branches=2,
+        ffn_width=0 if m.n_experts else m.ffn_width,
+    )
+
+
+# --- Hugging Face format: tensors ---------------------------------------------------------------------------------
+
+
+def hugging_face_tensors(m):
+    """Yield the `Tensor`s of Qwen3ForCausalLM, or of Qwen3MoeForCausalLM where there are experts."""
+    D, K = m.model_dimension, m.key_dim
+    rows = (slice(0, m.vocab_size),)
+    yield hf.plain("model.embed_tokens.weight", ("embedding",), rows, (m.vocab_size, D))
+    for n in range(m.blocks):
+        prefix = f"model.layers.{n}"
+        for name, leaf, size in [
+            ("input_layernorm", "attention_norm", D),
+            ("self_attn.q_norm", "q_norm", K),
+            ("self_attn.k_norm", "k_norm", K),
+            ("post_attention_layernorm", "norm", D),
+        ]:
+            yield hf.plain(f"{prefix}.{name}.weight", ("qwen3", leaf), (n,), (size,))
+        yield from attention_tensors(m, f"{prefix}.self_attn", n)
+        yield from feed_forward_tensors(m, f"{prefix}.mlp", n)
+    yield hf.plain("model.norm.weight", ("norm",), (), (D,))
+    if not m.tied:
+        yield hf.plain(hf.HEAD, ("head",), rows, (m.vocab_size, D))
+
+
+def attention_tensors(m, prefix, n):
+    D, H, H_kv, K = m.model_dimension, m.n_head, m.kv_heads, m.key_dim
+    every = slice(None)
+    kv = ("qwen3", "kv")
+    yield hf.linear(f"{prefix}.q_proj.weight", ("qwen3", "q"), (n,), (D, H, K))
+    yield hf.linear(f"{prefix}.k_proj.weight", kv, (n, every, 0), (D, H_kv, K))
+    yield hf.linear(f"{prefix}.v_proj.weight", kv, (n, every, 1), (D, H_kv, K))
+    yield hf.linear(f"{prefix}.o_proj.weight", ("qwen3", "out"), (n,), (H, K, D), inputs=2)
+
+
+def feed_forward_tensors(m, prefix, n):
+    D = m.model_dimension
+    if not m.n_experts:
+        yield from hf.swiglu(prefix, ("qwen3", "ffn"), (n,), D, m.ffn_width)
+        return
+    yield hf.linear(f"{prefix}.gate.weight", ("qwen3", "router"), (n,), (D, m.n_experts))
+    for e in range(m.n_experts):
+        leaf = ("qwen3", "experts")
+        yield from hf.swiglu(f"{prefix}.experts.{e}", leaf, (n, e), D, m.expert_width)
+
+
+# --- Hugging Face format: config.json -----------------------------------------------------------------------------
+
+# Entries that hold a flag's value
+FLAG_ENTRIES = (
+    hf.Entry("vocab_size", hf.whole(1), "vocab_size"),
+    hf.Entry("hidden_size", hf.whole(1), "model_dimension"),
+    hf.Entry("intermediate_size", hf.whole(1), "ffn_dim", settled="ffn_width"),
+    hf.Entry("num_hidden_layers", hf.whole(1), "blocks"),
+    hf.Entry("num_attention_heads", hf.whole(1), "n_head"),
+    hf.Entry("num_key_value_heads", hf.whole(1), "n_kv_head", settled="kv_heads"),
+    hf.Entry("head_dim", hf.whole(2), "head_dim", settled="key_dim", missing=0),
+    hf.Entry("rms_norm_eps", hf.NUMBER, "norm_eps"),
+    hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=False, null=False),
+)
+MOE_ENTRIES = (
+    hf.Entry("num_experts", hf.whole(1), "n_experts"),
+    hf.Entry("num_experts_per_tok", hf.whole(1), "experts_per_token"),
+    hf.Entry("moe_intermediate_size", hf.whole(1), "expert_dim", settled="expert_width"),
+    hf.Entry("norm_topk_prob", hf.TRUTH, "norm_topk_prob", missing=False, null=False),
+)
+OTHER_ENTRIES = (
+    hf.Entry("max_position_embeddings", hf.whole(1), "T", null=None),
+    hf.Entry("rope_theta", hf.NUMBER, "rope_base"),
+    hf.Entry("rope_scaling", hf.OBJECT, null=None),
+    hf.Entry("rope_parameters", hf.OBJECT, null=None),
+    hf.Entry("num_local_experts", hf.whole(1)),  # num_experts, as transformers 5 writes it
+)
+# T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
+MOST_T = 4096
+# Entries of which other values are refused; the first of each is the one that we write
+SUPPORTED = dict(
+    hidden_act=["silu"],
+    attention_bias=[False, None],
+    use_sliding_window=[False, None],
+)
+
+
+def to_hugging_face(m):
+    """config.json of Qwen3ForCausalLM, or of Qwen3MoeForCausalLM where there are experts."""
+    config = hf.config_of(m, FLAG_ENTRIES) | {key: values[0] for key, values in SUPPORTED.items()}
+    config |= dict(max_position_embeddings=int(m.T), rope_theta=m.rope_base, attention_dropout=0.0)
+    if not m.n_experts:
+        return dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | config
+    config |= dict(decoder_sparse_step=1, mlp_only_layers=[])
+    names = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe")
+    return names | config | hf.config_of(m, MOE_ENTRIES)
+
+
+def from_hugging_face(config):
+    """config.json of Qwen3ForCausalLM or Qwen3MoeForCausalLM -> {flag: value}.
+
+    Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
+    """
+    left = dict(config)
+    kind = left["model_type"]
+    if kind == "qwen3":
+        left.setdefault("head_dim", 128)  # as transformers; its other class divides hidden_size
+    flags = hf.take_flags(left, FLAG_ENTRIES)
+    if kind == "qwen3_moe":
+        if "num_local_experts" in left:
+            left["num_experts"] = left.pop("num_local_experts")
+        flags |= hf.take_flags(left, MOE_ENTRIES)
+    else:
+        flags |= dict(n_experts=0, experts_per_token=0)
+    flags["T"] = min(left.pop("max_position_embeddings", None) or MOST_T, MOST_T)
+    theta = left.pop("rope_theta", 10_000.0)
+    rope = left.pop("rope_scaling", None) or left.pop("rope_parameters", None) or {}
+    flags["rope_base"] = float(rope.get("rope_theta", theta))
+    hf.require(
+        left | {key: value for key, value in rope.items() if key != "rope_theta"},
+        kind,
+        {"router_aux_loss_coef", "sliding_window", "max_window_layers", "rope_parameters"},
+        **SUPPORTED,
+        rope_type=["default"],
+        type=["default"],
+        layer_types=[["full_attention"] * flags["blocks"], None],
+        decoder_sparse_step=[1],
+        mlp_only_layers=[[], None],
+    )
+    return flags
+
+
+HUGGING_FACE = hf.HuggingFace(
+    model_types=("qwen3", "qwen3_moe"),
+    tensors=hugging_face_tensors,
+    config=to_hugging_face,
+    flags=from_hugging_face,
+    entries=(*FLAG_ENTRIES, *MOE_ENTRIES, *OTHER_ENTRIES),
+    copies=r"^lm_head.weight$|rotary_emb.inv_freq$",
+)
+
+# --- Registered ---------------------------------------------------------------------------------------------------
+
+ARCHITECTURE = Architecture(
+    table=qwen3_table,
+    layers=dict(qwen3=qwen3_layer),
+    last="qwen3",
+    routed=dict(qwen3=EXPERT_AXES),
+    embed=embed,
+    norm=rms_norm,
+    cache=qwen3_cache,
+    layer_cost=layer_cost,
+    hugging_face=HUGGING_FACE,
+    flags=FLAGS,
+    fixed=dict(activation="swiglu"),
+    check=check_flags,
+)

@@ -1,0 +1,122 @@
+"""The kinds of sources: `open_source` finds the class that reads a --source."""
+
+import os
+import re
+
+from fsspec.implementations.local import LocalFileSystem
+
+from data.sources.base import many, walk, warn, warn_of_left_out
+from data.sources.files import Files, check_is_text, documents_of, list_documents
+from data.sources.hub import open_dataset
+from data.sources.jsonl import Lines
+from data.sources.parquet import Tables
+from utils import UserError, filesystem, first_line, is_remote, persist
+
+# The kinds of files that hold records, each a subclass of base.Records in a file of its own.
+KINDS = (Lines, Tables)
+ENDINGS = ", ".join(ending for kind in KINDS for ending in kind.endings)
+
+
+def kind_of(path):
+    """The one of KINDS that reads a file, or None."""
+    for kind in KINDS:
+        if path.endswith(kind.endings):
+            return kind
+    return None
+
+
+def before_wildcard(path):
+    """A path up to the first wildcard in it: all of it where there is none."""
+    return re.split(r"[*?\[]", path)[0]
+
+
+def find(source):
+    """(file system, {path: what it says of the file}, symlinked folders, which are not entered) of a file, a folder or
+    a glob of both; hidden files are left out."""
+    fs, path = filesystem(source)
+    found, links = {}, set()
+    start = before_wildcard(path).rstrip("/")
+    if fs.isdir(path):
+        matches = {path: {"type": "directory"}}
+    else:
+        matches = fs.glob(path, detail=True)
+        if "**" in path and not is_remote(source):
+            links.update(walk(os.path.dirname(before_wildcard(path)))[1])
+    for match, info in matches.items():
+        if info.get("islink"):
+            info = fs.info(match)  # what it links to
+        if info["type"] == "file":
+            found[match] = info
+        elif info["type"] != "directory":
+            continue
+        elif is_remote(source):
+            found |= fs.find(match, detail=True)
+        elif info.get("islink"):
+            links.add(match)
+        else:
+            paths, inside = walk(match)
+            found |= {p: fs.info(p) for p in paths}
+            links.update(inside)
+    visible = [p for p in sorted(found) if "/." not in p.removeprefix(start)]
+    return fs, {p: found[p] for p in visible if found[p]["type"] == "file"}, links
+
+
+def open_source(args):
+    """What --source, --config, --split and --text_column name: a base.Source. Raises UserError."""
+    source, skip = args.source, vars(args).get("skip_damaged")
+    warn.shown.clear()
+    if source == "stdlib":
+        return Files(list_documents(source), skip)
+    try:
+        fs, found, links = persist(lambda: find(source), source)
+    except (OSError, ValueError, ImportError) as e:
+        raise UserError(f"--source {source}: cannot be read ({first_line(e)}).") from None
+    records = {path: info for path, info in found.items() if kind_of(path)}
+    if records:
+        kind = only_kind(source, fs, records)
+        warn_of_left_out("symlinked folder", links)
+        others = [path for path in found if path not in records]
+        endings = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
+        warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
+        return kind(fs, records, args.text_column, skip)
+    if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
+        warn_of_left_out("symlinked folder", links)
+        return Files(text_files(source, fs, found), skip)
+    if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        return open_dataset(source, args.config, args.split, args.text_column, skip)
+    what = "there is no such file or folder"
+    if found:
+        what = f"{many(len(found), 'file')} there, none ending in {ENDINGS}, which alone are read from there"
+    raise UserError(
+        f"--source {source}: {what}; give a text file or a folder or quoted glob of them on this machine, a "
+        f"file, a folder or a quoted glob of {ENDINGS}, a dataset of the Hugging Face hub as "
+        f"ORGANISATION/NAME, or stdlib."
+    )
+
+
+def text_files(source, fs, found):
+    """The documents of a local text file, of a folder of them or of a glob, whose files are `found`."""
+    path = fs._strip_protocol(source)
+    root = path if fs.isdir(path) else os.path.dirname(before_wildcard(path))
+    documents = documents_of(found, root, source)
+    if path in found:
+        check_is_text(documents[0])
+    return documents
+
+
+def only_kind(source, fs, paths):
+    """The one of KINDS that reads all these files. Raises UserError where there are two."""
+    examples = {kind_of(path): path for path in paths}
+    if len(examples) == 1:
+        return next(iter(examples))
+    kind, example = max(examples.items(), key=lambda item: item[1])
+    ending = next(ending for ending in kind.endings if example.endswith(ending))
+    of_one_kind = [path for path in paths if kind_of(path) is kind]
+    advice = example
+    for glob in (os.path.join(source, "**", f"*{ending}"), f"{source}{ending}"):
+        if sorted(fs.glob(glob)) == of_one_kind:
+            advice = glob
+    raise UserError(
+        f"--source {source}: holds files of different kinds ({', '.join(examples.values())}); give files of "
+        f"one kind, such as {advice}."
+    )
