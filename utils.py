@@ -749,7 +749,11 @@ def help_of(kind, program, defaults, others, whole):
     fields = fields_of(kind)
     first = [name for name, f in fields.items() if f.metadata.get("first")]
     brief = first and not whole
-    places = "".join(f" {f.name.upper()}" for f in fields.values() if f.metadata.get("positional"))
+    places = "".join(
+        f" {f.name.upper()}" + " ..." * is_many(f)
+        for f in fields.values()
+        if f.metadata.get("positional")
+    )
     lines = [
         f"usage: python {program}{places} [--flag value ...] [--help]",
         "",
@@ -778,13 +782,14 @@ def help_of(kind, program, defaults, others, whole):
 
 def lines_of(f, text, default):
     """The lines of a flag in the help: its name and values, what it means, its default."""
-    metavar = {int: "N", float: "X", Mesh: "DP PP TP"}.get(f.type, "TEXT")
     inside = typing.get_args(f.type)
+    one = inside[0] if inside and f.type != Mesh else f.type
+    metavar = {int: "N", float: "X", Mesh: "DP PP TP"}.get(one, "TEXT")
     choices = inside if all(isinstance(x, str) for x in inside) else typing.get_args(inside[0])
     if is_switch(f):
         head = f"--{f.name}, --no_{f.name}"
     else:
-        head = f"{shown(f)} {'|'.join(map(str, choices)) or metavar}"
+        head = f"{shown(f)} {'|'.join(map(str, choices)) or metavar}" + " ..." * is_many(f)
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
     told = "" if default in (dataclasses.MISSING, None, "") else f" (default: {default})"
