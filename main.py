@@ -66,6 +66,7 @@ def main(flags):
     Raises UserError.
     """
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
+    settings.check_names(asked)  # before anything is written there
     steps.configure_jax(asked)
     of_weights, load_weights = None, None
     if asked.run.init_from:

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
     interrupts.begin("interrupted; nothing was written")
 
+import os
 import sys
 import time
 from dataclasses import MISSING, dataclass
