@@ -584,7 +584,7 @@ def test_the_standard_library():
         ("workers", "0"),
         ("output", "source/shards"),
         ("output", "a file"),
-        ("no_such_flag", "1"),
+        ("no_such_flag", ""),
     ],
 )
 def test_bad_flags(ranks_file, tmp_path, capsys, monkeypatch, flag, value):
