@@ -148,7 +148,7 @@ def test_a_special_token_in_a_prompt_is_text_and_a_drawn_one_ends_the_row(run):
     row = sample.Row(
         encoding,
         [256, *encoding.encode_ordinary(tokenization.END_OF_TEXT)],
-        common.Sample(max_tokens=4),
+        common.Sample(model="", max_tokens=4),
     )
     row.add([97, 98, 256, 99])
     assert row.unseen == tokenization.END_OF_TEXT + "ab" and row.text == "ab" and row.done
@@ -168,7 +168,7 @@ def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(
     run, chunk, stop, wanted, capsys
 ):
     tokens, shown = list("naïf 🙂 STO STOP 語\ufffd".encode()), ""
-    options = common.Sample(stop=stop, max_tokens=len(tokens))
+    options = common.Sample(model="", stop=stop, max_tokens=len(tokens))
     row = sample.Row(tokenization.folder_tokenizer(str(run[0])), [256, 62], options, 1, "# ")
     for i in range(0, len(tokens), chunk):
         row.add(tokens[i : i + chunk])
