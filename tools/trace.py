@@ -113,12 +113,10 @@ def open_trace(run, name=""):
 
 def check_about(about, folder):
     """Raises UserError where about.json is not as profiling.Profile.about wrote it."""
-    kinds = dict(
-        written=float, platform=str, device_kind=str, processes=int, slices=int, flags=dict
-    )
+    kinds = dict(written=float, platform=str, device_kind=str, steps=list, flags=dict)
     sound = all(type(about.get(name)) is kind for name, kind in kinds.items())
-    counts = [about.get("processes"), about.get("slices"), *list(about.get("steps") or [])]
-    if not sound or len(counts) != 4 or not all(type(n) is int and n > 0 for n in counts):
+    counts = [about.get("processes"), about.get("slices"), *(about["steps"] if sound else [])]
+    if len(counts) != 4 or not all(type(n) is int and n > 0 for n in counts):
         raise UserError(f"{folder}: about.json is damaged; copy it anew.")
     needed = [*settings.NEEDED_TO_RESUME, "eval_every", "save_steps"]
     settings.check_stored(about["flags"], folder, needed, "about.json")
