@@ -51,7 +51,8 @@ def one_sentence(program):
     try:
         return program()
     except UserError as e:
-        print(f"error: {e}", file=sys.stderr, flush=True)
+        sentence = " ".join(str(e).splitlines())  # what a user wrote may have several lines
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
