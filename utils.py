@@ -62,7 +62,8 @@ def one_sentence(program):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
         sys.exit(128 + signal.SIGPIPE)
     except UserError as e:
-        print(f"error: {e}", file=sys.stderr, flush=True)
+        sentence = " ".join(str(e).splitlines())  # what a user wrote may have several lines
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

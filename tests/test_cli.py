@@ -868,3 +868,9 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path):
     ids = {p.name.split("-")[-1] for p in run.glob("wandb/offline-run-*")}
     assert ids == {(run / "wandb_id").read_text()}, "a restart resumes the same wandb run"
     assert np.all([len(p.read_bytes()) for p in run.glob("*.png")])
+
+
+def test_a_mistake_with_a_line_break_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        utils.one_sentence(lambda: command_line.parse(["--preset", "x\ny"]))
+    assert capsys.readouterr().err.startswith("error: --preset x y: no such preset")

@@ -56,6 +56,19 @@ TPU_CONFIGURATIONS = [
         (4, 1, 2),
         dict(T=512, model_dimension=256, model_dtype="bfloat16", fsdp="full", latent_dim=64),
     ),
+    (  # one sequence a microbatch, grouped keys
+        "v5e:2x4",
+        (4, 1, 2),
+        dict(
+            ARCHITECTURES["qwen3"],
+            T=512,
+            model_dimension=256,
+            head_dim=64,
+            model_dtype="bfloat16",
+            attention="auto",
+            train_batch_size=4,
+        ),
+    ),
 ]
 
 

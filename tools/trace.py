@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import utils
 from tools import common
-from training import platforms
+from training import platforms, settings
 from utils import UserError
 
 
@@ -86,6 +86,7 @@ def open_trace(run, name=""):
     for one in [name] if name else known:
         folder = os.path.join(run, profiling.FOLDER, one)
         if about := utils.read_json(folder, "about.json"):
+            check_about(about, folder)
             found[folder] = about
     if not found:
         if not utils.read_json(run, "config.json"):
@@ -103,7 +104,20 @@ def open_trace(run, name=""):
     if not text.startswith("HloModule "):
         raise UserError(f"{folder}: step.hlo.gz is damaged (it holds no HLO); copy it anew.")
     about = found[folder]
-    return Trace(folder, about, common.stored_config(about["flags"]), text)
+    cfg = common.stored_config(about["flags"])
+    cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
+    return Trace(folder, about, cfg, text)
+
+
+def check_about(about, folder):
+    """Raises UserError where about.json is not as profiling.Profile.about wrote it."""
+    kinds = dict(written=float, platform=str, device_kind=str, steps=list, flags=dict)
+    sound = all(type(about.get(name)) is kind for name, kind in kinds.items())
+    counts = [about.get("processes"), about.get("slices"), *(about["steps"] if sound else [])]
+    if len(counts) != 4 or not all(type(n) is int and n > 0 for n in counts):
+        raise UserError(f"{folder}: about.json is damaged; copy it anew.")
+    needed = [*settings.NEEDED_TO_RESUME, "eval_every", "save_steps"]
+    settings.check_stored(about["flags"], folder, needed, "about.json")
 
 
 class Operation(NamedTuple):
@@ -175,6 +189,8 @@ def devices_in(trace, program):
     found = []
     for path in sorted(utils.persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)):
         content = utils.read_file(os.path.join(trace.folder, os.path.basename(path)))
+        if content is None:
+            raise UserError(f"{path}: is a link to nowhere; copy the file.")
         try:
             data = ProfileData.from_serialized_xspace(content)
         except RuntimeError as e:

@@ -383,10 +383,10 @@ def stored_steps(folder):
     return [name for name in names if name.isdigit()]
 
 
-def check_stored(config, folder, needed):
-    """Raises UserError where the {flag: value} `config` of a run directory lacks one of `needed`, or has a value that
-    its flag cannot have, as a file that someone edited."""
-    path = os.path.join(folder, "config.json")
+def check_stored(config, folder, needed, file="config.json"):
+    """Raises UserError where the {flag: value} `config` of a file of a run directory lacks one of `needed`, or has a
+    value that its flag cannot have, as a file that someone edited."""
+    path = os.path.join(folder, file)
     if missing := [name for name in needed if name not in config]:
         raise UserError(f"{path}: {', '.join(missing)} is missing; put back what it was.")
     read = (utils.FIELDS.keys() - flags_with("free_on_resume") | {*needed}) & config.keys()

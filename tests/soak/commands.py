@@ -140,7 +140,7 @@ def flag_words(rng, names):
         name = misspelled(rng, name)
     form = rng.choice(["plain"] * 20 + ["equals", "hyphens", "no", "alone", "one hyphen"])
     if form == "equals":
-        return [f"--{name}={' '.join(value)}"]
+        return [f"--{name}={' '.join(map(str, value))}"]
     if form in ("no", "alone"):
         return [f"--{'no_' * (form == 'no')}{name}"]
     hyphens = "-" if form == "one hyphen" else "--"
