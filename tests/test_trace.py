@@ -17,7 +17,7 @@ from test_resume import metrics_of
 import utils
 from planning import machines, plan
 from tools import trace
-from training import profiling
+from training import profiling, settings
 
 
 @pytest.fixture(scope="module")
@@ -348,3 +348,29 @@ def test_a_mistake_gets_a_sentence(runs, tmp_path):
             trace.main(trace.Options(str(run), **flags))
         said = str(e.value)
         assert part in said and "\n" not in said and said.endswith("."), said
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        dict(platform=2**63),
+        dict(steps="/"),
+        dict(steps=[10]),
+        dict(steps=[10, True]),
+        dict(slices=0),
+        dict(flags=None),
+        dict(flags={}),
+        dict(written=None),
+    ],
+    ids=str,
+)
+def test_a_damaged_about_json_is_one_sentence(edit):
+    flags = settings.as_json(utils.flatten(small_config((1, 1, 1))))
+    names = dict(platform="cpu", device_kind="cpu")
+    about = dict(steps=[10, 11], written=1.5, processes=1, slices=1, flags=flags) | names
+    trace.check_about(about, "runs/x")
+    with pytest.raises(utils.UserError, match="^runs/x.*about.json"):
+        trace.check_about(about | edit, "runs/x")
+    with pytest.raises(utils.UserError, match="model_dimension is .1, 'x'.") as e:
+        trace.check_about(about | dict(flags=flags | dict(model_dimension=[1, "x"])), "runs/x")
+    assert "about.json" in str(e.value)
