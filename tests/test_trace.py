@@ -134,15 +134,24 @@ def runs_of(path):
 
 
 def test_parts_add_up_to_the_step(first, found):
-    lengths = []
-    for steps in runs_of(f"{first.folder}/process-0.xplane.pb"):
-        lengths += [end - begin for begin, end in steps[:3]]
+    """Of three steps of each device, which lie in the runs that the profiler numbers, one in each."""
+    program, lengths = trace.Program(first), []
+    runs = runs_of(f"{first.folder}/process-0.xplane.pb")
+
+    def lie_in(steps, spans):
+        pairs = zip(steps, spans[:3], strict=True)
+        return all(a <= begin < end <= b for (begin, end), (a, b) in pairs)
+
+    for events in trace.devices_in(first, program):
+        steps = trace.steps_in(events, program, 3)
+        assert any(lie_in(steps, spans) for spans in runs)
+        lengths += [end - begin for begin, end in steps]
     assert found.devices == 8 and found.steps == 3 and len(lengths) == 24
     step = sum(lengths) / len(lengths) / 1e9
-    assert sum(found.parts.values()) == pytest.approx(step, rel=0.01)
+    assert sum(found.parts.values()) == pytest.approx(step, rel=1e-6)
     assert min(found.parts.values()) >= 0 and found.between >= 0
     busy = step - found.parts.get(trace.IDLE, 0)
-    assert sum(found.operations.values()) == pytest.approx(busy, rel=0.01)
+    assert sum(found.operations.values()) == pytest.approx(busy, rel=1e-6)
 
 
 def test_a_trace_in_a_bucket_is_read(bucket, runs):
