@@ -98,6 +98,7 @@ class Shard:
         self.size = info["size"]
         self.about = about
         self.checksums = about.get("crc32", "")  # of each block, in eight hexadecimal digits
+        self.locks = {}  # {block: lock}
         self.verified = bytearray(-(-self.size // BLOCK))  # 1: by this process
         self.cache = cache
         # without a manifest, what storage says tells whether an object was written anew
@@ -170,6 +171,11 @@ class Shard:
 
     def _block(self, b):
         """uint8 [at most BLOCK]: block b, from the cache where it is there, from remote storage where it is not."""
+        with self.locks.setdefault(b, threading.Lock()):  # of two threads one fetches it
+            return self._block_alone(b)
+
+    def _block_alone(self, b):
+        """`_block`, while no other thread of this process reads the block."""
         name, start, stop = f"{self.key}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
         # asked before the content: another thread may just replace a block that the cache holds damaged
         verified = self.verified[b]

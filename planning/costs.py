@@ -109,7 +109,7 @@ def layer_runs(cfg):
 
 
 def link_seconds(chip, kind, n_bytes, n, hosts=1):
-    """Seconds in which one of n devices sends so many bytes in a collective of this kind, nothing overlapped.
+    """Seconds in which one of n devices sends n_bytes in a collective of this kind, nothing overlapped.
 
     A ring of more than two TPUs uses both directions of a link. In an all-to-all along a torus of side s, a byte goes
     s/4 hops on average along each dim. The GPUs of a host have one switch between them; on several `hosts` each GPU has

@@ -454,7 +454,7 @@ def analyze(text, mesh, slices=1, across="dp", in_kernel=lambda words, arrays: 0
 
 
 def add_up(schedule, times, collectives):
-    """Add the transfers of a schedule that runs so many times to `collectives`. Returns its operations."""
+    """Add the transfers of a schedule that runs `times` times to `collectives`. Returns its operations."""
     flops = 0.0
     for event in schedule:
         match event:

@@ -176,7 +176,7 @@ def compile_for_mesh(lowered, mesh):
         raise refused from None
     memory = program.memory_analysis()
     arguments = memory.argument_size_in_bytes
-    # not temp_size_in_bytes, which counts more than stands in memory at any time
+    # not temp_size_in_bytes, which counts more than is in memory at any time
     return Compiled(program.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
 
 

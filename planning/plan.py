@@ -137,7 +137,7 @@ def estimated_work(cfg, machine, estimate):
 
 
 def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
-    """Seconds in which each of n devices sends so many bytes in a collective along some axes."""
+    """Seconds in which each of n devices sends n_bytes in a collective along some axes."""
     hosts = costs.hosts_along(axes, cfg.run.n_device_axis, machine.hosts)
     return costs.link_seconds(machine.chip, kind, n_bytes, n, hosts)
 

@@ -119,7 +119,7 @@ def losses_of(seed, max_lr, steps=40):
 
 
 def pretend(command, log):
-    """Stands in for `compare.run_to_end`: the run is there at once, and its losses follow from --seed and --max_lr."""
+    """Replaces `compare.run_to_end`: the run is there at once, and its losses follow from --seed and --max_lr."""
     cfg, _ = command_line.parse(command[2:])
     path = Path(cfg.run.folder)
     with open(path.parent / "calls", "a") as calls:

@@ -744,6 +744,57 @@ def test_what_killed_processes_left_unfinished_is_removed_by_the_next(tmp_path):
         assert sorted(os.listdir(tmp_path)) == ["config.json.part", "lock"]
 
 
+def test_what_a_writer_left_unfinished_goes_with_the_next_and_nothing_of_others(tmp_path):
+    path = str(tmp_path / "ranks")
+    left, other = utils.part_of(path), utils.part_of(str(tmp_path / "other"))
+    for part in (left, other):
+        with open(part, "w") as f:
+            f.write("x")
+    with utils.replacing(path) as first:  # another program writes the same file meanwhile
+        utils.write_file(path, "second")
+        assert sorted(os.listdir(tmp_path)) == sorted(
+            ["ranks", os.path.basename(first.name), os.path.basename(other)]
+        )
+        first.write(b"first")
+    assert sorted(os.listdir(tmp_path)) == sorted(["ranks", os.path.basename(other)])
+    assert utils.read_file(path) == b"first"
+
+
+def test_a_signal_that_ends_the_process_gives_back_the_lock_and_removes_what_is_half_written(
+    tmp_path,
+):
+    with (
+        locks.alone_in(str(tmp_path), "--output x", "--output"),
+        pytest.raises(OSError),
+        utils.replacing(str(tmp_path / "ranks")) as f,
+    ):
+        f.write(b"half")
+        interrupts.give_back()  # as the thread of signals does, while this one goes its way
+        assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_process_whose_peer_is_gone_at_the_end_leaves_without_a_trace(monkeypatch):
+    ended = []
+
+    def shutdown():
+        raise RuntimeError("std::bad_cast")
+
+    monkeypatch.setattr(jax.distributed, "shutdown", shutdown)
+    monkeypatch.setattr(interrupts, "end", lambda *what: ended.append(what))
+    main.disconnect(0)
+    assert ended == [(0, "")]
+
+
+def test_a_checkpoint_with_a_link_to_nowhere_is_listed(tmp_path):
+    from tools import checkpoints as tool
+
+    (tmp_path / "8").mkdir()
+    (tmp_path / "8" / "sound").write_text("12345")
+    (tmp_path / "8" / "link").symlink_to(tmp_path / "nowhere")
+    assert tool.about(SimpleNamespace(folder=tmp_path), 8)["size"] == 5
+
+
 def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(
     train, tmp_path, monkeypatch, capsys
 ):

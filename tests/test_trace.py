@@ -17,7 +17,7 @@ from test_resume import metrics_of
 import utils
 from planning import machines, plan
 from tools import trace
-from training import profiling
+from training import profiling, settings
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +134,24 @@ def runs_of(path):
 
 
 def test_parts_add_up_to_the_step(first, found):
-    lengths = []
-    for steps in runs_of(f"{first.folder}/process-0.xplane.pb"):
-        lengths += [end - begin for begin, end in steps[:3]]
+    """Of three steps of each device, which lie in the runs that the profiler numbers, one in each."""
+    program, lengths = trace.Program(first), []
+    runs = runs_of(f"{first.folder}/process-0.xplane.pb")
+
+    def lie_in(steps, spans):
+        pairs = zip(steps, spans[:3], strict=True)
+        return all(a <= begin < end <= b for (begin, end), (a, b) in pairs)
+
+    for events in trace.devices_in(first, program):
+        steps = trace.steps_in(events, program, 3)
+        assert any(lie_in(steps, spans) for spans in runs)
+        lengths += [end - begin for begin, end in steps]
     assert found.devices == 8 and found.steps == 3 and len(lengths) == 24
     step = sum(lengths) / len(lengths) / 1e9
-    assert sum(found.parts.values()) == pytest.approx(step, rel=0.01)
+    assert sum(found.parts.values()) == pytest.approx(step, rel=1e-6)
     assert min(found.parts.values()) >= 0 and found.between >= 0
     busy = step - found.parts.get(trace.IDLE, 0)
-    assert sum(found.operations.values()) == pytest.approx(busy, rel=0.01)
+    assert sum(found.operations.values()) == pytest.approx(busy, rel=1e-6)
 
 
 def test_a_trace_in_a_bucket_is_read(bucket, runs):
@@ -348,3 +357,29 @@ def test_a_mistake_gets_a_sentence(runs, tmp_path):
             trace.main(trace.Options(str(run), **flags))
         said = str(e.value)
         assert part in said and "\n" not in said and said.endswith("."), said
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        dict(platform=2**63),
+        dict(steps="/"),
+        dict(steps=[10]),
+        dict(steps=[10, True]),
+        dict(slices=0),
+        dict(flags=None),
+        dict(flags={}),
+        dict(written=None),
+    ],
+    ids=str,
+)
+def test_a_damaged_about_json_is_one_sentence(edit):
+    flags = settings.as_json(utils.flatten(small_config((1, 1, 1))))
+    names = dict(platform="cpu", device_kind="cpu")
+    about = dict(steps=[10, 11], written=1.5, processes=1, slices=1, flags=flags) | names
+    trace.check_about(about, "runs/x")
+    with pytest.raises(utils.UserError, match="^runs/x.*about.json"):
+        trace.check_about(about | edit, "runs/x")
+    with pytest.raises(utils.UserError, match="model_dimension is .1, 'x'.") as e:
+        trace.check_about(about | dict(flags=flags | dict(model_dimension=[1, "x"])), "runs/x")
+    assert "about.json" in str(e.value)

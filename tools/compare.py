@@ -7,7 +7,7 @@ python tools/compare.py --preset tiny --data data/shards/stdlib --seeds 3 --outp
 
 With --variation it takes every flag of main.py for all variations; each is a name, a colon and flags of its own. A run
 is a process of main.py with a directory and a log of its own in --output. Every seed draws the weights and the order of
-the data, the same for all variations. Stopped or failed, the same command resumes; finished runs are not trained again.
+the data, the same for all variations. Rerun the same command to resume; finished runs are not trained again.
 """
 
 if __name__ == "__main__":
@@ -257,7 +257,7 @@ def compare_variations(own, variations):
         print("\n".join(curves.table(found)))
         print(f"\nresults.json and losses.png are saved in {own.output}")
     if failed:
-        say(f"{failed} of {len(trials)} runs failed; the same command tries them again")
+        say(f"{failed} of {len(trials)} runs failed; rerun the same command to try them again")
         sys.exit(1)
     return found
 

@@ -32,8 +32,8 @@ class Curve(NamedTuple):
     speed: float  # tokens per second; a median over the steps, so that a busy spell hardly counts
 
     def loss_at(self, tokens):
-        """The loss after so many tokens, between evaluations on a straight line; nan before the first of them and after
-        the last."""
+        """The loss after a number of tokens, between evaluations on a straight line; nan before the first of them and
+        after the last."""
         return float(np.interp(tokens, self.tokens, self.loss, math.nan, math.nan))
 
     def tokens_to(self, loss):

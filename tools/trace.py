@@ -56,7 +56,7 @@ from training import chips, profiling
 
 PRODUCTS = "matrix products"  # as plan.Answer calls this part
 REST, IDLE = "rest", "idle"
-# Parts of a step, by the innermost of these scopes (jax.named_scope) that an operation stands in.
+# Parts of a step, by the innermost of these scopes (jax.named_scope) around an operation.
 PARTS = dict(attention="attention", feed_forward="feed_forward", experts="experts")
 PARTS |= dict(embed="vocabulary", head="vocabulary", optimizer="optimizer")
 # What jax adds to the path of scopes for a loop or a function, and says nothing.
