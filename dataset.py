@@ -22,7 +22,8 @@ from collectives import BATCH_SPEC
 from data import manifest
 from data.storage import BLOCK, Cache, Shard, list_shards
 from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer, shards_tokenizer
-from utils import UserError, is_remote
+from runtime.files import is_remote
+from runtime.messages import UserError
 
 # Tokens whose sequences are shuffled together. Each window touches few shards, however many there are.
 WINDOW = 1 << 30

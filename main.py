@@ -3,7 +3,7 @@
 python main.py --preset tiny --data data/shards/stdlib     (run.sh local does this and all before it)
 """
 
-from training import interrupts
+from runtime import interrupts
 
 if __name__ in ("__main__", "__mp_main__"):
     interrupts.begin(interrupts.NOTHING_LOST)
@@ -18,18 +18,20 @@ import sys
 import time
 
 import utils
-from training import command_line, platforms
-from utils import UserError, say
+from runtime import platforms
+from runtime.files import write_file
+from runtime.messages import UserError, one_sentence, say
+from training import command_line
 
 if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
-    flags = utils.one_sentence(lambda: command_line.parse(sys.argv[1:]))
+    flags = one_sentence(lambda: command_line.parse(sys.argv[1:]))
     if flags.cfg.plan.plan:
         platforms.use_no_device()
         from planning import plan
-        from tools import common
+        from runtime import program
 
-        common.run(lambda: plan.main(flags))
-    n_processes = utils.one_sentence(lambda: command_line.check_processes(flags))
+        program.run(lambda: plan.main(flags))
+    n_processes = one_sentence(lambda: command_line.check_processes(flags))
     platforms.set_xla_flags(flags.cfg.run.n_devices, n_processes)
 
 import jax
@@ -37,11 +39,10 @@ from tqdm import tqdm
 
 from data.tokenization import keep_tokenizer
 from dataset import Mixture, Prefetch, data_fingerprint, encoding_of, manifests, put_batch
-from training import chips, settings, steps, weights
-from training.bad_steps import BadSteps
-from training.meter import Meter
-from training.optimizer import make_optimizer
-from training.processes import (
+from inference import weights
+from inference.sampling import make_sampler
+from runtime import chips
+from runtime.processes import (
     ANOTHER,
     Interrupt,
     Watchdog,
@@ -52,10 +53,13 @@ from training.processes import (
     join_processes,
     together,
 )
+from training import settings, steps
+from training.bad_steps import BadSteps
+from training.meter import Meter
+from training.optimizer import make_optimizer
 from training.profiling import Profile
 from training.run_checkpoints import RunCheckpoints
 from training.runlog import Progress, RunLog, check_loggers, duration, uploading
-from training.sampling import make_sampler
 
 # --- The run ------------------------------------------------------------------------------------------------------
 
@@ -98,7 +102,10 @@ def train(cfg, stored, encoding, load_weights):
     for part in (corpus, val_corpus):
         part.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
-    check_agreement(cfg, data)
+    alike = utils.flatten(cfg).keys() - utils.flags_with("per_process")
+    check_agreement(
+        {flag: utils.flatten(cfg)[flag] for flag in sorted(alike)}, data, cfg.run.folder
+    )
     settings.check_data(cfg, stored, data)
     per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
     corpus.begin_phases(cfg.run.training_steps * per_step)
@@ -295,12 +302,12 @@ def read_batches(cfg, corpus, mesh, step, sequences, meter):
 
 
 def open_judge(cfg, mesh, encoding):
-    """What `make_judge` of tools/tasks.py makes for --eval_tasks; without that flag one that says nothing. Raises
+    """What `make_judge` of inference/tasks.py makes for --eval_tasks; without that flag one that says nothing. Raises
     UserError on all processes where one cannot ask these tasks."""
     judge, error = (lambda *_: {}), None
     try:
         if cfg.run.eval_tasks:
-            from tools import tasks  # here: it imports lm_eval
+            from inference import tasks  # here: it imports lm_eval
 
             judge = tasks.make_judge(cfg, mesh, encoding)
     except UserError as e:  # which knows the flags of tools/evaluate.py
@@ -329,7 +336,7 @@ def write_config(cfg, data, corpus):
     config = utils.flatten(cfg) | {"data_fingerprint": data}
     config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
     path = os.path.join(cfg.run.folder, "config.json")
-    utils.write_file(path, json.dumps(config, indent=1) + "\n")
+    write_file(path, json.dumps(config, indent=1) + "\n")
 
 
 # As XLA says it, its allocators (BFC, TPU) and CUDA; RESOURCE_EXHAUSTED alone may be a full disk.
@@ -366,7 +373,7 @@ def planned_speed(cfg):
 def write_memory_profile(cfg, name):
     """Write the arrays on this process's devices now, as a profile for pprof, into the run directory."""
     path = os.path.join(cfg.run.folder, f"{name}-{jax.process_index()}.pprof")
-    utils.write_file(path, jax.profiler.device_memory_profile())
+    write_file(path, jax.profiler.device_memory_profile())
     say(f"--profile_memory: {path} holds what is in the devices' memory now")
 
 
@@ -445,4 +452,4 @@ def end_at_once(error):
 
 
 if __name__ == "__main__":
-    sys.exit(utils.one_sentence(lambda: run(flags)))
+    sys.exit(one_sentence(lambda: run(flags)))

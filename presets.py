@@ -1,7 +1,8 @@
 """Presets: named sets of defaults, each a model and how it is trained."""
 
 from architectures import flags_without_choice
-from utils import Config, UserError, nearest, replace
+from runtime.messages import UserError, nearest
+from utils import Config, replace
 
 # minutes of training on two CPU cores, on the embedded corpus
 SMALL_RUN = dict(

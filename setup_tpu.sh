@@ -22,11 +22,11 @@ die() {
   exit 1
 }
 
-# What the machine computes on: training/platforms.py tells, in any Python; fails where there is none so far.
+# What the machine computes on: runtime/platforms.py tells, in any Python; fails where there is none so far.
 accelerator() {
   local asked
   for asked in "$python" ${PYTHON:+"$PYTHON"} python3 python; do
-    "$asked" -I training/platforms.py 2>/dev/null && return
+    "$asked" -I runtime/platforms.py 2>/dev/null && return
   done
   return 1
 }
@@ -165,7 +165,7 @@ if [[ -z $has ]]; then
 fi
 
 if [[ -z $machine ]]; then
-  machine=$(accelerator) || die "$python does not run training/platforms.py."
+  machine=$(accelerator) || die "$python does not run runtime/platforms.py."
   extra=$(extra_for "$machine")
   set -- "$@" ${extra:+"$extra"}
 fi

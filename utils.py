@@ -1,113 +1,30 @@
-"""Configuration, errors, files and messages. No jax in here.
+"""The configuration. No jax in here.
 
 Every flag is declared once, as a field of one of the dataclasses below, with its help and all that is known of it. The
 command line, presets, `config.json` and the checks on resume follow from the fields. training/settings.py makes the
 final configuration of the flags.
 """
 
-import ast
-import contextlib
 import dataclasses
-import difflib
-import errno
-import fcntl
-import functools
-import glob
-import inspect
-import itertools
-import json
-import logging
 import math
 import os
-import random
-import re
-import secrets
-import signal
-import stat
-import sys
-import tempfile
-import textwrap
-import threading
-import time
-import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
-import fsspec
-
-from training import interrupts
-
-# --- Errors -----------------------------------------------------------------------------------------------------
-
-
-class UserError(Exception):
-    """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right."""
-
-
-def first_line(error):
-    """The first line of a library's error, at most 200 characters, or its class where it has none."""
-    # TensorStore appends the addresses of its functions
-    text = str(error).split(" See full TensorStore")[0].strip()
-    return (text or type(error).__name__).splitlines()[0][:200]
-
-
-def one_sentence(program):
-    """Run `program()`; a UserError becomes one line on stderr and exit status 2, without a traceback. Where the reader
-    of its output has left, as head does, the status is 141, without a word."""
-    try:
-        done = program()
-        sys.stdout.flush()
-        return done
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
-        sys.exit(128 + signal.SIGPIPE)
-    except UserError as e:
-        sentence = " ".join(str(e).splitlines())  # what a user wrote may have several lines
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
-        sys.exit(2)
-
-
-def nearest(word, known):
-    """The words "; the nearest is X" for one of the words `known`, or "" where none is near."""
-    plain = {k.strip("-").replace("-", "_").lower(): k for k in known}
-    near = difflib.get_close_matches(word.strip("-").replace("-", "_").lower(), plain, 1)
-    return f"; the nearest is {plain[near[0]]}" if near else ""
-
-
-# --- Configuration ----------------------------------------------------------------------------------------------
-
-
-def flag(default, **facts):
-    """A field of the configuration: a flag with its default and what else is known of it. Its help, with the unit,
-    is the text below it.
-
-    least, most, below: the smallest and the largest number that make sense, and the one that it must stay below.
-        Without `most` it is MOST.
-    absent: what stands there in architectures that have no such flag; where there is none, all of them have it.
-    of_weights: False where weights in --init_from may go on with another value.
-    free_on_resume: True where a run may go on with another value: where neither the parameters' shapes nor the tokens
-        seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
-        `settings.resume`).
-    per_process: True where processes that train together may have each its own value.
-    first: True where people need it in their first week: --help shows these.
-    positional: True where the value is given without the flag's name.
-    path: True where ~ at its front is the home folder.
-    """
-    return field(default=default, metadata=facts)
-
-
-# The largest number of a flag, by its type: for int32, and for float32 with room to multiply.
-MOST = {int: 2**31 - 1, float: 1e30}
-MANY = 2**16  # layers, heads, experts, microbatches, devices
-WIDE = 2**20  # channels, sequences of a batch
-VOCABULARY = 2**24  # tokens
-DAYS = 10**7  # seconds
-Mesh = tuple[int, int, int]  # dp pp tp
-
-
-def setting(default, **facts):
-    """A `flag` that is free on resume."""
-    return flag(default, free_on_resume=True, **facts)
+from runtime.messages import UserError
+from runtime.parser import (
+    DAYS,
+    MANY,
+    VOCABULARY,
+    WIDE,
+    Mesh,
+    Words,
+    check_number,
+    flag,
+    renamed,
+    setting,
+    shown,
+)
 
 
 @dataclass(frozen=True)
@@ -151,7 +68,7 @@ class Model:
     """Channels of each head's query and key, without the rotary part of rope_dim; 0: model_dimension / n_head."""
     v_dim: int = flag(0, least=0, absent=0, most=WIDE)
     """Channels of each head's value; 0: as head_dim."""
-    rope_dim: int = flag(128, least=0, absent=0, most=WIDE)
+    rope_dim: int = flag(128, least=0, absent=0, most=WIDE, jaxformer="dhR")
     """Channels of the decoupled rotary part of each query, and of the one rotary key that the heads share."""
     rope_base: float = flag(10_000.0, least=1, absent=1.0)
     """Base of the rotary frequencies."""
@@ -178,7 +95,7 @@ class Model:
     """Hidden width of one expert; 0: the same as ffn_dim."""
     n_experts: int = flag(16, least=0, absent=0, most=MANY)
     """Routed experts E in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
-    experts_per_token: int = flag(2, least=0, absent=0, most=MANY)
+    experts_per_token: int = flag(2, least=0, absent=0, most=MANY, jaxformer="k")
     """Routed experts that each token goes to."""
     n_groups: int = flag(1, least=1, absent=1, most=MANY)
     """Groups that the experts form; a token's experts come from k_groups of them."""
@@ -270,13 +187,13 @@ class Model:
 class Data:
     """Where the tokens are."""
 
-    data: str = setting("data/shards", per_process=True, first=True)
+    data: str = setting("data/shards", per_process=True, first=True, jaxformer="bucket_name")
     """Folder, gs:// or s3:// address that holds the shard folders."""
     mix: str = flag("")
     """Corpora and their weights, such as web:0.7,code:0.3: folders inside data, or addresses, each with folders
     of shards of its own. They may change at shares of the run: web:0.7,code:0.3 until 0.8, web:0.3,code:0.7. Validation
     has the same weights all along, the mean over the run. Empty: data is the one corpus."""
-    cache_dir: str = setting("data/cache", per_process=True)
+    cache_dir: str = setting("data/cache", per_process=True, jaxformer="process_path")
     """Local folder for what is read of remote shards, which other runs and processes on the machine may share."""
     cache_gb: float = setting(16.0, least=0)
     """Gigabytes of remote shards to keep there. Sequences are shuffled in windows of 2 to 4 GB; a cache that holds
@@ -289,7 +206,7 @@ class Data:
     accumulation_steps; on resume it follows a change of dp or accumulation_steps unless given."""
     val_batch_size: int = setting(16, least=1, most=WIDE)
     """Validation sequences per data-parallel replica and batch."""
-    microbatches: int = setting(4, least=1, most=MANY)
+    microbatches: int = setting(4, least=1, most=MANY, jaxformer="micro_batch_size")
     """Number of microbatches that a batch is cut into for the pipeline; pp must divide it."""
 
 
@@ -328,7 +245,7 @@ class Optimizer:
     """Decay of AdamW's second moment; the first moment's is 0.9."""
     muon_momentum: float = flag(0.95, least=0, below=1.95)
     """Momentum of Muon: the share of it that the next step keeps. Runs of few steps gain from less."""
-    balance_weight: float = flag(1e-4, least=0, absent=1e-4, of_weights=False)
+    balance_weight: float = flag(1e-4, least=0, absent=1e-4, of_weights=False, jaxformer="alpha")
     """Weight of the sequence-level load-balancing loss."""
     mtp_weight: float = flag(0.3, least=0, absent=0.3, of_weights=False)
     """Weight of the mean cross-entropy of multi-token prediction."""
@@ -368,11 +285,11 @@ class Run:
     training_steps: int = setting(75000, least=1, first=True)
     """Optimizer step at which training ends, and the schedule with it, unless end_steps is given too. The schedule of
     a trunk (wsd without decay_steps) has no end."""
-    accumulation_steps: int = setting(1, least=1, most=WIDE)
+    accumulation_steps: int = setting(1, least=1, most=WIDE, jaxformer="grad_step")
     """Batches whose gradients are accumulated for one optimizer step."""
     eval_steps: int = setting(10, least=1)
     """Validation batches of an evaluation, the same ones every time."""
-    eval_every: int = setting(100, least=1, first=True)
+    eval_every: int = setting(100, least=1, first=True, jaxformer="checkpoint_steps")
     """Steps between evaluations, each with one printed line and new plots."""
     eval_tasks: str = setting("")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to be judged by, with commas between; empty: none."""
@@ -456,7 +373,7 @@ class Plan:
 
     plan: str = flag("", first=True)
     """The machine, for which its compiler compiles the step: CHIP:TOPOLOGY such as v4:2x4x4 (also v2, v3, v5e, v5p,
-    v6e, v7x), SLICES*CHIP:TOPOLOGY for several, gpu:8xH200 (any GPU of training/chips.py, such as T4, RTX4090 or
+    v6e, v7x), SLICES*CHIP:TOPOLOGY for several, gpu:8xH200 (any GPU of runtime/chips.py, such as T4, RTX4090 or
     A100), or gpu:2x8xH200 for two hosts."""
     by_formulas: bool = False
     """Answer by formulas alone, in a second, also where the machine's compiler is installed."""
@@ -491,19 +408,8 @@ class Config:
 # The groups of flags that make a run.
 GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")
 
-# JAXformer's names of flags, which command lines may have: {its name: the clear one}.
-RENAMED = dict(
-    bucket_name="data",
-    micro_batch_size="microbatches",
-    checkpoint_steps="eval_every",
-    process_path="cache_dir",
-    grad_step="accumulation_steps",
-    dhR="rope_dim",
-    k="experts_per_token",
-    alpha="balance_weight",
-)
-
 FIELDS = {f.name: f for group in GROUPS for f in dataclasses.fields(getattr(Config(), group))}
+RENAMED = renamed(FIELDS)
 
 
 def flags_with(fact, value=True):
@@ -534,24 +440,6 @@ def check_least(flags, least):
         check_number(name, value, least.get(name))
 
 
-def check_number(flag, value, least=None, most=None, below=None, **_):
-    """Raises UserError where a flag's value is a number, or has one, beyond what `flag` allows; other facts of it are
-    not looked at."""
-    for n in value if isinstance(value, tuple | list) else (value,):
-        if type(n) not in MOST:
-            continue
-        largest = MOST[type(n)] if most is None else most
-        smallest = -largest if least is None else least
-        if math.isnan(n):
-            raise UserError(f"--{flag} {n!s:.40}: must be a number.")
-        if n < smallest:
-            raise UserError(f"--{flag} {n!s:.40}: must be at least {smallest}.")
-        if below is not None and n >= below:
-            raise UserError(f"--{flag} {n!s:.40}: must be below {below}.")
-        if n > largest:
-            raise UserError(f"--{flag} {n!s:.40}: must be at most {largest}.")
-
-
 def flatten(cfg):
     """Config -> {flag: value} without the groups."""
     return {name: value for group in GROUPS for name, value in vars(getattr(cfg, group)).items()}
@@ -567,22 +455,6 @@ def replace(cfg, **flags):
     if flags:
         raise UserError(f"no such flag: {', '.join('--' + n for n in flags)}.")
     return dataclasses.replace(cfg, **groups)
-
-
-# --- Parser -----------------------------------------------------------------------------------------------------
-
-
-def flags_in(argv):
-    """The words of a command line that look like flags, without =VALUE."""
-    return [word.split("=")[0] for word in argv if re.match(r"--?[A-Za-z]", word)]
-
-
-def fields_of(kind):
-    """{flag: its field} of a dataclass, whose fields may be dataclasses in turn."""
-    found = {}
-    for f in dataclasses.fields(kind):
-        found |= fields_of(f.type) if dataclasses.is_dataclass(f.type) else {f.name: f}
-    return found
 
 
 def read_flags(kind, argv, program):
@@ -605,486 +477,3 @@ def made_of(kind, flags):
     options = kind(**flags)
     check_bounds(options)
     return options
-
-
-class Words:
-    """The words of a command line, read as flags that are fields of the dataclass `kind`.
-
-    given: {flag: value}. rest: the words of flags that `others` alone has. Raises UserError for what does not parse.
-    `--help` prints the help, with `defaults`, a `kind`, as the values of flags that are not given, and exits.
-    """
-
-    def __init__(self, kind, argv, program, defaults=None, others=None):
-        self.words, self.given, self.rest = list(argv), {}, []
-        self.own, self.others = fields_of(kind), fields_of(others) if others else {}
-        places = [f for f in self.own.values() if f.metadata.get("positional")]
-        while self.words:
-            word = self.words.pop(0)
-            if word.split("=")[0] in ("-h", "--help"):
-                whole = word == "--help=all" or self.words[:1] == ["all"]
-                print(help_of(kind, program, defaults, others, whole), flush=True)
-                sys.exit()
-            if re.match(r"--?[A-Za-z]", word):
-                self.read_flag(word)
-            elif places:
-                self.keep(places[0], [word])
-                places = places if is_many(places[0]) else places[1:]
-            else:
-                raise UserError(f"{word!r:.40}: belongs to no flag; see --help.")
-
-    def read_flag(self, word):
-        """Read a flag and the words of its value."""
-        flag, equals, value = word.partition("=")
-        name = RENAMED.get(plain(flag), plain(flag))
-        known = {**self.others, **self.own}
-        f = known.get(name) or known.get(name.removeprefix("no_"))
-        if not flag.startswith("--") or f is None or (f.name != name and not is_switch(f)):
-            flags = [f"--{n}" for n in known] + [f"--no_{n}" for n in known if is_switch(known[n])]
-            raise UserError(f"{flag}: there is no such flag{nearest(flag, flags)}; see --help.")
-        if is_switch(f):
-            said = [value] if equals else [word for word in self.words[:1] if word[:1] != "-"]
-            if said and not any(f.metadata.get("positional") for f in self.own.values()):
-                alone = f"--{f.name} or --no_{f.name} alone"
-                raise UserError(
-                    f"--{name} {said[0]:.40}: takes no value; give {alone}; see --help."
-                )
-            values = [name == f.name]
-        else:
-            values = [value] if equals else self.values_after(f)
-        if f.name in self.own:
-            self.keep(f, values)
-        else:
-            self.rest += [f"--{name}", *values] if not is_switch(f) else [f"--{name}"]
-
-    def values_after(self, f):
-        """The words that follow a flag as its value, taken off `words`."""
-        wanted = 3 if f.type == Mesh else len(self.words) if is_many(f) else 1
-        flag = re.compile(r"--[A-Za-z][\w-]*(=|$)")  # and no text that begins with hyphens
-        values = list(itertools.takewhile(lambda word: not flag.match(word), self.words))
-        values = values[:wanted]
-        least = 1 if is_many(f) else wanted
-        if len(values) < least:
-            raise UserError(f"--{f.name}: must have {least} value{'s' * (least > 1)}; see --help.")
-        del self.words[: len(values)]
-        return values
-
-    def keep(self, f, values):
-        """Keep the value of a flag; those of a flag of many are added to those before."""
-        value = value_of(f, values)
-        self.given[f.name] = self.given.get(f.name, ()) + value if is_many(f) else value
-
-
-def is_switch(f):
-    """Whether a field is a flag without a value, --NAME or --no_NAME."""
-    return f.type in (bool, bool | None)
-
-
-def is_many(f):
-    """Whether a field is a flag of any number of values."""
-    return Ellipsis in typing.get_args(f.type)
-
-
-def plain(flag):
-    """The name of a flag as it was typed: without its hyphens at the front, with underscores inside."""
-    return flag.lstrip("-").replace("-", "_")
-
-
-def shown(f):
-    """A field as a message names it."""
-    return f.name if f.metadata.get("positional") else f"--{f.name}"
-
-
-WANTED = {int: "a whole number", float: "a number", Mesh: "three whole numbers"}
-
-
-def value_of(f, values):
-    """The value of a field that the words `values` stand for. Raises UserError where they stand for none."""
-    if is_switch(f):
-        return values[0]
-    kind, inside, said = f.type, typing.get_args(f.type), f"{shown(f)} {' '.join(values):.40}"
-    if type(None) in inside:
-        kind, inside = inside[0], typing.get_args(inside[0])
-    if typing.get_origin(kind) is Literal:
-        return chosen(f, values[0], inside)
-    one = inside[0] if inside else kind
-    if typing.get_origin(one) is Literal:
-        return tuple(chosen(f, value, typing.get_args(one)) for value in values)
-    if f.metadata.get("path"):
-        values = map(os.path.expanduser, values)
-    try:
-        found = tuple(map(one, values))
-        if kind == Mesh and len(found) != 3:
-            raise ValueError
-    except ValueError as e:
-        wanted = WANTED.get(kind, WANTED.get(one))
-        too_long = "Exceeds the limit" in str(e)  # Python's, of digits
-        raise UserError(f"{said}: must be {'a smaller number' if too_long else wanted}.") from None
-    return found if inside else found[0]
-
-
-def chosen(f, value, choices):
-    """`value`, which a field takes. Raises UserError where it is none of its choices."""
-    if value in choices:
-        return value
-    words = f"must be one of {', '.join(choices)}{nearest(value, choices)}"
-    raise UserError(f"{shown(f)} {value:.40}: {words}; see --help.")
-
-
-# --- Help -------------------------------------------------------------------------------------------------------
-
-
-def texts_below(kind):
-    """{field: the text below it} of a dataclass and of those that it inherits from."""
-    found = {}
-    for parent in reversed(kind.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0].body
-        for node, after in itertools.pairwise(body):
-            if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-                found[node.target.id] = " ".join(ast.literal_eval(after.value).split())
-    return found
-
-
-def help_of(kind, program, defaults, others, whole):
-    """What --help prints of the dataclass `kind`. Where some of its flags are for a first week, that is them, and all
-    of them only if `whole`."""
-    fields = fields_of(kind)
-    first = [name for name, f in fields.items() if f.metadata.get("first")]
-    brief = first and not whole
-    places = "".join(
-        f" {f.name.upper()}" + " ..." * is_many(f)
-        for f in fields.values()
-        if f.metadata.get("positional")
-    )
-    lines = [
-        f"usage: python {program}{places} [--flag value ...] [--help]",
-        "",
-        inspect.cleandoc(kind.__doc__),
-    ]
-    groups = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]
-    for group in groups or [kind]:
-        texts = texts_below(group)
-        wanted = [f for f in dataclasses.fields(group) if not brief or f.name in first]
-        if groups and not brief:
-            lines += ["", " ".join(group.__doc__.split("\n\n")[0].split())]
-        elif group in (groups or [kind])[:1]:
-            lines.append("")
-        for f in wanted:
-            default = f.default if defaults is None else defaults[f.name]
-            lines += lines_of(f, texts[f.name], default)
-    if brief:
-        lines += ["", f"python {program} --help all lists the other flags too, by group."]
-    if others:
-        lines += [
-            "",
-            "Every flag of main.py may be given too; python main.py --help all lists them.",
-        ]
-    return "\n".join(lines)
-
-
-def lines_of(f, text, default):
-    """The lines of a flag in the help: its name and values, what it means, its default."""
-    inside = typing.get_args(f.type)
-    one = inside[0] if inside and f.type != Mesh else f.type
-    metavar = {int: "N", float: "X", Mesh: "DP PP TP"}.get(one, "TEXT")
-    choices = inside if all(isinstance(x, str) for x in inside) else typing.get_args(inside[0])
-    if is_switch(f):
-        head = f"--{f.name}, --no_{f.name}"
-    else:
-        head = f"{shown(f)} {'|'.join(map(str, choices)) or metavar}" + " ..." * is_many(f)
-    if isinstance(default, tuple):
-        default = " ".join(map(str, default))
-    told = "" if default in (dataclasses.MISSING, None, "") else f" (default: {default})"
-    return [
-        f"  {head}",
-        *textwrap.wrap(text + told, 96, initial_indent=" " * 6, subsequent_indent=" " * 6),
-    ]
-
-
-# --- Files and messages -----------------------------------------------------------------------------------------
-
-
-def is_remote(path):
-    return "://" in path
-
-
-def filesystem(path):
-    """(fsspec's file system of a local path or remote address, the path in it). Raises UserError where there is no such
-    kind of address."""
-    settings = {}
-    if is_remote(path):
-        quiet_storage()
-    if path.startswith(("gs://", "gcs://")):
-        import aiohttp
-
-        # its own limits, but for 30 s until it is connected, six times
-        settings["requests_timeout"] = aiohttp.ClientTimeout(total=300, sock_connect=5)
-    if path.startswith("s3://"):
-        settings["config_kwargs"] = dict(connect_timeout=5)
-    try:
-        with waiting_for(path):
-            return fsspec.core.url_to_fs(path, **settings)
-    except ImportError as e:
-        if path.startswith(("gs://", "gcs://", "s3://")):
-            extra = "s3" if path.startswith("s3") else "gs"
-            words = f"{path}: the package for this storage is missing; bash setup_tpu.sh {extra} adds it."
-            raise UserError(words) from None
-        raise UserError(f"{path}: is no address that can be used ({e}).") from None
-    except ValueError as e:
-        raise UserError(f"{path}: is no address that can be used ({e}).") from None
-
-
-@functools.cache
-def quiet_storage():
-    """Keep libraries from printing what `persist` tells in a sentence: tracebacks of each failed try."""
-    for library in (
-        "gcsfs",
-        "s3fs",
-        "fsspec",
-        "google",
-        "aiohttp",
-        "aiobotocore",
-        "botocore",
-        "asyncio",
-    ):
-        logging.getLogger(library).setLevel(logging.CRITICAL)
-
-
-SILENCE = 5  # seconds that storage may take before that is said, once a minute at most
-said_silent = -math.inf  # when that was
-
-
-@contextlib.contextmanager
-def waiting_for(path):
-    """Print a warning where what is done in here with a remote `path` takes long."""
-    if not is_remote(path):
-        yield
-        return
-
-    def tell():
-        global said_silent
-        if time.monotonic() > said_silent + 60:
-            said_silent = time.monotonic()
-            words = f"warning: still waiting for {path} after {SILENCE} s; it is tried for up to two minutes"
-            print(words, file=sys.stderr, flush=True)  # stdout may be one JSON object
-
-    timer = threading.Timer(SILENCE, tell)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-# Seconds before each further try; storage that fails for a minute costs no run.
-WAITS = (1, 2, 4, 8, 16, 32)
-
-
-def persist(work, path):
-    """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails.
-
-    FileNotFoundError and its kin pass at once. Raises UserError after the last try, or soon where access is denied.
-    """
-    began = time.monotonic()
-    with waiting_for(path):
-        for tries, pause in enumerate((*WAITS, None), 1):
-            try:
-                return work()
-            except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
-                raise
-            except Exception as e:  # every kind of storage has errors of its own
-                if not is_remote(path):
-                    raise
-                late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
-                if pause is None or late or (tries == 3 and is_denied(e)):
-                    said = " ".join(str(e).split())[:300]
-                    raise UserError(
-                        f"{path} cannot be used ({type(e).__name__}: {said}); see that the storage is there and "
-                        f"that this machine's credentials are good for it."
-                    ) from None
-                time.sleep(
-                    pause * random.uniform(0.5, 1.0)
-                )  # hosts do not come back all at one moment
-
-
-def is_denied(error):
-    """Whether an error of a library for storage tells of missing rights."""
-    if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
-        return True
-    names = "DefaultCredentialsError", "NoCredentialsError"
-    return type(error).__name__ in names or getattr(error, "code", None) in (401, 403)
-
-
-def unplain(path):
-    """What to open of a path at which no plain file is made: a device or FIFO, or the number of an open file such as
-    /dev/stdout; None for all others. Raises OSError where nothing can be written there."""
-    link = os.readlink(path) if os.path.islink(path) else ""
-    for name in (path, link):
-        if descriptor := re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", name):
-            return int(descriptor[1])
-    if path.endswith("/"):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    return None if stat.S_ISREG(mode) else path
-
-
-PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end in
-
-
-def part_of(path):
-    """A name beside the local `path` that nothing has, for what becomes `path` when it is whole."""
-    folder, name = os.path.split(path)
-    return os.path.join(folder, f"{name[:50]}.{secrets.token_hex(8)}.part")
-
-
-def remove_parts(folder, name="*"):
-    """Remove what killed programs left unfinished of a file of a local folder, by default of all its files."""
-    name = name if name == "*" else glob.escape(name[:50])
-    for path in glob.glob(os.path.join(glob.escape(folder), f"{name}.*.part")):
-        if PART.search(path) and os.path.isfile(path):
-            with contextlib.suppress(OSError), open(path, "rb") as part:
-                # refused while a program writes it
-                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.remove(path)
-
-
-@contextlib.contextmanager
-def replacing(path, lasting=True):
-    """A binary file to write, and to read again, that becomes the local `path` when it is whole. Of a symlink it
-    becomes the target; devices, FIFOs and open files such as /dev/stdout are written to as they are. Raises OSError.
-
-    lasting: it is whole also where the machine fails right after, for which the disk is waited for.
-    """
-    opened = unplain(path)
-    if opened is not None:
-        sys.stdout.flush()  # which `path` may name
-        with open(opened, "wb", closefd=opened is path) as f:
-            yield f
-        return
-    path = os.path.realpath(path)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    remove_parts(*os.path.split(path))
-    part = part_of(path)
-
-    def remove():
-        with contextlib.suppress(OSError):
-            os.remove(part)
-
-    with interrupts.ending:
-        f = open(part, "x+b")
-        interrupts.given_back.append(remove)  # a signal may end the process at any moment
-    try:
-        with f:
-            with contextlib.suppress(OSError):  # not every file system has locks
-                fcntl.flock(f, fcntl.LOCK_EX)
-            yield f
-            f.flush()
-            if lasting:
-                os.fsync(f.fileno())
-        with contextlib.suppress(OSError):
-            os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
-        with interrupts.ending:
-            os.replace(part, path)
-    except BaseException:
-        remove()
-        raise
-    finally:
-        interrupts.given_back.remove(remove)
-
-
-def write_file(path, content):
-    """Write bytes or text to a local path or remote address; a reader sees the old content or the new, no mixture.
-    Raises UserError where it cannot be written."""
-    content = content.encode() if isinstance(content, str) else content
-    if is_remote(path):  # an object appears whole when its upload ends
-        fs, there = filesystem(path)
-        return persist(lambda: fs.pipe_file(there, content), path)
-    try:
-        with replacing(path) as f:
-            f.write(content)
-    except OSError as e:
-        raise UserError(
-            f"{path} cannot be written ({e.strerror}); give a place that can be, with room."
-        ) from None
-
-
-def check_place(path, flag):
-    """Raises UserError where no file can be written at the local `path` that `flag` named: before one works for it."""
-    try:
-        if unplain(path) is not None:
-            return
-        at = os.path.realpath(path)
-        while not os.path.isdir(at):
-            at = os.path.dirname(at)
-            if os.path.isfile(at):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        tempfile.TemporaryFile(dir=at).close()
-    except OSError as e:
-        raise UserError(
-            f"{flag} {path}: cannot be written ({e.strerror}); give a place that can be."
-        ) from None
-
-
-def read_file(path):
-    """Bytes of a local file or remote object, or None where there is none. Raises UserError where it is no such thing
-    or may not be read."""
-    fs, there = filesystem(path)
-    try:
-        return persist(lambda: fs.cat_file(there), path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror or e}).") from None
-
-
-def read_json(*path):
-    """The object in a local JSON file or remote object, its path in parts; {} where there is none. Raises UserError
-    where it holds something else."""
-    return object_in(os.path.join(*path)) or {}
-
-
-def object_in(path):
-    """As `read_json`, of one path; None where there is no file."""
-    try:
-        content = read_file(path)
-        if content is None:
-            return None
-        content = json.loads(content)
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{path}: is not JSON ({e}); put back what it was.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: holds {content!r:.40}, not a JSON object; put back what it was.")
-    return content
-
-
-def to_json(content, **settings):
-    """JSON of `content`, with null for numbers that are not finite, since it has no others; settings: of json.dumps."""
-
-    def finite(x):
-        if isinstance(x, dict):
-            return {key: finite(value) for key, value in x.items()}
-        if isinstance(x, list | tuple):
-            return [finite(value) for value in x]
-        return None if isinstance(x, float) and not math.isfinite(x) else x
-
-    return json.dumps(finite(content), **settings)
-
-
-def size(n, of=1000):
-    """Bytes in a unit that fits, of 1000 or of 1024 of the one below: 999 B, 16.00 KiB, 0.12 GB."""
-    power = max(p for p in range(4) if p == 0 or n >= 0.1 * of**p)
-    unit = ("i" if of == 1024 and power else "") + "B"
-    return f"{n / of**power:.{2 * bool(power)}f} {' KMG'[power].strip()}{unit}"
-
-
-def say(*words):
-    """Print a line with the time of day, at once."""
-    with contextlib.suppress(OSError):  # a full disk under the log ends no training
-        print(time.strftime("%H:%M:%S"), *words, flush=True)

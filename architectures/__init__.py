@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import utils
 from architectures import hf_format
-from utils import UserError
+from runtime.messages import UserError, nearest
 
 # Files of this folder that architectures are made of.
 PARTS = {"parameters", "layers", "experts", "hf_format"}
@@ -79,7 +79,7 @@ def names():
 def architecture(name):
     """The `Architecture` of that name. Raises UserError where it is not one of `names()`."""
     if name not in names():
-        near = utils.nearest(name, names())
+        near = nearest(name, names())
         known = ", ".join(names())
         raise UserError(f"--architecture {name}: no such architecture{near}; there are {known}.")
     return importlib.import_module(f"architectures.{name}").ARCHITECTURE

@@ -47,7 +47,7 @@ from architectures.parameters import (
 )
 from collectives import AXES, EXPERT_AXES, gather_sequence
 from kernels import attention as kernels
-from utils import UserError
+from runtime.messages import UserError
 
 # YaRN keeps frequencies of more turns over the original T than the first, and stretches those of less than the second.
 YARN_BETA = (32, 1)

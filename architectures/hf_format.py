@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from utils import UserError
+from runtime.messages import UserError
 
 
 def all_held(flags, names):

@@ -32,7 +32,7 @@ from architectures.parameters import (
     weight_param,
 )
 from collectives import EXPERT_AXES, gather_sequence
-from utils import UserError
+from runtime.messages import UserError
 
 # --- Flags --------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from dataclasses import MISSING, dataclass
 
-from training import interrupts
-from utils import flag, one_sentence
+from runtime import interrupts
+from runtime.messages import one_sentence
+from runtime.parser import flag
 
 # tokenize_shards.py's default; train_tokenizer.py learns from none of these documents
 VAL_FRACTION = 0.1

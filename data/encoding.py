@@ -8,7 +8,7 @@ from data.sources.base import many, skipped
 from data.sources.text import read_text
 from data.splits import divide, hash_of
 from data.tokenization import CUT
-from utils import UserError
+from runtime.messages import UserError
 
 COUNTS = (
     "documents",

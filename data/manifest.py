@@ -6,7 +6,8 @@ import os
 import re
 
 from data import storage
-from utils import UserError, object_in
+from runtime.files import object_in
+from runtime.messages import UserError
 
 NAME = "manifest.json"
 CHECKSUM = "manifest_sha256"  # the key of the hash of all other keys

@@ -24,18 +24,16 @@ from data.sources.base import many
 from data.splits import SPLITS, WHOLE, Seen
 from data.storage import BLOCK, list_shards
 from data.tokenization import keep_tokenizer
-from utils import (
-    UserError,
+from runtime.files import (
     filesystem,
-    first_line,
     is_remote,
     persist,
     read_file,
     remove_parts,
     replacing,
-    say,
     write_file,
 )
+from runtime.messages import UserError, first_line, say
 
 PROGRESS = "progress.npz"
 STATE = ("settings", "position", "splits", "validation")  # some of what progress.npz holds

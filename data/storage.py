@@ -11,7 +11,8 @@ import zlib
 
 import numpy as np
 
-from utils import UserError, filesystem, is_remote, persist, replacing
+from runtime.files import filesystem, is_remote, persist, replacing
+from runtime.messages import UserError
 
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
 # Names of the files of a Cache: of blocks, and of those that are being written

@@ -9,7 +9,8 @@ import re
 
 import numpy as np
 
-from utils import UserError, read_file, read_json, write_file
+from runtime.files import read_file, read_json, write_file
+from runtime.messages import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 # How text is cut before byte pairs are merged, for tokenizers trained here: GPT-2's pattern. (tiktoken writes it with

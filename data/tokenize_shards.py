@@ -15,7 +15,7 @@ if __name__ == "__main__":
     import sys
 
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    from training import interrupts
+    from runtime import interrupts
 
     interrupts.begin("interrupted; nothing was written")
 
@@ -40,8 +40,11 @@ from data.tokenization import (
     load_tokenizer,
 )
 from data.workers import cut, encode, processes, ray_actors
-from training.locks import alone_in
-from utils import UserError, flag, is_remote, read_flags, say
+from runtime.files import is_remote
+from runtime.locks import alone_in
+from runtime.messages import UserError, say
+from runtime.parser import flag
+from utils import read_flags
 
 SMALL = 10_000_000  # hashes that are saved with every shard
 BAR = "{l_bar}{bar}| {n_fmt}{unit}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"

@@ -8,7 +8,7 @@ if __name__ == "__main__":
     import sys
 
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    from training import interrupts
+    from runtime import interrupts
 
     interrupts.begin("interrupted; nothing was written")
 
@@ -28,16 +28,10 @@ from data.sources.kinds import open_source
 from data.sources.text import read_text
 from data.splits import ENDS, FEW, WHOLE, are_uneven, divide, hash_of
 from data.tokenization import PATTERN, byte_letters, dump_ranks, load_ranks, load_tokenizer
-from utils import (
-    UserError,
-    check_place,
-    flag,
-    is_remote,
-    read_file,
-    read_flags,
-    say,
-    write_file,
-)
+from runtime.files import check_place, is_remote, read_file, write_file
+from runtime.messages import UserError, say
+from runtime.parser import flag
+from utils import read_flags
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 # Characters. Training takes time quadratic in the longest word, such as a run of a million spaces.

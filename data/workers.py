@@ -13,8 +13,8 @@ from multiprocessing import active_children, get_context, parent_process, util
 from pathlib import Path
 
 from data.encoding import encode_batch
-from training import interrupts
-from utils import UserError
+from runtime import interrupts
+from runtime.messages import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a worker takes at once, whichever is reached first: about 0.2 s of work.

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from jax.experimental import topologies
 
-from training import platforms
-from training.chips import CHIPS
+from runtime import platforms
+from runtime.chips import CHIPS
 
 ASSEMBLERS = ("cuda_nvcc", "cu13")  # packages of `nvidia` that hold ptxas
 

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
-import utils
 from planning import gpus
-from training import platforms, steps
-from training.chips import CHIPS, Chip
+from runtime import platforms
+from runtime.chips import CHIPS, Chip
+from runtime.messages import UserError, say
+from runtime.parser import MANY
+from training import steps
 from training.optimizer import make_optimizer
-from utils import UserError, say
 
 LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
 
@@ -65,9 +66,9 @@ class Machine(NamedTuple):
 def parse_machine(name):
     """--plan's value -> `Machine`. Raises UserError where it is none."""
     machine = parse_gpus(name) if name.startswith("gpu:") else parse_slices(name)
-    if machine.n > utils.MANY:
+    if machine.n > MANY:
         raise UserError(
-            f"--plan {name}: has {machine.n:,} devices; at most {utils.MANY:,} can be planned for."
+            f"--plan {name}: has {machine.n:,} devices; at most {MANY:,} can be planned for."
         )
     return machine
 

@@ -19,12 +19,14 @@ import jax
 import collectives
 import model
 import utils
+from inference import weights
 from kernels import attention
 from planning import costs, gpus, hlo, machines, overlap
 from planning.machines import Machine, TooLarge, parse_machine
-from training import settings, steps, weights
-from training.chips import CHIPS, chip_of
-from utils import UserError, say, size
+from runtime.chips import CHIPS, chip_of
+from runtime.files import check_place, to_json, write_file
+from runtime.messages import UserError, say, size
+from training import settings, steps
 
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
@@ -574,9 +576,9 @@ def settle(flags, machine):
             f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}; leave the flag out."
         )
     if asked.plan_json:
-        utils.check_place(asked.plan_json, "--plan_json")
+        check_place(asked.plan_json, "--plan_json")
     if asked.plan_dump:
-        utils.check_place(os.path.join(asked.plan_dump, "step.hlo"), "--plan_dump")
+        check_place(os.path.join(asked.plan_dump, "step.hlo"), "--plan_dump")
     of_weights = weights.open_weights(cfg.run.init_from)[0] if cfg.run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.fix(n_devices=0, compilation_cache="")
@@ -605,7 +607,7 @@ def find_compiler(asked, machine):
 def write_program(folder, machine, a, text):
     """Write the program of a plan, `text`, to --plan_dump. Raises UserError where there is none."""
     if text:
-        utils.write_file(os.path.join(folder, "step.hlo"), text)
+        write_file(os.path.join(folder, "step.hlo"), text)
     elif a.fits:
         raise UserError(
             f"--plan_dump {folder}: {machine.compiler.name} failed, so there is no program to write."
@@ -640,7 +642,7 @@ def main(flags):
         content = a._asdict() | dict(fits=a.fits, advice=advice)
         if found:
             content["search"] = [other._asdict() | dict(fits=other.fits) for _, other, _ in found]
-        utils.write_file(asked.plan_json, utils.to_json(content, indent=1) + "\n")
+        write_file(asked.plan_json, to_json(content, indent=1) + "\n")
     if asked.plan_dump:
         write_program(asked.plan_dump, machine, a, text)
     return 0

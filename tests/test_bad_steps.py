@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-import utils
+from runtime import messages
 from training.bad_steps import MAX_ROLLBACKS, BadSteps, Rollback
 
 NAN, INF = math.nan, math.inf
@@ -77,7 +77,7 @@ def test_after_the_last_rollback_the_run_ends():
     bad_steps.check()  # nothing is due
     observe(bad_steps, [NAN, NAN], first=5)
     with pytest.raises(
-        utils.UserError,
+        messages.UserError,
         match="--max_bad_steps 2: so many in a row from step 5 on .*after 3 rollbacks",
     ):
         bad_steps.check()

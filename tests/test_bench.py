@@ -12,9 +12,9 @@ import pytest
 from conftest import ROOT, SMALL, SMALL_GPT2, flags_of, make_params, random_batch, small_config
 
 import model
+from runtime.messages import UserError
 from tools import bench
 from training import steps
-from utils import UserError
 
 ROUNDS = "--rounds", "2", "--steps", "1"
 TINY = dict(

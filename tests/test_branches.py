@@ -11,6 +11,7 @@ from test_resume import assert_bitwise, checkpoint_of, damage, metrics_of
 import main
 import presets
 import utils
+from runtime import files, messages
 from training import branches, command_line, settings
 
 TRUNK = dict(schedule="wsd", end_lr=0.0, dropout_rate=0.1, blocks=1)
@@ -84,7 +85,7 @@ def test_branches_are_the_whole_runs_to_the_bit_and_the_trunk_stays_as_it_was(tr
 
     # a damaged checkpoint: a sentence, and no file is left behind
     damage(trunk / "checkpoints" / "3", "flipped")
-    with pytest.raises(utils.UserError, match="checkpoint 3 is damaged .*; take one of another"):
+    with pytest.raises(messages.UserError, match="checkpoint 3 is damaged .*; take one of another"):
         main.main(follow(trunk, branch_step=3, decay_steps=1))
     assert not contents(runs / "trunk-3-1")
 
@@ -97,10 +98,10 @@ def made(tmp_path):
         flags = {"schedule": "wsd", "end_steps": 1000, "warmup_steps": 10, **flags}
         cfg = utils.replace(small_config(**flags), name=name, output_dir=str(tmp_path))
         stored = settings.as_json(utils.flatten(cfg) | {"data_fingerprint": "x"})
-        utils.write_file(os.path.join(cfg.run.folder, "config.json"), json.dumps(stored))
+        files.write_file(os.path.join(cfg.run.folder, "config.json"), json.dumps(stored))
         for step in steps:
             path = os.path.join(cfg.run.folder, "checkpoints", str(step), "meta", "metadata")
-            utils.write_file(path, json.dumps({"config": settings.to_resume(cfg, "x")}))
+            files.write_file(path, json.dumps({"config": settings.to_resume(cfg, "x")}))
         return cfg.run.folder
 
     return make
@@ -125,12 +126,12 @@ def test_the_step_where_the_decay_begins_is_the_last_that_can_be_branched(made):
     folder = made(steps=(100, 200, 201), end_steps=300, decay_steps=100)
     assert follow(folder, branch_step=200, decay_steps=9)[0].optimizer.end_steps == 209
     with pytest.raises(
-        utils.UserError, match="--branch_step 201: the decay .* at step 200; .* 100"
+        messages.UserError, match="--branch_step 201: the decay .* at step 200; .* 100"
     ):
         follow(folder, branch_step=201, decay_steps=9)
-    stored = utils.read_json(folder, "config.json")  # the trunk has gone on without a decay since
-    utils.write_file(folder + "/config.json", json.dumps(stored | {"decay_steps": 0}))
-    with pytest.raises(utils.UserError, match="--branch_step 201: the decay"):
+    stored = files.read_json(folder, "config.json")  # the trunk has gone on without a decay since
+    files.write_file(folder + "/config.json", json.dumps(stored | {"decay_steps": 0}))
+    with pytest.raises(messages.UserError, match="--branch_step 201: the decay"):
         follow(folder, branch_step=201, decay_steps=9)
 
 
@@ -164,7 +165,7 @@ def test_what_a_branch_cannot_be_is_a_sentence(made, tmp_path, flags, said):
     made("other")
     decay = dict(branch_step=200, end_steps=230, decay_steps=30)
     made("branch", steps=(), branch_from=trunk, **decay)
-    with pytest.raises(utils.UserError, match=said) as e:
+    with pytest.raises(messages.UserError, match=said) as e:
         follow(
             trunk, **{"branch_step": 200, "decay_steps": 20, "output_dir": str(tmp_path), **flags}
         )
@@ -178,10 +179,10 @@ def test_what_is_no_trunk_is_a_sentence(made, tmp_path):
         (tmp_path / "nowhere", "nowhere: is no run directory"),
         (made("new", steps=()), "--branch_step 100: .*; there are none"),
     ):
-        with pytest.raises(utils.UserError, match=said):
+        with pytest.raises(messages.UserError, match=said):
             follow(folder, branch_step=100, decay_steps=5)
     cfg, given = follow(made(), branch_step=100, decay_steps=5)
-    with pytest.raises(utils.UserError, match="--branch_from .*: the trunk saw other data"):
+    with pytest.raises(messages.UserError, match="--branch_from .*: the trunk saw other data"):
         settings.check_data(cfg, {}, "y")
 
 
@@ -195,12 +196,12 @@ def test_what_is_no_trunk_is_a_sentence(made, tmp_path):
 )
 def test_flags_of_a_branch_stand_together(words, said):
     for elsewhere in (True, False):
-        with pytest.raises(utils.UserError, match=said):
+        with pytest.raises(messages.UserError, match=said):
             command_line.check(words.split(), elsewhere)
 
 
 def test_a_trunk_on_another_machine_is_not_looked_for():
     words = "--branch_from runs/nowhere --branch_step 3 --decay_steps 3"
     command_line.check(words.split(), elsewhere=True)
-    with pytest.raises(utils.UserError, match="runs/nowhere: is no run directory"):
+    with pytest.raises(messages.UserError, match="runs/nowhere: is no run directory"):
         command_line.check(words.split(), elsewhere=False)

@@ -15,7 +15,8 @@ import main
 import presets
 import utils
 from planning import gpus, machines, plan
-from training import chips, command_line, platforms, settings
+from runtime import chips, platforms
+from training import command_line, settings
 
 NAMES = list(chips.CHIPS)
 MACHINES = {

@@ -19,15 +19,16 @@ from conftest import ROOT, SMALL, flags_of, run_program
 import architectures
 import presets
 import utils
+from runtime import files, messages, parser, platforms
 from tools import common
-from training import command_line, platforms, settings
+from training import command_line, settings
 
 PATH = [
     "main.py",
     "model.py",
     "dataset.py",
     "utils.py",
-    "tools/tasks.py",  # which a run with --eval_tasks asks
+    "inference/tasks.py",  # which a run with --eval_tasks asks
     *(
         str(p.relative_to(ROOT))
         for room in ("architectures", "kernels", "training")
@@ -164,7 +165,7 @@ def test_the_old_name_of_a_flag_is_accepted_and_help_shows_the_clear_one(old, cl
     hyphens = old.replace("_", "-")
     for words in ([f"--{old}", str(value)], [f"--{old}={value}"], [f"--{hyphens}", str(value)]):
         assert command_line.parse(["--preset", "tiny", *words]) == wanted
-    assert old not in utils.fields_of(utils.Config)
+    assert old not in parser.fields_of(utils.Config)
     from tools import bench
 
     rest = utils.read_own_flags(bench.Options, [f"--{old}={value}"], "bench.py")[1]
@@ -261,7 +262,7 @@ def test_a_mistake_in_a_file_of_flags_gets_a_sentence(content, said, tmp_path):
     path = tmp_path / "flags.json"
     if content:
         path.write_text(content)
-    with pytest.raises(utils.UserError, match=said):
+    with pytest.raises(messages.UserError, match=said):
         command_line.parse(["--config", str(path)])
 
 
@@ -351,20 +352,20 @@ def test_a_mistake_gets_a_sentence(words):
         *flags_of(**SMALL, train_batch_size=8, val_batch_size=8),
         *words.split(),
     ]
-    with pytest.raises(utils.UserError) as e:
+    with pytest.raises(messages.UserError) as e:
         settings.settle(command_line.parse(argv), 8)
     said = str(e.value)
     assert all(part in said for part in BAD[words]), said
     assert "\n" not in said and said.endswith(".")
     if words != "--n_devices 16":  # only devices tell
-        with pytest.raises(utils.UserError):
+        with pytest.raises(messages.UserError):
             command_line.check([*argv[:2], "--n_devices", "8", *argv[2:]], elsewhere=False)
 
 
 @pytest.mark.parametrize("flag", ["bias_update_rate", "balance_weight", "mtp_weight"])
 def test_a_flag_that_no_layer_uses_is_refused(flag):
     argv = ["--preset", "gpt2-tiny", "--n_devices", "1", f"--{flag}", "0.2"]
-    with pytest.raises(utils.UserError, match=f"^--{flag} 0.2: --architecture gpt2 has no such"):
+    with pytest.raises(messages.UserError, match=f"^--{flag} 0.2: --architecture gpt2 has no such"):
         command_line.check(argv, elsewhere=False)
     cfg, _ = settings.follow(command_line.parse("--preset tiny --architecture gpt2".split()))
     assert getattr(cfg.optimizer, flag) == getattr(utils.Optimizer, flag)  # not that of tiny
@@ -377,7 +378,7 @@ def test_a_plan_takes_the_kernels_of_its_machine(machine, kernel):
         asked = utils.replace(cfg, attention=name)
         asked = dataclasses.replace(asked, plan=dataclasses.replace(asked.plan, plan=machine))
         if name in ("flash", "splash") and name != kernel:
-            with pytest.raises(utils.UserError, match=f"--attention {name}: .* auto"):
+            with pytest.raises(messages.UserError, match=f"--attention {name}: .* auto"):
                 settings.validate(asked, 8)
         else:
             settings.validate(asked, 8)
@@ -390,7 +391,7 @@ NUMBERS = [name for name, f in FIELDS.items() if f.type in (int, float, tuple[in
 def test_a_number_beyond_its_bounds_is_refused_at_once(name):
     """Whatever else is given, before anything is computed with it; what is within them reaches the field."""
     f = FIELDS[name]
-    most = f.metadata.get("most", utils.MOST.get(f.type))
+    most = f.metadata.get("most", parser.MOST.get(f.type))
     below = f.metadata.get("below")
     beyond = [-(10**40), most * 2, 2**63 - 1, 2**63, 10**40] if f.type is not float else []
     beyond += (
@@ -398,11 +399,11 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(name):
     )
     for value in beyond:
         words = [str(value), "1", "1"] if f.type not in (int, float) else [str(value)]
-        with pytest.raises(utils.UserError, match=rf"--{name} .*: must be (a|at|below)\b") as e:
+        with pytest.raises(messages.UserError, match=rf"--{name} .*: must be (a|at|below)\b") as e:
             command_line.parse(["--preset", "tiny", f"--{name}", *words])
         assert len(str(e.value)) < 150
     if below is None:
-        utils.check_number(name, most, **f.metadata)
+        parser.check_number(name, most, **f.metadata)
 
 
 @pytest.mark.parametrize("beyond", ["-" + "9" * 20, "9" * 20, str(2**63 - 1), str(2**31)])
@@ -443,7 +444,7 @@ def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
     }
     for name, (program, words) in programs.items():
         for flag in numbers[name].split():
-            with pytest.raises(utils.UserError, match=f"{flag} .*: must be (at|below)") as e:
+            with pytest.raises(messages.UserError, match=f"{flag} .*: must be (at|below)") as e:
                 program([*words, f"{flag}={beyond}"])
             assert "\n" not in str(e.value)
 
@@ -473,17 +474,17 @@ def test_a_check_knows_the_run_that_is_there(tmp_path):
     stored = utils.flatten(utils.replace(presets.preset("tiny"), T=64, train_batch_size=4)) | {
         "data_fingerprint": "x"
     }
-    utils.write_file(str(tmp_path / "tiny/config.json"), json.dumps(stored))
+    files.write_file(str(tmp_path / "tiny/config.json"), json.dumps(stored))
     words = ["--preset", "tiny", "--output_dir", str(tmp_path)]
     for more in ("", "--T 64 --n_device_axis 0 1 1", "--max_tokens 9", "--T 32 --name b"):
         command_line.check([*words, *more.split()], elsewhere=False)
-    with pytest.raises(utils.UserError, match="--T 32: run tiny has 64; leave the flag out"):
+    with pytest.raises(messages.UserError, match="--T 32: run tiny has 64; leave the flag out"):
         command_line.check([*words, "--T", "32"], elsewhere=False)
     command_line.check([*words, "--T", "32"], elsewhere=True)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
-    with pytest.raises(utils.UserError, match="--vocab_size 100.* has 257 tokens"):
+    with pytest.raises(messages.UserError, match="--vocab_size 100.* has 257 tokens"):
         command_line.parse(["--tokenizer", byte_ranks, "--vocab_size", "100"])
 
 
@@ -581,7 +582,9 @@ def test_the_programs_name_the_nearest_flag():
         (hf.run, "export a b --dtype flaot32", "float32"),
         (hf.run, "export a b --dtpye float32", "--dtype"),
     ]:
-        with pytest.raises(utils.UserError, match=f"; the nearest is {nearest}; see --help.") as e:
+        with pytest.raises(
+            messages.UserError, match=f"; the nearest is {nearest}; see --help."
+        ) as e:
             program(words.split())
         assert "\n" not in str(e.value)
 
@@ -623,7 +626,7 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     argv = ["--preset", "tiny", *words.split()]
     devices = int(np.prod([int(n) for n in words.split()[1:4]])) if "axis" in words else 1
     if changed is None:
-        with pytest.raises(utils.UserError, match="such as|cannot go|less than|at most"):
+        with pytest.raises(messages.UserError, match="such as|cannot go|less than|at most"):
             settings.settle(command_line.parse(argv), devices)
         return
     cfg, given = settings.follow(command_line.parse(argv))
@@ -711,7 +714,7 @@ def test_samples_fit_in_short_sequences_unless_their_length_was_given():
         (("prompt",), "--prompt"),
         (("max_tokens", "prompt"), "-"),
     ):
-        with pytest.raises(utils.UserError, match=f"{said}.*--T 5"):
+        with pytest.raises(messages.UserError, match=f"{said}.*--T 5"):
             fitted(5, *given)
 
 
@@ -872,5 +875,5 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path):
 
 def test_a_mistake_with_a_line_break_is_one_line(capsys):
     with pytest.raises(SystemExit):
-        utils.one_sentence(lambda: command_line.parse(["--preset", "x\ny"]))
+        messages.one_sentence(lambda: command_line.parse(["--preset", "x\ny"]))
     assert capsys.readouterr().err.startswith("error: --preset x y: no such preset")

@@ -24,7 +24,8 @@ from conftest import ROOT, SMALL_RUN, flags_of
 from test_scripts import AT_ONCE, CLEAN, program
 
 import utils
-from training import command_line, processes, steps
+from runtime import messages, processes
+from training import command_line, steps
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 LACKING = [
@@ -1049,7 +1050,7 @@ BAD = {
 
 @pytest.mark.parametrize("words", BAD)
 def test_a_bad_combination_gets_a_sentence(words):
-    with pytest.raises(utils.UserError) as e:
+    with pytest.raises(messages.UserError) as e:
         command_line.check_processes(command_line.parse(words.split()))
     assert all(part in str(e.value) for part in BAD[words]) and str(e.value).endswith("."), e.value
 
@@ -1210,7 +1211,7 @@ def test_slices_lie_along_dp_or_pp():
     assert grid.shape == (8, 2, 2) and (grid[:4] == 0).all() and (grid[4:] == 1).all()
     grid = slice_of(steps.device_grid((1, 8, 4), devices(2)))
     assert (grid[:, :4] == 0).all() and (grid[:, 4:] == 1).all()
-    with pytest.raises(utils.UserError, match="number of TPU slices, 2"):
+    with pytest.raises(messages.UserError, match="number of TPU slices, 2"):
         steps.device_grid((1, 1, 32), devices(2))
     hosts = np.vectorize(lambda d: d.id // 4)(steps.device_grid((2, 2, 4), devices(1)))
     assert hosts.shape == (2, 2, 4)

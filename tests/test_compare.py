@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT, SMALL, flags_of, small_config
 
 import utils
+from runtime import files, messages
 from tools import compare, curves
 from training import command_line
 
@@ -30,7 +31,7 @@ def write_run(folder, losses, every=10, speed=100.0, **flags):
         if step % every == 0:
             loss = losses[step // every - 1]
             rows[-1] |= {"loss/val_loss": loss + 1, "loss/val_cross_entropy_loss": loss}
-    lines = [utils.to_json(row) for row in rows]
+    lines = [files.to_json(row) for row in rows]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99, "loss']))
     return str(folder)
 
@@ -104,7 +105,7 @@ def test_what_is_no_run_is_named(tmp_path):
         ((run,), "x.gif", "--output .*x.gif: must be a file that ends in .png"),
         ((run,), "run/config.json/x.png", "cannot be written"),
     ):
-        with pytest.raises(utils.UserError, match=said):
+        with pytest.raises(messages.UserError, match=said):
             compare.main([*runs, "--output", str(tmp_path / output)])
     assert not (tmp_path / "x.png").exists()
 
@@ -217,7 +218,7 @@ def test_a_changed_definition_is_refused_by_name(study):
         ),
         ((*BASE, "--adam_b2", "0.9"), "--variation base: .*adam_b2 was 0.99 and is now 0.9"),
     ):
-        with pytest.raises(utils.UserError, match=said):
+        with pytest.raises(messages.UserError, match=said):
             study(*words, "--seeds", "1")
     assert study.calls() == called
     # what the losses do not depend on may change
@@ -236,7 +237,7 @@ def test_runs_of_different_data_are_not_compared(study):
     study(*BASE, "--seeds", "1")
     config = study.output / "high-seed0" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"data_fingerprint": "other"}))
-    with pytest.raises(utils.UserError, match="high-seed0 saw other data than .*base-seed0"):
+    with pytest.raises(messages.UserError, match="high-seed0 saw other data than .*base-seed0"):
         study(*BASE, "--seeds", "1")
 
 
@@ -292,7 +293,7 @@ def test_where_all_fail_there_is_no_table(study, capsys):
     ],
 )
 def test_mistakes_are_named_before_anything_is_trained(study, words, said):
-    with pytest.raises(utils.UserError, match=said) as e:
+    with pytest.raises(messages.UserError, match=said) as e:
         study(*words)
     assert str(e.value).endswith(".") and "\n" not in str(e.value)
     assert not study.output.exists()

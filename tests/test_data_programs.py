@@ -19,11 +19,10 @@ from conftest import ROOT
 import data.encoding
 import data.output
 import data.workers
-import utils
 from data import tokenization, tokenize_shards, train_tokenizer
 from data.sources.files import list_documents
 from data.sources.text import read_text
-from training import locks
+from runtime import files, locks, messages
 
 HOSTILE = {
     "specials.txt": b"<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>",
@@ -59,7 +58,7 @@ def run(program, capsys, monkeypatch, *flags):
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, flags)])
     try:
-        utils.one_sentence(program.main)
+        messages.one_sentence(program.main)
         status = 0
     except SystemExit as stop:
         status = stop.code
@@ -370,7 +369,7 @@ def tokenize_flags(source, output, ranks_file):
 def test_what_others_made_is_refused_and_stays(
     source, ranks_file, output, capsys, monkeypatch, name
 ):
-    utils.write_file(f"{output}/{name.strip()}", OF_OTHERS[name])
+    files.write_file(f"{output}/{name.strip()}", OF_OTHERS[name])
     before = in_storage(output)
     for fraction in (0.1, 0):  # without validation, val/ is nothing that a run may replace either
         flags = [*tokenize_flags(source, output, ranks_file), "--val_fraction", fraction]
@@ -381,7 +380,7 @@ def test_what_others_made_is_refused_and_stays(
 
 def test_what_is_not_in_the_way_stays(source, ranks_file, output, capsys, monkeypatch):
     for name, held in HARMLESS.items():
-        utils.write_file(f"{output}/{name}", held)
+        files.write_file(f"{output}/{name}", held)
     flags = tokenize_flags(source, output, ranks_file)
     assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
     held = in_storage(output)
@@ -425,7 +424,7 @@ def test_what_others_put_between_two_runs_stays(source, ranks_file, output, caps
         for name in ["/train/000099.npy", *shards]:
             if name in in_storage(at):
                 continue
-            utils.write_file(f"{at}{name}", npy(9))
+            files.write_file(f"{at}{name}", npy(9))
             status, out, err = tokenize(at)
             assert (status, out, err.count("error: ")) == (2, "", 1) and name in err, err
             assert in_storage(at)[name] == npy(9)
@@ -444,7 +443,7 @@ def test_shards_that_are_made_anew_are_removed_by_their_content(
     begin_again = data.output.Output.begin_again
 
     def replaced(self, validation, writers):
-        utils.write_file(f"{output}/train/000000.npy", npy(9))
+        files.write_file(f"{output}/train/000000.npy", npy(9))
         begin_again(self, validation, writers)
 
     with monkeypatch.context() as patch:

@@ -29,7 +29,7 @@ from data.sources import files as source_files
 from data.sources import text as source_text
 from data.sources.files import list_documents
 from data.sources.text import read_text
-from training import locks
+from runtime import locks
 
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
 HOSTILE = [

@@ -19,8 +19,8 @@ import pytest
 from conftest import ROOT, describe, small_config, small_tokenizer
 
 import dataset
-import utils
 from data import manifest, storage, tokenization
+from runtime import messages
 from training import steps
 
 
@@ -260,7 +260,7 @@ def test_validation_is_mixed_too_and_repeats_nothing(corpora):
     ],
 )
 def test_a_wrong_mixture_is_named(corpora, mix, said):
-    with pytest.raises(utils.UserError) as e:
+    with pytest.raises(messages.UserError) as e:
         mixture(corpora, mix)
     assert said in str(e.value) and str(e.value).endswith(".") and "\n" not in str(e.value)
 
@@ -354,7 +354,7 @@ def test_validation_has_the_mean_weights_of_the_phases(corpora):
     ],
 )
 def test_wrong_phases_are_named(corpora, mix, said):
-    with pytest.raises(utils.UserError) as e:
+    with pytest.raises(messages.UserError) as e:
         phased(corpora, 100, mix)
     assert said in str(e.value) and str(e.value).endswith(".") and "\n" not in str(e.value)
 
@@ -364,7 +364,7 @@ def test_a_border_may_move_where_nothing_is_read_yet(corpora):
     for borders, n in (([250, 700], 900), ([250, 800], 700), ([300, 900], 250), ([], 0)):
         mixed.check_borders(borders, n)
     for borders, n in (([240, 700], 900), ([250, 800], 701), ([300, 900], 251), ([200, 700], 230)):
-        with pytest.raises(utils.UserError, match="give the --training_steps of before"):
+        with pytest.raises(messages.UserError, match="give the --training_steps of before"):
             mixed.check_borders(borders, n)
 
 
@@ -392,7 +392,7 @@ def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path
     train(**flags, training_steps=6)
     assert rows() == whole
     with pytest.raises(
-        utils.UserError, match="change after 48 sequences now, but after 24 when the first 48"
+        messages.UserError, match="change after 48 sequences now, but after 24 when the first 48"
     ):
         train(**flags, training_steps=12)
 
@@ -401,7 +401,7 @@ def test_corpora_must_share_a_tokenizer(corpora):
     describe(corpora / "a")
     describe(corpora / "b", **small_tokenizer(corpora / "b", 199))
     with pytest.raises(
-        utils.UserError, match="--mix: .*b/train was made with another tokenizer than .*a/train"
+        messages.UserError, match="--mix: .*b/train was made with another tokenizer than .*a/train"
     ):
         mixture(corpora, "a:1,b:1")
 
@@ -458,19 +458,19 @@ def test_prefetch_counts_what_the_devices_wait_for(monkeypatch):
 def test_prefetch_keeps_order_and_raises_in_its_turn():
     def make(n):
         if n == 5:
-            raise utils.UserError("shard gone")
+            raise messages.UserError("shard gone")
         return n
 
     assert list(dataset.Prefetch(make, range(5))) == list(range(5))
     seen = []
-    with pytest.raises(utils.UserError, match="shard gone"):
+    with pytest.raises(messages.UserError, match="shard gone"):
         for n in dataset.Prefetch(make, range(9)):
             seen.append(n)
     assert seen == list(range(5))
 
 
 def refused(folder, **flags):
-    with pytest.raises(utils.UserError) as e:
+    with pytest.raises(messages.UserError) as e:
         dataset.Corpus(small_config(**flags), str(folder), "train")
     return str(e.value)
 
@@ -632,7 +632,7 @@ def test_an_edited_manifest_is_refused_or_changes_nothing(described, path, value
     if not verified and named is None:
         assert what_is_read(described) == before
     else:
-        with pytest.raises(utils.UserError) as e:
+        with pytest.raises(messages.UserError) as e:
             what_is_read(described)
         said = str(e.value)
         by_checksum = verified and f"{file}: manifest_sha256 is" in said
@@ -737,7 +737,9 @@ def test_a_tokenizers_content_is_compared_with_the_manifest(described, named_tok
         describe(described, **about, tokenizer_sha256=sha256)
         assert encoding_of(open_described(described, **flags)).n_vocab == 50257
         describe(described, **about, tokenizer_sha256=sha256[::-1])
-    with pytest.raises(utils.UserError, match="is not the tokenizer that made the shards in") as e:
+    with pytest.raises(
+        messages.UserError, match="is not the tokenizer that made the shards in"
+    ) as e:
         encoding_of(open_described(described, **flags))
     assert str(described / "train") in str(e.value) and "tokenizer_sha256" in str(e.value)
 
@@ -749,7 +751,9 @@ def test_the_flags_tokenizer_must_be_that_of_the_shards(described, tmp_path):
     with_ranks(tmp_path)
     assert encoding_of(open_described(described, **flags)).n_vocab == 259
     with_ranks(tmp_path, (b"ab", b"cd"))
-    with pytest.raises(utils.UserError, match=f"--tokenizer {flags['tokenizer']}: the shards in"):
+    with pytest.raises(
+        messages.UserError, match=f"--tokenizer {flags['tokenizer']}: the shards in"
+    ):
         open_described(described, **flags)
 
 
@@ -760,7 +764,7 @@ def test_validation_has_the_tokenizer_of_training(corpora, train, split):
     path = corpora / "a" / split / "manifest.json"
     made = json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}
     path.write_text(manifest.dump(made))
-    with pytest.raises(utils.UserError, match=f"made the shards in .*a/{split} "):
+    with pytest.raises(messages.UserError, match=f"made the shards in .*a/{split} "):
         train(data=corpora / "a", training_steps=1)
 
 
@@ -770,5 +774,7 @@ def test_validation_has_the_tokenizer_of_training(corpora, train, split):
 def test_ranks_that_tiktoken_would_panic_at_are_refused(tmp_path, lines):
     path = tmp_path / "x.tiktoken"
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(utils.UserError, match=f"--tokenizer {path}: not a file of tiktoken ranks"):
+    with pytest.raises(
+        messages.UserError, match=f"--tokenizer {path}: not a file of tiktoken ranks"
+    ):
         tokenization.load_tokenizer(str(path))

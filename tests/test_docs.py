@@ -24,6 +24,7 @@ from conftest import ROOT, SMALL, flags_of
 import model
 import presets
 import utils
+from runtime import messages, parser
 from training import command_line, settings
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -207,7 +208,7 @@ def wrong_command(command):
             command_line.check(words, True)
         elif program in ("launcher.sh", "run.sh") and "--preset" in words:
             command_line.check(words[words.index("--preset") :], True)
-    except utils.UserError as e:
+    except messages.UserError as e:
         return str(e)
     known = help_of(program)
     if program in (
@@ -216,7 +217,7 @@ def wrong_command(command):
         *SCRIPTS,
     ):  # take those of main.py too
         known = known | help_of("main.py")
-    for flag in utils.flags_in(words):
+    for flag in parser.flags_in(words):
         if as_flag(flag) not in known:
             return f"{program} has no {flag}"
     return None

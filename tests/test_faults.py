@@ -37,17 +37,9 @@ import presets
 import utils
 from architectures import flags_without_choice
 from data.sources.kinds import open_source
-from training import (
-    checkpointing,
-    interrupts,
-    locks,
-    meter,
-    packages,
-    processes,
-    runlog,
-    steps,
-    weights,
-)
+from inference import weights
+from runtime import files, interrupts, locks, messages, packages, processes
+from training import checkpointing, meter, runlog, steps
 
 # --- Numbers that are not finite ----------------------------------------------------------------------------------
 
@@ -136,7 +128,7 @@ def test_after_three_rollbacks_the_run_ends(train, poison, tmp_path, capsys):
     flags = dict(TINY, max_bad_steps=2, save_steps=4, training_steps=50)
     for _ in range(2):
         with pytest.raises(
-            utils.UserError,
+            messages.UserError,
             match="--max_bad_steps 2: so many .* from step 5 on .*after 3 rollbacks",
         ):
             train(**flags)
@@ -186,7 +178,7 @@ def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
         assert rows[-1]["loss_spikes"] == 2 and rows[61]["loss/train_loss"] is None
     assert "could not be written" not in capsys.readouterr().err
     assert (
-        utils.to_json({"a": [math.inf, (math.nan, 1.5)], "b": 2})
+        files.to_json({"a": [math.inf, (math.nan, 1.5)], "b": 2})
         == '{"a": [null, [null, 1.5]], "b": 2}'
     )
 
@@ -372,7 +364,7 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
         dict(train_batch_size=4),
         dict(seed=7),
     ):
-        with pytest.raises(utils.UserError, match=f"{next(iter(other))}.*"):
+        with pytest.raises(messages.UserError, match=f"{next(iter(other))}.*"):
             train(**flags | other | dict(training_steps=3))
     assert sorted(os.listdir(run / "checkpoints")) == ["2"] and not (run / "config.json").exists()
     capsys.readouterr()
@@ -392,7 +384,7 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
     ):
         (run / "config.json").write_text(json.dumps(before | other))
         with pytest.raises(
-            utils.UserError, match=f"checkpoint 2 is of a model with other flags .{said}"
+            messages.UserError, match=f"checkpoint 2 is of a model with other flags .{said}"
         ):
             weights.open_weights(str(run))[1](abstract_of(model_flags | other))
 
@@ -492,7 +484,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
         )
         return capsys.readouterr().out.splitlines()
 
-    with pytest.raises(utils.UserError, match="there are no checkpoints in it"):
+    with pytest.raises(messages.UserError, match="there are no checkpoints in it"):
         run("list")
     (tmp_path / "config.json").write_text(json.dumps({"keep_checkpoints": 1}))
     checkpoints = checkpointing.Checkpoints(str(tmp_path / "checkpoints"), 9)
@@ -510,12 +502,12 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     ]
     assert run("verify") == ["1  sound", "2  sound", "3  sound", "4  sound"]
     assert len(run("prune", "--dry_run")) == 2 and len(run("list")) == 6
-    with pytest.raises(utils.UserError, match="--keep 0: must be at least 1"):
+    with pytest.raises(messages.UserError, match="--keep 0: must be at least 1"):
         run("prune", "--keep", "0")
     assert [line[:10] for line in run("prune", "--every", "3")] == ["1  deleted"]
     for part in (tmp_path / "checkpoints/3/state/d").iterdir():
         os.truncate(part, 9)
-    with pytest.raises(utils.UserError, match="damaged are 3, of 3 checkpoints"):
+    with pytest.raises(messages.UserError, match="damaged are 3, of 3 checkpoints"):
         run("verify")
     assert "3  damaged: " in capsys.readouterr().out
 
@@ -545,7 +537,10 @@ def holding(folder):
 
 
 def refusal(folder):
-    with pytest.raises(utils.UserError) as e, locks.alone_in(str(folder), "--output x", "--output"):
+    with (
+        pytest.raises(messages.UserError) as e,
+        locks.alone_in(str(folder), "--output x", "--output"),
+    ):
         pass
     return str(e.value)
 
@@ -554,7 +549,7 @@ def assert_all_are_refused(run, monkeypatch):
     """Of two processes the one that does not ask for the lock is refused too, where the other tells that it was."""
     with (
         monkeypatch.context() as patch,
-        pytest.raises(utils.UserError, match="another process cannot go on"),
+        pytest.raises(messages.UserError, match="another process cannot go on"),
     ):
         patch.setattr(jax, "process_index", lambda: 1)
         patch.setattr(processes, "all_of", lambda here: False)
@@ -570,14 +565,14 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
     run, flags = tmp_path / "runs" / "run", dict(TINY, training_steps=2)
     with holding(run) as pid:
         before = (run / "lock").read_bytes()
-        with pytest.raises(utils.UserError) as e:
+        with pytest.raises(messages.UserError) as e:
             train(**flags)
         said = f"process {pid} on {socket.gethostname()} has been writing to {run} since "
         assert said in str(e.value) and "; wait for its end, or give another --name." in str(
             e.value
         )
         options = utils.read_flags(tool.Options, ["prune", str(run)], "checkpoints.py")
-        with pytest.raises(utils.UserError, match=said):
+        with pytest.raises(messages.UserError, match=said):
             tool.main(options)
         assert [p.name for p in run.iterdir()] == ["lock"] and (run / "lock").read_bytes() == before
         assert_all_are_refused(run, monkeypatch)
@@ -587,7 +582,7 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
         in capsys.readouterr().out
     )
     assert "lock" not in os.listdir(run)
-    with pytest.raises(utils.UserError, match="--data"):
+    with pytest.raises(messages.UserError, match="--data"):
         train(**flags, output_dir=tmp_path / "other", data=tmp_path / "nowhere")
     assert not (tmp_path / "other").exists(), "a refusal leaves nothing"
 
@@ -601,7 +596,7 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(
     path, me = f"{folder}/lock", locks.this_process()
 
     def left(**differs):
-        utils.write_file(path, json.dumps(me | differs))
+        files.write_file(path, json.dumps(me | differs))
 
     left(host="faraway", boot="another", pid=5, since="noon")
     for unknown in (dict(pids="of a container"), dict(boot="before", machine="of the same name")):
@@ -612,22 +607,22 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(
         f"--output x: process 5 on faraway has been writing to {folder} since noon; if it runs "
         f"no more, remove {path}, else give another --output."
     )
-    assert json.loads(utils.read_file(path))["host"] == "faraway"
+    assert json.loads(files.read_file(path))["host"] == "faraway"
     me["machine"] = "this one"
     monkeypatch.setattr(locks, "this_process", lambda: dict(me, token=os.urandom(8).hex()))
     # its number may be another's by now, and the machine may have been started anew
     for gone in (dict(pid=2**22 + 1), dict(began=me["began"] - 1), dict(boot="before")):
         left(**gone)
         with locks.alone_in(folder, "--output x", "--output"):
-            assert json.loads(utils.read_file(path))["pid"] == os.getpid()
+            assert json.loads(files.read_file(path))["pid"] == os.getpid()
             assert f"process {os.getpid()} on {me['host']}" in refusal(folder)
-        assert utils.read_file(path) is None
+        assert files.read_file(path) is None
         assert "is taken over from process" in capsys.readouterr().out
     with locks.alone_in(folder, "--output x", "--output"):
         if where == "local":
             os.remove(path)
         left(host="faraway")
-    assert utils.read_file(path), "another's by now, so it stays"
+    assert files.read_file(path), "another's by now, so it stays"
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
@@ -640,20 +635,20 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
     cases = dict(output_dir=[tmp_path / "file", "/proc", small_disk], name=["file", "x" * 300])
     for flag, values in cases.items():
         for value in values:
-            with pytest.raises(utils.UserError) as e:
+            with pytest.raises(messages.UserError) as e:
                 train(**TINY, **{"output_dir": tmp_path, flag: value})
             assert " cannot be written (" in str(e.value) and "\n" not in str(e.value), e.value
     assert [p.name for p in small_disk.iterdir()] == ["fill"]
-    with pytest.raises(utils.UserError, match="cannot be written .No space left"):
-        utils.write_file(str(small_disk / "plan.json"), "x" * 9000)
+    with pytest.raises(messages.UserError, match="cannot be written .No space left"):
+        files.write_file(str(small_disk / "plan.json"), "x" * 9000)
     for place in ("/proc/plan.json", tmp_path / "file/x/plan.json", tmp_path):
-        with pytest.raises(utils.UserError, match="--plan_json .*: cannot be written"):
-            utils.check_place(str(place), "--plan_json")
+        with pytest.raises(messages.UserError, match="--plan_json .*: cannot be written"):
+            files.check_place(str(place), "--plan_json")
     steps.configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
     assert capsys.readouterr().err.startswith(
         "warning: --compilation_cache /proc/cache/entry: cannot be written ("
     )
-    utils.check_place(str(tmp_path / "new/plan.json"), "--plan_json")
+    files.check_place(str(tmp_path / "new/plan.json"), "--plan_json")
     assert not (tmp_path / "new").exists()
     assert [p.name for p in small_disk.iterdir()] == ["fill"]
 
@@ -664,14 +659,14 @@ def test_a_file_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypa
     for name, content in neighbors.items():
         (tmp_path / name).write_text(content)
     before = os.umask(0o027)
-    utils.write_file(str(path), "old")
+    files.write_file(str(path), "old")
     os.umask(before)
     assert oct(path.stat().st_mode)[-3:] == "640"
     path.chmod(0o604)
     (tmp_path / "link").symlink_to("plan.json")
     (tmp_path / "dangling").symlink_to("folder/new.json")
-    utils.write_file(str(tmp_path / "link"), "new")
-    utils.write_file(str(tmp_path / "dangling"), "new")
+    files.write_file(str(tmp_path / "link"), "new")
+    files.write_file(str(tmp_path / "dangling"), "new")
     assert path.read_text() == (tmp_path / "folder/new.json").read_text() == "new"
     assert os.readlink(tmp_path / "link") == "plan.json" and oct(path.stat().st_mode)[-3:] == "604"
 
@@ -680,7 +675,7 @@ def test_a_file_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(KeyboardInterrupt):
-        utils.write_file(str(path), "half")
+        files.write_file(str(path), "half")
     assert (
         path.read_text() == "new"
         and {name: (tmp_path / name).read_text() for name in neighbors} == neighbors
@@ -693,24 +688,24 @@ def test_what_is_no_plain_file_is_written_to(tmp_path, capfd):
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     for path in (pipe, link):
-        utils.check_place(str(path), "--plan_json")
+        files.check_place(str(path), "--plan_json")
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        utils.write_file(str(path), "plan")
+        files.write_file(str(path), "plan")
         assert os.read(reader, 99) == b"plan" and pipe.is_fifo() and link.is_symlink()
         os.close(reader)
     for path in ("/dev/stdout", "/dev/fd/1"):
-        utils.check_place(path, "--plan_json")
+        files.check_place(path, "--plan_json")
         print("before")
-        utils.write_file(path, "plan\n")
+        files.write_file(path, "plan\n")
         print("after")
         assert capfd.readouterr().out == "before\nplan\nafter\n", "also where it is a plain file"
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
     if os.getuid() == 0:
         null = tmp_path / "null"
         os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        utils.check_place(str(null), "--plan_json")
-        with contextlib.suppress(utils.UserError):  # where this file system allows no devices
-            utils.write_file(str(null), "plan")
+        files.check_place(str(null), "--plan_json")
+        with contextlib.suppress(messages.UserError):  # where this file system allows no devices
+            files.write_file(str(null), "plan")
         assert null.is_char_device()
 
 
@@ -727,16 +722,18 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
         "/dev/fd/987654321": "Bad file descriptor",
     }
     for path, reason in reasons.items():
-        with pytest.raises(utils.UserError, match=f"{path} cannot be written .{reason}"):
-            utils.write_file(path, "plan")
+        with pytest.raises(messages.UserError, match=f"{path} cannot be written .{reason}"):
+            files.write_file(path, "plan")
         if "fd" not in path:
-            with pytest.raises(utils.UserError, match=f"--f {path}: cannot be written .{reason}"):
-                utils.check_place(path, "--f")
+            with pytest.raises(
+                messages.UserError, match=f"--f {path}: cannot be written .{reason}"
+            ):
+                files.check_place(path, "--f")
     assert sorted(os.listdir(tmp_path)) == ["loop", "read-only"]
 
 
 def test_what_killed_processes_left_unfinished_is_removed_by_the_next(tmp_path):
-    left, others = utils.part_of(str(tmp_path / "config.json")), str(tmp_path / "config.json.part")
+    left, others = files.part_of(str(tmp_path / "config.json")), str(tmp_path / "config.json.part")
     for path in (left, others):
         with open(path, "w") as f:
             f.write("x")
@@ -746,18 +743,18 @@ def test_what_killed_processes_left_unfinished_is_removed_by_the_next(tmp_path):
 
 def test_what_a_writer_left_unfinished_goes_with_the_next_and_nothing_of_others(tmp_path):
     path = str(tmp_path / "ranks")
-    left, other = utils.part_of(path), utils.part_of(str(tmp_path / "other"))
+    left, other = files.part_of(path), files.part_of(str(tmp_path / "other"))
     for part in (left, other):
         with open(part, "w") as f:
             f.write("x")
-    with utils.replacing(path) as first:  # another program writes the same file meanwhile
-        utils.write_file(path, "second")
+    with files.replacing(path) as first:  # another program writes the same file meanwhile
+        files.write_file(path, "second")
         assert sorted(os.listdir(tmp_path)) == sorted(
             ["ranks", os.path.basename(first.name), os.path.basename(other)]
         )
         first.write(b"first")
     assert sorted(os.listdir(tmp_path)) == sorted(["ranks", os.path.basename(other)])
-    assert utils.read_file(path) == b"first"
+    assert files.read_file(path) == b"first"
 
 
 def test_a_signal_that_ends_the_process_gives_back_the_lock_and_removes_what_is_half_written(
@@ -766,7 +763,7 @@ def test_a_signal_that_ends_the_process_gives_back_the_lock_and_removes_what_is_
     with (
         locks.alone_in(str(tmp_path), "--output x", "--output"),
         pytest.raises(OSError),
-        utils.replacing(str(tmp_path / "ranks")) as f,
+        files.replacing(str(tmp_path / "ranks")) as f,
     ):
         f.write(b"half")
         interrupts.give_back()  # as the thread of signals does, while this one goes its way
@@ -802,7 +799,7 @@ def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(
 
     with (
         monkeypatch.context() as patch,
-        pytest.raises(utils.UserError, match="--wandb: its settings, .*'foo'") as e,
+        pytest.raises(messages.UserError, match="--wandb: its settings, .*'foo'") as e,
     ):
         patch.setattr(wandb, "setup", lambda: wandb.Settings(mode="foo"))
         runlog.check_login()
@@ -815,7 +812,7 @@ def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "netrc").write_text("machine example.com login user password x\n")
     with pytest.raises(
-        utils.UserError, match="--wandb: this machine is not logged in .*WANDB_MODE=offline"
+        messages.UserError, match="--wandb: this machine is not logged in .*WANDB_MODE=offline"
     ):
         train(**TINY, wandb=True)
     assert not (tmp_path / "runs").exists()
@@ -878,7 +875,7 @@ def test_a_stop_at_a_save_step_loses_no_samples(train, tmp_path, monkeypatch, st
     )
     flags = {**TINY, "training_steps": 6, "save_steps": 2}
     assert train(**flags, name="whole") == 0
-    with monkeypatch.context() as patch, contextlib.suppress(utils.UserError):
+    with monkeypatch.context() as patch, contextlib.suppress(messages.UserError):
         patch.setattr(processes.Interrupt, "agreed", asked)
         assert train(**flags) == 128 + stop
     assert train(**flags) == 0
@@ -947,7 +944,7 @@ print(*set(sys.modules) - before)
     assert set(done.stdout.split()) <= {
         "program",
         "training",
-        "training.interrupts",
+        "runtime.interrupts",
         "_signal",
     }
 
@@ -1005,7 +1002,7 @@ def denied(request, monkeypatch):
     server.status = request.param
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(utils, "WAITS", (0,) * 6)
+    monkeypatch.setattr(files, "WAITS", (0,) * 6)
     fsspec.get_filesystem_class("gs").clear_instance_cache()
     yield
     server.shutdown()
@@ -1015,15 +1012,15 @@ def denied(request, monkeypatch):
 def test_missing_rights_are_one_sentence_and_nothing_else(denied, train, tmp_path, caplog, capfd):
     source = SimpleNamespace(source="gs://bucket/a.jsonl", text_column="text")
     works = dict(
-        read=lambda: utils.read_file("gs://bucket/x"),
-        write=lambda: utils.write_file("gs://bucket/x", "content"),
+        read=lambda: files.read_file("gs://bucket/x"),
+        write=lambda: files.write_file("gs://bucket/x", "content"),
         source=lambda: open_source(source),
         shards=lambda: train(data="gs://bucket/x"),
         run=lambda: train(output_dir="gs://bucket/x"),
         weights=lambda: train(init_from="gs://bucket/x"),
     )
     for name, work in works.items():
-        with pytest.raises(utils.UserError, match=r"^[^\n]*gs://bucket/\S* cannot be used") as e:
+        with pytest.raises(messages.UserError, match=r"^[^\n]*gs://bucket/\S* cannot be used") as e:
             work()
         assert str(e.value).endswith("credentials are good for it."), name
     assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
@@ -1039,16 +1036,16 @@ def test_storage_that_does_not_answer_is_waited_for_with_a_word(monkeypatch, cap
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
     with (
         monkeypatch.context() as patch,
-        pytest.raises(utils.UserError, match="OSError: no network"),
+        pytest.raises(messages.UserError, match="OSError: no network"),
     ):
         patch.setattr(utils, "time", clock)
-        utils.persist(fails, "gs://bucket/x")
+        files.persist(fails, "gs://bucket/x")
     assert tries == [20, 40, 60, 80], "no try begins later than a minute"
-    monkeypatch.setattr(utils, "SILENCE", 0.01)
-    monkeypatch.setattr(utils, "said_silent", -math.inf)
+    monkeypatch.setattr(files, "SILENCE", 0.01)
+    monkeypatch.setattr(files, "said_silent", -math.inf)
     for _ in range(3):
-        assert utils.persist(lambda: time.sleep(0.2), "gs://bucket/y") is None
-    utils.persist(lambda: time.sleep(0.1), "/local")
+        assert files.persist(lambda: time.sleep(0.2), "gs://bucket/y") is None
+    files.persist(lambda: time.sleep(0.1), "/local")
     said = capsys.readouterr()
     assert (
         said.err.count("warning: still waiting for gs://bucket/y after")
@@ -1056,8 +1053,8 @@ def test_storage_that_does_not_answer_is_waited_for_with_a_word(monkeypatch, cap
         == 1
     )
     assert said.out == ""
-    with pytest.raises(utils.UserError, match="foo://x: is no address that can be used .*foo"):
-        utils.read_file("foo://x")
+    with pytest.raises(messages.UserError, match="foo://x: is no address that can be used .*foo"):
+        files.read_file("foo://x")
 
 
 # --- Two processes ------------------------------------------------------------------------------------------------
@@ -1093,7 +1090,7 @@ put_batch, begin = main.put_batch, processes.Watchdog.begin
 def slow(order, first, shape, mesh):
     time.sleep(faults.get("pause", 0))
     if first == (faults.get("unreadable", 0) - 1) * per_step:
-        raise utils.UserError("this shard is damaged.")
+        raise messages.UserError("this shard is damaged.")
     return put_batch(order, first, shape, mesh)
 
 def counted(watchdog, phase, step):

@@ -15,8 +15,9 @@ import collectives
 import model
 import presets
 import utils
+from inference import decoding
 from planning import costs, gpus, hlo, machines, plan
-from training import command_line, decoding, settings, steps
+from training import command_line, settings, steps
 
 pytestmark = pytest.mark.skipif(
     not gpus.has_compiler(), reason="the packages of pyproject.toml's extra plan-gpu"

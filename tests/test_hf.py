@@ -27,8 +27,10 @@ import main
 import utils
 from architectures import architecture, gpt2
 from data import tokenization
+from inference import hugging_face, weights
+from runtime import files, messages
 from tools import common, evaluate, hf
-from training import hugging_face, settings, steps, weights
+from training import settings, steps
 
 DEEPSEEK = SMALL_DEEPSEEK | dict(mtp_depth=1, attention_bias=True, norm_topk_prob=False)
 YARN = dict(rope_factor=4.0, rope_mscale=0.0, rope_attention_factor=1.2)
@@ -138,7 +140,7 @@ def test_a_run_begins_with_imported_weights(exported, imported, train, tmp_path,
     assert row["loss/val_cross_entropy_loss"] == rows[-1]["loss/val_cross_entropy_loss"]
     # and the imported run itself says that it can't be trained on under its own name
     if imported:
-        with pytest.raises(utils.UserError, match="weights alone.*--init_from"):
+        with pytest.raises(messages.UserError, match="weights alone.*--init_from"):
             train((2, 2, 2), name="imported", output_dir=tmp_path, training_steps=3, **flags)
 
 
@@ -166,7 +168,7 @@ def test_the_tools_measure_a_folder_as_the_run_imported_from_it(
         assert measured(model, T=40)[0] == 4 * 40
         about_T = f"warning: --T 40: {model} was made for 32 tokens\n"
         assert capsys.readouterr().err.startswith(about_T)
-    with pytest.raises(utils.UserError, match="nowhere"):
+    with pytest.raises(messages.UserError, match="nowhere"):
         train(init_from=folder, T=40, data=tmp_path / "nowhere", **flags)
     assert (
         f"--T 40: the weights in --init_from {folder} were made for 32 tokens"
@@ -200,7 +202,7 @@ def test_the_exported_tokenizer_cuts_as_tiktoken_does(name, tmp_path, named_toke
         train_small_tokenizer(name)
     encoding = tokenization.load_tokenizer(name)
     run, folder = tmp_path / "run", tmp_path / "folder"
-    utils.write_file(
+    files.write_file(
         str(run / "config.json"),
         json.dumps({"encoding": tokenization.keep_tokenizer(str(run), name)}),
     )
@@ -381,7 +383,7 @@ QUANTISED = {"quantization_config": {"quant_method": "fp8", "weight_block_size":
 )
 def test_bad_folders_are_refused_by_name(config, tensors, sentence, deepseek, tmp_path):
     folder = spoilt(deepseek[2], tmp_path, config, **tensors)
-    with pytest.raises(utils.UserError, match=sentence):
+    with pytest.raises(messages.UserError, match=sentence):
         hf.import_folder(folder, str(tmp_path / "imported"))
     assert not (tmp_path / "imported").exists()
 
@@ -404,10 +406,10 @@ def test_what_import_and_export_say(deepseek, tmp_path, capsys, caplog):
         hf.export_tokenizer(str(tmp_path), str(run), utils.Model(end_of_text=7))["eos_token_id"]
         == 7
     )
-    with pytest.raises(utils.UserError, match="down/x: cannot be written"):
+    with pytest.raises(messages.UserError, match="down/x: cannot be written"):
         (tmp_path / "down").write_text("")
         hf.export(str(run), str(tmp_path / "down/x"))
-    with pytest.raises(utils.UserError, match="down/x: cannot be written"):
+    with pytest.raises(messages.UserError, match="down/x: cannot be written"):
         hf.import_folder(str(folder), str(tmp_path / "down/x"))
 
 
@@ -459,14 +461,14 @@ def test_odd_values_are_refused_by_file_and_key(deepseek, tmp_path):
     os.symlink(folder / "model.safetensors", odd / "model.safetensors")
     for content, said in cases:
         content = json.dumps(content) if isinstance(content, dict) else content
-        utils.write_file(str(odd / "config.json"), content)
+        files.write_file(str(odd / "config.json"), content)
         use = common.Sample(model=str(odd), n_devices=1, compilation_cache="")
         for program in (
             lambda: hf.import_folder(str(odd), str(tmp_path / "x")),
             lambda: common.open_model(use, False),
             lambda: hf.export(str(odd), str(tmp_path / "x")),
         ):
-            with pytest.raises(utils.UserError) as e:
+            with pytest.raises(messages.UserError) as e:
                 program()
             reads_it = (
                 said in str(e.value)
@@ -487,7 +489,7 @@ def test_odd_files_and_numbers_are_refused_before_anything_is_written(deepseek, 
     for number, value in enumerate((np.nan, np.inf, 1e300)):
         (tmp_path / str(number)).mkdir()
         bad = spoilt(deepseek[2], tmp_path / str(number), {}, **{NORM: np.array([value] * 32)})
-        with pytest.raises(utils.UserError, match=f"tensor {NORM} holds NaN or infinite values"):
+        with pytest.raises(messages.UserError, match=f"tensor {NORM} holds NaN or infinite values"):
             hf.import_folder(bad, str(tmp_path / "x"))
     for name, content, said in [
         (index, "{", "is not JSON"),
@@ -518,7 +520,7 @@ def test_odd_files_and_numbers_are_refused_before_anything_is_written(deepseek, 
         os.symlink(os.path.join(folder, "model.safetensors"), odd / "model.safetensors")
         Tokenizer(models.BPE({"a": 0}, [])).save(str(odd / "tokenizer.json"))
         (odd / name).write_text(content)
-        with pytest.raises(utils.UserError, match=said or "has no token") as e:
+        with pytest.raises(messages.UserError, match=said or "has no token") as e:
             hf.import_folder(str(odd), str(tmp_path / "x"))
         assert "\n" not in str(e.value) and not list(tmp_path.glob("x*")), e.value
         shutil.rmtree(odd)
@@ -540,27 +542,27 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
             "--latent_norm_eps 1e-05",
         ),
     ]:
-        with pytest.raises(utils.UserError, match=sentence):
+        with pytest.raises(messages.UserError, match=sentence):
             call()
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(utils.UserError, match="model.safetensors is missing"):
+    with pytest.raises(messages.UserError, match="model.safetensors is missing"):
         hf.import_folder(str(broken), str(tmp_path / "x"))
     (broken / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(utils.UserError, match="cannot be read"):
+    with pytest.raises(messages.UserError, match="cannot be read"):
         hf.import_folder(str(broken), str(tmp_path / "x"))
     assert train((1, 1, 1), training_steps=1, layers_per_block=3) == 0
-    with pytest.raises(utils.UserError, match="layers_per_block 3: transformers has no model"):
+    with pytest.raises(messages.UserError, match="layers_per_block 3: transformers has no model"):
         hf.export(str(tmp_path / "runs/run"), str(tmp_path / "x"))
 
 
 def test_an_architecture_may_have_no_such_format(monkeypatch):
     monkeypatch.setattr(gpt2, "ARCHITECTURE", gpt2.ARCHITECTURE._replace(hugging_face=None))
-    with pytest.raises(utils.UserError, match="--architecture gpt2: its models have no Hugging"):
+    with pytest.raises(messages.UserError, match="--architecture gpt2: its models have no Hugging"):
         hugging_face.format_to_export("gpt2")
     with pytest.raises(
-        utils.UserError,
+        messages.UserError,
         match=r"model_type is 'gpt2'; supported are (?!.*gpt2)",
     ):
         hugging_face.format_of({"model_type": "gpt2"}, "config.json")
@@ -575,7 +577,7 @@ def test_a_damaged_checkpoint_is_not_exported(deepseek, tmp_path, capsys):
         for i in range(50, len(content), 1000):
             content[i] ^= 255
         data.write_bytes(content)
-    with pytest.raises(utils.UserError, match="no sound checkpoint"):
+    with pytest.raises(messages.UserError, match="no sound checkpoint"):
         hf.export(str(copy), str(tmp_path / "out"))
     assert "is damaged" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
@@ -601,7 +603,7 @@ hf.export({str(run)!r}, {str(tmp_path / "out")!r})
         == -signal.SIGKILL
     )
     [left] = os.listdir(tmp_path)
-    assert utils.PART.search(left) and not (tmp_path / left / "config.json").exists()
+    assert files.PART.search(left) and not (tmp_path / left / "config.json").exists()
     (tmp_path / "out.part").mkdir()  # somebody's own
     with hf.appearing(str(tmp_path / "out")) as alive:
         hf.export(str(run), str(tmp_path / "out"))

@@ -1,24 +1,19 @@
 """The layout: imports go one way. Every import statement counts, also those inside functions."""
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What each room may not import. main.py comes last: it may import all, and nothing but tests imports it.
-FORBIDDEN = {
-    "utils": "collectives kernels architectures model dataset data planning tools presets",
-    "presets": "collectives kernels model dataset data training planning tools",
-    "data": "collectives kernels architectures model dataset planning tools",
-    "collectives": "architectures model dataset data training planning tools",
-    "kernels": "architectures model dataset data training planning tools",
-    "architectures": "model dataset data planning tools",
-    "model": "dataset data planning tools",
-    "dataset": "training planning tools",
-    "training": "planning tools",
-    "planning": "dataset data tools",
-}
+
+def order():
+    """{package or module at top level: its place in the arrow of CONTRIBUTING.md}. It may import what is left of it."""
+    arrow = re.search(r"^```\n(.*?◄.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    return {name.strip(): place for place, name in enumerate(arrow[1].split("◄"))}
+
+
 DYNAMIC = {"architectures/__init__.py"}  # the registry imports an architecture by its name
 
 
@@ -68,12 +63,13 @@ def circle(graph):
 
 def wrong_ways(graph):
     """[(module, what it imports and may not)]."""
-    wrong = []
-    for module, others in graph.items():
-        room = module.split(".")[0]
-        forbidden = {"main", *FORBIDDEN.get(room, "").split()}
-        wrong += [(module, other) for other in sorted(others) if other.split(".")[0] in forbidden]
-    return wrong
+    place = order() | {"docs": 0}
+    return [
+        (module, other)
+        for module, others in graph.items()
+        for other in sorted(others)
+        if place[other.split(".")[0]] > place[module.split(".")[0]]
+    ]
 
 
 def files():
@@ -117,9 +113,9 @@ def test_few_files_stand_at_top_level():
 def test_circles_and_wrong_ways_are_found():
     """The checks above can fail."""
     sources = {
-        "main": "import tools.plan",
-        "tools": "",
-        "tools.plan": "import model\nfrom training import steps",
+        "main": "import planning.plan",
+        "planning": "",
+        "planning.plan": "import model\nfrom training import steps",
         "training": "",
         "training.steps": "import utils, model",
         "model": "import os\n\ndef f():\n    from utils import UserError",
@@ -128,7 +124,7 @@ def test_circles_and_wrong_ways_are_found():
     assert circle(import_graph(sources)) == [] and wrong_ways(import_graph(sources)) == []
     hidden = sources | {"utils": "def f():\n    if True:\n        from training import steps"}
     assert circle(import_graph(hidden)) == ["model", "utils", "training.steps"]
-    upwards = sources | {"training.steps": "import utils\nfrom tools.plan import main"}
-    assert ("training.steps", "tools.plan") in wrong_ways(import_graph(upwards))
-    from_main = sources | {"tools.plan": "from main import train"}
-    assert wrong_ways(import_graph(from_main)) == [("tools.plan", "main")]
+    upwards = sources | {"training.steps": "import utils\nfrom planning.plan import main"}
+    assert ("training.steps", "planning.plan") in wrong_ways(import_graph(upwards))
+    from_main = sources | {"planning.plan": "from main import train"}
+    assert wrong_ways(import_graph(from_main)) == [("planning.plan", "main")]

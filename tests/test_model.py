@@ -27,8 +27,10 @@ import model
 import presets
 import utils
 from architectures import deepseek, experts, layers, parameters
+from inference import decoding
 from kernels import attention, grouped, loss
-from training import decoding, settings, steps
+from runtime import messages
+from training import settings, steps
 from training.optimizer import make_optimizer
 
 
@@ -857,5 +859,5 @@ def test_parameter_counts_of_moe1b():
     ],
 )
 def test_heads_of_qwen3_that_do_not_fit_are_refused(flags, said):
-    with pytest.raises(utils.UserError, match=said):
+    with pytest.raises(messages.UserError, match=said):
         small_config((1, 1, 4), **SMALL_QWEN3 | flags)

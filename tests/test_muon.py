@@ -15,8 +15,8 @@ from test_parity import first_params
 from test_resume import checkpoint_of
 
 import model
-import utils
 from architectures import parameters
+from runtime import messages
 from training import muon, steps
 from training.optimizer import make_optimizer
 
@@ -130,13 +130,13 @@ MUON = dict(optimizer="muon", max_lr=1e-3)
 
 def test_a_run_keeps_its_optimizer(train, tmp_path):
     assert train(name="adam", optimizer="adamw", training_steps=2) == 0
-    with pytest.raises(utils.UserError, match="optimizer was 'adamw' and is now 'muon'"):
+    with pytest.raises(messages.UserError, match="optimizer was 'adamw' and is now 'muon'"):
         train(name="adam", optimizer="muon", training_steps=4)
     config = tmp_path / "runs" / "adam" / "config.json"
     stored = json.loads(config.read_text())
     del stored["optimizer"]  # as runs from before the flag have none
     config.write_text(json.dumps(stored))
-    with pytest.raises(utils.UserError, match="optimizer was 'adamw' and is now 'muon'"):
+    with pytest.raises(messages.UserError, match="optimizer was 'adamw' and is now 'muon'"):
         train(name="adam", optimizer="muon", training_steps=4)
     assert train(name="adam", training_steps=4) == 0
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, flags_of
 
 import presets
-from training import chips
+from runtime import chips
 
 nbformat = pytest.importorskip("nbformat", reason="bash setup_tpu.sh notebook")
 nbclient = pytest.importorskip("nbclient", reason="bash setup_tpu.sh notebook")

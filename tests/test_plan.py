@@ -23,7 +23,8 @@ import model
 import presets
 import utils
 from planning import costs, hlo, machines, overlap, plan
-from training import command_line, platforms, settings, steps
+from runtime import messages, platforms
+from training import command_line, settings, steps
 
 tpu_compiler = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"'
@@ -579,7 +580,7 @@ def test_without_a_compiler_formulas_answer(tmp_path, capsys, monkeypatch, name,
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     a = planned(plan=name, plan_json=tmp_path / "plan.json")
     assert install in capsys.readouterr().out and a["devices"] == 8 and not a["compiled"]
-    with pytest.raises(utils.UserError, match=re.escape(install)):
+    with pytest.raises(messages.UserError, match=re.escape(install)):
         planned(plan=name, plan_json=tmp_path / "plan.json", plan_dump=tmp_path)
 
 
@@ -626,7 +627,7 @@ def test_machines(name, n, slices, topology):
     ],
 )
 def test_a_machine_that_is_none(name):
-    with pytest.raises(utils.UserError, match="such as"):
+    with pytest.raises(messages.UserError, match="such as"):
         machines.parse_machine(name)
 
 
@@ -641,7 +642,9 @@ def test_a_machine_that_is_none(name):
     ],
 )
 def test_a_machine_of_more_devices_than_any(name):
-    with pytest.raises(utils.UserError, match=f"--plan {re.escape(name)}: has .* at most 65,536"):
+    with pytest.raises(
+        messages.UserError, match=f"--plan {re.escape(name)}: has .* at most 65,536"
+    ):
         machines.parse_machine(name)
 
 
@@ -673,7 +676,7 @@ def test_a_search_of_too_many_configurations_is_refused():
             *flags_of(T=4, blocks=65536, train_batch_size=65536, plan="gpu:4096xH200", search=True),
         ]
     )
-    with pytest.raises(utils.UserError, match="--search: there are more than 50,000"):
+    with pytest.raises(messages.UserError, match="--search: there are more than 50,000"):
         plan.main(flags_given)
 
 
@@ -756,13 +759,13 @@ def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, tmp_path, mon
     a = planned("--search", plan="v4:2x2x1", train_batch_size=16, plan_json=tmp_path / "plan.json")
     assert "its own (Check failed: s_count.has_value())" in capsys.readouterr().out
     assert a["fits"] and not any(row["compiled"] for row in a["search"])
-    with pytest.raises(utils.UserError, match="no program to write"):
+    with pytest.raises(messages.UserError, match="no program to write"):
         planned(plan="v4:2x2x1", n_device_axis=(4, 1, 1), plan_dump=tmp_path)
 
 
 @tpu_compiler
 def test_a_slice_that_no_one_sells(no_device):
-    with pytest.raises(utils.UserError, match="knows no such slice"):
+    with pytest.raises(messages.UserError, match="knows no such slice"):
         machines.slice_devices(machines.parse_machine("v4:3x4x4"))
 
 

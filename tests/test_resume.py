@@ -15,8 +15,8 @@ import pytest
 from conftest import ROOT, SMALL_RUN, flags_of
 
 import main
-import utils
-from training import weights
+from inference import weights
+from runtime import messages
 
 
 def metrics_of(run):
@@ -183,7 +183,7 @@ def test_resume_passes_over_a_damaged_checkpoint(train, tmp_path, capsys, how):
 def test_resume_refuses_where_every_checkpoint_is_damaged(train, tmp_path):
     assert train(training_steps=4) == 0
     damage(tmp_path / "runs" / "run" / "checkpoints" / "4", "truncated")
-    with pytest.raises(utils.UserError, match="every checkpoint in .* is damaged"):
+    with pytest.raises(messages.UserError, match="every checkpoint in .* is damaged"):
         train(training_steps=8)
 
 
@@ -193,7 +193,7 @@ def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shar
     for flag, value in dict(
         n_shared=2, max_lr=1e-4, seed=3, T=16, train_batch_size=16, accumulation_steps=2
     ).items():
-        with pytest.raises(utils.UserError) as e:
+        with pytest.raises(messages.UserError) as e:
             train(training_steps=4, **{flag: value})
         assert ("train_batch_size" if flag == "accumulation_steps" else flag) in str(
             e.value
@@ -205,7 +205,7 @@ def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shar
     shutil.copytree(shards, other)
     assert train(training_steps=3, data=other) == 0  # the same shards elsewhere
     np.save(other / "train" / "000003.npy", np.zeros(500, np.uint16))
-    with pytest.raises(utils.UserError, match="saw other data"):
+    with pytest.raises(messages.UserError, match="saw other data"):
         train(training_steps=4, data=other)
     # what may differ
     assert train(training_steps=4, eval_every=2, eval_steps=1, remat="full", microbatches=2) == 0
@@ -224,10 +224,10 @@ def test_a_torn_config_is_one_sentence_and_torn_logs_are_read_as_far_as_they_go(
     ]
     for torn in [good[:100], "[1, 2]", "null", "3", *map(json.dumps, edited)]:
         (run / "config.json").write_text(torn)
-        with pytest.raises(utils.UserError, match=r"config\.json: .*; put back what it was\.$"):
+        with pytest.raises(messages.UserError, match=r"config\.json: .*; put back what it was\.$"):
             train(training_steps=4)
     (run / "config.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(utils.UserError, match=r"config\.json: is not JSON"):
+    with pytest.raises(messages.UserError, match=r"config\.json: is not JSON"):
         weights.open_weights(str(run))
     (run / "config.json").write_text(good)
     with open(run / "metrics.jsonl", "ab") as f:

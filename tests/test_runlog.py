@@ -15,7 +15,8 @@ import main
 import utils
 from planning import machines, plan
 from presets import preset
-from training import chips, events, runlog, settings
+from runtime import chips, files, messages
+from training import events, runlog, settings
 from training.run_checkpoints import RunCheckpoints
 
 
@@ -237,7 +238,7 @@ def test_missing_rows_are_said_and_those_of_steps_that_are_run_again_are_not(tmp
         assert opened(tmp_path, step, **flags) == [] and capsys.readouterr().out == ""
     metrics.unlink()
     metrics.mkdir()
-    with pytest.raises(utils.UserError, match="metrics.jsonl: cannot be read .Is a directory"):
+    with pytest.raises(messages.UserError, match="metrics.jsonl: cannot be read .Is a directory"):
         opened(tmp_path)
 
 
@@ -272,7 +273,7 @@ def test_flushed_rows_are_written_however_long_plots_take(tmp_path, monkeypatch,
             log.metrics({"step": step, "loss/train_loss": 1.0, "loss/val_cross_entropy_loss": 1.0})
             log.plots()
         log.flush()
-        rows = runlog.rows_in(utils.read_file(log.path("metrics.jsonl")))
+        rows = runlog.rows_in(files.read_file(log.path("metrics.jsonl")))
         assert [row["step"] for row in rows] == [1, 2]
     finally:
         go_on.set()

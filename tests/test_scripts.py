@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import utils
-from training import platforms
+from runtime import platforms
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(
@@ -671,7 +671,7 @@ class Setup:
         root.mkdir()
         shutil.copy(ROOT / "setup_tpu.sh", root)
         (root / "training").mkdir()
-        shutil.copy(ROOT / "training/platforms.py", root / "training")
+        shutil.copy(ROOT / "runtime/platforms.py", root / "training")
         self.write_project("one>=1")
         program(self.python, STAND_IN.format(root=root, python=sys.executable))
 

@@ -23,6 +23,7 @@ import main
 import presets
 import utils
 from data import output, storage
+from runtime import files, messages
 from tools import checkpoints, common, compare, evaluate, hf, sample
 from training import command_line, settings, steps
 
@@ -167,7 +168,8 @@ def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(remote, tmp_path
     _, address, _ = remote
     corpus = open_corpus(address, tmp_path, vocab_size=249)
     with pytest.raises(
-        utils.UserError, match=r"--vocab_size 249: memory://bucket/train/\d+.npy holds token id 249"
+        messages.UserError,
+        match=r"--vocab_size 249: memory://bucket/train/\d+.npy holds token id 249",
     ):
         corpus.sequences(np.arange(SHARDS * 31), seed=1)
 
@@ -179,11 +181,11 @@ def test_local_shards_are_verified(remote, tmp_path, monkeypatch):
     content = bytearray(path.read_bytes())
     content[1500] ^= 1
     path.write_bytes(content)
-    with pytest.raises(utils.UserError, match=f"{path} is damaged.*bytes from 1,024 on"):
+    with pytest.raises(messages.UserError, match=f"{path} is damaged.*bytes from 1,024 on"):
         open_corpus(folder, tmp_path)
     monkeypatch.setattr(dataset, "CHECK_AT_START", 0)
     corpus = open_corpus(folder, tmp_path)
-    with pytest.raises(utils.UserError, match=f"{path} is damaged.*bytes from 1,024 on"):
+    with pytest.raises(messages.UserError, match=f"{path} is damaged.*bytes from 1,024 on"):
         corpus.sequences(np.arange(corpus.n_sequences), seed=1)
 
 
@@ -220,7 +222,7 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(
             fs.pipe_file(there, broken)
         return make_evaluate(*args)
 
-    with monkeypatch.context() as patch, pytest.raises(utils.UserError) as e:
+    with monkeypatch.context() as patch, pytest.raises(messages.UserError) as e:
         patch.setattr(steps, "make_evaluate", lose)
         train(**flags)
     assert f"train/{name} is" in str(e.value) and str(e.value).count(". ") == 0, e.value
@@ -242,7 +244,7 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
     address, fs, proxy = bucket
     folder, proxy.most = write_corpus(tmp_path / "corpus"), 12
     for path in filter(Path.is_file, folder.rglob("*")):
-        utils.write_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
+        files.write_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
     flags = dict(data=address, cache_dir=tmp_path / "cache", training_steps=6)
     if address.startswith("gs"):  # Orbax writes no checkpoints to s3://
         flags["output_dir"] = "gs://bucket/runs"
@@ -253,7 +255,7 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
     fs.invalidate_cache()
     if address.startswith("gs"):
         for path in fs.find("bucket/runs/run"):
-            utils.write_file(f"{tmp_path}/{path.removeprefix('bucket/')}", fs.cat_file(path))
+            files.write_file(f"{tmp_path}/{path.removeprefix('bucket/')}", fs.cat_file(path))
     run, local = tmp_path / "runs" / "run", tmp_path / "runs" / "local"
     assert (
         metrics_of(run) == metrics_of(local)
@@ -263,7 +265,7 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
 
 
 def test_checkpoints_to_s3_are_refused(train):
-    with pytest.raises(utils.UserError, match="--output_dir s3://bucket/runs: Orbax"):
+    with pytest.raises(messages.UserError, match="--output_dir s3://bucket/runs: Orbax"):
         train(output_dir="s3://bucket/runs")
 
 
@@ -347,7 +349,7 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     proxy.most, local = 12, tmp_path / "bucket"
     train_small_tokenizer(tmp_path / "small.tiktoken")
     tokenize_tests(address, tmp_path / "small.tiktoken")
-    utils.write_file(f"{address}/text.txt", "def f():\n" * 20)
+    files.write_file(f"{address}/text.txt", "def f():\n" * 20)
     runs = f"{address.removesuffix('shards')}runs"
     flags = SMALL_GPT2 | dict(
         vocab_size=None, cache_dir=tmp_path / "cache", data=address, schedule="wsd", T=80

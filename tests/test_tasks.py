@@ -26,14 +26,14 @@ from test_cluster import free_port
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 from tokenizers import processors
 
-import utils
 from data import tokenization
+from runtime import messages
 from tools import common, evaluate, hf
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed; setup_tpu.sh eval")
 from lm_eval.tasks import TaskManager
 
-from tools import tasks
+from inference import tasks
 
 T = 48
 MODELS = {"gpt2": dict(SMALL_GPT2, blocks=2), "deepseek": dict(SMALL_DEEPSEEK, blocks=2)}
@@ -405,6 +405,6 @@ def test_mistakes_get_a_sentence(models, tasks_folder, core_folder, tmp_path, mo
         (dict(tasks=("local_written",), T=12), "local_written asks for 13", "--T 12"),
         (dict(output=str(tmp_path / "tasks")), "--output", "cannot be written"),
     ]:
-        with pytest.raises(utils.UserError) as e:
+        with pytest.raises(messages.UserError) as e:
             judged(models[0], tasks_folder, **options)
         assert all(part in str(e.value) for part in parts) and "\n" not in str(e.value), e.value

@@ -21,9 +21,11 @@ import presets
 import utils
 from data import tokenization
 from dataset import Corpus
+from inference import decoding, weights
+from inference.scores import mean
+from runtime import messages
 from tools import common, evaluate, hf, sample
-from tools.scores import mean
-from training import checkpointing, decoding, settings, steps, weights
+from training import checkpointing, settings, steps
 from training.optimizer import make_optimizer
 
 MESH = dict(n_device_axis=(2, 2, 2), n_devices=8)
@@ -214,7 +216,7 @@ def test_a_shard_is_measured_alone(run, shards, tmp_path):
     shutil.copy(folder / "000001.npy", alone)
     one, all_of_one = measured(run, data=(str(folder / "000001.npy"), str(alone)))["data"]
     assert one["tokens"] == 7000 // 32 * 32 and one | dict(data="") == all_of_one | dict(data="")
-    with pytest.raises(utils.UserError, match="--data .*000009.npy: there is no such file"):
+    with pytest.raises(messages.UserError, match="--data .*000009.npy: there is no such file"):
         measured(run, data=(str(folder / "000009.npy"),))
 
 
@@ -323,7 +325,7 @@ def test_a_tokenizer_is_known_by_its_tokens_whatever_file_holds_it(tmp_path, of_
     other = write_shards(tmp_path / "other", ranks_of_bytes(swap=[97]), of_shards)
     assert not check(model, same)
     with pytest.raises(
-        utils.UserError, match="--init_from x: the shards in .*other/train .*another"
+        messages.UserError, match="--init_from x: the shards in .*other/train .*another"
     ) as e:
         check(model, other)
     assert str(model / name) in str(e.value) and str(other / f"tokenizer{of_shards}") in str(
@@ -331,7 +333,7 @@ def test_a_tokenizer_is_known_by_its_tokens_whatever_file_holds_it(tmp_path, of_
     )
     (other / f"tokenizer{of_shards}").unlink()  # only the hash is left, of one kind of file
     if of_weights == of_shards == ".tiktoken":
-        with pytest.raises(utils.UserError, match="another tokenizer"):
+        with pytest.raises(messages.UserError, match="another tokenizer"):
             check(model, other)
     else:
         assert "nothing tells whether the tokenizer" in check(model, other)
@@ -349,7 +351,7 @@ def test_tokenizers_that_differ_in_merges_alone_are_others(tmp_path):
     tokenizer = json.loads(path.read_text())
     tokenizer["model"]["merges"] = [["b", "c"], ["a", "b"]]
     path.write_text(json.dumps(tokenizer))
-    with pytest.raises(utils.UserError, match="another tokenizer"):
+    with pytest.raises(messages.UserError, match="another tokenizer"):
         check(model, tmp_path / "same")
 
 
@@ -361,7 +363,7 @@ def test_a_tokenizer_is_the_same_by_name_and_as_a_file(tmp_path, named_tokenizer
     assert not check(model, write_shards(tmp_path / "same", gpt2, ".tiktoken"))
     assert not check(model, write_shards(tmp_path / "named", gpt2, ".tiktoken", "gpt2"))
     with pytest.raises(
-        utils.UserError, match=r"another tokenizer \(.*\) than the weights \(gpt2\)"
+        messages.UserError, match=r"another tokenizer \(.*\) than the weights \(gpt2\)"
     ):
         check(model, write_shards(tmp_path / "other", ranks_of_bytes(), ".json"))
 
@@ -376,7 +378,9 @@ def test_weights_are_refused_shards_of_another_tokenizer(tmp_path, capsys):
     shutil.copytree(same / "val", plain, ignore=lambda *_: ["manifest.json"])
     capsys.readouterr()
     for folder in (gpt2, tmp_path / "exported"):
-        with pytest.raises(utils.UserError, match="--data .*other: the shards .*another tokenizer"):
+        with pytest.raises(
+            messages.UserError, match="--data .*other: the shards .*another tokenizer"
+        ):
             measured([folder], data=(str(other),))
         (first, second) = measured([folder], data=(str(same), str(plain)), limit=3)["data"]
         assert first["loss"] == second["loss"]
@@ -392,7 +396,9 @@ def test_weights_are_refused_shards_of_another_tokenizer(tmp_path, capsys):
             n_devices=1,
             compilation_cache="",
         )
-        with pytest.raises(utils.UserError, match="--init_from .*: the shards .*another tokenizer"):
+        with pytest.raises(
+            messages.UserError, match="--init_from .*: the shards .*another tokenizer"
+        ):
             given = {"init_from", "data", "output_dir", "n_devices"}
             main.main(settings.Flags(cfg, frozenset(given)))
 
@@ -427,12 +433,12 @@ def test_mistakes_get_a_sentence(run, shards, tmp_path, byte_manifest):
         (dict(data=(str(shards),), stride=33), "--stride 33"),
         (dict(data=(str(shards),), n_device_axis=(3, 1, 1), n_devices=3), "--n_experts 8"),
     ]:
-        with pytest.raises(utils.UserError) as e:
+        with pytest.raises(messages.UserError) as e:
             measured(run, **options)
         assert all(part in str(e.value) for part in parts) and "\n" not in str(e.value), e.value
-    with pytest.raises(utils.UserError, match="nowhere: neither a run"):
+    with pytest.raises(messages.UserError, match="nowhere: neither a run"):
         sample.main(common.Sample(model="nowhere"))
-    with pytest.raises(utils.UserError, match="--stop"):
+    with pytest.raises(messages.UserError, match="--stop"):
         continued(run, stop=("",))
 
 
@@ -451,16 +457,16 @@ def test_gpt2_goes_no_further_than_its_positions_and_rotary_models_with_a_warnin
 ):
     gpt2 = make_run(tmp_path, **SMALL_GPT2)
     with pytest.raises(
-        utils.UserError, match="--max_tokens 20: a prompt's 18 tokens .* 32 positions"
+        messages.UserError, match="--max_tokens 20: a prompt's 18 tokens .* 32 positions"
     ):
         continued(gpt2, max_tokens=20)
-    with pytest.raises(utils.UserError, match="--max_tokens 20: .* more than the 16 of --T"):
+    with pytest.raises(messages.UserError, match="--max_tokens 20: .* more than the 16 of --T"):
         continued(gpt2, PROMPTS[:1], max_tokens=20, T=16)
     for program in (
         lambda: continued(gpt2, T=33),
         lambda: measured(gpt2, data=(str(shards),), T=33),
     ):
-        with pytest.raises(utils.UserError, match="--T 33: .* has learned 32 positions"):
+        with pytest.raises(messages.UserError, match="--T 33: .* has learned 32 positions"):
             program()
     assert continued(gpt2, PROMPTS, max_tokens=14)[2].done
     assert continued(gpt2, PROMPTS, max_tokens=None)[2].done, "the default refuses nothing"
@@ -488,7 +494,7 @@ def test_a_model_without_a_tokenizer_measures_shards_alone(run, shards, tmp_path
         lambda: measured([tmp_path], data=(str(ROOT / "README.md"),)),
         lambda: continued([tmp_path]),
     ):
-        with pytest.raises(utils.UserError, match="tokenizer"):
+        with pytest.raises(messages.UserError, match="tokenizer"):
             program()
 
 

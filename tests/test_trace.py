@@ -16,6 +16,7 @@ from test_resume import metrics_of
 
 import utils
 from planning import machines, plan
+from runtime import messages
 from tools import trace
 from training import profiling, settings
 
@@ -307,7 +308,7 @@ def test_a_step_that_is_cut_off_or_missing_is_left_out(written, monkeypatch):
     [device] = trace.events_of(on_tpu([100]), program).values()
     assert trace.steps_in(device, program, 1) == [(100, 150)]
     monkeypatch.setattr(trace, "devices_in", lambda *_: [device, []])
-    with pytest.raises(utils.UserError, match="holds no whole step"):
+    with pytest.raises(messages.UserError, match="holds no whole step"):
         trace.measure(written)
 
 
@@ -353,7 +354,7 @@ def test_a_mistake_gets_a_sentence(runs, tmp_path):
         (flipped, {}, "step.hlo.gz is damaged"),
         (no_text, {}, "step.hlo.gz is damaged"),
     ):
-        with pytest.raises(utils.UserError) as e:
+        with pytest.raises(messages.UserError) as e:
             trace.main(trace.Options(str(run), **flags))
         said = str(e.value)
         assert part in said and "\n" not in said and said.endswith("."), said
@@ -378,8 +379,8 @@ def test_a_damaged_about_json_is_one_sentence(edit):
     names = dict(platform="cpu", device_kind="cpu")
     about = dict(steps=[10, 11], written=1.5, processes=1, slices=1, flags=flags) | names
     trace.check_about(about, "runs/x")
-    with pytest.raises(utils.UserError, match="^runs/x.*about.json"):
+    with pytest.raises(messages.UserError, match="^runs/x.*about.json"):
         trace.check_about(about | edit, "runs/x")
-    with pytest.raises(utils.UserError, match="model_dimension is .1, 'x'.") as e:
+    with pytest.raises(messages.UserError, match="model_dimension is .1, 'x'.") as e:
         trace.check_about(about | dict(flags=flags | dict(model_dimension=[1, "x"])), "runs/x")
     assert "about.json" in str(e.value)

@@ -25,8 +25,10 @@ import presets
 import utils
 from architectures import architecture, deepseek
 from data import tokenization
+from inference import decoding, hugging_face, weights
+from runtime import messages
 from tools import common, hf, sample
-from training import decoding, hugging_face, steps, weights
+from training import steps
 
 torch = pytest.importorskip(
     "torch", reason="torch is not installed; pip install torch transformers"
@@ -475,7 +477,7 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
         )
         try:
             m = dataclasses.replace(utils.Model(), **deepseek.from_hugging_face(config))
-        except utils.UserError as e:
+        except messages.UserError as e:
             assert any(
                 key in str(e)
                 for key in ("type", "truncate", "beta", "factor", "mscale", "original")

@@ -31,9 +31,11 @@ from typing import NamedTuple
 import numpy as np
 
 import utils
+from runtime import chips, parser, platforms
+from runtime.files import check_place, to_json, write_file
+from runtime.messages import UserError
 from tools import common
-from training import chips, command_line, platforms, settings
-from utils import UserError
+from training import command_line, settings
 
 # --- One configuration, in a process of its own -----------------------------------------------------------------
 
@@ -288,9 +290,9 @@ class Options:
 
     vary: tuple[str, ...] = ()
     """A configuration each, by the flags that it has besides, such as remat=none "n_device_axis=2,2,2 n_devices=8"."""
-    rounds: int = utils.flag(10, least=1)
+    rounds: int = parser.flag(10, least=1)
     """Rounds of each configuration."""
-    steps: int = utils.flag(5, least=1)
+    steps: int = parser.flag(5, least=1)
     """Training steps of a round."""
     compare: bool = False
     """Beside each configuration, which must be a GPT-2 on one device, the same in torch (tools/torch_baseline.py)."""
@@ -354,7 +356,7 @@ def main(argv):
     """Print and return the rows of `measure`."""
     own, configurations = parse(argv)
     if own.json:
-        utils.check_place(own.json, "--json")
+        check_place(own.json, "--json")
     where = machine()
     rows = measure(configurations, own.rounds, own.steps)
     first = rows[0]
@@ -366,7 +368,7 @@ def main(argv):
     print("\n".join(common.markdown(list(COLUMNS), cells)))
     if own.json:
         content = where | dict(configurations=rows)
-        utils.write_file(own.json, utils.to_json(content, indent=1) + "\n")
+        write_file(own.json, to_json(content, indent=1) + "\n")
     return rows
 
 

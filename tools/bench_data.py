@@ -25,6 +25,8 @@ import utils
 from data import command_line, tokenization
 from data.sources.files import list_documents
 from data.sources.text import read_text
+from runtime import parser
+from runtime.messages import UserError
 from tools import common
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -58,7 +60,7 @@ def run(program, **flags):
     said, _ = process.communicate()
     if process.returncode:
         ended = f"data/{program} ended with status {process.returncode} ({said.strip()})"
-        raise utils.UserError(f"--source: {ended}.")
+        raise UserError(f"--source: {ended}.")
     return said, peak
 
 
@@ -106,9 +108,9 @@ def measure(args, folder):
 class Options(command_line.Source):
     """Measure data/tokenize_shards.py beside a bare loop of tiktoken, and its memory."""
 
-    mb: float = utils.flag(1000.0, least=1, most=10**6)
+    mb: float = parser.flag(1000.0, least=1, most=10**6)
     """Megabytes of text of the larger measure of memory; the smaller takes a tenth, speeds take three tenths."""
-    rounds: int = utils.flag(3, least=1)
+    rounds: int = parser.flag(3, least=1)
     """Times that each speed is measured."""
 
 

@@ -20,18 +20,20 @@ from types import SimpleNamespace
 from typing import Literal
 
 import utils
+from runtime import locks, messages, platforms
+from runtime.files import filesystem, read_json
+from runtime.messages import UserError, first_line, one_sentence
+from runtime.parser import flag
 from tools import common
-from training import locks, platforms
-from utils import UserError
 
 
 @dataclass(frozen=True)
 class Options:
     """List, verify or prune the checkpoints of a run."""
 
-    command: Literal["list", "verify", "prune"] = utils.flag(MISSING, positional=True)
+    command: Literal["list", "verify", "prune"] = flag(MISSING, positional=True)
     """list: a line each. verify: read each and compare it with what was saved. prune: delete what is not to keep."""
-    run_dir: str = utils.flag(MISSING, positional=True)
+    run_dir: str = flag(MISSING, positional=True)
     """A run directory, or its gs:// or s3:// address."""
     keep: int | None = None
     """Newest checkpoints to keep; None: as many as the run's keep_checkpoints."""
@@ -45,7 +47,7 @@ class Options:
 
 if __name__ == "__main__":
     platforms.choose_cpu()  # the accelerators may belong to the run
-    options_given = utils.one_sentence(
+    options_given = one_sentence(
         lambda: utils.read_flags(Options, sys.argv[1:], "tools/checkpoints.py")
     )
 
@@ -69,7 +71,7 @@ def about(checkpoints, step):
         known["date"] = checkpoints.manager.metadata(step).commit_timestamp_nsecs / 1e9
     except Exception:  # whatever a damaged file makes the libraries raise; `verify` says what
         pass
-    fs, there = utils.filesystem(folder)
+    fs, there = filesystem(folder)
     # `du` would look behind a link that leads nowhere
     size = sum(file["size"] for file in fs.find(there, detail=True).values())
     return known | {"size": size}
@@ -118,7 +120,7 @@ def cells(step, one, reasons):
     return [
         str(step),
         time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) if date else "?",
-        utils.size(one["size"]),
+        messages.size(one["size"]),
         "x".join(map(str, meta.get("mesh", ["?"]))),
         f"{meta['sequences']:,}" if meta else "?",
         "-" if loss is None else f"{loss:.4f}",
@@ -138,7 +140,7 @@ def complaint(checkpoints, step):
         meta = checkpoints.meta(step)
         checkpoints.val_loss(step)
     except Exception as e:  # whatever a damaged file makes the libraries raise
-        return utils.first_line(e)
+        return first_line(e)
     if not checkpointing.is_sound(meta):
         return "what stands beside its arrays is not what was saved"
     sums = [int(np.asarray(x).view(np.uint32).sum(dtype=np.uint32)) for x in jax.tree.leaves(state)]
@@ -164,7 +166,7 @@ def main(options):
 
 def look_at(options):
     """List, verify or prune."""
-    config = utils.read_json(options.run_dir, "config.json")
+    config = read_json(options.run_dir, "config.json")
     checkpoints = checkpointing.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
     steps = sorted(checkpoints.steps())
     if not steps:
@@ -179,7 +181,7 @@ def look_at(options):
         if reasons[step]:
             continue
         done = "would be deleted" if options.dry_run else "deleted"
-        print(f"{step}  {done}, {utils.size(every[step]['size'])}")
+        print(f"{step}  {done}, {messages.size(every[step]['size'])}")
         if not options.dry_run:
             checkpoints.manager.delete(step)
 

@@ -1,7 +1,5 @@
 """What the programs here share: their flags, opening a model, text of tokens."""
 
-import contextlib
-import multiprocessing
 import sys
 from dataclasses import MISSING, dataclass
 from typing import Literal
@@ -9,22 +7,26 @@ from typing import Literal
 import utils
 from architectures import architecture
 from data import tokenization
-from training import interrupts, platforms, settings
-from utils import UserError
+from runtime import platforms
+from runtime.files import read_json
+from runtime.messages import UserError, one_sentence
+from runtime.parser import MANY, Mesh, flag
+from runtime.program import run as run
+from training import settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
-    model: str = utils.flag(MISSING, positional=True)
+    model: str = flag(MISSING, positional=True)
     """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, or a local folder in the
     Hugging Face format."""
-    n_device_axis: utils.Mesh = utils.Run.n_device_axis
+    n_device_axis: Mesh = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
     n_devices: int = utils.Run.n_devices
     """Devices to use, as for main.py; 0: all that are present."""
-    T: int = utils.flag(0, least=0)
+    T: int = flag(0, least=0)
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
     trained with or, for one that was imported, was made for. Rotary models take more, GPT-2 has no positions then."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
@@ -64,16 +66,16 @@ class Evaluate(Options):
     the 22 tasks of DataComp-LM, whose data --include_path names."""
     include_path: tuple[str, ...] = ()
     """Folders of task files (.yaml) of your own, or with CORE's data."""
-    num_fewshot: int | None = utils.flag(None, least=0)
+    num_fewshot: int | None = flag(None, least=0)
     """Solved examples before a question of --tasks. None: as many as the task's file says."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
     """What stands before a question of --tasks: the end-of-text token, nothing, or (auto) what a tokenizer.json puts
     there, as lm_eval has it; where there is no context, the end-of-text or beginning-of-text token always does."""
-    limit: int = utils.flag(0, least=0)
+    limit: int = flag(0, least=0)
     """Sequences of T tokens, or questions, to take of each; 0: all."""
-    stride: int = utils.flag(0, least=0)
+    stride: int = flag(0, least=0)
     """Tokens of text from the beginning of one sequence to the next; those before are context. 0: T, no overlap."""
-    batch_size: int = utils.flag(8, least=1, most=utils.MANY)
+    batch_size: int = flag(8, least=1, most=MANY)
     """Sequences of a batch per device of dp and stage of pp."""
     text_column: str = "text"
     """Column of a record that holds its text."""
@@ -86,22 +88,9 @@ class Evaluate(Options):
 def begin(kind, program):
     """Options of the program that is run, of a subclass of `Options`, and the environment made ready for jax: before
     it is imported."""
-    options = utils.one_sentence(lambda: utils.read_flags(kind, sys.argv[1:], program))
+    options = one_sentence(lambda: utils.read_flags(kind, sys.argv[1:], program))
     platforms.set_xla_flags(options.n_devices)
     return options
-
-
-def run(program):
-    """Run `program()` and end the process: with status 0, 2 and a sentence after a UserError, 130 after Ctrl-C, or 141
-    without a word where the reader of its output has left, as head does."""
-    with contextlib.suppress(KeyboardInterrupt):
-        interrupts.as_usual()
-        utils.one_sentence(program)
-        sys.exit()
-    for child in multiprocessing.active_children():  # which may miss the signal while it imports
-        child.kill()
-    print("interrupted", file=sys.stderr)
-    sys.exit(130)
 
 
 def open_model(options, text):
@@ -115,7 +104,8 @@ def open_model(options, text):
 
     import model
     from architectures import parameters
-    from training import steps, weights
+    from inference import weights
+    from training import steps
 
     flags, load = weights.open_weights(options.model)
     encoding = open_tokenizer(options, flags, text)
@@ -198,7 +188,7 @@ def markdown(headings, rows):
 
 def check_T(options, flags):
     """Warn where --T is more than the model was made for. Raises UserError where it has not learned such positions."""
-    from training import weights
+    from inference import weights
 
     most = weights.positions(options.model, flags["T"])
     if options.T > most:
@@ -215,7 +205,7 @@ def before_prompt(options, encoding):
     """Token ids that `options.start` puts before every prompt."""
     if options.start == "nothing":
         return []
-    trained_here = "data_fingerprint" in utils.read_json(options.model, "config.json")
+    trained_here = "data_fingerprint" in read_json(options.model, "config.json")
     if (
         options.start == "auto"
         and not trained_here

@@ -26,9 +26,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import utils
+from runtime import parser, platforms
+from runtime.files import check_place, is_remote, read_json, to_json, write_file
+from runtime.messages import UserError, say
 from tools import common
-from training import command_line, platforms, settings
-from utils import UserError, say
+from training import command_line, settings
 
 ENVIRONMENT = dict(os.environ)  # of the runs: importing jax changes it
 from tools import curves
@@ -149,7 +151,7 @@ def check_definition(trial):
     """Raises UserError where the trial's directory holds a run of another definition, of which a step was made."""
     if not os.path.exists(os.path.join(trial.folder, "config.json")):
         return
-    kept = utils.read_json(trial.folder, "variation.json")
+    kept = read_json(trial.folder, "variation.json")
     now = trial.variation.definition()
     differ = [flag for flag in now if flag in kept and kept[flag] != now[flag]]
     if differ:
@@ -179,7 +181,7 @@ def run_to_end(command, log):
 def train(trial, log):
     """Train a trial to its end; whether it failed. Ends this program with a sentence where Ctrl-C ended the run."""
     definition = json.dumps(trial.variation.definition(), indent=1) + "\n"
-    utils.write_file(os.path.join(trial.folder, "variation.json"), definition)
+    write_file(os.path.join(trial.folder, "variation.json"), definition)
     with open(log, "a") as output:
         status, interrupted = run_to_end(trial.command(), output)
     if interrupted:
@@ -241,14 +243,14 @@ def compare_variations(own, variations):
     for trial in trials:
         check_definition(trial)
     path = os.path.join(own.output, "results.json")
-    utils.check_place(path, "--output")
+    check_place(path, "--output")
 
     def save():
         found = curves.results(finished_runs(trials), own.marks, own.target)
         if found:
-            utils.write_file(path, utils.to_json(found, indent=1) + "\n")
+            write_file(path, to_json(found, indent=1) + "\n")
             drawn = picture(curves.draw(found))
-            utils.write_file(os.path.join(own.output, "losses.png"), drawn)
+            write_file(os.path.join(own.output, "losses.png"), drawn)
         return found
 
     failed = train_all(trials, save)
@@ -270,7 +272,7 @@ def compare_runs(own):
     kinds = (".png", ".svg", ".pdf")
     if not own.output.endswith(kinds):
         raise UserError(f"--output {own.output}: must be a file that ends in {', '.join(kinds)}.")
-    utils.check_place(own.output, "--output")
+    check_place(own.output, "--output")
     names = [os.path.basename(folder.rstrip("/")) for folder in own.runs]
     if len(set(names)) < len(names):
         names = own.runs
@@ -278,7 +280,7 @@ def compare_runs(own):
     found = curves.results(groups, own.marks, own.target)
     print("\n".join(curves.table(found)))
     kind = os.path.splitext(own.output)[1][1:]
-    utils.write_file(own.output, picture(curves.draw(found), kind))
+    write_file(own.output, picture(curves.draw(found), kind))
     print(f"\nthe losses are drawn in {own.output}")
     return found
 
@@ -287,12 +289,12 @@ def compare_runs(own):
 class Options:
     """Compare the losses of runs, or train variations of a configuration and compare theirs."""
 
-    runs: tuple[str, ...] = utils.flag((), positional=True)
+    runs: tuple[str, ...] = parser.flag((), positional=True)
     """Run directories, or their gs:// or s3:// addresses; none with --variation."""
     variation: tuple[str, ...] = ()
     """A variation to train, "NAME: FLAGS": its name and the flags of main.py that it has besides; once for each, the
     one that the others are compared with first."""
-    seeds: int = utils.flag(3, least=1)
+    seeds: int = parser.flag(3, least=1)
     """Seeds of each variation: 0, 1, ..."""
     output: str = ""
     """Picture to write, .png, .svg or .pdf; empty: compare.png. With --variation the folder of the runs and results;
@@ -314,7 +316,7 @@ def parse(argv):
     if own.runs:
         return replace(own, output=own.output or "compare.png"), []
     own = replace(own, output=own.output or "runs/ablation")
-    if utils.is_remote(own.output):
+    if is_remote(own.output):
         raise UserError(f"--output {own.output}: must be a local folder, which holds the logs.")
     variations = [parse_variation(text, flags) for text in own.variation]
     check_comparable(variations)

@@ -12,9 +12,10 @@ import numpy as np
 
 import model
 import utils
+from runtime.files import read_file
+from runtime.messages import UserError
 from tools import common
 from training import runlog, settings, steps
-from utils import UserError
 
 # --- Numbers ----------------------------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ def read_curve(folder):
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
     settings.check_stored(config, folder, settings.NEEDED_TO_RESUME)
     cfg = common.stored_config(config)
-    rows = runlog.rows_in(utils.read_file(os.path.join(folder, "metrics.jsonl")) or b"")
+    rows = runlog.rows_in(read_file(os.path.join(folder, "metrics.jsonl")) or b"")
     evaluated = [i for i, row in enumerate(rows) if "loss/val_loss" in row]
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")

@@ -21,8 +21,9 @@ from importlib.metadata import version
 
 import utils
 from data import tokenization
+from runtime.files import check_place, is_remote, read_file, to_json, write_file
+from runtime.messages import UserError
 from tools import common
-from utils import UserError
 
 if __name__ == "__main__":
     options_given = common.begin(common.Evaluate, "tools/evaluate.py")
@@ -37,8 +38,8 @@ from data.sources.kinds import kind_of, open_source
 from data.sources.text import decode, read_text
 from data.storage import list_shards
 from dataset import Corpus
-from tools.scores import Piece, make_scorer, mean
-from training import weights
+from inference import weights
+from inference.scores import Piece, make_scorer, mean
 
 # --- Shards and text --------------------------------------------------------------------------------------------
 
@@ -48,7 +49,7 @@ def open_shards(options, cfg, path):
     shards were made with another tokenizer than the model's."""
     one = os.path.basename(path) if path.endswith(".npy") else None
     for folder in [os.path.dirname(path)] if one else [path, os.path.join(path, "val")]:
-        folder = folder.rstrip("/") if utils.is_remote(folder) else os.path.abspath(folder)
+        folder = folder.rstrip("/") if is_remote(folder) else os.path.abspath(folder)
         there = list_shards(folder)
         if one in there or there and not one:
             root, name = os.path.split(folder)
@@ -64,8 +65,8 @@ def open_shards(options, cfg, path):
 
 def texts(path, column):
     """The documents of a text file, or of a folder or a glob of files or records. Raises UserError."""
-    remote = utils.is_remote(path)
-    if remote and not kind_of(path) and (content := utils.read_file(path)) is not None:
+    remote = is_remote(path)
+    if remote and not kind_of(path) and (content := read_file(path)) is not None:
         yield decode(content).text
     elif remote or os.path.exists(path) or glob.glob(path, recursive=True):
         source = Source(source=path, text_column=column)
@@ -189,7 +190,7 @@ def cell(value, error):
 
 def judge(options, cfg, mesh, params, encoding):
     """lm_eval's results of --tasks, with the versions of what made them."""
-    from tools import tasks  # here: it takes lm_eval seconds to be imported
+    from inference import tasks  # here: it takes lm_eval seconds to be imported
 
     T = options.T or cfg.model.T
     before = tasks.before_context(options.start, encoding)
@@ -206,8 +207,8 @@ def main(options):
     """Print and return the results, {"data": [dicts of `evaluate`], "tasks": what `judge` says, if it was asked}."""
     if not options.data and not options.tasks:
         raise UserError("--data, --tasks: give at least one of them.")
-    if options.output and not utils.is_remote(options.output):
-        utils.check_place(options.output, "--output")
+    if options.output and not is_remote(options.output):
+        check_place(options.output, "--output")
     cfg, mesh, params, encoding = common.open_model(options, bool(options.tasks))
     score = functools.partial(make_scorer(cfg, mesh, options.batch_size), params)
     try:
@@ -219,9 +220,9 @@ def main(options):
         raise UserError(said) from None
     if options.tasks:
         results["tasks"] = judge(options, cfg, mesh, params, encoding)
-    as_json = utils.to_json(results, default=str)
+    as_json = to_json(results, default=str)
     if options.output:
-        utils.write_file(options.output, as_json + "\n")
+        write_file(options.output, as_json + "\n")
     if options.json:
         print(as_json)
         return results

@@ -24,9 +24,11 @@ from typing import Literal
 
 import utils
 from data import tokenization
+from runtime import platforms
+from runtime.files import PART, is_remote, part_of, read_json, write_file
+from runtime.messages import UserError, say
+from runtime.parser import flag
 from tools import common
-from training import platforms
-from utils import UserError, say
 
 if __name__ == "__main__":
     platforms.set_xla_flags(0)
@@ -40,7 +42,9 @@ from tokenizers import pre_tokenizers
 
 import model
 from architectures import parameters
-from training import checkpointing, hugging_face, locks, settings, steps, weights
+from inference import hugging_face, weights
+from runtime import locks
+from training import checkpointing, settings, steps
 
 SHARD_BYTES = 5 * 10**9  # most in one file
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # to store in, by safetensors' name
@@ -59,7 +63,7 @@ def import_folder(folder, run_dir):
         raise UserError(
             f"{folder}: there is no config.json; a folder in the Hugging Face format holds one."
         )
-    flags = hugging_face.model_flags(utils.read_json(folder, "config.json"), folder)
+    flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
     params = hugging_face.load(folder, steps.abstract_params(cfg, steps.make_mesh(cfg)))
@@ -71,7 +75,7 @@ def import_folder(folder, run_dir):
         else:
             say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
         save_weights(part, params, run_dir)
-        utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=1) + "\n")
+        write_file(os.path.join(part, "config.json"), json.dumps(config, indent=1) + "\n")
     say(
         f"{run_dir}: {steps.count_in_words(cfg)}; begin a run from them with main.py --init_from {run_dir}"
     )
@@ -104,10 +108,10 @@ def save_weights(folder, params, run_dir):
 def appearing(folder):
     """A new folder beside `folder` to write into. It is renamed to `folder` when all is written, and removed where that
     fails. Raises UserError where it cannot be written."""
-    part = utils.part_of(os.path.normpath(folder))
+    part = part_of(os.path.normpath(folder))
     try:
-        for left in glob.glob(f"{glob.escape(utils.PART.sub('', part))}.*.part"):
-            if utils.PART.search(left) and lock_folder(left):  # of a process that was killed
+        for left in glob.glob(f"{glob.escape(PART.sub('', part))}.*.part"):
+            if PART.search(left) and lock_folder(left):  # of a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
         os.makedirs(part)
         lock_folder(part)
@@ -143,7 +147,7 @@ def export(run_dir, folder, dtype="float32"):
     with appearing(folder) as part:
         step = write_newest(part, run_dir, cfg, dtype)
         config |= dict(torch_dtype=dtype) | export_tokenizer(part, run_dir, cfg.model)
-        utils.write_file(os.path.join(part, "config.json"), json.dumps(config, indent=2) + "\n")
+        write_file(os.path.join(part, "config.json"), json.dumps(config, indent=2) + "\n")
     say(f"{folder}: {steps.count_in_words(cfg)}; of step {step}, as {config['architectures'][0]}")
 
 
@@ -183,7 +187,7 @@ class StoredParams:
         cache = {"cache_pool": {"total_bytes_limit": 3 * checkpointing.CHUNK}}
         context = tensorstore.Context(cache)
         folder = str(checkpoints.folder / str(step))
-        base = f"{'' if utils.is_remote(folder) else 'file://'}{folder}/state/"
+        base = f"{'' if is_remote(folder) else 'file://'}{folder}/state/"
         paths = jax.tree_util.tree_flatten_with_path(table, is_leaf=parameters.is_param)[0]
         self.leaves = {}  # {path of a leaf: its TensorStore}
         self.saved_sums = {}  # {path: fingerprint when it was saved}
@@ -262,7 +266,7 @@ def write_index(folder, files, dtype):
             total += size_of(t, dtype)
             where[t.name] = name
     index = dict(metadata=dict(total_size=total), weight_map=where)
-    utils.write_file(os.path.join(folder, hugging_face.INDEX), json.dumps(index, indent=1))
+    write_file(os.path.join(folder, hugging_face.INDEX), json.dumps(index, indent=1))
 
 
 def write_safetensors(path, tensors, stored, dtype):
@@ -306,7 +310,7 @@ def export_tokenizer(folder, run_dir, m):
             model_max_length=m.T,
             clean_up_tokenization_spaces=False,
         )
-        utils.write_file(
+        write_file(
             os.path.join(folder, "tokenizer_config.json"), json.dumps(about, indent=1) + "\n"
         )
     return dict(bos_token_id=encoding.eot_token, eos_token_id=encoding.eot_token)
@@ -371,11 +375,11 @@ def special_tokens(encoding):
 class Options:
     """A run's weights to and from a folder that Hugging Face's transformers loads."""
 
-    command: Literal["export", "import"] = utils.flag(MISSING, positional=True)
+    command: Literal["export", "import"] = flag(MISSING, positional=True)
     """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone."""
-    source: str = utils.flag(MISSING, positional=True)
+    source: str = flag(MISSING, positional=True)
     """The run directory, or the folder to import."""
-    target: str = utils.flag(MISSING, positional=True)
+    target: str = flag(MISSING, positional=True)
     """The folder or run directory to write."""
     dtype: Literal[*DTYPES] = "float32"
     """Type to store an export in; bfloat16 rounds."""
@@ -385,7 +389,7 @@ def run(argv):
     options = utils.read_flags(Options, argv, "tools/hf.py")
     both = [options.target, options.source]
     for path in both[:1] if options.command == "export" else both:
-        if utils.is_remote(path):
+        if is_remote(path):
             raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
     steps.quiet_libraries()
     if options.command == "export":

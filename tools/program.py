@@ -5,4 +5,4 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
-from training.interrupts import begin as begin
+from runtime.interrupts import begin as begin

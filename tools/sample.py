@@ -21,8 +21,8 @@ from collections import deque
 
 import utils
 from data.tokenization import text_of
+from runtime.messages import UserError
 from tools import common
-from utils import UserError
 
 if __name__ == "__main__":
     options_given = common.begin(common.Sample, "tools/sample.py")
@@ -35,8 +35,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from architectures import architecture
-from training import decoding
-from training.weights import positions
+from inference import decoding
+from inference.weights import positions
 
 CHUNK = (
     8  # tokens that the devices draw for a row before the host looks at them: few looks cost little

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from training import platforms
-from utils import UserError
+from runtime import platforms
+from runtime.messages import UserError
 
 
 class Layer(nn.Module):

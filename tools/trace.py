@@ -23,36 +23,38 @@ from dataclasses import MISSING, dataclass
 from typing import NamedTuple
 
 import utils
+from runtime import platforms
+from runtime.files import filesystem, persist, read_file, read_json
+from runtime.messages import UserError, first_line, one_sentence
+from runtime.parser import flag
 from tools import common
-from training import platforms, settings
-from utils import UserError
+from training import settings
 
 
 @dataclass(frozen=True)
 class Options:
     """Say where the time of a step went, of a trace that --profile wrote."""
 
-    run: str = utils.flag(MISSING, positional=True)
+    run: str = flag(MISSING, positional=True)
     """A run directory, or its gs:// or s3:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
     plan: str = ""
     """Machine to plan for, as --plan of main.py takes it; empty: the devices of the trace, as far as they are known."""
-    top: int = utils.flag(10, least=0)
+    top: int = flag(10, least=0)
     """Costliest operations to list."""
 
 
 if __name__ == "__main__":
     platforms.choose_cpu()  # the accelerators may belong to a run
-    options_given = utils.one_sentence(
-        lambda: utils.read_flags(Options, sys.argv[1:], "tools/trace.py")
-    )
+    options_given = one_sentence(lambda: utils.read_flags(Options, sys.argv[1:], "tools/trace.py"))
 
 from jax.profiler import ProfileData
 
 import collectives
 from planning import costs, hlo, machines, plan
-from training import chips, profiling
+from runtime import chips
+from training import profiling
 
 PRODUCTS = "matrix products"  # as plan.Answer calls this part
 REST, IDLE = "rest", "idle"
@@ -85,19 +87,19 @@ def open_trace(run, name=""):
     found = {}
     for one in [name] if name else known:
         folder = os.path.join(run, profiling.FOLDER, one)
-        if about := utils.read_json(folder, "about.json"):
+        if about := read_json(folder, "about.json"):
             check_about(about, folder)
             found[folder] = about
     if not found:
-        if not utils.read_json(run, "config.json"):
+        if not read_json(run, "config.json"):
             raise UserError(f"{run}: is no run directory, which holds a config.json of main.py.")
         advice = "train with --profile FIRST:LAST, such as 20:22, to make one"
         raise UserError(f"{run}: holds no whole trace; {advice}.")
     folder = max(found, key=lambda folder: found[folder]["written"])
     try:
-        text = gzip.decompress(utils.read_file(os.path.join(folder, "step.hlo.gz")) or b"").decode()
+        text = gzip.decompress(read_file(os.path.join(folder, "step.hlo.gz")) or b"").decode()
     except (OSError, EOFError, ValueError, zlib.error) as e:
-        reason = utils.first_line(e)
+        reason = first_line(e)
         raise UserError(f"{folder}: step.hlo.gz is damaged ({reason}); copy it anew.") from None
     if not text:
         raise UserError(f"{folder}: lacks step.hlo.gz; copy all files of a trace.")
@@ -185,16 +187,16 @@ def is_product_op(op):
 def devices_in(trace, program):
     """[[(begin, end, name of an operation of the step)] of a device], in ns, of all processes that wrote. Raises
     UserError where a file is damaged."""
-    fs, there = utils.filesystem(trace.folder)
+    fs, there = filesystem(trace.folder)
     found = []
-    for path in sorted(utils.persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)):
-        content = utils.read_file(os.path.join(trace.folder, os.path.basename(path)))
+    for path in sorted(persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)):
+        content = read_file(os.path.join(trace.folder, os.path.basename(path)))
         if content is None:
             raise UserError(f"{path}: is a link to nowhere; copy the file.")
         try:
             data = ProfileData.from_serialized_xspace(content)
         except RuntimeError as e:
-            reason = utils.first_line(e)
+            reason = first_line(e)
             raise UserError(f"{path}: is no trace ({reason}); --trace names another.") from None
         found += events_of(data, program).values()
     return found

@@ -6,7 +6,7 @@ The train step itself skips a bad step: it leaves the parameters and the optimiz
 import math
 from typing import NamedTuple
 
-from utils import UserError, say
+from runtime.messages import UserError, say
 
 MAX_ROLLBACKS = 3  # a run that needs more is not helped by them
 

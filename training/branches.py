@@ -8,9 +8,11 @@ jax in here.
 import os
 
 import utils
+from runtime.files import read_json
+from runtime.messages import UserError
 from training import settings
 from training.settings import SCHEDULE
-from utils import UserError, replace
+from utils import replace
 
 # Flags that a branch has values of its own of, whatever its trunk has.
 OWN = {
@@ -144,7 +146,7 @@ def open_trunk(folder, step):
             f"more)."
         )
     # its schedule may have been another since
-    meta = utils.read_json(folder, "checkpoints", str(step), "meta", "metadata")
+    meta = read_json(folder, "checkpoints", str(step), "meta", "metadata")
     then = meta.get("config") or {}
     stored |= {flag: then[flag] for flag in SCHEDULE if flag in then}
     if stored["schedule"] != "wsd":

@@ -23,9 +23,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax import lax
 
-import utils
-from training.processes import all_of
-from utils import UserError, first_line, say
+from runtime import messages
+from runtime.files import filesystem, is_remote, persist, read_file, read_json
+from runtime.messages import UserError, first_line, say
+from runtime.processes import all_of
 
 
 @jax.jit
@@ -181,11 +182,11 @@ READING = Advice("restore the run's config.json", "take another run")
 
 def copy_to(local, address):
     """Copy a remote folder, if it is there, into a local one; returns the path of the copy."""
-    fs, there = utils.filesystem(address)
+    fs, there = filesystem(address)
     path = os.path.join(local, "checkpoints")
     os.makedirs(path)
     with contextlib.suppress(FileNotFoundError):
-        utils.persist(lambda: fs.get(f"{there}/", f"{path}/", recursive=True), address)
+        persist(lambda: fs.get(f"{there}/", f"{path}/", recursive=True), address)
     return path
 
 
@@ -199,10 +200,10 @@ class Checkpoints:
     def __init__(self, folder, keep=None, every=0, best=False, explain=None):
         asyncio.set_event_loop_policy(QuietLoops())
         self.explain = explain
-        if utils.is_remote(folder) and not folder.startswith("gs://"):  # which Orbax cannot read
+        if is_remote(folder) and not folder.startswith("gs://"):  # which Orbax cannot read
             self.copy = tempfile.TemporaryDirectory()  # removed with this object
             folder = copy_to(self.copy.name, folder)
-        self.folder = epath.Path(folder if utils.is_remote(folder) else os.path.abspath(folder))
+        self.folder = epath.Path(folder if is_remote(folder) else os.path.abspath(folder))
         writes = keep is not None
         if writes:
             self._remove_torn_losses()
@@ -216,7 +217,7 @@ class Checkpoints:
 
     def val_loss(self, step):
         """The validation loss that is kept with a checkpoint, or None. Raises ValueError where that is damaged."""
-        content = utils.read_file(str(self.folder / str(step) / "metrics" / "metrics"))
+        content = read_file(str(self.folder / str(step) / "metrics" / "metrics"))
         if content is None:
             return None
         kept = json.loads(content)
@@ -263,14 +264,14 @@ class Checkpoints:
         """Whether the disks of all processes have room for the state; a warning is printed where one has not."""
         size = sum(x.nbytes for x in jax.tree.leaves(state))
         free = math.inf
-        if not utils.is_remote(str(self.folder)):
+        if not is_remote(str(self.folder)):
             os.makedirs(self.folder, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
         if all_of(size < free):
             return True
         say(
-            f"warning: checkpoint {step} is not written: it may need {utils.size(size)} and {self.folder} has "
-            f"{utils.size(free)} free; the older ones stay, and the next save tries again"
+            f"warning: checkpoint {step} is not written: it may need {messages.size(size)} and {self.folder} has "
+            f"{messages.size(free)} free; the older ones stay, and the next save tries again"
         )
         return False
 
@@ -433,7 +434,7 @@ class Checkpoints:
         differs = first_misfit(there, shapes)
         if differs and self.explain:
             with contextlib.suppress(ValueError, UserError):
-                meta = utils.read_json(str(self.folder), str(step), "meta", "metadata")
+                meta = read_json(str(self.folder), str(step), "meta", "metadata")
                 differs = self.explain(meta.get("config")) or differs
         return differs
 

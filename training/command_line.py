@@ -7,21 +7,12 @@ import sys
 import utils
 from data.tokenization import load_tokenizer
 from presets import PRESETS, preset
+from runtime.files import object_in
+from runtime.messages import UserError, nearest, one_sentence
+from runtime.parser import Words, value_of
 from training import branches
 from training.settings import Flags, check_run, settle
-from utils import (
-    RENAMED,
-    Config,
-    Plan,
-    Run,
-    UserError,
-    Words,
-    check_bounds,
-    nearest,
-    one_sentence,
-    replace,
-    value_of,
-)
+from utils import RENAMED, Config, Plan, Run, check_bounds, replace
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
@@ -63,7 +54,7 @@ def flags_of_file(beside, elsewhere):
     path = beside.get("config")
     if not path or elsewhere:
         return {}
-    content = utils.object_in(path)
+    content = object_in(path)
     if content is None:
         raise UserError(
             f"--config {path}: there is no such file; give one such as runs/tiny/config.json."

@@ -4,8 +4,8 @@ import importlib.util
 import io
 import time
 
-import utils
-from utils import UserError
+from runtime.files import filesystem, is_remote, persist, write_file
+from runtime.messages import UserError
 
 # TensorBoard reads all files whose names begin so, in their order.
 BEGINNING = "events.out.tfevents."
@@ -36,11 +36,11 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.close()
-        fs, there = utils.filesystem(self.folder)
-        if utils.persist(lambda: fs.glob(f"{there}/{BEGINNING}*"), self.folder):
+        fs, there = filesystem(self.folder)
+        if persist(lambda: fs.glob(f"{there}/{BEGINNING}*"), self.folder):
             rows = rows[-1:]
         self.path = f"{self.folder}/{BEGINNING}{time.time_ns()}"
-        self.file = io.BytesIO() if utils.is_remote(self.folder) else open(self.path, "wb")
+        self.file = io.BytesIO() if is_remote(self.folder) else open(self.path, "wb")
         self.records = RecordWriter(self.file)
         self.write(Event(file_version="brain.Event:2"))
         start = SessionLog(status=SessionLog.START)
@@ -63,8 +63,8 @@ class EventFile:
 
     def upload(self):
         """Write all rows so far, to a bucket."""
-        if utils.is_remote(self.folder):
-            utils.write_file(self.path, self.file.getvalue())
+        if is_remote(self.folder):
+            write_file(self.path, self.file.getvalue())
 
     def close(self):
         if self.file:

@@ -12,17 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 import utils
+from runtime.files import filesystem, persist, write_file
+from runtime.messages import first_line, say
+from runtime.processes import together
 from training import settings
-from training.processes import together
-from utils import say
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
 
 
 def traces_of(folder):
     """Names of the traces of a run directory."""
-    fs, there = utils.filesystem(os.path.join(folder, FOLDER))
-    found = utils.persist(lambda: fs.glob(f"{there}/*/*"), folder)
+    fs, there = filesystem(os.path.join(folder, FOLDER))
+    found = persist(lambda: fs.glob(f"{there}/*/*"), folder)
     return sorted({path.split("/")[-2] for path in found})
 
 
@@ -105,13 +106,13 @@ class Profile:
         for pattern, ending in kept.items():
             [path] = glob.glob(f"{local}/**/{pattern}", recursive=True)
             with open(path, "rb") as f:
-                utils.write_file(os.path.join(self.folder, f"process-{process}.{ending}"), f.read())
+                write_file(os.path.join(self.folder, f"process-{process}.{ending}"), f.read())
         if process:
             return
         program = gzip.compress(self.train_step.as_text().encode())
-        utils.write_file(os.path.join(self.folder, "step.hlo.gz"), program)
+        write_file(os.path.join(self.folder, "step.hlo.gz"), program)
         about = json.dumps(self.about(done), indent=1) + "\n"
-        utils.write_file(os.path.join(self.folder, "about.json"), about)  # last: all else is there
+        write_file(os.path.join(self.folder, "about.json"), about)  # last: all else is there
         say(
             f"profile: steps {self.began} to {done} in {self.folder}; python tools/trace.py reads it"
         )
@@ -131,5 +132,5 @@ class Profile:
 
 def warn(error):
     """Print that there will be no trace."""
-    reason = utils.first_line(error)
+    reason = first_line(error)
     print(f"warning: --profile: no trace is written: {reason}", file=sys.stderr, flush=True)

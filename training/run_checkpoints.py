@@ -9,9 +9,9 @@ import optax
 import orbax.checkpoint as ocp
 
 import utils
-from training import settings, steps, weights
+from runtime.messages import say
+from training import settings, steps
 from training.checkpointing import Checkpoints
-from utils import say
 
 
 class RunCheckpoints:
@@ -38,7 +38,7 @@ class RunCheckpoints:
             cfg.run.keep_checkpoints,
             cfg.run.keep_every,
             cfg.run.keep_best,
-            functools.partial(weights.other_flags, self.cfg),
+            functools.partial(settings.other_flags, self.cfg),
         )
 
     def restore_or_begin(self):

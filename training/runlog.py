@@ -19,8 +19,11 @@ import numpy as np
 from tqdm import tqdm
 
 import model
-from training import chips, events
-from utils import UserError, flatten, is_remote, read_file, say, to_json, write_file
+from runtime import chips
+from runtime.files import is_remote, read_file, to_json, write_file
+from runtime.messages import UserError, say
+from training import events
+from utils import flatten
 
 
 def duration(seconds):

@@ -10,8 +10,11 @@ import numpy as np
 
 import architectures
 import utils
-from training import platforms
-from utils import Config, UserError, flags_with, flatten, replace, say
+from runtime import platforms
+from runtime.files import filesystem, is_remote, persist, read_json
+from runtime.messages import UserError, nearest, say
+from runtime.parser import MOST
+from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
@@ -332,7 +335,7 @@ def keep_global_batch(flags, stored):
 def check_run(flags):
     """Raises UserError where a flag was given that the run in a local folder, if there is one, cannot go on with."""
     cfg, given = flags
-    stored = {} if utils.is_remote(cfg.run.folder) else run_config(cfg.run.folder)
+    stored = {} if is_remote(cfg.run.folder) else run_config(cfg.run.folder)
     now = as_json(flatten(cfg))
     for flag in sorted(given & set(now) & set(stored) - flags_with("free_on_resume")):
         if now[flag] != stored[flag]:
@@ -354,9 +357,21 @@ def to_resume(cfg, fingerprint):
     return {name: now[name] for name in now if name in wanted} | dict(data_fingerprint=fingerprint)
 
 
+def other_flags(cfg, kept):
+    """In words: the flags in which the model of a checkpoint differs from that of `cfg`. kept: {flag: value} that was
+    saved with the checkpoint, or None."""
+    free = free_of_weights(cfg.model.architecture)
+    kept = kept or {}
+    words = []
+    for flag, value in vars(cfg.model).items():
+        if flag not in free and kept.get(flag, value) != value:
+            words.append(f"--{flag} was {kept[flag]} and is now {value}")
+    return ", ".join(words)
+
+
 def run_config(folder):
     """{flag: value} of config.json in a run directory, {} where there is none."""
-    return utils.read_json(folder, "config.json")
+    return read_json(folder, "config.json")
 
 
 def stored_config(folder):
@@ -366,7 +381,7 @@ def stored_config(folder):
         return stored
     for step in sorted(stored_steps(folder), key=int, reverse=True):
         with contextlib.suppress(ValueError, AttributeError, UserError):  # a damaged one
-            meta = utils.read_json(folder, "checkpoints", step, "meta", "metadata")
+            meta = read_json(folder, "checkpoints", step, "meta", "metadata")
             if stored := meta.get("config"):
                 return stored
     return {}
@@ -374,9 +389,9 @@ def stored_config(folder):
 
 def stored_steps(folder):
     """Names of the checkpoints of a run directory, which are their steps."""
-    fs, there = utils.filesystem(os.path.join(folder, "checkpoints"))
+    fs, there = filesystem(os.path.join(folder, "checkpoints"))
     try:
-        paths = utils.persist(lambda: fs.ls(there, detail=False), folder)
+        paths = persist(lambda: fs.ls(there, detail=False), folder)
     except FileNotFoundError:
         return []
     names = [os.path.basename(path.rstrip("/")) for path in paths]
@@ -531,7 +546,7 @@ def check_multiples(cfg):
 
 def check_tokens(cfg):
     """Raises UserError where a step or a validation batch has more tokens than can be numbered."""
-    d, dp, most = cfg.data, cfg.run.n_device_axis[0], utils.MOST[int] // cfg.model.T
+    d, dp, most = cfg.data, cfg.run.n_device_axis[0], MOST[int] // cfg.model.T
     sequences = dict(
         train_batch_size=d.train_batch_size * dp * cfg.run.accumulation_steps,
         val_batch_size=d.val_batch_size * dp,
@@ -573,7 +588,7 @@ def check_attention(cfg):
         return
     kernels = attention.ATTENTION
     if name not in kernels:
-        near, known = utils.nearest(name, kernels), ", ".join(["auto", *kernels])
+        near, known = nearest(name, kernels), ", ".join(["auto", *kernels])
         raise UserError(f"--attention {name}: no such kernel{near}; there are {known}.")
     kernel, channels = kernels[name], attention.channels(cfg.model)
     if T % kernel.multiple:
@@ -656,7 +671,7 @@ def tell_schedule(cfg):
 def check_names(cfg):
     """Raises UserError where no run directory can have the name, or stand in the place, that was given."""
     r = cfg.run
-    if utils.is_remote(r.output_dir) and not r.output_dir.startswith("gs://"):
+    if is_remote(r.output_dir) and not r.output_dir.startswith("gs://"):
         raise UserError(
             f"--output_dir {r.output_dir}: Orbax writes checkpoints to a local folder or gs:// only."
         )

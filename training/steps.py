@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 import collectives
 import model
-import utils
 from architectures import parameters
 from dataset import Prefetch, put_batch
-from training.processes import together
-from utils import UserError, say
+from runtime.files import check_place, is_remote
+from runtime.messages import UserError, say
+from runtime.processes import together
 
 
 class TrainState(NamedTuple):
@@ -267,8 +267,8 @@ def configure_jax(cfg):
     cache = os.path.expanduser(cfg.run.compilation_cache)
     if cache:
         try:
-            if not utils.is_remote(cache):
-                utils.check_place(os.path.join(cache, "entry"), "--compilation_cache")
+            if not is_remote(cache):
+                check_place(os.path.join(cache, "entry"), "--compilation_cache")
             jax.config.update("jax_compilation_cache_dir", cache)
         except UserError as e:  # one warning; jax would give one for every program that it compiles
             print(f"warning: {e}", file=sys.stderr, flush=True)

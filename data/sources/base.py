@@ -13,7 +13,8 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from data.sources.text import DAMAGE, check_length
-from utils import UserError, first_line, is_remote, persist
+from runtime.files import is_remote, persist
+from runtime.messages import UserError, first_line
 
 SHOWN = 3  # warnings of one kind that are printed; the rest are counted
 

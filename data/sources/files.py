@@ -15,7 +15,7 @@ from data.sources.base import (
     warn_of_left_out,
 )
 from data.sources.text import read_text
-from utils import UserError
+from runtime.messages import UserError
 
 PART = 1_000_000  # bytes of a part of a text file that is too long for one document
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}

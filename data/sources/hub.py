@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from data.sources.base import Source, record, text_in
 from data.sources.parquet import Tables
-from utils import UserError, filesystem, first_line
+from runtime.files import filesystem
+from runtime.messages import UserError, first_line
 
 
 class Rows(Source):

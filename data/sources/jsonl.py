@@ -6,7 +6,7 @@ import json
 
 from data.sources.base import Entry, Records, text_in, warn
 from data.sources.text import check_length, decompressed, lines, wide_encoding
-from utils import UserError
+from runtime.messages import UserError
 
 
 class Lines(Records):

@@ -10,7 +10,8 @@ from data.sources.files import Files, check_is_text, documents_of, list_document
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
-from utils import UserError, filesystem, first_line, is_remote, persist
+from runtime.files import filesystem, is_remote, persist
+from runtime.messages import UserError, first_line
 
 # The kinds of files that hold records, each a subclass of base.Records in a file of its own.
 KINDS = (Lines, Tables)

@@ -8,7 +8,7 @@ import pyarrow.parquet
 from data.sources import text
 from data.sources.base import Entry, Records
 from data.sources.text import DAMAGE, check_length
-from utils import UserError
+from runtime.messages import UserError
 
 # Arrow's types of a column that holds text
 TEXT_TYPES = ("string", "large_string", "string_view", "null")

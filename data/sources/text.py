@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pyarrow
 
-from utils import UserError, first_line
+from runtime.messages import UserError, first_line
 
 # what reading a damaged file raises
 DAMAGE = (OSError, EOFError, UnicodeError, pyarrow.ArrowException)

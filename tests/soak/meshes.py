@@ -14,7 +14,7 @@ import numpy as np
 from conftest import SMALL_GPT2, begin, furthest, random_batch, small_config
 from test_parity import DEEPSEEK
 
-import utils
+from runtime import messages
 from tests.soak.programs import complaint, fresh_folder, run
 from training import steps
 
@@ -101,7 +101,7 @@ def draw(rng):
         sequences = mesh[0] * per_replica * spread["accumulation_steps"]
         try:
             on_one(model, sequences), spread_out(model, mesh, spread, sequences)
-        except utils.UserError:
+        except messages.UserError:
             continue
         return model, mesh, spread, sequences
 

@@ -23,9 +23,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import utils
-from training import interrupts, locks
-from utils import UserError, say
+from runtime import interrupts, locks
+from runtime.files import read_file, write_file
+from runtime.messages import UserError, say
 
 LOST = "another process of this run was lost; its log says why, and the same command on all goes on from a checkpoint."
 
@@ -223,24 +223,22 @@ def alone_in_folder(run):
         yield
 
 
-def check_agreement(cfg, data):
-    """Raise UserError on all processes unless all have the same flags and the same shards (`data`: their fingerprint),
-    and see what process 0 writes in output_dir. Each writes its part of a checkpoint there; without the others' parts
-    it would never be complete."""
+def check_agreement(flags, data, folder):
+    """Raise UserError on all processes unless all have the same {flag: value} and the same shards, and see what process
+    0 writes in `folder`, the run directory.
+
+    Each writes its part of a checkpoint there; without the others' parts it would never be complete. data: fingerprint
+    of the shards.
+    """
     if jax.process_count() == 1:
         return
-    flags = {
-        f"--{flag}": value
-        for flag, value in utils.flatten(cfg).items()
-        if flag not in utils.flags_with("per_process")
-    }
-    same_everywhere(flags | {"--data": data})
-    path = os.path.join(cfg.run.folder, "shared")
+    same_everywhere({f"--{flag}": value for flag, value in flags.items()} | {"--data": data})
+    path = os.path.join(folder, "shared")
     token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
     if jax.process_index() == 0:
-        utils.write_file(path, token)
+        write_file(path, token)
     all_of(True)
-    seen = utils.read_file(path) or b""
+    seen = read_file(path) or b""
     same_everywhere({"--output_dir": seen.decode() == token})
 
 

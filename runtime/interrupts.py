@@ -51,7 +51,7 @@ def at_once(words):
 def begin(words="interrupted"):
     """What every program begins with: `at_once`, then the end with a sentence where packages are missing."""
     at_once(words)
-    from training import packages  # here: a signal while it is imported is heard
+    from runtime import packages  # here: a signal while it is imported is heard
 
     packages.check()
 

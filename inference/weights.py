@@ -5,9 +5,11 @@ import os
 
 import utils
 from data import tokenization
-from training import hugging_face, settings
+from inference import hugging_face
+from runtime.files import is_remote, read_json
+from runtime.messages import UserError, say
+from training import settings
 from training.checkpointing import Checkpoints
-from utils import UserError, say
 
 
 def open_weights(folder):
@@ -19,7 +21,7 @@ def open_weights(folder):
     """
     config = settings.run_config(folder)
     if "model_type" in config:
-        if utils.is_remote(folder):
+        if is_remote(folder):
             raise UserError(
                 f"{folder}: a folder in the Hugging Face format must be local; copy it with the storage's own tool."
             )
@@ -31,7 +33,7 @@ def open_weights(folder):
         )
     flags = model_of_run(config, folder)
     cfg = utils.replace(utils.Config(), pp_interleave=1, **flags)
-    explain = functools.partial(other_flags, cfg)
+    explain = functools.partial(settings.other_flags, cfg)
     checkpoints = Checkpoints(os.path.join(folder, "checkpoints"), explain=explain)
     return flags, checkpoints.restore_params
 
@@ -47,7 +49,7 @@ def model_of_run(config, folder):
 def positions(folder, T):
     """Tokens of the longest sequence that the model in `folder` was made for; T: what `open_weights` says that it was
     trained with, which may be less."""
-    config = utils.read_json(folder, "config.json")
+    config = read_json(folder, "config.json")
     most = config.get("max_position_embeddings") or config.get("positions")
     return most if isinstance(most, int) else T
 
@@ -76,18 +78,3 @@ def check_tokenizer(where, folder, shards, flag="", warn=say):
             f"warning: {where}: nothing tells whether the tokenizer of {folder} made the shards in "
             f"{', '.join(unknown)}; if another did, their ids mean other tokens"
         )
-
-
-# --- Weights of another model -------------------------------------------------------------------------------------
-
-
-def other_flags(cfg, kept):
-    """In words: the flags in which the model of a checkpoint differs from that of `cfg`. kept: {flag: value} that was
-    saved with the checkpoint, or None."""
-    free = settings.free_of_weights(cfg.model.architecture)
-    kept = kept or {}
-    words = []
-    for flag, value in vars(cfg.model).items():
-        if flag not in free and kept.get(flag, value) != value:
-            words.append(f"--{flag} was {kept[flag]} and is now {value}")
-    return ", ".join(words)

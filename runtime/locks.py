@@ -11,8 +11,9 @@ import socket
 import sys
 import time
 
-from training import interrupts
-from utils import UserError, filesystem, is_remote, persist, read_file, remove_parts, say
+from runtime import interrupts
+from runtime.files import filesystem, is_remote, persist, read_file, remove_parts
+from runtime.messages import UserError, say
 
 LOCK = "lock"  # the file in a folder that tells which process writes there
 BEGINNING = b'{"host": '  # of every such file

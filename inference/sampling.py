@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import utils
 from data.tokenization import text_of
-from training import decoding, settings, steps
+from inference import decoding
+from training import settings, steps
 
 
 def make_sampler(cfg, mesh, encoding):

@@ -1,6 +1,6 @@
 """The devices that jax will find: which kind, the flags that XLA needs for it, its peak. No jax in here.
 
-python training/platforms.py     prints what this machine computes on: tpu, gpu or cpu (setup_tpu.sh asks so)
+python runtime/platforms.py     prints what this machine computes on: tpu, gpu or cpu (setup_tpu.sh asks so)
 """
 
 import contextlib

@@ -20,7 +20,7 @@ from lm_eval.api.task import Task
 from lm_eval.config.group import AggMetricConfig
 from lm_eval.config.task import TaskConfig
 
-from utils import UserError
+from runtime.messages import UserError
 
 NAME = "core"  # of the group, and before the name of each task
 CHOICES = {"multiple_choice", "schema"}  # kinds of tasks whose answer is one of several texts
@@ -45,7 +45,7 @@ def group(folders):
 
 
 class CoreTask(Task):
-    """One of the tasks. A question is all of its prompts, an answer their `Scored`s (tools/tasks.py: Judged.spans)."""
+    """One of the tasks. A question is all of its prompts, an answer their `Scored`s (tasks.py: Judged.spans)."""
 
     VERSION = 1.0
     OUTPUT_TYPE = "spans"

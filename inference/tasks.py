@@ -19,10 +19,10 @@ from tqdm import tqdm
 import utils
 from data.encoding import encode_text, pieces
 from data.tokenization import HubTokenizer, special_tokens, text_of, whole_characters
+from inference.scores import Piece, Scored, length_for, make_scorer
+from runtime.messages import UserError, first_line, nearest, say
 from tools import common, sample
-from tools.scores import Piece, Scored, length_for, make_scorer
 from training import steps
-from utils import UserError, say
 
 try:
     import lm_eval.api.task
@@ -34,7 +34,7 @@ try:
 except ImportError as e:
     raise UserError(f"--tasks: needs lm_eval ({e}); bash setup_tpu.sh eval installs it.") from None
 
-from tools import core
+from inference import core
 
 MAX_TOKENS = 256  # that a task may have generated where it does not say
 TOP_K = 50  # of a task that draws and does not say, as transformers has it
@@ -101,7 +101,7 @@ class Judged(TemplateLM):
         return [-s.loss for s in self.measure([([self.prefix_token_id], ids) for ids in texts])]
 
     def spans(self, requests):
-        """The `Scored`s of the texts of each question of CORE (tools/core.py)."""
+        """The `Scored`s of the texts of each question of CORE (inference/core.py)."""
         questions = []
         for kind, *texts in [request.args for request in requests]:
             encoded = [self.tok_encode(text, add_special_tokens=False) for text in texts]
@@ -229,7 +229,7 @@ def load(names, folders, lm, num_fewshot=None):
         except UserError as e:
             raise UserError(f"--tasks {name}: {e}.") from None
         except Exception as e:  # of lm_eval, of datasets, or of what the task file says
-            said = f"{type(e).__name__}: {utils.first_line(e)}"
+            said = f"{type(e).__name__}: {first_line(e)}"
             raise UserError(
                 f"--tasks {name}: cannot be loaded ({said}); its data must be on this machine or within reach, and its "
                 f"file must suit it."
@@ -248,7 +248,7 @@ def manager_of(names, folders):
     manager = TaskManager(include_path=list(folders))
     for name in names:
         if not manager.match_tasks([name]):
-            near = utils.nearest(name, manager.all_tasks)
+            near = nearest(name, manager.all_tasks)
             raise UserError(f"--tasks {name}: there is no such task{near}.")
     return manager
 

@@ -16,8 +16,9 @@ from safetensors import safe_open
 import architectures
 import utils
 from architectures import hf_format
+from runtime.files import read_json
+from runtime.messages import UserError
 from training import settings
-from utils import UserError
 
 READABLE = {"F32", "F16", "BF16", "F64"}  # as safetensors names types
 FLOAT8 = "F8_E4M3"  # the type of quantized weights
@@ -76,7 +77,7 @@ class Stored(NamedTuple):
 def files_of(folder):
     """{name of tensor: `Stored`} of a folder's safetensors. Raises UserError for files that are missing or torn."""
     path = os.path.join(folder, INDEX)
-    index = utils.read_json(path)
+    index = read_json(path)
     names = index.get("weight_map") if index else {"": "model.safetensors"}
     if not isinstance(names, dict) or not all(map(is_file_name, names.values())):
         raise UserError(
@@ -213,7 +214,7 @@ def read_sound(there, name, block):
 def load(folder, abstract):
     """Parameters like `abstract` (steps.abstract_params) from a folder: each tensor is read, put into its place on the
     devices and forgotten. Raises UserError as `check` and `read_sound` do."""
-    config = utils.read_json(folder, "config.json")
+    config = read_json(folder, "config.json")
     _, form = format_of(config, os.path.join(folder, "config.json"))
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model
     block = hf_format.float8_block(config, config["model_type"])

@@ -1,0 +1,298 @@
+"""Local files that appear whole, and the same for gs:// and s3:// by fsspec."""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import glob
+import json
+import logging
+import math
+import os
+import random
+import re
+import secrets
+import stat
+import sys
+import tempfile
+import threading
+import time
+
+import fsspec
+
+from runtime import interrupts
+from runtime.messages import UserError
+
+
+def is_remote(path):
+    return "://" in path
+
+
+def filesystem(path):
+    """(fsspec's file system of a local path or remote address, the path in it). Raises UserError where there is no such
+    kind of address."""
+    settings = {}
+    if is_remote(path):
+        quiet_storage()
+    if path.startswith(("gs://", "gcs://")):
+        import aiohttp
+
+        # its own limits, but for 30 s until it is connected, six times
+        settings["requests_timeout"] = aiohttp.ClientTimeout(total=300, sock_connect=5)
+    if path.startswith("s3://"):
+        settings["config_kwargs"] = dict(connect_timeout=5)
+    try:
+        with waiting_for(path):
+            return fsspec.core.url_to_fs(path, **settings)
+    except ImportError as e:
+        if path.startswith(("gs://", "gcs://", "s3://")):
+            extra = "s3" if path.startswith("s3") else "gs"
+            words = f"{path}: the package for this storage is missing; bash setup_tpu.sh {extra} adds it."
+            raise UserError(words) from None
+        raise UserError(f"{path}: is no address that can be used ({e}).") from None
+    except ValueError as e:
+        raise UserError(f"{path}: is no address that can be used ({e}).") from None
+
+
+@functools.cache
+def quiet_storage():
+    """Keep libraries from printing what `persist` tells in a sentence: tracebacks of each failed try."""
+    for library in (
+        "gcsfs",
+        "s3fs",
+        "fsspec",
+        "google",
+        "aiohttp",
+        "aiobotocore",
+        "botocore",
+        "asyncio",
+    ):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+
+
+SILENCE = 5  # seconds that storage may take before that is said, once a minute at most
+said_silent = -math.inf  # when that was
+
+
+@contextlib.contextmanager
+def waiting_for(path):
+    """Print a warning where what is done in here with a remote `path` takes long."""
+    if not is_remote(path):
+        yield
+        return
+
+    def tell():
+        global said_silent
+        if time.monotonic() > said_silent + 60:
+            said_silent = time.monotonic()
+            words = f"warning: still waiting for {path} after {SILENCE} s; it is tried for up to two minutes"
+            print(words, file=sys.stderr, flush=True)  # stdout may be one JSON object
+
+    timer = threading.Timer(SILENCE, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# Seconds before each further try; storage that fails for a minute costs no run.
+WAITS = (1, 2, 4, 8, 16, 32)
+
+
+def persist(work, path):
+    """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails.
+
+    FileNotFoundError and its kin pass at once. Raises UserError after the last try, or soon where access is denied.
+    """
+    began = time.monotonic()
+    with waiting_for(path):
+        for tries, pause in enumerate((*WAITS, None), 1):
+            try:
+                return work()
+            except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
+                raise
+            except Exception as e:  # every kind of storage has errors of its own
+                if not is_remote(path):
+                    raise
+                late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
+                if pause is None or late or (tries == 3 and is_denied(e)):
+                    said = " ".join(str(e).split())[:300]
+                    raise UserError(
+                        f"{path} cannot be used ({type(e).__name__}: {said}); see that the storage is there and "
+                        f"that this machine's credentials are good for it."
+                    ) from None
+                time.sleep(
+                    pause * random.uniform(0.5, 1.0)
+                )  # hosts do not come back all at one moment
+
+
+def is_denied(error):
+    """Whether an error of a library for storage tells of missing rights."""
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
+        return True
+    names = "DefaultCredentialsError", "NoCredentialsError"
+    return type(error).__name__ in names or getattr(error, "code", None) in (401, 403)
+
+
+def unplain(path):
+    """What to open of a path at which no plain file is made: a device or FIFO, or the number of an open file such as
+    /dev/stdout; None for all others. Raises OSError where nothing can be written there."""
+    link = os.readlink(path) if os.path.islink(path) else ""
+    for name in (path, link):
+        if descriptor := re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", name):
+            return int(descriptor[1])
+    if path.endswith("/"):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return None if stat.S_ISREG(mode) else path
+
+
+PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end in
+
+
+def part_of(path):
+    """A name beside the local `path` that nothing has, for what becomes `path` when it is whole."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f"{name[:50]}.{secrets.token_hex(8)}.part")
+
+
+def remove_parts(folder, name="*"):
+    """Remove what killed programs left unfinished of a file of a local folder, by default of all its files."""
+    name = name if name == "*" else glob.escape(name[:50])
+    for path in glob.glob(os.path.join(glob.escape(folder), f"{name}.*.part")):
+        if PART.search(path) and os.path.isfile(path):
+            with contextlib.suppress(OSError), open(path, "rb") as part:
+                # refused while a program writes it
+                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.remove(path)
+
+
+@contextlib.contextmanager
+def replacing(path, lasting=True):
+    """A binary file to write, and to read again, that becomes the local `path` when it is whole. Of a symlink it
+    becomes the target; devices, FIFOs and open files such as /dev/stdout are written to as they are. Raises OSError.
+
+    lasting: it is whole also where the machine fails right after, for which the disk is waited for.
+    """
+    opened = unplain(path)
+    if opened is not None:
+        sys.stdout.flush()  # which `path` may name
+        with open(opened, "wb", closefd=opened is path) as f:
+            yield f
+        return
+    path = os.path.realpath(path)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    remove_parts(*os.path.split(path))
+    part = part_of(path)
+
+    def remove():
+        with contextlib.suppress(OSError):
+            os.remove(part)
+
+    with interrupts.ending:
+        f = open(part, "x+b")
+        interrupts.given_back.append(remove)  # a signal may end the process at any moment
+    try:
+        with f:
+            with contextlib.suppress(OSError):  # not every file system has locks
+                fcntl.flock(f, fcntl.LOCK_EX)
+            yield f
+            f.flush()
+            if lasting:
+                os.fsync(f.fileno())
+        with contextlib.suppress(OSError):
+            os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
+        with interrupts.ending:
+            os.replace(part, path)
+    except BaseException:
+        remove()
+        raise
+    finally:
+        interrupts.given_back.remove(remove)
+
+
+def write_file(path, content):
+    """Write bytes or text to a local path or remote address; a reader sees the old content or the new, no mixture.
+    Raises UserError where it cannot be written."""
+    content = content.encode() if isinstance(content, str) else content
+    if is_remote(path):  # an object appears whole when its upload ends
+        fs, there = filesystem(path)
+        return persist(lambda: fs.pipe_file(there, content), path)
+    try:
+        with replacing(path) as f:
+            f.write(content)
+    except OSError as e:
+        raise UserError(
+            f"{path} cannot be written ({e.strerror}); give a place that can be, with room."
+        ) from None
+
+
+def check_place(path, flag):
+    """Raises UserError where no file can be written at the local `path` that `flag` named: before one works for it."""
+    try:
+        if unplain(path) is not None:
+            return
+        at = os.path.realpath(path)
+        while not os.path.isdir(at):
+            at = os.path.dirname(at)
+            if os.path.isfile(at):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        tempfile.TemporaryFile(dir=at).close()
+    except OSError as e:
+        raise UserError(
+            f"{flag} {path}: cannot be written ({e.strerror}); give a place that can be."
+        ) from None
+
+
+def read_file(path):
+    """Bytes of a local file or remote object, or None where there is none. Raises UserError where it is no such thing
+    or may not be read."""
+    fs, there = filesystem(path)
+    try:
+        return persist(lambda: fs.cat_file(there), path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror or e}).") from None
+
+
+def read_json(*path):
+    """The object in a local JSON file or remote object, its path in parts; {} where there is none. Raises UserError
+    where it holds something else."""
+    return object_in(os.path.join(*path)) or {}
+
+
+def object_in(path):
+    """As `read_json`, of one path; None where there is no file."""
+    try:
+        content = read_file(path)
+        if content is None:
+            return None
+        content = json.loads(content)
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path}: is not JSON ({e}); put back what it was.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds {content!r:.40}, not a JSON object; put back what it was.")
+    return content
+
+
+def to_json(content, **settings):
+    """JSON of `content`, with null for numbers that are not finite, since it has no others; settings: of json.dumps."""
+
+    def finite(x):
+        if isinstance(x, dict):
+            return {key: finite(value) for key, value in x.items()}
+        if isinstance(x, list | tuple):
+            return [finite(value) for value in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(finite(content), **settings)

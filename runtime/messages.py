@@ -1,0 +1,55 @@
+"""Errors and lines that a user reads."""
+
+import contextlib
+import difflib
+import os
+import signal
+import sys
+import time
+
+
+class UserError(Exception):
+    """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right."""
+
+
+def first_line(error):
+    """The first line of a library's error, at most 200 characters, or its class where it has none."""
+    # TensorStore appends the addresses of its functions
+    text = str(error).split(" See full TensorStore")[0].strip()
+    return (text or type(error).__name__).splitlines()[0][:200]
+
+
+def one_sentence(program):
+    """Run `program()`; a UserError becomes one line on stderr and exit status 2, without a traceback. Where the reader
+    of its output has left, as head does, the status is 141, without a word."""
+    try:
+        done = program()
+        sys.stdout.flush()
+        return done
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        sys.exit(128 + signal.SIGPIPE)
+    except UserError as e:
+        sentence = " ".join(str(e).splitlines())  # what a user wrote may have several lines
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def nearest(word, known):
+    """The words "; the nearest is X" for one of the words `known`, or "" where none is near."""
+    plain = {k.strip("-").replace("-", "_").lower(): k for k in known}
+    near = difflib.get_close_matches(word.strip("-").replace("-", "_").lower(), plain, 1)
+    return f"; the nearest is {plain[near[0]]}" if near else ""
+
+
+def size(n, of=1000):
+    """Bytes in a unit that fits, of 1000 or of 1024 of the one below: 999 B, 16.00 KiB, 0.12 GB."""
+    power = max(p for p in range(4) if p == 0 or n >= 0.1 * of**p)
+    unit = ("i" if of == 1024 and power else "") + "B"
+    return f"{n / of**power:.{2 * bool(power)}f} {' KMG'[power].strip()}{unit}"
+
+
+def say(*words):
+    """Print a line with the time of day, at once."""
+    with contextlib.suppress(OSError):  # a full disk under the log ends no training
+        print(time.strftime("%H:%M:%S"), *words, flush=True)
