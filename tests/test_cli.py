@@ -31,7 +31,7 @@ PATH = [
     "inference/tasks.py",  # which a run with --eval_tasks asks
     *(
         str(p.relative_to(ROOT))
-        for room in ("architectures", "kernels", "training")
+        for room in ("architectures", "kernels", "training", "inference", "runtime")
         for p in (ROOT / room).glob("*.py")
     ),
 ]

@@ -121,7 +121,7 @@ def find(file):
         return None
     alone = [
         p
-        for room in ("tools", "training", "data", "architectures")
+        for room in ("tools", "training", "data", "architectures", "runtime", "inference")
         for p in (ROOT / room).rglob(file)
     ]
     return alone[0] if len(alone) == 1 else None

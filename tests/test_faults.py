@@ -943,7 +943,7 @@ print(*set(sys.modules) - before)
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) <= {
         "program",
-        "training",
+        "runtime",
         "runtime.interrupts",
         "_signal",
     }

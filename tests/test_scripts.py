@@ -670,8 +670,8 @@ class Setup:
         self.root, self.python = root, root / "bin/python"
         root.mkdir()
         shutil.copy(ROOT / "setup_tpu.sh", root)
-        (root / "training").mkdir()
-        shutil.copy(ROOT / "runtime/platforms.py", root / "training")
+        (root / "runtime").mkdir()
+        shutil.copy(ROOT / "runtime/platforms.py", root / "runtime")
         self.write_project("one>=1")
         program(self.python, STAND_IN.format(root=root, python=sys.executable))
 
