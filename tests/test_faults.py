@@ -926,7 +926,7 @@ def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
 @pytest.mark.parametrize(
     "folder, first",
     [
-        ("", "from training import interrupts"),
+        ("", "from runtime import interrupts"),
         ("tools", "import program"),
     ],
 )
