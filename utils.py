@@ -219,15 +219,13 @@ class Optimizer:
     Embedding, head, routers, norms and biases stay with AdamW. Its updates are as large as AdamW's at the same rate."""
     max_lr: float = flag(6e-4, least=0, first=True)
     """Learning rate at the end of the warm-up."""
-    min_lr: float = flag(0.0, least=0)
-    """Learning rate at step 0."""
     end_lr: float = flag(6e-5, least=0)
     """Learning rate from end_steps on; with 0 training stands still there."""
     schedule: Literal["cosine", "linear", "wsd"] = flag("cosine")
     """Course of the learning rate from max_lr, after the warm-up, to end_lr. cosine: half a wave. linear: a straight
     line (arXiv:2502.15938: best down to 0). wsd: max_lr until the last decay_steps before end_steps."""
     warmup_steps: int = setting(5000, least=0)
-    """Steps of linear warm-up from min_lr to max_lr."""
+    """Steps of linear warm-up from 0 to max_lr."""
     decay_steps: int = setting(0, least=0)
     """Steps before end_steps in which wsd decays. 0: it never does; such a run is a trunk, from which --branch_from
     branches decays off."""

@@ -40,7 +40,7 @@ FIELDS = {
 }
 LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim rope_dim dropout_rate model_dtype
 experts_per_token n_experts n_shared capacity_factor data cache_dir
-train_batch_size val_batch_size microbatches max_lr min_lr end_lr warmup_steps end_steps balance_weight name output_dir
+train_batch_size val_batch_size microbatches max_lr end_lr warmup_steps end_steps balance_weight name output_dir
 eval_every
 seed wandb training_steps accumulation_steps eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature
 use_cache max_tokens prompt n_devices""".split()

@@ -429,7 +429,6 @@ def test_bias_evens_out_a_skewed_load():
         layers_per_block=2,
         balance_weight=0.0,
         max_lr=0.0,
-        min_lr=0.0,
         end_lr=0.0,
         bias_update_rate=5e-3,
     )
@@ -568,7 +567,7 @@ def test_cross_entropy_and_its_gradient():
 
 def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
     still, one, three = (
-        steps_of(small_config(min_lr=1e-3, embedding_lr=rate), 1)[0].params
+        steps_of(small_config(max_lr=1e-3, warmup_steps=0, embedding_lr=rate), 1)[0].params
         for rate in (0.0, 1.0, 3.0)
     )
     moved = [np.asarray(params["embedding"] - still["embedding"]) for params in (one, three)]
