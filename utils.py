@@ -301,11 +301,10 @@ class Run:
     """Steps between checkpoints and samples; 0: 10 x eval_every. One more is written at the end and on SIGTERM
     or SIGINT."""
     keep_checkpoints: int = setting(3, least=1)
-    """Newest checkpoints to keep. Older ones are deleted, except those that the next two flags keep."""
+    """Newest checkpoints to keep. Older ones are deleted, except those that keep_every keeps and
+    the one with the smallest validation loss."""
     keep_every: int = setting(0, least=0)
     """Keep every checkpoint whose step is a multiple of this too; 0: none."""
-    keep_best: bool = setting(True)
-    """Keep the checkpoint with the smallest validation loss too."""
     max_bad_steps: int = setting(10, least=0)
     """Steps in a row with a loss or gradient that is not finite, each skipped, that cause a rollback to the checkpoint
     before them; training goes on with the data after them. After three rollbacks the run ends. 0: no rollback."""

@@ -322,7 +322,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--max_lr high": ["--max_lr high: must be a number."],
     "--max_lr inf": ["--max_lr inf: must be at most 1e+30."],
     "--wandb yes": ["--wandb yes: takes no value; give --wandb or --no_wandb alone"],
-    "--keep-best=0": ["--keep_best 0: takes no value; give --keep_best or --no_keep_best alone"],
+    "--document-mask=0": ["--document_mask 0: takes no value; give --document_mask or"],
     "--n_device_axis a 2 2": ["--n_device_axis a 2 2: must be three whole numbers."],
     "--seed": ["--seed: must have 1 value"],
     f"--T {'9' * 5000}": ["--T 999", "must be a smaller number."],

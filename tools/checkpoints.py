@@ -39,8 +39,8 @@ class Options:
     """Newest checkpoints to keep; None: as many as the run's keep_checkpoints."""
     every: int | None = None
     """Keep those whose step is a multiple of this; 0: none, None: the run's keep_every."""
-    best: bool | None = None
-    """Keep the one with the smallest validation loss; None: as the run's keep_best says."""
+    best: bool = True
+    """Keep the one with the smallest validation loss."""
     dry_run: bool = False
     """Say what prune would delete, and delete nothing."""
 
@@ -82,7 +82,7 @@ def retention(options, config):
     wanted = dict(
         keep=config.get("keep_checkpoints", utils.Run.keep_checkpoints),
         every=config.get("keep_every", utils.Run.keep_every),
-        best=config.get("keep_best", utils.Run.keep_best),
+        best=options.best,
     )
     for name in wanted:
         if getattr(options, name) is not None:
