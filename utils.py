@@ -245,8 +245,6 @@ class Optimizer:
     """Momentum of Muon: the share of it that the next step keeps. Runs of few steps gain from less."""
     balance_weight: float = flag(1e-4, least=0, absent=1e-4, of_weights=False, jaxformer="alpha")
     """Weight of the sequence-level load-balancing loss."""
-    mtp_weight: float = flag(0.3, least=0, absent=0.3, of_weights=False)
-    """Weight of the mean cross-entropy of multi-token prediction."""
     bias_update_rate: float = flag(1e-3, least=0, absent=1e-3, of_weights=False)
     """Step by which the router's selection bias moves towards an even load after every training step."""
 

@@ -63,7 +63,7 @@ FLAGS = frozenset(
     "latent_norm_eps first_layers layers_per_block moe_rope latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
     "rope_factor rope_original_T rope_mscale rope_attention_factor embedding_norm latent_conv attention_bias "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth "
-    "capacity_factor experts balance_weight mtp_weight bias_update_rate".split()
+    "capacity_factor experts balance_weight bias_update_rate".split()
 )
 
 

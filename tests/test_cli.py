@@ -362,7 +362,7 @@ def test_a_mistake_gets_a_sentence(words):
             command_line.check([*argv[:2], "--n_devices", "8", *argv[2:]], elsewhere=False)
 
 
-@pytest.mark.parametrize("flag", ["bias_update_rate", "balance_weight", "mtp_weight"])
+@pytest.mark.parametrize("flag", ["bias_update_rate", "balance_weight"])
 def test_a_flag_that_no_layer_uses_is_refused(flag):
     argv = ["--preset", "gpt2-tiny", "--n_devices", "1", f"--{flag}", "0.2"]
     with pytest.raises(messages.UserError, match=f"^--{flag} 0.2: --architecture gpt2 has no such"):
