@@ -41,9 +41,7 @@ class Model:
     tied: bool = flag(True)
     """Whether the embedding is the output head too."""
     norm_eps: float = flag(1e-6, least=0)
-    """Added to the mean square in every norm but those of latents."""
-    latent_norm_eps: float = flag(1e-6, least=0, absent=1e-6)
-    """Added to the mean square in the norms of latents; DeepSeek-V3's code has 1e-6 there whatever norm_eps is."""
+    """Added to the mean square in every norm but those of latents, where it is 1e-6 as in DeepSeek-V3's code."""
     n_head: int = flag(12, least=1, most=MANY)
     """Attention heads."""
     n_kv_head: int = flag(0, least=0, absent=0, most=MANY)

@@ -55,12 +55,14 @@ YARN_BETA = (32, 1)
 CONV_SCALE = 4
 # Added to the mean square of a row of the embedding, which begins at 1 / D and is 0 for tokens that never come.
 EMBEDDING_NORM_EPS = 1e-6
+# Added to the mean square of a latent, whatever --norm_eps is
+LATENT_NORM_EPS = 1e-6
 
 
 # --- Flags --------------------------------------------------------------------------------------------------------
 
 FLAGS = frozenset(
-    "latent_norm_eps first_layers layers_per_block moe_rope latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
+    "first_layers layers_per_block moe_rope latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
     "rope_factor rope_original_T rope_mscale rope_attention_factor embedding_norm latent_conv attention_bias "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth "
     "capacity_factor experts balance_weight bias_update_rate".split()
@@ -271,8 +273,8 @@ def project_latents(p, x, tokens, m):
     q, kv, k_rope = jnp.split(down, (Q, Q + R), -1)
     latents = []
     if Q:
-        latents.append(rms_norm(q, p["q_norm"], m.latent_norm_eps))
-    latents.append(rms_norm(kv, p["kv_norm"], m.latent_norm_eps))
+        latents.append(rms_norm(q, p["q_norm"], LATENT_NORM_EPS))
+    latents.append(rms_norm(kv, p["kv_norm"], LATENT_NORM_EPS))
     latents.append(rotate(k_rope, tokens.position, yarn_frequencies(m)[: k_rope.shape[-1] // 2]))
     latents = jnp.concatenate(latents, -1)
     latents = gather_sequence(latents, tokens.split)  # [B, T, Q + R + rope_dim]
@@ -577,7 +579,6 @@ ONE_VALUE = dict(
     layers_per_block=1,
     moe_rope=True,
     activation="swiglu",
-    latent_norm_eps=1e-6,
     embedding_norm=False,
     latent_conv=0,
 )

@@ -538,8 +538,8 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
         (lambda: hf.run(["import", str(folder)]), "target: is missing; see --help"),
         (lambda: weights.open_weights(str(tmp_path)), "neither a run directory nor"),
         (
-            lambda: deepseek_format.config(small_config(**DEEPSEEK, latent_norm_eps=1e-5).model),
-            "--latent_norm_eps 1e-05",
+            lambda: deepseek_format.config(small_config(**(DEEPSEEK | dict(latent_conv=3))).model),
+            "--latent_conv 3",
         ),
     ]:
         with pytest.raises(messages.UserError, match=sentence):
