@@ -82,8 +82,6 @@ class Model:
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
     latent_conv: int = flag(0, least=0, absent=0, most=64)
     """Tokens before each one of which its key/value latent gets shares, by a short convolution; 0: there is none."""
-    attention_bias: bool = flag(False, absent=False)
-    """Whether the projections into latents and back into the residual have a bias (GPT-2's layers always have)."""
     activation: Literal["swiglu", "gelu"] = flag("swiglu")
     """Feed-forward: swiglu has three matrices, gelu two."""
     ffn_dim: int = flag(0, least=0, most=WIDE)

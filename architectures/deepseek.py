@@ -63,7 +63,7 @@ LATENT_NORM_EPS = 1e-6
 
 FLAGS = frozenset(
     "first_layers layers_per_block moe_rope latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
-    "rope_factor rope_original_T rope_mscale rope_attention_factor embedding_norm latent_conv attention_bias "
+    "rope_factor rope_original_T rope_mscale rope_attention_factor embedding_norm latent_conv "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth "
     "capacity_factor experts balance_weight bias_update_rate".split()
 )
@@ -144,9 +144,6 @@ def attention_table(cfg, rope):
         table["q_norm"] = scale_param(Q)
     if m.latent_conv:
         table["conv"] = bias_param(m.latent_conv, R + rope, spec=P(None, None))
-    if m.attention_bias:
-        table["down_bias"] = bias_param(Q + R + rope)
-        table["out_bias"] = bias_param(D)
     return table
 
 
@@ -255,10 +252,7 @@ def attention(p, x, tokens, m, cache=None):
         v = product("bsr,rhv->bhsv", kv[..., : m.latent_dim], v_up)
         attend = attention_kernel(m, cache)
         out = attend(q, project_keys(kv, k_up), v, position, tokens.start)
-    out = project_heads(out, p["out"], tokens, m)
-    if m.attention_bias:  # after the sum over tp, so once
-        out = (out + p["out_bias"]).astype(x.dtype)
-    return out, cache
+    return project_heads(out, p["out"], tokens, m), cache
 
 
 def project_latents(p, x, tokens, m):
@@ -268,8 +262,6 @@ def project_latents(p, x, tokens, m):
     """
     Q, R = m.q_latent, m.latent_dim
     down = product("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + rope_dim]
-    if m.attention_bias:
-        down = (down + p["down_bias"]).astype(x.dtype)
     q, kv, k_rope = jnp.split(down, (Q, Q + R), -1)
     latents = []
     if Q:
@@ -529,14 +521,12 @@ def attention_tensors(m, prefix, leaf, at):
     """Yield the `Tensor`s of latent attention. Our `down` holds [query latent, key/value latent, rotary key]."""
     D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.value_dim
     Q, R, rope = m.q_latent, m.latent_dim, m.rope_dim
-    down, bias = (*leaf, "down"), (*leaf, "down_bias")
+    down = (*leaf, "down")
     inputs = slice(None)
     queries, keys = slice(0, Q), slice(Q, Q + R + rope)  # columns of `down`
     if Q:
         yield hf.linear(f"{prefix}.q_a_proj.weight", down, (*at, inputs, queries), (D, Q))
         yield hf.plain(f"{prefix}.q_a_layernorm.weight", (*leaf, "q_norm"), at, (Q,))
-        if m.attention_bias:
-            yield hf.plain(f"{prefix}.q_a_proj.bias", bias, (*at, queries), (Q,))
     name = "q_b_proj" if Q else "q_proj"
     part = (Q or D, H, K + rope)
     yield hf.linear(f"{prefix}.{name}.weight", (*leaf, "q_up"), at, part, rotated=rope)
@@ -545,9 +535,6 @@ def attention_tensors(m, prefix, leaf, at):
     yield hf.plain(f"{prefix}.kv_a_layernorm.weight", (*leaf, "kv_norm"), at, (R,))
     yield hf.linear(f"{prefix}.kv_b_proj.weight", (*leaf, "kv_up"), at, (R, H, K + V))
     yield hf.linear(f"{prefix}.o_proj.weight", (*leaf, "out"), at, (H, V, D), inputs=2)
-    if m.attention_bias:
-        yield hf.plain(f"{name}.bias", bias, (*at, keys), (R + rope,), rotated=rope)
-        yield hf.plain(f"{prefix}.o_proj.bias", (*leaf, "out_bias"), at, (D,))
 
 
 def moe_tensors(m, prefix, leaf, at):
@@ -604,7 +591,6 @@ FLAG_ENTRIES = (
     hf.Entry("first_k_dense_replace", hf.whole(0), "first_layers"),
     hf.Entry("norm_topk_prob", hf.TRUTH, "norm_topk_prob", missing=True, null=False),
     hf.Entry("rms_norm_eps", hf.NUMBER, "norm_eps"),
-    hf.Entry("attention_bias", hf.TRUTH, "attention_bias", missing=False, null=False),
     hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=False, null=False),
     hf.Entry("num_nextn_predict_layers", hf.whole(0), "mtp_depth", missing=0, null=0),
 )
@@ -634,6 +620,7 @@ SUPPORTED = dict(
     moe_layer_freq=[1, None],
     hidden_act=["silu"],
     rope_interleave=[True],
+    attention_bias=[False, None],
 )
 
 

@@ -32,12 +32,12 @@ from runtime import files, messages
 from tools import common, evaluate, hf
 from training import settings, steps
 
-DEEPSEEK = SMALL_DEEPSEEK | dict(mtp_depth=1, attention_bias=True, norm_topk_prob=False)
+DEEPSEEK = SMALL_DEEPSEEK | dict(mtp_depth=1, norm_topk_prob=False)
 YARN = dict(rope_factor=4.0, rope_mscale=0.0, rope_attention_factor=1.2)
 FLAGS = {
     **ARCHITECTURES,
     "deepseek": DEEPSEEK,
-    "yarn": dict(DEEPSEEK, mtp_depth=0, tied=True, attention_bias=False, n_shared=0, **YARN),
+    "yarn": dict(DEEPSEEK, mtp_depth=0, tied=True, n_shared=0, **YARN),
 }
 
 

@@ -122,8 +122,8 @@ def attention_by_loops(p, x, cfg, rope):
         z = (v[:half] + 1j * v[half:]) * np.exp(1j * angle)
         return m.rope_attention_factor * np.concatenate([z.real, z.imag])
 
-    out = np.zeros_like(x) + p.get("out_bias", 0)
-    down = x @ p["down"] + p.get("down_bias", 0)
+    out = np.zeros_like(x)
+    down = x @ p["down"]
     q_latent, kv_latent = (
         norm(down[:, :R], p["q_norm"], eps),
         norm(down[:, R : 2 * R], p["kv_norm"], eps),
@@ -150,7 +150,7 @@ def attention_by_loops(p, x, cfg, rope):
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.parametrize("flags", [{}, dict(attention_bias=True, rope_attention_factor=1.5)])
+@pytest.mark.parametrize("flags", [{}, dict(rope_attention_factor=1.5)])
 def test_attention_equals_plain_loops(kind, flags):
     cfg = small_config(T=12, **flags)
     p = layer_params(cfg, kind)["attention"]
@@ -591,7 +591,7 @@ DECODED = [{}, *ARCHITECTURES.values()]
     "flags",
     [
         {},
-        dict(DEEPSEEK, attention_bias=True, norm_topk_prob=False, n_shared=0),
+        dict(DEEPSEEK, norm_topk_prob=False, n_shared=0),
         dict(embedding_norm=True, latent_conv=3),
         dict(rope_factor=4.0, rope_original_T=8, rope_attention_factor=1.3, rope_mscale=0.5),
         SMALL_GPT2,

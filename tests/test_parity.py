@@ -108,7 +108,7 @@ PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK}
         ((2, 1, 2), dict(remat="none", sequence_parallel="megatron", fsdp="none")),
         (
             (2, 2, 2),
-            dict(DEEPSEEK, dropout_rate=0.1, attention_bias=True, rope_attention_factor=1.5),
+            dict(DEEPSEEK, dropout_rate=0.1, rope_attention_factor=1.5),
         ),
         (
             (1, 4, 2),
@@ -120,7 +120,7 @@ PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK}
                 norm_topk_prob=False,
             ),
         ),
-        ((2, 2, 2), dict(DEEPSEEK, mtp_depth=2, sequence_parallel="megatron", attention_bias=True)),
+        ((2, 2, 2), dict(DEEPSEEK, mtp_depth=2, sequence_parallel="megatron")),
         (
             (4, 1, 2),
             dict(
