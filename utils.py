@@ -74,10 +74,6 @@ class Model:
     """Times rope_original_T that YaRN stretches the context to (arXiv:2309.00071); 1: no YaRN."""
     rope_original_T: int = flag(4096, least=1, absent=1)
     """Sequence length in tokens that the rotary frequencies were made for, where YaRN stretches it."""
-    rope_mscale: float = flag(1.0, least=0, absent=1.0)
-    """Weight of YaRN's attention temperature: scores are multiplied by (0.1 x rope_mscale x ln rope_factor + 1)^2."""
-    rope_attention_factor: float = flag(1.0, least=0, absent=1.0)
-    """Factor on the rotated channels of queries and keys, after their rotation."""
     embedding_norm: bool = flag(False, absent=False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
     latent_conv: int = flag(0, least=0, absent=0, most=64)

@@ -63,7 +63,7 @@ LATENT_NORM_EPS = 1e-6
 
 FLAGS = frozenset(
     "first_layers layers_per_block moe_rope latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
-    "rope_factor rope_original_T rope_mscale rope_attention_factor embedding_norm latent_conv "
+    "rope_factor rope_original_T embedding_norm latent_conv "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth "
     "capacity_factor experts balance_weight bias_update_rate".split()
 )
@@ -221,7 +221,7 @@ def pair_that_turns(times, m):
 
 def score_scale(channels, m):
     """Factor on the products of queries and keys of so many channels, with YaRN's temperature."""
-    temperature = 0.1 * m.rope_mscale * math.log(m.rope_factor) + 1
+    temperature = 0.1 * math.log(m.rope_factor) + 1
     return channels**-0.5 * temperature**2
 
 
@@ -308,10 +308,8 @@ def project_queries(x, w, position, m):
         return product("btr,rhk->bhtk", x, w * scale)
     a, b = jnp.split(w[..., K:], 2, -1)
     angle = position[:, None, :, None] * np.tile(yarn_frequencies(m), 2)  # [B or 1, 1, T, rope_dim]
-    # The factor is squared: it stands for the keys' factor too.
-    rotated_scale = scale * m.rope_attention_factor**2
-    sin = (jnp.sin(angle) * rotated_scale).astype(x.dtype)
-    cos = (jnp.cos(angle) * rotated_scale).astype(x.dtype)
+    sin = (jnp.sin(angle) * scale).astype(x.dtype)
+    cos = (jnp.cos(angle) * scale).astype(x.dtype)
     partner = product("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
     unrotated = [(0, 0), (0, 0), (0, 0), (K, 0)]  # the K channels before the rotated ones
     own = product("btr,rhk->bhtk", x, w) * jnp.pad(cos, unrotated, constant_values=scale)
@@ -643,31 +641,22 @@ def to_hugging_face(m):
         attention_dropout=0.0,
         rope_theta=m.rope_base,
     )
-    if m.rope_factor > 1 or m.rope_attention_factor != 1:
+    if m.rope_factor > 1:
         config["rope_scaling"] = yarn_config(m)
     return config
 
 
 def yarn_config(m):
-    """The entry rope_scaling.
-
-    Some programs know no attention_factor. They take the ratio of two temperatures for it, that of mscale over that of
-    mscale_all_dim. So mscale is chosen to give the same.
-    """
+    """The entry rope_scaling."""
     fast, slow = YARN_BETA
-    log = 0.1 * math.log(m.rope_factor)
-    mscale = m.rope_mscale
-    if m.rope_attention_factor != 1 and log:
-        mscale = (m.rope_attention_factor * (log * m.rope_mscale + 1) - 1) / log
     return dict(
         type="yarn",
         rope_type="yarn",
         factor=m.rope_factor,
         beta_fast=fast,
         beta_slow=slow,
-        mscale=mscale,
-        mscale_all_dim=m.rope_mscale,
-        attention_factor=m.rope_attention_factor,
+        mscale=1.0,
+        mscale_all_dim=1.0,
         original_max_position_embeddings=m.rope_original_T,
     )
 
@@ -706,10 +695,12 @@ def rope_flags(left):
     kind = rope.pop("rope_type", rope.get("type", "default"))
     rope.pop("type", None)
     base = float(rope.pop("rope_theta", theta))
-    flags = dict(rope_base=base, rope_factor=1.0, rope_attention_factor=1.0)
+    flags = dict(rope_base=base, rope_factor=1.0)
     if kind == "yarn":
         inner = rope.pop("original_max_position_embeddings", positions)
         flags |= yarn_flags(rope, outer or inner)
+        # DeepSeek-V3's: the temperature is all in the scores, no factor is on the rotated channels alone
+        rope = dict(mscale=None, mscale_all_dim=None) | rope
     fast, slow = YARN_BETA
     hf.require(
         {"rope_type": kind} | rope,
@@ -718,15 +709,16 @@ def rope_flags(left):
         beta_fast=[fast, None],
         beta_slow=[slow, None],
         truncate=[True],
+        mscale=[1],
+        mscale_all_dim=[1],
+        attention_factor=[1, None],
         partial_rotary_factor=[1],
     )
     return flags
 
 
 def yarn_flags(rope, original):
-    """{flag: value} of YaRN, whose entries are taken out of `rope`; original: positions before the stretch. As
-    transformers' _compute_yarn_parameters has it: mscale counts only beside mscale_all_dim, and neither counts where
-    attention_factor is given."""
+    """{flag: value} of YaRN, whose entries are taken out of `rope`; original: positions before the stretch."""
     factor = rope.pop("factor")
     for key, value in dict(factor=factor, original_max_position_embeddings=original).items():
         number = isinstance(value, (int, float)) and value >= 1
@@ -734,19 +726,7 @@ def yarn_flags(rope, original):
             raise UserError(
                 f"config.json: {key} is {value!r}, but yarn is supported with numbers from 1 on only."
             )
-    mscale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
-    amplitude = rope.pop("attention_factor", None)
-    if amplitude is None:
-        log = 0.1 * math.log(factor)
-        amplitude = log + 1
-        if mscale and all_dim:
-            amplitude = (log * mscale + 1) / (log * all_dim + 1)
-    return dict(
-        rope_factor=float(factor),
-        rope_mscale=float(all_dim or 0),
-        rope_original_T=int(original),
-        rope_attention_factor=float(amplitude),
-    )
+    return dict(rope_factor=float(factor), rope_original_T=int(original))
 
 
 HUGGING_FACE = hf.HuggingFace(

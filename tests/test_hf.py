@@ -33,7 +33,7 @@ from tools import common, evaluate, hf
 from training import settings, steps
 
 DEEPSEEK = SMALL_DEEPSEEK | dict(mtp_depth=1, norm_topk_prob=False)
-YARN = dict(rope_factor=4.0, rope_mscale=0.0, rope_attention_factor=1.2)
+YARN = dict(rope_factor=4.0)
 FLAGS = {
     **ARCHITECTURES,
     "deepseek": DEEPSEEK,

@@ -120,7 +120,7 @@ def attention_by_loops(p, x, cfg, rope):
     def turn(v, t):
         angle = t * 10_000.0 ** (-np.arange(half) / half)
         z = (v[:half] + 1j * v[half:]) * np.exp(1j * angle)
-        return m.rope_attention_factor * np.concatenate([z.real, z.imag])
+        return np.concatenate([z.real, z.imag])
 
     out = np.zeros_like(x)
     down = x @ p["down"]
@@ -150,9 +150,8 @@ def attention_by_loops(p, x, cfg, rope):
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.parametrize("flags", [{}, dict(rope_attention_factor=1.5)])
-def test_attention_equals_plain_loops(kind, flags):
-    cfg = small_config(T=12, **flags)
+def test_attention_equals_plain_loops(kind):
+    cfg = small_config(T=12)
     p = layer_params(cfg, kind)["attention"]
     x = np.random.default_rng(0).standard_normal((2, 12, 32)).astype(np.float32)
 
@@ -593,7 +592,7 @@ DECODED = [{}, *ARCHITECTURES.values()]
         {},
         dict(DEEPSEEK, norm_topk_prob=False, n_shared=0),
         dict(embedding_norm=True, latent_conv=3),
-        dict(rope_factor=4.0, rope_original_T=8, rope_attention_factor=1.3, rope_mscale=0.5),
+        dict(rope_factor=4.0, rope_original_T=8),
         SMALL_GPT2,
         SMALL_QWEN3,
     ],

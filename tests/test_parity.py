@@ -108,7 +108,7 @@ PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK}
         ((2, 1, 2), dict(remat="none", sequence_parallel="megatron", fsdp="none")),
         (
             (2, 2, 2),
-            dict(DEEPSEEK, dropout_rate=0.1, rope_attention_factor=1.5),
+            dict(DEEPSEEK, dropout_rate=0.1),
         ),
         (
             (1, 4, 2),

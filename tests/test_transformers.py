@@ -83,8 +83,6 @@ SIZES = {
         head_dim=7,
         v_dim=13,
         rope_dim=10,
-        rope_mscale=0.7,
-        rope_attention_factor=1.2,
     ),
     "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
     "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
@@ -437,7 +435,7 @@ def test_a_published_config_is_understood(config, name, saved):
     flags = form.flags(json.loads(json.dumps(config)))
     assert flags.pop("T") == min(preset.model.T, 4096)
     # the preset trains before the context is stretched; which predictors there are is seen in the files
-    stretched = {"rope_factor", "rope_mscale", "rope_original_T", "mtp_depth"}
+    stretched = {"rope_factor", "rope_original_T", "mtp_depth"}
     same = {flag: value for flag, value in flags.items() if flag not in stretched}
     assert settled(utils.replace(preset, **same).model) == settled(preset.model)
 
@@ -454,9 +452,9 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
         beta_fast=[32, 32, None, missing, 8],
         beta_slow=[1, missing, missing, 2],
         truncate=[missing, missing, missing, True, False],
-        attention_factor=[missing, missing, None, 0.0, 1.3],
-        mscale=[missing, None, 0.0, 0.707, 1.0, 1.3],
-        mscale_all_dim=[missing, None, 0.0, 0.707, 1.0],
+        attention_factor=[missing, missing, None, 1.0, 1.3],
+        mscale=[missing, 0.707, 1.0, 1],
+        mscale_all_dim=[missing, 0.707, 1.0, 1],
         original_max_position_embeddings=[missing, 2, 100, 4096],
         rope_theta=[missing, 77.0, 5e4],
     )
@@ -483,12 +481,12 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
             continue
         ours = [
             *deepseek.yarn_frequencies(m),
-            m.rope_attention_factor,
+            1.0,  # on the rotated channels alone
             deepseek.score_scale(10, m) * math.sqrt(10),
         ]
         assert np.allclose(ours, numbers_of(config), rtol=1e-5), rope
         again = deepseek.to_hugging_face(m)
         assert np.allclose(ours, numbers_of(again), rtol=1e-5), rope
         assert dataclasses.replace(m, **deepseek.from_hugging_face(again)) == m
-        seen.append((m.rope_factor, m.rope_attention_factor, m.rope_mscale))
-    assert len(seen) > 40 and len(set(seen)) > 15
+        seen.append((m.rope_factor, m.rope_original_T, m.rope_base))
+    assert len(seen) > 20 and len(set(seen)) > 10
