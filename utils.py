@@ -95,8 +95,6 @@ class Model:
     """Groups that each token may choose its experts from."""
     routed_scaling: float = flag(1.0, least=0, absent=1.0)
     """Factor on the gates."""
-    norm_topk_prob: bool = flag(True, absent=True)
-    """Divide the gates of a token's experts by their sum; without it they are the router's scores."""
     n_shared: int = flag(2, least=0, absent=0, most=MANY)
     """Shared experts, each as wide as a routed one, added for every token."""
     mtp_depth: int = flag(0, least=0, absent=0, most=64)

@@ -64,7 +64,7 @@ LATENT_NORM_EPS = 1e-6
 FLAGS = frozenset(
     "first_layers layers_per_block moe_rope latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
     "rope_factor rope_original_T embedding_norm latent_conv "
-    "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth "
+    "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared mtp_depth "
     "capacity_factor experts balance_weight bias_update_rate".split()
 )
 
@@ -587,7 +587,6 @@ FLAG_ENTRIES = (
     hf.Entry("topk_group", hf.whole(1), "k_groups", null=1),
     hf.Entry("num_experts_per_tok", hf.whole(1), "experts_per_token"),
     hf.Entry("first_k_dense_replace", hf.whole(0), "first_layers"),
-    hf.Entry("norm_topk_prob", hf.TRUTH, "norm_topk_prob", missing=True, null=False),
     hf.Entry("rms_norm_eps", hf.NUMBER, "norm_eps"),
     hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=False, null=False),
     hf.Entry("num_nextn_predict_layers", hf.whole(0), "mtp_depth", missing=0, null=0),
@@ -619,6 +618,7 @@ SUPPORTED = dict(
     hidden_act=["silu"],
     rope_interleave=[True],
     attention_bias=[False, None],
+    norm_topk_prob=[True],
 )
 
 

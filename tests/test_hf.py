@@ -32,7 +32,7 @@ from runtime import files, messages
 from tools import common, evaluate, hf
 from training import settings, steps
 
-DEEPSEEK = SMALL_DEEPSEEK | dict(mtp_depth=1, norm_topk_prob=False)
+DEEPSEEK = SMALL_DEEPSEEK | dict(mtp_depth=1)
 YARN = dict(rope_factor=4.0)
 FLAGS = {
     **ARCHITECTURES,

@@ -297,25 +297,19 @@ def experts_by_loops(p, x, m, capacity):
             seats[e] -= 1
             gate_and_up = np.einsum("d,gdf->gf", x[t], p["experts"]["up"][e])
             hidden = gate_and_up[0] * sigmoid(gate_and_up[0]) * gate_and_up[1]
-            gate = scores[t, e] / (scores[t, chosen[t]].sum() if m.norm_topk_prob else 1)
+            gate = scores[t, e] / (scores[t, chosen[t]].sum())
             out[t] += m.routed_scaling * gate * (p["experts"]["down"][e] @ hidden)
     return out, load, dropped, chosen, scores
 
 
 @pytest.mark.parametrize(
-    "experts_flag, capacity_factor, norm_topk_prob",
-    [
-        ("tiles", 0.0, False),
-        ("buckets", 0.0, False),
-        ("buckets", 1.0, True),
-        ("buckets", 1.25, True),
-    ],
+    "experts_flag, capacity_factor",
+    [("tiles", 0.0), ("buckets", 0.0), ("buckets", 1.0), ("buckets", 1.25)],
 )
-def test_experts_equal_plain_loops(experts_flag, capacity_factor, norm_topk_prob):
+def test_experts_equal_plain_loops(experts_flag, capacity_factor):
     cfg = small_config(
         experts=experts_flag,
         capacity_factor=capacity_factor,
-        norm_topk_prob=norm_topk_prob,
         routed_scaling=1.3,
     )
     m, p, routed = cfg.model, layer_params(cfg, "moe"), experts.routed_experts
@@ -590,7 +584,7 @@ DECODED = [{}, *ARCHITECTURES.values()]
     "flags",
     [
         {},
-        dict(DEEPSEEK, norm_topk_prob=False, n_shared=0),
+        dict(DEEPSEEK, n_shared=0),
         dict(embedding_norm=True, latent_conv=3),
         dict(rope_factor=4.0, rope_original_T=8),
         SMALL_GPT2,

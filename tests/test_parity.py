@@ -117,7 +117,6 @@ PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK}
                 layers_per_block=1,
                 q_latent_dim=0,
                 fsdp="full",
-                norm_topk_prob=False,
             ),
         ),
         ((2, 2, 2), dict(DEEPSEEK, mtp_depth=2, sequence_parallel="megatron")),

@@ -70,7 +70,6 @@ SIZES = {
         q_latent_dim=0,
         first_layers=2,
         rope_base=50_000.0,
-        norm_topk_prob=False,
         n_shared=0,
         sequence_parallel="megatron",
     ),
@@ -86,7 +85,7 @@ SIZES = {
     ),
     "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
     "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
-    "qwen3": dict(SMALL_QWEN3, norm_topk_prob=False, balance_weight=0.0),
+    "qwen3": dict(SMALL_QWEN3, balance_weight=0.0),
     "qwen3 dense": dict(
         SMALL_QWEN3, n_kv_head=2, blocks=2, n_experts=0, experts_per_token=0, tied=False
     ),
