@@ -53,9 +53,7 @@ class Model:
     """Blocks of layers; pp must divide it."""
     layers_per_block: int = flag(6, least=1, absent=1, most=MANY)
     """Layers in a block: all but the last have rotary positions and a dense feed-forward, the last has a mixture of
-    experts."""
-    moe_rope: bool = flag(False, absent=False)
-    """Whether the last layer of a block has rotary positions too."""
+    experts, and rotary positions only where it is alone."""
     T: int = flag(1024, least=1, of_weights=False, most=2**22, first=True)
     """Sequence length in tokens; tp must divide it."""
     latent_dim: int = flag(128, least=0, absent=0, most=WIDE)
@@ -135,6 +133,11 @@ class Model:
     def key_dim(self):
         """Channels of a head's key but the decoupled rotary ones, --head_dim 0 resolved."""
         return self.head_dim or self.model_dimension // self.n_head
+
+    @property
+    def moe_rope(self):
+        """Whether the last layer of a block has rotary positions."""
+        return self.layers_per_block == 1
 
     @property
     def kv_heads(self):

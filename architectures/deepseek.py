@@ -62,7 +62,7 @@ LATENT_NORM_EPS = 1e-6
 # --- Flags --------------------------------------------------------------------------------------------------------
 
 FLAGS = frozenset(
-    "first_layers layers_per_block moe_rope latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
+    "first_layers layers_per_block latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
     "rope_factor rope_original_T embedding_norm latent_conv "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared mtp_depth "
     "capacity_factor experts balance_weight bias_update_rate".split()
@@ -562,7 +562,6 @@ MOST_T = 4096
 # Flags that have one value in DeepseekV3ForCausalLM
 ONE_VALUE = dict(
     layers_per_block=1,
-    moe_rope=True,
     activation="swiglu",
     embedding_norm=False,
     latent_conv=0,

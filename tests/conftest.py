@@ -81,14 +81,13 @@ SMALL = dict(
     compilation_cache="",
 )
 # For runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time.
-SMALL_RUN = SMALL | dict(layers_per_block=1, moe_rope=True)
+SMALL_RUN = SMALL | dict(layers_per_block=1)
 # Other architectures in the same size: nothing of SMALL that they have no use for
 SMALL_DEEPSEEK = dict(
     embedding_norm=False,
     latent_conv=0,
     first_layers=1,
     layers_per_block=1,
-    moe_rope=True,
     tied=False,
     head_dim=12,
     v_dim=10,

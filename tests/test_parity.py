@@ -71,7 +71,7 @@ def test_parity_of_loss_and_every_gradient(mesh):
 @pytest.mark.parametrize("experts", ["tiles", "buckets"])
 def test_parity_where_all_tokens_choose_one_expert(mesh, experts):
     """Nothing is dropped: with buckets, in as many rounds as that takes, on any mesh as with tiles on one device."""
-    small = dict(layers_per_block=1, moe_rope=True, experts_per_token=1, n_shared=0, T=16)
+    small = dict(layers_per_block=1, experts_per_token=1, n_shared=0, T=16)
     (loss, _), gradients = loss_and_gradients((1, 1, 1), favorite=5, experts="tiles", **small)
     skewed = loss_and_gradients(mesh, favorite=5, experts=experts, **small)
     (loss_, metrics), gradients_ = skewed

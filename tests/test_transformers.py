@@ -41,7 +41,6 @@ transformers = pytest.importorskip(
 DEEPSEEK = dict(
     tied=False,
     layers_per_block=1,
-    moe_rope=True,
     embedding_norm=False,
     latent_conv=0,
     blocks=2,
