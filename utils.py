@@ -61,9 +61,8 @@ class Model:
     q_latent_dim: int = flag(-1, least=-1, absent=0, most=WIDE)
     """Channels of the query latent; -1: as latent_dim, 0: queries come from the residual itself, without one."""
     head_dim: int = flag(0, least=0, absent=0, most=WIDE)
-    """Channels of each head's query and key, without the rotary part of rope_dim; 0: model_dimension / n_head."""
-    v_dim: int = flag(0, least=0, absent=0, most=WIDE)
-    """Channels of each head's value; 0: as head_dim."""
+    """Channels of each head's value, and of its query and key without the rotary part of rope_dim; 0: model_dimension /
+    n_head."""
     rope_dim: int = flag(128, least=0, absent=0, most=WIDE, jaxformer="dhR")
     """Channels of the decoupled rotary part of each query, and of the one rotary key that the heads share."""
     rope_base: float = flag(10_000.0, least=1, absent=1.0)
@@ -146,8 +145,8 @@ class Model:
 
     @property
     def value_dim(self):
-        """Channels of a head's value, --v_dim 0 resolved."""
-        return self.v_dim or self.key_dim
+        """Channels of a head's value."""
+        return self.key_dim
 
     @property
     def q_latent(self):

@@ -62,7 +62,7 @@ LATENT_NORM_EPS = 1e-6
 # --- Flags --------------------------------------------------------------------------------------------------------
 
 FLAGS = frozenset(
-    "first_layers layers_per_block latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
+    "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
     "rope_factor rope_original_T embedding_norm latent_conv "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared mtp_depth "
     "capacity_factor experts balance_weight bias_update_rate".split()
@@ -580,7 +580,6 @@ FLAG_ENTRIES = (
     hf.Entry("kv_lora_rank", hf.whole(1), "latent_dim"),
     hf.Entry("q_lora_rank", hf.whole(0), "q_latent_dim", settled="q_latent", null=0),
     hf.Entry("qk_rope_head_dim", hf.whole(1), "rope_dim"),
-    hf.Entry("v_head_dim", hf.whole(1), "v_dim", settled="value_dim"),
     hf.Entry("qk_nope_head_dim", hf.whole(1), "head_dim", settled="key_dim"),
     hf.Entry("n_group", hf.whole(1), "n_groups", null=1),
     hf.Entry("topk_group", hf.whole(1), "k_groups", null=1),
@@ -594,6 +593,7 @@ FLAG_ENTRIES = (
 OTHER_ENTRIES = (
     hf.QUANTIZATION,
     hf.Entry("num_key_value_heads", hf.whole(1), null=None),
+    hf.Entry("v_head_dim", hf.whole(1)),
     hf.Entry("moe_layer_freq", hf.whole(1), null=None),
     hf.Entry("rope_interleave", hf.TRUTH, null=None),
     hf.Entry("max_position_embeddings", hf.whole(1), "T", null=None),
@@ -635,6 +635,7 @@ def to_hugging_face(m):
     config |= dict(
         num_hidden_layers=m.first_layers + m.blocks,
         num_key_value_heads=m.n_head,
+        v_head_dim=m.value_dim,
         q_lora_rank=m.q_latent or None,
         max_position_embeddings=int(m.T),
         attention_dropout=0.0,
@@ -670,6 +671,7 @@ def from_hugging_face(config):
     flags["blocks"] -= flags["first_layers"]
     flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
     flags |= rope_flags(left)
+    hf.refuse_other("v_head_dim", left.pop("v_head_dim"), [flags["head_dim"]], "deepseek_v3")
     hf.float8_block(left, "deepseek_v3")
     hf.require(
         left,

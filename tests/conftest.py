@@ -90,7 +90,6 @@ SMALL_DEEPSEEK = dict(
     layers_per_block=1,
     tied=False,
     head_dim=12,
-    v_dim=10,
     q_latent_dim=10,
     n_groups=4,
     k_groups=2,
@@ -128,7 +127,6 @@ def settled(m):
     """The utils.Model with the widths written out that 0 or -1 stand for."""
     widths = dict(
         head_dim=m.key_dim,
-        v_dim=m.value_dim,
         q_latent_dim=m.q_latent,
         ffn_dim=m.ffn_width,
         expert_dim=m.expert_width,
