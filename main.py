@@ -312,7 +312,7 @@ def open_judge(cfg, mesh, encoding):
             judge = tasks.make_judge(cfg, mesh, encoding)
     except UserError as e:  # which knows the flags of tools/evaluate.py
         said = str(e).replace("--tasks", "--eval_tasks")
-        error = UserError(said.replace("--include_path", "--eval_tasks_path"))
+        error = UserError(said.replace("--include_path", "--eval_tasks"))
     together(error)
     return judge
 

@@ -280,13 +280,11 @@ class Run:
     eval_every: int = setting(100, least=1, first=True, jaxformer="checkpoint_steps")
     """Steps between evaluations, each with one printed line and new plots."""
     eval_tasks: str = setting("")
-    """Tasks, groups, tags or patterns of EleutherAI's lm_eval to be judged by, with commas between; empty: none."""
-    eval_tasks_every: int = setting(10, least=1)
-    """Evaluations from one such judgment to the next; the end of the run has one too."""
+    """Tasks, groups, tags or patterns of EleutherAI's lm_eval, with commas between them, that the model answers at
+    every save_steps-th step that has an evaluation, and at the end. A name with a slash in it is a folder of task files
+    of your own, or of the data of the group core."""
     eval_tasks_limit: int = setting(0, least=0)
     """Questions of each task, the same ones every time; 0: all."""
-    eval_tasks_path: str = setting("", per_process=True)
-    """Folder of task files of your own, or with the data of the group core."""
     save_steps: int = setting(0, least=0)
     """Steps between checkpoints and samples; 0: 10 x eval_every. One more is written at the end and on SIGTERM
     or SIGINT."""

@@ -332,11 +332,12 @@ def make_judge(cfg, mesh, encoding):
         raise UserError("--tasks: nothing tells the tokenizer of the shards; give --tokenizer.")
     batch_size = max(1, cfg.data.val_batch_size // run.n_device_axis[1])
     lm = Judged(cfg, mesh, encoding, batch_size, cfg.model.T, before_context("auto", encoding))
-    folders = [run.eval_tasks_path] if run.eval_tasks_path else []
-    loaded = load(names_in([run.eval_tasks]), folders, lm)
+    given = names_in([run.eval_tasks])
+    folders = [name for name in given if "/" in name]
+    loaded = load([name for name in given if name not in folders], folders, lm)
 
     def judge(params, step, last, watchdog):
-        if not last and step % (run.eval_every * run.eval_tasks_every):
+        if not last and step % run.save_steps:
             return {}
         watchdog.begin("tasks", step)
         lm.alive = watchdog.alive

@@ -306,10 +306,10 @@ def text_shards(tmp_path_factory):
 
 
 def judged_run(tasks_folder, shards, **flags):
-    asked = dict(eval_tasks="local_choices,local_written", eval_tasks_every=2, eval_tasks_limit=3)
-    sizes = dict(vocab_size=512, T=32, training_steps=6, eval_every=1, save_steps=100)
+    asked = dict(eval_tasks=f"local_choices,{tasks_folder},local_written", eval_tasks_limit=3)
+    sizes = dict(vocab_size=512, T=32, training_steps=6, eval_every=1, save_steps=2)
     sizes = SMALL_GPT2 | sizes  # which compiles in a third of the time
-    return sizes | asked | dict(eval_tasks_path=tasks_folder, data=shards) | flags
+    return sizes | asked | dict(data=shards) | flags
 
 
 def test_a_run_that_is_judged_is_the_same_run(train, tmp_path, tasks_folder, text_shards):
@@ -329,7 +329,7 @@ def test_a_run_that_is_judged_is_the_same_run(train, tmp_path, tasks_folder, tex
     assert all(found.keys() in (set(), {f"tasks/{name}" for name in names}) for found in own)
     rest = [{k: v for k, v in row.items() if not k.startswith("tasks/")} for row in with_tasks]
     assert rest == other
-    asked = dict(tasks=(flags["eval_tasks"],), limit=flags["eval_tasks_limit"])
+    asked = dict(tasks=("local_choices,local_written",), limit=flags["eval_tasks_limit"])
     later = tasks.numbers(judged(runs / "judged", tasks_folder, **asked)["tasks"])
     assert own[-1] == later
 
