@@ -302,12 +302,10 @@ class Run:
     """Log to Weights & Biases too (WANDB_MODE=offline works), into the project WANDB_PROJECT of WANDB_ENTITY."""
     tensorboard: bool = setting(False)
     """Write an event file for TensorBoard too, with what metrics.jsonl holds (bash setup_tpu.sh tensorboard)."""
-    profile_memory: bool = setting(False)
-    """Write which arrays a device holds while a step runs, by the line of code that made them, as a profile for pprof;
-    once more when memory runs out."""
     profile: str = setting("")
     """Optimizer steps FIRST:LAST, both included, of which every process writes a trace by jax's profiler into
-    plugins/profile of the run directory; tools/trace.py reads it."""
+    plugins/profile of the run directory; tools/trace.py reads it. Beside it, which arrays its devices hold during the
+    first of them, and again where memory runs out, as a profile for pprof."""
     compilation_cache: str = setting("~/.cache/moe-pretraining-xla", per_process=True)
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
     coordinator: str = setting("", per_process=True)
