@@ -341,8 +341,6 @@ class Sample:
     """Tokens to add to the prompt."""
     top_k: int = setting(40, least=0)
     """Draw from this many most likely tokens; 0: from all."""
-    top_p: float = setting(1.0, least=0)
-    """Draw from the most likely tokens whose probabilities add up to this; 1: from all."""
     temperature: float = setting(0.8, least=0)
     """Divides the logits before drawing; 0: always the most likely token."""
     use_cache: bool = setting(True)

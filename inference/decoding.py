@@ -84,22 +84,14 @@ def empty_cache(cfg, B, T):
 def draw_tokens(logits, key, s):
     """Draw one token for each row of logits [B, V] as the settings `s` (utils.Sample) say, int [B].
 
-    Of the top_k most likely tokens (0: of all), and of the most likely ones whose probabilities add up to top_p
-    (arXiv:1904.09751, section 3.1). Temperature 0 takes the most likely token. Each row draws with a key of its own,
-    so the size of the batch does not change what a row draws.
+    Of the top_k most likely tokens (0: of all). Temperature 0 takes the most likely token. Each row draws with a key of
+    its own, so the size of the batch does not change what a row draws.
     """
     if s.temperature == 0:
         return jnp.argmax(logits, -1)
     logits = logits / s.temperature
     if s.top_k:
         smallest = kth_largest(logits, s.top_k)
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if s.top_p < 1:
-        ascending = jnp.sort(to_integers(logits), -1)
-        descending = from_integers(ascending[:, ::-1])
-        share = jnp.cumsum(jax.nn.softmax(descending, -1), -1)
-        last = (share < s.top_p).sum(-1, keepdims=True)  # the token that reaches top_p is kept too
-        smallest = jnp.take_along_axis(descending, last, 1)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     fold_in = functools.partial(jax.random.fold_in, key)
     row_keys = jax.vmap(fold_in)(jnp.arange(len(logits)))

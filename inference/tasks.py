@@ -38,7 +38,7 @@ from inference import core
 
 MAX_TOKENS = 256  # that a task may have generated where it does not say
 TOP_K = 50  # of a task that draws and does not say, as transformers has it
-SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}  # of drawing
+SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}  # of drawing
 SEED = 1234  # of the examples in prompts, lm_eval's
 
 progress = functools.partial(tqdm, leave=False, disable=not sys.stderr.isatty())
@@ -186,6 +186,8 @@ class Judged(TemplateLM):
 def draws(settings, encoding):
     """(`common.Sample`, strings before which a text ends) of a task's settings. Raises UserError for unknown ones."""
     given = {name: value for name, value in settings.items() if value is not None}
+    if given.get("top_p") == 1:
+        del given["top_p"]  # which changes nothing
     settings = normalize_gen_kwargs(given, MAX_TOKENS)
     if unknown := settings.keys() - SETTINGS:
         raise UserError(f"{', '.join(sorted(unknown))}: there are no such settings of drawing here")
@@ -194,7 +196,6 @@ def draws(settings, encoding):
         max_tokens=settings["max_gen_toks"],
         temperature=float(settings.get("temperature", settings["do_sample"])),
         top_k=settings.get("top_k", TOP_K),
-        top_p=settings.get("top_p", 1.0),
     )
     return options, handle_stop_sequences(
         settings["until"], text_of(encoding, [encoding.eot_token])
