@@ -343,9 +343,6 @@ class Sample:
     """Draw from this many most likely tokens; 0: from all."""
     temperature: float = setting(0.8, least=0)
     """Divides the logits before drawing; 0: always the most likely token."""
-    use_cache: bool = setting(True)
-    """Decode with a cache of the attention latents; without it every token recomputes the whole prefix, to the same
-    text."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def from_integers(i):
 def make_generate(cfg, mesh):
     """`generate(params, prompt, key)`: continue the prompt, int32 [n], by max_tokens, inference_batch times over.
 
-    Returns int32 [inference_batch, n + max_tokens]. The tokens are the same with and without use_cache.
+    Returns int32 [inference_batch, n + max_tokens].
     """
     s = cfg.sample
     dp, _, _ = cfg.run.n_device_axis
@@ -153,24 +153,15 @@ def make_generate(cfg, mesh):
             column = tokens[:, None].astype(jnp.int32)
             return lax.dynamic_update_slice_in_dim(text, column, i, 1)
 
-        def step_with_cache(carry, i):
+        def step(carry, i):
             text, cache = carry
             newest = lax.dynamic_slice_in_dim(text, i - 1, 1, 1)
             logits, cache = decode(params, newest, cache, every_row(i - 1), every_row(0))
             return (append(text, logits, i), cache), None
 
-        def step_without_cache(text, i):
-            logits, _ = decode(params, text, cache, every_row(0), every_row(i - 1))
-            return append(text, logits, i), None
-
-        if s.use_cache:
-            logits, cache = decode(params, text[:, :n], cache, every_row(0), every_row(n - 1))
-            steps = n + 1 + jnp.arange(s.max_tokens - 1)
-            start = append(text, logits, n), cache
-            (text, _), _ = lax.scan(step_with_cache, start, steps)
-        else:
-            steps = n + jnp.arange(s.max_tokens)
-            text, _ = lax.scan(step_without_cache, text, steps)
+        logits, cache = decode(params, text[:, :n], cache, every_row(0), every_row(n - 1))
+        steps = n + 1 + jnp.arange(s.max_tokens - 1)
+        (text, _), _ = lax.scan(step, (append(text, logits, n), cache), steps)
         return text[: s.inference_batch]
 
     return generate

@@ -43,7 +43,7 @@ experts_per_token n_experts n_shared capacity_factor data cache_dir
 train_batch_size val_batch_size microbatches max_lr end_lr warmup_steps end_steps balance_weight name output_dir
 eval_every
 seed wandb training_steps accumulation_steps eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature
-use_cache max_tokens prompt n_devices""".split()
+max_tokens prompt n_devices""".split()
 
 
 def another(name, value):
@@ -188,9 +188,7 @@ def test_the_documented_command_is_accepted():
         32,
         "moe1B",
     )
-    assert (
-        cfg.sample.use_cache and r.wandb and r.eval_steps == 10 and cfg.data.train_batch_size == 32
-    )
+    assert r.wandb and r.eval_steps == 10 and cfg.data.train_batch_size == 32
     assert (m.model_dimension, m.vocab_size, m.T) == (768, 100277, 1024)
     assert (m.n_head, m.blocks, m.layers_per_block) == (12, 8, 6)
     assert (

@@ -22,6 +22,9 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     the trunk in --branch_from is not looked at. Raises UserError for anything that does not parse;
     `--help` prints the preset's values and exits.
     """
+    argv = [
+        word for word in argv if word != "--use_cache"
+    ]  # JAXformer's; here decoding always has a cache
     default = utils.flatten(preset(preset_name(argv))) | vars(Plan())
     words = Words(Config, argv, "main.py", default).given
     given = flags_of_file(words, elsewhere) | words
