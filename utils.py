@@ -358,9 +358,7 @@ class Plan:
     search: bool = False
     """Try the meshes, microbatches, remat and fsdp that give the same global batch, and say which is fastest."""
     plan_json: str = ""
-    """File for the plan as one JSON object."""
-    plan_dump: str = ""
-    """Folder for step.hlo, the program that the compiler made of the step."""
+    """File for the plan as one JSON object. Beside NAME.json, NAME.hlo is the program that the compiler made."""
 
 
 @dataclass(frozen=True)
