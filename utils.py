@@ -103,8 +103,8 @@ class Model:
     document_mask: bool = flag(False, of_weights=False)
     """Keep documents apart: no attention across the end-of-text token that begins each, and learned positions count
     from it."""
-    end_of_text: int = flag(-1, least=-1, of_weights=False)
-    """Token id that begins a document, for document_mask; -1: the tokenizer's."""
+    end_of_text: int = flag(-1, least=-1, of_weights=False, derived=True)
+    """Token id that begins a document, for document_mask: the tokenizer's."""
     dropout_rate: float = flag(0.0, least=0, below=1, of_weights=False)
     """Probability of zeroing a channel after the embedding and after every attention and feed-forward."""
     model_dtype: Literal["bfloat16", "float32"] = flag("bfloat16", of_weights=False)
@@ -316,10 +316,9 @@ class Run:
     the machine belongs to."""
     process_id: int = setting(0, least=0, per_process=True, most=MANY)
     """Which of the num_processes this is, from 0."""
-    connect_timeout: int = setting(300, least=1, per_process=True, most=DAYS)
-    """Seconds within which all processes must have come together."""
     peer_timeout: int = setting(100, least=1, per_process=True, most=DAYS)
-    """Seconds of silence after which a process is taken for lost and the others end."""
+    """Seconds of silence after which a process is taken for lost and the others end. At the start all must come
+    together within three times as many."""
     stuck_limit: int = setting(1800, least=1, most=DAYS)
     """Seconds that a step, evaluation, checkpoint or sampling may take before its process ends, with status 75."""
 

@@ -33,6 +33,7 @@ def flag(default, **facts):
     first: True where people need it in their first week: --help shows these.
     jaxformer: JAXformer's name of the flag, which command lines may have too.
     positional: True where the value is given without the flag's name.
+    derived: True where no command line has it: it follows from the others and the data.
     path: True where ~ at its front is the home folder.
     """
     return field(default=default, metadata=facts)
@@ -82,7 +83,10 @@ def fields_of(kind):
     """{flag: its field} of a dataclass, whose fields may be dataclasses in turn."""
     found = {}
     for f in dataclasses.fields(kind):
-        found |= fields_of(f.type) if dataclasses.is_dataclass(f.type) else {f.name: f}
+        if dataclasses.is_dataclass(f.type):
+            found |= fields_of(f.type)
+        elif not f.metadata.get("derived"):
+            found[f.name] = f
     return found
 
 
@@ -249,7 +253,7 @@ def help_of(kind, program, defaults, others, whole):
     groups = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]
     for group in groups or [kind]:
         texts = texts_below(group)
-        wanted = [f for f in dataclasses.fields(group) if not brief or f.name in first]
+        wanted = [f for f in fields_of(group).values() if not brief or f.name in first]
         if groups and not brief:
             lines += ["", " ".join(group.__doc__.split("\n\n")[0].split())]
         elif group in (groups or [kind])[:1]:

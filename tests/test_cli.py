@@ -35,9 +35,8 @@ PATH = [
         for p in (ROOT / room).glob("*.py")
     ),
 ]
-FIELDS = {
-    f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))
-}
+FLAGS = parser.fields_of(utils.Config)
+FIELDS = {name: f for name, f in FLAGS.items() if not hasattr(utils.Plan, name)}  # of a run
 LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim rope_dim dropout_rate model_dtype
 experts_per_token n_experts n_shared capacity_factor data cache_dir
 train_batch_size val_batch_size microbatches max_lr end_lr warmup_steps end_steps balance_weight name output_dir

@@ -48,7 +48,15 @@ def preset_name(argv):
 
 
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
-NO_FLAGS = {"data_fingerprint", "encoding", "config", "coordinator", "num_processes", "process_id"}
+NO_FLAGS = {
+    "data_fingerprint",
+    "encoding",
+    "end_of_text",
+    "config",
+    "coordinator",
+    "num_processes",
+    "process_id",
+}
 
 
 def flags_of_file(beside, elsewhere):

@@ -198,7 +198,7 @@ def begin_documents(cfg, encoding):
     if encoding is None:
         raise UserError(
             f"--document_mask: nothing tells which token begins a document in --data "
-            f"{cfg.data.data}; give its --tokenizer or the token id as --end_of_text."
+            f"{cfg.data.data}; give its --tokenizer."
         )
     return replace(cfg, end_of_text=encoding.eot_token)
 
