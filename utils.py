@@ -18,12 +18,14 @@ from runtime.parser import (
     VOCABULARY,
     WIDE,
     Mesh,
-    Words,
     check_number,
+    fields_of,
     flag,
+    read_words,
     renamed,
     setting,
     shown,
+    value_in_file,
 )
 
 
@@ -388,31 +390,13 @@ RENAMED = renamed(FIELDS)
 
 
 def flags_with(fact, value=True):
-    """The flags at whose field this fact stands, such as free_on_resume."""
+    """The flags whose field has this fact, such as free_on_resume."""
     return {name for name, f in FIELDS.items() if f.metadata.get(fact) == value}
 
 
 def absent_values():
-    """{flag: value} of the flags that not every architecture has, with what stands there where one has not."""
+    """{flag: its value where an architecture has no such flag} of the flags that not every architecture has."""
     return {name: f.metadata["absent"] for name, f in FIELDS.items() if "absent" in f.metadata}
-
-
-def check_bounds(options):
-    """Raises UserError where a number in a dataclass, or in one of its fields, is beyond what its field allows. What
-    `FIELDS` knows of a flag holds in other programs too, where they do not say otherwise."""
-    for f in dataclasses.fields(options):
-        value = getattr(options, f.name)
-        if dataclasses.is_dataclass(value):
-            check_bounds(value)
-        known = FIELDS[f.name].metadata if f.name in FIELDS else {}
-        check_number(f.name, value, **{**known, **f.metadata})
-
-
-def check_least(flags, least):
-    """Raises UserError where a number of {flag: value} is smaller than {flag: number} of `least` says, larger than
-    MOST, or not finite."""
-    for name, value in flags.items():
-        check_number(name, value, least.get(name))
 
 
 def flatten(cfg):
@@ -427,28 +411,51 @@ def replace(cfg, **flags):
         values = getattr(cfg, group)
         if own := {n: flags.pop(n) for n in vars(values) if n in flags}:
             groups[group] = dataclasses.replace(values, **own)
-    if flags:
-        raise UserError(f"no such flag: {', '.join('--' + n for n in flags)}.")
+    assert not flags, f"no such flags: {flags}"
     return dataclasses.replace(cfg, **groups)
+
+
+# --- From outside -------------------------------------------------------------------------------------------------
 
 
 def read_flags(kind, argv, program):
     """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError for what does not parse and
     for numbers beyond their bounds; `--help` exits."""
-    return made_of(kind, Words(kind, argv, program).given)
+    return made_of(kind, read_words(kind, argv, program)[0])
 
 
 def read_own_flags(kind, argv, program):
     """(an instance of the dataclass `kind`, the words left over) of a program that takes the flags of main.py too."""
-    words = Words(kind, argv, program, others=Config)
-    return made_of(kind, words.given), words.rest
+    given, rest = read_words(kind, argv, program, others=Config)
+    return made_of(kind, given), rest
 
 
 def made_of(kind, flags):
     """The dataclass `kind` of {flag: value}. Raises UserError where a flag is missing or beyond its bounds."""
-    for f in dataclasses.fields(kind):
-        if f.name not in flags and f.default is dataclasses.MISSING:
+    for name, f in fields_of(kind).items():
+        if name not in flags and f.default is dataclasses.MISSING:
             raise UserError(f"{shown(f)}: is missing; see --help.")
     options = kind(**flags)
-    check_bounds(options)
+    check_bounds(kind, vars(options))
     return options
+
+
+def check_bounds(kind, flags):
+    """Raises UserError where a number of {flag: value} is beyond what its field of the dataclass `kind` allows. What
+    `FIELDS` knows of a flag holds in other programs too, where they do not say otherwise."""
+    for name, f in fields_of(kind).items():
+        known = FIELDS[name].metadata if name in FIELDS else {}
+        check_number(name, flags[name], **{**known, **f.metadata})
+
+
+def read_values(flags, where, names=None, advice=""):
+    """{flag: value} of what the JSON file `where` holds of {flag: value}. names: {flag: what the file calls it}, where
+    that differs. Raises UserError for a value that the flag cannot have."""
+    read = {}
+    for name, value in flags.items():
+        try:
+            read[name] = value_in_file(FIELDS[name], value)
+        except UserError as e:
+            name = (names or {}).get(name, name)
+            raise UserError(f"{where}: {name} is {value!r:.40}, but must be {e}{advice}.") from None
+    return read
