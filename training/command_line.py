@@ -7,7 +7,7 @@ import sys
 import utils
 from data.tokenization import load_tokenizer
 from presets import preset
-from runtime.files import object_in
+from runtime.files import read_json
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import read_words
 from training import branches
@@ -49,9 +49,11 @@ NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
 
 def flags_of_file(path, beside):
     """{flag: value} of the file in --config, `beside` those of the command line. Raises UserError."""
-    content = object_in(path)
-    if content is None:
-        raise UserError(f"--config {path}: no such file; give one such as runs/tiny/config.json.")
+    content = read_json(path)
+    if not content:
+        raise UserError(
+            f"--config {path}: no such file, or no flag in it; give one such as runs/tiny/config.json."
+        )
     left_out = set(NO_FLAGS)
     if "n_device_axis" in beside:  # which these follow
         left_out |= {"n_devices", "pp_interleave"}

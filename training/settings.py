@@ -13,7 +13,6 @@ import utils
 from runtime import platforms
 from runtime.files import filesystem, is_remote, persist, read_json
 from runtime.messages import UserError, nearest, say
-from runtime.parser import MOST
 from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies
@@ -151,11 +150,9 @@ def follow_dtype(flags, stored, chip):
         return flags.follow(model_dtype=stored["model_dtype"])
     if chip is None or chip.bfloat16 or flags.cfg.model.model_dtype != "bfloat16":
         return flags
-    without_it = f"{chip.name} does not multiply in bfloat16, XLA does so in float32"
-    if "model_dtype" in flags.given:
-        say(f"{without_it}: bfloat16 saves memory here, no time")
-    else:
-        say(f"{without_it}: --model_dtype is float32 unless given")
+    given = "model_dtype" in flags.given
+    then = "bfloat16 saves memory here, no time" if given else "--model_dtype is float32"
+    say(f"{chip.name} does not multiply in bfloat16, XLA does so in float32: {then}")
     return flags.follow(model_dtype="float32")
 
 
@@ -181,18 +178,10 @@ def follow(flags):
     """`flags`, where a default that would refuse what was given gives way to it; whatever fits stays as it is."""
     if "architecture" in flags.given:
         flags = flags.follow(**architectures.flags_without_choice(flags.cfg.model.architecture))
-    flags = flags.follow(**follow_experts(flags.cfg.model))
+    m = flags.cfg.model
+    flags = flags.follow(experts_per_token=min(m.experts_per_token, m.n_experts))
     flags = flags.follow(**follow_schedule(flags))
     return flags.follow(**follow_batches(flags))
-
-
-def follow_experts(m):
-    """{flag: value} that the number of experts leaves to the flags beside it."""
-    chosen = min(m.experts_per_token, m.n_experts)
-    even = m.n_experts % m.n_groups == 0 and m.n_experts >= 2 * m.n_groups
-    if m.n_groups > 1 and not (even and chosen <= m.k_groups * m.n_experts // m.n_groups):
-        return dict(experts_per_token=chosen, n_groups=1, k_groups=1)
-    return dict(experts_per_token=chosen)
 
 
 def follow_schedule(flags):
@@ -439,7 +428,6 @@ def check(cfg):
     """Raises UserError where flags of a completed configuration do not fit each other, naming the flag, its value and
     what would do."""
     check_multiples(cfg)
-    check_tokens(cfg)
     check_architecture(cfg)
     check_attention(cfg)
     check_experts(cfg.model)
@@ -479,18 +467,6 @@ def not_a_multiple(flag, value, by, words):
     below, above = max(by, value // by * by), -(-value // by) * by
     near = " or ".join(map(str, sorted({below, above})))
     return UserError(f"--{flag} {value}: must be a multiple of {words} ({by}), such as {near}.")
-
-
-def check_tokens(cfg):
-    """Raises UserError where a step or a validation batch has more tokens than can be numbered."""
-    d, T, dp = cfg.data, cfg.model.T, cfg.run.n_device_axis[0]
-    most = MOST[int] // T // dp
-    for flag, parts in dict(train_batch_size=cfg.run.accumulation_steps, val_batch_size=1).items():
-        if vars(d)[flag] * parts > most:
-            raise UserError(
-                f"--{flag} {vars(d)[flag]}: must be at most {most // parts:,} with this --T {T}, dp and "
-                f"--accumulation_steps, or its tokens cannot be numbered."
-            )
 
 
 def check_architecture(cfg):
@@ -538,7 +514,7 @@ def check_experts(m):
         raise UserError(f"--n_groups {m.n_groups}: each must have two experts of --n_experts {E}.")
     if m.k_groups > m.n_groups or k > m.k_groups * E // m.n_groups:
         raise UserError(
-            f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and have --experts_per_token {k} experts."
+            f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --experts_per_token {k}."
         )
     if m.experts == "tiles" and m.capacity_factor:
         raise UserError(
