@@ -131,7 +131,9 @@ def value_in_file(f, value):
         raise UserError(wanted(f))
     for limit in filter(None, (beyond(v, **f.metadata) for v in values)):
         raise UserError(limit)
-    return tuple(values) if n > 1 else float(value) if one is float else values[0]
+    if one is float:
+        values = [float(v) for v in values]
+    return tuple(values) if n > 1 else values[0]
 
 
 def beyond(n, least=None, most=None, below=math.inf, **_):
@@ -161,21 +163,11 @@ def check_number(flag, value, **facts):
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
 
 
-def flags_in(argv):
-    """The words of a command line that look like flags, without =VALUE."""
-    return [word.split("=")[0] for word in argv if FLAG.match(word)]
-
-
 def words_of(f, value):
     """A flag and its value as words of a command line."""
     if isinstance(value, bool):
         return [f"--{f.name}" if value else f"--no_{f.name}"]
     return [f"--{f.name}", *map(str, value if isinstance(value, tuple) else (value,))]
-
-
-def plain(flag):
-    """The name of a flag as it was typed: without its hyphens at the front, with underscores inside."""
-    return flag.lstrip("-").replace("-", "_")
 
 
 def read_words(kind, argv, program, others=None, defaults=None):
@@ -187,18 +179,18 @@ def read_words(kind, argv, program, others=None, defaults=None):
     own = fields_of(kind)
     known = (fields_of(others) if others else {}) | own
     places = [f for f in own.values() if f.metadata.get("positional")]
-    words, given, rest, help_asked = list(argv), {}, [], None
+    words, given, rest = list(argv), {}, []
+    help_asked = {"-h", "--help"} & {*argv}
+    if help_asked:
+        words = [word for word in argv if word not in ("-h", "--help", "all")]
     while words:
         word = words.pop(0)
-        if word.partition("=")[0] in ("-h", "--help"):
-            help_asked = "all" if word == "--help=all" or words[:1] == ["all"] else "first"
-            words = words[words[:1] == ["all"] :]
-            continue
         if FLAG.match(word):
             f, values = read_flag(word, words, known)
         elif places:
             f, values = places[0], [word]
-            places = places[type_of(f)[1] == 1 :]
+            if type_of(f)[1] == 1:
+                del places[0]
         else:
             raise UserError(f"{word!r:.40}: belongs to no flag; see --help.")
         value = value_of(f, values)
@@ -209,8 +201,8 @@ def read_words(kind, argv, program, others=None, defaults=None):
         else:
             given[f.name] = value
     if help_asked:
-        shown_defaults = defaults(given) if defaults else {}
-        print(help_of(kind, program, shown_defaults, others, help_asked == "all"), flush=True)
+        values = defaults(given) if defaults else {}
+        print(help_of(kind, program, values, others, whole="all" in argv), flush=True)
         sys.exit()
     return given, rest
 
@@ -219,7 +211,8 @@ def read_flag(word, words, known):
     """(field, the words of its value) of a flag, `word`, and what is taken off the `words` after it. known: {flag:
     field}."""
     flag, equals, value = word.partition("=")
-    name = renamed(known).get(plain(flag), plain(flag))
+    name = flag.lstrip("-").replace("-", "_")
+    name = renamed(known).get(name, name)
     f = known.get(name) or known.get(name.removeprefix("no_"))
     switches = [n for n in known if type_of(known[n])[1] == 0]
     if not flag.startswith("--") or f is None or (f.name != name and f.name not in switches):
@@ -275,10 +268,7 @@ def help_of(kind, program, defaults, others, whole):
     if brief:
         lines += ["", f"python {program} --help all lists the other flags too, by group."]
     if others:
-        lines += [
-            "",
-            "All flags of main.py are accepted too; python main.py --help all lists them.",
-        ]
+        lines += ["", "Flags of main.py are accepted too; python main.py --help all lists them."]
     return "\n".join(lines)
 
 
