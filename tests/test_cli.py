@@ -20,8 +20,9 @@ from conftest import ROOT, SMALL, flags_of, run_program
 import architectures
 import presets
 import utils
+from data import tokenize_shards, train_tokenizer
 from runtime import files, messages, parser, platforms
-from tools import common
+from tools import bench, checkpoints, common, compare, hf, trace
 from training import command_line, settings
 
 FLAGS = parser.fields_of(utils.Config)
@@ -199,53 +200,32 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--rope_dim 7": ["--rope_dim 7"],
     "--attention splash --T 128": ["--attention splash", "TPUs", "auto"],
     "--attention flash --T 128": ["--attention flash", "GPUs", "auto"],
-    "--attention flash --T 96": ["--T 96", "64 for --attention flash", "64 or 128"],
     "--attention flash --T 128 --head_dim 512": ["--attention flash", "320", "1032", "auto"],
     "--pp_interleave 3 --n_device_axis 2 2 2": ["--blocks 4", "pp x pp_interleave", "6"],
     "--experts_per_token 9": ["--experts_per_token 9", "--n_experts 8"],
-    "--experts_per_token 0": ["--experts_per_token 0", "at least 1"],
-    "--dropout_rate 1.0": ["--dropout_rate 1.0"],
     "--warmup_steps 100": ["--warmup_steps 100", "--end_steps 100"],
     "--decay_steps 10": ["--decay_steps 10", "--schedule linear", "wsd"],
     "--schedule wsd --decay_steps 99": ["--decay_steps 99", "at most 98", "--end_steps 100"],
-    "--schedule wds": ["--schedule wds: must be one of", "the nearest is wsd"],
-    "--layers_per_block 0": ["--layers_per_block 0", "at least 1"],
-    "--n_groups 3": ["--n_experts 8", "n_groups", "6 or 9"],
     "--n_groups 8": ["--n_groups 8", "two experts"],
-    "--experts tiles --capacity_factor 1.5": [
-        "--experts tiles",
-        "--capacity_factor 1.5",
-        "buckets",
-    ],
+    "--experts tiles --capacity_factor 2": ["--experts tiles", "--capacity_factor 2"],
     "--n_groups 4 --k_groups 5": ["--k_groups 5", "--n_groups 4"],
     "--n_groups 4 --k_groups 1 --experts_per_token 3": ["--k_groups 1", "--experts_per_token 3"],
-    "--rope_factor 0.5": ["--rope_factor 0.5", "at least 1"],
     "--rope_factor 2 --rope_base 1": ["--rope_base 1", "above 1"],
-    "--q_latent_dim -2": ["--q_latent_dim -2", "at least -1"],
     "--n_devices 16": ["--n_devices 16", "8"],
-    "--preset huge": ["--preset huge", "moe1b", "tiny"],
     "--preset tinny": ["--preset tinny", "the nearest is tiny"],
     "--modle_dimension 64": ["--modle_dimension", "the nearest is --model_dimension"],
     "--remat ful": ["--remat ful: must be one of none, dots, full; the nearest is full"],
-    "--architecture gpt": ["--architecture gpt:", "the nearest is gpt2", "deepseek"],
     "--attention blockwize": ["--attention blockwize", "the nearest is blockwise", "auto"],
-    "--attention splash --T 130": ["--T 130", "128 for --attention splash", "128 or 256"],
     "--architecture gpt2 --n_experts 4": ["--architecture gpt2", "no such choice", "leave"],
-    "--adam_b2 1": ["--adam_b2 1", "below 1"],
     "--blocks two": ["--blocks two: must be a whole number"],
-    "--T=1e3": ["--T 1e3: must be a whole number"],
     "--max_lr high": ["--max_lr high: must be a number"],
-    "--max_lr inf": ["--max_lr inf: must be at most 1e+30."],
     "--wandb yes": ["'yes': belongs to no flag"],
     "--document-mask=0": ["takes no value; give --document_mask or"],
     "--n_device_axis a 2 2": ["--n_device_axis a: must be three whole numbers"],
     "--seed": ["--seed: must have a whole number"],
     f"--T {'9' * 5000}": ["--T 999", "must be a whole number"],
-    f"--T {'9' * 99}": ["--T 999", "must be at most 4194304"],
     f"--profile 1:{'9' * 5000}": ["--profile 1:999", "FIRST:LAST"],
     "--n_device_axis 2 2": ["--n_device_axis", "three"],
-    "--tokenizer nothing": ["--tokenizer nothing", "gpt2"],
-    "--profile 5:2": ["--profile 5:2", "FIRST:LAST", "such as 20:22"],
     "--profile 8:9 --training_steps 8": ["--profile 8:9", "--training_steps 8"],
     "--profile 1:51": ["--profile 1:51", "at most 50 steps"],
     "--tokenizer no.tiktoken": ["--tokenizer no.tiktoken", "no such file"],
@@ -254,12 +234,8 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
 
 @pytest.mark.parametrize("words", BAD)
 def test_a_mistake_gets_a_sentence(words):
-    argv = [
-        "--preset",
-        "tiny",
-        *flags_of(**SMALL, train_batch_size=8, val_batch_size=8),
-        *words.split(),
-    ]
+    small = flags_of(**SMALL, train_batch_size=8, val_batch_size=8)
+    argv = ["--preset", "tiny", *small, *words.split()]
     with pytest.raises(messages.UserError) as e:
         settings.settle(command_line.parse(argv), 8)
     said = str(e.value)
@@ -312,47 +288,22 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(name):
         parser.check_number(name, most, **f.metadata)
 
 
-@pytest.mark.parametrize("beyond", ["-" + "9" * 20, "9" * 20, str(2**63 - 1), str(2**31)])
-def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
-    from data import tokenize_shards, train_tokenizer
-    from tools import bench, checkpoints, compare, trace
-
-    def of_argv(program):
-        def parse(words):
-            monkeypatch.setattr(sys, "argv", ["program", *words])
-            return program.parse()
-
-        return parse
-
-    def of_kind(kind):
-        return lambda words: utils.read_flags(kind, words, "program")
-
-    numbers = {
-        "tokenize_shards": "--shard_tokens --workers --val_fraction",
-        "train_tokenizer": "--vocab_size",
-        "Sample": "--T --n_devices --inference_batch --max_tokens --seed --top_k",
-        "Evaluate": "--T --n_devices --batch_size --limit --stride --num_fewshot",
-        "trace": "--top",
-        "checkpoints": "--keep --every",
-        "bench": "--rounds --steps",
-        "compare": "--seeds",
-    }
-    shards = "--source a --output b --tokenizer gpt2".split()
+def test_the_programs_refuse_numbers_beyond_their_bounds():
     programs = {
-        "tokenize_shards": (of_argv(tokenize_shards), shards),
-        "train_tokenizer": (of_argv(train_tokenizer), "--source a --output b.tiktoken".split()),
-        "Sample": (of_kind(common.Sample), ["run"]),
-        "Evaluate": (of_kind(common.Evaluate), ["run"]),
-        "trace": (of_kind(trace.Options), ["run"]),
-        "checkpoints": (of_kind(checkpoints.Options), ["list", "run"]),
-        "bench": (bench.parse, []),
-        "compare": (compare.parse, ["--variation", "base"]),
+        tokenize_shards.Options: "--source a --output b --tokenizer gpt2",
+        train_tokenizer.Options: "--source a --output b.tiktoken",
+        common.Sample: "run",
+        common.Evaluate: "run",
+        trace.Options: "run",
+        checkpoints.Options: "list run",
+        bench.Options: "",
+        compare.Options: "run",
     }
-    for name, (program, words) in programs.items():
-        for flag in numbers[name].split():
-            with pytest.raises(messages.UserError, match=f"{flag} .*: must be (at|below)") as e:
-                program([*words, f"{flag}={beyond}"])
-            assert "\n" not in str(e.value)
+    for kind, words in programs.items():
+        for f in [f for f in parser.fields_of(kind).values() if parser.type_of(f) == (int, 1)]:
+            for beyond in ("-" + "9" * 20, "9" * 20):
+                with pytest.raises(messages.UserError, match=f"--{f.name} .*: must be (at|below)"):
+                    utils.read_flags(kind, [*words.split(), f"--{f.name}={beyond}"], "program")
 
 
 def test_a_check_without_devices_refuses_nothing_that_some_devices_would_take(
@@ -422,61 +373,53 @@ def test_a_python_without_the_packages_is_told_so(name):
 
 def test_flags_are_read_before_jax_is_imported():
     check = (
-        "import sys; from training import command_line; command_line.parse(['--preset', 'tiny']); "
+        "import sys; from training import command_line; command_line.parse(['--preset', 'tiny'])"
     )
-    check += "sys.exit('jax' in sys.modules)"
+    check += "; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
 def test_the_users_xla_flags_win(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
-    platforms.set_xla_flags(8)
-    now = utils.os.environ["XLA_FLAGS"].split()
-    assert (
-        now[0] == "--xla_force_host_platform_device_count=3"
-        and sum("device_count" in f for f in now) == 1
+    count, asynchronous = (
+        "--xla_force_host_platform_device_count",
+        "--xla_tpu_enable_async_all_to_all",
     )
-    monkeypatch.setenv("XLA_FLAGS", "")
-    platforms.set_xla_flags(8)
-    assert "--xla_force_host_platform_device_count=8" in utils.os.environ["XLA_FLAGS"]
+    for given, now in (f"{count}=3", f"{count}=3"), ("", f"{count}=8"):
+        monkeypatch.setenv("XLA_FLAGS", given)
+        platforms.set_xla_flags(8)
+        assert [f for f in os.environ["XLA_FLAGS"].split() if count in f] == [now]
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_all_to_all=false")
-    platforms.set_xla_flags(0)
-    assert utils.os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_enable_async_all_to_all=false"
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
-    platforms.set_xla_flags(0)
-    assert utils.os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_enable_async_all_to_all=true"
+    for given, now in (
+        (f"{asynchronous}=false", f"{asynchronous}=false"),
+        ("", f"{asynchronous}=true"),
+    ):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+        platforms.set_xla_flags(0)
+        assert os.environ["LIBTPU_INIT_ARGS"] == now
 
 
-def test_the_programs_name_the_nearest_flag():
-    from data import command_line as data_command_line
-    from tools import bench, checkpoints, hf
+@pytest.mark.parametrize(
+    "kind, words, nearest",
+    [
+        (common.Sample, "x --promt a", "--prompt"),
+        (checkpoints.Options, "lst x", "list"),
+        (tokenize_shards.Options, "--sourc x", "--source"),
+        (bench.Options, "--stepss 3", "--steps"),
+        (bench.Options, "--blokcs=3", "--blocks"),
+        (hf.Options, "exprt a b", "export"),
+        (hf.Options, "export a b --dtype flaot32", "float32"),
+    ],
+)
+def test_the_programs_name_the_nearest_flag(kind, words, nearest):
+    with pytest.raises(messages.UserError, match=f"; the nearest is {nearest}; see --help.$"):
+        utils.read_own_flags(kind, words.split(), "program")
 
-    def of_bench(words):
-        return utils.read_own_flags(bench.Options, words, "bench.py")
 
-    def of_source(words):
-        return utils.read_flags(data_command_line.Source, words, "program")
-
-    own, rest = of_bench("--steps 3 --blocks 4 --no-wandb --n_device_axis 1 2 3 --tied".split())
-    assert own.steps == 3
-    assert rest == "--blocks 4 --no_wandb --n_device_axis 1 2 3 --tied".split()
-    for program, words, nearest in [
-        (lambda w: utils.read_flags(common.Sample, w, "s"), "x --promt a", "--prompt"),
-        (lambda w: utils.read_flags(common.Sample, w, "s"), "--promt a", "--prompt"),
-        (lambda w: utils.read_flags(checkpoints.Options, w, "c"), "lst x", "list"),
-        (of_bench, "--stepss 3", "--steps"),
-        (of_bench, "--blokcs=3", "--blocks"),
-        (of_source, "--sourc x", "--source"),
-        (hf.run, "exprt a b", "export"),
-        (hf.run, "export a b --dtype flaot32", "float32"),
-        (hf.run, "export a b --dtpye float32", "--dtype"),
-    ]:
-        with pytest.raises(
-            messages.UserError, match=f"; the nearest is {nearest}; see --help."
-        ) as e:
-            program(words.split())
-        assert "\n" not in str(e.value)
+def test_a_program_takes_the_flags_of_main_py_too():
+    words = "--steps 3 --blocks 4 --no-wandb --n_device_axis 1 2 3 --tied --prompt --- --alpha=0.5"
+    own, rest = utils.read_own_flags(bench.Options, words.split(), "bench.py")
+    wanted = "--blocks 4 --no_wandb --n_device_axis 1 2 3 --tied --prompt --- --balance_weight 0.5"
+    assert own.steps == 3 and rest == wanted.split()
 
 
 @pytest.mark.parametrize(
@@ -484,31 +427,23 @@ def test_the_programs_name_the_nearest_flag():
     [
         ("--n_experts 1", dict(experts_per_token=1)),
         ("--end_steps 20", dict(warmup_steps=2)),
-        ("--end_steps 460", {}),
-        ("--training_steps 460", dict(end_steps=460)),
         ("--training_steps 20", dict(end_steps=20, warmup_steps=2)),
         ("--training_steps 1", dict(end_steps=1, warmup_steps=0)),
         ("--training_steps 20 --warmup_steps 30", dict(end_steps=31)),
         ("--training_steps 20 --end_steps 400", {}),
-        ("--training_steps 460 --schedule cosine", dict(end_steps=460)),
         ("--training_steps 460 --schedule wsd", {}),
-        ("--training_steps 460 --schedule wsd --decay_steps 60", dict(end_steps=460)),
         ("--training_steps 20 --schedule wsd --decay_steps 60", dict(end_steps=60, warmup_steps=0)),
         ("--schedule wsd --decay_steps 390", dict(warmup_steps=1)),
-        ("--schedule wsd --decay_steps 360", {}),
         ("--train_batch_size 6", dict(micro=2)),
-        ("--train_batch_size 1", dict(micro=1)),
         ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
         ("--n_device_axis 1 2 1 --val_batch_size 6", dict(micro=2)),
         ("--microbatches 3", dict(train=9, val=18)),
         ("--n_device_axis 1 3 1 --blocks 3", dict(micro=3, train=9, val=18)),
-        ("--train_batch_size 24", {}),
         ("", {}),
         ("--n_device_axis 1 3 1 --blocks 3 --val_batch_size 7", None),
         ("--train_batch_size 6 --microbatches 4", None),
         ("--experts_per_token 9", None),
         ("--warmup_steps 450", None),
-        ("--warmup_steps 450 --training_steps 20", None),
         ("--schedule wsd --decay_steps 401", None),
     ],
 )
@@ -522,20 +457,16 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     cfg, given = settings.follow(command_line.parse(argv))
     before = utils.flatten(presets.preset("tiny"))
     names = {"train": "train_batch_size", "val": "val_batch_size", "micro": "microbatches"}
-    read = {
-        name: value
-        for name, value in utils.flatten(cfg).items()
-        if name not in given and value != before[name]
-    }
-    assert read == {names.get(name, name): value for name, value in changed.items()}
+    wanted = before | {names.get(name, name): value for name, value in changed.items()}
+    assert settings.without(given, utils.flatten(cfg)) == settings.without(given, wanted)
     settings.validate(cfg, devices)
     assert settings.follow(settings.Flags(cfg, given)).cfg == cfg
 
 
 # Sensible values of flags where `another` gives none: what alone makes sense in presets of every size.
 ALONE = dict(
-    T=[64, 96, 2048],
-    n_head=[1, 2, 4],
+    T=[64, 2048],
+    n_head=[2],
     model_dimension=[96, 1536],
     blocks=[1, 3, 12],
     n_experts=[1, 4, 12],
