@@ -146,8 +146,6 @@ def train(cfg, stored, encoding, load_weights):
     on_main_process(lambda: write_config(cfg, data, corpus))
     log = RunLog(cfg, step, active=jax.process_index() == 0)
     progress = Progress(cfg, val_corpus.bytes_per_token, planned_speed(cfg))
-    # The third step from here: by then the devices hold batches ahead, and all that is made at the start is gone.
-    profiled = min(step + 3, cfg.run.training_steps) if cfg.run.profile_memory else None
     row = None  # metrics of the newest step, from when they are fetched until they are logged
 
     # --- Loop: the host runs one step ahead of the devices
@@ -177,7 +175,7 @@ def train(cfg, stored, encoding, load_weights):
                 with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                     state, metrics = train_step(state, *next(batches))
                 step, sequences = step + 1, sequences + per_step
-                if step == profiled:
+                if cfg.run.profile and step == profile.first:
                     write_memory_profile(cfg, "memory")
                 finished = meter.launched(step, sequences, metrics, batches.waited)
                 if finished:
@@ -312,7 +310,7 @@ def open_judge(cfg, mesh, encoding):
             judge = tasks.make_judge(cfg, mesh, encoding)
     except UserError as e:  # which knows the flags of tools/evaluate.py
         said = str(e).replace("--tasks", "--eval_tasks")
-        error = UserError(said.replace("--include_path", "--eval_tasks_path"))
+        error = UserError(said.replace("--include_path", "--eval_tasks"))
     together(error)
     return judge
 
@@ -352,7 +350,7 @@ def memory_explained(cfg):
     except (jax.errors.JaxRuntimeError, ValueError) as e:  # the latter where a batch finds no room
         if not OUT_OF_MEMORY.search(str(e)):
             raise
-        if cfg.run.profile_memory:
+        if cfg.run.profile:
             write_memory_profile(cfg, "out_of_memory")
         from planning import plan  # here: few runs need it
 
@@ -374,7 +372,7 @@ def write_memory_profile(cfg, name):
     """Write the arrays on this process's devices now, as a profile for pprof, into the run directory."""
     path = os.path.join(cfg.run.folder, f"{name}-{jax.process_index()}.pprof")
     write_file(path, jax.profiler.device_memory_profile())
-    say(f"--profile_memory: {path} holds what is in the devices' memory now")
+    say(f"--profile: {path} holds what is in the devices' memory now")
 
 
 def shows_bar():

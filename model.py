@@ -52,6 +52,9 @@ from collectives import (
 from kernels import attention
 from kernels import loss as losses
 
+# of the mean cross-entropy of multi-token prediction: DeepSeek-V3's for most of its training (section 4.2)
+MTP_WEIGHT = 0.3
+
 # --- Parameters: one table --------------------------------------------------------------------------------------
 
 
@@ -129,7 +132,7 @@ def make_loss(cfg, mesh, train):
 
     tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:]; key of dropout; first: number, within the training
     step, of the batch's first sequence. Returns the loss, float32 [], and `Metrics`. The loss is cross-entropy +
-    balance_weight x load-balancing loss + mtp_weight x multi-token prediction's cross-entropy. Without `train` there
+    balance_weight x load-balancing loss + MTP_WEIGHT x multi-token prediction's cross-entropy. Without `train` there
     is no dropout and no multi-token prediction.
     """
     cfg = for_devices(cfg, mesh)
@@ -187,7 +190,7 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
     cross_entropy = cross_entropy / tokens
     mtp = mtp / (tokens * max(1, depths))
     balance = sum(load.loss.sum() for load in loads.values()) / sequences
-    loss = sum_over(cross_entropy + o.balance_weight * balance + o.mtp_weight * mtp, AXES)
+    loss = sum_over(cross_entropy + o.balance_weight * balance + MTP_WEIGHT * mtp, AXES)
 
     # Metrics have no gradient, so they may be summed as well.
     cross_entropy, mtp, balance, loads = lax.stop_gradient((cross_entropy, mtp, balance, loads))

@@ -1,21 +1,23 @@
-"""Presets: named sets of defaults, each a model and how it is trained."""
+"""Presets: named sets of defaults, each a model and how it is trained. A preset names its runs; the schedule ends with
+training_steps."""
 
 from architectures import flags_without_choice
 from runtime.messages import UserError, nearest
 from utils import Config, replace
 
-# minutes of training on two CPU cores, on the embedded corpus
-SMALL_RUN = dict(
+# a model of 2M parameters, and minutes of training on two CPU cores, on the embedded corpus
+MINUTES = dict(
+    model_dimension=128,
+    vocab_size=8192,
+    n_head=4,
+    blocks=4,
+    T=128,
     model_dtype="float32",
-    fsdp="hoist",
     train_batch_size=16,
-    val_batch_size=16,
     microbatches=8,
     max_lr=1.5e-3,
-    end_lr=6e-5,
     embedding_lr=16.0,
     warmup_steps=30,
-    end_steps=280,
     training_steps=280,
     adam_b2=0.99,
     weight_decay=0.0,
@@ -23,8 +25,11 @@ SMALL_RUN = dict(
     prompt="def ",
     data="data/shards/stdlib",
 )
+# Muon to a rate of 0
+MUON = dict(optimizer="muon", schedule="linear", end_lr=0.0, embedding_lr=1.75)
 # nanoGPT's training of GPT-2: half a million tokens a step where dp is 1
-GPT2_RUN = dict(
+GPT2 = dict(
+    architecture="gpt2",
     vocab_size=50257,
     norm_eps=1e-5,
     T=1024,
@@ -32,86 +37,74 @@ GPT2_RUN = dict(
     val_batch_size=48,
     microbatches=48,
     warmup_steps=2000,
-    end_steps=600_000,
     training_steps=600_000,
 )
-# DeepSeek-V3's blocks, small enough that a machine of docs/models.md ends within a week with 20 tokens for each
-# parameter. Rates as docs/rates.md derives them.
-WEEK_RUN = dict(
-    vocab_size=50257,
-    first_layers=1,
-    layers_per_block=1,
-    moe_rope=True,
-    q_latent_dim=0,
-    head_dim=64,
-    v_dim=64,
-    rope_dim=32,
-    n_experts=16,
-    experts_per_token=4,
-    n_shared=1,
-    optimizer="muon",
-    schedule="linear",
-    end_lr=0.0,
-    embedding_lr=1.75,
-    eval_every=250,
-    save_steps=500,
+# DeepSeek-V3's and Moonlight's attention and experts
+DEEPSEEK = dict(
+    tied=False, layers_per_block=1, latent_dim=512, head_dim=128, rope_dim=64, blocks=58
 )
 QWEN3 = dict(
     architecture="qwen3",
     vocab_size=151936,
-    norm_eps=1e-6,
     head_dim=128,
     T=4096,
     rope_base=1_000_000.0,
     balance_weight=1e-3,
 )
+
+
+def week(width, batch, **flags):
+    """DeepSeek-V3's blocks, small enough that a machine of docs/models.md ends within a week with 20 tokens for each
+    parameter. Rates as docs/rates.md derives them."""
+    return dict(
+        **MUON,
+        vocab_size=50257,
+        model_dimension=width,
+        n_head=width // 64,
+        first_layers=1,
+        layers_per_block=1,
+        latent_dim=width // 4,
+        q_latent_dim=0,
+        head_dim=64,
+        rope_dim=32,
+        experts_per_token=4,
+        n_shared=1,
+        expert_dim=width // 2,
+        train_batch_size=batch,
+        val_batch_size=batch,
+        microbatches=batch // 4,
+        eval_every=250,
+        save_steps=500,
+        **flags,
+    )
+
+
 PRESETS = {
     # rates as docs/rates.md derives them from those of tiny
-    "moe1b": dict(
-        optimizer="muon",
-        schedule="linear",
-        max_lr=4e-3,
-        end_lr=0.0,
-        embedding_lr=1.75,
-        weight_decay=0.03,
-        embedding_norm=True,
-        latent_conv=3,
-    ),
-    "tiny": SMALL_RUN
+    "moe1b": MUON | dict(max_lr=4e-3, weight_decay=0.03, embedding_norm=True, latent_conv=3),
+    "tiny": MINUTES
+    | MUON
     | dict(
-        name="tiny",
-        train_batch_size=8,
-        microbatches=4,
-        optimizer="muon",
-        schedule="linear",
-        muon_momentum=0.85,
-        max_lr=16e-3,
-        end_lr=0.0,
-        embedding_lr=1.75,
-        warmup_steps=30,
-        end_steps=400,
-        training_steps=400,
-        weight_decay=0.1,
-        balance_weight=4e-2,
-        bias_update_rate=1e-2,
-        model_dimension=128,
-        vocab_size=8192,
-        n_head=4,
         blocks=2,
         layers_per_block=2,
-        T=128,
         latent_dim=64,
         rope_dim=32,
         embedding_norm=True,
         latent_conv=3,
         n_experts=8,
-        experts_per_token=2,
         n_shared=1,
         expert_dim=128,
+        train_batch_size=8,
+        microbatches=4,
+        muon_momentum=0.85,
+        max_lr=16e-3,
+        training_steps=400,
+        weight_decay=0.1,
+        balance_weight=4e-2,
+        bias_update_rate=1e-2,
     ),
     # JAXformer's small configuration, 8,192 tokens a step on one device, to measure speed on a CPU: see tools/bench.py
     "jaxformer-small": dict(
-        name="jaxformer-small",
         model_dimension=256,
         vocab_size=8192,
         n_head=4,
@@ -122,31 +115,19 @@ PRESETS = {
         rope_dim=32,
         activation="gelu",
         n_experts=8,
-        experts_per_token=2,
         n_shared=1,
         model_dtype="float32",
-        fsdp="hoist",
         microbatches=8,
     ),
     # every part of DeepSeek-V3 (arXiv:2412.19437, section 4.2), as small as tiny
     "deepseek-tiny": dict(
-        **SMALL_RUN,
-        name="deepseek-tiny",
-        model_dimension=128,
-        vocab_size=8192,
+        **MINUTES,
         tied=False,
-        n_head=4,
         first_layers=1,
-        blocks=4,
         layers_per_block=1,
-        moe_rope=True,
-        T=128,
         latent_dim=64,
         q_latent_dim=96,
-        head_dim=32,
-        v_dim=32,
         rope_dim=16,
-        n_experts=16,
         experts_per_token=4,
         n_groups=4,
         k_groups=2,
@@ -155,116 +136,57 @@ PRESETS = {
         expert_dim=64,
     ),
     # Radford et al., 2019, table 2, and a small one for minutes on two CPU cores
-    "gpt2-tiny": dict(
-        architecture="gpt2",
-        **SMALL_RUN,
-        name="gpt2-tiny",
-        model_dimension=128,
-        vocab_size=8192,
-        norm_eps=1e-5,
-        n_head=4,
-        blocks=4,
-        T=128,
-    ),
-    "gpt2-124m": dict(
-        architecture="gpt2", **GPT2_RUN, name="gpt2-124m", model_dimension=768, n_head=12, blocks=12
-    ),
-    "gpt2-350m": dict(
-        architecture="gpt2",
-        **GPT2_RUN,
-        name="gpt2-350m",
-        model_dimension=1024,
-        n_head=16,
-        blocks=24,
-        max_lr=3e-4,
-        end_lr=3e-5,
-    ),
-    "moe-131m": dict(
-        **WEEK_RUN,
-        name="moe-131m",
-        model_dimension=640,
-        n_head=10,
+    "gpt2-tiny": dict(**MINUTES, architecture="gpt2", norm_eps=1e-5),
+    "gpt2-124m": dict(**GPT2, model_dimension=768, n_head=12, blocks=12),
+    "gpt2-350m": dict(**GPT2, model_dimension=1024, n_head=16, blocks=24, max_lr=3e-4, end_lr=3e-5),
+    "moe-131m": week(
+        640,
+        batch=64,
         blocks=8,
         T=512,
-        latent_dim=160,
-        expert_dim=320,
-        train_batch_size=64,
-        val_batch_size=64,
-        microbatches=16,
         max_lr=2.4e-3,
         weight_decay=0.036,
         warmup_steps=5600,
-        end_steps=80_500,
         training_steps=80_500,
     ),
-    "moe-684m": dict(
-        **WEEK_RUN,
-        name="moe-684m",
-        model_dimension=1152,
-        n_head=18,
+    "moe-684m": week(
+        1152,
+        batch=128,
         blocks=16,
         T=1024,
-        latent_dim=288,
-        expert_dim=576,
-        train_batch_size=128,
-        val_batch_size=128,
-        microbatches=32,
         max_lr=2.9e-3,
         weight_decay=0.023,
         warmup_steps=7300,
-        end_steps=105_000,
         training_steps=105_000,
     ),
-    "moe-1.6b": dict(
-        **WEEK_RUN,
-        name="moe-1.6b",
-        model_dimension=1536,
-        n_head=24,
+    "moe-1.6b": week(
+        1536,
+        batch=128,
         blocks=22,
         T=2048,
-        latent_dim=384,
-        expert_dim=768,
-        train_batch_size=128,
-        val_batch_size=128,
-        microbatches=32,
         max_lr=3.1e-3,
         weight_decay=0.019,
         warmup_steps=8500,
-        end_steps=122_000,
         training_steps=122_000,
     ),
-    "moe-6.3b": dict(
-        WEEK_RUN,
-        name="moe-6.3b",
-        model_dimension=2048,
-        n_head=32,
+    "moe-6.3b": week(
+        2048,
+        batch=256,
         blocks=28,
         T=2048,
-        latent_dim=512,
         n_experts=32,
-        expert_dim=1024,
-        train_batch_size=256,
-        val_batch_size=256,
-        microbatches=64,
         max_lr=2.8e-3,
         weight_decay=0.010,
         warmup_steps=17_000,
-        end_steps=243_000,
         training_steps=243_000,
     ),
     # every part of Qwen3's mixture of experts, as small as tiny
-    "qwen3-tiny": dict(
+    "qwen3-tiny": MINUTES
+    | dict(
         architecture="qwen3",
-        **SMALL_RUN,
-        name="qwen3-tiny",
-        model_dimension=128,
-        vocab_size=8192,
         n_head=8,
         n_kv_head=4,
         head_dim=32,
-        blocks=4,
-        T=128,
-        n_experts=16,
         experts_per_token=4,
         expert_dim=64,
         balance_weight=1e-3,
@@ -272,9 +194,7 @@ PRESETS = {
     # Qwen/Qwen3-0.6B-Base and Qwen/Qwen3-30B-A3B-Base, their published configurations, at the sequence length of most
     # of their pretraining
     "qwen3-0.6b": dict(
-        QWEN3,
-        name="qwen3-0.6b",
-        tied=True,
+        **QWEN3,
         model_dimension=1024,
         n_head=16,
         n_kv_head=8,
@@ -284,8 +204,7 @@ PRESETS = {
         experts_per_token=0,
     ),
     "qwen3-30b-a3b": dict(
-        QWEN3,
-        name="qwen3-30b-a3b",
+        **QWEN3,
         tied=False,
         model_dimension=2048,
         n_head=32,
@@ -297,47 +216,32 @@ PRESETS = {
         expert_dim=768,
     ),
     # moonshotai/Moonlight-16B-A3B, its published configuration
-    "moonlight-16b": dict(
+    "moonlight-16b": DEEPSEEK
+    | dict(
         model_dimension=2048,
         vocab_size=163840,
-        tied=False,
         norm_eps=1e-5,
         n_head=16,
         first_layers=1,
         blocks=26,
-        layers_per_block=1,
-        moe_rope=True,
         T=8192,
-        latent_dim=512,
         q_latent_dim=0,
-        head_dim=128,
-        v_dim=128,
-        rope_dim=64,
         rope_base=50_000.0,
         ffn_dim=11264,
         n_experts=64,
         experts_per_token=6,
         routed_scaling=2.446,
-        n_shared=2,
         expert_dim=1408,
-        name="moonlight-16b",
     ),
     # deepseek-ai/DeepSeek-V3, its published configuration, at the sequence length of its pretraining
-    "deepseek-v3-671b": dict(
+    "deepseek-v3-671b": DEEPSEEK
+    | dict(
         model_dimension=7168,
         vocab_size=129280,
-        tied=False,
         n_head=128,
         first_layers=3,
-        blocks=58,
-        layers_per_block=1,
-        moe_rope=True,
         T=4096,
-        latent_dim=512,
         q_latent_dim=1536,
-        head_dim=128,
-        v_dim=128,
-        rope_dim=64,
         ffn_dim=18432,
         n_experts=256,
         experts_per_token=8,
@@ -346,7 +250,6 @@ PRESETS = {
         routed_scaling=2.5,
         n_shared=1,
         expert_dim=2048,
-        name="deepseek-v3-671b",
     ),
 }
 
@@ -359,6 +262,8 @@ def preset(name):
             f"{', '.join(PRESETS)}."
         )
     flags = PRESETS[name]
+    if "training_steps" in flags:
+        flags = flags | dict(end_steps=flags["training_steps"])
     if "architecture" in flags:  # asking for another than the default one imports jax
         flags = flags_without_choice(flags["architecture"]) | flags
-    return replace(Config(), preset=name, **flags)
+    return replace(Config(), preset=name, name=name, **flags)

@@ -55,15 +55,17 @@ YARN_BETA = (32, 1)
 CONV_SCALE = 4
 # Added to the mean square of a row of the embedding, which begins at 1 / D and is 0 for tokens that never come.
 EMBEDDING_NORM_EPS = 1e-6
+# Added to the mean square of a latent, whatever --norm_eps is
+LATENT_NORM_EPS = 1e-6
 
 
 # --- Flags --------------------------------------------------------------------------------------------------------
 
 FLAGS = frozenset(
-    "latent_norm_eps first_layers layers_per_block moe_rope latent_dim q_latent_dim head_dim v_dim rope_dim rope_base "
-    "rope_factor rope_original_T rope_mscale rope_attention_factor embedding_norm latent_conv attention_bias "
-    "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling norm_topk_prob n_shared mtp_depth "
-    "capacity_factor experts balance_weight mtp_weight bias_update_rate".split()
+    "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
+    "rope_factor rope_original_T embedding_norm latent_conv "
+    "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared mtp_depth "
+    "capacity_factor experts balance_weight bias_update_rate".split()
 )
 
 
@@ -142,9 +144,6 @@ def attention_table(cfg, rope):
         table["q_norm"] = scale_param(Q)
     if m.latent_conv:
         table["conv"] = bias_param(m.latent_conv, R + rope, spec=P(None, None))
-    if m.attention_bias:
-        table["down_bias"] = bias_param(Q + R + rope)
-        table["out_bias"] = bias_param(D)
     return table
 
 
@@ -222,7 +221,7 @@ def pair_that_turns(times, m):
 
 def score_scale(channels, m):
     """Factor on the products of queries and keys of so many channels, with YaRN's temperature."""
-    temperature = 0.1 * m.rope_mscale * math.log(m.rope_factor) + 1
+    temperature = 0.1 * math.log(m.rope_factor) + 1
     return channels**-0.5 * temperature**2
 
 
@@ -253,10 +252,7 @@ def attention(p, x, tokens, m, cache=None):
         v = product("bsr,rhv->bhsv", kv[..., : m.latent_dim], v_up)
         attend = attention_kernel(m, cache)
         out = attend(q, project_keys(kv, k_up), v, position, tokens.start)
-    out = project_heads(out, p["out"], tokens, m)
-    if m.attention_bias:  # after the sum over tp, so once
-        out = (out + p["out_bias"]).astype(x.dtype)
-    return out, cache
+    return project_heads(out, p["out"], tokens, m), cache
 
 
 def project_latents(p, x, tokens, m):
@@ -266,13 +262,11 @@ def project_latents(p, x, tokens, m):
     """
     Q, R = m.q_latent, m.latent_dim
     down = product("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + rope_dim]
-    if m.attention_bias:
-        down = (down + p["down_bias"]).astype(x.dtype)
     q, kv, k_rope = jnp.split(down, (Q, Q + R), -1)
     latents = []
     if Q:
-        latents.append(rms_norm(q, p["q_norm"], m.latent_norm_eps))
-    latents.append(rms_norm(kv, p["kv_norm"], m.latent_norm_eps))
+        latents.append(rms_norm(q, p["q_norm"], LATENT_NORM_EPS))
+    latents.append(rms_norm(kv, p["kv_norm"], LATENT_NORM_EPS))
     latents.append(rotate(k_rope, tokens.position, yarn_frequencies(m)[: k_rope.shape[-1] // 2]))
     latents = jnp.concatenate(latents, -1)
     latents = gather_sequence(latents, tokens.split)  # [B, T, Q + R + rope_dim]
@@ -314,10 +308,8 @@ def project_queries(x, w, position, m):
         return product("btr,rhk->bhtk", x, w * scale)
     a, b = jnp.split(w[..., K:], 2, -1)
     angle = position[:, None, :, None] * np.tile(yarn_frequencies(m), 2)  # [B or 1, 1, T, rope_dim]
-    # The factor is squared: it stands for the keys' factor too.
-    rotated_scale = scale * m.rope_attention_factor**2
-    sin = (jnp.sin(angle) * rotated_scale).astype(x.dtype)
-    cos = (jnp.cos(angle) * rotated_scale).astype(x.dtype)
+    sin = (jnp.sin(angle) * scale).astype(x.dtype)
+    cos = (jnp.cos(angle) * scale).astype(x.dtype)
     partner = product("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
     unrotated = [(0, 0), (0, 0), (0, 0), (K, 0)]  # the K channels before the rotated ones
     own = product("btr,rhk->bhtk", x, w) * jnp.pad(cos, unrotated, constant_values=scale)
@@ -527,14 +519,12 @@ def attention_tensors(m, prefix, leaf, at):
     """Yield the `Tensor`s of latent attention. Our `down` holds [query latent, key/value latent, rotary key]."""
     D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.value_dim
     Q, R, rope = m.q_latent, m.latent_dim, m.rope_dim
-    down, bias = (*leaf, "down"), (*leaf, "down_bias")
+    down = (*leaf, "down")
     inputs = slice(None)
     queries, keys = slice(0, Q), slice(Q, Q + R + rope)  # columns of `down`
     if Q:
         yield hf.linear(f"{prefix}.q_a_proj.weight", down, (*at, inputs, queries), (D, Q))
         yield hf.plain(f"{prefix}.q_a_layernorm.weight", (*leaf, "q_norm"), at, (Q,))
-        if m.attention_bias:
-            yield hf.plain(f"{prefix}.q_a_proj.bias", bias, (*at, queries), (Q,))
     name = "q_b_proj" if Q else "q_proj"
     part = (Q or D, H, K + rope)
     yield hf.linear(f"{prefix}.{name}.weight", (*leaf, "q_up"), at, part, rotated=rope)
@@ -543,9 +533,6 @@ def attention_tensors(m, prefix, leaf, at):
     yield hf.plain(f"{prefix}.kv_a_layernorm.weight", (*leaf, "kv_norm"), at, (R,))
     yield hf.linear(f"{prefix}.kv_b_proj.weight", (*leaf, "kv_up"), at, (R, H, K + V))
     yield hf.linear(f"{prefix}.o_proj.weight", (*leaf, "out"), at, (H, V, D), inputs=2)
-    if m.attention_bias:
-        yield hf.plain(f"{name}.bias", bias, (*at, keys), (R + rope,), rotated=rope)
-        yield hf.plain(f"{prefix}.o_proj.bias", (*leaf, "out_bias"), at, (D,))
 
 
 def moe_tensors(m, prefix, leaf, at):
@@ -575,9 +562,7 @@ MOST_T = 4096
 # Flags that have one value in DeepseekV3ForCausalLM
 ONE_VALUE = dict(
     layers_per_block=1,
-    moe_rope=True,
     activation="swiglu",
-    latent_norm_eps=1e-6,
     embedding_norm=False,
     latent_conv=0,
 )
@@ -595,15 +580,12 @@ FLAG_ENTRIES = (
     hf.Entry("kv_lora_rank", hf.whole(1), "latent_dim"),
     hf.Entry("q_lora_rank", hf.whole(0), "q_latent_dim", settled="q_latent", null=0),
     hf.Entry("qk_rope_head_dim", hf.whole(1), "rope_dim"),
-    hf.Entry("v_head_dim", hf.whole(1), "v_dim", settled="value_dim"),
     hf.Entry("qk_nope_head_dim", hf.whole(1), "head_dim", settled="key_dim"),
     hf.Entry("n_group", hf.whole(1), "n_groups", null=1),
     hf.Entry("topk_group", hf.whole(1), "k_groups", null=1),
     hf.Entry("num_experts_per_tok", hf.whole(1), "experts_per_token"),
     hf.Entry("first_k_dense_replace", hf.whole(0), "first_layers"),
-    hf.Entry("norm_topk_prob", hf.TRUTH, "norm_topk_prob", missing=True, null=False),
     hf.Entry("rms_norm_eps", hf.NUMBER, "norm_eps"),
-    hf.Entry("attention_bias", hf.TRUTH, "attention_bias", missing=False, null=False),
     hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=False, null=False),
     hf.Entry("num_nextn_predict_layers", hf.whole(0), "mtp_depth", missing=0, null=0),
 )
@@ -611,6 +593,7 @@ FLAG_ENTRIES = (
 OTHER_ENTRIES = (
     hf.QUANTIZATION,
     hf.Entry("num_key_value_heads", hf.whole(1), null=None),
+    hf.Entry("v_head_dim", hf.whole(1)),
     hf.Entry("moe_layer_freq", hf.whole(1), null=None),
     hf.Entry("rope_interleave", hf.TRUTH, null=None),
     hf.Entry("max_position_embeddings", hf.whole(1), "T", null=None),
@@ -633,6 +616,8 @@ SUPPORTED = dict(
     moe_layer_freq=[1, None],
     hidden_act=["silu"],
     rope_interleave=[True],
+    attention_bias=[False, None],
+    norm_topk_prob=[True],
 )
 
 
@@ -650,36 +635,28 @@ def to_hugging_face(m):
     config |= dict(
         num_hidden_layers=m.first_layers + m.blocks,
         num_key_value_heads=m.n_head,
+        v_head_dim=m.value_dim,
         q_lora_rank=m.q_latent or None,
         max_position_embeddings=int(m.T),
         attention_dropout=0.0,
         rope_theta=m.rope_base,
     )
-    if m.rope_factor > 1 or m.rope_attention_factor != 1:
+    if m.rope_factor > 1:
         config["rope_scaling"] = yarn_config(m)
     return config
 
 
 def yarn_config(m):
-    """The entry rope_scaling.
-
-    Some programs know no attention_factor. They take the ratio of two temperatures for it, that of mscale over that of
-    mscale_all_dim. So mscale is chosen to give the same.
-    """
+    """The entry rope_scaling."""
     fast, slow = YARN_BETA
-    log = 0.1 * math.log(m.rope_factor)
-    mscale = m.rope_mscale
-    if m.rope_attention_factor != 1 and log:
-        mscale = (m.rope_attention_factor * (log * m.rope_mscale + 1) - 1) / log
     return dict(
         type="yarn",
         rope_type="yarn",
         factor=m.rope_factor,
         beta_fast=fast,
         beta_slow=slow,
-        mscale=mscale,
-        mscale_all_dim=m.rope_mscale,
-        attention_factor=m.rope_attention_factor,
+        mscale=1.0,
+        mscale_all_dim=1.0,
         original_max_position_embeddings=m.rope_original_T,
     )
 
@@ -694,6 +671,7 @@ def from_hugging_face(config):
     flags["blocks"] -= flags["first_layers"]
     flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
     flags |= rope_flags(left)
+    hf.refuse_other("v_head_dim", left.pop("v_head_dim"), [flags["head_dim"]], "deepseek_v3")
     hf.float8_block(left, "deepseek_v3")
     hf.require(
         left,
@@ -718,10 +696,12 @@ def rope_flags(left):
     kind = rope.pop("rope_type", rope.get("type", "default"))
     rope.pop("type", None)
     base = float(rope.pop("rope_theta", theta))
-    flags = dict(rope_base=base, rope_factor=1.0, rope_attention_factor=1.0)
+    flags = dict(rope_base=base, rope_factor=1.0)
     if kind == "yarn":
         inner = rope.pop("original_max_position_embeddings", positions)
         flags |= yarn_flags(rope, outer or inner)
+        # DeepSeek-V3's: the temperature is all in the scores, no factor is on the rotated channels alone
+        rope = dict(mscale=None, mscale_all_dim=None) | rope
     fast, slow = YARN_BETA
     hf.require(
         {"rope_type": kind} | rope,
@@ -730,15 +710,16 @@ def rope_flags(left):
         beta_fast=[fast, None],
         beta_slow=[slow, None],
         truncate=[True],
+        mscale=[1],
+        mscale_all_dim=[1],
+        attention_factor=[1, None],
         partial_rotary_factor=[1],
     )
     return flags
 
 
 def yarn_flags(rope, original):
-    """{flag: value} of YaRN, whose entries are taken out of `rope`; original: positions before the stretch. As
-    transformers' _compute_yarn_parameters has it: mscale counts only beside mscale_all_dim, and neither counts where
-    attention_factor is given."""
+    """{flag: value} of YaRN, whose entries are taken out of `rope`; original: positions before the stretch."""
     factor = rope.pop("factor")
     for key, value in dict(factor=factor, original_max_position_embeddings=original).items():
         number = isinstance(value, (int, float)) and value >= 1
@@ -746,19 +727,7 @@ def yarn_flags(rope, original):
             raise UserError(
                 f"config.json: {key} is {value!r}, but yarn is supported with numbers from 1 on only."
             )
-    mscale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
-    amplitude = rope.pop("attention_factor", None)
-    if amplitude is None:
-        log = 0.1 * math.log(factor)
-        amplitude = log + 1
-        if mscale and all_dim:
-            amplitude = (log * mscale + 1) / (log * all_dim + 1)
-    return dict(
-        rope_factor=float(factor),
-        rope_mscale=float(all_dim or 0),
-        rope_original_T=int(original),
-        rope_attention_factor=float(amplitude),
-    )
+    return dict(rope_factor=float(factor), rope_original_T=int(original))
 
 
 HUGGING_FACE = hf.HuggingFace(

@@ -71,13 +71,11 @@ def router_logits(p, x):
 
 def choose_experts(scores, wanted, m):
     """The k experts of each token that it wants most, [n, k], and their gates [n, k]: their scores, divided by their
-    sum (not without --norm_topk_prob), times routed_scaling. scores and wanted [n, E]."""
+    sum, times routed_scaling. scores and wanted [n, E]."""
     _, chosen = lax.top_k(wanted, m.experts_per_token)
     chosen_scores = jnp.take_along_axis(scores, chosen, -1)
     gates = m.routed_scaling * chosen_scores
-    if m.norm_topk_prob:
-        gates /= chosen_scores.sum(-1, keepdims=True) + 1e-20
-    return chosen, gates
+    return chosen, gates / (chosen_scores.sum(-1, keepdims=True) + 1e-20)
 
 
 def balance_loss(scores, chosen, m, split):

@@ -37,7 +37,7 @@ from runtime.messages import UserError
 # --- Flags --------------------------------------------------------------------------------------------------------
 
 FLAGS = frozenset(
-    "head_dim n_kv_head rope_base n_experts experts_per_token expert_dim norm_topk_prob capacity_factor experts "
+    "head_dim n_kv_head rope_base n_experts experts_per_token expert_dim capacity_factor experts "
     "balance_weight".split()
 )
 
@@ -243,7 +243,6 @@ MOE_ENTRIES = (
     hf.Entry("num_experts", hf.whole(1), "n_experts"),
     hf.Entry("num_experts_per_tok", hf.whole(1), "experts_per_token"),
     hf.Entry("moe_intermediate_size", hf.whole(1), "expert_dim", settled="expert_width"),
-    hf.Entry("norm_topk_prob", hf.TRUTH, "norm_topk_prob", missing=False, null=False),
 )
 OTHER_ENTRIES = (
     hf.Entry("max_position_embeddings", hf.whole(1), "T", null=None),
@@ -268,7 +267,7 @@ def to_hugging_face(m):
     config |= dict(max_position_embeddings=int(m.T), rope_theta=m.rope_base, attention_dropout=0.0)
     if not m.n_experts:
         return dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | config
-    config |= dict(decoder_sparse_step=1, mlp_only_layers=[])
+    config |= dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True)
     names = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe")
     return names | config | hf.config_of(m, MOE_ENTRIES)
 
@@ -287,6 +286,7 @@ def from_hugging_face(config):
         if "num_local_experts" in left:
             left["num_experts"] = left.pop("num_local_experts")
         flags |= hf.take_flags(left, MOE_ENTRIES)
+        left.setdefault("norm_topk_prob", False)  # as transformers
     else:
         flags |= dict(n_experts=0, experts_per_token=0)
     flags["T"] = min(left.pop("max_position_embeddings", None) or MOST_T, MOST_T)
@@ -303,6 +303,7 @@ def from_hugging_face(config):
         layer_types=[["full_attention"] * flags["blocks"], None],
         decoder_sparse_step=[1],
         mlp_only_layers=[[], None],
+        norm_topk_prob=[True],
     )
     return flags
 

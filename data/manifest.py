@@ -6,7 +6,7 @@ import os
 import re
 
 from data import storage
-from runtime.files import object_in
+from runtime.files import read_json
 from runtime.messages import UserError
 
 NAME = "manifest.json"
@@ -158,10 +158,9 @@ def dump(manifest):
 def read(folder):
     """The manifest of a folder, local or remote; {} where there is none. Raises UserError where it is damaged."""
     path = os.path.join(folder, NAME)
-    manifest = object_in(path)
-    if manifest is None:
-        return {}
-    check(manifest, path)
+    manifest = read_json(path)
+    if manifest:
+        check(manifest, path)
     return manifest
 
 

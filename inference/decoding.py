@@ -84,22 +84,14 @@ def empty_cache(cfg, B, T):
 def draw_tokens(logits, key, s):
     """Draw one token for each row of logits [B, V] as the settings `s` (utils.Sample) say, int [B].
 
-    Of the top_k most likely tokens (0: of all), and of the most likely ones whose probabilities add up to top_p
-    (arXiv:1904.09751, section 3.1). Temperature 0 takes the most likely token. Each row draws with a key of its own,
-    so the size of the batch does not change what a row draws.
+    Of the top_k most likely tokens (0: of all). Temperature 0 takes the most likely token. Each row draws with a key of
+    its own, so the size of the batch does not change what a row draws.
     """
     if s.temperature == 0:
         return jnp.argmax(logits, -1)
     logits = logits / s.temperature
     if s.top_k:
         smallest = kth_largest(logits, s.top_k)
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if s.top_p < 1:
-        ascending = jnp.sort(to_integers(logits), -1)
-        descending = from_integers(ascending[:, ::-1])
-        share = jnp.cumsum(jax.nn.softmax(descending, -1), -1)
-        last = (share < s.top_p).sum(-1, keepdims=True)  # the token that reaches top_p is kept too
-        smallest = jnp.take_along_axis(descending, last, 1)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     fold_in = functools.partial(jax.random.fold_in, key)
     row_keys = jax.vmap(fold_in)(jnp.arange(len(logits)))
@@ -142,7 +134,7 @@ def from_integers(i):
 def make_generate(cfg, mesh):
     """`generate(params, prompt, key)`: continue the prompt, int32 [n], by max_tokens, inference_batch times over.
 
-    Returns int32 [inference_batch, n + max_tokens]. The tokens are the same with and without use_cache.
+    Returns int32 [inference_batch, n + max_tokens].
     """
     s = cfg.sample
     dp, _, _ = cfg.run.n_device_axis
@@ -161,24 +153,15 @@ def make_generate(cfg, mesh):
             column = tokens[:, None].astype(jnp.int32)
             return lax.dynamic_update_slice_in_dim(text, column, i, 1)
 
-        def step_with_cache(carry, i):
+        def step(carry, i):
             text, cache = carry
             newest = lax.dynamic_slice_in_dim(text, i - 1, 1, 1)
             logits, cache = decode(params, newest, cache, every_row(i - 1), every_row(0))
             return (append(text, logits, i), cache), None
 
-        def step_without_cache(text, i):
-            logits, _ = decode(params, text, cache, every_row(0), every_row(i - 1))
-            return append(text, logits, i), None
-
-        if s.use_cache:
-            logits, cache = decode(params, text[:, :n], cache, every_row(0), every_row(n - 1))
-            steps = n + 1 + jnp.arange(s.max_tokens - 1)
-            start = append(text, logits, n), cache
-            (text, _), _ = lax.scan(step_with_cache, start, steps)
-        else:
-            steps = n + jnp.arange(s.max_tokens)
-            text, _ = lax.scan(step_without_cache, text, steps)
+        logits, cache = decode(params, text[:, :n], cache, every_row(0), every_row(n - 1))
+        steps = n + 1 + jnp.arange(s.max_tokens - 1)
+        (text, _), _ = lax.scan(step, (append(text, logits, n), cache), steps)
         return text[: s.inference_batch]
 
     return generate

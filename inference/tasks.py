@@ -38,7 +38,7 @@ from inference import core
 
 MAX_TOKENS = 256  # that a task may have generated where it does not say
 TOP_K = 50  # of a task that draws and does not say, as transformers has it
-SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}  # of drawing
+SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}  # of drawing
 SEED = 1234  # of the examples in prompts, lm_eval's
 
 progress = functools.partial(tqdm, leave=False, disable=not sys.stderr.isatty())
@@ -186,6 +186,8 @@ class Judged(TemplateLM):
 def draws(settings, encoding):
     """(`common.Sample`, strings before which a text ends) of a task's settings. Raises UserError for unknown ones."""
     given = {name: value for name, value in settings.items() if value is not None}
+    if given.get("top_p") == 1:
+        del given["top_p"]  # which changes nothing
     settings = normalize_gen_kwargs(given, MAX_TOKENS)
     if unknown := settings.keys() - SETTINGS:
         raise UserError(f"{', '.join(sorted(unknown))}: there are no such settings of drawing here")
@@ -194,7 +196,6 @@ def draws(settings, encoding):
         max_tokens=settings["max_gen_toks"],
         temperature=float(settings.get("temperature", settings["do_sample"])),
         top_k=settings.get("top_k", TOP_K),
-        top_p=settings.get("top_p", 1.0),
     )
     return options, handle_stop_sequences(
         settings["until"], text_of(encoding, [encoding.eot_token])
@@ -332,11 +333,12 @@ def make_judge(cfg, mesh, encoding):
         raise UserError("--tasks: nothing tells the tokenizer of the shards; give --tokenizer.")
     batch_size = max(1, cfg.data.val_batch_size // run.n_device_axis[1])
     lm = Judged(cfg, mesh, encoding, batch_size, cfg.model.T, before_context("auto", encoding))
-    folders = [run.eval_tasks_path] if run.eval_tasks_path else []
-    loaded = load(names_in([run.eval_tasks]), folders, lm)
+    given = names_in([run.eval_tasks])
+    folders = [name for name in given if "/" in name]
+    loaded = load([name for name in given if name not in folders], folders, lm)
 
     def judge(params, step, last, watchdog):
-        if not last and step % (run.eval_every * run.eval_tasks_every):
+        if not last and step % run.save_steps:
             return {}
         watchdog.begin("tasks", step)
         lm.alive = watchdog.alive

@@ -577,8 +577,6 @@ def settle(flags, machine):
         )
     if asked.plan_json:
         check_place(asked.plan_json, "--plan_json")
-    if asked.plan_dump:
-        check_place(os.path.join(asked.plan_dump, "step.hlo"), "--plan_dump")
     of_weights = weights.open_weights(cfg.run.init_from)[0] if cfg.run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.fix(n_devices=0, compilation_cache="")
@@ -589,33 +587,15 @@ def settle(flags, machine):
 
 
 def find_compiler(asked, machine):
-    """Whether to ask the machine's compiler. Raises UserError where there is no such slice, or --plan_dump needs it."""
-    if asked.by_formulas and asked.plan_dump:
-        raise UserError(
-            f"--plan_dump {asked.plan_dump}: formulas make no program; leave --by_formulas out."
-        )
-    if asked.by_formulas:
+    """Whether to ask the machine's compiler. Raises UserError where there is no such slice."""
+    if asked.by_formulas or not machines.has_compiler(machine):
         return False
-    if machines.has_compiler(machine):
-        machines.devices_of(machine)
-        return True
-    if asked.plan_dump:
-        raise UserError(f"--plan_dump {asked.plan_dump}: {machine.compiler.missing}.")
-    return False
-
-
-def write_program(folder, machine, a, text):
-    """Write the program of a plan, `text`, to --plan_dump. Raises UserError where there is none."""
-    if text:
-        write_file(os.path.join(folder, "step.hlo"), text)
-    elif a.fits:
-        raise UserError(
-            f"--plan_dump {folder}: {machine.compiler.name} failed, so there is no program to write."
-        )
+    machines.devices_of(machine)
+    return True
 
 
 def main(flags):
-    """Print the plan of the run that the flags describe, and write what --plan_json and --plan_dump ask for."""
+    """Print the plan of the run that the flags describe, and write what --plan_json asks for."""
     asked, machine = flags.cfg.plan, parse_machine(flags.cfg.plan.plan)
     cfg = settle(flags, machine)
     steps.configure_jax(cfg)
@@ -643,6 +623,6 @@ def main(flags):
         if found:
             content["search"] = [other._asdict() | dict(fits=other.fits) for _, other, _ in found]
         write_file(asked.plan_json, to_json(content, indent=1) + "\n")
-    if asked.plan_dump:
-        write_program(asked.plan_dump, machine, a, text)
+        if text and asked.plan_json.endswith(".json"):
+            write_file(asked.plan_json.removesuffix(".json") + ".hlo", text)
     return 0

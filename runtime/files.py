@@ -28,69 +28,61 @@ def is_remote(path):
     return "://" in path
 
 
+# --- Storage ------------------------------------------------------------------------------------------------------
+
+
 def filesystem(path):
     """(fsspec's file system of a local path or remote address, the path in it). Raises UserError where there is no such
     kind of address."""
-    settings = {}
-    if is_remote(path):
+    kind, settings = path.split("://")[0] if is_remote(path) else "", {}
+    if kind:
         quiet_storage()
-    if path.startswith(("gs://", "gcs://")):
+    if kind in ("gs", "gcs"):
         import aiohttp
 
         # its own limits, but for 30 s until it is connected, six times
         settings["requests_timeout"] = aiohttp.ClientTimeout(total=300, sock_connect=5)
-    if path.startswith("s3://"):
+    if kind == "s3":
         settings["config_kwargs"] = dict(connect_timeout=5)
     try:
         with waiting_for(path):
             return fsspec.core.url_to_fs(path, **settings)
-    except ImportError as e:
-        if path.startswith(("gs://", "gcs://", "s3://")):
-            extra = "s3" if path.startswith("s3") else "gs"
-            words = f"{path}: the package for this storage is missing; bash setup_tpu.sh {extra} adds it."
-            raise UserError(words) from None
-        raise UserError(f"{path}: is no address that can be used ({e}).") from None
-    except ValueError as e:
-        raise UserError(f"{path}: is no address that can be used ({e}).") from None
+    except (ImportError, ValueError) as e:
+        extra = {"gs": "gs", "gcs": "gs", "s3": "s3"}.get(kind)
+        if extra and isinstance(e, ImportError):
+            words = f"the package for this storage is missing; bash setup_tpu.sh {extra} adds it"
+        else:
+            words = f"is no address that can be used ({e})"
+        raise UserError(f"{path}: {words}.") from None
 
 
 @functools.cache
 def quiet_storage():
-    """Keep libraries from printing what `persist` tells in a sentence: tracebacks of each failed try."""
-    for library in (
-        "gcsfs",
-        "s3fs",
-        "fsspec",
-        "google",
-        "aiohttp",
-        "aiobotocore",
-        "botocore",
-        "asyncio",
-    ):
+    """Keep libraries from printing a traceback of each failed try; `persist` reports failures in a sentence."""
+    libraries = "gcsfs s3fs fsspec google aiohttp aiobotocore botocore asyncio"
+    for library in libraries.split():
         logging.getLogger(library).setLevel(logging.CRITICAL)
 
 
-SILENCE = 5  # seconds that storage may take before that is said, once a minute at most
+SILENCE = 5  # seconds that storage may take before a warning, once a minute at most
 said_silent = -math.inf  # when that was
 
 
 @contextlib.contextmanager
 def waiting_for(path):
     """Print a warning where what is done in here with a remote `path` takes long."""
-    if not is_remote(path):
-        yield
-        return
 
-    def tell():
+    def warn():
         global said_silent
         if time.monotonic() > said_silent + 60:
             said_silent = time.monotonic()
             words = f"warning: still waiting for {path} after {SILENCE} s; it is tried for up to two minutes"
             print(words, file=sys.stderr, flush=True)  # stdout may be one JSON object
 
-    timer = threading.Timer(SILENCE, tell)
+    timer = threading.Timer(SILENCE, warn)
     timer.daemon = True
-    timer.start()
+    if is_remote(path):
+        timer.start()
     try:
         yield
     finally:
@@ -120,40 +112,37 @@ def persist(work, path):
                 if pause is None or late or (tries == 3 and is_denied(e)):
                     said = " ".join(str(e).split())[:300]
                     raise UserError(
-                        f"{path} cannot be used ({type(e).__name__}: {said}); see that the storage is there and "
+                        f"{path} cannot be used ({type(e).__name__}: {said}); check that the storage is there and "
                         f"that this machine's credentials are good for it."
                     ) from None
-                time.sleep(
-                    pause * random.uniform(0.5, 1.0)
-                )  # hosts do not come back all at one moment
+                time.sleep(pause * random.uniform(0.5, 1.0))  # hosts should not all retry at once
 
 
 def is_denied(error):
-    """Whether an error of a library for storage tells of missing rights."""
+    """Whether an error of a library for storage means missing rights."""
     if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
         return True
     names = "DefaultCredentialsError", "NoCredentialsError"
     return type(error).__name__ in names or getattr(error, "code", None) in (401, 403)
 
 
+# --- Files that appear whole --------------------------------------------------------------------------------------
+
+
 def unplain(path):
-    """What to open of a path at which no plain file is made: a device or FIFO, or the number of an open file such as
+    """What to open where no plain file is made at `path`: a device or FIFO, or the number of an open file such as
     /dev/stdout; None for all others. Raises OSError where nothing can be written there."""
-    link = os.readlink(path) if os.path.islink(path) else ""
-    for name in (path, link):
+    names = [path, os.readlink(path)] if os.path.islink(path) else [path]
+    for name in names:
         if descriptor := re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", name):
             return int(descriptor[1])
-    if path.endswith("/"):
+    if path.endswith("/") or os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    return None if stat.S_ISREG(mode) else path
+    with contextlib.suppress(FileNotFoundError):
+        is_plain = stat.S_ISREG(os.stat(path).st_mode)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return None if is_plain else path
 
 
 PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end in
@@ -268,16 +257,10 @@ def read_file(path):
 def read_json(*path):
     """The object in a local JSON file or remote object, its path in parts; {} where there is none. Raises UserError
     where it holds something else."""
-    return object_in(os.path.join(*path)) or {}
-
-
-def object_in(path):
-    """As `read_json`, of one path; None where there is no file."""
+    path = os.path.join(*path)
+    content = read_file(path)
     try:
-        content = read_file(path)
-        if content is None:
-            return None
-        content = json.loads(content)
+        content = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: is not JSON ({e}); put back what it was.") from None
     if not isinstance(content, dict):

@@ -1,6 +1,7 @@
 """Command lines: dataclasses whose fields are flags. The help of a flag is the text below its field."""
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -9,9 +10,8 @@ import os
 import re
 import sys
 import textwrap
-import typing
 from dataclasses import field
-from typing import Literal
+from typing import get_args, get_origin
 
 from runtime.messages import UserError, nearest
 
@@ -24,15 +24,16 @@ def flag(default, **facts):
 
     least, most, below: the smallest and the largest number that make sense, and the one that it must stay below.
         Without `most` it is MOST.
-    absent: what stands there in architectures that have no such flag; where there is none, all of them have it.
-    of_weights: False where weights in --init_from may go on with another value.
-    free_on_resume: True where a run may go on with another value: where neither the parameters' shapes nor the tokens
+    absent: its value in architectures that have no such flag; where there is none, all of them have it.
+    of_weights: False where weights in --init_from may be used with another value.
+    free_on_resume: True where a run may resume with another value: where neither the parameters' shapes nor the tokens
         seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
         `settings.resume`).
     per_process: True where processes that train together may have each its own value.
     first: True where people need it in their first week: --help shows these.
-    jaxformer: JAXformer's name of the flag, which command lines may have too.
+    jaxformer: JAXformer's name of the flag, which is accepted too.
     positional: True where the value is given without the flag's name.
+    derived: True where no command line has it: it follows from the others and the data.
     path: True where ~ at its front is the home folder.
     """
     return field(default=default, metadata=facts)
@@ -52,105 +53,15 @@ def setting(default, **facts):
     return flag(default, free_on_resume=True, **facts)
 
 
-def check_number(flag, value, least=None, most=None, below=None, **_):
-    """Raises UserError where a flag's value is a number, or has one, beyond what `flag` allows; other facts of it are
-    not looked at."""
-    for n in value if isinstance(value, tuple | list) else (value,):
-        if type(n) not in MOST:
-            continue
-        largest = MOST[type(n)] if most is None else most
-        smallest = -largest if least is None else least
-        if math.isnan(n):
-            raise UserError(f"--{flag} {n!s:.40}: must be a number.")
-        if n < smallest:
-            raise UserError(f"--{flag} {n!s:.40}: must be at least {smallest}.")
-        if below is not None and n >= below:
-            raise UserError(f"--{flag} {n!s:.40}: must be below {below}.")
-        if n > largest:
-            raise UserError(f"--{flag} {n!s:.40}: must be at most {largest}.")
-
-
-# --- Command line --------------------------------------------------------------------------------------------------
-
-
-def flags_in(argv):
-    """The words of a command line that look like flags, without =VALUE."""
-    return [word.split("=")[0] for word in argv if re.match(r"--?[A-Za-z]", word)]
-
-
 def fields_of(kind):
     """{flag: its field} of a dataclass, whose fields may be dataclasses in turn."""
     found = {}
     for f in dataclasses.fields(kind):
-        found |= fields_of(f.type) if dataclasses.is_dataclass(f.type) else {f.name: f}
+        if dataclasses.is_dataclass(f.type):
+            found |= fields_of(f.type)
+        elif not f.metadata.get("derived"):
+            found[f.name] = f
     return found
-
-
-class Words:
-    """The words of a command line, read as flags that are fields of the dataclass `kind`.
-
-    given: {flag: value}. rest: the words of flags that `others` alone has. Raises UserError for what does not parse.
-    `--help` prints the help, with `defaults`, a `kind`, as the values of flags that are not given, and exits.
-    """
-
-    def __init__(self, kind, argv, program, defaults=None, others=None):
-        self.words, self.given, self.rest = list(argv), {}, []
-        self.own, self.others = fields_of(kind), fields_of(others) if others else {}
-        places = [f for f in self.own.values() if f.metadata.get("positional")]
-        while self.words:
-            word = self.words.pop(0)
-            if word.split("=")[0] in ("-h", "--help"):
-                whole = word == "--help=all" or self.words[:1] == ["all"]
-                print(help_of(kind, program, defaults, others, whole), flush=True)
-                sys.exit()
-            if re.match(r"--?[A-Za-z]", word):
-                self.read_flag(word)
-            elif places:
-                self.keep(places[0], [word])
-                places = places if is_many(places[0]) else places[1:]
-            else:
-                raise UserError(f"{word!r:.40}: belongs to no flag; see --help.")
-
-    def read_flag(self, word):
-        """Read a flag and the words of its value."""
-        flag, equals, value = word.partition("=")
-        known = {**self.others, **self.own}
-        name = renamed(known).get(plain(flag), plain(flag))
-        f = known.get(name) or known.get(name.removeprefix("no_"))
-        if not flag.startswith("--") or f is None or (f.name != name and not is_switch(f)):
-            flags = [f"--{n}" for n in known] + [f"--no_{n}" for n in known if is_switch(known[n])]
-            raise UserError(f"{flag}: there is no such flag{nearest(flag, flags)}; see --help.")
-        if is_switch(f):
-            said = [value] if equals else [word for word in self.words[:1] if word[:1] != "-"]
-            if said and not any(f.metadata.get("positional") for f in self.own.values()):
-                alone = f"--{f.name} or --no_{f.name} alone"
-                raise UserError(
-                    f"--{name} {said[0]:.40}: takes no value; give {alone}; see --help."
-                )
-            values = [name == f.name]
-        else:
-            values = [value] if equals else self.values_after(f)
-        if f.name in self.own:
-            self.keep(f, values)
-        else:
-            self.rest += [f"--{name}", *values] if not is_switch(f) else [f"--{name}"]
-
-    def values_after(self, f):
-        """The words that follow a flag as its value, taken off `words`."""
-        wanted = 3 if f.type == Mesh else len(self.words) if is_many(f) else 1
-        flag = re.compile(r"--[A-Za-z][\w-]*(=|$)")  # and no text that begins with hyphens
-        values = list(itertools.takewhile(lambda word: not flag.match(word), self.words))
-        values = values[:wanted]
-        least = 1 if is_many(f) else wanted
-        if len(values) < least:
-            raise UserError(f"--{f.name}: must have {least} value{'s' * (least > 1)}; see --help.")
-        del self.words[: len(values)]
-        return values
-
-    def keep(self, f, values):
-        """Keep the value of a flag; those of a flag of many are added to those before."""
-        value = value_of(f, values)
-        self.given[f.name] = self.given.get(f.name, ()) + value if is_many(f) else value
 
 
 def renamed(fields):
@@ -160,19 +71,27 @@ def renamed(fields):
     }
 
 
-def is_switch(f):
-    """Whether a field is a flag without a value, --NAME or --no_NAME."""
-    return f.type in (bool, bool | None)
+# --- Values --------------------------------------------------------------------------------------------------------
 
 
-def is_many(f):
-    """Whether a field is a flag of any number of values."""
-    return Ellipsis in typing.get_args(f.type)
+def type_of(f):
+    """(type of a value of a field, how many it has: 0 of a switch, --NAME or --no_NAME, 1, 3, or -1 for any number)."""
+    kind, inside = f.type, get_args(f.type)
+    if type(None) in inside:
+        kind, inside = inside[0], get_args(inside[0])
+    if get_origin(kind) is tuple:
+        return inside[0], -1 if Ellipsis in inside else len(inside)
+    return kind, 0 if kind is bool else 1
 
 
-def plain(flag):
-    """The name of a flag as it was typed: without its hyphens at the front, with underscores inside."""
-    return flag.lstrip("-").replace("-", "_")
+def wanted(f):
+    """In words: what a field takes."""
+    one, n = type_of(f)
+    if choices := get_args(one):
+        return f"one of {', '.join(choices)}"
+    if n == 3:
+        return "three whole numbers"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[one]
 
 
 def shown(f):
@@ -180,40 +99,138 @@ def shown(f):
     return f.name if f.metadata.get("positional") else f"--{f.name}"
 
 
-WANTED = {int: "a whole number", float: "a number", Mesh: "three whole numbers"}
+def value_of(f, words):
+    """The value of a field that words mean. Raises UserError where they mean none."""
+    one, n = type_of(f)
+    choices = get_args(one)
+
+    def convert(word):
+        if f.metadata.get("path"):
+            word = os.path.expanduser(word)
+        if word in choices:
+            return word
+        with contextlib.suppress(ValueError):
+            if not choices:
+                return one(word)
+        near = nearest(word, choices)
+        raise UserError(f"{shown(f)} {word:.40}: must be {wanted(f)}{near}; see --help.")
+
+    values = tuple(map(convert, words))
+    return values[0] if n in (0, 1) else values
 
 
-def value_of(f, values):
-    """The value of a field that the words `values` stand for. Raises UserError where they stand for none."""
-    if is_switch(f):
-        return values[0]
-    kind, inside, said = f.type, typing.get_args(f.type), f"{shown(f)} {' '.join(values):.40}"
-    if type(None) in inside:
-        kind, inside = inside[0], typing.get_args(inside[0])
-    if typing.get_origin(kind) is Literal:
-        return chosen(f, values[0], inside)
-    one = inside[0] if inside else kind
-    if typing.get_origin(one) is Literal:
-        return tuple(chosen(f, value, typing.get_args(one)) for value in values)
-    if f.metadata.get("path"):
-        values = map(os.path.expanduser, values)
-    try:
-        found = tuple(map(one, values))
-        if kind == Mesh and len(found) != 3:
-            raise ValueError
-    except ValueError as e:
-        wanted = WANTED.get(kind, WANTED.get(one))
-        too_long = "Exceeds the limit" in str(e)  # Python's, of digits
-        raise UserError(f"{said}: must be {'a smaller number' if too_long else wanted}.") from None
-    return found if inside else found[0]
+def value_in_file(f, value):
+    """The value of a field that `value` in a JSON file means. Raises UserError with what it must be."""
+    one, n = type_of(f)
+    choices, values = get_args(one), value if isinstance(value, list) else [value]
+
+    def fits(v):
+        return v in choices if choices else type(v) is one or (one is float and type(v) is int)
+
+    if len(values) != max(1, n) or not all(map(fits, values)):
+        raise UserError(wanted(f))
+    for limit in filter(None, (beyond(v, **f.metadata) for v in values)):
+        raise UserError(limit)
+    if one is float:
+        values = [float(v) for v in values]
+    return tuple(values) if n > 1 else values[0]
 
 
-def chosen(f, value, choices):
-    """`value`, which a field takes. Raises UserError where it is none of its choices."""
-    if value in choices:
-        return value
-    words = f"must be one of {', '.join(choices)}{nearest(value, choices)}"
-    raise UserError(f"{shown(f)} {value:.40}: {words}; see --help.")
+def beyond(n, least=None, most=None, below=math.inf, **_):
+    """In words, which bound of a flag a number breaks; None where it breaks none, or is no number."""
+    if type(n) not in MOST:
+        return None
+    most = MOST[type(n)] if most is None else most
+    least = -most if least is None else least
+    bounds = {
+        "a number": not math.isnan(n),
+        f"at least {least}": n >= least,
+        f"at most {most}": n <= most,
+        f"below {below}": n < below,
+    }
+    return next((words for words, holds in bounds.items() if not holds), None)
+
+
+def check_number(flag, value, **facts):
+    """Raises UserError where a flag's value is a number, or has one, beyond the bounds in `facts`."""
+    for n in value if isinstance(value, tuple) else (value,):
+        if limit := beyond(n, **facts):
+            raise UserError(f"--{flag} {n!s:.40}: must be {limit}.")
+
+
+# --- Command line --------------------------------------------------------------------------------------------------
+
+FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
+
+
+def words_of(f, value):
+    """A flag and its value as words of a command line."""
+    if isinstance(value, bool):
+        return [f"--{f.name}" if value else f"--no_{f.name}"]
+    return [f"--{f.name}", *map(str, value if isinstance(value, tuple) else (value,))]
+
+
+def read_words(kind, argv, program, others=None, defaults=None):
+    """({flag: value}, the words of flags that `others` alone has) of a command line whose flags are fields of the
+    dataclass `kind`. Raises UserError for what does not parse.
+
+    `--help` prints the help and exits; defaults(given) -> {flag: value} that it shows of flags that were not given.
+    """
+    own = fields_of(kind)
+    known = (fields_of(others) if others else {}) | own
+    places = [f for f in own.values() if f.metadata.get("positional")]
+    words, given, rest = list(argv), {}, []
+    help_asked = {"-h", "--help"} & {*argv}
+    if help_asked:
+        words = [word for word in argv if word not in ("-h", "--help", "all")]
+    while words:
+        word = words.pop(0)
+        if FLAG.match(word):
+            f, values = read_flag(word, words, known)
+        elif places:
+            f, values = places[0], [word]
+            if type_of(f)[1] == 1:
+                del places[0]
+        else:
+            raise UserError(f"{word!r:.40}: belongs to no flag; see --help.")
+        value = value_of(f, values)
+        if f.name not in own:
+            rest += words_of(f, value)
+        elif type_of(f)[1] < 0:
+            given[f.name] = given.get(f.name, ()) + value
+        else:
+            given[f.name] = value
+    if help_asked:
+        values = defaults(given) if defaults else {}
+        print(help_of(kind, program, values, others, whole="all" in argv), flush=True)
+        sys.exit()
+    return given, rest
+
+
+def read_flag(word, words, known):
+    """(field, the words of its value) of a flag, `word`, and what is taken off the `words` after it. known: {flag:
+    field}."""
+    flag, equals, value = word.partition("=")
+    name = flag.lstrip("-").replace("-", "_")
+    name = renamed(known).get(name, name)
+    f = known.get(name) or known.get(name.removeprefix("no_"))
+    switches = [n for n in known if type_of(known[n])[1] == 0]
+    if not flag.startswith("--") or f is None or (f.name != name and f.name not in switches):
+        flags = [f"--{n}" for n in known] + [f"--no_{n}" for n in switches]
+        raise UserError(f"{flag}: there is no such flag{nearest(flag, flags)}; see --help.")
+    if f.name in switches:
+        if equals:
+            raise UserError(f"{word:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
+        return f, [name == f.name]
+    if equals:
+        return f, [value]
+    _, n = type_of(f)
+    follow = itertools.takewhile(lambda word: not re.match(r"--[A-Za-z][\w-]*(=|$)", word), words)
+    values = list(itertools.islice(follow, n if n > 0 else None))
+    if len(values) < max(1, n):
+        raise UserError(f"--{f.name}: must have {wanted(f)} after it; see --help.")
+    del words[: len(values)]
+    return f, values
 
 
 # --- Help -------------------------------------------------------------------------------------------------------
@@ -231,56 +248,39 @@ def texts_below(kind):
 
 
 def help_of(kind, program, defaults, others, whole):
-    """What --help prints of the dataclass `kind`. Where some of its flags are for a first week, that is them, and all
-    of them only if `whole`."""
+    """What --help prints of the dataclass `kind`: the flags of a first week if there are such, all of them if `whole`.
+    defaults: {flag: value}, of the fields where it has none."""
     fields = fields_of(kind)
-    first = [name for name, f in fields.items() if f.metadata.get("first")]
-    brief = first and not whole
-    places = "".join(
-        f" {f.name.upper()}" + " ..." * is_many(f)
-        for f in fields.values()
-        if f.metadata.get("positional")
-    )
-    lines = [
-        f"usage: python {program}{places} [--flag value ...] [--help]",
-        "",
-        inspect.cleandoc(kind.__doc__),
-    ]
+    places = [shown(f).upper() for f in fields.values() if f.metadata.get("positional")]
+    usage = " ".join([f"usage: python {program}", *places, "[--flag value ...] [--help]"])
+    lines = [usage, "", inspect.cleandoc(kind.__doc__)]
     groups = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]
+    brief = not whole and any(f.metadata.get("first") for f in fields.values())
+    if brief or not groups:
+        lines.append("")
     for group in groups or [kind]:
-        texts = texts_below(group)
-        wanted = [f for f in dataclasses.fields(group) if not brief or f.name in first]
         if groups and not brief:
             lines += ["", " ".join(group.__doc__.split("\n\n")[0].split())]
-        elif group in (groups or [kind])[:1]:
-            lines.append("")
-        for f in wanted:
-            default = f.default if defaults is None else defaults[f.name]
-            lines += lines_of(f, texts[f.name], default)
+        texts = texts_below(group)
+        for f in fields_of(group).values():
+            if not brief or f.metadata.get("first"):
+                lines += lines_of(f, texts[f.name], defaults.get(f.name, f.default))
     if brief:
         lines += ["", f"python {program} --help all lists the other flags too, by group."]
     if others:
-        lines += [
-            "",
-            "Every flag of main.py may be given too; python main.py --help all lists them.",
-        ]
+        lines += ["", "Flags of main.py are accepted too; python main.py --help all lists them."]
     return "\n".join(lines)
 
 
 def lines_of(f, text, default):
     """The lines of a flag in the help: its name and values, what it means, its default."""
-    inside = typing.get_args(f.type)
-    one = inside[0] if inside and f.type != Mesh else f.type
-    metavar = {int: "N", float: "X", Mesh: "DP PP TP"}.get(one, "TEXT")
-    choices = inside if all(isinstance(x, str) for x in inside) else typing.get_args(inside[0])
-    if is_switch(f):
-        head = f"--{f.name}, --no_{f.name}"
-    else:
-        head = f"{shown(f)} {'|'.join(map(str, choices)) or metavar}" + " ..." * is_many(f)
+    one, n = type_of(f)
+    values = "|".join(get_args(one)) or {int: "N", float: "X"}.get(one, "TEXT")
+    values = {0: "", 3: "DP PP TP", -1: f"{values} ..."}.get(n, values)
+    head = f"--{f.name}, --no_{f.name}" if n == 0 else f"{shown(f)} {values}"
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
-    told = "" if default in (dataclasses.MISSING, None, "") else f" (default: {default})"
-    return [
-        f"  {head}",
-        *textwrap.wrap(text + told, 96, initial_indent=" " * 6, subsequent_indent=" " * 6),
-    ]
+    if default not in (dataclasses.MISSING, None, ""):
+        text += f" (default: {default})"
+    indent = " " * 6
+    return [f"  {head}", *textwrap.wrap(text, 96, initial_indent=indent, subsequent_indent=indent)]

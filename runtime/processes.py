@@ -100,13 +100,14 @@ def join_processes(cfg):
     write_own_cache_entries()
     # That service would swallow SIGTERM from here on; `Interrupt` makes a signal known to all processes.
     jax.config.update("jax_enable_preemption_service", False)
-    late = threading.Timer(run.connect_timeout, end_too_late, [run])
+    limit = 3 * run.peer_timeout  # machines do not all start at one moment
+    late = threading.Timer(limit, end_too_late, [run, limit])
     late.daemon = True
     late.start()
     try:
         jax.distributed.initialize(
             **meeting_place(run),
-            initialization_timeout=run.connect_timeout + 60,
+            initialization_timeout=limit + 60,
             heartbeat_timeout_seconds=run.peer_timeout,
             shutdown_timeout_seconds=3600,  # process 0 may still upload its log
         )
@@ -168,8 +169,8 @@ def why_unreachable(host):
     return ""
 
 
-def end_too_late(run):
-    """End this process because the others did not come within --connect_timeout; jax is deep in C++ and would end in a
+def end_too_late(run, limit):
+    """End this process because the others did not come within `limit` seconds; jax is deep in C++ and would end in a
     stack trace."""
     what = "the other processes did not all come"
     if run.coordinator:
@@ -182,8 +183,8 @@ def end_too_late(run):
         except OSError as e:
             what = f"--coordinator {run.coordinator} could not be reached ({e.strerror or e})"
     print(
-        f"error: --connect_timeout {run.connect_timeout}: {what} in so many seconds; is the same command running on "
-        f"every host, each with its own --process_id?",
+        f"error: --peer_timeout {run.peer_timeout}: {what} within {limit} s; is the same command running on every "
+        f"host, each with its own --process_id?",
         file=sys.stderr,
         flush=True,
     )

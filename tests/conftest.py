@@ -81,17 +81,15 @@ SMALL = dict(
     compilation_cache="",
 )
 # For runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time.
-SMALL_RUN = SMALL | dict(layers_per_block=1, moe_rope=True)
+SMALL_RUN = SMALL | dict(layers_per_block=1)
 # Other architectures in the same size: nothing of SMALL that they have no use for
 SMALL_DEEPSEEK = dict(
     embedding_norm=False,
     latent_conv=0,
     first_layers=1,
     layers_per_block=1,
-    moe_rope=True,
     tied=False,
     head_dim=12,
-    v_dim=10,
     q_latent_dim=10,
     n_groups=4,
     k_groups=2,
@@ -129,7 +127,6 @@ def settled(m):
     """The utils.Model with the widths written out that 0 or -1 stand for."""
     widths = dict(
         head_dim=m.key_dim,
-        v_dim=m.value_dim,
         q_latent_dim=m.q_latent,
         ffn_dim=m.ffn_width,
         expert_dim=m.expert_width,

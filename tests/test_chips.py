@@ -60,8 +60,8 @@ def test_an_unknown_device_says_so(monkeypatch, capsys, kind, said):
 @pytest.mark.parametrize(
     "chip, given, dtype, said",
     [
-        ("T4", [], "float32", "--model_dtype is float32 unless given"),
-        ("V100", [], "float32", "--model_dtype is float32 unless given"),
+        ("T4", [], "float32", "--model_dtype is float32"),
+        ("V100", [], "float32", "--model_dtype is float32"),
         ("T4", ["model_dtype"], "bfloat16", "saves memory here, no time"),
         ("L4", [], "bfloat16", ""),
         ("unknown", [], "bfloat16", ""),

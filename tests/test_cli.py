@@ -1,6 +1,7 @@
 """The command line: every flag reaches its field, every field is used, and every mistake gets one sentence."""
 
 import ast
+import base64
 import dataclasses
 import fnmatch
 import functools
@@ -19,59 +20,39 @@ from conftest import ROOT, SMALL, flags_of, run_program
 import architectures
 import presets
 import utils
+from data import tokenize_shards, train_tokenizer
 from runtime import files, messages, parser, platforms
-from tools import common
+from tools import bench, checkpoints, common, compare, hf, trace
 from training import command_line, settings
 
-PATH = [
-    "main.py",
-    "model.py",
-    "dataset.py",
-    "utils.py",
-    "inference/tasks.py",  # which a run with --eval_tasks asks
-    *(
-        str(p.relative_to(ROOT))
-        for room in ("architectures", "kernels", "training", "inference", "runtime")
-        for p in (ROOT / room).glob("*.py")
-    ),
-]
-FIELDS = {
-    f.name: f for group in utils.GROUPS for f in dataclasses.fields(getattr(utils.Config(), group))
-}
-LISTED = """model_dimension vocab_size n_head blocks layers_per_block T latent_dim rope_dim dropout_rate model_dtype
-experts_per_token n_experts n_shared capacity_factor data cache_dir
-train_batch_size val_batch_size microbatches max_lr min_lr end_lr warmup_steps end_steps balance_weight name output_dir
-eval_every
-seed wandb training_steps accumulation_steps eval_steps grad_clip_norm n_device_axis inference_batch top_k temperature
-use_cache max_tokens prompt n_devices""".split()
+FLAGS = parser.fields_of(utils.Config)
+FIELDS = {name: f for name, f in FLAGS.items() if not hasattr(utils.Plan, name)}  # of a run
+BATCH = {"train_batch_size", "val_batch_size", "microbatches"}  # which follow each other, and pp
 
 
 def another(name, value):
     """A value for the flag that differs from `value`."""
-    kind = FIELDS[name].type
+    kind, facts = FIELDS[name].type, FIELDS[name].metadata
     if typing.get_origin(kind) is typing.Literal:
         return next(v for v in typing.get_args(kind) if v != value)
-    if name in ("preset", "architecture", "attention"):
-        return dict(preset="tiny", architecture="gpt2", attention="xla")[name]
-    if isinstance(value, bool):
-        return not value
-    most = FIELDS[name].metadata.get("below", float("inf"))
-    return {
-        int: lambda: value + 1,
-        float: lambda: value + 0.25 if value + 0.25 < most else value - 0.25,
-        str: lambda: value + "x y'$",
-        tuple: lambda: (5, 6, 7),
-    }[type(value)]()
+    named = dict(preset="tiny", architecture="gpt2", attention="xla", n_device_axis=(5, 6, 7))
+    if name in named:
+        return named[name]
+    if kind is float:
+        return value + (0.25 if value + 0.25 < facts.get("below", 9e9) else -0.25)
+    return {bool: lambda: not value, int: lambda: value + 1, str: lambda: value + "x y'$"}[kind]()
 
 
 @pytest.fixture
 def byte_ranks(tmp_path):
     """A tokenizer of the 256 bytes."""
-    import base64
-
     path = tmp_path / "bytes.tiktoken"
     path.write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
     return str(path)
+
+
+def test_there_are_at_most_100_flags():
+    assert len(FLAGS) <= 100
 
 
 # without --branch_from and --branch_step, which need a trunk: tests/test_branches.py, and --config, which needs a file
@@ -83,139 +64,76 @@ def test_every_flag_reaches_its_field(name, byte_ranks):
     now = utils.flatten(cfg)
     assert given == {name} and now[name] == value
     changed = {n for n in default if now[n] != default[n]}
-    batch = {
-        "train_batch_size",
-        "val_batch_size",
-        "microbatches",
-    }  # which follow each other, and pp
     expected = {
-        "preset": {*presets.PRESETS["tiny"]},
-        "architecture": {*architectures.flags_without_choice("gpt2")} | batch,
+        "preset": {*presets.PRESETS["tiny"], "name", "end_steps"},
+        "architecture": {*architectures.flags_without_choice("gpt2")} | BATCH,
         "tokenizer": {"vocab_size"},
-        "n_device_axis": batch,
+        "n_device_axis": BATCH,
         "training_steps": {"end_steps"},
     }
-    expected = {name} | expected.get(name, batch if name in batch else set())
-    assert changed <= expected and name in changed
-    assert name != "tokenizer" or now["vocab_size"] == 257
+    assert changed <= {name} | expected.get(name, BATCH if name in BATCH else set())
+    assert name in changed and (name != "tokenizer" or now["vocab_size"] == 257)
 
 
-class Reads(ast.NodeVisitor):
-    """{(group, field)} that a file reads: m.T and cfg.model.T, and self.T in the group's own class. Checks of flags do
-    not count."""
-
-    def __init__(self):
-        self.found, self.owners = set(), {group[0]: group for group in utils.GROUPS}
-        self.owners |= {group: group for group in utils.GROUPS}
-
-    def visit_ClassDef(self, node):
-        own = node.name.lower()
-        outer, self.owners = self.owners, {**self.owners, "self": own}
-        self.generic_visit(node)
-        self.owners = outer
-
-    def visit_FunctionDef(self, node):
-        if not re.match("_?(validate|check)", node.name):
-            self.generic_visit(node)
-
-    def visit_Attribute(self, node):
-        owner = getattr(node.value, "attr", getattr(node.value, "id", None))
-        if isinstance(node.ctx, ast.Load) and owner in self.owners:
-            self.found.add((self.owners[owner], node.attr))
-        self.generic_visit(node)
+def reads(source):
+    """{(group, field)} that a file reads: m.T and cfg.model.T. Checks of flags do not count."""
+    tree, groups = ast.parse(source), {g[0]: g for g in utils.GROUPS} | {g: g for g in utils.GROUPS}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    checks = [f for f in functions if f.name.startswith(("check", "validate"))]
+    in_checks = {node for check in checks for node in ast.walk(check)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node not in in_checks:
+            owner = getattr(node.value, "attr", getattr(node.value, "id", None))
+            if owner in groups and isinstance(node.ctx, ast.Load):
+                found.add((groups[owner], node.attr))
+    return found
 
 
-def reads(sources):
-    visitor = Reads()
-    for source in sources:
-        visitor.visit(ast.parse(source))
-    return visitor.found
-
-
-@pytest.fixture(scope="module")
-def read_on_the_path():
-    return reads((ROOT / path).read_text() for path in PATH)
-
-
-@pytest.mark.parametrize("group", utils.GROUPS)
-def test_every_field_is_used(group, read_on_the_path):
-    """Somewhere on the training path each field is read, of the group that has it, by more than a check."""
-    fields = {f.name for f in dataclasses.fields(getattr(utils.Config(), group))}
-    fields -= {"preset", "config"}  # which choose the others' values
-    assert {name for name in fields if (group, name) not in read_on_the_path} == set()
-
-
-def test_what_counts_as_a_read():
-    checks = "def check_flags(cfg):\n    return cfg.model.T"
-    others = "x.T; path.name; m.T = 1; 'm.T'; r.T"
-    assert ("model", "T") not in reads([checks, others])
-    for used in (
-        "f(m.T)",
-        "cfg.model.T + 1",
-        "class Model:\n    def f(self):\n        return self.T",
-    ):
-        assert ("model", "T") in reads([used])
+def test_every_field_is_used():
+    """Each is read in a training run, of the group that has it, by more than a check."""
+    assert reads("def check(cfg):\n    return cfg.model.T\nx.T; m.T = 1; 'm.T'") == set()
+    assert reads("f(m.T); cfg.model.blocks + 1") == {("model", "T"), ("model", "blocks")}
+    folders = ("architectures", "kernels", "training", "inference", "runtime", ".")
+    found = set()
+    for path in [path for folder in folders for path in (ROOT / folder).glob("*.py")]:
+        found |= reads(path.read_text())
+    # widths that properties of utils.Model resolve
+    own = set(re.findall(r"self\.(\w+)", (ROOT / "utils.py").read_text()))
+    for group in utils.GROUPS:
+        names = {f.name for f in dataclasses.fields(getattr(utils.Config(), group))}
+        unread = {name for name in names - own if (group, name) not in found}
+        assert unread <= {"preset", "config"}, group
 
 
 @pytest.mark.parametrize("old, clear", utils.RENAMED.items())
-def test_the_old_name_of_a_flag_is_accepted_and_help_shows_the_clear_one(old, clear):
+def test_jaxformers_name_of_a_flag_is_accepted(old, clear):
     value = another(clear, utils.flatten(presets.preset("tiny"))[clear])
     wanted = command_line.parse(["--preset", "tiny", f"--{clear}", str(value)])
-    assert clear in wanted[1]
     hyphens = old.replace("_", "-")
     for words in ([f"--{old}", str(value)], [f"--{old}={value}"], [f"--{hyphens}", str(value)]):
         assert command_line.parse(["--preset", "tiny", *words]) == wanted
-    assert old not in parser.fields_of(utils.Config)
-    from tools import bench
-
-    rest = utils.read_own_flags(bench.Options, [f"--{old}={value}"], "bench.py")[1]
-    assert rest == [f"--{clear}", str(value)]
+    assert clear in wanted.given and old not in FLAGS
 
 
-def test_the_flags_that_users_know_are_there():
-    assert set(LISTED) <= set(FIELDS)
-
-
-def test_the_documented_command_is_accepted():
+def test_jaxformers_command_of_its_final_run_is_accepted():
     words = "--eval_every=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb"
-    words += " --eval_steps 10"
-    cfg = settings.settle(command_line.parse(words.split()), 32)
+    cfg = settings.settle(command_line.parse([*words.split(), "--eval_steps", "10"]), 32)
     m, o, r = cfg.model, cfg.optimizer, cfg.run
-    assert (r.eval_every, r.save_steps, r.n_device_axis, r.n_devices, r.name) == (
-        75,
-        750,
-        (8, 2, 2),
-        32,
-        "moe1B",
-    )
-    assert (
-        cfg.sample.use_cache and r.wandb and r.eval_steps == 10 and cfg.data.train_batch_size == 32
-    )
-    assert (m.model_dimension, m.vocab_size, m.T) == (768, 100277, 1024)
-    assert (m.n_head, m.blocks, m.layers_per_block) == (12, 8, 6)
-    assert (
-        m.latent_dim,
-        m.rope_dim,
-        m.n_experts,
-        m.experts_per_token,
-        m.n_shared,
-        m.capacity_factor,
-    ) == (128, 128, 16, 2, 2, 0.0)
+    assert (r.eval_every, r.save_steps, r.n_device_axis, r.n_devices) == (75, 750, (8, 2, 2), 32)
+    assert r.wandb and r.eval_steps == 10 and cfg.data.train_batch_size == 32 and r.name == "moe1B"
+    assert (m.model_dimension, m.vocab_size, m.T, m.n_head) == (768, 100277, 1024, 12)
+    assert (m.blocks, m.layers_per_block, m.latent_dim, m.rope_dim) == (8, 6, 128, 128)
+    assert (m.n_experts, m.experts_per_token, m.n_shared, m.capacity_factor) == (16, 2, 2, 0.0)
     assert (o.optimizer, o.max_lr, o.warmup_steps, o.end_steps) == ("muon", 4e-3, 5000, 75000)
 
 
-def test_a_flag_beside_a_preset_wins_and_help_shows_its_values(capsys):
-    assert command_line.parse(["--blocks", "6", "--preset", "tiny"])[0].model.blocks == 6
+def test_help_has_a_first_page_and_all_flags_with_the_presets_values(capsys):
     with pytest.raises(SystemExit) as stop:
         command_line.parse(["--preset", "tiny", "--help", "all"])
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert not stop.value.code
-    for name, f in FIELDS.items():
-        assert f"--{name}" in shown, name
+    assert not stop.value.code and all(f"--{name}" in shown for name in FLAGS)
     assert "(default: 8192)" in shown and "(default: 100277)" not in shown
-
-
-def test_help_begins_with_the_flags_of_a_first_week(capsys):
     with pytest.raises(SystemExit):
         command_line.parse(["--help"])
     shown = capsys.readouterr().out
@@ -249,109 +167,75 @@ def test_a_file_of_flags_is_between_the_preset_and_what_is_given(tmp_path):
     "content, said",
     [
         ('{"bloks": 6}', "bloks is no flag; the nearest is blocks"),
-        ('{"blocks": "two"}', "--blocks two: must be a whole number"),
-        ('{"blocks": true}', "--blocks cannot be True"),
-        ('{"tied": 1}', "--tied cannot be 1"),
-        ('{"n_device_axis": [1, 2]}', "--n_device_axis 1 2: must be three whole numbers"),
-        ('{"blocks": 0}', "--blocks 0: must be at least 1"),
+        ('{"blocks": "two"}', "blocks is 'two', but must be a whole number"),
+        ('{"blocks": true}', "blocks is True, but"),
+        ('{"tied": 1}', "tied is 1, but must be true or false"),
+        ('{"max_lr": NaN}', "max_lr is nan, but must be a number"),
+        ('{"remat": "ful"}', "remat is 'ful', but must be one of none, dots, full"),
+        (
+            '{"n_device_axis": [1, 2]}',
+            r"n_device_axis is \[1, 2\], but must be three whole numbers",
+        ),
+        ('{"blocks": 0}', "blocks is 0, but must be at least 1"),
         ("[]", "not a JSON object"),
-        (None, "there is no such file"),
+        (None, "no such file"),
     ],
 )
 def test_a_mistake_in_a_file_of_flags_gets_a_sentence(content, said, tmp_path):
     path = tmp_path / "flags.json"
     if content:
         path.write_text(content)
-    with pytest.raises(messages.UserError, match=said):
+    with pytest.raises(messages.UserError, match=f"^--config {path}: .*{said}|{path}: .*{said}"):
         command_line.parse(["--config", str(path)])
 
 
 BAD = {  # words beside the small model's on eight devices, and what the sentence must name
     "--n_device_axis 3 2 2": ["--n_device_axis 3 2 2", "12", "8"],
     "--blocks 3 --n_device_axis 2 2 2": ["--blocks 3", "pp", "2 or 4"],
-    "--n_head 2 --n_device_axis 2 1 4": ["--n_head 2", "tp", "4"],
     "--T 30 --n_device_axis 2 1 4": ["--T 30", "tp", "28 or 32"],
     "--microbatches 3 --n_device_axis 4 2 1": ["--microbatches 3", "pp"],
-    "--n_experts 6 --n_device_axis 8 1 1": ["--n_experts 6", "8"],
     "--n_experts 12 --n_device_axis 8 1 1": ["--n_experts 12", "8"],
     "--train_batch_size 6": ["--train_batch_size 6", "4 or 8"],
-    "--val_batch_size 6": ["--val_batch_size 6", "microbatches"],
     "--model_dimension 30": ["--model_dimension 30", "n_head"],
     "--rope_dim 7": ["--rope_dim 7"],
     "--attention splash --T 128": ["--attention splash", "TPUs", "auto"],
     "--attention flash --T 128": ["--attention flash", "GPUs", "auto"],
-    "--attention flash --T 96": ["--T 96", "64 for --attention flash", "64 or 128"],
     "--attention flash --T 128 --head_dim 512": ["--attention flash", "320", "1032", "auto"],
     "--pp_interleave 3 --n_device_axis 2 2 2": ["--blocks 4", "pp x pp_interleave", "6"],
     "--experts_per_token 9": ["--experts_per_token 9", "--n_experts 8"],
-    "--experts_per_token 0": ["--experts_per_token 0", "at least 1"],
-    "--dropout_rate 1.0": ["--dropout_rate 1.0"],
-    "--max_lr nan": ["--max_lr nan"],
     "--warmup_steps 100": ["--warmup_steps 100", "--end_steps 100"],
     "--decay_steps 10": ["--decay_steps 10", "--schedule linear", "wsd"],
     "--schedule wsd --decay_steps 99": ["--decay_steps 99", "at most 98", "--end_steps 100"],
-    "--schedule wds": ["--schedule wds: must be one of", "the nearest is wsd"],
-    "--layers_per_block 0": ["--layers_per_block 0", "at least 1"],
-    "--n_groups 3": ["--n_experts 8", "n_groups", "6 or 9"],
     "--n_groups 8": ["--n_groups 8", "two experts"],
-    "--experts tiles --capacity_factor 1.5": [
-        "--experts tiles",
-        "--capacity_factor 1.5",
-        "buckets",
-    ],
+    "--experts tiles --capacity_factor 2": ["--experts tiles", "--capacity_factor 2"],
     "--n_groups 4 --k_groups 5": ["--k_groups 5", "--n_groups 4"],
     "--n_groups 4 --k_groups 1 --experts_per_token 3": ["--k_groups 1", "--experts_per_token 3"],
-    "--rope_factor 0.5": ["--rope_factor 0.5", "at least 1"],
     "--rope_factor 2 --rope_base 1": ["--rope_base 1", "above 1"],
-    "--q_latent_dim -2": ["--q_latent_dim -2", "at least -1"],
     "--n_devices 16": ["--n_devices 16", "8"],
-    "--preset huge": ["--preset huge", "moe1b", "tiny"],
     "--preset tinny": ["--preset tinny", "the nearest is tiny"],
     "--modle_dimension 64": ["--modle_dimension", "the nearest is --model_dimension"],
-    "--no-wandbb": ["--no-wandbb", "the nearest is --no_wandb"],
-    "-T 64": ["-T", "the nearest is --T"],
     "--remat ful": ["--remat ful: must be one of none, dots, full; the nearest is full"],
-    "--architecture gpt": ["--architecture gpt:", "the nearest is gpt2", "deepseek"],
     "--attention blockwize": ["--attention blockwize", "the nearest is blockwise", "auto"],
-    "--attention splash --T 130": ["--T 130", "128 for --attention splash", "128 or 256"],
     "--architecture gpt2 --n_experts 4": ["--architecture gpt2", "no such choice", "leave"],
-    "--adam_b2 1": ["--adam_b2 1", "below 1"],
-    "--name ../x": ["--name", "../x"],
-    "--blocks two": ["--blocks two: must be a whole number."],
-    "--T=1e3": ["--T 1e3: must be a whole number."],
-    "--max_lr high": ["--max_lr high: must be a number."],
-    "--max_lr inf": ["--max_lr inf: must be at most 1e+30."],
-    "--wandb yes": ["--wandb yes: takes no value; give --wandb or --no_wandb alone"],
-    "--keep-best=0": ["--keep_best 0: takes no value; give --keep_best or --no_keep_best alone"],
-    "--n_device_axis a 2 2": ["--n_device_axis a 2 2: must be three whole numbers."],
-    "--seed": ["--seed: must have 1 value"],
-    f"--T {'9' * 5000}": ["--T 999", "must be a smaller number."],
-    f"--T {'9' * 99}": ["--T 999", "must be at most 4194304"],
-    "--train_batch_size 1048576 --T 16384": ["--train_batch_size 1048576", "--T 16384"],
-    "--val_batch_size 1048576 --T 16384": ["--val_batch_size 1048576", "131,071"],
+    "--blocks two": ["--blocks two: must be a whole number"],
+    "--max_lr high": ["--max_lr high: must be a number"],
+    "--wandb yes": ["'yes': belongs to no flag"],
+    "--document-mask=0": ["takes no value; give --document_mask or"],
+    "--n_device_axis a 2 2": ["--n_device_axis a: must be three whole numbers"],
+    "--seed": ["--seed: must have a whole number"],
+    f"--T {'9' * 5000}": ["--T 999", "must be a whole number"],
     f"--profile 1:{'9' * 5000}": ["--profile 1:999", "FIRST:LAST"],
-    "--n_device_axis 2 2": ["--n_device_axis", "3"],
-    "--activation relu": ["--activation", "relu", "swiglu"],
-    "--lr 3": ["--lr"],
-    "--tokenizer nothing": ["--tokenizer nothing", "gpt2"],
-    "--profile 5:2": ["--profile 5:2", "FIRST:LAST", "such as 20:22"],
-    "--profile a:b": ["--profile a:b", "FIRST:LAST"],
-    "--profile 3": ["--profile 3", "FIRST:LAST"],
-    "--profile 0:2": ["--profile 0:2", "FIRST:LAST"],
+    "--n_device_axis 2 2": ["--n_device_axis", "three"],
     "--profile 8:9 --training_steps 8": ["--profile 8:9", "--training_steps 8"],
-    "--profile 1:51": ["--profile 1:51", "51 steps", "at most 50"],
+    "--profile 1:51": ["--profile 1:51", "at most 50 steps"],
     "--tokenizer no.tiktoken": ["--tokenizer no.tiktoken", "no such file"],
 }
 
 
 @pytest.mark.parametrize("words", BAD)
 def test_a_mistake_gets_a_sentence(words):
-    argv = [
-        "--preset",
-        "tiny",
-        *flags_of(**SMALL, train_batch_size=8, val_batch_size=8),
-        *words.split(),
-    ]
+    small = flags_of(**SMALL, train_batch_size=8, val_batch_size=8)
+    argv = ["--preset", "tiny", *small, *words.split()]
     with pytest.raises(messages.UserError) as e:
         settings.settle(command_line.parse(argv), 8)
     said = str(e.value)
@@ -362,7 +246,7 @@ def test_a_mistake_gets_a_sentence(words):
             command_line.check([*argv[:2], "--n_devices", "8", *argv[2:]], elsewhere=False)
 
 
-@pytest.mark.parametrize("flag", ["bias_update_rate", "balance_weight", "mtp_weight"])
+@pytest.mark.parametrize("flag", ["bias_update_rate", "balance_weight"])
 def test_a_flag_that_no_layer_uses_is_refused(flag):
     argv = ["--preset", "gpt2-tiny", "--n_devices", "1", f"--{flag}", "0.2"]
     with pytest.raises(messages.UserError, match=f"^--{flag} 0.2: --architecture gpt2 has no such"):
@@ -392,61 +276,34 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(name):
     """Whatever else is given, before anything is computed with it; what is within them reaches the field."""
     f = FIELDS[name]
     most = f.metadata.get("most", parser.MOST.get(f.type))
-    below = f.metadata.get("below")
-    beyond = [-(10**40), most * 2, 2**63 - 1, 2**63, 10**40] if f.type is not float else []
-    beyond += (
-        [2 * most, float("nan"), float("inf"), float("-inf")] if f.type is float else [most + 1]
-    )
+    beyond = [-(10**40), most + 1, most * 2, 2**63, 10**40]
+    if f.type is float:
+        beyond = [2 * most, float("nan"), float("inf"), float("-inf")]
     for value in beyond:
         words = [str(value), "1", "1"] if f.type not in (int, float) else [str(value)]
         with pytest.raises(messages.UserError, match=rf"--{name} .*: must be (a|at|below)\b") as e:
             command_line.parse(["--preset", "tiny", f"--{name}", *words])
         assert len(str(e.value)) < 150
-    if below is None:
+    if "below" not in f.metadata:
         parser.check_number(name, most, **f.metadata)
 
 
-@pytest.mark.parametrize("beyond", ["-" + "9" * 20, "9" * 20, str(2**63 - 1), str(2**31)])
-def test_the_programs_refuse_numbers_beyond_their_bounds(beyond, monkeypatch):
-    from data import tokenize_shards, train_tokenizer
-    from tools import bench, checkpoints, compare, trace
-
-    def of_argv(program):
-        def parse(words):
-            monkeypatch.setattr(sys, "argv", ["program", *words])
-            return program.parse()
-
-        return parse
-
-    def of_kind(kind):
-        return lambda words: utils.read_flags(kind, words, "program")
-
-    numbers = {
-        "tokenize_shards": "--shard_tokens --workers --val_fraction",
-        "train_tokenizer": "--vocab_size",
-        "Sample": "--T --n_devices --inference_batch --max_tokens --seed --top_k",
-        "Evaluate": "--T --n_devices --batch_size --limit --stride --num_fewshot",
-        "trace": "--top",
-        "checkpoints": "--keep --every",
-        "bench": "--rounds --steps",
-        "compare": "--seeds",
-    }
-    shards = "--source a --output b --tokenizer gpt2".split()
+def test_the_programs_refuse_numbers_beyond_their_bounds():
     programs = {
-        "tokenize_shards": (of_argv(tokenize_shards), shards),
-        "train_tokenizer": (of_argv(train_tokenizer), "--source a --output b.tiktoken".split()),
-        "Sample": (of_kind(common.Sample), ["run"]),
-        "Evaluate": (of_kind(common.Evaluate), ["run"]),
-        "trace": (of_kind(trace.Options), ["run"]),
-        "checkpoints": (of_kind(checkpoints.Options), ["list", "run"]),
-        "bench": (bench.parse, []),
-        "compare": (compare.parse, ["--variation", "base"]),
+        tokenize_shards.Options: "--source a --output b --tokenizer gpt2",
+        train_tokenizer.Options: "--source a --output b.tiktoken",
+        common.Sample: "run",
+        common.Evaluate: "run",
+        trace.Options: "run",
+        checkpoints.Options: "list run",
+        bench.Options: "",
+        compare.Options: "run",
     }
-    for name, (program, words) in programs.items():
-        for flag in numbers[name].split():
-            with pytest.raises(messages.UserError, match=f"{flag} .*: must be (at|below)") as e:
-                program([*words, f"{flag}={beyond}"])
-            assert "\n" not in str(e.value)
+    for kind, words in programs.items():
+        for f in [f for f in parser.fields_of(kind).values() if parser.type_of(f) == (int, 1)]:
+            for beyond in ("-" + "9" * 20, "9" * 20):
+                with pytest.raises(messages.UserError, match=f"--{f.name} .*: must be (at|below)"):
+                    utils.read_flags(kind, [*words.split(), f"--{f.name}={beyond}"], "program")
 
 
 def test_a_check_without_devices_refuses_nothing_that_some_devices_would_take(
@@ -478,7 +335,7 @@ def test_a_check_knows_the_run_that_is_there(tmp_path):
     words = ["--preset", "tiny", "--output_dir", str(tmp_path)]
     for more in ("", "--T 64 --n_device_axis 0 1 1", "--max_tokens 9", "--T 32 --name b"):
         command_line.check([*words, *more.split()], elsewhere=False)
-    with pytest.raises(messages.UserError, match="--T 32: run tiny has 64; leave the flag out"):
+    with pytest.raises(messages.UserError, match="--T 32: run tiny exists and has 64; give that"):
         command_line.check([*words, "--T", "32"], elsewhere=False)
     command_line.check([*words, "--T", "32"], elsewhere=True)
 
@@ -488,40 +345,24 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(byte_ranks):
         command_line.parse(["--tokenizer", byte_ranks, "--vocab_size", "100"])
 
 
-def test_a_plan_whose_reader_leaves_ends_quietly():
-    words = [sys.executable, ROOT / "main.py", "--preset", "tiny", "--plan", "gpu:8xH200"]
-    words.append("--by_formulas")
+def test_a_program_whose_reader_leaves_ends_quietly():
     read, write = os.pipe()
     os.close(read)  # as head does when it has its lines
+    words = [sys.executable, ROOT / "main.py", "--help", "all"]
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize(
-    "words", ["--n_device_axis 3 2 2", "--preset huge", "--data nowhere", "--vocab_size 100"]
-)
+@pytest.mark.parametrize("words", ["--n_device_axis 3 2 2", "--preset huge"])
 def test_a_mistake_ends_the_program_with_status_2(words, shards, tmp_path):
-    flags = {
-        **SMALL,
-        "data": shards,
-        "train_batch_size": 8,
-        "val_batch_size": 8,
-        "output_dir": tmp_path / "runs",
-    }
-    done = run_program("--preset", "tiny", *flags_of(**flags), *words.split())
-    assert done.returncode == 2
-    assert (
-        done.stderr.startswith("error: ")
-        and done.stderr.count("\n") == 1
-        and "Traceback" not in done.stderr
-    )
-    assert words.split()[0] in done.stderr and not (tmp_path / "runs").exists()
+    sizes = dict(train_batch_size=8, val_batch_size=8, output_dir=tmp_path / "runs")
+    done = run_program("--preset", "tiny", *flags_of(**SMALL | sizes, data=shards), *words.split())
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: " + words.split()[0]) and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["main.py", "data/tokenize_shards.py", "tools/sample.py", "tools/bench.py"]
-)
+@pytest.mark.parametrize("name", ["main.py", "data/tokenize_shards.py"])
 def test_a_python_without_the_packages_is_told_so(name):
     """As that of a new terminal, in which no environment was activated."""
     words = [sys.executable, "-S", name]  # -S leaves out what is installed
@@ -532,61 +373,53 @@ def test_a_python_without_the_packages_is_told_so(name):
 
 def test_flags_are_read_before_jax_is_imported():
     check = (
-        "import sys; from training import command_line; command_line.parse(['--preset', 'tiny']); "
+        "import sys; from training import command_line; command_line.parse(['--preset', 'tiny'])"
     )
-    check += "sys.exit('jax' in sys.modules)"
+    check += "; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
 def test_the_users_xla_flags_win(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
-    platforms.set_xla_flags(8)
-    now = utils.os.environ["XLA_FLAGS"].split()
-    assert (
-        now[0] == "--xla_force_host_platform_device_count=3"
-        and sum("device_count" in f for f in now) == 1
+    count, asynchronous = (
+        "--xla_force_host_platform_device_count",
+        "--xla_tpu_enable_async_all_to_all",
     )
-    monkeypatch.setenv("XLA_FLAGS", "")
-    platforms.set_xla_flags(8)
-    assert "--xla_force_host_platform_device_count=8" in utils.os.environ["XLA_FLAGS"]
+    for given, now in (f"{count}=3", f"{count}=3"), ("", f"{count}=8"):
+        monkeypatch.setenv("XLA_FLAGS", given)
+        platforms.set_xla_flags(8)
+        assert [f for f in os.environ["XLA_FLAGS"].split() if count in f] == [now]
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_async_all_to_all=false")
-    platforms.set_xla_flags(0)
-    assert utils.os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_enable_async_all_to_all=false"
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
-    platforms.set_xla_flags(0)
-    assert utils.os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_enable_async_all_to_all=true"
+    for given, now in (
+        (f"{asynchronous}=false", f"{asynchronous}=false"),
+        ("", f"{asynchronous}=true"),
+    ):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+        platforms.set_xla_flags(0)
+        assert os.environ["LIBTPU_INIT_ARGS"] == now
 
 
-def test_the_programs_name_the_nearest_flag():
-    from data import command_line as data_command_line
-    from tools import bench, checkpoints, hf
+@pytest.mark.parametrize(
+    "kind, words, nearest",
+    [
+        (common.Sample, "x --promt a", "--prompt"),
+        (checkpoints.Options, "lst x", "list"),
+        (tokenize_shards.Options, "--sourc x", "--source"),
+        (bench.Options, "--stepss 3", "--steps"),
+        (bench.Options, "--blokcs=3", "--blocks"),
+        (hf.Options, "exprt a b", "export"),
+        (hf.Options, "export a b --dtype flaot32", "float32"),
+    ],
+)
+def test_the_programs_name_the_nearest_flag(kind, words, nearest):
+    with pytest.raises(messages.UserError, match=f"; the nearest is {nearest}; see --help.$"):
+        utils.read_own_flags(kind, words.split(), "program")
 
-    def of_bench(words):
-        return utils.read_own_flags(bench.Options, words, "bench.py")
 
-    def of_source(words):
-        return utils.read_flags(data_command_line.Source, words, "program")
-
-    own, rest = of_bench("--steps 3 --blocks 4 --no-wandb --n_device_axis 1 2 3 --tied".split())
-    assert own.steps == 3
-    assert rest == "--blocks 4 --no_wandb --n_device_axis 1 2 3 --tied".split()
-    for program, words, nearest in [
-        (lambda w: utils.read_flags(common.Sample, w, "s"), "x --promt a", "--prompt"),
-        (lambda w: utils.read_flags(common.Sample, w, "s"), "--promt a", "--prompt"),
-        (lambda w: utils.read_flags(checkpoints.Options, w, "c"), "lst x", "list"),
-        (of_bench, "--stepss 3", "--steps"),
-        (of_bench, "--blokcs=3", "--blocks"),
-        (of_source, "--sourc x", "--source"),
-        (hf.run, "exprt a b", "export"),
-        (hf.run, "export a b --dtype flaot32", "float32"),
-        (hf.run, "export a b --dtpye float32", "--dtype"),
-    ]:
-        with pytest.raises(
-            messages.UserError, match=f"; the nearest is {nearest}; see --help."
-        ) as e:
-            program(words.split())
-        assert "\n" not in str(e.value)
+def test_a_program_takes_the_flags_of_main_py_too():
+    words = "--steps 3 --blocks 4 --no-wandb --n_device_axis 1 2 3 --tied --prompt --- --alpha=0.5"
+    own, rest = utils.read_own_flags(bench.Options, words.split(), "bench.py")
+    wanted = "--blocks 4 --no_wandb --n_device_axis 1 2 3 --tied --prompt --- --balance_weight 0.5"
+    assert own.steps == 3 and rest == wanted.split()
 
 
 @pytest.mark.parametrize(
@@ -594,31 +427,23 @@ def test_the_programs_name_the_nearest_flag():
     [
         ("--n_experts 1", dict(experts_per_token=1)),
         ("--end_steps 20", dict(warmup_steps=2)),
-        ("--end_steps 460", {}),
-        ("--training_steps 460", dict(end_steps=460)),
         ("--training_steps 20", dict(end_steps=20, warmup_steps=2)),
         ("--training_steps 1", dict(end_steps=1, warmup_steps=0)),
         ("--training_steps 20 --warmup_steps 30", dict(end_steps=31)),
         ("--training_steps 20 --end_steps 400", {}),
-        ("--training_steps 460 --schedule cosine", dict(end_steps=460)),
         ("--training_steps 460 --schedule wsd", {}),
-        ("--training_steps 460 --schedule wsd --decay_steps 60", dict(end_steps=460)),
         ("--training_steps 20 --schedule wsd --decay_steps 60", dict(end_steps=60, warmup_steps=0)),
         ("--schedule wsd --decay_steps 390", dict(warmup_steps=1)),
-        ("--schedule wsd --decay_steps 360", {}),
         ("--train_batch_size 6", dict(micro=2)),
-        ("--train_batch_size 1", dict(micro=1)),
         ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
         ("--n_device_axis 1 2 1 --val_batch_size 6", dict(micro=2)),
         ("--microbatches 3", dict(train=9, val=18)),
         ("--n_device_axis 1 3 1 --blocks 3", dict(micro=3, train=9, val=18)),
-        ("--train_batch_size 24", {}),
         ("", {}),
         ("--n_device_axis 1 3 1 --blocks 3 --val_batch_size 7", None),
         ("--train_batch_size 6 --microbatches 4", None),
         ("--experts_per_token 9", None),
         ("--warmup_steps 450", None),
-        ("--warmup_steps 450 --training_steps 20", None),
         ("--schedule wsd --decay_steps 401", None),
     ],
 )
@@ -626,26 +451,22 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     argv = ["--preset", "tiny", *words.split()]
     devices = int(np.prod([int(n) for n in words.split()[1:4]])) if "axis" in words else 1
     if changed is None:
-        with pytest.raises(messages.UserError, match="such as|cannot go|less than|at most"):
+        with pytest.raises(messages.UserError, match="such as|cannot be|less than|at most"):
             settings.settle(command_line.parse(argv), devices)
         return
     cfg, given = settings.follow(command_line.parse(argv))
     before = utils.flatten(presets.preset("tiny"))
     names = {"train": "train_batch_size", "val": "val_batch_size", "micro": "microbatches"}
-    read = {
-        name: value
-        for name, value in utils.flatten(cfg).items()
-        if name not in given and value != before[name]
-    }
-    assert read == {names.get(name, name): value for name, value in changed.items()}
+    wanted = before | {names.get(name, name): value for name, value in changed.items()}
+    assert settings.without(given, utils.flatten(cfg)) == settings.without(given, wanted)
     settings.validate(cfg, devices)
     assert settings.follow(settings.Flags(cfg, given)).cfg == cfg
 
 
 # Sensible values of flags where `another` gives none: what alone makes sense in presets of every size.
 ALONE = dict(
-    T=[64, 96, 2048],
-    n_head=[1, 2, 4],
+    T=[64, 2048],
+    n_head=[2],
     model_dimension=[96, 1536],
     blocks=[1, 3, 12],
     n_experts=[1, 4, 12],
@@ -686,6 +507,8 @@ def test_every_flag_alone_works_with_all_defaults(name, tmp_path, monkeypatch):
         for value in ALONE.get(name, [another(name, utils.flatten(default)[name])]):
             cfg = presets.preset(value) if name == "preset" else default
             cfg = utils.replace(cfg, **{name: value})
+            if name == "n_experts":  # which has no group of them all
+                cfg = utils.replace(cfg, n_groups=1, k_groups=1)
             n_devices = int(np.prod(value)) if name == "n_device_axis" else cfg.run.n_devices or 1
             settle = functools.partial(
                 settings.settle, n_devices=n_devices, stored={}, encoding=encoding
@@ -718,159 +541,103 @@ def test_samples_fit_in_short_sequences_unless_their_length_was_given():
             fitted(5, *given)
 
 
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """`machine(files, packages, vendor, plugins, driver)`: this machine has these device files, Python packages, a PCI
+    device of this vendor, plugins of jax and a driver."""
+    for name in [name for name in os.environ if name.startswith(("TPU_", "JAX_PLATFORMS"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("JAX_PLATFORMS", "")  # to be put back
+
+    def machine(files=(), packages=("libtpu",), vendor="0x8086", plugins=(), driver=False):
+        (tmp_path / "vendor").write_text(vendor + "\n")
+
+        def matching(pattern):
+            return [tmp_path / "vendor"] if "pci" in pattern else fnmatch.filter(files, pattern)
+
+        plugins = [SimpleNamespace(name=name) for name in plugins]
+        monkeypatch.setattr(platforms.glob, "glob", matching)
+        monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda n: n in packages or None)
+        monkeypatch.setattr(platforms.importlib.metadata, "entry_points", lambda group: plugins)
+        monkeypatch.setattr(platforms, "has_nvidia_driver", lambda: driver)
+        monkeypatch.setattr(platforms, "nvidia_smi_lists_gpus", lambda: False)
+
+    return machine
+
+
 @pytest.mark.parametrize(
-    "hint, chosen",
+    "hint, environment, chosen",
     [
-        ({}, "cpu"),
-        ({"env": {"JAX_PLATFORMS": "tpu,cpu"}}, "tpu,cpu"),
-        ({"env": {"TPU_NAME": "a"}}, ""),
-        ({"env": {"TPU_SKIP_MDS_QUERY": "1"}}, "cpu"),  # jax writes this itself when it is imported
-        ({"files": ["/dev/vfio/1"]}, ""),
-        ({"files": ["/dev/accel0"]}, ""),
-        ({"files": ["/dev/accel0"], "spec": ()}, ""),
-        ({"chip": "0x1ae0"}, ""),
-        ({"chip": "0x10de"}, "cpu"),
-        ({"plugins": ["rocm"]}, ""),
-        ({"plugins": ["xla_cuda12"]}, "cpu"),
-        ({"plugins": ["xla_cuda12"], "spec": ()}, "cpu"),
-        ({"plugins": ["xla_cuda12"], "driver": True}, ""),
-        ({"plugins": ["xla_cuda12"], "files": ["/dev/accel0"]}, ""),
-        ({"spec": ()}, ""),
+        ({}, {}, "cpu"),
+        ({}, {"JAX_PLATFORMS": "tpu,cpu"}, "tpu,cpu"),
+        ({}, {"TPU_NAME": "a"}, ""),
+        ({}, {"TPU_SKIP_MDS_QUERY": "1"}, "cpu"),  # jax writes this itself when it is imported
+        ({"files": ["/dev/accel0"]}, {}, ""),
+        ({"vendor": "0x1ae0"}, {}, ""),
+        ({"vendor": "0x10de"}, {}, "cpu"),
+        ({"plugins": ["rocm"]}, {}, ""),
+        ({"plugins": ["xla_cuda12"]}, {}, "cpu"),
+        ({"plugins": ["xla_cuda12"], "driver": True}, {}, ""),
+        ({"packages": ()}, {}, ""),
     ],
 )
-def test_plugins_are_left_alone_where_there_is_none_of_their_devices_and_only_there(
-    hint, chosen, monkeypatch, tmp_path
+def test_plugins_are_left_alone_where_there_is_none_of_their_devices(
+    hint, environment, chosen, machine, monkeypatch
 ):
-    for name in [name for name in utils.os.environ if name.startswith(("TPU_", "JAX_PLATFORMS"))]:
-        monkeypatch.delenv(name)
-    for name, value in hint.get("env", {}).items():
+    machine(**hint)
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "vendor").write_text(hint.get("chip", "0x8086") + "\n")
-    chips = {"/sys/bus/pci/devices/*/vendor": [tmp_path / "vendor"]}
-    matching = lambda pattern: chips.get(pattern, fnmatch.filter(hint.get("files", []), pattern))  # noqa: E731
-    monkeypatch.setattr(platforms.glob, "glob", matching)
-    monkeypatch.setattr(
-        platforms.importlib.util, "find_spec", lambda n: n in hint.get("spec", ("libtpu",)) or None
-    )
-    plugins = [SimpleNamespace(name=name) for name in hint.get("plugins", [])]
-    monkeypatch.setattr(platforms.importlib.metadata, "entry_points", lambda group: plugins)
-    monkeypatch.setattr(platforms, "has_nvidia_driver", lambda: hint.get("driver", False))
-    monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setenv("JAX_PLATFORMS", utils.os.environ.get("JAX_PLATFORMS", ""))  # to be put back
     platforms.set_xla_flags(0)
-    assert utils.os.environ["JAX_PLATFORMS"] == chosen
+    assert os.environ["JAX_PLATFORMS"] == chosen
 
 
 @pytest.mark.parametrize(
-    "files, spec, chip, found, used",
+    "files, packages, vendor, found, used",
     [
-        ([], ("libtpu", "jax_cuda12_plugin"), "0x8086", "cpu", "cpu"),
+        ([], ("libtpu", "jax_cuda12_plugin"), "0x10de", "cpu", "cpu"),
         (["/dev/nvidia0"], ("jax_cuda12_plugin",), "0x10de", "gpu", "gpu"),
         (["/dev/nvidia3"], (), "0x10de", "gpu", "cpu"),  # jax for it is not installed
         (["/dev/accel0"], ("libtpu",), "0x1ae0", "tpu", "tpu"),
         (["/dev/vfio/0"], ("libtpu",), "0x1ae0", "tpu", "tpu"),
-        (
-            ["/dev/vfio/0"],
-            ("libtpu",),
-            "0x10de",
-            "cpu",
-            "cpu",
-        ),  # another device, handed to a program
+        (["/dev/vfio/0"], ("libtpu",), "0x10de", "cpu", "cpu"),  # of a program
     ],
 )
 def test_accelerators_are_found_before_and_after_jax_is_installed(
-    files, spec, chip, found, used, monkeypatch, tmp_path
+    files, packages, vendor, found, used, machine, monkeypatch
 ):
-    for name in [name for name in utils.os.environ if name.startswith(("TPU_", "JAX_PLATFORMS"))]:
-        monkeypatch.delenv(name)
-    (tmp_path / "vendor").write_text(chip + "\n")
-
-    def matching(pattern):
-        return [tmp_path / "vendor"] if "pci" in pattern else fnmatch.filter(files, pattern)
-
-    monkeypatch.setattr(platforms.glob, "glob", matching)
-    monkeypatch.setattr(platforms, "nvidia_smi_lists_gpus", lambda: False)
-    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda n: n in spec or None)
+    machine(files, packages, vendor)
+    monkeypatch.delenv("JAX_PLATFORMS")
     assert (platforms.accelerator(), platforms.platform()) == (found, used)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert (platforms.accelerator(), platforms.platform()) == ("gpu", "gpu")
 
 
-def test_a_run_directory_holds_what_is_promised(train, tmp_path):
-    """On real text, with a real tokenizer, through the data programs."""
-    text = tmp_path / "text"
-    text.mkdir()
-    for i in range(20):
-        (text / f"{i}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 40)
-    ranks, bucket = tmp_path / "bpe.tiktoken", tmp_path / "bucket"
-    for program in (
-        ["train_tokenizer.py", "--vocab_size", "280", "--output", ranks],
-        [
-            "tokenize_shards.py",
-            "--tokenizer",
-            ranks,
-            "--output",
-            bucket,
-            "--val_fraction",
-            "0.3",
-            "--workers",
-            "1",
-        ],
-    ):
-        subprocess.run(
-            [sys.executable, ROOT / "data" / program[0], *program[1:], "--source", text], check=True
-        )
-    flags = dict(
-        data=bucket,
-        vocab_size=280,
-        prompt="def",
-        max_tokens=9,
-        inference_batch=2,
-        save_steps=4,
-        T=16,
-    )
-    assert train(training_steps=10, wandb=True, **flags) == 0
+def test_a_run_directory_holds_what_is_promised(train, tmp_path, byte_ranks):
+    flags = dict(vocab_size=260, tokenizer=byte_ranks, prompt="def", max_tokens=9, wandb=True)
+    flags |= dict(inference_batch=2, save_steps=4, T=16, blocks=1, microbatches=1)
+    assert train(training_steps=6, **flags) == 0
     run = tmp_path / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    keys = {
-        "step",
-        "loss/train_loss",
-        "loss/train_cross_entropy_loss",
-        "loss/load_loss",
-        "lr",
-        "grad_norm",
-        "tokens_per_second",
-        "load/dropped",
-        *(f"load/expert_{i}" for i in range(8)),
-        "data/epoch",
-        "data/wait",
-        "bad_steps",
-        "loss_spikes",
-    }
-    assert (
-        all(set(row) - {"loss/val_loss", "loss/val_cross_entropy_loss"} == keys for row in rows)
-        and len(rows) == 10
-    )
-    assert all(
-        abs(sum(row[f"load/expert_{i}"] for i in range(8)) - 1) < 1e-5 and row["load/dropped"] == 0
-        for row in rows
-    )
-    assert rows[-1]["loss/train_loss"] < rows[0]["loss/train_loss"]
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["10", "4", "8"]
+    keys = "loss/train_loss loss/train_cross_entropy_loss loss/load_loss lr grad_norm step load/dropped data/epoch"
+    keys = {*keys.split(), "tokens_per_second", "data/wait", "bad_steps", "loss_spikes"}
+    keys |= {f"load/expert_{i}" for i in range(8)}
+    for row in rows:
+        assert row.keys() - {"loss/val_loss", "loss/val_cross_entropy_loss"} == keys
+        assert row["load/dropped"] == 0
+        assert sum(row[f"load/expert_{i}"] for i in range(8)) == pytest.approx(1, abs=1e-5)
+    assert len(rows) == 6 and "loss/val_loss" in rows[4]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["4", "6"]
     samples = (run / "samples.txt").read_text()
-    assert (
-        re.findall(r"=== step (\d+)", samples) == ["4", "8", "10"]
-        and len(re.findall(r"--- \d\ndef", samples)) == 6
-    )
+    assert re.findall(r"=== step (\d+)", samples) == ["4", "6"]
+    assert len(re.findall(r"--- \d\ndef", samples)) == 4
     for plot in ("val_loss", "load_loss", "tokens_per_expert"):
         assert (run / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     stored = json.loads((run / "config.json").read_text())
     assert stored["T"] == 16 and set(FIELDS) < set(stored)
-    assert list(run.glob("wandb/offline-run-*")) and (run / "wandb_id").read_text()
-    assert train(training_steps=12, wandb=True, **flags) == 0
+    assert train(training_steps=7, **flags) == 0
     ids = {p.name.split("-")[-1] for p in run.glob("wandb/offline-run-*")}
     assert ids == {(run / "wandb_id").read_text()}, "a restart resumes the same wandb run"
-    assert np.all([len(p.read_bytes()) for p in run.glob("*.png")])
 
 
 def test_a_mistake_with_a_line_break_is_one_line(capsys):

@@ -267,7 +267,6 @@ def flags(shards, xla_cache, tmp_path):
             "compilation_cache": xla_cache,
             "eval_every": 5,
             "eval_steps": 2,
-            "connect_timeout": 60,
             "peer_timeout": 20,
             **more,
         }
@@ -1069,7 +1068,7 @@ def start(words, **environment):
 def test_processes_that_do_not_come_together_say_so_in_time(flags):
     port = free_port()
     words = [
-        *flags(2, connect_timeout=3),
+        *flags(2, peer_timeout=1),
         "--coordinator",
         f"127.0.0.1:{port}",
         "--num_processes",

@@ -217,7 +217,7 @@ def wrong_command(command):
         *SCRIPTS,
     ):  # take those of main.py too
         known = known | help_of("main.py")
-    for flag in parser.flags_in(words):
+    for flag in [word.split("=")[0] for word in words if parser.FLAG.match(word)]:
         if as_flag(flag) not in known:
             return f"{program} has no {flag}"
     return None

@@ -152,7 +152,7 @@ def loss_and_gradients(cfg):
 @pytest.mark.parametrize(
     "mesh, flags",
     [
-        ((2, 2, 2), dict(v_dim=10, blocks=2, layers_per_block=1, moe_rope=True, remat="full")),
+        ((2, 2, 2), dict(blocks=2, layers_per_block=1, remat="full")),
         ((1, 1, 1), dict(SMALL_GPT2, blocks=1, remat="none")),
         ((1, 1, 2), dict(SMALL_QWEN3, blocks=1)),
     ],

@@ -32,12 +32,12 @@ from runtime import files, messages
 from tools import common, evaluate, hf
 from training import settings, steps
 
-DEEPSEEK = SMALL_DEEPSEEK | dict(mtp_depth=1, attention_bias=True, norm_topk_prob=False)
-YARN = dict(rope_factor=4.0, rope_mscale=0.0, rope_attention_factor=1.2)
+DEEPSEEK = SMALL_DEEPSEEK | dict(mtp_depth=1)
+YARN = dict(rope_factor=4.0)
 FLAGS = {
     **ARCHITECTURES,
     "deepseek": DEEPSEEK,
-    "yarn": dict(DEEPSEEK, mtp_depth=0, tied=True, attention_bias=False, n_shared=0, **YARN),
+    "yarn": dict(DEEPSEEK, mtp_depth=0, tied=True, n_shared=0, **YARN),
 }
 
 
@@ -442,19 +442,22 @@ def test_odd_values_are_refused_by_file_and_key(deepseek, tmp_path):
         ),
         (
             theirs | {"num_experts_per_tok": 99},
-            "num_experts_per_tok 99: a token cannot go to more experts",
+            "num_experts_per_tok 99: cannot be more than there are",
         ),
-        (theirs | {"first_k_dense_replace": 5}, "num_hidden_layers 0: must be at least 1"),
+        (theirs | {"first_k_dense_replace": 5}, "num_hidden_layers is 0, but must be at least 1"),
         (theirs | {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7: must be a multiple of 2"),
         (theirs | {"num_hidden_layers": 2**16}, "tensor model.layers"),
-        (theirs | {"num_hidden_layers": 2**30}, "num_hidden_layers 1073741823: must be at most"),
+        (
+            theirs | {"num_hidden_layers": 2**30},
+            "num_hidden_layers is 1073741823, but must be at most",
+        ),
         ({k: v for k, v in theirs.items() if k != "v_head_dim"}, "v_head_dim is missing"),
-        (ours | {"n_head": "4"}, "n_head is '4', which no run has"),
-        (ours | {"tied": None}, "tied is None, which no run has"),
-        (ours | {"activation": "relu"}, "activation is 'relu', but must be 'swiglu' or 'gelu'"),
+        (ours | {"n_head": "4"}, "n_head is '4', but must be a whole number"),
+        (ours | {"tied": None}, "tied is None, but must be true or false"),
+        (ours | {"activation": "relu"}, "activation is 'relu', but must be one of swiglu, gelu"),
         (ours | {"encoding": 3}, "encoding is 3, but must name a tokenizer"),
-        (ours | {"blocks": 0}, "blocks 0: must be at least 1"),
-        (ours | {"experts_per_token": 99}, "experts_per_token 99: a token cannot"),
+        (ours | {"blocks": 0}, "blocks is 0, but must be at least 1"),
+        (ours | {"experts_per_token": 99}, "experts_per_token 99: cannot"),
     ]
     odd = tmp_path / "odd"
     odd.mkdir()
@@ -538,8 +541,8 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path, train):
         (lambda: hf.run(["import", str(folder)]), "target: is missing; see --help"),
         (lambda: weights.open_weights(str(tmp_path)), "neither a run directory nor"),
         (
-            lambda: deepseek_format.config(small_config(**DEEPSEEK, latent_norm_eps=1e-5).model),
-            "--latent_norm_eps 1e-05",
+            lambda: deepseek_format.config(small_config(**(DEEPSEEK | dict(latent_conv=3))).model),
+            "--latent_conv 3",
         ),
     ]:
         with pytest.raises(messages.UserError, match=sentence):

@@ -59,7 +59,7 @@ def updated(mesh_shape, **flags):
         ((4, 2, 1), dict(fsdp="none", n_experts=2, first_layers=1, mtp_depth=1)),
         ((2, 2, 2), dict(fsdp="full", pp_interleave=2)),
         ((2, 1, 4), dict(SMALL_GPT2, sequence_parallel="megatron")),
-        ((1, 1, 4), dict(first_layers=1, blocks=3, layers_per_block=1, moe_rope=True)),
+        ((1, 1, 4), dict(first_layers=1, blocks=3, layers_per_block=1)),
     ],
     ids=["megatron", "copies", "rounds", "gpt2", "filled"],
 )
@@ -79,7 +79,7 @@ def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
 )
 def test_train_steps_where_leaves_fill_the_places_of_owners(mesh, counts):
     """As many layers as owners: XLA:CPU refused to send slices that were leaves of several layouts."""
-    flags = dict(counts, optimizer="muon", layers_per_block=1, moe_rope=True, microbatches=1)
+    flags = dict(counts, optimizer="muon", layers_per_block=1, microbatches=1)
     flags |= dict(T=8, vocab_size=50, sequences=8)
     _, seen = steps_of(small_config(**flags), 4)
     _, seen_ = steps_of(small_config(mesh, **flags), 4)

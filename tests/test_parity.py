@@ -71,7 +71,7 @@ def test_parity_of_loss_and_every_gradient(mesh):
 @pytest.mark.parametrize("experts", ["tiles", "buckets"])
 def test_parity_where_all_tokens_choose_one_expert(mesh, experts):
     """Nothing is dropped: with buckets, in as many rounds as that takes, on any mesh as with tiles on one device."""
-    small = dict(layers_per_block=1, moe_rope=True, experts_per_token=1, n_shared=0, T=16)
+    small = dict(layers_per_block=1, experts_per_token=1, n_shared=0, T=16)
     (loss, _), gradients = loss_and_gradients((1, 1, 1), favorite=5, experts="tiles", **small)
     skewed = loss_and_gradients(mesh, favorite=5, experts=experts, **small)
     (loss_, metrics), gradients_ = skewed
@@ -108,7 +108,7 @@ PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK}
         ((2, 1, 2), dict(remat="none", sequence_parallel="megatron", fsdp="none")),
         (
             (2, 2, 2),
-            dict(DEEPSEEK, dropout_rate=0.1, attention_bias=True, rope_attention_factor=1.5),
+            dict(DEEPSEEK, dropout_rate=0.1),
         ),
         (
             (1, 4, 2),
@@ -117,10 +117,9 @@ PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK}
                 layers_per_block=1,
                 q_latent_dim=0,
                 fsdp="full",
-                norm_topk_prob=False,
             ),
         ),
-        ((2, 2, 2), dict(DEEPSEEK, mtp_depth=2, sequence_parallel="megatron", attention_bias=True)),
+        ((2, 2, 2), dict(DEEPSEEK, mtp_depth=2, sequence_parallel="megatron")),
         (
             (4, 1, 2),
             dict(

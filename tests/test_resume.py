@@ -49,7 +49,7 @@ def assert_bitwise(a, b):
 @pytest.mark.parametrize(
     "flags",
     [
-        dict(optimizer="muon", layers_per_block=3, moe_rope=False),  # both kinds of layers
+        dict(optimizer="muon", layers_per_block=3),  # both kinds of layers
         dict(optimizer="muon", mesh=(2, 2, 2), pp_interleave=2),
         dict(optimizer="adamw", mesh=(2, 2, 2)),
     ],

@@ -14,7 +14,7 @@ from training import steps
 from training.optimizer import make_optimizer, make_schedule
 
 # flags of each schedule, with 4 steps of warm-up and the end at step 20
-PLAIN = dict(max_lr=1.0, min_lr=0.1, end_lr=0.0, warmup_steps=4, end_steps=20)
+PLAIN = dict(max_lr=1.0, end_lr=0.0, warmup_steps=4, end_steps=20)
 SCHEDULES = {
     "cosine": dict(PLAIN, schedule="cosine"),
     "linear": dict(PLAIN, schedule="linear"),
@@ -32,7 +32,7 @@ def rates(n, **flags):
 
 def test_rates_are_those_of_the_formulas():
     step = np.arange(20)
-    warmup = 0.1 + 0.9 * step / 4
+    warmup = step / 4
     after = {
         "cosine": (1 + np.cos(np.pi * (step - 4) / 16)) / 2,
         "linear": 1 - (step - 4) / 16,
@@ -55,8 +55,8 @@ def test_no_rate_is_negative_at_any_step(name):
     """Rounding made -4e-10 of 0 at the end of a line; the flags are those of presets and odd ones."""
     odd = [(16e-3, 30, 400), (4e-3, 5000, 75000), (6e-4, 0, 7), (1e-9, 2, 3), (3.0, 1, 2**24 + 3)]
     for max_lr, warmup_steps, end_steps in odd:
-        for end_lr, min_lr in ((0.0, 0.0), (0.3 * max_lr, 2 * max_lr), (0.0, 1e-3)):
-            rates_ = dict(max_lr=max_lr, min_lr=min_lr, end_lr=end_lr)
+        for end_lr in (0.0, 0.3 * max_lr):
+            rates_ = dict(max_lr=max_lr, end_lr=end_lr)
             whole = dict(warmup_steps=warmup_steps, end_steps=end_steps, decay_steps=0)
             if name == "wsd":
                 whole["decay_steps"] = (end_steps - warmup_steps) // 2 + 1
@@ -70,14 +70,14 @@ def test_no_rate_is_negative_at_any_step(name):
 
 
 def test_cosine_is_the_one_of_optax():
-    of_optax = jax.jit(optax.warmup_cosine_decay_schedule(0.1, 1.0, 4, 20, 0.0))
+    of_optax = jax.jit(optax.warmup_cosine_decay_schedule(0.0, 1.0, 4, 20, 0.0))
     wanted = [of_optax(jnp.int32(step)) for step in range(30)]
     assert np.array_equal(rates(30, **SCHEDULES["cosine"]), np.array(wanted))
 
 
 def test_a_trunk_is_every_run_that_decays_later_to_the_bit():
     """Its rate depends on neither the end nor its flags, also where max_lr is not end_lr + (max_lr - end_lr)."""
-    flags = dict(max_lr=6e-4, end_lr=6e-5, min_lr=0.0, warmup_steps=4, schedule="wsd")
+    flags = dict(max_lr=6e-4, end_lr=6e-5, warmup_steps=4, schedule="wsd")
     trunk = rates(40, **flags, end_steps=10)
     assert (trunk[4:] == np.float32(6e-4)).all()
     for end_steps in (12, 30):
@@ -114,7 +114,8 @@ def test_weight_decay_follows_the_schedule(flags, optimizer):
 def test_at_rate_0_nothing_moves_whatever_the_gradient(flags, optimizer):
     cfg = small_config(**flags, optimizer=optimizer, weight_decay=0.25)
     for step, _, updates, _ in updates_of(cfg, 0.1, 22):
-        moves = step < 20 or cfg.optimizer.decay_steps == 0 and cfg.optimizer.schedule == "wsd"
+        trunk = cfg.optimizer.decay_steps == 0 and cfg.optimizer.schedule == "wsd"
+        moves = step > 0 and (step < 20 or trunk)
         assert all(bool(update.all()) == moves for update in updates)
 
 

@@ -35,12 +35,12 @@ class Options:
     """list: a line each. verify: read each and compare it with what was saved. prune: delete what is not to keep."""
     run_dir: str = flag(MISSING, positional=True)
     """A run directory, or its gs:// or s3:// address."""
-    keep: int | None = None
+    keep: int | None = flag(None, least=1)
     """Newest checkpoints to keep; None: as many as the run's keep_checkpoints."""
-    every: int | None = None
+    every: int | None = flag(None, least=0)
     """Keep those whose step is a multiple of this; 0: none, None: the run's keep_every."""
-    best: bool | None = None
-    """Keep the one with the smallest validation loss; None: as the run's keep_best says."""
+    best: bool = True
+    """Keep the one with the smallest validation loss."""
     dry_run: bool = False
     """Say what prune would delete, and delete nothing."""
 
@@ -82,12 +82,11 @@ def retention(options, config):
     wanted = dict(
         keep=config.get("keep_checkpoints", utils.Run.keep_checkpoints),
         every=config.get("keep_every", utils.Run.keep_every),
-        best=config.get("keep_best", utils.Run.keep_best),
+        best=options.best,
     )
     for name in wanted:
         if getattr(options, name) is not None:
             wanted[name] = getattr(options, name)
-    utils.check_least(wanted, dict(keep=1, every=0))
     return wanted
 
 

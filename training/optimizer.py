@@ -78,10 +78,10 @@ def make_schedule(o):
         return make_wsd(o)
     if o.schedule == "cosine":
         schedule = optax.warmup_cosine_decay_schedule(
-            o.min_lr, o.max_lr, o.warmup_steps, o.end_steps, o.end_lr
+            0.0, o.max_lr, o.warmup_steps, o.end_steps, o.end_lr
         )
     else:
-        warmup = optax.linear_schedule(o.min_lr, o.max_lr, o.warmup_steps)
+        warmup = optax.linear_schedule(0.0, o.max_lr, o.warmup_steps)
         line = optax.linear_schedule(o.max_lr, o.end_lr, o.end_steps - o.warmup_steps)
         schedule = optax.join_schedules([warmup, line], [o.warmup_steps])
 
@@ -101,12 +101,12 @@ def make_wsd(o):
     was planned so from the start.
     """
     begin = o.end_steps - o.decay_steps if o.decay_steps else NEVER
-    rates = np.float32([o.min_lr, o.max_lr, o.end_lr])
+    rates = np.float32([o.max_lr, o.end_lr])
     steps = np.int32([max(1, o.warmup_steps), begin, max(1, o.decay_steps)])
 
     def rate(step):
-        (low, high, end), (warmup, begin, decay) = lax.optimization_barrier((rates, steps))
-        warming = low + (high - low) * (step / warmup)
+        (high, end), (warmup, begin, decay) = lax.optimization_barrier((rates, steps))
+        warming = high * (step / warmup)
         share = jnp.clip((step - begin) / decay, 0, 1)
         decaying = end + (high - end) * (1 - jnp.sqrt(share))
         stable = jnp.where(step < begin, high, decaying)

@@ -206,7 +206,7 @@ class RunLog:
             return
         # A run evaluates at its last step; the run that resumes there would not have, unless it was due.
         every = {"loss/val": cfg.run.eval_every}
-        every["tasks/"] = cfg.run.eval_every * cfg.run.eval_tasks_every
+        every["tasks/"] = math.lcm(cfg.run.eval_every, cfg.run.save_steps)
         not_due = tuple(start for start, steps in every.items() if start_step % steps)
         for row in self._read_history(start_step, cfg.run.branch_step):
             if row["step"] == start_step:

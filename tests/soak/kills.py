@@ -19,7 +19,7 @@ GRACE = 15  # seconds after a kill within which workers must have ended too
 # compiled and traced sooner than a mixture of experts; what writes files is the same
 QUICK = {**SMALL_GPT2, "blocks": 1, "n_head": 2, "ffn_dim": 32, "T": 16, "vocab_size": 300}
 PAIR = dict(n_device_axis=(2, 1, 1), n_devices=2, train_batch_size=2, val_batch_size=2)
-PAIR |= dict(num_processes=2, connect_timeout=20, peer_timeout=10)
+PAIR |= dict(num_processes=2, peer_timeout=10)
 
 # --- What is killed -----------------------------------------------------------------------------------------------
 
