@@ -18,77 +18,9 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokenizer
 
 
-# --- Where a long text may be cut -------------------------------------------------------------------------------
-
-# A long text is cut after a letter that is followed by a space and a letter. Every tiktoken pattern, and ours, ends a
-# word there, so the tokens of the pieces, one after the other, are those of the whole text.
+# A place after a letter that is followed by a space and a letter, where every tiktoken pattern, and ours, ends a word:
+# the tokens of the parts of a text that is cut there, one after the other, are those of the whole.
 CUT = re.compile("[A-Za-z](?= [A-Za-z])")
-
-# A Hugging Face tokenizer may do otherwise, so its texts are cut only where all its parts are known. These normalizers
-# change a piece as they change the whole text; these pre-tokenizers end every word at a space.
-LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
-WORD_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-LINES_AND_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-WORD_PATTERNS = {
-    PATTERN,
-    # Llama 3 and Qwen 2
-    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{LINES_AND_SPACES}",
-    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{LINES_AND_SPACES}",
-    # DeepSeek-V3
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
-    + LINES_AND_SPACES,
-}
-# Patterns that match neither letters of the Latin alphabet nor spaces: digits, and DeepSeek-V3's Chinese and Japanese
-OTHER_PATTERNS = {r"\p{N}{1,3}", r"\p{N}", "[一-龥぀-ゟ゠-ヿ]+"}
-
-
-def may_be_cut(tokenizer):
-    """Whether the tokens of a text are those of its pieces, for a tokenizers.Tokenizer.
-
-    False where a part of its definition is not known here, such as one that puts something before every text.
-    """
-    normalizers = parts_of(tokenizer.normalizer, "normalizers")
-    if any(part["type"] not in LOCAL_NORMALIZERS for part in normalizers):
-        return False
-    added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
-    if any(token.rstrip or " " in token.content for token in added):
-        return False
-    parts = parts_of(tokenizer.pre_tokenizer, "pretokenizers")
-    for i, part in enumerate(parts):
-        if ends_words_at_spaces(part):
-            # a later Metaspace may mark the first word alone
-            return all(later["type"] != "Metaspace" for later in parts[i + 1 :])
-        if part["type"] != "Digits" and pattern_of(part) not in OTHER_PATTERNS:
-            return False
-    return False
-
-
-def parts_of(part, inner):
-    """The parts of a normalizer or pre-tokenizer in order, as tokenizer.json writes them.
-
-    inner: the key under which a sequence holds its parts.
-    """
-    if part is None:
-        return []
-    definition = json.loads(part.__getstate__())
-    return definition[inner] if definition["type"] == "Sequence" else [definition]
-
-
-def pattern_of(part):
-    """The regular expression whose matches are a pre-tokenizer's words, or None."""
-    if part["type"] != "Split" or part["behavior"] != "Isolated" or part["invert"]:
-        return None
-    return part["pattern"].get("Regex")
-
-
-def ends_words_at_spaces(part):
-    """Whether a pre-tokenizer ends a word at every space, whatever stands around the word."""
-    if part["type"] == "ByteLevel":
-        return part["use_regex"]
-    if part["type"] == "Metaspace":
-        return part["split"]
-    return part["type"] in WORD_SPLITTERS or pattern_of(part) in WORD_PATTERNS
 
 
 def whole_characters(text):
@@ -124,7 +56,6 @@ class HubTokenizer:
         # a file may ask for either, for the batches of its own model
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.may_be_cut = may_be_cut(self.tokenizer)
         self.n_vocab = max(self.tokenizer.get_vocab().values(), default=-1) + 1
         config = read_json(os.path.dirname(path), "tokenizer_config.json")
         end = config.get("eos_token") or END_OF_TEXT
