@@ -151,17 +151,12 @@ def encode(batches, workers, start, *arguments):
         return
     with start(workers, *arguments) as (submit, result):
         underway = deque()  # (future, position, bytes)
-        n_bytes = 0
         for batch, position in batches:
             size = sum(document.size for document in batch)
-            while underway and (
-                n_bytes + size > IN_FLIGHT * workers or len(underway) >= 4 * workers
-            ):
-                future, its_position, its_size = underway.popleft()
-                n_bytes -= its_size
+            while underway and size + sum(n for *_, n in underway) > IN_FLIGHT * workers:
+                future, its_position, _ = underway.popleft()
                 yield result(future), its_position
             underway.append((submit(batch), position, size))
-            n_bytes += size
         for future, its_position, _ in underway:
             yield result(future), its_position
 
