@@ -38,13 +38,6 @@ def encode_text(text, encoding):
         return np.concatenate([first, second])
 
 
-def encode_document(text, encoding):
-    """Token ids of a document, uint32: the end-of-text token and then its text; none of an empty one."""
-    if not text:
-        return np.empty(0, np.uint32)
-    return np.concatenate([np.array([encoding.eot_token], np.uint32), encode_text(text, encoding)])
-
-
 class Encoded(NamedTuple):
     """What becomes of a batch of n documents, each of which has a part for train and one for val."""
 
@@ -82,8 +75,10 @@ def encode_batch(batch, encoding, dtype, skip, val_fraction, validation):
         for k, part in enumerate(parts):
             counts["documents"][i, k] = part != ""
             counts["bytes"][i, k] = len(part.encode())
-            ids.append(encode_document(part, encoding).astype(dtype))
-            lengths[i, k] = len(ids[-1])
+            if part:
+                ids.append(np.array([encoding.eot_token], dtype))
+                ids.append(encode_text(part, encoding).astype(dtype))
+                lengths[i, k] = 1 + len(ids[-1])
         home = int(parts[0] == "" != parts[1])  # an empty document counts in train
         counts["empty_documents"][i, home] = text == ""
         counts["replaced_documents"][i, home] = replaced > 0

@@ -231,29 +231,27 @@ def shards_tokenizer(root, manifest, flag=""):
     return flag or made_with
 
 
-def tokens_of_text(encoding):
-    """{id: token} of those that are neither special nor the end of text."""
-    special = {*special_tokens(encoding), encoding.eot_token}
-    return {number: token for number, token in tokens_of(encoding).items() if number not in special}
-
-
-def merged_in_order(encoding):
-    """The tokens that pairs of others merge into, in the order of the merges, spelled as in `tokens_of`."""
-    if not isinstance(encoding, HubTokenizer):
-        ranks, tokens = encoding._mergeable_ranks, tokens_of(encoding)
-        return [tokens[rank] for rank in sorted(ranks[token] for token in ranks if len(token) > 1)]
-    pairs = json.loads(encoding.tokenizer.to_str())["model"].get("merges", [])
-    merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in pairs]
-    return list(dict.fromkeys(merged))  # some files list all pairs that make a token
+def meaning(encoding):
+    """({id: token} of those that text becomes, the tokens that pairs of others merge into, in that order)."""
+    tokens = tokens_of(encoding)
+    if isinstance(encoding, HubTokenizer):
+        pairs = json.loads(encoding.tokenizer.to_str())["model"].get("merges", [])
+        merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in pairs]
+    else:
+        ranks = encoding._mergeable_ranks
+        merged = [
+            tokens[rank] for rank in sorted(ranks[token] for token in ranks if len(token) > 1)
+        ]
+    for number in {*special_tokens(encoding), encoding.eot_token}:
+        tokens.pop(number, None)
+    return tokens, list(dict.fromkeys(merged))  # some files list all pairs that make a token
 
 
 def same_tokens(one, other):
     """Whether the ids that text becomes with tokenizer `other` mean the same with `one`: all tokens but the special
     ones are equal, so is the other's end of text, and so is the order of the merges."""
     end = other.eot_token
-    if tokens_of(one).get(end) != tokens_of(other)[end]:
-        return False
-    return all(of(one) == of(other) for of in (tokens_of_text, merged_in_order))
+    return tokens_of(one).get(end) == tokens_of(other)[end] and meaning(one) == meaning(other)
 
 
 def made_shards(encoding, name, sha256):

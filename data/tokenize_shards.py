@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data import manifest
 from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.output import Output, ShardWriter
 from data.sources.base import many, warn
@@ -86,13 +87,21 @@ def main():
     args, start = parse(), time.monotonic()
     source = open_source(args)
     encoding = load_tokenizer(args.tokenizer)
-    settings = settings_of(args, source, encoding)
     try:
-        output = Output(args.output, source, settings)
-        summary = None if output.is_finished() else write_alone(args, source, output, encoding)
+        output = Output(args.output, source, settings_of(args, source, encoding))
+        summary = None
+        if not output.is_finished():
+            with alone_in(args.output, f"--output {args.output}", "--output"):
+                if not output.is_finished():  # by another process meanwhile
+                    summary = write(args, source, output, encoding)
         if not summary:
             output.forget_progress()
             say(f"{args.output}: these shards are there already, nothing to do")
+            if source.was_written_after(os.path.join(args.output, "train", manifest.NAME)):
+                warn(
+                    "newer",
+                    "--source: files were written after these shards; delete the folder if their text has changed",
+                )
             return
     except OSError as e:
         raise UserError(
@@ -115,12 +124,6 @@ def settings_of(args, source, encoding):
         "tokenizer": f"tokenizer{kind}" if kind in TOKENIZER_FILES else args.tokenizer,
         "dtype": "uint16" if encoding.n_vocab <= 2**16 else "uint32",
     }
-
-
-def write_alone(args, source, output, encoding):
-    """`write`, while no other process writes to the folder; None where one has just done it all."""
-    with alone_in(args.output, f"--output {args.output}", "--output"):
-        return None if output.is_finished() else write(args, source, output, encoding)
 
 
 def write(args, source, output, encoding):

@@ -6,8 +6,8 @@ import signal
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
-from multiprocessing import get_context
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -31,7 +31,7 @@ def work(pipe, arguments):
         try:
             while True:
                 batches.put(pipe.recv())
-        except EOFError:
+        except (EOFError, ConnectionError):
             os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()
@@ -40,13 +40,15 @@ def work(pipe, arguments):
             answer = encode_batch(batches.get(), *arguments)
         except UserError as e:
             answer = e
-        pipe.send(answer)
+        with suppress(ConnectionError):  # `receive` ends the process then
+            pipe.send(answer)
 
 
 def start_process(arguments):
     """The program's end of the pipe of a new worker."""
     context = get_context("spawn")
     pipe, its_end = context.Pipe()
+    resource_tracker.ensure_running()  # whose first start unblocks signals
     with interrupts.ending:  # a signal in between would leave half a process
         # processes that start here ignore Ctrl-C, which a terminal sends to them too
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

@@ -177,10 +177,12 @@ def test_a_damaged_file_is_replaced(three, tokenize, tmp_path):
         refused(tokenize("in"), name, "rerun the same command to resume")
     shard = tmp_path / "out/train/000000.npy"
     written, first = shard.stat().st_mtime_ns, paths[0].read_bytes()
-    for path in paths[:2]:
+    # of a torn archive as small as these no record was read
+    for path in paths[: 2 if kind == ".parquet" else 1]:
         write(path, make_texts(40, lone=False)[::-1])
         refused(tokenize("in"), "changed")
-        path.write_bytes(first if path == paths[0] else sound)
+        paths[0].write_bytes(first)
+    paths[1].write_bytes(sound)
     status, _, err = tokenize("in")
     assert (status, err) == (0, "") and shard.stat().st_mtime_ns == written
     assert tokenize("in", "whole")[0] == 0

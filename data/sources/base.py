@@ -10,6 +10,7 @@ import sys
 import zlib
 from typing import NamedTuple
 
+from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from data.sources.text import DAMAGE, check_length
@@ -86,8 +87,11 @@ class Source:
                          "file" the files that were read to their end. Raises UserError where what `position` was taken
                          of has changed.
         identity         {setting: value} of the manifest; shards of another identity are other shards
-        unit, total      of the progress bar; total is None where nothing tells
+        unit, total      of the progress bar
+        paths            of its local files
     """
+
+    paths = ()
 
     def __init__(self, files, skip):
         self.files = files
@@ -101,6 +105,13 @@ class Source:
     def read_sha256(self, position):
         """Hash of the names and sizes of the files that were read before `position`: they must stay."""
         return listing_sha256(self.files[: position.get("file", 0)])
+
+    def was_written_after(self, path):
+        """Whether a local file of the source is newer than the local file `path`."""
+        if is_remote(path):
+            return False
+        written = os.path.getmtime(path)
+        return any(os.path.getmtime(file) > written for file in self.paths)
 
     def cannot_be_read(self, what, error):
         """The UserError for an error that was raised in reading `what`."""
@@ -147,6 +158,8 @@ class Records(Source):
         super().__init__([File(path, size) for path, size in files.items()], skip)
         self.fs = fs
         self.column = column
+        if isinstance(fs, LocalFileSystem):
+            self.paths = list(files)
         listing = listing_sha256(self.files)
         self.identity = {"source_listing_sha256": listing, "text_column": column}
 

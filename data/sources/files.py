@@ -100,6 +100,7 @@ class Files(Source):
     def __init__(self, documents, skip):
         super().__init__([File(d.name, d.size) for d in documents], skip)
         self.documents = documents
+        self.paths = [d.path for d in documents]
         self.total = sum(d.size for d in documents)
         # names and sizes, quick to compare: another Python has another stdlib, and folders change
         self.identity = {"source_listing_sha256": listing_sha256(self.files)}
