@@ -118,19 +118,11 @@ class Corpus:
         starts = (places - ends[at] + self.counts[order[at]]) * self.T  # in tokens
         rows = np.empty((len(places), self.T + 1), np.int32)
 
-        def fill(group):
-            for row in group:
-                shard, start = self.shards[order[at[row]]], int(starts[row])
-                rows[row] = shard.read(start, start + self.T + 1, self.vocab_size)
+        def fill(row):
+            shard, start = self.shards[order[at[row]]], int(starts[row])
+            rows[row] = shard.read(start, start + self.T + 1, self.vocab_size)
 
-        # headers first, each once; then the rows
-        list(READERS.map(lambda i: self.shards[i].header, np.unique(order[at])))
-        # One thread reads all rows that begin in one block (of uint16), so no two threads fetch the same block.
-        groups = {}
-        blocks = starts // (BLOCK // 2)
-        for row, key in enumerate(zip(at.tolist(), blocks.tolist())):
-            groups.setdefault(key, []).append(row)
-        list(READERS.map(fill, groups.values()))
+        list(READERS.map(fill, range(len(places))))
         return rows
 
     def sequences(self, numbers, seed):

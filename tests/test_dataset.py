@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -390,33 +389,6 @@ def test_prefetch_makes_three_ahead_and_no_more():
     assert begun.acquire(timeout=20) and not batches.ahead[1].done()  # 4 is being made
     go.set()
     assert [next(batches), next(batches)] == [3, 4]
-    batches.close()
-
-
-def test_prefetch_counts_what_the_devices_wait_for(monkeypatch):
-    """From the moment that they have done what they were given until the item is there; nothing for one that is."""
-    clock, go = [0.0], threading.Event()
-
-    def make(n):
-        assert n < 3 or go.wait(20)
-        return n
-
-    def busy():
-        clock[0] += 20
-
-    def wait(items):
-        go.set()
-        clock[0] += 3
-        return [item.result(20) for item in items]
-
-    monkeypatch.setattr(dataset, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(dataset, "wait", wait)
-    batches = dataset.Prefetch(make, range(4), busy=busy)
-    assert batches.error(3) is None  # so they are made
-    batches.waited = 0.0
-    assert [next(batches) for _ in range(3)] == [0, 1, 2] and batches.waited == 0
-    go.clear()
-    assert next(batches) == 3 and batches.waited == 3
     batches.close()
 
 

@@ -61,15 +61,6 @@ def lines(stream):
             line = text.readline(PIECE)
 
 
-def whole(stream):
-    """All bytes of a stream, or more than LONGEST of them."""
-    pieces, size = [], 0
-    while size <= LONGEST and (piece := stream.read(PIECE)):
-        pieces.append(piece)
-        size += len(piece)
-    return b"".join(pieces)
-
-
 def decode(content):
     """(text, number of characters that became U+FFFD) of a file's bytes, without a byte order mark."""
     for encoding in filter(None, (wide_encoding(content), "utf-8-sig")):
@@ -102,7 +93,7 @@ def read_text(document):
     try:
         with open(document.path, "rb") as raw:
             if document.start is None:
-                content = whole(decompressed(raw, document.path))
+                content = decompressed(raw, document.path).read(LONGEST + 1)
             else:
                 raw.seek(document.start)
                 content = raw.read(min(document.size, LONGEST + 1))
