@@ -207,11 +207,7 @@ class Mixture:
         self.names = names
         self.corpora = [Corpus(cfg, roots[name], folder) for name in names]
         self.tokenizer = self.corpora[0].tokenizer  # name or file, "" where nothing names it
-        made_with = [
-            (corpus.manifest.get("tokenizer"), corpus.manifest.get("tokenizer_sha256"))
-            for corpus in self.corpora
-        ]
-        if len(set(made_with)) > 1:
+        if len({corpus.manifest.get("tokenizer_sha256") for corpus in self.corpora}) > 1:
             folders = " and ".join(corpus.folder for corpus in self.corpora)
             raise UserError(
                 f"--mix: {folders} were made with different tokenizers; tokenize all with the same one."
@@ -323,8 +319,13 @@ class Phase:
         self.shares = shares
         self.start = start
         self.before = before
-        # in a period of sum(shares) sequences, sequence j is number rank[j] of corpus which[j]
-        self.which, self.rank = interleave(shares)
+        # In a period of sum(shares) sequences, sequence j is number rank[j] of corpus which[j]. Shares [2, 1] have the
+        # fractions (1/4, 3/4) and (1/2): which [0, 1, 0], rank [0, 0, 1].
+        ranks = [np.arange(share) for share in shares]
+        fractions = [(rank + 0.5) / len(rank) for rank in ranks]
+        order = np.argsort(np.concatenate(fractions), kind="stable")
+        self.which = np.repeat(np.arange(len(shares)), shares)[order]
+        self.rank = np.concatenate(ranks)[order]
 
     def seen(self, n):
         """int64 [corpora]: sequences of each corpus among the first n of the run, which end in this phase."""
@@ -387,18 +388,6 @@ def average_mix(phases):
         average.update({name: (end - start) * weight / total for name, weight in mix.items()})
         start = end
     return average if len(phases) > 1 else phases[0][1]
-
-
-def interleave(shares):
-    """(which, rank), each int64 [period]: the corpus of each sequence of a period, and its number in that corpus.
-
-    Example: shares [2, 1] stand at the fractions (1/4, 3/4) and (1/2): which [0, 1, 0], rank [0, 0, 1].
-    """
-    fractions = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
-    order = np.argsort(fractions, kind="stable")
-    which = np.repeat(np.arange(len(shares)), shares)[order]
-    rank = np.concatenate([np.arange(share) for share in shares])[order]
-    return which, rank
 
 
 def data_fingerprint(*mixtures):

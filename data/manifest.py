@@ -88,7 +88,7 @@ def check_files(folder, manifest, found, only=None):
         digits = 8 * -(-size // storage.BLOCK)
         if size != expected or len(shard.get("crc32", "")) not in (0, digits):
             raise UserError(
-                f"{at} is damaged (it has {size:,} bytes), or {path} is: shards[{i}].tokens and dtype tell of "
+                f"{at} is damaged (it has {size:,} bytes), or {path} is: shards[{i}].tokens and dtype make "
                 f"{expected:,} bytes, crc32 has 8 digits for each MiB; {ADVICE}."
             )
     if others := found.keys() - names:

@@ -1,4 +1,4 @@
-"""Which documents train and which validate, and which are duplicates: all of it told by their text alone."""
+"""Which documents train and which validate, and which are duplicates: their text alone decides."""
 
 import hashlib
 from collections import Counter

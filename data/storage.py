@@ -178,7 +178,7 @@ class Shard:
                     self.cache.put(name, content)
                     self.verified[b] = True
                     return np.frombuffer(content, np.uint8)
-        raise self._damaged(f"its bytes from {start:,} on are not those that the manifest tells of")
+        raise self._damaged(f"its bytes from {start:,} on do not have the checksum of the manifest")
 
     def _fetch(self, start, stop):
         """The bytes start .. stop of a remote file."""

@@ -255,7 +255,7 @@ def same_tokens(one, other):
 
 
 def made_shards(encoding, name, sha256):
-    """Whether shards were made with a tokenizer; None where that cannot be told. name, sha256: of the tokenizer that
+    """Whether shards were made with a tokenizer; None where nothing shows it. name, sha256: of the tokenizer that
     made them, as far as they are known."""
     if sha256 == content_sha256(encoding):
         return True

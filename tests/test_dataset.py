@@ -288,7 +288,7 @@ def test_phases_are_a_function_of_the_number_alone(corpora):
     ],
 )
 def test_one_phase_reads_what_it_read_before_there_were_phases(corpora, mix, digest):
-    """The digests are of 3,000 sequences as version 3ab0dbc read them: runs from then go on with the same data."""
+    """The digests are of 3,000 sequences as version 3ab0dbc read them: runs from then resume with the same data."""
     rows = mixture(corpora, mix).sequences(np.arange(3000), seed=7)
     assert hashlib.sha256(rows.tobytes()).hexdigest().startswith(digest)
 
@@ -648,7 +648,7 @@ def test_the_flags_tokenizer_must_be_that_of_the_shards(described, tmp_path):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_validation_has_the_tokenizer_of_training(corpora, train, split):
-    """A split whose manifest tells of another tokenizer than the other's."""
+    """A split whose manifest names another tokenizer than the other's."""
     describe(corpora / "a")
     path = corpora / "a" / split / "manifest.json"
     made = json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}

@@ -234,7 +234,7 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(
 
 
 def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
-    """Every third request fails for a while, and the run is stopped and goes on: it is the same as a local run."""
+    """Every third request fails for a while, and the run is stopped and resumed: it is the same as a local run."""
     address, fs, proxy = bucket
     folder, proxy.most = write_corpus(tmp_path / "corpus"), 12
     for path in filter(Path.is_file, folder.rglob("*")):

@@ -47,7 +47,9 @@ def documents_of(paths, root, source):
     """The documents of files in a folder `root`, sorted by name. Raises UserError, with `source`, where there is no
     text."""
     names = {os.path.relpath(path, root).replace(os.sep, "/"): path for path in paths}
-    documents = [document for name in sorted(names) for document in parts_of(name, names[name])]
+    documents = []
+    for name, path in sorted(names.items()):
+        documents += parts_of(name, path)
     if not any(d.size for d in documents):
         raise UserError(
             f"--source {source}: there is no text in its {many(len(documents), 'file')} (hidden ones and symlinked "
