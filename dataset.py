@@ -10,8 +10,9 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax
@@ -51,7 +52,13 @@ class Corpus:
         self.manifest = manifest.read(self.folder)
         blocks = os.path.join(cfg.data.cache_dir, "blocks")
         self.shards = self._open_shards(Cache(blocks, cfg.data.cache_gb * 1e9), only)
-        self.tokenizer = self._find_tokenizer(cfg, root)
+        # what nothing verifies of them, as a warning; "" where all is verified
+        self.unverified = manifest.unverified(self.folder, self.manifest)
+        # mean number of UTF-8 bytes of a token, or None where no manifest tells
+        made = self.manifest
+        self.bytes_per_token = made["bytes"] / made["tokens"] if made else None
+        self._check_tokenizer(cfg.data.tokenizer)
+        self.tokenizer = shards_tokenizer(root, self.manifest, cfg.data.tokenizer)
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
         self.n_sequences = int(self.counts.sum())
@@ -84,44 +91,26 @@ class Corpus:
     def _check(self, shard):
         for start in range(0, shard.length, BLOCK):
             shard.read(start, min(start + BLOCK, shard.length), self.vocab_size)
-        if manifest.CHECKSUM not in self.manifest:  # which could hold anything else, too
-            shard.check_sha256()
 
-    def _find_tokenizer(self, cfg, root):
-        """Name or file of the tokenizer; "" where neither the manifest nor --tokenizer names it."""
-        self._check_tokenizer(cfg.data.tokenizer, self.manifest.get("tokenizer", ""))
-        return shards_tokenizer(root, self.manifest, cfg.data.tokenizer)
-
-    def _check_tokenizer(self, flag, made_with):
+    def _check_tokenizer(self, flag):
         """Raises UserError where the shards' tokenizer fits neither --vocab_size nor --tokenizer, which is `flag`."""
         vocabulary = self.manifest.get("vocab_size", 0)
+        made_with = self.manifest.get("tokenizer", "")
         if vocabulary > self.vocab_size:
             raise UserError(
                 f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
                 f"of {vocabulary} ({made_with}); give that or other shards."
             )
-        if not flag or not made_with:
-            return
-        same = flag == made_with
+        same = not flag or not made_with or flag == made_with
         # a tokenizer's file is copied beside the shards under another name
         kind = os.path.splitext(flag)[1]
-        if kind in TOKENIZER_FILES and kind == os.path.splitext(made_with)[1]:
+        if not same and kind in TOKENIZER_FILES and made_with.endswith(kind):
             same = content_sha256(load_tokenizer(flag)) == self.manifest["tokenizer_sha256"]
         if not same:
             raise UserError(
                 f"--tokenizer {flag}: the shards in {self.folder} were made with another one ({made_with}); give "
                 f"that one or other shards."
             )
-
-    @property
-    def unverified(self):
-        """What nothing verifies of the shards, as a warning; "" where all is verified."""
-        return manifest.unverified(self.folder, self.manifest)
-
-    @property
-    def bytes_per_token(self):
-        """Mean number of UTF-8 bytes of a token, or None where no manifest tells."""
-        return self.manifest["bytes"] / self.manifest["tokens"] if self.manifest else None
 
     def read(self, places, order):
         """int32 [n, T + 1]: the sequences at `places` [n] of the shards laid end to end in `order`."""
@@ -130,19 +119,11 @@ class Corpus:
         starts = (places - ends[at] + self.counts[order[at]]) * self.T  # in tokens
         rows = np.empty((len(places), self.T + 1), np.int32)
 
-        def fill(group):
-            for row in group:
-                shard, start = self.shards[order[at[row]]], int(starts[row])
-                rows[row] = shard.read(start, start + self.T + 1, self.vocab_size)
+        def fill(row):
+            shard, start = self.shards[order[at[row]]], int(starts[row])
+            rows[row] = shard.read(start, start + self.T + 1, self.vocab_size)
 
-        # Headers first, each once; then the rows.
-        list(READERS.map(lambda i: self.shards[i].header, np.unique(order[at])))
-        # One thread reads all rows that begin in one block (of uint16), so no two threads fetch the same block.
-        groups = {}
-        blocks = starts // (BLOCK // 2)
-        for row, key in enumerate(zip(at.tolist(), blocks.tolist())):
-            groups.setdefault(key, []).append(row)
-        list(READERS.map(fill, groups.values()))
+        list(READERS.map(fill, range(len(places))))
         return rows
 
     def sequences(self, numbers, seed):
@@ -226,7 +207,12 @@ class Mixture:
         self.T = cfg.model.T
         self.names = names
         self.corpora = [Corpus(cfg, roots[name], folder) for name in names]
-        self._check_tokenizers()
+        self.tokenizer = self.corpora[0].tokenizer  # name or file, "" where nothing names it
+        if len({corpus.manifest.get("tokenizer_sha256") for corpus in self.corpora}) > 1:
+            folders = " and ".join(corpus.folder for corpus in self.corpora)
+            raise UserError(
+                f"--mix: {folders} were made with different tokenizers; tokenize all with the same one."
+            )
         self.ends = [end for end, _ in phases]  # shares of the run
         # [phases, corpora]: sequences of each corpus in a period
         self.shares = np.array([shares_of(mix, names) for _, mix in phases])
@@ -255,20 +241,9 @@ class Mixture:
         passed = [border for border in borders if border < n]
         if passed != [border for border in self.borders if border < n]:
             raise UserError(
-                f"--mix {self.mix}: it would change after {in_words(self.borders)} sequences now, but after "
-                f"{in_words(borders)} when the first {n:,} were read; give the --training_steps of before, or "
-                f"another --name."
+                f"--mix {self.mix}: it would change after {self.borders} sequences now, but after {borders} when the "
+                f"first {n:,} were read; give the --training_steps of before, or another --name."
             )
-
-    def _check_tokenizers(self):
-        first = self.corpora[0]
-        for corpus in self.corpora[1:]:
-            for key in ("tokenizer", "tokenizer_sha256"):
-                if corpus.manifest.get(key) != first.manifest.get(key):
-                    raise UserError(
-                        f"--mix: {corpus.folder} was made with another tokenizer than {first.folder}; "
-                        f"tokenize both with the same one."
-                    )
 
     @property
     def folder(self):
@@ -292,11 +267,6 @@ class Mixture:
         each = [corpus.bytes_per_token for corpus in self.corpora]
         return None if None in each else float(np.average(each, weights=phase.shares))
 
-    @property
-    def tokenizer(self):
-        """Name or file of the tokenizer; "" where neither a manifest nor --tokenizer names it."""
-        return self.corpora[0].tokenizer
-
     def check_encoding(self, encoding):
         """Raises UserError where the content of a tokenizer is not that with which all shards were made."""
         if encoding is None:
@@ -310,13 +280,9 @@ class Mixture:
                     f"their manifest is another); put back what it was, or tokenize the text again."
                 )
 
-    def _phase_of(self, numbers):
-        """Which phase each of the sequences with these numbers [n] is in."""
-        return np.searchsorted(self.borders, numbers, "right")
-
     def epochs(self, n):
         """{metric: how often each corpus has been seen} after n sequences."""
-        seen = self.phases[self._phase_of(n)].seen(n)
+        seen = self.phases[np.searchsorted(self.borders, n, "right")].seen(n)
         metrics = {}
         for name, n_seen, corpus in zip(self.names, seen, self.corpora):
             metric = f"data/epoch_{name}" if name else "data/epoch"
@@ -326,7 +292,7 @@ class Mixture:
     def sequences(self, numbers, seed):
         """int32 [n, T + 1]: the sequences with the given numbers [n], counted from the start of training."""
         numbers = np.asarray(numbers)
-        phase_of = self._phase_of(numbers)
+        phase_of = np.searchsorted(self.borders, numbers, "right")
         which = np.empty_like(numbers)
         in_corpus = np.empty_like(numbers)
         for i in np.unique(phase_of).tolist():
@@ -354,8 +320,13 @@ class Phase:
         self.shares = shares
         self.start = start
         self.before = before
-        # in a period of sum(shares) sequences, sequence j is number rank[j] of corpus which[j]
-        self.which, self.rank = interleave(shares)
+        # In a period of sum(shares) sequences, sequence j is number rank[j] of corpus which[j]. Shares [2, 1] have the
+        # fractions (1/4, 3/4) and (1/2): which [0, 1, 0], rank [0, 0, 1].
+        ranks = [np.arange(share) for share in shares]
+        fractions = [(rank + 0.5) / len(rank) for rank in ranks]
+        order = np.argsort(np.concatenate(fractions), kind="stable")
+        self.which = np.repeat(np.arange(len(shares)), shares)[order]
+        self.rank = np.concatenate(ranks)[order]
 
     def seen(self, n):
         """int64 [corpora]: sequences of each corpus among the first n of the run, which end in this phase."""
@@ -368,11 +339,6 @@ class Phase:
         periods, places = np.divmod(numbers - self.start, len(self.which))
         which = self.which[places]
         return which, self.before[which] + periods * self.shares[which] + self.rank[places]
-
-
-def in_words(borders):
-    """The borders of phases as words."""
-    return " and ".join(f"{border:,}" for border in borders)
 
 
 def corpus_root(cfg, name):
@@ -417,27 +383,12 @@ def shares_of(mix, names):
 
 def average_mix(phases):
     """{name: weight} of a mixture over a whole run; phases: as `parse_mix` returns them."""
-    if len(phases) == 1:
-        return phases[0][1]
-    average, start = {}, 0.0
+    average, start = Counter(), 0.0
     for end, mix in phases:
-        for name, weight in mix.items():
-            share = (end - start) * weight / sum(mix.values())
-            average[name] = average.get(name, 0.0) + share
+        total = sum(mix.values())
+        average.update({name: (end - start) * weight / total for name, weight in mix.items()})
         start = end
-    return average
-
-
-def interleave(shares):
-    """(which, rank), each int64 [period]: the corpus of each sequence of a period, and its number in that corpus.
-
-    Example: shares [2, 1] stand at the fractions (1/4, 3/4) and (1/2): which [0, 1, 0], rank [0, 0, 1].
-    """
-    fractions = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
-    order = np.argsort(fractions, kind="stable")
-    which = np.repeat(np.arange(len(shares)), shares)[order]
-    rank = np.concatenate([np.arange(share) for share in shares])[order]
-    return which, rank
+    return average if len(phases) > 1 else phases[0][1]
 
 
 def data_fingerprint(*mixtures):
@@ -455,6 +406,8 @@ def data_fingerprint(*mixtures):
 EXAMPLE = (
     "an example is --mix web:0.7,code:0.3, another --mix 'web:0.7,code:0.3 until 0.8, web:1,code:2'"
 )
+NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+PART_OF_MIX = re.compile(rf"\s*(.+):({NUMBER})(?:\s+until\s+({NUMBER}))?\s*")
 
 
 def parse_mix(mix):
@@ -462,51 +415,27 @@ def parse_mix(mix):
 
     Example: "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})].
     """
-    phases, weights = [], {}
+    phases, weights, before = [], {}, 0.0
     for part in filter(None, mix.split(",")):
-        corpus, until, end = part.partition(" until ")
-        add_corpus(weights, corpus, mix)
-        if until:
-            before = phases[-1][0] if phases else 0.0
-            phases.append((phase_end(end, before, mix), weights))
+        found = PART_OF_MIX.fullmatch(part)
+        if not found or not 0 < float(found[2]) < float("inf") or found[1] in weights:
+            raise UserError(
+                f"--mix {mix}: {part.strip()!r} must be a folder that is named once in its phase, a colon and a weight "
+                f"above 0; {EXAMPLE}."
+            )
+        weights[found[1]] = float(found[2])
+        if found[3]:
+            if not before < float(found[3]) < 1:
+                raise UserError(
+                    f"--mix {mix}: until {found[3]} must name a share of the run above {before:g} and below 1; "
+                    f"{EXAMPLE}."
+                )
+            before = float(found[3])
+            phases.append((before, weights))
             weights = {}
     if phases and not weights:
         raise UserError(f"--mix {mix}: nothing follows the last until; {EXAMPLE}.")
     return [*phases, (1.0, weights)] if weights else []
-
-
-def phase_end(text, before, mix):
-    """The share of the run in "until SHARE", a part of --mix; the phase before ends at `before`. Raises UserError."""
-    end = positive_number(text)
-    if end is None or not before < end < 1:
-        raise UserError(
-            f"--mix {mix}: until {text.strip()} must name a share of the run above {before:g} and below 1; {EXAMPLE}."
-        )
-    return end
-
-
-def add_corpus(weights, part, mix):
-    """Add "name:weight", a part of --mix, to {name: weight}. Raises UserError."""
-    part = part.strip()
-    name, _, text = part.rpartition(":")
-    weight = positive_number(text)
-    if name in weights:
-        problem = "is named twice"
-    elif not name or weight is None:
-        problem = "is not a folder, a colon and a weight above 0"
-    else:
-        weights[name] = weight
-        return
-    raise UserError(f"--mix {mix}: {part!r} {problem}; {EXAMPLE}.")
-
-
-def positive_number(text):
-    """The finite number above 0 that a text spells, or None."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None
 
 
 # --- Batches ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from dataclasses import MISSING, dataclass
 
 from runtime import interrupts
-from runtime.messages import one_sentence
+from runtime.messages import UserError, one_sentence
 from runtime.parser import flag
 
 # tokenize_shards.py's default; train_tokenizer.py learns from none of these documents
@@ -29,17 +29,7 @@ class Source:
     """Leave out, report and count files and records that cannot be read."""
 
 
-# what a signal leaves at this moment, in words
-what_is_left = "nothing was written; rerun the same command to start over"
-
-
-def say_what_is_left(words):
-    """Set what a signal from now on says that it leaves."""
-    global what_is_left
-    what_is_left = words
-
-
-def run(main):
+def run(main, what_is_left):
     """Run the main of a data program.
 
     A UserError ends it with a sentence and status 2. Ctrl-C and SIGTERM end it at once, with a sentence that says what
@@ -47,3 +37,11 @@ def run(main):
     """
     interrupts.watch(lambda number: interrupts.end(128 + number, f"interrupted; {what_is_left}"))
     one_sentence(main)
+
+
+def no_text(args, has):
+    """The UserError for a source without text."""
+    return UserError(
+        f"--source {args.source}: there is no text in it ({has}); give another, or see that --text_column "
+        f"{args.text_column} is the column with the text."
+    )

@@ -22,86 +22,48 @@ def shard_name(i):
 
 # --- What it must hold ------------------------------------------------------------------------------------------
 
-
-def is_count(value, least=0):
-    return type(value) is int and least <= value < 2**63
-
-
-def is_sha256(value):
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
-
-
-def is_file_name(value):
-    return isinstance(value, str) and re.fullmatch(r"\w[\w.+-]*", value)
-
-
-def is_crc32(value):
-    return isinstance(value, str) and re.fullmatch("([0-9a-f]{8})+", value)
-
-
-def is_list_of_objects(value):
-    return isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
-
-
-COUNT = is_count, "a whole number from 0 on"
-POSITIVE = lambda value: is_count(value, 1), "a whole number from 1 on"
-SHA256 = is_sha256, "64 hexadecimal digits"
-
-FIELDS = {  # {field: (whether a value fits, what does in words)}
-    "tokenizer": (is_file_name, "the name of a tokenizer or of its file, without a folder"),
+POSITIVE, SHA256 = r"[1-9]\d{0,17}", '"[0-9a-f]{64}"'
+FIELDS = {  # {field: the pattern of its value as JSON}
+    "tokenizer": r'"\w[\w.+-]*"',  # of a file beside the shards, without a folder
     "tokenizer_sha256": SHA256,
-    "vocab_size": (lambda value: is_count(value, 1) and value <= 2**32, "from 1 to 2^32"),
-    "dtype": (lambda value: value in ("uint16", "uint32"), "uint16 or uint32"),
+    "vocab_size": r"[1-9]\d{0,9}",
+    "dtype": '"uint(16|32)"',
     "tokens": POSITIVE,
-    "documents": COUNT,
-    "bytes": COUNT,
-    "shards": (is_list_of_objects, "a list of one or more objects"),
+    "documents": r"\d{1,18}",
+    "bytes": r"\d{1,18}",
+    "shards": r"\[\{.*\}\]",
 }
-OTHER_COUNTS = re.compile(r"\w+_(documents|characters|files|records)")
 # the first version wrote no checksums of blocks
-SHARD_FIELDS = {
-    "tokens": POSITIVE,
-    "sha256": SHA256,
-    "crc32": (is_crc32, "8 hexadecimal digits for each MiB of the file"),
-}
+SHARD_FIELDS = {"tokens": POSITIVE, "sha256": SHA256, "crc32": '"([0-9a-f]{8})+"'}
 
 
-def expect(values, field, rule, where):
-    """Raises UserError where values[field] does not fit the rule; where: the manifest and what `values` are in it."""
-    fits, words = rule
-    if field not in values:
-        raise UserError(f"{where}{field} is missing; {ADVICE}.")
-    if not fits(values[field]):
-        raise UserError(f"{where}{field} is {values[field]!r:.40}, but must be {words}; {ADVICE}.")
-
-
-def exactly(value, words=None):
-    """The rule of a field that has this value alone."""
-    return lambda other: other == value, words or value
+def check_fields(values, fields, where):
+    """Raises UserError where a field of `values` does not fit its pattern; where: the manifest and what they are in
+    it."""
+    for field, pattern in fields.items():
+        found = "missing"
+        if isinstance(values, dict) and field in values:
+            found = json.dumps(values[field], ensure_ascii=False)
+        if not re.fullmatch(pattern, found):
+            raise UserError(f"{where}{field} is {found:.40}, but must match {pattern}; {ADVICE}.")
 
 
 def check(manifest, path):
     """Raises UserError, naming the manifest at `path` and the field, where it does not hold what it must."""
     where = f"{path}: "
-    for field, rule in FIELDS.items():
-        expect(manifest, field, rule, where)
-    for field in filter(OTHER_COUNTS.fullmatch, manifest):
-        expect(manifest, field, COUNT, where)
-    shards = manifest["shards"]
+    if manifest.get(CHECKSUM, checksum(manifest)) != checksum(manifest):
+        raise UserError(
+            f"{where}{CHECKSUM} is not the hash of all else in it, which was edited or damaged; {ADVICE}."
+        )
+    check_fields(manifest, FIELDS, where)
     fields = dict(SHARD_FIELDS)
     if CHECKSUM not in manifest and not has_checksums(manifest):
         del fields["crc32"]
-    for i, shard in enumerate(shards):
-        fields["name"] = exactly(shard_name(i))
-        for field, rule in fields.items():
-            expect(shard, field, rule, f"{where}shards[{i}].")
-    total = sum(shard["tokens"] for shard in shards)
-    expect(manifest, "tokens", exactly(total, f"{total}, the sum of its shards"), where)
-    if CHECKSUM in manifest:
-        rule = exactly(
-            checksum(manifest), "the hash of all else in it, which was edited or damaged"
-        )
-        expect(manifest, CHECKSUM, rule, where)
+    for i, shard in enumerate(manifest["shards"]):
+        name = re.escape(f'"{shard_name(i)}"')
+        check_fields(shard, {"name": name, **fields}, f"{where}shards[{i}].")
+    total = sum(shard["tokens"] for shard in manifest["shards"])
+    check_fields(manifest, {"tokens": str(total)}, where)
 
 
 def has_checksums(manifest):
@@ -116,26 +78,21 @@ def check_files(folder, manifest, found, only=None):
     """
     path = os.path.join(folder, NAME)
     width = int(manifest["dtype"][4:]) // 8
+    names = {shard["name"] for shard in manifest["shards"]}
     for i, shard in enumerate(manifest["shards"]):
-        name, tokens = shard["name"], shard["tokens"]
-        at = os.path.join(folder, name)
+        name, at = shard["name"], os.path.join(folder, shard["name"])
         if only not in (None, name):
             continue
         if name not in found:
             raise UserError(f"{at} is missing, although the manifest beside it lists it; {ADVICE}.")
-        size, expected = found[name]["size"], HEADER + tokens * width
-        if size != expected:
-            raise UserError(
-                f"{at} is damaged (it has {size:,} bytes), or {path} is: by its shards[{i}].tokens and its dtype it "
-                f"would have {expected:,}; {ADVICE}."
-            )
+        size, expected = found[name]["size"], HEADER + shard["tokens"] * width
         digits = 8 * -(-size // storage.BLOCK)
-        if len(shard.get("crc32", "")) not in (0, digits):
+        if size != expected or len(shard.get("crc32", "")) not in (0, digits):
             raise UserError(
-                f"{path}: shards[{i}].crc32 has {len(shard['crc32'])} digits, but must have {digits}; {ADVICE}."
+                f"{at} is damaged (it has {size:,} bytes), or {path} is: shards[{i}].tokens and dtype make "
+                f"{expected:,} bytes, crc32 has 8 digits for each MiB; {ADVICE}."
             )
-    others = found.keys() - {shard["name"] for shard in manifest["shards"]}
-    if others:
+    if others := found.keys() - names:
         raise UserError(
             f"{os.path.join(folder, min(others))} lies beside {path}, whose shards do not list it; move it away."
         )
@@ -166,11 +123,9 @@ def read(folder):
 
 def unverified(folder, manifest):
     """What nothing verifies of a folder with this manifest, {} without one, as a warning; "" where all is verified."""
-    path = os.path.join(folder, NAME)
     if not manifest:
         return f"warning: {folder} has no {NAME}, so its shards are not verified"
-    if not has_checksums(manifest):
-        return f"warning: {path} has no checksums, so neither it nor its shards are verified"
-    if CHECKSUM not in manifest:
-        return f"warning: {path} has no {CHECKSUM}, so it is not verified itself"
+    if CHECKSUM not in manifest or not has_checksums(manifest):
+        what = "it is" if has_checksums(manifest) else "it and its shards are"
+        return f"warning: {os.path.join(folder, NAME)} lacks checksums, so {what} not verified"
     return ""

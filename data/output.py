@@ -1,7 +1,7 @@
 """From token ids to a folder of shards, their manifests, and the progress of a run that may be interrupted.
 
-Nothing is removed or replaced that another program or a person made. All that a run replaces is known as its own: by
-its content, or by progress.npz, which it writes before the first shard and removes after the manifests.
+Nothing is replaced that another program or a person made. All that a run replaces is known as its own: by its content,
+or by progress.npz, which it writes before the first shard and removes after the manifests.
 """
 
 import hashlib
@@ -12,16 +12,14 @@ import tempfile
 import tomllib
 import zlib
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from data import manifest
-from data.command_line import say_what_is_left
 from data.encoding import COUNTS
-from data.sources.base import many
-from data.splits import SPLITS, WHOLE, Seen
+from data.splits import SPLITS, Seen, choose_validation
 from data.storage import BLOCK, list_shards
 from data.tokenization import keep_tokenizer
 from runtime.files import (
@@ -36,10 +34,6 @@ from runtime.files import (
 from runtime.messages import UserError, first_line, say
 
 PROGRESS = "progress.npz"
-STATE = ("settings", "position", "splits", "validation")  # some of what progress.npz holds
-SEEN = ("sizes", "stamps", "crc32s")  # arrays of source.npz
-# the beginning of any source
-BEGINNING = {"documents": 0, "done": 0, "file": 0, "line": 0, "crc32": 0}
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
@@ -63,7 +57,6 @@ class ShardWriter:
 
     def __init__(self, folder, shard_tokens, dtype):
         self.folder = folder
-        self.found = set()  # names of shards that an earlier run may have written without noting it
         self.shards = []  # entries of the manifest
         self.filled = 0  # tokens of the shard that is not yet written
         self.totals = Counter()  # of the COUNTS
@@ -105,7 +98,7 @@ class ShardWriter:
                 sha256.update(block)
                 # of each block, so that dataset.py can verify the blocks that it reads alone
                 crc32 += f"{zlib.crc32(block):08x}"
-            if name in self.found and sha256_of(path) != sha256.hexdigest():
+            if sha256_of(path) not in (None, sha256.hexdigest()):
                 raise foreign(path)
         about = {"name": name, "tokens": self.filled, "sha256": sha256.hexdigest(), "crc32": crc32}
         self.shards.append(about)
@@ -125,19 +118,21 @@ class ShardWriter:
         self.shards = so_far["shards"]
         self.filled = len(ids)
         self.shard[: len(ids)] = ids
-        self.totals = Counter({key: so_far.get(key, 0) for key in COUNTS})
+        self.totals = Counter({key: so_far[key] for key in COUNTS})
 
 
 def sha256_of(path):
-    """Hash of the content of a file, local or remote."""
-
+    """Hash of the content of a file, local or remote; None where there is none."""
     fs, there = filesystem(path)
 
     def read():
         with fs.open(there, "rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
 
-    return persist(read, path)
+    try:
+        return persist(read, path)
+    except FileNotFoundError:
+        return None
 
 
 def foreign(path):
@@ -156,8 +151,8 @@ class Output:
         self.source = source
         self.settings = settings
         self.splits = SPLITS if settings["val_fraction"] else SPLITS[:1]
-        self.position = BEGINNING
-        self.validation = WHOLE
+        self.position = {}  # where in the source, {} at its beginning
+        self.validation = ""  # how it is chosen, as in splits.py
         self.seen = Seen()
         self.fs, self.root = filesystem(path)
 
@@ -176,40 +171,10 @@ class Output:
                 f"another folder, or delete this one."
             )
 
-    def load(self, name, *keys):
-        """What `save` wrote under this name, {} where there is nothing. Raises UserError where it is damaged, or lacks
-        one of the keys, as what another program made does."""
-        content = read_file(os.path.join(self.path, name))
-        if content is None:
-            return {}
-        try:
-            held = dict(np.load(io.BytesIO(content)))
-            held |= json.loads(bytes(held.pop("state", b"{}")))
-            missing = [key for key in keys if key not in held]
-            why = f"it lacks {missing[0]}" if missing else ""
-        except Exception as e:  # damage may raise any error of zipfile, zlib, numpy and json
-            why = first_line(e)
-        if why:
-            raise UserError(
-                f"--output {self.path}: {name} is damaged, or not of this program ({why}); put back what it was, or "
-                f"give another folder."
-            )
-        return held
-
-    def save(self, name, state=None, **arrays):
-        """Write a .npz file of arrays and, as JSON, of the dict `state`."""
-        if state is not None:
-            arrays["state"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
-        with new_file(os.path.join(self.path, name)) as f:
-            np.savez(f, **arrays)
-
     def is_finished(self):
-        """Whether the shards of all splits are there.
-
-        Raises UserError where there are those of other settings or damaged ones, or where a file of the source has
-        changed since.
-        """
-        finished, warnings = True, []
+        """Whether the shards of all splits are there. Raises UserError where there are those of other settings or
+        damaged ones, or where manifests are missing."""
+        missing, warnings = [], []
         for split in SPLITS:
             folder = os.path.join(self.path, split)
             held = manifest.read(folder)
@@ -218,41 +183,49 @@ class Output:
                 manifest.check_files(folder, held, list_shards(folder))
                 warnings.append(manifest.unverified(folder, held))
             elif split in self.splits:
-                finished = False
-        if finished:
+                missing.append(os.path.join(folder, manifest.NAME))
+        if missing and warnings and not self.load():
+            raise UserError(
+                f"--output {self.path}: {missing[0]} is missing beside finished shards; put it back, or delete the "
+                f"folder and rerun the same command."
+            )
+        if not missing:
             for words in filter(None, warnings):
                 say(words)
-            self.compare_source()
-        return finished
-
-    def compare_source(self):
-        """Raises UserError where the content of a file of the source has changed since the shards were finished."""
-        seen = self.load("source.npz", *SEEN)
-        if not seen:  # an earlier version wrote the shards
-            return
-        again = self.source.compare(seen, {}, "give another --output, or delete this one")
-        if again:
-            files = many(len(again), "file")
-            say(f"--source: {files} written again with the same content, such as {again[0]}")
-            # in a folder that can only be read, they are compared again the next time
-            with suppress(OSError, UserError):
-                self.save("source.npz", **seen | self.source.stamps())
+        return not missing
 
     # --- Progress
 
+    def load(self):
+        """What `save_progress` saved, {} where there is nothing. Raises UserError where it is damaged, or not of this
+        program."""
+        content = read_file(os.path.join(self.path, PROGRESS))
+        if content is None:
+            return {}
+        try:
+            held = dict(np.load(io.BytesIO(content)))
+            held |= json.loads(bytes(held.pop("state")))
+            names = "settings", "validation", "position", "splits", "read_sha256", "hashes"
+            return held | {name: held[name] for name in names}
+        except Exception as e:  # damage may raise any error of zipfile, zlib, numpy and json
+            raise UserError(
+                f"--output {self.path}: {PROGRESS} is damaged, or not of this program ({first_line(e)}); put back what "
+                f"it was, or give another folder."
+            ) from None
+
     def save_progress(self, position, writers):
         """Write where a run that is killed from now on resumes: after the batch that ended at `position`."""
-        seen = self.source.seen(position)
         state = {
             "settings": self.settings,
             "validation": self.validation,
             "position": position,
             "splits": {split: writer.manifest() for split, writer in writers.items()},
-            "names_sha256": self.source.names_sha256(len(seen["sizes"])),
+            "read_sha256": self.source.read_sha256(position),
         }
         unfinished = {split: writer.shard[: writer.filled] for split, writer in writers.items()}
-        self.save(PROGRESS, state, hashes=self.seen.all(), **seen, **unfinished)
-        self.say_what_is_left(position)
+        state = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        with new_file(os.path.join(self.path, PROGRESS)) as f:
+            np.savez(f, state=state, hashes=self.seen.all(), **unfinished)
 
     def begin(self, writers, tokenizer):
         """Return to where an earlier run was killed, or begin: self.position says where in the source, and the writers
@@ -261,12 +234,10 @@ class Output:
         The tokenizer, by name or path, is copied beside the shards. Raises UserError where something else is in the
         way, all of which stays as it is, or where what was read until the position has changed.
         """
-        held = self.load(PROGRESS, *STATE)
+        held = self.load()
         found = {split: set(list_shards(os.path.join(self.path, split))) for split in SPLITS}
-        if held and (held["position"] != BEGINNING or any(found.values())):
+        if held and (held["position"] or any(found.values())):
             self.resume(held, writers)
-        else:
-            self.check_free()
         for split, names in found.items():
             self.check_shards(split, names, writers.get(split), held)
         for split in SPLITS:
@@ -274,19 +245,24 @@ class Output:
             if not is_remote(self.path):
                 remove_parts(os.path.join(self.path, split))
         keep_tokenizer(self.path, tokenizer, replace=False)
-        if self.position == BEGINNING:
-            self.save_progress(BEGINNING, writers)
+        if not self.position:
+            settings = self.settings["val_fraction"], self.settings["drop_duplicates"]
+            self.validation = choose_validation(self.source, *settings)
+            self.save_progress({}, writers)
 
     def resume(self, held, writers):
         """Return to what `save_progress` saved. Raises UserError where what was read until then has changed."""
         self.check(held["settings"], PROGRESS, but="source_listing_sha256")
-        self.compare_names_and_files(held["names_sha256"], held, held["position"])
         self.position = held["position"]
+        if held["read_sha256"] != self.source.read_sha256(self.position):
+            raise UserError(
+                f"--source: files that were read for these shards have changed or gone, or new ones lie between them; "
+                f"put back what was there, or give another --output, or delete {self.path}."
+            )
         self.validation = held["validation"]
         self.seen.add(held["hashes"])
         for split, writer in writers.items():
             writer.restore(held["splits"][split], held[split])
-        self.say_what_is_left(self.position)
 
     def check_shards(self, split, names, writer, begun):
         """Raises UserError where the shards with these names are not those that the writer of the split knows."""
@@ -297,80 +273,30 @@ class Output:
                 f"--output: {os.path.join(self.path, split, min(gone))} is missing, which an interrupted run had "
                 f"written; put it back, or delete the folder."
             )
-        others = sorted(names - set(known))
+        others = names - set(known)
         # a run may have been killed between writing the next ones and noting that
-        ours = [manifest.shard_name(len(known) + i) for i in range(len(others)) if begun and writer]
+        ours = {manifest.shard_name(len(known) + i) for i in range(len(others)) if begun and writer}
         if others != ours:
-            raise foreign(os.path.join(self.path, split, min(set(others) - set(ours))))
-        if writer:
-            writer.found = set(others)
-
-    def check_free(self):
-        """Raises UserError where there is what a new run would replace."""
-        paths = [os.path.join(self.path, split, manifest.NAME) for split in self.splits]
-        there = [path for path in paths if read_file(path) is not None]
-        if there:
-            gone = set(paths) - set(there)
-            raise UserError(
-                f"--output: {there[0]} tells of finished shards, but {min(gone)} is missing; put it back, or "
-                f"delete the folder and rerun the same command."
-            )
-        self.load("source.npz", *SEEN)
-
-    def compare_names_and_files(self, names, seen, position):
-        """Raises UserError where the files that were read up to `position` are others now."""
-        advice = f"put back what it was, or give another --output, or delete {self.path}"
-        if names != self.source.names_sha256(len(seen["sizes"])):
-            raise UserError(
-                f"--source: files that were read for these shards have gone, or new ones lie between "
-                f"them; {advice}."
-            )
-        self.source.compare(seen, position, advice)
-
-    def begin_again(self, validation, writers):
-        """Remove the shards that were just made of the whole source, to start over with another way of validation.
-
-        Raises UserError, before it removes any, where one has another content by now.
-        """
-        for writer in writers.values():
-            for shard in writer.shards:
-                path = os.path.join(writer.folder, shard["name"])
-                if sha256_of(path) != shard["sha256"]:
-                    raise foreign(path)
-        self.position, self.seen = BEGINNING, Seen()
-        for split, writer in writers.items():
-            shards = writer.shards
-            writer.restore({"shards": []}, [])
-            self.save_progress(BEGINNING, writers)
-            # the last one first: what a kill leaves is then the beginning of what the same command makes
-            for shard in reversed(shards):
-                self.fs.rm_file(os.path.join(self.root, split, shard["name"]))
-                writer.found.discard(shard["name"])
-        self.validation = validation
-        self.save_progress(BEGINNING, writers)
-
-    def say_what_is_left(self, position):
-        made = f"{self.path} holds what was made of the first {position['documents']:,} documents"
-        say_what_is_left(f"{made}; rerun the same command to resume")
+            raise foreign(os.path.join(self.path, split, min(others - ours)))
 
     def finish(self, writers):
         """Write the last shards, then the manifests, and forget the progress."""
         for split, writer in writers.items():
             writer.flush()
-            more = writer.found - {shard["name"] for shard in writer.shards}
+            folder = os.path.join(self.path, split)
+            more = set(list_shards(folder)) - {shard["name"] for shard in writer.shards}
             if more:  # readers would take them for shards
-                raise foreign(os.path.join(self.path, split, min(more)))
-        self.save("source.npz", **self.source.stamps(), crc32s=self.source.crc32s)
+                raise foreign(os.path.join(folder, min(more)))
         for split, writer in writers.items():
             validation = self.validation if len(self.splits) > 1 else "none"
             made = {"version": version(), **self.settings, "validation": validation}
             path = os.path.join(self.path, split, manifest.NAME)
             write_file(path, manifest.dump(made | writer.manifest()))
-        self.fs.rm_file(os.path.join(self.root, PROGRESS))
+        self.forget_progress()
 
     def forget_progress(self):
-        """Remove progress.npz of a run that was killed just before it would have done so."""
-        if self.load(PROGRESS, *STATE):
+        """Remove progress.npz, also that of a run that was killed just before it would have done so."""
+        if self.load():
             self.fs.rm_file(os.path.join(self.root, PROGRESS))
 
 

@@ -1,11 +1,14 @@
-"""Which documents train and which validate, and which are duplicates: all of it told by their text alone."""
+"""Which documents train and which validate, and which are duplicates: their text alone decides."""
 
 import hashlib
 from collections import Counter
 
 import numpy as np
 
+from data.sources.base import skipped, warn
+from data.sources.text import read_text
 from data.tokenization import CUT
+from runtime.messages import UserError
 
 SPLITS = ("train", "val")
 # How validation is chosen, as manifests tell it
@@ -19,10 +22,10 @@ def hash_of(text):
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def divide(text, text_hash, val_fraction, validation):
+def divide(text, val_fraction, validation):
     """(part for train, part for val) of a text; either may be empty."""
     if validation == WHOLE:
-        return ("", text) if text_hash < val_fraction * 2**64 else (text, "")
+        return ("", text) if hash_of(text) < val_fraction * 2**64 else (text, "")
     at = min(len(text) - 1, max(1, round((1 - val_fraction) * len(text))))
     if val_fraction == 0 or at < 1:
         return text, ""
@@ -31,15 +34,35 @@ def divide(text, text_hash, val_fraction, validation):
     return text[:at], text[at:]
 
 
-def are_uneven(sizes, val_fraction):
-    """Whether whole documents divide badly: val, or train, has less than a third of its share, or val three times it.
-
-    sizes: bytes of train and of val.
-    """
+def choose_validation(source, val_fraction, drop=False):
+    """How the documents of a source validate, duplicates left out if `drop`: as a whole, or by their ends where they
+    are FEW and val, or train, would get less than a third of its share of the text, or val three times it."""
+    hashes, sizes, n = set(), [0, 0], 0
+    for document in source.read({}) if val_fraction else ():
+        text = "" if document.lost else text_of(document, source.skip)
+        text_hash = hash_of(text)
+        if not text or (drop and text_hash in hashes):
+            continue
+        hashes.add(text_hash)
+        n += 1
+        if n == FEW:
+            return WHOLE
+        sizes[text_hash < val_fraction * 2**64] += len(text.encode())
     train, val = sizes
-    total = train + val
-    too_little = val * 3 < val_fraction * total or train * 3 < (1 - val_fraction) * total
-    return val_fraction > 0 and total > 0 and (too_little or val > 3 * val_fraction * total)
+    share, rest = val_fraction * (train + val), (1 - val_fraction) * (train + val)
+    is_uneven = val * 3 < share or train * 3 < rest or val > 3 * share
+    return ENDS if is_uneven else WHOLE
+
+
+def text_of(document, skip):
+    """A document's text, "" where it cannot be read and `skip` is true. Raises UserError."""
+    try:
+        return read_text(document)[0]
+    except UserError as e:
+        if not skip:
+            raise
+        warn("damage", skipped(e))
+        return ""
 
 
 class Seen:

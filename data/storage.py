@@ -156,11 +156,6 @@ class Shard:
             )
         return ids
 
-    def check_sha256(self):
-        """Compare a local file with the hash of all of it in the manifest, where there is one."""
-        if self.about.get("sha256") not in (None, hashlib.sha256(self.mapped).hexdigest()):
-            raise self._damaged("its sha256 is not the one that the manifest tells of")
-
     def _read_bytes(self, start, stop):
         """uint8 [stop - start]: the bytes from `start` on."""
         parts = [np.empty(0, np.uint8)]
@@ -172,33 +167,25 @@ class Shard:
 
     def _block(self, b):
         """uint8 [at most BLOCK]: block b, from the cache where it is there, from remote storage where it is not."""
-        with self.locks.setdefault(b, threading.Lock()):  # of two threads one fetches it
-            return self._block_alone(b)
-
-    def _block_alone(self, b):
-        """`_block`, while no other thread of this process reads the block."""
         name, start, stop = f"{self.key}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
-        # asked before the content: another thread may just replace a block that the cache holds damaged
-        verified = self.verified[b]
-        content = self.cache.get(name) if self.is_remote else self.mapped[start:stop]
-        if content is not None and (verified or self._verify(b, content)):
-            self.verified[b] = True
-            return content
-        if self.is_remote:
-            for _ in range(2):  # it may be damaged on its way
+        with self.locks.setdefault(b, threading.Lock()):  # of two threads one fetches it
+            content = self.cache.get(name) if self.is_remote else self.mapped[start:stop]
+            if content is not None and (self.verified[b] or self._verify(b, content)):
+                self.verified[b] = True
+                return content
+            for _ in range(2 * self.is_remote):  # it may be damaged on its way
                 content = self._fetch(start, stop)
                 if self._verify(b, content):
                     self.cache.put(name, content)
                     self.verified[b] = True
                     return np.frombuffer(content, np.uint8)
-        raise self._damaged(f"its bytes from {start:,} on are not those that the manifest tells of")
+        raise self._damaged(f"its bytes from {start:,} on do not have the checksum of the manifest")
 
     def _fetch(self, start, stop):
         """The bytes start .. stop of a remote file."""
+        fetch = functools.partial(self.fs.cat_file, self.path_in_fs, start=start, end=stop)
         try:
-            return persist(
-                lambda: self.fs.cat_file(self.path_in_fs, start=start, end=stop), self.path
-            )
+            return persist(fetch, self.path)
         except FileNotFoundError:
             raise UserError(
                 f"--data: {self.path} is missing; put it back or make it again."

@@ -19,77 +19,9 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokenizer
 
 
-# --- Where a long text may be cut -------------------------------------------------------------------------------
-
-# A long text is cut after a letter that is followed by a space and a letter. Every tiktoken pattern, and ours, ends a
-# word there, so the tokens of the pieces, one after the other, are those of the whole text.
+# A place after a letter that is followed by a space and a letter, where every tiktoken pattern, and ours, ends a word:
+# the tokens of the parts of a text that is cut there, one after the other, are those of the whole.
 CUT = re.compile("[A-Za-z](?= [A-Za-z])")
-
-# A Hugging Face tokenizer may do otherwise, so its texts are cut only where all its parts are known. These normalizers
-# change a piece as they change the whole text; these pre-tokenizers end every word at a space.
-LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
-WORD_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-LINES_AND_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-WORD_PATTERNS = {
-    PATTERN,
-    # Llama 3 and Qwen 2
-    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{LINES_AND_SPACES}",
-    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{LINES_AND_SPACES}",
-    # DeepSeek-V3
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
-    + LINES_AND_SPACES,
-}
-# Patterns that match neither letters of the Latin alphabet nor spaces: digits, and DeepSeek-V3's Chinese and Japanese
-OTHER_PATTERNS = {r"\p{N}{1,3}", r"\p{N}", "[一-龥぀-ゟ゠-ヿ]+"}
-
-
-def may_be_cut(tokenizer):
-    """Whether the tokens of a text are those of its pieces, for a tokenizers.Tokenizer.
-
-    False where a part of its definition is not known here, such as one that puts something before every text.
-    """
-    normalizers = parts_of(tokenizer.normalizer, "normalizers")
-    if any(part["type"] not in LOCAL_NORMALIZERS for part in normalizers):
-        return False
-    added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
-    if any(token.rstrip or " " in token.content for token in added):
-        return False
-    parts = parts_of(tokenizer.pre_tokenizer, "pretokenizers")
-    for i, part in enumerate(parts):
-        if ends_words_at_spaces(part):
-            # a later Metaspace may mark the first word alone
-            return all(later["type"] != "Metaspace" for later in parts[i + 1 :])
-        if part["type"] != "Digits" and pattern_of(part) not in OTHER_PATTERNS:
-            return False
-    return False
-
-
-def parts_of(part, inner):
-    """The parts of a normalizer or pre-tokenizer in order, as tokenizer.json writes them.
-
-    inner: the key under which a sequence holds its parts.
-    """
-    if part is None:
-        return []
-    definition = json.loads(part.__getstate__())
-    return definition[inner] if definition["type"] == "Sequence" else [definition]
-
-
-def pattern_of(part):
-    """The regular expression whose matches are a pre-tokenizer's words, or None."""
-    if part["type"] != "Split" or part["behavior"] != "Isolated" or part["invert"]:
-        return None
-    return part["pattern"].get("Regex")
-
-
-def ends_words_at_spaces(part):
-    """Whether a pre-tokenizer ends a word at every space, whatever stands around the word."""
-    if part["type"] == "ByteLevel":
-        return part["use_regex"]
-    if part["type"] == "Metaspace":
-        return part["split"]
-    return part["type"] in WORD_SPLITTERS or pattern_of(part) in WORD_PATTERNS
 
 
 def whole_characters(text):
@@ -125,7 +57,6 @@ class HubTokenizer:
         # a file may ask for either, for the batches of its own model
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.may_be_cut = may_be_cut(self.tokenizer)
         self.n_vocab = max(self.tokenizer.get_vocab().values(), default=-1) + 1
         config = read_json(os.path.dirname(path), "tokenizer_config.json")
         end = config.get("eos_token") or END_OF_TEXT
@@ -301,33 +232,31 @@ def shards_tokenizer(root, manifest, flag=""):
     return flag or made_with
 
 
-def tokens_of_text(encoding):
-    """{id: token} of those that are neither special nor the end of text."""
-    special = {*special_tokens(encoding), encoding.eot_token}
-    return {number: token for number, token in tokens_of(encoding).items() if number not in special}
-
-
-def merged_in_order(encoding):
-    """The tokens that pairs of others merge into, in the order of the merges, spelled as in `tokens_of`."""
-    if not isinstance(encoding, HubTokenizer):
-        ranks, tokens = encoding._mergeable_ranks, tokens_of(encoding)
-        return [tokens[rank] for rank in sorted(ranks[token] for token in ranks if len(token) > 1)]
-    pairs = json.loads(encoding.tokenizer.to_str())["model"].get("merges", [])
-    merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in pairs]
-    return list(dict.fromkeys(merged))  # some files list all pairs that make a token
+def meaning(encoding):
+    """({id: token} of those that text becomes, the tokens that pairs of others merge into, in that order)."""
+    tokens = tokens_of(encoding)
+    if isinstance(encoding, HubTokenizer):
+        pairs = json.loads(encoding.tokenizer.to_str())["model"].get("merges", [])
+        merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in pairs]
+    else:
+        ranks = encoding._mergeable_ranks
+        merged = [
+            tokens[rank] for rank in sorted(ranks[token] for token in ranks if len(token) > 1)
+        ]
+    for number in {*special_tokens(encoding), encoding.eot_token}:
+        tokens.pop(number, None)
+    return tokens, list(dict.fromkeys(merged))  # some files list all pairs that make a token
 
 
 def same_tokens(one, other):
     """Whether the ids that text becomes with tokenizer `other` mean the same with `one`: all tokens but the special
     ones are equal, so is the other's end of text, and so is the order of the merges."""
     end = other.eot_token
-    if tokens_of(one).get(end) != tokens_of(other)[end]:
-        return False
-    return all(of(one) == of(other) for of in (tokens_of_text, merged_in_order))
+    return tokens_of(one).get(end) == tokens_of(other)[end] and meaning(one) == meaning(other)
 
 
 def made_shards(encoding, name, sha256):
-    """Whether shards were made with a tokenizer; None where that cannot be told. name, sha256: of the tokenizer that
+    """Whether shards were made with a tokenizer; None where nothing shows it. name, sha256: of the tokenizer that
     made them, as far as they are known."""
     if sha256 == content_sha256(encoding):
         return True

@@ -6,8 +6,7 @@ Writes OUTPUT/train/000000.npy, ... and OUTPUT/val/000000.npy, ...: one-dimensio
 where that holds the vocabulary, else uint32. A document is the end-of-text token and then its text, no part of which
 becomes a special token; documents continue from one shard into the next. manifest.json beside them is written last: a
 folder without one is unfinished. Until then OUTPUT/progress.npz marks the shards as this program's, which replaces
-nothing else; rerun the same command to resume from the last whole shard. OUTPUT/source.npz tells whether a file of the
-source has changed since.
+nothing else; rerun the same command to resume from the last whole shard.
 """
 
 if __name__ == "__main__":
@@ -17,7 +16,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     from runtime import interrupts
 
-    interrupts.begin("interrupted; nothing was written")
+    interrupts.begin("interrupted; rerun the same command to resume")
 
 import os
 import sys
@@ -29,16 +28,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.command_line import VAL_FRACTION, Source, run
+from data import manifest
+from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.output import Output, ShardWriter
 from data.sources.base import many, warn
 from data.sources.kinds import open_source
-from data.splits import ENDS, FEW, WHOLE, apportion, are_uneven
-from data.tokenization import (
-    TOKENIZER_FILES,
-    content_sha256,
-    load_tokenizer,
-)
+from data.splits import ENDS, apportion
+from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer
 from data.workers import cut, encode, processes, ray_actors
 from runtime.files import is_remote
 from runtime.locks import alone_in
@@ -47,7 +43,6 @@ from runtime.parser import flag
 from utils import read_flags
 
 SMALL = 10_000_000  # hashes that are saved with every shard
-BAR = "{l_bar}{bar}| {n_fmt}{unit}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 
 # --- The command line -------------------------------------------------------------------------------------------
 
@@ -95,13 +90,21 @@ def main():
     args, start = parse(), time.monotonic()
     source = open_source(args)
     encoding = load_tokenizer(args.tokenizer)
-    settings = settings_of(args, source, encoding)
     try:
-        output = Output(args.output, source, settings)
-        summary = None if output.is_finished() else write_alone(args, source, output, encoding)
+        output = Output(args.output, source, settings_of(args, source, encoding))
+        summary = None
+        if not output.is_finished():
+            with alone_in(args.output, f"--output {args.output}", "--output"):
+                if not output.is_finished():  # by another process meanwhile
+                    summary = write(args, source, output, encoding)
         if not summary:
             output.forget_progress()
             say(f"{args.output}: these shards are there already, nothing to do")
+            if source.was_written_after(os.path.join(args.output, "train", manifest.NAME)):
+                warn(
+                    "newer",
+                    "--source: files were written after these shards; delete the folder if their text has changed",
+                )
             return
     except OSError as e:
         raise UserError(
@@ -126,32 +129,28 @@ def settings_of(args, source, encoding):
     }
 
 
-def write_alone(args, source, output, encoding):
-    """`write`, while no other process writes to the folder; None where one has just done it all."""
-    with alone_in(args.output, f"--output {args.output}", "--output"):
-        return None if output.is_finished() else write(args, source, output, encoding)
-
-
 def write(args, source, output, encoding):
     """Write every split, the manifests last; returns a summary in words."""
-    writers = {}
-    for split in output.splits:
-        folder, dtype = os.path.join(args.output, split), np.dtype(output.settings["dtype"])
-        writers[split] = ShardWriter(folder, args.shard_tokens, dtype)
+    dtype = np.dtype(output.settings["dtype"])
+    writers = {
+        split: ShardWriter(os.path.join(args.output, split), args.shard_tokens, dtype)
+        for split in output.splits
+    }
     output.begin(writers, args.tokenizer)
-    fill(args, source, output, writers, encoding)
-    if output.validation == WHOLE and are_too_few(writers, args.val_fraction):
-        output.begin_again(ENDS, writers)
-        fill(args, source, output, writers, encoding)
     if output.validation == ENDS:
         say(
             f"{args.output}: there are too few documents to hold whole ones out, so val is the last "
             f"{100 * args.val_fraction:g}% of each"
         )
+    fill(args, source, output, writers, encoding)
     totals = sum((writer.totals for writer in writers.values()), start=Counter())
     check_text(args, writers, totals)
     output.finish(writers)
-    warn_of_losses(totals)
+    if n := totals["replaced_characters"]:
+        documents = many(totals["replaced_documents"], "document")
+        warn("total", f"{many(n, 'character')} of {documents} became U+FFFD, not being UTF-8")
+    if words := left_out(totals):
+        warn("total", f"{words} left out; of a file, what comes before the damage is there")
     summaries = []
     for split, writer in writers.items():
         documents = many(writer.totals["documents"], "document")
@@ -162,13 +161,6 @@ def write(args, source, output, encoding):
         )
         summaries.append(f"{many(n, 'exact duplicate')} {how}")
     return ", ".join(summaries)
-
-
-def are_too_few(writers, val_fraction):
-    """Whether the documents are so few that whole ones divide badly between train and val."""
-    n_documents = sum(writer.totals["documents"] for writer in writers.values())
-    sizes = [writer.totals["bytes"] for writer in writers.values()]
-    return len(writers) == 2 and n_documents < FEW and are_uneven(sizes, val_fraction)
 
 
 def fill(args, source, output, writers, encoding):
@@ -182,9 +174,10 @@ def fill(args, source, output, writers, encoding):
     arguments = encoding, dtype, args.skip_damaged, args.val_fraction, output.validation
     results = encode(cut(source, output.position), args.workers, start, *arguments)
     unsaved = 0  # tokens since the last progress
-    with Progress(source, output.position) as progress:
+    done = output.position.get("done", 0)
+    bar = tqdm(total=source.total, initial=done, unit=source.unit, unit_scale=True, disable=None)
+    with bar:  # which only a terminal shows
         for encoded, position in results:
-            source.crc32s += encoded.crc32s
             for kind, words in encoded.warnings:
                 warn(kind, words)
             parts = apportion(encoded, output.seen, args.drop_duplicates)
@@ -194,86 +187,34 @@ def fill(args, source, output, writers, encoding):
             if any(filled) and unsaved >= 2 * (len(output.seen) - SMALL):
                 output.save_progress(position, writers)
                 unsaved = 0
-            progress.show(parts, position)
-
-
-class Progress:
-    """The progress bar, which only a terminal shows."""
-
-    def __init__(self, source, position):
-        self.done = position.get("done", 0)
-        self.n_bytes = self.n_tokens = 0
-        self.start = time.monotonic()
-        self.bar = tqdm(
-            total=source.total,
-            initial=self.done,
-            unit=source.unit,
-            unit_scale=True,
-            bar_format=BAR,
-            disable=None,  # except on a terminal
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.bar.close()
-
-    def show(self, parts, position):
-        """Take note of a batch, encoded as `parts`, up to `position`."""
-        for ids, counts in parts.values():
-            self.n_tokens += len(ids)
-            self.n_bytes += counts["bytes"]
-        seconds = time.monotonic() - self.start
-        megabytes, millions = self.n_bytes / 1e6 / seconds, self.n_tokens / 1e6 / seconds
-        words = (
-            f"{position['documents']:,} documents, {megabytes:.1f} MB/s, {millions:.2f}M tokens/s"
-        )
-        self.bar.set_postfix_str(words, refresh=False)
-        self.bar.update(position["done"] - self.done)
-        self.done = position["done"]
-
-
-# --- What was lost ----------------------------------------------------------------------------------------------
+            bar.set_postfix_str(f"{position['documents']:,} documents", refresh=False)
+            bar.update(position["done"] - done)
+            done = position["done"]
 
 
 def check_text(args, writers, totals):
     """Raises UserError where a split has no text."""
-    if not any(writer.n_tokens for writer in writers.values()):
-        what = f"{many(totals['empty_documents'], 'document')}, all of them empty"
-        if totals["damaged_files"] + totals["damaged_records"]:
-            what += f", and {left_out(totals)} left out"
-        raise UserError(
-            f"--source {args.source}: there is no text in it ({what}); give another, or see that "
-            f"--text_column {args.text_column} is the column with the text."
+    n_documents = many(totals["documents"] + totals["empty_documents"], "document")
+    if not totals["documents"]:
+        raise no_text(
+            args,
+            f"{n_documents}, all of them empty{', and ' * bool(left_out(totals))}{left_out(totals)}",
         )
     for split, writer in writers.items():
         if not writer.n_tokens:
             raise UserError(
-                f"--val_fraction {args.val_fraction}: there is no text for {split} in "
-                f"{many(totals['documents'], 'document')}; give more text or another fraction, of which 0 makes "
-                f"no val."
+                f"--val_fraction {args.val_fraction}: there is no text for {split} in {n_documents}; give more text "
+                f"or another fraction, of which 0 makes no val."
             )
 
 
 def left_out(totals):
+    """What --skip_damaged left out, by all runs that made these shards; "" where nothing."""
+    if not totals["damaged_files"] + totals["damaged_records"]:
+        return ""
     files = many(totals["damaged_files"], "damaged file")
     return f"{files} and {many(totals['damaged_records'], 'damaged record')}"
 
 
-def warn_of_losses(totals):
-    """Say how much of the text was replaced or left out, by all runs that made these shards."""
-    if totals["replaced_characters"]:
-        characters = many(totals["replaced_characters"], "character")
-        documents = many(totals["replaced_documents"], "document")
-        words = f"{characters} of {documents} became U+FFFD, not being UTF-8"
-        if totals["foreign_documents"]:
-            words += f"; {many(totals['foreign_documents'], 'document')} perhaps in latin-1"
-        warn("total", words)
-    if totals["damaged_files"] + totals["damaged_records"]:
-        words = "left out; of a file, what comes before the damage is there"
-        warn("total", f"{left_out(totals)} {words}")
-
-
 if __name__ == "__main__":
-    run(main)
+    run(main, "rerun the same command to resume")

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
     interrupts.begin("interrupted; nothing was written")
 
+import hashlib
 import os
 import sys
 import time
@@ -20,14 +21,12 @@ from dataclasses import MISSING, dataclass
 from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from data.command_line import VAL_FRACTION, Source, run, say_what_is_left
+from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.encoding import encode_text
-from data.sources.base import many, skipped, warn
-from data.sources.files import by_hash
+from data.sources.base import many
 from data.sources.kinds import open_source
-from data.sources.text import read_text
-from data.splits import ENDS, FEW, WHOLE, are_uneven, divide, hash_of
-from data.tokenization import PATTERN, byte_letters, dump_ranks, load_ranks, load_tokenizer
+from data.splits import choose_validation, divide, text_of
+from data.tokenization import PATTERN, byte_letters, dump_ranks, load_ranks
 from runtime.files import check_place, is_remote, read_file, write_file
 from runtime.messages import UserError, say
 from runtime.parser import flag
@@ -42,7 +41,7 @@ def candidates(source):
     """The documents to sample from: all files, but only the first SAMPLE_BYTES of records."""
     documents, size = [], 0
     for document in source.read({}):
-        if not any(document.lost):
+        if not document.lost:
             documents.append(document)
         if document.text is not None:
             size += document.size
@@ -51,35 +50,25 @@ def candidates(source):
     return documents
 
 
-def text_of(document, skip):
-    """A document's text, "" where it cannot be read and skip is true. Raises UserError."""
-    try:
-        return read_text(document).text
-    except UserError as e:
-        if not skip:
-            raise
-        warn("damage", skipped(e))
-        return ""
+def hash_of_name(document):
+    """What gives documents an order that looks random and is the same on every machine."""
+    return hashlib.sha256(os.fsencode(document.name)).digest()
 
 
-def sample(documents, skip=False):
+def sample(source):
     """(texts to train on, held-out texts) of the first documents by hash, so from all over them.
 
     None of the first is what data/tokenize_shards.py holds out by default: whole documents, or of a few their ends.
     """
-    few = len(documents) < FEW
-    for validation in (WHOLE, ENDS):
-        training, held_out, sizes = [], [], [0, 0]  # in bytes
-        for document in by_hash(documents):
-            if sizes[0] >= SAMPLE_BYTES:
-                break
-            text = text_of(document, skip)
-            parts = divide(text, hash_of(text), VAL_FRACTION, validation)
-            training.append(parts[0][: SAMPLE_BYTES - sizes[0]])
-            held_out.append(parts[1][: max(0, SAMPLE_BYTES // 20 - sizes[1])])
-            sizes = [size + len(part.encode()) for size, part in zip(sizes, parts)]
-        if not few or not are_uneven(sizes, VAL_FRACTION):
+    validation = choose_validation(source, VAL_FRACTION)
+    training, held_out, sizes = [], [], [0, 0]  # in bytes
+    for document in sorted(candidates(source), key=hash_of_name):
+        if sizes[0] >= SAMPLE_BYTES:
             break
+        parts = divide(text_of(document, source.skip), VAL_FRACTION, validation)
+        training.append(parts[0][: SAMPLE_BYTES - sizes[0]])
+        held_out.append(parts[1][: max(0, SAMPLE_BYTES // 20 - sizes[1])])
+        sizes = [size + len(part.encode()) for size, part in zip(sizes, parts)]
     return training, held_out
 
 
@@ -91,15 +80,9 @@ def train(texts, vocab_size):
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(short_pieces(texts), trainer)
+    pieces = (text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE))
+    tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer
-
-
-def short_pieces(texts):
-    """Yield the texts in pieces of at most PIECE characters."""
-    for text in texts:
-        for start in range(0, len(text), PIECE):
-            yield text[start : start + PIECE]
 
 
 def to_ranks(tokenizer):
@@ -114,22 +97,11 @@ def bytes_per_token(texts, encoding):
     return n_bytes / max(1, n_tokens)
 
 
-def compare(texts):
-    """Bytes per token of the well-known tokenizers whose ranks can be had, in words."""
-    words = ""
-    for name in ("cl100k_base", "gpt2"):
-        try:
-            words += f", {name} {bytes_per_token(texts, load_tokenizer(name)):.2f}"
-        except UserError:  # there is no network
-            words += f", {name} not at hand"
-    return words
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options(Source):
     """Train a byte-level BPE tokenizer on the training part of a source and store it as tiktoken ranks."""
 
-    vocab_size: int = 8192
+    vocab_size: int = flag(8192, least=257)
     """Number of tokens, with all 256 bytes and the end of text."""
     output: str = flag(MISSING, path=True)
     """File of ranks to write; its name must end in .tiktoken."""
@@ -138,10 +110,6 @@ class Options(Source):
 def parse():
     """The command line, checked. Raises UserError."""
     args = read_flags(Options, sys.argv[1:], "data/train_tokenizer.py")
-    if args.vocab_size < 257:
-        raise UserError(
-            f"--vocab_size {args.vocab_size}: must be at least 257, for 256 bytes and the end of text."
-        )
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if not is_remote(args.output):
@@ -151,13 +119,9 @@ def parse():
 
 def main():
     args, start = parse(), time.monotonic()
-    documents = candidates(open_source(args))
-    training, held_out = sample(documents, args.skip_damaged)
+    training, held_out = sample(open_source(args))
     if not any(training):
-        raise UserError(
-            f"--source {args.source}: there is no text in its {many(len(documents), 'document')}; give "
-            f"another, or see that --text_column {args.text_column} is the column with the text."
-        )
+        raise no_text(args, many(len(training), "document"))
     tokenizer = train(training, args.vocab_size - 1)
     most = tokenizer.get_vocab_size() + 1
     if most < args.vocab_size:
@@ -165,6 +129,7 @@ def main():
             f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most."
         )
     ranks = dump_ranks(to_ranks(tokenizer))
+    ratio = bytes_per_token(held_out, load_ranks(args.output, ranks))
     try:
         # a FIFO would be read until it has another writer
         is_file = is_remote(args.output) or os.path.isfile(args.output)
@@ -175,15 +140,11 @@ def main():
         write_file(args.output, ranks)
     except UserError as e:
         raise UserError(f"--output {e}") from None
-
-    say_what_is_left(f"{args.output} is written")
-    ratio = bytes_per_token(held_out, load_ranks(args.output, ranks))
-    seconds = time.monotonic() - start
     say(
-        f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of held-out text"
-        f"{compare(held_out)}, {seconds:.1f} s"
+        f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of held-out text, "
+        f"{time.monotonic() - start:.1f} s"
     )
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "nothing was written")

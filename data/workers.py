@@ -6,11 +6,10 @@ import signal
 import threading
 import time
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from multiprocessing import active_children, get_context, parent_process, util
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
+from queue import SimpleQueue
 
 from data.encoding import encode_batch
 from runtime import interrupts
@@ -24,63 +23,74 @@ BATCH_DOCUMENTS = 1000
 IN_FLIGHT = 4 * BATCH_BYTES
 
 
-def set_up_worker(*arguments):
-    """Keep in the worker process what is the same for all its batches, and end with the program if that is killed."""
-    global encode_arguments
-    encode_arguments = arguments
-    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+def work(pipe, arguments):
+    """What a worker process does: encode what arrives through the pipe, until the program closes it or is killed."""
+    batches = SimpleQueue()
+
+    def receive():  # in a thread, so that the program never waits until a batch is taken
+        try:
+            while True:
+                batches.put(pipe.recv())
+        except (EOFError, ConnectionError):
+            os._exit(0)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        try:
+            answer = encode_batch(batches.get(), *arguments)
+        except UserError as e:
+            answer = e
+        with suppress(ConnectionError):  # `receive` ends the process then
+            pipe.send(answer)
 
 
-def encode_in_worker(batch):
-    return encode_batch(batch, *encode_arguments)
+def start_process(arguments):
+    """The program's end of the pipe of a new worker."""
+    context = get_context("spawn")
+    pipe, its_end = context.Pipe()
+    resource_tracker.ensure_running()  # whose first start unblocks signals
+    with interrupts.ending:  # a signal in between would leave half a process
+        # processes that start here ignore Ctrl-C, which a terminal sends to them too
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        context.Process(target=work, args=(its_end, arguments), daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    its_end.close()
+    return pipe
 
 
 @contextmanager
 def processes(workers, *arguments):
-    """(function that submits a batch, function that waits for its result), on this machine's processes.
+    """(function that submits a batch, function that waits for its result), on this machine's processes, in turns.
 
-    Raises UserError where a worker is killed. Not a multiprocessing.Pool: that would wait forever then.
+    Raises UserError where a worker is killed.
     """
-    killed = UserError(
-        f"--workers {workers}: one was killed, as happens when memory is short; try fewer."
-    )
-    most = 0  # workers that were alive at once
+    pipes, n = [], 0
 
     def submit(batch):
-        nonlocal most
-        with interrupts.ending:
-            # processes that start here ignore Ctrl-C, which a terminal sends to them too
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            future = executor.submit(encode_in_worker, batch)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            most = max(most, len(active_children()))
-        return future
+        nonlocal n
+        if n < workers:
+            pipes.append(start_process(arguments))
+        pipe = pipes[n % workers]
+        n += 1
+        pipe.send(batch)
+        return pipe
 
-    def kill():
-        for worker in active_children():
-            worker.kill()
-        # removes semaphores, which Python would report as leaked; does not wait for the workers
-        util._run_finalizers(0)
+    def result(pipe):
+        answer = pipe.recv()
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
 
-    def result(future):
-        while True:
-            try:
-                return future.result(timeout=5)
-            except TimeoutError:
-                # one was killed in the middle of a message, for the rest of which the executor would wait
-                if len(active_children()) < most:
-                    interrupts.end(2, f"error: {killed}")
-
-    with interrupts.ending:  # else a signal in between would leave semaphores
-        executor = ProcessPoolExecutor(workers, get_context("spawn"), set_up_worker, arguments)
-        interrupts.given_back.append(kill)
     try:
         yield submit, result
-    except BrokenProcessPool:
+    except (EOFError, ConnectionError):
         time.sleep(0.5)  # a signal that ended them all ends this process too, and says so
-        raise killed from None
+        raise UserError(
+            f"--workers {workers}: one was killed, as happens when memory is short; try fewer."
+        ) from None
     finally:
-        executor.shutdown(cancel_futures=True)  # the semaphores last longer, and so does `kill`
+        for pipe in pipes:
+            pipe.close()
 
 
 @contextmanager
@@ -143,17 +153,12 @@ def encode(batches, workers, start, *arguments):
         return
     with start(workers, *arguments) as (submit, result):
         underway = deque()  # (future, position, bytes)
-        n_bytes = 0
         for batch, position in batches:
             size = sum(document.size for document in batch)
-            while underway and (
-                n_bytes + size > IN_FLIGHT * workers or len(underway) >= 4 * workers
-            ):
-                future, its_position, its_size = underway.popleft()
-                n_bytes -= its_size
+            while underway and size + sum(n for *_, n in underway) > IN_FLIGHT * workers:
+                future, its_position, _ = underway.popleft()
                 yield result(future), its_position
             underway.append((submit(batch), position, size))
-            n_bytes += size
         for future, its_position, _ in underway:
             yield result(future), its_position
 

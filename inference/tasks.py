@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 import utils
-from data.encoding import encode_text, pieces
+from data.encoding import encode_text
 from data.tokenization import HubTokenizer, special_tokens, text_of, whole_characters
 from inference.scores import Piece, Scored, length_for, make_scorer
 from runtime.messages import UserError, first_line, nearest, say
@@ -82,10 +82,8 @@ class Judged(TemplateLM):
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         """Token ids of a text, after `before` unless add_special_tokens is False."""
-        text = whole_characters(string)
-        parts = [encode_text(piece, self.encoding) for piece in pieces(text, self.encoding)]
         before = [] if add_special_tokens is False else self.before
-        return [*before, *np.concatenate(parts).tolist()]
+        return [*before, *encode_text(whole_characters(string), self.encoding).tolist()]
 
     # --- Likelihoods
 

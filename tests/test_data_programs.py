@@ -1,30 +1,41 @@
-"""The programs in data/: shards against a plain loop, on documents that try to break them."""
+"""The programs in data/: shards against a plain loop, however a run is cut, killed, interrupted or disturbed."""
 
 import base64
+import contextlib
+import gzip
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from pathlib import Path
 
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT
 
 import data.encoding
 import data.output
 import data.workers
-from data import tokenization, tokenize_shards, train_tokenizer
-from data.sources.files import list_documents
+from data import splits, tokenization, tokenize_shards, train_tokenizer
+from data.sources import files as source_files
+from data.sources import text as source_text
+from data.sources.files import Files, list_documents
 from data.sources.text import read_text
 from runtime import files, locks, messages
 
-HOSTILE = {
+HOSTILE_FILES = {
     "specials.txt": b"<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>",
     "empty.txt": b"",
     "nested/deeper/empty": b"",
@@ -37,20 +48,124 @@ HOSTILE = {
     "utf-16.txt": "\ufeffnaïve text of Windows".encode("utf-16-le"),
     "big-endian.txt": "\ufeffand of others".encode("utf-16-be"),
     "latin-1.txt": "déjà vu".encode("latin-1"),
-    "blank": b" \n\t \n",
-    "nested/naïve.txt": b"don't WE'LL 12345 ...!!??\n",
+    "zipped.txt.gz": gzip.compress(b"not much"),
 }
-HIDDEN = {
-    ".hidden.txt": b"not a document",
-    ".git/config": b"nor this",
-    "nested/.cache/x.txt": b"nor that",
+HIDDEN = {".hidden.txt": b"not a document", ".git/config": b"nor this", "nested/.cache/x": b"no"}
+HOSTILE = [
+    "<|endoftext|> <|fim_prefix|>x",
+    "",
+    None,
+    "\0a\0\0b\0",
+    " " * 3000,
+    "👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff",
+    "a\r\nb\u2028c\x85",
+    "legal: \ufffd",
+]
+LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
+WORDS = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(" ")
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".zst": lambda content: pa.Codec("zstd").compress(content, asbytes=True),
 }
+RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+
+# --- Sources and shards -----------------------------------------------------------------------------------------
+
+
+def make_texts(n, lone=True):
+    """n texts, the hostile ones among them."""
+    rng, hostile = random.Random(1), HOSTILE + LONE * lone
+    plain = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 300))) for _ in range(n - len(hostile))]
+    return hostile + plain
+
+
+def some_texts(n):
+    rng = random.Random(3)
+    return [" ".join(rng.choices("the quick brown fox jumps".split(), k=50)) for _ in range(n)]
 
 
 def write_files(folder, files):
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
+
+
+def write_lines(path, texts):
+    """A .jsonl file, compressed as its name says, in two frames where it is."""
+    lines = [json.dumps({"id": i, "body": t}).encode() + b"\n" for i, t in enumerate(texts)]
+    parts = b"".join(lines[: len(lines) // 2]), b"\n" + b"".join(lines[len(lines) // 2 :])
+    if path.suffix in COMPRESS:
+        parts = map(COMPRESS[path.suffix], parts)
+    path.write_bytes(b"".join(parts))
+
+
+def write_rows(path, texts):
+    pq.write_table(pa.table({"id": range(len(texts)), "body": texts}), path, row_group_size=7)
+
+
+def write(path, texts):
+    """A file of records as its ending says, one long text, or a folder of text files."""
+    if path.suffix == ".parquet":
+        write_rows(path, texts)
+    elif path.suffix == ".txt":
+        path.write_text("\n".join(texts))
+    elif path.suffix:
+        write_lines(path, texts)
+    else:
+        write_files(path, {f"{i:03d}.txt": (text or "").encode() for i, text in enumerate(texts)})
+
+
+def validates(text, val_fraction):
+    """Whether a document of this text is for validation."""
+    text_hash = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return int(text_hash, 16) < val_fraction * 2**64
+
+
+def reference(texts, encoding, val_fraction):
+    """What the shards must hold, by the plainest loop: {split: (token ids, documents, bytes, empty)}."""
+    result = {"train": ([], [0, 0, 0]), "val": ([], [0, 0, 0])}
+    for text in texts:
+        text = "".join("\ufffd" if 0xD800 <= ord(c) <= 0xDFFF else c for c in text or "")
+        ids, counts = result["val" if validates(text, val_fraction) else "train"]
+        if text:
+            ids += [encoding.eot_token, *encoding.encode_ordinary(text)]
+        for k, more in enumerate((text != "", len(text.encode()), text == "")):
+            counts[k] += more
+    return result
+
+
+def manifests(output):
+    return [json.loads((output / split / "manifest.json").read_text()) for split in splits.SPLITS]
+
+
+def check(output, expected, encoding, shard_tokens):
+    """The shards and the manifests in `output` are what `reference` says."""
+    for (split, (ids, counts)), made in zip(expected.items(), manifests(output)):
+        files = sorted((output / split).glob("*.npy"))
+        assert [f.name for f in files] == [f"{i:06d}.npy" for i in range(len(files))]
+        shards = [np.load(f) for f in files]
+        np.testing.assert_array_equal(np.concatenate(shards), ids)
+        assert {len(s) for s in shards[:-1]} <= {shard_tokens} and len(shards[-1]) <= shard_tokens
+        for about, file, shard in zip(made["shards"], files, shards, strict=True):
+            sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+            assert about.items() >= dict(name=file.name, tokens=len(shard), sha256=sha256).items()
+            assert (
+                shard.dtype
+                == made["dtype"]
+                == ("uint16" if encoding.n_vocab <= 2**16 else "uint32")
+            )
+        assert [made[k] for k in ("documents", "bytes", "empty_documents")] == counts
+        assert (made["tokens"], made["vocab_size"]) == (len(ids), encoding.n_vocab)
+
+
+def content(at):
+    """{path: content} of all files at a local path or an address."""
+    fs, root = fsspec.core.url_to_fs(str(at))
+    return {path.removeprefix(f"{root}/"): fs.cat_file(path) for path in fs.find(root)}
+
+
+# --- Programs ---------------------------------------------------------------------------------------------------
 
 
 def run(program, capsys, monkeypatch, *flags):
@@ -65,167 +180,131 @@ def run(program, capsys, monkeypatch, *flags):
     return status, *capsys.readouterr()
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """A folder of 40 documents, some of them hostile."""
-    folder = tmp_path_factory.mktemp("source")
-    words = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(
-        " "
-    )
-    rng = random.Random(0)
-    plain = {
-        f"p/{i:02d}.txt": " ".join(rng.choices(words, k=200)).encode()
-        for i in range(40 - len(HOSTILE))
-    }
-    write_files(folder, plain | HOSTILE | HIDDEN)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def ranks_file(source, tmp_path_factory):
-    """A small tokenizer trained on the training part of `source`."""
+@pytest.fixture(scope="session")
+def ranks_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
-    texts, _ = train_tokenizer.sample(list_documents(str(source)))
-    trained = train_tokenizer.train(texts, 299)
+    trained = train_tokenizer.train([t or "" for t in make_texts(60, lone=False)], 320)
     path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
     return path
 
 
-def validates(text, val_fraction):
-    """Whether a document of this text is for validation."""
-    text_hash = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return int(text_hash, 16) < val_fraction * 2**64
+def flags_of(source, output, ranks_file, *more):
+    flags = ["--source", source, "--output", output, "--tokenizer", ranks_file, "--workers", 1]
+    return [*flags, "--text_column", "body", "--shard_tokens", 1000, *more]
 
 
-def reference(source, encoding, val_fraction):
-    """What the shards must hold, by the plainest loop: {split: (token ids, documents, bytes, empty, replaced)}."""
-    names = [p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file()]
-    names = sorted(n for n in names if not any(part.startswith(".") for part in n.split("/")))
-    result = {}
-    for split in ("train", "val"):
-        ids, counts = [], [0, 0, 0, 0]
-        for name in names:
-            content = (source / name).read_bytes()
-            wide = {"utf-16.txt": "utf-16", "big-endian.txt": "utf-16"}
-            text = content.decode(wide.get(name, "utf-8-sig"), errors="replace")
-            if validates(text, val_fraction) != (split == "val"):
-                continue
-            if text:
-                ids += [encoding.eot_token, *encoding.encode_ordinary(text)]
-            valid = name not in ("invalid.bin", "latin-1.txt")
-            for i, more in enumerate((text != "", len(text.encode()), text == "", not valid)):
-                counts[i] += more
-        result[split] = ids, counts
-    return result
+@pytest.fixture
+def tokenize(ranks_file, tmp_path, capsys, monkeypatch):
+    """A function that runs data/tokenize_shards.py with tmp_path as its folder; it returns as `run`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(locks.time, "sleep", lambda _: None)  # between two looks at a remote lock
+
+    def tokenize(source, output="out", *more):
+        flags = flags_of(source, output, ranks_file, *more)
+        return run(tokenize_shards, capsys, monkeypatch, *flags)
+
+    return tokenize
 
 
-def check_shards(output, expected, encoding, dtype, shard_tokens):
-    """The shards and the manifests in `output` are what `reference` says."""
-    for split, (ids, counts) in expected.items():
-        manifest = json.loads((output / split / "manifest.json").read_text())
-        files = sorted((output / split).glob("*.npy"))
-        assert [s["name"] for s in manifest["shards"]] == [f.name for f in files]
-        assert [f.name for f in files] == [f"{i:06d}.npy" for i in range(len(files))]
-        shards = [np.load(f) for f in files]
-        assert all(s.dtype == dtype and s.ndim == 1 for s in shards)
-        assert (
-            all(len(s) == shard_tokens for s in shards[:-1]) and 0 < len(shards[-1]) <= shard_tokens
-        )
-        np.testing.assert_array_equal(np.concatenate(shards), ids)
-        assert [s["tokens"] for s in manifest["shards"]] == [len(s) for s in shards]
-        assert [s["sha256"] for s in manifest["shards"]] == [
-            hashlib.sha256(f.read_bytes()).hexdigest() for f in files
-        ]
-        keys = ("documents", "bytes", "empty_documents", "replaced_documents")
-        assert [manifest[k] for k in keys] == counts and manifest["tokens"] == len(ids)
-        assert (manifest["dtype"], manifest["vocab_size"]) == (dtype, encoding.n_vocab)
-        assert not list((output / split).glob("*.part"))
+def refused(ended, *words):
+    """A run ended with status 2 and one sentence with these words, which is returned."""
+    status, out, err = ended
+    assert (status, err.count("error: ")) == (2, 1) and "Traceback" not in err, err
+    assert "tokens of" not in out
+    assert err.rstrip().endswith(".") and all(str(word) in err for word in words), (err, words)
+    return err
 
 
-def content(folder):
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
-    }
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """The paths that data/output.py has written; at the one number writes.dies_at it raises Killed instead."""
+
+    class Writes(list):
+        dies_at = None
+
+        def killed(self, n, tokenize):
+            """Let the run die at its n-th write."""
+            self.clear()
+            self.dies_at = n
+            with pytest.raises(Killed):
+                tokenize()
+            self.dies_at = None
+            self.clear()
+
+    written = Writes()
+
+    def counted(of):
+        def write(path, *args):
+            written.append(path)
+            if len(written) == written.dies_at:
+                raise Killed
+            return of(path, *args)
+
+        return write
+
+    for name in ("new_file", "write_file"):
+        monkeypatch.setattr(data.output, name, counted(getattr(data.output, name)))
+    return written
+
+
+def start(*flags):
+    program = [sys.executable, str(ROOT / "data" / "tokenize_shards.py"), *map(str, flags)]
+    return subprocess.Popen(program, stdout=subprocess.DEVNULL)
 
 
 # --- Shards -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard_tokens, val_fraction", [(97, 0.1), (10**8, 0.5)])
+@pytest.mark.parametrize(
+    "kind, name, shard_tokens, val_fraction",
+    [
+        ("", "trained", 97, 0.1),
+        ("", "gpt2", 10**8, 0.5),
+        (".jsonl", "cl100k_base", 1000, 0.3),
+        *[(kind, "trained", 1000, 0.1) for kind in RECORDS],
+    ],
+)
 def test_shards_equal_a_plain_loop(
-    source, ranks_file, tmp_path, capsys, monkeypatch, shard_tokens, val_fraction
+    tokenize, tmp_path, ranks_file, named_tokenizers, kind, name, shard_tokens, val_fraction
 ):
-    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
-    flags = [
-        "--source",
-        source,
-        "--output",
-        tmp_path / "out",
-        "--tokenizer",
-        ranks_file,
-        "--workers",
-        1,
-    ]
-    flags += ["--shard_tokens", shard_tokens, "--val_fraction", val_fraction]
-    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
-    assert (status, out.count("\n")) == (0, 1)
-    encoding = tokenization.load_tokenizer(str(ranks_file))
-    expected = reference(source, encoding, val_fraction)
-    check_shards(tmp_path / "out", expected, encoding, "uint16", shard_tokens)
-    empty, replaced = (sum(counts[i] for _, counts in expected.values()) for i in (2, 3))
-    assert (empty, replaced) == (2, 2)
-    assert "latin-1.txt is not UTF-8: 2 characters became U+FFFD (perhaps it is latin-1" in err
-    assert (
-        "invalid.bin is not UTF-8: 5 characters" in err
-        and "7 characters of 2 documents became U+FFFD" in err
-    )
-    assert (
-        "utf-16.txt is UTF-16" in err
-        and "big-endian.txt is UTF-16" in err
-        and "nul.txt is full of NUL" in err
-    )
-    assert all(line.startswith("warning: ") for line in err.splitlines()) and err.count("\n") == 6
-    manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
-    assert manifest["tokenizer"] == "tokenizer.tiktoken"
-    assert (tmp_path / "out/tokenizer.tiktoken").read_bytes() == ranks_file.read_bytes()
-    assert manifest["tokenizer_sha256"] == hashlib.sha256(ranks_file.read_bytes()).hexdigest()
-    assert (manifest["shard_tokens"], manifest["val_fraction"]) == (shard_tokens, val_fraction)
-
-
-def test_workers_do_not_change_a_byte(source, ranks_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        data.workers, "BATCH_DOCUMENTS", 1
-    )  # 40 batches: more than are in flight at once
-    for workers in (1, 2):
-        flags = ["--source", source, "--output", tmp_path / str(workers), "--tokenizer", ranks_file]
-        assert (
-            run(
-                tokenize_shards,
-                capsys,
-                monkeypatch,
-                *flags,
-                "--shard_tokens",
-                1000,
-                "--workers",
-                workers,
-            )[0]
-            == 0
+    (tmp_path / "in").mkdir()
+    if not kind:
+        plain = {f"p/{i:02d}.txt": text.encode() for i, text in enumerate(some_texts(30))}
+        files = plain | HOSTILE_FILES
+        write_files(tmp_path / "in", files | HIDDEN)
+        wide = {"utf-16.txt": "utf-16", "big-endian.txt": "utf-16"}
+        files["zipped.txt.gz"] = b"not much"
+        texts = [files[n].decode(wide.get(n, "utf-8-sig"), "replace") for n in sorted(files)]
+        words = (
+            "latin-1.txt is not UTF-8: 2 char",
+            "7 characters of 2 doc",
+            "nul.txt is full of NUL",
         )
-    assert content(tmp_path / "1") == content(tmp_path / "2")
-
-
-@pytest.mark.parametrize("name, dtype", [("gpt2", "uint16"), ("cl100k_base", "uint32")])
-def test_tiktoken_by_name(source, tmp_path, capsys, monkeypatch, named_tokenizers, name, dtype):
-    flags = ["--source", source, "--output", tmp_path / "out", "--tokenizer", name, "--workers", 1]
-    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
-    encoding = tokenization.load_tokenizer(name)
-    check_shards(tmp_path / "out", reference(source, encoding, 0.1), encoding, dtype, 10**8)
-    manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
-    assert manifest["tokenizer"] == name and not (tmp_path / "out/tokenizer.tiktoken").exists()
-    ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
+    else:
+        texts = make_texts(60, lone=kind != ".parquet")
+        for i, (a, b) in enumerate([(0, 11), (11, 40), (40, 60)]):
+            write(tmp_path / "in" / f"{i}{kind}", texts[a:b])
+        words = ["4 characters of 3 documents became U+FFFD"] * (kind != ".parquet")
+    source = f"in/[0-9]{kind}" if kind in (".jsonl", ".parquet") else "in"
+    tokenizer = str(ranks_file) if name == "trained" else name
+    more = ["--shard_tokens", shard_tokens, "--val_fraction", val_fraction]
+    status, out, err = tokenize(source, "out", "--tokenizer", tokenizer, *more)
+    assert (status, out.count("\n")) == (0, 1) and all(word in err for word in words), err
+    encoding = tokenization.load_tokenizer(tokenizer)
+    check(tmp_path / "out", reference(texts, encoding, val_fraction), encoding, shard_tokens)
+    made = manifests(tmp_path / "out")[0]
+    assert (made["shard_tokens"], made["val_fraction"]) == (shard_tokens, val_fraction)
+    assert made["tokenizer"] == ("tokenizer.tiktoken" if name == "trained" else name)
+    assert (tmp_path / "out/tokenizer.tiktoken").exists() == (name == "trained")
     # the hash is that of tiktoken's own file of ranks
+    ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
     file = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in ranks)
-    assert manifest["tokenizer_sha256"] == hashlib.sha256(file.encode()).hexdigest()
+    assert made["tokenizer_sha256"] == hashlib.sha256(file.encode()).hexdigest()
 
 
 def test_a_run_of_spaces_beyond_what_tiktoken_takes(ranks_file):
@@ -236,73 +315,46 @@ def test_a_run_of_spaces_beyond_what_tiktoken_takes(ranks_file):
     assert data.encoding.encode_text(text, encoding).tolist() == encoding.encode_ordinary(text)
 
 
-# --- Running again ----------------------------------------------------------------------------------------------
+def test_texts_are_cut_where_no_token_changes(ranks_file, named_tokenizers):
+    """For every pattern: at `CUT`s, which validation of few documents and `encode_text` use."""
+    text = " ".join(some_texts(3)) + " a b" * 30 + "  c d\n e f"
+    for name in (str(ranks_file), "gpt2", "cl100k_base"):
+        encoding = tokenization.load_tokenizer(name)
+        cuts = [0, *(m.end() for m in tokenization.CUT.finditer(text)), len(text)]
+        parts = [encoding.encode_ordinary(text[a:b]) for a, b in zip(cuts, cuts[1:])]
+        assert len(parts) > 50 and sum(parts, []) == encoding.encode_ordinary(text)
 
 
-def test_running_again(source, ranks_file, tmp_path, capsys, monkeypatch):
-    """Finished shards are left alone; those of other settings, of text that changed or that are damaged are refused."""
-    source = shutil.copytree(source, tmp_path / "source")
-    output, other = tmp_path / "out", tmp_path / "other"
-    flags = [
-        "--source",
-        source,
-        "--output",
-        output,
-        "--tokenizer",
-        ranks_file,
-        "--workers",
-        1,
-        "--shard_tokens",
-        1000,
+def test_one_line_of_50_mb(ranks_file, tmp_path):
+    """The tokens of `encode_ordinary` on the whole, in a few times the document's size of memory."""
+    rng = random.Random(2)
+    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randrange(1, 9))) for _ in range(5000)]
+    text = " ".join(rng.choices([*words, "1234", "'s", "—", "\n"], k=1_000_000)) * 10
+    write_lines(tmp_path / "a.jsonl", ["short", text, "after"])
+    more = ["--val_fraction", 0, "--shard_tokens", 10**7]
+    process = start(*flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, *more))
+    peak = 0
+    while process.poll() is None:
+        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
+        peak = max(peak, int(found[1]) if found else 0)  # a process that ends has none
+        time.sleep(0.02)
+    assert process.returncode == 0 and 100_000 < peak < 800_000, f"{peak} kB"
+    encoding = tokenization.load_tokenizer(str(ranks_file))
+    shards = [np.load(p) for p in sorted((tmp_path / "out/train").glob("*.npy"))]
+    expected = [
+        np.r_[encoding.eot_token, encoding.encode_to_numpy(t)] for t in ("short", text, "after")
     ]
-    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
-    files = content(output)
-    times = {p: p.stat().st_mtime_ns for p in output.rglob("*")}
-
-    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
-    assert (status, err) == (0, "") and "nothing to do" in out
-    shutil.copytree(source, other)
-    (other / "one more.txt").write_text("text")
-    fewer = tmp_path / "fewer.tiktoken"
-    fewer.write_bytes(b"".join(ranks_file.read_bytes().splitlines(keepends=True)[:-1]))
-    changes = {"shard_tokens": 999, "val_fraction": 0.2, "tokenizer": fewer, "source": other}
-    for flag, value in changes.items():
-        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags, f"--{flag}", value)
-        assert (status, out, err.count("\n")) == (2, "", 1), err
-        assert str(output) in err and flag in err
-    assert {p: p.stat().st_mtime_ns for p in output.rglob("*")} == times
-
-    text = (source / "bom.txt").read_bytes()
-    os.utime(source / "latin-1.txt")  # the same content, written again
-    (source / "bom.txt").write_bytes(text.replace(b"mark", b"bark"))
-    status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
-    assert (status, out, err.count("\n")) == (2, "", 1) and "bom.txt has changed" in err, err
-    (source / "bom.txt").write_bytes(text)
-    for again in (2, 0):
-        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
-        assert (status, err) == (0, "") and "nothing to do" in out
-        assert (f"{again} files written again with the same content" in out) == (again > 0)
-    files["source.npz"] = content(output)["source.npz"]
-
-    assert content(output) == files
-
-    # what is no longer whole is refused and stays
-    for name, others in {
-        "val/manifest.json": None,
-        "train/000001.npy": None,
-        "train/000000.npy": b"torn",
-    }.items():
-        sound = (output / name).read_bytes()
-        (output / name).unlink() if others is None else (output / name).write_bytes(others)
-        left = content(output)
-        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
-        assert (status, out, err.count("\n")) == (2, "", 1) and str(output / name) in err, err
-        assert content(output) == left
-        (output / name).write_bytes(sound)
-    assert "nothing to do" in run(tokenize_shards, capsys, monkeypatch, *flags)[1]
+    assert np.array_equal(np.concatenate(shards), np.concatenate(expected))
 
 
-# --- What others made -------------------------------------------------------------------------------------------
+# --- Killed, and what others made -------------------------------------------------------------------------------
+
+CASES = [  # (kind of source, texts, flags)
+    ("", some_texts(3) + some_texts(1), ["--shard_tokens", 50]),  # few: their ends validate
+    (".jsonl", make_texts(40), ["--val_fraction", 0.3]),
+    (".parquet", [*some_texts(60), *some_texts(9)], ["--val_fraction", 0.3, "--drop_duplicates"]),
+    (".txt", make_texts(40, False)[8:], ["--val_fraction", 0.3]),  # long, so read in parts
+]
 
 
 def npz(**arrays):
@@ -317,365 +369,434 @@ def npy(n):
     return file.getvalue()
 
 
-SOME_STATE = np.frombuffer(b'{"settings": 1}', np.uint8)
-OF_OTHERS = {  # files that a run would replace, or that readers would take for its own
-    "train/000000.npy": npy(10),
-    "train/000003.npy": npy(10),
-    "val/000000.npy": b"",
-    "train/weights.npy": b"mine",
-    "val/embedding.npy": npy(3),
-    "train/manifest.json": b'{"name": "an app"}',
-    "val/manifest.json": b"",
-    "progress.npz": npz(x=np.zeros(3)),
-    "progress.npz ": npz(state=SOME_STATE),
-    "progress.npz  ": b"notes",
-    "source.npz": npz(x=np.zeros(3)),
-    "source.npz ": b"",
-    "tokenizer.tiktoken": b"YQ== 0\n",
-    "lock": b"notes",
-}
-HARMLESS = {
-    "train/keep.txt": b"a",
-    "train/000000.npy.part": b"b",
-    "val/manifest.json.part": b"c",
-    "progress.npz.part": b"d",
-    "train/deeper/000000.npy": b"e",
-    "notes.md": b"f",
-}
-
-
-def in_storage(address):
-    """{path: content} of all files at a local path or an address."""
-    fs, root = fsspec.core.url_to_fs(str(address))
-    return {path.removeprefix(root): fs.cat_file(path) for path in fs.find(root)}
-
-
 @pytest.fixture(params=["local", "remote"])
-def output(request, tmp_path, monkeypatch):
+def output(request, tmp_path):
     """A local folder and an address to write shards to."""
-    monkeypatch.setattr(locks.time, "sleep", lambda _: None)  # between two looks at a remote lock
     yield str(tmp_path / "out") if request.param == "local" else "memory://others/out"
     fs = fsspec.filesystem("memory")
     if fs.exists("/others"):
         fs.rm("/others", recursive=True)
 
 
-def tokenize_flags(source, output, ranks_file):
-    flags = ["--source", source, "--output", output, "--tokenizer", ranks_file]
-    return [*flags, "--workers", 1, "--shard_tokens", 1000]
+@pytest.mark.parametrize("kind, texts, more", CASES, ids=[kind or "folder" for kind, *_ in CASES])
+def test_killed_at_every_write(tokenize, writes, output, tmp_path, monkeypatch, kind, texts, more):
+    """A run that dies at its n-th write, for every n, resumes to the same files. A file that it did not make and that
+    has the name of one of its own, or of any further one, is refused by then, and stays."""
+    monkeypatch.setattr(source_text, "LONGEST", 6000)
+    monkeypatch.setattr(source_files, "PART", 600)
+    write(tmp_path / f"in{kind}", texts)
+
+    def run_to(at, *flags):
+        return tokenize(f"in{kind}", f"{output}/{at}", *more, *flags)
+
+    assert run_to("whole")[0] == 0
+    n, whole = len(writes), content(f"{output}/whole")
+    assert n > 8
+    if kind != ".txt" and "://" not in output:
+        assert run_to("two", "--workers", 2)[0] == 0 and content(f"{output}/two") == whole
+    for i in range(1, n + 1):
+        writes.killed(i, lambda: run_to(i))
+        if i > 1:
+            shards = [name for name in whole if name.endswith(".npy")]
+            for name in [*shards[i % 2 :: 2], "train/000099.npy"]:
+                if name in content(f"{output}/{i}"):
+                    continue
+                files.write_file(f"{output}/{i}/{name}", npy(9))
+                refused(run_to(i), f"{i}/{name}")
+                assert content(f"{output}/{i}")[name] == npy(9)
+                fs, path = fsspec.core.url_to_fs(f"{output}/{i}/{name}")
+                fs.rm_file(path)
+        writes.clear()
+        assert run_to(i)[0] == 0
+        assert len(writes) <= n - i + 6  # what came before the last progress is not written again
+        assert content(f"{output}/{i}") == whole
+
+
+SOME_STATE = np.frombuffer(b'{"settings": 1}', np.uint8)
+OF_OTHERS = {  # files that a run would replace, or that readers would take for its own
+    "train/000000.npy": npy(10),
+    "train/000003.npy": npy(10),
+    "val/000000.npy": b"",
+    "val/embedding.npy": npy(3),
+    "train/manifest.json": b'{"name": "an app"}',
+    "val/manifest.json": b"",
+    "progress.npz": npz(x=np.zeros(3)),
+    "progress.npz ": npz(state=SOME_STATE),
+    "progress.npz  ": b"notes",
+    "tokenizer.tiktoken": b"YQ== 0\n",
+    "lock": b"notes",
+}
+HARMLESS = ["train/keep.txt", "train/000000.npy.part", "progress.npz.part", "train/in/000000.npy"]
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
-def test_what_others_made_is_refused_and_stays(
-    source, ranks_file, output, capsys, monkeypatch, name
-):
+def test_what_others_made_is_refused_and_stays(tokenize, output, tmp_path, name):
+    write(tmp_path / "in", some_texts(20))
     files.write_file(f"{output}/{name.strip()}", OF_OTHERS[name])
-    before = in_storage(output)
+    before = content(output)
     for fraction in (0.1, 0):  # without validation, val/ is nothing that a run may replace either
-        flags = [*tokenize_flags(source, output, ranks_file), "--val_fraction", fraction]
-        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
-        assert (status, out, err.count("\n")) == (2, "", 1), err
-        assert name.strip() in err and output in err and in_storage(output) == before
+        refused(tokenize("in", output, "--val_fraction", fraction), name.strip(), output)
+        assert content(output) == before
 
 
-def test_what_is_not_in_the_way_stays(source, ranks_file, output, capsys, monkeypatch):
-    for name, held in HARMLESS.items():
-        files.write_file(f"{output}/{name}", held)
-    flags = tokenize_flags(source, output, ranks_file)
-    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
-    held = in_storage(output)
-    assert all(held[f"/{name}"] == content for name, content in HARMLESS.items())
-    assert "/progress.npz" not in held
+def test_what_is_not_in_the_way_stays(tokenize, output, tmp_path):
+    write(tmp_path / "in", some_texts(20))
+    for name in HARMLESS:
+        files.write_file(f"{output}/{name}", b"mine")
+    assert tokenize("in", output)[0] == 0
+    held = content(output)
+    assert all(held[name] == b"mine" for name in HARMLESS) and "progress.npz" not in held
 
 
-class Killed(BaseException):
-    pass
+def test_another_start_after_a_kill(tokenize, writes, output, tmp_path):
+    """Before it wrote a shard a run holds nothing back; then other settings are refused, and so is a lost shard."""
+    write_lines(tmp_path / "a.jsonl", make_texts(40))
+    writes.killed(2, lambda: tokenize("a.jsonl", output))
+    assert "progress.npz" in content(output)
+    writes.killed(9, lambda: tokenize("a.jsonl", output, "--shard_tokens", 500))
+    refused(
+        tokenize("a.jsonl", output, "--shard_tokens", 999), "shard_tokens was 500 and is now 999"
+    )
+    fs, path = fsspec.core.url_to_fs(f"{output}/train/000000.npy")
+    fs.rm_file(path)
+    refused(tokenize("a.jsonl", output, "--shard_tokens", 500), "train/000000.npy is missing")
 
 
-def test_what_others_put_between_two_runs_stays(source, ranks_file, output, capsys, monkeypatch):
-    """A run dies at its n-th write, for every n; then a file that it did not make has the name of one of its own, or of
-    any further one. Without that file the run goes on to what it would have written."""
-    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
-    writes, dies_at, new_file, write = 0, None, data.output.new_file, data.output.write_file
-
-    def count(path):
-        nonlocal writes
-        writes += 1
-        if writes == dies_at:
-            raise Killed
-
-    monkeypatch.setattr(data.output, "new_file", lambda path: (count(path), new_file(path))[1])
-    monkeypatch.setattr(data.output, "write_file", lambda *args: (count(args[0]), write(*args))[1])
-
-    def tokenize(at):
-        nonlocal writes
-        writes = 0
-        return run(tokenize_shards, capsys, monkeypatch, *tokenize_flags(source, at, ranks_file))
-
-    assert tokenize(f"{output}/whole")[0] == 0
-    n, whole = writes, in_storage(f"{output}/whole")
-    shards = [name for name in whole if name.endswith(".npy")]
-    assert n > 10 and len(shards) > 4
-    for dies_at in range(2, n + 1):
-        at = f"{output}/{dies_at}"
-        with pytest.raises(Killed):
-            tokenize(at)
-        dies_at = None
-        for name in ["/train/000099.npy", *shards]:
-            if name in in_storage(at):
-                continue
-            files.write_file(f"{at}{name}", npy(9))
-            status, out, err = tokenize(at)
-            assert (status, out, err.count("error: ")) == (2, "", 1) and name in err, err
-            assert in_storage(at)[name] == npy(9)
-            fs, path = fsspec.core.url_to_fs(f"{at}{name}")
-            fs.rm_file(path)
-        assert tokenize(at)[0] == 0
-        assert in_storage(at) == whole
+def test_running_again(tokenize, ranks_file, tmp_path):
+    """Finished shards are left alone; those of other settings or sources, or damaged ones, are refused and stay."""
+    write(tmp_path / "in", some_texts(40))
+    assert tokenize("in")[0] == 0
+    status, out, err = tokenize("in")
+    assert (status, err) == (0, "") and "nothing to do" in out
+    files = content(tmp_path / "out")
+    shutil.copytree("in", "other")
+    write_files(tmp_path, {"other/one more.txt": b"text"})
+    lines = ranks_file.read_bytes().splitlines(keepends=True)
+    (tmp_path / "fewer.tiktoken").write_bytes(b"".join(lines[:-1]))
+    changes = {"shard_tokens": 999, "val_fraction": 0.2, "tokenizer": "fewer.tiktoken"}
+    for flag, value in {**changes, "source": "other"}.items():
+        refused(tokenize("in", "out", f"--{flag}", value), "out", flag)
+    (tmp_path / "in/000.txt").write_text(some_texts(1)[0].replace("fox", "ox "))
+    assert "written after these shards; delete the folder" in tokenize("in")[2]
+    for name, others in {
+        "val/manifest.json": None,
+        "train/000001.npy": None,
+        "train/000000.npy": b"torn",
+    }.items():
+        path = tmp_path / "out" / name
+        path.unlink() if others is None else path.write_bytes(others)
+        left = content(tmp_path / "out")
+        refused(tokenize("in"), f"out/{name}")
+        assert content(tmp_path / "out") == left
+        path.write_bytes(files[name])
+    # of an earlier version, whose manifests tell nothing of validation and duplicates
+    for split, made in zip(splits.SPLITS, manifests(tmp_path / "out")):
+        for key in ("validation", "drop_duplicates", "duplicate_documents", "manifest_sha256"):
+            del made[key]
+        (tmp_path / "out" / split / "manifest.json").write_text(json.dumps(made))
+    status, out, err = tokenize("in")
+    assert status == 0 and "nothing to do" in out
+    refused(tokenize("in", "out", "--drop_duplicates"), "drop_duplicates was False")
 
 
-def test_shards_that_are_made_anew_are_removed_by_their_content(
-    source, ranks_file, output, tmp_path, capsys, monkeypatch
-):
-    """Where there are too few documents for validation, what was made of them goes, but nothing else of that name."""
-    (tmp_path / "one.txt").write_bytes((source / "p" / "00.txt").read_bytes() * 30)
-    flags = tokenize_flags(tmp_path / "one.txt", output, ranks_file)
-    begin_again = data.output.Output.begin_again
+# --- Processes --------------------------------------------------------------------------------------------------
 
-    def replaced(self, validation, writers):
-        files.write_file(f"{output}/train/000000.npy", npy(9))
-        begin_again(self, validation, writers)
+
+def test_kill_9(ranks_file, tmp_path):
+    """After random times, until a run comes to its end: the files are those of an uninterrupted run."""
+    (tmp_path / "in").mkdir()
+    texts = make_texts(2000, lone=False)
+    for i in range(2):
+        write_lines(tmp_path / "in" / f"{i}.jsonl.gz", texts[1000 * i :][:1000])
+    more = ["--workers", 2, "--shard_tokens", 9999]
+    flags = flags_of(tmp_path / "in", tmp_path / "out", ranks_file, *more)
+    rng, killed, progress = random.Random(0), 0, tmp_path / "out" / "progress.npz"
+
+    def time_of_progress():
+        return progress.stat().st_mtime_ns if progress.exists() else None
+
+    for _ in range(2):
+        before, process = time_of_progress(), start(*flags)
+        while process.poll() is None and time_of_progress() in (before, None):
+            time.sleep(0.01)  # a run that is killed before its first shard comes no further
+        time.sleep(rng.random() / 10)
+        process.kill()
+        killed += process.wait() == -9
+    assert killed and start(*flags).wait(120) == 0
+    flags[3] = tmp_path / "whole"
+    assert start(*flags).wait(120) == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole") and not progress.exists()
+
+
+def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
+    """A sentence, and the next run resumes."""
+    write_lines(tmp_path / "a.jsonl", make_texts(400))
+    assert tokenize("a.jsonl", "whole")[0] == 0
+    encode, taken = tokenize_shards.encode, []
+
+    def killing(*args):
+        for result in encode(*args):
+            taken.append(result)
+            if len(taken) == 20:
+                multiprocessing.active_children()[0].kill()
+            yield result
 
     with monkeypatch.context() as patch:
-        patch.setattr(data.output.Output, "begin_again", replaced)
-        status, out, err = run(tokenize_shards, capsys, monkeypatch, *flags)
-    assert status == 2 and "train/000000.npy is in the way" in err, err
-    assert in_storage(output)["/train/000000.npy"] == npy(9)
+        patch.setattr(tokenize_shards, "encode", killing)
+        refused(tokenize("a.jsonl", "out", "--workers", 2), "--workers 2: one was killed")
+    assert tokenize("a.jsonl", "out", "--workers", 2)[0] == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_another_start_after_an_early_end(source, ranks_file, output, capsys, monkeypatch):
-    """A run that wrote no shard leaves nothing that holds the next one back, whatever its settings."""
-
-    def die(*_):
-        raise Killed
-
-    flags = tokenize_flags(source, output, ranks_file)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(tokenize_shards, "encode", die)
-        run(tokenize_shards, capsys, monkeypatch, *flags)
-    assert "/progress.npz" in in_storage(output)
-    flags[-1] = 999
-    assert run(tokenize_shards, capsys, monkeypatch, *flags)[0] == 0
-    assert "/progress.npz" not in in_storage(output)
+def in_session(session):
+    """Numbers of the processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
+            found += [stat.parent.name] if its_session == str(session) and state not in "ZX" else []
+    return found
 
 
-def test_a_file_of_ranks_is_not_replaced(source, tmp_path, capsys, monkeypatch):
-    """But by the same ones."""
-    path = tmp_path / "ranks.tiktoken"
-    flags = ["--source", source, "--vocab_size", 270, "--output", path]
-    for _ in range(2):
-        assert run(train_tokenizer, capsys, monkeypatch, *flags)[0] == 0
-    for other in (b"notes", path.read_bytes()[:-9]):
-        path.write_bytes(other)
-        status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
-        assert (status, out, err.count("\n")) == (2, "", 1) and f"--output {path}: is there" in err
-        assert path.read_bytes() == other
+def interrupt(process, number):
+    """Send a signal to a process and all that it started, as a terminal does; its one line on stderr."""
+    os.killpg(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.count("\n")) == (128 + number, "", 1), err
+    assert err.startswith("interrupted; "), err
+    for _ in range(100):  # what was killed takes a moment to go
+        if not in_session(process.pid):
+            return err
+        time.sleep(0.1)
+    raise AssertionError(in_session(process.pid))
 
 
-def test_ranks_are_written_to_a_fifo(source, tmp_path, capsys, monkeypatch):
-    path = tmp_path / "ranks.tiktoken"
-    os.mkfifo(path)
-    with ThreadPoolExecutor() as pool:
-        content = pool.submit(path.read_bytes)
-        flags = ["--source", source, "--vocab_size", 270, "--output", path]
-        assert run(train_tokenizer, capsys, monkeypatch, *flags)[0] == 0
-    assert content.result().count(b"\n") == 269 and path.is_fifo()
+def listens(process):
+    """Whether a process has begun to take SIGTERM: it is importing."""
+    caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return int(caught, 16) >> (signal.SIGTERM - 1) & 1
+
+
+def cpu_seconds(process):
+    ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize("number, seconds", [(signal.SIGTERM, 0), (signal.SIGINT, 4)])
+def test_training_is_interrupted(tmp_path, number, seconds):
+    """While it imports, and after some seconds of work, when it merges: one line, and nothing is written."""
+    flags = ["--source", "stdlib", "--vocab_size", "30000", "--output", tmp_path / "x.tiktoken"]
+    program = [sys.executable, str(ROOT / "data" / "train_tokenizer.py"), *flags]
+    process = subprocess.Popen(program, **PIPES)
+    while process.poll() is None and not listens(process):
+        time.sleep(0.01)
+    while process.poll() is None and cpu_seconds(process) < seconds:
+        time.sleep(0.01)
+    assert "nothing was written" in interrupt(process, number) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_tokenizing_is_interrupted(ranks_file, tokenize, tmp_path, number):
+    """Two workers encode: one line that says what to do. Until then another run of the folder is refused."""
+    write_lines(tmp_path / "a.jsonl", make_texts(4000, lone=False))
+    (tmp_path / "b.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() * 20)
+    more = ["--workers", 2, "--shard_tokens", 99_999]
+    flags = flags_of(tmp_path / "*.jsonl", tmp_path / "out", ranks_file, *more)
+    program = [sys.executable, tokenize_shards.__file__, *map(str, flags)]
+    process = subprocess.Popen(program, **PIPES)
+    while process.poll() is None and not (tmp_path / "out" / "train" / "000000.npy").exists():
+        time.sleep(0.01)
+    refused(tokenize("*.jsonl", tmp_path / "out", *more), f"process {process.pid} on")
+    assert "rerun the same command to resume" in interrupt(process, number)
+    assert not (tmp_path / "out" / "lock").exists()
+
+
+def test_a_bucket_that_fails(ranks_file, tmp_path, bucket):
+    """Every third request fails, the first run is killed: the bucket holds the bytes of a local run."""
+    address, fs, proxy = bucket
+    write_lines(tmp_path / "a.jsonl", make_texts(400))
+    more = ["--shard_tokens", 30_000, "--val_fraction", 0]
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "local", ranks_file, *more)
+    assert start(*flags).wait(100) == 0
+    flags[3] = address
+    first, folder = start(*flags), address.split("://")[1]
+    while first.poll() is None and not fs.exists(f"{folder}/progress.npz"):
+        time.sleep(0.05)
+        fs.invalidate_cache()
+    first.kill()
+    assert first.wait() == -9
+    assert start(*flags).wait(100) == 0 and proxy.failed > 5
+    fs.invalidate_cache()
+    there = {path.removeprefix(f"{folder}/"): fs.cat_file(path) for path in fs.find(folder)}
+    assert there == content(tmp_path / "local")
+
+
+def ray_workers():
+    """Process ids of the Ray workers that descend from this process."""
+    parents, names = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            names[int(stat.parent.name)] = (stat.parent / "cmdline").read_text()
+    found = []
+    for pid in [p for p, name in names.items() if name.startswith("ray::Encoder")]:
+        ancestor = pid
+        while ancestor not in (0, os.getpid()):
+            ancestor = parents.get(ancestor, 0)
+        found += [pid] if ancestor else []
+    return found
+
+
+def test_ray_with_a_worker_killed(tokenize, tmp_path, monkeypatch):
+    """The bytes of a single process, although a worker is lost on the way. Without ray a sentence says so."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install ray")
+    write_lines(tmp_path / "a.jsonl", make_texts(2000))
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 20)
+    assert tokenize("a.jsonl", "one")[0] == 0
+    killed, done = [], threading.Event()
+
+    def kill():
+        while not done.wait(0.01) and not killed:
+            if (tmp_path / "ray" / "progress.npz").exists() and (workers := ray_workers()):
+                os.kill(workers[0], 9)
+                killed.append(workers[0])
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        assert tokenize("a.jsonl", tmp_path / "ray", "--ray", "--workers", 2)[0] == 0
+    finally:
+        done.set()
+        killer.join()
+    assert killed and content(tmp_path / "one") == content(tmp_path / "ray")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused(tokenize("a.jsonl", "out", "--ray"), "pip install ray")
+
+
+def test_from_the_command_line(tmp_path):
+    """Both programs from another folder, in a process of their own, on every core; then with a mistake."""
+    texts = [f"{i} words of text, more words " * 50 for i in range(20)]
+    write_files(tmp_path, {f"text/{i:02d}.txt": text.encode() for i, text in enumerate(texts)})
+
+    def python(program, *flags):
+        words = [sys.executable, str(ROOT / "data" / program), *flags]
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    flags = ["--source", "text", "--vocab_size", "270", "--output", "made/x.tiktoken"]
+    assert python("train_tokenizer.py", *flags).returncode == 0
+    flags = ["--source", "text", "--output", "out", "--tokenizer", "made/x.tiktoken"]
+    assert python("tokenize_shards.py", *flags).returncode == 0
+    encoding = tokenization.load_tokenizer(str(tmp_path / "made/x.tiktoken"))
+    check(tmp_path / "out", reference(texts, encoding, 0.1), encoding, 10**8)
+    flags[1] = "txt"
+    wrong = python("tokenize_shards.py", *flags)
+    refused((wrong.returncode, wrong.stdout, wrong.stderr), "--source txt")
 
 
 # --- The tokenizer ----------------------------------------------------------------------------------------------
 
 
-def test_training(source, tmp_path, capsys, monkeypatch):
-    """The same file on each run, as large as asked, from the training part alone."""
-    written = []
-    held_out = [d for d in list_documents(str(source)) if validates(read_text(d).text, 0.1)]
+def test_training(tmp_path, capsys, monkeypatch):
+    """The same ranks on each run, as many as asked, from the training part alone; no other file is replaced."""
+    write_files(tmp_path / "in", {f"{i:02d}.txt": t.encode() for i, t in enumerate(some_texts(60))})
+    held_out = [d for d in list_documents(str(tmp_path / "in")) if validates(read_text(d)[0], 0.1)]
     assert held_out
-    for i in range(3):
-        copy, path = tmp_path / f"source{i}", tmp_path / f"ranks{i}.tiktoken"
-        shutil.copytree(source, copy)
-        if i == 2:
-            for k, document in enumerate(held_out):
-                others = (f"zyzzyva {k} {n} " * 30 for n in range(10**6))
-                text = next(text for text in others if validates(text, 0.1))
-                (copy / document.name).write_text(text)
-        flags = ["--source", copy, "--vocab_size", 300, "--output", path]
+    path = tmp_path / "x.tiktoken"
+    flags = ["--source", tmp_path / "in", "--vocab_size", 300, "--output", path]
+    written = []
+    for i in range(2):
         status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
         assert (status, err, out.count("\n")) == (0, "", 1) and "held-out" in out
         written.append(path.read_bytes())
-    assert written[0] == written[1] == written[2]
+        for k, document in enumerate(held_out):
+            others = (f"zyzzyva {k} {n} " * 30 for n in range(10**6))
+            text = next(text for text in others if validates(text, 0.1))
+            (tmp_path / "in" / document.name).write_text(text)
+    assert written[0] == written[1]
     lines = [line.split() for line in written[0].splitlines()]
     assert [int(rank) for _, rank in lines] == list(range(299)) and written[0].endswith(b"\n")
     assert {bytes([b]) for b in range(256)} <= {base64.b64decode(token) for token, _ in lines}
     encoding = tokenization.load_tokenizer(str(path))
     assert (encoding.n_vocab, encoding.eot_token) == (300, 299)
+    for other in (b"notes", written[0][:-9]):
+        path.write_bytes(other)
+        refused(run(train_tokenizer, capsys, monkeypatch, *flags), f"--output {path}: is there")
+        assert path.read_bytes() == other
 
 
-def test_tiktoken_encodes_as_the_training_library(source, tmp_path, monkeypatch):
-    """On the documents it was trained on, on others, and on hostile ones."""
+def test_tiktoken_encodes_as_the_training_library(monkeypatch):
+    """On the documents it was trained on, on others, and on hostile ones; words without end take no time."""
     monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 300_000)
-    train, val = train_tokenizer.sample(list_documents("stdlib"))
-    trained = train_tokenizer.train(train, 1000)
-    path = tmp_path / "check.tiktoken"
-    path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
-    encoding = tokenization.load_tokenizer(str(path))
-    texts = train + val + [read_text(d)[0] for d in list_documents(str(source))]
-    for text in texts:
-        assert trained.encode(text).ids == encoding.encode_ordinary(text)
-
-
-def test_training_survives_a_long_word():
-    assert (
-        len(
-            train_tokenizer.to_ranks(
-                train_tokenizer.train([" " * 10**6 + "x" * 10**6, "some words"], 270)
-            )
-        )
-        == 270
-    )
-
-
-def test_training_again_into_the_same_file(tmp_path):
-    """The ranks are those in the file now, not those of an earlier file of that name (tiktoken caches by name)."""
-    path = tmp_path / "again.tiktoken"
-    for vocab_size in (260, 265):
-        trained = train_tokenizer.train(["the quick brown fox jumps over the lazy dog"], vocab_size)
-        path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
-        assert tokenization.load_tokenizer(str(path)).n_vocab == vocab_size + 1
-
-
-# --- Documents --------------------------------------------------------------------------------------------------
-
-
-def test_the_standard_library():
     documents = list_documents("stdlib")
     names = [d.name for d in documents]
     assert names == sorted(set(names)) and {"os.py", "json/decoder.py"} <= set(names)
     assert all(n.endswith(".py") and "site-packages" not in n for n in names)
-    assert sum(d.size for d in documents) > 10**7
+    train, val = train_tokenizer.sample(Files(documents, False))
+    assert sum(map(len, train)) > 290_000 and 0 < sum(map(len, val)) <= 15_000
+    trained = train_tokenizer.train([*train, " " * 10**6 + "x" * 10**6], 1000)
+    ranks = tokenization.dump_ranks(train_tokenizer.to_ranks(trained))
+    encoding = tokenization.load_ranks("x.tiktoken", ranks)
+    for text in [*train, *val, *filter(None, HOSTILE)]:
+        assert trained.encode(text).ids == encoding.encode_ordinary(text)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    "flag, value",
-    [
-        ("source", "/no/such/folder"),
-        ("source", "empty"),
-        ("tokenizer", "gpt99"),
-        ("tokenizer", "missing.tiktoken"),
-        ("val_fraction", "1"),
-        ("val_fraction", "-0.1"),
-        ("val_fraction", "nan"),
-        ("val_fraction", "half"),
-        ("shard_tokens", "0"),
-        ("shard_tokens", "10000000000000000"),
-        ("workers", "0"),
-        ("output", "source/shards"),
-        ("output", "a file"),
-        ("no_such_flag", ""),
-    ],
-)
-def test_bad_flags(ranks_file, tmp_path, capsys, monkeypatch, flag, value):
-    monkeypatch.chdir(tmp_path)
-    write_files(
-        tmp_path,
-        {"source/a.txt": b"text", "source/b.txt": b"text", "empty/a.txt": b"", "a file": b""},
-    )
-    flags = {"source": "source", "output": "out", "tokenizer": str(ranks_file), "workers": "1"} | {
-        flag: value
-    }
-    status, out, err = run(
-        tokenize_shards, capsys, monkeypatch, *(f"--{k}={v}" for k, v in flags.items())
-    )
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert (
-        err.startswith("error: ")
-        and f"--{flag}" in err
-        and value.replace("00", "") in err.replace("00", "")
-    )
+BAD_FLAGS = [
+    ("source", "/no/such/folder"),
+    ("source", "empty"),
+    ("tokenizer", "gpt99"),
+    ("tokenizer", "missing.tiktoken"),
+    ("val_fraction", "1"),
+    ("val_fraction", "half"),
+    ("shard_tokens", "0"),
+    ("shard_tokens", "10000000000000000"),
+    ("workers", "0"),
+    ("output", "in/shards"),
+    ("output", "a file"),
+    ("no_such_flag", ""),
+]
+BAD_TRAINING = [("vocab_size", "256"), ("vocab_size", "100000"), ("output", "ranks.txt")]
+BAD_TRAINING += [("source", "/no/such/folder"), ("output", "a file/x.tiktoken")]
 
 
 @pytest.mark.parametrize(
-    "flag, value",
+    "program, flag, value",
+    [(tokenize_shards, *bad) for bad in BAD_FLAGS] + [(train_tokenizer, *b) for b in BAD_TRAINING],
+)
+def test_bad_flags(ranks_file, tmp_path, capsys, monkeypatch, program, flag, value):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path, {"in/a.txt": b"text", "empty/a.txt": b"", "a file": b""})
+    flags = {"source": "in", "output": "out", "tokenizer": str(ranks_file), "workers": "1"}
+    if program is train_tokenizer:
+        flags = {"source": "in", "output": "out.tiktoken", "vocab_size": "258"}
+    words = [f"--{k}={v}" for k, v in (flags | {flag: value}).items()]
+    err = refused(run(program, capsys, monkeypatch, *words), f"--{flag}")
+    assert value.replace("00", "") in err.replace("00", "")
+    assert {p.name for p in tmp_path.iterdir()} <= {"in", "empty", "a file", "out"}
+
+
+@pytest.mark.parametrize(
+    "name, held, word",
     [
-        ("source", "/no/such/folder"),
-        ("vocab_size", "256"),
-        ("vocab_size", "100000"),
-        ("output", "ranks.txt"),
-        ("output", "a file/x.tiktoken"),
+        ("hidden/.a.txt", b"text", "its 0 files"),
+        ("blank/a.txt", b"", "its 1 file "),
+        ("records/a.jsonl", b"", "0 documents"),
+        ("nulls/a.jsonl", b'{"text": null}\n' * 9, "9 documents"),
     ],
 )
-def test_bad_flags_of_training(tmp_path, capsys, monkeypatch, flag, value):
-    monkeypatch.chdir(tmp_path)
-    write_files(
-        tmp_path, {"source/a.txt": b"some text", "source/b.txt": b"some text", "a file": b""}
-    )
-    flags = {"source": "source", "output": "out.tiktoken", "vocab_size": "258"} | {flag: value}
-    status, out, err = run(
-        train_tokenizer, capsys, monkeypatch, *(f"--{k}={v}" for k, v in flags.items())
-    )
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("error: ") and f"--{flag}" in err and value in err
-    assert not os.path.exists("out.tiktoken")
-
-
-def test_a_source_without_text(tmp_path, capsys, monkeypatch):
+def test_a_source_without_text(ranks_file, tmp_path, capsys, monkeypatch, name, held, word):
     """Both programs say what is there, and what would do."""
-    files = {
-        "hidden/.a.txt": b"text",
-        "blank/a.txt": b"",
-        "records/a.jsonl": b"",
-        "nulls/a.jsonl": b'{"text": null}\n' * 9,
-    }
-    write_files(tmp_path, files)
-    ranks = tmp_path / "x.tiktoken"
-    ranks.write_bytes(tokenization.dump_ranks({bytes([i]): i for i in range(256)}))
-    for folder, word in {
-        "hidden": "has no file",
-        "blank": "has 1 file without a character",
-        "records": "0 documents",
-        "nulls": "documents",
-    }.items():
-        for program, more in (
-            (tokenize_shards, ["--tokenizer", ranks, "--output", tmp_path / "out", "--workers", 1]),
-            (train_tokenizer, ["--output", tmp_path / "y.tiktoken"]),
-        ):
-            status, out, err = run(
-                program, capsys, monkeypatch, "--source", tmp_path / folder, *more
-            )
-            assert (status, out, err.count("\n")) == (2, "", 1) and "give a" in err, err
-            assert f"--source {tmp_path / folder}: there is no text" in err and word in err, err
-
-
-def test_from_the_command_line(tmp_path):
-    """Both programs from another folder, in a process of their own, on every core; then with a mistake."""
-    write_files(
-        tmp_path, {f"text/{i}.txt": b"%d words of text, more words " % i * 50 for i in range(20)}
-    )
-    python = [sys.executable, str(ROOT / "data" / "train_tokenizer.py")]
-    flags = ["--source", "text", "--vocab_size", "270", "--output", "made/x.tiktoken"]
-    subprocess.run(python + flags, cwd=tmp_path, check=True, timeout=120)
-    python = [sys.executable, str(ROOT / "data" / "tokenize_shards.py")]
-    flags = ["--source", "text", "--output", "out", "--tokenizer", "made/x.tiktoken"]
-    subprocess.run(python + flags, cwd=tmp_path, check=True, timeout=120)
-    encoding = tokenization.load_tokenizer(str(tmp_path / "made/x.tiktoken"))
-    check_shards(
-        tmp_path / "out", reference(tmp_path / "text", encoding, 0.1), encoding, "uint16", 10**8
-    )
-    flags[1] = "txt"
-    wrong = subprocess.run(
-        python + flags, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
-    assert "--source txt" in wrong.stderr and "Traceback" not in wrong.stderr
+    write_files(tmp_path, {name: held})
+    source = tmp_path / name.split("/")[0]
+    flags = ["--source", source, "--output"]
+    more = [tmp_path / "out", "--tokenizer", ranks_file, "--workers", 1]
+    there = f"--source {source}: there is no text in it"
+    for ended in (
+        run(tokenize_shards, capsys, monkeypatch, *flags, *more),
+        run(train_tokenizer, capsys, monkeypatch, *flags, tmp_path / "y.tiktoken"),
+    ):
+        refused(ended, there, word, "give a")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,15 +91,7 @@ def test_sequences_overlap_by_their_target_alone(corpus):
 
 
 @pytest.mark.parametrize(
-    "mesh_shape, accumulation_steps",
-    [
-        ((1, 1, 1), 1),
-        ((1, 1, 1), 4),
-        ((2, 2, 2), 1),
-        ((2, 2, 2), 4),
-        ((4, 1, 2), 1),
-        ((4, 1, 2), 2),
-    ],
+    "mesh_shape, accumulation_steps", [((1, 1, 1), 4), ((2, 2, 2), 1), ((4, 1, 2), 2)]
 )
 def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, accumulation_steps):
     cfg = small_config(mesh_shape)
@@ -244,27 +235,6 @@ def test_validation_is_mixed_too_and_repeats_nothing(corpora):
     )
 
 
-@pytest.mark.parametrize(
-    "mix, said",
-    [
-        ("a", "a colon"),
-        ("a:0.7,b", "'b'"),
-        ("a:x", "'a:x'"),
-        (":1", "':1'"),
-        ("a:0,b:1", "above 0"),
-        ("a:-1", "above 0"),
-        ("a:nan", "above 0"),
-        ("a:1,a:2", "named twice"),
-        ("a:1,b:1e-9", "b has less"),
-        ("a:1,nothing:1", "nothing/train"),
-    ],
-)
-def test_a_wrong_mixture_is_named(corpora, mix, said):
-    with pytest.raises(messages.UserError) as e:
-        mixture(corpora, mix)
-    assert said in str(e.value) and str(e.value).endswith(".") and "\n" not in str(e.value)
-
-
 PHASED = "a:3,b:1 until 0.25, b:1,c:1 until 0.7, a:1,c:3"
 
 
@@ -318,7 +288,7 @@ def test_phases_are_a_function_of_the_number_alone(corpora):
     ],
 )
 def test_one_phase_reads_what_it_read_before_there_were_phases(corpora, mix, digest):
-    """The digests are of 3,000 sequences as version 3ab0dbc read them: runs from then go on with the same data."""
+    """The digests are of 3,000 sequences as version 3ab0dbc read them: runs from then resume with the same data."""
     rows = mixture(corpora, mix).sequences(np.arange(3000), seed=7)
     assert hashlib.sha256(rows.tobytes()).hexdigest().startswith(digest)
 
@@ -330,30 +300,26 @@ def test_validation_has_the_mean_weights_of_the_phases(corpora):
     assert val.n_sequences == 141 and val.borders == []
 
 
+WRONG = ["a", "a:0.7,b", "a:x", ":1", "a:0,b:1", "a:-1", "a:nan", "a:1e999", "a:1,a:2", "a:1 until"]
+WRONG += ["a:1 until 80%, b:1", "a until 0.5, b:1", "a:1,a:2 until 0.5, b:1"]
+WRONG = [(mix, "a folder that is named once in its phase, a colon and a weight") for mix in WRONG]
+
+
 @pytest.mark.parametrize(
     "mix, said",
     [
+        *WRONG,
+        ("a:1,b:1e-9", "b has less"),
+        ("a:1 until 0.5, nothing:1", "nothing/train"),
         ("a:1 until 0.5", "nothing follows the last until"),
-        ("a:1 until 0.5,", "nothing follows the last until"),
         ("a:1 until 1, b:1", "until 1 must name a share of the run above 0 and below 1"),
         ("a:1 until 0, b:1", "until 0 must name"),
-        ("a:1 until 80%, b:1", "until 80% must name"),
-        ("a:1 until -0.5, b:1", "until -0.5 must name"),
-        ("a:1 until nan, b:1", "until nan must name"),
         ("a:1 until 0.5, b:1 until 0.5, a:1", "until 0.5 must name a share of the run above 0.5"),
-        ("a:1 until 0.5, b:1 until 0.3, a:1", "until 0.3 must name a share of the run above 0.5"),
-        ("a:1 until, b:1", "'a:1 until' is not a folder, a colon and a weight"),
-        ("a until 0.5, b:1", "'a' is not a folder, a colon and a weight"),
-        ("a:1 until 0.5, b", "'b' is not a folder, a colon and a weight"),
-        ("a:1,a:2 until 0.5, b:1", "'a:2' is named twice"),
-        ("a:1 until 0.5, nothing:1", "nothing/train"),
-        ("a:1 until 0.5, a:1,b:1e-9", "b has less"),
         ("a:1 until 0.004, b:1", "a phase of it has no sequence in a run of 100"),
-        ("a:1 until 0.996, b:1", "a phase of it has no sequence in a run of 100"),
         ("a:1 until 0.5, b:1 until 0.504, a:1", "a phase of it has no sequence in a run of 100"),
     ],
 )
-def test_wrong_phases_are_named(corpora, mix, said):
+def test_a_wrong_mixture_is_named(corpora, mix, said):
     with pytest.raises(messages.UserError) as e:
         phased(corpora, 100, mix)
     assert said in str(e.value) and str(e.value).endswith(".") and "\n" not in str(e.value)
@@ -392,7 +358,8 @@ def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path
     train(**flags, training_steps=6)
     assert rows() == whole
     with pytest.raises(
-        messages.UserError, match="change after 48 sequences now, but after 24 when the first 48"
+        messages.UserError,
+        match=r"change after \[48\] sequences now, but after \[24\] when the first",
     ):
         train(**flags, training_steps=12)
 
@@ -401,7 +368,7 @@ def test_corpora_must_share_a_tokenizer(corpora):
     describe(corpora / "a")
     describe(corpora / "b", **small_tokenizer(corpora / "b", 199))
     with pytest.raises(
-        messages.UserError, match="--mix: .*b/train was made with another tokenizer than .*a/train"
+        messages.UserError, match="--mix: .*a/train and .*b/train were made with diff"
     ):
         mixture(corpora, "a:1,b:1")
 
@@ -425,33 +392,6 @@ def test_prefetch_makes_three_ahead_and_no_more():
     assert begun.acquire(timeout=20) and not batches.ahead[1].done()  # 4 is being made
     go.set()
     assert [next(batches), next(batches)] == [3, 4]
-    batches.close()
-
-
-def test_prefetch_counts_what_the_devices_wait_for(monkeypatch):
-    """From the moment that they have done what they were given until the item is there; nothing for one that is."""
-    clock, go = [0.0], threading.Event()
-
-    def make(n):
-        assert n < 3 or go.wait(20)
-        return n
-
-    def busy():
-        clock[0] += 20
-
-    def wait(items):
-        go.set()
-        clock[0] += 3
-        return [item.result(20) for item in items]
-
-    monkeypatch.setattr(dataset, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(dataset, "wait", wait)
-    batches = dataset.Prefetch(make, range(4), busy=busy)
-    assert batches.error(3) is None  # so they are made
-    batches.waited = 0.0
-    assert [next(batches) for _ in range(3)] == [0, 1, 2] and batches.waited == 0
-    go.clear()
-    assert next(batches) == 3 and batches.waited == 3
     batches.close()
 
 
@@ -534,72 +474,39 @@ def what_is_read(folder):
 
 GONE = object()  # a key that is deleted
 SHARD = ("shards", 1)
-EDITS = [  # (path of a key, its new value, the field that the message names)
+EDITS = [  # (path of a key, its new value, what the message names)
     (("tokens",), -5, "tokens is -5"),
-    (("tokens",), 0, "tokens is 0"),
-    (("tokens",), 2703, "tokens is 2703, but must be 2702"),
-    (("tokens",), "2702", "tokens is '2702'"),
-    (("tokens",), 2702.0, "tokens is 2702.0, but must be a whole number"),
-    (("tokens",), True, "tokens is True"),
+    (("tokens",), 2703, "tokens is 2703, but must match 2702"),
+    (("tokens",), "2702", 'tokens is "2702"'),
+    (("tokens",), True, "tokens is true"),
     (("tokens",), 10**400, "tokens is 1000"),
-    (("tokens",), float("nan"), "tokens is nan"),
     (("tokens",), GONE, "tokens is missing"),
-    (("bytes",), GONE, "bytes is missing"),
-    (("bytes",), float("inf"), "bytes is inf"),
-    (("bytes",), -1, "bytes is -1"),
-    (("documents",), None, "documents is None"),
-    (("empty_documents",), -2, "empty_documents is -2"),
-    (("damaged_records",), [], "damaged_records is []"),
+    (("bytes",), float("inf"), "bytes is Infinity"),
+    (("documents",), None, "documents is null"),
     (("dtype",), "uint32", "train/000000.npy is damaged"),
-    (("dtype",), "float32", "dtype is 'float32'"),
-    (("dtype",), ["uint16"], "dtype is ['uint16']"),
-    (("dtype",), GONE, "dtype is missing"),
+    (("dtype",), "float32", 'dtype is "float32"'),
     (("vocab_size",), 0, "vocab_size is 0"),
     (("vocab_size",), 2**80, "vocab_size is 12"),
     (("vocab_size",), 199, "vocab_size of their manifest"),
-    (("vocab_size",), "200", "vocab_size is '200'"),
-    (("tokenizer",), "../tokenizer.json", "tokenizer is '../tokenizer.json'"),
-    (("tokenizer",), "/etc/passwd", "tokenizer is '/etc/passwd'"),
-    (("tokenizer",), "", "tokenizer is ''"),
-    (("tokenizer",), 7, "tokenizer is 7"),
-    (("tokenizer",), GONE, "tokenizer is missing"),
+    (("tokenizer",), "../tokenizer.json", 'tokenizer is "../tokenizer.json"'),
     (("tokenizer",), "other.json", "other.json: there is no such file"),
-    (("tokenizer_sha256",), "../../x", "tokenizer_sha256 is '../../x'"),
     (("tokenizer_sha256",), "0" * 64, "tokenizer_sha256 of their manifest"),
     (("tokenizer_sha256",), GONE, "tokenizer_sha256 is missing"),
     (("shards",), [], "shards is []"),
-    (("shards",), {}, "shards is {}"),
-    (("shards",), ["000000.npy"], "shards is ['000000.npy']"),
-    (("shards",), GONE, "shards is missing"),
-    (SHARD, None, "shards is [{"),
-    (SHARD, GONE, "shards[1].name is '000002.npy'"),
-    ((*SHARD, "tokens"), -5, "shards[1].tokens is -5"),
-    ((*SHARD, "tokens"), 0, "shards[1].tokens is 0"),
-    ((*SHARD, "tokens"), 1e999, "shards[1].tokens is inf"),
-    ((*SHARD, "tokens"), 1000, "tokens is 2702, but must be 2701"),
-    ((*SHARD, "tokens"), GONE, "shards[1].tokens is missing"),
-    ((*SHARD, "name"), "../train/000001.npy", "shards[1].name is '../train/000001.npy'"),
-    ((*SHARD, "name"), "/etc/hosts", "shards[1].name is '/etc/hosts'"),
-    ((*SHARD, "name"), "000000.npy", "shards[1].name is '000000.npy'"),
-    ((*SHARD, "name"), GONE, "shards[1].name is missing"),
-    ((*SHARD, "crc32"), "", "shards[1].crc32 is ''"),
-    ((*SHARD, "crc32"), "abc", "shards[1].crc32 is 'abc'"),
-    ((*SHARD, "crc32"), "g" * 40, "shards[1].crc32 is 'ggg"),
-    ((*SHARD, "crc32"), "0" * 32, "shards[1].crc32 has 32 digits, but must have 40"),
+    (("shards",), ["000000.npy"], "shards is ["),
+    (SHARD, None, "shards[1].name is missing"),
+    (SHARD, GONE, 'shards[1].name is "000002.npy"'),
+    ((*SHARD, "tokens"), 1e999, "shards[1].tokens is Infinity"),
+    ((*SHARD, "tokens"), 1000, "tokens is 2702, but must match 2701"),
+    ((*SHARD, "name"), "/etc/hosts", 'shards[1].name is "/etc/hosts"'),
+    ((*SHARD, "crc32"), "g" * 40, 'shards[1].crc32 is "ggg'),
+    ((*SHARD, "crc32"), "0" * 32, "train/000001.npy is damaged"),
     ((*SHARD, "crc32"), "0" * 40, "train/000001.npy is damaged"),
-    ((*SHARD, "crc32"), 12, "shards[1].crc32 is 12"),
     ((*SHARD, "crc32"), GONE, "shards[1].crc32 is missing"),
-    ((*SHARD, "sha256"), "../../x", "shards[1].sha256 is '../../x'"),
-    ((*SHARD, "sha256"), "ab", "shards[1].sha256 is 'ab'"),
-    ((*SHARD, "sha256"), "f" * 64, "train/000001.npy is damaged (its sha256"),
-    ((*SHARD, "sha256"), GONE, "shards[1].sha256 is missing"),
-    (("manifest_sha256",), None, "manifest_sha256 is None"),
-    (("manifest_sha256",), "0" * 64, "manifest_sha256 is '000"),
+    ((*SHARD, "sha256"), "ab", 'shards[1].sha256 is "ab"'),
+    (("manifest_sha256",), None, "manifest_sha256 is not the hash"),
     # of no use to a run, which only the checksum can find
     (("shard_tokens",), -1, None),
-    (("source",), [], None),
-    (("version",), GONE, None),
-    (("notes",), float("nan"), None),
 ]
 
 
@@ -614,30 +521,25 @@ def edited(made, path, value):
     return made
 
 
-@pytest.mark.parametrize("verified", [True, False], ids=["checksum", "none"])
-@pytest.mark.parametrize(
-    "path, value, named",
-    EDITS,
-    ids=[f"{'.'.join(map(str, e[0]))}-{i}" for i, e in enumerate(EDITS)],
-)
-def test_an_edited_manifest_is_refused_or_changes_nothing(described, path, value, named, verified):
-    """In one sentence that names what is wrong; nothing is written outside of the cache, or anywhere."""
+@pytest.mark.parametrize("path, value, named", EDITS)
+def test_an_edited_manifest_is_refused_or_changes_nothing(described, path, value, named):
+    """In one sentence that names what is wrong, with and without a checksum; nothing is written anywhere."""
     file, before = described / "train" / "manifest.json", what_is_read(described)
     made = json.loads(file.read_text()) | {"shard_tokens": 1001, "version": "1", "source": "x"}
     del made["manifest_sha256"]
-    if verified:
-        made = json.loads(manifest.dump(made))
     file.write_text(json.dumps(edited(made, path, value)))
     files = sorted(described.parent.rglob("*"))
-    if not verified and named is None:
+    if named is None:
         assert what_is_read(described) == before
     else:
         with pytest.raises(messages.UserError) as e:
             what_is_read(described)
         said = str(e.value)
-        by_checksum = verified and f"{file}: manifest_sha256 is" in said
-        assert by_checksum or (named in said and str(described) in said)
-        assert said.endswith(".") and said.count(". ") == 0 and "\n" not in said
+        assert named in said and str(described) in said
+        assert said.endswith(".") and "\n" not in said
+    file.write_text(json.dumps(edited(json.loads(manifest.dump(made)), path, value)))
+    with pytest.raises(messages.UserError, match=f"{file}: manifest_sha256 is not the hash"):
+        what_is_read(described)
     assert sorted(described.parent.rglob("*")) == files
 
 
@@ -645,14 +547,8 @@ def test_an_edited_manifest_is_refused_or_changes_nothing(described, path, value
     "content, said",
     [
         (b"", "is not JSON"),
-        (b"\n", "is not JSON"),
-        (b"{", "is not JSON"),
         (b"[]", "not a JSON object"),
-        (b"null", "not a JSON object"),
         (b"{}", "tokenizer is missing"),
-        (b"\xff\xfe\x00", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (b'{"tokens": ' + b"9" * 5000 + b"}", "is not JSON"),
         (None, "cannot be read"),
     ],
 )
@@ -699,8 +595,8 @@ def test_manifests_of_before_are_read_as_before_with_a_line(described):
     warnings.append(open_described(described).corpora[0].unverified)
     assert warnings == [
         "",
-        f"warning: {path} has no manifest_sha256, so it is not verified itself",
-        f"warning: {path} has no checksums, so neither it nor its shards are verified",
+        f"warning: {path} lacks checksums, so it is not verified",
+        f"warning: {path} lacks checksums, so it and its shards are not verified",
         f"warning: {path.parent} has no manifest.json, so its shards are not verified",
     ]
 
@@ -759,7 +655,7 @@ def test_the_flags_tokenizer_must_be_that_of_the_shards(described, tmp_path):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_validation_has_the_tokenizer_of_training(corpora, train, split):
-    """A split whose manifest tells of another tokenizer than the other's."""
+    """A split whose manifest names another tokenizer than the other's."""
     describe(corpora / "a")
     path = corpora / "a" / split / "manifest.json"
     made = json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}
@@ -769,7 +665,7 @@ def test_validation_has_the_tokenizer_of_training(corpora, train, split):
 
 
 @pytest.mark.parametrize(
-    "lines", [[b"YQ== 0", b"Yg== 0"], [b"YQ== -1"], [b"YQ== 5"], [b"YQ== 99999999999999999999"], []]
+    "lines", [[b"YQ== 0", b"Yg== 0"], [b"YQ== -1"], [b"YQ== 99999999999999999999"], []]
 )
 def test_ranks_that_tiktoken_would_panic_at_are_refused(tmp_path, lines):
     path = tmp_path / "x.tiktoken"

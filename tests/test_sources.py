@@ -1,39 +1,39 @@
-"""Sources however they are: one file, few documents, duplicates, documents too long, files of all kinds."""
+"""Sources however they are: damaged, duplicated, of few or too long documents, files of all kinds."""
 
 import gzip
 import json
 import random
 import shutil
+import threading
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_data_programs import content, run, write_files
-from test_data_scale import COMPRESS, Killed, write_lines, write_rows
-from test_data_scale import ranks_file as ranks_file  # a fixture
+from test_data_programs import (
+    COMPRESS,
+    RECORDS,
+    check,
+    content,
+    make_texts,
+    manifests,
+    reference,
+    refused,
+    run,
+    some_texts,
+    write,
+    write_files,
+    write_lines,
+    write_rows,
+)
+from test_data_programs import ranks_file as ranks_file  # a fixture
+from test_data_programs import tokenize as tokenize  # a fixture
+from test_data_programs import writes as writes  # a fixture
 
-import data.output
-import data.workers
-from data import splits, tokenization, tokenize_shards, train_tokenizer
+from data import splits, tokenization, train_tokenizer
 from data.sources import files
 from data.sources import text as source_text
-
-RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-
-
-@pytest.fixture
-def tokenize(ranks_file, tmp_path, capsys, monkeypatch):
-    """A function that runs data/tokenize_shards.py on a source in tmp_path; it returns as test_data_programs.run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
-
-    def tokenize(source, output="out", *more):
-        flags = ["--output", output, "--tokenizer", ranks_file, "--text_column", "body"]
-        flags += ["--shard_tokens", 500, "--workers", 1, *more]
-        return run(tokenize_shards, capsys, monkeypatch, f"--source={source}", *flags)
-
-    return tokenize
 
 
 def texts_in(output, ranks_file):
@@ -47,171 +47,86 @@ def texts_in(output, ranks_file):
     return texts
 
 
-def manifests(output):
-    return [json.loads((output / split / "manifest.json").read_text()) for split in splits.SPLITS]
+# --- Few documents, and duplicates ------------------------------------------------------------------------------
 
 
-def write(path, texts):
-    """A file of records, or a folder of text files."""
-    if path.suffix == ".parquet":
-        write_rows(path, texts)
-    elif path.suffix:
-        write_lines(path, texts)
-    else:
-        write_files(path, {f"{i:03d}.txt": text.encode() for i, text in enumerate(texts)})
-
-
-def some_texts(n):
-    rng = random.Random(3)
-    return [" ".join(rng.choices("the quick brown fox jumps".split(), k=50)) for _ in range(n)]
-
-
-# --- A file, and few documents ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["doc.txt", "doc.unknown", "doc", "doc.txt.gz", "doc.md.zst"])
+@pytest.mark.parametrize("name", ["doc.txt", "doc", "doc.txt.gz", "doc.md.zst"])
 def test_one_text_file(tokenize, ranks_file, tmp_path, capsys, monkeypatch, name):
     """Its end validates, however the file is named; the tokenizer learns from its beginning alone."""
     text = "".join(f"line {i} of the only document\n" for i in range(300))
     compress = COMPRESS.get("." + name.rpartition(".")[2], bytes)
     write_files(tmp_path, {f"in/{name}": compress(text.encode())})
     monkeypatch.setenv("HOME", str(tmp_path))
-    learned = []
-    train = train_tokenizer.train
-    monkeypatch.setattr(
-        train_tokenizer, "train", lambda *args: learned.append(args[0]) or train(*args)
-    )
-    for source in (f"in/{name}", f"~/in/{name}", tmp_path / "in" / name, "in", "in/d*"):
+    learned, train = [], train_tokenizer.train
+    monkeypatch.setattr(train_tokenizer, "train", lambda *a: learned.append(a[0]) or train(*a))
+    for source in (f"~/in/{name}", tmp_path / "in" / name, "in", "in/d*"):
         shutil.rmtree("out", ignore_errors=True)
         status, out, err = tokenize(source)
         assert (status, err, out.count("\n")) == (0, "", 2) and "val is the last 10% of each" in out
         (begin,), (end,) = texts_in(tmp_path / "out", ranks_file).values()
         assert begin + end == text and 0.09 * len(text) < len(end) < 0.11 * len(text)
-        assert manifests(tmp_path / "out")[1]["validation"] == "the end of every document"
-        assert manifests(tmp_path / "out")[1]["bytes"] == len(end)
+        about = manifests(tmp_path / "out")[1]
+        assert (about["validation"], about["bytes"]) == ("the end of every document", len(end))
         flags = [f"--source={source}", "--vocab_size", 270, "--output", "x.tiktoken"]
         assert run(train_tokenizer, capsys, monkeypatch, *flags)[0] == 0
         assert learned.pop() == [begin]
-    status, out, _ = tokenize(source)
-    assert status == 0 and out.count("\n") == 1 and "nothing to do" in out
 
 
 @pytest.mark.parametrize("kind", ["", *RECORDS])
 def test_few_documents(tokenize, ranks_file, tmp_path, monkeypatch, kind):
-    """Val has the share of the text, and of equal documents the same end; killed at any write, the bytes are the same,
-    and those of two workers."""
+    """Val has the share of the text, and of equal documents the same end. Of more documents none is cut."""
     texts = some_texts(3)
     write(tmp_path / f"in{kind}", [*texts, texts[0]])
-    status, out, _ = tokenize(f"in{kind}", "whole")
+    status, out, _ = tokenize(f"in{kind}")
     assert status == 0 and "1 exact duplicate among them" in out
-    train, val = texts_in(tmp_path / "whole", ranks_file).values()
+    train, val = texts_in(tmp_path / "out", ranks_file).values()
     assert [a + b for a, b in zip(train, val, strict=True)] == [*texts, texts[0]]
     assert all(0.05 * len(t) < len(end) < 0.15 * len(t) for t, end in zip(texts, val))
-    assert [m["documents"] for m in manifests(tmp_path / "whole")] == [4, 4]
-
-    writes, new_file, write_file = [], data.output.new_file, data.output.write_file
-
-    def count(of):
-        def counted(path, *args):
-            writes.append(path)
-            if len(writes) == dies_at:
-                raise Killed
-            return of(path, *args)
-
-        return counted
-
-    monkeypatch.setattr(data.output, "new_file", count(new_file))
-    monkeypatch.setattr(data.output, "write_file", count(write_file))
-    dies_at = None
-    assert tokenize(f"in{kind}", "again", "--shard_tokens", 50)[0] == 0
-    for dies_at in range(1, len(writes) + 1):
-        writes.clear()
-        with pytest.raises(Killed):
-            tokenize(f"in{kind}", str(dies_at), "--shard_tokens", 50)
-        at, dies_at = dies_at, None
-        assert tokenize(f"in{kind}", str(at), "--shard_tokens", 50)[0] == 0
-        assert content(tmp_path / str(at)) == content(tmp_path / "again")
-    if not kind:
-        assert tokenize("in", "two", "--shard_tokens", 50, "--workers", 2)[0] == 0
-        assert content(tmp_path / "two") == content(tmp_path / "again")
+    assert [m["documents"] for m in manifests(tmp_path / "out")] == [4, 4]
+    monkeypatch.setattr(splits, "FEW", 4)
+    assert (
+        tokenize(f"in{kind}", "more", "--val_fraction", 0.999)[0] == 2
+    )  # whole ones: none in train
+    drop = ["--val_fraction", 0.999, "--drop_duplicates"]  # of which there are three
+    assert tokenize(f"in{kind}", "more", *drop)[0] == 0
 
 
 def test_few_documents_of_a_word(tokenize, tmp_path):
     """A text of one character cannot be cut: a sentence says so. Of 0 there is no val, and nothing is cut."""
     write_files(tmp_path, {"in/a": b"x"})
-    status, out, err = tokenize("in")
-    assert (
-        status == 2
-        and err.count("\n") == 1
-        and "--val_fraction 0.1: there is no text for val" in err
-    )
+    refused(tokenize("in"), "--val_fraction 0.1: there is no text for val")
     assert tokenize("in", "none", "--val_fraction", 0)[0] == 0
     assert not (tmp_path / "none/val/manifest.json").exists()
     assert json.loads((tmp_path / "none/train/manifest.json").read_text())["validation"] == "none"
 
 
-# --- Train and val, and duplicates ------------------------------------------------------------------------------
-
-
 def test_the_text_alone_decides(tokenize, ranks_file, tmp_path):
-    """In any order, in files of any kind, with duplicates among them, a document is on the same side."""
-    texts = some_texts(60)
-    sides = None
+    """In any order, in files of any kind, with duplicates among them, a document is on the same side. Without them the
+    shards are those of the first of each text; empty documents are no duplicates."""
+    texts, sides = some_texts(60), None
     for i, kind in enumerate(["", *RECORDS]):
-        shuffled = random.Random(i).sample(texts + texts[:20], 80)
+        shuffled = random.Random(i).sample(texts + texts[:20], 80) + ["", ""]
         write(tmp_path / f"in{kind}", shuffled)
-        status, out, _ = tokenize(f"in{kind}", f"out{kind}", "--val_fraction", 0.3)
-        assert status == 0 and "20 exact duplicates among them (--drop_duplicates" in out
+        write(tmp_path / f"unique{kind}", [*dict.fromkeys(shuffled), ""])
+        ended = tokenize(f"in{kind}", f"out{kind}", "--val_fraction", 0.3)
+        assert ended[0] == 0 and "20 exact duplicates among them (--drop_duplicates" in ended[1]
         found = texts_in(tmp_path / f"out{kind}", ranks_file)
-        assert sum(m["duplicate_documents"] for m in manifests(tmp_path / f"out{kind}")) == 20
         here = {split: sorted(set(found[split])) for split in splits.SPLITS}
         sides = sides or here
         assert here == sides and not set(here["train"]) & set(here["val"])
         assert sorted(here["train"] + here["val"]) == sorted(texts)
-
-
-@pytest.mark.parametrize("kind", ["", ".jsonl", ".parquet"])
-def test_duplicates_are_left_out(tokenize, ranks_file, tmp_path, monkeypatch, kind):
-    """The shards are those of the first of each text, also when killed at any write and resumed, and of two workers;
-    empty documents are no duplicates."""
-    texts = ["", *some_texts(40), ""]
-    again = random.Random(0).choices(texts[1:-1], k=30)
-    more = ["--val_fraction", 0.3]
-    write(tmp_path / f"in{kind}", texts + again)
-    write(tmp_path / f"unique{kind}", texts)
-    assert tokenize(f"unique{kind}", "unique_out", *more)[0] == 0
-    drop = [*more, "--drop_duplicates"]
-    writes, new_file, dies_at = [], data.output.new_file, None
-
-    def dying(path):
-        writes.append(path)
-        if len(writes) == dies_at:
-            raise Killed
-        return new_file(path)
-
-    monkeypatch.setattr(data.output, "new_file", dying)
-    status, out, _ = tokenize(f"in{kind}", "whole", *drop)
-    assert status == 0 and "30 exact duplicates left out" in out
-    for split in splits.SPLITS:
-        for path in (tmp_path / "unique_out" / split).glob("*.npy"):
-            assert path.read_bytes() == (tmp_path / "whole" / split / path.name).read_bytes()
-    about = manifests(tmp_path / "whole")
-    assert sum(m["duplicate_documents"] for m in about) == 30
-    assert (
-        sum(m["documents"] for m in about) == 40 and sum(m["empty_documents"] for m in about) == 2
-    )
-    for dies_at in range(1, len(writes) + 1):
-        writes.clear()
-        with pytest.raises(Killed):
-            tokenize(f"in{kind}", str(dies_at), *drop)
-        at, dies_at = dies_at, None
-        assert tokenize(f"in{kind}", str(at), *drop)[0] == 0
-        assert content(tmp_path / str(at)) == content(tmp_path / "whole")
-    if not kind:
-        assert tokenize("in", "two", *drop, "--workers", 2)[0] == 0
-        assert content(tmp_path / "two") == content(tmp_path / "whole")
-    status, out, err = tokenize(f"in{kind}", "whole", *more)
-    assert status == 2 and "drop_duplicates was True and is now False" in err
+        status, out, _ = tokenize(
+            f"in{kind}", f"drop{kind}", "--val_fraction", 0.3, "--drop_duplicates"
+        )
+        assert status == 0 and "20 exact duplicates left out" in out
+        assert tokenize(f"unique{kind}", f"unique_out{kind}", "--val_fraction", 0.3)[0] == 0
+        for split in splits.SPLITS:
+            for path in (tmp_path / f"unique_out{kind}" / split).glob("*.npy"):
+                same = tmp_path / f"drop{kind}" / split / path.name
+                assert path.read_bytes() == same.read_bytes()
+        about = manifests(tmp_path / f"drop{kind}")
+        counts = [sum(m[f"{k}documents"] for m in about) for k in ("", "duplicate_", "empty_")]
+        assert counts == [60, 20, 2]
 
 
 def test_hashes_that_were_seen():
@@ -226,18 +141,157 @@ def test_hashes_that_were_seen():
     assert set(seen.all().tolist()) == expected
 
 
-def test_shards_of_an_earlier_version(tokenize, tmp_path):
-    """Whose manifests tell nothing of validation and duplicates: finished ones are still those of these settings."""
-    write(tmp_path / "in", some_texts(40))
-    assert tokenize("in")[0] == 0
-    for split, manifest in zip(splits.SPLITS, manifests(tmp_path / "out")):
-        for key in ("validation", "drop_duplicates", "duplicate_documents", "manifest_sha256"):
-            manifest.pop(key, None)
-        (tmp_path / "out" / split / "manifest.json").write_text(json.dumps(manifest))
-    status, out, _ = tokenize("in")
-    assert status == 0 and "nothing to do" in out
-    status, _, err = tokenize("in", "out", "--drop_duplicates")
-    assert status == 2 and "drop_duplicates was False and is now True" in err
+# --- Damage -----------------------------------------------------------------------------------------------------
+
+
+def damage(path):
+    """Cut a compressed file short, or overwrite a row group in the middle of a parquet file."""
+    sound = path.read_bytes()
+    if path.suffix == ".parquet":
+        column = pq.ParquetFile(path).metadata.row_group(2).column(1)
+        start = column.dictionary_page_offset or column.data_page_offset
+        end = start + column.total_compressed_size
+        path.write_bytes(sound[:start] + b"\xff" * (end - start) + sound[end:])
+    else:
+        path.write_bytes(sound[: len(sound) * 2 // 3])
+    return sound
+
+
+@pytest.fixture(params=[".jsonl.gz", ".jsonl.zst", ".parquet"])
+def three(request, tmp_path, monkeypatch):
+    """(three files of 40 records, of which the second is damaged, what it was before, kind). No few documents."""
+    monkeypatch.setattr(splits, "FEW", 5)
+    paths = [tmp_path / "in" / f"{i}{request.param}" for i in range(3)]
+    paths[0].parent.mkdir()
+    for path in paths:
+        write(path, [f"{path.name} {t}" for t in make_texts(40, lone=False)])
+    return paths, damage(paths[1]), request.param
+
+
+def test_a_damaged_file_is_replaced(three, tokenize, tmp_path):
+    """The same command resumes from what is sound, to the bytes of a run that met no damage. What was read before must
+    be the same: also the beginning of the file that was replaced."""
+    paths, sound, kind = three
+    name = f"{paths[1].name} cannot be read"
+    for _ in range(2):
+        refused(tokenize("in"), name, "rerun the same command to resume")
+    shard = tmp_path / "out/train/000000.npy"
+    written, first = shard.stat().st_mtime_ns, paths[0].read_bytes()
+    # of a torn archive as small as these no record was read
+    for path in paths[: 2 if kind == ".parquet" else 1]:
+        write(path, make_texts(40, lone=False)[::-1])
+        refused(tokenize("in"), "changed")
+        paths[0].write_bytes(first)
+    paths[1].write_bytes(sound)
+    status, _, err = tokenize("in")
+    assert (status, err) == (0, "") and shard.stat().st_mtime_ns == written
+    assert tokenize("in", "whole")[0] == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_damage_is_skipped_and_counted(three, tokenize, writes, tmp_path):
+    """Also by a run that is stopped at its n-th write and started again, and by worker processes."""
+    paths, _, kind = three
+    lost = {"damaged_files": 0, "damaged_records": 7}
+    if kind != ".parquet":
+        lost = {"damaged_files": 1, "damaged_records": 4}
+        for line in (b'{"body": ', b'{"id": 3}', b'{"body": 3}', b"[]"):
+            paths[2].write_bytes(paths[2].read_bytes() + COMPRESS[paths[2].suffix](line + b"\n"))
+    status, _, err = tokenize("in", "whole", "--skip_damaged")
+    words = f"{lost['damaged_records']} damaged records left out"
+    assert status == 0 and f"{paths[1]} cannot be read" in err and words in err, err
+    about, n = manifests(tmp_path / "whole"), len(writes)
+    assert {key: sum(m[key] for m in about) for key in lost} == lost
+    documents = sum(m["documents"] + m["empty_documents"] for m in about)
+    assert documents == 113 if kind == ".parquet" else 80 <= documents < 120
+    for dies_at in range(2, n, 4):
+        writes.killed(dies_at, lambda: tokenize("in", str(dies_at), "--skip_damaged"))
+        assert tokenize("in", str(dies_at), "--skip_damaged")[0] == 0
+        assert content(tmp_path / str(dies_at)) == content(tmp_path / "whole")
+    assert tokenize("in", "two", "--skip_damaged", "--workers", 2)[0] == 0
+    assert content(tmp_path / "two") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b'{"body": "x"}\n{"body": ', ["--source", "line 2 of"]),
+        (b'{"text": "x"}', ["--text_column body", "text"]),
+        (b'["x"]', ["--text_column body", "line 1 of"]),
+        (b'{"body": 3}', ["--text_column body", "int"]),
+        (None, ["--source", "cannot be read"]),
+    ],
+)
+def test_bad_records(tokenize, tmp_path, content, words):
+    path = tmp_path / ("a.jsonl" if content is not None else "a.jsonl.gz")
+    path.write_bytes(b"not gzip" if content is None else content)
+    refused(tokenize(path), *words)
+
+
+# --- Characters and columns -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_records_in_other_encodings(tokenize, ranks_file, tmp_path, kind):
+    """UTF-8, or UTF-16 and UTF-32 of either order, with their marks; bytes that are not UTF-8; files that are others,
+    and a folder that is a link."""
+    (tmp_path / "in").mkdir()
+    lines = '{"body": "naïve €"}\n\n{"body": "second"}'
+    compress = COMPRESS.get(kind[6:], bytes)
+    for i, encoding in enumerate(["utf-8", "utf-16-le", "utf-16-be", "utf-32-le"]):
+        (tmp_path / "in" / f"{i}{kind}").write_bytes(compress(f"\ufeff{lines}".encode(encoding)))
+    (tmp_path / "in" / f"9{kind}").write_bytes(compress(b'{"body": "caf\xe9"}'))
+    for name in ("README.md", "LICENSE", "x.json"):
+        (tmp_path / "in" / name).write_text("about it")
+    (tmp_path / "in/link").symlink_to(tmp_path / "in")
+    status, _, err = tokenize("in", "out", "--val_fraction", 0)
+    assert status == 0 and "left out: 1 symlinked folder" in err, err
+    assert f"left out: 3 other files (such as {tmp_path}/in/LICENSE)" in err
+    assert "document 8 is not UTF-8: 1 character became U+FFFD" in err
+    found = texts_in(tmp_path / "out", ranks_file)["train"]
+    assert found == ["naïve €", "second"] * 4 + ["caf\ufffd"]
+
+
+COLUMNS = {"list": ["x"], "struct": {"a": "x"}, "binary": b"x", "int64": 3, "bool": True}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_parquet_columns_that_hold_no_text(tokenize, tmp_path, kind):
+    """The first file has text: the second one and the type that it has instead are named before anything is written."""
+    write_rows(tmp_path / "0.parquet", ["text"] * 9)
+    pq.write_table(pa.table({"body": [COLUMNS[kind]] * 9}), tmp_path / "1.parquet")
+    refused(tokenize("*.parquet"), f"--text_column body: {tmp_path}/1.parquet holds {kind}")
+    refused(tokenize("0.parquet", "out", "--text_column", "no"), "--text_column no", "id, body")
+    assert not (tmp_path / "out").exists()
+
+
+def test_parquet_columns_that_hold_text(tokenize, ranks_file, tmp_path, monkeypatch):
+    """However Arrow stores it. Only threads of this program read: those of Arrow that still do at exit abort it."""
+    texts, readers = make_texts(60, lone=False), set()
+    one = pa.array(texts)
+    forms = [one, one.cast(pa.large_string()), one.cast(pa.string_view()), one.dictionary_encode()]
+    bad = pa.array([b"caf\xe9", None, b"x"] * 20).cast(pa.binary()).view(pa.string())
+    for i, form in enumerate([*forms, pa.nulls(60), bad]):
+        pq.write_table(pa.table({"body": form}), tmp_path / f"{i}.parquet", row_group_size=13)
+    opened = type(fsspec.filesystem("file")).open
+
+    def watched(self, path, *args, **kwargs):
+        f = opened(self, path, *args, **kwargs)
+        if path.endswith(".parquet"):
+            read = f.f.read
+            f.read = lambda *args: (
+                readers.add(type(threading.current_thread()).__name__),
+                read(*args),
+            )[1]
+        return f
+
+    monkeypatch.setattr(type(fsspec.filesystem("file")), "open", watched)
+    status, _, err = tokenize("*.parquet")
+    assert status == 0 and "20 characters of 20 documents became U+FFFD" in err
+    assert readers == {"_MainThread", "Thread"}, "a _DummyThread is none of Python's"
+    encoding = tokenization.load_tokenizer(str(ranks_file))
+    texts = texts * 4 + [None] * 60 + ["caf\ufffd", None, "x"] * 20
+    check(tmp_path / "out", reference(texts, encoding, 0.1), encoding, 1000)
 
 
 # --- Documents that are too long --------------------------------------------------------------------------------
@@ -248,78 +302,83 @@ def write_dictionary(path, texts):
     pq.write_table(pa.table({"body": pa.array(texts).dictionary_encode()}), path)
 
 
-def write_wide(path, texts):
-    """A .jsonl file in UTF-16."""
-    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts), "utf-16")
-
-
 TOO_LONG = [(kind, write) for kind in ("", ".txt.gz", *RECORDS)]
 
 
-@pytest.mark.parametrize(
-    "kind, writer", [*TOO_LONG, (".parquet", write_dictionary), (".jsonl", write_wide)]
-)
+@pytest.mark.parametrize("kind, writer", [*TOO_LONG, (".parquet", write_dictionary)])
 def test_a_document_that_is_too_long(tokenize, ranks_file, tmp_path, monkeypatch, kind, writer):
     """Refused by its file and place; with --skip_damaged it alone is left out and counted. One that is just short
     enough is read."""
     monkeypatch.setattr(source_text, "LONGEST", 3000)
     texts = ["before", "a" * 10_000, "b" * 2900, "c" * 9_000_000, "after"]
+    source, word = f"in{kind}", {"": "001.txt", ".parquet": "row 2 of"}.get(kind, "line 2 of")
     if kind == ".txt.gz":
-        files = {f"in/{i}{kind}": gzip.compress(text.encode()) for i, text in enumerate(texts)}
-        write_files(tmp_path, files)
+        held = {f"in/{i}{kind}": gzip.compress(text.encode()) for i, text in enumerate(texts)}
+        write_files(tmp_path, held)
         source, word = "in", "1.txt.gz"
     else:
-        source = f"in{kind}"
         writer(tmp_path / source, texts)
-        word = {"": "001.txt", ".parquet": "row 2 of"}.get(kind, "line 2 of")
-    status, out, err = tokenize(source, "out", "--val_fraction", 0)
-    assert (status, out, err.count("error: ")) == (2, "", 1) and "Traceback" not in err, err
-    assert word in err and source in err and "is longer than 3,000 bytes" in err, err
-    flags = ["--val_fraction", 0, "--skip_damaged"]
-    status, out, err = tokenize(source, "skip", *flags)
+    refused(tokenize(source, "out", "--val_fraction", 0), word, "is longer than 3,000 bytes")
+    status, _, err = tokenize(source, "skip", "--val_fraction", 0, "--skip_damaged")
     assert status == 0 and err.count("is longer than") == 2 and "Traceback" not in err
     assert texts_in(tmp_path / "skip", ranks_file)["train"] == [texts[0], texts[2], texts[4]]
-    manifest = json.loads((tmp_path / "skip/train/manifest.json").read_text())
+    made = json.loads((tmp_path / "skip/train/manifest.json").read_text())
     lost = "damaged_records" if kind in RECORDS else "damaged_files"
-    assert manifest[lost] == 2 and manifest["documents"] == 3
+    assert made[lost] == 2 and made["documents"] == 3
 
 
-@pytest.mark.parametrize(
-    "fraction, where", [(0.1, "of 20 documents"), (0.01, "the last 1% of each")]
-)
 def test_a_long_text_file_is_read_in_parts_that_end_with_lines(
-    tokenize, ranks_file, tmp_path, monkeypatch, fraction, where
+    tokenize, ranks_file, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(source_text, "LONGEST", 3000)
     monkeypatch.setattr(files, "PART", 700)
     lines = [f"{n} " + "é" * (n % 50) + "\n" for n in range(300)]
     (tmp_path / "long.txt").write_text("".join(lines) + "no end")
-    status, out, err = tokenize("long.txt", "out", "--val_fraction", fraction)
-    assert (status, err) == (0, "")
-    assert where in out, out
-    texts = texts_in(tmp_path / "out", ranks_file)
-    found = texts["train"] + texts["val"]
-    assert sorted("".join(found)) == sorted("".join(lines) + "no end")
-    if fraction == 0.1:
-        assert len(found) > 10 and sum(not text.endswith("\n") for text in found) == 1
-        assert max(len(text.encode()) for text in found) < 900
-
-
-def test_a_record_that_memory_cannot_hold(tokenize, tmp_path, monkeypatch):
-    write_lines(tmp_path / "a.jsonl", ["y", "x", "z"])
-    loads = json.loads
-
-    def short(line):
-        if '"y"' in line:
-            raise MemoryError
-        return loads(line)
-
-    monkeypatch.setattr("data.sources.jsonl.json.loads", short)
-    status, out, err = tokenize("a.jsonl")
-    assert (status, out, err.count("\n")) == (2, "", 1) and "line 1 of" in err and "memory" in err
+    for fraction, where in [(0.1, "of 20 documents"), (0.01, "the last 1% of each")]:
+        status, out, err = tokenize("long.txt", f"{fraction}", "--val_fraction", fraction)
+        assert (status, err) == (0, "") and where in out, out
+        texts = texts_in(tmp_path / f"{fraction}", ranks_file)
+        found = texts["train"] + texts["val"]
+        assert sorted("".join(found)) == sorted("".join(lines) + "no end")
+        if fraction == 0.1:
+            assert len(found) > 10 and sum(not text.endswith("\n") for text in found) == 1
+            assert max(len(text.encode()) for text in found) < 900
 
 
 # --- Kinds of files ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".json.gz"])
+def test_a_dataset_of_the_hub(tokenize, ranks_file, tmp_path, monkeypatch, ending):
+    """Config, split and revision reach `datasets`, which here reads a folder laid out as a dataset of the hub is."""
+    import datasets
+    import huggingface_hub
+
+    texts, folder = make_texts(60, lone=False), tmp_path / "hub"
+    (folder / "small").mkdir(parents=True)
+    for i, some in enumerate((texts[:20], texts[20:])):
+        write(folder / "small" / f"{i}{ending}", some)
+    listing = f"[{{split: whole, path: small/*{ending}}}]"
+    listing = f"---\nconfigs:\n- config_name: small\n  data_files: {listing}\n---\n"
+    (folder / "README.md").write_text(listing)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    info = huggingface_hub.hf_api.DatasetInfo(id="someone/texts", sha="5ha")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_: info)
+    load = datasets.load_dataset_builder
+
+    def local(name, *args, revision):
+        assert (name, revision) == ("someone/texts", "5ha")
+        return load(str(folder), *args)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", local)
+    asked = ["--config", "small", "--split", "whole"]
+    assert tokenize("someone/texts", "out", *asked)[0] == 0
+    encoding = tokenization.load_tokenizer(str(ranks_file))
+    check(tmp_path / "out", reference(texts, encoding, 0.1), encoding, 1000)
+    of_the_hub = {"source": "someone/texts", "config": "small", "split": "whole", "revision": "5ha"}
+    assert of_the_hub.items() <= manifests(tmp_path / "out")[0].items()
+    for flag, value in (("config", "none"), ("split", "nothing")):
+        refused(tokenize("someone/texts", "out", *asked, f"--{flag}", value), f"--{flag} {value}")
 
 
 def test_a_glob_of_folders(tokenize, ranks_file, tmp_path):
@@ -334,51 +393,26 @@ def test_a_glob_of_folders(tokenize, ranks_file, tmp_path):
     status, _, err = tokenize("recs*", "out", "--val_fraction", 0)
     assert status == 0 and "left out: 1 symlinked folder" in err and err.count("\n") == 1, err
     assert texts_in(tmp_path / "out", ranks_file)["train"] == texts + texts[2:]
-    status, _, err = tokenize("recs*", "recs-out", "--val_fraction", 0)
-    assert (
-        status == 2 and "must not lie in --source" in err and not (tmp_path / "recs-out").exists()
-    )
+    refused(tokenize("recs*", "recs-out", "--val_fraction", 0), "must not lie in --source")
+    assert not (tmp_path / "recs-out").exists()
 
 
-@pytest.mark.parametrize(
-    "files", [["recs1/a", "recs2/b"], ["recs1", "recs2"], ["recs1", "recs2/b"]]
-)
-def test_the_advice_for_two_kinds_works(tokenize, tmp_path, files):
-    """Whatever matches: folders, files, or both. Following it, one has no error."""
-    for name, kind in zip(files, (".jsonl", ".parquet")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        write(tmp_path / f"{name}{kind}", some_texts(3))
-    status, out, err = tokenize("recs*")
-    assert (status, out, err.count("\n")) == (2, "", 1) and "different kinds" in err
-    advice = err.strip().rpartition("such as ")[2].removesuffix(".")
-    assert tokenize(advice)[0] == 0, advice
-
-
-def test_text_beside_records_is_named(tokenize, tmp_path):
-    write_lines(tmp_path / "in.jsonl", ["x"])
-    write_files(
-        tmp_path, {"in/a.txt": b"text", "in/b.md": b"text", "in/c.txt.gz": gzip.compress(b"x")}
-    )
-    shutil.copy(tmp_path / "in.jsonl", tmp_path / "in/d.jsonl")
-    status, _, err = tokenize("in", "out", "--val_fraction", 0)
-    assert status == 0 and "left out: 3 other files (such as" in err and ".gz, .md, .txt" in err, (
-        err
-    )
-
-
-@pytest.mark.parametrize("name", ["book.pdf", "archive.zip", "russian.txt"])
-def test_a_file_that_is_no_text(tokenize, tmp_path, name):
-    """Named alone it is refused: its shards would hold U+FFFD."""
-    noise = random.Random(0).randbytes(5000)
-    write_files(tmp_path, {name: "Привет, мир. ".encode("cp1251") * 99 if "txt" in name else noise})
-    status, out, err = tokenize(name)
-    assert (status, out, err.count("\n")) == (2, "", 1) and f"{name}: is no text in UTF-8" in err
-    assert not (tmp_path / "out").exists()
-
-
-def test_remote_text_is_refused(tokenize):
-    import fsspec
-
+def test_what_cannot_be_a_source(tokenize, tmp_path):
+    """Two kinds of records, files that are no text, and remote text."""
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in/a.parquet", ["x"])
+    write_lines(tmp_path / "in/b.jsonl", ["y"])
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    (tmp_path / "book.pdf").write_bytes(random.Random(0).randbytes(5000))
+    (tmp_path / "russian.txt").write_bytes("Привет, мир. ".encode("cp1251") * 99)
     fsspec.filesystem("memory").pipe_file("/texts/a.txt", b"text")
-    status, out, err = tokenize("memory://texts")
-    assert (status, out, err.count("\n")) == (2, "", 1) and "1 file there, none ending in" in err
+    for source, word in {
+        "in": "different kinds",
+        "bad.parquet": "cannot be read",
+        "none*": "no such file",
+        "book.pdf": "book.pdf: is no text in UTF-8",
+        "russian.txt": "russian.txt: is no text in UTF-8",
+        "memory://texts": "1 file there, none ending in",
+    }.items():
+        refused(tokenize(source), word)
+        assert not (tmp_path / "out").exists()

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from data import manifest
 from data.command_line import Source
-from data.encoding import encode_text, pieces
+from data.encoding import encode_text
 from data.sources.kinds import kind_of, open_source
 from data.sources.text import decode, read_text
 from data.storage import list_shards
@@ -67,19 +67,18 @@ def texts(path, column):
     """The documents of a text file, or of a folder or a glob of files or records. Raises UserError."""
     remote = is_remote(path)
     if remote and not kind_of(path) and (content := read_file(path)) is not None:
-        yield decode(content).text
+        yield decode(content)[0]
     elif remote or os.path.exists(path) or glob.glob(path, recursive=True):
         source = Source(source=path, text_column=column)
         for document in open_source(source).read({}):
-            yield read_text(document).text
+            yield read_text(document)[0]
     else:
         raise UserError(f"--data {path}: there is no such file or folder.")
 
 
 def encode(text, encoding):
     """Token ids of a document of any length, end-of-text's first, as data/tokenize_shards.py encodes it."""
-    parts = [encode_text(piece, encoding) for piece in pieces(text, encoding)]
-    return np.concatenate([[encoding.eot_token], *parts])
+    return np.concatenate([[encoding.eot_token], encode_text(text, encoding)])
 
 
 def windows(ids, T, stride):

@@ -5,8 +5,8 @@ import re
 
 from fsspec.implementations.local import LocalFileSystem
 
-from data.sources.base import many, walk, warn, warn_of_left_out
-from data.sources.files import Files, check_is_text, documents_of, list_documents
+from data.sources.base import many, warn, warn_of_left_out
+from data.sources.files import Files, check_is_text, documents_of, list_documents, walk
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
@@ -32,34 +32,24 @@ def before_wildcard(path):
 
 
 def find(source):
-    """(file system, {path: what it says of the file}, symlinked folders, which are not entered) of a file, a folder or
-    a glob of both; hidden files are left out."""
+    """(file system, {path: bytes}) of a file, a folder or a glob of both; hidden files and symlinked folders are left
+    out."""
     fs, path = filesystem(source)
-    found, links = {}, set()
-    start = before_wildcard(path).rstrip("/")
-    if fs.isdir(path):
-        matches = {path: {"type": "directory"}}
-    else:
-        matches = fs.glob(path, detail=True)
-        if "**" in path and not is_remote(source):
-            links.update(walk(os.path.dirname(before_wildcard(path)))[1])
-    for match, info in matches.items():
-        if info.get("islink"):
-            info = fs.info(match)  # what it links to
-        if info["type"] == "file":
-            found[match] = info
-        elif info["type"] != "directory":
-            continue
+    found, links = {}, []
+    matches = [path] if fs.isdir(path) else fs.glob(path)
+    for match in matches:
+        if not is_remote(source) and os.path.islink(match) and os.path.isdir(match):
+            links.append(match)
+        elif not fs.isdir(match):
+            found[match] = fs.info(match)
         elif is_remote(source):
             found |= fs.find(match, detail=True)
-        elif info.get("islink"):
-            links.add(match)
         else:
-            paths, inside = walk(match)
-            found |= {p: fs.info(p) for p in paths}
-            links.update(inside)
+            found |= {p: fs.info(p) for p in walk(match)}
+    warn_of_left_out("symlinked folder", links)
+    start = before_wildcard(path).rstrip("/")
     visible = [p for p in sorted(found) if "/." not in p.removeprefix(start)]
-    return fs, {p: found[p] for p in visible if found[p]["type"] == "file"}, links
+    return fs, {p: found[p]["size"] or 0 for p in visible if found[p]["type"] == "file"}
 
 
 def open_source(args):
@@ -69,19 +59,12 @@ def open_source(args):
     if source == "stdlib":
         return Files(list_documents(source), skip)
     try:
-        fs, found, links = persist(lambda: find(source), source)
+        fs, found = persist(lambda: find(source), source)
     except (OSError, ValueError, ImportError) as e:
         raise UserError(f"--source {source}: cannot be read ({first_line(e)}).") from None
-    records = {path: info for path, info in found.items() if kind_of(path)}
-    if records:
-        kind = only_kind(source, fs, records)
-        warn_of_left_out("symlinked folder", links)
-        others = [path for path in found if path not in records]
-        endings = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
-        warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
-        return kind(fs, records, args.text_column, skip)
+    if any(map(kind_of, found)):
+        return open_records(args, skip, fs, found)
     if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
-        warn_of_left_out("symlinked folder", links)
         return Files(text_files(source, fs, found), skip)
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         return open_dataset(source, args.config, args.split, args.text_column, skip)
@@ -95,6 +78,22 @@ def open_source(args):
     )
 
 
+def open_records(args, skip, fs, found):
+    """A source of the records in the files `found`, {path: bytes}. Raises UserError where they are of two kinds."""
+    records = {path: size for path, size in found.items() if kind_of(path)}
+    examples = {kind_of(path): path for path in records}
+    if len(examples) > 1:
+        raise UserError(
+            f"--source {args.source}: holds files of different kinds ({', '.join(examples.values())}); give a quoted "
+            f"glob of one kind, such as 'FOLDER/**/*{os.path.splitext(min(examples.values()))[1]}'."
+        )
+    others = [path for path in found if path not in records]
+    endings = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
+    warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
+    (kind,) = examples
+    return kind(fs, records, args.text_column, skip)
+
+
 def text_files(source, fs, found):
     """The documents of a local text file, of a folder of them or of a glob, whose files are `found`."""
     path = fs._strip_protocol(source)
@@ -103,21 +102,3 @@ def text_files(source, fs, found):
     if path in found:
         check_is_text(documents[0])
     return documents
-
-
-def only_kind(source, fs, paths):
-    """The one of KINDS that reads all these files. Raises UserError where there are two."""
-    examples = {kind_of(path): path for path in paths}
-    if len(examples) == 1:
-        return next(iter(examples))
-    kind, example = max(examples.items(), key=lambda item: item[1])
-    ending = next(ending for ending in kind.endings if example.endswith(ending))
-    of_one_kind = [path for path in paths if kind_of(path) is kind]
-    advice = example
-    for glob in (os.path.join(source, "**", f"*{ending}"), f"{source}{ending}"):
-        if sorted(fs.glob(glob)) == of_one_kind:
-            advice = glob
-    raise UserError(
-        f"--source {source}: holds files of different kinds ({', '.join(examples.values())}); give files of "
-        f"one kind, such as {advice}."
-    )

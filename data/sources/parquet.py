@@ -48,48 +48,36 @@ class Tables(Records):
                 rows = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
         except DAMAGE as e:
             return self.cannot_be_read(path, e)
-        if self.column not in types:
-            return UserError(
-                f"--text_column {self.column}: {path} has no such column; it has {', '.join(types)}."
-            )
-        kind = types[self.column]
-        if pyarrow.types.is_dictionary(kind):
-            kind = kind.value_type
-        if str(kind) not in TEXT_TYPES:
-            return UserError(
-                f"--text_column {self.column}: {path} holds {kind} there, not text; give a column of "
-                f"strings."
-            )
-        return rows
+        has = f"has no such column; it has {', '.join(types)}"
+        if self.column in types:
+            kind = types[self.column]
+            if pyarrow.types.is_dictionary(kind):
+                kind = kind.value_type
+            if str(kind) in TEXT_TYPES:
+                return rows
+            has = f"holds {kind} there, not text; give a column of strings"
+        return UserError(f"--text_column {self.column}: {path} {has}.")
 
     def before(self, file):
         """Rows of the files before number `file`."""
         return sum(sum(groups) for groups in self.groups[:file] if isinstance(groups, list))
 
-    def entries(self, file, first):
-        """Yield an Entry for each row of file number `file` from row `first` on.
-
-        content is the cell's bytes, b"\0" for none and b"" for one that is too long.
-        """
+    def entries(self, file):
+        """Yield an Entry for each row of file number `file`."""
         path, groups, before = self.files[file].name, self.groups[file], self.before(file)
         if isinstance(groups, UserError):
             raise groups
-        end = 0
+        row = end = 0
         with self.fs.open(path, "rb") as f, self._open(f) as table:
             for group, n_rows in enumerate(groups):
-                row = end
-                end += n_rows
-                if end <= first:
-                    continue
+                row, end = end, end + n_rows
                 try:
                     for row, cell in enumerate(self._cells(table, group), row + 1):
-                        if row > first:
-                            content, text = self._read(cell, f"row {row} of {path}")
-                            yield Entry(row, before + row, content, text)
+                        yield Entry(row, before + row, self._text(cell, f"row {row} of {path}"))
                 except DAMAGE as e:
                     error = self.cannot_be_read(f"row group {group} of {path}", e)
-                    lost = self.damaged(error, records=end - max(row, first))
-                    yield Entry(end, before + end, b"", lost)
+                    lost = self.damaged(error, "damaged_records", end - row)
+                    yield Entry(end, before + end, lost)
 
     def _cells(self, table, group):
         """Yield the cells of a row group as pyarrow.Buffers, None for an empty one."""
@@ -105,13 +93,13 @@ class Tables(Records):
                     cell = cell.value
                 yield cell.as_buffer() if cell.is_valid else None
 
-    def _read(self, cell, where):
-        """(content, text) of a cell; bytes that are not UTF-8 become lone surrogates."""
+    def _text(self, cell, where):
+        """The text of a cell, in which bytes that are not UTF-8 are lone surrogates; or the Document of one that is
+        too long."""
         if cell is None:
-            return b"\0", None
+            return None
         try:
             check_length(cell.size, where, self.advice)
         except UserError as e:
-            return b"", self.damaged(e, records=1)
-        content = cell.to_pybytes()
-        return content, content.decode(errors="surrogateescape")
+            return self.damaged(e, "damaged_records")
+        return cell.to_pybytes().decode(errors="surrogateescape")

@@ -3,9 +3,6 @@
 import codecs
 import io
 import os
-import re
-import zlib
-from typing import NamedTuple
 
 import pyarrow
 
@@ -23,19 +20,6 @@ WIDE = {  # those of 32 bits first: their marks begin with those of 16
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-
-
-class Text(NamedTuple):
-    """The text of a document."""
-
-    text: str
-    replaced: int = 0  # characters that became U+FFFD
-    crc32: int = 0  # of a file's bytes
-    # that it was read in; "" where nothing but ASCII in it is UTF-8, as in latin-1
-    encoding: str = "utf-8"
-
-
-# --- Bytes ------------------------------------------------------------------------------------------------------
 
 
 def check_length(size, what, advice=""):
@@ -57,27 +41,6 @@ def decompressed(raw, path):
     return stream
 
 
-def lines(stream):
-    """Yield the lines of a stream of bytes or of characters; of one longer than LONGEST, a beginning that is too."""
-    while line := stream.readline(LONGEST + 1):
-        yield line
-        newline = "\n" if isinstance(line, str) else b"\n"
-        while line and not line.endswith(newline):
-            line = stream.readline(PIECE)
-
-
-def whole(stream):
-    """All bytes of a stream, or more than LONGEST of them."""
-    pieces, size = [], 0
-    while size <= LONGEST and (piece := stream.read(PIECE)):
-        pieces.append(piece)
-        size += len(piece)
-    return b"".join(pieces)
-
-
-# --- Characters -------------------------------------------------------------------------------------------------
-
-
 def wide_encoding(content):
     """Name of the encoding that the byte order mark at the beginning of `content` tells, or None: UTF-8."""
     for mark, name in WIDE.items():
@@ -86,37 +49,43 @@ def wide_encoding(content):
     return None
 
 
+def lines(stream):
+    """Yield the lines of a stream of bytes as text, where bytes that are not UTF-8 are lone surrogates. Of a line
+    longer than LONGEST, a beginning that is too."""
+    encoding = wide_encoding(stream.peek(4))
+    errors = "strict" if encoding else "surrogateescape"
+    text = io.TextIOWrapper(stream, encoding or "utf-8-sig", errors, newline="\n")
+    while line := text.readline(LONGEST + 1):
+        yield line
+        while line and not line.endswith("\n"):
+            line = text.readline(PIECE)
+
+
 def decode(content):
-    """The Text of a file's bytes, without a byte order mark."""
-    crc32 = zlib.crc32(content)
+    """(text, number of characters that became U+FFFD) of a file's bytes, without a byte order mark."""
     for encoding in filter(None, (wide_encoding(content), "utf-8-sig")):
         try:
-            return Text(content.decode(encoding), 0, crc32, encoding.removesuffix("-sig"))
+            return content.decode(encoding), 0
         except UnicodeDecodeError:
             pass
     text = content.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
-    replaced = text.count("\ufffd") - content.count("\ufffd".encode())
-    only_ascii = text.replace("\ufffd", "").isascii()
-    return Text(text, replaced, crc32, "" if only_ascii else "utf-8")
+    return text, text.count("\ufffd") - content.count("\ufffd".encode())
 
 
 def without_lone_surrogates(text):
-    """The Text of a record's text. Halves of a character alone, and bytes that were not UTF-8, become U+FFFD."""
+    """(text, number of characters that became U+FFFD): halves of a character alone, and bytes that were not UTF-8."""
     try:
         text.encode()
-        return Text(text)
+        return text, 0
     except UnicodeEncodeError:
         sound = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        replaced = sound.count("\ufffd") - text.count("\ufffd")
-        were_bytes = re.search("[\udc80-\udcff]", text)  # as errors="surrogateescape" makes them
-        only_ascii = sound.replace("\ufffd", "").isascii()
-        return Text(sound, replaced, 0, "" if were_bytes and only_ascii else "utf-8")
+        return sound, sound.count("\ufffd") - text.count("\ufffd")
 
 
 def read_text(document):
-    """The Text of a document.
+    """(text, number of characters that became U+FFFD) of a document.
 
-    What is not UTF-8 in a file, and lone surrogates in a record, become U+FFFD. Raises UserError where the file cannot
+    What is not UTF-8 in a file, and lone surrogates in a record, are replaced. Raises UserError where the file cannot
     be read or is too long.
     """
     if document.text is not None:
@@ -124,7 +93,7 @@ def read_text(document):
     try:
         with open(document.path, "rb") as raw:
             if document.start is None:
-                content = whole(decompressed(raw, document.path))
+                content = decompressed(raw, document.path).read(LONGEST + 1)
             else:
                 raw.seek(document.start)
                 content = raw.read(min(document.size, LONGEST + 1))

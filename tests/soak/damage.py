@@ -32,7 +32,6 @@ SUBJECTS = [
         16, "shards", "*/manifest.json", True, "evaluate_shards evaluate_shards again again train"
     ),
     Subject(3, "shards", "tokenizer.tiktoken", True, "train again"),
-    Subject(3, "shards", "source.npz", False, "again"),
     Subject(6, "ranks.tiktoken", "", False, "tokenize"),
     Subject(
         18, "run", "checkpoints/**/*", True, "evaluate verify verify sample export export list"

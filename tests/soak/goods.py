@@ -7,7 +7,7 @@ import shutil
 import sys
 
 from conftest import SMALL_RUN, flags_of
-from test_data_scale import make_texts, write_lines, write_rows
+from test_data_programs import make_texts, write_lines, write_rows
 from test_resume import metrics_of
 
 from tests.soak import programs
