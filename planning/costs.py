@@ -24,21 +24,6 @@ from planning import hlo
 from training import muon
 
 
-class Place(NamedTuple):
-    """What decides which collectives run and what is held in memory: the machine, as far as formulas look at it."""
-
-    platform: str = "tpu"
-    kernels: str = ""  # the platform whose attention kernels run where that is another, see attention.platform_of
-    slices: int = 1  # TPU slices, which only a network joins
-    across: str = "dp"  # mesh axis that goes from slice to slice
-    fuses: bool = False  # of the Chip
-
-    @property
-    def attention(self):
-        """The platform whose attention kernels and experts run."""
-        return self.kernels or self.platform
-
-
 class Estimate(NamedTuple):
     """Of one step on one device."""
 
@@ -108,45 +93,34 @@ def layer_runs(cfg):
 # --- What travels -------------------------------------------------------------------------------------------------
 
 
-def link_seconds(chip, kind, n_bytes, n, hosts=1):
+def link_seconds(chip, kind, n_bytes, n, groups=1):
     """Seconds in which one of n devices sends n_bytes in a collective of this kind, nothing overlapped.
 
     A ring of more than two TPUs uses both directions of a link. In an all-to-all along a torus of side s, a byte goes
-    s/4 hops on average along each dim. The GPUs of a host have one switch between them; on several `hosts` each GPU has
-    an adapter to the others, and what a ring sends to the next host is shared out among those of its host.
+    s/4 hops on average along each dim. The GPUs of a host have one switch between them. From the `groups`, TPU slices
+    or hosts of GPUs, in which the n lie, each device has its share of a network to the others: what a ring sends to
+    the next group is shared out among the devices of its own.
     """
     if kind == hlo.ACROSS:
         return n_bytes / chip.network
-    if chip.gpu:
-        of_host = n / hosts  # GPUs
-        if hosts == 1:
-            leaves = 0
-        elif kind == "all-to-all":
-            leaves = n_bytes * (n - of_host) / (n - 1)
-        elif kind == "collective-permute":
-            leaves = n_bytes
-        else:
-            leaves = n_bytes / of_host
-        return max(n_bytes / chip.link, leaves / chip.network)
-    hops = 1.0
-    if "all-to-all" in kind:
-        hops = max(1.0, n ** (1 / torus_dims(n)) / 4)
-    directions = 2 if n > 2 else 1
-    return n_bytes * hops / (chip.link * directions)
+    leaves, hops, directions = 0, 1.0, 1
+    if groups > 1:
+        shares = {"all-to-all": (n - n / groups) / (n - 1), "collective-permute": 1}
+        leaves = n_bytes * shares.get(kind, groups / n)
+    if not chip.gpu:
+        directions = 2 if n > 2 else 1
+        if kind == "all-to-all":
+            dims = 1 if n <= 4 else 2 if n <= 16 else 3  # of the torus
+            hops = max(1.0, n ** (1 / dims) / 4)
+    return max(n_bytes * hops / (chip.link * directions), leaves / chip.network)
 
 
-def hosts_along(axes, shape, hosts):
-    """Number of hosts on which the devices along some axes of a mesh of such a shape lie, the first ones, say."""
-    host = np.arange(math.prod(shape)).reshape(shape) * hosts // math.prod(shape)
+def groups_along(axes, shape, groups):
+    """In how many of so many groups, neighbors in a mesh of such a shape, the devices along some axes lie: the first
+    ones, say."""
+    group = np.arange(math.prod(shape)).reshape(shape) * groups // math.prod(shape)
     along = tuple(slice(None) if axis in axes else 0 for axis in collectives.AXES)
-    return len(np.unique(host[along]))
-
-
-def torus_dims(n):
-    """Dims of a torus of n chips."""
-    if n <= 4:
-        return 1
-    return 2 if n <= 16 else 3
+    return len(np.unique(group[along]))
 
 
 def differing_axes(devices, tp):
@@ -167,9 +141,9 @@ def expert_axes(E, split):
 class Tally:
     """Adds up what a device does in a step; fields as `Estimate` has them."""
 
-    def __init__(self, cfg, place):
+    def __init__(self, cfg, machine):
         self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
-        self.place, self.fit = place, constants(place)
+        self.machine, self.fit = machine, constants(machine)
         self.sent = defaultdict(lambda: [0.0, 0.0, 0])
         self.flops = self.scores = self.operands = self.passes = 0.0
 
@@ -183,33 +157,11 @@ class Tally:
         n = n or math.prod(self.split[a] for a in axes)
         if n == 1 or not times * whole:
             return
-        if self.place.slices > 1 and self.place.across in axes:
-            axes, n, whole = self.send_across(kind, axes, n, whole, times, count)
         shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}
-        share = shares.get(kind, (n - 1) / n)
-        self.add(axes, kind, n, whole * share, times, count)
-
-    def send_across(self, kind, axes, n, whole, times, count):
-        """Add what such a collective moves between slices. Returns the axes, devices and bytes of it inside one."""
-        slices, across = self.place.slices, self.place.across
-        if kind == "all-to-all":
-            n_bytes = whole * (slices - 1) / slices
-        elif kind == "collective-permute":
-            n_bytes = whole
-        else:  # each device sends its part to every other slice, in an all-reduce twice
-            n_bytes = whole / n * (slices - 1) * (1 + (kind == "all-reduce"))
-        self.add((across,), hlo.ACROSS, slices, n_bytes, times, count)
-        if self.split[across] == slices:
-            axes = tuple(a for a in axes if a != across)
-        return axes, n // slices, 0 if kind == "all-to-all" else whole
-
-    def add(self, axes, kind, n, n_bytes, times, count):
-        """Add `count` collectives, `times` times, in which each device sends n_bytes."""
-        if n_bytes:
-            entry = self.sent[axes, kind]
-            entry[0] += times * n_bytes
-            entry[1] += times * count
-            entry[2] = n
+        entry = self.sent[axes, kind]
+        entry[0] += times * whole * shares.get(kind, (n - 1) / n)
+        entry[1] += times * count
+        entry[2] = n
 
 
 # --- Weights ------------------------------------------------------------------------------------------------------
@@ -234,19 +186,6 @@ class Use(NamedTuple):
     gradients: float  # times that they get a gradient
 
 
-def local_shape(p, split):
-    """(shape of the part of a parameter that one device stores, axes that split it)."""
-    shape, axes = [], []
-    for n, entry in zip(p.shape, p.spec, strict=True):
-        if entry is None:
-            entry = ()
-        elif isinstance(entry, str):
-            entry = (entry,)
-        shape.append(n // math.prod(split[axis] for axis in entry))
-        axes += entry
-    return shape, axes
-
-
 def stack_use(cfg, name, platform):
     """`Use` of an entry of model.param_table: a stack of layers, or what stands outside layers.
 
@@ -261,10 +200,8 @@ def stack_use(cfg, name, platform):
         times /= cfg.run.pp_interleave
     gradients = accumulation * times
     if m.fsdp != "full" or name not in layer_runs(cfg):
-        forward = accumulation if platform == "tpu" else 1
-        return Use(forward, backward=accumulation, count=1, gradients=gradients)
-    forward = gradients * (2 if m.remat != "none" else 1)  # once more where it is recomputed
-    return Use(forward, backward=gradients, count=layers, gradients=gradients)
+        return Use(accumulation if platform == "tpu" else 1, accumulation, 1, gradients)
+    return Use(gradients * (2 if m.remat != "none" else 1), gradients, layers, gradients)
 
 
 def gather_cost(p, whole, use, width, tally, E):
@@ -292,20 +229,19 @@ def gather_cost(p, whole, use, width, tally, E):
 
 def weights_cost(cfg, tally):
     """`Weights`; adds what gathers them, uses them and sums their gradients to `tally`."""
-    s, runs = sizes(cfg), layer_runs(cfg)
-    on_tpu = tally.place.platform == "tpu"
+    s, runs, platform = sizes(cfg), layer_runs(cfg), tally.machine.platform
     with_muon = cfg.optimizer.optimizer == "muon"
     stored, moments, used, gathered = 0, 0, 0, defaultdict(int)
     for name, stack in model.param_table(cfg).items():
-        use = stack_use(cfg, name, tally.place.platform)
+        use = stack_use(cfg, name, platform)
         for p in jax.tree.leaves(stack, is_leaf=is_param):
-            shape, axes = local_shape(p, tally.split)
-            own = math.prod(shape)
+            axes = [axis for entry in p.spec for axis in muon.real_axes(entry, tally.split)]
+            own = math.prod(p.shape) // math.prod(tally.split[axis] for axis in axes)
             stored += own
             moments += own if with_muon and p.hidden else 2 * own
             # gradients of copies are summed; the TPU compiler moves that out of the loop of gradient accumulation
             copies = set(collectives.AXES) - set(axes)
-            times = 1 if on_tpu else cfg.run.accumulation_steps
+            times = 1 if platform == "tpu" else cfg.run.accumulation_steps
             tally.send("all-reduce", copies, 4 * own, times)
             width = s.bytes if p.matrix else 4
             whole = gather_cost(p, own, use, width, tally, cfg.model.n_experts)
@@ -315,7 +251,7 @@ def weights_cost(cfg, tally):
     tally.passes += tally.fit["weights"] * used
     tally.operands += tally.fit["operand_weights"] * used
     kept = 0
-    if tally.place.platform == "gpu" and cfg.model.remat == "none":  # each time that a layer runs
+    if platform == "gpu" and cfg.model.remat == "none":  # each time that a layer runs
         kept = s.bytes * used / cfg.run.accumulation_steps
     largest = max(n / runs[name][0] for name, n in gathered.items())
     return Weights(stored, moments, sum(gathered.values()), largest / cfg.run.pp_interleave, kept)
@@ -335,10 +271,10 @@ def score_operations(cost, m, s, platform):
     return forward, sum(backward)
 
 
-def read_program(text, cfg, place):
-    """`hlo.Cost` of the optimized HLO `text` of a validated Config's step."""
+def read_program(text, cfg, machine, **seconds):
+    """`hlo.Timeline` of the optimized HLO `text` of a validated Config's step; `seconds` as that takes them."""
     m, mesh = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis))
-    kernel = attention.ATTENTION[attention.choose_kernel(m, place.attention)]
+    kernel = attention.ATTENTION[attention.choose_kernel(m, machine.kernels)]
     group = m.n_head // m.kv_heads  # heads of queries that read the same values
 
     def in_kernel(words, arrays):
@@ -349,25 +285,25 @@ def read_program(text, cfg, place):
                 return 2 * m.T * kernel.score_share(m) * (keys * q + values * group * v)
         return 0
 
-    return hlo.analyze(text, mesh, place.slices, place.across, in_kernel)
+    return hlo.Timeline(hlo.analyze(text, mesh, machine.slices, in_kernel), **seconds)
 
 
 class Layer:
     """A layer's passes of one microbatch on one device."""
 
-    def __init__(self, cfg, kind, place):
-        self.m, self.s, self.place = cfg.model, sizes(cfg), place
+    def __init__(self, cfg, kind, machine):
+        self.m, self.s, self.machine = cfg.model, sizes(cfg), machine
         arch = architecture(self.m.architecture)
         self.cost = arch.layer_cost(self.m, kind)
         routed = kind in arch.routed and self.m.n_experts
-        self.rows = expert_rows(self.m, self.s, place.attention) if routed else 0
-        self.in_tiles = choose_transport(self.m, place.attention) == "tiles"
+        self.rows = expert_rows(self.m, self.s, machine.kernels) if routed else 0
+        self.in_tiles = choose_transport(self.m, machine.kernels) == "tiles"
         self.megatron = self.m.sequence_parallel == "megatron"
         self.recomputes = self.m.remat != "none"
         # recomputation runs to the layer's end only where that is needed: multi-token prediction normalizes it
         self.needs_end = kind == arch.mtp
         self.scores, self.scores_backward = score_operations(
-            self.cost, self.m, self.s, place.attention
+            self.cost, self.m, self.s, machine.kernels
         )
 
     def flops(self):
@@ -441,46 +377,33 @@ class Layer:
         tally.send("reduce-scatter", apart, channels, n * (2 + end_again), 1, devices)
         tally.send("reduce-scatter", apart, gates, n, 1, devices)
 
-    def products(self):
-        """Channels per token that products with weights give, as --remat dots keeps them; routed experts' left out."""
-        m, s, cost = self.m, self.s, self.cost
-        added = m.model_dimension * (s.tp if self.megatron else 1)  # to the residual
-        return cost.products + cost.branches * cost.ffn_width + added
-
-    def intermediates(self):
-        """(channels per token of all that it computes but for routed experts, those in routed experts)."""
+    def channels(self):
+        """Channels per token of products with weights, as --remat dots keeps them; of all that is computed; and of what
+        is computed in routed experts, which both leave out."""
         m, s, cost = self.m, self.s, self.cost
         D = m.model_dimension
-        into_feed_forward = D * (self.megatron and cost.ffn_width > 0)
-        added = D * (s.tp if self.megatron else 1)
+        added = D * (s.tp if self.megatron else 1)  # to the residual
+        products = cost.products + cost.branches * cost.ffn_width + added
         # beside products: the feed-forward's, norms and residuals, what is gathered, attention's output
-        channels = self.products() + cost.ffn_width + added + 4 * D
-        channels += (cost.gathered + into_feed_forward) * s.tp + m.n_head * cost.value_channels
+        gathered = cost.gathered + D * (self.megatron and cost.ffn_width > 0)
+        computed = products + cost.ffn_width + added + 4 * D
+        computed += gathered * s.tp + m.n_head * cost.value_channels
         in_experts = (cost.branches + 1) * m.expert_width + 2 * D
-        return channels, self.rows / s.own_tokens * in_experts
+        return products, computed, self.rows / s.own_tokens * in_experts
 
     def kept(self):
         """Channels per token that it keeps for the backward pass."""
-        m, s = self.m, self.s
+        m, fit = self.m, constants(self.machine)
+        products, computed, in_experts = self.channels()
         if m.remat == "full":
             return m.model_dimension
         if m.remat == "dots":
-            return self.products() + m.model_dimension
-        channels, in_experts = self.intermediates()
-        platform, fit = self.place.platform, constants(self.place)
-        if platform == "gpu":
-            # partial sums of other devices' tokens, of attention and of the feed-forward, are not kept
-            channels -= 2 * m.model_dimension * (s.tp - 1) * self.megatron
-        channels *= self.cost.kept_ratio["gpu" if platform == "gpu" else "tpu"]
-        channels += fit["scores_kept"] * self.kept_scores()
-        return channels + fit["experts_kept"] * in_experts
-
-    def kept_scores(self):
-        """Scores per token that the backward pass does not compute anew."""
-        if self.scores_backward > 2 * self.scores:
-            return 0
-        per_score = 2 * (self.cost.query_channels + self.cost.value_channels)
-        return self.scores / per_score / self.s.own_tokens
+            return products + m.model_dimension
+        kept = fit["kept"] * computed + fit["experts_kept"] * in_experts
+        if self.scores_backward <= 2 * self.scores:  # they are not computed anew
+            per_score = 2 * (self.cost.query_channels + self.cost.value_channels)
+            kept += fit["scores_kept"] * self.scores / per_score / self.s.own_tokens
+        return kept
 
 
 def sharers(m, s):
@@ -505,18 +428,18 @@ def layers_cost(cfg, tally):
     kept, widest = 0, 0
     channel = s.own_tokens * s.bytes  # bytes
     for kind, (layers, times) in layer_runs(cfg).items():
-        layer = Layer(cfg, kind, tally.place)
+        layer = Layer(cfg, kind, tally.machine)
         n = cfg.run.accumulation_steps * layers * times
         layer.send(n, tally)
         tally.flops += n * layer.flops()
         tally.scores += n * layer.score_flops()
-        channels, in_experts = layer.intermediates()
+        _, computed, in_experts = layer.channels()
         own_kept = layers * times * channel * layer.kept()
         tally.passes += fit[cfg.model.remat] * cfg.run.accumulation_steps * own_kept
-        tally.passes += fit["intermediates"] * n * channel * (channels + in_experts)
-        tally.operands += fit["operands"] * n * channel * (channels + in_experts)
+        tally.passes += fit["intermediates"] * n * channel * (computed + in_experts)
+        tally.operands += fit["operands"] * n * channel * (computed + in_experts)
         kept += own_kept
-        widest = max(widest, channel * (copies * channels + fit["expert_copies"] * in_experts))
+        widest = max(widest, channel * (copies * computed + fit["expert_copies"] * in_experts))
     return kept, widest
 
 
@@ -551,7 +474,7 @@ def head_cost(cfg, tally):
     logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
     tally.flops += 6 * accumulation * logits * m.model_dimension  # and their two gradients
     tally.passes += tally.fit["logits"] * accumulation * logits
-    held = min(tokens, loss.LOSS_CHUNK[tally.place.platform]) * m.padded_vocab
+    held = min(tokens, loss.LOSS_CHUNK[tally.machine.platform]) * m.padded_vocab
     return 4 * logits, 4 * held
 
 
@@ -575,15 +498,16 @@ FITTED = {
     "layer_copies": (1.4, 1.4, 1.3),  # of a layer's intermediates, in its backward pass
     "layer_copies_kept": (1.4, 1.4, 2.4),  # of the same with --remat none
     "expert_copies": (1.4, 1.4, 3.2),  # of those in routed experts
+    "kept": (1.6, 1.6, 2.5),  # channels that --remat none keeps per channel of intermediates
     "experts_kept": (2.5, 2.5, 1.41),  # of those in routed experts that --remat none keeps
     "scores_kept": (0.0, 0.0, 4.2),  # numbers that it keeps per score, where a kernel keeps scores
     "own_copies": (0.0, 0.0, 6.0),  # of the activations of all microbatches that a device embeds
 }
 
 
-def constants(place):
-    """{constant: value} of `FITTED` for a `Place`."""
-    column = 2 if place.platform == "gpu" else int(place.fuses)
+def constants(machine):
+    """{constant: value} of `FITTED` for a `Machine`."""
+    column = 2 if machine.platform == "gpu" else int(machine.chip.fuses)
     return {name: values[column] for name, values in FITTED.items()}
 
 
@@ -629,10 +553,10 @@ def send_pipeline(cfg, tally):
     tally.send("all-to-all", ("pp",), everything, accumulation * 3)
 
 
-def estimate(cfg, place=Place()):
+def estimate(cfg, machine):
     """`Estimate` of a validated Config."""
     s = sizes(cfg)
-    tally = Tally(cfg, place)
+    tally = Tally(cfg, machine)
     weights = weights_cost(cfg, tally)
     layers = layers_cost(cfg, tally)
     head = head_cost(cfg, tally)
