@@ -104,7 +104,7 @@ def estimated_work(cfg, machine, estimate):
     for (axes, kind), (n_bytes, times, n) in sorted(estimate.sent.items()):
         seconds = transfer_seconds(cfg, machine, axes, kind, n_bytes, n)
         rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds))
-    return estimate.flops, costs.compute_seconds(estimate, machine.chip), rows
+    return estimate.flops, estimate.seconds(), rows
 
 
 def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
@@ -147,7 +147,7 @@ def answer(cfg, machine, compiled=None, refused=None):
     """`Answer` for a validated Config: from the compiler where it was asked, `refused` being its TooLarge, else from
     formulas."""
     chip = machine.chip
-    estimate = costs.estimate(cfg, machine)
+    estimate = costs.Estimate(cfg, machine)
     used, limit, overlapped = None, chip.memory, None
     if compiled:
         used = compiled.arguments + compiled.temporaries
