@@ -272,19 +272,17 @@ def variants(cfg, n):
     total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
-        values = {flag: choices(flag) for flag in WAYS}
+        values = dict(n_device_axis=[mesh], microbatches=divisors(max(1, total // dp)))
+        values["pp_interleave"] = divisors(cfg.model.blocks // pp) if pp > 1 else [1]
+        values |= {flag: choices(flag) for flag in WAYS}
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
-        microbatches = divisors(max(1, total // dp))
-        rounds = divisors(cfg.model.blocks // pp) if pp > 1 else [1]
-        for m, r, *ways in itertools.product(microbatches, rounds, *values.values()):
-            flags = dict(zip(WAYS, ways), n_device_axis=mesh, microbatches=m, pp_interleave=r)
-            found.append(flags)
-            if len(found) > TRIED:
-                raise UserError(
-                    f"--search: there are more than {TRIED:,} configurations of these flags; give a train_batch_size, "
-                    f"blocks or a machine with fewer divisors."
-                )
+        found += [dict(zip(values, row)) for row in itertools.product(*values.values())]
+        if len(found) > TRIED:
+            raise UserError(
+                f"--search: there are more than {TRIED:,} configurations of these flags; give a train_batch_size, "
+                f"blocks or a machine with fewer divisors."
+            )
     return [new for flags in found if (new := fitted(cfg, n, **flags))]
 
 
@@ -312,30 +310,20 @@ def neighbors(cfg, n):
     return [new for new in changes if new not in (None, cfg)]
 
 
-def best_change(cfg, machine, spare):
-    """(Config, share of the step that it saves) of the single change that saves most by the formulas, and takes at most
-    `spare` bytes more; (None, `WORTH`) where none is worth it."""
-    now = answer(cfg, machine)
-    best, most = None, WORTH
+def advise(cfg, machine, a):
+    """One sentence: the single change that saves most time by the formulas, or what would make the step fit. Where a
+    compiler made the plan, it compiles the step with that change too, and its word counts."""
+    spare = a.memory["limit"] - a.memory["total"]
+    if spare < 0:
+        lacks = f"it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
+        return f"does not fit: {lacks}; {what_would_fit(cfg, machine, a.memory)}"
+    none = f"no single flag helps by more than {WORTH:.0%}"
+    now, best, saved = answer(cfg, machine), None, WORTH
     for new in neighbors(cfg, machine.n):
         other = answer(new, machine)
-        saved = 1 - other.seconds["step"] / now.seconds["step"]
-        more = other.memory["total"] - now.memory["total"]
-        if more <= spare and saved > most:
-            best, most = new, saved
-    return best, most
-
-
-def advise(cfg, machine, a):
-    """One sentence: the flag that would help most by the formulas, or what would make the step fit. Where a compiler
-    made the plan, it compiles the step with that flag too, and its word counts."""
-    spare = a.memory["limit"] - a.memory["total"]
-    if not a.fits:
-        limit = size(a.memory["limit"], 1024)
-        lacks = f"does not fit: it needs {size(-spare, 1024)} more than a chip's {limit}"
-        return f"{lacks}; {what_would_fit(cfg, machine, a.memory)}"
-    none = f"no single flag helps by more than {WORTH:.0%}"
-    best, saved = best_change(cfg, machine, spare)
+        saves = 1 - other.seconds["step"] / now.seconds["step"]
+        if saves > saved and other.memory["total"] - now.memory["total"] <= spare:
+            best, saved = new, saves
     if best is None:
         return f"{none}, by the formulas"
     flags, source = changed(cfg, best), "by the formulas"
@@ -407,9 +395,9 @@ def machine_of(devices):
     kind, platform = devices[0].device_kind, devices[0].platform
     chip = chip_of(kind) or CHIPS["A100" if platform == "gpu" else "v4"]
     chip = chip._replace(memory=memory_limit() or chip.memory)
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    hosts = len({device.process_index for device in devices})
-    return Machine(kind, chip, len(devices), hosts if chip.gpu else slices, platform=platform)
+    group = "process_index" if chip.gpu else "slice_index"
+    groups = len({getattr(device, group, 0) for device in devices})
+    return Machine(kind, chip, len(devices), groups, platform=platform)
 
 
 def memory_limit():
