@@ -219,9 +219,9 @@ def is_kernel(op):
     return op.kind == "custom-call" and any(target in op.rest for target in KERNELS)
 
 
-def moved_bytes(ops):
-    """Bytes that the last of `ops` reads of those that are parameters and writes, with all between them: a fusion. Of
-    an array that is taken or replaced a slice of, only the slice moves."""
+def moved_bytes(ops, given):
+    """Bytes that the operations of a fusion read of its operands, named in `given`, and write. Of an array that they
+    take or replace a slice of, only the slice moves."""
     by_name = {op.name: op for op in ops}
 
     def viewed(name):
@@ -236,8 +236,12 @@ def moved_bytes(ops):
                 read[viewed(name)] += size(op.type)
             elif op.kind not in VIEWS and not (op.kind == "dynamic-update-slice" and at == 0):
                 read[viewed(name)] += size(by_name[name].type)
-    moved = sum(min(n, size(op.type)) for op, n in read.items() if op.kind == "parameter")
-    root = ops[-1]
+    of_operands = defaultdict(int)  # one may be given twice
+    for op, n in read.items():
+        if op.kind == "parameter":
+            name = given[numbers(op.rest)[0]]
+            of_operands[name] = min(of_operands[name] + n, size(op.type))
+    moved, root = sum(of_operands.values()), ops[-1]
     for name in operands(root) if root.kind == "tuple" else [root.name]:
         result = viewed(name)
         if result.kind == "dynamic-update-slice":
@@ -366,10 +370,11 @@ class Reader:
             cycles = int(estimated[1]) if estimated else 0
             cycles = cycles if cycles < UNKNOWN else 0
         elif op.kind == "fusion":
-            moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]])
+            moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]], operands(op))
         elif op.kind not in UNMOVED and not op.kind.endswith("-done"):
-            given = [Op(x, types[x], "parameter", "") for x in dict.fromkeys(operands(op))]
-            moved = moved_bytes([*given, op])
+            names = operands(op)
+            given = [Op(x, types[x], "parameter", f"{i})") for i, x in enumerate(names)]
+            moved = moved_bytes([*given, op], names)
         if flops or cycles or moved or is_kernel(op):
             self.schedule.append(Compute(flops, cycles, moved, is_kernel(op)))
 

@@ -85,8 +85,11 @@ def compiled_work(cfg, machine, text):
             return max(products, event.moved / chip.bandwidth)
         return products if event.is_kernel else event.cycles / chip.clock
 
+    # what leaves a TPU slice is a transfer of its own
+    near = machine._replace(groups=1) if machine.slices > 1 else machine
+
     def link_seconds(event):
-        return transfer_seconds(cfg, machine, event.axes, event.kind, event.bytes, event.devices)
+        return transfer_seconds(cfg, near, event.axes, event.kind, event.bytes, event.devices)
 
     seconds = dict(compute_seconds=compute_seconds, link_seconds=link_seconds)
     timeline = costs.read_program(text, cfg, machine, **seconds)

@@ -79,16 +79,16 @@ class Case:
         self.mesh = steps.make_mesh(self.cfg, machines.devices_of(self.machine))
 
     def read(self, compiled):
-        """(`hlo.Cost`, {(axes, kind): bytes}) of a compiled program, which must fit."""
+        """(`hlo.Timeline`, {(axes, kind): bytes}) of a compiled program, which must fit."""
         assert compiled.arguments + compiled.temporaries < self.machine.chip.memory
-        cost = costs.read_program(compiled.text, self.cfg, plan.place_of(self.cfg, self.machine))
+        cost = costs.read_program(compiled.text, self.cfg, self.machine)
         return cost, {key: n_bytes for key, (n_bytes, *_) in cost.collectives.items()}
 
     def compile(self, function, *args):
         """What `read` gives of a function of global arrays, without the operations of kernels."""
         compiled = machines.compile_for_mesh(jax.jit(function).lower(*args), self.mesh)
         _, sent = self.read(compiled)
-        return hlo.analyze(compiled.text, dict(self.mesh.shape)), sent
+        return hlo.Timeline(hlo.analyze(compiled.text, dict(self.mesh.shape))), sent
 
 
 @pytest.fixture(
@@ -106,7 +106,7 @@ def case(request):
 def test_a_train_step_costs_what_the_formulas_say(case):
     compiled = machines.compile_step(case.cfg, list(case.mesh.devices.flat))
     cost, sent = case.read(compiled)
-    estimate = costs.estimate(case.cfg, plan.place_of(case.cfg, case.machine))
+    estimate = costs.Estimate(case.cfg, case.machine)
     assert cost.flops == pytest.approx(estimate.flops, rel=0.01)
     check_bytes(sent, {key: n_bytes for key, (n_bytes, *_) in estimate.sent.items()})
 
