@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("kind", gpus.SPECS)
+@pytest.mark.parametrize("kind", ["T4", "A100-40GB", "H100", "B200"])
 def test_devices_that_exist_for_the_compiler_alone(kind):
     machine = machines.parse_machine(f"gpu:2x4x{kind}")
     devices = machines.devices_of(machine)
@@ -40,8 +40,7 @@ def fail(cfg, machine):
 
 def plan_of_tiny(**flags):
     """Make the plan of tiny on four GPUs."""
-    flags_given = command_line.parse(flags_of(preset="tiny", plan="gpu:4xH200", **flags))
-    plan.main(flags_given)
+    plan.main(command_line.parse(flags_of(preset="tiny", plan="gpu:4xH200", **flags)))
 
 
 def test_formulas_answer_where_the_compiler_fails(monkeypatch, capsys):
@@ -57,9 +56,8 @@ def test_what_does_not_fit_is_said(monkeypatch, capsys):
     compiled = machines.Compiled(text, arguments=2**30, temporaries=used)
     monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
     plan_of_tiny()
-    assert (
-        "does not fit: it needs 1.00 GiB more than a chip's 141.00 GiB" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "does not fit: it needs 1.00 GiB more than a chip's 141.00 GiB" in said
 
 
 # --- The programs of the small presets ----------------------------------------------------------------------------
@@ -92,10 +90,7 @@ class Case:
 
 
 @pytest.fixture(
-    params=[
-        ("tiny", "gpu:2x8xH200"),
-        *((preset, "gpu:8xH200") for preset in ("deepseek-tiny", "gpt2-tiny")),
-    ],
+    params=[("tiny", "gpu:2x8xH200"), ("gpt2-tiny", "gpu:8xH200"), ("qwen3-tiny", "gpu:8xH200")],
     ids=str,
     scope="module",
 )

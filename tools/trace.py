@@ -38,8 +38,6 @@ class Options:
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
     plan: str = ""
     """Machine to plan for, as --plan of main.py takes it; empty: the devices of the trace, as far as they are known."""
-    top: int = utils.flag(10, least=0)
-    """Costliest operations to list."""
 
 
 if __name__ == "__main__":
@@ -56,6 +54,7 @@ from training import chips, profiling
 
 PRODUCTS = "matrix products"  # as plan.Answer calls this part
 REST, IDLE = "rest", "idle"
+LISTED = 10  # operations, the costliest
 # Parts of a step, by the innermost of these scopes (jax.named_scope) around an operation.
 PARTS = dict(attention="attention", feed_forward="feed_forward", experts="experts")
 PARTS |= dict(embed="vocabulary", head="vocabulary", optimizer="optimizer")
@@ -66,6 +65,15 @@ LOOPS = ("while", "call", "conditional")  # what they run is traced itself
 DEVICES = {"/host:CPU$": "", r"/device:TPU:\d+$": "(Async )?XLA Ops", r"/device:GPU:\d+$": "Stream"}
 
 # --- The trace and its program ------------------------------------------------------------------------------------
+
+
+def is_sound(about):
+    """Whether about.json is as profiling.Profile.about writes it, as far as types tell."""
+    kinds = dict(written=float, platform=str, device_kind=str, steps=list, flags=dict)
+    if not all(type(about.get(name)) is kind for name, kind in kinds.items()):
+        return False
+    counts = [about.get("processes"), about.get("slices"), *about["steps"]]
+    return len(counts) == 4 and all(type(n) is int and n > 0 for n in counts)
 
 
 class Operation(NamedTuple):
@@ -140,7 +148,7 @@ def open_trace(run, name=""):
     for one in [name] if name else known:
         folder = os.path.join(run, profiling.FOLDER, one)
         if about := utils.read_json(folder, "about.json"):
-            if type(about.get("written")) is not float or type(about.get("flags")) is not dict:
+            if not is_sound(about):
                 raise UserError(f"{folder}: about.json is damaged; copy it anew.")
             found.append((about["written"], folder, about))
     if not found:
@@ -337,7 +345,7 @@ def beside(trace, found, named):
 # --- Printing -----------------------------------------------------------------------------------------------------
 
 
-def report(trace, found, rows, top):
+def report(trace, found, rows):
     """All of it in words, as a list of lines. rows: of `beside`."""
     mesh = ", ".join(map(str, trace.cfg.run.n_device_axis))
     kind, (first, _) = trace.about["device_kind"], trace.about["steps"]
@@ -355,7 +363,7 @@ def report(trace, found, rows, top):
     for links, seconds in sorted(found.hidden.items()):
         lines.append(f"{links}, hidden behind computation: {seconds:.4f} s")
     lines.append(f"between two steps: {found.between:.4f} s")
-    costliest = found.operations.most_common(top)
+    costliest = found.operations.most_common(LISTED)
     operations = [[one.path, *share(seconds, found)] for one, seconds in costliest]
     lines += ["", *common.markdown(["operation", "seconds", "share"], operations), ""]
     headings = ["a step of a device", "measured", "planned", "in the program"]
@@ -381,7 +389,7 @@ def main(options):
     trace = open_trace(options.run, options.trace)
     found = measure(trace)
     rows = beside(trace, found, options.plan)
-    print("\n".join(report(trace, found, rows, options.top)), flush=True)
+    print("\n".join(report(trace, found, rows)), flush=True)
     return found, rows
 
 
