@@ -245,24 +245,26 @@ class Estimate:
     def gather(self, p, whole, use):
         """Add the collectives that gather a parameter, of which a device stores `whole` numbers, and those that reduce
         and scatter its gradient in float32. Returns its size when gathered."""
+        width = self.s.bytes if p.matrix else 4
+
+        def both_ways(kind, back, axes, n=0):
+            self.send(kind, axes, whole * width, use.forward, use.count, n)
+            self.send(back, axes, whole * 4, use.backward, use.count, n)
+
         if not p.gather:
             return whole
-        width = self.s.bytes if p.matrix else 4
         _, axes = p.gather
         if p.expert:  # slices of all experts are exchanged for slices of one, and these gathered
             E = self.m.n_experts
             apart, together = expert_axes(E, self.split)
-            self.send("all-to-all", apart, whole * width, use.forward, use.count, E)
-            self.send("all-to-all", apart, whole * 4, use.backward, use.count, E)
+            both_ways("all-to-all", "all-to-all", apart, E)
             n = math.prod(self.split[a] for a in axes) // E
             whole *= n
-            self.send("all-gather", together, whole * width, use.forward, use.count, n)
-            self.send("reduce-scatter", together, whole * 4, use.backward, use.count, n)
+            both_ways("all-gather", "reduce-scatter", together, n)
             return whole
         for axis in reversed(axes):
             whole *= self.split[axis]
-            self.send("reduce-scatter", (axis,), whole * 4, use.backward, use.count)
-            self.send("all-gather", (axis,), whole * width, use.forward, use.count)
+            both_ways("all-gather", "reduce-scatter", (axis,))
         return whole
 
     def add_layers(self):
@@ -428,7 +430,7 @@ class Layer:
         Tensor and sequence parallelism: arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1. Every
         collective runs in the forward pass, again where that is recomputed, and its transpose in the backward pass.
         """
-        m, s, cost = self.m, self.s, self.cost
+        m, s, cost, send = self.m, self.s, self.cost, self.step.send
         again, end_again = self.recomputes, self.recomputes and self.needs_end
         channel = s.tokens * s.bytes  # bytes
         # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
@@ -436,37 +438,37 @@ class Layer:
         feed_forward = attention_out * (cost.ffn_width > 0)
         gathered = channel * cost.gathered
         exchanged = 0 if self.megatron else channel / s.tp * m.n_head * cost.value_channels
-        self.step.send("all-gather", ("tp",), gathered + feed_forward, n * (1 + again))
-        self.step.send("all-gather", ("tp",), attention_out + feed_forward, n)
-        self.step.send("reduce-scatter", ("tp",), gathered + feed_forward, n)
-        self.step.send("reduce-scatter", ("tp",), attention_out + feed_forward, n)
-        self.step.send("reduce-scatter", ("tp",), attention_out, n * again)
-        self.step.send("reduce-scatter", ("tp",), feed_forward, n * end_again)
-        self.step.send("all-to-all", ("tp",), exchanged, n * (2 + again))
+        send("all-gather", ("tp",), gathered + feed_forward, n * (1 + again))
+        send("all-gather", ("tp",), attention_out + feed_forward, n)
+        send("reduce-scatter", ("tp",), gathered + feed_forward, n)
+        send("reduce-scatter", ("tp",), attention_out + feed_forward, n)
+        send("reduce-scatter", ("tp",), attention_out, n * again)
+        send("reduce-scatter", ("tp",), feed_forward, n * end_again)
+        send("all-to-all", ("tp",), exchanged, n * (2 + again))
         if self.rows:
             # each sequence's choices, for the balance
-            self.step.send("all-reduce", ("tp",), 4 * s.B * m.n_experts, n * (1 + again))
+            send("all-reduce", ("tp",), 4 * s.B * m.n_experts, n * (1 + again))
             self.send_tokens(n, again, end_again)
 
     def send_tokens(self, n, again, end_again):
         """Add what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
-        m, s = self.m, self.s
+        m, s, send = self.m, self.s, self.step.send
         apart, _ = expert_axes(m.n_experts, self.step.split)
         devices = self.sharers
         if not self.in_tiles:  # buckets
             slots = self.rows * s.bytes  # bytes of a number for each, such as its gate
             channels = slots * m.model_dimension
-            self.step.send("all-to-all", apart, channels, n * (4 + again + end_again), 1, devices)
-            self.step.send("all-to-all", apart, slots, n * (2 + again), 1, devices)
+            send("all-to-all", apart, channels, n * (4 + again + end_again), 1, devices)
+            send("all-to-all", apart, slots, n * (2 + again), 1, devices)
             return
         numbers = s.own_tokens * devices  # one of every token
         channels = numbers * m.model_dimension * s.bytes
         gates = numbers * m.experts_per_token * s.bytes
         experts = numbers * m.experts_per_token * 4
-        self.step.send("all-gather", apart, channels, n * (2 + again), 1, devices)
-        self.step.send("all-gather", apart, gates + experts, n * (1 + again), 1, devices)
-        self.step.send("reduce-scatter", apart, channels, n * (2 + end_again), 1, devices)
-        self.step.send("reduce-scatter", apart, gates, n, 1, devices)
+        send("all-gather", apart, channels, n * (2 + again), 1, devices)
+        send("all-gather", apart, gates + experts, n * (1 + again), 1, devices)
+        send("reduce-scatter", apart, channels, n * (2 + end_again), 1, devices)
+        send("reduce-scatter", apart, gates, n, 1, devices)
 
     def channels(self):
         """Channels per token of products with weights, as --remat dots keeps them; of all that is computed; and of what

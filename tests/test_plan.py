@@ -456,11 +456,6 @@ def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
     assert "links of" in said and "formulas" in said and "the fastest: --" in said
 
 
-def test_search_of_a_batch_that_few_meshes_divide(tmp_path):
-    flags = dict(train_batch_size=1, microbatches=1, plan_json=tmp_path / "plan.json")
-    assert planned("--search", "--by_formulas", plan="gpu:8xH200", **flags)["search"]
-
-
 @pytest.mark.parametrize(
     "factor, said", [(1.3, "does not as compiled"), (0.9, "10% of the step, as compiled")]
 )
@@ -622,11 +617,3 @@ def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, tmp_path, mon
 def test_a_slice_that_no_one_sells(no_device):
     with pytest.raises(utils.UserError, match="knows no such slice"):
         machines.devices_of(machines.parse_machine("v4:3x4x4"))
-
-
-@tpu_compiler
-def test_several_slices_lie_along_dp(no_device):
-    cfg = settings.validate(utils.replace(presets.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
-    devices = machines.devices_of(machines.parse_machine("2*v4:2x2x1"))
-    grid = steps.device_grid(cfg.run.n_device_axis, devices)
-    assert {d.slice_index for d in grid[:2].flat} != {d.slice_index for d in grid[2:].flat}

@@ -36,8 +36,6 @@ class Options:
     """A run directory, or its gs:// or s3:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
-    plan: str = ""
-    """Machine to plan for, as --plan of main.py takes it; empty: the devices of the trace, as far as they are known."""
 
 
 if __name__ == "__main__":
@@ -302,44 +300,36 @@ def moments(found):
 # --- The plan -----------------------------------------------------------------------------------------------------
 
 
-def machine_of(trace, named):
-    """(Machine that --plan has `named`, else the one that the run was on; whether its speeds are known). Raises
-    UserError where the run does not fit on it."""
-    about, n = trace.about, math.prod(trace.cfg.run.n_device_axis)
-    if named:
-        machine = machines.parse_machine(named)
-        if machine.n != n:
-            raise UserError(f"--plan {named}: has {machine.n} devices; the run had {n}.")
-        return machine, True
-    platform, name = about["platform"], about["device_kind"]
-    known = chips.chip_of(name)
-    chip = known or chips.CHIPS["A100" if platform == "gpu" else "v4"]
+def machine_of(trace):
+    """The Machine that the run was on. Speeds of a kind that is not known are those of another."""
+    about = trace.about
+    name, platform = about["device_kind"], about["platform"]
+    chip = chips.chip_of(name) or chips.CHIPS["A100" if platform == "gpu" else "v4"]
     groups = about["processes"] if chip.gpu else about["slices"]
-    return machines.Machine(name, chip, n, groups, platform=platform), bool(known)
+    n = math.prod(trace.cfg.run.n_device_axis)
+    return machines.Machine(name, chip, n, groups, platform=platform)
 
 
-def beside(trace, found, named):
-    """{part: (seconds measured, seconds planned, FLOP or bytes sent in the program)} of a device's step, on the machine
-    that --plan has `named`; None: not known."""
-    machine, known = machine_of(trace, named)
+def beside(trace, found):
+    """{part: (seconds measured, seconds planned, FLOP or bytes sent in the program)} of a device's step; None: not
+    known."""
     computing = sum(t for part, t in found.parts.items() if part not in [IDLE, *found.links])
     measured = {PRODUCTS: found.products, "memory": computing - found.products}
     for links in found.links:
         measured[links] = found.parts[links] + found.hidden[links]
-    cost = costs.read_program(trace.text, trace.cfg, machine)
-    amounts = Counter({PRODUCTS: cost.flops})
-    for (axes, kind), (n_bytes, *_) in cost.collectives.items():
-        amounts[plan.links_of(axes, kind)] += n_bytes
-    planned = {}
-    if known:
-        compiled = None
-        if machine.platform == trace.about["platform"]:
-            compiled = machines.Compiled(trace.text, 0, 0)  # its memory does not matter here
-        answer = plan.answer(trace.cfg, machine, compiled)
-        planned = answer.seconds | dict(step=(answer.overlapped or answer.seconds)["step"])
     measured["step"] = found.step
-    columns = [measured, planned, amounts]
-    return {part: tuple(column.get(part) for column in columns) for part in {**amounts, **measured}}
+    machine = machine_of(trace)
+    timeline = costs.read_program(trace.text, trace.cfg, machine)
+    work = Counter({PRODUCTS: timeline.flops})
+    for (axes, kind), (n_bytes, *_) in timeline.collectives.items():
+        work[plan.links_of(axes, kind)] += n_bytes
+    planned = {}
+    if chips.chip_of(trace.about["device_kind"]):
+        # the memory of the program does not matter here
+        answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
+        planned = answer.seconds | dict(step=answer.overlapped["step"])
+    columns = [measured, planned, work]
+    return {part: tuple(column.get(part) for column in columns) for part in {**work, **measured}}
 
 
 # --- Printing -----------------------------------------------------------------------------------------------------
@@ -375,7 +365,7 @@ def report(trace, found, rows):
         cells.append([part, *("-" if t is None else f"{t:.4f} s" for t in seconds), amount])
     lines += common.markdown(headings, cells)
     if rows["step"][1] is None:
-        lines.append(f"nothing is planned: the speeds of {kind} are not known; --plan names others")
+        lines.append(f"nothing is planned: the speeds of {kind} are not known")
     return lines
 
 
@@ -388,7 +378,7 @@ def main(options):
     """Print and return the `Shares` and the rows of `beside` of a trace."""
     trace = open_trace(options.run, options.trace)
     found = measure(trace)
-    rows = beside(trace, found, options.plan)
+    rows = beside(trace, found)
     print("\n".join(report(trace, found, rows)), flush=True)
     return found, rows
 
