@@ -184,7 +184,7 @@ class Estimate:
         self.workspace = self.peak(gathered, largest, kept, widest)
 
     def send(self, kind, axes, whole, times=1, count=1, n=0):
-        """Add collectives: `count` of them, `times` times in a step.
+        """Add collectives along some axes, or the one named: `count` of them, `times` times in a step.
 
         Together their arrays have `whole` bytes, all parts counted. n devices take part (0: all along the axes), in
         rings; an all-reduce is a reduce-scatter and an all-gather (arXiv:1909.09756, section 3).
@@ -264,7 +264,7 @@ class Estimate:
             return whole
         for axis in reversed(axes):
             whole *= self.split[axis]
-            both_ways("all-gather", "reduce-scatter", (axis,))
+            both_ways("all-gather", "reduce-scatter", axis)
         return whole
 
     def add_layers(self):
@@ -281,10 +281,11 @@ class Estimate:
             self.flops += n * layer.flops()
             self.scores += n * (layer.scores * (1 + layer.recomputes) + layer.scores_backward)
             _, computed, in_experts = layer.channels()
+            intermediates = n * channel * (computed + in_experts)
             own_kept = layers * times * channel * layer.kept()
             self.passes += fit[remat] * self.batches * own_kept
-            self.passes += fit["intermediates"] * n * channel * (computed + in_experts)
-            self.operands += fit["operands"] * n * channel * (computed + in_experts)
+            self.passes += fit["intermediates"] * intermediates
+            self.operands += fit["operands"] * intermediates
             kept += own_kept
             widest = max(widest, channel * (copies * computed + fit["expert_copies"] * in_experts))
         self.activations += kept
@@ -310,17 +311,17 @@ class Estimate:
             self.flops += group.flops
             m, n = sorted(group.whole)
             self.operands += width * group.owned * muon.STEPS * (4 * m * n + 5 * m * m)
-            moved = width * (group.places * math.prod(group.block) + 2 * group.owned * m * n)
-            self.passes += self.fit["muon"] * moved
+            blocks = group.places * math.prod(group.block)
+            self.passes += self.fit["muon"] * width * (blocks + 2 * group.owned * m * n)
 
     def add_pipeline(self):
         """Add what goes from stage to stage: every tick's activations to the next one and their gradients back; inputs
         and outputs are shared out."""
         tick = self.s.own_tokens * self.m.model_dimension * self.s.bytes
         everything = self.cfg.data.microbatches * tick
-        self.send("collective-permute", ("pp",), tick, self.batches * 2 * self.s.ticks)
-        self.send("all-gather", ("pp",), everything, self.batches)
-        self.send("all-to-all", ("pp",), everything, self.batches * 3)
+        self.send("collective-permute", "pp", tick, self.batches * 2 * self.s.ticks)
+        self.send("all-gather", "pp", everything, self.batches)
+        self.send("all-to-all", "pp", everything, self.batches * 3)
 
     def peak(self, gathered, largest, kept, widest):
         """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass; of what
@@ -438,16 +439,16 @@ class Layer:
         feed_forward = attention_out * (cost.ffn_width > 0)
         gathered = channel * cost.gathered
         exchanged = 0 if self.megatron else channel / s.tp * m.n_head * cost.value_channels
-        send("all-gather", ("tp",), gathered + feed_forward, n * (1 + again))
-        send("all-gather", ("tp",), attention_out + feed_forward, n)
-        send("reduce-scatter", ("tp",), gathered + feed_forward, n)
-        send("reduce-scatter", ("tp",), attention_out + feed_forward, n)
-        send("reduce-scatter", ("tp",), attention_out, n * again)
-        send("reduce-scatter", ("tp",), feed_forward, n * end_again)
-        send("all-to-all", ("tp",), exchanged, n * (2 + again))
+        send("all-gather", "tp", gathered + feed_forward, n * (1 + again))
+        send("all-gather", "tp", attention_out + feed_forward, n)
+        send("reduce-scatter", "tp", gathered + feed_forward, n)
+        send("reduce-scatter", "tp", attention_out + feed_forward, n)
+        send("reduce-scatter", "tp", attention_out, n * again)
+        send("reduce-scatter", "tp", feed_forward, n * end_again)
+        send("all-to-all", "tp", exchanged, n * (2 + again))
         if self.rows:
             # each sequence's choices, for the balance
-            send("all-reduce", ("tp",), 4 * s.B * m.n_experts, n * (1 + again))
+            send("all-reduce", "tp", 4 * s.B * m.n_experts, n * (1 + again))
             self.send_tokens(n, again, end_again)
 
     def send_tokens(self, n, again, end_again):
