@@ -417,8 +417,7 @@ class Timeline:
         self.collectives = {}  # {(axes, kind): [bytes, times, devices]}; axes such as ("dp", "tp")
         self.products = 0.0  # seconds of operations with matrix products
         self.others = 0.0  # and of all others
-        self.hidden = defaultdict(float)  # {(axes, kind): seconds}
-        self.exposed = defaultdict(float)
+        self.exposed = defaultdict(float)  # {(axes, kind): seconds that the device waits}
         self.walk(schedule, 1)
 
     def walk(self, schedule, times):
@@ -428,10 +427,10 @@ class Timeline:
         for event in schedule:
             match event:
                 case Compute():
-                    spare += self.hide(flying, self.compute(event, times), times)
+                    spare += hide(flying, self.compute(event, times))
                 case Loop():
                     inside = self.walk(event.body, times * event.times)
-                    spare += self.hide(flying, inside * event.times, times)
+                    spare += hide(flying, inside * event.times)
                 case Transfer():
                     key = event.axes, event.kind
                     entry = self.collectives.setdefault(key, [0, 0, event.devices])
@@ -456,17 +455,16 @@ class Timeline:
             self.others += seconds * times
         return seconds
 
-    def hide(self, flying, seconds, times):
-        """Let so many seconds of computation hide what is flying. Returns the seconds that are left."""
-        for transfer in itertools.chain(*flying.values()):
-            key, left = transfer
-            hidden = min(seconds, left)
-            self.hidden[key] += hidden * times
-            transfer[1] -= hidden
-            seconds -= hidden
-        return seconds
-
     def wait(self, flying, name, times):
         """Expose what is left of the transfers of a name."""
         for key, left in flying.pop(name, ()):
             self.exposed[key] += left * times
+
+
+def hide(flying, seconds):
+    """Let so many seconds of computation hide what is flying. Returns the seconds that are left."""
+    for transfer in itertools.chain(*flying.values()):
+        hidden = min(seconds, transfer[1])
+        transfer[1] -= hidden
+        seconds -= hidden
+    return seconds

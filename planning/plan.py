@@ -73,9 +73,9 @@ SEARCHED = (
 )
 
 
-def compiled_work(cfg, machine, text):
-    """(operations of matrix products, {part: seconds} without links, collectives as `Answer` has them) of a step whose
-    program is the optimized HLO `text`."""
+def compiled_timeline(cfg, machine, links, text):
+    """`hlo.Timeline` of a step whose program is the optimized HLO `text`. links: the machine as collectives
+    see it."""
     chip = machine.chip
 
     def compute_seconds(event):
@@ -85,29 +85,11 @@ def compiled_work(cfg, machine, text):
             return max(products, event.moved / chip.bandwidth)
         return products if event.is_kernel else event.cycles / chip.clock
 
-    # what leaves a TPU slice is a transfer of its own
-    near = machine._replace(groups=1) if machine.slices > 1 else machine
-
     def link_seconds(event):
-        return transfer_seconds(cfg, near, event.axes, event.kind, event.bytes, event.devices)
+        return transfer_seconds(cfg, links, event.axes, event.kind, event.bytes, event.devices)
 
     seconds = dict(compute_seconds=compute_seconds, link_seconds=link_seconds)
-    timeline = costs.read_program(text, cfg, machine, **seconds)
-    rows = []
-    for (axes, kind), (n_bytes, times, _) in sorted(timeline.collectives.items()):
-        exposed = timeline.exposed[axes, kind]
-        seconds = dict(seconds=exposed + timeline.hidden[axes, kind], exposed=exposed)
-        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times) | seconds)
-    return timeline.flops, {"matrix products": timeline.products, "memory": timeline.others}, rows
-
-
-def estimated_work(cfg, machine, estimate):
-    """The same of a `costs.Estimate`."""
-    rows = []
-    for (axes, kind), (n_bytes, times, n) in sorted(estimate.sent.items()):
-        seconds = transfer_seconds(cfg, machine, axes, kind, n_bytes, n)
-        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds))
-    return estimate.flops, estimate.seconds(), rows
+    return costs.read_program(text, cfg, machine, **seconds)
 
 
 def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
@@ -151,16 +133,29 @@ def answer(cfg, machine, compiled=None, refused=None):
     formulas."""
     chip = machine.chip
     estimate = costs.Estimate(cfg, machine)
-    used, limit, overlapped = None, chip.memory, None
+    used, limit, timeline = None, chip.memory, None
+    flops, computing, sent = estimate.flops, estimate.seconds(), estimate.sent
+    links = machine
     if compiled:
         used = compiled.arguments + compiled.temporaries
-        flops, computing, rows = compiled_work(cfg, machine, compiled.text)
+        if machine.slices > 1:  # what leaves a TPU slice is a transfer of its own
+            links = machine._replace(groups=1)
+        timeline = compiled_timeline(cfg, machine, links, compiled.text)
+        flops, sent = timeline.flops, timeline.collectives
+        computing = {"matrix products": timeline.products, "memory": timeline.others}
+    elif refused:
+        used, limit = refused.used, refused.limit
+    rows = []
+    for (axes, kind), (n_bytes, times, n) in sorted(sent.items()):
+        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times)
+        row["seconds"] = transfer_seconds(cfg, links, axes, kind, n_bytes, n)
+        rows.append(row)
+    overlapped = None
+    if timeline:
+        for row in rows:
+            row["exposed"] = timeline.exposed[tuple(row["axes"]), row["kind"]]
         overlapped = by_links(rows, "exposed")
         overlapped["step"] = sum(computing.values()) + sum(overlapped.values())
-    else:
-        flops, computing, rows = estimated_work(cfg, machine, estimate)
-        if refused:
-            used, limit = refused.used, refused.limit
     seconds = computing | by_links(rows, "seconds")
     step = sum(seconds.values())
     tokens = math.prod(steps.batch_shape(cfg))

@@ -204,8 +204,6 @@ MESH = dict(dp=2, pp=3, tp=4)
     "attribute, axes, n",
     [
         ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("tp",), 4),
-        ("replica_groups={{0,12},{1,13}}", ("dp",), 2),
-        ("replica_groups=[6,4]<=[24]", ("tp",), 4),
         ("replica_groups=[12,2]<=[2,12]T(1,0)", ("dp",), 2),
         ("replica_groups=[3,8]<=[2,3,4]T(1,0,2)", ("dp", "tp"), 8),
         ("replica_groups=mesh['a'=2,'b'=3,'c'=4] {'b'}", ("pp",), 3),
@@ -226,18 +224,6 @@ def test_axes_of_a_collective(attribute, axes, n):
 @pytest.mark.parametrize(
     "out, operands, rest, flops",
     [
-        (
-            "f32[5,7]",
-            ("f32[5,3]", "f32[3,7]"),
-            "lhs_contracting_dims={1}, rhs_contracting_dims={0}",
-            2 * 5 * 3 * 7,
-        ),
-        (
-            "bf16[2,5,7]",
-            ("bf16[2,5,3]", "bf16[2,7,3]"),
-            "lhs_batch_dims={0}, lhs_contracting_dims={2}",
-            2 * 2 * 5 * 3 * 7,
-        ),
         # a call of cuBLAS
         (
             "(f32[5,7], s8[4096])",
@@ -294,23 +280,6 @@ ENTRY %main (x: f32[4]) -> f32[8] {
 """
     found = hlo.Timeline(hlo.analyze(text, dict(dp=2, pp=1, tp=1))).collectives
     assert found == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 2]}
-
-
-@pytest.mark.parametrize(
-    "kind, own, n_bytes",
-    [
-        ("all-reduce-start", ["f32[8]{0}", "f32[4]{0}"], 2 * 48 * 3 / 4),
-        ("all-gather-start", ["bf16[2,4]{1,0:T(8,128)S(3)}"], 16 * 3),
-        ("all-gather", ["f32[2]", "f32[1]"], 12 * 3),
-        ("reduce-scatter", ["f32[16]", "pred[8]"], 72 * 3 / 4),
-        ("all-to-all", ["f32[2]", "f32[2]", "f32[2]", "f32[2]"], 32 * 3 / 4),
-        ("collective-permute-start", ["f32[8]"], 32),
-    ],
-)
-def test_bytes_of_a_collective(kind, own, n_bytes):
-    types = {f"x{i}": text for i, text in enumerate(own)}
-    op = hlo.Op("y", "", kind, ", ".join(f"%{name}" for name in types) + ")")
-    assert hlo.sent_bytes(op, types, 4) == n_bytes
 
 
 GPU_PROGRAM = """HloModule step, is_scheduled=true
@@ -396,7 +365,7 @@ def test_computation_hides_what_travels_meanwhile():
     assert short.collectives == {(("dp",), "all-gather"): [32, 2, 2], permuted: [5 * 16, 5, 2]}
     assert short.products == long.products == 5 * 80 and short.others == 2 * 36
     assert short.exposed == {(("dp",), "all-gather"): 10, (("dp",), "collective-permute"): 0}
-    assert long.hidden == {(("dp",), "all-gather"): 36, (("dp",), "collective-permute"): 5 * 80}
+    assert long.exposed == {(("dp",), "all-gather"): 200 - 36, permuted: 500 - 400}
 
 
 def test_a_second_of_computation_hides_one_transfer():
@@ -409,7 +378,6 @@ def test_a_second_of_computation_hides_one_transfer():
         hlo.Wait("first"),
     ]
     t = hlo.Timeline(schedule, lambda event: event.moved, lambda event: 10)
-    assert t.hidden == {(("dp",), "all-gather"): 10, (("tp",), "all-gather"): 5}
     assert t.exposed == {(("dp",), "all-gather"): 0, (("tp",), "all-gather"): 5}
 
 
@@ -528,12 +496,10 @@ LARGEST = {name: f.metadata.get("most") for name, f in utils.FIELDS.items()}
 @pytest.mark.parametrize(
     "flags",
     [
-        dict(microbatches=LARGEST["microbatches"]),
         dict(train_batch_size=LARGEST["train_batch_size"]),
         dict(blocks=LARGEST["blocks"]),
         dict(accumulation_steps=2**20, train_batch_size=1, microbatches=1, search=True),
         dict(vocab_size=LARGEST["vocab_size"], model_dimension=LARGEST["model_dimension"]),
-        dict(T=LARGEST["T"]),
         dict(n_experts=LARGEST["n_experts"], mtp_depth=LARGEST["mtp_depth"]),
     ],
     ids=str,
