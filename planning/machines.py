@@ -152,12 +152,8 @@ def compile_step(cfg, devices):
     mesh = steps.make_mesh(cfg, devices)
     optimizer, schedule = make_optimizer(cfg, mesh)
     state = steps.abstract_state(cfg, mesh, optimizer)
-    return compile_for_mesh(steps.lower_train_step(cfg, mesh, optimizer, schedule, state), mesh)
-
-
-def compile_for_mesh(lowered, mesh):
-    """`Compiled` program that was lowered for the devices of a mesh. Raises TooLarge."""
-    options = compiler_options(mesh)
+    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
+    options = compiler_options(devices[0].platform)
     try:
         try:
             program = lowered.compile(compiler_options=options)
@@ -177,9 +173,8 @@ def compile_for_mesh(lowered, mesh):
     return Compiled(program.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
 
 
-def compiler_options(mesh):
-    """Options of the compiler for the devices of a mesh, those that a run's environment gives it among them."""
-    platform = mesh.devices.flat[0].platform
+def compiler_options(platform):
+    """Options of the compiler for a platform, those that a run's environment gives it among them."""
     if platform not in COMPILERS:
         return {}
     options = dict(COMPILERS[platform].options)

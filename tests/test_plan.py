@@ -12,7 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import ARCHITECTURES, SMALL, flags_of, run_program, small_config
+from conftest import ARCHITECTURES, SMALL_RUN, flags_of, run_program, small_config
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
@@ -30,7 +30,7 @@ tpu_compiler = pytest.mark.skipif(
 )
 # (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
-    ((8, 1, 1), dict(fsdp="full")),
+    ((8, 1, 1), dict(fsdp="full", layers_per_block=1, moe_rope=True)),
     ((1, 2, 4), dict(fsdp="full", remat="none", accumulation_steps=2, train_batch_size=16)),
     ((4, 2, 1), dict(ARCHITECTURES["deepseek"], mtp_depth=1, capacity_factor=1.5, T=64)),
     ((2, 2, 2), dict(ARCHITECTURES["gpt2"], remat="dots", fsdp="none", optimizer="adamw")),
@@ -39,7 +39,7 @@ CONFIGURATIONS = [
 assert {"deepseek", "gpt2", "qwen3"} == ARCHITECTURES.keys(), "a new one belongs above and below"
 OF_TPUS = dict(T=512, model_dimension=256, model_dtype="bfloat16")
 TPU_CONFIGURATIONS = [
-    ("v4:2x2x2", (2, 2, 2), dict(OF_TPUS, optimizer="adamw")),
+    ("v4:2x2x2", (2, 2, 2), dict(OF_TPUS, optimizer="adamw", layers_per_block=2)),
     (  # one sequence a microbatch, grouped keys
         "v5e:2x4",
         (4, 1, 2),
@@ -545,7 +545,7 @@ def test_a_plan_is_no_part_of_a_run():
 
 @tpu_compiler
 def test_a_plan_by_the_tpu_compiler(tmp_path):
-    small = {k: v for k, v in SMALL.items() if k != "compilation_cache"} | dict(T=128, blocks=2)
+    small = {k: v for k, v in SMALL_RUN.items() if k != "compilation_cache"} | dict(T=128)
     written = dict(plan_json=tmp_path / "a/plan.json", plan_dump=tmp_path / "dump")
     words = flags_of(plan="v4:2x2x1", n_device_axis=(2, 2, 1), **small, **written)
     ran = run_program(*TINY, *words)
