@@ -44,7 +44,8 @@ def test_formulas_answer_where_the_compiler_fails(monkeypatch, capsys):
 
 def test_what_does_not_fit_is_said(monkeypatch, capsys):
     used = machines.parse_machine("gpu:4xH200").chip.memory
-    text = "ENTRY %main (x: f32[4]) -> f32[4] {\n ROOT %x = f32[4] parameter(0)\n}"
+    ops = ["%x = f32[4] parameter(0)", "ROOT %c = f32[4] copy(%x)"]
+    text = "\n  ".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *ops])
     compiled = machines.Compiled(text, arguments=2**30, temporaries=used)
     monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
     plan_of_tiny()
