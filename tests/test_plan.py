@@ -89,7 +89,7 @@ SHARES = {
 
 
 def add_written(jaxpr, times, mesh, written, trips=1):
-    """Add what a jaxpr that runs so many times asks for to {"flops": operations of products, (axes, kind): bytes}.
+    """Add what a jaxpr that runs so many times asks for to {(axes, kind): bytes}.
 
     trips: how often loops run whose trips depend on the data, as the scope around them says.
     """
@@ -97,17 +97,12 @@ def add_written(jaxpr, times, mesh, written, trips=1):
         name = eqn.primitive.name
         expected = re.search(r"expected_trips_(\d+)", str(eqn.source_info.name_stack))
         inside = int(expected[1]) if expected else trips
-        if name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            lhs = eqn.invars[0].aval.shape
-            once = 2 * eqn.outvars[0].aval.size * math.prod(lhs[dim] for dim in contracted)
-            written["flops"] += times * once
-        elif name in SHARES:
+        if name in SHARES:
             add_collective(eqn, times, mesh, written)
         elif name == "scan":
             again = times * eqn.params["length"]
             add_written(eqn.params["jaxpr"].jaxpr, again, mesh, written, inside)
-        elif name != "pallas_call":  # a kernel, whose operations the program does not tell
+        else:
             again = inside if name == "while" else 1
             for inner in jaxprs_in_params(eqn.params):
                 add_written(inner, times * again, mesh, written, inside)
@@ -144,7 +139,6 @@ def gradient_as_written(cfg):
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     written = defaultdict(float)
     add_written(needed, 1, mesh, written)
-    written.pop("flops")
     return written
 
 
