@@ -275,7 +275,7 @@ def test_a_mistake_gets_a_sentence(runs, tmp_path):
     zero = damaged(
         "zero", "about.json", lambda content: content.replace(b'"slices": 1', b'"slices": 0')
     )
-    flags = damaged("flags", "about.json", lambda content: content.replace(b'"T"', b'"U"'))
+    flags = damaged("flags", "about.json", lambda content: content.replace(b'"data"', b'"of"'))
     for run, given, part in (
         (tmp_path, {}, "holds no whole trace; train with --profile FIRST:LAST"),
         (runs / "traced", dict(trace="steps-1-2"), "has steps-2-4, steps-7-8"),
@@ -283,7 +283,7 @@ def test_a_mistake_gets_a_sentence(runs, tmp_path):
         (cut, {}, "step.hlo.gz is missing or damaged"),
         (no_text, {}, "step.hlo.gz is missing or damaged"),
         (zero, {}, "about.json is damaged"),
-        (flags, {}, "about.json: T is missing"),
+        (flags, {}, "about.json: data is missing"),
     ):
         with pytest.raises(utils.UserError) as e:
             trace.main(trace.Options(str(run), **given))
