@@ -29,9 +29,6 @@ class LayerCost(NamedTuple):
     products: int  # channels of attention's products, of all heads, without the last product
     branches: int  # matrices that lead into the feed-forward
     ffn_width: int  # hidden width of the dense feed-forward or of all shared experts; 0: none
-    # {platform: channels that --remat none keeps per channel of intermediates}: with it --by_formulas has as many
-    # activations as the compiled plan, here of moe1b
-    kept_ratio: dict = dict(tpu=1.6, gpu=2.47)
 
 
 class Architecture(NamedTuple):

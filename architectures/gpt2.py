@@ -170,7 +170,6 @@ def layer_cost(m, kind):
         products=m.n_head * 3 * K,
         branches=1,
         ffn_width=m.ffn_width,
-        kept_ratio=dict(tpu=3.0, gpu=2.86),  # biases are added in float32
     )
 
 

@@ -3,7 +3,7 @@
 Everything is of one device and one optimizer step unless it says otherwise. Letters are those of model.py. Sizes of
 weights follow from model.param_table, what a layer does to a token from `Architecture.layer_cost`. The formulas count
 matrix products and collectives as model.py writes them, whatever a compiler makes of them; all else (norms, routing by
-index, biases) costs memory traffic, which `Estimate.passes` takes as a multiple of the activations. tests/test_plan.py
+index, biases) costs memory traffic, taken as a multiple of the activations. tests/test_plan.py
 compares all of it with what XLA compiles.
 """
 
@@ -24,535 +24,31 @@ from planning import hlo
 from training import muon
 
 
-class Place(NamedTuple):
-    """What decides which collectives run and what is held in memory: the machine, as far as formulas look at it."""
-
-    platform: str = "tpu"
-    kernels: str = ""  # the platform whose attention kernels run where that is another, see attention.platform_of
-    slices: int = 1  # TPU slices, which only a network joins
-    across: str = "dp"  # mesh axis that goes from slice to slice
-    fuses: bool = False  # of the Chip
-
-    @property
-    def attention(self):
-        """The platform whose attention kernels and experts run."""
-        return self.kernels or self.platform
-
-
-class Estimate(NamedTuple):
-    """Of one step on one device."""
-
-    flops: float  # of matrix products
-    scores: float  # of these, attention's products of queries, keys and values
-    sent: dict  # {(axes, kind): [bytes, collectives, devices that take part]}
-    operands: float  # memory traffic of matrix products, bytes
-    passes: float  # memory traffic of everything else, bytes
-    weights: float  # bytes, float32
-    optimizer: float  # bytes of AdamW's two moments, or of Muon's one
-    batch: float  # bytes of tokens and targets
-    activations: float  # bytes kept from the forward pass for the backward pass
-    workspace: float  # bytes of all else: gradients, gathered weights, one layer's and the head's intermediates
-    bubble: float  # share of the pipeline's ticks in which a stage idles
-
-
-class Sizes(NamedTuple):
-    """How a step is cut up."""
-
-    dp: int
-    pp: int
-    tp: int
-    ticks: int  # in each, every stage runs its blocks of one round, see model.pipeline
-    own: int  # microbatches that a device embeds and takes the loss of
-    B: int  # sequences of a microbatch on one device
-    T: int
-    bytes: int  # of a number in model_dtype
-
-    @property
-    def tokens(self):
-        """Tokens of a microbatch that attention sees on a device."""
-        return self.B * self.T
-
-    @property
-    def own_tokens(self):
-        """Tokens of a microbatch on a device outside attention, tp splitting the sequence."""
-        return self.B * self.T / self.tp
-
-
-def sizes(cfg):
-    """`Sizes` of a validated Config."""
-    dp, pp, tp = cfg.run.n_device_axis
-    microbatches = cfg.data.microbatches
-    return Sizes(
-        dp=dp,
-        pp=pp,
-        tp=tp,
-        ticks=cfg.run.pp_interleave * microbatches + pp - 1,
-        own=microbatches // pp,
-        B=cfg.data.train_batch_size // microbatches,
-        T=cfg.model.T,
-        bytes=2 if cfg.model.model_dtype == "bfloat16" else 4,
-    )
-
-
-def layer_runs(cfg):
-    """{kind of layer: (layers on a device that run one after another, times that they run forward)}."""
-    m, s = cfg.model, sizes(cfg)
-    arch, rounds = architecture(m.architecture), cfg.run.pp_interleave
-    runs = {}
-    for kind, layers in arch.numbers(m).items():
-        piped = kind in arch.stacks
-        runs[kind] = (layers // (s.pp * rounds), s.ticks) if piped else (layers, s.own)
-    return runs
-
-
-# --- What travels -------------------------------------------------------------------------------------------------
-
-
-def link_seconds(chip, kind, n_bytes, n, hosts=1):
-    """Seconds in which one of n devices sends n_bytes in a collective of this kind, nothing overlapped.
-
-    A ring of more than two TPUs uses both directions of a link. In an all-to-all along a torus of side s, a byte goes
-    s/4 hops on average along each dim. The GPUs of a host have one switch between them; on several `hosts` each GPU has
-    an adapter to the others, and what a ring sends to the next host is shared out among those of its host.
-    """
-    if kind == hlo.ACROSS:
-        return n_bytes / chip.network
-    if chip.gpu:
-        of_host = n / hosts  # GPUs
-        if hosts == 1:
-            leaves = 0
-        elif kind == "all-to-all":
-            leaves = n_bytes * (n - of_host) / (n - 1)
-        elif kind == "collective-permute":
-            leaves = n_bytes
-        else:
-            leaves = n_bytes / of_host
-        return max(n_bytes / chip.link, leaves / chip.network)
-    hops = 1.0
-    if "all-to-all" in kind:
-        hops = max(1.0, n ** (1 / torus_dims(n)) / 4)
-    directions = 2 if n > 2 else 1
-    return n_bytes * hops / (chip.link * directions)
-
-
-def hosts_along(axes, shape, hosts):
-    """Number of hosts on which the devices along some axes of a mesh of such a shape lie, the first ones, say."""
-    host = np.arange(math.prod(shape)).reshape(shape) * hosts // math.prod(shape)
-    along = tuple(slice(None) if axis in axes else 0 for axis in collectives.AXES)
-    return len(np.unique(host[along]))
-
-
-def torus_dims(n):
-    """Dims of a torus of n chips."""
-    if n <= 4:
-        return 1
-    return 2 if n <= 16 else 3
-
-
-def differing_axes(devices, tp):
-    """Axes of dp x tp along which devices differ that are numbered row by row."""
-    dp_index, tp_index = np.divmod(devices, tp)
-    differ = {"dp": np.ptp(dp_index) > 0, "tp": np.ptp(tp_index) > 0}
-    return tuple(axis for axis in collectives.EXPERT_AXES if differ[axis])
-
-
-def expert_axes(E, split):
-    """(axes along which devices differ that hold different experts, axes of those that hold the same expert); see
-    collectives.expert_groups."""
-    n = split["dp"] * split["tp"]
-    devices = np.arange(n).reshape(-1, max(1, n // E))  # a row of devices holds the same expert
-    return differing_axes(devices[:, 0], split["tp"]), differing_axes(devices[0], split["tp"])
-
-
-class Tally:
-    """Adds up what a device does in a step; fields as `Estimate` has them."""
-
-    def __init__(self, cfg, place):
-        self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
-        self.place, self.fit = place, constants(place)
-        self.sent = defaultdict(lambda: [0.0, 0.0, 0])
-        self.flops = self.scores = self.operands = self.passes = 0.0
-
-    def send(self, kind, axes, whole, times=1, count=1, n=0):
-        """Add collectives: `count` of them, `times` times in a step.
-
-        Together their arrays have `whole` bytes, all parts counted. n devices take part (0: all along the axes), in
-        rings; an all-reduce is a reduce-scatter and an all-gather (arXiv:1909.09756, section 3).
-        """
-        axes = tuple(a for a in collectives.AXES if a in axes and self.split[a] > 1)
-        n = n or math.prod(self.split[a] for a in axes)
-        if n == 1 or not times * whole:
-            return
-        if self.place.slices > 1 and self.place.across in axes:
-            axes, n, whole = self.send_across(kind, axes, n, whole, times, count)
-        shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}
-        share = shares.get(kind, (n - 1) / n)
-        self.add(axes, kind, n, whole * share, times, count)
-
-    def send_across(self, kind, axes, n, whole, times, count):
-        """Add what such a collective moves between slices. Returns the axes, devices and bytes of it inside one."""
-        slices, across = self.place.slices, self.place.across
-        if kind == "all-to-all":
-            n_bytes = whole * (slices - 1) / slices
-        elif kind == "collective-permute":
-            n_bytes = whole
-        else:  # each device sends its part to every other slice, in an all-reduce twice
-            n_bytes = whole / n * (slices - 1) * (1 + (kind == "all-reduce"))
-        self.add((across,), hlo.ACROSS, slices, n_bytes, times, count)
-        if self.split[across] == slices:
-            axes = tuple(a for a in axes if a != across)
-        return axes, n // slices, 0 if kind == "all-to-all" else whole
-
-    def add(self, axes, kind, n, n_bytes, times, count):
-        """Add `count` collectives, `times` times, in which each device sends n_bytes."""
-        if n_bytes:
-            entry = self.sent[axes, kind]
-            entry[0] += times * n_bytes
-            entry[1] += times * count
-            entry[2] = n
-
-
-# --- Weights ------------------------------------------------------------------------------------------------------
-
-
-class Weights(NamedTuple):
-    """Numbers of weights on one device."""
-
-    stored: int  # in parts
-    moments: int  # of the optimizer, likewise
-    gathered: int  # of all its layers, whole
-    largest: float  # of its largest layer, whole
-    kept: float  # bytes of those that the forward pass leaves for the backward pass
-
-
-class Use(NamedTuple):
-    """How often a step gathers the weights of a stack of layers."""
-
-    forward: float  # times that they are gathered
-    backward: float  # times that their gradients are reduced and scattered
-    count: int  # layers each time, in a collective of their own
-    gradients: float  # times that they get a gradient
-
-
-def local_shape(p, split):
-    """(shape of the part of a parameter that one device stores, axes that split it)."""
-    shape, axes = [], []
-    for n, entry in zip(p.shape, p.spec, strict=True):
-        if entry is None:
-            entry = ()
-        elif isinstance(entry, str):
-            entry = (entry,)
-        shape.append(n // math.prod(split[axis] for axis in entry))
-        axes += entry
-    return shape, axes
-
-
-def stack_use(cfg, name, platform):
-    """`Use` of an entry of model.param_table: a stack of layers, or what stands outside layers.
-
-    ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass, and
-    again where the backward pass recomputes it. Otherwise they are gathered once a step, since XLA moves out of the
-    loop of gradient accumulation what does not depend on it; the TPU compiler does not: there it is once a batch.
-    """
-    m, accumulation = cfg.model, cfg.run.accumulation_steps
-    layers, times = layer_runs(cfg).get(name, (1, 1))
-    if name in architecture(m.architecture).stacks:
-        layers *= cfg.run.pp_interleave
-        times /= cfg.run.pp_interleave
-    gradients = accumulation * times
-    if m.fsdp != "full" or name not in layer_runs(cfg):
-        forward = accumulation if platform == "tpu" else 1
-        return Use(forward, backward=accumulation, count=1, gradients=gradients)
-    forward = gradients * (2 if m.remat != "none" else 1)  # once more where it is recomputed
-    return Use(forward, backward=gradients, count=layers, gradients=gradients)
-
-
-def gather_cost(p, whole, use, width, tally, E):
-    """Add the collectives that gather a parameter, of which a device stores `whole` numbers, in numbers of `width`
-    bytes, and those that reduce and scatter its gradient in float32. Returns its size when gathered."""
-    split = tally.split
-    if not p.gather:
-        return whole
-    _, axes = p.gather
-    if p.expert:  # slices of all experts are exchanged for slices of one, and these gathered
-        apart, together = expert_axes(E, split)
-        tally.send("all-to-all", apart, whole * width, use.forward, use.count, E)
-        tally.send("all-to-all", apart, whole * 4, use.backward, use.count, E)
-        n = math.prod(split[a] for a in axes) // E
-        whole *= n
-        tally.send("all-gather", together, whole * width, use.forward, use.count, n)
-        tally.send("reduce-scatter", together, whole * 4, use.backward, use.count, n)
-        return whole
-    for axis in reversed(axes):
-        whole *= split[axis]
-        tally.send("reduce-scatter", (axis,), whole * 4, use.backward, use.count)
-        tally.send("all-gather", (axis,), whole * width, use.forward, use.count)
-    return whole
-
-
-def weights_cost(cfg, tally):
-    """`Weights`; adds what gathers them, uses them and sums their gradients to `tally`."""
-    s, runs = sizes(cfg), layer_runs(cfg)
-    on_tpu = tally.place.platform == "tpu"
-    with_muon = cfg.optimizer.optimizer == "muon"
-    stored, moments, used, gathered = 0, 0, 0, defaultdict(int)
-    for name, stack in model.param_table(cfg).items():
-        use = stack_use(cfg, name, tally.place.platform)
-        for p in jax.tree.leaves(stack, is_leaf=is_param):
-            shape, axes = local_shape(p, tally.split)
-            own = math.prod(shape)
-            stored += own
-            moments += own if with_muon and p.hidden else 2 * own
-            # gradients of copies are summed; the TPU compiler moves that out of the loop of gradient accumulation
-            copies = set(collectives.AXES) - set(axes)
-            times = 1 if on_tpu else cfg.run.accumulation_steps
-            tally.send("all-reduce", copies, 4 * own, times)
-            width = s.bytes if p.matrix else 4
-            whole = gather_cost(p, own, use, width, tally, cfg.model.n_experts)
-            if name in runs:
-                gathered[name] += whole
-                used += whole * use.gradients
-    tally.passes += tally.fit["weights"] * used
-    tally.operands += tally.fit["operand_weights"] * used
-    kept = 0
-    if tally.place.platform == "gpu" and cfg.model.remat == "none":  # each time that a layer runs
-        kept = s.bytes * used / cfg.run.accumulation_steps
-    largest = max(n / runs[name][0] for name, n in gathered.items())
-    return Weights(stored, moments, sum(gathered.values()), largest / cfg.run.pp_interleave, kept)
-
-
-# --- Layers -------------------------------------------------------------------------------------------------------
-
-
-def score_operations(cost, m, s, platform):
-    """(forward, backward) operations of a layer's products of queries, keys and values."""
-    kernel = attention.ATTENTION[attention.choose_kernel(m, platform)]
-    pairs = 2 * s.tokens * m.T * (m.n_head / s.tp) * kernel.score_share(m)
-    forward, *backward = [
-        pairs * (keys * cost.query_channels + values * cost.value_channels)
-        for keys, values in kernel.products.values()
-    ]
-    return forward, sum(backward)
-
-
-def read_program(text, cfg, place):
-    """`hlo.Cost` of the optimized HLO `text` of a validated Config's step."""
-    m, mesh = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis))
-    kernel = attention.ATTENTION[attention.choose_kernel(m, place.attention)]
-    group = m.n_head // m.kv_heads  # heads of queries that read the same values
-
-    def in_kernel(words, arrays):
-        """Operations of a call of the kernel; 0 of any other's."""
-        for name, (keys, values) in kernel.products.items():
-            if name in words:  # its first arrays of floats are queries, keys and values
-                q, _, v = [math.prod(dims) for kind, dims in arrays if "f" in kind][:3]
-                return 2 * m.T * kernel.score_share(m) * (keys * q + values * group * v)
-        return 0
-
-    return hlo.analyze(text, mesh, place.slices, place.across, in_kernel)
-
-
-class Layer:
-    """A layer's passes of one microbatch on one device."""
-
-    def __init__(self, cfg, kind, place):
-        self.m, self.s, self.place = cfg.model, sizes(cfg), place
-        arch = architecture(self.m.architecture)
-        self.cost = arch.layer_cost(self.m, kind)
-        routed = kind in arch.routed and self.m.n_experts
-        self.rows = expert_rows(self.m, self.s, place.attention) if routed else 0
-        self.in_tiles = choose_transport(self.m, place.attention) == "tiles"
-        self.megatron = self.m.sequence_parallel == "megatron"
-        self.recomputes = self.m.remat != "none"
-        # recomputation runs to the layer's end only where that is needed: multi-token prediction normalizes it
-        self.needs_end = kind == arch.mtp
-        self.scores, self.scores_backward = score_operations(
-            self.cost, self.m, self.s, place.attention
-        )
-
-    def flops(self):
-        """Operations of matrix products, recomputed ones among them. A product [a, b] x [b, c] takes 2abc."""
-        m, s, cost = self.m, self.s, self.cost
-        out = 2 * s.own_tokens * m.model_dimension * cost.ffn_width
-        projections = 2 * s.own_tokens * cost.own_weights + (cost.branches + 1) * out
-        projections += 2 * s.tokens * (m.n_head / s.tp) * cost.head_weights
-        # arXiv:2006.16668, section 2.2
-        experts_out = 2 * self.rows * m.model_dimension * m.expert_width
-        experts_into = cost.branches * experts_out
-
-        # a product's two gradients take twice its own operations
-        flops = 3 * (projections + experts_into + experts_out) + self.scores + self.scores_backward
-        # the gradient of tiles computes the hidden channels anew, whatever else is recomputed
-        flops += self.in_tiles * experts_into
-        if self.recomputes:
-            flops += self.scores + self.needs_end * experts_out
-            flops += (self.needs_end or not self.in_tiles) * experts_into
-        if m.remat == "full":
-            flops += projections - (not self.needs_end) * out
-        return flops
-
-    def score_flops(self):
-        """Of these, attention's products of queries, keys and values."""
-        return self.scores * (1 + self.recomputes) + self.scores_backward
-
-    def send(self, n, tally):
-        """Add the collectives of a layer that runs n times in a step.
-
-        Tensor and sequence parallelism: arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1. Every
-        collective runs in the forward pass, again where that is recomputed, and its transpose in the backward pass.
-        """
-        m, s, cost = self.m, self.s, self.cost
-        again, end_again = self.recomputes, self.recomputes and self.needs_end
-        channel = s.tokens * s.bytes  # bytes
-        # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
-        attention_out = channel * m.model_dimension * self.megatron
-        feed_forward = attention_out * (cost.ffn_width > 0)
-        gathered = channel * cost.gathered
-        exchanged = 0 if self.megatron else channel / s.tp * m.n_head * cost.value_channels
-        tally.send("all-gather", ("tp",), gathered + feed_forward, n * (1 + again))
-        tally.send("all-gather", ("tp",), attention_out + feed_forward, n)
-        tally.send("reduce-scatter", ("tp",), gathered + feed_forward, n)
-        tally.send("reduce-scatter", ("tp",), attention_out + feed_forward, n)
-        tally.send("reduce-scatter", ("tp",), attention_out, n * again)
-        tally.send("reduce-scatter", ("tp",), feed_forward, n * end_again)
-        tally.send("all-to-all", ("tp",), exchanged, n * (2 + again))
-        if self.rows:
-            # each sequence's choices, for the balance
-            tally.send("all-reduce", ("tp",), 4 * s.B * m.n_experts, n * (1 + again))
-            self.send_tokens(n, tally, again, end_again)
-
-    def send_tokens(self, n, tally, again, end_again):
-        """Add what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
-        m, s = self.m, self.s
-        apart, _ = expert_axes(m.n_experts, tally.split)
-        devices = sharers(m, s)
-        if not self.in_tiles:  # buckets
-            slots = self.rows * s.bytes  # bytes of a number for each, such as its gate
-            channels = slots * m.model_dimension
-            tally.send("all-to-all", apart, channels, n * (4 + again + end_again), 1, devices)
-            tally.send("all-to-all", apart, slots, n * (2 + again), 1, devices)
-            return
-        numbers = s.own_tokens * devices  # one of every token
-        channels = numbers * m.model_dimension * s.bytes
-        gates = numbers * m.experts_per_token * s.bytes
-        experts = numbers * m.experts_per_token * 4
-        tally.send("all-gather", apart, channels, n * (2 + again), 1, devices)
-        tally.send("all-gather", apart, gates + experts, n * (1 + again), 1, devices)
-        tally.send("reduce-scatter", apart, channels, n * (2 + end_again), 1, devices)
-        tally.send("reduce-scatter", apart, gates, n, 1, devices)
-
-    def products(self):
-        """Channels per token that products with weights give, as --remat dots keeps them; routed experts' left out."""
-        m, s, cost = self.m, self.s, self.cost
-        added = m.model_dimension * (s.tp if self.megatron else 1)  # to the residual
-        return cost.products + cost.branches * cost.ffn_width + added
-
-    def intermediates(self):
-        """(channels per token of all that it computes but for routed experts, those in routed experts)."""
-        m, s, cost = self.m, self.s, self.cost
-        D = m.model_dimension
-        into_feed_forward = D * (self.megatron and cost.ffn_width > 0)
-        added = D * (s.tp if self.megatron else 1)
-        # beside products: the feed-forward's, norms and residuals, what is gathered, attention's output
-        channels = self.products() + cost.ffn_width + added + 4 * D
-        channels += (cost.gathered + into_feed_forward) * s.tp + m.n_head * cost.value_channels
-        in_experts = (cost.branches + 1) * m.expert_width + 2 * D
-        return channels, self.rows / s.own_tokens * in_experts
-
-    def kept(self):
-        """Channels per token that it keeps for the backward pass."""
-        m, s = self.m, self.s
-        if m.remat == "full":
-            return m.model_dimension
-        if m.remat == "dots":
-            return self.products() + m.model_dimension
-        channels, in_experts = self.intermediates()
-        platform, fit = self.place.platform, constants(self.place)
-        if platform == "gpu":
-            # partial sums of other devices' tokens, of attention and of the feed-forward, are not kept
-            channels -= 2 * m.model_dimension * (s.tp - 1) * self.megatron
-        channels *= self.cost.kept_ratio["gpu" if platform == "gpu" else "tpu"]
-        channels += fit["scores_kept"] * self.kept_scores()
-        return channels + fit["experts_kept"] * in_experts
-
-    def kept_scores(self):
-        """Scores per token that the backward pass does not compute anew."""
-        if self.scores_backward > 2 * self.scores:
-            return 0
-        per_score = 2 * (self.cost.query_channels + self.cost.value_channels)
-        return self.scores / per_score / self.s.own_tokens
-
-
-def sharers(m, s):
-    """Devices that share out all routed experts and exchange tokens."""
-    return min(m.n_experts, s.dp * s.tp)
-
-
-def expert_rows(m, s, platform):
-    """Rows that a device's routed experts multiply, empty ones included, where the load is even."""
-    if choose_transport(m, platform) == "buckets":
-        return m.n_experts * capacity(m, int(s.own_tokens))
-    devices = sharers(m, s)
-    each = int(s.own_tokens) * devices * m.experts_per_token // m.n_experts
-    return m.n_experts // devices * grouped.padded(each)
-
-
-def layers_cost(cfg, tally):
-    """(bytes that the forward passes of a batch leave for the backward passes, bytes that the widest layer's
-    intermediates take in its backward pass); adds what layers compute and send to `tally`."""
-    s, fit = sizes(cfg), tally.fit
-    copies = fit["layer_copies_kept" if cfg.model.remat == "none" else "layer_copies"]
-    kept, widest = 0, 0
-    channel = s.own_tokens * s.bytes  # bytes
-    for kind, (layers, times) in layer_runs(cfg).items():
-        layer = Layer(cfg, kind, tally.place)
-        n = cfg.run.accumulation_steps * layers * times
-        layer.send(n, tally)
-        tally.flops += n * layer.flops()
-        tally.scores += n * layer.score_flops()
-        channels, in_experts = layer.intermediates()
-        own_kept = layers * times * channel * layer.kept()
-        tally.passes += fit[cfg.model.remat] * cfg.run.accumulation_steps * own_kept
-        tally.passes += fit["intermediates"] * n * channel * (channels + in_experts)
-        tally.operands += fit["operands"] * n * channel * (channels + in_experts)
-        kept += own_kept
-        widest = max(widest, channel * (copies * channels + fit["expert_copies"] * in_experts))
-    return kept, widest
-
-
-# --- The optimizer ------------------------------------------------------------------------------------------------
-
-
-def muon_cost(cfg, tally):
-    """Add what Muon does to a step's updates to `tally`; training/muon.py deals the matrices out."""
-    width = sizes(cfg).bytes
-    stacks = muon.stacks_of(muon.hidden_params(cfg), tally.split)
-    for group in muon.deal(stacks, tally.split):
-        rows, columns, copies = group.layout
-        tally.send("all-to-all", rows + columns, width * group.exchanged, 2)
-        devices = np.arange(group.sharers)
-        near = differing_axes(devices, tally.split["tp"]) if len(copies) > 1 else copies
-        tally.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
-        tally.flops += group.flops
-        m, n = sorted(group.whole)
-        tally.operands += width * group.owned * muon.STEPS * (4 * m * n + 5 * m * m)
-        moved = width * (group.places * math.prod(group.block) + 2 * group.owned * m * n)
-        tally.passes += tally.fit["muon"] * moved
-
-
-# --- The step -----------------------------------------------------------------------------------------------------
-
-
-def head_cost(cfg, tally):
-    """(bytes of all logits of a batch in float32, bytes of those that are held at once); adds the loss over the
-    vocabulary to `tally`."""
-    m, s, accumulation = cfg.model, sizes(cfg), cfg.run.accumulation_steps
-    tokens = s.own * s.own_tokens
-    logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
-    tally.flops += 6 * accumulation * logits * m.model_dimension  # and their two gradients
-    tally.passes += tally.fit["logits"] * accumulation * logits
-    held = min(tokens, loss.LOSS_CHUNK[tally.place.platform]) * m.padded_vocab
-    return 4 * logits, 4 * held
+class Sizes:
+    """How a step of a validated Config is cut up."""
+
+    def __init__(self, cfg):
+        microbatches = cfg.data.microbatches
+        self.dp, self.pp, self.tp = cfg.run.n_device_axis
+        # in each tick every stage runs its blocks of one round, see model.pipeline
+        self.ticks = cfg.run.pp_interleave * microbatches + self.pp - 1
+        self.own = (
+            microbatches // self.pp
+        )  # microbatches that a device embeds and takes the loss of
+        self.B = (
+            cfg.data.train_batch_size // microbatches
+        )  # sequences of a microbatch on one device
+        self.tokens = self.B * cfg.model.T  # of a microbatch on a device, as attention sees them
+        self.own_tokens = self.tokens / self.tp  # and outside attention, tp splitting the sequence
+        self.bytes = 2 if cfg.model.model_dtype == "bfloat16" else 4  # of a number in model_dtype
+        # {kind of layer: (layers on a device that run one after another, times that they run forward)}
+        self.runs = {}
+        arch = architecture(cfg.model.architecture)
+        for kind, layers in arch.numbers(cfg.model).items():
+            if kind in arch.stacks:
+                self.runs[kind] = layers // (self.pp * cfg.run.pp_interleave), self.ticks
+            else:
+                self.runs[kind] = layers, self.own
 
 
 # Constants fitted to what compilers report of the configurations in docs/planning.md. The GPU compiler reports no
@@ -575,89 +71,430 @@ FITTED = {
     "layer_copies": (1.4, 1.4, 1.3),  # of a layer's intermediates, in its backward pass
     "layer_copies_kept": (1.4, 1.4, 2.4),  # of the same with --remat none
     "expert_copies": (1.4, 1.4, 3.2),  # of those in routed experts
+    "kept": (1.6, 1.6, 2.5),  # channels that --remat none keeps per channel of intermediates
     "experts_kept": (2.5, 2.5, 1.41),  # of those in routed experts that --remat none keeps
     "scores_kept": (0.0, 0.0, 4.2),  # numbers that it keeps per score, where a kernel keeps scores
     "own_copies": (0.0, 0.0, 6.0),  # of the activations of all microbatches that a device embeds
 }
 
 
-def constants(place):
-    """{constant: value} of `FITTED` for a `Place`."""
-    column = 2 if place.platform == "gpu" else int(place.fuses)
+def constants(machine):
+    """{constant: value} of `FITTED` for a `Machine`."""
+    column = 2 if machine.platform == "gpu" else int(machine.chip.fuses)
     return {name: values[column] for name, values in FITTED.items()}
 
 
-def workspace(cfg, fit, weights, layers, head):
-    """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass. layers, head: as
-    `layers_cost` and `head_cost` return them.
+# --- What travels -------------------------------------------------------------------------------------------------
 
-    The peak is at one of three moments: while there are logits, in a layer's backward pass, or when the embedding's
-    two gradients are added up.
+
+def link_seconds(chip, kind, n_bytes, n, groups=1):
+    """Seconds in which one of n devices sends n_bytes in a collective of this kind, nothing overlapped.
+
+    A ring of more than two TPUs uses both directions of a link. In an all-to-all along a torus of side s, a byte goes
+    s/4 hops on average along each dim. The GPUs of a host have one switch between them. From the `groups`, TPU slices
+    or hosts of GPUs, in which the n lie, each device has its share of a network to the others: what a ring sends to
+    the next group is shared out among the devices of its own.
     """
-    s = sizes(cfg)
-    kept, widest = layers
-    logits, held = head
-    embedding = cfg.model.padded_vocab * cfg.model.model_dimension
-    if cfg.model.fsdp == "full":  # a layer at a time: its weights, the next one's, its gradient
-        gathered = 2 * s.bytes * weights.largest
-        gradients = 4 * (weights.largest + weights.stored)
-    else:
-        gathered = s.bytes * weights.gathered
-        gradients = 4 * weights.gathered
-
-    accumulated = 0  # gradients summed up so far
-    if cfg.run.accumulation_steps > 1:
-        accumulated = 4 * (weights.gathered if cfg.model.fsdp == "none" else weights.stored)
-    # a copy of what is kept of one microbatch, where several are kept
-    one_microbatch = kept / s.ticks if s.ticks > 1 else 0
-
-    at_logits = gathered + (s.bytes + 4 * (logits > held)) * embedding + fit["logit_copies"] * held
-    in_layer = gathered + s.bytes * embedding + gradients + one_microbatch + widest
-    at_embedding = gradients + (s.bytes + 4) * embedding - kept
-    own = s.own * s.own_tokens * cfg.model.model_dimension * s.bytes
-    return accumulated + fit["own_copies"] * own + max(at_logits, in_layer, at_embedding)
+    if kind == hlo.ACROSS:
+        return n_bytes / chip.network
+    leaves, hops, directions = 0, 1.0, 1
+    if groups > 1:
+        shares = {"all-to-all": (n - n / groups) / (n - 1), "collective-permute": 1}
+        leaves = n_bytes * shares.get(kind, groups / n)
+    if not chip.gpu:
+        directions = 2 if n > 2 else 1
+        if kind == "all-to-all":
+            dims = 1 if n <= 4 else 2 if n <= 16 else 3  # of the torus
+            hops = max(1.0, n ** (1 / dims) / 4)
+    return max(n_bytes * hops / (chip.link * directions), leaves / chip.network)
 
 
-def send_pipeline(cfg, tally):
-    """Add what goes from stage to stage: every tick's activations to the next one and their gradients back; inputs and
-    outputs are shared out."""
-    s, accumulation = sizes(cfg), cfg.run.accumulation_steps
-    tick = s.own_tokens * cfg.model.model_dimension * s.bytes
-    everything = cfg.data.microbatches * tick
-    tally.send("collective-permute", ("pp",), tick, accumulation * 2 * s.ticks)
-    tally.send("all-gather", ("pp",), everything, accumulation)
-    tally.send("all-to-all", ("pp",), everything, accumulation * 3)
+def groups_along(axes, shape, groups):
+    """In how many of so many groups, neighbors in a mesh of such a shape, the devices along some axes lie: the first
+    ones, say."""
+    group = np.arange(math.prod(shape)).reshape(shape) * groups // math.prod(shape)
+    along = tuple(slice(None) if axis in axes else 0 for axis in collectives.AXES)
+    return len(np.unique(group[along]))
 
 
-def estimate(cfg, place=Place()):
-    """`Estimate` of a validated Config."""
-    s = sizes(cfg)
-    tally = Tally(cfg, place)
-    weights = weights_cost(cfg, tally)
-    layers = layers_cost(cfg, tally)
-    head = head_cost(cfg, tally)
-    if cfg.optimizer.optimizer == "muon":
-        muon_cost(cfg, tally)
-    send_pipeline(cfg, tally)
-    return Estimate(
-        flops=tally.flops,
-        scores=tally.scores,
-        sent=dict(tally.sent),
-        operands=tally.operands,
-        passes=tally.passes,
-        weights=4 * weights.stored,
-        optimizer=4 * weights.moments,
-        batch=8 * cfg.run.accumulation_steps * s.own * s.own_tokens,
-        activations=layers[0] + weights.kept,
-        workspace=workspace(cfg, tally.fit, weights, layers, head),
-        bubble=(s.pp - 1) / s.ticks,
-    )
+def differing_axes(devices, tp):
+    """Axes of dp x tp along which devices differ that are numbered row by row."""
+    dp_index, tp_index = np.divmod(devices, tp)
+    differ = {"dp": np.ptp(dp_index) > 0, "tp": np.ptp(tp_index) > 0}
+    return tuple(axis for axis in collectives.EXPERT_AXES if differ[axis])
 
 
-def compute_seconds(e, chip):
-    """{part: seconds} of an `Estimate` on a chip, its links left out: matrix products at its speed, attention's
-    at half of it, and memory traffic at its bandwidth."""
-    return {
-        "matrix products": (e.flops + e.scores) / chip.speed + e.operands / chip.bandwidth,
-        "memory": e.passes / chip.bandwidth,
-    }
+def expert_axes(E, split):
+    """(axes along which devices differ that hold different experts, axes of those that hold the same expert); see
+    collectives.expert_groups."""
+    n = split["dp"] * split["tp"]
+    devices = np.arange(n).reshape(-1, max(1, n // E))  # a row of devices holds the same expert
+    return differing_axes(devices[:, 0], split["tp"]), differing_axes(devices[0], split["tp"])
+
+
+def read_program(text, cfg, machine, **seconds):
+    """`hlo.Timeline` of the optimized HLO `text` of a validated Config's step; `seconds` as that takes them."""
+    m, mesh = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis))
+    kernel = attention.ATTENTION[attention.choose_kernel(m, machine.kernels)]
+    group = m.n_head // m.kv_heads  # heads of queries that read the same values
+
+    def in_kernel(words, arrays):
+        """Operations of a call of the kernel; 0 of any other's."""
+        for name, (keys, values) in kernel.products.items():
+            if name in words:  # its first arrays of floats are queries, keys and values
+                q, _, v = [math.prod(dims) for kind, dims in arrays if "f" in kind][:3]
+                return 2 * m.T * kernel.score_share(m) * (keys * q + values * group * v)
+        return 0
+
+    return hlo.Timeline(hlo.analyze(text, mesh, machine.slices, in_kernel), **seconds)
+
+
+# --- The step -----------------------------------------------------------------------------------------------------
+
+
+class Estimate:
+    """What one device does in a step of a validated Config."""
+
+    def __init__(self, cfg, machine):
+        self.cfg, self.m, self.machine = cfg, cfg.model, machine
+        self.s, self.fit = Sizes(cfg), constants(machine)
+        self.batches = cfg.run.accumulation_steps
+        self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
+        self.flops = 0.0  # of matrix products
+        self.scores = 0.0  # of these, attention's products of queries, keys and values
+        # {(axes, kind): [bytes, collectives, devices that take part]}
+        self.sent = defaultdict(lambda: [0.0, 0.0, 0])
+        self.operands = 0.0  # memory traffic of matrix products, bytes
+        self.passes = 0.0  # memory traffic of everything else, bytes
+        self.weights = self.optimizer = (
+            0.0  # bytes of weights, and of AdamW's two moments or of Muon's one
+        )
+        self.batch = (
+            8 * self.batches * self.s.own * self.s.own_tokens
+        )  # bytes of tokens and targets
+        self.activations = 0.0  # bytes kept from the forward pass for the backward pass
+        self.bubble = (self.s.pp - 1) / self.s.ticks  # share of the ticks in which a stage idles
+        gathered, largest = self.add_weights()
+        kept, widest = self.add_layers()
+        self.add_head()
+        if cfg.optimizer.optimizer == "muon":
+            self.add_muon()
+        self.add_pipeline()
+        # bytes of all else: gradients, gathered weights, one layer's and the head's intermediates
+        self.workspace = self.peak(gathered, largest, kept, widest)
+
+    def send(self, kind, axes, whole, times=1, count=1, n=0):
+        """Add collectives along some axes, or the one named: `count` of them, `times` times in a step.
+
+        Together their arrays have `whole` bytes, all parts counted. n devices take part (0: all along the axes), in
+        rings; an all-reduce is a reduce-scatter and an all-gather (arXiv:1909.09756, section 3).
+        """
+        axes = tuple(a for a in collectives.AXES if a in axes and self.split[a] > 1)
+        n = n or math.prod(self.split[a] for a in axes)
+        if n == 1 or not times * whole:
+            return
+        shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}
+        entry = self.sent[axes, kind]
+        entry[0] += times * whole * shares.get(kind, (n - 1) / n)
+        entry[1] += times * count
+        entry[2] = n
+
+    def add_weights(self):
+        """Add what stores weights, gathers them, uses them and sums their gradients. Returns the numbers of gathered
+        weights of all layers of a device and of the largest one.
+
+        ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass,
+        and again where the backward pass recomputes it. Otherwise they are gathered once a step, since XLA moves out of
+        the loop of gradient accumulation what does not depend on it; the TPU compiler does not: there it is once a
+        batch, but gradients of copies are summed outside the loop.
+        """
+        m, s, rounds, on_tpu = (
+            self.m,
+            self.s,
+            self.cfg.run.pp_interleave,
+            self.machine.platform == "tpu",
+        )
+        with_muon = self.cfg.optimizer.optimizer == "muon"
+        used, gathered = 0, defaultdict(int)
+        for name, stack in model.param_table(self.cfg).items():
+            layers, times = s.runs.get(name, (1, 1))
+            if name in architecture(m.architecture).stacks:
+                layers, times = layers * rounds, times / rounds
+            gradients = self.batches * times  # times that a layer gets one
+            use = Use(self.batches if on_tpu else 1, self.batches, 1)
+            if m.fsdp == "full" and name in s.runs:
+                use = Use(gradients * (2 if m.remat != "none" else 1), gradients, layers)
+            for p in jax.tree.leaves(stack, is_leaf=is_param):
+                axes = [axis for entry in p.spec for axis in muon.real_axes(entry, self.split)]
+                own = math.prod(p.shape) // math.prod(self.split[axis] for axis in axes)
+                self.weights += 4 * own
+                self.optimizer += 4 * own * (1 if with_muon and p.hidden else 2)
+                copies = set(collectives.AXES) - set(axes)
+                self.send("all-reduce", copies, 4 * own, 1 if on_tpu else self.batches)
+                whole = self.gather(p, own, use)
+                if name in s.runs:
+                    gathered[name] += whole
+                    used += whole * gradients
+        self.passes += self.fit["weights"] * used
+        self.operands += self.fit["operand_weights"] * used
+        if self.machine.platform == "gpu" and m.remat == "none":  # kept each time that a layer runs
+            self.activations += s.bytes * used / self.batches
+        largest = max(n / s.runs[name][0] for name, n in gathered.items())
+        return sum(gathered.values()), largest / rounds
+
+    def gather(self, p, whole, use):
+        """Add the collectives that gather a parameter, of which a device stores `whole` numbers, and those that reduce
+        and scatter its gradient in float32. Returns its size when gathered."""
+        width = self.s.bytes if p.matrix else 4
+
+        def both_ways(kind, back, axes, n=0):
+            self.send(kind, axes, whole * width, use.forward, use.count, n)
+            self.send(back, axes, whole * 4, use.backward, use.count, n)
+
+        if not p.gather:
+            return whole
+        _, axes = p.gather
+        if p.expert:  # slices of all experts are exchanged for slices of one, and these gathered
+            E = self.m.n_experts
+            apart, together = expert_axes(E, self.split)
+            both_ways("all-to-all", "all-to-all", apart, E)
+            n = math.prod(self.split[a] for a in axes) // E
+            whole *= n
+            both_ways("all-gather", "reduce-scatter", together, n)
+            return whole
+        for axis in reversed(axes):
+            whole *= self.split[axis]
+            both_ways("all-gather", "reduce-scatter", axis)
+        return whole
+
+    def add_layers(self):
+        """Add what layers compute, send and keep. Returns the bytes that the forward passes of a batch leave for the
+        backward passes, and those of the widest layer's intermediates in its backward pass."""
+        fit, remat = self.fit, self.m.remat
+        copies = fit["layer_copies_kept" if remat == "none" else "layer_copies"]
+        kept, widest = 0, 0
+        channel = self.s.own_tokens * self.s.bytes  # bytes
+        for kind, (layers, times) in self.s.runs.items():
+            layer = Layer(self, kind)
+            n = self.batches * layers * times
+            layer.send(n)
+            self.flops += n * layer.flops()
+            self.scores += n * (layer.scores * (1 + layer.recomputes) + layer.scores_backward)
+            _, computed, in_experts = layer.channels()
+            intermediates = n * channel * (computed + in_experts)
+            own_kept = layers * times * channel * layer.kept()
+            self.passes += fit[remat] * self.batches * own_kept
+            self.passes += fit["intermediates"] * intermediates
+            self.operands += fit["operands"] * intermediates
+            kept += own_kept
+            widest = max(widest, channel * (copies * computed + fit["expert_copies"] * in_experts))
+        self.activations += kept
+        return kept, widest
+
+    def add_head(self):
+        """Add the loss over the vocabulary."""
+        tokens = self.batches * self.s.own * self.s.own_tokens
+        logits = tokens * self.m.padded_vocab * (1 + self.m.mtp_depth)
+        self.flops += 6 * logits * self.m.model_dimension  # and their two gradients
+        self.passes += self.fit["logits"] * logits
+
+    def add_muon(self):
+        """Add what Muon does to a step's updates; training/muon.py deals the matrices out."""
+        width = self.s.bytes
+        stacks = muon.stacks_of(muon.hidden_params(self.cfg), self.split)
+        for group in muon.deal(stacks, self.split):
+            rows, columns, copies = group.layout
+            self.send("all-to-all", rows + columns, width * group.exchanged, 2)
+            devices = np.arange(group.sharers)
+            near = differing_axes(devices, self.s.tp) if len(copies) > 1 else copies
+            self.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
+            self.flops += group.flops
+            m, n = sorted(group.whole)
+            self.operands += width * group.owned * muon.STEPS * (4 * m * n + 5 * m * m)
+            blocks = group.places * math.prod(group.block)
+            self.passes += self.fit["muon"] * width * (blocks + 2 * group.owned * m * n)
+
+    def add_pipeline(self):
+        """Add what goes from stage to stage: every tick's activations to the next one and their gradients back; inputs
+        and outputs are shared out."""
+        tick = self.s.own_tokens * self.m.model_dimension * self.s.bytes
+        everything = self.cfg.data.microbatches * tick
+        self.send("collective-permute", "pp", tick, self.batches * 2 * self.s.ticks)
+        self.send("all-gather", "pp", everything, self.batches)
+        self.send("all-to-all", "pp", everything, self.batches * 3)
+
+    def peak(self, gathered, largest, kept, widest):
+        """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass; of what
+        `add_weights` and `add_layers` return.
+
+        The peak is at one of three moments: while there are logits, in a layer's backward pass, or when the embedding's
+        two gradients are added up.
+        """
+        m, s, fit = self.m, self.s, self.fit
+        embedding = m.padded_vocab * m.model_dimension
+        accumulated = (
+            4 * gathered if m.fsdp == "none" else self.weights
+        )  # gradients summed up so far
+        if self.batches == 1:
+            accumulated = 0
+        weights, gradients = s.bytes * gathered, 4 * gathered
+        if m.fsdp == "full":  # a layer at a time: its weights, the next one's, its gradient
+            weights, gradients = 2 * s.bytes * largest, 4 * largest + self.weights
+        # a copy of what is kept of one microbatch, where several are kept
+        one_microbatch = kept / s.ticks if s.ticks > 1 else 0
+        tokens = s.own * s.own_tokens
+        held = (
+            min(tokens, loss.LOSS_CHUNK[self.machine.platform]) * m.padded_vocab
+        )  # logits at once
+        chunked = held < tokens * m.padded_vocab * (1 + m.mtp_depth)
+
+        at_logits = weights + (s.bytes + 4 * chunked) * embedding + 4 * fit["logit_copies"] * held
+        in_layer = weights + s.bytes * embedding + gradients + one_microbatch + widest
+        at_embedding = gradients + (s.bytes + 4) * embedding - kept
+        embedded = fit["own_copies"] * tokens * m.model_dimension * s.bytes
+        return accumulated + embedded + max(at_logits, in_layer, at_embedding)
+
+    def seconds(self):
+        """{part: seconds}, links left out: matrix products at the chip's speed, attention's at half of it, and memory
+        traffic at its bandwidth."""
+        chip = self.machine.chip
+        products = (self.flops + self.scores) / chip.speed + self.operands / chip.bandwidth
+        return {"matrix products": products, "memory": self.passes / chip.bandwidth}
+
+
+class Use(NamedTuple):
+    """How often a step gathers the weights of a stack of layers."""
+
+    forward: float  # times that they are gathered
+    backward: float  # times that their gradients are reduced and scattered
+    count: int  # layers each time, in a collective of their own
+
+
+# --- A layer ------------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """A layer's passes of one microbatch on one device."""
+
+    def __init__(self, step, kind):
+        self.step, self.m, self.s = step, step.m, step.s
+        m, s, platform = self.m, self.s, step.machine.kernels
+        arch = architecture(m.architecture)
+        self.cost = arch.layer_cost(m, kind)
+        self.in_tiles = choose_transport(m, platform) == "tiles"
+        self.megatron = m.sequence_parallel == "megatron"
+        self.recomputes = m.remat != "none"
+        # recomputation runs to the layer's end only where that is needed: multi-token prediction normalizes it
+        self.needs_end = kind == arch.mtp
+
+        self.rows = 0  # that routed experts multiply, empty ones included, where the load is even
+        if kind in arch.routed and m.n_experts:
+            self.sharers = min(m.n_experts, s.dp * s.tp)  # devices that share out all experts
+            self.rows = m.n_experts * capacity(m, int(s.own_tokens))
+            if self.in_tiles:
+                each = int(s.own_tokens) * self.sharers * m.experts_per_token // m.n_experts
+                self.rows = m.n_experts // self.sharers * grouped.padded(each)
+
+        # operations of products of queries, keys and values
+        kernel = attention.ATTENTION[attention.choose_kernel(m, platform)]
+        pairs = 2 * s.tokens * m.T * (m.n_head / s.tp) * kernel.score_share(m)
+        self.scores, *backward = [
+            pairs * (keys * self.cost.query_channels + values * self.cost.value_channels)
+            for keys, values in kernel.products.values()
+        ]
+        self.scores_backward = sum(backward)
+
+    def flops(self):
+        """Operations of matrix products, recomputed ones among them. A product [a, b] x [b, c] takes 2abc."""
+        m, s, cost = self.m, self.s, self.cost
+        out = 2 * s.own_tokens * m.model_dimension * cost.ffn_width
+        projections = 2 * s.own_tokens * cost.own_weights + (cost.branches + 1) * out
+        projections += 2 * s.tokens * (m.n_head / s.tp) * cost.head_weights
+        # arXiv:2006.16668, section 2.2
+        experts_out = 2 * self.rows * m.model_dimension * m.expert_width
+        experts_into = cost.branches * experts_out
+
+        # a product's two gradients take twice its own operations
+        flops = 3 * (projections + experts_into + experts_out) + self.scores + self.scores_backward
+        # the gradient of tiles computes the hidden channels anew, whatever else is recomputed
+        flops += self.in_tiles * experts_into
+        if self.recomputes:
+            flops += self.scores + self.needs_end * experts_out
+            flops += (self.needs_end or not self.in_tiles) * experts_into
+        if m.remat == "full":
+            flops += projections - (not self.needs_end) * out
+        return flops
+
+    def send(self, n):
+        """Add the collectives of a layer that runs n times in a step.
+
+        Tensor and sequence parallelism: arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1. Every
+        collective runs in the forward pass, again where that is recomputed, and its transpose in the backward pass.
+        """
+        m, s, cost, send = self.m, self.s, self.cost, self.step.send
+        again, end_again = self.recomputes, self.recomputes and self.needs_end
+        channel = s.tokens * s.bytes  # bytes
+        # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
+        attention_out = channel * m.model_dimension * self.megatron
+        feed_forward = attention_out * (cost.ffn_width > 0)
+        gathered = channel * cost.gathered
+        exchanged = 0 if self.megatron else channel / s.tp * m.n_head * cost.value_channels
+        send("all-gather", "tp", gathered + feed_forward, n * (1 + again))
+        send("all-gather", "tp", attention_out + feed_forward, n)
+        send("reduce-scatter", "tp", gathered + feed_forward, n)
+        send("reduce-scatter", "tp", attention_out + feed_forward, n)
+        send("reduce-scatter", "tp", attention_out, n * again)
+        send("reduce-scatter", "tp", feed_forward, n * end_again)
+        send("all-to-all", "tp", exchanged, n * (2 + again))
+        if self.rows:
+            # each sequence's choices, for the balance
+            send("all-reduce", "tp", 4 * s.B * m.n_experts, n * (1 + again))
+            self.send_tokens(n, again, end_again)
+
+    def send_tokens(self, n, again, end_again):
+        """Add what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
+        m, s, send = self.m, self.s, self.step.send
+        apart, _ = expert_axes(m.n_experts, self.step.split)
+        devices = self.sharers
+        if not self.in_tiles:  # buckets
+            slots = self.rows * s.bytes  # bytes of a number for each, such as its gate
+            channels = slots * m.model_dimension
+            send("all-to-all", apart, channels, n * (4 + again + end_again), 1, devices)
+            send("all-to-all", apart, slots, n * (2 + again), 1, devices)
+            return
+        numbers = s.own_tokens * devices  # one of every token
+        channels = numbers * m.model_dimension * s.bytes
+        gates = numbers * m.experts_per_token * s.bytes
+        experts = numbers * m.experts_per_token * 4
+        send("all-gather", apart, channels, n * (2 + again), 1, devices)
+        send("all-gather", apart, gates + experts, n * (1 + again), 1, devices)
+        send("reduce-scatter", apart, channels, n * (2 + end_again), 1, devices)
+        send("reduce-scatter", apart, gates, n, 1, devices)
+
+    def channels(self):
+        """Channels per token of products with weights, as --remat dots keeps them; of all that is computed; and of what
+        is computed in routed experts, which both leave out."""
+        m, s, cost = self.m, self.s, self.cost
+        D = m.model_dimension
+        added = D * (s.tp if self.megatron else 1)  # to the residual
+        products = cost.products + cost.branches * cost.ffn_width + added
+        # beside products: the feed-forward's, norms and residuals, what is gathered, attention's output
+        gathered = cost.gathered + D * (self.megatron and cost.ffn_width > 0)
+        computed = products + cost.ffn_width + added + 4 * D
+        computed += gathered * s.tp + m.n_head * cost.value_channels
+        in_experts = (cost.branches + 1) * m.expert_width + 2 * D
+        return products, computed, self.rows / s.own_tokens * in_experts
+
+    def kept(self):
+        """Channels per token that it keeps for the backward pass."""
+        m, fit = self.m, self.step.fit
+        products, computed, in_experts = self.channels()
+        if m.remat == "full":
+            return m.model_dimension
+        if m.remat == "dots":
+            return products + m.model_dimension
+        kept = fit["kept"] * computed + fit["experts_kept"] * in_experts
+        if self.scores_backward <= 2 * self.scores:  # they are not computed anew
+            per_score = 2 * (self.cost.query_channels + self.cost.value_channels)
+            kept += fit["scores_kept"] * self.scores / per_score / self.s.own_tokens
+        return kept

@@ -4,6 +4,7 @@ each mesh axis, and what runs in which order.
 XLA's cost_analysis() counts the body of a loop once; here everything is multiplied by the trip counts around it.
 """
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -22,7 +23,7 @@ SHAPE = re.compile(r"\b(pred|bf16|[suf](?:8|16|32|64))\[([0-9,]*)\]")
 CHAIN = re.compile(r'chain_id="(\d+)"')
 # Operations that are not in a schedule themselves, since what they run is; that move nothing; that name all or a part
 # of an array anew; that read a part of their first operand.
-CONTAINERS = ("while", "call", "conditional", "async", *COLLECTIVES)
+CONTAINERS = ("while", "call", "async", *COLLECTIVES)
 UNMOVED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota")
 VIEWS = ("bitcast", "reshape", "get-tuple-element")
 SLICES = ("slice", "dynamic-slice", "gather")
@@ -44,15 +45,7 @@ class Op(NamedTuple):
     rest: str  # operands and attributes
 
 
-class Cost(NamedTuple):
-    """Of one step on one device."""
-
-    flops: float  # of matrix products
-    collectives: (
-        dict  # {(axes, kind): [bytes, times, devices that take part]}; axes such as ("dp", "tp")
-    )
-    # of Compute, Transfer, Wait and Loop, in the order in which a device begins them
-    schedule: list
+# A schedule is a list of these, in the order in which a device begins them.
 
 
 class Compute(NamedTuple):
@@ -82,7 +75,7 @@ class Wait(NamedTuple):
 
 class Loop(NamedTuple):
     times: int
-    body: list  # as `Cost.schedule`
+    body: list  # a schedule
 
 
 def shapes(text):
@@ -95,16 +88,13 @@ def numbers(text):
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
-def size(shape):
-    """Bytes of (dtype, dims)."""
-    dtype, dims = shape
-    bits = 8 if dtype == "pred" else numbers(dtype)[0]
-    return bits // 8 * math.prod(dims)
-
-
-def type_size(text):
+def size(text):
     """Bytes of all arrays in the text of a type."""
-    return sum(size(shape) for shape in shapes(text))
+    total = 0
+    for dtype, dims in shapes(text):
+        bits = 8 if dtype == "pred" else numbers(dtype)[0]
+        total += bits // 8 * math.prod(dims)
+    return total
 
 
 def operands(op):
@@ -126,25 +116,6 @@ def computations(text):
     return found
 
 
-def trip_count(loop, comps):
-    """How often a while loop runs its body: as XLA found it; as the scope around it expects, where that depends on the
-    data (kernels/grouped.py: expected_trips); else the constant that its condition compares with."""
-    known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.rest)
-    known = known or re.search(r"expected_trips_(\d+)/while", loop.rest)
-    if known:
-        return int(known[1])
-    condition = comps[re.search(r"condition=%?([\w.\-]+)", loop.rest)[1]]
-    reached = list(condition)
-    for op in condition:
-        for callee in CALLED.findall(op.rest):
-            reached += comps.get(callee, [])
-    constants = []
-    for op in reached:
-        if op.kind == "constant" and op.type.startswith("s32[]"):
-            constants.append(int(op.rest.split(")")[0]))
-    return max(constants, default=1)
-
-
 # --- Collectives --------------------------------------------------------------------------------------------------
 
 
@@ -158,22 +129,14 @@ def device_groups(op, n):
         shape, dims, order = iota.groups()
         return arrange(numbers(dims), order).reshape(numbers(shape))
     if named := NAMED.search(op.rest):
-        return named_groups(*named.groups())
+        mesh, dims, order, axes = named.groups()
+        lengths = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+        shape = [int(length) for length in lengths.values()]
+        ids = arrange(numbers(dims) if dims else shape, order).reshape(shape)
+        along = [list(lengths).index(axis) for axis in re.findall(r"'(\w+)'", axes)]
+        members = math.prod(shape[dim] for dim in along)
+        return np.moveaxis(ids, along, range(-len(along), 0)).reshape(-1, members)
     return np.arange(n)[None]
-
-
-def named_groups(mesh, dims, order, axes):
-    """`device_groups` along some axes of a named mesh: texts such as 'a'=2,'b'=4 and 'b'. `dims` and `order`, if there
-    are any, say how the devices lie in it."""
-    names, shape = [], []
-    for name, length in re.findall(r"'(\w+)'=(\d+)", mesh):
-        names.append(name)
-        shape.append(int(length))
-    ids = arrange(numbers(dims) if dims else shape, order).reshape(shape)
-    along = [names.index(name) for name in re.findall(r"'(\w+)'", axes)]
-    members = math.prod(shape[dim] for dim in along)
-    last = range(-len(along), 0)
-    return np.moveaxis(ids, along, last).reshape(-1, members)
 
 
 def arrange(dims, order):
@@ -193,7 +156,7 @@ def group_axes(op, mesh):
 def sent_bytes(op, types, n):
     """Bytes that one of `n` devices sends in a collective, by rings and direct exchanges (arXiv:1909.09756 counts
     likewise). types: {name: type} of its operands."""
-    own = sum(type_size(types[name]) for name in operands(op))
+    own = sum(size(types[name]) for name in operands(op))
     return {
         "all-gather": own * (n - 1),
         "all-reduce": 2 * own * (n - 1) / n,
@@ -203,7 +166,12 @@ def sent_bytes(op, types, n):
     }[op.kind.removesuffix("-start")]
 
 
-# --- Matrix products ----------------------------------------------------------------------------------------------
+def slow_axis(mesh, slices):
+    """The axis of a {axis: size} mesh along which TPU slices lie, as training/steps.py: device_grid lays them."""
+    return "pp" if mesh["dp"] % slices else "dp"
+
+
+# --- Operations ---------------------------------------------------------------------------------------------------
 
 
 def matmul_flops(op, types):
@@ -242,15 +210,57 @@ def convolution_flops(op, out, lhs, rhs):
     return 2 * valid * out[result.index("b")] * out[result.index("f")] * rhs[right.index("i")]
 
 
+def calls_cublas(op):
+    return op.kind == "custom-call" and "__cublas" in op.rest
+
+
+def is_kernel(op):
+    """Whether an operation is a Pallas kernel, of which the program does not tell what it computes."""
+    return op.kind == "custom-call" and any(target in op.rest for target in KERNELS)
+
+
+def moved_bytes(ops, given):
+    """Bytes that the operations of a fusion read of its operands, named in `given`, and write. Of an array that they
+    take or replace a slice of, only the slice moves."""
+    by_name = {op.name: op for op in ops}
+
+    def viewed(name):
+        while by_name[name].kind in VIEWS:
+            name = operands(by_name[name])[0]
+        return by_name[name]
+
+    read = defaultdict(int)  # {parameter: bytes}
+    for op in ops:
+        for at, name in enumerate(operands(op)):
+            if op.kind in SLICES and at == 0:
+                read[viewed(name)] += size(op.type)
+            elif op.kind not in VIEWS and not (op.kind == "dynamic-update-slice" and at == 0):
+                read[viewed(name)] += size(by_name[name].type)
+    of_operands = defaultdict(int)  # one may be given twice
+    for op, n in read.items():
+        if op.kind == "parameter":
+            name = given[numbers(op.rest)[0]]
+            of_operands[name] = min(of_operands[name] + n, size(op.type))
+    moved, root = sum(of_operands.values()), ops[-1]
+    for name in operands(root) if root.kind == "tuple" else [root.name]:
+        result = viewed(name)
+        if result.kind == "dynamic-update-slice":
+            result = by_name[operands(result)[1]]
+        moved += size(result.type)
+    return moved
+
+
 # --- The program --------------------------------------------------------------------------------------------------
 
 
 class Reader:
     """Reads the computations of a program into a schedule; see `analyze`."""
 
-    def __init__(self, text, mesh, slices, across, in_kernel):
+    def __init__(self, text, mesh, slices, in_kernel):
         self.comps = computations(text)
-        self.mesh, self.slices, self.across, self.in_kernel = mesh, slices, across, in_kernel
+        self.slices, self.across, self.in_kernel = slices, slow_axis(mesh, slices), in_kernel
+        # each slice numbers its own devices
+        self.mesh = mesh | {self.across: mesh[self.across] // slices}
         self.schedule = []
         self.begun = set()  # names of transfers
         self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
@@ -280,24 +290,19 @@ class Reader:
                 self.add_loop(op)
             elif kind == "fusion":
                 own = sum(self.visit(callee, beside) for callee in CALLED.findall(op.rest))
-            elif kind in ("call", "conditional", "async"):
+            elif kind in ("call", "async"):
                 begun = op.name if kind != op.kind else ""
-                for callee in callees(op):
+                for callee in CALLED.findall(op.rest):
                     self.visit(callee, None, begun)
             elif is_kernel(op):
-                own = self.kernel_flops(op, types)
+                words = op.name + op.rest.split("backend_config")[0]
+                own = self.in_kernel(words, shapes(" ".join(types[x] for x in operands(op))))
             if fused is None and kind not in CONTAINERS:
                 self.add_compute(op, own, types)
                 for chain in last.get(op.name, ()):
                     self.add_wait(chain)
             flops += own
         return flops
-
-    def kernel_flops(self, op, types):
-        """Operations of a call of a custom kernel."""
-        words = op.name + op.rest.split("backend_config")[0]
-        arrays = [shape for name in operands(op) for shape in shapes(types[name])]
-        return self.in_kernel(words, arrays)
 
     def last_parts(self, ops):
         """{fusion: chains of collectives that end beside it} among scheduled operations."""
@@ -316,8 +321,21 @@ class Reader:
     def add_loop(self, op):
         around, self.schedule = self.schedule, []
         self.visit(re.search(r"body=%?([\w.\-]+)", op.rest)[1])
-        around.append(Loop(trip_count(op, self.comps), self.schedule))
+        around.append(Loop(self.trip_count(op), self.schedule))
         self.schedule = around
+
+    def trip_count(self, loop):
+        """How often a while loop runs its body: as XLA found it; as the scope around it expects, where that depends on
+        the data (kernels/grouped.py: expected_trips); else the constant that its condition compares with."""
+        known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.rest)
+        known = known or re.search(r"expected_trips_(\d+)/while", loop.rest)
+        if known:
+            return int(known[1])
+        condition = self.comps[re.search(r"condition=%?([\w.\-]+)", loop.rest)[1]]
+        constants = [
+            op for op in condition if op.kind == "constant" and op.type.startswith("s32[]")
+        ]
+        return max((numbers(op.rest)[0] for op in constants), default=1)
 
     def add_collective(self, op, kind, types, wrapper):
         axes, n = group_axes(op, self.mesh)
@@ -333,7 +351,7 @@ class Reader:
         share = self.slices - 1
         if "ALL_TO_ALL" in op.rest:
             share /= self.slices
-        n_bytes = max(size(shape) for shape in shapes(op.type)) * share
+        n_bytes = size(op.type) * share  # beside the array: its place in the host, a number
         self.add_transfer(Transfer((self.across,), ACROSS, n_bytes, self.slices, op.name))
 
     def add_transfer(self, transfer):
@@ -347,75 +365,18 @@ class Reader:
     def add_compute(self, op, flops, types):
         """Add the time that a scheduled operation takes, as far as the program tells of it."""
         cycles, moved = 0, 0
-        if not self.has_cycles:
-            moved = self.moved_bytes(op, types)
-        elif estimated := re.search(r'"estimated_cycles":"(\d+)"', op.rest):
-            cycles = int(estimated[1])
-        if cycles >= UNKNOWN:
-            cycles = 0
+        if self.has_cycles:
+            estimated = re.search(r'"estimated_cycles":"(\d+)"', op.rest)
+            cycles = int(estimated[1]) if estimated else 0
+            cycles = cycles if cycles < UNKNOWN else 0
+        elif op.kind == "fusion":
+            moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]], operands(op))
+        elif op.kind not in UNMOVED and not op.kind.endswith("-done"):
+            names = operands(op)
+            given = [Op(x, types[x], "parameter", f"{i})") for i, x in enumerate(names)]
+            moved = moved_bytes([*given, op], names)
         if flops or cycles or moved or is_kernel(op):
             self.schedule.append(Compute(flops, cycles, moved, is_kernel(op)))
-
-    def moved_bytes(self, op, types):
-        """Bytes that an operation outside fusions reads and writes. Of what it takes or replaces a slice of, only the
-        slice moves."""
-        if op.kind in UNMOVED or op.kind.endswith("-done"):
-            return 0
-        ops = [op]
-        for name in dict.fromkeys(operands(op)):
-            ops.append(Op(name, types.get(name, ""), "parameter", ""))
-        read = sum(self.read_bytes(ops, parameter) for parameter in ops[1:])
-        return read + self.written_bytes(op, types)
-
-    def read_bytes(self, ops, source):
-        """Bytes that `ops` read of the result of one of them."""
-        whole, read = type_size(source.type), 0
-        for user in ops:
-            for at, name in enumerate(operands(user)):
-                if name != source.name:
-                    continue
-                if user.kind in VIEWS:
-                    read += self.read_bytes(ops, user)
-                elif user.kind in SLICES and at == 0:
-                    read += type_size(user.type)
-                elif user.kind == "dynamic-update-slice" and at == 0:
-                    continue
-                elif user.kind == "fusion":
-                    inner = self.comps.get(CALLED.search(user.rest)[1], [])
-                    parameters = [op for op in inner if op.kind == "parameter"]
-                    own = next(op for op in parameters if int(op.rest.split(")")[0]) == at)
-                    read += self.read_bytes(inner, own)
-                else:
-                    read += whole
-        return min(read, whole)
-
-    def written_bytes(self, op, types):
-        """Bytes of the result of an operation, a replaced slice of it alone."""
-        if op.kind == "dynamic-update-slice":
-            return type_size(types[operands(op)[1]])
-        if op.kind != "fusion":
-            return type_size(op.type)
-        inner = self.comps.get(CALLED.search(op.rest)[1], [])
-        inner_types = {op.name: op.type for op in inner}
-        by_name = {op.name: op for op in inner}
-        root = inner[-1]
-        results = operands(root) if root.kind == "tuple" else [root.name]
-        written = 0
-        for name in results:
-            result = by_name[name]
-            while result.kind in VIEWS:
-                result = by_name[operands(result)[0]]
-            written += self.written_bytes(result, inner_types)
-        return written
-
-
-def calls_cublas(op):
-    return op.kind == "custom-call" and "__cublas" in op.rest
-
-
-def is_kernel(op):
-    """Whether an operation is a Pallas kernel, of which the program does not tell what it computes."""
-    return op.kind == "custom-call" and any(target in op.rest for target in KERNELS)
 
 
 def is_part_of_another(op, fused):
@@ -430,40 +391,80 @@ def is_part_of_another(op, fused):
     return False
 
 
-def callees(op):
-    """Names of the computations that a call or a conditional runs."""
-    if branches := re.search(r"branch_computations=\{([^}]*)\}", op.rest):
-        return re.findall(r"[\w.\-]+", branches[1])
-    either = re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", op.rest)
-    return either or CALLED.findall(op.rest)
-
-
-def analyze(text, mesh, slices=1, across="dp", in_kernel=lambda words, arrays: 0):
-    """`Cost` of the optimized HLO `text` of a program on a {axis: size} mesh of so many TPU slices, which the axis
-    `across` joins. What travels between slices, in "send"s to their hosts, counts as kind "across slices".
+def analyze(text, mesh, slices=1, in_kernel=lambda words, arrays: 0):
+    """The schedule of a program, its optimized HLO being `text`, on a {axis: size} mesh of so many TPU slices. What
+    travels between slices, in "send"s to their hosts, is of kind "across slices".
 
     in_kernel(words, arrays): operations of a call of a custom kernel, of the words that name it and (dtype, dims) of
     its operands.
     """
-    of_slice = mesh | {across: mesh[across] // slices}  # each slice numbers its own devices
-    reader = Reader(text, of_slice, slices, across, in_kernel)
+    reader = Reader(text, mesh, slices, in_kernel)
     reader.visit("ENTRY")
-    collectives = {}
-    flops = add_up(reader.schedule, 1, collectives)
-    return Cost(flops, collectives, reader.schedule)
+    return reader.schedule
 
 
-def add_up(schedule, times, collectives):
-    """Add the transfers of a schedule that runs `times` times to `collectives`. Returns its operations."""
-    flops = 0.0
-    for event in schedule:
-        match event:
-            case Compute():
-                flops += event.flops * times
-            case Loop():
-                flops += add_up(event.body, times * event.times, collectives)
-            case Transfer():
-                entry = collectives.setdefault((event.axes, event.kind), [0, 0, event.devices])
-                entry[0] += event.bytes * times
-                entry[1] += times
-    return flops
+class Timeline:
+    """What one device does in a step, and how long it computes and waits where the seconds of a `Compute` and of a
+    `Transfer` are given.
+
+    Computation between the start of a transfer and the wait for it hides that transfer: at most as long as the transfer
+    takes, and each second of computation hides one transfer alone, the one that began first. The rest is exposed.
+    """
+
+    def __init__(self, schedule, compute_seconds=lambda event: 0, link_seconds=lambda event: 0):
+        self.compute_seconds, self.link_seconds = compute_seconds, link_seconds
+        self.flops = 0.0  # of matrix products
+        self.collectives = {}  # {(axes, kind): [bytes, times, devices]}; axes such as ("dp", "tp")
+        self.products = 0.0  # seconds of operations with matrix products
+        self.others = 0.0  # and of all others
+        self.exposed = defaultdict(float)  # {(axes, kind): seconds that the device waits}
+        self.walk(schedule, 1)
+
+    def walk(self, schedule, times):
+        """Add a schedule that runs so many times. Returns the seconds of computation, of one run, that hide nothing in
+        it."""
+        flying, spare = {}, 0.0  # {name: [[(axes, kind), seconds left]]}, the first to begin first
+        for event in schedule:
+            match event:
+                case Compute():
+                    spare += hide(flying, self.compute(event, times))
+                case Loop():
+                    inside = self.walk(event.body, times * event.times)
+                    spare += hide(flying, inside * event.times)
+                case Transfer():
+                    key = event.axes, event.kind
+                    entry = self.collectives.setdefault(key, [0, 0, event.devices])
+                    entry[0] += event.bytes * times
+                    entry[1] += times
+                    flying.setdefault(event.name, []).append([key, self.link_seconds(event)])
+                    if not event.name:
+                        self.wait(flying, "", times)
+                case Wait():
+                    self.wait(flying, event.name, times)
+        for name in list(flying):
+            self.wait(flying, name, times)
+        return spare
+
+    def compute(self, event, times):
+        """Seconds of a `Compute`, added up."""
+        seconds = self.compute_seconds(event)
+        self.flops += event.flops * times
+        if event.flops:
+            self.products += seconds * times
+        else:
+            self.others += seconds * times
+        return seconds
+
+    def wait(self, flying, name, times):
+        """Expose what is left of the transfers of a name."""
+        for key, left in flying.pop(name, ()):
+            self.exposed[key] += left * times
+
+
+def hide(flying, seconds):
+    """Let so many seconds of computation hide what is flying. Returns the seconds that are left."""
+    for transfer in itertools.chain(*flying.values()):
+        hidden = min(seconds, transfer[1])
+        transfer[1] -= hidden
+        seconds -= hidden
+    return seconds

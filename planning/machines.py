@@ -9,16 +9,18 @@ import multiprocessing
 import os
 import re
 import tempfile
+import types
 from concurrent import futures
 from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
 
+from kernels import attention
 from planning import gpus
 from runtime import platforms
-from runtime.chips import CHIPS, Chip
-from runtime.messages import UserError, say
+from runtime.chips import CHIPS, KNOWN, Chip
+from runtime.messages import UserError, first_line, say
 from runtime.parser import MANY
 from training import steps
 from training.optimizer import make_optimizer
@@ -48,92 +50,80 @@ COMPILERS = {
 
 
 class Machine(NamedTuple):
-    """What --plan names."""
+    """What a plan is for."""
 
     name: str
     chip: Chip
     n: int  # devices
-    slices: int = 1
-    topology: str = ""  # as the TPU compiler calls a slice; empty: it is not asked
-    hosts: int = 1  # of GPUs
+    groups: int = 1  # TPU slices, or hosts of GPUs, which only a network joins
+    topology: str = ""  # as the TPU compiler calls a slice
     platform: str = "tpu"
 
     @property
     def compiler(self):
         return COMPILERS[self.platform]
 
+    @property
+    def slices(self):
+        return self.groups if self.platform == "tpu" else 1
+
+    @property
+    def kernels(self):
+        """The platform whose attention kernels and experts run, as attention.platform_of says of its devices."""
+        chip = self.chip
+        device = types.SimpleNamespace(platform=self.platform, device_kind=chip.kind)
+        device.compute_capability = gpus.SPECS[chip.name].capability if chip.gpu else ""
+        return attention.platform_of(device)
+
+
+GPUS = re.compile(r"gpu:(?:(?P<groups>\d{1,20})x)?(?P<size>\d{1,20})x(?P<kind>.+)")
+SLICES = re.compile(r"(?:(?P<groups>\d{1,20})\*)?(?P<kind>\w+):(?P<size>\d{1,20}(?:x\d{1,20})*)")
+
 
 def parse_machine(name):
     """--plan's value -> `Machine`. Raises UserError where it is none."""
-    machine = parse_gpus(name) if name.startswith("gpu:") else parse_slices(name)
-    if machine.n > MANY:
-        raise UserError(
-            f"--plan {name}: has {machine.n:,} devices; at most {MANY:,} can be planned for."
-        )
-    return machine
-
-
-def parse_gpus(name):
-    """gpu:8xH200 or gpu:2x8xH200, 2 hosts of 8 -> `Machine`."""
-    found = re.fullmatch(r"gpu:(?:(\d{1,20})x)?(\d{1,20})x(.+)", name)
-    hosts, per_host, kind = found.groups() if found else (0, 0, "")
-    n = int(hosts or 1) * int(per_host)
-    known = [name for name, chip in CHIPS.items() if chip.gpu]
-    if kind not in known or not n:
-        raise UserError(
-            f"--plan {name}: must be gpu:[HOSTSx]NUMBERxKIND with one of {', '.join(known)}, such as gpu:8xH200 "
-            f"or gpu:2x8xH200."
-        )
-    return Machine(name, CHIPS[kind], n, hosts=int(hosts or 1), platform="gpu")
-
-
-def parse_slices(name):
-    """v4:2x4x4 or 2*v4:2x4x4 -> `Machine`."""
-    kinds = [name for name, chip in CHIPS.items() if not chip.gpu]
-    found = re.fullmatch(r"(?:(\d{1,20})\*)?(\w+):(\d{1,20}(?:x\d{1,20}){1,2})", name)
-    if not found or found[2] not in kinds or not int(found[1] or 1):
-        raise UserError(
-            f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {', '.join(kinds)}, such as v4:2x4x4 or "
-            f"2*v5e:16x16, or gpu:8xH200."
-        )
-    slices = int(found[1] or 1)
-    chip, topology = CHIPS[found[2]], found[3]
-    dims = [int(n) for n in topology.split("x")]
-    if len(dims) != chip.dims or 0 in dims:
-        example = "x".join("4" * chip.dims)
-        raise UserError(
-            f"--plan {name}: the topology of {chip.name} has {chip.dims} dims, such as {chip.name}:{example}."
-        )
-    n = math.prod(dims) * chip.cores * slices
-    return Machine(name, chip, n, slices, f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{topology}")
+    found = GPUS.fullmatch(name) or SLICES.fullmatch(name)
+    chip = CHIPS.get(found["kind"]) if found else None
+    if chip and chip.gpu == name.startswith("gpu:"):
+        groups, dims = int(found["groups"] or 1), [int(n) for n in found["size"].split("x")]
+        if len(dims) == (1 if chip.gpu else chip.dims) and groups and 0 not in dims:
+            n = math.prod(dims) * chip.cores * groups
+            if n > MANY:
+                raise UserError(
+                    f"--plan {name}: has {n:,} devices; at most {MANY:,} can be planned for."
+                )
+            topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"
+            return Machine(name, chip, n, groups, topology, "gpu" if chip.gpu else "tpu")
+    tpus, gpu_kinds = [
+        ", ".join(chip.name for chip in KNOWN if chip.gpu == gpu) for gpu in (False, True)
+    ]
+    raise UserError(
+        f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {tpus}, such as v4:2x4x4 or 2*v5e:16x16 (v4, v5p "
+        f"and v7x have three dims, the others two), or gpu:[HOSTSx]NUMBERxKIND with one of {gpu_kinds}, such as "
+        f"gpu:8xH200 or gpu:2x8xH200."
+    )
 
 
 # --- The compiler -------------------------------------------------------------------------------------------------
 
 
-def slice_devices(machine):
-    """The devices of one or several TPU slices, which exist for the compiler alone. Raises UserError where there is no
-    such slice."""
+def devices_of(machine):
+    """The devices of a machine, which exist for its compiler alone. Raises UserError where there is no such slice."""
+    if machine.platform == "gpu":
+        return gpus.devices(machine.chip.name, machine.groups, machine.n // machine.groups)
     dims = [int(n) for n in machine.topology.split(":")[1].split("x")]
     host = [min(2, n) for n in dims[:2]] + [1]  # chips of a host along each dim
-    options = dict(chips_per_host_bounds=host, num_slices=machine.slices)
+    options = dict(chips_per_host_bounds=host, num_slices=machine.groups)
     if len(dims) == 3 and machine.chip.cores == 1:
         # a chip's two cores are one device, as on Cloud TPU
         options["chip_config_name"] = "megacore"
     try:
         return topologies.get_topology_desc(machine.topology, "tpu", **options).devices
     except jax.errors.JaxRuntimeError as e:
-        reason = str(e).splitlines()[0]
+        reason = first_line(e)
         raise UserError(
             f"--plan {machine.name}: the TPU compiler knows no such slice ({reason})."
         ) from None
-
-
-def devices_of(machine):
-    """The devices of a machine, for its compiler. Raises UserError where there is no such slice."""
-    if machine.platform == "gpu":
-        return gpus.devices(machine.chip.name, machine.hosts, machine.n // machine.hosts)
-    return slice_devices(machine)
 
 
 def has_compiler(machine):
@@ -163,38 +153,29 @@ def compile_step(cfg, devices):
     mesh = steps.make_mesh(cfg, devices)
     optimizer, schedule = make_optimizer(cfg, mesh)
     state = steps.abstract_state(cfg, mesh, optimizer)
-    return compile_for_mesh(steps.lower_train_step(cfg, mesh, optimizer, schedule, state), mesh)
-
-
-def compile_for_mesh(lowered, mesh):
-    """`Compiled` program that was lowered for the devices of a mesh. Raises TooLarge."""
+    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
+    options = compiler_options(devices[0].platform)
     try:
-        program = compile_with(compiler_options(mesh), lowered)
+        try:
+            program = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as e:
+            if "Couldn't find output tile sizes" not in str(e):
+                raise
+            # for a product, and no GPU is there to try others: all products become calls of cuBLAS
+            options["xla_gpu_enable_triton_gemm"] = False
+            program = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as e:
-        refused = too_large(str(e))
-        if refused is None:
-            raise
-        raise refused from None
+        if refused := too_large(str(e)):
+            raise refused from None
+        raise
     memory = program.memory_analysis()
     arguments = memory.argument_size_in_bytes
     # not temp_size_in_bytes, which counts more than is in memory at any time
     return Compiled(program.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
 
 
-def compile_with(options, lowered):
-    """The compiled program, with options of the compiler. Where XLA finds no tiles for a product, without a GPU to try
-    others on, all products become calls of cuBLAS."""
-    try:
-        return lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as e:
-        if "Couldn't find output tile sizes" not in str(e):
-            raise
-        return lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
-
-
-def compiler_options(mesh):
-    """Options of the compiler for the devices of a mesh, those that a run's environment gives it among them."""
-    platform = mesh.devices.flat[0].platform
+def compiler_options(platform):
+    """Options of the compiler for a platform, those that a run's environment gives it among them."""
     if platform not in COMPILERS:
         return {}
     options = dict(COMPILERS[platform].options)
@@ -212,13 +193,8 @@ def too_large(message):
     )
     if not sizes:
         return None
-    used, limit = [word for word in sizes.groups() if word]
-    return TooLarge(in_bytes(used), in_bytes(limit))
-
-
-def in_bytes(word):
-    """30.75G -> bytes."""
-    return float(word[:-1]) * 1024 ** " KMGT".index(word[-1])
+    # such as 30.75G
+    return TooLarge(*(float(x[:-1]) * 1024 ** " KMGT".index(x[-1]) for x in sizes.groups() if x))
 
 
 def ask_compiler(cfg, machine):

@@ -9,9 +9,8 @@ import contextlib
 import itertools
 import math
 import os
-import resource
-import types
 import typing
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -20,8 +19,7 @@ import collectives
 import model
 import utils
 from inference import weights
-from kernels import attention
-from planning import costs, gpus, hlo, machines, overlap
+from planning import costs, hlo, machines
 from planning.machines import Machine, TooLarge, parse_machine
 from runtime.chips import CHIPS, chip_of
 from runtime.files import check_place, to_json, write_file
@@ -32,25 +30,6 @@ COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
 TRIED = 50_000  # configurations that it considers at most
 WORTH = 0.02  # share of a step that a flag must save to be named
-
-
-def place_of(cfg, machine):
-    """`costs.Place` of a validated Config on a machine, several slices as steps.device_grid lays them."""
-    return costs.Place(
-        platform=machine.platform,
-        kernels=kernels_of(machine),
-        slices=machine.slices,
-        across="dp" if cfg.run.n_device_axis[0] % machine.slices == 0 else "pp",
-        fuses=machine.chip.fuses,
-    )
-
-
-def kernels_of(machine):
-    """The platform whose attention kernels run on a machine, as attention.platform_of says of its devices."""
-    chip = machine.chip
-    device = types.SimpleNamespace(platform=machine.platform, device_kind=chip.kind)
-    device.compute_capability = gpus.SPECS[chip.name].capability if chip.gpu else ""
-    return attention.platform_of(device)
 
 
 # --- The answer ---------------------------------------------------------------------------------------------------
@@ -96,18 +75,10 @@ SEARCHED = (
 )
 
 
-class Work(NamedTuple):
-    """What one device does in a step."""
-
-    flops: float  # of matrix products
-    seconds: dict  # {part: seconds}, links left out
-    collectives: list  # as `Answer` has it
-
-
-def compiled_work(cfg, machine, text):
-    """`Work` of a step whose program is the optimized HLO `text`."""
+def compiled_timeline(cfg, machine, links, text):
+    """`hlo.Timeline` of a step whose program is the optimized HLO `text`. links: the machine as collectives
+    see it."""
     chip = machine.chip
-    cost = costs.read_program(text, cfg, place_of(cfg, machine))
 
     def compute_seconds(event):
         # no compiler estimates kernels: they run at half the peak
@@ -117,31 +88,16 @@ def compiled_work(cfg, machine, text):
         return products if event.is_kernel else event.cycles / chip.clock
 
     def link_seconds(event):
-        return transfer_seconds(cfg, machine, event.axes, event.kind, event.bytes, event.devices)
+        return transfer_seconds(cfg, links, event.axes, event.kind, event.bytes, event.devices)
 
-    timeline = overlap.Timeline(cost.schedule, compute_seconds, link_seconds)
-    rows = []
-    for (axes, kind), (n_bytes, times, _) in sorted(cost.collectives.items()):
-        exposed = timeline.exposed[axes, kind]
-        seconds = dict(seconds=exposed + timeline.hidden[axes, kind], exposed=exposed)
-        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times) | seconds)
-    computing = {"matrix products": timeline.products, "memory": timeline.others}
-    return Work(cost.flops, computing, rows)
-
-
-def estimated_work(cfg, machine, estimate):
-    """`Work` of a `costs.Estimate`."""
-    rows = []
-    for (axes, kind), (n_bytes, times, n) in sorted(estimate.sent.items()):
-        seconds = transfer_seconds(cfg, machine, axes, kind, n_bytes, n)
-        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds))
-    return Work(estimate.flops, costs.compute_seconds(estimate, machine.chip), rows)
+    seconds = dict(compute_seconds=compute_seconds, link_seconds=link_seconds)
+    return costs.read_program(text, cfg, machine, **seconds)
 
 
 def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
     """Seconds in which each of n devices sends n_bytes in a collective along some axes."""
-    hosts = costs.hosts_along(axes, cfg.run.n_device_axis, machine.hosts)
-    return costs.link_seconds(machine.chip, kind, n_bytes, n, hosts)
+    groups = costs.groups_along(axes, cfg.run.n_device_axis, machine.groups)
+    return costs.link_seconds(machine.chip, kind, n_bytes, n, groups)
 
 
 def memory_of(estimate, limit, used=None):
@@ -163,36 +119,46 @@ def memory_of(estimate, limit, used=None):
 
 def by_links(rows, key):
     """{links: sum of a key} of the rows of the table of collectives."""
-    sums = {}
+    sums = Counter()
     for row in rows:
-        name = links_of(row)
-        sums[name] = sums.get(name, 0) + row[key]
-    return sums
+        sums[links_of(row["axes"], row["kind"])] += row[key]
+    return dict(sums)
 
 
-def links_of(row):
-    """What a row of the table of collectives travels over, in words."""
-    where = "network of " if row["kind"] == hlo.ACROSS else "links of "
-    return where + "+".join(row["axes"])
+def links_of(axes, kind):
+    """What a collective travels over, in words."""
+    return ("network of " if kind == hlo.ACROSS else "links of ") + "+".join(axes)
 
 
 def answer(cfg, machine, compiled=None, refused=None):
     """`Answer` for a validated Config: from the compiler where it was asked, `refused` being its TooLarge, else from
     formulas."""
     chip = machine.chip
-    estimate = costs.estimate(cfg, place_of(cfg, machine))
-    overlapped = None
+    estimate = costs.Estimate(cfg, machine)
+    used, limit, timeline = None, chip.memory, None
+    flops, computing, sent = estimate.flops, estimate.seconds(), estimate.sent
+    links = machine
     if compiled:
-        work = compiled_work(cfg, machine, compiled.text)
-        memory = memory_of(estimate, chip.memory, compiled.arguments + compiled.temporaries)
-        overlapped = by_links(work.collectives, "exposed")
-        overlapped["step"] = sum(work.seconds.values()) + sum(overlapped.values())
-    else:
-        work = estimated_work(cfg, machine, estimate)
-        memory = memory_of(estimate, chip.memory)
-        if refused:
-            memory = memory_of(estimate, refused.limit, refused.used)
-    seconds = work.seconds | by_links(work.collectives, "seconds")
+        used = compiled.arguments + compiled.temporaries
+        if machine.slices > 1:  # what leaves a TPU slice is a transfer of its own
+            links = machine._replace(groups=1)
+        timeline = compiled_timeline(cfg, machine, links, compiled.text)
+        flops, sent = timeline.flops, timeline.collectives
+        computing = {"matrix products": timeline.products, "memory": timeline.others}
+    elif refused:
+        used, limit = refused.used, refused.limit
+    rows = []
+    for (axes, kind), (n_bytes, times, n) in sorted(sent.items()):
+        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times)
+        row["seconds"] = transfer_seconds(cfg, links, axes, kind, n_bytes, n)
+        rows.append(row)
+    overlapped = None
+    if timeline:
+        for row in rows:
+            row["exposed"] = timeline.exposed[tuple(row["axes"]), row["kind"]]
+        overlapped = by_links(rows, "exposed")
+        overlapped["step"] = sum(computing.values()) + sum(overlapped.values())
+    seconds = computing | by_links(rows, "seconds")
     step = sum(seconds.values())
     tokens = math.prod(steps.batch_shape(cfg))
     total, active, embedding = model.count_params(cfg)
@@ -206,9 +172,9 @@ def answer(cfg, machine, compiled=None, refused=None):
         compiled=compiled is not None,
         parameters=dict(total=total, active=active, embedding=embedding),
         tokens=tokens,
-        memory=memory,
-        flops=dict(program=work.flops, model=of_model),
-        collectives=work.collectives,
+        memory=memory_of(estimate, limit, used),
+        flops=dict(program=flops, model=of_model),
+        collectives=rows,
         seconds=seconds | dict(step=step),
         overlapped=overlapped,
         bubble=estimate.bubble,
@@ -224,8 +190,8 @@ def report(cfg, machine, a):
     """The plan in words, as a list of lines."""
     memory, seconds, counts = a.memory, a.seconds, a.parameters
     mesh = ", ".join(map(str, a.mesh.values()))
-    parts = [f"{part} {t:.3f}" for part, t in seconds.items() if part != "step" and t >= 5e-4]
-    return [
+    parts = [name for name, t in seconds.items() if name != "step" and t >= 5e-4]
+    lines = [
         f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = ({mesh}), "
         f"{a.tokens:,} tokens a step",
         f"parameters   {counts['total']:,} total, {counts['active']:,} active per token, both without the "
@@ -235,41 +201,33 @@ def report(cfg, machine, a):
         f"operations   {a.flops['program'] / 1e12:.2f} TFLOP of matrix products per chip, "
         f"{a.flops['program'] / a.flops['model']:.2f} x the model's own",
         *collectives_table(a),
-        f"step         {seconds['step']:.3f} s: {', '.join(parts)}",
-        *overlap_line(a),
+        f"step         {seconds['step']:.3f} s: {', '.join(f'{name} {seconds[name]:.3f}' for name in parts)}",
+    ]
+    if a.overlapped:
+        waits = [
+            f"{x} {a.overlapped[x]:.3f} of {seconds[x]:.3f}" for x in parts if x in a.overlapped
+        ]
+        exposed = ", ".join(waits) or "nothing"
+        lines.append(f"overlapped   {a.overlapped['step']:.3f} s, of which exposed: {exposed}")
+    return [
+        *lines,
         f"             {a.tokens_per_second:,.0f} tokens/s, MFU {a.mfu:.1%}, pipeline bubble {a.bubble:.1%} of ticks",
         f"run          {cfg.run.training_steps:,} steps: {a.hours:,.1f} hours, {a.chip_hours:,.0f} chip-hours",
         f"bound by     {a.bound}",
     ]
 
 
-def overlap_line(a):
-    """A line: what the device waits for where computation runs while bytes travel."""
-    if not a.overlapped:
-        return []
-    waits = []
-    for name, exposed in a.overlapped.items():
-        if name != "step" and a.seconds[name] >= 5e-4:
-            waits.append(f"{name} {exposed:.3f} of {a.seconds[name]:.3f}")
-    return [
-        f"overlapped   {a.overlapped['step']:.3f} s, of which exposed: {', '.join(waits) or 'nothing'}"
-    ]
-
-
 def collectives_table(a):
     """Lines: the collectives of an `Answer` that take a thousandth of the step or more, the slowest first."""
-    if not a.collectives:
-        return []
-    lines = [
-        f"{'collectives':<13}{'axes':<10} {'kind':<18} {'sent per chip':>13} {'times':>8} {'seconds':>8}"
-    ]
+    lines = []
     for row in sorted(a.collectives, key=lambda row: -row["seconds"]):
         if row["seconds"] > 1e-3 * a.seconds["step"]:
             lines.append(
                 f"{'':<13}{'+'.join(row['axes']):<10} {row['kind']:<18} {row['bytes'] / 1e6:>10,.1f} MB "
                 f"{row['times']:>8,.0f} {row['seconds']:>8.4f}"
             )
-    return lines
+    headings = "collectives  axes       kind               sent per chip    times  seconds"
+    return [headings, *lines] if lines else []
 
 
 # --- Other configurations -----------------------------------------------------------------------------------------
@@ -288,7 +246,8 @@ def divisors(n):
 def fitted(cfg, n, **flags):
     """`cfg` with other flags and the same global batch, validated for n devices; None where they do not go together."""
     total = cfg.data.train_batch_size * cfg.run.n_device_axis[0] * cfg.run.accumulation_steps
-    new = utils.replace(cfg, **flags)
+    rounds = dict(pp_interleave=0) if "n_device_axis" in flags else {}  # as many as the mesh allows
+    new = utils.replace(cfg, **rounds | flags)
     parts = new.run.n_device_axis[0] * new.run.accumulation_steps
     if total % parts:
         return None
@@ -313,19 +272,17 @@ def variants(cfg, n):
     total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
-        values = {flag: choices(flag) for flag in WAYS}
+        values = dict(n_device_axis=[mesh], microbatches=divisors(max(1, total // dp)))
+        values["pp_interleave"] = divisors(cfg.model.blocks // pp) if pp > 1 else [1]
+        values |= {flag: choices(flag) for flag in WAYS}
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
-        microbatches = divisors(max(1, total // dp))
-        rounds = divisors(cfg.model.blocks // pp) if pp > 1 else [1]
-        for m, r, *ways in itertools.product(microbatches, rounds, *values.values()):
-            flags = dict(zip(WAYS, ways), n_device_axis=mesh, microbatches=m, pp_interleave=r)
-            found.append(flags)
-            if len(found) > TRIED:
-                raise UserError(
-                    f"--search: there are more than {TRIED:,} configurations of these flags; give a train_batch_size, "
-                    f"blocks or a machine with fewer divisors."
-                )
+        found += [dict(zip(values, row)) for row in itertools.product(*values.values())]
+        if len(found) > TRIED:
+            raise UserError(
+                f"--search: there are more than {TRIED:,} configurations of these flags; give a train_batch_size, "
+                f"blocks or a machine with fewer divisors."
+            )
     return [new for flags in found if (new := fitted(cfg, n, **flags))]
 
 
@@ -340,65 +297,43 @@ def changed(old, new):
     return " ".join(words)
 
 
-def single_changes(cfg, n):
-    """{flag: value} of the changes that `advise` tries: one flag each, or another mesh."""
-    batch, pp = cfg.data.train_batch_size, cfg.run.n_device_axis[1]
-    for flag in WAYS:
-        for value in choices(flag):
-            yield {flag: value}
-    for rounds in divisors(cfg.model.blocks // pp):
-        yield dict(pp_interleave=rounds)
-    for microbatches in divisors(batch):
-        yield dict(microbatches=microbatches)
-    for accumulation in divisors(batch * cfg.run.accumulation_steps):
-        yield dict(accumulation_steps=accumulation)
-    for mesh in meshes(cfg, n):
-        yield dict(n_device_axis=mesh, pp_interleave=0)
-
-
 def neighbors(cfg, n):
-    """The configurations that one change makes of `cfg`, validated for n devices."""
-    changes = (fitted(cfg, n, **flags) for flags in single_changes(cfg, n))
+    """The configurations that one change makes of `cfg`, of a flag or of the mesh, validated for n devices."""
+    batch = cfg.data.train_batch_size
+    values = {flag: choices(flag) for flag in WAYS} | dict(
+        pp_interleave=divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
+        microbatches=divisors(batch),
+        accumulation_steps=divisors(batch * cfg.run.accumulation_steps),
+        n_device_axis=meshes(cfg, n),
+    )
+    changes = [fitted(cfg, n, **{flag: value}) for flag in values for value in values[flag]]
     return [new for new in changes if new not in (None, cfg)]
 
 
-def best_change(cfg, machine, spare):
-    """(Config, share of the step that it saves) of the single change that saves most by the formulas, and takes at most
-    `spare` bytes more; (None, `WORTH`) where none is worth it."""
-    now = answer(cfg, machine)
-    best, most = None, WORTH
+def advise(cfg, machine, a):
+    """One sentence: the single change that saves most time by the formulas, or what would make the step fit. Where a
+    compiler made the plan, it compiles the step with that change too, and its word counts."""
+    spare = a.memory["limit"] - a.memory["total"]
+    if spare < 0:
+        lacks = f"it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
+        return f"does not fit: {lacks}; {what_would_fit(cfg, machine, a.memory)}"
+    none = f"no single flag helps by more than {WORTH:.0%}"
+    now, best, saved = answer(cfg, machine), None, WORTH
     for new in neighbors(cfg, machine.n):
         other = answer(new, machine)
-        saved = 1 - other.seconds["step"] / now.seconds["step"]
-        more = other.memory["total"] - now.memory["total"]
-        if more <= spare and saved > most:
-            best, most = new, saved
-    return best, most
-
-
-def advise(cfg, machine, a):
-    """One sentence: the flag that would help most by the formulas, or what would make the step fit. Where a compiler
-    made the plan, it compiles the step with that flag too, and its word counts."""
-    spare = a.memory["limit"] - a.memory["total"]
-    if not a.fits:
-        limit = size(a.memory["limit"], 1024)
-        lacks = f"does not fit: it needs {size(-spare, 1024)} more than a chip's {limit}"
-        return f"{lacks}; {what_would_fit(cfg, machine, a.memory)}"
-    none = f"no single flag helps by more than {WORTH:.0%}"
-    best, saved = best_change(cfg, machine, spare)
+        saves = 1 - other.seconds["step"] / now.seconds["step"]
+        if saves > saved and other.memory["total"] - now.memory["total"] <= spare:
+            best, saved = new, saves
     if best is None:
         return f"{none}, by the formulas"
     flags, source = changed(cfg, best), "by the formulas"
     if a.compiled:
         say(f"compiling the step with {flags}, which would help most by the formulas")
         other, _ = compiled_answer(best, machine)
-        if not other.fits:
-            return f"{none}; with {flags} the step does not fit"
-        if other.compiled:
-            saved, source = 1 - other.seconds["step"] / a.seconds["step"], "as compiled"
+        saved = 1 - other.seconds["step"] / a.seconds["step"] if other.fits else 0
+        source = "as compiled" if other.compiled else source
     if saved < WORTH:
-        effect = f"saves {saved:.0%}" if saved > 0 else f"takes {-saved:.0%} longer"
-        return f"{none}; {flags}, the best by the formulas, {effect} as compiled"
+        return f"{none}; {flags}, the best by the formulas, does not as compiled"
     return f"{flags} would help most: by {saved:.0%} of the step, {source}"
 
 
@@ -460,25 +395,19 @@ def machine_of(devices):
     kind, platform = devices[0].device_kind, devices[0].platform
     chip = chip_of(kind) or CHIPS["A100" if platform == "gpu" else "v4"]
     chip = chip._replace(memory=memory_limit() or chip.memory)
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    hosts = len({device.process_index for device in devices})
-    return Machine(kind, chip, len(devices), slices, hosts=hosts, platform=platform)
+    group = "process_index" if chip.gpu else "slice_index"
+    groups = len({getattr(device, group, 0) for device in devices})
+    return Machine(kind, chip, len(devices), groups, platform=platform)
 
 
 def memory_limit():
     """Bytes of its memory that a program may use on a device of this process, which tells nothing of the others'; None
-    where it does not tell. Simulated devices share what the process may have."""
+    where it does not tell. Simulated devices share the machine's."""
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
-    page = os.sysconf("SC_PAGE_SIZE")
-    most = page * os.sysconf("SC_PHYS_PAGES")
-    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if allowed != resource.RLIM_INFINITY:
-        with open("/proc/self/statm") as f:
-            taken = page * int(f.read().split()[0])  # by the program itself, mostly
-        most = min(most, allowed - taken)
-    return most / jax.local_device_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory / jax.local_device_count()
 
 
 def explain(cfg, machine, message):

@@ -120,7 +120,7 @@ def test_the_tpu_compiler_knows_the_chip(name):
     with mock.patch.dict(os.environ):
         platforms.use_no_device()
         machine = machines.parse_machine(MACHINES[name])
-        devices = machines.slice_devices(machine)
+        devices = machines.devices_of(machine)
     assert len(devices) == machine.n
     assert {device.device_kind for device in devices} <= set(machine.chip.kinds)
 

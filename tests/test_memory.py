@@ -56,25 +56,11 @@ def limited_run(limit, *words):
 
 
 def test_the_flags_that_the_sentence_names_make_a_step_fit(shards, tmp_path):
-    flags = SMALL_GPT2 | dict(
-        preset="tiny",
-        name="run",
-        n_device_axis=(2, 1, 1),
-        output_dir=tmp_path,
-        data=shards,
-        blocks=1,
-        T=256,
-        train_batch_size=128,
-        microbatches=1,
-        val_batch_size=2,
-        remat="none",
-        attention="xla",
-        training_steps=2,
-        eval_every=2,
-        eval_steps=1,
-    )
+    flags = SMALL_GPT2 | dict(preset="tiny", name="run", n_device_axis=(2, 1, 1), blocks=1, T=256)
+    flags |= dict(train_batch_size=128, microbatches=1, val_batch_size=2, training_steps=2)
+    flags |= dict(remat="none", attention="xla", eval_every=2, eval_steps=1)
+    flags |= dict(output_dir=tmp_path, data=shards)
     run = limited_run(LIMIT, *flags_of(**flags))
-    print(run.stdout, run.stderr)
     (error,) = run.stderr.splitlines()
     assert run.returncode == 2 and error.startswith("error: out of memory: a device has ")
     for part in ("weights", "optimizer", "activations", "temporaries"):

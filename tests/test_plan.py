@@ -12,7 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import ARCHITECTURES, SMALL, flags_of, run_program, small_config
+from conftest import ARCHITECTURES, SMALL_RUN, flags_of, run_program, small_config
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
@@ -22,65 +22,41 @@ import collectives
 import model
 import presets
 import utils
-from planning import costs, hlo, machines, overlap, plan
+from planning import costs, hlo, machines, plan
 from runtime import messages, platforms
 from training import command_line, settings, steps
 
 tpu_compiler = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"'
 )
-# from tiny to a few layers of DeepSeek-V3's kind: (mesh, flags of conftest's small model)
+# (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
-    ((8, 1, 1), dict(fsdp="full")),
-    ((2, 2, 2), dict(remat="dots", fsdp="none", sequence_parallel="megatron", optimizer="adamw")),
-    ((1, 2, 4), dict(fsdp="full", remat="dots", pp_interleave=2)),
-    (
-        (1, 2, 4),
-        dict(
-            fsdp="full", remat="none", accumulation_steps=2, train_batch_size=16, layers_per_block=2
-        ),
-    ),
-    ((2, 1, 4), dict(fsdp="none", accumulation_steps=2, n_experts=8)),
-    (
-        (4, 2, 1),
-        dict(q_latent_dim=0, mtp_depth=1, tied=False, first_layers=1, capacity_factor=1.5, T=64),
-    ),
+    ((8, 1, 1), dict(fsdp="full", layers_per_block=1, moe_rope=True)),
+    ((1, 2, 4), dict(fsdp="full", remat="none", accumulation_steps=2, train_batch_size=16)),
+    ((4, 2, 1), dict(ARCHITECTURES["deepseek"], mtp_depth=1, capacity_factor=1.5, T=64)),
+    ((2, 2, 2), dict(ARCHITECTURES["gpt2"], remat="dots", fsdp="none", optimizer="adamw")),
+    ((2, 1, 4), dict(ARCHITECTURES["qwen3"], fsdp="none", sequence_parallel="megatron")),
 ]
+assert {"deepseek", "gpt2", "qwen3"} == ARCHITECTURES.keys(), "a new one belongs above and below"
+OF_TPUS = dict(T=512, model_dimension=256, model_dtype="bfloat16")
 TPU_CONFIGURATIONS = [
-    (
-        "v4:2x2x2",
-        (2, 2, 2),
-        dict(T=256, model_dimension=256, model_dtype="bfloat16", optimizer="adamw"),
-    ),
-    (
-        "v5e:2x4",
-        (4, 1, 2),
-        dict(T=512, model_dimension=256, model_dtype="bfloat16", fsdp="full", latent_dim=64),
-    ),
+    ("v4:2x2x2", (2, 2, 2), dict(OF_TPUS, optimizer="adamw", layers_per_block=2)),
     (  # one sequence a microbatch, grouped keys
         "v5e:2x4",
         (4, 1, 2),
-        dict(
-            ARCHITECTURES["qwen3"],
-            T=512,
-            model_dimension=256,
-            head_dim=64,
-            model_dtype="bfloat16",
-            attention="auto",
-            train_batch_size=4,
-        ),
+        dict(ARCHITECTURES["qwen3"], **OF_TPUS, head_dim=64, attention="auto", train_batch_size=4),
     ),
 ]
 
 
-def agree(cfg, place, compiled):
+def agree(cfg, machine, compiled):
     """Hold the formulas to what was compiled, within the tolerances that docs/planning.md states.
 
     The TPU compiler pads small arrays, and makes small sums over devices an all-reduce or a reduce-scatter as it likes:
     there these are left out.
     """
-    on_tpu = place.platform == "tpu"
-    e, c = costs.estimate(cfg, place), costs.read_program(compiled.text, cfg, place)
+    on_tpu = machine.platform == "tpu"
+    e, c = costs.Estimate(cfg, machine), costs.read_program(compiled.text, cfg, machine)
     given = e.weights + e.optimizer + e.batch
     assert given == pytest.approx(compiled.arguments, rel=0.5 if on_tpu else 0.01)
     assert e.flops == pytest.approx(c.flops, rel=0.03)
@@ -98,13 +74,7 @@ def agree(cfg, place, compiled):
 @pytest.mark.parametrize("mesh, flags", CONFIGURATIONS, ids=str)
 def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
     cfg = small_config(mesh, **flags)
-    agree(cfg, costs.Place("cpu"), machines.compile_step(cfg, jax.devices()))
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_formulas_agree_with_xla_on_every_architecture(name):
-    cfg = small_config((2, 2, 2), **ARCHITECTURES[name])
-    agree(cfg, costs.Place("cpu"), machines.compile_step(cfg, jax.devices()))
+    agree(cfg, plan.machine_of(jax.devices()), machines.compile_step(cfg, jax.devices()))
 
 
 # --- Bytes, as they are written -----------------------------------------------------------------------------------
@@ -120,7 +90,7 @@ SHARES = {
 
 
 def add_written(jaxpr, times, mesh, written, trips=1):
-    """Add what a jaxpr that runs so many times asks for to {"flops": operations of products, (axes, kind): bytes}.
+    """Add what a jaxpr that runs so many times asks for to {(axes, kind): bytes}.
 
     trips: how often loops run whose trips depend on the data, as the scope around them says.
     """
@@ -128,17 +98,12 @@ def add_written(jaxpr, times, mesh, written, trips=1):
         name = eqn.primitive.name
         expected = re.search(r"expected_trips_(\d+)", str(eqn.source_info.name_stack))
         inside = int(expected[1]) if expected else trips
-        if name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            lhs = eqn.invars[0].aval.shape
-            once = 2 * eqn.outvars[0].aval.size * math.prod(lhs[dim] for dim in contracted)
-            written["flops"] += times * once
-        elif name in SHARES:
+        if name in SHARES:
             add_collective(eqn, times, mesh, written)
         elif name == "scan":
             again = times * eqn.params["length"]
             add_written(eqn.params["jaxpr"].jaxpr, again, mesh, written, inside)
-        elif name != "pallas_call":  # a kernel, whose operations the program does not tell
+        else:
             again = inside if name == "while" else 1
             for inner in jaxprs_in_params(eqn.params):
                 add_written(inner, times * again, mesh, written, inside)
@@ -175,7 +140,6 @@ def gradient_as_written(cfg):
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     written = defaultdict(float)
     add_written(needed, 1, mesh, written)
-    written.pop("flops")
     return written
 
 
@@ -189,13 +153,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
-@pytest.mark.parametrize("sequence_parallel", ["megatron", "ulysses"])
+@pytest.mark.parametrize("remat, parallel", [("full", "ulysses"), ("dots", "megatron")])
 @pytest.mark.parametrize("name", MODELS)
-def test_formulas_know_what_recomputation_sends_again(name, sequence_parallel, remat):
+def test_formulas_know_what_recomputation_sends_again(name, remat, parallel):
     flags = dict(MODELS[name], fsdp="none", optimizer="adamw")
-    cfg = small_config((2, 1, 4), sequence_parallel=sequence_parallel, remat=remat, **flags)
-    sent = costs.estimate(cfg, costs.Place("cpu")).sent
+    cfg = small_config((2, 1, 4), sequence_parallel=parallel, remat=remat, **flags)
+    sent = costs.Estimate(cfg, plan.machine_of(jax.devices())).sent
     ours = {key: n_bytes for key, (n_bytes, *_) in sent.items()}
     check_bytes(ours, gradient_as_written(cfg))
 
@@ -216,13 +179,12 @@ def no_device():
 def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
     machine = machines.parse_machine(name)
     cfg = small_config(mesh, **flags)
-    compiled = machines.compile_step(cfg, machines.slice_devices(machine))
-    place = plan.place_of(cfg, machine)
-    c = agree(cfg, place, compiled)
-    e = costs.estimate(cfg, place)
+    compiled = machines.compile_step(cfg, machines.devices_of(machine))
+    agree(cfg, machine, compiled)
+    e = costs.Estimate(cfg, machine)
     assert e.activations + e.workspace == pytest.approx(compiled.temporaries, rel=0.5)  # of 20 MB
     a = plan.answer(cfg, machine, compiled)
-    assert c.schedule and a.compiled and a.fits
+    assert a.compiled and a.fits
     assert a.seconds["matrix products"] > 0 and a.seconds["memory"] > 0
     assert a.overlapped["step"] <= a.seconds["step"]
     assert a.memory["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
@@ -237,8 +199,6 @@ MESH = dict(dp=2, pp=3, tp=4)
     "attribute, axes, n",
     [
         ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("tp",), 4),
-        ("replica_groups={{0,12},{1,13}}", ("dp",), 2),
-        ("replica_groups=[6,4]<=[24]", ("tp",), 4),
         ("replica_groups=[12,2]<=[2,12]T(1,0)", ("dp",), 2),
         ("replica_groups=[3,8]<=[2,3,4]T(1,0,2)", ("dp", "tp"), 8),
         ("replica_groups=mesh['a'=2,'b'=3,'c'=4] {'b'}", ("pp",), 3),
@@ -259,18 +219,6 @@ def test_axes_of_a_collective(attribute, axes, n):
 @pytest.mark.parametrize(
     "out, operands, rest, flops",
     [
-        (
-            "f32[5,7]",
-            ("f32[5,3]", "f32[3,7]"),
-            "lhs_contracting_dims={1}, rhs_contracting_dims={0}",
-            2 * 5 * 3 * 7,
-        ),
-        (
-            "bf16[2,5,7]",
-            ("bf16[2,5,3]", "bf16[2,7,3]"),
-            "lhs_batch_dims={0}, lhs_contracting_dims={2}",
-            2 * 2 * 5 * 3 * 7,
-        ),
         # a call of cuBLAS
         (
             "(f32[5,7], s8[4096])",
@@ -300,34 +248,6 @@ def test_operations_of_a_product(out, operands, rest, flops):
     assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}"), types) == flops
 
 
-def test_loops_multiply():
-    text = """HloModule step
-
-%body (p: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {
-  %p = (s32[], f32[4,4]) parameter(0)
-  %x = f32[4,4] get-tuple-element(%p), index=1
-  %g = f32[4,4] all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
-  %d = f32[4,4] dot(%g, %g), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %t = (s32[], f32[4,4]) tuple(%x, %d)
-}
-
-%condition (p: (s32[], f32[4,4])) -> pred[] {
-  %p = (s32[], f32[4,4]) parameter(0)
-  %n = s32[] constant(5)
-  ROOT %less = pred[] compare(%p, %n), direction=LT
-}
-
-ENTRY %main (x: f32[4,4]) -> f32[4,4] {
-  %x = f32[4,4] parameter(0)
-  %w = (s32[], f32[4,4]) while(%x), condition=%condition, body=%body
-  ROOT %r = f32[4,4] get-tuple-element(%w), index=1
-}
-"""
-    c = hlo.analyze(text, dict(dp=2, pp=1, tp=1))
-    assert c.flops == 5 * 2 * 4**3
-    assert c.collectives == {(("dp",), "all-reduce"): [5 * 2 * 64 / 2, 5, 2]}
-
-
 def test_a_collective_beside_several_fusions_counts_once():
     text = """HloModule step
 
@@ -353,26 +273,8 @@ ENTRY %main (x: f32[4]) -> f32[8] {
   ROOT %c = f32[8] fusion(%x), kind=kCustom, calls=%other
 }
 """
-    assert hlo.analyze(text, dict(dp=2, pp=1, tp=1)).collectives == {
-        (("dp",), "all-gather"): [2 * 32 / 2, 2, 2]
-    }
-
-
-@pytest.mark.parametrize(
-    "kind, own, n_bytes",
-    [
-        ("all-reduce-start", ["f32[8]{0}", "f32[4]{0}"], 2 * 48 * 3 / 4),
-        ("all-gather-start", ["bf16[2,4]{1,0:T(8,128)S(3)}"], 16 * 3),
-        ("all-gather", ["f32[2]", "f32[1]"], 12 * 3),
-        ("reduce-scatter", ["f32[16]", "pred[8]"], 72 * 3 / 4),
-        ("all-to-all", ["f32[2]", "f32[2]", "f32[2]", "f32[2]"], 32 * 3 / 4),
-        ("collective-permute-start", ["f32[8]"], 32),
-    ],
-)
-def test_bytes_of_a_collective(kind, own, n_bytes):
-    types = {f"x{i}": text for i, text in enumerate(own)}
-    op = hlo.Op("y", "", kind, ", ".join(f"%{name}" for name in types) + ")")
-    assert hlo.sent_bytes(op, types, 4) == n_bytes
+    found = hlo.Timeline(hlo.analyze(text, dict(dp=2, pp=1, tp=1))).collectives
+    assert found == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 2]}
 
 
 GPU_PROGRAM = """HloModule step, is_scheduled=true
@@ -429,7 +331,7 @@ ENTRY %main (x: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
 
 def test_the_order_of_a_program():
     gathered = (("dp",), "all-gather")
-    assert hlo.analyze(GPU_PROGRAM, dict(dp=2, pp=1, tp=1)).schedule == [
+    assert hlo.analyze(GPU_PROGRAM, dict(dp=2, pp=1, tp=1)) == [
         hlo.Transfer(*gathered, bytes=16, devices=2),
         hlo.Transfer(*gathered, bytes=16, devices=2, name="wrapped"),
         hlo.Compute(flops=0, cycles=0, moved=16 + 4 + 16),  # a slice, its place, and the result
@@ -447,17 +349,18 @@ def test_the_order_of_a_program():
 
 
 def test_computation_hides_what_travels_meanwhile():
-    cost = hlo.analyze(GPU_PROGRAM, dict(dp=2, pp=1, tp=1))
+    schedule = hlo.analyze(GPU_PROGRAM, dict(dp=2, pp=1, tp=1))
 
-    def timeline(link_seconds):
-        return overlap.Timeline(
-            cost.schedule, lambda event: event.moved, lambda event: link_seconds
-        )
+    def timeline(seconds):
+        return hlo.Timeline(schedule, lambda event: event.moved, lambda event: seconds)
 
     short, long = timeline(10), timeline(100)
+    assert short.flops == 5 * 2 * 16
+    permuted = (("dp",), "collective-permute")
+    assert short.collectives == {(("dp",), "all-gather"): [32, 2, 2], permuted: [5 * 16, 5, 2]}
     assert short.products == long.products == 5 * 80 and short.others == 2 * 36
     assert short.exposed == {(("dp",), "all-gather"): 10, (("dp",), "collective-permute"): 0}
-    assert long.hidden == {(("dp",), "all-gather"): 36, (("dp",), "collective-permute"): 5 * 80}
+    assert long.exposed == {(("dp",), "all-gather"): 200 - 36, permuted: 500 - 400}
 
 
 def test_a_second_of_computation_hides_one_transfer():
@@ -469,8 +372,7 @@ def test_a_second_of_computation_hides_one_transfer():
         hlo.Compute(0, 0, 5),
         hlo.Wait("first"),
     ]
-    t = overlap.Timeline(schedule, lambda event: event.moved, lambda event: 10)
-    assert t.hidden == {(("dp",), "all-gather"): 10, (("tp",), "all-gather"): 5}
+    t = hlo.Timeline(schedule, lambda event: event.moved, lambda event: 10)
     assert t.exposed == {(("dp",), "all-gather"): 0, (("tp",), "all-gather"): 5}
 
 
@@ -488,51 +390,26 @@ def planned(*words, **flags):
 
 
 def test_a_plan_by_formulas(tmp_path, capsys):
-    a = planned(
-        "--by_formulas",
-        plan="gpu:8xH200",
-        n_device_axis=(4, 2, 1),
-        plan_json=tmp_path / "plan.json",
-    )
-    said = capsys.readouterr().out
-    assert (
-        a["devices"] == 8
-        and a["mesh"] == dict(dp=4, pp=2, tp=1)
-        and not a["compiled"]
-        and a["fits"]
-    )
-    cfg = presets.preset("tiny")
+    path = tmp_path / "plan.json"
+    a = planned("--by_formulas", plan="gpu:8xH200", n_device_axis=(4, 2, 1), plan_json=path)
+    assert a["devices"] == 8 and a["mesh"] == dict(dp=4, pp=2, tp=1)
+    assert a["fits"] and not a["compiled"]
+    cfg, step = presets.preset("tiny"), a["seconds"].pop("step")
     assert a["tokens"] == cfg.data.train_batch_size * 4 * cfg.model.T
     assert a["bubble"] == pytest.approx(1 / (cfg.data.microbatches + 1))
-    assert a["seconds"]["step"] == pytest.approx(
-        sum(t for part, t in a["seconds"].items() if part != "step")
-    )
-    assert a["tokens_per_second"] == pytest.approx(a["tokens"] / a["seconds"]["step"])
-    assert a["hours"] == pytest.approx(cfg.run.training_steps * a["seconds"]["step"] / 3600)
-    assert a["chip_hours"] == 8 * a["hours"]
-    assert a["mfu"] == pytest.approx(a["flops"]["model"] / a["seconds"]["step"] / 989e12)
+    assert step == pytest.approx(sum(a["seconds"].values()))
+    assert a["tokens_per_second"] == pytest.approx(a["tokens"] / step)
+    assert a["chip_hours"] == 8 * a["hours"] == pytest.approx(cfg.run.training_steps * step / 450)
+    assert a["mfu"] == pytest.approx(a["flops"]["model"] / step / 989e12)
     assert a["parameters"]["total"] == model.count_params(settings.validate(cfg, 1))[0]
-    for word in (
-        "parameters",
-        "memory",
-        "operations",
-        "collectives",
-        "tokens/s",
-        "chip-hours",
-        "bound by",
-        "next",
-    ):
-        assert word in said
+    said = capsys.readouterr().out
+    parts = "parameters memory operations collectives tokens/s chip-hours".split()
+    assert all(word in said for word in [*parts, "bound by", "next"])
 
 
 def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
-    a = planned(
-        "--search",
-        "--by_formulas",
-        plan="gpu:4xA100",
-        train_batch_size=16,
-        plan_json=tmp_path / "plan.json",
-    )
+    flags = dict(plan="gpu:4xA100", train_batch_size=16, plan_json=tmp_path / "plan.json")
+    a = planned("--search", "--by_formulas", **flags)
     said = capsys.readouterr().out
     meshes = [tuple(row["mesh"].values()) for row in a["search"]]
     assert set(meshes) == {(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)}
@@ -542,13 +419,8 @@ def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
     assert "links of" in said and "formulas" in said and "the fastest: --" in said
 
 
-def test_search_of_a_batch_that_few_meshes_divide(tmp_path):
-    flags = dict(train_batch_size=1, microbatches=1, plan_json=tmp_path / "plan.json")
-    assert planned("--search", "--by_formulas", plan="gpu:8xH200", **flags)["search"]
-
-
 @pytest.mark.parametrize(
-    "factor, said", [(1.3, "takes 30% longer as compiled"), (0.9, "10% of the step, as compiled")]
+    "factor, said", [(1.3, "does not as compiled"), (0.9, "10% of the step, as compiled")]
 )
 def test_a_flag_is_advised_where_its_own_compiled_step_is_faster(monkeypatch, factor, said):
     flags = dict(n_device_axis=(2, 2, 2), train_batch_size=32)
@@ -561,15 +433,11 @@ def test_a_flag_is_advised_where_its_own_compiled_step_is_faster(monkeypatch, fa
 
 
 def test_what_does_not_fit_says_what_would(capsys):
-    flags = dict(
-        preset="moe1b", plan="gpu:1xA100", train_batch_size=4096, microbatches=4, val_batch_size=4
-    )
-    flags_given = command_line.parse(["--by_formulas", *flags_of(**flags)])
-    plan.main(flags_given)
-    assert (
-        "does not fit: it needs" in (said := capsys.readouterr().out)
-        and "--" in said.split("next")[1]
-    )
+    batch = dict(train_batch_size=4096, microbatches=4, val_batch_size=4)
+    words = flags_of(preset="moe1b", plan="gpu:1xA100", **batch)
+    plan.main(command_line.parse(["--by_formulas", *words]))
+    said = capsys.readouterr().out
+    assert "does not fit: it needs" in said and "--" in said.split("next")[1]
 
 
 @pytest.mark.parametrize(
@@ -584,62 +452,33 @@ def test_without_a_compiler_formulas_answer(tmp_path, capsys, monkeypatch, name,
 
 
 @pytest.mark.parametrize(
-    "name, n, slices, topology",
+    "name, n, groups, topology",
     [
         ("v4:2x4x4", 32, 1, "v4:2x4x4"),
-        ("v5e:4x8", 32, 1, "v5e:4x8"),
-        ("2*v5p:2x2x1", 8, 2, "v5p:2x2x1"),
-        ("gpu:8xH200", 8, 1, ""),
-        ("gpu:2x8xA100-40GB", 16, 1, ""),
-        ("gpu:2xT4", 2, 1, ""),
+        ("2*v5e:4x8", 64, 2, "v5e:4x8"),
+        ("gpu:8xH200", 8, 1, None),
+        ("gpu:2x8xA100-40GB", 16, 2, None),
         ("v3:2x2", 8, 1, "v3:2x2"),  # of a v3-8: two devices a chip
         ("v7x:2x2x1", 8, 1, "tpu7x:2x2x1"),
     ],
 )
-def test_machines(name, n, slices, topology):
+def test_machines(name, n, groups, topology):
     machine = machines.parse_machine(name)
-    assert (machine.n, machine.slices, machine.topology) == (
-        n,
-        slices,
-        topology,
-    ) and machine.chip.peak
+    assert (machine.n, machine.groups) == (n, groups) and machine.chip.peak
+    assert topology in (None, machine.topology)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "v4",
-        "v9:2x2",
-        "v4:2x2",
-        "v5e:2x2x2",
-        "v4:2x0x2",
-        "0*v4:2x2x1",
-        "gpu:8xK80",
-        "8xH200",
-        "gpu:0xH100",
-        "gpu:0x8xH100",
-        "gpu:2x2x8xH100",
-        "v4:2x2x2x2",
-        "v4:ax2x2",
-        "00*v4:2x2x1",
-        f"gpu:{'9' * 5000}xH100",
-    ],
-)
+NO_MACHINES = """v4 v9:2x2 v4:2x2 v5e:2x2x2 v4:2x0x2 0*v4:2x2x1 gpu:8xK80 8xH200 gpu:0xH100 gpu:0x8xH100 gpu:2x2x8xH100
+v4:2x2x2x2 v4:ax2x2 gpu:8xv4 H100:8""".split()
+
+
+@pytest.mark.parametrize("name", [*NO_MACHINES, f"gpu:{'9' * 5000}xH100"])
 def test_a_machine_that_is_none(name):
     with pytest.raises(messages.UserError, match="such as"):
         machines.parse_machine(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "v4:99999x99999x99999",
-        "99999999*v5e:16x16",
-        "gpu:1000000000xH100",
-        "gpu:65536x65536xH100",
-        "gpu:65537xT4",
-    ],
-)
+@pytest.mark.parametrize("name", ["v4:99999x99999x99999", "gpu:65536x65536xH100", "gpu:65537xT4"])
 def test_a_machine_of_more_devices_than_any(name):
     with pytest.raises(
         messages.UserError, match=f"--plan {re.escape(name)}: has .* at most 65,536"
@@ -653,12 +492,10 @@ LARGEST = {name: f.metadata.get("most") for name, f in utils.FIELDS.items()}
 @pytest.mark.parametrize(
     "flags",
     [
-        dict(microbatches=LARGEST["microbatches"]),
         dict(train_batch_size=LARGEST["train_batch_size"]),
         dict(blocks=LARGEST["blocks"]),
         dict(accumulation_steps=2**20, train_batch_size=1, microbatches=1, search=True),
         dict(vocab_size=LARGEST["vocab_size"], model_dimension=LARGEST["model_dimension"]),
-        dict(T=LARGEST["T"]),
         dict(n_experts=LARGEST["n_experts"], mtp_depth=LARGEST["mtp_depth"]),
     ],
     ids=str,
@@ -669,76 +506,55 @@ def test_a_plan_of_the_largest_values_ends(flags, tmp_path):
 
 
 def test_a_search_of_too_many_configurations_is_refused():
-    flags_given = command_line.parse(
-        [
-            *TINY,
-            *flags_of(T=4, blocks=65536, train_batch_size=65536, plan="gpu:4096xH200", search=True),
-        ]
-    )
+    flags = dict(T=4, blocks=65536, train_batch_size=65536, plan="gpu:4096xH200", search=True)
     with pytest.raises(messages.UserError, match="--search: there are more than 50,000"):
-        plan.main(flags_given)
-
-
-@pytest.mark.parametrize("n", [1, 2, 36, 97, 2**20, 720_720])
-def test_divisors(n):
-    found = plan.divisors(n)
-    assert found == sorted(set(found)) and all(n % d == 0 for d in found)
-    assert len(found) == sum((1 if d * d == n else 2) for d in found if d * d <= n)
-    assert {1, n} <= set(found)
+        plan.main(command_line.parse([*TINY, *flags_of(**flags)]))
 
 
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--search"], "--plan"),
-        (["--plan", "gpu:8xH200", "--n_device_axis", "3", "1", "1"], "--n_device_axis 3 1 1"),
-        (["--plan", "gpu:8xH200", "--n_devices", "4"], "--n_devices 4"),
-        (["--plan", "v7:2x2"], "--plan v7:2x2"),
+        (["--n_device_axis", "3", "1", "1"], "--n_device_axis 3 1 1"),
+        (["--n_devices", "4"], "--n_devices 4"),
     ],
 )
-def test_mistakes_get_one_sentence(words, said):
+def test_flags_that_do_not_fit_the_machine_get_one_sentence(words, said):
+    with pytest.raises(messages.UserError, match=f"^{said}") as e:
+        plan.main(command_line.parse([*TINY, "--plan", "gpu:8xH200", *words]))
+    assert "\n" not in str(e.value) and "simulates" not in str(e.value)
+
+
+@pytest.mark.parametrize("words", [["--search"], ["--plan", "v7:2x2"]])
+def test_mistakes_get_one_sentence(words):
     ran = run_program(*words)
-    assert ran.returncode == 2 and said in ran.stderr, ran.stderr
-    assert len(ran.stderr.strip().splitlines()) == 1 and "simulates" not in ran.stderr
+    assert ran.returncode == 2 and "--plan" in ran.stderr, ran.stderr
+    assert len(ran.stderr.strip().splitlines()) == 1
 
 
 def test_a_plan_is_no_part_of_a_run():
     cfg, _ = command_line.parse(["--plan", "v4:2x2x1", "--search"])
-    assert cfg.plan.search and not {
-        "plan",
-        "by_formulas",
-        "search",
-        "plan_json",
-    } & set(utils.flatten(cfg))
+    of_plan = {"plan", "by_formulas", "search", "plan_json"}
+    assert cfg.plan.search and not of_plan & set(utils.flatten(cfg))
     assert utils.replace(cfg, T=64).plan == cfg.plan
 
 
 @tpu_compiler
 def test_a_plan_by_the_tpu_compiler(tmp_path):
-    small = {k: v for k, v in SMALL.items() if k != "compilation_cache"} | dict(T=128, fsdp="hoist")
-    ran = run_program(
-        *flags_of(
-            preset="tiny",
-            plan="v4:2x2x1",
-            n_device_axis=(2, 2, 1),
-            **small,
-            plan_json=tmp_path / "a/plan.json",
-        )
-    )
+    small = {k: v for k, v in SMALL_RUN.items() if k != "compilation_cache"} | dict(T=128)
+    written = dict(plan_json=tmp_path / "a/plan.json")
+    words = flags_of(plan="v4:2x2x1", n_device_axis=(2, 2, 1), **small, **written)
+    ran = run_program(*TINY, *words)
     assert ran.returncode == 0 and "TPU v4" in ran.stdout, ran.stderr
     a = json.loads((tmp_path / "a/plan.json").read_text())
-    c = hlo.analyze((tmp_path / "a/plan.hlo").read_text(), a["mesh"])
-    sent = sum(n_bytes for n_bytes, *_ in c.collectives.values())
+    schedule = hlo.analyze((tmp_path / "a/plan.hlo").read_text(), a["mesh"])
+    sent = sum(n_bytes for n_bytes, *_ in hlo.Timeline(schedule).collectives.values())
     assert a["compiled"] and sum(row["bytes"] for row in a["collectives"]) == pytest.approx(sent)
 
 
 @tpu_compiler
 def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
-    words = flags_of(
-        plan="v5e:2x2", n_device_axis=(4, 1, 1), remat="none", train_batch_size=64, microbatches=1
-    )
-    flags_given = command_line.parse(words)
-    plan.main(flags_given)
+    batch = dict(train_batch_size=64, microbatches=1, remat="none", blocks=4)
+    plan.main(command_line.parse(flags_of(plan="v5e:2x2", n_device_axis=(4, 1, 1), **batch)))
     assert "does not fit: it needs" in capsys.readouterr().out
 
 
@@ -759,12 +575,4 @@ def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, tmp_path, mon
 @tpu_compiler
 def test_a_slice_that_no_one_sells(no_device):
     with pytest.raises(messages.UserError, match="knows no such slice"):
-        machines.slice_devices(machines.parse_machine("v4:3x4x4"))
-
-
-@tpu_compiler
-def test_several_slices_lie_along_dp(no_device):
-    cfg = settings.validate(utils.replace(presets.preset("tiny"), n_device_axis=(4, 2, 1)), 8)
-    devices = machines.slice_devices(machines.parse_machine("2*v4:2x2x1"))
-    grid = steps.device_grid(cfg.run.n_device_axis, devices)
-    assert {d.slice_index for d in grid[:2].flat} != {d.slice_index for d in grid[2:].flat}
+        machines.devices_of(machines.parse_machine("v4:3x4x4"))

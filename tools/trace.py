@@ -25,7 +25,7 @@ from typing import NamedTuple
 import utils
 from runtime import platforms
 from runtime.files import filesystem, persist, read_file, read_json
-from runtime.messages import UserError, first_line, one_sentence
+from runtime.messages import UserError, first_line, one_sentence, size
 from runtime.parser import flag
 from tools import common
 from training import settings
@@ -39,10 +39,6 @@ class Options:
     """A run directory, or its gs:// or s3:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
-    plan: str = ""
-    """Machine to plan for, as --plan of main.py takes it; empty: the devices of the trace, as far as they are known."""
-    top: int = flag(10, least=0)
-    """Costliest operations to list."""
 
 
 if __name__ == "__main__":
@@ -58,6 +54,7 @@ from training import profiling
 
 PRODUCTS = "matrix products"  # as plan.Answer calls this part
 REST, IDLE = "rest", "idle"
+LISTED = 10  # operations, the costliest
 # Parts of a step, by the innermost of these scopes (jax.named_scope) around an operation.
 PARTS = dict(attention="attention", feed_forward="feed_forward", experts="experts")
 PARTS |= dict(embed="vocabulary", head="vocabulary", optimizer="optimizer")
@@ -70,56 +67,13 @@ DEVICES = {"/host:CPU$": "", r"/device:TPU:\d+$": "(Async )?XLA Ops", r"/device:
 # --- The trace and its program ------------------------------------------------------------------------------------
 
 
-class Trace(NamedTuple):
-    """A trace in a run directory."""
-
-    folder: str
-    about: dict  # as profiling.Profile.about wrote it
-    cfg: utils.Config
-    text: str  # optimized HLO of the step
-
-
-def open_trace(run, name=""):
-    """`Trace` of a run directory: of that name, or the newest. Raises UserError where there is none."""
-    known = profiling.traces_of(run)
-    if name and name not in known:
-        raise UserError(f"--trace {name}: {run} has {', '.join(known) or 'no traces'}.")
-    found = {}
-    for one in [name] if name else known:
-        folder = os.path.join(run, profiling.FOLDER, one)
-        if about := read_json(folder, "about.json"):
-            check_about(about, folder)
-            found[folder] = about
-    if not found:
-        if not read_json(run, "config.json"):
-            raise UserError(f"{run}: is no run directory, which holds a config.json of main.py.")
-        advice = "train with --profile FIRST:LAST, such as 20:22, to make one"
-        raise UserError(f"{run}: holds no whole trace; {advice}.")
-    folder = max(found, key=lambda folder: found[folder]["written"])
-    try:
-        text = gzip.decompress(read_file(os.path.join(folder, "step.hlo.gz")) or b"").decode()
-    except (OSError, EOFError, ValueError, zlib.error) as e:
-        reason = first_line(e)
-        raise UserError(f"{folder}: step.hlo.gz is damaged ({reason}); copy it anew.") from None
-    if not text:
-        raise UserError(f"{folder}: lacks step.hlo.gz; copy all files of a trace.")
-    if not text.startswith("HloModule "):
-        raise UserError(f"{folder}: step.hlo.gz is damaged (it holds no HLO); copy it anew.")
-    about = found[folder]
-    cfg = common.stored_config(about["flags"])
-    cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
-    return Trace(folder, about, cfg, text)
-
-
-def check_about(about, folder):
-    """Raises UserError where about.json is not as profiling.Profile.about wrote it."""
+def is_sound(about):
+    """Whether about.json is as profiling.Profile.about writes it, as far as types tell."""
     kinds = dict(written=float, platform=str, device_kind=str, steps=list, flags=dict)
-    sound = all(type(about.get(name)) is kind for name, kind in kinds.items())
-    counts = [about.get("processes"), about.get("slices"), *(about["steps"] if sound else [])]
-    if len(counts) != 4 or not all(type(n) is int and n > 0 for n in counts):
-        raise UserError(f"{folder}: about.json is damaged; copy it anew.")
-    needed = [*settings.NEEDED_TO_RESUME, "eval_every", "save_steps"]
-    settings.check_stored(about["flags"], folder, needed, "about.json")
+    if not all(type(about.get(name)) is kind for name, kind in kinds.items()):
+        return False
+    counts = [about.get("processes"), about.get("slices"), *about["steps"]]
+    return len(counts) == 4 and all(type(n) is int and n > 0 for n in counts)
 
 
 class Operation(NamedTuple):
@@ -131,14 +85,17 @@ class Operation(NamedTuple):
     is_product: bool  # whether it has a matrix product
 
 
-class Program:
-    """The compiled step of a `Trace`."""
+class Trace:
+    """A trace in a run directory, and the compiled step, optimized HLO, that lies beside it.
 
-    def __init__(self, trace):
-        self.mesh = dict(zip(collectives.AXES, trace.cfg.run.n_device_axis))
-        self.across = "pp" if self.mesh["dp"] % trace.about["slices"] else "dp"
-        self.name = re.match(r"HloModule ([\w.\-]+)", trace.text)[1]
-        self.computations = hlo.computations(trace.text)
+    about: as profiling.Profile.about wrote it.
+    """
+
+    def __init__(self, folder, about, cfg, text):
+        self.folder, self.about, self.cfg, self.text = folder, about, cfg, text
+        self.mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
+        self.program = re.match(r"HloModule ([\w.\-]+)", text)[1]
+        self.computations = hlo.computations(text)
         self.entry = {op.name for op in self.computations["ENTRY"]}
         self.ops = {op.name: op for ops in self.computations.values() for op in ops}
 
@@ -172,51 +129,81 @@ class Program:
         """What a communication travels over; "" of any other operation."""
         kind = op.kind.removesuffix("-start")
         if kind in hlo.COLLECTIVES:
-            axes = "+".join(hlo.group_axes(op, self.mesh)[0])
-            return axes and f"links of {axes}"
-        return f"network of {self.across}" if kind in ("send", "recv") else ""
+            axes, _ = hlo.group_axes(op, self.mesh)
+            return axes and plan.links_of(axes, kind)
+        across = hlo.slow_axis(self.mesh, self.about["slices"])
+        return plan.links_of([across], hlo.ACROSS) if kind in ("send", "recv") else ""
 
 
 def is_product_op(op):
     return op.kind in ("dot", "convolution") or hlo.calls_cublas(op) or hlo.is_kernel(op)
 
 
+def open_trace(run, name=""):
+    """`Trace` of a run directory: of that name, or the newest. Raises UserError where there is none."""
+    known = profiling.traces_of(run)
+    if name and name not in known:
+        raise UserError(f"--trace {name}: {run} has {', '.join(known) or 'no traces'}.")
+    found = []
+    for one in [name] if name else known:
+        folder = os.path.join(run, profiling.FOLDER, one)
+        if about := read_json(folder, "about.json"):
+            if not is_sound(about):
+                raise UserError(f"{folder}: about.json is damaged; copy it anew.")
+            found.append((about["written"], folder, about))
+    if not found:
+        raise UserError(
+            f"{run}: holds no whole trace; train with --profile FIRST:LAST, such as 20:22, to make one."
+        )
+    _, folder, about = max(found)
+    needed = [*settings.NEEDED_TO_RESUME, "eval_every", "save_steps"]
+    settings.check_stored(about["flags"], folder, needed, "about.json")
+    cfg = common.stored_config(about["flags"])
+    cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
+    try:
+        content = read_file(os.path.join(folder, "step.hlo.gz")) or b""
+        text = gzip.decompress(content).decode()
+    except (OSError, EOFError, ValueError, zlib.error):
+        text = ""
+    if not text.startswith("HloModule "):
+        raise UserError(f"{folder}: step.hlo.gz is missing or damaged; copy all files of a trace.")
+    return Trace(folder, about, cfg, text)
+
+
 # --- What the devices did -----------------------------------------------------------------------------------------
 
 
-def devices_in(trace, program):
+def devices_in(trace):
     """[[(begin, end, name of an operation of the step)] of a device], in ns, of all processes that wrote. Raises
     UserError where a file is damaged."""
     fs, there = filesystem(trace.folder)
     found = []
     for path in sorted(persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)):
         content = read_file(os.path.join(trace.folder, os.path.basename(path)))
-        if content is None:
-            raise UserError(f"{path}: is a link to nowhere; copy the file.")
         try:
-            data = ProfileData.from_serialized_xspace(content)
+            data = ProfileData.from_serialized_xspace(content or b"")
         except RuntimeError as e:
             reason = first_line(e)
             raise UserError(f"{path}: is no trace ({reason}); --trace names another.") from None
-        found += events_of(data, program).values()
+        found += events_of(data, trace).values()
     return found
 
 
-def events_of(data, program):
+def events_of(data, trace):
     """{device: [(begin, end, operation)]} of a ProfileData, as `devices_in`."""
     found = defaultdict(list)
     for plane in data.planes:
-        [names] = [names for kind, names in DEVICES.items() if re.match(kind, plane.name)] or [None]
+        lines = [names for kind, names in DEVICES.items() if re.match(kind, plane.name)]
         for line in plane.lines:
-            if names is None or not re.match(names, line.name):
+            if not lines or not re.match(lines[0], line.name):
                 continue
             for event in line.events:
                 stats = dict(event.stats)
                 # a TPU writes "%fusion.1 = f32[8]{0} fusion(...)", or "fusion.1" alone
                 op = stats.get("hlo_op") or re.match(r"%?([\w.\-]*)", event.name)[1]
-                own = stats.get("hlo_module", program.name) == program.name and op in program.ops
+                own = stats.get("hlo_module", trace.program) == trace.program and op in trace.ops
                 if own and line.name.startswith("Async"):  # copies run beside what a core computes
-                    one = program.operation(op)
+                    one = trace.operation(op)
                     own = one and one.links
                 if own and not event.name.startswith("end: "):  # a CPU tells each end once more
                     device = plane.name, stats.get("device_ordinal")
@@ -224,81 +211,72 @@ def events_of(data, program):
     return found
 
 
-class Shares(NamedTuple):
-    """Seconds of one step, means over the steps and the devices."""
+class Shares:
+    """Seconds of one step, means over the steps and the devices: [(events, [(begin, end) of a step])] of each."""
 
-    steps: int
-    devices: int
-    parts: dict  # {part: seconds}, with exposed communication as its links; they add up to the step
-    hidden: dict  # {links: seconds} of communication while the device computes
-    operations: dict  # {Operation: seconds}
-    between: float  # from the end of a step to the begin of the next, a median
+    def __init__(self, runs, trace):
+        self.steps, self.devices = len(runs[0][1]), len(runs)
+        self.parts = (
+            Counter()
+        )  # {part: seconds}, exposed communication as its links; they add up to the step
+        self.hidden = Counter()  # {links: seconds} of communication while the device computes
+        self.operations = Counter()  # {Operation: seconds}
+        gaps = []
+        for events, steps in runs:
+            first, last = steps[0][0], steps[-1][1]
+            labeled = [(begin, end, None) for begin, end in steps]
+            for begin, end, op in events:
+                if (one := trace.operation(op)) and begin < last and end > first:
+                    labeled.append((max(begin, first), min(end, last), one))
+            for ns, active in moments(labeled):
+                self.add_moment(ns / 1e9 / self.steps / self.devices, active)
+            gaps += [after[0] - before[1] for before, after in zip(steps, steps[1:])]
+        # from the end of a step to the begin of the next, a median
+        self.between = max(0.0, statistics.median(gaps or [0.0])) / 1e9
+        self.step = sum(self.parts.values())
+        self.links = sorted({one.links for one in self.operations} - {""} | self.hidden.keys())
+        # seconds of operations with matrix products
+        self.products = sum(t for one, t in self.operations.items() if one.is_product)
 
-    @property
-    def step(self):
-        return sum(self.parts.values())
+    def add_moment(self, seconds, active):
+        """Add a time in which these operations were under way on a device, and None for the step.
 
-    @property
-    def links(self):
-        return sorted({one.links for one in self.operations} - {""} | self.hidden.keys())
-
-    @property
-    def products(self):
-        """Seconds of operations with matrix products."""
-        return sum(t for operation, t in self.operations.items() if operation.is_product)
+        It belongs to one part. Where the device computes: to what it computes, in equal shares where several operations
+        run at once. Else, where bytes travel: to those links. Else it idles."""
+        if None not in active:
+            return  # it is between two steps
+        computing = [one for one in active if one and not one.links]
+        traveling = [one for one in active if one and one.links]
+        busy = computing or traveling
+        for one in busy:
+            self.operations[one] += seconds / len(busy)
+            self.parts[one.links or one.part] += seconds / len(busy)
+        if computing:
+            self.hidden.update(dict.fromkeys({one.links for one in traveling}, seconds))
+        if not busy:
+            self.parts[IDLE] += seconds
 
 
 def measure(trace):
     """`Shares` of a trace. Raises UserError where it does not hold its steps."""
-    program = Program(trace)
     first, last = trace.about["steps"]
     runs = []
-    for events in devices_in(trace, program):
-        if steps := steps_in(events, program, last - first + 1):
+    for events in devices_in(trace):
+        if steps := steps_in(events, trace, last - first + 1):
             runs.append((events, steps))
     if not runs:
         raise UserError(
             f"{trace.folder}: holds no whole step; trace later ones, or one that is not interrupted."
         )
-    parts, hidden, operations, gaps = Counter(), Counter(), Counter(), []
-    for events, steps in runs:
-        first, last = steps[0][0], steps[-1][1]
-        labeled = [(begin, end, None) for begin, end in steps]
-        for begin, end, op in events:
-            if (one := program.operation(op)) and begin < last and end > first:
-                labeled.append((max(begin, first), min(end, last), one))
-        for ns, active in moments(labeled):
-            add_moment(ns / 1e9 / len(steps) / len(runs), active, parts, hidden, operations)
-        gaps += [after[0] - before[1] for before, after in zip(steps, steps[1:])]
-    between = max(0.0, statistics.median(gaps or [0.0])) / 1e9
-    return Shares(len(runs[0][1]), len(runs), parts, hidden, operations, between)
+    return Shares(runs, trace)
 
 
-def add_moment(seconds, active, parts, hidden, operations):
-    """Add a time in which these operations were under way on a device, and None for the step.
-
-    It belongs to one part. Where the device computes: to what it computes, in equal shares where several operations run
-    at once. Else, where bytes travel: to those links. Else it idles."""
-    if None not in active:
-        return  # it is between two steps
-    computing = [one for one in active if one and not one.links]
-    traveling = [one for one in active if one and one.links]
-    busy = computing or traveling
-    for one in busy:
-        operations[one] += seconds / len(busy)
-        parts[one.links or one.part] += seconds / len(busy)
-    if computing:
-        hidden.update(dict.fromkeys({one.links for one in traveling}, seconds))
-    if not busy:
-        parts[IDLE] += seconds
-
-
-def steps_in(events, program, n):
+def steps_in(events, trace, n):
     """[(begin, end)] in ns of n steps of a device; [] where it has less. Operations outside loops run once a step: the
     n-th time of each belongs to the n-th step. There may be one more, which the end of the trace cut off."""
     times = defaultdict(list)
     for begin, end, op in sorted(events):
-        if op in program.entry:
+        if op in trace.entry:
             times[op].append((begin, end))
     once_a_step = [every[:n] for every in times.values() if len(every) in (n, n + 1)]
     return [(min(b for b, _ in step), max(e for _, e in step)) for step in zip(*once_a_step)]
@@ -324,65 +302,42 @@ def moments(found):
 # --- The plan -----------------------------------------------------------------------------------------------------
 
 
-def machine_of(trace, named):
-    """machines.Machine that --plan has `named`, else the one that the run was on; None where its kind of device is not
-    known. Raises UserError where the run does not fit on it."""
-    about, n = trace.about, math.prod(trace.cfg.run.n_device_axis)
-    if named:
-        machine = machines.parse_machine(named)
-        if machine.n != n:
-            raise UserError(f"--plan {named}: has {machine.n} devices; the run had {n}.")
-        return machine
-    name = about["device_kind"]
-    if not (chip := chips.chip_of(name)):
-        return None
-    platform = "gpu" if chip.gpu else "tpu"
-    return machines.Machine(name, chip, n, about["slices"], "", about["processes"], platform)
+def machine_of(trace):
+    """The Machine that the run was on. Speeds of a kind that is not known are those of another."""
+    about = trace.about
+    name, platform = about["device_kind"], about["platform"]
+    chip = chips.chip_of(name) or chips.CHIPS["A100" if platform == "gpu" else "v4"]
+    groups = about["processes"] if chip.gpu else about["slices"]
+    n = math.prod(trace.cfg.run.n_device_axis)
+    return machines.Machine(name, chip, n, groups, platform=platform)
 
 
-def beside(trace, found, named):
-    """{part: {"measured": seconds, "program", "formulas": FLOP or bytes sent, "planned": seconds}} of a device's step,
-    on the machine that --plan has `named`; a number that is not known is left out."""
-    machine = machine_of(trace, named)
-    place = plan.place_of(trace.cfg, machine) if machine else costs.Place(trace.about["platform"])
-    estimate = costs.estimate(trace.cfg, place)
-    cost = costs.read_program(trace.text, trace.cfg, place)
-    apart = [IDLE, *found.links]
-    computing = sum(t for part, t in found.parts.items() if part not in apart)
-    measured = {PRODUCTS: found.products, "memory": computing - found.products, "step": found.step}
+def beside(trace, found):
+    """{part: (seconds measured, seconds planned, FLOP or bytes sent in the program)} of a device's step; None: not
+    known."""
+    computing = sum(t for part, t in found.parts.items() if part not in [IDLE, *found.links])
+    measured = {PRODUCTS: found.products, "memory": computing - found.products}
     for links in found.links:
-        measured[links] = found.parts.get(links, 0.0) + found.hidden.get(links, 0.0)
-    columns = dict(
-        measured=measured,
-        program=amounts(cost.flops, cost.collectives),
-        formulas=amounts(estimate.flops, estimate.sent),
-    )
-    if machine:
-        compiled = None
-        if machine.platform == trace.about["platform"]:
-            compiled = machines.Compiled(trace.text, 0, 0)  # its memory does not matter here
-        answer = plan.answer(trace.cfg, machine, compiled)
-        step = (answer.overlapped or answer.seconds)["step"]
-        columns["planned"] = answer.seconds | dict(step=step)
-    rows = {part: {} for column in columns.values() for part in column}
-    for name, column in columns.items():
-        for part, number in column.items():
-            rows[part][name] = number
-    return rows | dict(step=rows.pop("step"))  # last
-
-
-def amounts(flops, sent):
-    """{part: amount} of the operations of products, and {(axes, kind): [bytes, ..]} of collectives."""
-    parts = Counter({PRODUCTS: flops})
-    for (axes, kind), (n_bytes, *_) in sent.items():
-        parts[plan.links_of(dict(axes=axes, kind=kind))] += n_bytes
-    return dict(parts)
+        measured[links] = found.parts[links] + found.hidden[links]
+    measured["step"] = found.step
+    machine = machine_of(trace)
+    timeline = costs.read_program(trace.text, trace.cfg, machine)
+    work = Counter({PRODUCTS: timeline.flops})
+    for (axes, kind), (n_bytes, *_) in timeline.collectives.items():
+        work[plan.links_of(axes, kind)] += n_bytes
+    planned = {}
+    if chips.chip_of(trace.about["device_kind"]):
+        # the memory of the program does not matter here
+        answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
+        planned = answer.seconds | dict(step=answer.overlapped["step"])
+    columns = [measured, planned, work]
+    return {part: tuple(column.get(part) for column in columns) for part in {**work, **measured}}
 
 
 # --- Printing -----------------------------------------------------------------------------------------------------
 
 
-def report(trace, found, rows, top):
+def report(trace, found, rows):
     """All of it in words, as a list of lines. rows: of `beside`."""
     mesh = ", ".join(map(str, trace.cfg.run.n_device_axis))
     kind, (first, _) = trace.about["device_kind"], trace.about["steps"]
@@ -392,42 +347,31 @@ def report(trace, found, rows, top):
     ]
     shares = []
     for part in dict.fromkeys([*PARTS.values(), REST, *found.links, IDLE]):
-        if seconds := found.parts.get(part):
+        if seconds := found.parts[part]:
             words = f"{part}, exposed" if part in found.links else part
-            shares.append([words, *amount(seconds, found)])
-    shares.append(["sum", *amount(found.step, found)])
+            shares.append([words, *share(seconds, found)])
+    shares.append(["sum", *share(found.step, found)])
     lines += [*common.markdown(["a step", "seconds", "share"], shares), ""]
     for links, seconds in sorted(found.hidden.items()):
         lines.append(f"{links}, hidden behind computation: {seconds:.4f} s")
     lines.append(f"between two steps: {found.between:.4f} s")
-    costliest = sorted(found.operations.items(), key=lambda entry: -entry[1])[:top]
-    operations = [[one.path, *amount(seconds, found)] for one, seconds in costliest]
+    costliest = found.operations.most_common(LISTED)
+    operations = [[one.path, *share(seconds, found)] for one, seconds in costliest]
     lines += ["", *common.markdown(["operation", "seconds", "share"], operations), ""]
-    headings = ["a step of a device", "measured", "planned", "rate", "in the program", "formulas"]
-    lines += common.markdown(headings, [beside_row(part, row) for part, row in rows.items()])
-    if "planned" not in rows["step"]:
-        lines.append(f"nothing is planned: the speeds of {kind} are not known; --plan names others")
+    headings = ["a step of a device", "measured", "planned", "in the program"]
+    cells = []
+    for part, (*seconds, work) in rows.items():
+        amount = "-"
+        if work:
+            amount = f"{work / 1e9:,.2f} GFLOP" if part == PRODUCTS else size(work)
+        cells.append([part, *("-" if t is None else f"{t:.4f} s" for t in seconds), amount])
+    lines += common.markdown(headings, cells)
+    if rows["step"][1] is None:
+        lines.append(f"nothing is planned: the speeds of {kind} are not known")
     return lines
 
 
-def beside_row(part, row):
-    """Cells of a row of `beside`."""
-    seconds = [f"{row[who]:.4f} s" if who in row else "-" for who in ("measured", "planned")]
-    unit = "FLOP" if part == PRODUCTS else "B"
-    work = [in_unit(row[who], unit) if who in row else "-" for who in ("program", "formulas")]
-    rate = "-"
-    if row.get("measured") and "program" in row:
-        rate = in_unit(row["program"] / row["measured"], unit) + "/s"
-    return [part, *seconds, rate, *work]
-
-
-def in_unit(n, unit):
-    """1234567 -> 1.23 MB, and so on."""
-    power = max(p for p in range(5) if p == 0 or n >= 1000**p)
-    return f"{n / 1000**power:.{2 * bool(power)}f} {' KMGT'[power].strip()}{unit}"
-
-
-def amount(seconds, found):
+def share(seconds, found):
     """Cells: seconds, and their share of a step."""
     return [f"{seconds:.4f}", f"{seconds / found.step:.1%}"]
 
@@ -436,8 +380,8 @@ def main(options):
     """Print and return the `Shares` and the rows of `beside` of a trace."""
     trace = open_trace(options.run, options.trace)
     found = measure(trace)
-    rows = beside(trace, found, options.plan)
-    print("\n".join(report(trace, found, rows, options.top)), flush=True)
+    rows = beside(trace, found)
+    print("\n".join(report(trace, found, rows)), flush=True)
     return found, rows
 
 
