@@ -5,7 +5,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import collectives
@@ -18,10 +20,10 @@ from kernels import loss
 
 
 def make_decode(cfg, mesh):
-    """`decode(params, ids, cache, start, last)` on global arrays, on any mesh, of parameters in one round of blocks
+    """`decode(params, ids, cache, offset, last)` on global arrays, on any mesh, of parameters in one round of blocks
     (pp_interleave 1).
 
-    ids int32 [B, n], B a multiple of dp, are the tokens of each sequence from position start [B] on; the cache of
+    ids int32 [B, n], B a multiple of dp, are the tokens of each sequence from position offset [B] on; the cache of
     `empty_cache` holds what attention needs of the tokens before. Returns float32 logits [B, V] after token number
     last [B] of each row of ids, and the cache with the n tokens added. Rows may be padded at their end: the cache
     behind a row's last token is overwritten before it is read. No token is dropped.
@@ -30,8 +32,8 @@ def make_decode(cfg, mesh):
     m = cfg.model
     arch = architecture(m.architecture)
 
-    def local_decode(params, ids, cache, start, last):
-        tokens = Tokens(start[:, None] + jnp.arange(ids.shape[1]), split=False)
+    def local_decode(params, ids, cache, offset, last):
+        tokens = Tokens(offset[:, None] + jnp.arange(ids.shape[1]), split=False)
         top = model.top_params(params, cfg)
         weights = model.layer_params(params, cfg)
 
@@ -131,6 +133,70 @@ def from_integers(i):
 # --- Text -------------------------------------------------------------------------------------------------------
 
 
+CHUNK = (
+    8  # tokens that the devices draw for a row before the host looks at them: few looks cost little
+)
+
+
+def make_stream(cfg, mesh, s, length, chunk=CHUNK):
+    """Jitted functions that continue prompts with a cache, as the settings `s` (utils.Sample) say, in rows of at most
+    `length` tokens: `prefill(params, ids [B, n], lengths [B], key)` -> state, and `advance(params, state)` -> state,
+    the next tokens [chunk, B].
+
+    A state, which `advance` uses up, is (newest token [B], drawn but not yet in the cache; its position [B]; the cache;
+    the key of the next draw).
+    """
+    decode = make_decode(cfg, mesh)
+
+    def prefill(params, ids, lengths, key):
+        cache = empty_cache(cfg, len(ids), length)
+        logits, cache = decode(params, ids, cache, jnp.zeros_like(lengths), lengths - 1)
+        token, key = draw_next(logits, key, s)
+        return token, lengths, cache, key
+
+    def advance(params, state):
+        def one(state, _):
+            token, position, cache, key = state
+            newest = token[:, None], cache, position, jnp.zeros_like(position)
+            logits, cache = decode(params, *newest)
+            drawn, key = draw_next(logits, key, s)
+            return (drawn, position + 1, cache, key), token
+
+        return lax.scan(one, state, length=chunk)
+
+    rows, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
+    specs = architecture(cfg.model.architecture).cache(cfg, 1, 1)
+    cache = {kind: NamedSharding(mesh, spec) for kind, (_, spec) in specs.items()}
+    state = (rows, rows, cache, everywhere)
+    advance = jax.jit(advance, out_shardings=(state, everywhere), donate_argnums=1)
+    return jax.jit(prefill, out_shardings=state), advance
+
+
+def pad(sequences, n):
+    """Sequences of token ids as (ids [B, n], lengths [B]), int32."""
+    ids = np.zeros((len(sequences), n), np.int32)
+    for row, sequence in zip(ids, sequences):
+        row[: len(sequence)] = sequence
+    return ids, np.array([len(sequence) for sequence in sequences], np.int32)
+
+
+def chunks_of(advance, params, state, n):
+    """Yield the next tokens as n chunks int32 [B, CHUNK]. The devices draw one while the host uses the one before."""
+    ahead = None
+    for i in range(n + 1):
+        drawn, ahead = ahead, None
+        if i < n:
+            state, ahead = advance(params, state)
+        if drawn is not None:
+            yield np.asarray(drawn).T
+
+
+def draw_next(logits, key, s):
+    """(tokens int32 [B] of `draw_tokens`, the key of the next draw)."""
+    key, now = jax.random.split(key)
+    return draw_tokens(logits, now, s).astype(jnp.int32), key
+
+
 def make_generate(cfg, mesh):
     """`generate(params, prompt, key)`: continue the prompt, int32 [n], by max_tokens, inference_batch times over.
 
@@ -139,29 +205,13 @@ def make_generate(cfg, mesh):
     s = cfg.sample
     dp, _, _ = cfg.run.n_device_axis
     B = math.ceil(s.inference_batch / dp) * dp
-    decode = make_decode(cfg, mesh)
 
     def generate(params, prompt, key):
         n = len(prompt)
-        T = n + s.max_tokens
-        text = jnp.zeros((B, T), jnp.int32).at[:, :n].set(prompt)
-        cache = empty_cache(cfg, B, T)
-        every_row = functools.partial(jnp.full, (B,))
-
-        def append(text, logits, i):
-            tokens = draw_tokens(logits, jax.random.fold_in(key, i), s)
-            column = tokens[:, None].astype(jnp.int32)
-            return lax.dynamic_update_slice_in_dim(text, column, i, 1)
-
-        def step(carry, i):
-            text, cache = carry
-            newest = lax.dynamic_slice_in_dim(text, i - 1, 1, 1)
-            logits, cache = decode(params, newest, cache, every_row(i - 1), every_row(0))
-            return (append(text, logits, i), cache), None
-
-        logits, cache = decode(params, text[:, :n], cache, every_row(0), every_row(n - 1))
-        steps = n + 1 + jnp.arange(s.max_tokens - 1)
-        (text, _), _ = lax.scan(step, (append(text, logits, n), cache), steps)
-        return text[: s.inference_batch]
+        ids = jnp.broadcast_to(prompt, (B, n))
+        prefill, advance = make_stream(cfg, mesh, s, n + s.max_tokens, s.max_tokens)
+        state = prefill(params, ids, jnp.full(B, n), key)
+        _, tokens = advance(params, state)
+        return jnp.concatenate([ids, tokens.T], 1)[: s.inference_batch]
 
     return generate

@@ -67,7 +67,7 @@ def model_flags(config, folder):
 
 
 class Stored(NamedTuple):
-    """Where a tensor stands, as the header of its file says."""
+    """Where a tensor is stored, as the header of its file says."""
 
     path: str
     shape: tuple
@@ -79,7 +79,8 @@ def files_of(folder):
     path = os.path.join(folder, INDEX)
     index = read_json(path)
     names = index.get("weight_map") if index else {"": "model.safetensors"}
-    if not isinstance(names, dict) or not all(map(is_file_name, names.values())):
+    beside = r"[^/]*\.safetensors"
+    if not isinstance(names, dict) or not all(re.fullmatch(beside, str(n)) for n in names.values()):
         raise UserError(
             f"{path}: its weight_map must give each tensor the name of a file beside it; copy it again."
         )
@@ -87,12 +88,6 @@ def files_of(folder):
     for name in sorted(set(names.values())):
         found |= header(os.path.join(folder, name))
     return found
-
-
-def is_file_name(name):
-    return (
-        isinstance(name, str) and name.endswith(".safetensors") and os.path.basename(name) == name
-    )
 
 
 def header(path):
@@ -126,8 +121,16 @@ def check(folder, tensors, form, block):
 
     Raises UserError naming a tensor that is missing, extra, misshapen or of an unreadable type.
     """
-    there = files_of(folder)
-    wanted = wanted_shapes(folder, tensors, there, form, block)
+    there, wanted, scaled = files_of(folder), {}, set()
+    for t in tensors:  # an absurd config calls for billions, but then one of the first is missing
+        name = name_in(there, t.name, form)
+        shapes = {name: t.shape}
+        if block and name in there and there[name].dtype == FLOAT8 and len(t.shape) == 2:
+            scaled.add(name)
+            shapes[name + SCALE] = tuple(-(-n // size) for n, size in zip(t.shape, block))
+        for missing in shapes.keys() - there.keys():
+            raise UserError(f"{folder}: tensor {missing} is missing; its config.json calls for it.")
+        wanted |= shapes
     for name, (_, shape, dtype) in there.items():
         if name not in wanted:
             if re.search(form.copies, name) or 0 in shape:
@@ -140,33 +143,11 @@ def check(folder, tensors, form, block):
                 f"{folder}: tensor {name} is {list(shape)}, but its config.json calls for "
                 f"{list(wanted[name])}."
             )
-        if dtype not in READABLE and name + SCALE not in wanted:
+        if dtype not in READABLE and name not in scaled:
             raise UserError(
                 f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}."
             )
     return there
-
-
-def wanted_shapes(folder, tensors, there, form, block):
-    """{name in the folder: shape} of `tensors` and of the scales of those in float8. Raises UserError where `there`
-    lacks one."""
-    wanted = {}
-
-    def want(name, shape):
-        if name not in there:
-            raise UserError(f"{folder}: tensor {name} is missing; its config.json calls for it.")
-        wanted[name] = shape
-
-    scales = {}
-    for t in tensors:  # an absurd config calls for billions, but then one of the first is missing
-        name = name_in(there, t.name, form)
-        want(name, t.shape)
-        if block and there[name].dtype == FLOAT8 and len(t.shape) == 2:
-            rows, columns = t.shape
-            scales[name + SCALE] = (-(-rows // block[0]), -(-columns // block[1]))
-    for name, shape in scales.items():
-        want(name, shape)
-    return wanted
 
 
 # --- Numbers ------------------------------------------------------------------------------------------------------

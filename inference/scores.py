@@ -18,13 +18,13 @@ from kernels.attention import ATTENTION
 class Piece(NamedTuple):
     """A sequence to score."""
 
-    ids: np.ndarray  # int [n + 1]: n targets, each after what stands before it
+    ids: np.ndarray  # int [n + 1]: n targets, each after those before it
     first: int  # targets at its beginning that are context alone
     unit: int  # number of the cluster that it belongs to
 
 
 class Scored(NamedTuple):
-    """What is said of the targets of a `Piece` that count."""
+    """The result for the targets of a `Piece` that count."""
 
     unit: int
     loss: float  # sum of -log p, nats
@@ -46,7 +46,7 @@ def make_scorer(cfg, mesh, batch_size):
     sharding = NamedSharding(mesh, P(*collectives.BATCH_SPEC[1:]))
     scores = jax.jit(model.make_score(cfg, mesh), out_shardings=NamedSharding(mesh, P()))
 
-    def begin(params, batch, T):
+    def dispatch(params, batch, T):
         ids = np.zeros((rows, T), np.int32)
         targets = np.full((rows, T), -1, np.int32)  # no target: padding and context
         for i, piece in enumerate(batch):
@@ -59,7 +59,7 @@ def make_scorer(cfg, mesh, batch_size):
         ]
         return batch, targets >= 0, scores(params, *placed)
 
-    def end(batch, counts, results):
+    def collect(batch, counts, results):
         losses, greedy = (np.asarray(x).reshape(counts.shape) for x in results)
         sums = losses.sum(1, dtype=np.float64)
         greedy = (greedy | ~counts).all(1)
@@ -70,11 +70,11 @@ def make_scorer(cfg, mesh, batch_size):
         pieces, running = iter(pieces), deque()
         while batch := list(itertools.islice(pieces, rows)):
             longest = T or length_for(max(len(piece.ids) for piece in batch) - 1)
-            running.append(begin(params, batch, math.ceil(longest / multiple) * multiple))
+            running.append(dispatch(params, batch, math.ceil(longest / multiple) * multiple))
             if len(running) > 1:  # the devices score a batch while the host makes the next one
-                yield from end(*running.popleft())
+                yield from collect(*running.popleft())
         for batch in running:
-            yield from end(*batch)
+            yield from collect(*batch)
 
     return score
 

@@ -13,15 +13,16 @@ import os
 import random
 import sys
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
 import utils
 from data.encoding import encode_text
 from data.tokenization import HubTokenizer, special_tokens, text_of, whole_characters
+from inference import core, decoding
 from inference.scores import Piece, Scored, length_for, make_scorer
 from runtime.messages import UserError, first_line, nearest, say
-from tools import common, sample
 from training import steps
 
 try:
@@ -33,8 +34,6 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as e:
     raise UserError(f"--tasks: needs lm_eval ({e}); bash setup_tpu.sh eval installs it.") from None
-
-from inference import core
 
 MAX_TOKENS = 256  # that a task may have generated where it does not say
 TOP_K = 50  # of a task that draws and does not say, as transformers has it
@@ -50,27 +49,32 @@ for library in ("lm_eval", "huggingface_hub"):
 # --- The model ----------------------------------------------------------------------------------------------------
 
 
-class Judged(TemplateLM):
-    """A model as lm_eval asks it, whose parameters are to be set as `params` before. Every process must ask the same
-    questions: all of them compute each answer together.
+class TaskModel(TemplateLM):
+    """A model as lm_eval asks it; set `params` before. Every process must ask the same questions: all of them compute
+    each answer together.
 
-    batch_size: as of `make_scorer`; T: tokens of the longest sequence; before: token ids that stand before a context;
-    alive(): is called while questions are answered.
+    batch_size: as of `make_scorer`; T: tokens of the longest sequence; start: the flag; alive(): is called while
+    questions are answered.
     """
 
     params = None
 
-    def __init__(self, cfg, mesh, encoding, batch_size, T, before=(), alive=lambda: None):
+    def __init__(self, cfg, mesh, encoding, batch_size, T, start="auto", alive=lambda: None):
         super().__init__()
-        self.encoding, self.T, self.before, self.alive = encoding, T, list(before), alive
+        self.encoding, self.T, self.alive = encoding, T, alive
+        self.before = []  # token ids before every context
+        if start == "end_of_text":
+            self.before = [encoding.eot_token]
+        elif start == "auto" and isinstance(encoding, HubTokenizer):
+            self.before = list(encoding.before_text())
         self.score = make_scorer(cfg, mesh, batch_size)
         self.rows = batch_size * cfg.run.n_device_axis[0]  # of a batch that is continued
         in_order = utils.replace(cfg, pp_interleave=1)
         self.arrange = steps.arranger(cfg, steps.abstract_params(in_order, mesh))
-        self.sampler = functools.cache(functools.partial(sample.make_sampler, in_order, mesh))
+        self.stream = functools.cache(functools.partial(decoding.make_stream, in_order, mesh))
         self.special = special_tokens(encoding)
 
-    # lm_eval's names, of the token that stands in for a context
+    # lm_eval's names; the second precedes what has no context
 
     @property
     def eot_token_id(self):
@@ -98,15 +102,6 @@ class Judged(TemplateLM):
         texts = [self.tok_encode(*request.args) for request in requests]
         return [-s.loss for s in self.measure([([self.prefix_token_id], ids) for ids in texts])]
 
-    def spans(self, requests):
-        """The `Scored`s of the texts of each question of CORE (inference/core.py)."""
-        questions = []
-        for kind, *texts in [request.args for request in requests]:
-            encoded = [self.tok_encode(text, add_special_tokens=False) for text in texts]
-            questions.append(core.pairs(kind, [[self.prefix_token_id, *ids] for ids in encoded]))
-        scored = iter(self.measure([pair for question in questions for pair in question]))
-        return [[next(scored) for _ in question] for question in questions]
-
     def measure(self, pairs):
         """The `Scored` of each continuation in `pairs` of token ids (context, continuation), after its context."""
         found = []
@@ -118,10 +113,8 @@ class Judged(TemplateLM):
         totals = [Scored(unit, 0.0, 0, True) for unit in range(len(pairs))]
         for s in progress(self.score(self.params, found), "likelihoods", len(found)):
             self.alive()
-            t = totals[s.unit]
-            totals[s.unit] = Scored(
-                s.unit, t.loss + s.loss, t.tokens + s.tokens, t.greedy and s.greedy
-            )
+            _, loss, tokens, greedy = totals[s.unit]
+            totals[s.unit] = Scored(s.unit, loss + s.loss, tokens + s.tokens, greedy and s.greedy)
         return totals
 
     def windows(self, context, continuation):
@@ -147,24 +140,26 @@ class Judged(TemplateLM):
                 group.sort(key=lambda item: -len(item[1]))
                 for i in range(0, len(group), self.rows):
                     numbers, prompts = zip(*group[i : i + self.rows])
-                    for number, text in zip(numbers, self.go_on(params, prompts, options, until)):
+                    texts = self.continued(params, prompts, options, until)
+                    for number, text in zip(numbers, texts):
                         answers[number] = text
                         bar.update()
         return answers
 
-    def go_on(self, params, prompts, options, until):
+    def continued(self, params, prompts, options, until):
         """The texts that follow the token ids of at most `rows` prompts, each up to the first of the strings until."""
-        n, chunks = length_for(max(map(len, prompts))), math.ceil(options.max_tokens / sample.CHUNK)
+        n, chunks = (
+            length_for(max(map(len, prompts))),
+            math.ceil(options.max_tokens / decoding.CHUNK),
+        )
         filled = [*prompts, *[[self.eot_token_id]] * (self.rows - len(prompts))]
-        prefill, advance = self.sampler(options, n + chunks * sample.CHUNK)
-        state = prefill(params, *sample.pad(filled, n))
-        drawn = np.zeros((self.rows, 0), int)
-        for _ in range(chunks):
+        prefill, advance = self.stream(options, n + chunks * decoding.CHUNK)
+        state = prefill(params, *decoding.pad(filled, n), jax.random.key(0))
+        drawn = [[] for _ in prompts]
+        for chunk in decoding.chunks_of(advance, params, state, chunks):
             self.alive()
-            state, tokens = advance(params, state)
-            drawn = np.concatenate([drawn, np.asarray(tokens).T], 1)
-            rows = drawn[: len(prompts), : options.max_tokens].tolist()
-            texts, ended = zip(*[self.ending(row, until) for row in rows])
+            drawn = [row + more for row, more in zip(drawn, chunk.tolist())]
+            texts, ended = zip(*[self.ending(row[: options.max_tokens], until) for row in drawn])
             if all(ended):
                 break
         return texts
@@ -182,49 +177,54 @@ class Judged(TemplateLM):
 
 
 def draws(settings, encoding):
-    """(`common.Sample`, strings before which a text ends) of a task's settings. Raises UserError for unknown ones."""
+    """(utils.Sample, strings before which a text ends) of a task's settings. Raises UserError for unknown ones."""
     given = {name: value for name, value in settings.items() if value is not None}
     if given.get("top_p") == 1:
         del given["top_p"]  # which changes nothing
     settings = normalize_gen_kwargs(given, MAX_TOKENS)
     if unknown := settings.keys() - SETTINGS:
-        raise UserError(f"{', '.join(sorted(unknown))}: there are no such settings of drawing here")
-    options = common.Sample(
-        model="",
+        raise UserError(f"{', '.join(sorted(unknown))}: no such settings of drawing are supported")
+    options = utils.Sample(
         max_tokens=settings["max_gen_toks"],
         temperature=float(settings.get("temperature", settings["do_sample"])),
         top_k=settings.get("top_k", TOP_K),
     )
-    return options, handle_stop_sequences(
-        settings["until"], text_of(encoding, [encoding.eot_token])
-    )
+    end = text_of(encoding, [encoding.eot_token])
+    return options, handle_stop_sequences(settings["until"], end)
 
 
 # --- The tasks ----------------------------------------------------------------------------------------------------
 
 
-def names_in(words):
-    """The names in words with commas between them."""
-    return [name for word in words for name in word.split(",") if name]
-
-
-def load(names, folders, lm, num_fewshot=None):
-    """{"tasks": {name: task}, "groups": {name: group}} of the tasks, groups, tags and patterns that `names` gives,
-    which lm_eval, the task files in `folders` and `core.group` know. Raises UserError where one cannot be asked."""
+def load(words, folders, lm, num_fewshot=None):
+    """{"tasks": {name: task}, "groups": {name: group}, "core": [core.CoreTask]} of the tasks, groups, tags and patterns
+    in `words`, with commas or spaces between them, which lm_eval, the task files in `folders` and `core` know. Raises
+    UserError where one cannot be asked."""
+    names = [name for word in words for name in word.split(",") if name]
     if not names:
         raise UserError("--tasks: there is no name of a task in it.")
     for folder in folders:
         if not os.path.isdir(folder):
             raise UserError(f"--include_path {folder}: there is no such folder.")
-    loaded = {"tasks": {}, "groups": {}}
-    manager = manager_of([name for name in names if name != core.NAME], folders)
+    loaded = {"tasks": {}, "groups": {}, "core": []}
+    manager = TaskManager(include_path=list(folders), include_defaults=False)
+    if not all(name == core.NAME or manager.match_tasks([name]) for name in names):
+        manager = TaskManager(
+            include_path=list(folders)
+        )  # with its own, which it reads for seconds
     for name in names:
         try:
+            if name == core.NAME:
+                loaded["core"] = core.load(folders)
+                continue
+            if not manager.match_tasks([name]):
+                raise UserError(f"there is no such task{nearest(name, manager.all_tasks)}")
             with fixed_seeds():
-                found = core.group(folders) if name == core.NAME else manager.match_tasks([name])
-                found = manager.load(found)
+                found = manager.load(manager.match_tasks([name]))
                 for task in found["tasks"].values():
                     prepare(task, lm, num_fewshot)
+            loaded["tasks"] |= found["tasks"]
+            loaded["groups"] |= found.get("groups", {})
         except UserError as e:
             raise UserError(f"--tasks {name}: {e}.") from None
         except Exception as e:  # of lm_eval, of datasets, or of what the task file says
@@ -233,23 +233,7 @@ def load(names, folders, lm, num_fewshot=None):
                 f"--tasks {name}: cannot be loaded ({said}); its data must be on this machine or within reach, and its "
                 f"file must suit it."
             ) from None
-        for kind in loaded:
-            loaded[kind] |= found.get(kind, {})
     return loaded
-
-
-def manager_of(names, folders):
-    """lm_eval's TaskManager: of the task files in `folders` where they have all names, else with its own, which take it
-    seconds to read. Raises UserError for an unknown name."""
-    own = TaskManager(include_path=list(folders), include_defaults=False)
-    if all(own.match_tasks([name]) for name in names):
-        return own
-    manager = TaskManager(include_path=list(folders))
-    for name in names:
-        if not manager.match_tasks([name]):
-            near = nearest(name, manager.all_tasks)
-            raise UserError(f"--tasks {name}: there is no such task{near}.")
-    return manager
 
 
 def prepare(task, lm, num_fewshot):
@@ -272,32 +256,27 @@ def prepare(task, lm, num_fewshot):
             )
 
 
-def before_context(start, encoding):
-    """Token ids that stand before every context, as the flag --start says."""
-    if start == "end_of_text":
-        return [encoding.eot_token]
-    known = start == "auto" and isinstance(encoding, HubTokenizer)
-    return encoding.before_text() if known else []
-
-
 def ask(lm, params, loaded, limit=0, bootstrap=0):
-    """lm_eval's results of the tasks of `load`: at most `limit` questions of each, 0 for all. bootstrap: draws for the
-    standard error of metrics that have no formula for it; 0: no standard errors at all."""
+    """lm_eval's results of what `load` returns: at most `limit` questions of each task, 0 for all. bootstrap: draws for
+    the standard error of metrics that have no formula for it; 0: no standard errors at all."""
     lm.params = params
-    for task in loaded["tasks"].values():
-        task.set_fewshot_seed(SEED)
-    with fixed_seeds(), contextlib.redirect_stdout(sys.stderr):
-        os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork this process
-        results = evaluate(
-            lm, loaded, limit=limit or None, bootstrap_iters=bootstrap, log_samples=False
-        )
+    results = {"results": {}, "versions": {}}
+    if loaded["tasks"]:
+        for task in loaded["tasks"].values():
+            task.set_fewshot_seed(SEED)
+        about = dict(limit=limit or None, bootstrap_iters=bootstrap, log_samples=False)
+        with fixed_seeds(), contextlib.redirect_stdout(sys.stderr):
+            os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork this process
+            results = evaluate(lm, loaded, **about)
+    if loaded["core"]:
+        results["results"] |= core.scores(loaded["core"], lm, limit)
     lm.params = None
     return results
 
 
 @contextlib.contextmanager
 def fixed_seeds():
-    """Python's and numpy's random numbers, which some tasks draw, begin as lm_eval lets them; then go on as before."""
+    """Python's and numpy's random numbers, which some tasks draw, begin as lm_eval lets them, and are restored."""
     before = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(SEED)
@@ -328,10 +307,10 @@ def make_judge(cfg, mesh, encoding):
     mesh; {} where they are not due. Raises UserError where a task cannot be asked."""
     run = cfg.run
     if encoding is None:
-        raise UserError("--tasks: nothing tells the tokenizer of the shards; give --tokenizer.")
+        raise UserError("--tasks: the tokenizer of the shards is not known; give --tokenizer.")
     batch_size = max(1, cfg.data.val_batch_size // run.n_device_axis[1])
-    lm = Judged(cfg, mesh, encoding, batch_size, cfg.model.T, before_context("auto", encoding))
-    given = names_in([run.eval_tasks])
+    lm = TaskModel(cfg, mesh, encoding, batch_size, cfg.model.T)
+    given = [name for name in run.eval_tasks.split(",") if name]
     folders = [name for name in given if "/" in name]
     loaded = load([name for name in given if name not in folders], folders, lm)
 

@@ -56,7 +56,7 @@ def positions(folder, T):
 
 def check_tokenizer(where, folder, shards, flag="", warn=say):
     """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than those that
-    the weights in `folder` know. Prints a warning where that cannot be told. where: begins the message; flag:
+    the weights in `folder` know. Prints a warning where that is not known. where: begins the message; flag:
     --tokenizer of the shards."""
     encoding = tokenization.folder_tokenizer(folder)
     unknown = []

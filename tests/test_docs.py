@@ -35,7 +35,6 @@ PROGRAMS = [
     "data/tokenize_shards.py",
     "data/train_tokenizer.py",
     "tools/bench.py",
-    "tools/bench_data.py",
     "tools/checkpoints.py",
     "tools/compare.py",
     "tools/evaluate.py",

@@ -1,7 +1,6 @@
 """Speed, memory and compile time of the compiled train step, for one configuration or several side by side.
 
 python tools/bench.py --preset tiny --vary remat=full remat=none [--json FILE]
-python tools/bench.py --preset gpt2-tiny --compare                            (needs pip install torch)
 
 Takes every flag of main.py and trains on random tokens, on one host. Each configuration runs in a process of its own,
 as main.py would run it. They take turns, a round of a few steps each, so that other load on the machine slows all of
@@ -9,12 +8,14 @@ them alike. The first round of each is not counted. Speeds are medians over roun
 """
 
 if __name__ in ("__main__", "__mp_main__"):
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    from runtime import interrupts
 
-import contextlib
-import importlib.util
+    interrupts.begin()
+
 import math
 import multiprocessing
 import os
@@ -23,10 +24,11 @@ import re
 import resource
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,25 +41,16 @@ from training import command_line, settings
 
 # --- One configuration, in a process of its own -----------------------------------------------------------------
 
-
-def cores():
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def peak_rss():
-    """Largest resident memory of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+compiled = {}  # in such a process: its step, state and batch
 
 
 def prepare(cfg):
-    """Compile main.py's train step: ({name: value} about it, `run(steps)` that returns when the devices have done them,
-    `peak()` in bytes). Raises UserError."""
+    """Compile main.py's train step; returns {name: value} about it. Raises UserError."""
     platforms.set_xla_flags(cfg.run.n_devices)  # before jax is imported
     import jax
 
+    import dataset
+    import model
     from training import steps
     from training.optimizer import make_optimizer
 
@@ -66,126 +59,78 @@ def prepare(cfg):
     mesh = steps.make_mesh(cfg)
     optimizer, schedule = make_optimizer(cfg, mesh)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
-    state = steps.init_state(cfg, abstract, optimizer)
-    batch = random_batch(cfg, mesh)
-    began, began_cpu = time.perf_counter(), time.process_time()
-    step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
-    about = about_step(cfg, mesh, step.memory_analysis())
-    about["compile_seconds"] = time.perf_counter() - began
-    about["compile_cpu_seconds"] = time.process_time() - began_cpu
-
-    def run(steps):
-        nonlocal state
-        for _ in range(steps):
-            state, metrics = step(state, *batch)
-        jax.block_until_ready((state, metrics))
-
-    def peak():
-        stats = [device.memory_stats() for device in mesh.devices.flat]
-        if not all(stats):  # CPUs tell none
-            return peak_rss()
-        return max(of_device["peak_bytes_in_use"] for of_device in stats)
-
-    return about, run, peak
-
-
-def random_batch(cfg, mesh):
-    """Global (tokens, targets) of a step, random ones."""
-    import dataset
-    from training import steps
-
     shape = steps.batch_shape(cfg)
     *count, T = shape
     random = np.random.default_rng(cfg.run.seed)
-    rows = random.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1))
-    return dataset.put_batch(lambda numbers: rows[numbers].astype(np.int32), 0, shape, mesh)
-
-
-def about_step(cfg, mesh, used):
-    """{name: value} of a train step; `used`: what the compiler says of its memory."""
-    import model
-    from training import steps
-
+    rows = random.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1), np.int32)
+    began, began_cpu = time.perf_counter(), time.process_time()
+    step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+    compiled["step"] = step
+    compiled["state"] = steps.init_state(cfg, abstract, optimizer)
+    compiled["batch"] = dataset.put_batch(rows.__getitem__, 0, shape, mesh)
+    used = step.memory_analysis()
     compiler_bytes = used.argument_size_in_bytes + used.output_size_in_bytes
     compiler_bytes += used.temp_size_in_bytes - used.alias_size_in_bytes
     return dict(
         device=mesh.devices.flat[0].device_kind,
         devices=mesh.size,
-        tokens_per_step=math.prod(steps.batch_shape(cfg)),
+        tokens_per_step=math.prod(shape),
         flops_per_token=model.flops_per_token(cfg),
         compiler_bytes=compiler_bytes,
+        compile_seconds=seconds,
+        compile_cpu_seconds=cpu_seconds,
     )
 
 
-def prepare_torch(cfg, flops_per_token):
-    """The same of tools/torch_baseline.py."""
-    from tools import torch_baseline
+def run_steps(n):
+    """(wall, CPU) seconds of n train steps."""
+    import jax
 
-    about, run, peak = torch_baseline.prepare(cfg, cores())
-    return about | dict(flops_per_token=flops_per_token), run, peak or peak_rss
-
-
-def serve(pipe, prepare, *args):
-    """The process of one configuration. Sends what is known about it. Then answers every number of steps with the
-    (wall, CPU) seconds that they took, and 0 with the peak memory in bytes."""
-    with contextlib.suppress(KeyboardInterrupt, EOFError):  # the program ends, in whichever way
-        try:
-            about, run, peak = prepare(*args)
-        except UserError as e:
-            pipe.send(e)
-            return
-        pipe.send(about)
-        while steps := pipe.recv():
-            wall, cpu = time.perf_counter(), time.process_time()
-            run(steps)
-            pipe.send((time.perf_counter() - wall, time.process_time() - cpu))
-        pipe.send(peak())
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(n):
+        compiled["state"], metrics = compiled["step"](compiled["state"], *compiled["batch"])
+    jax.block_until_ready((compiled["state"], metrics))
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
-class Configuration(NamedTuple):
-    """What is measured: a name, and the function with its arguments that prepares it in a process of its own."""
+def peak_bytes():
+    """Peak memory: of the fullest device or, on CPUs, which do not report it, of this process."""
+    import jax
 
-    name: str
-    prepare: tuple  # (function, arguments...)
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stats):
+        return max(of_device["peak_bytes_in_use"] for of_device in stats)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Worker:
-    """The process of a Configuration. Raises UserError where it ends before its time."""
+    """The process of a configuration. Raises UserError where it ends too early."""
 
-    def __init__(self, configuration):
-        self.name = configuration.name
-        spawn = multiprocessing.get_context("spawn")  # a fork would share what jax and torch began
-        self.pipe, theirs = spawn.Pipe()
-        args = (theirs, *configuration.prepare)
-        self.process = spawn.Process(target=serve, args=args, daemon=True)
-        self.process.start()
-        theirs.close()
-        self.about = self.answer()
-        self.rounds = []  # (wall, CPU) seconds
-        print(f"{self.name}: ready to run", file=sys.stderr, flush=True)
+    def __init__(self, name, cfg):
+        self.name, self.rounds = name, []  # (wall, CPU) seconds of each
+        # a fork would share what jax began
+        self.process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.about = self.call(prepare, cfg)
+        print(f"{name}: ready to run", file=sys.stderr, flush=True)
 
-    def answer(self):
+    def call(self, function, *args):
         try:
-            said = self.pipe.recv()
-        except EOFError:
-            self.process.join()
-            raise UserError(
-                f"{self.name}: its process ended with status {self.process.exitcode}; its output stands above."
-            ) from None
-        if isinstance(said, UserError):
-            raise said
-        return said
+            return self.process.submit(function, *args).result()
+        except BrokenProcessPool:
+            raise UserError(f"{self.name}: its process died; see its output above.") from None
 
-    def ask(self, steps):
-        self.pipe.send(steps)
-        return self.answer()
+    def speeds(self, steps):
+        """[2, rounds] tokens per second and per CPU second, without the warm-up."""
+        return self.about["tokens_per_step"] * steps / np.array(self.rounds[1:]).T
 
 
 # --- All of them ------------------------------------------------------------------------------------------------
 
 
 def measure(configurations, rounds, steps):
-    """[dict of numbers] of the configurations: each quantity with a spread is [lower quartile, median, upper one]."""
+    """[dict of numbers] of [(name, Config)]: each quantity with a spread is [lower quartile, median, upper one]."""
     groups = [configurations]
     if platforms.platform() == "tpu":  # it belongs to one process at a time
         groups = [[configuration] for configuration in configurations]
@@ -194,26 +139,16 @@ def measure(configurations, rounds, steps):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")
     workers = []
     for group in groups:
-        workers += run_rounds(group, rounds, steps)
-    return [row(worker, workers[0], steps) for worker in workers]
-
-
-def run_rounds(group, rounds, steps):
-    """[Worker] of configurations that run at the same time, when they have ended; one round is the warm-up."""
-    workers = [Worker(configuration) for configuration in group]
-    for _ in range(1 + rounds):
-        for worker in workers:
-            worker.rounds.append(worker.ask(steps))
-    for worker in workers:
-        worker.peak = worker.ask(0)
-        worker.process.join()
-    return workers
-
-
-def speeds(worker, steps):
-    """[2, rounds] tokens per second and per CPU second, without the warm-up."""
-    seconds = np.array(worker.rounds[1:]).T
-    return worker.about["tokens_per_step"] * steps / seconds
+        beside = [Worker(name, cfg) for name, cfg in group]
+        for _ in range(1 + rounds):  # the first is the warm-up
+            for worker in beside:
+                worker.rounds.append(worker.call(run_steps, steps))
+        for worker in beside:
+            worker.peak = worker.call(peak_bytes)
+            worker.process.shutdown()
+        workers += beside
+    first = workers[0].speeds(steps)[0]
+    return [row(worker, first, steps) for worker in workers]
 
 
 def quartiles(x):
@@ -221,10 +156,9 @@ def quartiles(x):
 
 
 def row(worker, first, steps):
-    """The numbers of one Worker, beside those of the first."""
+    """The numbers of one Worker; first: the speeds of the first one."""
     about = worker.about
-    speed, per_cpu_second = speeds(worker, steps)
-    speed_of_first, _ = speeds(first, steps)
+    speed, per_cpu_second = worker.speeds(steps)
     mfu = None
     if peak := chips.peak_flops(about["device"]):
         mfu = quartiles(speed * about["flops_per_token"] / peak / about["devices"])
@@ -234,7 +168,7 @@ def row(worker, first, steps):
         rounds=len(speed),
         steps_per_round=steps,
         tokens_per_second=quartiles(speed),
-        ratio=quartiles(speed / speed_of_first),
+        ratio=quartiles(speed / first),
         step_seconds=quartiles(about["tokens_per_step"] / speed),
         tokens_per_cpu_second=quartiles(per_cpu_second),
         peak_bytes=worker.peak,
@@ -242,22 +176,16 @@ def row(worker, first, steps):
     )
 
 
-COLUMNS = {  # heading: cell
-    "configuration": lambda r: r["name"],
-    "tokens/s (quartiles)": lambda r: "{1:,.0f} ({0:,.0f}-{2:,.0f})".format(
-        *r["tokens_per_second"]
-    ),
-    "x first": lambda r: "{1:.2f} ({0:.2f}-{2:.2f})".format(*r["ratio"]),
-    "step ms": lambda r: f"{1e3 * r['step_seconds'][1]:,.1f}",
-    "tokens/CPU s": lambda r: f"{r['tokens_per_cpu_second'][1]:,.0f}",
-    "MFU": lambda r: f"{r['mfu'][1]:.1%}" if r["mfu"] else "-",
-    "peak GB": lambda r: f"{r['peak_bytes'] / 1e9:.2f}",
-    "compiler's GB": lambda r: f"{r['compiler_bytes'] / 1e9:.3f}" if r["compiler_bytes"] else "-",
-    "compile s (CPU s)": lambda r: (
-        "{compile_seconds:.1f} ({compile_cpu_seconds:.1f})".format(**r)
-        if r["compile_seconds"]
-        else "-"
-    ),
+COLUMNS = {  # heading: cell, of a row and what `main` adds to it
+    "configuration": "{name}",
+    "tokens/s (quartiles)": "{tokens_per_second[1]:,.0f} ({tokens_per_second[0]:,.0f}-{tokens_per_second[2]:,.0f})",
+    "x first": "{ratio[1]:.2f} ({ratio[0]:.2f}-{ratio[2]:.2f})",
+    "step ms": "{step_ms:,.1f}",
+    "tokens/CPU s": "{tokens_per_cpu_second[1]:,.0f}",
+    "MFU": "{mfu_percent}",
+    "peak GB": "{peak_gb:.2f}",
+    "compiler's GB": "{compiler_gb:.3f}",
+    "compile s (CPU s)": "{compile_seconds:.1f} ({compile_cpu_seconds:.1f})",
 }
 
 
@@ -265,23 +193,11 @@ def machine():
     """{name: value} of where this runs."""
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*:\s*(.*)", info.read_text() if info.exists() else "")
-    versions = {}
-    for name in ("jax", "jaxlib", "torch"):
-        if importlib.util.find_spec(name):
-            versions[name] = version(name)
-    return dict(cpu=cpu[1] if cpu else platform.machine(), cores=cores(), versions=versions)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return dict(cpu=cpu[1] if cpu else platform.machine(), cores=cores, jax=version("jax"))
 
 
 # --- The command line -------------------------------------------------------------------------------------------
-
-
-def words(variant):
-    """Command-line words of a variant: "a=1,2 no_b" -> --a 1 2 --no_b."""
-    out = []
-    for part in variant.split():
-        flag, _, values = part.partition("=")
-        out += [f"--{flag}", *filter(None, values.split(","))]
-    return out
 
 
 @dataclass(frozen=True)
@@ -294,62 +210,34 @@ class Options:
     """Rounds of each configuration."""
     steps: int = parser.flag(5, least=1)
     """Training steps of a round."""
-    compare: bool = False
-    """Beside each configuration, which must be a GPT-2 on one device, the same in torch (tools/torch_baseline.py)."""
     json: str = ""
     """File to write the numbers to as well."""
 
 
 def parse(argv):
-    """Command line -> (own flags, Configurations). Raises UserError."""
+    """Command line -> (own flags, [(name, Config)]). Raises UserError."""
     own, flags = utils.read_own_flags(Options, argv, "tools/bench.py")
     configurations = []
     for variant in own.vary or [""]:
-        configurations += configurations_of(own, variant, [*flags, *words(variant)])
+        words = [*flags, *words_of(variant)]
+        for word in words:
+            if re.match("--(plan|search)", word):
+                raise UserError(f"{word}: bench.py runs steps; give the flag to main.py.")
+        # what is measured is compiling, not reading
+        cfg = settings.follow(command_line.parse(words).follow(compilation_cache="")).cfg
+        # the validation batch is no part of the step: any that fits will do
+        cfg = utils.replace(cfg, val_batch_size=cfg.data.microbatches)
+        configurations.append((variant or cfg.run.preset, cfg))
     return own, configurations
 
 
-def configurations_of(own, variant, line):
-    """[Configuration] of one variant, whose flags are `line`, and with --compare that of its baseline."""
-    for word in line:
-        if re.match("--(plan|search)", word):
-            raise UserError(f"{word}: here steps are run, not planned; give the flag to main.py.")
-    # what is measured is compiling, not reading
-    flags = settings.follow(command_line.parse(line).follow(compilation_cache=""))
-    name, cfg = variant or flags.cfg.run.preset, flags.cfg
-    # the validation batch is no part of the step: any that fits will do
-    cfg = utils.replace(cfg, val_batch_size=cfg.data.microbatches)
-    if not own.compare:
-        return [Configuration(name, (prepare, cfg))]
-    cfg = comparable(cfg)
-    import model  # and with it jax, which otherwise only the configurations' processes need
-
-    flops = model.flops_per_token(cfg)
-    return [
-        Configuration(name, (prepare, cfg)),
-        Configuration(f"{name}, torch", (prepare_torch, cfg, flops)),
-    ]
-
-
-def comparable(cfg):
-    """`cfg` on one device. Raises UserError where tools/torch_baseline.py cannot train the same model."""
-    if not importlib.util.find_spec("torch"):
-        raise UserError("--compare: torch is not installed; pip install torch brings it.")
-    if cfg.model.architecture != "gpt2":
-        raise UserError("--compare: the baseline is a GPT-2; give --preset gpt2-tiny or gpt2-124m.")
-    if cfg.model.dropout_rate or cfg.model.document_mask or not cfg.model.tied:
-        raise UserError(
-            "--compare: the baseline has no --dropout_rate, no --document_mask and a tied head."
-        )
-    if platforms.platform() == "tpu":
-        raise UserError(
-            "--compare: the baseline runs on a GPU or a CPU; JAX_PLATFORMS=cpu takes the latter."
-        )
-    if cfg.run.n_devices > 1:
-        raise UserError(
-            f"--n_devices {cfg.run.n_devices}: with --compare it must be 1, as the baseline's is."
-        )
-    return settings.validate(utils.replace(cfg, n_devices=1), 1)
+def words_of(variant):
+    """Command-line words of a variant: "a=1,2 no_b" -> --a 1 2 --no_b."""
+    words = []
+    for part in variant.split():
+        flag, _, values = part.partition("=")
+        words += [f"--{flag}", *filter(None, values.split(","))]
+    return words
 
 
 def main(argv):
@@ -364,7 +252,15 @@ def main(argv):
         f"{first['devices']} x {first['device']}, {where['cores']} cores of {where['cpu']}, "
         f"{first['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps"
     )
-    cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
+    cells = []
+    for one in rows:
+        shown = one | dict(
+            step_ms=1e3 * one["step_seconds"][1],
+            mfu_percent=f"{one['mfu'][1]:.1%}" if one["mfu"] else "-",
+            peak_gb=one["peak_bytes"] / 1e9,
+            compiler_gb=one["compiler_bytes"] / 1e9,
+        )
+        cells.append([cell.format(**shown) for cell in COLUMNS.values()])
     print("\n".join(common.markdown(list(COLUMNS), cells)))
     if own.json:
         content = where | dict(configurations=rows)

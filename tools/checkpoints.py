@@ -8,9 +8,13 @@ It needs no accelerator, so it can look at a run that is in progress; prune refu
 """
 
 if __name__ == "__main__":
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    from runtime import interrupts
+
+    interrupts.begin()
 
 import os
 import sys
@@ -54,9 +58,8 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging
 
-from training import checkpointing
+from training import checkpointing, steps
 
 
 def about(checkpoints, step):
@@ -77,26 +80,19 @@ def about(checkpoints, step):
     return known | {"size": size}
 
 
-def retention(options, config):
-    """{"keep", "every", "best"}: what is kept, as the run's flags say where `options` do not."""
-    wanted = dict(
-        keep=config.get("keep_checkpoints", utils.Run.keep_checkpoints),
-        every=config.get("keep_every", utils.Run.keep_every),
-        best=options.best,
-    )
-    for name in wanted:
-        if getattr(options, name) is not None:
-            wanted[name] = getattr(options, name)
-    return wanted
-
-
-def kept(wanted, every):
-    """{step: [why it is kept]} by `retention`; every: {step: `about`}."""
+def kept(options, every):
+    """{step: [why it is kept]}, as the run's flags say where `options` do not; every: {step: `about`}."""
+    config = read_json(options.run_dir, "config.json")
+    wanted = {"best": options.best}
+    for name, known in dict(keep="keep_checkpoints", every="keep_every").items():
+        wanted[name] = getattr(options, name)
+        if wanted[name] is None:
+            wanted[name] = config.get(known, getattr(utils.Run, known))
     infos = []
-    for step, one in sorted(every.items()):
+    for step, one in every.items():
         metrics = None if one["val_loss"] is None else {"val_loss": one["val_loss"]}
         infos.append(SimpleNamespace(step=step, metrics=metrics))
-    reasons = {info.step: [] for info in infos}
+    reasons = {step: [] for step in every}
     context = ocp.checkpoint_managers.PreservationContext()
     for why, policy in checkpointing.retention(**wanted).items():
         for info, keep in zip(infos, policy.should_preserve(infos, context=context)):
@@ -105,17 +101,9 @@ def kept(wanted, every):
     return reasons
 
 
-def show(every, reasons):
-    """Print a line for each checkpoint."""
-    headings = ["step", "written", "size", "mesh", "sequences", "val loss", "kept", "versions"]
-    rows = [cells(step, one, reasons[step]) for step, one in sorted(every.items())]
-    print("\n".join(common.markdown(headings, rows)))
-
-
 def cells(step, one, reasons):
     """A checkpoint's line of the table, `one` being what is known `about` it."""
     meta, date, loss = one["meta"], one["date"], one["val_loss"]
-    versions = [f"{name.split('.')[0]} {v}" for name, v in meta.get("versions", {}).items()]
     return [
         str(step),
         time.strftime("%Y-%m-%d %H:%M", time.localtime(date)) if date else "?",
@@ -124,7 +112,6 @@ def cells(step, one, reasons):
         f"{meta['sequences']:,}" if meta else "?",
         "-" if loss is None else f"{loss:.4f}",
         "+".join(reasons) or "-",
-        " ".join(versions),
     ]
 
 
@@ -141,7 +128,7 @@ def complaint(checkpoints, step):
     except Exception as e:  # whatever a damaged file makes the libraries raise
         return first_line(e)
     if not checkpointing.is_sound(meta):
-        return "what stands beside its arrays is not what was saved"
+        return "what was saved beside its arrays is damaged"
     sums = [int(np.asarray(x).view(np.uint32).sum(dtype=np.uint32)) for x in jax.tree.leaves(state)]
     # in any order: the leaves of a state come out of a file in another one
     if sorted(sums) != sorted(meta["fingerprint"]):
@@ -150,8 +137,7 @@ def complaint(checkpoints, step):
 
 
 def main(options):
-    # Orbax's own messages are left out: each checkpoint gets a line here
-    logging.set_verbosity(logging.FATAL)
+    steps.quiet_libraries()
     if options.command != "prune" or options.dry_run:
         return look_at(options)
     if options.run_dir.startswith("s3://"):
@@ -164,39 +150,35 @@ def main(options):
 
 
 def look_at(options):
-    """List, verify or prune."""
-    config = read_json(options.run_dir, "config.json")
+    """List, verify or prune. Raises UserError where there are no checkpoints, or a damaged one to verify."""
     checkpoints = checkpointing.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
-    steps = sorted(checkpoints.steps())
-    if not steps:
+    found = sorted(checkpoints.steps())
+    if not found:
         raise UserError(f"{options.run_dir}: there are no checkpoints in it.")
     if options.command == "verify":
-        return verify(options, checkpoints, steps)
-    every = {step: about(checkpoints, step) for step in steps}
-    reasons = kept(retention(options, config), every)
+        damaged = []
+        for step in found:
+            wrong = complaint(checkpoints, step)
+            print(f"{step}  {'damaged: ' + wrong if wrong else 'sound'}", flush=True)
+            damaged += [str(step)] if wrong else []
+        if damaged:
+            words = f"damaged are {', '.join(damaged)}, of {len(found)} checkpoints"
+            raise UserError(f"{options.run_dir}: {words}.")
+        return
+    every = {step: about(checkpoints, step) for step in found}
+    reasons = kept(options, every)
     if options.command == "list":
-        return show(every, reasons)
-    for step in steps:
+        headings = ["step", "written", "size", "mesh", "sequences", "val loss", "kept"]
+        rows = [cells(step, one, reasons[step]) for step, one in every.items()]
+        print("\n".join(common.markdown(headings, rows)))
+        return
+    for step in found:
         if reasons[step]:
             continue
         done = "would be deleted" if options.dry_run else "deleted"
         print(f"{step}  {done}, {messages.size(every[step]['size'])}")
         if not options.dry_run:
             checkpoints.manager.delete(step)
-
-
-def verify(options, checkpoints, steps):
-    """Say of each checkpoint whether it is sound. Raises UserError where one is not."""
-    damaged = []
-    for step in steps:
-        wrong = complaint(checkpoints, step)
-        print(f"{step}  {'damaged: ' + wrong if wrong else 'sound'}", flush=True)
-        if wrong:
-            damaged.append(str(step))
-    if damaged:
-        raise UserError(
-            f"{options.run_dir}: damaged are {', '.join(damaged)}, of {len(steps)} checkpoints."
-        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Sample(Options, utils.Sample):
     max_tokens: int | None = None
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
-    """What stands before a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
+    """What precedes a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
     trained here, for others what their own tokenizer puts there."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
@@ -69,7 +69,7 @@ class Evaluate(Options):
     num_fewshot: int | None = flag(None, least=0)
     """Solved examples before a question of --tasks. None: as many as the task's file says."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
-    """What stands before a question of --tasks: the end-of-text token, nothing, or (auto) what a tokenizer.json puts
+    """What precedes a question of --tasks: the end-of-text token, nothing, or (auto) what a tokenizer.json puts
     there, as lm_eval has it; where there is no context, the end-of-text or beginning-of-text token always does."""
     limit: int = flag(0, least=0)
     """Sequences of T tokens, or questions, to take of each; 0: all."""
@@ -85,7 +85,7 @@ class Evaluate(Options):
     """File for that object."""
 
 
-def begin(kind, program):
+def read_options(kind, program):
     """Options of the program that is run, of a subclass of `Options`, and the environment made ready for jax: before
     it is imported."""
     options = one_sentence(lambda: utils.read_flags(kind, sys.argv[1:], program))
@@ -96,11 +96,11 @@ def begin(kind, program):
 def open_model(options, text):
     """(Config, mesh, parameters, tokenizer) of `options.model` on the mesh of `options`.
 
-    Parameters lie as model.param_table says, matrices in model_dtype already, so that no step converts them again; the
+    Parameters are sharded as model.param_table says, matrices in model_dtype, so that no step converts them again; the
     tokenizer is None where the model has none. Raises UserError where there is no such model, the mesh does not fit,
     the model has not learned --T positions, or `text` is wanted and there is no tokenizer.
     """
-    import jax  # here: XLA's flags must stand in the environment before
+    import jax  # here: XLA's flags must be in the environment before
 
     import model
     from architectures import parameters
@@ -108,7 +108,7 @@ def open_model(options, text):
     from training import steps
 
     flags, load = weights.open_weights(options.model)
-    encoding = open_tokenizer(options, flags, text)
+    encoding = open_tokenizer(options.model, flags["vocab_size"], text)
     check_T(options, flags)
     cfg = settings.validate(config_of(options, flags), jax.device_count())
     steps.configure_jax(cfg)
@@ -126,50 +126,61 @@ def open_model(options, text):
     return cfg, mesh, params, encoding
 
 
-def open_tokenizer(options, flags, text):
-    """The tokenizer of `options.model`, None where it has none. Raises UserError where it does not belong to the model,
-    or `text` is wanted and there is none."""
-    encoding = tokenization.folder_tokenizer(options.model)
-    if text and encoding is None:
+def open_tokenizer(folder, vocab_size, needed):
+    """The tokenizer of the model in `folder`, None where it has none. Raises UserError where it does not belong to the
+    model, or is `needed` and missing."""
+    encoding = tokenization.folder_tokenizer(folder)
+    if encoding is None and needed:
         raise UserError(
-            f"{options.model}: holds no tokenizer, so it knows no text; put its tokenizer.json there."
+            f"{folder}: has no tokenizer, which text needs; put its tokenizer.json there."
         )
-    if encoding and encoding.n_vocab > flags["vocab_size"]:
+    if encoding and encoding.n_vocab > vocab_size:
         raise UserError(
-            f"{options.model}: its tokenizer has {encoding.n_vocab} tokens, the model only "
-            f"{flags['vocab_size']}; they do not belong together."
+            f"{folder}: its tokenizer has {encoding.n_vocab} tokens, the model only {vocab_size}; they do not belong "
+            f"together."
         )
     return encoding
 
 
+def check_T(options, flags):
+    """Warn where --T is more than the model was made for. Raises UserError where it has not learned such positions."""
+    from inference import weights
+
+    most = weights.positions(options.model, flags["T"])
+    if options.T > most:
+        if architecture(flags["architecture"]).learns_positions:
+            raise UserError(
+                f"--T {options.T}: {options.model} has learned {most} positions; give at most {most}."
+            )
+        print(
+            f"warning: --T {options.T}: {options.model} was made for {most} tokens", file=sys.stderr
+        )
+
+
 def config_of(options, flags):
     """The Config, not validated yet, for a model of these flags on the mesh of `options`."""
-    if options.model_dtype:
-        flags = flags | dict(model_dtype=options.model_dtype)
     batch = max(1, options.n_device_axis[1])  # any batch that fits the mesh does
-    return utils.replace(
-        utils.Config(),
-        **flags
-        | dict(
-            n_device_axis=options.n_device_axis,
-            n_devices=options.n_devices,
-            compilation_cache=options.compilation_cache,
-            pp_interleave=1,  # decoding goes round once
-            attention="auto",  # perhaps on another platform than training
-            experts="auto",
-            microbatches=batch,
-            train_batch_size=batch,
-            val_batch_size=batch,
-        ),
+    own = dict(
+        n_device_axis=options.n_device_axis,
+        n_devices=options.n_devices,
+        compilation_cache=options.compilation_cache,
+        pp_interleave=1,  # decoding goes round once
+        attention="auto",  # perhaps on another platform than training
+        experts="auto",
+        microbatches=batch,
+        train_batch_size=batch,
+        val_batch_size=batch,
     )
+    if options.model_dtype:
+        own["model_dtype"] = options.model_dtype
+    return utils.replace(utils.Config(), **flags | own)
 
 
 def stored_config(flags):
     """The Config of {flag: value} as config.json has it; flags that it lacks have their defaults."""
     flags = {name: value for name, value in flags.items() if name in utils.FIELDS}
-    return utils.replace(
-        utils.Config(), **flags | dict(n_device_axis=tuple(flags["n_device_axis"]))
-    )
+    mesh = tuple(flags["n_device_axis"])
+    return utils.replace(utils.Config(), **flags | dict(n_device_axis=mesh))
 
 
 def markdown(headings, rows):
@@ -186,30 +197,10 @@ def markdown(headings, rows):
     return lines
 
 
-def check_T(options, flags):
-    """Warn where --T is more than the model was made for. Raises UserError where it has not learned such positions."""
-    from inference import weights
-
-    most = weights.positions(options.model, flags["T"])
-    if options.T > most:
-        if architecture(flags["architecture"]).learns_positions:
-            raise UserError(
-                f"--T {options.T}: {options.model} has learned {most} positions; give at most that many."
-            )
-        print(
-            f"warning: --T {options.T}: {options.model} was made for {most} tokens", file=sys.stderr
-        )
-
-
 def before_prompt(options, encoding):
     """Token ids that `options.start` puts before every prompt."""
     if options.start == "nothing":
         return []
     trained_here = "data_fingerprint" in read_json(options.model, "config.json")
-    if (
-        options.start == "auto"
-        and not trained_here
-        and isinstance(encoding, tokenization.HubTokenizer)
-    ):
-        return encoding.before_text()
-    return [encoding.eot_token]
+    own = isinstance(encoding, tokenization.HubTokenizer) and not trained_here
+    return encoding.before_text() if own and options.start == "auto" else [encoding.eot_token]

@@ -11,11 +11,15 @@ the data, the same for all variations. Rerun the same command to resume; finishe
 """
 
 if __name__ == "__main__":
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    from runtime import interrupts
 
-import json
+    interrupts.begin()
+
+import math
 import os
 import re
 import shlex
@@ -25,20 +29,21 @@ import sys
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+ENVIRONMENT = dict(os.environ)  # of the runs: importing jax changes it
+
+import numpy as np
+
+import model
 import utils
 from runtime import parser, platforms
-from runtime.files import check_place, is_remote, read_json, to_json, write_file
+from runtime.files import check_place, is_remote, read_file, read_json, to_json, write_file
 from runtime.messages import UserError, say
 from tools import common
-from training import command_line, settings
-
-ENVIRONMENT = dict(os.environ)  # of the runs: importing jax changes it
-from tools import curves
-from training.runlog import duration, picture
+from training import command_line, runlog, settings, steps
 
 MAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "main.py")
 # Ahead of the user's flags, which win: many runs should not fill a disk.
-SAVE_LITTLE = "--keep_checkpoints 1 --no_keep_best --inference_batch 1 --max_tokens 1".split()
+SAVE_LITTLE = "--keep_checkpoints 1 --inference_batch 1 --max_tokens 1".split()
 # What each run gets from here.
 OWN = dict(
     seed="--seeds says how many",
@@ -48,8 +53,150 @@ OWN = dict(
 )
 # Flags of which all variations must have the same value.
 SAME_TEXT = ["T", "data", "mix", "eval_steps"]
-# Flags of a run that belong to the definition of a variation, as those of model, data and optimizer do.
-OF_RUN = ["training_steps", "accumulation_steps", "eval_steps", "eval_every", "init_from"]
+# Flags that belong to the definition of a variation beside those that a run must have to resume.
+OF_VARIATION = ["training_steps", "eval_steps", "eval_every", "init_from"]
+
+# --- What runs measured -------------------------------------------------------------------------------------------
+
+
+class Curve(NamedTuple):
+    """The e evaluations of a run."""
+
+    folder: str
+    cfg: utils.Config
+    data: str  # fingerprint of the shards
+    last: int  # step of the last evaluation
+    tokens: np.ndarray  # [e] that were trained on until then
+    loss: np.ndarray  # [e] cross-entropy, nats per token
+    speed: float  # tokens per second; a median over the steps, so that a busy spell hardly counts
+
+    def loss_at(self, tokens):
+        """The loss after a number of tokens, between evaluations on a straight line; nan before the first of them and
+        after the last."""
+        return float(np.interp(tokens, self.tokens, self.loss, math.nan, math.nan))
+
+    def tokens_to(self, loss):
+        """Tokens until the loss first was at most `loss`, between evaluations on a straight line; nan where it never
+        was.
+
+        Example: 5.0 at 100 tokens and 4.0 at 200, so 4.2 was reached after 180.
+        """
+        reached = np.flatnonzero(self.loss <= loss)
+        if not len(reached):
+            return math.nan
+        around = slice(max(0, reached[0] - 1), reached[0] + 1)
+        # np.interp wants rising abscissae, and the loss falls
+        return float(np.interp(-loss, -self.loss[around], self.tokens[around]))
+
+
+def read_curve(folder):
+    """The Curve of the run in a local folder or at an address. Raises UserError where there is none."""
+    config = settings.run_config(folder)
+    if "n_device_axis" not in config:
+        raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
+    settings.check_stored(config, folder, settings.NEEDED_TO_RESUME)
+    cfg = common.stored_config(config)
+    rows = runlog.rows_in(read_file(os.path.join(folder, "metrics.jsonl")) or b"")
+    evaluated = [row for row in rows if "loss/val_cross_entropy_loss" in row]
+    if not evaluated:
+        raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
+    per_step = math.prod(steps.batch_shape(cfg))
+    return Curve(
+        folder=folder,
+        cfg=cfg,
+        data=config.get("data_fingerprint", ""),
+        last=evaluated[-1]["step"],
+        tokens=per_step * np.array([row["step"] for row in evaluated]),
+        loss=np.array([row["loss/val_cross_entropy_loss"] for row in evaluated]),
+        speed=float(np.median([row.get("tokens_per_second", math.nan) for row in rows])),
+    )
+
+
+def mean_and_error(values):
+    """The mean of one value for each seed, and its standard error, None for a single seed."""
+    error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else None
+    return np.mean(values), error
+
+
+def cell(values, form, factor=1):
+    """`mean_and_error` as text, each number as `form` says; "-" where there is none."""
+    if not values or math.isnan(sum(values)):
+        return "-"
+    mean, error = mean_and_error(values)
+    text = format(factor * mean, form)
+    return text if error is None else f"{text} ± {format(factor * error, form.lstrip('+'))}"
+
+
+def table(groups, marks=(), target=None):
+    """Lines of a Markdown table of groups of runs, {name: {seed: Curve}}, beside the first group.
+
+    marks: numbers of tokens; none: up to three evaluations of the first run, at about a quarter, half and three
+    quarters of it. target: a loss; None: the first group's final one, of each seed its own.
+    """
+    first_name, first = next(iter(groups.items()))
+    if not marks:
+        tokens = next(iter(first.values())).tokens
+        e = len(tokens)
+        chosen = {math.ceil(e * quarter / 4) - 1 for quarter in (1, 2, 3)}
+        marks = [int(tokens[i]) for i in sorted(chosen) if i < e - 1]
+    rows = []
+    for name, runs in groups.items():
+        curves, is_first = list(runs.values()), name == first_name
+        differences, to_target, shares = [], [], []
+        for seed in sorted(runs.keys() & first.keys()):
+            run, other = runs[seed], first[seed]
+            loss = other.loss[-1] if target is None else target
+            differences.append(run.loss[-1] - other.loss[-1])
+            to_target.append(run.tokens_to(loss))
+            shares.append(run.tokens_to(loss) / other.tokens_to(loss))
+        total, active, embedding = model.count_params(curves[0].cfg)
+        row = {
+            "run": name,
+            "parameters": in_millions(total + embedding),
+            "active": in_millions(active + embedding),
+            "tokens": in_millions(curves[0].tokens[-1]),
+        }
+        for mark in marks:
+            losses = [run.loss_at(mark) for run in curves]
+            row[f"loss at {in_millions(mark)}"] = cell(losses, ".4f")
+        row |= {
+            "final loss": cell([run.loss[-1] for run in curves], ".4f"),
+            f"against {first_name}": "-" if is_first else cell(differences, "+.4f"),
+            "M tokens to target": cell(to_target, ".3f", 1e-6),
+            f"x {first_name}'s": "1" if is_first else cell(shares, ".3f"),
+            "MFLOP/token": f"{model.flops_per_token(curves[0].cfg) / 1e6:.2f}",
+            "tokens/s": cell([run.speed for run in curves], ",.0f"),
+        }
+        rows.append(row)
+    return common.markdown(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def in_millions(tokens):
+    """A number of tokens or parameters: 287k, 1.15M, 2.49B."""
+    for power, letter in ((9, "B"), (6, "M")):
+        if tokens >= 0.9995 * 10**power:
+            return f"{tokens / 10**power:.2f}{letter}"
+    return f"{tokens / 1000:.0f}k"
+
+
+def picture(groups, kind="png"):
+    """Bytes of a picture of groups of runs: the mean over seeds with a band of its standard error."""
+    figure = runlog.new_figure(7, 4.5, dpi=120)
+    axes = figure.subplots()
+    for i, (name, runs) in enumerate(groups.items()):
+        curves = list(runs.values())
+        e = min(len(run.loss) for run in curves)
+        points = [mean_and_error([run.loss[j] for run in curves]) for j in range(e)]
+        mean, error = np.array([(mean, error or 0) for mean, error in points]).T
+        tokens = curves[0].tokens[:e]
+        axes.plot(tokens, mean, "o-", ms=3, lw=1.2, color=f"C{i}", label=name)
+        axes.fill_between(tokens, mean - error, mean + error, alpha=0.25, color=f"C{i}", lw=0)
+    axes.set(xlabel="tokens", ylabel="validation loss (nats per token)")
+    axes.xaxis.set_major_formatter(lambda tokens, _: in_millions(tokens) if tokens else "0")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return runlog.picture(figure, kind)
+
 
 # --- Variations -------------------------------------------------------------------------------------------------
 
@@ -63,10 +210,9 @@ class Variation(NamedTuple):
 
     def definition(self):
         """{flag: value} of all that its losses depend on, but for the seed."""
-        flags = {name: getattr(self.cfg.run, name) for name in OF_RUN}
-        for group in (self.cfg.model, self.cfg.data, self.cfg.optimizer):
-            flags |= vars(group)
-        return settings.as_json(settings.without(utils.flags_with("per_process"), flags))
+        flags = settings.to_resume(self.cfg, "")
+        flags |= {name: getattr(self.cfg.run, name) for name in OF_VARIATION}
+        return settings.as_json(flags)
 
 
 def parse_variation(text, flags):
@@ -80,12 +226,9 @@ def parse_variation(text, flags):
         )
     try:
         words = [*flags, *shlex.split(own)]
-    except ValueError:
-        raise UserError(f"--variation {name}: a quotation mark lacks its second in{own}.") from None
-    try:
         flags = settings.follow(command_line.check(words, True))
-    except UserError as e:
-        raise UserError(f"--variation {name}: {e}") from None
+    except (UserError, ValueError) as e:  # the latter of a quotation mark without its second
+        raise UserError(f"--variation {name}: {str(e).rstrip('.')}.") from None
     for flag in OWN.keys() & flags.given:
         raise UserError(f"--{flag}: each run here gets one of its own; {OWN[flag]}.")
     return Variation(name, words, flags.cfg)
@@ -98,21 +241,21 @@ def check_comparable(variations):
     for other in variations:
         if names.count(other.name) > 1:
             raise UserError(f"--variation {other.name}: two have this name; give each its own.")
-        now, wanted = measured_on(other.cfg), measured_on(first.cfg)
-        for what in now:
-            if now[what] != wanted[what]:
+        wanted = measured_on(first.cfg)
+        for what, now in measured_on(other.cfg).items():
+            if now != wanted[what]:
                 raise UserError(
-                    f"--variation {other.name}: {what} is {now[what]!r}, but {wanted[what]!r} for {first.name}; losses "
-                    f"on different text cannot be compared, so give all the same."
+                    f"--variation {other.name}: {what} is {now!r}, but {wanted[what]!r} for {first.name}; losses on "
+                    f"different text cannot be compared, so give all the same."
                 )
 
 
 def measured_on(cfg):
     """{what: value} of all that the validation text depends on."""
     flags = utils.flatten(cfg)
-    text = {f"--{flag}": flags[flag] for flag in SAME_TEXT}
     replicas = max(1, cfg.run.n_device_axis[0])  # 0, as many as there are, in all or in none
-    return text | {"--val_batch_size x dp": cfg.data.val_batch_size * replicas}
+    batch = {"--val_batch_size x dp": cfg.data.val_batch_size * replicas}
+    return {f"--{flag}": flags[flag] for flag in SAME_TEXT} | batch
 
 
 # --- Training them ----------------------------------------------------------------------------------------------
@@ -133,33 +276,26 @@ class Trial(NamedTuple):
     def folder(self):
         return os.path.join(self.output, self.name)
 
-    def command(self):
-        """The words that train it, or resume it."""
-        own = ["--seed", str(self.seed), "--name", self.name, "--output_dir", self.output]
-        return [sys.executable, MAIN, *SAVE_LITTLE, *self.variation.words, *own]
-
     def curve(self):
         """Its Curve when it is finished, else None."""
         try:
-            curve = curves.read_curve(self.folder)
+            curve = read_curve(self.folder)
         except UserError:  # there is none, or no evaluation yet
             return None
         return curve if curve.last >= self.variation.cfg.run.training_steps else None
 
-
-def check_definition(trial):
-    """Raises UserError where the trial's directory holds a run of another definition, of which a step was made."""
-    if not os.path.exists(os.path.join(trial.folder, "config.json")):
-        return
-    kept = read_json(trial.folder, "variation.json")
-    now = trial.variation.definition()
-    differ = [flag for flag in now if flag in kept and kept[flag] != now[flag]]
-    if differ:
-        fields = ", ".join(f"{n} was {kept[n]!r} and is now {now[n]!r}" for n in differ)
-        raise UserError(
-            f"--variation {trial.variation.name}: {trial.folder} was begun with another definition "
-            f"({fields}); give the variation another name, or another --output."
-        )
+    def check_definition(self):
+        """Raises UserError where its directory holds a run of another definition, of which a step was made."""
+        if not os.path.exists(os.path.join(self.folder, "config.json")):
+            return
+        kept, now = read_json(self.folder, "variation.json"), self.variation.definition()
+        differ = [flag for flag in now if flag in kept and kept[flag] != now[flag]]
+        if differ:
+            fields = ", ".join(f"{n} was {kept[n]!r} and is now {now[n]!r}" for n in differ)
+            raise UserError(
+                f"--variation {self.variation.name}: {self.folder} was begun with another definition "
+                f"({fields}); give the variation another name, or another --output."
+            )
 
 
 def run_to_end(command, log):
@@ -179,50 +315,36 @@ def run_to_end(command, log):
 
 
 def train(trial, log):
-    """Train a trial to its end; whether it failed. Ends this program with a sentence where Ctrl-C ended the run."""
-    definition = json.dumps(trial.variation.definition(), indent=1) + "\n"
+    """Train a trial to its end, or resume it; whether it is finished. Ends this program with a sentence where Ctrl-C
+    ended the run."""
+    definition = to_json(trial.variation.definition(), indent=1)
     write_file(os.path.join(trial.folder, "variation.json"), definition)
+    own = ["--seed", str(trial.seed), "--name", trial.name, "--output_dir", trial.output]
+    command = [sys.executable, MAIN, *SAVE_LITTLE, *trial.variation.words, *own]
     with open(log, "a") as output:
-        status, interrupted = run_to_end(trial.command(), output)
+        status, interrupted = run_to_end(command, output)
     if interrupted:
         say(f"stopped in {trial.name}; rerun the same command to resume")
         sys.exit(128 + signal.SIGINT)
     curve = trial.curve()
-    if status or not curve:
-        with open(log, errors="replace") as output:  # what main.py refused, it says in a line
-            errors = [line.strip()[7:].rstrip(".") for line in output if line.startswith("error: ")]
-        reason = f": {errors[-1]}" if errors else ""
-        say(f"{trial.name} failed with status {status}{reason}; see {log}")
+    if curve and not status:
+        say(f"{trial.name}: {curve.loss[-1]:.4f}")
         return True
-    say(f"{trial.name}: {curve.loss[-1]:.4f}, trained {duration(curve.seconds[-1])}")
+    with open(log, errors="replace") as output:  # what main.py refused, it says in a line
+        errors = [line.strip()[7:].rstrip(".") for line in output if line.startswith("error: ")]
+    reason = f": {errors[-1]}" if errors else ""
+    say(f"{trial.name} failed with status {status}{reason}; see {log}")
     return False
-
-
-def train_all(trials, after):
-    """Train those that are not finished; after() is called whenever one is. Returns the number that failed."""
-    failed = 0
-    for number, trial in enumerate(trials, 1):
-        log = f"{trial.folder}.log"
-        if trial.curve():
-            say(f"{trial.name} is finished")
-            continue
-        say(f"{trial.name}, run {number} of {len(trials)}; its log is {log}")
-        if train(trial, log):
-            failed += 1
-        else:
-            after()
-    return failed
 
 
 def finished_runs(trials):
     """{name of a variation: {seed: Curve}} of the trials that are finished. Raises UserError where they saw different
     data."""
-    finished = {trial.variation.name: {} for trial in trials}
-    first = None
+    finished, first = {}, None
     for trial in trials:
         if not (curve := trial.curve()):
             continue
-        finished[trial.variation.name][trial.seed] = curve
+        finished.setdefault(trial.variation.name, {})[trial.seed] = curve
         first = first or curve
         if curve.data != first.data:
             raise UserError(
@@ -232,8 +354,20 @@ def finished_runs(trials):
     return finished
 
 
+def save(groups, folder):
+    """Write results.json, with every evaluation of groups of runs, and losses.png."""
+    content = {}
+    for name, runs in groups.items():
+        content[name] = {}
+        for seed, run in runs.items():
+            lists = dict(tokens=run.tokens.tolist(), loss=run.loss.tolist())
+            content[name][seed] = dict(folder=run.folder) | lists
+    write_file(os.path.join(folder, "results.json"), to_json(content, indent=1) + "\n")
+    write_file(os.path.join(folder, "losses.png"), picture(groups))
+
+
 def compare_variations(own, variations):
-    """Train what is not finished, then print, draw and return `curves.results`; the status is 1 where a run failed."""
+    """Train what is not finished, then print and draw the `table`; the status is 1 where a run failed."""
     # a run in progress is stopped with this program, whatever stops it; nohup stays what it is
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -241,34 +375,33 @@ def compare_variations(own, variations):
     # all variations of a seed before the next seed: early results can be compared
     trials = [Trial(v, seed, own.output) for seed in range(own.seeds) for v in variations]
     for trial in trials:
-        check_definition(trial)
-    path = os.path.join(own.output, "results.json")
-    check_place(path, "--output")
-
-    def save():
-        found = curves.results(finished_runs(trials), own.marks, own.target)
-        if found:
-            write_file(path, to_json(found, indent=1) + "\n")
-            drawn = picture(curves.draw(found))
-            write_file(os.path.join(own.output, "losses.png"), drawn)
-        return found
-
-    failed = train_all(trials, save)
-    found = save()
-    if found:
-        print("\n".join(curves.table(found)))
+        trial.check_definition()
+    check_place(os.path.join(own.output, "results.json"), "--output")
+    failed = 0
+    for number, trial in enumerate(trials, 1):
+        log = f"{trial.folder}.log"
+        if trial.curve():
+            say(f"{trial.name} is finished")
+            continue
+        say(f"{trial.name}, run {number} of {len(trials)}; its log is {log}")
+        if train(trial, log):
+            save(finished_runs(trials), own.output)
+        else:
+            failed += 1
+    if groups := finished_runs(trials):
+        save(groups, own.output)
+        print("\n".join(table(groups, own.marks, own.target)))
         print(f"\nresults.json and losses.png are saved in {own.output}")
     if failed:
         say(f"{failed} of {len(trials)} runs failed; rerun the same command to try them again")
         sys.exit(1)
-    return found
 
 
 # --- The program ------------------------------------------------------------------------------------------------
 
 
 def compare_runs(own):
-    """Print, draw and return `curves.results` of the runs that are there."""
+    """Print and draw the `table` of the runs that are there."""
     kinds = (".png", ".svg", ".pdf")
     if not own.output.endswith(kinds):
         raise UserError(f"--output {own.output}: must be a file that ends in {', '.join(kinds)}.")
@@ -276,13 +409,11 @@ def compare_runs(own):
     names = [os.path.basename(folder.rstrip("/")) for folder in own.runs]
     if len(set(names)) < len(names):
         names = own.runs
-    groups = {name: {0: curves.read_curve(folder)} for name, folder in zip(names, own.runs)}
-    found = curves.results(groups, own.marks, own.target)
-    print("\n".join(curves.table(found)))
+    groups = {name: {0: read_curve(folder)} for name, folder in zip(names, own.runs)}
+    print("\n".join(table(groups, own.marks, own.target)))
     kind = os.path.splitext(own.output)[1][1:]
-    write_file(own.output, picture(curves.draw(found), kind))
+    write_file(own.output, picture(groups, kind))
     print(f"\nthe losses are drawn in {own.output}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -326,7 +457,10 @@ def parse(argv):
 def main(argv):
     own, variations = parse(argv)
     platforms.choose_cpu()  # the devices belong to the runs
-    return compare_variations(own, variations) if variations else compare_runs(own)
+    if variations:
+        compare_variations(own, variations)
+    else:
+        compare_runs(own)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,13 @@ shards, the documents of text. No token is dropped, whatever the capacity factor
 """
 
 if __name__ == "__main__":
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    from runtime import interrupts
+
+    interrupts.begin()
 
 import functools
 import glob
@@ -26,7 +30,7 @@ from runtime.messages import UserError
 from tools import common
 
 if __name__ == "__main__":
-    options_given = common.begin(common.Evaluate, "tools/evaluate.py")
+    options_given = common.read_options(common.Evaluate, "tools/evaluate.py")
 
 import numpy as np
 from tqdm import tqdm
@@ -81,40 +85,22 @@ def encode(text, encoding):
     return np.concatenate([[encoding.eot_token], encode_text(text, encoding)])
 
 
-def windows(ids, T, stride):
-    """(ids [<= T + 1], number of targets that are context) of windows that count every target of ids once."""
-    for start in range(0, max(1, len(ids) - 1 - (T - stride)), stride):
-        yield ids[start : start + T + 1], T - stride if start else 0
-
-
-def shard_pieces(corpus, total):
-    """The first `total` sequences of a Corpus as `Piece`s, in the order of main.py's validation."""
-    for i in range(total):
-        yield Piece(corpus.sequences([i], seed=0)[0], 0, i)
-
-
 def text_pieces(documents, encoding, T, stride, limit, sizes):
-    """At most `limit` windows of documents as `Piece`s. Appends the bytes of every document to the list `sizes`."""
+    """At most `limit` windows of documents as `Piece`s, which count every target once. Appends the bytes of every
+    document to the list `sizes`."""
     left = limit
-    for text in documents:
-        if not text:
-            continue
+    for text in filter(None, documents):
         if not left:
             return
         ids = encode(text, encoding)
-        last = int(min(len(ids) - 1, T + (left - 1) * stride))  # the last target that is scored
+        last = T + (left - 1) * stride  # target that may be scored
         if last < len(ids) - 1:
             ids = ids[: last + 1]
             text = tokenization.text_of(encoding, ids[1:].tolist())
         sizes.append(len(text.encode()))
-        for window, first in windows(ids, T, stride):
-            yield Piece(window, first, len(sizes) - 1)
+        for start in range(0, max(1, len(ids) - 1 - (T - stride)), stride):
+            yield Piece(ids[start : start + T + 1], T - stride if start else 0, len(sizes) - 1)
             left -= 1
-
-
-def progress(scored, path, total):
-    """What a scorer yields, with a bar on a terminal."""
-    return tqdm(scored, path, total, leave=False, disable=not sys.stderr.isatty())
 
 
 def evaluate(options, path, cfg, encoding, score):
@@ -126,21 +112,18 @@ def evaluate(options, path, cfg, encoding, score):
         raise UserError(
             f"--stride {stride}: must be at most --T, which is {T}, or text would be left out."
         )
-    limit = options.limit or math.inf
-    sizes = []  # bytes of each document of text
+    limit, sizes, total = options.limit or sys.maxsize, [], None
     corpus = open_shards(options, utils.replace(cfg, T=T), path)
-    if corpus:
+    if corpus:  # in the order of main.py's validation
         total = min(corpus.n_sequences, limit)
-        sequences = shard_pieces(corpus, total)
-    elif encoding is None:
-        raise UserError(
-            f"--data {path}: to read text the model needs a tokenizer, and {options.model} holds none."
-        )
-    else:
-        total = None
+        sequences = (Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total))
+    elif encoding:
         documents = texts(path, options.text_column)
         sequences = text_pieces(documents, encoding, T, stride, limit, sizes)
-    scored = list(progress(score(sequences, T), path, total))
+    else:
+        raise UserError(f"--data {path}: text needs a tokenizer, and {options.model} has none.")
+    hidden = not sys.stderr.isatty()
+    scored = list(tqdm(score(sequences, T), path, total, leave=False, disable=hidden))
     if not scored:
         raise UserError(f"--data {path}: there is no text in it.")
     unit, sums, tokens, _ = map(np.array, zip(*scored))
@@ -157,16 +140,14 @@ def losses(sums, tokens, n_bytes):
     bytes, which may be None. Arrays [clusters]."""
     loss, error = mean(sums, tokens)
     perplexity = float(np.exp(loss))
-    bits, bits_error = None, None
-    if n_bytes is not None:
-        bits, bits_error = mean(sums / math.log(2), n_bytes)
+    bits = (None, None) if n_bytes is None else mean(sums / math.log(2), n_bytes)
     return dict(
         loss=loss,
         loss_error=error,
         perplexity=perplexity,
-        perplexity_error=None if error is None else error * perplexity,
-        bits_per_byte=bits,
-        bits_per_byte_error=bits_error,
+        perplexity_error=error and error * perplexity,
+        bits_per_byte=bits[0],
+        bits_per_byte_error=bits[1],
     )
 
 
@@ -187,15 +168,13 @@ def cell(value, error):
     return text if error is None else f"{text} ± {error:,.4f}"
 
 
-def judge(options, cfg, mesh, params, encoding):
+def ask_tasks(options, cfg, mesh, params, encoding):
     """lm_eval's results of --tasks, with the versions of what made them."""
     from inference import tasks  # here: it takes lm_eval seconds to be imported
 
     T = options.T or cfg.model.T
-    before = tasks.before_context(options.start, encoding)
-    lm = tasks.Judged(cfg, mesh, encoding, options.batch_size, T, before)
-    names = tasks.names_in(options.tasks)
-    loaded = tasks.load(names, options.include_path, lm, options.num_fewshot)
+    lm = tasks.TaskModel(cfg, mesh, encoding, options.batch_size, T, options.start)
+    loaded = tasks.load(options.tasks, options.include_path, lm, options.num_fewshot)
     results = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
     about = dict(model=options.model, T=T, limit=options.limit, start=options.start)
     versions = {name: version(name) for name in ("lm_eval", "datasets", "jax")}
@@ -203,7 +182,7 @@ def judge(options, cfg, mesh, params, encoding):
 
 
 def main(options):
-    """Print and return the results, {"data": [dicts of `evaluate`], "tasks": what `judge` says, if it was asked}."""
+    """Print and return the results, {"data": [dicts of `evaluate`], "tasks": what `ask_tasks` returns, if asked}."""
     if not options.data and not options.tasks:
         raise UserError("--data, --tasks: give at least one of them.")
     if options.output and not is_remote(options.output):
@@ -212,33 +191,27 @@ def main(options):
     score = functools.partial(make_scorer(cfg, mesh, options.batch_size), params)
     try:
         data = [evaluate(options, path, cfg, encoding, score) for path in options.data]
-        results = dict(data=data)
     except UserError as e:
         # the modules that read shards and text know them by the flags of other programs
-        said = str(e).replace("--source", "--data")
-        raise UserError(said) from None
+        raise UserError(str(e).replace("--source", "--data")) from None
+    results = dict(data=data)
     if options.tasks:
-        results["tasks"] = judge(options, cfg, mesh, params, encoding)
+        results["tasks"] = ask_tasks(options, cfg, mesh, params, encoding)
     as_json = to_json(results, default=str)
     if options.output:
         write_file(options.output, as_json + "\n")
     if options.json:
         print(as_json)
         return results
-    if results["data"]:
-        print("\n".join(table(results["data"])))
+    if data:
+        print("\n".join(table(data)))
     if options.tasks:
-        print_tasks(results["tasks"])
+        from lm_eval.utils import make_table
+
+        print(make_table(results["tasks"]))
+        if "groups" in results["tasks"]:
+            print(make_table(results["tasks"], "groups"))
     return results
-
-
-def print_tasks(results):
-    """lm_eval's own tables of its results."""
-    from lm_eval.utils import make_table
-
-    for column in ("results", "groups"):
-        if column in results:
-            print(make_table(results, column))
 
 
 if __name__ == "__main__":

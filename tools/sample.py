@@ -8,9 +8,13 @@ it comes, row after row; speeds go to stderr.
 """
 
 if __name__ == "__main__":
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    from runtime import interrupts
+
+    interrupts.begin()
 
 import dataclasses
 import itertools
@@ -25,57 +29,15 @@ from runtime.messages import UserError
 from tools import common
 
 if __name__ == "__main__":
-    options_given = common.begin(common.Sample, "tools/sample.py")
+    options_given = common.read_options(common.Sample, "tools/sample.py")
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from architectures import architecture
 from inference import decoding
 from inference.weights import positions
 
-CHUNK = (
-    8  # tokens that the devices draw for a row before the host looks at them: few looks cost little
-)
 MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one fit others
-
-
-def make_sampler(cfg, mesh, options, length):
-    """Jitted `prefill(params, ids [B, n], lengths [B])` -> state, and `advance(params, state)` -> state, the next
-    tokens [CHUNK, B]; rows of at most `length` tokens. A state is (newest token [B], drawn but not yet in the cache;
-    its position [B]; the cache, used up by `advance`; number of draws)."""
-    decode, key = decoding.make_decode(cfg, mesh), jax.random.key(options.seed)
-
-    def draw(logits, number):
-        return decoding.draw_tokens(logits, jax.random.fold_in(key, number), options).astype(
-            jnp.int32
-        )
-
-    def prefill(params, ids, lengths):
-        cache = decoding.empty_cache(cfg, len(ids), length)
-        logits, cache = decode(params, ids, cache, jnp.zeros_like(lengths), lengths - 1)
-        return draw(logits, 0), lengths, cache, jnp.int32(1)
-
-    def advance(params, state):
-        def one(state, _):
-            token, position, cache, number = state
-            logits, cache = decode(
-                params, token[:, None], cache, position, jnp.zeros_like(position)
-            )
-            return (draw(logits, number), position + 1, cache, number + 1), token
-
-        return lax.scan(one, state, length=CHUNK)
-
-    rows, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
-    specs = architecture(cfg.model.architecture).cache(cfg, 1, 1)
-    cache = {kind: NamedSharding(mesh, spec) for kind, (_, spec) in specs.items()}
-    placed = (rows, rows, cache, everywhere)
-    advance = jax.jit(advance, out_shardings=(placed, everywhere), donate_argnums=1)
-    return jax.jit(prefill, out_shardings=placed), advance
 
 
 class Row:
@@ -94,39 +56,20 @@ class Row:
         """Take further tokens. `text` and `unseen` grow by what no later token changes."""
         if self.done:
             return
-        end = self.encoding.eot_token
+        end, stop = self.encoding.eot_token, self.options.stop
         tokens = tokens[: self.options.max_tokens - len(self.tokens)]
         self.tokens += itertools.takewhile(lambda token: token != end, tokens)
         self.done = end in tokens or len(self.tokens) == self.options.max_tokens
         text = text_of(self.encoding, self.prompt + self.tokens)[self.prompt_length :]
-        at = first_stop(text, self.options.stop)
-        if at is not None:
-            text, self.done = text[:at], True
-        if not self.done:
-            text = settled(text, self.options.stop)
+        found = [(text.find(string) + len(string), string) for string in stop if string in text]
+        if found:  # the first that is whole
+            text, self.done = text.partition(min(found)[1])[0], True
+        if not self.done:  # the end may be part of a character, or of a stop string
+            text = text.rstrip("\ufffd")
+            held = max(map(len, stop), default=1) - 1
+            text = text[: max(0, len(text) - held)]
         self.unseen += text[len(self.text) :]
         self.text = text
-
-
-def first_stop(text, stop):
-    """Where the stop string begins that is the first to be whole in a text; None where there is none."""
-    found = []
-    for string in stop:
-        at = text.find(string)
-        if at >= 0:
-            found.append((at + len(string), at))
-    return min(found)[1] if found else None
-
-
-def settled(text, stop):
-    """A text without what later tokens may change at its end: part of a character, or of a stop string."""
-    text = text.rstrip("\ufffd")
-    longest = 0
-    for string in stop:
-        for n in range(len(string)):
-            if text.endswith(string[:n]):
-                longest = max(longest, n)
-    return text[: len(text) - longest]
 
 
 def show(waiting):
@@ -147,7 +90,7 @@ def encode_prompts(options, before, encoding):
     prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
     if [] in prompts:
         raise UserError(
-            "--prompt: is empty, and nothing stands before it; give a text, or --start end_of_text."
+            "--prompt: is empty, and nothing precedes it; give a text, or --start end_of_text."
         )
     return prompts
 
@@ -157,43 +100,15 @@ def fit_max_tokens(options, cfg, longest):
     than the model was made for; raises UserError where it has no positions for them."""
     most = options.T or positions(options.model, cfg.model.T)
     if options.max_tokens is None:
-        max_tokens = utils.Sample.max_tokens
-        if longest < most:
-            max_tokens = min(max_tokens, most - longest)
-        options = dataclasses.replace(options, max_tokens=max_tokens)
-    if longest + options.max_tokens <= most:
-        return options
-    about = f"--max_tokens {options.max_tokens}: a prompt's {longest} tokens and these are more than the {most} "
-    if architecture(cfg.model.architecture).learns_positions:
-        limit = "of --T" if options.T else "positions that the model has learned"
-        raise UserError(f"{about}{limit}.")
-    limit = "of --T" if options.T else "that the model was made for"
-    print(f"warning: {about}{limit}", file=sys.stderr)
+        room = most - longest if longest < most else math.inf
+        options = dataclasses.replace(options, max_tokens=min(utils.Sample.max_tokens, room))
+    if longest + options.max_tokens > most:
+        of = "of --T" if options.T else f"that {options.model} was made for"
+        about = f"--max_tokens {options.max_tokens}: a prompt has {longest} tokens, so these exceed the {most} {of}"
+        if architecture(cfg.model.architecture).learns_positions:
+            raise UserError(f"{about}; give fewer.")
+        print(f"warning: {about}", file=sys.stderr)
     return options
-
-
-def pad(sequences, n):
-    """Sequences of token ids as (ids [B, n], lengths [B]), int32."""
-    ids = np.zeros((len(sequences), n), np.int32)
-    for row, sequence in zip(ids, sequences):
-        row[: len(sequence)] = sequence
-    return ids, np.array([len(sequence) for sequence in sequences], np.int32)
-
-
-def draw_all(rows, advance, params, state, chunks):
-    """Draw tokens until all `rows` are done and print them as they come."""
-    waiting, ahead = deque(rows), None
-    for chunk in range(chunks + 1):  # the devices draw a chunk while the host prints the one before
-        drawn, ahead = ahead, None
-        if chunk < chunks:
-            state, ahead = advance(params, state)
-        if drawn is None:
-            continue
-        for row, tokens in zip(rows, np.asarray(drawn).T.tolist()):
-            row.add(tokens)
-        show(waiting)
-        if not waiting:
-            break
 
 
 def main(options):
@@ -212,17 +127,23 @@ def main(options):
     n_tokens = sum(map(len, batch))
     batch += [[encoding.eot_token]] * (-len(batch) % mesh.shape["dp"])  # dp must divide it
     n = math.ceil(longest / MULTIPLE) * MULTIPLE
-    chunks = math.ceil(options.max_tokens / CHUNK)
-    ids, lengths = pad(batch, n)
+    chunks = math.ceil(options.max_tokens / decoding.CHUNK)
+    begin = *decoding.pad(batch, n), jax.random.key(options.seed)
 
-    prefill, advance = make_sampler(cfg, mesh, options, n + chunks * CHUNK)
-    prefill = prefill.lower(params, ids, lengths).compile()
+    prefill, advance = decoding.make_stream(cfg, mesh, options, n + chunks * decoding.CHUNK)
+    prefill = prefill.lower(params, *begin).compile()
     began = time.perf_counter()
-    state = jax.block_until_ready(prefill(params, ids, lengths))
+    state = jax.block_until_ready(prefill(params, *begin))
     prefill_seconds = time.perf_counter() - began
     advance = advance.lower(params, state).compile()
     began = time.perf_counter()
-    draw_all(rows, advance, params, state, chunks)
+    waiting = deque(rows)
+    for drawn in decoding.chunks_of(advance, params, state, chunks):
+        for row, tokens in zip(rows, drawn.tolist()):
+            row.add(tokens)
+        show(waiting)
+        if not waiting:
+            break
     seconds = time.perf_counter() - began
     drawn = sum(len(row.tokens) for row in rows)
     print(

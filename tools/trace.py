@@ -6,9 +6,13 @@ It reads what jax's profiler recorded and the compiled program that lies beside 
 """
 
 if __name__ == "__main__":
-    import program
+    import os
+    import sys
 
-    program.begin()
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    from runtime import interrupts
+
+    interrupts.begin()
 
 import functools
 import gzip

@@ -21,7 +21,7 @@ from conftest import ROOT  # which also sets the environment of all that follows
 
 # What programs import, so that a fork finds it imported. None of it looks for devices.
 IMPORTED = """conftest test_data_programs test_resume pyarrow.parquet matplotlib.figure tools.common planning.plan
-tools.curves tools.hf tools.trace inference.scores tools.bench data.tokenize_shards data.train_tokenizer
+tools.compare tools.hf tools.trace inference.scores tools.bench data.tokenize_shards data.train_tokenizer
 training.run_checkpoints training.runlog inference.sampling""".split()
 MOST_MEMORY = 8 << 30  # bytes of address space of a program; jax alone maps several
 SECONDS = 120  # that a program may take, unless its case says otherwise
