@@ -21,7 +21,6 @@ SCRIPTS = sorted(
     p for folder in (".", "tests", "data", "tools/cluster") for p in ROOT.glob(f"{folder}/*.sh")
 )
 SCRIPTS.append(ROOT / ".ci/run")
-NAMES = [str(p.relative_to(ROOT)) for p in SCRIPTS]
 # What the scripts react to, and what the shell that runs the tests may have set
 CLEAN = {
     k: v for k, v in os.environ.items() if k not in {"PYTHON", "VENV", "JAX_PLATFORMS", "XLA_FLAGS"}
@@ -57,18 +56,21 @@ def assert_one_sentence(result, code, *words):
 # --- All scripts ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
-def test_script_parses(script):
-    result = bash("-n", script)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
-def test_script_is_shellcheck_clean(script):
+def test_scripts_are_clean():
+    for script in SCRIPTS:
+        result = bash("-n", script)
+        assert result.returncode == 0, result.stderr
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
-    result = subprocess.run(["shellcheck", "-x", script], capture_output=True, text=True)
+    result = subprocess.run(["shellcheck", "-x", *SCRIPTS], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("script", ["launcher.sh", "run.sh", "debug_tpu.sh", "setup_tpu.sh"])
+def test_help(script):
+    result = bash(ROOT / script, "--help")
+    assert result.returncode == 0 and not result.stderr
+    assert result.stdout.startswith(f"usage: bash {script}")
 
 
 # --- run.sh -----------------------------------------------------------------------------------------------------
@@ -78,31 +80,36 @@ TRAIN_TOKENIZER = (
     f"data/train_tokenizer.py --source stdlib --vocab_size 8192 --output {RANKS}".split()
 )
 TOKENIZE = f"data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer {RANKS}".split()
-SIMULATED = ["--n_devices", "8", "--n_device_axis", "2", "2", "2"]
-STDLIB = ["--data", "data/shards/stdlib"]
+# what run.sh adds
+PRESET, DATA = "--preset tiny", "--data data/shards/stdlib"
+SIMULATED = "--n_devices 8 --n_device_axis 2 2 2"
+# a Python that a signal ends with status 42
+SAVES = f"""#!{sys.executable}
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+print("ready", flush=True)
+time.sleep(50)
+"""
 
 
 class Repository:
     """run.sh beside a setup_tpu.sh that reports `machine`, and a Python that writes down its arguments."""
 
     def __init__(self, root, machine="cpu"):
-        self.root, self.calls = root, root / "calls"
+        self.root, self.calls, self.python = root, root / "calls", root / ".venv/bin/python"
         root.mkdir(exist_ok=True)
-        shutil.copy(ROOT / "run.sh", root)
-        shutil.copy(ROOT / "launcher.sh", root)
+        for name in ("run.sh", "launcher.sh", "cluster.env.example"):
+            shutil.copy(ROOT / name, root)
         shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("*.py"))
-        shutil.copy(ROOT / "cluster.env.example", root)
-        program(
-            root / "setup_tpu.sh", f'echo "$@" >>"{root}/setups"\n[ "$#" = 0 ] || echo {machine}\n'
-        )
-        program(root / ".venv/bin/python", f'#!/bin/sh\nprintf "%s\\0" "$@" END >>"{self.calls}"\n')
+        setup = f'echo "$@" >>"{root}/setups"\n[ "$#" = 0 ] || echo {machine}\n'
+        program(root / "setup_tpu.sh", setup)
+        program(self.python, f'#!/bin/sh\nprintf "%s\\0" "$@" END >>"{self.calls}"\n')
 
-    def have_corpus(self, folder="stdlib", ranks=True):
+    def have_corpus(self, folder="stdlib"):
         for split in ("train", "val"):
             (self.root / "data/shards" / folder / split).mkdir(parents=True)
             (self.root / "data/shards" / folder / split / "manifest.json").touch()
-        if ranks:
-            (self.root / RANKS).touch()
+        (self.root / RANKS).touch()
         return self
 
     def run(self, *flags, **environment):
@@ -112,175 +119,118 @@ class Repository:
         assert result.returncode == 0, result.stderr
         return [call.split("\0") for call in self.calls.read_text().split("\0END\0")[:-1]]
 
+    def assert_adds(self, added, flags=(), **environment):
+        assert self.run(*flags, **environment) == [["main.py", *added.split(), *flags]]
+
 
 @pytest.fixture
 def repository(tmp_path):
     return Repository(tmp_path / "a folder").have_corpus()
 
 
-def test_run_help_and_unknown_host(repository):
-    result = bash(repository.root / "run.sh", "--help")
-    assert result.returncode == 0 and not result.stderr
-    assert result.stdout.startswith("usage: bash run.sh [--max_restarts N] local")
+def test_run_of_an_unknown_host(repository):
     assert_one_sentence(bash(repository.root / "run.sh", "nonsense"), 2, "nonsense", "local")
     assert_one_sentence(bash(repository.root / "run.sh"), 2, "local")
     assert not repository.calls.exists()
 
 
 def test_run_makes_the_corpus_that_is_missing(tmp_path):
-    bare = Repository(tmp_path / "bare").run()
-    assert bare[:-1] == [TRAIN_TOKENIZER, TOKENIZE]
-    no_ranks = Repository(tmp_path / "no ranks").have_corpus(ranks=False).run()
-    assert no_ranks[:-1] == [TRAIN_TOKENIZER]
-    half = Repository(tmp_path / "half").have_corpus()
-    (half.root / "data/shards/stdlib/val/manifest.json").unlink()
-    assert half.run()[:-1] == [TOKENIZE]
+    bare = Repository(tmp_path / "bare")
+    assert bare.run()[:-1] == [TRAIN_TOKENIZER, TOKENIZE]
+    for flags in ("--help", "-h", "--tokenizer gpt2 -h", "--data gs://b/c --tokenizer gpt2"):
+        (call,) = bare.run(*flags.split())
+        assert call[0] == "main.py" and " ".join(call).endswith(flags)
+    bare.have_corpus()
+    (bare.root / RANKS).unlink()
+    assert bare.run()[:-1] == [TRAIN_TOKENIZER]
+    (bare.root / RANKS).touch()
+    (bare.root / "data/shards/stdlib/val/manifest.json").unlink()
+    assert bare.run()[:-1] == [TOKENIZE]
 
 
-def test_run_adds_defaults(repository):
-    assert repository.run() == [["main.py", "--preset", "tiny", *STDLIB, *SIMULATED]]
-    assert (repository.root / "setups").read_text().splitlines() == ["", "--accelerator"]
+# flags, and what run.sh adds
+ADDED = {
+    "": f"{PRESET} {DATA} {SIMULATED}",
+    "--seed 1 --no-wandb": f"{PRESET} {DATA} {SIMULATED}",
+    "--preset moe1b": f"{DATA} {SIMULATED}",
+    "--preset=moe1b": f"{DATA} {SIMULATED}",
+    "--data x": f"{PRESET} {SIMULATED}",
+    "--bucket-name=x": f"{PRESET} {SIMULATED}",
+    "--n_devices 4": f"{PRESET} {DATA}",
+    "--n-devices=4": f"{PRESET} {DATA}",
+    "--n_device_axis 1 2 2": f"{PRESET} {DATA} --n_devices 4",
+    "--seed 1 --n-device-axis 1 1 1 --wandb": f"{PRESET} {DATA} --n_devices 1",
+    "--n_device_axis 2 2 1 --n_devices 4": f"{PRESET} {DATA}",
+    "--n_device_axis 2 two 1": f"{PRESET} {DATA}",  # main.py's to refuse
+    "--n_device_axis 2": f"{PRESET} {DATA}",
+}
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--preset", "moe1b"],
-        ["--preset=moe1b"],
-        ["--data", "x"],
-        ["--bucket-name=x"],
-        ["--n_devices", "4"],
-        ["--n-devices=4"],
-        ["--prompt", "--preset is no flag in here"],
-        ["--seed", "1", "--no-wandb"],
-    ],
-    ids=" ".join,
-)
-def test_run_leaves_what_was_given(repository, flags):
-    flag = flags[0].split("=")[0].replace("-", "_").replace("bucket_name", "data")
-    defaults = {"__preset": ["--preset", "tiny"], "__data": STDLIB, "__n_devices": SIMULATED}
-    expected = [word for name, words in defaults.items() if name != flag for word in words]
-    assert repository.run(*flags) == [["main.py", *expected, *flags]]
-
-
-@pytest.mark.parametrize(
-    "flags, n_devices",
-    [
-        (["--n_device_axis", "1", "2", "2"], ["--n_devices", "4"]),
-        (["--seed", "1", "--n-device-axis", "1", "1", "1", "--wandb"], ["--n_devices", "1"]),
-        (["--n_device_axis", "2", "2", "1", "--n_devices", "4"], []),
-        (["--n_device_axis", "2", "two", "1"], []),  # main.py's to refuse
-        (["--n_device_axis", "2"], []),
-    ],
-    ids=lambda words: " ".join(words),
-)
-def test_run_simulates_what_the_mesh_needs(repository, flags, n_devices):
-    assert repository.run(*flags) == [["main.py", "--preset", "tiny", *STDLIB, *n_devices, *flags]]
+def test_run_adds_what_is_missing_and_simulates_what_the_mesh_needs(repository):
+    for flags, added in ADDED.items():
+        repository.assert_adds(added, flags.split())
+    assert (repository.root / "setups").read_text().splitlines()[:2] == ["", "--accelerator"]
+    odd = ["--prompt", "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é", "--name", "", "--output_dir=x y;z"]
+    for flags in (odd, ["--prompt", "--preset is no flag in here"]):
+        repository.assert_adds(ADDED[""], flags)
 
 
 def test_run_simulates_nothing_where_devices_are(repository, tmp_path):
     forced = "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=4"
-    assert repository.run(XLA_FLAGS=forced) == [["main.py", "--preset", "tiny", *STDLIB]]
+    repository.assert_adds(f"{PRESET} {DATA}", XLA_FLAGS=forced)
     for machine in ("gpu", "tpu"):
         with_accelerator = Repository(tmp_path / machine, machine).have_corpus()
-        mesh = ["--n_device_axis", "2", "1", "1"]
-        assert with_accelerator.run() == [["main.py", "--preset", "tiny", *STDLIB]]
-        assert with_accelerator.run(*mesh) == [["main.py", "--preset", "tiny", *STDLIB, *mesh]]
+        with_accelerator.assert_adds(f"{PRESET} {DATA}")
+        with_accelerator.assert_adds(f"{PRESET} {DATA}", "--n_device_axis 2 1 1".split())
 
 
-@pytest.mark.parametrize(
-    "flags, tokenizer, folder",
-    [
+def test_run_keeps_a_corpus_per_tokenizer(repository):
+    for flags, tokenizer, folder in (
         (["--tokenizer", "gpt2"], "gpt2", "stdlib-gpt2"),
-        (["--tokenizer=gpt2"], "gpt2", "stdlib-gpt2"),
+        (["--tokenizer=o200k"], "o200k", "stdlib-o200k"),
         (["--tokenizer", "my ranks/a b.tiktoken"], "my ranks/a b.tiktoken", "stdlib-a b"),
-    ],
-    ids=["separate", "equals", "file"],
-)
-def test_run_keeps_a_corpus_per_tokenizer(repository, flags, tokenizer, folder):
-    calls = repository.run(*flags)
-    tokenize = [*TOKENIZE[:4], f"data/shards/{folder}", "--tokenizer", tokenizer]
-    train = [
-        "main.py",
-        "--preset",
-        "tiny",
-        "--data",
-        f"data/shards/{folder}",
-        *SIMULATED,
-        *flags,
-    ]
-    assert calls == [tokenize, train]
-    assert repository.have_corpus(folder).run(*flags) == [train]
-
-
-def test_run_tokenizes_nothing_for_help_or_another_bucket(tmp_path):
-    bare = Repository(tmp_path / "bare")
-    other_bucket = ["--data", "gs://b/c", "--tokenizer", "gpt2"]
-    for flags in (["--help"], ["-h"], ["--tokenizer", "gpt2", "-h"], other_bucket):
-        (call,) = bare.run(*flags)
-        assert call[0] == "main.py" and call[-len(flags) :] == flags
-
-
-def test_run_passes_every_character(repository):
-    odd = ["--prompt", "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é", "--name", "", "--output_dir=x y;z"]
-    assert repository.run(*odd)[0][-5:] == odd
+    ):
+        tokenize, train = repository.run(*flags)
+        assert tokenize == [*TOKENIZE[:4], f"data/shards/{folder}", "--tokenizer", tokenizer]
+        added = [*PRESET.split(), "--data", f"data/shards/{folder}", *SIMULATED.split()]
+        assert train == ["main.py", *added, *flags]
+        assert repository.have_corpus(folder).run(*flags) == [train]
 
 
 def test_run_from_elsewhere_and_failures(repository, tmp_path):
-    program(repository.root / ".venv/bin/python", "#!/bin/sh\npwd\nexit 7\n")
+    program(repository.python, "#!/bin/sh\npwd\nexit 7\n")
     (tmp_path / "decoy/a folder").mkdir(parents=True)
     result = bash("a folder/run.sh", "local", cwd=tmp_path, CDPATH=str(tmp_path / "decoy"))
-    assert (result.returncode, result.stdout.strip()) == (
-        7,
-        str(repository.root),
-    )  # main.py's status is run.sh's
-    shutil.rmtree(repository.root / "data")
-    assert (
-        bash(repository.root / "run.sh", "local").stdout.count("\n") == 1
-    )  # after a failed step nothing goes on
+    assert (result.returncode, result.stdout) == (7, f"{repository.root}\n")
+    shutil.rmtree(repository.root / "data")  # the tokenizer's training fails: nothing follows
+    assert bash(repository.root / "run.sh", "local").stdout.count("\n") == 1
     program(repository.root / "setup_tpu.sh", "exit 3\n")
     result = bash(repository.root / "run.sh", "local")
     assert (result.returncode, result.stdout) == (3, "")
 
 
-def test_run_hands_signals_to_the_training(repository):
-    """The training takes the place of the script: who stops the script stops the training itself, which can save."""
-    stub = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
-    stub += "print('ready', flush=True)\ntime.sleep(50)\n"
-    program(repository.root / ".venv/bin/python", f"#!{sys.executable}\n{stub}")
-    with subprocess.Popen(
-        ["bash", repository.root / "run.sh", "local"], env=CLEAN, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 42
-
-
 def test_run_starts_the_training_again(repository):
-    """After a crash, as often as it may; not after a mistake in the flags, nor where it was to stop."""
-    supervised = ["bash", repository.root / "run.sh", "--max_restarts", "2", "local"]
-    env, lives = CLEAN | {"RESTART_PAUSE": "0"}, repository.root / "lives"
+    """After a crash, as often as it may; not after a mistake in the flags."""
+    words, lives = ["--max_restarts", "2", "local"], repository.root / "lives"
+    program(repository.python, "#!/bin/bash\nread -r s <lives; sed -i 1d lives; exit $s\n")
     for statuses, left, expected in (("1 75 0", "", 0), ("1 1 1 0", "0", 1), ("1 2 0", "0", 2)):
         lives.write_text(statuses.replace(" ", "\n") + "\n")
-        program(
-            repository.root / ".venv/bin/python",
-            "#!/bin/bash\nread -r s <lives; sed -i 1d lives; exit $s\n",
-        )
-        done = subprocess.run(supervised, env=env, capture_output=True, text=True, timeout=60)
-        assert (
-            done.returncode == expected and "starting it again in 0 s, 1 times more" in done.stdout
-        ), done.stdout
-        assert lives.read_text().strip() == left
-    stub = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-    stub += "print('ready', flush=True)\ntime.sleep(50)\n"
-    program(repository.root / ".venv/bin/python", f"#!{sys.executable}\n{stub}")
-    with subprocess.Popen(supervised, env=env, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 143 and not process.stdout.read()
-    assert_one_sentence(
-        bash(repository.root / "run.sh", "--max_restarts", "x", "local"), 1, "--max_restarts x"
-    )
+        done = bash(repository.root / "run.sh", *words, RESTART_PAUSE="0")
+        assert done.returncode == expected and lives.read_text().strip() == left
+        assert "starting it again in 0 s, 1 times more" in done.stdout, done.stdout
+    refused = bash(repository.root / "run.sh", "--max_restarts", "x", "local")
+    assert_one_sentence(refused, 1, "--max_restarts x")
+
+
+def test_run_hands_signals_to_the_training(repository):
+    """Who stops the script stops the training itself, which can save; it is not started again."""
+    program(repository.python, SAVES)
+    for words in (["local"], ["--max_restarts", "2", "local"]):
+        words = ["bash", repository.root / "run.sh", *words]
+        with subprocess.Popen(words, env=CLEAN, stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"ready\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 42 and not process.stdout.read()
 
 
 # --- launcher.sh, as far as it needs no host ---------------------------------------------------------------------
@@ -695,36 +645,14 @@ def set_up(tmp_path):
     return Setup(tmp_path / "a folder")
 
 
-def test_setup_installs_once(set_up):
+def test_setup_installs_once_and_again_what_changed(set_up):
     installed, result = set_up("test")
     assert result.returncode == 0, result.stderr
     assert installed == ["one>=1", "pytest"]
     for extras in (["test"], []):  # nothing to do, and nothing to say
         installed, result = set_up(*extras)
         assert (installed, result.returncode, result.stdout, result.stderr) == (None, 0, "", "")
-
-
-def test_two_setups_at_once_install_once(set_up):
-    if not shutil.which("flock"):
-        pytest.skip("flock is not installed")
-    slow = '    echo x >>"$root/installs"; sleep 1\n    cat "$2" >"$root/pip"'
-    text = STAND_IN.replace('    cat "$2" >"$root/pip"', slow)
-    program(set_up.python, text.format(root=set_up.root, python=sys.executable))
-    env = CLEAN | {"PYTHON": str(set_up.python), "JAX_PLATFORMS": "cpu"}
-    both = [
-        subprocess.Popen(["bash", set_up.root / "setup_tpu.sh"], env=env, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=60)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert (
-        set_up.root / "installs"
-    ).read_text() == "x\n" and b"waiting for another setup" in b"".join(outputs)
-
-
-def test_setup_extras_accumulate_and_changes_are_seen(set_up):
-    assert set_up()[0] == ["one>=1"]
-    assert set_up("test")[0] == ["one>=1", "pytest"]
+    # extras accumulate
     assert set_up(JAX_PLATFORMS="cuda")[0] == ["one>=1", "jax[cuda12]", "pytest"]
     assert set_up("test", JAX_PLATFORMS="cpu")[0] is None
     set_up.write_project("two>=2")
@@ -732,16 +660,27 @@ def test_setup_extras_accumulate_and_changes_are_seen(set_up):
     assert set_up()[0] is None
 
 
+def test_two_setups_at_once_install_once(set_up):
+    if not shutil.which("flock"):
+        pytest.skip("flock is not installed")
+    slow = 'echo x >>"$root/installs"; sleep 1; cat "$2" >"$root/pip"'
+    text = STAND_IN.replace('cat "$2" >"$root/pip"', slow)
+    program(set_up.python, text.format(root=set_up.root, python=sys.executable))
+    env = CLEAN | {"PYTHON": str(set_up.python), "JAX_PLATFORMS": "cpu"}
+    words = ["bash", set_up.root / "setup_tpu.sh"]
+    both = [subprocess.Popen(words, env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    said = b"".join(process.communicate(timeout=60)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0], said
+    assert (set_up.root / "installs").read_text() == "x\n" and b"waiting for another setup" in said
+
+
 def test_setup_failure_leaves_no_stamp(set_up):
     set_up("test")
     set_up.write_project("two>=2")
     (set_up.root / "no network").touch()
     _, result = set_up()
-    assert (
-        result.returncode == 1
-        and result.stderr.startswith("no network\nerror: ")
-        and result.stderr.count("\n") == 2
-    )
+    assert result.returncode == 1 and result.stderr.startswith("no network\nerror: ")
+    assert result.stderr.count("\n") == 2
     (set_up.root / "no network").unlink()
     set_up.write_project("one>=1")  # the project of the first stamp: only its absence tells
     assert set_up()[0] == ["one>=1"]
@@ -768,9 +707,9 @@ def test_setup_refuses_in_one_sentence(set_up):
 
 
 def test_setup_says_what_the_machine_has(set_up, monkeypatch):
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     for chosen, machine in [("cpu", "cpu"), ("tpu,cpu", "tpu"), ("cuda", "gpu")]:
         result = bash(set_up.root / "setup_tpu.sh", "--accelerator", JAX_PLATFORMS=chosen)
         assert (result.stdout, result.returncode) == (machine + "\n", 0)
+    monkeypatch.delenv("JAX_PLATFORMS")
     found = bash(set_up.root / "setup_tpu.sh", "--accelerator")
     assert found.stdout.strip() == platforms.accelerator() and not found.stderr
