@@ -30,18 +30,8 @@ from training import command_line, settings
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = {"minutes", "hosts", "accelerator", "network"}
 SCRIPTS = ["run.sh", "launcher.sh", "setup_tpu.sh", "debug_tpu.sh"]
-PROGRAMS = [
-    "main.py",
-    "data/tokenize_shards.py",
-    "data/train_tokenizer.py",
-    "tools/bench.py",
-    "tools/checkpoints.py",
-    "tools/compare.py",
-    "tools/evaluate.py",
-    "tools/hf.py",
-    "tools/sample.py",
-    "tools/trace.py",
-]
+PROGRAMS = """main.py data/tokenize_shards.py data/train_tokenizer.py tools/bench.py tools/checkpoints.py
+tools/compare.py tools/evaluate.py tools/hf.py tools/sample.py tools/trace.py""".split()
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
 
 
@@ -116,14 +106,9 @@ def find(file):
     """The file of the repository that a page names, by its path or, in a page about it, its name alone."""
     if (ROOT / file).exists():
         return ROOT / file
-    if "/" in file:
-        return None
-    alone = [
-        p
-        for room in ("tools", "training", "data", "architectures", "runtime", "inference")
-        for p in (ROOT / room).rglob(file)
-    ]
-    return alone[0] if len(alone) == 1 else None
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    alone = [path for path in listed.split() if path.endswith(f"/{file}") and "/" not in file]
+    return ROOT / alone[0] if len(alone) == 1 else None
 
 
 def wrong_names(page, text):
@@ -159,9 +144,8 @@ def help_of(program):
         said = (ROOT / program).read_text()
     else:
         command = [sys.executable, str(ROOT / program), "--help", "all"]
-        said = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=True
-        ).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        said = done.stdout
     return {as_flag(word) for word in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", said)}
 
 
@@ -176,11 +160,8 @@ def every_flag():
 def wrong_flags(page, text):
     """Flags in the page's prose that no program has."""
     said = set(re.findall(r"(?<![\w-])--[a-zA-Z]\w*", prose(text)))
-    return [
-        f"{page.name}: no program has {flag}"
-        for flag in sorted(said)
-        if as_flag(flag) not in every_flag()
-    ]
+    unknown = [flag for flag in sorted(said) if as_flag(flag) not in every_flag()]
+    return [f"{page.name}: no program has {flag}" for flag in unknown]
 
 
 def program_of(command):
@@ -194,10 +175,8 @@ def program_of(command):
 def wrong_command(command):
     """What is wrong with the words of a command, or None."""
     for word in command:
-        if (
-            re.fullmatch(rf"(?:tests|tools|data|docs)/{OUR_FILE}", word)
-            and not (ROOT / word).exists()
-        ):
+        ours = re.fullmatch(rf"(?:tests|tools|data|docs)/{OUR_FILE}", word)
+        if ours and not (ROOT / word).exists():
             return f"there is no {word}"
     if (called := program_of(command)) is None:
         return None
@@ -210,11 +189,7 @@ def wrong_command(command):
     except messages.UserError as e:
         return str(e)
     known = help_of(program)
-    if program in (
-        "tools/compare.py",
-        "tools/bench.py",
-        *SCRIPTS,
-    ):  # take those of main.py too
+    if program in ("tools/compare.py", "tools/bench.py", *SCRIPTS):  # take those of main.py too
         known = known | help_of("main.py")
     for flag in [word.split("=")[0] for word in words if parser.FLAG.match(word)]:
         if as_flag(flag) not in known:
@@ -242,20 +217,20 @@ def test_what_the_pages_name_is_there(check):
 def test_mistakes_are_found():
     """Each of the checks above sees a mistake of its kind."""
     page = ROOT / "docs" / "page.md"
-    for check, text in (
-        (wrong_links, "[x](nowhere.md)"),
-        (wrong_links, "[x](../README.md#nowhere)"),
-        (wrong_names, "`nowhere.py`"),
-        (wrong_names, "`model.py: nowhere`"),
-        (wrong_names, "`nowhere/`"),
-        (wrong_flags, "give `--nowhere`"),
-        (wrong_commands, "```sh minutes\npython main.py --nowhere 1\n```"),
-        (wrong_commands, "```sh\npython main.py --preset tiny --n_head 0\n```"),
-        (wrong_commands, "```sh hosts\nbash launcher.sh --preset nowhere\n```"),
-        (wrong_commands, "```sh\npython tools/sample.py runs/tiny --nowhere\n```"),
-        (wrong_commands, "```sh\npython -m pytest tests/nowhere.py\n```"),
+    for check, texts in {
+        wrong_links: ["[x](nowhere.md)", "[x](../README.md#nowhere)"],
+        wrong_names: ["`nowhere.py`", "`model.py: nowhere`", "`nowhere/`"],
+        wrong_flags: ["give `--nowhere`"],
+    }.items():
+        assert [len(check(page, text)) for text in texts] == [1] * len(texts)
+    for command in (
+        "python main.py --nowhere 1",
+        "python main.py --preset tiny --n_head 0",
+        "bash launcher.sh --preset nowhere",
+        "python tools/sample.py runs/tiny --nowhere",
+        "python -m pytest tests/nowhere.py",
     ):
-        assert len(check(page, text)) == 1, text
+        assert len(wrong_commands(page, f"```sh hosts\n{command}\n```")) == 1, command
     shown = "tp  all-gather  1.0 MB  # by hand\ndp  all-gather  2.0 MB\n...\n"
     assert missing(shown, "dp all-gather   2.0 MB") == ["tp all-gather 1.0 MB"]
 
@@ -309,6 +284,11 @@ def run(words, folder):
     return done.stdout
 
 
+SHARDS = "--source text --tokenizer bytes.tiktoken --val_fraction 0.2 --output data/shards/stdlib"
+TRAIN = """--compilation_cache xla --training_steps 2 --profile 2:2 --warmup_steps 1 --eval_every 2 --eval_steps 1
+--max_tokens 4 --n_devices 1 --n_device_axis 1 1 1 --train_batch_size 4 --val_batch_size 4 --data data/shards/stdlib"""
+
+
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
     """A copy of the repository with shards in data/shards/stdlib and a run of a few steps in runs/tiny."""
@@ -320,23 +300,9 @@ def house(tmp_path_factory):
     (folder / "text").mkdir()
     for i in range(12):
         (folder / "text" / f"{i}.txt").write_text("".join(f"{n} {n * i}\n" for n in range(300)))
-    shards = (
-        "python data/tokenize_shards.py --source text --tokenizer bytes.tiktoken --val_fraction 0.2"
-    )
-    run([*shards.split(), "--output", "data/shards/stdlib"], folder)
-    small = {
-        **SMALL,
-        "vocab_size": 257,
-        "blocks": 2,
-        "layers_per_block": 2,
-        "compilation_cache": "xla",
-    }
-    steps = dict(
-        training_steps=2, profile="2:2", warmup_steps=1, eval_every=2, eval_steps=1, max_tokens=4
-    )
-    batch = dict(n_devices=1, n_device_axis=(1, 1, 1), train_batch_size=4, val_batch_size=4)
-    flags = {**small, **steps, **batch, "data": "data/shards/stdlib"}
-    run(["python", "main.py", "--preset", "tiny", *flags_of(**flags)], folder)
+    run(f"python data/tokenize_shards.py {SHARDS}".split(), folder)
+    small = {**SMALL, "vocab_size": 257, "blocks": 2, "layers_per_block": 2}
+    run(["python", "main.py", "--preset", "tiny", *flags_of(**small), *TRAIN.split()], folder)
     return folder
 
 
