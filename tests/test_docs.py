@@ -25,7 +25,6 @@ import model
 import presets
 import utils
 from runtime import messages, parser
-from runtime import parser
 from training import command_line, settings
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
