@@ -31,7 +31,7 @@ def work(pipe, arguments):
         try:
             while True:
                 batches.put(pipe.recv())
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # the latter where the program was ended within a batch
             os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()
