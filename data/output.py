@@ -180,7 +180,8 @@ class Output:
             held = manifest.read(folder)
             if held:
                 self.check(held, split)
-                manifest.check_files(folder, held, list_shards(folder))
+                entries = {shard["name"]: shard for shard in held["shards"]}
+                manifest.check_files(folder, held["dtype"], entries, list_shards(folder))
                 warnings.append(manifest.unverified(folder, held))
             elif split in self.splits:
                 missing.append(os.path.join(folder, manifest.NAME))
