@@ -247,8 +247,7 @@ def writes(monkeypatch):
 
         return write
 
-    for name in ("new_file", "write_file"):
-        monkeypatch.setattr(data.output, name, counted(getattr(data.output, name)))
+    monkeypatch.setattr(data.output, "write_file", counted(data.output.write_file))
     return written
 
 
@@ -489,14 +488,6 @@ def test_running_again(tokenize, ranks_file, tmp_path):
         refused(tokenize("in"), f"out/{name}")
         assert content(tmp_path / "out") == left
         path.write_bytes(files[name])
-    # of an earlier version, whose manifests tell nothing of validation and duplicates
-    for split, made in zip(splits.SPLITS, manifests(tmp_path / "out")):
-        for key in ("validation", "drop_duplicates", "duplicate_documents", "manifest_sha256"):
-            del made[key]
-        (tmp_path / "out" / split / "manifest.json").write_text(json.dumps(made))
-    status, out, err = tokenize("in")
-    assert status == 0 and "nothing to do" in out
-    refused(tokenize("in", "out", "--drop_duplicates"), "drop_duplicates was False")
 
 
 # --- Processes --------------------------------------------------------------------------------------------------
