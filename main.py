@@ -97,8 +97,9 @@ def train(cfg, stored, encoding, load_weights):
     began = time.time()
 
     # --- Data
-    corpus = Mixture(cfg, "train")
-    val_corpus = Mixture(cfg, "val", optional=True)
+    per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
+    corpus = Mixture(cfg, "train", cfg.run.training_steps * per_step)
+    val_corpus = Mixture(cfg, "val")
     for part in (corpus, val_corpus):
         part.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
@@ -107,8 +108,6 @@ def train(cfg, stored, encoding, load_weights):
         {flag: utils.flatten(cfg)[flag] for flag in sorted(alike)}, data, cfg.run.folder
     )
     settings.check_data(cfg, stored, data)
-    per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
-    corpus.begin_phases(cfg.run.training_steps * per_step)
 
     # --- Mesh, model
     mesh = steps.make_mesh(cfg)
