@@ -1,18 +1,16 @@
-"""The repository's programs, each in a process of its own that need not import: it is forked from one that has."""
+"""The repository's programs, each in a process forked from one that has imported what they need."""
 
 import atexit
 import contextlib
 import multiprocessing
 import os
 import resource
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-import traceback
-import types
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import NamedTuple
@@ -21,16 +19,14 @@ from conftest import ROOT  # which also sets the environment of all that follows
 
 # What programs import, so that a fork finds it imported. None of it looks for devices.
 IMPORTED = """conftest test_data_programs test_resume pyarrow.parquet matplotlib.figure tools.common planning.plan
-tools.compare tools.hf tools.trace inference.scores tools.bench data.tokenize_shards data.train_tokenizer
+tools.compare tools.hf tools.trace inference.scores data.tokenize_shards data.train_tokenizer
 training.run_checkpoints training.runlog inference.sampling""".split()
 MOST_MEMORY = 8 << 30  # bytes of address space of a program; jax alone maps several
 SECONDS = 120  # that a program may take, unless its case says otherwise
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 context = multiprocessing.get_context("forkserver")
-asking = (
-    threading.Lock()
-)  # two threads that ask for the end of a process at once would read it once
+asking = threading.Lock()  # two threads that ask at once whether a process ended would read it once
 
 
 def prepare():
@@ -51,39 +47,32 @@ class Ended(NamedTuple):
     orphans: int = 0  # processes of its session that outlived it
 
 
+class Case(NamedTuple):
+    """What was tried, how it ended, and what is wrong with that."""
+
+    tried: str
+    how: str
+    wrong: str | None
+    ended: Ended | None = None
+
+
 class Program:
     """A program that runs, in a session of its own: words of its command line, the first a path in the repository.
 
-    folder: where it runs, with the files stdout and stderr and the folder tmp. fresh: in a new Python, whose imports
-    take seconds, instead of a fork.
+    folder: where it runs, with the files stdout and stderr and the folder tmp.
     """
 
-    def __init__(self, words, folder, fresh=False, **environment):
-        self.words = list(map(str, words))
+    def __init__(self, words, folder, **environment):
         self.folder = Path(folder)
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
-        own = {"HOME": str(self.folder), "TMPDIR": str(self.folder / "tmp"), **environment}
-        self.fresh = fresh
+        own = {"HOME": str(folder), "TMPDIR": str(self.folder / "tmp"), **environment}
+        words = [str(word) for word in words]
         self.began = time.monotonic()
-        if fresh:
-            files = {name: open(self.folder / name, "wb") for name in ("stdout", "stderr")}
-            self.process = subprocess.Popen(
-                [sys.executable, ROOT / self.words[0], *self.words[1:]],
-                cwd=self.folder,
-                env={**os.environ, **own},
-                start_new_session=True,
-                **files,
-            )
-            for file in files.values():
-                file.close()
-        else:
-            self.process = context.Process(target=become, args=(self.words, str(self.folder), own))
-            with asking:
-                self.process.start()
+        self.process = context.Process(target=become, args=(words, str(folder), own))
+        with asking:
+            self.process.start()
 
     def runs(self):
-        if self.fresh:
-            return self.process.poll() is None
         with asking:
             return self.process.is_alive()
 
@@ -96,31 +85,27 @@ class Program:
         """Whether the program takes SIGTERM itself by now; before, Python would end it in its own way."""
         with contextlib.suppress(OSError, IndexError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()
-            return int(status.partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            return caught >> (signal.SIGTERM - 1) & 1
         return False
 
     def wait(self, seconds=SECONDS, grace=0):
         """`Ended`; the program is killed where it takes longer. grace: seconds for what it started to end too."""
         left = max(0, self.began + seconds - time.monotonic())
-        if self.fresh:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(left)
-        else:
-            connection.wait([self.process.sentinel], left)
+        connection.wait([self.process.sentinel], left)
         late = self.runs()
         deadline = time.monotonic() + grace
         while not late and self.session() and time.monotonic() < deadline:
             time.sleep(0.05)
-        orphans = 0 if late else len(self.session())
-        self.kill_session()
-        if self.fresh:
-            status = self.process.wait()
-        else:
-            connection.wait([self.process.sentinel])
-            with asking:
-                status = self.process.exitcode
+        remaining = self.session()
+        for pid in remaining:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        connection.wait([self.process.sentinel])
+        with asking:
+            status = self.process.exitcode
         said = [(self.folder / name).read_text(errors="replace") for name in ("stdout", "stderr")]
-        return Ended(None if late else status, *said, orphans)
+        return Ended(None if late else status, *said, 0 if late else len(remaining))
 
     def session(self):
         """Numbers of the processes of its session that have not ended."""
@@ -132,11 +117,6 @@ class Program:
                     found.append(int(stat.parent.name))
         return found
 
-    def kill_session(self):
-        for pid in self.session():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
 
 def become(words, folder, environment):
     """Be the program, as a new Python would be, in this fork."""
@@ -144,10 +124,8 @@ def become(words, folder, environment):
     tracker = resource_tracker._resource_tracker  # of the process that this one is forked from
     tracker._fd = tracker._pid = None
     multiprocessing.set_start_method(None, force=True)
-    for number in (signal.SIGINT, signal.SIGTERM):  # multiprocessing has its own
-        signal.signal(
-            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # multiprocessing has its own
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(folder)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -159,40 +137,24 @@ def become(words, folder, environment):
     path = str(ROOT / words[0])
     sys.argv = [path, *words[1:]]
     sys.path.insert(0, os.path.dirname(path))
-    main = types.ModuleType("__main__")
-    main.__file__ = path
-    sys.modules["__main__"] = main
-    status = 1
     try:
-        exec(compile(Path(path).read_text(), path, "exec"), main.__dict__)
-        status = 0
-    except SystemExit as stop:
-        status = stop.code
-        if not isinstance(status, int | None):
-            print(status, file=sys.stderr)
-            status = 1
-    except BaseException:
-        traceback.print_exc()
-    # as Python ends: threads first, then what is registered
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status or 0)
+        runpy.run_path(path, run_name="__main__")
+    finally:  # as Python ends: threads first, then what is registered
+        threading._shutdown()
+        atexit._run_exitfuncs()
 
 
-def run(words, folder, seconds=SECONDS, **environment):
+def run(words, folder, seconds=SECONDS):
     """`Ended` of a program that runs to its end."""
-    return Program(words, folder, **environment).wait(seconds)
+    return Program(words, folder).wait(seconds)
 
 
 def complaint(ended, statuses=(0, 2)):
     """What is wrong with how a program ended, or None: a sentence of its own or success is right, nothing else."""
-    said = ended.out + ended.err
     if ended.status is None:
         return "does not end"
     for word in ("Traceback (most recent", "stack trace", "Fatal Python", "terminate called"):
-        if word in said:
+        if word in ended.out + ended.err:
             return "traceback"
     if ended.status < 0:
         return f"ended by signal {-ended.status}"
@@ -209,13 +171,12 @@ def fresh_folder(path):
     """An empty folder at `path`."""
     shutil.rmtree(path, ignore_errors=True)
     Path(path).mkdir(parents=True)
-    return Path(path)
 
 
 def leftovers(folder):
-    """Temporary files that programs left in the folder of a case."""
+    """In words, which temporary file a program left in the folder of a case; None where it left none."""
     left = [*folder.glob("*/tmp/*")]
     for path in folder.rglob("*"):
         if path.name.endswith((".part", ".tmp")) or "orbax-checkpoint-tmp" in path.name:
             left.append(path)
-    return left
+    return f"left {left[0]}" if left else None
