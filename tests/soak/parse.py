@@ -3,8 +3,8 @@
 import importlib
 import sys
 
-from tools import common
+from runtime import interrupts
 
 if __name__ == "__main__":
     tool = importlib.import_module(f"tools.{sys.argv[1]}")
-    common.run(lambda: tool.parse(sys.argv[2:]))
+    interrupts.run(lambda: tool.parse(sys.argv[2:]))
