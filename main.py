@@ -28,9 +28,8 @@ if __name__ == "__main__":  # flags for XLA must stand in the environment before
     if flags.cfg.plan.plan:
         platforms.use_no_device()
         from planning import plan
-        from runtime import program
 
-        program.run(lambda: plan.main(flags))
+        interrupts.run(lambda: plan.main(flags))
     n_processes = one_sentence(lambda: command_line.check_processes(flags))
     platforms.set_xla_flags(flags.cfg.run.n_devices, n_processes)
 

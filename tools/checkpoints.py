@@ -43,8 +43,6 @@ class Options:
     """Newest checkpoints to keep; None: as many as the run's keep_checkpoints."""
     every: int | None = flag(None, least=0)
     """Keep those whose step is a multiple of this; 0: none, None: the run's keep_every."""
-    best: bool = True
-    """Keep the one with the smallest validation loss."""
     dry_run: bool = False
     """Say what prune would delete, and delete nothing."""
 
@@ -81,9 +79,9 @@ def about(checkpoints, step):
 
 
 def kept(options, every):
-    """{step: [why it is kept]}, as the run's flags say where `options` do not; every: {step: `about`}."""
+    """{step: [why it is kept]}, as the run's flags say where `options` do not. every: {step: `about`}."""
     config = read_json(options.run_dir, "config.json")
-    wanted = {"best": options.best}
+    wanted = {"best": True}
     for name, known in dict(keep="keep_checkpoints", every="keep_every").items():
         wanted[name] = getattr(options, name)
         if wanted[name] is None:
@@ -182,4 +180,4 @@ def look_at(options):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(options_given))
+    interrupts.run(lambda: main(options_given))

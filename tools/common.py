@@ -11,7 +11,6 @@ from runtime import platforms
 from runtime.files import read_json
 from runtime.messages import UserError, one_sentence
 from runtime.parser import MANY, Mesh, flag
-from runtime.program import run as run
 from training import settings
 
 
