@@ -557,8 +557,6 @@ def held_predictors(flags, names):
 
 # --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
-# T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
-MOST_T = 4096
 # Flags that have one value in DeepseekV3ForCausalLM
 ONE_VALUE = dict(
     layers_per_block=1,
@@ -567,47 +565,27 @@ ONE_VALUE = dict(
     latent_conv=0,
 )
 # Entries that hold a flag's value, but for num_hidden_layers, which counts the first layers too
-FLAG_ENTRIES = (
-    hf.Entry("vocab_size", hf.whole(1), "vocab_size"),
-    hf.Entry("hidden_size", hf.whole(1), "model_dimension"),
-    hf.Entry("intermediate_size", hf.whole(1), "ffn_dim", settled="ffn_width"),
-    hf.Entry("moe_intermediate_size", hf.whole(1), "expert_dim", settled="expert_width"),
-    hf.Entry("num_hidden_layers", hf.whole(1), "blocks"),
-    hf.Entry("num_attention_heads", hf.whole(1), "n_head"),
-    hf.Entry("n_shared_experts", hf.whole(0), "n_shared", null=0),
-    hf.Entry("n_routed_experts", hf.whole(1), "n_experts"),
-    hf.Entry("routed_scaling_factor", hf.NUMBER, "routed_scaling"),
-    hf.Entry("kv_lora_rank", hf.whole(1), "latent_dim"),
-    hf.Entry("q_lora_rank", hf.whole(0), "q_latent_dim", settled="q_latent", null=0),
-    hf.Entry("qk_rope_head_dim", hf.whole(1), "rope_dim"),
-    hf.Entry("qk_nope_head_dim", hf.whole(1), "head_dim", settled="key_dim"),
-    hf.Entry("n_group", hf.whole(1), "n_groups", null=1),
-    hf.Entry("topk_group", hf.whole(1), "k_groups", null=1),
-    hf.Entry("num_experts_per_tok", hf.whole(1), "experts_per_token"),
-    hf.Entry("first_k_dense_replace", hf.whole(0), "first_layers"),
-    hf.Entry("rms_norm_eps", hf.NUMBER, "norm_eps"),
-    hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=False, null=False),
-    hf.Entry("num_nextn_predict_layers", hf.whole(0), "mtp_depth", missing=0, null=0),
-)
-# Entries that are read by functions of their own
-OTHER_ENTRIES = (
-    hf.QUANTIZATION,
-    hf.Entry("num_key_value_heads", hf.whole(1), null=None),
-    hf.Entry("v_head_dim", hf.whole(1)),
-    hf.Entry("moe_layer_freq", hf.whole(1), null=None),
-    hf.Entry("rope_interleave", hf.TRUTH, null=None),
-    hf.Entry("max_position_embeddings", hf.whole(1), "T", null=None),
-    hf.Entry("rope_theta", hf.NUMBER, "rope_base"),
-    hf.Entry("rope_scaling", hf.OBJECT, null=None),
-    hf.Entry("rope_parameters", hf.OBJECT, null=None),
-    hf.Entry("original_max_position_embeddings", hf.whole(1), null=None),
-    hf.Entry("factor", hf.NUMBER, "rope_factor"),
-    hf.Entry("attention_factor", hf.NUMBER, null=None),
-    hf.Entry("mscale", hf.NUMBER, null=None),
-    hf.Entry("mscale_all_dim", hf.NUMBER, null=None),
-    hf.Entry("beta_fast", hf.NUMBER, null=None),
-    hf.Entry("beta_slow", hf.NUMBER, null=None),
-    hf.Entry("truncate", hf.TRUTH, null=None),
+ENTRIES = dict(
+    vocab_size=hf.Entry("vocab_size"),
+    hidden_size=hf.Entry("model_dimension"),
+    intermediate_size=hf.Entry("ffn_dim", "ffn_width"),
+    moe_intermediate_size=hf.Entry("expert_dim", "expert_width"),
+    num_hidden_layers=hf.Entry("blocks"),
+    num_attention_heads=hf.Entry("n_head"),
+    n_shared_experts=hf.Entry("n_shared", null=0),
+    n_routed_experts=hf.Entry("n_experts"),
+    routed_scaling_factor=hf.Entry("routed_scaling"),
+    kv_lora_rank=hf.Entry("latent_dim"),
+    q_lora_rank=hf.Entry("q_latent_dim", "q_latent", null=0),
+    qk_rope_head_dim=hf.Entry("rope_dim"),
+    qk_nope_head_dim=hf.Entry("head_dim", "key_dim"),
+    n_group=hf.Entry("n_groups", null=1),
+    topk_group=hf.Entry("k_groups", null=1),
+    num_experts_per_tok=hf.Entry("experts_per_token"),
+    first_k_dense_replace=hf.Entry("first_layers"),
+    rms_norm_eps=hf.Entry("norm_eps"),
+    tie_word_embeddings=hf.Entry("tied", missing=False, null=False),
+    num_nextn_predict_layers=hf.Entry("mtp_depth", missing=0, null=0),
 )
 # Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
 SUPPORTED = dict(
@@ -630,7 +608,7 @@ def to_hugging_face(m):
                 f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny."
             )
     config = dict(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
-    config |= hf.config_of(m, FLAG_ENTRIES)
+    config |= hf.config_of(m, ENTRIES)
     config |= {key: values[0] for key, values in SUPPORTED.items()}
     config |= dict(
         num_hidden_layers=m.first_layers + m.blocks,
@@ -642,36 +620,24 @@ def to_hugging_face(m):
         rope_theta=m.rope_base,
     )
     if m.rope_factor > 1:
-        config["rope_scaling"] = yarn_config(m)
+        fast, slow = YARN_BETA
+        config["rope_scaling"] = dict(
+            type="yarn",
+            rope_type="yarn",
+            factor=m.rope_factor,
+            beta_fast=fast,
+            beta_slow=slow,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            original_max_position_embeddings=m.rope_original_T,
+        )
     return config
 
 
-def yarn_config(m):
-    """The entry rope_scaling."""
-    fast, slow = YARN_BETA
-    return dict(
-        type="yarn",
-        rope_type="yarn",
-        factor=m.rope_factor,
-        beta_fast=fast,
-        beta_slow=slow,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-        original_max_position_embeddings=m.rope_original_T,
-    )
-
-
-def from_hugging_face(config):
-    """config.json of DeepseekV3ForCausalLM -> {flag: value}.
-
-    Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
-    """
-    left = dict(config)
-    flags = ONE_VALUE | hf.take_flags(left, FLAG_ENTRIES)
+def from_hugging_face(flags, left):
+    """{flag: value} of config.json of DeepseekV3ForCausalLM; see `hf_format.HuggingFace.flags`."""
+    flags |= ONE_VALUE | rope_flags(left)
     flags["blocks"] -= flags["first_layers"]
-    flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
-    flags |= rope_flags(left)
-    hf.refuse_other("v_head_dim", left.pop("v_head_dim"), [flags["head_dim"]], "deepseek_v3")
     hf.float8_block(left, "deepseek_v3")
     hf.require(
         left,
@@ -679,6 +645,7 @@ def from_hugging_face(config):
         {"aux_loss_alpha", "seq_aux"},
         **SUPPORTED,
         num_key_value_heads=[flags["n_head"], None],
+        v_head_dim=[flags["head_dim"]],
         head_dim=[flags["rope_dim"]],
         qk_head_dim=[flags["head_dim"] + flags["rope_dim"]],
     )
@@ -686,20 +653,17 @@ def from_hugging_face(config):
 
 
 def rope_flags(left):
-    """{flag: value} of the rotary positions in a config, whose entries are taken out, as transformers computes them
+    """{flag: value} of the positions in a config, whose entries are taken out, as transformers computes them
     (modeling_rope_utils.py: RotaryEmbeddingConfigMixin)."""
-    theta = left.pop("rope_theta", 10_000.0)
-    positions = left.pop("max_position_embeddings", 4096)
-    scaling, parameters = left.pop("rope_scaling", None), left.pop("rope_parameters", None)
-    outer = left.pop("original_max_position_embeddings", None)
-    rope = dict(scaling or parameters or {})
+    positions = left.get("max_position_embeddings", hf.MOST_T)
+    original = left.pop("original_max_position_embeddings", None)
+    base, rope = hf.take_rope(left)
+    flags = dict(T=hf.take_T(left), rope_base=base, rope_factor=1.0)
     kind = rope.pop("rope_type", rope.get("type", "default"))
     rope.pop("type", None)
-    base = float(rope.pop("rope_theta", theta))
-    flags = dict(rope_base=base, rope_factor=1.0)
     if kind == "yarn":
         inner = rope.pop("original_max_position_embeddings", positions)
-        flags |= yarn_flags(rope, outer or inner)
+        flags |= dict(rope_factor=rope.pop("factor", None), rope_original_T=original or inner)
         # DeepSeek-V3's: the temperature is all in the scores, no factor is on the rotated channels alone
         rope = dict(mscale=None, mscale_all_dim=None) | rope
     fast, slow = YARN_BETA
@@ -718,27 +682,16 @@ def rope_flags(left):
     return flags
 
 
-def yarn_flags(rope, original):
-    """{flag: value} of YaRN, whose entries are taken out of `rope`; original: positions before the stretch."""
-    factor = rope.pop("factor")
-    for key, value in dict(factor=factor, original_max_position_embeddings=original).items():
-        number = isinstance(value, (int, float)) and value >= 1
-        if not number or (key != "factor" and value != int(value)):
-            raise UserError(
-                f"config.json: {key} is {value!r}, but yarn is supported with numbers from 1 on only."
-            )
-    return dict(rope_factor=float(factor), rope_original_T=int(original))
-
-
 HUGGING_FACE = hf.HuggingFace(
     model_types=("deepseek_v3",),
     tensors=hugging_face_tensors,
     config=to_hugging_face,
+    entries=ENTRIES,
     flags=from_hugging_face,
-    entries=(*FLAG_ENTRIES, *OTHER_ENTRIES),
     copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
     held=held_predictors,
 )
+
 # --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
