@@ -98,7 +98,7 @@ def moe_table(cfg):
     m = cfg.model
     D, E = m.model_dimension, m.n_experts
     return dict(
-        router=weight_param(cfg, (D, E), std_into(D), matrix=False, hidden=False),
+        router=weight_param(cfg, (D, E), std_into(D), cast=False, hidden=False),
         experts=experts_table(cfg, std_into(D), std_back(m.expert_width, m.blocks)),
     )
 

@@ -245,7 +245,7 @@ class Estimate:
     def gather(self, p, whole, use):
         """Add the collectives that gather a parameter, of which a device stores `whole` numbers, and those that reduce
         and scatter its gradient in float32. Returns its size when gathered."""
-        width = self.s.bytes if p.matrix else 4
+        width = self.s.bytes if p.cast else 4
 
         def both_ways(kind, back, axes, n=0):
             self.send(kind, axes, whole * width, use.forward, use.count, n)
