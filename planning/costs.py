@@ -241,7 +241,7 @@ class Estimate:
         those that reduce and scatter its gradient in float32. Returns its size when gathered."""
         if not p.gather:
             return whole
-        width = self.s.bytes if p.matrix else 4
+        width = self.s.bytes if p.cast else 4
 
         def both_ways(kind, back, axes, n=0):
             self.send(kind, axes, whole * width, forward, count, n)

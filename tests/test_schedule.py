@@ -91,7 +91,7 @@ def updates_of(cfg, gradient, n):
     optimizer, schedule = make_optimizer(cfg, steps.make_mesh(cfg))
     table = model.param_table(cfg)
     params = parameters.table_map(lambda param: jnp.ones(param.shape), table)
-    decays = parameters.table_map(lambda param: param.matrix, table)
+    decays = parameters.table_map(lambda param: param.cast, table)
     gradients = jax.tree.map(lambda leaf: jnp.full(leaf.shape, gradient), params)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for step in range(n):
