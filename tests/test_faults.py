@@ -145,7 +145,7 @@ def test_a_run_without_a_checkpoint_rolls_back_to_its_beginning(train, poison, t
 
 
 def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
-    cfg = utils.replace(presets.preset("tiny"), output_dir=str(tmp_path), name="run")
+    cfg = utils.replace(small_config(), output_dir=str(tmp_path), name="run")
     log, losses = runlog.RunLog(cfg, 0, True), np.random.default_rng(0).normal(3, 0.1, 150)
     losses[[10, 60, 61, 120]] = 9, 3.5, np.nan, 4
     for step, loss in enumerate(losses, 1):
@@ -516,7 +516,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
 
 HOLD = """
 import sys, time
-from training import locks
+from runtime import locks
 with locks.alone_in(sys.argv[1], "--output x", "--output"):
     print("held", flush=True)
     time.sleep(600)
@@ -929,7 +929,7 @@ def test_signals_are_heard_before_anything_else_is_imported():
 import os, sys  # which Python itself has imported by then
 sys.path.insert(0, {str(ROOT)!r})
 before = set(sys.modules)
-from training import interrupts
+from runtime import interrupts
 print(*set(sys.modules) - before)
 """
     words = [sys.executable, "-S", "-c", program]  # -S: without what is installed
@@ -1030,7 +1030,7 @@ def test_storage_that_does_not_answer_is_waited_for_with_a_word(monkeypatch, cap
         monkeypatch.context() as patch,
         pytest.raises(messages.UserError, match="OSError: no network"),
     ):
-        patch.setattr(utils, "time", clock)
+        patch.setattr(files, "time", clock)
         files.persist(fails, "gs://bucket/x")
     assert tries == [20, 40, 60, 80], "no try begins later than a minute"
     monkeypatch.setattr(files, "SILENCE", 0.01)
@@ -1058,7 +1058,7 @@ import json, sys, time
 faults = json.loads(sys.argv.pop(1))
 sys.path.insert(0, ROOT)
 import utils
-from runtime import platforms
+from runtime import messages, platforms
 from training import command_line
 flags = command_line.parse(sys.argv[1:])
 platforms.set_xla_flags(2, 2)
@@ -1066,7 +1066,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import dataset, main, model
-from training import processes
+from runtime import processes
 
 asked = dict.fromkeys(["compile_requests_use_cache", "cache_hits"], 0)  # of the compilation cache
 
@@ -1074,7 +1074,7 @@ def count(event, **_):
     if event.split("/")[-1] in asked:
         asked[event.split("/")[-1]] += 1
 
-cfg = given[0]
+cfg = flags.cfg
 per_step = cfg.data.train_batch_size * 2
 bad = dataset.Mixture(cfg, "train").sequences((np.array(faults["bad"]) - 1) * per_step, seed=0)[:, :-1]
 model.make_loss = poisoned(model.make_loss, bad)
@@ -1093,7 +1093,7 @@ def counted(watchdog, phase, step):
 
 main.put_batch, processes.Watchdog.begin = slow, counted
 jax.monitoring.register_event_listener(count)
-status = utils.one_sentence(lambda: main.run(flags))
+status = messages.one_sentence(lambda: main.run(flags))
 open(faults["launched"] + ".cache", "w").write(json.dumps([*asked.values()]))
 sys.exit(status)
 """

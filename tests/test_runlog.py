@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, small_config
 
 import main
 import utils
@@ -192,7 +192,7 @@ DAMAGED = {  # {kind: (content, steps whose rows can be read)}
 
 def opened(tmp_path, step=STEP, **flags):
     """Steps of the rows that metrics.jsonl keeps for a run that resumes at `step`."""
-    cfg = utils.replace(preset("tiny"), output_dir=str(tmp_path), name="run", **flags)
+    cfg = utils.replace(small_config(), output_dir=str(tmp_path), name="run", **flags)
     runlog.RunLog(cfg, step, active=True).close()
     content = (tmp_path / "run/metrics.jsonl").read_text()
     return [json.loads(line)["step"] for line in content.splitlines()]
@@ -249,7 +249,7 @@ def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, mon
         raise OSError("no room")
 
     metrics = tmp_path / "run/metrics.jsonl"
-    cfg = utils.replace(preset("tiny"), output_dir=str(tmp_path), name="run")
+    cfg = utils.replace(small_config(), output_dir=str(tmp_path), name="run")
     log = runlog.RunLog(cfg, 0, active=True)
     for step in range(1, 5):
         with monkeypatch.context() as patch:
@@ -266,7 +266,7 @@ def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, mon
 def test_flushed_rows_are_written_however_long_plots_take(tmp_path, monkeypatch, place):
     go_on = threading.Event()
     monkeypatch.setattr(runlog, "draw", lambda *_: go_on.wait(60) and b"")
-    cfg = utils.replace(preset("tiny"), output_dir=place.format(tmp_path), name="run")
+    cfg = utils.replace(small_config(), output_dir=place.format(tmp_path), name="run")
     log = runlog.RunLog(cfg, 0, active=True)
     try:
         for step in (1, 2):
