@@ -297,17 +297,15 @@ def keep_global_batch(flags, stored):
     """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, which are
     train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError where none do."""
     r = flags.cfg.run
-    for flag in ("train_batch_size", "val_batch_size"):
-        parts, old_parts = r.n_device_axis[0], stored["n_device_axis"][0]
-        if flag == "train_batch_size":
-            parts, old_parts = (
-                parts * r.accumulation_steps,
-                old_parts * stored["accumulation_steps"],
-            )
+    dp, old_dp = r.n_device_axis[0], stored["n_device_axis"][0]
+    accumulated = dp * r.accumulation_steps, old_dp * stored["accumulation_steps"]
+    for flag, (parts, old_parts) in dict(
+        train_batch_size=accumulated, val_batch_size=(dp, old_dp)
+    ).items():
         total = stored[flag] * old_parts
         if total % parts == 0:
             flags = flags.follow(**{flag: total // parts})
-        now = flatten(flags.cfg)[flag]
+        now = getattr(flags.cfg.data, flag)
         if now * parts != total:
             raise UserError(
                 f"--{flag} {now}: run {r.name} has a global batch of {total} sequences, and this makes {now} x {parts} "
