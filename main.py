@@ -328,7 +328,7 @@ def open_data(cfg, stored, encoding):
 
 
 def print_setup(cfg, corpus, val_corpus):
-    """Print what is about to run: mesh, model, data."""
+    """Print the mesh, the model and the data."""
     dp, pp, tp = cfg.run.n_device_axis
     kind = jax.devices()[0].device_kind
     say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
@@ -457,18 +457,14 @@ def run(flags):
         if jax.process_count() == 1:
             raise
         end_at_once(e)
-    disconnect(status)
-    return status
-
-
-def disconnect(status):
-    """Leave the other processes of the run. Where one is gone already, this one ends here: all is saved by now, and
-    jax would end in a stack trace."""
     try:
         jax.distributed.shutdown()
-    except RuntimeError:
+    except (
+        RuntimeError
+    ):  # another one is gone already, all is saved by now, and jax would end in a stack trace
         sys.stdout.flush()
         interrupts.end(status, "")
+    return status
 
 
 def end_at_once(error):

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import glob
 import importlib.util
-import logging
 import os
 import shutil
 import subprocess
@@ -26,9 +25,6 @@ XLA_FLAGS = {
 # Where a platform's compiler reads them from; all others from XLA_FLAGS.
 FLAGS_VARIABLE = {"tpu": "LIBTPU_INIT_ARGS"}
 
-
-# What the user chose, read here before jax is imported, which chooses by itself.
-LOG_LEVEL = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
 
 # What jax needs beside itself for an accelerator: one of these modules.
 PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
@@ -75,13 +71,10 @@ def nvidia_smi_lists_gpus():
 
 def has_google_chip():
     """Whether a chip by Google, which makes TPUs, is on the PCI bus."""
-    return any(map(is_google, glob.glob("/sys/bus/pci/devices/*/vendor")))
-
-
-def is_google(path):
-    """Whether the vendor in a file of the PCI bus is Google, which makes TPUs."""
-    with contextlib.suppress(OSError), open(path) as f:
-        return f.read().strip() == "0x1ae0"
+    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        with contextlib.suppress(OSError), open(path) as f:
+            if f.read().strip() == "0x1ae0":
+                return True
     return False
 
 
@@ -99,18 +92,9 @@ def set_xla_flags(n_devices, num_processes=1):
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
     added = [flag for flag in flags if flag.split("=")[0] not in now]
     os.environ[variable] = " ".join([now, *added]).strip()
-    if num_processes > 1 and LOG_LEVEL is None:
-        quiet_cpp()
-
-
-def quiet_cpp():
-    """Have the C++ part of jax log nothing: it reports a lost process over and over, for which main.py has a sentence.
-    Warnings of the Python part stay."""
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read when jax is imported
-    if "jax" in sys.modules:
-        sys.modules["jax"].config.update("jax_logging_level", "CRITICAL")
-        for name in ("jax", "jaxlib"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+    if num_processes > 1:
+        # C++ would report a lost process over and over, for which main.py has a sentence
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def choose_cpu():

@@ -31,7 +31,6 @@ import main
 import model
 import presets
 import utils
-from architectures import flags_without_choice
 from data.sources.kinds import open_source
 from inference import weights
 from runtime import files, interrupts, locks, messages, processes
@@ -237,13 +236,7 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
     assert train(**flags) == 0
     before = json.loads((run / "config.json").read_text())
     (run / "config.json").unlink()
-    for other in (
-        dict(blocks=3),
-        dict(n_head=2),
-        dict(max_lr=1.0),
-        dict(train_batch_size=4),
-        dict(seed=7),
-    ):
+    for other in (dict(blocks=3), dict(max_lr=1.0), dict(train_batch_size=4)):
         with pytest.raises(messages.UserError, match=f"{next(iter(other))}.*"):
             train(**flags | other | dict(training_steps=3))
     assert sorted(os.listdir(run / "checkpoints")) == ["2"] and not (run / "config.json").exists()
@@ -252,21 +245,12 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
     # what tools open: the run's checkpoint beside another config.json
-    def abstract_of(flags):
-        cfg = small_config(**flags)
-        return steps.abstract_params(cfg, steps.make_mesh(cfg))
-
-    model_flags = flags_without_choice(before["architecture"])
-    model_flags |= {name: before[name] for name in vars(utils.Model())}
-    for other, said in (
-        (dict(blocks=3), "--blocks was 1 and is now 3"),
-        (dict(n_head=2), "--n_head was 4 and is now 2"),
-    ):
-        (run / "config.json").write_text(json.dumps(before | other))
-        with pytest.raises(
-            messages.UserError, match=f"checkpoint 2 is of a model with other flags .{said}"
-        ):
-            weights.open_weights(str(run))[1](abstract_of(model_flags | other))
+    (run / "config.json").write_text(json.dumps(before | dict(blocks=3)))
+    cfg = small_config(**TINY | dict(blocks=3))
+    params = steps.abstract_params(cfg, steps.make_mesh(cfg))
+    said = "checkpoint 2 is of a model with other flags .--blocks was 1 and is now 3"
+    with pytest.raises(messages.UserError, match=said):
+        weights.open_weights(str(run))[1](params)
 
 
 def test_the_newest_every_kth_and_the_best_are_kept(tmp_path):
@@ -294,10 +278,8 @@ def small_disk(tmp_path):
     """A file system of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if (
-        os.getuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk]).returncode
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk]
+    if os.getuid() or subprocess.run(mount).returncode:
         pytest.skip("nothing can be mounted here")
     yield disk
     subprocess.run(["umount", disk])
@@ -315,10 +297,8 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_di
     checkpoints.finish()
     said = capsys.readouterr().out
     assert checkpoints.saved is None and sorted(os.listdir(small_disk / "c")) == ["1"]
-    assert (
-        all(f"warning: checkpoint {n} could not be written (" in said for n in (2, 3))
-        and said.count("\n") == 2
-    )
+    second, third = said.splitlines()
+    assert "warning: checkpoint 2 could not be written (" in second and "checkpoint 3 " in third
     fill.unlink()
     checkpoints.save(4, state_of(4), 4, {})
     checkpoints.close()
@@ -331,9 +311,8 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     from tools import checkpoints as tool
 
     def run(*words):
-        tool.main(
-            utils.read_flags(tool.Options, [words[0], str(tmp_path), *words[1:]], "checkpoints.py")
-        )
+        words = [words[0], str(tmp_path), *words[1:]]
+        tool.main(utils.read_flags(tool.Options, words, "checkpoints.py"))
         return capsys.readouterr().out.splitlines()
 
     with pytest.raises(messages.UserError, match="there are no checkpoints in it"):
@@ -341,9 +320,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"keep_checkpoints": 1}))
     checkpoints = checkpointing.Checkpoints(str(tmp_path / "checkpoints"), 9)
     for step, loss in enumerate([5.0, 2.0, 4.0, None], 1):
-        checkpoints.save(
-            step, state_of(step, 100), 8 * step, {"mesh": [2, 1, 1], "versions": {"jax": "1"}}, loss
-        )
+        checkpoints.save(step, state_of(step, 100), 8 * step, {"mesh": [2, 1, 1]}, loss)
     checkpoints.close()
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in run("list")]
     assert [(line[0], *line[3:7]) for line in lines[2:]] == [
@@ -354,8 +331,6 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     ]
     assert run("verify") == ["1  sound", "2  sound", "3  sound", "4  sound"]
     assert len(run("prune", "--dry_run")) == 2 and len(run("list")) == 6
-    with pytest.raises(messages.UserError, match="--keep 0: must be at least 1"):
-        run("prune", "--keep", "0")
     assert [line[:10] for line in run("prune", "--every", "3")] == ["1  deleted"]
     for part in (tmp_path / "checkpoints/3/state/d").iterdir():
         os.truncate(part, 9)
@@ -395,42 +370,25 @@ def refusal(folder):
     return str(e.value)
 
 
-def assert_all_are_refused(run, monkeypatch):
-    """Of two processes the one that does not ask for the lock is refused too, where the other tells that it was."""
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(messages.UserError, match="another process failed"),
-    ):
-        patch.setattr(jax, "process_index", lambda: 1)
-        patch.setattr(processes, "all_of", lambda here: False)
-        with processes.alone_in_folder(
-            SimpleNamespace(folder=str(run), output_dir=str(run.parent))
-        ):
-            pass
-
-
 def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypatch):
-    from tools import checkpoints as tool
-
     run, flags = tmp_path / "runs" / "run", dict(TINY, training_steps=2)
     with holding(run) as pid:
         before = (run / "lock").read_bytes()
         with pytest.raises(messages.UserError) as e:
             train(**flags)
-        said = f"process {pid} on {socket.gethostname()} has been writing to {run} since "
-        assert said in str(e.value) and "; wait for its end, or give another --name." in str(
-            e.value
-        )
-        options = utils.read_flags(tool.Options, ["prune", str(run)], "checkpoints.py")
-        with pytest.raises(messages.UserError, match=said):
-            tool.main(options)
+        assert f"process {pid} on {socket.gethostname()} has been writing to {run}" in str(e.value)
+        assert "; wait for its end, or give another --name." in str(e.value)
         assert [p.name for p in run.iterdir()] == ["lock"] and (run / "lock").read_bytes() == before
-        assert_all_are_refused(run, monkeypatch)
+        # of two processes the one that does not ask for the lock is refused too
+        one = SimpleNamespace(folder=str(run), output_dir=str(run.parent))
+        with monkeypatch.context() as patch, pytest.raises(messages.UserError, match="another"):
+            patch.setattr(jax, "process_index", lambda: 1)
+            patch.setattr(processes, "all_of", lambda here: False)
+            with processes.alone_in_folder(one):
+                pass
     assert train(**flags) == 0  # what the killed process left is taken over
-    assert (
-        f"{run} is taken over from process {pid}, which ended without a word"
-        in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert f"{run} is taken over from process {pid}, which ended without a word" in said
     assert "lock" not in os.listdir(run)
     with pytest.raises(messages.UserError, match="--data"):
         train(**flags, output_dir=tmp_path / "other", data=tmp_path / "nowhere")
@@ -478,22 +436,17 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
     with contextlib.suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as f:
         while f.write(b"x" * 4096):
             pass
-    cases = dict(output_dir=[tmp_path / "file", "/proc", small_disk], name=["file", "x" * 300])
-    for flag, values in cases.items():
-        for value in values:
-            with pytest.raises(messages.UserError) as e:
-                train(**TINY, **{"output_dir": tmp_path, flag: value})
-            assert " cannot be written (" in str(e.value) and "\n" not in str(e.value), e.value
-    assert [p.name for p in small_disk.iterdir()] == ["fill"]
+    for place in (tmp_path / "file", "/proc", small_disk):
+        with pytest.raises(messages.UserError, match=r"^[^\n]* cannot be written \("):
+            train(**TINY, output_dir=place)
     with pytest.raises(messages.UserError, match="cannot be written .No space left"):
         files.write_file(str(small_disk / "plan.json"), "x" * 9000)
     for place in ("/proc/plan.json", tmp_path / "file/x/plan.json", tmp_path):
         with pytest.raises(messages.UserError, match="--plan_json .*: cannot be written"):
             files.check_place(str(place), "--plan_json")
     steps.configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
-    assert capsys.readouterr().err.startswith(
-        "warning: --compilation_cache /proc/cache/entry: cannot be written ("
-    )
+    said = capsys.readouterr().err
+    assert said.startswith("warning: --compilation_cache /proc/cache/entry: cannot be written (")
     files.check_place(str(tmp_path / "new/plan.json"), "--plan_json")
     assert not (tmp_path / "new").exists()
     assert [p.name for p in small_disk.iterdir()] == ["fill"]
@@ -501,9 +454,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
 
 def test_a_file_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
-    neighbors = {f"plan.json{end}": "mine" for end in (".part", ".tmp", "~")}
-    for name, content in neighbors.items():
-        (tmp_path / name).write_text(content)
+    (tmp_path / "plan.json.part").write_text("mine")
     before = os.umask(0o027)
     files.write_file(str(path), "old")
     os.umask(before)
@@ -522,11 +473,8 @@ def test_a_file_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(KeyboardInterrupt):
         files.write_file(str(path), "half")
-    assert (
-        path.read_text() == "new"
-        and {name: (tmp_path / name).read_text() for name in neighbors} == neighbors
-    )
-    assert set(os.listdir(tmp_path)) == {"plan.json", "link", "dangling", "folder", *neighbors}
+    assert path.read_text() == "new" and (tmp_path / "plan.json.part").read_text() == "mine"
+    assert len(os.listdir(tmp_path)) == 5, "no remains"
 
 
 def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
@@ -599,9 +547,7 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
     assert first == "SIGTERM: stopping after this step, with a checkpoint"
     assert second.endswith("; a third signal ends it at once, losing the steps from 5 to 6")
     assert third == (128 + signal.SIGTERM, "SIGTERM: ended at once, losing the steps from 5 to 6")
-    assert sorted(os.listdir(tmp_path / "runs/run/checkpoints")) == ["4", "6"], (
-        "what was begun is finished"
-    )
+    assert sorted(os.listdir(tmp_path / "runs/run/checkpoints")) == ["4", "6"]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, processes.Interrupt.FAILED])
@@ -634,33 +580,13 @@ def fake_jax(tmp_path):
 
 
 def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
-    programs = [
-        "main.py",
-        "tools/sample.py x",
-        "tools/evaluate.py x",
-        "tools/hf.py",
-        "tools/checkpoints.py list x",
-        "tools/bench.py --preset tiny",
-    ]
-    begun = [
-        subprocess.Popen(
-            [sys.executable, *p.split()],
-            cwd=ROOT,
-            env=fake_jax,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for p in programs
-    ]
-    for name, process in zip(programs, begun):
+    lost = "interrupted while no step was in progress; nothing was lost"
+    programs = {"main.py": lost, "tools/sample.py": "interrupted", "tools/bench.py": "interrupted"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for name, word in programs.items():
+        words = [sys.executable, ROOT / name, *(["x"] if "sample" in name else [])]
+        process = subprocess.Popen(words, env=fake_jax, start_new_session=True, **pipes)
         out, err = process.communicate(timeout=60)
-        word = (
-            "interrupted while no step was in progress; nothing was lost"
-            if name == "main.py"
-            else "interrupted"
-        )
         assert (process.returncode, out, err) == (130, "", word + "\n"), name
 
 
@@ -675,11 +601,7 @@ print(*set(sys.modules) - before)
 """
     words = [sys.executable, "-S", "-c", program]  # -S: without what is installed
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) <= {
-        "runtime",
-        "runtime.interrupts",
-        "_signal",
-    }
+    assert set(done.stdout.split()) <= {"runtime", "runtime.interrupts", "_signal"}
 
 
 # --- Storage without a network, or without rights -----------------------------------------------------------------
@@ -698,12 +620,12 @@ class Refusing(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(params=[401, 403])
-def denied(request, monkeypatch):
+@pytest.fixture
+def denied(monkeypatch):
     """Storage that answers so to all requests."""
     pytest.importorskip("gcsfs")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
-    server.status = request.param
+    server.status = 403
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(files, "WAITS", (0,) * 6)
@@ -715,18 +637,17 @@ def denied(request, monkeypatch):
 
 def test_missing_rights_are_one_sentence_and_nothing_else(denied, train, tmp_path, caplog, capfd):
     source = SimpleNamespace(source="gs://bucket/a.jsonl", text_column="text")
-    works = dict(
-        read=lambda: files.read_file("gs://bucket/x"),
-        write=lambda: files.write_file("gs://bucket/x", "content"),
-        source=lambda: open_source(source),
-        shards=lambda: train(data="gs://bucket/x"),
-        run=lambda: train(output_dir="gs://bucket/x"),
-        weights=lambda: train(init_from="gs://bucket/x"),
-    )
-    for name, work in works.items():
-        with pytest.raises(messages.UserError, match=r"^[^\n]*gs://bucket/\S* cannot be used") as e:
+    works = [
+        lambda: files.write_file("gs://bucket/x", "content"),
+        lambda: open_source(source),
+        lambda: train(data="gs://bucket/x"),
+        lambda: train(output_dir="gs://bucket/x"),
+        lambda: train(init_from="gs://bucket/x"),
+    ]
+    for work in works:
+        said = r"^[^\n]*gs://bucket/\S* cannot be used.*credentials are good for it\.$"
+        with pytest.raises(messages.UserError, match=said):
             work()
-        assert str(e.value).endswith("credentials are good for it."), name
     assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
 
 
@@ -738,10 +659,7 @@ def test_storage_that_does_not_answer_is_waited_for_with_a_word(monkeypatch, cap
 
     now, tries = [0.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(messages.UserError, match="OSError: no network"),
-    ):
+    with monkeypatch.context() as patch, pytest.raises(messages.UserError, match="no network"):
         patch.setattr(files, "time", clock)
         files.persist(fails, "gs://bucket/x")
     assert tries == [20, 40, 60, 80], "no try begins later than a minute"
@@ -749,12 +667,8 @@ def test_storage_that_does_not_answer_is_waited_for_with_a_word(monkeypatch, cap
     assert files.persist(lambda: time.sleep(0.2), "gs://bucket/y") is None
     files.persist(lambda: time.sleep(0.1), "/local")
     said = capsys.readouterr()
-    assert (
-        said.err.count("warning: still waiting for gs://bucket/y after")
-        == said.err.count("\n")
-        == 1
-    )
-    assert said.out == ""
+    assert said.err.startswith("warning: still waiting for gs://bucket/y after")
+    assert said.err.count("\n") == 1 and said.out == ""
     with pytest.raises(messages.UserError, match="foo://x: is no address that can be used .*foo"):
         files.read_file("foo://x")
 
@@ -800,69 +714,46 @@ sys.exit(messages.one_sentence(lambda: main.run(flags)))
 """
 BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20
 SAVE = 20
+STEPS = 120
 
 
 class Pair:
     """Two processes that train together, each under a supervisor, with the faults of `DRIVER`."""
 
-    def __init__(self, folder, shards, cache, name, faults, restarts=0, **flags):
+    def __init__(self, folder, shards, cache, name, faults, restarts):
         self.folder, self.run = folder / name, folder / "runs" / name
         self.folder.mkdir()
         (self.folder / "driver.py").write_text(
             f"ROOT = {str(ROOT)!r}\n{inspect.getsource(poisoned)}{DRIVER}"
         )
-        flags = {
-            **SMALL,
-            **TINY,
-            "n_device_axis": (2, 1, 1),
-            "n_devices": 2,
-            "train_batch_size": 4,
-            "val_batch_size": 4,
-            "output_dir": folder / "runs",
-            "data": shards,
-            "name": name,
-            "compilation_cache": cache,
-            "eval_every": 10 * SAVE,
-            "save_steps": SAVE,
-            "eval_steps": 1,
-            "max_bad_steps": 3,
-            "peer_timeout": 20,
-            "num_processes": 2,
-            "coordinator": f"127.0.0.1:{free_port()}",
-            **flags,
-        }
-        env = {
-            **os.environ,
-            "XLA_FLAGS": XLA_FLAGS,
-            "RESTART_PAUSE": "0",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
+        flags = {**SMALL, **TINY, "n_device_axis": (2, 1, 1), "n_devices": 2}
+        flags |= dict(train_batch_size=4, val_batch_size=4, eval_every=10 * SAVE, eval_steps=1)
+        flags |= dict(output_dir=folder / "runs", data=shards, name=name, compilation_cache=cache)
+        flags |= dict(save_steps=SAVE, max_bad_steps=3, peer_timeout=20, training_steps=STEPS)
+        flags |= dict(num_processes=2, coordinator=f"127.0.0.1:{free_port()}")
+        env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "RESTART_PAUSE": "0"}
         env.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax sets it here
+        supervise = ["bash", ROOT / "tools/cluster/supervise.sh", str(restarts)]
         self.supervisors, self.sinks = [], []
         for i in range(2):
-            (self.folder / str(i)).mkdir()
+            own = self.folder / str(i)
+            own.mkdir()
             faults_here = {key: v[i] if key == "unreadable" else v for key, v in faults.items()}
-            faults_here["launched"] = str(self.folder / str(i) / "launched")
+            faults_here |= {"bad": BAD, "launched": str(own / "launched")}
+            program = [sys.executable, self.folder / "driver.py", json.dumps(faults_here)]
             words = [
-                "bash",
-                ROOT / "tools/cluster/supervise.sh",
-                str(restarts),
-                self.folder / str(i),
-                sys.executable,
-                self.folder / "driver.py",
-                json.dumps({"bad": BAD} | faults_here),
+                *supervise,
+                own,
+                *program,
                 "--preset",
                 "tiny",
                 *flags_of(**flags, process_id=i),
             ]
-            with open(self.folder / str(i) / "log", "w") as log:
-                sink = subprocess.Popen(
-                    ["cat"], stdin=subprocess.PIPE, stdout=log
-                )  # a pipe has no RLIMIT_FSIZE
+            with open(own / "log", "w") as log:  # by a pipe, which has no RLIMIT_FSIZE
+                sink = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
+            out = dict(stdout=sink.stdin, stderr=subprocess.STDOUT)
             self.sinks.append(sink)
-            self.supervisors.append(
-                subprocess.Popen(words, env=env, stdout=sink.stdin, stderr=subprocess.STDOUT)
-            )
+            self.supervisors.append(subprocess.Popen(words, env=env, **out))
             sink.stdin.close()
 
     def log(self, i):
@@ -895,11 +786,11 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(shards, xla_cache, tmp_path_factory):
-    """`pair(name, **faults and flags)` -> a `Pair` that has begun; all end with the tests of this file."""
+    """`pair(name, restarts, **faults)` -> a `Pair` that has begun; all end with the tests of this file."""
     folder, pairs = tmp_path_factory.mktemp("pairs"), []
 
-    def pair(name, restarts=0, flags={}, **faults):
-        pairs.append(Pair(folder, shards, xla_cache, name, faults, restarts, **flags))
+    def pair(name, restarts=0, **faults):
+        pairs.append(Pair(folder, shards, xla_cache, name, faults, restarts))
         return pairs[-1]
 
     yield pair
@@ -907,17 +798,12 @@ def pair(shards, xla_cache, tmp_path_factory):
         one.end()
 
 
-STEPS = 120
-
-
 @pytest.fixture(scope="module")
 def undisturbed(pair):
     """meta of the last checkpoint, with its fingerprint, of a run that nothing but its data disturbed."""
-    whole = pair("whole", flags=dict(training_steps=STEPS))
+    whole = pair("whole")
     assert whole.wait() == [0, 0], whole.log(0) + whole.log(1)
-    assert "rollback 1 of 3 to step 20" in whole.log(
-        0
-    ) and "rollback 1 of 3 to step 20" in whole.log(1)
+    assert all("rollback 1 of 3 to step 20" in whole.log(i) for i in range(2))
     return meta_of(whole.run, STEPS), metrics_of(whole.run)
 
 
@@ -934,7 +820,7 @@ KILLS = int(os.environ.get("FAULT_KILLS", 3))
 def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
     """kill -9 of either process, at moments spread over the interval between saves and so within saves too."""
     rng = random.Random(KILLS)
-    disturbed = pair("killed", restarts=99, flags=dict(training_steps=STEPS), pause=0.06)
+    disturbed = pair("killed", restarts=99, pause=0.06)
     after = [
         SAVE * (n + rng.random()) / KILLS for n in range(KILLS)
     ]  # steps since a multiple of SAVE
@@ -966,7 +852,7 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
 
 def test_one_process_that_cannot_write_fails_the_save_of_all_at_once(pair, undisturbed):
     """As on a full disk; training goes on, and the next save is sound."""
-    some = pair("full", flags=dict(training_steps=STEPS), pause=0.05)
+    some = pair("full", pause=0.05)
     wait_for(lambda: max(some.launched(), default=0) > 45)
     resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (9000, -1))
     wait_for(lambda: all("checkpoint 60 could not be written" in some.log(i) for i in range(2)))
@@ -979,7 +865,7 @@ def test_one_process_that_cannot_write_fails_the_save_of_all_at_once(pair, undis
 
 
 def test_what_one_process_cannot_read_ends_both_after_a_checkpoint(pair):
-    one = pair("unreadable", flags=dict(training_steps=STEPS), unreadable=[0, 48])
+    one = pair("unreadable", unreadable=[0, 48])
     assert one.wait() == [2, 2], one.log(0) + one.log(1)
     assert one.log(1).splitlines()[-1] == "error: this shard is damaged."
     assert one.log(0).splitlines()[-1] == "error: another process failed; its log says why."

@@ -4,14 +4,12 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, small_config
+from conftest import small_config
 
 import main
 import utils
@@ -307,22 +305,3 @@ def test_missing_rows_are_said_and_those_of_steps_that_are_run_again_are_not(tmp
     metrics.mkdir()
     with pytest.raises(messages.UserError, match="metrics.jsonl: cannot be read .Is a directory"):
         opened(tmp_path)
-
-
-# --- Pictures -----------------------------------------------------------------------------------------------------
-
-
-def test_pictures_need_no_backend_of_jupyter():
-    """Its kernel names its own to the programs that it starts, whose Python may lack it."""
-    program = f"""
-import os, sys
-given = os.environ["MPLBACKEND"]
-sys.path.insert(0, {str(ROOT)!r})
-from training import runlog
-rows = [{{"step": 1, "load/expert_0": 0.25, "load/expert_1": 0.75}}]
-sys.stdout.buffer.write(runlog.draw(rows, "shares", ["load/expert_0", "load/expert_1"]))
-assert os.environ["MPLBACKEND"] == given, "what this process starts would draw elsewhere"
-"""
-    environment = {**os.environ, "MPLBACKEND": "module://backend_that_is_elsewhere"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
-    assert done.returncode == 0 and done.stdout[:4] == b"\x89PNG", done.stderr

@@ -45,7 +45,7 @@ class Progress:
         self.before = None  # validation loss of the line before
 
     def print(self, row, pace, on_disk):
-        """row: metrics of the step; pace: a paused `Pace`; on_disk: step of the newest checkpoint, or None."""
+        """row: metrics of the step; pace: a `Pace`; on_disk: step of the newest checkpoint, or None."""
         row = row | pace.since_last()
         steps = self.cfg.run.training_steps
         parts = [f"step {row['step']}/{steps}", *self.losses(row), *self.speed(row)]
@@ -333,14 +333,7 @@ PLOTS = {  # file: (title, metrics); none: those of each expert
 
 def new_figure(width, height, dpi):
     """A matplotlib Figure, sizes in inches, without pyplot: safe off the main thread, and needs no display."""
-    # Jupyter names its own backend to the programs that it starts; a Python without that cannot import matplotlib.
-    # Hidden for the import alone: what this process starts may be a notebook, whose pictures need it.
-    backend = os.environ.pop("MPLBACKEND", None)
-    try:
-        from matplotlib.figure import Figure
-    finally:
-        if backend is not None:
-            os.environ["MPLBACKEND"] = backend
+    from matplotlib.figure import Figure  # here: few programs draw
 
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 

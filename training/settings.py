@@ -20,13 +20,8 @@ MOST_PROFILED = 50  # steps; longer traces are too large for the programs that s
 # What a branch must know of its trunk's schedule, and cannot change.
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 # Of config.json, beside what must be the same.
-NEEDED_TO_RESUME = [
-    "n_device_axis",
-    "train_batch_size",
-    "accumulation_steps",
-    "val_batch_size",
-    "data",
-]
+NEEDED_TO_RESUME = {"n_device_axis", "train_batch_size", "accumulation_steps", "val_batch_size"}
+NEEDED_TO_RESUME |= {"data"}
 
 # --- Settle -----------------------------------------------------------------------------------------------------
 
@@ -336,10 +331,8 @@ def check_data(cfg, stored, fingerprint):
     of this fingerprint."""
     who = f"--name {cfg.run.name}: this run exists and"
     if not stored and cfg.run.branch_from:
-        who, stored = (
-            f"--branch_from {cfg.run.branch_from}: the trunk",
-            stored_config(cfg.run.branch_from),
-        )
+        who = f"--branch_from {cfg.run.branch_from}: the trunk"
+        stored = stored_config(cfg.run.branch_from)
     if stored and stored["data_fingerprint"] != fingerprint:
         raise UserError(
             f"{who} saw other data than is now in --data {cfg.data.data} (it was {stored['data']}); give those shards, "
@@ -400,7 +393,7 @@ def check_stored(config, folder, needed, file="config.json"):
     """Raises UserError where the {flag: value} `config` of a file of a run directory lacks one of `needed`, or has a
     value that its flag cannot have, as a file that someone edited."""
     path, advice = os.path.join(folder, file), "; put back what it was"
-    if missing := [name for name in needed if name not in config]:
+    if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
     read = utils.FIELDS.keys() - flags_with("free_on_resume") | {*needed}
     utils.read_values({n: config[n] for n in read & config.keys()}, path, advice=advice)
@@ -429,7 +422,7 @@ def check(cfg):
     check_architecture(cfg)
     check_attention(cfg)
     check_experts(cfg.model)
-    check_optimizer(cfg.optimizer)
+    check_schedule(cfg.optimizer)
     check_names(cfg)
     profiled_steps(cfg.run)
 
@@ -520,7 +513,7 @@ def check_experts(m):
         )
 
 
-def check_optimizer(o):
+def check_schedule(o):
     """Raises UserError where the parts of the learning rate's schedule do not fit together."""
     room = o.end_steps - o.warmup_steps
     if room <= 0:
@@ -547,11 +540,10 @@ def tell_schedule(cfg):
     if changed:
         words = [f"{flag} was {before[flag]} and is now {now[flag]}" for flag in changed]
         say(f"the schedule changes from here on: {', '.join(words)}")
-    if ends(o) and last < o.end_steps:
-        what = f"ends before its learning rate has come down, at --end_steps {o.end_steps}"
-        say(f"warning: --training_steps {last}: the run {what}")
-    if ends(o) and last > o.end_steps:
+    what = f"ends before its learning rate has come down, at --end_steps {o.end_steps}"
+    if last > o.end_steps:
         what = f"stays at --end_lr {o.end_lr:g} from --end_steps {o.end_steps} on"
+    if ends(o) and last != o.end_steps:
         say(f"warning: --training_steps {last}: the run {what}")
 
 
