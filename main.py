@@ -146,8 +146,13 @@ class Training:
     """
 
     def __init__(self, cfg, mesh, corpus, checkpoints, state, meta):
-        self.cfg, self.mesh, self.corpus, self.checkpoints = cfg, mesh, corpus, checkpoints
-        self.state, self.step, self.sequences = state, meta["step"], meta["sequences"]
+        self.cfg = cfg
+        self.mesh = mesh
+        self.corpus = corpus
+        self.checkpoints = checkpoints
+        self.state = state
+        self.step = meta["step"]
+        self.sequences = meta["sequences"]
         self.bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
         self.profile = Profile(cfg, self.step)
         self.per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
@@ -156,14 +161,18 @@ class Training:
 
     def run(self, train_step, evaluate, score_tasks, sample, log, progress):
         """Train to the end, or until a signal. Returns that, or 0. Raises UserError on all processes."""
-        self.train_step, self.evaluate, self.score_tasks = train_step, evaluate, score_tasks
-        self.sample, self.log, self.progress = sample, log, progress
+        self.train_step = train_step
+        self.evaluate = evaluate
+        self.score_tasks = score_tasks
+        self.sample = sample
+        self.log = log
+        self.progress = progress
         self.row = (
             None  # metrics of the newest step, from when they are fetched until they are logged
         )
         self.watchdog = Watchdog(self.cfg)
-        last, on_terminal = self.cfg.run.training_steps, sys.stderr.isatty()
-        shows_bar = on_terminal and jax.process_index() == 0
+        last = self.cfg.run.training_steps
+        shows_bar = sys.stderr.isatty() and jax.process_index() == 0
         bar = tqdm(total=last, initial=self.step, unit="step", disable=not shows_bar)
         self.meter.pace.resume(self.batches.waited)
         with Interrupt(lambda: self.checkpoints.not_saved(self.step)) as self.interrupt:

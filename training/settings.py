@@ -20,8 +20,13 @@ MOST_PROFILED = 50  # steps; longer traces are too large for the programs that s
 # What a branch must know of its trunk's schedule, and cannot change.
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 # Of config.json, beside what must be the same.
-NEEDED_TO_RESUME = {"n_device_axis", "train_batch_size", "accumulation_steps", "val_batch_size"}
-NEEDED_TO_RESUME |= {"data"}
+NEEDED_TO_RESUME = {
+    "n_device_axis",
+    "train_batch_size",
+    "accumulation_steps",
+    "val_batch_size",
+    "data",
+}
 
 # --- Settle -----------------------------------------------------------------------------------------------------
 
@@ -293,10 +298,9 @@ def keep_global_batch(flags, stored):
     train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError where none do."""
     r = flags.cfg.run
     dp, old_dp = r.n_device_axis[0], stored["n_device_axis"][0]
-    accumulated = dp * r.accumulation_steps, old_dp * stored["accumulation_steps"]
-    for flag, (parts, old_parts) in dict(
-        train_batch_size=accumulated, val_batch_size=(dp, old_dp)
-    ).items():
+    accumulated = (dp * r.accumulation_steps, old_dp * stored["accumulation_steps"])
+    batches = dict(train_batch_size=accumulated, val_batch_size=(dp, old_dp))
+    for flag, (parts, old_parts) in batches.items():
         total = stored[flag] * old_parts
         if total % parts == 0:
             flags = flags.follow(**{flag: total // parts})
@@ -540,10 +544,11 @@ def tell_schedule(cfg):
     if changed:
         words = [f"{flag} was {before[flag]} and is now {now[flag]}" for flag in changed]
         say(f"the schedule changes from here on: {', '.join(words)}")
-    what = f"ends before its learning rate has come down, at --end_steps {o.end_steps}"
-    if last > o.end_steps:
+    if ends(o) and last < o.end_steps:
+        what = f"ends before its learning rate has come down, at --end_steps {o.end_steps}"
+        say(f"warning: --training_steps {last}: the run {what}")
+    if ends(o) and last > o.end_steps:
         what = f"stays at --end_lr {o.end_lr:g} from --end_steps {o.end_steps} on"
-    if ends(o) and last != o.end_steps:
         say(f"warning: --training_steps {last}: the run {what}")
 
 
