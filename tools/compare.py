@@ -91,7 +91,7 @@ def read_curve(folder):
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
     settings.check_stored(config, folder, settings.NEEDED_TO_RESUME)
     cfg = common.stored_config(config)
-    rows = runlog.rows_in(read_file(os.path.join(folder, "metrics.jsonl")) or b"")
+    rows, _ = runlog.read_rows(read_file(os.path.join(folder, "metrics.jsonl")) or b"")
     evaluated = [row for row in rows if "loss/val_cross_entropy_loss" in row]
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
