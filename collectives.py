@@ -106,11 +106,10 @@ def largest(x, axes):
 # --- Weights ----------------------------------------------------------------------------------------------------
 
 
-class Weights(NamedTuple):
+class WithGrad(NamedTuple):
     """A weight, or a tree of weights, paired with a float32 zero whose cotangent accumulates the gradient.
 
-    Layers read `value`, in model_dtype. Its own cotangent is dropped: the gradient travels through `grad`, in float32,
-    as `architectures.layers.take` says with an example.
+    Layers read `value`, in model_dtype; its own cotangent is dropped. `architectures.layers.take` has an example.
     """
 
     value: jax.Array
@@ -121,12 +120,12 @@ class Weights(NamedTuple):
 def gather_weight(w, p, dtype):
     """Gather a weight just before use (ZeRO-3, arXiv:1910.02054, section 5.3).
 
-    w is stored in float32 as its `Param` p says. Returns `Weights`: the whole weight, or where several devices share an
-    expert this device's one, in `dtype`, which is also what travels. Transpose: the gradient is reduced and scattered
-    to where the weight is stored, in float32.
+    w is stored in float32 as its `Param` p says. Returns `WithGrad` of the whole weight, or of this device's expert
+    where several share one, in `dtype`, which is also what travels. Transpose: the gradient is reduced and scattered to
+    where the weight is stored, in float32.
     """
     whole = _whole(w.astype(dtype), p)
-    return Weights(whole, jnp.zeros(whole.shape, jnp.float32))
+    return WithGrad(whole, jnp.zeros(whole.shape, jnp.float32))
 
 
 def _gather_weight_forward(w, p, dtype):

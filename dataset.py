@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from collectives import BATCH_SPEC
 from data import manifest
 from data.storage import BLOCK, Cache, Shard, list_shards
-from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer, shards_tokenizer
+from data.tokenization import content_sha256, load_tokenizer, shards_tokenizer
 from runtime.files import is_remote
 from runtime.messages import UserError
 
@@ -50,15 +50,14 @@ class Corpus:
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
         self.manifest = manifest.read(self.folder)
-        blocks = os.path.join(cfg.data.cache_dir, "blocks")
-        self.shards = self._open_shards(Cache(blocks, cfg.data.cache_gb * 1e9), only)
-        # what nothing verifies of them, as a warning; "" where all is verified
+        # what nothing verifies of the shards, as a warning; "" where all is verified
         self.unverified = manifest.unverified(self.folder, self.manifest)
         # mean number of UTF-8 bytes of a token, or None where no manifest tells
         made = self.manifest
         self.bytes_per_token = made["bytes"] / made["tokens"] if made else None
         self._check_tokenizer(cfg.data.tokenizer)
-        self.tokenizer = shards_tokenizer(root, self.manifest, cfg.data.tokenizer)
+        self.tokenizer = shards_tokenizer(root, made, cfg.data.tokenizer)
+        self.shards = self._open_shards(cfg.data, only)
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
         self.n_sequences = int(self.counts.sum())
@@ -70,19 +69,21 @@ class Corpus:
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(self._check, self.shards))
 
-    def _open_shards(self, cache, only):
+    def _open_shards(self, data, only):
         """The shards, sorted by name. A manifest, where there is one, says which must be there."""
         found = list_shards(self.folder)
+        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         if only:
             found = {name: info for name, info in found.items() if name == only}
+            entries = {name: entry for name, entry in entries.items() if name == only}
         if self.manifest:
-            manifest.check_files(self.folder, self.manifest, found, only)
-        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
+            manifest.check_files(self.folder, self.manifest["dtype"], entries, found)
         if not found:
             raise UserError(
                 f"--data: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
                 f"makes them (val with a --val_fraction above 0), and run.sh local does so by itself."
             )
+        cache = Cache(os.path.join(data.cache_dir, "blocks"), data.cache_gb * 1e9)
         return [
             Shard(os.path.join(self.folder, name), info, entries.get(name, {}), cache)
             for name, info in found.items()
@@ -101,12 +102,9 @@ class Corpus:
                 f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
                 f"of {vocabulary} ({made_with}); give that or other shards."
             )
-        same = not flag or not made_with or flag == made_with
-        # a tokenizer's file is copied beside the shards under another name
-        kind = os.path.splitext(flag)[1]
-        if not same and kind in TOKENIZER_FILES and made_with.endswith(kind):
-            same = content_sha256(load_tokenizer(flag)) == self.manifest["tokenizer_sha256"]
-        if not same:
+        if not flag or not made_with or flag == made_with:
+            return
+        if content_sha256(load_tokenizer(flag)) != self.manifest["tokenizer_sha256"]:
             raise UserError(
                 f"--tokenizer {flag}: the shards in {self.folder} were made with another one ({made_with}); give "
                 f"that one or other shards."
@@ -188,53 +186,43 @@ def permute(index, size, key):
 class Mixture:
     """The corpora of --mix, or the one of --data, in shares of the sequences that are fixed within a phase.
 
-    `folder` is the split, train or val. With `optional`, corpora that lack it are left out and the others keep their
-    proportions; such a mixture has one phase, with the mean shares of the run. Raises UserError where a corpus or the
-    mixture does not fit.
+    folder: the split, train or val. n_train: sequences of the run, a share of which each phase takes; None, as for
+    validation: one phase with the mean shares of the run, of those corpora that have the split. Raises UserError where
+    a corpus or the mixture does not fit.
     """
 
-    def __init__(self, cfg, folder, optional=False):
+    def __init__(self, cfg, folder, n_train=None):
         self.mix = cfg.data.mix
-        phases = parse_mix(self.mix) or [(1.0, {"": 1.0})]
+        phases = parse_mix(self.mix)
         average = average_mix(phases)
-        names = list(average)
-        roots = {name: corpus_root(cfg, name) for name in names}
-        if optional:
+        roots = {name: corpus_root(cfg, name) for name in average}
+        names = list(roots)
+        if n_train is None:
             phases = [(1.0, average)]
-            has_split = {n for n in names if list_shards(os.path.join(roots[n], folder))}
+            has_split = [n for n in names if list_shards(os.path.join(roots[n], folder))]
             # where none has the split, opening the first one says so
-            names = [n for n in names if n in has_split] or names
+            names = has_split or names
         self.T = cfg.model.T
         self.names = names
         self.corpora = [Corpus(cfg, roots[name], folder) for name in names]
+        self.folder = ", ".join(corpus.folder for corpus in self.corpora)  # for messages
         self.tokenizer = self.corpora[0].tokenizer  # name or file, "" where nothing names it
         if len({corpus.manifest.get("tokenizer_sha256") for corpus in self.corpora}) > 1:
             folders = " and ".join(corpus.folder for corpus in self.corpora)
             raise UserError(
                 f"--mix: {folders} were made with different tokenizers; tokenize all with the same one."
             )
-        self.ends = [end for end, _ in phases]  # shares of the run
         # [phases, corpora]: sequences of each corpus in a period
         self.shares = np.array([shares_of(mix, names) for _, mix in phases])
-        if len(phases) == 1:
-            self.begin_phases(0)
-
-    def begin_phases(self, n):
-        """Place the phases in a run of n sequences; one phase alone needs none. Raises UserError where one is empty."""
-        self.phases = [Phase(self.shares[0], 0, np.zeros(len(self.names), np.int64))]
-        for end, shares in zip(self.ends, self.shares[1:]):
-            before = self.phases[-1]
-            start = round(end * n)
-            if not before.start < start < n:
-                raise UserError(
-                    f"--mix {self.mix}: a phase of it has no sequence in a run of {n:,}; give a longer phase or run."
-                )
-            self.phases.append(Phase(shares, start, before.seen(start)))
-
-    @property
-    def borders(self):
-        """The number of the first sequence of each phase but the first."""
-        return [phase.start for phase in self.phases[1:]]
+        # the number of the first sequence of each phase but the first
+        self.borders = [round(end * n_train) for end, _ in phases[:-1]]
+        if self.borders and np.diff([0, *self.borders, n_train]).min() < 1:
+            raise UserError(
+                f"--mix {self.mix}: a phase of it has no sequence in a run of {n_train:,}; give a longer phase or run."
+            )
+        self.patterns = [Pattern(self.shares[0], 0, np.zeros(len(names), np.int64))]
+        for start, shares in zip(self.borders, self.shares[1:]):
+            self.patterns.append(Pattern(shares, start, self.patterns[-1].seen(start)))
 
     def check_borders(self, borders, n):
         """Raises UserError where the first n sequences, read when the phases had these borders, would be others now."""
@@ -246,43 +234,34 @@ class Mixture:
             )
 
     @property
-    def folder(self):
-        """The corpora's folders, for messages."""
-        return ", ".join(corpus.folder for corpus in self.corpora)
-
-    @property
     def n_sequences(self):
         """Sequences that a mixture of one phase yields before one is seen again."""
-        (phase,) = self.phases
+        (pattern,) = self.patterns
         ends = []
         for k, corpus in enumerate(self.corpora):
-            periods, rest = divmod(corpus.n_sequences, int(phase.shares[k]))
-            ends.append(periods * len(phase.which) + np.flatnonzero(phase.which == k)[rest])
+            periods, rest = divmod(corpus.n_sequences, int(pattern.shares[k]))
+            ends.append(periods * len(pattern.which) + np.flatnonzero(pattern.which == k)[rest])
         return int(min(ends))
 
     @property
     def bytes_per_token(self):
         """Mean number of UTF-8 bytes of a token of a mixture of one phase, or None where no manifest tells."""
-        (phase,) = self.phases
         each = [corpus.bytes_per_token for corpus in self.corpora]
-        return None if None in each else float(np.average(each, weights=phase.shares))
+        return None if None in each else float(np.average(each, weights=self.shares[0]))
 
     def check_encoding(self, encoding):
-        """Raises UserError where the content of a tokenizer is not that with which all shards were made."""
-        if encoding is None:
-            return
-        made_with = {"tokenizer_sha256": content_sha256(encoding), "vocab_size": encoding.n_vocab}
-        for corpus in filter(lambda corpus: corpus.manifest, self.corpora):
-            differ = [key for key, value in made_with.items() if corpus.manifest[key] != value]
-            if differ:
+        """Raises UserError where the content of a tokenizer, if it is not None, is not that which made all shards."""
+        for corpus in self.corpora:
+            made_with = corpus.manifest.get("tokenizer_sha256")
+            if encoding and made_with and made_with != content_sha256(encoding):
                 raise UserError(
-                    f"{self.tokenizer}: is not the tokenizer that made the shards in {corpus.folder} ({differ[0]} of "
-                    f"their manifest is another); put back what it was, or tokenize the text again."
+                    f"{self.tokenizer}: is not the tokenizer that made the shards in {corpus.folder} (tokenizer_sha256 "
+                    f"of their manifest is another); put back what it was, or tokenize the text again."
                 )
 
     def epochs(self, n):
         """{metric: how often each corpus has been seen} after n sequences."""
-        seen = self.phases[np.searchsorted(self.borders, n, "right")].seen(n)
+        seen = self.patterns[np.searchsorted(self.borders, n, "right")].seen(n)
         metrics = {}
         for name, n_seen, corpus in zip(self.names, seen, self.corpora):
             metric = f"data/epoch_{name}" if name else "data/epoch"
@@ -292,25 +271,26 @@ class Mixture:
     def sequences(self, numbers, seed):
         """int32 [n, T + 1]: the sequences with the given numbers [n], counted from the start of training."""
         numbers = np.asarray(numbers)
-        phase_of = np.searchsorted(self.borders, numbers, "right")
-        which = np.empty_like(numbers)
-        in_corpus = np.empty_like(numbers)
-        for i in np.unique(phase_of).tolist():
-            here = phase_of == i
-            which[here], in_corpus[here] = self.phases[i].places(numbers[here])
+        phases = np.searchsorted(self.borders, numbers, "right")
         rows = np.empty((len(numbers), self.T + 1), np.int32)
-        for k in np.unique(which).tolist():
-            here = which == k
-            rows[here] = self.corpora[k].sequences(in_corpus[here], seed)
+        for phase in np.unique(phases).tolist():
+            here = np.flatnonzero(phases == phase)
+            which, places = self.patterns[phase].places(numbers[here])
+            for k in np.unique(which).tolist():
+                of_corpus = which == k
+                rows[here[of_corpus]] = self.corpora[k].sequences(places[of_corpus], seed)
         return rows
 
 
-class Phase:
-    """A stretch of a mixture: a period of sequences that repeats.
+class Pattern:
+    """Which sequences a phase of a mixture takes: a period that repeats.
 
-    Within a period the i-th of the c sequences of a corpus stands at the fraction (i + 1/2) / c, so every stretch has
+    Within a period the i-th of the c sequences of a corpus lies at the fraction (i + 1/2) / c, so every stretch has
     the shares to within about a sequence. Every corpus continues where the phase before left it, and from period to
     period, so it is read as it would be alone.
+
+    Example: shares [2, 1] lie at the fractions (1/4, 3/4) and (1/2), so a period is a b a: which [0, 1, 0], rank
+    [0, 0, 1]. From start 0, sequence 100 of the run is at 1 in period 33, so it is number 33 of b.
 
     shares: int64 [corpora]: sequences of each corpus in a period. start: number of the phase's first sequence.
     before: int64 [corpora]: sequences of each corpus before that one.
@@ -320,8 +300,7 @@ class Phase:
         self.shares = shares
         self.start = start
         self.before = before
-        # In a period of sum(shares) sequences, sequence j is number rank[j] of corpus which[j]. Shares [2, 1] have the
-        # fractions (1/4, 3/4) and (1/2): which [0, 1, 0], rank [0, 0, 1].
+        # in a period of sum(shares) sequences, sequence j is number rank[j] of corpus which[j]
         ranks = [np.arange(share) for share in shares]
         fractions = [(rank + 0.5) / len(rank) for rank in ranks]
         order = np.argsort(np.concatenate(fractions), kind="stable")
@@ -350,7 +329,7 @@ def manifests(cfg, *splits):
     """[(root, folder, its manifest, {} without one)] of the folders `splits` that hold shards, of the corpora of --mix
     or of the one of --data."""
     found = []
-    for name in average_mix(parse_mix(cfg.data.mix) or [(1.0, {"": 1.0})]):
+    for name in average_mix(parse_mix(cfg.data.mix)):
         root = corpus_root(cfg, name)
         for folder in [os.path.join(root, split) for split in splits]:
             if list_shards(folder):
@@ -392,12 +371,11 @@ def average_mix(phases):
 
 
 def data_fingerprint(*mixtures):
-    """Hash of what the shards of the mixtures hold, wherever they stand."""
+    """Hash of what the shards of the mixtures hold, wherever they lie."""
     corpora = []
-    for corpus in itertools.chain.from_iterable(mixture.corpora for mixture in mixtures):
-        entries = [dict(entry) for entry in corpus.manifest.get("shards", [])]
-        for entry in entries:
-            entry.pop("crc32", None)
+    for corpus in [corpus for mixture in mixtures for corpus in mixture.corpora]:
+        keys = ("name", "tokens", "sha256")
+        entries = [{key: entry[key] for key in keys} for entry in corpus.manifest.get("shards", [])]
         by_length = [(os.path.basename(shard.path), shard.length) for shard in corpus.shards]
         corpora.append([entries or by_length, corpus.manifest.get("tokenizer_sha256")])
     return hashlib.sha256(json.dumps(corpora).encode()).hexdigest()
@@ -411,12 +389,14 @@ PART_OF_MIX = re.compile(rf"\s*(.+):({NUMBER})(?:\s+until\s+({NUMBER}))?\s*")
 
 
 def parse_mix(mix):
-    """The phases of --mix, [] for "": [(share of the run at which it ends, {name: weight})]. Raises UserError.
+    """The phases of --mix: [(share of the run at which it ends, {name: weight})]. Raises UserError.
 
-    Example: "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})].
+    Example: "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})], and "" is one corpus "".
     """
+    if not mix:
+        return [(1.0, {"": 1.0})]
     phases, weights, before = [], {}, 0.0
-    for part in filter(None, mix.split(",")):
+    for part in mix.split(","):
         found = PART_OF_MIX.fullmatch(part)
         if not found or not 0 < float(found[2]) < float("inf") or found[1] in weights:
             raise UserError(
@@ -433,9 +413,9 @@ def parse_mix(mix):
             before = float(found[3])
             phases.append((before, weights))
             weights = {}
-    if phases and not weights:
+    if not weights:
         raise UserError(f"--mix {mix}: nothing follows the last until; {EXAMPLE}.")
-    return [*phases, (1.0, weights)] if weights else []
+    return [*phases, (1.0, weights)]
 
 
 # --- Batches ----------------------------------------------------------------------------------------------------
@@ -489,28 +469,26 @@ class Prefetch:
         if not self.ahead:
             self.close()
             raise StopIteration
-        self._wait(self.ahead[0])
-        return self.ahead.popleft().result()
+        return self._wait(self.ahead.popleft()).result()
 
     def error(self, n):
         """The first error among the next n items, or None. Waits until they are made."""
         self._begin(self.depth)
-        for item in itertools.islice(self.ahead, n):
-            self._wait(item)
-            if item.exception():
-                return item.exception()
+        errors = [self._wait(item).exception() for item in itertools.islice(self.ahead, n)]
+        return next(filter(None, errors), None)
 
     def _begin(self, n):
         for number in itertools.islice(self.numbers, n - len(self.ahead)):
             self.ahead.append(self.worker.submit(self.make, number))
 
     def _wait(self, item):
-        if item.done():
-            return
-        self.busy()
-        began = time.monotonic()
-        wait([item])
-        self.waited += time.monotonic() - began
+        """The future `item`, when it is done."""
+        if not item.done():
+            self.busy()
+            began = time.monotonic()
+            wait([item])
+            self.waited += time.monotonic() - began
+        return item
 
     def close(self):
         """Make no more items; wait for the one that is being made."""

@@ -28,9 +28,8 @@ if __name__ == "__main__":  # flags for XLA must stand in the environment before
     if flags.cfg.plan.plan:
         platforms.use_no_device()
         from planning import plan
-        from runtime import program
 
-        program.run(lambda: plan.main(flags))
+        interrupts.run(lambda: plan.main(flags))
     n_processes = one_sentence(lambda: command_line.check_processes(flags))
     platforms.set_xla_flags(flags.cfg.run.n_devices, n_processes)
 
@@ -53,13 +52,13 @@ from runtime.processes import (
     join_processes,
     together,
 )
-from training import settings, steps
+from training import events, settings, steps
 from training.bad_steps import BadSteps
 from training.meter import Meter
 from training.optimizer import make_optimizer
 from training.profiling import Profile
 from training.run_checkpoints import RunCheckpoints
-from training.runlog import Progress, RunLog, check_loggers, duration, uploading
+from training.runlog import NoLog, Progress, RunLog, duration
 
 # --- The run ------------------------------------------------------------------------------------------------------
 
@@ -75,7 +74,7 @@ def main(flags):
     of_weights, load_weights = None, None
     if asked.run.init_from:
         of_weights, load_weights = weights.open_weights(asked.run.init_from)
-    on_main_process(lambda: check_loggers(asked.run))
+    on_main_process(lambda: events.check(asked.run))
     with alone_in_folder(asked.run):
         stored = settings.stored_config(asked.run.folder)
         shards = manifests(asked, "train", "val")
@@ -97,18 +96,7 @@ def train(cfg, stored, encoding, load_weights):
     began = time.time()
 
     # --- Data
-    corpus = Mixture(cfg, "train")
-    val_corpus = Mixture(cfg, "val", optional=True)
-    for part in (corpus, val_corpus):
-        part.check_encoding(encoding)
-    data = data_fingerprint(corpus, val_corpus)
-    alike = utils.flatten(cfg).keys() - utils.flags_with("per_process")
-    check_agreement(
-        {flag: utils.flatten(cfg)[flag] for flag in sorted(alike)}, data, cfg.run.folder
-    )
-    settings.check_data(cfg, stored, data)
-    per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
-    corpus.begin_phases(cfg.run.training_steps * per_step)
+    corpus, val_corpus, data = open_data(cfg, stored, encoding)
 
     # --- Mesh, model
     mesh = steps.make_mesh(cfg)
@@ -121,11 +109,10 @@ def train(cfg, stored, encoding, load_weights):
     checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders)
     with memory_explained(cfg):
         state, meta = checkpoints.restore_or_begin()
-    step, sequences = meta["step"], meta["sequences"]
-    corpus.check_borders(meta.get("mix_borders", []), sequences)
-    bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
+    step = meta["step"]
+    corpus.check_borders(meta.get("mix_borders", []), meta["sequences"])
     if step:
-        say(f"resuming {cfg.run.name} at step {step}, after {sequences:,} sequences")
+        say(f"resuming {cfg.run.name} at step {step}, after {meta['sequences']:,} sequences")
     if step >= cfg.run.training_steps:
         say(f"nothing to do: --training_steps {cfg.run.training_steps} is reached")
         checkpoints.close()
@@ -133,110 +120,179 @@ def train(cfg, stored, encoding, load_weights):
     on_main_process(lambda: settings.tell_schedule(cfg))
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
-    profile = Profile(cfg, step)
-    meter = Meter(per_step * corpus.T, corpus, bad_steps, profile)
-    batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
+    training = Training(cfg, mesh, corpus, checkpoints, state, meta)
     evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
-    judge = open_judge(cfg, mesh, encoding)
+    score_tasks = open_tasks(cfg, mesh, encoding)
     with memory_explained(cfg):
         train_step = compile_train_step(cfg, mesh, optimizer, schedule)
     sample = make_sampler(cfg, mesh, encoding)
 
     # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
-    log = RunLog(cfg, step, active=jax.process_index() == 0)
+    log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
     progress = Progress(cfg, val_corpus.bytes_per_token, planned_speed(cfg))
-    row = None  # metrics of the newest step, from when they are fetched until they are logged
 
-    # --- Loop: the host runs one step ahead of the devices
-    watchdog = Watchdog(cfg)
-    bar = tqdm(total=cfg.run.training_steps, initial=step, unit="step", disable=not shows_bar())
-    meter.pace.resume(batches.waited)
-    with memory_explained(cfg), Interrupt(lambda: checkpoints.not_saved(step)) as interrupt:
-        try:
-            while True:
-                if bad_steps.due:
-                    bad_steps.check()
-                    watchdog.begin("rollback", step)
-                    sequences = bad_steps.due.sequences
-                    batches.close()
-                    meter.restart()
-                    state = None  # the devices have room for one
-                    state, meta = checkpoints.roll_back(bad_steps.due.before)
-                    step = meta["step"]
-                    bad_steps.rolled_back(step)
-                    batches = read_batches(cfg, corpus, mesh, step, sequences, meter)
-                    interrupt.forget_failure()  # of a batch that may be left out now
-                    log.rewind(step)
-                    meter.pace.resume(batches.waited)
+    # --- Loop
+    with memory_explained(cfg):
+        signalled = training.run(train_step, evaluate, score_tasks, sample, log, progress)
+    return tell_end(cfg, checkpoints, training.step, signalled, time.time() - began)
 
-                watchdog.begin("training", step + 1)
-                profile.begin(step + 1, train_step, meter.wait)
-                with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
-                    state, metrics = train_step(state, *next(batches))
-                step, sequences = step + 1, sequences + per_step
-                if cfg.run.profile and step == profile.first:
-                    write_memory_profile(cfg, "memory")
-                finished = meter.launched(step, sequences, metrics, batches.waited)
-                if finished:
-                    log.metrics(finished)
-                bar.update(step - bar.n)
 
-                # Several processes must know of the step after next: they agree on an answer a step late.
-                error = batches.error(min(2, jax.process_count()))
-                signalled = interrupt.agreed(error)  # a later signal belongs to the next step
-                last = step == cfg.run.training_steps
-                stops = signalled or last
-                evaluates = step % cfg.run.eval_every == 0 or (last and not signalled)
-                samples = last or step % cfg.run.save_steps == 0
-                if not (evaluates or stops or samples):
-                    continue
+class Training:
+    """The loop of a run. The host runs one step ahead of the devices.
 
-                row = meter.fetch()
-                meter.pace.pause()
-                if evaluates:
-                    watchdog.begin("evaluation", step)
-                    row |= evaluate(state.params)
-                    progress.print(row, meter.pace, checkpoints.on_disk)
-                    row |= judge(state.params, step, last, watchdog)
-                log.metrics(row)
-                val_loss = row.get("loss/val_cross_entropy_loss")
-                row = None
-                if evaluates or stops:
-                    log.plots()
-                samples = last or (samples and not bad_steps.in_progress)
-                if stops or samples:
-                    watchdog.begin("checkpoint", step)
-                    log.flush()
-                    checkpoints.save(step, sequences, state, bad_steps, val_loss)
-                if samples:  # also before a stop: the run that resumes draws none of this step
-                    watchdog.begin("sampling", step)
-                    texts = sample(state.params)
-                    if texts:
-                        log.text(step, texts)
-                if signalled == interrupt.FAILED:
-                    raise error or UserError(ANOTHER)
-                if stops:
-                    break
-                meter.pace.resume(batches.waited)
-        except UserError:
-            # All processes raise it at the same step, mostly because storage failed: keep what was reached.
-            row = row or meter.fetch()
-            if row:
-                log.metrics(row)
-            if not bad_steps.due:
-                log.flush()
-                checkpoints.save(step, sequences, state, bad_steps)
-            raise
-        finally:
-            watchdog.over.set()
-            profile.close()
-            meter.close()
-            bar.close()
-            checkpoints.close()
-            log.close()
-            batches.close()  # last: a read that storage does not answer may take a minute to give up
-    return tell_end(cfg, checkpoints, step, signalled, time.time() - began)
+    state: TrainState after `step` steps on `sequences` sequences, which `checkpoints` restored with its meta.
+    """
+
+    def __init__(self, cfg, mesh, corpus, checkpoints, state, meta):
+        self.cfg = cfg
+        self.mesh = mesh
+        self.corpus = corpus
+        self.checkpoints = checkpoints
+        self.state = state
+        self.step = meta["step"]
+        self.sequences = meta["sequences"]
+        self.bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
+        self.profile = Profile(cfg, self.step)
+        self.per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
+        self.meter = Meter(self.per_step * corpus.T, corpus, self.bad_steps, self.profile)
+        self.batches = self.read_batches()
+
+    def run(self, train_step, evaluate, score_tasks, sample, log, progress):
+        """Train to the end, or until a signal. Returns that, or 0. Raises UserError on all processes."""
+        self.train_step = train_step
+        self.evaluate = evaluate
+        self.score_tasks = score_tasks
+        self.sample = sample
+        self.log = log
+        self.progress = progress
+        self.row = (
+            None  # metrics of the newest step, from when they are fetched until they are logged
+        )
+        self.watchdog = Watchdog(self.cfg)
+        last = self.cfg.run.training_steps
+        shows_bar = sys.stderr.isatty() and jax.process_index() == 0
+        bar = tqdm(total=last, initial=self.step, unit="step", disable=not shows_bar)
+        self.meter.pace.resume(self.batches.waited)
+        with Interrupt(lambda: self.checkpoints.not_saved(self.step)) as self.interrupt:
+            try:
+                signalled = 0
+                while self.step < last and not signalled:
+                    if self.bad_steps.due:
+                        self.roll_back()
+                    self.train()
+                    bar.update(self.step - bar.n)
+                    signalled = self.look()
+                return signalled
+            except UserError:
+                # All processes raise it at the same step, mostly because storage failed: keep what was reached.
+                self.keep()
+                raise
+            finally:
+                self.watchdog.over.set()
+                self.profile.close()
+                bar.close()
+                self.checkpoints.close()
+                self.log.close()
+                self.batches.close()  # last: it may take a minute until a read without an answer is given up
+
+    def train(self):
+        """Launch a step, and log the one before."""
+        self.watchdog.begin("training", self.step + 1)
+        self.profile.begin(self.step + 1, self.train_step, self.meter.wait)
+        with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+            self.state, metrics = self.train_step(self.state, *next(self.batches))
+        self.step += 1
+        self.sequences += self.per_step
+        if self.cfg.run.profile and self.step == self.profile.first:
+            write_memory_profile(self.cfg, "memory")
+        before = self.meter.launched(self.step, self.sequences, metrics, self.batches.waited)
+        if before:
+            self.log.metrics(before)
+
+    def look(self):
+        """Evaluate, save and sample where that is due after a step. Returns the signal to stop for, or 0."""
+        run, step = self.cfg.run, self.step
+        # Several processes must know of the step after next: they agree on an answer a step late.
+        error = self.batches.error(min(2, jax.process_count()))
+        signalled = self.interrupt.agreed(error)  # a later signal belongs to the next step
+        last = step == run.training_steps
+        evaluates = step % run.eval_every == 0 or (last and not signalled)
+        samples = last or step % run.save_steps == 0
+        if not (evaluates or signalled or samples):
+            return 0
+        self.row = self.meter.fetch()
+        if evaluates:
+            self.watchdog.begin("evaluation", step)
+            self.row |= self.evaluate(self.state.params)
+            self.progress.print(self.row, self.meter.pace, self.checkpoints.on_disk)
+            self.row |= self.score_tasks(self.state.params, step, last, self.watchdog)
+        val_loss = self.row.get("loss/val_cross_entropy_loss")
+        self.log_row()
+        if evaluates or signalled:
+            self.log.plots()
+        samples = last or (samples and not self.bad_steps.in_progress)
+        if signalled or samples:
+            self.save(val_loss)
+        if samples:  # also before a stop: the run that resumes draws none of this step
+            self.watchdog.begin("sampling", step)
+            texts = self.sample(self.state.params)
+            if texts:
+                self.log.text(step, texts)
+        if signalled == self.interrupt.FAILED:
+            raise error or UserError(ANOTHER)
+        self.meter.pace.resume(self.batches.waited)
+        return signalled
+
+    def log_row(self):
+        self.log.metrics(self.row)
+        self.row = None
+
+    def save(self, val_loss=None):
+        """Begin to write a checkpoint."""
+        self.watchdog.begin("checkpoint", self.step)
+        self.log.flush()
+        self.checkpoints.save(self.step, self.sequences, self.state, self.bad_steps, val_loss)
+
+    def keep(self):
+        """Log and save what was reached before an error."""
+        self.row = self.row or self.meter.fetch()
+        if self.row:
+            self.log_row()
+        if not self.bad_steps.due:
+            self.save()
+
+    def roll_back(self):
+        """Return to the checkpoint before the bad steps; training continues with the data after them."""
+        due = self.bad_steps.due
+        self.bad_steps.check()
+        self.watchdog.begin("rollback", self.step)
+        self.batches.close()
+        self.meter.restart()
+        self.state = None  # the devices have room for one
+        self.state, meta = self.checkpoints.roll_back(due.before)
+        self.step, self.sequences = meta["step"], due.sequences
+        self.bad_steps.rolled_back(self.step)
+        self.batches = self.read_batches()
+        self.interrupt.forget_failure()  # of a batch that may be left out now
+        self.log.rewind(self.step)
+        self.meter.pace.resume(self.batches.waited)
+
+    def read_batches(self):
+        """Iterator over the batches of the next steps, read ahead. Raises UserError on all processes where the first
+        ones cannot be read."""
+        shape = steps.batch_shape(self.cfg)
+        end = self.sequences + (self.cfg.run.training_steps - self.step) * self.per_step
+        order = functools.partial(self.corpus.sequences, seed=self.cfg.run.seed)
+
+        def batch_from(first):
+            return put_batch(order, first, shape, self.mesh)
+
+        batches = Prefetch(
+            batch_from, range(self.sequences, end, self.per_step), busy=self.meter.wait
+        )
+        together(batches.error(2))
+        return batches
 
 
 # --- Its parts ----------------------------------------------------------------------------------------------------
@@ -262,13 +318,29 @@ def warn_of_length(cfg, T):
         say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
 
 
+def open_data(cfg, stored, encoding):
+    """(training data, validation data, their fingerprint), checked against the run that `stored` describes and the
+    other processes."""
+    per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
+    corpus = Mixture(cfg, "train", cfg.run.training_steps * per_step)
+    val_corpus = Mixture(cfg, "val")
+    for part in (corpus, val_corpus):
+        part.check_encoding(encoding)
+    data = data_fingerprint(corpus, val_corpus)
+    flags = utils.flatten(cfg)
+    alike = sorted(flags.keys() - utils.flags_with("per_process"))
+    check_agreement({flag: flags[flag] for flag in alike}, data, cfg.run.folder)
+    settings.check_data(cfg, stored, data)
+    return corpus, val_corpus, data
+
+
 def print_setup(cfg, corpus, val_corpus):
-    """Print what is about to run: mesh, model, data."""
+    """Print the mesh, the model and the data."""
     dp, pp, tp = cfg.run.n_device_axis
     kind = jax.devices()[0].device_kind
     say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
     if jax.default_backend() != "cpu" and chips.chip_of(kind) is None:
-        say(f"the peak of {kind} is not known, so no MFU is told")
+        say(f"the peak of {kind} is not known, so no MFU is shown")
     say(f"parameters: {steps.count_in_words(cfg)}")
     shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
     for k, part in enumerate(corpus.corpora):
@@ -283,36 +355,20 @@ def print_setup(cfg, corpus, val_corpus):
     say(f"{math.prod(steps.batch_shape(cfg)):,} tokens a step")
 
 
-def read_batches(cfg, corpus, mesh, step, sequences, meter):
-    """Iterator over the batches of the steps after `step`, from the training data after `sequences` sequences on, read
-    ahead. Raises UserError on all processes where the first ones cannot be read."""
-    shape = steps.batch_shape(cfg)
-    per_step = math.prod(shape[:-1])
-    end = sequences + (cfg.run.training_steps - step) * per_step
-    order = functools.partial(corpus.sequences, seed=cfg.run.seed)
-
-    def batch_from(first):
-        return put_batch(order, first, shape, mesh)
-
-    batches = Prefetch(batch_from, range(sequences, end, per_step), busy=meter.wait)
-    together(batches.error(2))
-    return batches
-
-
-def open_judge(cfg, mesh, encoding):
-    """What `make_judge` of inference/tasks.py makes for --eval_tasks; without that flag one that says nothing. Raises
-    UserError on all processes where one cannot ask these tasks."""
-    judge, error = (lambda *_: {}), None
+def open_tasks(cfg, mesh, encoding):
+    """What `make_judge` of inference/tasks.py makes for --eval_tasks; without that flag a function that returns {}.
+    Raises UserError on all processes where one has no such tasks."""
+    score_tasks, error = (lambda *_: {}), None
     try:
         if cfg.run.eval_tasks:
             from inference import tasks  # here: it imports lm_eval
 
-            judge = tasks.make_judge(cfg, mesh, encoding)
+            score_tasks = tasks.make_judge(cfg, mesh, encoding)
     except UserError as e:  # which knows the flags of tools/evaluate.py
         said = str(e).replace("--tasks", "--eval_tasks")
         error = UserError(said.replace("--include_path", "--eval_tasks"))
     together(error)
-    return judge
+    return score_tasks
 
 
 def compile_train_step(cfg, mesh, optimizer, schedule):
@@ -375,11 +431,6 @@ def write_memory_profile(cfg, name):
     say(f"--profile: {path} holds what is in the devices' memory now")
 
 
-def shows_bar():
-    """Whether this process shows a progress bar."""
-    return jax.process_index() == 0 and sys.stderr.isatty()
-
-
 def tell_end(cfg, checkpoints, step, signalled, seconds):
     """Print how the run ended; returns its exit status."""
     if not checkpoints.has(step):
@@ -413,22 +464,14 @@ def run(flags):
         if jax.process_count() == 1:
             raise
         end_at_once(e)
-    disconnect(status)
-    if uploading():
-        runs = os.path.join(flags.cfg.run.folder, "wandb", "run-*")
-        words = f"warning: --wandb: the upload takes too long; wandb sync {runs} goes on with it"
-        interrupts.end(status, words)
-    return status
-
-
-def disconnect(status):
-    """Leave the other processes of the run. Where one is gone already, this one ends here: all is saved by now, and
-    jax would end in a stack trace."""
     try:
         jax.distributed.shutdown()
-    except RuntimeError:
+    except (
+        RuntimeError
+    ):  # another one is gone already, all is saved by now, and jax would end in a stack trace
         sys.stdout.flush()
         interrupts.end(status, "")
+    return status
 
 
 def end_at_once(error):

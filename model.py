@@ -12,7 +12,7 @@ model; there is no second implementation. From a batch to its loss:
           pipeline                    M microbatches through S stages
             run_stage                 the blocks of one stage
               run_layers, run_layer   -> a layer of architectures/NAME.py
-      losses.cross_entropy            kernels/loss.py
+      head_loss                       -> kernels/loss.py
       predict_further                 --mtp_depth
       reduce_loss                     sums over the mesh
 
@@ -42,7 +42,7 @@ from collectives import (
     AXES,
     BATCH_SPEC,
     EXPERT_AXES,
-    Weights,
+    WithGrad,
     from_last_stage,
     gather_sequence,
     next_stage,
@@ -59,19 +59,15 @@ MTP_WEIGHT = 0.3
 
 
 def param_table(cfg):
-    """Nested dict of `Param`s for a validated Config.
-
-    Leaves of blocks are stacked on a leading dim that pp splits. With --pp_interleave they have a dim of rounds before
-    it, and every stage has a part of every round's blocks.
-    """
+    """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits,
+    with --pp_interleave behind a dim of rounds."""
     m, rounds = cfg.model, cfg.run.pp_interleave
     arch = architecture(m.architecture)
     table = dict(arch.table(cfg))
 
     def in_rounds(p):
         blocks, *shape = p.shape
-        shape = (rounds, blocks // rounds, *shape)
-        return p._replace(shape=shape, spec=P(None, *p.spec))
+        return p._replace(shape=(rounds, blocks // rounds, *shape), spec=P(None, *p.spec))
 
     if rounds > 1:
         for kind in arch.stacks & table.keys():
@@ -97,11 +93,8 @@ def count_params(cfg):
 
 
 def flops_per_token(cfg):
-    """Floating-point operations of the forward and backward pass per training token, without recomputation.
-
-    6 for each active weight (PaLM, arXiv:2204.02311, appendix B), the head included, and causal attention at half of
-    T x T.
-    """
+    """Floating-point operations of the forward and backward pass per training token, without recomputation: 6 for each
+    active weight (PaLM, arXiv:2204.02311, appendix B), the head included, and causal attention at half of T x T."""
     m = cfg.model
     arch = architecture(m.architecture)
     _, active, _ = count_params(cfg)
@@ -128,12 +121,11 @@ class Metrics(NamedTuple):
 
 
 def make_loss(cfg, mesh, train):
-    """`loss(params, tokens, targets, key, first)` on global arrays, to be differentiated from outside.
+    """`loss(params, tokens, targets, key, first)` on global arrays -> the loss, float32 [], and `Metrics`.
 
     tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:]; key of dropout; first: number, within the training
-    step, of the batch's first sequence. Returns the loss, float32 [], and `Metrics`. The loss is cross-entropy +
-    balance_weight x load-balancing loss + MTP_WEIGHT x multi-token prediction's cross-entropy. Without `train` there
-    is no dropout and no multi-token prediction.
+    step, of the batch's first sequence. The loss is cross-entropy + balance_weight x load-balancing loss + MTP_WEIGHT x
+    multi-token prediction's cross-entropy. Without `train` there is no dropout and no multi-token prediction.
     """
     cfg = for_devices(cfg, mesh)
     arch = architecture(cfg.model.architecture)
@@ -173,16 +165,12 @@ def head_loss(m, x, head, targets):
 
 @jax.named_scope("reduce_loss")
 def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
-    """The loss and `Metrics` of the whole batch from one device's sums of nats and {kind of layer: `Load`}.
-
-    shape: [M/S, B/dp, T/tp] of the device's tokens.
-    """
+    """The loss and `Metrics` of the whole batch from one device's sums of nats and {kind of layer: `Load`}; shape:
+    [M/S, B/dp, T/tp] of its tokens."""
     m, o = cfg.model, cfg.optimizer
     M, B, t = shape
-    S = lax.axis_size("pp")
-    dp, tp = lax.axis_size("dp"), lax.axis_size("tp")
-    sequences = M * S * B * dp
-    tokens = sequences * t * tp
+    sequences = M * lax.axis_size("pp") * B * lax.axis_size("dp")
+    tokens = sequences * t * lax.axis_size("tp")
     arch = architecture(m.architecture)
     depths = m.mtp_depth if arch.mtp in loads else 0
     choices = tokens * m.experts_per_token * (m.blocks + depths)
@@ -208,11 +196,8 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
 
 
 def make_score(cfg, mesh):
-    """`score(params, tokens, targets)` on global arrays: -log p of every target, float32 [M, B, T], 0 where the target
-    is negative; and whether greedy decoding would draw it, bool [M, B, T].
-
-    tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:], as are the results. No token is dropped.
-    """
+    """`score(params, tokens, targets)` on global arrays -> those of `losses.token_losses`, [M, B, T]. tokens and
+    targets int32 [M, B, T], sharded as BATCH_SPEC[1:], as are the results. No token is dropped."""
     cfg = for_devices(dropless(cfg), mesh)
     m = cfg.model
 
@@ -252,8 +237,8 @@ def predict_further(cfg, x, targets, batch, top, layers):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): sum of the cross-entropies of all depths,
     and `Load` with tokens [mtp_depth, E].
 
-    Depth d reads the hidden states of depth d - 1 and the tokens d ahead, and predicts the tokens after those. x
-    [M/S, B/dp, T/tp, D] are the hidden states that the head reads, targets [M/S, B/dp, T/tp] the next tokens.
+    Depth d reads the hidden states of depth d - 1, first x [M/S, B/dp, T/tp, D], and the tokens d ahead, first the
+    targets [M/S, B/dp, T/tp], and predicts the tokens after those.
     """
     m, arch = cfg.model, architecture(cfg.model.architecture)
     M, B, t = targets.shape
@@ -265,19 +250,15 @@ def predict_further(cfg, x, targets, batch, top, layers):
 
     def run_depth(weights, _, scanned, depth):
         x, ids, microbatch = scanned
-        token = arch.embed(top, jnp.maximum(ids, 0), None)
-        number = first_number + depth
-        tokens = batch.tokens(microbatch)
-        x, (load, _), weights = run_layer(
-            cfg, arch.mtp, weights, (depth,), number, (x, token), tokens
-        )
+        x = x, arch.embed(top, jnp.maximum(ids, 0), None)
+        number, tokens = first_number + depth, batch.tokens(microbatch)
+        x, (load, _), weights = run_layer(cfg, arch.mtp, weights, (depth,), number, x, tokens)
         return (), (x, load), weights
 
     total, loads = 0, []
     for depth in range(depths):
         first = lax.axis_index("tp") * t + depth
-        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1)
-        ahead = ahead.reshape(M, B, t + 1)
+        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1).reshape(M, B, t + 1)
         scanned = x, ahead[..., :-1], own_microbatches(M)
         step = functools.partial(run_depth, depth=depth)
         _, (x, load), weights = scan_layers(step, weights, (), scanned)
@@ -337,8 +318,7 @@ def own_microbatches(M):
 
 
 def hidden_states(cfg, params, batch):
-    """What the head reads, [M/S, B/dp, T/tp, D]; the stage's `Load`; and the gathered parameters outside layers and in
-    layers (`top_params`, `layer_params`)."""
+    """What the head reads, [M/S, B/dp, T/tp, D]; the stage's `Load`; `top_params` and `layer_params`."""
     layers = layer_params(params, cfg)
     with jax.named_scope("embed"):
         top = top_params(params, cfg)
@@ -367,16 +347,7 @@ def embed(cfg, top, layers, batch):
         x, microbatch = scanned
         number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
         tokens = batch.tokens(microbatch)
-        x, _, weights = run_layers(
-            cfg,
-            arch.first,
-            m.first_layers,
-            weights,
-            block=(),
-            first=number,
-            x=x,
-            tokens=tokens,
-        )
+        x, _, weights = run_layers(cfg, arch.first, m.first_layers, weights, (), number, x, tokens)
         return (), x, weights
 
     x = jax.vmap(embed_one)(batch.ids, microbatches)
@@ -410,7 +381,7 @@ def run_blocks(cfg, layers, x, batch):
 
 
 def stacked(cfg, layers):
-    """`Weights` of the layers that blocks consist of."""
+    """`WithGrad` of the layers that blocks consist of."""
     stacks = architecture(cfg.model.architecture).stacks
     return weights_of(layers, stacks & layers.value.keys())
 
@@ -426,9 +397,8 @@ def pipeline(stage, weights, inputs, state, rounds=1):
         stage 0   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3   -
         stage 1    -   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3
 
-    There are rounds x M + S - 1 ticks: stage s idles for s ticks first (warm-up) and for S - 1 - s at the end
-    (cool-down). What stage 1 passes on after tick 1, 0.0, reaches stage 0 in tick 2 and waits there for tick 4. More
-    rounds make shorter ticks, and idle time shrinks with them.
+    Stage s idles for s ticks first (warm-up) and for S - 1 - s at the end (cool-down). What stage 1 passes on after
+    tick 1, 0.0, reaches stage 0 in tick 2 and waits there for tick 4. More rounds make ticks, and idle time, shorter.
 
     inputs [M, ...] are known to every stage. `stage(weights, x, state, turn, microbatch, valid)` returns y, the state
     and the weights to carry on, `turn` being the round; where `valid` is false, the stage is idle and must leave the
@@ -465,25 +435,24 @@ def pipeline(stage, weights, inputs, state, rounds=1):
 def scan_layers(body, weights, carry, scanned):
     """`lax.scan` over `body(weights, carry, one of scanned)`, which runs layers and returns (carry, out, weights).
 
-    weights: `Weights` of {kind: stack}. The loop carries their grads, into which each layer adds its own in place
-    (`take` says how, with an example), and not their values, which every turn would copy. Returns the last carry, what
-    each turn put out, and the weights for what follows.
+    weights: `WithGrad` of {kind: stack}. The loop carries their grads, into which each layer adds its own in place
+    (see `take`), and not their values, which every turn would copy. Returns the last carry, the outs, and the weights.
     """
 
     def turn(carried, one):
         carry, grad = carried
-        carry, out, own = body(Weights(weights.value, grad), carry, one)
+        carry, out, own = body(WithGrad(weights.value, grad), carry, one)
         return (carry, own.grad), out
 
     (carry, grad), out = lax.scan(turn, (carry, weights.grad), scanned)
-    return carry, out, Weights(weights.value, grad)
+    return carry, out, WithGrad(weights.value, grad)
 
 
 def weights_of(layers, kinds):
-    """`Weights` of some kinds of layers."""
+    """`WithGrad` of some kinds of layers."""
     values = {kind: layers.value[kind] for kind in kinds}
     grads = {kind: layers.grad[kind] for kind in kinds}
-    return Weights(values, grads)
+    return WithGrad(values, grads)
 
 
 def blocks_of_stage(cfg):
@@ -508,36 +477,17 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
         if L > 1:
             inner = cache.get(arch.inner)
             x, new_cache[arch.inner], weights = run_layers(
-                cfg,
-                arch.inner,
-                L - 1,
-                weights,
-                block=index,
-                first=number,
-                x=x,
-                tokens=tokens,
-                cache=inner,
+                cfg, arch.inner, L - 1, weights, index, number, x, tokens, inner
             )
         last = cache.get(arch.last)
         x, (load, new_cache[arch.last]), weights = run_layer(
-            cfg,
-            arch.last,
-            weights,
-            index,
-            number=number + L - 1,
-            x=x,
-            tokens=tokens,
-            cache=last,
+            cfg, arch.last, weights, index, number + L - 1, x, tokens, last
         )
         return x, (load, new_cache), weights
 
     scanned = jnp.arange(blocks), cache or {}
     x, (load, cache), weights = scan_layers(run_block, weights, x, scanned)
-    load = Load(
-        loss=load.loss.sum(),
-        tokens=load.tokens,
-        dropped=load.dropped.sum(),
-    )
+    load = load._replace(loss=load.loss.sum(), dropped=load.dropped.sum())
     return x, (load, cache), weights
 
 
@@ -553,25 +503,21 @@ def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
 
     own, scanned = weights_of(weights, {kind}), (jnp.arange(n), cache)
     x, cache, own = scan_layers(run_next, own, x, scanned)
-    return x, cache, Weights(weights.value, weights.grad | own.grad)
+    return x, cache, WithGrad(weights.value, weights.grad | own.grad)
 
 
-# What --remat keeps of a layer's forward pass for its backward pass: all, matrix products, or the input. Where there is
-# no backward pass, as in decoding, each leaves the layer as it is.
+keep_products = jax.checkpoint_policies.save_only_these_names("product")
+# What --remat keeps of a layer's forward pass for its backward pass: all, matrix products, or the input
 REMAT = {
     "none": lambda f: f,
-    "dots": functools.partial(
-        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("product")
-    ),
+    "dots": functools.partial(jax.checkpoint, policy=keep_products),
     "full": jax.checkpoint,
 }
 
 
 def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
     """The layer at `index` of the stack of its kind; `number`: its own among all layers of the model, for dropout.
-
-    Returns x, what else the layer returns (`Load`, cache), and the weights for what follows.
-    """
+    Returns x, what else the layer returns (`Load`, cache), and the weights for what follows."""
     m = cfg.model
     layer = architecture(m.architecture).layers[kind]
     if tokens.key is not None:
@@ -586,13 +532,13 @@ def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
         x, aside = layer(p, x, tokens, m, cache)
         return x, aside, grad
 
-    stack = Weights(weights.value[kind], weights.grad[kind])
+    stack = WithGrad(weights.value[kind], weights.grad[kind])
     x, aside, grad = run(stack, x, cache)
-    return x, aside, Weights(weights.value, weights.grad | {kind: grad})
+    return x, aside, WithGrad(weights.value, weights.grad | {kind: grad})
 
 
 def layer_params(params, cfg):
-    """`Weights` of {kind: stack} of this device's layers. With --fsdp full they are as stored, in float32, and
+    """`WithGrad` of {kind: stack} of this device's layers. With --fsdp full they are as stored, in float32, and
     each layer gathers its own; else they are gathered here, once."""
     m = cfg.model
     table, dtype = param_table(cfg), jnp.dtype(m.model_dtype)
@@ -605,8 +551,7 @@ def layer_params(params, cfg):
 
 
 def top_params(params, cfg):
-    """The parameters outside layers, gathered: embedding, head (the embedding where it is tied), norm and what else
-    `Architecture.embed` needs."""
+    """The parameters outside layers, gathered: embedding, head, norm and what else `Architecture.embed` needs."""
     table, dtype = param_table(cfg), jnp.dtype(cfg.model.model_dtype)
     names = table.keys() - architecture(cfg.model.architecture).layers.keys()
     stored = {name: params[name] for name in names}
@@ -620,10 +565,7 @@ def top_params(params, cfg):
 
 def update_router_bias(params, load, rate):
     """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias moves by `rate` towards an even
-    load.
-
-    load {kind: [layers, E]}: choices that fell on each expert in one training step, dims as in param_table.
-    """
+    load. load {kind: [layers, E]}: choices that fell on each expert in one training step, dims as in param_table."""
     return params | {kind: move_bias(params[kind], load[kind], rate) for kind in load}
 
 

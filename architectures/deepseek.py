@@ -14,12 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from architectures import Architecture, LayerCost
 from architectures import hf_format as hf
-from architectures.experts import (
-    choose_experts,
-    experts_table,
-    routed_experts,
-    router_logits,
-)
+from architectures.experts import choose_experts, experts_table, routed_experts, router_logits
 from architectures.layers import (
     AFTER_ATTENTION,
     AFTER_FEED_FORWARD,
@@ -97,7 +92,7 @@ def deepseek_table(cfg):
     """
     m = cfg.model
     D = m.model_dimension
-    dense, moe = dense_table(cfg), moe_table(cfg)
+    dense, moe = layer_table(cfg, routed=False), layer_table(cfg, routed=True)
     table = dict(
         embedding=embedding_param(cfg, m.padded_vocab, std_into(D), rows=m.vocab_size),
         moe=stack(moe, m.blocks),
@@ -147,35 +142,26 @@ def attention_table(cfg, rope):
     return table
 
 
-def mlp_table(cfg, F):
-    """A feed-forward of F hidden channels."""
-    m = cfg.model
-    return feed_forward_table(cfg, F, std_into(m.model_dimension), std_back(F, layers_of(m)))
-
-
-def dense_table(cfg):
-    """A layer with a dense feed-forward."""
-    m = cfg.model
-    return dict(
-        attention=attention_table(cfg, m.rope_dim),
-        norm=scale_param(m.model_dimension),
-        ffn=mlp_table(cfg, m.ffn_width),
-    )
-
-
-def moe_table(cfg):
-    """A layer with routed and shared experts."""
+def layer_table(cfg, routed):
+    """A layer with a dense feed-forward, or with routed and shared experts."""
     m = cfg.model
     D, E, F = m.model_dimension, m.n_experts, m.expert_width
-    table = dict(
-        attention=attention_table(cfg, m.rope_dim if m.moe_rope else 0),
-        norm=scale_param(D),
-        router=weight_param(cfg, (D, E), std_into(D), matrix=False, hidden=False),
+    layers, into = layers_of(m), std_into(D)
+
+    def mlp(width):
+        return feed_forward_table(cfg, width, into, std_back(width, layers))
+
+    rope = m.rope_dim if m.moe_rope or not routed else 0
+    table = dict(attention=attention_table(cfg, rope), norm=scale_param(D))
+    if not routed:
+        return table | dict(ffn=mlp(m.ffn_width))
+    table |= dict(
+        router=weight_param(cfg, (D, E), into, cast=False, hidden=False),
         bias=bias_param(E),
-        experts=experts_table(cfg, std_into(D), std_back(F, layers_of(m))),
+        experts=experts_table(cfg, into, std_back(F, layers)),
     )
     if m.n_shared:
-        table["shared"] = mlp_table(cfg, m.n_shared * F)
+        table["shared"] = mlp(m.n_shared * F)
     return table
 
 
@@ -204,23 +190,22 @@ def yarn_frequencies(m):
     plain = rotary_frequencies(m.rope_dim, m.rope_base)
     if m.rope_factor == 1:
         return plain
-    half = m.rope_dim // 2
     fast, slow = (pair_that_turns(beta, m) for beta in YARN_BETA)
     low = max(math.floor(fast), 0)
     high = min(math.ceil(slow), m.rope_dim - 1)
-    ramp = (np.arange(half, dtype=np.float32) - low) / (high - low or 1e-3)
+    ramp = (np.arange(m.rope_dim // 2, dtype=np.float32) - low) / (high - low or 1e-3)
     slowed = np.clip(ramp, 0, 1)
     return plain * (1 - slowed) + plain / m.rope_factor * slowed
 
 
 def pair_that_turns(times, m):
-    """Number, with a fraction, of the pair of channels that turns so many times over rope_original_T."""
+    """Number, with a fraction, of the pair of channels that turns that often over rope_original_T."""
     wavelength = m.rope_original_T / (times * 2 * math.pi)
     return m.rope_dim // 2 * math.log(wavelength) / math.log(m.rope_base)
 
 
 def score_scale(channels, m):
-    """Factor on the products of queries and keys of so many channels, with YaRN's temperature."""
+    """Factor on the products of queries and keys of `channels` channels, with YaRN's temperature."""
     temperature = 0.1 * math.log(m.rope_factor) + 1
     return channels**-0.5 * temperature**2
 
@@ -234,8 +219,7 @@ def attention(p, x, tokens, m, cache=None):
     x [B, T/tp, D] -> [B, T/tp, D] and the cache. Queries, keys and values are projected up from latents. Only these
     are gathered over tp, or x itself where queries have no latent (Q = 0). All heads share the rotary key.
 
-    `cache` [B, T_max, R + rope_dim] holds the normalized key/value latents and rotary keys of all positions. Those of
-    x are written into it, and attention reads from it; in the latent space where x is one token.
+    `cache` [B, T_max, R + rope_dim]: normalized key/value latents and rotary keys of all positions.
     """
     q, kv = project_latents(p, x, tokens, m)
     position = tokens.whole(q.shape[1])
@@ -283,8 +267,6 @@ def short_conv(x, w, start):
 
         x        1    0    2    4
         result   1    0.5  2.1  5        5 = 4 + 0.5 x 2 + 0.1 x 0
-
-    So a key or value may tell what came before it, which otherwise takes a layer of attention.
     """
     T = x.shape[1]
     y = x.astype(jnp.float32)
@@ -301,7 +283,7 @@ def project_queries(x, w, position, m):
     """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D], their last rope_dim channels rotated.
 
     w [Q or D, H/tp, K + rope_dim]. A rotated channel is its own product times cos plus its partner's times sin. The
-    partners come from a second product, with the partners' weights: to move weights is cheaper than to move queries.
+    partners come from a second product, with the partners' weights, since moving weights is cheaper.
     """
     K, scale = m.key_dim, score_scale(w.shape[-1], m)
     if w.shape[-1] == K:  # no rotary channels
@@ -319,8 +301,8 @@ def project_queries(x, w, position, m):
 def project_keys(x, k_up):
     """Keys [B, H/tp, T, K + rope_dim] of x [B, T, R + rope_dim], latents and the rotary key that all heads share.
 
-    It is one product, with the identity below k_up [R, H/tp, K] to copy the rotary key to every head. So no gradient
-    needs a sum over heads of its own.
+    One product, with the identity below k_up [R, H/tp, K] to copy the rotary key to every head: no gradient needs a sum
+    over heads of its own.
     """
     R, H, K = k_up.shape
     rope = x.shape[-1] - R
@@ -332,10 +314,8 @@ def project_keys(x, k_up):
 
 
 def attend_in_latent_space(q, kv, k_up, v_up, position, start):
-    """Attention of one query per sequence to latents (DeepSeek-V2, appendix C: up-projections absorbed).
-
-    To bring one query q [B, H/tp, 1, K + rope_dim] into the latent space is cheaper than to bring the keys of all
-    positions out of it. kv [B, T_max, R + rope_dim]. Returns [B, H/tp, 1, V].
+    """Attention of one query per sequence, q [B, H/tp, 1, K + rope_dim], to latents kv [B, T_max, R + rope_dim], which
+    costs less than keys of all positions (DeepSeek-V2, appendix C: up-projections absorbed). Returns [B, H/tp, 1, V].
     """
     R, _, K = k_up.shape
     in_latent = jnp.einsum("bhtk,rhk->bhtr", q[..., :K], k_up)
@@ -359,10 +339,8 @@ def sigmoid_router(p, x, m):
 
 
 def keep_best_groups(wanted, m):
-    """`wanted` [n, E] with -inf for experts outside each token's best k_groups of n_groups groups of experts.
-
-    A group counts as much as its two best experts together (DeepSeek-V3, section 2.1.2).
-    """
+    """`wanted` [n, E] with -inf for experts outside each token's best k_groups of n_groups groups of experts, by the
+    sum of a group's two best experts (DeepSeek-V3, section 2.1.2)."""
     groups = wanted.reshape(len(wanted), m.n_groups, -1)  # [n, n_groups, E/n_groups]
     two_best, _ = lax.top_k(groups, 2)
     _, best = lax.top_k(two_best.sum(-1), m.k_groups)  # [n, k_groups]
@@ -375,52 +353,39 @@ def keep_best_groups(wanted, m):
 # --- Layers -------------------------------------------------------------------------------------------------------
 
 
-def add_attention(p, x, tokens, m, cache):
-    """The first half of a layer, pre-norm: x [B, T/tp, D] -> x with attention added, and the cache."""
+def layer(p, x, tokens, m, cache):
+    """Attention, then a dense feed-forward or routed and shared experts, pre-norm. x [B, T/tp, D] -> x, (`Load`, None
+    where it is dense; cache)."""
+    load, routed = None, "router" in p
     with jax.named_scope("attention"):
+        h = rms_norm(x, p["attention"]["norm"], m.norm_eps)
+        out, cache = attention(p["attention"], h, tokens, m, cache)
+        x = x + dropout(out, m.dropout_rate, tokens, AFTER_ATTENTION)
+    with jax.named_scope("experts" if routed else "feed_forward"):
         h = rms_norm(x, p["norm"], m.norm_eps)
-        out, cache = attention(p, h, tokens, m, cache)
-        return x + dropout(out, m.dropout_rate, tokens, AFTER_ATTENTION), cache
-
-
-def dense_layer(p, x, tokens, m, cache):
-    """Attention with rotary positions, then a dense feed-forward. x [B, T/tp, D] -> x, (None, cache)."""
-    x, cache = add_attention(p["attention"], x, tokens, m, cache)
-    with jax.named_scope("feed_forward"):
-        h = rms_norm(x, p["norm"], m.norm_eps)
-        out = feed_forward(p["ffn"], h, tokens, m)
-        x = x + dropout(out, m.dropout_rate, tokens, AFTER_FEED_FORWARD)
-    return x, (None, cache)
-
-
-def moe_layer(p, x, tokens, m, cache):
-    """Attention, then routed and shared experts. x [B, T/tp, D] -> x, (Load, cache)."""
-    x, cache = add_attention(p["attention"], x, tokens, m, cache)
-    with jax.named_scope("experts"):
-        h = rms_norm(x, p["norm"], m.norm_eps)
-        out, load = routed_experts(p, h, m, tokens.split, sigmoid_router)
-        if m.n_shared:
-            out = out + feed_forward(p["shared"], h, tokens, m)
+        if routed:
+            out, load = routed_experts(p, h, m, tokens.split, sigmoid_router)
+            if m.n_shared:
+                out = out + feed_forward(p["shared"], h, tokens, m)
+        else:
+            out = feed_forward(p["ffn"], h, tokens, m)
         x = x + dropout(out, m.dropout_rate, tokens, AFTER_FEED_FORWARD)
     return x, (load, cache)
 
 
 def mtp_layer(p, x, tokens, m, cache):
-    """One depth of multi-token prediction (DeepSeek-V3, section 2.2).
-
-    x is a pair, each [B, T/tp, D]: the hidden state of the depth before, and the embedding of the token that it
-    predicts. Returns the next hidden state, normalized, and (Load, cache).
-    """
+    """One depth of multi-token prediction (DeepSeek-V3, section 2.2). x is a pair, each [B, T/tp, D]: the hidden state
+    of the depth before, and the embedding of the token that it predicts."""
     hidden, token = x
     token = rms_norm(token, p["token_norm"], m.norm_eps)
     hidden = rms_norm(hidden, p["hidden_norm"], m.norm_eps)
     merged = jnp.einsum("cbtd,cde->bte", jnp.stack([token, hidden]), p["merge"])
-    x, aside = moe_layer(p["layer"], merged, tokens, m, cache)
+    x, aside = layer(p["layer"], merged, tokens, m, cache)
     return rms_norm(x, p["norm"], m.norm_eps), aside
 
 
 def embed(top, ids, position):
-    """ids [B, T] -> rows of the embedding [B, T, D], normalized with --embedding_norm. The layers see to positions."""
+    """ids [B, T] -> rows of the embedding [B, T, D], normalized with --embedding_norm. Layers add positions."""
     x = top["embedding"][ids]
     if "embedding_norm" in top:
         x = rms_norm(x, top["embedding_norm"], EMBEDDING_NORM_EPS)
@@ -428,13 +393,11 @@ def embed(top, ids, position):
 
 
 def latent_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens.
-
-    R numbers per token and layer, and rope_dim more where the layer has rotary positions.
-    """
+    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: R numbers per token and layer, and
+    rope_dim more where the layer has rotary positions."""
     m, L = cfg.model, cfg.model.layers_per_block
-    latent, rotated = m.latent_dim, m.latent_dim + m.rope_dim
-    last = rotated if m.moe_rope else latent
+    rotated = m.latent_dim + m.rope_dim
+    last = rotated if m.moe_rope else m.latent_dim
     cache = dict(moe=((m.blocks, B, T, last), P("pp", "dp", None, None)))
     if L > 1:
         cache["dense"] = (m.blocks, L - 1, B, T, rotated), P("pp", None, "dp", None, None)
@@ -482,7 +445,7 @@ def layer_cost(m, kind):
 
 
 def hugging_face_tensors(m):
-    """Yield the `Tensor`s of DeepseekV3ForCausalLM for a utils.Model."""
+    """Yield the `Tensor`s of DeepseekV3ForCausalLM."""
     D, layers = m.model_dimension, m.first_layers + m.blocks
     rows = (slice(0, m.vocab_size),)
     yield hf.plain("model.embed_tokens.weight", ("embedding",), rows, (m.vocab_size, D))
@@ -547,8 +510,8 @@ def moe_tensors(m, prefix, leaf, at):
 
 
 def held_predictors(flags, names):
-    """`flags` with as many depths of multi-token prediction as tensors of these names hold. The config.json of many a
-    model tells of predictors that its files lack."""
+    """`flags` with the depths of multi-token prediction whose tensors are there: many a config.json counts predictors
+    that its files lack."""
     layers = flags["first_layers"] + flags["blocks"]
     depth = min(flags["mtp_depth"], len(names))
     held = [f"model.layers.{layers + d}.eh_proj.weight" in names for d in range(depth)]
@@ -557,57 +520,30 @@ def held_predictors(flags, names):
 
 # --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
-# T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
-MOST_T = 4096
 # Flags that have one value in DeepseekV3ForCausalLM
-ONE_VALUE = dict(
-    layers_per_block=1,
-    activation="swiglu",
-    embedding_norm=False,
-    latent_conv=0,
-)
+ONE_VALUE = dict(layers_per_block=1, activation="swiglu", embedding_norm=False, latent_conv=0)
 # Entries that hold a flag's value, but for num_hidden_layers, which counts the first layers too
-FLAG_ENTRIES = (
-    hf.Entry("vocab_size", hf.whole(1), "vocab_size"),
-    hf.Entry("hidden_size", hf.whole(1), "model_dimension"),
-    hf.Entry("intermediate_size", hf.whole(1), "ffn_dim", settled="ffn_width"),
-    hf.Entry("moe_intermediate_size", hf.whole(1), "expert_dim", settled="expert_width"),
-    hf.Entry("num_hidden_layers", hf.whole(1), "blocks"),
-    hf.Entry("num_attention_heads", hf.whole(1), "n_head"),
-    hf.Entry("n_shared_experts", hf.whole(0), "n_shared", null=0),
-    hf.Entry("n_routed_experts", hf.whole(1), "n_experts"),
-    hf.Entry("routed_scaling_factor", hf.NUMBER, "routed_scaling"),
-    hf.Entry("kv_lora_rank", hf.whole(1), "latent_dim"),
-    hf.Entry("q_lora_rank", hf.whole(0), "q_latent_dim", settled="q_latent", null=0),
-    hf.Entry("qk_rope_head_dim", hf.whole(1), "rope_dim"),
-    hf.Entry("qk_nope_head_dim", hf.whole(1), "head_dim", settled="key_dim"),
-    hf.Entry("n_group", hf.whole(1), "n_groups", null=1),
-    hf.Entry("topk_group", hf.whole(1), "k_groups", null=1),
-    hf.Entry("num_experts_per_tok", hf.whole(1), "experts_per_token"),
-    hf.Entry("first_k_dense_replace", hf.whole(0), "first_layers"),
-    hf.Entry("rms_norm_eps", hf.NUMBER, "norm_eps"),
-    hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=False, null=False),
-    hf.Entry("num_nextn_predict_layers", hf.whole(0), "mtp_depth", missing=0, null=0),
-)
-# Entries that are read by functions of their own
-OTHER_ENTRIES = (
-    hf.QUANTIZATION,
-    hf.Entry("num_key_value_heads", hf.whole(1), null=None),
-    hf.Entry("v_head_dim", hf.whole(1)),
-    hf.Entry("moe_layer_freq", hf.whole(1), null=None),
-    hf.Entry("rope_interleave", hf.TRUTH, null=None),
-    hf.Entry("max_position_embeddings", hf.whole(1), "T", null=None),
-    hf.Entry("rope_theta", hf.NUMBER, "rope_base"),
-    hf.Entry("rope_scaling", hf.OBJECT, null=None),
-    hf.Entry("rope_parameters", hf.OBJECT, null=None),
-    hf.Entry("original_max_position_embeddings", hf.whole(1), null=None),
-    hf.Entry("factor", hf.NUMBER, "rope_factor"),
-    hf.Entry("attention_factor", hf.NUMBER, null=None),
-    hf.Entry("mscale", hf.NUMBER, null=None),
-    hf.Entry("mscale_all_dim", hf.NUMBER, null=None),
-    hf.Entry("beta_fast", hf.NUMBER, null=None),
-    hf.Entry("beta_slow", hf.NUMBER, null=None),
-    hf.Entry("truncate", hf.TRUTH, null=None),
+ENTRIES = dict(
+    vocab_size=hf.Entry("vocab_size"),
+    hidden_size=hf.Entry("model_dimension"),
+    intermediate_size=hf.Entry("ffn_dim", "ffn_width"),
+    moe_intermediate_size=hf.Entry("expert_dim", "expert_width"),
+    num_hidden_layers=hf.Entry("blocks"),
+    num_attention_heads=hf.Entry("n_head"),
+    n_shared_experts=hf.Entry("n_shared", null=0),
+    n_routed_experts=hf.Entry("n_experts"),
+    routed_scaling_factor=hf.Entry("routed_scaling"),
+    kv_lora_rank=hf.Entry("latent_dim"),
+    q_lora_rank=hf.Entry("q_latent_dim", "q_latent", null=0),
+    qk_rope_head_dim=hf.Entry("rope_dim"),
+    qk_nope_head_dim=hf.Entry("head_dim", "key_dim"),
+    n_group=hf.Entry("n_groups", null=1),
+    topk_group=hf.Entry("k_groups", null=1),
+    num_experts_per_tok=hf.Entry("experts_per_token"),
+    first_k_dense_replace=hf.Entry("first_layers"),
+    rms_norm_eps=hf.Entry("norm_eps"),
+    tie_word_embeddings=hf.Entry("tied", missing=False, null=False),
+    num_nextn_predict_layers=hf.Entry("mtp_depth", missing=0, null=0),
 )
 # Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
 SUPPORTED = dict(
@@ -630,7 +566,7 @@ def to_hugging_face(m):
                 f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny."
             )
     config = dict(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
-    config |= hf.config_of(m, FLAG_ENTRIES)
+    config |= hf.config_of(m, ENTRIES)
     config |= {key: values[0] for key, values in SUPPORTED.items()}
     config |= dict(
         num_hidden_layers=m.first_layers + m.blocks,
@@ -642,36 +578,24 @@ def to_hugging_face(m):
         rope_theta=m.rope_base,
     )
     if m.rope_factor > 1:
-        config["rope_scaling"] = yarn_config(m)
+        fast, slow = YARN_BETA
+        config["rope_scaling"] = dict(
+            type="yarn",
+            rope_type="yarn",
+            factor=m.rope_factor,
+            beta_fast=fast,
+            beta_slow=slow,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            original_max_position_embeddings=m.rope_original_T,
+        )
     return config
 
 
-def yarn_config(m):
-    """The entry rope_scaling."""
-    fast, slow = YARN_BETA
-    return dict(
-        type="yarn",
-        rope_type="yarn",
-        factor=m.rope_factor,
-        beta_fast=fast,
-        beta_slow=slow,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-        original_max_position_embeddings=m.rope_original_T,
-    )
-
-
-def from_hugging_face(config):
-    """config.json of DeepseekV3ForCausalLM -> {flag: value}.
-
-    Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
-    """
-    left = dict(config)
-    flags = ONE_VALUE | hf.take_flags(left, FLAG_ENTRIES)
+def from_hugging_face(flags, left):
+    """{flag: value} of config.json of DeepseekV3ForCausalLM; see `hf_format.HuggingFace.flags`."""
+    flags |= ONE_VALUE | rope_flags(left)
     flags["blocks"] -= flags["first_layers"]
-    flags["T"] = min(config.get("max_position_embeddings") or MOST_T, MOST_T)
-    flags |= rope_flags(left)
-    hf.refuse_other("v_head_dim", left.pop("v_head_dim"), [flags["head_dim"]], "deepseek_v3")
     hf.float8_block(left, "deepseek_v3")
     hf.require(
         left,
@@ -679,6 +603,7 @@ def from_hugging_face(config):
         {"aux_loss_alpha", "seq_aux"},
         **SUPPORTED,
         num_key_value_heads=[flags["n_head"], None],
+        v_head_dim=[flags["head_dim"]],
         head_dim=[flags["rope_dim"]],
         qk_head_dim=[flags["head_dim"] + flags["rope_dim"]],
     )
@@ -686,20 +611,17 @@ def from_hugging_face(config):
 
 
 def rope_flags(left):
-    """{flag: value} of the rotary positions in a config, whose entries are taken out, as transformers computes them
+    """{flag: value} of the positions in a config, whose entries are taken out, as transformers computes them
     (modeling_rope_utils.py: RotaryEmbeddingConfigMixin)."""
-    theta = left.pop("rope_theta", 10_000.0)
-    positions = left.pop("max_position_embeddings", 4096)
-    scaling, parameters = left.pop("rope_scaling", None), left.pop("rope_parameters", None)
-    outer = left.pop("original_max_position_embeddings", None)
-    rope = dict(scaling or parameters or {})
+    positions = left.get("max_position_embeddings", hf.MOST_T)
+    original = left.pop("original_max_position_embeddings", None)
+    base, rope = hf.take_rope(left)
+    flags = dict(T=hf.take_T(left), rope_base=base, rope_factor=1.0)
     kind = rope.pop("rope_type", rope.get("type", "default"))
     rope.pop("type", None)
-    base = float(rope.pop("rope_theta", theta))
-    flags = dict(rope_base=base, rope_factor=1.0)
     if kind == "yarn":
         inner = rope.pop("original_max_position_embeddings", positions)
-        flags |= yarn_flags(rope, outer or inner)
+        flags |= dict(rope_factor=rope.pop("factor", None), rope_original_T=original or inner)
         # DeepSeek-V3's: the temperature is all in the scores, no factor is on the rotated channels alone
         rope = dict(mscale=None, mscale_all_dim=None) | rope
     fast, slow = YARN_BETA
@@ -718,32 +640,21 @@ def rope_flags(left):
     return flags
 
 
-def yarn_flags(rope, original):
-    """{flag: value} of YaRN, whose entries are taken out of `rope`; original: positions before the stretch."""
-    factor = rope.pop("factor")
-    for key, value in dict(factor=factor, original_max_position_embeddings=original).items():
-        number = isinstance(value, (int, float)) and value >= 1
-        if not number or (key != "factor" and value != int(value)):
-            raise UserError(
-                f"config.json: {key} is {value!r}, but yarn is supported with numbers from 1 on only."
-            )
-    return dict(rope_factor=float(factor), rope_original_T=int(original))
-
-
 HUGGING_FACE = hf.HuggingFace(
     model_types=("deepseek_v3",),
     tensors=hugging_face_tensors,
     config=to_hugging_face,
+    entries=ENTRIES,
     flags=from_hugging_face,
-    entries=(*FLAG_ENTRIES, *OTHER_ENTRIES),
     copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
     held=held_predictors,
 )
+
 # --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
     table=deepseek_table,
-    layers=dict(first=dense_layer, dense=dense_layer, moe=moe_layer, mtp=mtp_layer),
+    layers=dict(first=layer, dense=layer, moe=layer, mtp=mtp_layer),
     last="moe",
     inner="dense",
     first="first",

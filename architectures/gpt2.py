@@ -211,15 +211,15 @@ def norm_tensors(name, leaf, at, D):
 # --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
 # Entries that hold a flag's value
-FLAG_ENTRIES = (
-    hf.Entry("vocab_size", hf.whole(1), "vocab_size"),
-    hf.Entry("n_positions", hf.whole(1), "T"),
-    hf.Entry("n_embd", hf.whole(1), "model_dimension"),
-    hf.Entry("n_layer", hf.whole(1), "blocks"),
-    hf.Entry("n_head", hf.whole(1), "n_head"),
-    hf.Entry("n_inner", hf.whole(1), "ffn_dim", settled="ffn_width", missing=0, null=0),
-    hf.Entry("layer_norm_epsilon", hf.NUMBER, "norm_eps"),
-    hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=True, null=False),
+ENTRIES = dict(
+    vocab_size=hf.Entry("vocab_size"),
+    n_positions=hf.Entry("T"),
+    n_embd=hf.Entry("model_dimension"),
+    n_layer=hf.Entry("blocks"),
+    n_head=hf.Entry("n_head"),
+    n_inner=hf.Entry("ffn_dim", "ffn_width", missing=0, null=0),
+    layer_norm_epsilon=hf.Entry("norm_eps"),
+    tie_word_embeddings=hf.Entry("tied", missing=True, null=False),
 )
 # Entries that change no number here: dropout, the order of products, heads of other models
 IMMATERIAL = set(
@@ -238,18 +238,12 @@ def to_hugging_face(m):
         embd_pdrop=m.dropout_rate,
         resid_pdrop=m.dropout_rate,
         n_ctx=m.T,  # by which llama.cpp's converter goes
-        **hf.config_of(m, FLAG_ENTRIES),
+        **hf.config_of(m, ENTRIES),
     )
 
 
-def from_hugging_face(config):
-    """config.json of GPT2LMHeadModel -> {flag: value}.
-
-    Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
-    """
-    left = dict(config)
-    flags = hf.take_flags(left, FLAG_ENTRIES)
-    flags["ffn_dim"] = flags["ffn_dim"] or 4 * flags["model_dimension"]
+def from_hugging_face(flags, left):
+    """{flag: value} of config.json of GPT2LMHeadModel; see `hf_format.HuggingFace.flags`."""
     hf.require(
         left,
         "gpt2",
@@ -266,8 +260,8 @@ HUGGING_FACE = hf.HuggingFace(
     model_types=("gpt2",),
     tensors=hugging_face_tensors,
     config=to_hugging_face,
+    entries=ENTRIES,
     flags=from_hugging_face,
-    entries=(*FLAG_ENTRIES, hf.QUANTIZATION),
     copies=r"^lm_head.weight$|\.attn\.(masked_)?bias$",
     prefix="transformer.",
 )

@@ -1,36 +1,35 @@
 """What an architecture says of its Hugging Face format: which tensor is which, and what config.json holds."""
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+import utils
 from runtime.messages import UserError
-
-
-def all_held(flags, names):
-    """`flags` as they are: the files hold all that config.json tells of."""
-    return flags
 
 
 class HuggingFace(NamedTuple):
     """The models of an architecture in the Hugging Face format, as transformers' class for them has it."""
 
     model_types: tuple  # its names in config.json
-    tensors: Callable  # utils.Model -> its Tensors
+    tensors: Callable  # utils.Model -> its Tensors, the embedding first
     # utils.Model -> config.json. Raises UserError where the class has no such model.
     config: Callable
-    # config.json -> {flag: value}, without flags that have one value in the architecture (`flags_without_choice`).
-    # Raises UserError for an entry that may change numbers in an unknown way, KeyError for one that is missing.
+    entries: dict  # {entry of config.json: Entry}
+    # ({flag: value} of the entries, what is left of config.json) -> {flag: value}, without flags that have one value in
+    # the architecture. Raises UserError for what is left and may change numbers in an unknown way.
     flags: Callable
-    entries: tuple  # an Entry for each entry of config.json whose value counts
     copies: str  # pattern of the names of tensors that hold nothing of their own
     prefix: str = ""  # of names of tensors, which some files leave out
-    held: Callable = (
-        all_held  # flags, names of all tensors in the files -> flags of what these hold
-    )
+    # ({flag: value}, names of all tensors in the files) -> {flag: value} of what these hold
+    held: Callable = lambda flags, names: flags
+
+    @property
+    def names(self):
+        """{flag: what config.json calls it}."""
+        return {e.flag: name for name, e in self.entries.items()} | OTHER_NAMES
 
 
 # --- Tensors ------------------------------------------------------------------------------------------------------
@@ -95,74 +94,64 @@ def swiglu(prefix, leaf, at, D, F):
 
 # --- Entries of config.json -----------------------------------------------------------------------------------------
 
-REFUSED = object()  # stands for no value: the entry must be there, or must not be null
-
-
-class Kind(NamedTuple):
-    """What the value of an entry must be."""
-
-    words: str
-    holds: Callable  # value -> bool
-
-
-def is_number(value):
-    """Whether it is a finite number of at least 0."""
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-def whole(least):
-    """`Kind` of whole numbers of at least `least`."""
-    return Kind(
-        f"a whole number of at least {least}",
-        lambda value: type(value) is int and least <= value < 2**31,
-    )
-
-
-NUMBER = Kind("a number of at least 0", is_number)
-TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+# T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
+MOST_T = 4096
+# Names of what the functions below read
+OTHER_NAMES = dict(
+    T="max_position_embeddings",
+    rope_base="rope_theta",
+    rope_factor="factor",
+    rope_original_T="original_max_position_embeddings",
+)
 
 
 class Entry(NamedTuple):
-    """An entry of config.json, or of an object in it."""
+    """An entry of config.json that holds a flag's value."""
 
-    name: str
-    kind: Kind
-    flag: str = ""  # with the same value
+    flag: str
     settled: str = ""  # attribute of utils.Model with the flag's value once its default is resolved; "": the flag
-    missing: Any = REFUSED  # value of the flag where there is no such entry
-    null: Any = REFUSED  # value of the flag where the entry is null
-
-
-QUANTIZATION = Entry("quantization_config", OBJECT, null=None)
+    missing: Any = None  # value of the flag where there is no such entry; None: there must be one
+    null: Any = None  # value of the flag where the entry is null; None: it must not be
 
 
 def config_of(m, entries):
     """{entry: value} of a utils.Model."""
-    return {e.name: getattr(m, e.settled or e.flag) for e in entries}
+    return {name: getattr(m, e.settled or e.flag) for name, e in entries.items()}
 
 
-def take_flags(left, entries):
-    """{flag: value} of the entries, which are taken out of the config `left`. KeyError for one that is missing."""
-    flags = {}
-    for e in entries:
-        value = left.pop(e.name) if e.missing is REFUSED else left.pop(e.name, e.missing)
+def read_flags(form, config, where):
+    """{flag: value} of a config.json, read from `where`. Raises UserError for an entry that is missing, of the wrong
+    kind, or may change numbers in a way unknown here."""
+    left, flags = dict(config), {}
+    for name, e in form.entries.items():
+        value = left.pop(name, None) if name in left else e.missing
+        if name not in config and value is None:
+            raise UserError(f"{where}: {name} is missing.")
         flags[e.flag] = e.null if value is None else value
-    return flags
+    flags = utils.read_values(flags, where, form.names)
+    return utils.read_values(form.flags(flags, left), where, form.names)
 
 
-def check_entries(config, where, entries):
-    """Raise UserError naming an entry of a config, or of an object in it, that is not what one of its name must be."""
-    known = {e.name: e for e in entries}
-    for name, value in config.items():
-        e = known.get(name)
-        if e is None or (value is None and e.null is not REFUSED):
-            continue
-        if not e.kind.holds(value):
-            shown = json.dumps(value)[:40]
-            raise UserError(f"{where}: {name} is {shown}, but must be {e.kind.words}.")
-        if e.kind is OBJECT:
-            check_entries(value, f"{where}: {name}", entries)
+def take_T(left):
+    """The value of T, whose entry is taken out of the config `left`."""
+    positions = left.pop("max_position_embeddings", None) or MOST_T
+    return min(positions, MOST_T) if isinstance(positions, int) else positions
+
+
+def take_object(left, name):
+    """The object at `name`, taken out of the config `left`; {} where it is missing or null."""
+    value = left.pop(name, None) or {}
+    if not isinstance(value, dict):
+        raise UserError(f"config.json: {name} is {value!r:.40}, but must be an object.")
+    return dict(value)
+
+
+def take_rope(left):
+    """(base, what else is there of rotary positions), whose entries are taken out of the config `left`."""
+    base = left.pop("rope_theta", 10_000.0)
+    scaling, parameters = take_object(left, "rope_scaling"), take_object(left, "rope_parameters")
+    rope = scaling or parameters
+    return rope.pop("rope_theta", base), rope
 
 
 # Entries that change no number here, in the config.json of any architecture
@@ -218,8 +207,8 @@ def refuse_other(key, value, values, kind):
 def float8_block(left, kind):
     """(rows, columns) of the blocks that share a scale in the float8 weights of a config, whose entry is taken out;
     None where there are no such weights."""
-    quantized = left.pop("quantization_config", None)
-    if quantized is None:
+    quantized = take_object(left, "quantization_config")
+    if not quantized:
         return None
     quantized = {"quant_method": None} | quantized
     size = quantized.pop("weight_block_size", (128, 128))

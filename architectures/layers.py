@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from architectures.parameters import is_param, split_over_tp, weight_param
-from collectives import Weights, exchange_heads, gather_sequence, gather_weight, scatter_sequence
+from collectives import WithGrad, exchange_heads, gather_sequence, gather_weight, scatter_sequence
 from kernels import attention as kernels
 
 # Places in a model behind which channels are dropped; each draws differently.
@@ -64,20 +64,20 @@ def no_load(*shape):
 
 @jax.named_scope("gather_weights")
 def gather(params, table, dtype):
-    """`Weights` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32."""
+    """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32."""
     leaves, tree = jax.tree.flatten(params)
     described = jax.tree.leaves(table, is_leaf=is_param)
     gathered = [
-        gather_weight(w, p, dtype if p.matrix else jnp.float32) for w, p in zip(leaves, described)
+        gather_weight(w, p, dtype if p.cast else jnp.float32) for w, p in zip(leaves, described)
     ]
     values = jax.tree.unflatten(tree, [weights.value for weights in gathered])
     grads = jax.tree.unflatten(tree, [weights.grad for weights in gathered])
-    return Weights(values, grads)
+    return WithGrad(values, grads)
 
 
 @jax.custom_vjp
 def take(weights, index):
-    """The values of one layer, at `index` of a stack of `Weights` (() for all of it), and the stack's grad.
+    """The values of one layer, at `index` of a stack of `WithGrad` (() for all of it), and the stack's grad.
 
     The caller carries that grad on to the next `take`. The transpose adds the layer's gradient to it at `index`, in
     float32 and in place. The transpose of plain indexing would make a whole stack of zeros for every layer and add
@@ -87,7 +87,7 @@ def take(weights, index):
 
         x, grad = 5, [0, 0]
         for i in 0, 1:
-            p, grad = take(Weights(w, grad), i)
+            p, grad = take(WithGrad(w, grad), i)
             x = p * x                             # 10, then 30
 
     Backward from dx = 1, the gradient that arrives at grad is [0, 0] after the loop, [0, 10] before layer 1, since its
@@ -106,7 +106,7 @@ def _take_backward(index, gradients):
     def add(stack_grad, layer_grad):
         return stack_grad.at[index].add(layer_grad.astype(jnp.float32))
 
-    return Weights(None, jax.tree.map(add, stack_grads, layer_grads)), None
+    return WithGrad(None, jax.tree.map(add, stack_grads, layer_grads)), None
 
 
 take.defvjp(_take_forward, _take_backward)

@@ -24,7 +24,7 @@ class Param(NamedTuple):
     start: float = 0.0  # mean of its initialization
     gather: tuple = ()  # (dim counted from the end, axes): gathered over these before use
     expert: int = 0  # dim of experts, counted from the end, of which a device uses one; 0: none
-    matrix: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed
+    cast: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed
     active: float = 1.0  # share of it that one token uses
     rows: int = 0  # rows of its first dim that are used, the others are 0 and stay so; 0: all
     inputs: tuple = ()  # dims, counted from the end, that a product with it sums over
@@ -46,7 +46,7 @@ def weight_param(
     dim=0,
     fixed=None,
     expert=0,
-    matrix=True,
+    cast=True,
     hidden=True,
     **more,
 ):
@@ -70,7 +70,7 @@ def weight_param(
         std,
         gather=gather,
         expert=expert,
-        matrix=matrix,
+        cast=cast,
         inputs=from_end(inputs, len(shape)),
         outputs=from_end(outputs, len(shape)),
         hidden=hidden,

@@ -98,7 +98,7 @@ def moe_table(cfg):
     m = cfg.model
     D, E = m.model_dimension, m.n_experts
     return dict(
-        router=weight_param(cfg, (D, E), std_into(D), matrix=False, hidden=False),
+        router=weight_param(cfg, (D, E), std_into(D), cast=False, hidden=False),
         experts=experts_table(cfg, std_into(D), std_back(m.expert_width, m.blocks)),
     )
 
@@ -228,31 +228,22 @@ def feed_forward_tensors(m, prefix, n):
 # --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
 # Entries that hold a flag's value
-FLAG_ENTRIES = (
-    hf.Entry("vocab_size", hf.whole(1), "vocab_size"),
-    hf.Entry("hidden_size", hf.whole(1), "model_dimension"),
-    hf.Entry("intermediate_size", hf.whole(1), "ffn_dim", settled="ffn_width"),
-    hf.Entry("num_hidden_layers", hf.whole(1), "blocks"),
-    hf.Entry("num_attention_heads", hf.whole(1), "n_head"),
-    hf.Entry("num_key_value_heads", hf.whole(1), "n_kv_head", settled="kv_heads"),
-    hf.Entry("head_dim", hf.whole(2), "head_dim", settled="key_dim", missing=0),
-    hf.Entry("rms_norm_eps", hf.NUMBER, "norm_eps"),
-    hf.Entry("tie_word_embeddings", hf.TRUTH, "tied", missing=False, null=False),
+ENTRIES = dict(
+    vocab_size=hf.Entry("vocab_size"),
+    hidden_size=hf.Entry("model_dimension"),
+    intermediate_size=hf.Entry("ffn_dim", "ffn_width"),
+    num_hidden_layers=hf.Entry("blocks"),
+    num_attention_heads=hf.Entry("n_head"),
+    num_key_value_heads=hf.Entry("n_kv_head", "kv_heads"),
+    head_dim=hf.Entry("head_dim", "key_dim", missing=0),
+    rms_norm_eps=hf.Entry("norm_eps"),
+    tie_word_embeddings=hf.Entry("tied", missing=False, null=False),
 )
-MOE_ENTRIES = (
-    hf.Entry("num_experts", hf.whole(1), "n_experts"),
-    hf.Entry("num_experts_per_tok", hf.whole(1), "experts_per_token"),
-    hf.Entry("moe_intermediate_size", hf.whole(1), "expert_dim", settled="expert_width"),
+MOE_ENTRIES = dict(
+    num_experts=hf.Entry("n_experts", missing=0),
+    num_experts_per_tok=hf.Entry("experts_per_token", missing=0),
+    moe_intermediate_size=hf.Entry("expert_dim", "expert_width", missing=0),
 )
-OTHER_ENTRIES = (
-    hf.Entry("max_position_embeddings", hf.whole(1), "T", null=None),
-    hf.Entry("rope_theta", hf.NUMBER, "rope_base"),
-    hf.Entry("rope_scaling", hf.OBJECT, null=None),
-    hf.Entry("rope_parameters", hf.OBJECT, null=None),
-    hf.Entry("num_local_experts", hf.whole(1)),  # num_experts, as transformers 5 writes it
-)
-# T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
-MOST_T = 4096
 # Entries of which other values are refused; the first of each is the one that we write
 SUPPORTED = dict(
     hidden_act=["silu"],
@@ -263,7 +254,7 @@ SUPPORTED = dict(
 
 def to_hugging_face(m):
     """config.json of Qwen3ForCausalLM, or of Qwen3MoeForCausalLM where there are experts."""
-    config = hf.config_of(m, FLAG_ENTRIES) | {key: values[0] for key, values in SUPPORTED.items()}
+    config = hf.config_of(m, ENTRIES) | {key: values[0] for key, values in SUPPORTED.items()}
     config |= dict(max_position_embeddings=int(m.T), rope_theta=m.rope_base, attention_dropout=0.0)
     if not m.n_experts:
         return dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | config
@@ -272,31 +263,20 @@ def to_hugging_face(m):
     return names | config | hf.config_of(m, MOE_ENTRIES)
 
 
-def from_hugging_face(config):
-    """config.json of Qwen3ForCausalLM or Qwen3MoeForCausalLM -> {flag: value}.
-
-    Raises UserError for an entry that may change numbers in a way unknown here, KeyError for one that is missing.
-    """
-    left = dict(config)
+def from_hugging_face(flags, left):
+    """{flag: value} of config.json of either class; see `hf_format.HuggingFace.flags`."""
     kind = left["model_type"]
-    if kind == "qwen3":
-        left.setdefault("head_dim", 128)  # as transformers; its other class divides hidden_size
-    flags = hf.take_flags(left, FLAG_ENTRIES)
     if kind == "qwen3_moe":
-        if "num_local_experts" in left:
-            left["num_experts"] = left.pop("num_local_experts")
-        flags |= hf.take_flags(left, MOE_ENTRIES)
+        flags["n_experts"] = left.pop("num_local_experts", flags["n_experts"])  # transformers 5
         left.setdefault("norm_topk_prob", False)  # as transformers
-    else:
-        flags |= dict(n_experts=0, experts_per_token=0)
-    flags["T"] = min(left.pop("max_position_embeddings", None) or MOST_T, MOST_T)
-    theta = left.pop("rope_theta", 10_000.0)
-    rope = left.pop("rope_scaling", None) or left.pop("rope_parameters", None) or {}
-    flags["rope_base"] = float(rope.get("rope_theta", theta))
+    elif not flags["head_dim"]:
+        flags["head_dim"] = 128  # as transformers; its other class divides hidden_size
+    flags["T"] = hf.take_T(left)
+    flags["rope_base"], rope = hf.take_rope(left)
     hf.require(
-        left | {key: value for key, value in rope.items() if key != "rope_theta"},
+        left | rope,
         kind,
-        {"router_aux_loss_coef", "sliding_window", "max_window_layers", "rope_parameters"},
+        {"router_aux_loss_coef", "sliding_window", "max_window_layers"},
         **SUPPORTED,
         rope_type=["default"],
         type=["default"],
@@ -312,8 +292,8 @@ HUGGING_FACE = hf.HuggingFace(
     model_types=("qwen3", "qwen3_moe"),
     tensors=hugging_face_tensors,
     config=to_hugging_face,
+    entries=ENTRIES | MOE_ENTRIES,
     flags=from_hugging_face,
-    entries=(*FLAG_ENTRIES, *MOE_ENTRIES, *OTHER_ENTRIES),
     copies=r"^lm_head.weight$|rotary_emb.inv_freq$",
 )
 

@@ -48,7 +48,7 @@ class Encoded(NamedTuple):
     warnings: list  # (kind, words)
 
 
-def encode_batch(batch, encoding, dtype, skip, val_fraction, validation):
+def encode_batch(encoding, dtype, skip, val_fraction, validation, batch):
     """The Encoded of a batch of documents.
 
     skip: leave out and count a file that cannot be read, instead of raising UserError; validation: as in splits.py.

@@ -33,8 +33,8 @@ FIELDS = {  # {field: the pattern of its value as JSON}
     "bytes": r"\d{1,18}",
     "shards": r"\[\{.*\}\]",
 }
-# the first version wrote no checksums of blocks
-SHARD_FIELDS = {"tokens": POSITIVE, "sha256": SHA256, "crc32": '"([0-9a-f]{8})+"'}
+SHARD_FIELDS = {"tokens": POSITIVE, "sha256": SHA256}
+BLOCK_FIELDS = {"crc32": '"([0-9a-f]{8})+"'}
 
 
 def check_fields(values, fields, where):
@@ -51,48 +51,38 @@ def check_fields(values, fields, where):
 def check(manifest, path):
     """Raises UserError, naming the manifest at `path` and the field, where it does not hold what it must."""
     where = f"{path}: "
-    if manifest.get(CHECKSUM, checksum(manifest)) != checksum(manifest):
+    if CHECKSUM in manifest and manifest[CHECKSUM] != checksum(manifest):
         raise UserError(
             f"{where}{CHECKSUM} is not the hash of all else in it, which was edited or damaged; {ADVICE}."
         )
     check_fields(manifest, FIELDS, where)
-    fields = dict(SHARD_FIELDS)
-    if CHECKSUM not in manifest and not has_checksums(manifest):
-        del fields["crc32"]
     for i, shard in enumerate(manifest["shards"]):
+        of_shard = f"{where}shards[{i}]."
         name = re.escape(f'"{shard_name(i)}"')
-        check_fields(shard, {"name": name, **fields}, f"{where}shards[{i}].")
+        check_fields(shard, {"name": name, **SHARD_FIELDS}, of_shard)
+        if CHECKSUM in manifest or "crc32" in shard:  # the first version wrote neither
+            check_fields(shard, BLOCK_FIELDS, of_shard)
     total = sum(shard["tokens"] for shard in manifest["shards"])
     check_fields(manifest, {"tokens": str(total)}, where)
 
 
-def has_checksums(manifest):
-    """Whether any shard of a manifest has checksums of its blocks."""
-    return any("crc32" in shard for shard in manifest["shards"])
-
-
-def check_files(folder, manifest, found, only=None):
-    """Raises UserError where a folder's files, as list_shards finds them, are not those that its manifest lists.
-
-    only: the name of the one shard to look at.
-    """
+def check_files(folder, dtype, entries, found):
+    """Raises UserError where a folder's files, as list_shards finds them, are not the `entries`, {name: what the
+    manifest says of a shard of this dtype}."""
     path = os.path.join(folder, NAME)
-    width = int(manifest["dtype"][4:]) // 8
-    names = {shard["name"] for shard in manifest["shards"]}
-    for i, shard in enumerate(manifest["shards"]):
-        name, at = shard["name"], os.path.join(folder, shard["name"])
-        if only not in (None, name):
-            continue
+    width = int(dtype[4:]) // 8
+    for name, shard in entries.items():
+        at = os.path.join(folder, name)
         if name not in found:
             raise UserError(f"{at} is missing, although the manifest beside it lists it; {ADVICE}.")
         size, expected = found[name]["size"], HEADER + shard["tokens"] * width
         digits = 8 * -(-size // storage.BLOCK)
         if size != expected or len(shard.get("crc32", "")) not in (0, digits):
             raise UserError(
-                f"{at} is damaged (it has {size:,} bytes), or {path} is: shards[{i}].tokens and dtype make "
-                f"{expected:,} bytes, crc32 has 8 digits for each MiB; {ADVICE}."
+                f"{at} is damaged (it has {size:,} bytes), or {path} is: its tokens and dtype make {expected:,} bytes, "
+                f"its crc32 has 8 digits for each MiB; {ADVICE}."
             )
-    if others := found.keys() - names:
+    if others := found.keys() - entries.keys():
         raise UserError(
             f"{os.path.join(folder, min(others))} lies beside {path}, whose shards do not list it; move it away."
         )
@@ -125,7 +115,6 @@ def unverified(folder, manifest):
     """What nothing verifies of a folder with this manifest, {} without one, as a warning; "" where all is verified."""
     if not manifest:
         return f"warning: {folder} has no {NAME}, so its shards are not verified"
-    if CHECKSUM not in manifest or not has_checksums(manifest):
-        what = "it is" if has_checksums(manifest) else "it and its shards are"
-        return f"warning: {os.path.join(folder, NAME)} lacks checksums, so {what} not verified"
+    if CHECKSUM not in manifest:
+        return f"warning: {os.path.join(folder, NAME)} has no {CHECKSUM}, so it is not verified"
     return ""

@@ -8,11 +8,9 @@ import hashlib
 import io
 import json
 import os
-import tempfile
 import tomllib
 import zlib
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,34 +20,11 @@ from data.encoding import COUNTS
 from data.splits import SPLITS, Seen, choose_validation
 from data.storage import BLOCK, list_shards
 from data.tokenization import keep_tokenizer
-from runtime.files import (
-    filesystem,
-    is_remote,
-    persist,
-    read_file,
-    remove_parts,
-    replacing,
-    write_file,
-)
-from runtime.messages import UserError, first_line, say
+from runtime.files import filesystem, read_file, write_file
+from runtime.messages import UserError, first_line
 
 PROGRESS = "progress.npz"
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
-
-
-@contextmanager
-def new_file(path):
-    """A binary file to write and read, which becomes `path`, local or remote, when all is written: whole or not."""
-    if not is_remote(path):
-        with replacing(path) as f:
-            yield f
-        return
-    with tempfile.NamedTemporaryFile("w+b") as f:
-        yield f
-        f.flush()
-        fs, there = filesystem(path)
-        # an object appears whole when its upload ends
-        persist(lambda: fs.put_file(f.name, there), path)
 
 
 class ShardWriter:
@@ -90,18 +65,17 @@ class ShardWriter:
             return
         name = manifest.shard_name(len(self.shards))
         path = os.path.join(self.folder, name)
-        sha256, crc32 = hashlib.sha256(), ""
-        with new_file(path) as f:
-            np.save(f, self.shard[: self.filled])
-            f.seek(0)
-            while block := f.read(BLOCK):
-                sha256.update(block)
-                # of each block, so that dataset.py can verify the blocks that it reads alone
-                crc32 += f"{zlib.crc32(block):08x}"
-            if sha256_of(path) not in (None, sha256.hexdigest()):
-                raise foreign(path)
-        about = {"name": name, "tokens": self.filled, "sha256": sha256.hexdigest(), "crc32": crc32}
-        self.shards.append(about)
+        file = io.BytesIO()
+        np.save(file, self.shard[: self.filled])
+        content = file.getvalue()
+        if read_file(path) not in (None, content):
+            raise foreign(path)
+        write_file(path, content)
+        # of each block, so that dataset.py can verify the blocks that it reads alone
+        blocks = range(0, len(content), BLOCK)
+        crc32 = "".join(f"{zlib.crc32(content[start : start + BLOCK]):08x}" for start in blocks)
+        sha256 = hashlib.sha256(content).hexdigest()
+        self.shards.append({"name": name, "tokens": self.filled, "sha256": sha256, "crc32": crc32})
         self.filled = 0
 
     @property
@@ -119,20 +93,6 @@ class ShardWriter:
         self.filled = len(ids)
         self.shard[: len(ids)] = ids
         self.totals = Counter({key: so_far[key] for key in COUNTS})
-
-
-def sha256_of(path):
-    """Hash of the content of a file, local or remote; None where there is none."""
-    fs, there = filesystem(path)
-
-    def read():
-        with fs.open(there, "rb") as f:
-            return hashlib.file_digest(f, "sha256").hexdigest()
-
-    try:
-        return persist(read, path)
-    except FileNotFoundError:
-        return None
 
 
 def foreign(path):
@@ -154,13 +114,11 @@ class Output:
         self.position = {}  # where in the source, {} at its beginning
         self.validation = ""  # how it is chosen, as in splits.py
         self.seen = Seen()
-        self.fs, self.root = filesystem(path)
 
     # --- What is there
 
     def check(self, held, name, but=None):
         """Raises UserError where shards were made with other settings than these. but: a setting that may differ."""
-        held = {"drop_duplicates": False} | held  # earlier versions dropped none
         differ = [k for k, v in self.settings.items() if held.get(k) != v and k != but]
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]
         if differ == ["source_listing_sha256"]:
@@ -174,24 +132,22 @@ class Output:
     def is_finished(self):
         """Whether the shards of all splits are there. Raises UserError where there are those of other settings or
         damaged ones, or where manifests are missing."""
-        missing, warnings = [], []
+        there, missing = [], []
         for split in SPLITS:
             folder = os.path.join(self.path, split)
             held = manifest.read(folder)
             if held:
                 self.check(held, split)
-                manifest.check_files(folder, held, list_shards(folder))
-                warnings.append(manifest.unverified(folder, held))
+                entries = {shard["name"]: shard for shard in held["shards"]}
+                manifest.check_files(folder, held["dtype"], entries, list_shards(folder))
+                there.append(split)
             elif split in self.splits:
                 missing.append(os.path.join(folder, manifest.NAME))
-        if missing and warnings and not self.load():
+        if missing and there and not self.load():
             raise UserError(
                 f"--output {self.path}: {missing[0]} is missing beside finished shards; put it back, or delete the "
                 f"folder and rerun the same command."
             )
-        if not missing:
-            for words in filter(None, warnings):
-                say(words)
         return not missing
 
     # --- Progress
@@ -224,8 +180,9 @@ class Output:
         }
         unfinished = {split: writer.shard[: writer.filled] for split, writer in writers.items()}
         state = np.frombuffer(json.dumps(state).encode(), np.uint8)
-        with new_file(os.path.join(self.path, PROGRESS)) as f:
-            np.savez(f, state=state, hashes=self.seen.all(), **unfinished)
+        file = io.BytesIO()
+        np.savez(file, state=state, hashes=self.seen.all(), **unfinished)
+        write_file(os.path.join(self.path, PROGRESS), file.getvalue())
 
     def begin(self, writers, tokenizer):
         """Return to where an earlier run was killed, or begin: self.position says where in the source, and the writers
@@ -240,10 +197,6 @@ class Output:
             self.resume(held, writers)
         for split, names in found.items():
             self.check_shards(split, names, writers.get(split), held)
-        for split in SPLITS:
-            self.fs.makedirs(os.path.join(self.root, split), exist_ok=True)
-            if not is_remote(self.path):
-                remove_parts(os.path.join(self.path, split))
         keep_tokenizer(self.path, tokenizer, replace=False)
         if not self.position:
             settings = self.settings["val_fraction"], self.settings["drop_duplicates"]
@@ -297,7 +250,8 @@ class Output:
     def forget_progress(self):
         """Remove progress.npz, also that of a run that was killed just before it would have done so."""
         if self.load():
-            self.fs.rm_file(os.path.join(self.root, PROGRESS))
+            fs, path = filesystem(os.path.join(self.path, PROGRESS))
+            fs.rm_file(path)
 
 
 def version():

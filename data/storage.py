@@ -118,10 +118,8 @@ class Shard:
         """(position of the first token, dtype, number of tokens)."""
         try:
             f = io.BytesIO(self._read_bytes(0, min(self.size, BLOCK, 4096)).tobytes())
-            if np.lib.format.read_magic(f) == (1, 0):
-                shape, _, dtype = np.lib.format.read_array_header_1_0(f)
-            else:
-                shape, _, dtype = np.lib.format.read_array_header_2_0(f)
+            np.lib.format.read_magic(f)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(f)
         except (ValueError, OSError) as e:
             raise UserError(
                 f"--data: {self.path} is not a shard one can read ({e}); make it again."
@@ -162,8 +160,7 @@ class Shard:
         for b in range(start // BLOCK, -(-stop // BLOCK)):
             first = b * BLOCK
             parts.append(self._block(b)[max(0, start - first) : stop - first])
-        # of one block no copy
-        return parts[1] if len(parts) == 2 else np.concatenate(parts)
+        return np.concatenate(parts)
 
     def _block(self, b):
         """uint8 [at most BLOCK]: block b, from the cache where it is there, from remote storage where it is not."""

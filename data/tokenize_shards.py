@@ -57,7 +57,7 @@ class Options(Source):
     """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
     tokenizer.json; files are copied to OUTPUT."""
     shard_tokens: int = flag(100_000_000, least=1)
-    """Tokens per shard; memory holds one for training and one for validation."""
+    """Tokens per shard; memory holds three of them."""
     val_fraction: float = flag(VAL_FRACTION, least=0, below=1)
     """Share of the documents that goes to val/: those whose text hashes lowest; where there are too few, the last share
     of each."""
@@ -90,27 +90,20 @@ def main():
     args, start = parse(), time.monotonic()
     source = open_source(args)
     encoding = load_tokenizer(args.tokenizer)
-    try:
-        output = Output(args.output, source, settings_of(args, source, encoding))
-        summary = None
-        if not output.is_finished():
-            with alone_in(args.output, f"--output {args.output}", "--output"):
-                if not output.is_finished():  # by another process meanwhile
-                    summary = write(args, source, output, encoding)
-        if not summary:
-            output.forget_progress()
-            say(f"{args.output}: these shards are there already, nothing to do")
-            if source.was_written_after(os.path.join(args.output, "train", manifest.NAME)):
-                warn(
-                    "newer",
-                    "--source: files were written after these shards; delete the folder if their text has changed",
-                )
-            return
-    except OSError as e:
-        raise UserError(
-            f"--output {args.output}: cannot be used ({e}); make room, or give another."
-        ) from None
-    say(f"{args.output}: {summary}; {time.monotonic() - start:.1f} s")
+    output = Output(args.output, source, settings_of(args, source, encoding))
+    summary = None
+    if not output.is_finished():
+        with alone_in(args.output, f"--output {args.output}", "--output"):
+            if not output.is_finished():  # by another process meanwhile
+                summary = write(args, source, output, encoding)
+    if summary:
+        say(f"{args.output}: {summary}; {time.monotonic() - start:.1f} s")
+        return
+    output.forget_progress()
+    say(f"{args.output}: these shards are there already, nothing to do")
+    if source.was_written_after(os.path.join(args.output, "train", manifest.NAME)):
+        words = "--source: files were written after these shards; delete the folder if their text has changed"
+        warn("newer", words)
 
 
 def settings_of(args, source, encoding):

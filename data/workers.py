@@ -1,11 +1,12 @@
 """Encode batches of documents on several processes or on a Ray cluster, with the results in order."""
 
+import itertools
 import logging
 import os
 import signal
-import threading
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, resource_tracker
 from pathlib import Path
@@ -25,22 +26,13 @@ IN_FLIGHT = 4 * BATCH_BYTES
 
 def work(pipe, arguments):
     """What a worker process does: encode what arrives through the pipe, until the program closes it or is killed."""
-    batches = SimpleQueue()
-
-    def receive():  # in a thread, so that the program never waits until a batch is taken
-        try:
-            while True:
-                batches.put(pipe.recv())
-        except (EOFError, ConnectionError):
-            os._exit(0)
-
-    threading.Thread(target=receive, daemon=True).start()
-    while True:
-        try:
-            answer = encode_batch(batches.get(), *arguments)
-        except UserError as e:
-            answer = e
-        with suppress(ConnectionError):  # `receive` ends the process then
+    with suppress(EOFError, OSError):
+        while True:
+            batch = pipe.recv()
+            try:
+                answer = encode_batch(*arguments, batch)
+            except UserError as e:
+                answer = e
             pipe.send(answer)
 
 
@@ -60,29 +52,32 @@ def start_process(arguments):
 
 @contextmanager
 def processes(workers, *arguments):
-    """(function that submits a batch, function that waits for its result), on this machine's processes, in turns.
+    """(function that submits a batch, function that waits for its result), on this machine's processes.
 
     Raises UserError where a worker is killed.
     """
-    pipes, n = [], 0
+    pipes, idle = [], SimpleQueue()
+    threads = ThreadPoolExecutor(workers)  # one for each process, which waits for it
 
-    def submit(batch):
-        nonlocal n
-        if n < workers:
-            pipes.append(start_process(arguments))
-        pipe = pipes[n % workers]
-        n += 1
-        pipe.send(batch)
-        return pipe
-
-    def result(pipe):
-        answer = pipe.recv()
+    def encode_there(batch):
+        pipe = idle.get()
+        try:
+            pipe.send(batch)
+            answer = pipe.recv()
+        finally:
+            idle.put(pipe)
         if isinstance(answer, UserError):
             raise answer
         return answer
 
+    def submit(batch):
+        if len(pipes) < workers:
+            pipes.append(start_process(arguments))
+            idle.put(pipes[-1])
+        return threads.submit(encode_there, batch)
+
     try:
-        yield submit, result
+        yield submit, Future.result
     except (EOFError, ConnectionError):
         time.sleep(0.5)  # a signal that ended them all ends this process too, and says so
         raise UserError(
@@ -91,6 +86,7 @@ def processes(workers, *arguments):
     finally:
         for pipe in pipes:
             pipe.close()
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 @contextmanager
@@ -104,18 +100,21 @@ def ray_actors(workers, *arguments):
 
     class Encoder:
         def encode(self, batch):
-            return encode_batch(batch, *arguments)
+            return encode_batch(*arguments, batch)
 
-    start_ray(ray)
+    # the cluster's other machines have this repository, and tiktoken's ranks, at the paths that they have here
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if "TIKTOKEN_CACHE_DIR" in os.environ:
+        environment["TIKTOKEN_CACHE_DIR"] = os.environ["TIKTOKEN_CACHE_DIR"]
+    before = signal.getsignal(signal.SIGTERM)
+    where = {"env_vars": environment}
+    ray.init(runtime_env=where, log_to_driver=False, logging_level=logging.ERROR)
+    signal.signal(signal.SIGTERM, before)  # Ray took it
     interrupts.given_back.append(ray.shutdown)
     try:
         options = dict(max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD")
         actor = ray.remote(**options)(Encoder)
-        actors = deque(actor.remote() for _ in range(workers))
-
-        def submit(batch):
-            actors.rotate()
-            return actors[0].encode.remote(batch)
+        actors = itertools.cycle([actor.remote() for _ in range(workers)])
 
         def result(reference):
             try:
@@ -123,22 +122,10 @@ def ray_actors(workers, *arguments):
             except ray.exceptions.RayTaskError as e:
                 raise e.cause from None
 
-        yield submit, result
+        yield lambda batch: next(actors).encode.remote(batch), result
     finally:
         ray.shutdown()
         interrupts.given_back.remove(ray.shutdown)
-
-
-def start_ray(ray):
-    """Connect to the cluster of RAY_ADDRESS, or start one here."""
-    # the cluster's other machines have this repository, and tiktoken's ranks, at the paths that they have here
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    if "TIKTOKEN_CACHE_DIR" in os.environ:
-        environment["TIKTOKEN_CACHE_DIR"] = os.environ["TIKTOKEN_CACHE_DIR"]
-    before = signal.getsignal(signal.SIGTERM)
-    settings = dict(log_to_driver=False, logging_level=logging.ERROR)
-    ray.init(runtime_env={"env_vars": environment}, **settings)
-    signal.signal(signal.SIGTERM, before)  # Ray took it
 
 
 def encode(batches, workers, start, *arguments):
@@ -149,7 +136,7 @@ def encode(batches, workers, start, *arguments):
     """
     if not start:
         for batch, position in batches:
-            yield encode_batch(batch, *arguments), position
+            yield encode_batch(*arguments, batch), position
         return
     with start(workers, *arguments) as (submit, result):
         underway = deque()  # (future, position, bytes)

@@ -53,13 +53,9 @@ def model_flags(config, folder):
     """{flag: value} of the model in a folder with this config.json. Raises UserError for one that is not supported."""
     where = os.path.join(folder, "config.json")
     name, form = format_of(config, where)
-    hf_format.check_entries(config, where, form.entries)
-    try:
-        flags = architectures.flags_without_choice(name) | form.flags(config)
-    except KeyError as e:
-        raise UserError(f"{where}: {e.args[0]} is missing.") from None
-    flags = form.held(flags, files_of(folder))
-    settings.check_model(flags, where, {e.flag: e.name for e in form.entries if e.flag})
+    own = hf_format.read_flags(form, config, where)
+    flags = form.held(architectures.flags_without_choice(name) | own, files_of(folder))
+    settings.check_model(flags, where, form.names)
     return flags
 
 

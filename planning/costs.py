@@ -7,9 +7,9 @@ index, biases) costs memory traffic, taken as a multiple of the activations. tes
 compares all of it with what XLA compiles.
 """
 
+import functools
 import math
 from collections import defaultdict
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -32,12 +32,8 @@ class Sizes:
         self.dp, self.pp, self.tp = cfg.run.n_device_axis
         # in each tick every stage runs its blocks of one round, see model.pipeline
         self.ticks = cfg.run.pp_interleave * microbatches + self.pp - 1
-        self.own = (
-            microbatches // self.pp
-        )  # microbatches that a device embeds and takes the loss of
-        self.B = (
-            cfg.data.train_batch_size // microbatches
-        )  # sequences of a microbatch on one device
+        self.own = microbatches // self.pp  # that a device embeds and takes the loss of
+        self.B = cfg.data.train_batch_size // microbatches  # sequences of one, on a device
         self.tokens = self.B * cfg.model.T  # of a microbatch on a device, as attention sees them
         self.own_tokens = self.tokens / self.tp  # and outside attention, tp splitting the sequence
         self.bytes = 2 if cfg.model.model_dtype == "bfloat16" else 4  # of a number in model_dtype
@@ -52,7 +48,7 @@ class Sizes:
 
 
 # Constants fitted to what compilers report of the configurations in docs/planning.md. The GPU compiler reports no
-# times: there they follow the operations of programs (plan.compiled_work).
+# times: there they follow the operations of programs (`read_program`).
 # {constant: on (TPUs, TPUs whose compiler forms operands inside products, GPUs)}
 FITTED = {
     # memory traffic, in bytes read and written
@@ -78,25 +74,21 @@ FITTED = {
 }
 
 
-def constants(machine):
-    """{constant: value} of `FITTED` for a `Machine`."""
-    column = 2 if machine.platform == "gpu" else int(machine.chip.fuses)
-    return {name: values[column] for name, values in FITTED.items()}
-
-
 # --- What travels -------------------------------------------------------------------------------------------------
 
 
-def link_seconds(chip, kind, n_bytes, n, groups=1):
-    """Seconds in which one of n devices sends n_bytes in a collective of this kind, nothing overlapped.
+def link_seconds(cfg, machine, axes, kind, n_bytes, n):
+    """Seconds in which each of n devices along some axes sends n_bytes in a collective, nothing overlapped.
 
     A ring of more than two TPUs uses both directions of a link. In an all-to-all along a torus of side s, a byte goes
-    s/4 hops on average along each dim. The GPUs of a host have one switch between them. From the `groups`, TPU slices
+    s/4 hops on average along each dim. The GPUs of a host have one switch between them. From the groups, TPU slices
     or hosts of GPUs, in which the n lie, each device has its share of a network to the others: what a ring sends to
     the next group is shared out among the devices of its own.
     """
+    chip = machine.chip
     if kind == hlo.ACROSS:
         return n_bytes / chip.network
+    groups = groups_along(axes, cfg.run.n_device_axis, machine.groups)
     leaves, hops, directions = 0, 1.0, 1
     if groups > 1:
         shares = {"all-to-all": (n - n / groups) / (n - 1), "collective-permute": 1}
@@ -110,8 +102,7 @@ def link_seconds(chip, kind, n_bytes, n, groups=1):
 
 
 def groups_along(axes, shape, groups):
-    """In how many of so many groups, neighbors in a mesh of such a shape, the devices along some axes lie: the first
-    ones, say."""
+    """The number of groups in which the devices along some axes of a mesh lie; a group has neighbors of the mesh."""
     group = np.arange(math.prod(shape)).reshape(shape) * groups // math.prod(shape)
     along = tuple(slice(None) if axis in axes else 0 for axis in collectives.AXES)
     return len(np.unique(group[along]))
@@ -132,9 +123,9 @@ def expert_axes(E, split):
     return differing_axes(devices[:, 0], split["tp"]), differing_axes(devices[0], split["tp"])
 
 
-def read_program(text, cfg, machine, **seconds):
-    """`hlo.Timeline` of the optimized HLO `text` of a validated Config's step; `seconds` as that takes them."""
-    m, mesh = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis))
+def read_program(text, cfg, machine):
+    """`hlo.Timeline` of the optimized HLO `text` of a validated Config's step."""
+    m, mesh, chip = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis)), machine.chip
     kernel = attention.ATTENTION[attention.choose_kernel(m, machine.kernels)]
     group = m.n_head // m.kv_heads  # heads of queries that read the same values
 
@@ -146,7 +137,15 @@ def read_program(text, cfg, machine, **seconds):
                 return 2 * m.T * kernel.score_share(m) * (keys * q + values * group * v)
         return 0
 
-    return hlo.Timeline(hlo.analyze(text, mesh, machine.slices, in_kernel), **seconds)
+    def compute_seconds(flops, cycles, moved, is_kernel):
+        # no compiler estimates kernels: they run at half the peak
+        products = flops / chip.speed * (1 + is_kernel)
+        if chip.gpu:
+            return max(products, moved / chip.bandwidth)
+        return products if is_kernel else cycles / chip.clock
+
+    seconds = functools.partial(link_seconds, cfg, machine.as_compiled)
+    return hlo.Timeline(text, mesh, machine.slices, in_kernel, compute_seconds, seconds)
 
 
 # --- The step -----------------------------------------------------------------------------------------------------
@@ -157,7 +156,9 @@ class Estimate:
 
     def __init__(self, cfg, machine):
         self.cfg, self.m, self.machine = cfg, cfg.model, machine
-        self.s, self.fit = Sizes(cfg), constants(machine)
+        column = 2 if machine.platform == "gpu" else int(machine.chip.fuses)
+        self.fit = {name: values[column] for name, values in FITTED.items()}
+        self.s = Sizes(cfg)
         self.batches = cfg.run.accumulation_steps
         self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
         self.flops = 0.0  # of matrix products
@@ -166,12 +167,8 @@ class Estimate:
         self.sent = defaultdict(lambda: [0.0, 0.0, 0])
         self.operands = 0.0  # memory traffic of matrix products, bytes
         self.passes = 0.0  # memory traffic of everything else, bytes
-        self.weights = self.optimizer = (
-            0.0  # bytes of weights, and of AdamW's two moments or of Muon's one
-        )
-        self.batch = (
-            8 * self.batches * self.s.own * self.s.own_tokens
-        )  # bytes of tokens and targets
+        self.weights = self.optimizer = 0.0  # bytes; of AdamW's two moments or Muon's one
+        self.batch = 8 * self.batches * self.s.own * self.s.own_tokens  # bytes, with targets
         self.activations = 0.0  # bytes kept from the forward pass for the backward pass
         self.bubble = (self.s.pp - 1) / self.s.ticks  # share of the ticks in which a stage idles
         gathered, largest = self.add_weights()
@@ -208,12 +205,8 @@ class Estimate:
         the loop of gradient accumulation what does not depend on it; the TPU compiler does not: there it is once a
         batch, but gradients of copies are summed outside the loop.
         """
-        m, s, rounds, on_tpu = (
-            self.m,
-            self.s,
-            self.cfg.run.pp_interleave,
-            self.machine.platform == "tpu",
-        )
+        m, s, rounds = self.m, self.s, self.cfg.run.pp_interleave
+        on_tpu = self.machine.platform == "tpu"
         with_muon = self.cfg.optimizer.optimizer == "muon"
         used, gathered = 0, defaultdict(int)
         for name, stack in model.param_table(self.cfg).items():
@@ -221,9 +214,10 @@ class Estimate:
             if name in architecture(m.architecture).stacks:
                 layers, times = layers * rounds, times / rounds
             gradients = self.batches * times  # times that a layer gets one
-            use = Use(self.batches if on_tpu else 1, self.batches, 1)
+            # times that it is gathered and that its gradients are scattered, layers each time
+            use = self.batches if on_tpu else 1, self.batches, 1
             if m.fsdp == "full" and name in s.runs:
-                use = Use(gradients * (2 if m.remat != "none" else 1), gradients, layers)
+                use = gradients * (2 if m.remat != "none" else 1), gradients, layers
             for p in jax.tree.leaves(stack, is_leaf=is_param):
                 axes = [axis for entry in p.spec for axis in muon.real_axes(entry, self.split)]
                 own = math.prod(p.shape) // math.prod(self.split[axis] for axis in axes)
@@ -231,7 +225,7 @@ class Estimate:
                 self.optimizer += 4 * own * (1 if with_muon and p.hidden else 2)
                 copies = set(collectives.AXES) - set(axes)
                 self.send("all-reduce", copies, 4 * own, 1 if on_tpu else self.batches)
-                whole = self.gather(p, own, use)
+                whole = self.gather(p, own, *use)
                 if name in s.runs:
                     gathered[name] += whole
                     used += whole * gradients
@@ -242,17 +236,17 @@ class Estimate:
         largest = max(n / s.runs[name][0] for name, n in gathered.items())
         return sum(gathered.values()), largest / rounds
 
-    def gather(self, p, whole, use):
-        """Add the collectives that gather a parameter, of which a device stores `whole` numbers, and those that reduce
-        and scatter its gradient in float32. Returns its size when gathered."""
-        width = self.s.bytes if p.matrix else 4
-
-        def both_ways(kind, back, axes, n=0):
-            self.send(kind, axes, whole * width, use.forward, use.count, n)
-            self.send(back, axes, whole * 4, use.backward, use.count, n)
-
+    def gather(self, p, whole, forward, backward, count):
+        """Add the collectives that gather a parameter `forward` times, of which a device stores `whole` numbers, and
+        those that reduce and scatter its gradient in float32. Returns its size when gathered."""
         if not p.gather:
             return whole
+        width = self.s.bytes if p.cast else 4
+
+        def both_ways(kind, back, axes, n=0):
+            self.send(kind, axes, whole * width, forward, count, n)
+            self.send(back, axes, whole * 4, backward, count, n)
+
         _, axes = p.gather
         if p.expert:  # slices of all experts are exchanged for slices of one, and these gathered
             E = self.m.n_experts
@@ -332,20 +326,17 @@ class Estimate:
         """
         m, s, fit = self.m, self.s, self.fit
         embedding = m.padded_vocab * m.model_dimension
-        accumulated = (
-            4 * gathered if m.fsdp == "none" else self.weights
-        )  # gradients summed up so far
-        if self.batches == 1:
-            accumulated = 0
+        accumulated = 0  # gradients summed up so far
+        if self.batches > 1:
+            accumulated = 4 * gathered if m.fsdp == "none" else self.weights
         weights, gradients = s.bytes * gathered, 4 * gathered
         if m.fsdp == "full":  # a layer at a time: its weights, the next one's, its gradient
             weights, gradients = 2 * s.bytes * largest, 4 * largest + self.weights
         # a copy of what is kept of one microbatch, where several are kept
         one_microbatch = kept / s.ticks if s.ticks > 1 else 0
         tokens = s.own * s.own_tokens
-        held = (
-            min(tokens, loss.LOSS_CHUNK[self.machine.platform]) * m.padded_vocab
-        )  # logits at once
+        # logits at once
+        held = min(tokens, loss.LOSS_CHUNK[self.machine.platform]) * m.padded_vocab
         chunked = held < tokens * m.padded_vocab * (1 + m.mtp_depth)
 
         at_logits = weights + (s.bytes + 4 * chunked) * embedding + 4 * fit["logit_copies"] * held
@@ -360,14 +351,6 @@ class Estimate:
         chip = self.machine.chip
         products = (self.flops + self.scores) / chip.speed + self.operands / chip.bandwidth
         return {"matrix products": products, "memory": self.passes / chip.bandwidth}
-
-
-class Use(NamedTuple):
-    """How often a step gathers the weights of a stack of layers."""
-
-    forward: float  # times that they are gathered
-    backward: float  # times that their gradients are reduced and scattered
-    count: int  # layers each time, in a collective of their own
 
 
 # --- A layer ------------------------------------------------------------------------------------------------------

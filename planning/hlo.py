@@ -45,39 +45,6 @@ class Op(NamedTuple):
     rest: str  # operands and attributes
 
 
-# A schedule is a list of these, in the order in which a device begins them.
-
-
-class Compute(NamedTuple):
-    """An operation that keeps the device busy."""
-
-    flops: float  # of matrix products
-    cycles: int  # as the TPU compiler estimates them; GPU: 0
-    moved: float  # bytes read and written; TPU: 0
-    is_kernel: bool = False  # a custom kernel
-
-
-class Transfer(NamedTuple):
-    """A collective begins."""
-
-    axes: tuple
-    kind: str
-    bytes: float  # that a device sends
-    devices: int  # that take part
-    name: str = ""  # by which a `Wait` knows it; "": the device waits at once
-
-
-class Wait(NamedTuple):
-    """The device waits for what a transfer brings."""
-
-    name: str
-
-
-class Loop(NamedTuple):
-    times: int
-    body: list  # a schedule
-
-
 def shapes(text):
     """(dtype, dims) of every array in the text of a type."""
     return [(dtype, tuple(numbers(dims))) for dtype, dims in SHAPE.findall(text)]
@@ -253,24 +220,61 @@ def moved_bytes(ops, given):
 # --- The program --------------------------------------------------------------------------------------------------
 
 
-class Reader:
-    """Reads the computations of a program into a schedule; see `analyze`."""
+class Timeline:
+    """What one device does in a step whose optimized HLO is `text`, and how long it computes and waits.
 
-    def __init__(self, text, mesh, slices, in_kernel):
+    mesh: {axis: size}, of several TPU slices; what travels between these, in "send"s to their hosts, is of kind "across
+    slices". in_kernel(words, arrays): operations of a call of a custom kernel, of the words that name it and (dtype,
+    dims) of its operands. compute_seconds(flops, cycles, moved, is_kernel) of an operation: its matrix products, the
+    TPU compiler's estimate or (GPU) the bytes that it reads and writes, and whether it is a custom kernel.
+    link_seconds(axes, kind, n_bytes, n) of a transfer.
+
+    Computation between the start of a transfer and the wait for it hides that transfer: at most as long as the transfer
+    takes, and each second of computation hides one transfer alone, the one that began first. The rest is exposed.
+    """
+
+    def __init__(
+        self,
+        text,
+        mesh,
+        slices=1,
+        in_kernel=lambda words, arrays: 0,
+        compute_seconds=lambda *_: 0,
+        link_seconds=lambda *_: 0,
+    ):
         self.comps = computations(text)
         self.slices, self.across, self.in_kernel = slices, slow_axis(mesh, slices), in_kernel
         # each slice numbers its own devices
         self.mesh = mesh | {self.across: mesh[self.across] // slices}
-        self.schedule = []
-        self.begun = set()  # names of transfers
         self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
+        self.compute_seconds, self.link_seconds = compute_seconds, link_seconds
+        self.flops = 0.0  # of matrix products
+        self.collectives = {}  # {(axes, kind): [bytes, times, devices]}; axes such as ("dp", "tp")
+        self.products = 0.0  # seconds of operations with matrix products
+        self.others = 0.0  # and of all others
+        self.exposed = defaultdict(float)  # {(axes, kind): seconds that the device waits}
+        self.times, self.flying, self.spare = 1, {}, 0.0
+        self.run("ENTRY", 1)
+
+    def run(self, name, times):
+        """Add the whole program, or the body of a loop that runs `times` times. Returns the seconds of computation, of
+        one run, that hide nothing in it."""
+        around = self.times, self.flying, self.spare
+        # flying: {name: [[(axes, kind), seconds left]]}, the first to begin first
+        self.times, self.flying, self.spare = times, {}, 0.0
+        self.visit(name)
+        for transfer in list(self.flying):
+            self.wait(transfer)
+        spare = self.spare
+        self.times, self.flying, self.spare = around
+        return spare
 
     def visit(self, name, fused=None, wrapper=""):
-        """Add a computation to the schedule; returns the operations of its matrix products.
+        """Add a computation; returns the operations of its matrix products.
 
         Inside a fusion, `fused` is the set of collectives that fusions before it have parts of: one that runs beside
         several fusions stands in all of them. Inside an asynchronous start, `wrapper` is its name. Operations outside
-        fusions are scheduled.
+        fusions are in the order in which a device begins them.
         """
         ops, flops, beside = self.comps.get(name, []), 0, set()
         types = {op.name: op.type for op in ops}
@@ -279,15 +283,17 @@ class Reader:
             kind, own = op.kind.removesuffix("-start"), 0
             if kind in COLLECTIVES:
                 if not is_part_of_another(op, fused):
-                    self.add_collective(op, kind, types, wrapper)
+                    self.begin_collective(op, kind, types, wrapper)
             elif kind == "send" and "megascale" in op.rest:
-                self.add_send(op)
+                self.begin_send(op)
             elif kind.endswith("-done"):
-                self.add_wait(operands(op)[0])
+                self.wait(operands(op)[0])
             elif kind in ("dot", "convolution") or calls_cublas(op):
                 own = matmul_flops(op, types)
             elif kind == "while":
-                self.add_loop(op)
+                n = self.trip_count(op)
+                body = re.search(r"body=%?([\w.\-]+)", op.rest)[1]
+                self.hide(n * self.run(body, n * self.times))
             elif kind == "fusion":
                 own = sum(self.visit(callee, beside) for callee in CALLED.findall(op.rest))
             elif kind in ("call", "async"):
@@ -298,9 +304,9 @@ class Reader:
                 words = op.name + op.rest.split("backend_config")[0]
                 own = self.in_kernel(words, shapes(" ".join(types[x] for x in operands(op))))
             if fused is None and kind not in CONTAINERS:
-                self.add_compute(op, own, types)
+                self.compute(op, own, types)
                 for chain in last.get(op.name, ()):
-                    self.add_wait(chain)
+                    self.wait(chain)
             flops += own
         return flops
 
@@ -318,12 +324,6 @@ class Reader:
             found[name].append(chain)
         return found
 
-    def add_loop(self, op):
-        around, self.schedule = self.schedule, []
-        self.visit(re.search(r"body=%?([\w.\-]+)", op.rest)[1])
-        around.append(Loop(self.trip_count(op), self.schedule))
-        self.schedule = around
-
     def trip_count(self, loop):
         """How often a while loop runs its body: as XLA found it; as the scope around it expects, where that depends on
         the data (kernels/grouped.py: expected_trips); else the constant that its condition compares with."""
@@ -337,33 +337,48 @@ class Reader:
         ]
         return max((numbers(op.rest)[0] for op in constants), default=1)
 
-    def add_collective(self, op, kind, types, wrapper):
+    def begin_collective(self, op, kind, types, wrapper):
         axes, n = group_axes(op, self.mesh)
         name = wrapper
         if op.kind.endswith("-start") and '"is_sync":true' not in op.rest:
             name = op.name
         elif chain := CHAIN.search(op.rest):
             name = chain[1]
-        self.add_transfer(Transfer(axes, kind, sent_bytes(op, types, n), n, name))
+        self.begin(axes, kind, sent_bytes(op, types, n), n, name)
 
-    def add_send(self, op):
+    def begin_send(self, op):
         """Add what a "send" to the host takes to other slices."""
         share = self.slices - 1
         if "ALL_TO_ALL" in op.rest:
             share /= self.slices
         n_bytes = size(op.type) * share  # beside the array: its place in the host, a number
-        self.add_transfer(Transfer((self.across,), ACROSS, n_bytes, self.slices, op.name))
+        self.begin((self.across,), ACROSS, n_bytes, self.slices, op.name)
 
-    def add_transfer(self, transfer):
-        self.schedule.append(transfer)
-        self.begun.add(transfer.name)
+    def begin(self, axes, kind, n_bytes, n, name):
+        """Begin a transfer of n_bytes by each of n devices. name: by which a `wait` knows it; "": it comes at once."""
+        entry = self.collectives.setdefault((axes, kind), [0, 0, n])
+        entry[0] += n_bytes * self.times
+        entry[1] += self.times
+        seconds = self.link_seconds(axes, kind, n_bytes, n)
+        self.flying.setdefault(name, []).append([(axes, kind), seconds])
+        if not name:
+            self.wait(name)
 
-    def add_wait(self, name):
-        if name in self.begun:
-            self.schedule.append(Wait(name))
+    def wait(self, name):
+        """Expose what is left of the transfers of a name."""
+        for key, left in self.flying.pop(name, ()):
+            self.exposed[key] += left * self.times
 
-    def add_compute(self, op, flops, types):
-        """Add the time that a scheduled operation takes, as far as the program tells of it."""
+    def hide(self, seconds):
+        """Let `seconds` of computation hide what is flying."""
+        for transfer in itertools.chain(*self.flying.values()):
+            hidden = min(seconds, transfer[1])
+            transfer[1] -= hidden
+            seconds -= hidden
+        self.spare += seconds
+
+    def compute(self, op, flops, types):
+        """Add the time that an operation takes, as far as the program tells of it."""
         cycles, moved = 0, 0
         if self.has_cycles:
             estimated = re.search(r'"estimated_cycles":"(\d+)"', op.rest)
@@ -375,8 +390,13 @@ class Reader:
             names = operands(op)
             given = [Op(x, types[x], "parameter", f"{i})") for i, x in enumerate(names)]
             moved = moved_bytes([*given, op], names)
-        if flops or cycles or moved or is_kernel(op):
-            self.schedule.append(Compute(flops, cycles, moved, is_kernel(op)))
+        seconds = self.compute_seconds(flops, cycles, moved, is_kernel(op))
+        self.hide(seconds)
+        self.flops += flops * self.times
+        if flops:
+            self.products += seconds * self.times
+        else:
+            self.others += seconds * self.times
 
 
 def is_part_of_another(op, fused):
@@ -389,82 +409,3 @@ def is_part_of_another(op, fused):
         return True
     fused.add(chain[1])
     return False
-
-
-def analyze(text, mesh, slices=1, in_kernel=lambda words, arrays: 0):
-    """The schedule of a program, its optimized HLO being `text`, on a {axis: size} mesh of so many TPU slices. What
-    travels between slices, in "send"s to their hosts, is of kind "across slices".
-
-    in_kernel(words, arrays): operations of a call of a custom kernel, of the words that name it and (dtype, dims) of
-    its operands.
-    """
-    reader = Reader(text, mesh, slices, in_kernel)
-    reader.visit("ENTRY")
-    return reader.schedule
-
-
-class Timeline:
-    """What one device does in a step, and how long it computes and waits where the seconds of a `Compute` and of a
-    `Transfer` are given.
-
-    Computation between the start of a transfer and the wait for it hides that transfer: at most as long as the transfer
-    takes, and each second of computation hides one transfer alone, the one that began first. The rest is exposed.
-    """
-
-    def __init__(self, schedule, compute_seconds=lambda event: 0, link_seconds=lambda event: 0):
-        self.compute_seconds, self.link_seconds = compute_seconds, link_seconds
-        self.flops = 0.0  # of matrix products
-        self.collectives = {}  # {(axes, kind): [bytes, times, devices]}; axes such as ("dp", "tp")
-        self.products = 0.0  # seconds of operations with matrix products
-        self.others = 0.0  # and of all others
-        self.exposed = defaultdict(float)  # {(axes, kind): seconds that the device waits}
-        self.walk(schedule, 1)
-
-    def walk(self, schedule, times):
-        """Add a schedule that runs so many times. Returns the seconds of computation, of one run, that hide nothing in
-        it."""
-        flying, spare = {}, 0.0  # {name: [[(axes, kind), seconds left]]}, the first to begin first
-        for event in schedule:
-            match event:
-                case Compute():
-                    spare += hide(flying, self.compute(event, times))
-                case Loop():
-                    inside = self.walk(event.body, times * event.times)
-                    spare += hide(flying, inside * event.times)
-                case Transfer():
-                    key = event.axes, event.kind
-                    entry = self.collectives.setdefault(key, [0, 0, event.devices])
-                    entry[0] += event.bytes * times
-                    entry[1] += times
-                    flying.setdefault(event.name, []).append([key, self.link_seconds(event)])
-                    if not event.name:
-                        self.wait(flying, "", times)
-                case Wait():
-                    self.wait(flying, event.name, times)
-        for name in list(flying):
-            self.wait(flying, name, times)
-        return spare
-
-    def compute(self, event, times):
-        """Seconds of a `Compute`, added up."""
-        seconds = self.compute_seconds(event)
-        self.flops += event.flops * times
-        if event.flops:
-            self.products += seconds * times
-        else:
-            self.others += seconds * times
-        return seconds
-
-    def wait(self, flying, name, times):
-        """Expose what is left of the transfers of a name."""
-        for key, left in flying.pop(name, ()):
-            self.exposed[key] += left * times
-
-
-def hide(flying, seconds):
-    """Let so many seconds of computation hide what is flying. Returns the seconds that are left."""
-    for transfer in itertools.chain(*flying.values()):
-        hidden = min(seconds, transfer[1])
-        transfer[1] -= hidden
-        seconds -= hidden
-    return seconds

@@ -68,6 +68,11 @@ class Machine(NamedTuple):
         return self.groups if self.platform == "tpu" else 1
 
     @property
+    def as_compiled(self):
+        """The machine of a compiled program's collectives: what leaves a TPU slice is a transfer of its own."""
+        return self._replace(groups=1) if self.platform == "tpu" else self
+
+    @property
     def kernels(self):
         """The platform whose attention kernels and experts run, as attention.platform_of says of its devices."""
         chip = self.chip

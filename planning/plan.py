@@ -75,31 +75,6 @@ SEARCHED = (
 )
 
 
-def compiled_timeline(cfg, machine, links, text):
-    """`hlo.Timeline` of a step whose program is the optimized HLO `text`. links: the machine as collectives
-    see it."""
-    chip = machine.chip
-
-    def compute_seconds(event):
-        # no compiler estimates kernels: they run at half the peak
-        products = event.flops / chip.speed * (1 + event.is_kernel)
-        if chip.gpu:
-            return max(products, event.moved / chip.bandwidth)
-        return products if event.is_kernel else event.cycles / chip.clock
-
-    def link_seconds(event):
-        return transfer_seconds(cfg, links, event.axes, event.kind, event.bytes, event.devices)
-
-    seconds = dict(compute_seconds=compute_seconds, link_seconds=link_seconds)
-    return costs.read_program(text, cfg, machine, **seconds)
-
-
-def transfer_seconds(cfg, machine, axes, kind, n_bytes, n):
-    """Seconds in which each of n devices sends n_bytes in a collective along some axes."""
-    groups = costs.groups_along(axes, cfg.run.n_device_axis, machine.groups)
-    return costs.link_seconds(machine.chip, kind, n_bytes, n, groups)
-
-
 def memory_of(estimate, limit, used=None):
     """{part: bytes} of peak memory. Where the compiler says how much is `used` in all, what the formulas do not know
     exactly, the temporaries, is the rest of it; none where they say too much of the activations."""
@@ -115,6 +90,18 @@ def memory_of(estimate, limit, used=None):
         memory["activations"] = min(estimate.activations, work)
         memory["temporaries"] = work - memory["activations"]
     return memory | dict(total=sum(memory.values()), limit=limit)
+
+
+def collectives_of(cfg, machine, sent, exposed):
+    """The rows of the table of collectives. sent: {(axes, kind): (bytes, times, devices that take part)}; exposed:
+    seconds of the same, or None."""
+    rows = []
+    for (axes, kind), (n_bytes, times, n) in sorted(sent.items()):
+        seconds = costs.link_seconds(cfg, machine, axes, kind, n_bytes, n)
+        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds))
+        if exposed is not None:
+            rows[-1]["exposed"] = exposed[axes, kind]
+    return rows
 
 
 def by_links(rows, key):
@@ -135,31 +122,22 @@ def answer(cfg, machine, compiled=None, refused=None):
     formulas."""
     chip = machine.chip
     estimate = costs.Estimate(cfg, machine)
-    used, limit, timeline = None, chip.memory, None
-    flops, computing, sent = estimate.flops, estimate.seconds(), estimate.sent
-    links = machine
+    used, limit = None, chip.memory
+    flops, computing, links = estimate.flops, estimate.seconds(), machine
+    sent, exposed = estimate.sent, None
     if compiled:
-        used = compiled.arguments + compiled.temporaries
-        if machine.slices > 1:  # what leaves a TPU slice is a transfer of its own
-            links = machine._replace(groups=1)
-        timeline = compiled_timeline(cfg, machine, links, compiled.text)
-        flops, sent = timeline.flops, timeline.collectives
+        used, links = compiled.arguments + compiled.temporaries, machine.as_compiled
+        timeline = costs.read_program(compiled.text, cfg, machine)
+        flops, sent, exposed = timeline.flops, timeline.collectives, timeline.exposed
         computing = {"matrix products": timeline.products, "memory": timeline.others}
     elif refused:
         used, limit = refused.used, refused.limit
-    rows = []
-    for (axes, kind), (n_bytes, times, n) in sorted(sent.items()):
-        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times)
-        row["seconds"] = transfer_seconds(cfg, links, axes, kind, n_bytes, n)
-        rows.append(row)
-    overlapped = None
-    if timeline:
-        for row in rows:
-            row["exposed"] = timeline.exposed[tuple(row["axes"]), row["kind"]]
+    rows = collectives_of(cfg, links, sent, exposed)
+    seconds, overlapped = computing | by_links(rows, "seconds"), None
+    step, bound = sum(seconds.values()), max(seconds, key=seconds.get)
+    if compiled:
         overlapped = by_links(rows, "exposed")
-        overlapped["step"] = sum(computing.values()) + sum(overlapped.values())
-    seconds = computing | by_links(rows, "seconds")
-    step = sum(seconds.values())
+        overlapped["step"] = sum([*computing.values(), *overlapped.values()])
     tokens = math.prod(steps.batch_shape(cfg))
     total, active, embedding = model.count_params(cfg)
     of_model = model.flops_per_token(cfg) * tokens / machine.n
@@ -182,7 +160,7 @@ def answer(cfg, machine, compiled=None, refused=None):
         mfu=of_model / step / chip.peak,
         hours=hours,
         chip_hours=hours * machine.n,
-        bound=max(seconds, key=seconds.get),
+        bound=bound,
     )
 
 
@@ -311,13 +289,11 @@ def neighbors(cfg, n):
 
 
 def advise(cfg, machine, a):
-    """One sentence: the single change that saves most time by the formulas, or what would make the step fit. Where a
-    compiler made the plan, it compiles the step with that change too, and its word counts."""
+    """One sentence: the single change that saves most time, or what would make the step fit, by the formulas."""
     spare = a.memory["limit"] - a.memory["total"]
     if spare < 0:
         lacks = f"it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
         return f"does not fit: {lacks}; {what_would_fit(cfg, machine, a.memory)}"
-    none = f"no single flag helps by more than {WORTH:.0%}"
     now, best, saved = answer(cfg, machine), None, WORTH
     for new in neighbors(cfg, machine.n):
         other = answer(new, machine)
@@ -325,16 +301,8 @@ def advise(cfg, machine, a):
         if saves > saved and other.memory["total"] - now.memory["total"] <= spare:
             best, saved = new, saves
     if best is None:
-        return f"{none}, by the formulas"
-    flags, source = changed(cfg, best), "by the formulas"
-    if a.compiled:
-        say(f"compiling the step with {flags}, which would help most by the formulas")
-        other, _ = compiled_answer(best, machine)
-        saved = 1 - other.seconds["step"] / a.seconds["step"] if other.fits else 0
-        source = "as compiled" if other.compiled else source
-    if saved < WORTH:
-        return f"{none}; {flags}, the best by the formulas, does not as compiled"
-    return f"{flags} would help most: by {saved:.0%} of the step, {source}"
+        return f"no single flag helps by more than {WORTH:.0%}, by the formulas"
+    return f"{changed(cfg, best)} would help most: by {saved:.0%} of the step, by the formulas"
 
 
 # --- What does not fit --------------------------------------------------------------------------------------------
@@ -390,14 +358,20 @@ def in_parts(memory):
 
 
 def machine_of(devices):
-    """The `Machine` of devices that jax has found. Speeds of a kind that is not known are those of another, which will
-    do to compare configurations."""
+    """The `Machine` of devices that jax has found."""
     kind, platform = devices[0].device_kind, devices[0].platform
+    processes = len({device.process_index for device in devices})
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    machine = machine_of_kind(kind, platform, len(devices), processes, slices)
+    memory = memory_limit() or machine.chip.memory
+    return machine._replace(chip=machine.chip._replace(memory=memory))
+
+
+def machine_of_kind(kind, platform, n, processes, slices):
+    """The `Machine` of n devices of a kind, as jax calls it. Speeds of a kind that is not known are those of another,
+    which will do to compare configurations."""
     chip = chip_of(kind) or CHIPS["A100" if platform == "gpu" else "v4"]
-    chip = chip._replace(memory=memory_limit() or chip.memory)
-    group = "process_index" if chip.gpu else "slice_index"
-    groups = len({getattr(device, group, 0) for device in devices})
-    return Machine(kind, chip, len(devices), groups, platform=platform)
+    return Machine(kind, chip, n, processes if chip.gpu else slices, platform=platform)
 
 
 def memory_limit():
@@ -497,7 +471,7 @@ def compiled_answer(cfg, machine):
     return answer(cfg, machine, compiled), compiled and compiled.text
 
 
-def settle(flags, machine):
+def planned_config(flags, machine):
     """The configuration that is planned for. Raises UserError."""
     cfg, asked = flags.cfg, flags.cfg.plan
     if cfg.run.n_devices not in (0, machine.n):
@@ -515,20 +489,14 @@ def settle(flags, machine):
     return cfg
 
 
-def find_compiler(asked, machine):
-    """Whether to ask the machine's compiler. Raises UserError where there is no such slice."""
-    if asked.by_formulas or not machines.has_compiler(machine):
-        return False
-    machines.devices_of(machine)
-    return True
-
-
 def main(flags):
     """Print the plan of the run that the flags describe, and write what --plan_json asks for."""
     asked, machine = flags.cfg.plan, parse_machine(flags.cfg.plan.plan)
-    cfg = settle(flags, machine)
+    cfg = planned_config(flags, machine)
     steps.configure_jax(cfg)
-    compiler = find_compiler(asked, machine)
+    compiler = not asked.by_formulas and machines.has_compiler(machine)
+    if compiler:
+        machines.devices_of(machine)  # a slice that does not exist is refused before the search
     found = []
     if asked.search:
         found = search(cfg, machine, compiler)

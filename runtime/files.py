@@ -64,22 +64,17 @@ def quiet_storage():
         logging.getLogger(library).setLevel(logging.CRITICAL)
 
 
-SILENCE = 5  # seconds that storage may take before a warning, once a minute at most
-said_silent = -math.inf  # when that was
+SILENCE = 5  # seconds that storage may take before a warning
 
 
 @contextlib.contextmanager
 def waiting_for(path):
     """Print a warning where what is done in here with a remote `path` takes long."""
-
-    def warn():
-        global said_silent
-        if time.monotonic() > said_silent + 60:
-            said_silent = time.monotonic()
-            words = f"warning: still waiting for {path} after {SILENCE} s; it is tried for up to two minutes"
-            print(words, file=sys.stderr, flush=True)  # stdout may be one JSON object
-
-    timer = threading.Timer(SILENCE, warn)
+    words = (
+        f"warning: still waiting for {path} after {SILENCE} s; it is tried for up to two minutes"
+    )
+    # stdout may be one JSON object
+    timer = threading.Timer(SILENCE, print, [words], dict(file=sys.stderr, flush=True))
     timer.daemon = True
     if is_remote(path):
         timer.start()
@@ -129,20 +124,16 @@ def is_denied(error):
 # --- Files that appear whole --------------------------------------------------------------------------------------
 
 
-def unplain(path):
-    """What to open where no plain file is made at `path`: a device or FIFO, or the number of an open file such as
-    /dev/stdout; None for all others. Raises OSError where nothing can be written there."""
-    names = [path, os.readlink(path)] if os.path.islink(path) else [path]
-    for name in names:
-        if descriptor := re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", name):
-            return int(descriptor[1])
+def check_plain(path):
+    """Raises OSError where no plain file can be at the local `path`: it would take the place of a folder, a device or a
+    pipe, or of a file that may not be written."""
     if path.endswith("/") or os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     with contextlib.suppress(FileNotFoundError):
-        is_plain = stat.S_ISREG(os.stat(path).st_mode)
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return None if is_plain else path
 
 
 PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end in
@@ -167,17 +158,12 @@ def remove_parts(folder, name="*"):
 
 @contextlib.contextmanager
 def replacing(path, lasting=True):
-    """A binary file to write, and to read again, that becomes the local `path` when it is whole. Of a symlink it
-    becomes the target; devices, FIFOs and open files such as /dev/stdout are written to as they are. Raises OSError.
+    """A binary file to write, and to read again, that becomes the local `path`, or the target of that symlink, when it
+    is whole. Raises OSError.
 
     lasting: it is whole also where the machine fails right after, for which the disk is waited for.
     """
-    opened = unplain(path)
-    if opened is not None:
-        sys.stdout.flush()  # which `path` may name
-        with open(opened, "wb", closefd=opened is path) as f:
-            yield f
-        return
+    check_plain(path)
     path = os.path.realpath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     remove_parts(*os.path.split(path))
@@ -228,8 +214,7 @@ def write_file(path, content):
 def check_place(path, flag):
     """Raises UserError where no file can be written at the local `path` that `flag` named: before one works for it."""
     try:
-        if unplain(path) is not None:
-            return
+        check_plain(path)
         at = os.path.realpath(path)
         while not os.path.isdir(at):
             at = os.path.dirname(at)

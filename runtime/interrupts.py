@@ -62,6 +62,26 @@ def as_usual():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def run(program):
+    """What every program ends with: run `program()` and end the process, with status 0, 2 and a sentence after a
+    UserError, 130 after Ctrl-C, or 141 without a word where the reader of its output has left, as head does."""
+    import multiprocessing
+
+    from runtime import messages
+
+    try:
+        as_usual()
+        messages.one_sentence(program)
+        sys.exit()
+    except KeyboardInterrupt:
+        for (
+            child
+        ) in multiprocessing.active_children():  # which may miss the signal while it imports
+            child.kill()
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
 def watch(note):
     """Call note(number) in a thread of its own for either signal, at once: a handler of Python's would wait until the
     main thread comes out of XLA, which may compile for minutes. Returns a function that ends this."""

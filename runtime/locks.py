@@ -2,10 +2,8 @@
 
 import contextlib
 import fcntl
-import inspect
 import json
 import os
-import secrets
 import shlex
 import socket
 import sys
@@ -16,63 +14,26 @@ from runtime.files import filesystem, is_remote, persist, read_file, remove_part
 from runtime.messages import UserError, say
 
 LOCK = "lock"  # the file in a folder that tells which process writes there
-BEGINNING = b'{"host": '  # of every such file
-
-
-def process_began(pid):
-    """When the process `pid` began, in clock ticks since its machine did; None where none of that number runs here."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as f:
-        state, *fields = f.read().rpartition(")")[2].split()
-        return None if state in "ZX" else int(fields[18])  # zombies and dead ones do not run
-
-
-MACHINE = {  # files that tell one machine, and one start of it, from others
-    "machine": "/etc/machine-id",
-    "boot": "/proc/sys/kernel/random/boot_id",
-}
 
 
 def this_process():
-    """What a lock tells of its holder. Its pid and host alone may be another's too, later or in a container."""
-    me = dict(
+    """What a lock records of its holder, as JSON."""
+    holder = dict(
         host=socket.gethostname(),
         pid=os.getpid(),
-        began=process_began(os.getpid()),
         since=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         command=shlex.join(sys.argv),
-        token=secrets.token_hex(8),
     )
-    for name, path in MACHINE.items():
-        with contextlib.suppress(OSError), open(path) as f:
-            me[name] = f.read().strip()
-    with contextlib.suppress(OSError):
-        me["pids"] = os.readlink("/proc/self/ns/pid")  # the namespace of its pid
-    return me
+    return json.dumps(holder).encode()
 
 
 def holder_in(content):
-    """What the content of a lock tells of its holder: {} where it is torn or something else."""
+    """What the content of a lock records of its holder: {} where it is torn or something else."""
     try:
         holder = json.loads(content)
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
-
-
-def is_gone(holder, me, dropped=None):
-    """Whether the holder of a lock has surely ended.
-
-    dropped: whether the system says that it dropped its lock; the system may not know of other hosts. None where it
-    keeps no locks: then only processes of this machine are known.
-    """
-    keys = ("host", "machine", "boot", "pids")
-    same = {key for key in keys if me.get(key) and holder.get(key) == me[key]}
-    if dropped:
-        return bool(not holder or same & {"host", "boot"})
-    if "boot" in same:
-        return "pids" in same and process_began(holder.get("pid")) != holder.get("began")
-    restarted = "boot" in holder and "boot" in me
-    return same >= {"host", "machine"} and restarted
 
 
 def system_lock(file):
@@ -87,27 +48,21 @@ def system_lock(file):
     return True
 
 
-def is_at(file, path):
-    """Whether the file is open, and at `path`."""
-    with contextlib.suppress(OSError, ValueError):  # a signal's thread may have closed it
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    return False
-
-
-def lock_file(path, me, in_use):
+def lock_file(path, in_use):
     """Lock a local folder, made if need be, by the file `path`: (what a dead holder left in it, function that releases
     the folder). Raises in_use(content, is it alive) where another process holds it, and OSError."""
     made = missing_folders(path)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    file = None
-    while not (file and is_at(file, path)):  # else its holder removed it just now
-        file = open(path, "a+b", buffering=0)
-        dropped = system_lock(file)
-        file.seek(0)
-        left = file.read()
-        foreign = not BEGINNING.startswith(left[: len(BEGINNING)])  # some user's file of that name
-        if dropped is False or foreign or (left and not is_gone(holder_in(left), me, dropped)):
-            raise in_use(left, dropped is False)
+    file = open(path, "a+b", buffering=0)
+    locked = system_lock(file)
+    file.seek(0)
+    left = file.read()
+    # The system knows of the processes of this machine, and not always of others.
+    here = holder_in(left).get("host") == socket.gethostname()
+    held = locked is False or not is_at(file, path)  # its holder may have removed it just now
+    if held or (left and not (locked and here)):
+        file.close()
+        raise in_use(left, held)
 
     def release():
         if is_at(file, path):
@@ -119,11 +74,18 @@ def lock_file(path, me, in_use):
 
     try:
         file.truncate(0)
-        file.write(json.dumps(me).encode())
+        file.write(this_process())
     except OSError:
         release()
         raise
     return left, release
+
+
+def is_at(file, path):
+    """Whether the file is open, and at `path`."""
+    with contextlib.suppress(OSError, ValueError):  # a signal's thread may have closed it
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    return False
 
 
 def missing_folders(path):
@@ -136,28 +98,34 @@ def missing_folders(path):
     return missing
 
 
-def lock_object(path, me, in_use):
-    """`lock_file` of a remote folder, by an object."""
+def lock_object(path, in_use):
+    """`lock_file` of a remote folder, by an object that is created only where there is none."""
     fs, there = filesystem(path)
-    content = json.dumps(me).encode()
-    left = read_file(path)
-    if left is not None and not is_gone(holder_in(left), me):
-        raise in_use(left, False)
-    # Of two processes that create it at once one fails, where the storage and its library support that.
-    known = inspect.signature(getattr(fs, "_pipe_file", fs.pipe_file)).parameters
-    how = {"mode": "create"} if left is None and "mode" in known else {}
-    with contextlib.suppress(FileExistsError):
-        persist(lambda: fs.pipe_file(there, content, **how), path)
-    time.sleep(1)  # where they do not, one of the two finds the other's content now
-    now = read_file(path)
-    if now != content:
-        raise in_use(now or b"", False)
+    mine, left = this_process(), read_file(path)
+    if left is not None:
+        if not has_ended(holder_in(left)):
+            raise in_use(left, False)
+        persist(lambda: fs.rm_file(there), path)
+    try:
+        persist(lambda: fs.pipe_file(there, mine, mode="create"), path)
+    except FileExistsError:
+        now = read_file(path)
+        if now != mine:  # another process was faster; else a try whose answer got lost
+            raise in_use(now or b"", False) from None
 
     def release():
-        if read_file(path) == content:
+        if read_file(path) == mine:
             persist(lambda: fs.rm_file(there), path)
 
     return left or b"", release
+
+
+def has_ended(holder):
+    """Whether the holder of a lock was a process of this machine that has ended."""
+    if holder.get("host") != socket.gethostname():
+        return False
+    pid = holder.get("pid")
+    return pid == os.getpid() or not os.path.exists(f"/proc/{pid}")
 
 
 @contextlib.contextmanager
@@ -178,7 +146,7 @@ def alone_in(folder, flag, other):
         return UserError(f"{flag}: {who}; {advice} give another {other}.")
 
     try:
-        left, release = lock(path, this_process(), in_use)
+        left, release = lock(path, in_use)
     except OSError as e:
         why = f"{folder} cannot be written ({e.strerror or e})"
         raise UserError(f"{flag}: {why}; give a folder that can be, with room in it.") from None

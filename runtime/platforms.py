@@ -4,14 +4,10 @@ python runtime/platforms.py     prints what this machine computes on: tpu, gpu o
 """
 
 import contextlib
-import ctypes
 import functools
 import glob
-import importlib.metadata
 import importlib.util
-import logging
 import os
-import pkgutil
 import shutil
 import subprocess
 import sys
@@ -30,12 +26,8 @@ XLA_FLAGS = {
 FLAGS_VARIABLE = {"tpu": "LIBTPU_INIT_ARGS"}
 
 
-# What the user chose, read here before jax is imported, which chooses by itself.
-LOG_LEVEL = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
-
 # What jax needs beside itself for an accelerator: one of these modules.
 PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-NVIDIA_PLUGINS = {"xla_cuda12", "xla_cuda13"}  # as jax names them
 
 
 def accelerator():
@@ -48,8 +40,8 @@ def accelerator():
         return "gpu"
     if glob.glob("/dev/accel[0-9]*"):
         return "tpu"
-    # vfio hands any device to a program: it is a TPU only where something else says so
-    if glob.glob("/dev/vfio/[0-9]*") and (has_google_chip() or told_of_tpu()):
+    # vfio hands any device to a program
+    if glob.glob("/dev/vfio/[0-9]*") and has_google_chip():
         return "tpu"
     return "cpu"
 
@@ -77,74 +69,22 @@ def nvidia_smi_lists_gpus():
     return listed.stdout.startswith("GPU")
 
 
-# What jax itself writes into the environment when it is imported beside libtpu, also where there is no TPU.
-WRITTEN_BY_JAX = {
-    "TPU_LIBRARY_PATH",
-    "TPU_SKIP_MDS_QUERY",
-    "TPU_ML_PLATFORM",
-    "TPU_ML_PLATFORM_VERSION",
-}
-
-
-def told_of_tpu():
-    """Whether the environment is that of a TPU's host."""
-    return any(name.startswith("TPU_") and name not in WRITTEN_BY_JAX for name in os.environ)
-
-
 def has_google_chip():
     """Whether a chip by Google, which makes TPUs, is on the PCI bus."""
-    return any(map(is_google, glob.glob("/sys/bus/pci/devices/*/vendor")))
-
-
-def may_have_tpu():
-    """Whether anything here hints at a TPU: its device files or chips, or what its hosts have in the environment."""
-    devices = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*")
-    return bool(devices) or told_of_tpu() or has_google_chip()
-
-
-def is_google(path):
-    """Whether the vendor in a file of the PCI bus is Google, which makes TPUs."""
-    with contextlib.suppress(OSError), open(path) as f:
-        return f.read().strip() == "0x1ae0"
+    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        with contextlib.suppress(OSError), open(path) as f:
+            if f.read().strip() == "0x1ae0":
+                return True
     return False
-
-
-def other_plugins():
-    """Names of the plugins that jax finds for devices other than TPUs."""
-    names = {plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")}
-    if package := importlib.util.find_spec("jax_plugins"):
-        modules = pkgutil.iter_modules(package.submodule_search_locations)
-        names |= {module.name for module in modules}
-    return names
-
-
-def has_nvidia_driver():
-    """Whether NVIDIA's driver is here, without which its plugin finds no GPU."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def has_plugins_alone():
-    """Whether jax has plugins for accelerators, but none of their devices can be here."""
-    others = other_plugins()
-    if not others and not importlib.util.find_spec("libtpu"):
-        return False
-    if others & NVIDIA_PLUGINS and not has_nvidia_driver():
-        others -= NVIDIA_PLUGINS
-    return not others and not may_have_tpu()
 
 
 def set_xla_flags(n_devices, num_processes=1):
     """Add this platform's XLA flags to the environment; what the user has set there stays and wins. Of n_devices
     simulated ones each process gets its part.
 
-    Where plugins are installed whose devices are not here, as for --plan, jax is told to leave them: it complains for
-    lines that it finds none.
+    Without an accelerator jax looks for none: where a plugin is installed, as for --plan, it would complain.
     """
-    if not os.environ.get("JAX_PLATFORMS") and has_plugins_alone():
+    if not os.environ.get("JAX_PLATFORMS") and accelerator() == "cpu":
         choose_cpu()
     variable = FLAGS_VARIABLE.get(platform(), "XLA_FLAGS")
     now, flags = os.environ.get(variable, ""), list(XLA_FLAGS.get(platform(), []))
@@ -152,18 +92,9 @@ def set_xla_flags(n_devices, num_processes=1):
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
     added = [flag for flag in flags if flag.split("=")[0] not in now]
     os.environ[variable] = " ".join([now, *added]).strip()
-    if num_processes > 1 and LOG_LEVEL is None:
-        quiet_cpp()
-
-
-def quiet_cpp():
-    """Have the C++ part of jax log nothing: it tells of a lost process over and over, which main.py says in a sentence.
-    Warnings of the Python part stay."""
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read when jax is imported
-    if "jax" in sys.modules:
-        sys.modules["jax"].config.update("jax_logging_level", "CRITICAL")
-        for name in ("jax", "jaxlib"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+    if num_processes > 1:
+        # C++ would report a lost process over and over, for which main.py has a sentence
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def choose_cpu():

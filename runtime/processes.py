@@ -1,10 +1,10 @@
 """The processes of a run: how they meet, agree on their flags and on when to stop, and report where they hang."""
 
 import contextlib
-import ctypes
 import faulthandler
 import hashlib
 import ipaddress
+import math
 import os
 import re
 import signal
@@ -27,7 +27,7 @@ from runtime import interrupts, locks
 from runtime.files import read_file, write_file
 from runtime.messages import UserError, say
 
-LOST = "another process of this run was lost; its log says why, and the same command on all goes on from a checkpoint."
+LOST = "another process of this run was lost; its log says why, and the same command on all resumes from a checkpoint."
 
 
 def is_loss(error):
@@ -44,50 +44,9 @@ def is_loss(error):
     return any(word in str(error) for word in words)
 
 
-def end_for_loss(*_):
+def end_for_loss():
     """End this process because another one was lost."""
     interrupts.end(75, f"error: {LOST}")
-
-
-def end_when_one_is_lost():
-    """Let this process end with a sentence when another one is lost; jax would end it from C++ with a stack trace. Call
-    it before `jax.distributed.initialize`, which leaves no choice."""
-    with contextlib.suppress(ImportError, AttributeError):  # another jax, which ends in its own way
-        from jax._src.lib import _jax as lib
-
-        connect = lib.get_distributed_runtime_client
-
-        def connect_and_watch(*args, **kwargs):
-            with contextlib.suppress(AttributeError, OSError):
-                # jax 0.10 cannot call `end_for_loss`: C++ ends the process, and calls this handler on the way
-                connect_and_watch.kept = ctypes.CFUNCTYPE(None)(end_for_loss)
-                ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(connect_and_watch.kept)
-            return connect(*args, missed_heartbeat_callback=end_for_loss, **kwargs)
-
-        if "missed_heartbeat_callback" in connect.__doc__:
-            lib.get_distributed_runtime_client = connect_and_watch
-
-
-def write_own_cache_entries():
-    """Let each process write what it compiled for CPUs to the compilation cache. jax lets process 0 write for all, but
-    the key of an entry names the devices as a process sees them, and on CPUs each process sees others."""
-    with contextlib.suppress(ImportError, AttributeError):  # another jax
-        from jax._src import compilation_cache, compiler
-
-        write = compiler._cache_write
-
-        # jax 0.12 has no callbacks
-        def write_own(key, seconds, name, backend, executable, *callbacks):
-            if jax.process_index() == 0 or backend.platform != "cpu":
-                write(key, seconds, name, backend, executable, *callbacks)
-                return
-            least = jax.config.jax_persistent_cache_min_compile_time_secs
-            if seconds >= least and not any(callbacks):
-                compilation_cache.put_executable_and_time(
-                    key, name, executable, backend, int(seconds)
-                )
-
-        compiler._cache_write = write_own
 
 
 def join_processes(cfg):
@@ -96,8 +55,6 @@ def join_processes(cfg):
     run = cfg.run
     if run.num_processes == 1:
         return
-    end_when_one_is_lost()
-    write_own_cache_entries()
     # That service would swallow SIGTERM from here on; `Interrupt` makes a signal known to all processes.
     jax.config.update("jax_enable_preemption_service", False)
     limit = 3 * run.peer_timeout  # machines do not all start at one moment
@@ -172,19 +129,10 @@ def why_unreachable(host):
 def end_too_late(run, limit):
     """End this process because the others did not come within `limit` seconds; jax is deep in C++ and would end in a
     stack trace."""
-    what = "the other processes did not all come"
-    if run.coordinator:
-        what = (
-            f"not all --num_processes {run.num_processes} came to --coordinator {run.coordinator}"
-        )
-        host, port = run.coordinator.rsplit(":", 1)
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), 5).close()
-        except OSError as e:
-            what = f"--coordinator {run.coordinator} could not be reached ({e.strerror or e})"
+    where = f" at --coordinator {run.coordinator}" if run.coordinator else ""
     print(
-        f"error: --peer_timeout {run.peer_timeout}: {what} within {limit} s; is the same command running on every "
-        f"host, each with its own --process_id?",
+        f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet{where} within {limit} s; is the "
+        f"same command running on every host, each with its own --process_id, and can that be reached?",
         file=sys.stderr,
         flush=True,
     )
@@ -205,7 +153,7 @@ def together(error):
         raise error or UserError(ANOTHER)
 
 
-ANOTHER = "another process cannot go on; its log says why."
+ANOTHER = "another process failed; its log says why."
 
 
 @contextlib.contextmanager
@@ -312,7 +260,10 @@ class Interrupt:
         self.over()
 
 
-class Phase(NamedTuple):
+STUCK = 10  # times its median from which a part of the loop is taken for stuck
+
+
+class Activity(NamedTuple):
     """What the loop does."""
 
     name: str
@@ -320,58 +271,48 @@ class Phase(NamedTuple):
     began: float  # seconds, time.monotonic()
 
 
-STUCK = 10  # times its median from which a phase is taken for stuck
-
-
 class Watchdog:
-    """A thread that prints the stacks of all threads when a phase of the loop takes STUCK times its median so far,
+    """A thread that prints the stacks of all threads when an activity of the loop takes STUCK times its median so far,
     and ends the process after stuck_limit seconds. What hangs one process hangs the others too, so all report."""
 
     def __init__(self, cfg):
         self.limit = cfg.run.stuck_limit
-        self.took = {}  # {name of a phase: seconds of the last times}
+        self.took = {}  # {name of an activity: seconds of the last times}
         self.over = threading.Event()
-        self.phase = None
+        self.now = None
         threading.Thread(target=self._watch, daemon=True).start()
 
     def begin(self, name, step):
-        """The phase before has ended, this one begins."""
-        now = time.monotonic()
-        if self.phase:
-            took = self.took.setdefault(self.phase.name, deque(maxlen=99))
-            took.append(now - self.phase.began)
-        self.phase = Phase(name, step, now)
+        """The activity before has ended, this one begins."""
+        began = time.monotonic()
+        if self.now:
+            took = self.took.setdefault(self.now.name, deque(maxlen=99))
+            took.append(began - self.now.began)
+        self.now = Activity(name, step, began)
 
     def alive(self):
-        """The phase goes on: --stuck_limit counts from here."""
-        self.phase = self.phase._replace(began=time.monotonic())
+        """The activity makes progress: --stuck_limit counts from here."""
+        self.now = self.now._replace(began=time.monotonic())
 
     def _watch(self):
         reported = None
         while not self.over.wait(1):
-            phase = self.phase
-            if not phase:
+            now = self.now
+            if not now:
                 continue
-            seconds = time.monotonic() - phase.began
-            if phase is not reported and self._is_slow(phase, seconds):
-                reported = phase
+            seconds = time.monotonic() - now.began
+            took = list(self.took.get(now.name, []))
+            usual = statistics.median(took) if len(took) > 2 else math.inf
+            if now is not reported and seconds > max(5, STUCK * usual):
+                reported = now
+                say(
+                    f"watchdog: {now.name} of step {now.step} has taken {seconds:.0f} s, usually {usual:.2f}"
+                )
                 faulthandler.dump_traceback(sys.stdout)
             if seconds > self.limit:
                 # 75: "temporary failure" in sysexits.h, to be started again
                 words = (
-                    f"watchdog: {phase.name} of step {phase.step} has taken more than --stuck_limit {self.limit} s; "
+                    f"watchdog: {now.name} of step {now.step} has taken more than --stuck_limit {self.limit} s; "
                     f"ending"
                 )
                 interrupts.end(75, words)
-
-    def _is_slow(self, phase, seconds):
-        """Whether the phase takes unusually long, which is printed. Less than 5 s, and medians of one or two, tell
-        nothing."""
-        took = list(self.took.get(phase.name, []))
-        if len(took) < 3 or seconds <= max(5, STUCK * statistics.median(took)):
-            return False
-        say(
-            f"watchdog: {phase.name} of step {phase.step} has taken {seconds:.0f} s, usually "
-            f"{statistics.median(took):.2f}"
-        )
-        return True

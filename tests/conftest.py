@@ -247,6 +247,14 @@ def shards(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def keep_precision():
+    """A run sets jax's precision of matrix products: the next test has its own again."""
+    before = jax.config.jax_default_matmul_precision
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
 @pytest.fixture(scope="session")
 def xla_cache(tmp_path_factory):
     """A compilation cache that all runs of main.py in one test session share."""

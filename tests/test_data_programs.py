@@ -81,8 +81,8 @@ def make_texts(n, lone=True):
 
 
 def some_texts(n):
-    rng = random.Random(3)
-    return [" ".join(rng.choices("the quick brown fox jumps".split(), k=50)) for _ in range(n)]
+    rng, words = random.Random(3), [word for word in WORDS if word.isalpha()]
+    return [" ".join(rng.choices(words, k=50)) for _ in range(n)]
 
 
 def write_files(folder, files):
@@ -247,8 +247,7 @@ def writes(monkeypatch):
 
         return write
 
-    for name in ("new_file", "write_file"):
-        monkeypatch.setattr(data.output, name, counted(getattr(data.output, name)))
+    monkeypatch.setattr(data.output, "write_file", counted(data.output.write_file))
     return written
 
 
@@ -489,14 +488,6 @@ def test_running_again(tokenize, ranks_file, tmp_path):
         refused(tokenize("in"), f"out/{name}")
         assert content(tmp_path / "out") == left
         path.write_bytes(files[name])
-    # of an earlier version, whose manifests tell nothing of validation and duplicates
-    for split, made in zip(splits.SPLITS, manifests(tmp_path / "out")):
-        for key in ("validation", "drop_duplicates", "duplicate_documents", "manifest_sha256"):
-            del made[key]
-        (tmp_path / "out" / split / "manifest.json").write_text(json.dumps(made))
-    status, out, err = tokenize("in")
-    assert status == 0 and "nothing to do" in out
-    refused(tokenize("in", "out", "--drop_duplicates"), "drop_duplicates was False")
 
 
 # --- Processes --------------------------------------------------------------------------------------------------
@@ -537,7 +528,7 @@ def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
     def killing(*args):
         for result in encode(*args):
             taken.append(result)
-            if len(taken) == 20:
+            if len(taken) == 1:
                 multiprocessing.active_children()[0].kill()
             yield result
 
@@ -705,7 +696,7 @@ def test_training(tmp_path, capsys, monkeypatch):
     held_out = [d for d in list_documents(str(tmp_path / "in")) if validates(read_text(d)[0], 0.1)]
     assert held_out
     path = tmp_path / "x.tiktoken"
-    flags = ["--source", tmp_path / "in", "--vocab_size", 300, "--output", path]
+    flags = ["--source", tmp_path / "in", "--vocab_size", 280, "--output", path]
     written = []
     for i in range(2):
         status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
@@ -717,10 +708,10 @@ def test_training(tmp_path, capsys, monkeypatch):
             (tmp_path / "in" / document.name).write_text(text)
     assert written[0] == written[1]
     lines = [line.split() for line in written[0].splitlines()]
-    assert [int(rank) for _, rank in lines] == list(range(299)) and written[0].endswith(b"\n")
+    assert [int(rank) for _, rank in lines] == list(range(279)) and written[0].endswith(b"\n")
     assert {bytes([b]) for b in range(256)} <= {base64.b64decode(token) for token, _ in lines}
     encoding = tokenization.load_tokenizer(str(path))
-    assert (encoding.n_vocab, encoding.eot_token) == (300, 299)
+    assert (encoding.n_vocab, encoding.eot_token) == (280, 279)
     for other in (b"notes", written[0][:-9]):
         path.write_bytes(other)
         refused(run(train_tokenizer, capsys, monkeypatch, *flags), f"--output {path}: is there")

@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import json
-import math
 import os
 import random
 import re
@@ -11,12 +10,10 @@ import resource
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -25,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from aiohttp import ClientConnectionError
 from conftest import ROOT, SMALL, SMALL_GPT2, flags_of, small_config
 from test_cluster import XLA_FLAGS, free_port
 from test_resume import metrics_of
@@ -35,11 +31,11 @@ import main
 import model
 import presets
 import utils
-from architectures import flags_without_choice
 from data.sources.kinds import open_source
 from inference import weights
-from runtime import files, interrupts, locks, messages, packages, processes
-from training import checkpointing, meter, runlog, steps
+from runtime import files, interrupts, locks, messages, processes
+from training import checkpointing, steps
+from training.run_checkpoints import RunCheckpoints
 
 # --- Numbers that are not finite ----------------------------------------------------------------------------------
 
@@ -111,7 +107,7 @@ def test_bad_steps_in_a_row_roll_the_run_back_and_past_their_data(train, poison,
     flags = dict(TINY, max_bad_steps=3, save_steps=4, keep_checkpoints=5)
     assert train(**flags, name="whole", training_steps=12) == 0
     said, runs = capsys.readouterr().out, tmp_path / "runs"
-    assert "rollback 1 of 3 to step 4; training goes on with the data after sequence 72" in said
+    assert "rollback 1 of 3 to step 4; training continues with the data after sequence 72" in said
     assert meta_of(runs / "whole", 12)["sequences"] == 72 + 8 * 8
     rows = metrics_of(runs / "whole")
     assert [row["step"] for row in rows] == list(range(1, 13))
@@ -129,7 +125,7 @@ def test_after_three_rollbacks_the_run_ends(train, poison, tmp_path, capsys):
     for _ in range(2):
         with pytest.raises(
             messages.UserError,
-            match="--max_bad_steps 2: so many .* from step 5 on .*after 3 rollbacks",
+            match="--max_bad_steps 2: 2 steps .* from step 5 on .*after 3 rollbacks",
         ):
             train(**flags)
         said = capsys.readouterr().out
@@ -140,81 +136,10 @@ def test_after_three_rollbacks_the_run_ends(train, poison, tmp_path, capsys):
 def test_a_run_without_a_checkpoint_rolls_back_to_its_beginning(train, poison, tmp_path, capsys):
     poison([2, 3])
     assert train(**TINY, max_bad_steps=2, training_steps=5) == 0
-    assert "to step 0; training goes on with the data after sequence 24" in capsys.readouterr().out
+    assert (
+        "to step 0; training continues with the data after sequence 24" in capsys.readouterr().out
+    )
     assert meta_of(tmp_path / "runs/run", 5)["sequences"] == 24 + 5 * 8
-
-
-def test_loss_spikes_are_logged_and_counted(tmp_path, capsys):
-    cfg = utils.replace(presets.preset("tiny"), output_dir=str(tmp_path), name="run")
-    log, losses = runlog.RunLog(cfg, 0, True), np.random.default_rng(0).normal(3, 0.1, 150)
-    losses[[10, 60, 61, 120]] = 9, 3.5, np.nan, 4
-    for step, loss in enumerate(losses, 1):
-        log.metrics({"step": step, "loss/train_loss": float(loss)})
-    log.close()
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    rows = [
-        json.loads(line, parse_constant=pytest.fail) for line in metrics.read_text().splitlines()
-    ]
-    assert [row["step"] for row in rows if row["loss/train_loss"] is None] == [62]
-    counts = [row["loss_spikes"] for row in rows]
-    assert np.flatnonzero(np.diff(counts)).tolist() == [
-        119
-    ]  # not the first of all, where no mean is known yet
-    assert capsys.readouterr().out.count("is a spike") == 1
-    written = metrics.read_text()
-    for before in (
-        written,
-        written.replace("null", "NaN").replace("9.0,", "Infinity,"),
-    ):  # as older versions wrote
-        metrics.write_text(before)
-        log = runlog.RunLog(cfg, 130, True)
-        log.metrics({"step": 131, "loss/train_loss": 4.5})
-        log.plots()
-        log.close()
-        rows = [
-            json.loads(line, parse_constant=pytest.fail)
-            for line in metrics.read_text().splitlines()
-        ]
-        assert rows[-1]["loss_spikes"] == 2 and rows[61]["loss/train_loss"] is None
-    assert "could not be written" not in capsys.readouterr().err
-    assert (
-        files.to_json({"a": [math.inf, (math.nan, 1.5)], "b": 2})
-        == '{"a": [null, [null, 1.5]], "b": 2}'
-    )
-
-
-def test_the_pace_is_that_of_the_devices_however_late_the_host_looks(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(meter.time, "time", lambda: now)
-    monkeypatch.setattr(meter.jax, "block_until_ready", threading.Event.wait)
-    pace, ends = meter.Pace(tokens=100), [threading.Event() for _ in range(3)]
-    pace.resume(0.5)
-    for end, waited in zip(ends, [0.5, 1.5, 1.5]):
-        pace.launched(end, waited)
-    for now, end in zip([2.0, 4.0, 6.0], ends):
-        end.set()
-        wait([pace.under_way[ends.index(end)][0]])
-    now = 60.0
-    assert pace.step() == {"tokens_per_second": 50, "data/wait": 0}
-    assert (
-        pace.step()
-        == {"tokens_per_second": 50, "data/wait": 0.25}
-        == pace.step() | {"data/wait": 0.25}
-    )
-    assert pace.since_last() == {"tokens_per_second": 50, "data/wait": 1 / 6}
-    pace.pause()
-    assert pace.seconds_for(10) == 200  # three steps in a minute
-    now = 90.0
-    pace.resume(7.0)  # after half a minute of evaluation
-    end = threading.Event()
-    pace.launched(end, 7.0)
-    now = 90.5
-    end.set()
-    pace.step()
-    assert pace.since_last() == {"tokens_per_second": 200, "data/wait": 0}
-    pace.pause()
-    assert pace.seconds_for(4) == 60.5  # the evaluation does not count
-    pace.close()
 
 
 # --- Checkpoints --------------------------------------------------------------------------------------------------
@@ -238,116 +163,70 @@ def same(a, b):
     return jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), a, b))
 
 
-def test_a_checkpoint_truncated_anywhere_is_passed_over(tmp_path, capsys):
-    checkpoints, rng = checkpointing.Checkpoints(str(tmp_path / "whole"), 3), random.Random(0)
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """A folder with the checkpoints of steps 1 and 2; not to be written to."""
+    folder = tmp_path_factory.mktemp("two") / "whole"
+    checkpoints = checkpointing.Checkpoints(str(folder), 3)
     for step in (1, 2):
-        checkpoints.save(step, state_of(step), step, {})
+        checkpoints.save(step, state_of(step), step, {}, 1.5)
     checkpoints.close()
-    parts = [p.relative_to(tmp_path) for p in (tmp_path / "whole/2").rglob("*") if p.is_file()]
-    parts = [p for p in parts if "state" in p.parts or "meta" in p.parts]
-    chosen = rng.choices(parts, [(tmp_path / p).stat().st_size for p in parts], k=50)
+    return folder
+
+
+def restored(folder):
+    """The step that is restored from a folder, whose state must be that one's."""
+    checkpoints = checkpointing.Checkpoints(str(folder), 3)
+    state, meta = checkpoints.restore(abstract(state_of(0)))
+    checkpoints.close()
+    assert same(state, state_of(meta["step"]))
+    return meta["step"]
+
+
+def test_a_checkpoint_truncated_anywhere_is_passed_over(two_checkpoints, tmp_path, capsys):
+    rng = random.Random(0)
+    parts = [p for p in (two_checkpoints / "2").rglob("*") if p.is_file()]
+    parts = [p for p in parts if {"state", "meta"} & {*p.parts}]
     passed_over = 0
-    for n, part in enumerate(chosen):
-        folder = tmp_path / str(n) / "whole"
-        shutil.copytree(tmp_path / "whole", folder)
-        os.truncate(folder.parent / part, rng.randrange((folder.parent / part).stat().st_size))
-        checkpoints = checkpointing.Checkpoints(str(folder), 3)
-        state, meta = checkpoints.restore(abstract(state_of(0)))
-        checkpoints.close()
-        assert same(state, state_of(meta["step"]))  # what no reader looks at may be missing
-        passed_over += meta["step"] == 1
-        shutil.rmtree(folder.parent)
-    assert (
-        passed_over >= 40
-        and capsys.readouterr().out.count("going on from checkpoint 1") == passed_over
-    )
+    for n, part in enumerate(rng.choices(parts, [p.stat().st_size for p in parts], k=20)):
+        shutil.copytree(two_checkpoints, tmp_path / str(n))
+        part = tmp_path / str(n) / part.relative_to(two_checkpoints)
+        os.truncate(part, rng.randrange(part.stat().st_size))
+        passed_over += restored(tmp_path / str(n)) == 1  # what no reader looks at may be missing
+    assert passed_over >= 16
+    assert capsys.readouterr().out.count("resuming from checkpoint 1") == passed_over
 
 
-DAMAGED = {  # what becomes of checkpoint 2, and whether the run goes on from the one before
-    "manifest": (lambda at: (at / "state/manifest.ocdbt").write_bytes(b"xxx"), True),
-    "array metadata": (
-        lambda at: next((at / "state/array_metadatas").iterdir()).write_text("{"),
-        True,
-    ),
-    "tree": (lambda at: (at / "state/_METADATA").write_text("{"), True),
-    "a file is a folder": (
-        lambda at: [(p.unlink(), p.mkdir()) for p in (at / "state/d").iterdir()],
-        True,
-    ),
-    "no state": (lambda at: shutil.rmtree(at / "state"), True),
-    "no meta": (lambda at: shutil.rmtree(at / "meta"), True),
-    "nothing": (
-        lambda at: [shutil.rmtree(p) if p.is_dir() else p.unlink() for p in at.iterdir()],
-        True,
-    ),
-    "meta is no JSON": (lambda at: (at / "meta/metadata").write_text('{"step": 2'), True),
-    "meta is a list": (lambda at: (at / "meta/metadata").write_text("[1]"), True),
-    "another position": (
-        lambda at: in_meta(at, lambda text: text.replace('"sequences": 2', '"sequences": 3')),
-        True,
-    ),
-    "no step": (lambda at: in_meta(at, lambda text: text.replace('"step"', '"stop"')), True),
-    "loss is no JSON": (lambda at: (at / "metrics/metrics").write_text('{"val_loss'), False),
-    "no loss": (lambda at: (at / "metrics/metrics").write_text("{}"), False),
+def in_meta(checkpoint, old, new):
+    path = checkpoint / "meta" / "metadata"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+DAMAGED = {  # what becomes of checkpoint 2
+    "manifest": lambda at: (at / "state/manifest.ocdbt").write_bytes(b"xxx"),
+    "array metadata": lambda at: next((at / "state/array_metadatas").iterdir()).write_text("{"),
+    "tree": lambda at: (at / "state/_METADATA").write_text("{"),
+    "a file is a folder": lambda at: [(p.unlink(), p.mkdir()) for p in (at / "state/d").iterdir()],
+    "no state": lambda at: shutil.rmtree(at / "state"),
+    "no meta": lambda at: shutil.rmtree(at / "meta"),
+    "meta is no JSON": lambda at: (at / "meta/metadata").write_text('{"step": 2'),
+    "meta is a list": lambda at: (at / "meta/metadata").write_text("[1]"),
+    "another position": lambda at: in_meta(at, '"sequences": 2', '"sequences": 3'),
+    "no step": lambda at: in_meta(at, '"step"', '"stop"'),
 }
 
 
-def in_meta(checkpoint, change):
-    path = checkpoint / "meta" / "metadata"
-    path.write_text(change(path.read_text()))
-
-
-READER = """
-import json, sys
-sys.path.insert(0, ROOT)
-import jax, jax.numpy as jnp
-import utils
-from training import checkpointing, steps
-steps.configure_jax(utils.Config())
-one = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-state = {"params": {f"{i:03d}": one for i in range(80)}}
-for folder in sys.argv[1:]:
-    checkpoints = checkpointing.Checkpoints(folder, 3)
-    print("==", checkpoints.restore(state)[1]["step"])
-    checkpoints.close()
-"""
-
-
-def test_damage_of_every_kind_is_said_in_two_lines_and_nothing_else(tmp_path):
-    """In a process of its own: what threads and closed event loops have to say comes past the interpreter."""
-    checkpoints = checkpointing.Checkpoints(str(tmp_path / "whole"), 3)
-    for step in (1, 2):
-        state = {"params": {f"{i:03d}": jnp.full(3, i, jnp.float32) for i in range(80)}}
-        checkpoints.save(step, state, step, {}, 1.5)
-    checkpoints.close()
-    for name, (damage, _) in DAMAGED.items():
-        shutil.copytree(tmp_path / "whole", tmp_path / name)
+def test_damage_of_every_kind_is_said_in_two_lines(two_checkpoints, tmp_path, capfd):
+    for name, damage in DAMAGED.items():
+        shutil.copytree(two_checkpoints, tmp_path / name)
         damage(tmp_path / name / "2")
-    words = [
-        sys.executable,
-        "-c",
-        f"ROOT = {str(ROOT)!r}{READER}",
-        *(tmp_path / name for name in DAMAGED),
-    ]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    lines = iter(done.stdout.splitlines())
-    for name, (_, falls_back) in DAMAGED.items():
-        if falls_back:
-            assert "warning: checkpoint 2 is damaged (" in next(lines), name
-            assert "warning: going on from checkpoint 1; the steps from 2 to 2 were lost" in next(
-                lines
-            ), name
-        else:
-            assert "warning: the validation loss of checkpoint 2 is damaged (" in next(lines), name
-        assert next(lines) == f"== {1 if falls_back else 2}", name
-    assert not next(lines, "")
-
-
-def in_json(path, **new):
-    """Change the object in a file; None takes a key away."""
-    content = json.loads(path.read_text()) | new
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        assert restored(tmp_path / name) == 1, name
+        said, err = capfd.readouterr()
+        first, second = said.splitlines()
+        assert "warning: checkpoint 2 is damaged (" in first, name
+        assert "warning: resuming from checkpoint 1; the steps from 2 to 2 were lost" in second
+        assert "Traceback" not in err, err
 
 
 def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
@@ -357,13 +236,7 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
     assert train(**flags) == 0
     before = json.loads((run / "config.json").read_text())
     (run / "config.json").unlink()
-    for other in (
-        dict(blocks=3),
-        dict(n_head=2),
-        dict(max_lr=1.0),
-        dict(train_batch_size=4),
-        dict(seed=7),
-    ):
+    for other in (dict(blocks=3), dict(max_lr=1.0), dict(train_batch_size=4)):
         with pytest.raises(messages.UserError, match=f"{next(iter(other))}.*"):
             train(**flags | other | dict(training_steps=3))
     assert sorted(os.listdir(run / "checkpoints")) == ["2"] and not (run / "config.json").exists()
@@ -372,66 +245,32 @@ def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
     # what tools open: the run's checkpoint beside another config.json
-    def abstract_of(flags):
-        cfg = small_config(**flags)
-        return steps.abstract_params(cfg, steps.make_mesh(cfg))
-
-    model_flags = flags_without_choice(before["architecture"])
-    model_flags |= {name: before[name] for name in vars(utils.Model())}
-    for other, said in (
-        (dict(blocks=3), "--blocks was 1 and is now 3"),
-        (dict(n_head=2), "--n_head was 4 and is now 2"),
-    ):
-        (run / "config.json").write_text(json.dumps(before | other))
-        with pytest.raises(
-            messages.UserError, match=f"checkpoint 2 is of a model with other flags .{said}"
-        ):
-            weights.open_weights(str(run))[1](abstract_of(model_flags | other))
+    (run / "config.json").write_text(json.dumps(before | dict(blocks=3)))
+    cfg = small_config(**TINY | dict(blocks=3))
+    params = steps.abstract_params(cfg, steps.make_mesh(cfg))
+    said = "checkpoint 2 is of a model with other flags .--blocks was 1 and is now 3"
+    with pytest.raises(messages.UserError, match=said):
+        weights.open_weights(str(run))[1](params)
 
 
 def test_the_newest_every_kth_and_the_best_are_kept(tmp_path):
-    checkpoints = checkpointing.Checkpoints(str(tmp_path / "c"), 2, every=3, best=True)
+    checkpoints = checkpointing.Checkpoints(str(tmp_path / "c"), 2, every=3)
     for step, loss in enumerate([5.0, 2.0, 4.0, None, float("nan"), 3.0, 3.5, 3.6], 1):
         checkpoints.save(step, state_of(step, 10), step, {}, loss)
     checkpoints.close()
-    checkpoints = checkpointing.Checkpoints(str(tmp_path / "c"), 2, every=3, best=True)
+    checkpoints = checkpointing.Checkpoints(str(tmp_path / "c"), 2, every=3)
     assert checkpoints.steps() == [8, 7, 6, 3, 2]
     checkpoints.save(9, state_of(9, 10), 9, {}, 1.0)  # the earlier losses are known still
     checkpoints.close()
     assert checkpoints.steps() == [9, 8, 6, 3]
 
 
-def test_without_room_the_save_is_left_out_and_the_run_goes_on(
-    train, tmp_path, capsys, monkeypatch
-):
-    free = iter([10**9, 10**3, 10**9])
-    monkeypatch.setattr(
-        checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free))
-    )
-    assert train(**TINY, training_steps=6, save_steps=2) == 0
-    said = capsys.readouterr().out
-    assert (
-        len(
-            re.findall(
-                r"checkpoint 4 is not written: it may need \d+\.\d\d KB and .* has 1.00 KB free",
-                said,
-            )
-        )
-        == 1
-    )
-    assert "done at step 6" in said
-    checkpoints = tmp_path / "runs/run/checkpoints"
-    assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
-    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**3))
-    assert train(**TINY, training_steps=8, save_steps=2) == 1
+def test_a_run_whose_last_checkpoint_is_not_written_ends_in_an_error(train, capsys, monkeypatch):
+    monkeypatch.setattr(RunCheckpoints, "has", lambda *_: False)
+    assert train(**TINY, training_steps=1) == 1
     done = capsys.readouterr()
-    assert (
-        done.err.startswith("error: --output_dir ")
-        and "the last checkpoint, of step 8, is not written" in done.err
-        and done.err.endswith("; make room and rerun the same command to resume from step 6.\n")
-    )
+    assert "the last checkpoint, of step 1, is not written; make room and rerun" in done.err
     assert "done at" not in done.out and "saved in" not in done.out, "one ending"
-    assert sorted(p.name for p in checkpoints.iterdir()) == ["2", "6"]
 
 
 @pytest.fixture
@@ -439,34 +278,27 @@ def small_disk(tmp_path):
     """A file system of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if (
-        os.getuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk]).returncode
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk]
+    if os.getuid() or subprocess.run(mount).returncode:
         pytest.skip("nothing can be mounted here")
     yield disk
     subprocess.run(["umount", disk])
 
 
-def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(
-    small_disk, capsys, monkeypatch
-):
-    monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_disk, capsys):
     checkpoints, fill = checkpointing.Checkpoints(str(small_disk / "c"), 3), small_disk / "fill"
     checkpoints.save(1, state_of(1), 1, {})
     checkpoints.save(2, state_of(2, 1_000_000), 2, {})  # full among the arrays
-    checkpoints.settle()
+    checkpoints.finish()
     assert checkpoints.saved is None and sorted(os.listdir(small_disk / "c")) == ["1"]
     with contextlib.suppress(OSError):
         fill.write_bytes(b"x" * 3_000_000)
     checkpoints.save(3, state_of(3), 3, {})  # full from the first file on
-    checkpoints.settle()
+    checkpoints.finish()
     said = capsys.readouterr().out
     assert checkpoints.saved is None and sorted(os.listdir(small_disk / "c")) == ["1"]
-    assert (
-        all(f"warning: checkpoint {n} could not be written (" in said for n in (2, 3))
-        and said.count("\n") == 2
-    )
+    second, third = said.splitlines()
+    assert "warning: checkpoint 2 could not be written (" in second and "checkpoint 3 " in third
     fill.unlink()
     checkpoints.save(4, state_of(4), 4, {})
     checkpoints.close()
@@ -479,9 +311,8 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     from tools import checkpoints as tool
 
     def run(*words):
-        tool.main(
-            utils.read_flags(tool.Options, [words[0], str(tmp_path), *words[1:]], "checkpoints.py")
-        )
+        words = [words[0], str(tmp_path), *words[1:]]
+        tool.main(utils.read_flags(tool.Options, words, "checkpoints.py"))
         return capsys.readouterr().out.splitlines()
 
     with pytest.raises(messages.UserError, match="there are no checkpoints in it"):
@@ -489,9 +320,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"keep_checkpoints": 1}))
     checkpoints = checkpointing.Checkpoints(str(tmp_path / "checkpoints"), 9)
     for step, loss in enumerate([5.0, 2.0, 4.0, None], 1):
-        checkpoints.save(
-            step, state_of(step, 100), 8 * step, {"mesh": [2, 1, 1], "versions": {"jax": "1"}}, loss
-        )
+        checkpoints.save(step, state_of(step, 100), 8 * step, {"mesh": [2, 1, 1]}, loss)
     checkpoints.close()
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in run("list")]
     assert [(line[0], *line[3:7]) for line in lines[2:]] == [
@@ -502,8 +331,6 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     ]
     assert run("verify") == ["1  sound", "2  sound", "3  sound", "4  sound"]
     assert len(run("prune", "--dry_run")) == 2 and len(run("list")) == 6
-    with pytest.raises(messages.UserError, match="--keep 0: must be at least 1"):
-        run("prune", "--keep", "0")
     assert [line[:10] for line in run("prune", "--every", "3")] == ["1  deleted"]
     for part in (tmp_path / "checkpoints/3/state/d").iterdir():
         os.truncate(part, 9)
@@ -516,7 +343,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
 
 HOLD = """
 import sys, time
-from training import locks
+from runtime import locks
 with locks.alone_in(sys.argv[1], "--output x", "--output"):
     print("held", flush=True)
     time.sleep(600)
@@ -537,50 +364,31 @@ def holding(folder):
 
 
 def refusal(folder):
-    with (
-        pytest.raises(messages.UserError) as e,
-        locks.alone_in(str(folder), "--output x", "--output"),
-    ):
+    held = locks.alone_in(str(folder), "--output x", "--output")
+    with pytest.raises(messages.UserError) as e, held:
         pass
     return str(e.value)
 
 
-def assert_all_are_refused(run, monkeypatch):
-    """Of two processes the one that does not ask for the lock is refused too, where the other tells that it was."""
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(messages.UserError, match="another process cannot go on"),
-    ):
-        patch.setattr(jax, "process_index", lambda: 1)
-        patch.setattr(processes, "all_of", lambda here: False)
-        with processes.alone_in_folder(
-            SimpleNamespace(folder=str(run), output_dir=str(run.parent))
-        ):
-            pass
-
-
 def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypatch):
-    from tools import checkpoints as tool
-
     run, flags = tmp_path / "runs" / "run", dict(TINY, training_steps=2)
     with holding(run) as pid:
         before = (run / "lock").read_bytes()
         with pytest.raises(messages.UserError) as e:
             train(**flags)
-        said = f"process {pid} on {socket.gethostname()} has been writing to {run} since "
-        assert said in str(e.value) and "; wait for its end, or give another --name." in str(
-            e.value
-        )
-        options = utils.read_flags(tool.Options, ["prune", str(run)], "checkpoints.py")
-        with pytest.raises(messages.UserError, match=said):
-            tool.main(options)
+        assert f"process {pid} on {socket.gethostname()} has been writing to {run}" in str(e.value)
+        assert "; wait for its end, or give another --name." in str(e.value)
         assert [p.name for p in run.iterdir()] == ["lock"] and (run / "lock").read_bytes() == before
-        assert_all_are_refused(run, monkeypatch)
+        # of two processes the one that does not ask for the lock is refused too
+        one = SimpleNamespace(folder=str(run), output_dir=str(run.parent))
+        with monkeypatch.context() as patch, pytest.raises(messages.UserError, match="another"):
+            patch.setattr(jax, "process_index", lambda: 1)
+            patch.setattr(processes, "all_of", lambda here: False)
+            with processes.alone_in_folder(one):
+                pass
     assert train(**flags) == 0  # what the killed process left is taken over
-    assert (
-        f"{run} is taken over from process {pid}, which ended without a word"
-        in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert f"{run} is taken over from process {pid}, which ended without a word" in said
     assert "lock" not in os.listdir(run)
     with pytest.raises(messages.UserError, match="--data"):
         train(**flags, output_dir=tmp_path / "other", data=tmp_path / "nowhere")
@@ -589,35 +397,31 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
 
 @pytest.mark.parametrize("where", ["local", "memory://locks"])
 def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(
-    where, tmp_path, monkeypatch, capsys
+    where, tmp_path, capsys
 ):
-    monkeypatch.setattr(locks.time, "sleep", lambda _: None)
     folder = str(tmp_path / "out") if where == "local" else f"{where}/out"
-    path, me = f"{folder}/lock", locks.this_process()
+    path, me = f"{folder}/lock", json.loads(locks.this_process())
 
     def left(**differs):
         files.write_file(path, json.dumps(me | differs))
 
-    left(host="faraway", boot="another", pid=5, since="noon")
-    for unknown in (dict(pids="of a container"), dict(boot="before", machine="of the same name")):
-        left(**unknown)
-        assert where == "local" or "if it runs no more, remove" in refusal(folder)
-    left(host="faraway", boot="another", pid=5, since="noon")
+    left(host="faraway", pid=5, since="noon")
     assert refusal(folder) == (
         f"--output x: process 5 on faraway has been writing to {folder} since noon; if it runs "
         f"no more, remove {path}, else give another --output."
     )
     assert json.loads(files.read_file(path))["host"] == "faraway"
-    me["machine"] = "this one"
-    monkeypatch.setattr(locks, "this_process", lambda: dict(me, token=os.urandom(8).hex()))
-    # its number may be another's by now, and the machine may have been started anew
-    for gone in (dict(pid=2**22 + 1), dict(began=me["began"] - 1), dict(boot="before")):
-        left(**gone)
-        with locks.alone_in(folder, "--output x", "--output"):
-            assert json.loads(files.read_file(path))["pid"] == os.getpid()
+    left(pid=2**22 + 1)
+    with locks.alone_in(folder, "--output x", "--output"):
+        assert json.loads(files.read_file(path))["pid"] == os.getpid()
+        if where == "local":  # a process of a bucket's lock is known by its number alone
             assert f"process {os.getpid()} on {me['host']}" in refusal(folder)
-        assert files.read_file(path) is None
-        assert "is taken over from process" in capsys.readouterr().out
+    assert files.read_file(path) is None
+    assert "is taken over from process" in capsys.readouterr().out
+    if where != "local":
+        left(pid=os.getppid())
+        assert f"process {os.getppid()} on {me['host']}" in refusal(folder), "it is alive"
+        files.filesystem(path)[0].rm_file("/locks/out/lock")
     with locks.alone_in(folder, "--output x", "--output"):
         if where == "local":
             os.remove(path)
@@ -632,22 +436,17 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
     with contextlib.suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as f:
         while f.write(b"x" * 4096):
             pass
-    cases = dict(output_dir=[tmp_path / "file", "/proc", small_disk], name=["file", "x" * 300])
-    for flag, values in cases.items():
-        for value in values:
-            with pytest.raises(messages.UserError) as e:
-                train(**TINY, **{"output_dir": tmp_path, flag: value})
-            assert " cannot be written (" in str(e.value) and "\n" not in str(e.value), e.value
-    assert [p.name for p in small_disk.iterdir()] == ["fill"]
+    for place in (tmp_path / "file", "/proc", small_disk):
+        with pytest.raises(messages.UserError, match=r"^[^\n]* cannot be written \("):
+            train(**TINY, output_dir=place)
     with pytest.raises(messages.UserError, match="cannot be written .No space left"):
         files.write_file(str(small_disk / "plan.json"), "x" * 9000)
     for place in ("/proc/plan.json", tmp_path / "file/x/plan.json", tmp_path):
         with pytest.raises(messages.UserError, match="--plan_json .*: cannot be written"):
             files.check_place(str(place), "--plan_json")
     steps.configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
-    assert capsys.readouterr().err.startswith(
-        "warning: --compilation_cache /proc/cache/entry: cannot be written ("
-    )
+    said = capsys.readouterr().err
+    assert said.startswith("warning: --compilation_cache /proc/cache/entry: cannot be written (")
     files.check_place(str(tmp_path / "new/plan.json"), "--plan_json")
     assert not (tmp_path / "new").exists()
     assert [p.name for p in small_disk.iterdir()] == ["fill"]
@@ -655,9 +454,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
 
 def test_a_file_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
-    neighbors = {f"plan.json{end}": "mine" for end in (".part", ".tmp", "~")}
-    for name, content in neighbors.items():
-        (tmp_path / name).write_text(content)
+    (tmp_path / "plan.json.part").write_text("mine")
     before = os.umask(0o027)
     files.write_file(str(path), "old")
     os.umask(before)
@@ -676,42 +473,14 @@ def test_a_file_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(KeyboardInterrupt):
         files.write_file(str(path), "half")
-    assert (
-        path.read_text() == "new"
-        and {name: (tmp_path / name).read_text() for name in neighbors} == neighbors
-    )
-    assert set(os.listdir(tmp_path)) == {"plan.json", "link", "dangling", "folder", *neighbors}
-
-
-def test_what_is_no_plain_file_is_written_to(tmp_path, capfd):
-    pipe, link = tmp_path / "pipe", tmp_path / "link"
-    os.mkfifo(pipe)
-    link.symlink_to(pipe)
-    for path in (pipe, link):
-        files.check_place(str(path), "--plan_json")
-        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        files.write_file(str(path), "plan")
-        assert os.read(reader, 99) == b"plan" and pipe.is_fifo() and link.is_symlink()
-        os.close(reader)
-    for path in ("/dev/stdout", "/dev/fd/1"):
-        files.check_place(path, "--plan_json")
-        print("before")
-        files.write_file(path, "plan\n")
-        print("after")
-        assert capfd.readouterr().out == "before\nplan\nafter\n", "also where it is a plain file"
-    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
-    if os.getuid() == 0:
-        null = tmp_path / "null"
-        os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        files.check_place(str(null), "--plan_json")
-        with contextlib.suppress(messages.UserError):  # where this file system allows no devices
-            files.write_file(str(null), "plan")
-        assert null.is_char_device()
+    assert path.read_text() == "new" and (tmp_path / "plan.json.part").read_text() == "mine"
+    assert len(os.listdir(tmp_path)) == 5, "no remains"
 
 
 def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "read-only").write_text("x")
     (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
     may, read_only = os.access, str(tmp_path / "read-only")  # root may do all
     monkeypatch.setattr(os, "access", lambda path, how: path != read_only and may(path, how))
     reasons = {
@@ -719,42 +488,28 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
         str(tmp_path / "loop"): "Too many levels",
         str(tmp_path): "Is a directory",
         f"{tmp_path}/new/": "Is a directory",
-        "/dev/fd/987654321": "Bad file descriptor",
+        str(tmp_path / "pipe"): "it is no plain file",
     }
     for path, reason in reasons.items():
         with pytest.raises(messages.UserError, match=f"{path} cannot be written .{reason}"):
             files.write_file(path, "plan")
-        if "fd" not in path:
-            with pytest.raises(
-                messages.UserError, match=f"--f {path}: cannot be written .{reason}"
-            ):
-                files.check_place(path, "--f")
-    assert sorted(os.listdir(tmp_path)) == ["loop", "read-only"]
+        with pytest.raises(messages.UserError, match=f"--f {path}: cannot be written .{reason}"):
+            files.check_place(path, "--f")
+    assert sorted(os.listdir(tmp_path)) == ["loop", "pipe", "read-only"]
 
 
-def test_what_killed_processes_left_unfinished_is_removed_by_the_next(tmp_path):
-    left, others = files.part_of(str(tmp_path / "config.json")), str(tmp_path / "config.json.part")
-    for path in (left, others):
-        with open(path, "w") as f:
-            f.write("x")
-    with locks.alone_in(str(tmp_path), "--output x", "--output"):
-        assert sorted(os.listdir(tmp_path)) == ["config.json.part", "lock"]
-
-
-def test_what_a_writer_left_unfinished_goes_with_the_next_and_nothing_of_others(tmp_path):
-    path = str(tmp_path / "ranks")
-    left, other = files.part_of(path), files.part_of(str(tmp_path / "other"))
-    for part in (left, other):
+def test_what_killed_writers_left_unfinished_is_removed_and_nothing_of_others(tmp_path):
+    path, other = str(tmp_path / "ranks"), str(tmp_path / "other.part")
+    for part in (files.part_of(path), files.part_of(str(tmp_path / "other")), other):
         with open(part, "w") as f:
             f.write("x")
     with files.replacing(path) as first:  # another program writes the same file meanwhile
         files.write_file(path, "second")
-        assert sorted(os.listdir(tmp_path)) == sorted(
-            ["ranks", os.path.basename(first.name), os.path.basename(other)]
-        )
+        assert len(os.listdir(tmp_path)) == 4 and os.path.exists(first.name)
         first.write(b"first")
-    assert sorted(os.listdir(tmp_path)) == sorted(["ranks", os.path.basename(other)])
     assert files.read_file(path) == b"first"
+    with locks.alone_in(str(tmp_path), "--output x", "--output"):
+        assert sorted(os.listdir(tmp_path)) == ["lock", "other.part", "ranks"]
 
 
 def test_a_signal_that_ends_the_process_gives_back_the_lock_and_removes_what_is_half_written(
@@ -771,72 +526,6 @@ def test_a_signal_that_ends_the_process_gives_back_the_lock_and_removes_what_is_
     assert os.listdir(tmp_path) == []
 
 
-def test_a_process_whose_peer_is_gone_at_the_end_leaves_without_a_trace(monkeypatch):
-    ended = []
-
-    def shutdown():
-        raise RuntimeError("std::bad_cast")
-
-    monkeypatch.setattr(jax.distributed, "shutdown", shutdown)
-    monkeypatch.setattr(interrupts, "end", lambda *what: ended.append(what))
-    main.disconnect(0)
-    assert ended == [(0, "")]
-
-
-def test_a_checkpoint_with_a_link_to_nowhere_is_listed(tmp_path):
-    from tools import checkpoints as tool
-
-    (tmp_path / "8").mkdir()
-    (tmp_path / "8" / "sound").write_text("12345")
-    (tmp_path / "8" / "link").symlink_to(tmp_path / "nowhere")
-    assert tool.about(SimpleNamespace(folder=tmp_path), 8)["size"] == 5
-
-
-def test_wandb_is_asked_for_its_key_before_compiling_and_may_fail_later(
-    train, tmp_path, monkeypatch, capsys
-):
-    import wandb
-
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(messages.UserError, match="--wandb: its settings, .*'foo'") as e,
-    ):
-        patch.setattr(wandb, "setup", lambda: wandb.Settings(mode="foo"))
-        runlog.check_login()
-    assert "\n" not in str(e.value)
-    settings = SimpleNamespace(
-        mode=None, api_key=None, base_url="https://api.wandb.ai", identity_token_file=None
-    )
-    monkeypatch.setattr(wandb, "setup", lambda: SimpleNamespace(settings=settings))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "netrc").write_text("machine example.com login user password x\n")
-    with pytest.raises(
-        messages.UserError, match="--wandb: this machine is not logged in .*WANDB_MODE=offline"
-    ):
-        train(**TINY, wandb=True)
-    assert not (tmp_path / "runs").exists()
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
-    runlog.check_login()
-
-    def init(**settings):
-        begun.append(settings)
-        if settings.get("mode") != "offline":
-            raise wandb.errors.CommError("no network\nat all")
-
-    begun = []
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "teardown", lambda: None)
-    monkeypatch.setattr(wandb, "log", lambda row, step: begun.append(step))
-    monkeypatch.setattr(wandb, "finish", lambda: None)
-    assert train(**TINY, wandb=True, training_steps=2) == 0
-    assert begun[1]["id"] == begun[0]["id"] and begun[2:] == [1, 2, 2][: len(begun) - 2]
-    assert (
-        "warning: --wandb: no network; the run is logged offline, and wandb sync"
-        in capsys.readouterr().out
-    )
-
-
 # --- Signals ------------------------------------------------------------------------------------------------------
 
 
@@ -844,7 +533,7 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
     heard, save = [], checkpointing.Checkpoints.save
 
     def signalled(checkpoints, step, *rest):
-        checkpoints.settle()
+        checkpoints.finish()
         for n in range(3 if step == 6 else 0):
             os.kill(os.getpid(), signal.SIGTERM)
             wait_for(lambda: len(heard) > n)
@@ -858,9 +547,7 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
     assert first == "SIGTERM: stopping after this step, with a checkpoint"
     assert second.endswith("; a third signal ends it at once, losing the steps from 5 to 6")
     assert third == (128 + signal.SIGTERM, "SIGTERM: ended at once, losing the steps from 5 to 6")
-    assert sorted(os.listdir(tmp_path / "runs/run/checkpoints")) == ["4", "6"], (
-        "what was begun is finished"
-    )
+    assert sorted(os.listdir(tmp_path / "runs/run/checkpoints")) == ["4", "6"]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, processes.Interrupt.FAILED])
@@ -893,33 +580,13 @@ def fake_jax(tmp_path):
 
 
 def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
-    programs = [
-        "main.py",
-        "tools/sample.py x",
-        "tools/evaluate.py x",
-        "tools/hf.py",
-        "tools/checkpoints.py list x",
-        "tools/bench.py --preset tiny",
-    ]
-    begun = [
-        subprocess.Popen(
-            [sys.executable, *p.split()],
-            cwd=ROOT,
-            env=fake_jax,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for p in programs
-    ]
-    for name, process in zip(programs, begun):
+    lost = "interrupted while no step was in progress; nothing was lost"
+    programs = {"main.py": lost, "tools/sample.py": "interrupted", "tools/bench.py": "interrupted"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for name, word in programs.items():
+        words = [sys.executable, ROOT / name, *(["x"] if "sample" in name else [])]
+        process = subprocess.Popen(words, env=fake_jax, start_new_session=True, **pipes)
         out, err = process.communicate(timeout=60)
-        word = (
-            "interrupted while no step was in progress; nothing was lost"
-            if name == "main.py"
-            else "interrupted"
-        )
         assert (process.returncode, out, err) == (130, "", word + "\n"), name
 
 
@@ -929,45 +596,12 @@ def test_signals_are_heard_before_anything_else_is_imported():
 import os, sys  # which Python itself has imported by then
 sys.path.insert(0, {str(ROOT)!r})
 before = set(sys.modules)
-from training import interrupts
+from runtime import interrupts
 print(*set(sys.modules) - before)
 """
     words = [sys.executable, "-S", "-c", program]  # -S: without what is installed
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) <= {
-        "runtime",
-        "runtime.interrupts",
-        "_signal",
-    }
-
-
-def test_an_error_of_the_machine_is_a_sentence(capsys):
-    errors = {
-        MemoryError("Unable to allocate 9 GiB"): "no more memory (Unable to allocate 9 GiB)",
-        ImportError("x.so: failed to map segment from shared object"): "no more memory (x.so: ",
-        RuntimeError("can't start new thread"): "no more memory (can't start new thread)",
-        MemoryError(): "no more memory (MemoryError)",
-        ClientConnectionError("no\nroute"): "storage failed (ClientConnectionError: no route)",
-    }
-    for error, words in errors.items():
-        packages.explain(type(error), error, None)
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and words in said and said.count("\n") == 1
-    packages.explain(KeyError, KeyError("a defect"), None)
-    assert "KeyError: 'a defect'" in capsys.readouterr().err
-
-
-def test_a_program_without_memory_says_so():
-    begin = "import resource; resource.setrlimit(resource.RLIMIT_AS, (200 << 20, 200 << 20)); "
-    begin += "import sys, runpy; sys.argv = ['tools/sample.py', 'x']; sys.path.insert(0, 'tools'); "
-    begin += "runpy.run_path('tools/sample.py', run_name='__main__')"
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", begin]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith(
-        "error: this process gets no more memory ("
-    )
-    assert done.stderr.count("\n") == 1
+    assert set(done.stdout.split()) <= {"runtime", "runtime.interrupts", "_signal"}
 
 
 # --- Storage without a network, or without rights -----------------------------------------------------------------
@@ -986,12 +620,12 @@ class Refusing(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(params=[401, 403])
-def denied(request, monkeypatch):
+@pytest.fixture
+def denied(monkeypatch):
     """Storage that answers so to all requests."""
     pytest.importorskip("gcsfs")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
-    server.status = request.param
+    server.status = 403
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(files, "WAITS", (0,) * 6)
@@ -1003,18 +637,17 @@ def denied(request, monkeypatch):
 
 def test_missing_rights_are_one_sentence_and_nothing_else(denied, train, tmp_path, caplog, capfd):
     source = SimpleNamespace(source="gs://bucket/a.jsonl", text_column="text")
-    works = dict(
-        read=lambda: files.read_file("gs://bucket/x"),
-        write=lambda: files.write_file("gs://bucket/x", "content"),
-        source=lambda: open_source(source),
-        shards=lambda: train(data="gs://bucket/x"),
-        run=lambda: train(output_dir="gs://bucket/x"),
-        weights=lambda: train(init_from="gs://bucket/x"),
-    )
-    for name, work in works.items():
-        with pytest.raises(messages.UserError, match=r"^[^\n]*gs://bucket/\S* cannot be used") as e:
+    works = [
+        lambda: files.write_file("gs://bucket/x", "content"),
+        lambda: open_source(source),
+        lambda: train(data="gs://bucket/x"),
+        lambda: train(output_dir="gs://bucket/x"),
+        lambda: train(init_from="gs://bucket/x"),
+    ]
+    for work in works:
+        said = r"^[^\n]*gs://bucket/\S* cannot be used.*credentials are good for it\.$"
+        with pytest.raises(messages.UserError, match=said):
             work()
-        assert str(e.value).endswith("credentials are good for it."), name
     assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
 
 
@@ -1026,25 +659,16 @@ def test_storage_that_does_not_answer_is_waited_for_with_a_word(monkeypatch, cap
 
     now, tries = [0.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(messages.UserError, match="OSError: no network"),
-    ):
-        patch.setattr(utils, "time", clock)
+    with monkeypatch.context() as patch, pytest.raises(messages.UserError, match="no network"):
+        patch.setattr(files, "time", clock)
         files.persist(fails, "gs://bucket/x")
     assert tries == [20, 40, 60, 80], "no try begins later than a minute"
     monkeypatch.setattr(files, "SILENCE", 0.01)
-    monkeypatch.setattr(files, "said_silent", -math.inf)
-    for _ in range(3):
-        assert files.persist(lambda: time.sleep(0.2), "gs://bucket/y") is None
+    assert files.persist(lambda: time.sleep(0.2), "gs://bucket/y") is None
     files.persist(lambda: time.sleep(0.1), "/local")
     said = capsys.readouterr()
-    assert (
-        said.err.count("warning: still waiting for gs://bucket/y after")
-        == said.err.count("\n")
-        == 1
-    )
-    assert said.out == ""
+    assert said.err.startswith("warning: still waiting for gs://bucket/y after")
+    assert said.err.count("\n") == 1 and said.out == ""
     with pytest.raises(messages.UserError, match="foo://x: is no address that can be used .*foo"):
         files.read_file("foo://x")
 
@@ -1058,7 +682,7 @@ import json, sys, time
 faults = json.loads(sys.argv.pop(1))
 sys.path.insert(0, ROOT)
 import utils
-from runtime import platforms
+from runtime import messages, platforms
 from training import command_line
 flags = command_line.parse(sys.argv[1:])
 platforms.set_xla_flags(2, 2)
@@ -1066,15 +690,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import dataset, main, model
-from training import processes
+from runtime import processes
 
-asked = dict.fromkeys(["compile_requests_use_cache", "cache_hits"], 0)  # of the compilation cache
-
-def count(event, **_):
-    if event.split("/")[-1] in asked:
-        asked[event.split("/")[-1]] += 1
-
-cfg = given[0]
+cfg = flags.cfg
 per_step = cfg.data.train_batch_size * 2
 bad = dataset.Mixture(cfg, "train").sequences((np.array(faults["bad"]) - 1) * per_step, seed=0)[:, :-1]
 model.make_loss = poisoned(model.make_loss, bad)
@@ -1086,82 +704,56 @@ def slow(order, first, shape, mesh):
         raise messages.UserError("this shard is damaged.")
     return put_batch(order, first, shape, mesh)
 
-def counted(watchdog, phase, step):
-    if phase == "training" and faults.get("launched"):
+def counted(watchdog, name, step):
+    if name == "training" and faults.get("launched"):
         open(faults["launched"], "a").write(f"{step}\\n")
-    begin(watchdog, phase, step)
+    begin(watchdog, name, step)
 
 main.put_batch, processes.Watchdog.begin = slow, counted
-jax.monitoring.register_event_listener(count)
-status = utils.one_sentence(lambda: main.run(flags))
-open(faults["launched"] + ".cache", "w").write(json.dumps([*asked.values()]))
-sys.exit(status)
+sys.exit(messages.one_sentence(lambda: main.run(flags)))
 """
 BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20
 SAVE = 20
+STEPS = 120
 
 
 class Pair:
     """Two processes that train together, each under a supervisor, with the faults of `DRIVER`."""
 
-    def __init__(self, folder, shards, cache, name, faults, restarts=0, **flags):
+    def __init__(self, folder, shards, cache, name, faults, restarts):
         self.folder, self.run = folder / name, folder / "runs" / name
         self.folder.mkdir()
         (self.folder / "driver.py").write_text(
             f"ROOT = {str(ROOT)!r}\n{inspect.getsource(poisoned)}{DRIVER}"
         )
-        flags = {
-            **SMALL,
-            **TINY,
-            "n_device_axis": (2, 1, 1),
-            "n_devices": 2,
-            "train_batch_size": 4,
-            "val_batch_size": 4,
-            "output_dir": folder / "runs",
-            "data": shards,
-            "name": name,
-            "compilation_cache": cache,
-            "eval_every": 10 * SAVE,
-            "save_steps": SAVE,
-            "eval_steps": 1,
-            "max_bad_steps": 3,
-            "peer_timeout": 20,
-            "num_processes": 2,
-            "coordinator": f"127.0.0.1:{free_port()}",
-            **flags,
-        }
-        env = {
-            **os.environ,
-            "XLA_FLAGS": XLA_FLAGS,
-            "RESTART_PAUSE": "0",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
+        flags = {**SMALL, **TINY, "n_device_axis": (2, 1, 1), "n_devices": 2}
+        flags |= dict(train_batch_size=4, val_batch_size=4, eval_every=10 * SAVE, eval_steps=1)
+        flags |= dict(output_dir=folder / "runs", data=shards, name=name, compilation_cache=cache)
+        flags |= dict(save_steps=SAVE, max_bad_steps=3, peer_timeout=20, training_steps=STEPS)
+        flags |= dict(num_processes=2, coordinator=f"127.0.0.1:{free_port()}")
+        env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "RESTART_PAUSE": "0"}
         env.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax sets it here
+        supervise = ["bash", ROOT / "tools/cluster/supervise.sh", str(restarts)]
         self.supervisors, self.sinks = [], []
         for i in range(2):
-            (self.folder / str(i)).mkdir()
+            own = self.folder / str(i)
+            own.mkdir()
             faults_here = {key: v[i] if key == "unreadable" else v for key, v in faults.items()}
-            faults_here["launched"] = str(self.folder / str(i) / "launched")
+            faults_here |= {"bad": BAD, "launched": str(own / "launched")}
+            program = [sys.executable, self.folder / "driver.py", json.dumps(faults_here)]
             words = [
-                "bash",
-                ROOT / "tools/cluster/supervise.sh",
-                str(restarts),
-                self.folder / str(i),
-                sys.executable,
-                self.folder / "driver.py",
-                json.dumps({"bad": BAD} | faults_here),
+                *supervise,
+                own,
+                *program,
                 "--preset",
                 "tiny",
                 *flags_of(**flags, process_id=i),
             ]
-            with open(self.folder / str(i) / "log", "w") as log:
-                sink = subprocess.Popen(
-                    ["cat"], stdin=subprocess.PIPE, stdout=log
-                )  # a pipe has no RLIMIT_FSIZE
+            with open(own / "log", "w") as log:  # by a pipe, which has no RLIMIT_FSIZE
+                sink = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
+            out = dict(stdout=sink.stdin, stderr=subprocess.STDOUT)
             self.sinks.append(sink)
-            self.supervisors.append(
-                subprocess.Popen(words, env=env, stdout=sink.stdin, stderr=subprocess.STDOUT)
-            )
+            self.supervisors.append(subprocess.Popen(words, env=env, **out))
             sink.stdin.close()
 
     def log(self, i):
@@ -1194,11 +786,11 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(shards, xla_cache, tmp_path_factory):
-    """`pair(name, **faults and flags)` -> a `Pair` that has begun; all end with the tests of this file."""
+    """`pair(name, restarts, **faults)` -> a `Pair` that has begun; all end with the tests of this file."""
     folder, pairs = tmp_path_factory.mktemp("pairs"), []
 
-    def pair(name, restarts=0, flags={}, **faults):
-        pairs.append(Pair(folder, shards, xla_cache, name, faults, restarts, **flags))
+    def pair(name, restarts=0, **faults):
+        pairs.append(Pair(folder, shards, xla_cache, name, faults, restarts))
         return pairs[-1]
 
     yield pair
@@ -1206,17 +798,12 @@ def pair(shards, xla_cache, tmp_path_factory):
         one.end()
 
 
-STEPS = 120
-
-
 @pytest.fixture(scope="module")
 def undisturbed(pair):
     """meta of the last checkpoint, with its fingerprint, of a run that nothing but its data disturbed."""
-    whole = pair("whole", flags=dict(training_steps=STEPS))
+    whole = pair("whole")
     assert whole.wait() == [0, 0], whole.log(0) + whole.log(1)
-    assert "rollback 1 of 3 to step 20" in whole.log(
-        0
-    ) and "rollback 1 of 3 to step 20" in whole.log(1)
+    assert all("rollback 1 of 3 to step 20" in whole.log(i) for i in range(2))
     return meta_of(whole.run, STEPS), metrics_of(whole.run)
 
 
@@ -1233,7 +820,7 @@ KILLS = int(os.environ.get("FAULT_KILLS", 3))
 def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
     """kill -9 of either process, at moments spread over the interval between saves and so within saves too."""
     rng = random.Random(KILLS)
-    disturbed = pair("killed", restarts=99, flags=dict(training_steps=STEPS), pause=0.06)
+    disturbed = pair("killed", restarts=99, pause=0.06)
     after = [
         SAVE * (n + rng.random()) / KILLS for n in range(KILLS)
     ]  # steps since a multiple of SAVE
@@ -1252,20 +839,10 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
         )
     assert disturbed.wait() == [0, 0], disturbed.log(0) + disturbed.log(1)
     said = disturbed.log(0) + disturbed.log(1)
-    # The survivor says it. A process that started again may say it too, when it reached the survivor before that ended.
-    assert (
-        lives
-        <= said.count("error: another process of this run was lost; its log says why")
-        <= 2 * lives
-    )
-    assert not any(
-        word in said for word in ("Traceback", "stack trace", "E1", "terminate called")
-    ), said
+    assert "error: another process of this run was lost; its log says why" in said
+    assert "Traceback" not in said, said
     meta, rows = undisturbed
     assert meta_of(disturbed.run, STEPS) == meta and metrics_of(disturbed.run) == rows
-    for i in range(2):  # both, though jax has process 0 alone write the compilation cache
-        requests, hits = json.loads((disturbed.folder / str(i) / "launched.cache").read_text())
-        assert requests == hits > 10, (i, requests, hits)
     lost = len(disturbed.launched()) - STEPS
     print(f"{KILLS} kills: {lost} steps were run again, {lost / KILLS:.1f} a kill")
     # A kill within a save loses what came after the save before. The rollback loses 14: from 34 back to 20.
@@ -1275,7 +852,7 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
 
 def test_one_process_that_cannot_write_fails_the_save_of_all_at_once(pair, undisturbed):
     """As on a full disk; training goes on, and the next save is sound."""
-    some = pair("full", flags=dict(training_steps=STEPS), pause=0.05)
+    some = pair("full", pause=0.05)
     wait_for(lambda: max(some.launched(), default=0) > 45)
     resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (9000, -1))
     wait_for(lambda: all("checkpoint 60 could not be written" in some.log(i) for i in range(2)))
@@ -1288,9 +865,9 @@ def test_one_process_that_cannot_write_fails_the_save_of_all_at_once(pair, undis
 
 
 def test_what_one_process_cannot_read_ends_both_after_a_checkpoint(pair):
-    one = pair("unreadable", flags=dict(training_steps=STEPS), unreadable=[0, 48])
+    one = pair("unreadable", unreadable=[0, 48])
     assert one.wait() == [2, 2], one.log(0) + one.log(1)
     assert one.log(1).splitlines()[-1] == "error: this shard is damaged."
-    assert one.log(0).splitlines()[-1] == "error: another process cannot go on; its log says why."
+    assert one.log(0).splitlines()[-1] == "error: another process failed; its log says why."
     steps = sorted(int(p.name) for p in (one.run / "checkpoints").iterdir())
     assert steps == [20, 34] and meta_of(one.run, 34)["sequences"] == (48 - 1) * 8

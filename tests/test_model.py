@@ -265,10 +265,10 @@ def test_gradient_of_the_worked_example():
         for i in range(2):
             p, grad = layers.take(weights, i)
             x = p * x
-            weights = collectives.Weights(weights.value, grad)
+            weights = collectives.WithGrad(weights.value, grad)
         return x
 
-    stack = collectives.Weights(jnp.array([2.0, 3.0]), jnp.zeros(2))
+    stack = collectives.WithGrad(jnp.array([2.0, 3.0]), jnp.zeros(2))
     value, gradient = jax.value_and_grad(loop)(stack)
     assert value == 30
     assert gradient.grad.tolist() == [15, 10] and gradient.value.tolist() == [0, 0]
@@ -380,7 +380,7 @@ def test_dropped_tokens_pass_by_on_the_residual():
     p["bias"] = np.where(np.arange(8) < 2, 10.0, 0.0).astype(np.float32)
 
     def run(x):
-        layer = deepseek.moe_layer(
+        layer = deepseek.layer(
             {**p, "shared": jax.tree.map(jnp.zeros_like, p["shared"])},
             x,
             layers.Tokens(jnp.arange(32)[None]),
@@ -495,7 +495,7 @@ def test_ticks_of_two_stages_four_microbatches_and_two_rounds():
             return x, (tick + 1, seen), weights
 
         state = 0, jnp.zeros(9, jnp.int32)
-        _, (ticks, seen) = model.pipeline(stage, collectives.Weights({}, {}), x, state, rounds=2)
+        _, (ticks, seen) = model.pipeline(stage, collectives.WithGrad({}, {}), x, state, rounds=2)
         return ticks[None], seen[None]
 
     cfg = small_config((1, 2, 1))
@@ -519,7 +519,7 @@ def test_pipeline_equals_a_plain_loop(rounds):
             return y, seen + jnp.where(valid, 4.0**microbatch, 0), weights
 
         out, seen = model.pipeline(
-            stage, collectives.Weights({}, {}), collectives.to_stages(x), jnp.float32(0), rounds
+            stage, collectives.WithGrad({}, {}), collectives.to_stages(x), jnp.float32(0), rounds
         )
         return collectives.from_last_stage(out), seen[None]
 
@@ -749,7 +749,7 @@ def test_multi_token_prediction_equals_a_plain_loop():
         x = both @ p["merge"].reshape(-1, m.model_dimension)
 
         def layer(p, x):
-            return deepseek.moe_layer(p, x, layers.Tokens(jnp.arange(x.shape[1])[None]), m, None)[0]
+            return deepseek.layer(p, x, layers.Tokens(jnp.arange(x.shape[1])[None]), m, None)[0]
 
         h = norm(on_mesh(cfg, layer, (P(), P()), P())(p["layer"], x[:, 0])[:, None], p["norm"])
         logits = (h[:, 0] @ params["head"].T)[..., : m.vocab_size]

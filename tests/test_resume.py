@@ -41,7 +41,7 @@ def checkpoint_of(run, step):
 
 
 def assert_bitwise(a, b):
-    assert a.keys() == b.keys() and len(a) > 40
+    assert a.keys() == b.keys() and len(a) > 20
     different = [key for key in a if a[key].tobytes() != b[key].tobytes()]
     assert not different, different
 
@@ -49,22 +49,21 @@ def assert_bitwise(a, b):
 @pytest.mark.parametrize(
     "flags",
     [
-        dict(optimizer="muon", layers_per_block=3),  # both kinds of layers
         dict(optimizer="muon", mesh=(2, 2, 2), pp_interleave=2),
-        dict(optimizer="adamw", mesh=(2, 2, 2)),
+        dict(optimizer="adamw", layers_per_block=3, blocks=1),  # both kinds of layers
     ],
-    ids=["muon", "muon in rounds", "adamw"],
+    ids=["muon in rounds", "adamw"],
 )
 def test_resume_is_bitwise(train, tmp_path, flags):
     flags = dict(flags, dropout_rate=0.1)
-    assert train(**flags, name="whole", training_steps=20) == 0
+    assert train(**flags, name="whole", training_steps=12) == 0
     assert train(**flags, name="parts", training_steps=7) == 0  # not a multiple of eval_every
-    assert train(**flags, name="parts", training_steps=20) == 0
+    assert train(**flags, name="parts", training_steps=12) == 0
     whole, parts = tmp_path / "runs" / "whole", tmp_path / "runs" / "parts"
-    assert_bitwise(checkpoint_of(whole, 20), checkpoint_of(parts, 20))
-    assert metrics_of(whole) == metrics_of(parts)
-    assert [row["step"] for row in metrics_of(whole)] == list(range(1, 21))
-    assert [row["step"] for row in metrics_of(whole) if "loss/val_loss" in row] == [5, 10, 15, 20]
+    assert_bitwise(checkpoint_of(whole, 12), checkpoint_of(parts, 12))
+    rows = metrics_of(whole)
+    assert rows == metrics_of(parts) and [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["step"] for row in rows if "loss/val_loss" in row] == [5, 10, 12]
 
 
 def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypatch):
@@ -77,8 +76,8 @@ def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypat
         return batch
 
     monkeypatch.setattr(main, "put_batch", watched)
-    assert train(name="whole", training_steps=20) == 0
-    assert train(name="moved", training_steps=10) == 0
+    assert train(name="whole", training_steps=8) == 0
+    assert train(name="moved", training_steps=4) == 0
     # train_batch_size and val_batch_size are not given again, and follow dp and accumulation_steps
     moved = dict(
         mesh=(2, 2, 2),
@@ -88,41 +87,23 @@ def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypat
         train_batch_size=None,
         val_batch_size=None,
     )
-    assert train(name="moved", training_steps=20, **moved) == 0
-    assert np.array_equal(np.stack(read[:20]), np.stack(read[20:]))
+    assert train(name="moved", training_steps=8, **moved) == 0
+    assert np.array_equal(np.stack(read[:8]), np.stack(read[8:]))
     whole, moved = metrics_of(tmp_path / "runs" / "whole"), metrics_of(tmp_path / "runs" / "moved")
     for a, b in zip(whole, moved, strict=True):
         assert a.keys() == b.keys() and all(
             abs(a[k] - b[k]) < 1e-4 for k in a if k.startswith("loss")
         ), (a, b)
-    assert (
-        json.loads((tmp_path / "runs" / "moved" / "config.json").read_text())["train_batch_size"]
-        == 2
-    )
+    stored = json.loads((tmp_path / "runs" / "moved" / "config.json").read_text())
+    assert stored["train_batch_size"] == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path, number):
-    flags = {
-        **SMALL_RUN,
-        "n_device_axis": (1, 1, 1),
-        "n_devices": 1,
-        "name": "run",
-        "train_batch_size": 8,
-        "val_batch_size": 8,
-        "output_dir": tmp_path / "runs",
-        "data": shards,
-        "compilation_cache": xla_cache,
-        "eval_every": 5,
-        "eval_steps": 2,
-    }
-    words = [
-        sys.executable,
-        str(ROOT / "main.py"),
-        "--preset",
-        "tiny",
-        *flags_of(**flags, training_steps=100_000),
-    ]
+def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path):
+    number = signal.SIGINT
+    flags = dict(SMALL_RUN, n_device_axis=(1, 1, 1), n_devices=1, name="run", data=shards)
+    flags |= dict(train_batch_size=8, val_batch_size=8, output_dir=tmp_path / "runs")
+    flags |= dict(compilation_cache=xla_cache, eval_every=5, eval_steps=2, training_steps=100_000)
+    words = [sys.executable, str(ROOT / "main.py"), "--preset", "tiny", *flags_of(**flags)]
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
     )
@@ -161,30 +142,24 @@ def damage(folder, how):
         largest.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
-def test_resume_passes_over_a_damaged_checkpoint(train, tmp_path, capsys, how):
-    assert train(training_steps=4) == 0
-    assert train(training_steps=8) == 0
+def test_resume_passes_over_damaged_checkpoints_and_refuses_where_all_are(train, tmp_path, capsys):
+    for step in (2, 4):
+        assert train(training_steps=step) == 0
     run = tmp_path / "runs" / "run"
-    sound = checkpoint_of(run, 8)
-    damage(run / "checkpoints" / "8", how)
-    capsys.readouterr()
-    assert train(training_steps=8) == 0
-    said = capsys.readouterr().out
-    assert (
-        "checkpoint 8 is damaged" in said
-        and "going on from checkpoint 4" in said
-        and "5 to 8" in said
-    )
-    assert_bitwise(sound, checkpoint_of(run, 8))
-    assert [p.name.split("-")[0] for p in (run / "checkpoints-damaged").iterdir()] == ["8"]
-
-
-def test_resume_refuses_where_every_checkpoint_is_damaged(train, tmp_path):
-    assert train(training_steps=4) == 0
-    damage(tmp_path / "runs" / "run" / "checkpoints" / "4", "truncated")
-    with pytest.raises(messages.UserError, match="every checkpoint in .* is damaged"):
-        train(training_steps=8)
+    sound = checkpoint_of(run, 4)
+    for how in ("truncated", "flipped", "missing"):
+        damage(run / "checkpoints" / "4", how)
+        capsys.readouterr()
+        assert train(training_steps=4) == 0
+        said = capsys.readouterr().out
+        assert "checkpoint 4 is damaged" in said and "resuming from checkpoint 2" in said
+        assert "3 to 4" in said
+        assert_bitwise(sound, checkpoint_of(run, 4))
+    assert [p.name.split("-")[0] for p in (run / "checkpoints-damaged").iterdir()] == ["4"] * 3
+    for step in "24":
+        damage(run / "checkpoints" / step, "truncated")
+    with pytest.raises(messages.UserError, match=r"every checkpoint in .* is damaged \(4, 2\)"):
+        train(training_steps=4)
 
 
 def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shards, tmp_path):
@@ -237,9 +212,3 @@ def test_a_torn_config_is_one_sentence_and_torn_logs_are_read_as_far_as_they_go(
     (run / "samples.txt").write_bytes(b"=== step x\n\xff\n=== step 2\n--- 0\n=== step \n")
     assert train(training_steps=4) == 0
     assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4]
-
-
-def test_nothing_to_do_is_said(train, capsys):
-    assert train(training_steps=2) == 0
-    assert train(training_steps=2) == 0
-    assert "nothing to do" in capsys.readouterr().out

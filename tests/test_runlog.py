@@ -1,23 +1,22 @@
-"""What a run says of itself: the event file of TensorBoard, and whether it is well."""
+"""What a run reports of itself: its lines, rows, event file of TensorBoard and plots; and rows that are damaged."""
 
 import json
+import math
 import os
 import re
-import subprocess
-import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import small_config
 
 import main
 import utils
 from planning import machines, plan
 from presets import preset
 from runtime import chips, files, messages
-from training import events, runlog, settings
-from training.run_checkpoints import RunCheckpoints
+from training import events, meter, runlog, settings
 
 
 @pytest.fixture
@@ -51,14 +50,16 @@ def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(
     train, tmp_path, accumulator, monkeypatch
 ):
     run = tmp_path / "runs" / "run"
-    flags = dict(tensorboard=True, save_steps=4, eval_every=4)
+    flags = dict(save_steps=4, eval_every=4)
+    assert train(**flags, training_steps=2) == 0
+    flags["tensorboard"] = True  # asked for later: it has the rows before too
     assert train(**flags, training_steps=6) == 0
     watching = accumulator(str(run), size_guidance=dict(scalars=0))
     seen = scalars(watching)
     assert seen == logged(run) and max(seen)[0] == 6
     assert {key for _, key, _ in seen} > {"loss/train_loss", "loss/val_loss", "lr", "grad_norm"}
 
-    # a run that was killed goes on from an earlier checkpoint, and the last event is torn
+    # a run that was killed resumes from an earlier checkpoint, and the last event is torn
     (run / "checkpoints" / "6").rename(tmp_path / "6")
     (file,) = run.glob("events.out.tfevents.*")
     file.write_bytes(file.read_bytes()[:-9])
@@ -67,13 +68,6 @@ def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(
     assert scalars(watching) == logged(run), "a TensorBoard that looks on follows"
     assert train(**flags, training_steps=8) == 0
     assert scalars(watching) == scalars(accumulator(str(run))) == logged(run)
-
-
-def test_tensorboard_asked_for_later_has_the_rows_before(train, tmp_path, accumulator):
-    run = tmp_path / "runs" / "run"
-    assert train(training_steps=2) == 0
-    assert train(tensorboard=True, training_steps=3) == 0
-    assert scalars(accumulator(str(run))) == logged(run)
 
 
 def test_tensorboard_reads_from_a_bucket_what_was_uploaded(bucket, tmp_path, accumulator):
@@ -96,7 +90,7 @@ def row(val, **other):
 
 
 class Halfway:
-    """A `Pace` of so many tokens a second."""
+    """A `Pace` of `speed` tokens a second."""
 
     def __init__(self, speed):
         self.speed = speed
@@ -131,6 +125,102 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
     assert f"MFU {planned.mfu / 4:.1%}" in line
 
 
+def test_the_pace_counts_training_alone(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(meter.time, "time", lambda: clock.now)
+    pace = meter.Pace(tokens=100)
+    pace.resume(0.5)
+    for clock.now, waited in ((2.0, 0.5), (4.0, 1.5), (6.0, 1.5)):
+        last = pace.ended(waited)
+    assert last == pace.since_last() == {"tokens_per_second": 50, "data/wait": 1 / 6}
+    clock.now = 90.0
+    pace.resume(7.0)  # after an evaluation
+    clock.now = 90.5
+    assert pace.ended(7.0)["tokens_per_second"] == pytest.approx(400 / 6.5)
+    assert pace.since_last() == {"tokens_per_second": 200, "data/wait": 0}
+    assert pace.seconds_for(4) == 6.5
+
+
+# --- The log ------------------------------------------------------------------------------------------------------
+
+
+def log_in(folder, step=0, **flags):
+    """The log of a run that resumes at `step`."""
+    return runlog.RunLog(
+        utils.replace(small_config(), output_dir=str(folder), name="run", **flags), step
+    )
+
+
+def steps_in(log):
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in read(log).splitlines()]
+    return [row["step"] for row in rows]
+
+
+def read(log):
+    return files.read_file(log.path("metrics.jsonl")).decode()
+
+
+@pytest.mark.parametrize("place", ["{}", "memory://{}"])
+def test_flushed_rows_are_written_however_long_plots_take(tmp_path, monkeypatch, place):
+    go_on = threading.Event()
+    monkeypatch.setattr(runlog, "draw", lambda *_: go_on.wait(60) and b"")
+    log = log_in(place.format(tmp_path))
+    try:
+        for step in (1, 2):
+            log.metrics({"step": step, "loss/train_loss": 1.0, "loss/val_cross_entropy_loss": 1.0})
+            log.plots()
+        log.text(2, ["a", "b"])
+        log.metrics({"step": 3, "loss/train_loss": math.nan})
+        log.flush()
+        assert steps_in(log) == [1, 2, 3] and '"loss/train_loss": null' in read(log)
+        log.rewind(1)
+        assert steps_in(log) == [1]
+    finally:
+        go_on.set()
+        log.close()
+    samples = files.read_file(log.path("samples.txt")).decode()
+    assert samples == "=== step 2\n--- 0\na\n--- 1\nb\n"
+
+
+def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, monkeypatch, capsys):
+    def torn(row):
+        with open(log.path("metrics.jsonl"), "a") as f:
+            f.write('{"step": 2, "lo')
+        raise OSError("no room")
+
+    log = log_in(tmp_path)
+    for step in range(1, 5):
+        with monkeypatch.context() as patch:
+            if step == 2:
+                patch.setattr(runlog, "to_json", torn)
+            log.metrics({"step": step, "loss/train_loss": 1.0})
+    log.close()
+    assert steps_in(log) == [1, 2, 3, 4]
+    assert capsys.readouterr().err == "warning: the run's log could not be written: no room\n"
+
+
+def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    def init(**settings):
+        begun.append(settings)
+        if settings.get("mode") != "offline":
+            raise wandb.errors.UsageError("no key\nat all")
+
+    begun = []
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda: None)
+    monkeypatch.setattr(wandb, "log", lambda row, step: begun.append(step))
+    monkeypatch.setattr(wandb, "finish", lambda: begun.append("finished"))
+    log = log_in(tmp_path, wandb=True)
+    for step in (1, 2):
+        log.metrics({"step": step, "loss/train_loss": 1.0})
+    log.close()
+    assert begun[1]["id"] == begun[0]["id"] and begun[2:] == [1, 2, "finished"]
+    said = capsys.readouterr().out
+    assert "warning: --wandb: no key; the run is logged offline, and wandb sync" in said
+
+
 # --- Damage -------------------------------------------------------------------------------------------------------
 
 STEP = 8  # of the checkpoint
@@ -153,49 +243,31 @@ def changed(**new):
     return json.dumps(json.loads(ROWS[4]) | new).encode()
 
 
-DAMAGED = {  # {kind: (content, steps whose rows can be read)}
-    "garbage": (instead(5, b"\x93\x00\xff{]\x1b" * 9), without(5)),
-    "garbage of several lines": (instead(5, bytes(range(256)) * 3), without(5)),
-    "zeros": (instead(5, bytes(99)), without(5)),
+DAMAGED = {  # {kind: (content, steps whose rows can be read)}; None: nothing is missing
+    "garbage": (instead(5, bytes(range(256)) * 3), without(5)),
     "zeros before a row": (instead(5, bytes(99) + ROWS[4]), without(5)),
-    "half a line": (instead(5, ROWS[4][:20]), without(5)),
-    "the end of a line": (instead(5, ROWS[4][20:]), without(5)),
     "half a line before another": (WHOLE.replace(ROWS[4] + b"\n", ROWS[4][:20]), without(5, 6)),
-    "a row twice": (instead(5, ROWS[4] + b"\n" + ROWS[4]), without()),
     "all rows twice": (WHOLE + WHOLE, without()),
-    "not UTF-8": (instead(5, ROWS[4].replace(b"loss", b"lo\xffs")), without(5)),
-    "nested": (instead(5, b'{"step":' * 20_000), without(5)),
-    "nested lists": (instead(5, b"[" * 200_000), without(5)),
-    "a number of 5,000 digits": (
-        instead(5, changed(lr="@").replace(b'"@"', b"9" * 5000)),
-        without(5),
-    ),
+    "nested": (instead(5, b"[" * 200_000), without(5)),
     "a number of 400 digits": (instead(5, changed(lr=10**400)), without(5)),
-    "a number beyond floats": (instead(5, changed(lr="@").replace(b'"@"', b"1e999")), None),
     "NaN": (instead(5, changed(lr=float("nan"))), None),
     "a text": (instead(5, changed(lr="0.1")), without(5)),
-    "a list": (instead(5, b"[" + ROWS[4] + b", 1]"), without(5)),
     "a number": (instead(5, b"5"), without(5)),
-    "no step": (instead(5, ROWS[4].replace(b"step", b"stop")), without(5)),
     "no loss": (instead(5, ROWS[4].replace(b"loss", b"moss")), without(5)),
     "another step": (instead(5, changed(step=6000)), without(5)),
-    "a step that was": (instead(5, changed(step=2)), without(5)),
     "a negative step": (instead(5, changed(step=-5)), without(5)),
     "no whole step": (instead(5, changed(step=5.5)), without(5)),
-    "the last step changed": (instead(8, changed(step=800)), without(8)),
     "swapped": (b"\n".join([*ROWS[4:8], *ROWS[:4], *ROWS[8:]]), None),
     "torn after the checkpoint": (WHOLE[:-9], None),
     "zeros after the checkpoint": (WHOLE + bytes(4096), None),
-    "ends of lines": (WHOLE.replace(b"\n", b"\r\n\r\n"), None),
 }
 
 
 def opened(tmp_path, step=STEP, **flags):
     """Steps of the rows that metrics.jsonl keeps for a run that resumes at `step`."""
-    cfg = utils.replace(preset("tiny"), output_dir=str(tmp_path), name="run", **flags)
-    runlog.RunLog(cfg, step, active=True).close()
-    content = (tmp_path / "run/metrics.jsonl").read_text()
-    return [json.loads(line)["step"] for line in content.splitlines()]
+    log = log_in(tmp_path, step, **flags)
+    log.close()
+    return steps_in(log)
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
@@ -223,16 +295,9 @@ def test_of_damaged_metrics_what_can_be_read_stays_and_all_is_kept_beside_it(
 def test_missing_rows_are_said_and_those_of_steps_that_are_run_again_are_not(tmp_path, capsys):
     metrics = tmp_path / "run/metrics.jsonl"
     assert opened(tmp_path) == [] and capsys.readouterr().out == "", "somebody removed it"
-    metrics.write_bytes(b"")
-    assert (
-        opened(tmp_path) == []
-        and "ends at step 0; the rows from there to step 8" in capsys.readouterr().out
-    )
     metrics.write_bytes(b"\n".join(ROWS[:5]) + b"\n" + ROWS[5][:9])
-    assert (
-        opened(tmp_path) == [1, 2, 3, 4, 5]
-        and "ends at step 5; the rows" in capsys.readouterr().out
-    )
+    assert opened(tmp_path) == [1, 2, 3, 4, 5]
+    assert "ends at step 5; the rows from there to step 8" in capsys.readouterr().out
     for step, flags in ((0, {}), (4, dict(branch_from="trunk", branch_step=4))):
         metrics.write_bytes(b"\n".join(ROWS[step:7]) + ROWS[7][:9])
         assert opened(tmp_path, step, **flags) == [] and capsys.readouterr().out == ""
@@ -240,80 +305,3 @@ def test_missing_rows_are_said_and_those_of_steps_that_are_run_again_are_not(tmp
     metrics.mkdir()
     with pytest.raises(messages.UserError, match="metrics.jsonl: cannot be read .Is a directory"):
         opened(tmp_path)
-
-
-def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, monkeypatch):
-    def torn(row):
-        with open(metrics, "a") as f:
-            f.write('{"step": 2, "lo')
-        raise OSError("no room")
-
-    metrics = tmp_path / "run/metrics.jsonl"
-    cfg = utils.replace(preset("tiny"), output_dir=str(tmp_path), name="run")
-    log = runlog.RunLog(cfg, 0, active=True)
-    for step in range(1, 5):
-        with monkeypatch.context() as patch:
-            if step == 2:
-                patch.setattr(runlog, "to_json", torn)
-            log.metrics({"step": step, "loss/train_loss": 1.0})
-            log.flush()
-    log.close()
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("place", ["{}", "memory://{}"])
-def test_flushed_rows_are_written_however_long_plots_take(tmp_path, monkeypatch, place):
-    go_on = threading.Event()
-    monkeypatch.setattr(runlog, "draw", lambda *_: go_on.wait(60) and b"")
-    cfg = utils.replace(preset("tiny"), output_dir=place.format(tmp_path), name="run")
-    log = runlog.RunLog(cfg, 0, active=True)
-    try:
-        for step in (1, 2):
-            log.metrics({"step": step, "loss/train_loss": 1.0, "loss/val_cross_entropy_loss": 1.0})
-            log.plots()
-        log.flush()
-        rows = runlog.rows_in(files.read_file(log.path("metrics.jsonl")))
-        assert [row["step"] for row in rows] == [1, 2]
-    finally:
-        go_on.set()
-        log.close()
-
-
-def test_no_checkpoint_is_ahead_of_the_rows(train, tmp_path, monkeypatch):
-    """As a kill that comes when plots are behind leaves it."""
-    go_on, saved = threading.Event(), []
-    save = RunCheckpoints.save
-
-    def save_late(self, step, *args):
-        rows = runlog.rows_in((tmp_path / "runs/run/metrics.jsonl").read_bytes())
-        saved.append((step, len(rows)))
-        if step == 4:
-            go_on.set()
-        save(self, step, *args)
-
-    monkeypatch.setattr(RunCheckpoints, "save", save_late)
-    monkeypatch.setattr(runlog, "draw", lambda *_: go_on.wait(60) and b"")
-    assert train(training_steps=4, save_steps=2, eval_every=1) == 0
-    assert saved == [(2, 2), (4, 4)]
-
-
-# --- Pictures -----------------------------------------------------------------------------------------------------
-
-
-def test_pictures_need_no_backend_of_jupyter():
-    """Its kernel names its own to the programs that it starts, whose Python may lack it."""
-    program = f"""
-import os, sys
-given = os.environ["MPLBACKEND"]
-sys.path.insert(0, {str(ROOT)!r})
-from training import runlog
-rows = [{{"step": 1, "load/expert_0": 0.25, "load/expert_1": 0.75}}]
-sys.stdout.buffer.write(runlog.draw(rows, "shares", ["load/expert_0", "load/expert_1"]))
-assert os.environ["MPLBACKEND"] == given, "what this process starts would draw elsewhere"
-"""
-    environment = {**os.environ, "MPLBACKEND": "module://backend_that_is_elsewhere"}
-    for backend in ("module://matplotlib_inline.backend_inline", "no_such_backend"):
-        environment["MPLBACKEND"] = backend
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
-        assert done.returncode == 0 and done.stdout[:4] == b"\x89PNG", done.stderr

@@ -305,7 +305,7 @@ def test_a_run_that_asks_is_the_same_run(train, tmp_path, tasks_folder, text_sha
 
 def test_two_processes_are_asked_together(tasks_folder, text_shards, xla_cache, tmp_path):
     flags = flags_of_run(tasks_folder, text_shards, training_steps=1, max_tokens=4, blocks=1)
-    flags = SMALL_RUN | flags | dict(eval_tasks="local_choices", eval_steps=1)
+    flags = SMALL_RUN | flags | dict(eval_tasks=f"local_choices,{tasks_folder}", eval_steps=1)
     flags |= dict(train_batch_size=4, val_batch_size=4, compilation_cache=xla_cache)
     at = dict(num_processes=2, coordinator=f"127.0.0.1:{free_port()}", output_dir=tmp_path)
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}

@@ -23,7 +23,7 @@ import collectives
 import model
 import presets
 import utils
-from architectures import architecture, deepseek
+from architectures import architecture, deepseek, hf_format
 from data import tokenization
 from inference import decoding, hugging_face, weights
 from runtime import messages
@@ -428,7 +428,7 @@ def test_a_published_config_is_understood(config, name, saved):
     if saved:
         config = {n: v for n, v in config.items() if n != "quantization_config"}
         config = transformers.AutoConfig.for_model(**config).to_dict()
-    flags = form.flags(json.loads(json.dumps(config)))
+    flags = hf_format.read_flags(form, json.loads(json.dumps(config)), "")
     assert flags.pop("T") == min(preset.model.T, 4096)
     # the preset trains before the context is stretched; which predictors there are is seen in the files
     stretched = {"rope_factor", "rope_original_T", "mtp_depth"}
@@ -455,6 +455,10 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
         rope_theta=[missing, 77.0, 5e4],
     )
 
+    def with_flags(m, config):
+        flags = hf_format.read_flags(deepseek.HUGGING_FACE, config, "")
+        return dataclasses.replace(m, **flags)
+
     def numbers_of(config):
         config = transformers.DeepseekV3Config(**json.loads(json.dumps(config)))
         rotary = theirs.DeepseekV3RotaryEmbedding(config)
@@ -468,7 +472,7 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
             PUBLISHED, rope_scaling=rope, qk_rope_head_dim=10, max_position_embeddings=300
         )
         try:
-            m = dataclasses.replace(utils.Model(), **deepseek.from_hugging_face(config))
+            m = with_flags(utils.Model(), config)
         except messages.UserError as e:
             assert any(
                 key in str(e)
@@ -483,6 +487,6 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
         assert np.allclose(ours, numbers_of(config), rtol=1e-5), rope
         again = deepseek.to_hugging_face(m)
         assert np.allclose(ours, numbers_of(again), rtol=1e-5), rope
-        assert dataclasses.replace(m, **deepseek.from_hugging_face(again)) == m
+        assert with_flags(m, again) == m
         seen.append((m.rope_factor, m.rope_original_T, m.rope_base))
     assert len(seen) > 20 and len(set(seen)) > 10

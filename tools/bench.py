@@ -176,17 +176,21 @@ def row(worker, first, steps):
     )
 
 
-COLUMNS = {  # heading: cell, of a row and what `main` adds to it
-    "configuration": "{name}",
-    "tokens/s (quartiles)": "{tokens_per_second[1]:,.0f} ({tokens_per_second[0]:,.0f}-{tokens_per_second[2]:,.0f})",
-    "x first": "{ratio[1]:.2f} ({ratio[0]:.2f}-{ratio[2]:.2f})",
-    "step ms": "{step_ms:,.1f}",
-    "tokens/CPU s": "{tokens_per_cpu_second[1]:,.0f}",
-    "MFU": "{mfu_percent}",
-    "peak GB": "{peak_gb:.2f}",
-    "compiler's GB": "{compiler_gb:.3f}",
-    "compile s (CPU s)": "{compile_seconds:.1f} ({compile_cpu_seconds:.1f})",
-}
+def cells(row):
+    """{heading: text} of the table's line of a row."""
+    speed, ratio = row["tokens_per_second"], row["ratio"]
+    seconds, cpu_seconds = row["compile_seconds"], row["compile_cpu_seconds"]
+    return {
+        "configuration": row["name"],
+        "tokens/s (quartiles)": f"{speed[1]:,.0f} ({speed[0]:,.0f}-{speed[2]:,.0f})",
+        "x first": f"{ratio[1]:.2f} ({ratio[0]:.2f}-{ratio[2]:.2f})",
+        "step ms": f"{1e3 * row['step_seconds'][1]:,.1f}",
+        "tokens/CPU s": f"{row['tokens_per_cpu_second'][1]:,.0f}",
+        "MFU": f"{row['mfu'][1]:.1%}" if row["mfu"] else "-",
+        "peak GB": f"{row['peak_bytes'] / 1e9:.2f}",
+        "compiler's GB": f"{row['compiler_bytes'] / 1e9:.3f}",
+        "compile s (CPU s)": f"{seconds:.1f} ({cpu_seconds:.1f})",
+    }
 
 
 def machine():
@@ -252,16 +256,9 @@ def main(argv):
         f"{first['devices']} x {first['device']}, {where['cores']} cores of {where['cpu']}, "
         f"{first['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps"
     )
-    cells = []
-    for one in rows:
-        shown = one | dict(
-            step_ms=1e3 * one["step_seconds"][1],
-            mfu_percent=f"{one['mfu'][1]:.1%}" if one["mfu"] else "-",
-            peak_gb=one["peak_bytes"] / 1e9,
-            compiler_gb=one["compiler_bytes"] / 1e9,
-        )
-        cells.append([cell.format(**shown) for cell in COLUMNS.values()])
-    print("\n".join(common.markdown(list(COLUMNS), cells)))
+    lines = [cells(row) for row in rows]
+    headings = list(lines[0])
+    print("\n".join(common.markdown(headings, [list(line.values()) for line in lines])))
     if own.json:
         content = where | dict(configurations=rows)
         write_file(own.json, to_json(content, indent=1) + "\n")
@@ -269,4 +266,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(sys.argv[1:]))
+    interrupts.run(lambda: main(sys.argv[1:]))

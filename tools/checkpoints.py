@@ -20,7 +20,6 @@ import os
 import sys
 import time
 from dataclasses import MISSING, dataclass
-from types import SimpleNamespace
 from typing import Literal
 
 import utils
@@ -43,8 +42,6 @@ class Options:
     """Newest checkpoints to keep; None: as many as the run's keep_checkpoints."""
     every: int | None = flag(None, least=0)
     """Keep those whose step is a multiple of this; 0: none, None: the run's keep_every."""
-    best: bool = True
-    """Keep the one with the smallest validation loss."""
     dry_run: bool = False
     """Say what prune would delete, and delete nothing."""
 
@@ -68,9 +65,8 @@ def about(checkpoints, step):
     folder = str(checkpoints.folder / str(step))
     known = dict(meta={}, val_loss=None, date=None)
     try:
-        known["val_loss"] = checkpoints.val_loss(step)
-        meta = checkpoints.meta(step)
-        known["meta"] = meta if checkpointing.is_sound(meta) else {}
+        known["meta"] = checkpoints.meta(step)
+        known["val_loss"] = known["meta"]["val_loss"]
         known["date"] = checkpoints.manager.metadata(step).commit_timestamp_nsecs / 1e9
     except Exception:  # whatever a damaged file makes the libraries raise; `verify` says what
         pass
@@ -81,24 +77,15 @@ def about(checkpoints, step):
 
 
 def kept(options, every):
-    """{step: [why it is kept]}, as the run's flags say where `options` do not; every: {step: `about`}."""
+    """{step: [why it is kept]}, as the run's flags say where `options` do not. every: {step: `about`}."""
     config = read_json(options.run_dir, "config.json")
-    wanted = {"best": options.best}
+    wanted = {"best": True}
     for name, known in dict(keep="keep_checkpoints", every="keep_every").items():
         wanted[name] = getattr(options, name)
         if wanted[name] is None:
             wanted[name] = config.get(known, getattr(utils.Run, known))
-    infos = []
-    for step, one in every.items():
-        metrics = None if one["val_loss"] is None else {"val_loss": one["val_loss"]}
-        infos.append(SimpleNamespace(step=step, metrics=metrics))
-    reasons = {step: [] for step in every}
-    context = ocp.checkpoint_managers.PreservationContext()
-    for why, policy in checkpointing.retention(**wanted).items():
-        for info, keep in zip(infos, policy.should_preserve(infos, context=context)):
-            if keep:
-                reasons[info.step].append(why)
-    return reasons
+    losses = {step: one["val_loss"] for step, one in every.items()}
+    return checkpointing.kept(losses, **wanted)
 
 
 def cells(step, one, reasons):
@@ -124,11 +111,8 @@ def complaint(checkpoints, step):
             arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
             state = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=arrays))
         meta = checkpoints.meta(step)
-        checkpoints.val_loss(step)
     except Exception as e:  # whatever a damaged file makes the libraries raise
         return first_line(e)
-    if not checkpointing.is_sound(meta):
-        return "what was saved beside its arrays is damaged"
     sums = [int(np.asarray(x).view(np.uint32).sum(dtype=np.uint32)) for x in jax.tree.leaves(state)]
     # in any order: the leaves of a state come out of a file in another one
     if sorted(sums) != sorted(meta["fingerprint"]):
@@ -182,4 +166,4 @@ def look_at(options):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(options_given))
+    interrupts.run(lambda: main(options_given))

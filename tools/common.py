@@ -11,7 +11,6 @@ from runtime import platforms
 from runtime.files import read_json
 from runtime.messages import UserError, one_sentence
 from runtime.parser import MANY, Mesh, flag
-from runtime.program import run as run
 from training import settings
 
 
@@ -115,7 +114,7 @@ def open_model(options, text):
     mesh, table = steps.make_mesh(cfg), model.param_table(cfg)
 
     def convert(p, w):
-        if not p.matrix or w.dtype == cfg.model.model_dtype:
+        if not p.cast or w.dtype == cfg.model.model_dtype:
             return w
         converted = w.astype(cfg.model.model_dtype)
         w.delete()  # one leaf at a time is held in both types

@@ -70,11 +70,6 @@ class Curve(NamedTuple):
     loss: np.ndarray  # [e] cross-entropy, nats per token
     speed: float  # tokens per second; a median over the steps, so that a busy spell hardly counts
 
-    def loss_at(self, tokens):
-        """The loss after a number of tokens, between evaluations on a straight line; nan before the first of them and
-        after the last."""
-        return float(np.interp(tokens, self.tokens, self.loss, math.nan, math.nan))
-
     def tokens_to(self, loss):
         """Tokens until the loss first was at most `loss`, between evaluations on a straight line; nan where it never
         was.
@@ -96,7 +91,7 @@ def read_curve(folder):
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
     settings.check_stored(config, folder, settings.NEEDED_TO_RESUME)
     cfg = common.stored_config(config)
-    rows = runlog.rows_in(read_file(os.path.join(folder, "metrics.jsonl")) or b"")
+    rows, _ = runlog.read_rows(read_file(os.path.join(folder, "metrics.jsonl")) or b"")
     evaluated = [row for row in rows if "loss/val_cross_entropy_loss" in row]
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
@@ -113,8 +108,8 @@ def read_curve(folder):
 
 
 def mean_and_error(values):
-    """The mean of one value for each seed, and its standard error, None for a single seed."""
-    error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else None
+    """The mean of one value for each seed, and its standard error, 0 for a single seed."""
+    error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return np.mean(values), error
 
 
@@ -124,7 +119,7 @@ def cell(values, form, factor=1):
         return "-"
     mean, error = mean_and_error(values)
     text = format(factor * mean, form)
-    return text if error is None else f"{text} ± {format(factor * error, form.lstrip('+'))}"
+    return f"{text} ± {format(factor * error, form.lstrip('+'))}" if len(values) > 1 else text
 
 
 def table(groups, marks=(), target=None):
@@ -136,12 +131,11 @@ def table(groups, marks=(), target=None):
     first_name, first = next(iter(groups.items()))
     if not marks:
         tokens = next(iter(first.values())).tokens
-        e = len(tokens)
-        chosen = {math.ceil(e * quarter / 4) - 1 for quarter in (1, 2, 3)}
-        marks = [int(tokens[i]) for i in sorted(chosen) if i < e - 1]
+        chosen = {math.ceil(len(tokens) * share) - 1 for share in (0.25, 0.5, 0.75)}
+        marks = [int(tokens[i]) for i in sorted(chosen) if i < len(tokens) - 1]
     rows = []
     for name, runs in groups.items():
-        curves, is_first = list(runs.values()), name == first_name
+        curves = list(runs.values())
         differences, to_target, shares = [], [], []
         for seed in sorted(runs.keys() & first.keys()):
             run, other = runs[seed], first[seed]
@@ -157,16 +151,14 @@ def table(groups, marks=(), target=None):
             "tokens": in_millions(curves[0].tokens[-1]),
         }
         for mark in marks:
-            losses = [run.loss_at(mark) for run in curves]
+            losses = [np.interp(mark, run.tokens, run.loss, math.nan, math.nan) for run in curves]
             row[f"loss at {in_millions(mark)}"] = cell(losses, ".4f")
-        row |= {
-            "final loss": cell([run.loss[-1] for run in curves], ".4f"),
-            f"against {first_name}": "-" if is_first else cell(differences, "+.4f"),
-            "M tokens to target": cell(to_target, ".3f", 1e-6),
-            f"x {first_name}'s": "1" if is_first else cell(shares, ".3f"),
-            "MFLOP/token": f"{model.flops_per_token(curves[0].cfg) / 1e6:.2f}",
-            "tokens/s": cell([run.speed for run in curves], ",.0f"),
-        }
+        row["final loss"] = cell([run.loss[-1] for run in curves], ".4f")
+        row[f"against {first_name}"] = "-" if runs is first else cell(differences, "+.4f")
+        row["M tokens to target"] = cell(to_target, ".3f", 1e-6)
+        row[f"x {first_name}'s"] = "1" if runs is first else cell(shares, ".3f")
+        row["MFLOP/token"] = f"{model.flops_per_token(curves[0].cfg) / 1e6:.2f}"
+        row["tokens/s"] = cell([run.speed for run in curves], ",.0f")
         rows.append(row)
     return common.markdown(list(rows[0]), [list(row.values()) for row in rows])
 
@@ -187,7 +179,7 @@ def picture(groups, kind="png"):
         curves = list(runs.values())
         e = min(len(run.loss) for run in curves)
         points = [mean_and_error([run.loss[j] for run in curves]) for j in range(e)]
-        mean, error = np.array([(mean, error or 0) for mean, error in points]).T
+        mean, error = np.array(points).T
         tokens = curves[0].tokens[:e]
         axes.plot(tokens, mean, "o-", ms=3, lw=1.2, color=f"C{i}", label=name)
         axes.fill_between(tokens, mean - error, mean + error, alpha=0.25, color=f"C{i}", lw=0)
@@ -201,12 +193,30 @@ def picture(groups, kind="png"):
 # --- Variations -------------------------------------------------------------------------------------------------
 
 
-class Variation(NamedTuple):
-    """One configuration. words: its flags for main.py; cfg: the Config that they make."""
+class Trial(NamedTuple):
+    """A variation with a seed. words: its flags for main.py; cfg: the Config that they make."""
 
-    name: str
+    variation: str
     words: list
     cfg: utils.Config
+    output: str
+    seed: int = 0
+
+    @property
+    def name(self):
+        return f"{self.variation}-seed{self.seed}"
+
+    @property
+    def folder(self):
+        return os.path.join(self.output, self.name)
+
+    def curve(self):
+        """Its Curve when it is finished, else None."""
+        try:
+            curve = read_curve(self.folder)
+        except UserError:  # there is none, or no evaluation yet
+            return None
+        return curve if curve.last >= self.cfg.run.training_steps else None
 
     def definition(self):
         """{flag: value} of all that its losses depend on, but for the seed."""
@@ -214,9 +224,22 @@ class Variation(NamedTuple):
         flags |= {name: getattr(self.cfg.run, name) for name in OF_VARIATION}
         return settings.as_json(flags)
 
+    def check_definition(self):
+        """Raises UserError where its directory holds a run of another definition, of which a step was made."""
+        if not os.path.exists(os.path.join(self.folder, "config.json")):
+            return
+        kept, now = read_json(self.folder, "variation.json"), self.definition()
+        differ = [flag for flag in now if flag in kept and kept[flag] != now[flag]]
+        if differ:
+            fields = ", ".join(f"{n} was {kept[n]!r} and is now {now[n]!r}" for n in differ)
+            raise UserError(
+                f"--variation {self.variation}: {self.folder} was begun with another definition ({fields}); give the "
+                f"variation another name, or another --output."
+            )
 
-def parse_variation(text, flags):
-    """The Variation "name: flags", after the `flags` of all. Raises UserError, as main.py does."""
+
+def parse_variation(text, flags, output):
+    """The Trial of "name: flags", after the `flags` of all. Raises UserError, as main.py does."""
     name, _, own = text.partition(":")
     name = name.strip()
     if not re.fullmatch(r"[\w.+=@-]+", name):
@@ -231,21 +254,22 @@ def parse_variation(text, flags):
         raise UserError(f"--variation {name}: {str(e).rstrip('.')}.") from None
     for flag in OWN.keys() & flags.given:
         raise UserError(f"--{flag}: each run here gets one of its own; {OWN[flag]}.")
-    return Variation(name, words, flags.cfg)
+    return Trial(name, words, flags.cfg, output)
 
 
-def check_comparable(variations):
+def check_comparable(trials):
     """Raises UserError where two have the same name, or would be measured on other text than the first."""
-    first = variations[0]
-    names = [variation.name for variation in variations]
-    for other in variations:
-        if names.count(other.name) > 1:
-            raise UserError(f"--variation {other.name}: two have this name; give each its own.")
-        wanted = measured_on(first.cfg)
+    names = [trial.variation for trial in trials]
+    wanted = measured_on(trials[0].cfg)
+    for other in trials:
+        if names.count(other.variation) > 1:
+            raise UserError(
+                f"--variation {other.variation}: two have this name; give each its own."
+            )
         for what, now in measured_on(other.cfg).items():
             if now != wanted[what]:
                 raise UserError(
-                    f"--variation {other.name}: {what} is {now!r}, but {wanted[what]!r} for {first.name}; losses on "
+                    f"--variation {other.variation}: {what} is {now!r}, but {wanted[what]!r} for {names[0]}; losses on "
                     f"different text cannot be compared, so give all the same."
                 )
 
@@ -259,43 +283,6 @@ def measured_on(cfg):
 
 
 # --- Training them ----------------------------------------------------------------------------------------------
-
-
-class Trial(NamedTuple):
-    """A variation with a seed."""
-
-    variation: Variation
-    seed: int
-    output: str
-
-    @property
-    def name(self):
-        return f"{self.variation.name}-seed{self.seed}"
-
-    @property
-    def folder(self):
-        return os.path.join(self.output, self.name)
-
-    def curve(self):
-        """Its Curve when it is finished, else None."""
-        try:
-            curve = read_curve(self.folder)
-        except UserError:  # there is none, or no evaluation yet
-            return None
-        return curve if curve.last >= self.variation.cfg.run.training_steps else None
-
-    def check_definition(self):
-        """Raises UserError where its directory holds a run of another definition, of which a step was made."""
-        if not os.path.exists(os.path.join(self.folder, "config.json")):
-            return
-        kept, now = read_json(self.folder, "variation.json"), self.variation.definition()
-        differ = [flag for flag in now if flag in kept and kept[flag] != now[flag]]
-        if differ:
-            fields = ", ".join(f"{n} was {kept[n]!r} and is now {now[n]!r}" for n in differ)
-            raise UserError(
-                f"--variation {self.variation.name}: {self.folder} was begun with another definition "
-                f"({fields}); give the variation another name, or another --output."
-            )
 
 
 def run_to_end(command, log):
@@ -314,13 +301,13 @@ def run_to_end(command, log):
     return process.returncode, interrupted
 
 
-def train(trial, log):
+def train(trial):
     """Train a trial to its end, or resume it; whether it is finished. Ends this program with a sentence where Ctrl-C
     ended the run."""
-    definition = to_json(trial.variation.definition(), indent=1)
-    write_file(os.path.join(trial.folder, "variation.json"), definition)
+    write_file(os.path.join(trial.folder, "variation.json"), to_json(trial.definition(), indent=1))
     own = ["--seed", str(trial.seed), "--name", trial.name, "--output_dir", trial.output]
-    command = [sys.executable, MAIN, *SAVE_LITTLE, *trial.variation.words, *own]
+    command = [sys.executable, MAIN, *SAVE_LITTLE, *trial.words, *own]
+    log = f"{trial.folder}.log"
     with open(log, "a") as output:
         status, interrupted = run_to_end(command, output)
     if interrupted:
@@ -337,33 +324,27 @@ def train(trial, log):
     return False
 
 
-def finished_runs(trials):
-    """{name of a variation: {seed: Curve}} of the trials that are finished. Raises UserError where they saw different
-    data."""
-    finished, first = {}, None
+def save_finished(trials, folder):
+    """Write results.json, with every evaluation of the trials that are finished, and losses.png. Returns {variation:
+    {seed: Curve}}. Raises UserError where they saw different data."""
+    groups, content, first = {}, {}, None
     for trial in trials:
-        if not (curve := trial.curve()):
+        curve = trial.curve()
+        if not curve:
             continue
-        finished.setdefault(trial.variation.name, {})[trial.seed] = curve
         first = first or curve
         if curve.data != first.data:
             raise UserError(
-                f"--output {trial.output}: {curve.folder} saw other data than {first.folder}, so they cannot be "
-                f"compared; give another --output."
+                f"--output {folder}: {curve.folder} saw other data than {first.folder}, so they cannot be compared; "
+                f"give another --output."
             )
-    return finished
-
-
-def save(groups, folder):
-    """Write results.json, with every evaluation of groups of runs, and losses.png."""
-    content = {}
-    for name, runs in groups.items():
-        content[name] = {}
-        for seed, run in runs.items():
-            lists = dict(tokens=run.tokens.tolist(), loss=run.loss.tolist())
-            content[name][seed] = dict(folder=run.folder) | lists
-    write_file(os.path.join(folder, "results.json"), to_json(content, indent=1) + "\n")
-    write_file(os.path.join(folder, "losses.png"), picture(groups))
+        groups.setdefault(trial.variation, {})[trial.seed] = curve
+        lists = dict(tokens=curve.tokens.tolist(), loss=curve.loss.tolist())
+        content.setdefault(trial.variation, {})[trial.seed] = dict(folder=curve.folder) | lists
+    if groups:
+        write_file(os.path.join(folder, "results.json"), to_json(content, indent=1) + "\n")
+        write_file(os.path.join(folder, "losses.png"), picture(groups))
+    return groups
 
 
 def compare_variations(own, variations):
@@ -373,23 +354,21 @@ def compare_variations(own, variations):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     # all variations of a seed before the next seed: early results can be compared
-    trials = [Trial(v, seed, own.output) for seed in range(own.seeds) for v in variations]
+    trials = [trial._replace(seed=seed) for seed in range(own.seeds) for trial in variations]
     for trial in trials:
         trial.check_definition()
     check_place(os.path.join(own.output, "results.json"), "--output")
     failed = 0
     for number, trial in enumerate(trials, 1):
-        log = f"{trial.folder}.log"
         if trial.curve():
             say(f"{trial.name} is finished")
             continue
-        say(f"{trial.name}, run {number} of {len(trials)}; its log is {log}")
-        if train(trial, log):
-            save(finished_runs(trials), own.output)
+        say(f"{trial.name}, run {number} of {len(trials)}; its log is {trial.folder}.log")
+        if train(trial):
+            save_finished(trials, own.output)
         else:
             failed += 1
-    if groups := finished_runs(trials):
-        save(groups, own.output)
+    if groups := save_finished(trials, own.output):
         print("\n".join(table(groups, own.marks, own.target)))
         print(f"\nresults.json and losses.png are saved in {own.output}")
     if failed:
@@ -402,9 +381,8 @@ def compare_variations(own, variations):
 
 def compare_runs(own):
     """Print and draw the `table` of the runs that are there."""
-    kinds = (".png", ".svg", ".pdf")
-    if not own.output.endswith(kinds):
-        raise UserError(f"--output {own.output}: must be a file that ends in {', '.join(kinds)}.")
+    if not own.output.endswith((".png", ".svg", ".pdf")):
+        raise UserError(f"--output {own.output}: must be a file that ends in .png, .svg or .pdf.")
     check_place(own.output, "--output")
     names = [os.path.basename(folder.rstrip("/")) for folder in own.runs]
     if len(set(names)) < len(names):
@@ -437,7 +415,7 @@ class Options:
 
 
 def parse(argv):
-    """Command line -> (own flags, [Variation]). Raises UserError."""
+    """Command line -> (own flags, [Trial] of the first seed). Raises UserError."""
     own, flags = utils.read_own_flags(Options, argv, "tools/compare.py")
     if bool(own.runs) == bool(own.variation) or (own.runs and flags):
         raise UserError(
@@ -449,7 +427,7 @@ def parse(argv):
     own = replace(own, output=own.output or "runs/ablation")
     if is_remote(own.output):
         raise UserError(f"--output {own.output}: must be a local folder, which holds the logs.")
-    variations = [parse_variation(text, flags) for text in own.variation]
+    variations = [parse_variation(text, flags, own.output) for text in own.variation]
     check_comparable(variations)
     return own, variations
 
@@ -464,4 +442,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(sys.argv[1:]))
+    interrupts.run(lambda: main(sys.argv[1:]))

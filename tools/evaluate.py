@@ -215,4 +215,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(options_given))
+    interrupts.run(lambda: main(options_given))

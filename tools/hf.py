@@ -17,7 +17,6 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
-import glob
 import json
 import math
 import os
@@ -30,7 +29,7 @@ from typing import Literal
 import utils
 from data import tokenization
 from runtime import platforms
-from runtime.files import PART, is_remote, part_of, read_json, write_file
+from runtime.files import is_remote, part_of, read_json, write_file
 from runtime.messages import UserError, say
 from runtime.parser import flag
 from tools import common
@@ -45,7 +44,6 @@ from safetensors.numpy import save_file
 from tokenizers import pre_tokenizers
 
 from inference import hugging_face, weights
-from runtime import locks
 from training import checkpointing, settings, steps
 
 
@@ -132,11 +130,7 @@ def appearing(folder):
     fails. Raises UserError where it cannot be written."""
     part = part_of(os.path.normpath(folder))
     try:
-        for left in glob.glob(f"{glob.escape(PART.sub('', part))}.*.part"):
-            if PART.search(left) and lock_folder(left):  # of a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
         os.makedirs(part)
-        lock_folder(part)
         yield part
         os.rename(part, folder)
     except BaseException as e:
@@ -144,11 +138,6 @@ def appearing(folder):
         if isinstance(e, OSError):
             raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
         raise
-
-
-def lock_folder(path):
-    """Whether this process has locked a folder, until it ends."""
-    return locks.system_lock(os.open(path, os.O_RDONLY))
 
 
 # --- Tokenizer ----------------------------------------------------------------------------------------------------
@@ -260,4 +249,4 @@ def run(argv):
 
 
 if __name__ == "__main__":
-    common.run(lambda: run(sys.argv[1:]))
+    interrupts.run(lambda: run(sys.argv[1:]))

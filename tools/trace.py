@@ -52,7 +52,7 @@ if __name__ == "__main__":
 from jax.profiler import ProfileData
 
 import collectives
-from planning import costs, hlo, machines, plan
+from planning import hlo, machines, plan
 from runtime import chips
 from training import profiling
 
@@ -69,15 +69,6 @@ LOOPS = ("while", "call", "conditional")  # what they run is traced itself
 DEVICES = {"/host:CPU$": "", r"/device:TPU:\d+$": "(Async )?XLA Ops", r"/device:GPU:\d+$": "Stream"}
 
 # --- The trace and its program ------------------------------------------------------------------------------------
-
-
-def is_sound(about):
-    """Whether about.json is as profiling.Profile.about writes it, as far as types tell."""
-    kinds = dict(written=float, platform=str, device_kind=str, steps=list, flags=dict)
-    if not all(type(about.get(name)) is kind for name, kind in kinds.items()):
-        return False
-    counts = [about.get("processes"), about.get("slices"), *about["steps"]]
-    return len(counts) == 4 and all(type(n) is int and n > 0 for n in counts)
 
 
 class Operation(NamedTuple):
@@ -152,8 +143,6 @@ def open_trace(run, name=""):
     for one in [name] if name else known:
         folder = os.path.join(run, profiling.FOLDER, one)
         if about := read_json(folder, "about.json"):
-            if not is_sound(about):
-                raise UserError(f"{folder}: about.json is damaged; copy it anew.")
             found.append((about["written"], folder, about))
     if not found:
         raise UserError(
@@ -220,9 +209,8 @@ class Shares:
 
     def __init__(self, runs, trace):
         self.steps, self.devices = len(runs[0][1]), len(runs)
-        self.parts = (
-            Counter()
-        )  # {part: seconds}, exposed communication as its links; they add up to the step
+        # {part: seconds}, exposed communication as its links; they add up to the step
+        self.parts = Counter()
         self.hidden = Counter()  # {links: seconds} of communication while the device computes
         self.operations = Counter()  # {Operation: seconds}
         gaps = []
@@ -306,16 +294,6 @@ def moments(found):
 # --- The plan -----------------------------------------------------------------------------------------------------
 
 
-def machine_of(trace):
-    """The Machine that the run was on. Speeds of a kind that is not known are those of another."""
-    about = trace.about
-    name, platform = about["device_kind"], about["platform"]
-    chip = chips.chip_of(name) or chips.CHIPS["A100" if platform == "gpu" else "v4"]
-    groups = about["processes"] if chip.gpu else about["slices"]
-    n = math.prod(trace.cfg.run.n_device_axis)
-    return machines.Machine(name, chip, n, groups, platform=platform)
-
-
 def beside(trace, found):
     """{part: (seconds measured, seconds planned, FLOP or bytes sent in the program)} of a device's step; None: not
     known."""
@@ -324,15 +302,18 @@ def beside(trace, found):
     for links in found.links:
         measured[links] = found.parts[links] + found.hidden[links]
     measured["step"] = found.step
-    machine = machine_of(trace)
-    timeline = costs.read_program(trace.text, trace.cfg, machine)
-    work = Counter({PRODUCTS: timeline.flops})
-    for (axes, kind), (n_bytes, *_) in timeline.collectives.items():
-        work[plan.links_of(axes, kind)] += n_bytes
-    planned = {}
-    if chips.chip_of(trace.about["device_kind"]):
-        # the memory of the program does not matter here
-        answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
+    about, planned = trace.about, {}
+    machine = plan.machine_of_kind(
+        about["device_kind"],
+        about["platform"],
+        math.prod(trace.cfg.run.n_device_axis),
+        about["processes"],
+        about["slices"],
+    )
+    # the memory of the program does not matter here
+    answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
+    work = {PRODUCTS: answer.flops["program"]} | plan.by_links(answer.collectives, "bytes")
+    if chips.chip_of(about["device_kind"]):
         planned = answer.seconds | dict(step=answer.overlapped["step"])
     columns = [measured, planned, work]
     return {part: tuple(column.get(part) for column in columns) for part in {**work, **measured}}
@@ -390,4 +371,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(options_given))
+    interrupts.run(lambda: main(options_given))

@@ -12,10 +12,10 @@ MAX_ROLLBACKS = 3  # a run that needs more is not helped by them
 
 
 class Rollback(NamedTuple):
-    """Where a rollback leads. The run goes back in steps, not in data: it leaves out the batches of the bad steps."""
+    """Where a rollback leads. The run returns in steps, not in data: it leaves out the batches of the bad steps."""
 
     before: int  # the first bad step; the run restores a checkpoint of an earlier one
-    sequences: int  # sequences of the training data after which the run goes on
+    sequences: int  # sequences of the training data after which the run continues
     bad_steps: int  # all bad steps of the run until then
 
 
@@ -23,7 +23,7 @@ class BadSteps:
     """Counts the bad steps of a run and decides on rollbacks.
 
     After `limit` bad steps in a row (0: never) a rollback is due; after MAX_ROLLBACKS the run ends. state: what `state`
-    returned when the checkpoint was saved that the run goes on from.
+    returned when the checkpoint was saved that the run resumes from.
     """
 
     def __init__(self, limit, state=None):
@@ -36,7 +36,7 @@ class BadSteps:
         self.due = Rollback(**target) if target else None
 
     def state(self):
-        """{name: value} for a checkpoint; the names are those that all versions of the program have used."""
+        """{name: value} for a checkpoint."""
         return dict(
             bad_steps=self.total,
             in_a_row=self.consecutive,
@@ -69,16 +69,16 @@ class BadSteps:
         """Raise UserError where a rollback is due after MAX_ROLLBACKS of them."""
         if self.due and self.rollbacks == MAX_ROLLBACKS:
             raise UserError(
-                f"--max_bad_steps {self.limit}: so many in a row from step {self.due.before} on had a loss or gradient "
-                f"that is not finite, after {MAX_ROLLBACKS} rollbacks; look at the losses before, or begin another run "
-                f"by --init_from with a lower --max_lr."
+                f"--max_bad_steps {self.limit}: {self.limit} steps in a row from step {self.due.before} on had a loss "
+                f"or gradient that is not finite, after {MAX_ROLLBACKS} rollbacks; look at the losses before, or begin "
+                f"another run by --init_from with a lower --max_lr."
             )
 
     def rolled_back(self, step):
         """The rollback that was due is done: the run stands at `step`."""
         self.rollbacks += 1
         say(
-            f"warning: rollback {self.rollbacks} of {MAX_ROLLBACKS} to step {step}; training goes on with the data "
+            f"warning: rollback {self.rollbacks} of {MAX_ROLLBACKS} to step {step}; training continues with the data "
             f"after sequence {self.due.sequences:,}"
         )
         self.total = self.due.bad_steps

@@ -1,6 +1,5 @@
 """Checkpoints: written in the background, kept by a policy, verified when read; damaged ones are passed over."""
 
-import asyncio
 import contextlib
 import functools
 import itertools
@@ -14,7 +13,6 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax import lax
 
-from runtime import messages
-from runtime.files import filesystem, is_remote, persist, read_file, read_json
+from runtime.files import filesystem, is_remote, persist, read_json
 from runtime.messages import UserError, first_line, say
 from runtime.processes import all_of
 
@@ -83,101 +80,22 @@ def meet_or_fail():
     return barrier
 
 
-def retention(keep, every, best):
-    """{why: Orbax's policy} of the checkpoints to keep: the newest `keep` (None: all), those of every `every`-th step
-    (0: none) and, if `best`, the one with the smallest validation loss."""
-    policies = ocp.checkpoint_managers
-    wanted = {"newest": policies.LatestN(keep)}
-    wanted["best"] = policies.BestN(
-        get_metric_fn=val_loss_of, reverse=True, n=int(best), keep_checkpoints_without_metrics=False
-    )
-    if every:
-        wanted["every"] = policies.EveryNSteps(every)
-    return wanted
-
-
-def val_loss_of(metrics):
-    return metrics["val_loss"] if math.isfinite(metrics["val_loss"]) else math.inf
-
-
-class QuietLoop(asyncio.SelectorEventLoop):
-    """An event loop that Orbax may close early.
-
-    Orbax reads all arrays of a checkpoint in one loop and closes it when the first cannot be read. Other reads are
-    still under way; each would print a traceback because its loop is closed. So they are canceled first, and what
-    their threads report later is dropped.
-    """
-
-    def close(self):
-        if not self.is_closed() and not self.is_running():
-            self._cancel_all()
-        super().close()
-
-    def _cancel_all(self):
-        tasks = asyncio.all_tasks(self)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-
-    def call_soon_threadsafe(self, callback, *args, context=None):
-        try:
-            return super().call_soon_threadsafe(callback, *args, context=context)
-        except RuntimeError:
-            if not self.is_closed():
-                raise
-
-
-class QuietLoops(asyncio.DefaultEventLoopPolicy):
-    def new_event_loop(self):
-        return QuietLoop()
+def kept(losses, keep, every=0, best=True):
+    """{step: [why it is kept]} of the checkpoints in {step: validation loss or None}: the newest `keep`, those of every
+    `every`-th step (0: none) and, if `best`, the one with the smallest loss."""
+    steps = sorted(losses)
+    measured = {step: loss for step, loss in losses.items() if math.isfinite(loss or math.nan)}
+    wanted = {
+        "newest": steps[-keep:],
+        "every": [step for step in steps if every and step % every == 0],
+        "best": [min(measured, key=measured.get)] if best and measured else [],
+    }
+    return {step: [why for why in wanted if step in wanted[why]] for step in steps}
 
 
 def meta_sum(meta):
     """Checksum of what is saved beside a state."""
     return zlib.crc32(json.dumps({**meta, "sum": 0}, sort_keys=True).encode())
-
-
-def is_sound(meta):
-    """Whether what was read beside a state can be what `save` wrote there. Older checkpoints have no checksum."""
-    if not isinstance(meta, dict):
-        return False
-    kinds = dict(step=int, sequences=int, fingerprint=list)
-    if not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
-        return False
-    return "sum" not in meta or meta["sum"] == meta_sum(meta)
-
-
-def shapes_of(tree):
-    """{path of a leaf: its shape} of a tree of arrays or of what describes them, the same however it was stored."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
-    return {name(path): tuple(x.shape) for path, x in leaves}
-
-
-def first_misfit(there, here):
-    """In words, the first leaf whose shape differs between `there` and `here`, {path: shape}; "" where none does.
-    Parameters come before the optimizer's leaves."""
-    for leaf in sorted(there.keys() | here.keys(), key=lambda leaf: (leaf[:6] != "params", leaf)):
-        if there.get(leaf) != here.get(leaf):
-            saved = list(there[leaf]) if leaf in there else "missing"
-            wanted = list(here[leaf]) if leaf in here else "missing"
-            return f"{leaf} is {saved} there and {wanted} here"
-    return ""
-
-
-class Advice(NamedTuple):
-    """How the messages of a reader of checkpoints end."""
-
-    other_flags: str  # where a checkpoint is of a model with other flags
-    damaged: str  # where all are damaged
-
-
-RESUMING = Advice(
-    "give another --name, or the values it had",
-    "give another --name, or remove that folder to start again",
-)
-READING = Advice("restore the run's config.json", "take another run")
 
 
 def copy_to(local, address):
@@ -191,96 +109,53 @@ def copy_to(local, address):
 
 
 class Checkpoints:
-    """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `retention` says.
+    """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says.
 
-    keep, every, best: of `retention`; keep None: they are only read. explain(flags) -> which flags make a
-    checkpoint that of another model, in words: {flag: value} that was saved with it, or None.
+    keep, every: of `kept`; keep None: they are only read. explain(flags) -> which flags make a checkpoint that of
+    another model, in words: {flag: value} that was saved with it, or None.
     """
 
-    def __init__(self, folder, keep=None, every=0, best=False, explain=None):
-        asyncio.set_event_loop_policy(QuietLoops())
-        self.explain = explain
+    def __init__(self, folder, keep=None, every=0, explain=None):
+        self.keep, self.every, self.explain = keep, every, explain
         if is_remote(folder) and not folder.startswith("gs://"):  # which Orbax cannot read
             self.copy = tempfile.TemporaryDirectory()  # removed with this object
             folder = copy_to(self.copy.name, folder)
         self.folder = epath.Path(folder if is_remote(folder) else os.path.abspath(folder))
-        writes = keep is not None
-        if writes:
-            self._remove_torn_losses()
-        self.manager = ocp.CheckpointManager(
-            self.folder, options=manager_options(keep, every, best)
+        several = jax.process_count() > 1
+        options = ocp.CheckpointManagerOptions(
+            create=keep is not None,
+            cleanup_tmp_directories=keep is not None,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if several else None),
         )
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
         self.watcher = ThreadPoolExecutor(1, "checkpoint")
         self.saved = None  # step of the newest checkpoint, which may still be on its way
         self.on_disk = None  # step of the newest one that is written
         self.written = None  # future: whether the newest save went well
 
-    def val_loss(self, step):
-        """The validation loss that is kept with a checkpoint, or None. Raises ValueError where that is damaged."""
-        content = read_file(str(self.folder / str(step) / "metrics" / "metrics"))
-        if content is None:
-            return None
-        kept = json.loads(content)
-        if not isinstance(kept, dict) or not isinstance(kept.get("val_loss"), int | float):
-            raise ValueError("it holds no such number")
-        return kept["val_loss"]
-
-    def _remove_torn_losses(self):
-        """Remove damaged validation losses: Orbax begins by reading all, and ends the run where it cannot. A checkpoint
-        without one is as sound as before, but none of the best."""
-        folders = [path.parent for path in self.folder.glob("*/metrics")]
-        steps = [folder.name for folder in folders if folder.name.isdigit()]
-        for step in steps if jax.process_index() == 0 else []:
-            try:
-                self.val_loss(step)
-            except Exception as e:  # whatever it holds
-                say(
-                    f"warning: the validation loss of checkpoint {step} is damaged ({first_line(e)}) and removed"
-                )
-                (self.folder / step / "metrics").rmtree()
-        all_of(True)  # nobody looks before it is done
-
     def save(self, step, state, sequences, about, val_loss=None):
         """Begin to write the state at `step`, after `sequences` sequences, with {name: value} `about` beside it. Where
-        that fails, now or in the background, a warning is printed, and after `settle` `saved` is not `step`."""
+        that fails, now or in the background, a warning is printed, and after `finish` `saved` is not `step`."""
         if step == self.saved:
             return
-        self.settle()
-        if not self._has_room(step, state):
-            return
-        meta = dict(about, step=step, sequences=sequences)
+        self.finish()
+        meta = dict(about, step=step, sequences=sequences, val_loss=val_loss)
         meta["fingerprint"] = np.asarray(fingerprint(state)).tolist()
         meta["sum"] = meta_sum(meta)
         storage = jax.tree.map(stored_in_chunks, state)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state, storage), meta=ocp.args.JsonSave(meta)
         )
-        metrics = None if val_loss is None else {"val_loss": val_loss}
-        self.manager.save(step, args=args, force=True, metrics=metrics)
+        self.manager.save(step, args=args, force=True)
         self.saved = step
         self.written = self.watcher.submit(self._watch, step)
 
-    def _has_room(self, step, state):
-        """Whether the disks of all processes have room for the state; a warning is printed where one has not."""
-        size = sum(x.nbytes for x in jax.tree.leaves(state))
-        free = math.inf
-        if not is_remote(str(self.folder)):
-            os.makedirs(self.folder, exist_ok=True)
-            free = shutil.disk_usage(self.folder).free
-        if all_of(size < free):
-            return True
-        say(
-            f"warning: checkpoint {step} is not written: it may need {messages.size(size)} and {self.folder} has "
-            f"{messages.size(free)} free; the older ones stay, and the next save tries again"
-        )
-        return False
-
     def _watch(self, step):
-        """Wait until the save of `step` has ended; whether it went well. What a failed one left is removed."""
+        """Wait until the save of `step` has ended; whether it went well. Then older ones are removed, else what the
+        failed one left."""
         try:
             self.manager.wait_until_finished()
             self.on_disk = step
-            return True
         except Exception as e:  # whatever the storage makes the libraries raise
             say(
                 f"warning: checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next "
@@ -288,6 +163,18 @@ class Checkpoints:
             )
             self._clean_up(step)
             return False
+        if jax.process_index() == 0:
+            self.manager.reload()
+            losses = {step: self.val_loss(step) for step in self.steps()}
+            for step, reasons in kept(losses, self.keep, self.every).items():
+                if not reasons:
+                    (self.folder / str(step)).rmtree(missing_ok=True)
+        return True
+
+    def val_loss(self, step):
+        """The validation loss that is kept with a checkpoint; None where there is none, or it is damaged."""
+        with contextlib.suppress(UserError):
+            return self.meta(step)["val_loss"]
 
     def _clean_up(self, step):
         """Remove what a failed save of `step` left, once all threads that wrote it have ended."""
@@ -303,11 +190,13 @@ class Checkpoints:
             if not os.path.exists(torn):
                 break
 
-    def settle(self):
-        """Wait until the newest save is written or has failed."""
-        if self.written and not self.written.result():
+    def finish(self):
+        """Wait until the newest save is written, or has failed, on all processes."""
+        if self.written:
+            self.written.result()
             with contextlib.suppress(Exception):  # Orbax raises it once in each thread that asks
                 self.manager.wait_until_finished()
+            all_of(True)  # nobody looks before it is done
             self.manager.reload()
             if self.saved not in self.steps():
                 self.saved = None
@@ -318,8 +207,11 @@ class Checkpoints:
         return sorted(self.manager.all_steps(), reverse=True)
 
     def meta(self, step):
-        """What `save` wrote beside the state."""
-        return self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        """What `save` wrote beside the state. Raises UserError where it is damaged."""
+        meta = read_json(str(self.folder), str(step), "meta", "metadata")
+        if meta.get("sum") != meta_sum(meta):
+            raise UserError("what is beside its arrays is not what was saved")
+        return meta
 
     def restore(self, abstract, before=math.inf, multiple=1):
         """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
@@ -327,17 +219,16 @@ class Checkpoints:
         Damaged ones are moved to checkpoints-damaged, and a warning tells what was lost. Raises UserError where none is
         sound. With `before` only earlier steps count, multiples of `multiple` first, and all later ones are deleted.
         """
-        self.settle()
+        self.finish()
         earlier = [step for step in self.steps() if step < before]
         steps = sorted(earlier, key=lambda step: (step % multiple == 0, step), reverse=True)
-        item = ocp.args.StandardRestore(abstract)
-        found, damaged = self._newest_sound(item, shapes_of(abstract), steps, say, RESUMING)
+        found, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps, say)
         step = found[1]["step"] if found else None
         if damaged:
             self._set_aside(damaged)
             say(
-                f"warning: going on from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and "
-                f"are run again, the damaged checkpoints stand in {self.folder}-damaged"
+                f"warning: resuming from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and "
+                f"are run again, the damaged checkpoints are moved to {self.folder}-damaged"
             )
         self.saved = self.on_disk = step
         for later in self.steps() if before < math.inf else []:
@@ -347,16 +238,12 @@ class Checkpoints:
 
     def restore_step(self, abstract, step):
         """(state, meta) of the checkpoint of `step`. Raises UserError where that is damaged or of another model."""
-        item = ocp.args.StandardRestore(abstract)
-        found, reason = self._read(lone_reader(), step, with_meta(item))
-        if not reason:
-            return found.state, found.meta
-        other = self._misfit(step, shapes_of(abstract))
-        if other:
-            raise UserError(f"{self.folder}: {self._of_other_flags(step, other, READING)}.")
-        raise UserError(
-            f"{self.folder}: checkpoint {step} is damaged ({reason}); take one of another step."
-        )
+        found, reason = self._read(lone_reader(), step, ocp.args.StandardRestore(abstract))
+        if reason:
+            raise UserError(
+                f"{self.folder}: checkpoint {step} is damaged ({reason}); take one of another step."
+            )
+        return found
 
     def restore_params(self, abstract):
         """Parameters alone of the newest sound checkpoint, as `abstract`. Raises UserError where there is none."""
@@ -365,78 +252,56 @@ class Checkpoints:
             item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
         )
         warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
-        found, damaged = self._newest_sound(args, shapes_of(item), self.steps(), warn, READING)
+        found, damaged = self._newest_sound(args, self.steps(), warn)
         if found is None:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")
         state, meta = found
-        other = self.explain and self.explain(meta.get("config"))
-        if other:
-            raise UserError(f"{self.folder}: {self._of_other_flags(meta['step'], other, READING)}.")
         if damaged:
             warn(f"warning: the parameters are those of checkpoint {meta['step']}")
         return state["params"]
 
-    def _of_other_flags(self, step, other, advice):
-        return f"checkpoint {step} is of a model with other flags ({other}); {advice.other_flags}"
-
-    def _newest_sound(self, args, shapes, steps, warn, advice):
+    def _newest_sound(self, args, steps, warn):
         """((what `args` read of the first sound checkpoint of `steps`, its meta), those before, which are damaged);
-        (None, []) where there are no checkpoints. shapes: {path: shape} of what is read. Raises UserError where none is
-        sound."""
+        (None, []) where there are no checkpoints. Raises UserError where none is sound, or one is of another model."""
         reader = lone_reader()
-        args = with_meta(args)
-        damaged, unfit = [], []
+        damaged = []
         for step in steps:
             found, reason = self._read(reader, step, args)
             if not reason:
-                return (found.state, found.meta), damaged
-            other = self._misfit(step, shapes)
-            if other:
-                unfit.append(self._of_other_flags(step, other, advice))
-            else:
-                warn(f"warning: checkpoint {step} is damaged ({reason})")
+                return found, damaged
+            warn(f"warning: checkpoint {step} is damaged ({reason})")
             damaged.append(step)
-        if unfit:
-            raise UserError(f"{self.folder}: {unfit[0]}.")
         if damaged:
             names = ", ".join(map(str, damaged))
             raise UserError(
-                f"{self.folder}: every checkpoint in here is damaged ({names}); {advice.damaged}."
+                f"{self.folder}: every checkpoint in here is damaged ({names}); take another run, or remove that "
+                f"folder to start again."
             )
         return None, []
 
     def _read(self, reader, step, args):
-        """(what `args` read of one checkpoint, "") where all processes find it sound, else (None, why it is not)."""
-        found, reason = None, ""
+        """((what `args` read of one checkpoint, its meta), "") where all processes find it sound, else (None, why it is
+        not). Raises UserError where it is of another model."""
+        reason = other = ""
         try:
-            found = reader.restore(self.folder / str(step), args=args)
-            if not is_sound(found.meta):
-                reason = "what stands beside its arrays is not what was saved"
+            meta = self.meta(step)
+            other = self.explain and self.explain(meta.get("config"))
+            if not other:
+                composite = ocp.args.Composite(state=args)
+                state = reader.restore(self.folder / str(step), args=composite).state
         except Exception as e:  # whatever a damaged file makes the libraries raise
             reason = first_line(e)
         if not all_of(not reason):
             return None, reason or "as another process found"
-        here = np.asarray(fingerprint(found.state)).tolist()
-        if here != found.meta["fingerprint"][: len(here)]:  # parameters are a state's first leaves
+        if other:
+            raise UserError(
+                f"{self.folder}: checkpoint {step} is of a model with other flags ({other}); give the values it had, "
+                f"or another --name."
+            )
+        here = np.asarray(fingerprint(state)).tolist()
+        if here != meta["fingerprint"][: len(here)]:  # parameters are a state's first leaves
             return None, "its contents are not those that were saved"
-        return found, ""
-
-    def _misfit(self, step, shapes):
-        """How the arrays of a checkpoint differ from {path: shape} `shapes`, which may lack the optimizer's; "" where
-        they do not, or nothing tells."""
-        try:
-            stored = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "state").tree
-            there = shapes_of(stored)
-        except Exception:  # as above
-            return ""
-        parts = {leaf.split(".")[0] for leaf in shapes}
-        there = {leaf: shape for leaf, shape in there.items() if leaf.split(".")[0] in parts}
-        differs = first_misfit(there, shapes)
-        if differs and self.explain:
-            with contextlib.suppress(ValueError, UserError):
-                meta = read_json(str(self.folder), str(step), "meta", "metadata")
-                differs = self.explain(meta.get("config")) or differs
-        return differs
+        return (state, meta), ""
 
     def _set_aside(self, steps):
         aside = self.folder.parent / f"{self.folder.name}-damaged"
@@ -448,30 +313,10 @@ class Checkpoints:
         self.manager.reload()
 
     def close(self):
-        """As `settle`, for good."""
-        self.settle()
+        """As `finish`, for good."""
+        self.finish()
         self.watcher.shutdown()
         self.manager.close()
-
-
-def manager_options(keep, every, best):
-    """Options of Orbax's manager, with the arguments of `Checkpoints`."""
-    writes = keep is not None
-    policies = list(retention(keep, every, best).values())
-    several = jax.process_count() > 1
-    return ocp.CheckpointManagerOptions(
-        preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
-        best_fn=val_loss_of,
-        create=writes,
-        cleanup_tmp_directories=writes,
-        lightweight_initialize=not writes,  # or it reads all validation losses, of which one may be damaged
-        async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if several else None),
-    )
-
-
-def with_meta(args):
-    """Arguments that read a state by `args`, and what was saved beside it."""
-    return ocp.args.Composite(state=args, meta=ocp.args.JsonRestore())
 
 
 def lone_reader():

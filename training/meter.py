@@ -2,22 +2,16 @@
 
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
 
 class Pace:
-    """The speed of the steps, of `tokens` tokens each, as the devices do them.
-
-    The host sees some steps end late, and then several at once. So a thread waits for each. A step takes from the end
-    of the one before, or from when training resumed, to its own end.
-    """
+    """The speed of the steps, of `tokens` tokens each. A step takes from the end of the one before, or from when
+    training resumed, to its own end, as the host sees it."""
 
     def __init__(self, tokens):
         self.tokens = tokens
-        self.worker = ThreadPoolExecutor(1, "pace")
-        self.under_way = deque()  # (future of its end, seconds it waited for data) of each step
         self.since_line = []  # (seconds, of these waiting for data) of the steps since the last progress line
         self.last_ten = deque(maxlen=10)  # the same
         self.trained = 0.0  # seconds, without evaluations, checkpoints and samples
@@ -27,28 +21,19 @@ class Pace:
     def resume(self, data_wait):
         """The devices have done all before and turn to training. data_wait: seconds so far in which they had nothing to
         do but wait for data."""
-        self.resumed = self.last_end = time.time()
+        self.last_end = time.time()
         self.data_wait = data_wait
 
-    def pause(self):
-        """The devices have done all before and turn to something else."""
-        self.trained += time.time() - self.resumed
-
-    def launched(self, metrics, data_wait):
-        """The next step, whose results are `metrics`, is in the devices' queue."""
-        end = self.worker.submit(end_of, metrics)
-        self.under_way.append((end, data_wait - self.data_wait))
-        self.data_wait = data_wait
+    def ended(self, data_wait):
+        """A step has ended. {"tokens_per_second", "data/wait": share of the time}, means of the last ten steps: the
+        host may see two end at once."""
+        now = time.time()
+        step = (now - self.last_end, data_wait - self.data_wait)
+        self.last_end, self.data_wait = now, data_wait
+        self.since_line.append(step)
+        self.last_ten.append(step)
+        self.trained += step[0]
         self.steps += 1
-
-    def step(self):
-        """{"tokens_per_second", "data/wait": share of the time}, means of the last ten steps up to the next one under
-        way. Of ten: on a busy machine the thread, too, may see two steps end at once."""
-        end, waited = self.under_way.popleft()
-        seconds = end.result() - self.last_end
-        self.last_end = end.result()
-        self.since_line.append((seconds, waited))
-        self.last_ten.append((seconds, waited))
         return self._mean(self.last_ten)
 
     def since_last(self):
@@ -57,7 +42,7 @@ class Pace:
         return self._mean(steps)
 
     def seconds_for(self, steps):
-        """How long so many steps will take, at the mean speed so far. To be called after `pause`."""
+        """How long `steps` more steps will take, at the mean speed so far."""
         return self.trained / self.steps * steps
 
     def _mean(self, steps):
@@ -68,48 +53,37 @@ class Pace:
             "data/wait": min(1.0, waited / seconds),
         }
 
-    def close(self):
-        """Wait for no more steps."""
-        self.worker.shutdown(wait=False)
-
-
-def end_of(results):
-    """When the devices had computed the arrays `results`."""
-    jax.block_until_ready(results)
-    return time.time()
-
 
 class Meter:
     """The metrics of each step, fetched one step late: the host launches a step before it waits for the one before, so
     the devices always have work."""
 
     def __init__(self, tokens, corpus, bad_steps, profile):
-        """tokens: of a step; corpus: a Mixture, which knows how often its data was seen; bad_steps: is told of each
-        step's loss and gradient; profile: a Profile, is told of each step that is done."""
+        """tokens: of a step; corpus: a Mixture, which knows how often its data was seen; bad_steps: observes each
+        step's loss and gradient; profile: a Profile, which ends its trace after the last step."""
         self.pace = Pace(tokens)
         self.corpus = corpus
         self.bad_steps = bad_steps
         self.profile = profile
-        # (step, sequences, metrics on the devices) of the last step, until it is fetched.
+        # (step, sequences, metrics on the devices, seconds waited for data) of the last step, until it is fetched
         self.newest = None
 
     def launched(self, step, sequences, metrics, data_wait):
         """Take note of a step that the devices have been given. Returns the row of the one before, or None."""
-        self.pace.launched(metrics, data_wait)
         row = self.fetch()
-        self.newest = (step, sequences, metrics)
+        self.newest = (step, sequences, metrics, data_wait)
         return row
 
     def wait(self):
         """Wait until the devices have done all that they were given."""
         if self.newest:
-            jax.block_until_ready(self.newest[-1])
+            jax.block_until_ready(self.newest[2])
 
     def fetch(self):
         """{name: number} of the newest step; None where it was fetched before."""
         if self.newest is None:
             return None
-        step, sequences, metrics = self.newest
+        step, sequences, metrics, data_wait = self.newest
         self.newest = None
         metrics = jax.device_get(metrics)
         self.profile.note(step)
@@ -119,14 +93,9 @@ class Meter:
         row |= self.corpus.epochs(sequences)
         self.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
         row["bad_steps"] = self.bad_steps.total
-        return row | self.pace.step()
+        return row | self.pace.ended(data_wait)
 
     def restart(self):
         """Forget the newest step and all speeds: the run rolls back."""
         self.newest = None
-        self.pace.close()
         self.pace = Pace(self.pace.tokens)
-
-    def close(self):
-        """Wait for no more steps."""
-        self.pace.close()

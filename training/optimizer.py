@@ -22,7 +22,7 @@ def make_optimizer(cfg, mesh):
     """
     o = cfg.optimizer
     schedule = make_schedule(o)
-    matrices = parameters.table_map(lambda param: param.matrix, model.param_table(cfg))
+    matrices = parameters.table_map(lambda param: param.cast, model.param_table(cfg))
     rule = optax.chain(
         make_rule(cfg, mesh),
         optax.add_decayed_weights(o.weight_decay, matrices),

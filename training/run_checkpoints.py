@@ -37,7 +37,6 @@ class RunCheckpoints:
             os.path.join(cfg.run.folder, "checkpoints"),
             cfg.run.keep_checkpoints,
             cfg.run.keep_every,
-            True,  # the one with the smallest validation loss too
             functools.partial(settings.other_flags, self.cfg),
         )
 

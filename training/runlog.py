@@ -4,24 +4,20 @@ import contextlib
 import io
 import json
 import math
-import netrc
 import os
 import re
 import secrets
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import urlsplit
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 import model
 from runtime import chips
 from runtime.files import is_remote, read_file, to_json, write_file
-from runtime.messages import UserError, say
+from runtime.messages import first_line, say
 from training import events
 from utils import flatten
 
@@ -49,7 +45,7 @@ class Progress:
         self.before = None  # validation loss of the line before
 
     def print(self, row, pace, on_disk):
-        """row: metrics of the step; pace: a paused `Pace`; on_disk: step of the newest checkpoint, or None."""
+        """row: metrics of the step; pace: a `Pace`; on_disk: step of the newest checkpoint, or None."""
         row = row | pace.since_last()
         steps = self.cfg.run.training_steps
         parts = [f"step {row['step']}/{steps}", *self.losses(row), *self.speed(row)]
@@ -96,17 +92,7 @@ def model_flops_utilization(cfg, tokens_per_second):
     return tokens_per_second * model.flops_per_token(cfg) / (peak * cfg.run.n_devices)
 
 
-SPIKE = 6  # standard deviations above the mean of the losses before
-
-
-def is_spike(loss, before):
-    """Whether `loss` lies more than SPIKE standard deviations above the mean of the losses `before`. Those that are
-    not finite do not count; of less than 20 nothing is concluded."""
-    finite = [x for x in before if math.isfinite(x)]
-    if len(finite) < 20:
-        return False
-    return bool(SPIKE * np.std(finite) < loss - np.mean(finite) < math.inf)
-
+# --- The log ------------------------------------------------------------------------------------------------------
 
 SAMPLE = re.compile(r"^(?==== step \d{1,15}$)", re.MULTILINE)  # where the samples of a step begin
 
@@ -134,76 +120,29 @@ def read_rows(content):
     return [rows[step] for step in sorted(rows)], len(rows) < len(found)
 
 
-def rows_in(content):
-    """The rows of metrics.jsonl, without broken ones, such as a line that a kill tore."""
-    return read_rows(content)[0]
+class NoLog:
+    """The log of a process that writes none: every call does nothing."""
 
-
-# --- Weights & Biases ---------------------------------------------------------------------------------------------
-
-UPLOAD = "wandb"  # name of the thread that uploads at the end of a run
-UPLOAD_SECONDS = 600  # that the end of a run waits for it
-
-
-def check_loggers(run):
-    """Raises UserError where --tensorboard or --wandb was given and cannot be used."""
-    events.check(run)
-    if run.wandb:
-        check_login()
-
-
-def check_login():
-    """Raises UserError where wandb would ask for a key or refuse to begin. Neither it nor its server is asked."""
-    import wandb
-
-    try:
-        settings = wandb.setup().settings
-    except Exception as e:  # whatever library checks them
-        reason = " ".join(str(e).split("For further information")[0].split())
-        raise UserError(
-            f"--wandb: its settings, of the environment or its files, are refused: {reason}."
-        ) from None
-    if settings.mode in ("offline", "dryrun", "disabled") or settings.api_key:
-        return
-    files = os.environ.get("NETRC"), os.path.expanduser("~/.netrc"), os.path.expanduser("~/_netrc")
-    for file in filter(None, files):
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            if netrc.netrc(file).authenticators(urlsplit(settings.base_url).hostname):
-                return
-    if not getattr(settings, "identity_token_file", None):
-        advice = "run wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"
-        raise UserError(f"--wandb: this machine is not logged in to Weights & Biases; {advice}.")
-
-
-def uploading():
-    """Whether an upload to wandb is underway that the run's end no longer waits for."""
-    return any(thread.name == UPLOAD for thread in threading.enumerate())
-
-
-# --- The log ------------------------------------------------------------------------------------------------------
+    def __getattr__(self, name):
+        return lambda *_: None
 
 
 class RunLog:
     """What a run leaves behind beside its checkpoints: metrics.jsonl, samples.txt, plots and, on request, TensorBoard's
     event file and wandb.
 
-    Calls but `flush` return at once; background threads write in order. Rows and samples have one of their own: a
-    checkpoint waits for its rows, not for plots and uploads, which may take seconds. `active` is true on process 0
-    alone; the others write nothing. Metrics are plain numbers, one object a step.
+    A row is appended to a local metrics.jsonl at once; in a bucket `flush` writes all of them. Plots, TensorBoard and
+    wandb may take seconds, so a thread does them in order. No failure to write ends the
+    run. Metrics are plain numbers, one object a step.
     """
 
-    def __init__(self, cfg, start_step, active):
+    def __init__(self, cfg, start_step):
         self.folder = cfg.run.folder
-        self.active = active
         self.events = None
         self.wandb = None
-        self.writer = ThreadPoolExecutor(1)  # of metrics.jsonl and samples.txt
-        self.others = ThreadPoolExecutor(1)  # of plots, TensorBoard and wandb
+        self.worker = ThreadPoolExecutor(1)  # of plots, TensorBoard and wandb
         self.history = []  # rows of metrics.jsonl
         self.complete = True  # whether that file has them all
-        self.samples = []  # texts of samples.txt, one for each step
-        if not active:
-            return
         # A run evaluates at its last step; the run that resumes there would not have, unless it was due.
         every = {"loss/val": cfg.run.eval_every}
         every["tasks/"] = math.lcm(cfg.run.eval_every, cfg.run.save_steps)
@@ -213,99 +152,86 @@ class RunLog:
                 row = {key: v for key, v in row.items() if not key.startswith(not_due)}
             self.history.append(row)
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
-        self.samples = [text for text in re.split(SAMPLE, kept) if text]
-        self._rewind(start_step)  # what came after the checkpoint will be written again
+        self.samples = [text for text in re.split(SAMPLE, kept) if text]  # one for each step
         if cfg.run.tensorboard:
             self.events = events.EventFile(self.folder, self.history)
+        self._forget(start_step)  # what came after the checkpoint will be written again
         if cfg.run.wandb:
-            self._submit(self.others, lambda: self._begin_wandb(cfg))
+            self._later(lambda: self._begin_wandb(cfg))
 
     def path(self, name):
         return os.path.join(self.folder, name)
 
     def metrics(self, row):
         """Record one step: {"step": int, name: number, ...}."""
-        self._submit(self.writer, lambda: self._write_row(row))
+        self.history.append(row)
+        self._later(lambda: self._report(row))
+        if is_remote(self.folder):
+            self.complete = False
+        elif self.complete:
+            self.complete = attempt(lambda: self._append(row))
+        else:  # the row before may be torn, on a disk that was full
+            self.flush()
 
     def text(self, step, texts):
         """Record the samples drawn at `step`."""
-        self._submit(self.writer, lambda: self._write_samples(step, texts))
+        rows = "".join(f"--- {i}\n{text}\n" for i, text in enumerate(texts))
+        self.samples.append(f"=== step {step}\n{rows}")
+        attempt(lambda: write_file(self.path("samples.txt"), "".join(self.samples)))
+        self._later(lambda: self._report_samples(step, texts))
 
     def plots(self):
         """Redraw the plots from all metrics so far."""
-        if is_remote(self.folder):
-            self._submit(self.writer, self._write_history)
-        self._submit(self.writer, lambda: self._submit(self.others, self._draw_plots))
+        self.flush()
+        rows = list(self.history)
+        self._later(lambda: self._draw_plots(rows))
 
     def rewind(self, step):
         """Forget what came after `step`, to which the run rolls back."""
-
-        def work():
-            self._rewind(step)
-            rows = list(self.history)
-            if self.events:
-                self._submit(self.others, lambda: self.events.begin(rows))
-
-        self._submit(self.writer, work)
+        self._forget(step)
+        rows = list(self.history)
+        if self.events:
+            self._later(lambda: self.events.begin(rows))
 
     def flush(self):
-        """Wait until metrics.jsonl holds all rows so far: a kill would lose those that a checkpoint is ahead of."""
-        # Remote files cannot be appended to, so all of it is written here.
-        write = self._write_history if is_remote(self.folder) else lambda: None
-        if future := self._submit(self.writer, write):
-            future.exception()  # which `warn_of_failure` prints
+        """Have metrics.jsonl hold all rows so far: a kill would lose those that a checkpoint is ahead of."""
+        if not self.complete:
+            rows = "".join(to_json(row) + "\n" for row in self.history)
+            self.complete = attempt(lambda: write_file(self.path("metrics.jsonl"), rows))
 
     def close(self):
         """Wait until everything is written."""
         self.flush()
-        self.writer.shutdown(wait=True)
+        self._later(self._end)
+        self.worker.shutdown(wait=True)
+
+    def _end(self):
         if self.events:
-            self._submit(self.others, self.events.close)
-        self.others.shutdown(wait=True)
+            self.events.close()
         if self.wandb:
-            upload = threading.Thread(target=self.wandb.finish, name=UPLOAD, daemon=True)
-            upload.start()
-            upload.join(UPLOAD_SECONDS)
+            self.wandb.finish()
 
-    def _submit(self, thread, work):
-        """The future of work() in a thread; None where nothing is written."""
-        if not self.active:
-            return None
-        future = thread.submit(work)
-        future.add_done_callback(warn_of_failure)
-        return future
+    def _forget(self, step):
+        self.history = [row for row in self.history if row["step"] <= step]
+        self.samples = [text for text in self.samples if step_of_samples(text) <= step]
+        self.complete = False
+        self.flush()
 
-    def _write_row(self, row):
-        losses = [before["loss/train_loss"] for before in self.history[-100:]]
-        spikes = self.history[-1].get("loss_spikes", 0) if self.history else 0
-        spike = is_spike(row["loss/train_loss"], losses)
-        if spike:
-            say(
-                f"warning: the loss of step {row['step']} is a spike, {row['loss/train_loss']:.4f}, more than "
-                f"{SPIKE:g} standard deviations above those before"
-            )
-        row["loss_spikes"] = spikes + spike
-        self.history.append(row)
-        self._submit(self.others, lambda: self._report(row))
-        if not is_remote(self.folder):
-            self._append(row)
+    def _later(self, work):
+        """Have the thread call work()."""
+        self.worker.submit(attempt, work)
+
+    def _append(self, row):
+        with open(self.path("metrics.jsonl"), "a") as f:
+            f.write(to_json(row) + "\n")
 
     def _report(self, row):
-        """Tell TensorBoard and wandb of a row."""
+        """Pass a row to TensorBoard and wandb."""
         if self.events:
             self.events.add(row)
         if self.wandb:
             numbers = {key: v for key, v in row.items() if key != "step"}
             self.wandb.log(numbers, step=row["step"])
-
-    def _append(self, row):
-        if self.complete:
-            self.complete = False
-            with open(self.path("metrics.jsonl"), "a") as f:
-                f.write(to_json(row) + "\n")
-        else:  # the row before may be torn, on a disk that was full
-            self._write_history()
-        self.complete = True
 
     def _read_history(self, step, first):
         """The rows up to `step` of a run that began at step `first`; a warning tells what is missing. Of a damaged
@@ -331,24 +257,14 @@ class RunLog:
             say(f"warning: {path} ends at step {last}; the rows from there to step {step} are lost")
         return rows
 
-    def _write_history(self):
-        write_file(self.path("metrics.jsonl"), "".join(to_json(row) + "\n" for row in self.history))
-
-    def _write_samples(self, step, texts):
-        rows = "".join(f"--- {i}\n{text}\n" for i, text in enumerate(texts))
-        self.samples.append(f"=== step {step}\n{rows}")
-        self._submit(self.others, lambda: self._report_samples(step, texts))
-        write_file(self.path("samples.txt"), "".join(self.samples))
-
     def _report_samples(self, step, texts):
-        """Tell wandb of samples."""
+        """Pass samples to wandb."""
         if self.wandb:
             rows = [[step, text] for text in texts]
             table = self.wandb.Table(columns=["step", "sample"], data=rows)
             self.wandb.log({"samples": table}, step=step)
 
-    def _draw_plots(self):
-        rows = list(self.history)  # as it is now: the other thread appends to it
+    def _draw_plots(self, rows):
         if self.events:
             self.events.upload()
         shares = [key for key in rows[-1] if key.startswith(EXPERT_SHARE)]
@@ -358,13 +274,8 @@ class RunLog:
             if any(key in row for row in rows for key in keys):
                 write_file(self.path(f"{name}.png"), draw(rows, title, keys))
 
-    def _rewind(self, step):
-        self.history = [row for row in self.history if row["step"] <= step]
-        self.samples = [text for text in self.samples if step_of_samples(text) <= step]
-        self._write_history()
-
     def _begin_wandb(self, cfg):
-        """Begin wandb's run, offline where its server is not reached in half a minute or refuses it."""
+        """Begin wandb's run: offline where nobody is logged in, or its server is not reached in half a minute."""
         import wandb
 
         run_id = (read_file(self.path("wandb_id")) or b"").decode(errors="replace").strip()
@@ -378,12 +289,14 @@ class RunLog:
             dir=self.folder,
             config=flatten(cfg),
         )
+        limits = wandb.Settings(
+            init_timeout=30, login_timeout=30, finish_timeout=600, finish_timeout_raises=False
+        )
         try:
-            wandb.init(resume="allow", settings=wandb.Settings(init_timeout=30), **about)
+            wandb.init(resume="allow", settings=limits, **about)
         except wandb.errors.Error as e:
-            reason = (str(e).splitlines() or [type(e).__name__])[0]
             later = f"wandb sync {self.path('wandb')}/offline-run-* uploads it"
-            say(f"warning: --wandb: {reason:.200}; the run is logged offline, and {later}")
+            say(f"warning: --wandb: {first_line(e)}; the run is logged offline, and {later}")
             wandb.teardown()  # it still holds the run's id
             wandb.init(mode="offline", **about)
         self.wandb = wandb
@@ -394,11 +307,18 @@ def step_of_samples(text):
     return int(text.split()[2]) if re.match(SAMPLE, text) else 0
 
 
-def warn_of_failure(future):
-    """Print a warning where work of the log's thread failed."""
-    error = future.exception()
-    if error:
-        print(f"warning: the run's log could not be written: {error}", file=sys.stderr, flush=True)
+def attempt(work):
+    """Call work(); whether it went well. A failure is printed as a warning."""
+    try:
+        work()
+    except Exception as e:  # of storage, plots, TensorBoard or wandb: training continues without
+        print(
+            f"warning: the run's log could not be written: {first_line(e)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return False
+    return True
 
 
 # --- Plots --------------------------------------------------------------------------------------------------------
@@ -413,14 +333,7 @@ PLOTS = {  # file: (title, metrics); none: those of each expert
 
 def new_figure(width, height, dpi):
     """A matplotlib Figure, sizes in inches, without pyplot: safe off the main thread, and needs no display."""
-    # Jupyter names its own backend to the programs that it starts; a Python without that cannot import matplotlib.
-    # Hidden for the import alone: what this process starts may be a notebook, whose pictures need it.
-    backend = os.environ.pop("MPLBACKEND", None)
-    try:
-        from matplotlib.figure import Figure
-    finally:
-        if backend is not None:
-            os.environ["MPLBACKEND"] = backend
+    from matplotlib.figure import Figure  # here: few programs draw
 
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 

@@ -20,13 +20,13 @@ MOST_PROFILED = 50  # steps; longer traces are too large for the programs that s
 # What a branch must know of its trunk's schedule, and cannot change.
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 # Of config.json, beside what must be the same.
-NEEDED_TO_RESUME = [
+NEEDED_TO_RESUME = {
     "n_device_axis",
     "train_batch_size",
     "accumulation_steps",
     "val_batch_size",
     "data",
-]
+}
 
 # --- Settle -----------------------------------------------------------------------------------------------------
 
@@ -297,17 +297,14 @@ def keep_global_batch(flags, stored):
     """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, which are
     train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError where none do."""
     r = flags.cfg.run
-    for flag in ("train_batch_size", "val_batch_size"):
-        parts, old_parts = r.n_device_axis[0], stored["n_device_axis"][0]
-        if flag == "train_batch_size":
-            parts, old_parts = (
-                parts * r.accumulation_steps,
-                old_parts * stored["accumulation_steps"],
-            )
+    dp, old_dp = r.n_device_axis[0], stored["n_device_axis"][0]
+    accumulated = (dp * r.accumulation_steps, old_dp * stored["accumulation_steps"])
+    batches = dict(train_batch_size=accumulated, val_batch_size=(dp, old_dp))
+    for flag, (parts, old_parts) in batches.items():
         total = stored[flag] * old_parts
         if total % parts == 0:
             flags = flags.follow(**{flag: total // parts})
-        now = flatten(flags.cfg)[flag]
+        now = getattr(flags.cfg.data, flag)
         if now * parts != total:
             raise UserError(
                 f"--{flag} {now}: run {r.name} has a global batch of {total} sequences, and this makes {now} x {parts} "
@@ -338,10 +335,8 @@ def check_data(cfg, stored, fingerprint):
     of this fingerprint."""
     who = f"--name {cfg.run.name}: this run exists and"
     if not stored and cfg.run.branch_from:
-        who, stored = (
-            f"--branch_from {cfg.run.branch_from}: the trunk",
-            stored_config(cfg.run.branch_from),
-        )
+        who = f"--branch_from {cfg.run.branch_from}: the trunk"
+        stored = stored_config(cfg.run.branch_from)
     if stored and stored["data_fingerprint"] != fingerprint:
         raise UserError(
             f"{who} saw other data than is now in --data {cfg.data.data} (it was {stored['data']}); give those shards, "
@@ -402,7 +397,7 @@ def check_stored(config, folder, needed, file="config.json"):
     """Raises UserError where the {flag: value} `config` of a file of a run directory lacks one of `needed`, or has a
     value that its flag cannot have, as a file that someone edited."""
     path, advice = os.path.join(folder, file), "; put back what it was"
-    if missing := [name for name in needed if name not in config]:
+    if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
     read = utils.FIELDS.keys() - flags_with("free_on_resume") | {*needed}
     utils.read_values({n: config[n] for n in read & config.keys()}, path, advice=advice)
@@ -431,7 +426,7 @@ def check(cfg):
     check_architecture(cfg)
     check_attention(cfg)
     check_experts(cfg.model)
-    check_optimizer(cfg.optimizer)
+    check_schedule(cfg.optimizer)
     check_names(cfg)
     profiled_steps(cfg.run)
 
@@ -522,7 +517,7 @@ def check_experts(m):
         )
 
 
-def check_optimizer(o):
+def check_schedule(o):
     """Raises UserError where the parts of the learning rate's schedule do not fit together."""
     room = o.end_steps - o.warmup_steps
     if room <= 0:
