@@ -156,23 +156,15 @@ alone() { (($# == 1)) || die "$1 $2: $1 takes nothing more; see --help."; }
 # a_host WORD: fail unless it is one of HOSTS.
 a_host() { [[ " ${hosts[*]} " == *" $1 "* ]] || die "$1: must be one of HOSTS ($HOSTS)."; }
 
-# meant WORD: print the launcher's option that the word is, or that it differs from by a letter or two.
-meant() {
-  local word=${1%%=*} far name
-  word=${word//-/_}
-  read -r far name < <(nearest 1 "${word#__}" sync restart max_restarts status logs stop attach)
-  ((far > (${#name} > 5) + 1)) || echo "--$name"
-}
-
-# none_meant WORD...: fail if an option of this script, or a mistyped one, stands among the flags of main.py.
-none_meant() {
-  local word option first=$1
+# none_ours WORD...: fail if an option of this script stands among the flags of main.py.
+none_ours() {
+  local word
   for word; do
-    [[ $word =~ ^--?[A-Za-z] || $word == "$first" ]] || continue
-    [[ $word != @(-h|--help) ]] || { usage && exit; }
-    option=$(meant "$word")
-    [[ $word != "$option" || -z $option ]] || die "$word: stands alone, or before the flags of main.py; see --help."
-    [[ -z $option ]] || die "$word: there is no such option; the nearest is $option, see --help."
+    case ${word%%=*} in
+      -h | --help) usage && exit ;;
+      --sync | --restart | --max?restarts | --status | --logs | --stop | --attach)
+        die "$word: stands alone, or before the flags of main.py; see --help." ;;
+    esac
   done
 }
 
@@ -258,7 +250,7 @@ while :; do
   esac
   shift
 done
-(($# == 0)) || none_meant "$@"
+none_ours "$@"
 export LAUNCH=$EPOCHSECONDS-$SRANDOM
 if [[ -n ${SYNC:-} ]]; then
   snapshot

@@ -8,30 +8,6 @@ die() {
   exit 1
 }
 
-# nearest COST WORD NAME...: print how far WORD is from the nearest of the names, and that name. It counts letters that
-# are too many, missing or changed places; one that is another counts COST.
-nearest() {
-  WORD=$2 awk -v cost="$1" -v names="${*:3}" '
-    function least(a, b) { return a < b ? a : b }
-    function distance(a, b, i, j, d, same) { # Levenshtein, and neighbors that changed places
-      for (i = 0; i <= length(a); i++) d[i, 0] = i
-      for (j = 0; j <= length(b); j++) d[0, j] = j
-      for (i = 1; i <= length(a); i++) for (j = 1; j <= length(b); j++) {
-        same = substr(a, i, 1) == substr(b, j, 1)
-        d[i, j] = least(least(d[i - 1, j], d[i, j - 1]) + 1, d[i - 1, j - 1] + (same ? 0 : cost))
-        if (i > 1 && j > 1 && substr(a, i - 1, 2) == substr(b, j, 1) substr(b, j - 1, 1))
-          d[i, j] = least(d[i, j], d[i - 2, j - 2] + 1)
-      }
-      return d[length(a), length(b)]
-    }
-    BEGIN {
-      best = 99
-      n = split(names, name, " ")
-      for (k = 1; k <= n; k++) if ((far = distance(ENVIRON["WORD"], name[k])) < best) { best = far; found = name[k] }
-      print best, found
-    }'
-}
-
 # The environment wins over cluster.env, and that over the example, which therefore names every setting.
 mapfile -t settings < <(sed -n 's/^\([A-Z_]*\)=.*/\1/p' cluster.env.example)
 given=$(for name in "${settings[@]}"; do [[ ! -v $name ]] || printf '%s=%q\n' "$name" "${!name}"; done)
@@ -91,17 +67,14 @@ for name in PASS_ENV SECRETS; do
   done
 done
 
-# What is none of the settings may be a variable of the user's own: in small letters, or exported.
+# What is no setting may be a variable of the user's own: exported, or in small letters beside the setting of that name.
 for row in "${assigned[@]}"; do
-  name=${row#* } most=99
-  [[ " ${settings[*]} $PASS_ENV $SECRETS " != *" $name "* ]] || continue
-  read -r far near < <(nearest 2 "${name^^}" "${settings[@]}")
-  [[ " ${exported[*]} " != *" $name "* ]] || most=3
+  name=${row#* }
+  [[ " ${settings[*]} ${exported[*]} $PASS_ENV $SECRETS " != *" $name "* ]] || continue
   if [[ $name == *[a-z]* ]]; then
-    most=0
-    [[ " ${assigned[*]} " != *" $near "* ]] || continue
+    [[ " ${settings[*]} " == *" ${name^^} "* && " ${assigned[*]} " != *" ${name^^} "* ]] || continue
   fi
-  ((far > most)) || die "cluster.env, line ${row% *}: $name is no setting; the nearest is $near (cluster.env.example names all)."
+  die "cluster.env, line ${row% *}: $name is no setting; cluster.env.example names all."
 done
 
 # whole NAME LEAST [MOST]: fail unless the setting is a whole number in that range.

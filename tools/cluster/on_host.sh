@@ -100,15 +100,12 @@ in_folder() {
 }
 changed() { [[ -e $FOLDER/.git/HEAD && -n $(in_folder status --porcelain --untracked-files=no) ]]; }
 
-# older: an older launcher made FOLDER; it left no mark, but a setting that nobody else needs.
-older() { [[ ! -e $mark && $(git config --file "$FOLDER/.git/config" receive.shallowUpdate 2>/dev/null) == true ]]; }
-
 # others: whether FOLDER is there and the launcher did not make it. It looks for the mark last: the mark is written before
 # the files.
 others() {
   local inside
   inside=$(find "$FOLDER/" -mindepth 1 -maxdepth 1 ! -name .git -print -quit 2>/dev/null) || true
-  [[ -n $inside || -e $FOLDER/.git/HEAD || -f $FOLDER/.git ]] && ! older && [[ ! -e $mark ]]
+  [[ -n $inside || -e $FOLDER/.git/HEAD || -f $FOLDER/.git ]] && [[ ! -e $mark ]]
 }
 
 # suits: fail where the launcher must not fill FOLDER.
@@ -203,17 +200,14 @@ receive() {
     rm -f "$FOLDER"/.git/{index,HEAD}.lock # of who did not end
     old=("$(<"$half")")
     in_folder cat-file -e "${old[0]:-none}^{tree}" 2>/dev/null || { old=("$commit") && rm "$half"; }
-  elif older; then
-    old=("$commit")
   fi
-  others || older || : >>"$mark"
+  others || : >>"$mark"
   [[ -e $FOLDER/.git/HEAD ]] || git init -q "$FOLDER"
   in_folder unpack-objects -q || die "FOLDER=$FOLDER: the files did not arrive whole; nothing was changed."
   for parent in $(in_folder rev-parse "$commit^@"); do
     in_folder cat-file -e "$parent" 2>/dev/null || { echo "$commit" >>"$FOLDER/.git/shallow" && break; }
   done
   in_folder update-ref refs/moe-launcher/half "$commit"
-  ! older || : >>"$mark"
   keep "$commit" "${old[@]}"
   if ! complaint=$(in_folder checkout -q --detach --no-overwrite-ignore "$commit" 2>&1); then
     mapfile -t in_the_way < <(sed -n 's/^\t//p' <<<"$complaint")
