@@ -860,7 +860,6 @@ BAD = {
     "--coordinator h:1 --num_processes 2 --process_id 0 --n_devices 3": [
         "--n_devices 3",
         "multiple",
-        "2",
     ],
 }
 
@@ -887,14 +886,11 @@ def meet(port):
 def test_processes_that_do_not_come_together_say_so_in_time(flags):
     port = free_port()
     words = [*flags(2, peer_timeout=1), *meet(port)]
-    second = start([*words, "--process_id", "1"])
-    said = second.communicate(timeout=300)[0]
-    assert second.returncode == 1 and said.count("\n") == 1, said
-    assert f"did not all meet at --coordinator 127.0.0.1:{port} within" in said
-    first = start([*words, "--process_id", "0"])
-    said = first.communicate(timeout=300)[0]
-    assert first.returncode == 1 and "not all --num_processes 2 came" in said, said
-    assert "Traceback" not in said
+    for number in ("1", "0"):
+        process = start([*words, "--process_id", number])
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == 1 and "Traceback" not in said, said
+        assert f"did not all meet at --coordinator 127.0.0.1:{port} within" in said
 
 
 def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
@@ -992,27 +988,23 @@ def test_a_frozen_process_is_found(flags, tmp_path):
     assert "watchdog: training of step" in said and "Thread 0x" in said and "in fetch" in said, said
 
 
-def test_slices_lie_along_dp_or_pp():
-    def devices(slices):
-        about = dict(platform="tpu", device_kind="TPU v4", core_on_chip=0)
-        return [
-            SimpleNamespace(
-                slice_index=s,
-                process_index=4 * s + p // 4,
-                id=16 * s + p,
-                coords=(p % 2, p // 2 % 2, p // 4),
-                **about,
-            )
-            for s in range(slices)
-            for p in range(16)
-        ]
+def slice_devices(slices):
+    """Devices of TPU slices of 16 chips, four hosts each."""
+    about = dict(platform="tpu", device_kind="TPU v4", core_on_chip=0)
+    devices = []
+    for i in range(16 * slices):
+        x, y, z = i % 2, i // 2 % 2, i // 4 % 4
+        own = dict(slice_index=i // 16, process_index=i // 4, id=i, coords=(x, y, z))
+        devices.append(SimpleNamespace(**own, **about))
+    return devices
 
-    slice_of = np.vectorize(lambda d: d.slice_index)
-    grid = slice_of(steps.device_grid((8, 2, 2), devices(2)))
+
+def test_slices_lie_along_dp_or_pp():
+    slice_of = np.vectorize(lambda device: device.slice_index)
+    grid = slice_of(steps.device_grid((8, 2, 2), slice_devices(2)))
     assert grid.shape == (8, 2, 2) and (grid[:4] == 0).all() and (grid[4:] == 1).all()
-    grid = slice_of(steps.device_grid((1, 8, 4), devices(2)))
+    grid = slice_of(steps.device_grid((1, 8, 4), slice_devices(2)))
     assert (grid[:, :4] == 0).all() and (grid[:, 4:] == 1).all()
     with pytest.raises(messages.UserError, match="number of TPU slices, 2"):
-        steps.device_grid((1, 1, 32), devices(2))
-    hosts = np.vectorize(lambda d: d.id // 4)(steps.device_grid((2, 2, 4), devices(1)))
-    assert hosts.shape == (2, 2, 4)
+        steps.device_grid((1, 1, 32), slice_devices(2))
+    assert steps.device_grid((2, 2, 4), slice_devices(1)).shape == (2, 2, 4)

@@ -34,53 +34,39 @@ def parse():
     parser.add_argument("--only", type=int, help="number of the one case to repeat")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="cases at a time")
     args = parser.parse_args()
-    unknown = set(args.kinds) - set(KINDS)
-    if unknown:
+    if unknown := set(args.kinds) - set(KINDS):
         parser.error(f"there are {', '.join(KINDS)}, not {', '.join(unknown)}")
     return args
-
-
-def run_case(kind, name, seed, number, folder):
-    """The Case of that number; one that failed is printed."""
-    rng = random.Random(f"{name} {seed} {number}")
-    try:
-        case = kind.case(rng, folder)
-    except Exception as e:  # of the soak itself
-        case = programs.Case("?", "soak failed", f"{type(e).__name__}: {e}")
-    if case.wrong:
-        again = f"python -m tests.soak {name} --seed {seed} --only {number}"
-        print(f"{again}    # {case.wrong}: {case.tried}", flush=True)
-    return case
 
 
 def run_kind(name, args, folder):
     """Run all cases of a kind and print how they ended. Returns how many failed."""
     kind = importlib.import_module(f"tests.soak.{name}").Kind(folder / "sound")
-    ends, failed = Counter(), 0
     began = time.monotonic()
 
-    def run_number(number):
+    def run_case(number):
         place = folder / f"{name}-{number}"
-        case = run_case(kind, name, args.seed, number, place)
-        if args.only is not None:
-            print(f"{case.tried}\n{case.ended}\nits files are in {place}")
-        else:
+        try:
+            case = kind.case(random.Random(f"{name} {args.seed} {number}"), place)
+        except Exception as e:  # of the soak itself
+            case = programs.Case("?", "soak failed", f"{type(e).__name__}: {e}")
+        if case.wrong:
+            again = f"python -m tests.soak {name} --seed {args.seed} --only {number}"
+            print(f"{again}    # {case.wrong}: {case.tried}", flush=True)
+        if args.only is None:
             shutil.rmtree(place, ignore_errors=True)
+        else:
+            print(f"{case.tried}\n{case.ended}\nits files are in {place}")
         return case
 
     numbers = range(args.count or KINDS[name]) if args.only is None else [args.only]
-    pool = ThreadPoolExecutor(args.workers)
-    try:
-        for case in pool.map(run_number, numbers):
-            ends[case.how] += 1
-            failed += bool(case.wrong)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    words = ", ".join(f"{how} {n}" for how, n in ends.most_common())
-    seconds = time.monotonic() - began
-    print(
-        f"{name:9} {ends.total():4} cases {failed:3} failed {seconds:5.0f} s  {words}", flush=True
-    )
+    with ThreadPoolExecutor(args.workers) as pool:
+        cases = list(pool.map(run_case, numbers))
+    failed = sum(bool(case.wrong) for case in cases)
+    ends = Counter(case.how for case in cases).most_common()
+    seconds = f"{time.monotonic() - began:.0f} s"
+    words = ", ".join(f"{how} {n}" for how, n in ends)
+    print(f"{name}: {len(cases)} cases, {failed} failed, {seconds}: {words}", flush=True)
     return failed
 
 

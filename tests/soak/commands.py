@@ -70,27 +70,21 @@ def limits(field):
     return [str(number) for number in found]
 
 
-def misspelled(rng, name):
-    """A name that is none, mostly."""
-    at = rng.randrange(len(name))
-    return rng.choice(
-        [name[:at] + name[at + 1 :], name[:at] + "x" + name[at:], name.upper(), name[: at + 1]]
-    )
-
-
 def flag_words(rng, names):
-    """A drawn flag with its value."""
+    """A drawn flag with its value, now and then misspelled."""
     name = rng.choice(names)
     value = value_of(rng, name)
     if rng.random() < 0.06:
-        name = misspelled(rng, name)
-    form = rng.choice(["plain"] * 20 + ["equals", "hyphens", "no", "alone", "one hyphen"])
+        at = rng.randrange(len(name))
+        name = rng.choice([name[:at] + name[at + 1 :], name[:at] + "x" + name[at:], name.upper()])
+    form = rng.choice(["plain"] * 20 + ["equals", "hyphens", "no", "one hyphen"])
     if form == "equals":
         return [f"--{name}={' '.join(map(str, value))}"]
-    if form in ("no", "alone"):
-        return [f"--{'no_' * (form == 'no')}{name}"]
-    hyphens = "-" if form == "one hyphen" else "--"
-    return [hyphens + (name.replace("_", "-") if form == "hyphens" else name), *value]
+    if form == "no":
+        return [f"--no_{name}"]
+    if form == "hyphens":
+        name = name.replace("_", "-")
+    return [f"{'-' if form == 'one hyphen' else '--'}{name}", *value]
 
 
 # --- A case -------------------------------------------------------------------------------------------------------

@@ -31,8 +31,6 @@ MODEL = {
     "embedding_norm": False,  # as transformers knows such models
     "latent_conv": 0,
 }
-PAIR = dict(n_device_axis=(2, 1, 1), n_devices=2, train_batch_size=2, val_batch_size=2)
-PAIR |= dict(num_processes=2, peer_timeout=10)
 RECORDS = dict(jsonl="r.jsonl", gz="r.jsonl.gz", zst="r.jsonl.zst", parquet="r.parquet")
 # what a job changes, of the sound files; all others write a new path
 CHANGED = dict(resume="part", again="shards", finish="progress", prune="many")
@@ -101,7 +99,6 @@ def words_of(job, at, out):
         ranks=ranks_words(source, out / "ranks.tiktoken"),
         resume=train_words(at, at / "part"),
         train=train_words(at, out),
-        pair=train_words(at, out, **PAIR),
         init=train_words(at, out, steps=2, init_from=at / "hf"),
     )
     lines["import"] = ["tools/hf.py", "import", at / "hf", out / "run"]
@@ -114,7 +111,7 @@ def words_of(job, at, out):
 def result_of(job, at, out, said=""):
     """What a job made and said, without times and places: equal where its input was."""
     name, _, _ = job.partition("_")
-    if name in ("train", "pair", "resume", "init"):
+    if name in ("train", "resume", "init"):
         run = (at / "part" if name == "resume" else out) / "run"
         return fingerprints(run).get("2" if name == "init" else str(STEPS)), metrics_of(run)
     if name == "again":  # which does not read shards; who trains on them does

@@ -7,40 +7,36 @@ import signal
 import time
 from typing import NamedTuple
 
-from test_cluster import XLA_FLAGS, free_port
-
 from tests.soak import jobs
 from tests.soak.programs import Case, Program, complaint, leftovers
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
 GRACE = 15  # seconds after a kill within which workers must have ended too
 WEIGHTS = dict(tokenize_many=4, workers_many=4, ranks_many=2, export=4, prune=4, train=8)
-WEIGHTS |= {"import": 3, "resume": 4, "pair": 4}
+WEIGHTS |= {"import": 3, "resume": 4}
 
 
 class Kill(NamedTuple):
-    """When a life of a job ends, and how.
+    """When a program ends, and how.
 
-    change: number of the change in its files after which. signals: one or two, `pause` seconds apart. victims: numbers
-    of the processes. to_all: to their workers too.
+    change: number of the change in its files after which. signals: one or two, `pause` seconds apart. to_all: to its
+    workers too.
     """
 
     change: int
     delay: float
     signals: list
     pause: float
-    victims: list
     to_all: bool
 
 
-def draw(rng, job, changes):
-    """A Kill of a job whose files change `changes` times."""
+def draw(rng, changes):
+    """A Kill of a program whose files change `changes` times."""
     return Kill(
         change=rng.randrange(max(1, changes)),
         delay=rng.choice([0, 0, rng.uniform(0, 0.01), rng.uniform(0, 0.2)]),
         signals=rng.choices(SIGNALS, k=rng.choice([1, 1, 1, 2])),
         pause=rng.choice([0, rng.uniform(0, 0.05), rng.uniform(0, 0.5)]),
-        victims=rng.choice([[0], [1], [0, 1]]) if job == "pair" else [0],
         to_all=rng.random() < 0.5,
     )
 
@@ -57,10 +53,10 @@ def state_of(folder):
     return sorted(found)
 
 
-def watch(programs, place, most=float("inf")):
-    """Number of changes of a folder, until one of the programs ends or it is `most`."""
+def watch(program, place, most=float("inf")):
+    """Number of changes of a folder, until the program ends or it is `most`."""
     seen, count = state_of(place), 0
-    while count < most and all(program.runs() for program in programs):
+    while count < most and program.runs():
         now = state_of(place)
         count += now != seen
         seen = now
@@ -69,28 +65,18 @@ def watch(programs, place, most=float("inf")):
 
 
 def start(job, at, out):
-    """The Programs of a job."""
-    words = jobs.words_of(job, at, out)
-    if job != "pair":
-        return [Program(words, out.parent / "work0")]
-    words += ["--coordinator", f"127.0.0.1:{free_port()}"]
-    return [
-        Program([*words, "--process_id", i], out.parent / f"work{i}", XLA_FLAGS=XLA_FLAGS)
-        for i in range(2)
-    ]
+    return Program(jobs.words_of(job, at, out), out.parent / "work")
 
 
-def strike(kill, programs, place):
-    """Let a Kill happen to the programs of a job."""
-    watch(programs, place, kill.change)
+def strike(kill, program, place):
+    """Let a Kill happen to a program."""
+    watch(program, place, kill.change)
     time.sleep(kill.delay)
-    victims = [programs[i] for i in kill.victims]
-    while any(one.runs() and not one.listens() for one in victims):
+    while program.runs() and not program.listens():
         time.sleep(0.001)
     for number in kill.signals:
-        for one in victims:
-            if one.runs():
-                one.send(number, kill.to_all)
+        if program.runs():
+            program.send(number, kill.to_all)
         time.sleep(kill.pause)
 
 
@@ -98,7 +84,7 @@ def made(job, at, out, place):
     """(what a job made, the names of all files), without times and what is drawn at random."""
     names = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
     names = {re.sub(r"\b[0-9a-f]{32}\b", "HASH", name) for name in names}
-    if job in ("train", "pair", "resume"):
+    if job in ("train", "resume"):
         # a stopped run has checkpoints that another has not, and Orbax's files are cut as it likes
         names = {name for name in names if "/checkpoints/" not in name or "tmp" in name}
     names.discard("lock")  # of a process killed after its work; the next one takes it over
@@ -111,8 +97,7 @@ def wrong_after(kill, ended):
         return f"{ended.orphans} processes outlive it"
     if ended.status is not None and ended.status < 0:
         return None if -ended.status in kill.signals else f"ended by signal {-ended.status}"
-    # 75: another process was lost; 1: it did not come
-    wrong = complaint(ended, (0, 1, 2, 75, *(128 + n for n in kill.signals)))
+    wrong = complaint(ended, (0, 2, *(128 + n for n in kill.signals)))
     lines = [line for line in ended.err.splitlines() if not line.startswith("warning: ")]
     if not wrong and len(lines) > 1:
         return f"{len(lines)} lines on stderr"
@@ -145,32 +130,31 @@ class Kind:
         """(what it makes, changes of its files) of a job that nothing disturbs."""
         if job not in self.whole:
             at, out, place = self.begin(job, folder)
-            programs = start(job, at, out)
-            changes = watch(programs, place)
-            ended = [program.wait() for program in programs]
-            assert not any(one.status for one in ended), ended
+            program = start(job, at, out)
+            changes = watch(program, place)
+            ended = program.wait()
+            assert not ended.status, ended
             self.whole[job] = made(job, at, out, place), changes
         return self.whole[job]
 
     def case(self, rng, folder):
         job = rng.choices(list(WEIGHTS), WEIGHTS.values())[0]
         whole, changes = self.undisturbed(job, folder)
-        kills = [draw(rng, job, changes) for _ in range(rng.choice([1, 1, 1, 2]))]
+        kills = [draw(rng, changes) for _ in range(rng.choice([1, 1, 1, 2]))]
         tried = f"{job}: {'; '.join(map(str, kills))}"
         at, out, place = self.begin(job, folder)
         how = "too late"
         for kill in kills:
-            programs = start(job, at, out)
-            strike(kill, programs, place)
-            ended = [program.wait(90, GRACE) for program in programs]
-            for one in ended:
-                if wrong := wrong_after(kill, one):
-                    return Case(tried, "bad end", wrong, one)
-            if any(one.status for one in ended):
+            program = start(job, at, out)
+            strike(kill, program, place)
+            ended = program.wait(grace=GRACE)
+            if wrong := wrong_after(kill, ended):
+                return Case(tried, "bad end", wrong, ended)
+            if ended.status:
                 how = "the same"
-        for one in [program.wait() for program in start(job, at, out)]:
-            there = job in ("export", "import") and "exists already" in one.err
-            if one.status and not there:
-                return Case(tried, "not resumed", complaint(one, (0,)), one)
+        ended = start(job, at, out).wait()
+        there = job in ("export", "import") and "exists already" in ended.err
+        if ended.status and not there:
+            return Case(tried, "not resumed", complaint(ended, (0,)), ended)
         wrong = difference(whole, made(job, at, out, place)) or leftovers(out)
-        return Case(tried, "differs" if wrong else how, wrong, one)
+        return Case(tried, "differs" if wrong else how, wrong, ended)
