@@ -8,7 +8,7 @@ usage: bash run.sh [--max_restarts N] local [any flag of main.py]
        bash run.sh [--max_restarts N] HOST [any flag of main.py]
 
 HOST, one of HOSTS in cluster.env (see launcher.sh --help): checks the host, sends this repository's commit there, sets
-it up and starts main.py with the flags in a tmux session, which goes on when the connection ends. Each of the HOSTS
+it up and starts main.py with the flags in a tmux session, which continues when the connection ends. Each of the HOSTS
 runs one process. A word before HOST does one step alone: --check, --flags, --code, --setup or --start. launcher.sh
 takes these steps one after another, each on all hosts at once. Three more words look after a run: --state says what
 runs on the host, --log shows the end of its log, and --stop ends it with a checkpoint.

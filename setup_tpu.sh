@@ -62,18 +62,18 @@ find_python() {
 
 # Without such a Python: uv takes one that lacks only ensurepip, or downloads one.
 make_with_uv() {
-  local uv python mend="install Python 3.11 or newer with its venv module, or name one in PYTHON."
+  local uv python advice="install Python 3.11 or newer with its venv module, or name one in PYTHON."
   if ! uv=$(command -v uv); then
     for python in python3 python ""; do
-      [[ -n $python ]] || die "no Python 3.11 or newer was found, nor uv, nor a Python with pip to get uv with; $mend"
+      [[ -n $python ]] || die "no Python 3.11 or newer was found, nor uv, nor a Python with pip to get uv with; $advice"
       "$python" -m pip --version >/dev/null 2>&1 && break
     done
-    quietly "uv could not be installed with $python -m pip (see above); $mend" \
+    quietly "uv could not be installed with $python -m pip (see above); $advice" \
       "$python" -m pip install -qq --target "$tmp/uv" uv
     uv=$tmp/uv/bin/uv
   fi
   say "making $venv by uv, since no Python 3.11 or newer with venv and ensurepip was found"
-  quietly "uv could not find or download a Python (see above); $mend" \
+  quietly "uv could not find or download a Python (see above); $advice" \
     "$uv" venv --quiet --seed --python ">=3.11,<3.14" "$venv"
 }
 
@@ -177,7 +177,7 @@ requirements "$@" >"$tmp/requirements.txt"
 say "installing for $machine${*:+, extras $*}; a minute or two"
 rm -f "$stamp" # from here until the end an interruption leaves no stamp
 # -I: what PYTHONPATH or the user's own site-packages hold does not count as installed
-quietly "pip could not install the requirements (see above); run this again once that is mended." \
+quietly "pip could not install the requirements (see above); run this again once that is fixed." \
   "$python" -I -m pip install -qq --disable-pip-version-check -r "$tmp/requirements.txt"
 printf '%s\n' "python $has, pyproject.toml $sum" "$*" >"$stamp.part"
 mv "$stamp.part" "$stamp"

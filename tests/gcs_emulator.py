@@ -43,7 +43,7 @@ def object_name(handler, request):
 
 
 def precondition_holds(request, response, storage, bucket, name):
-    """Whether the request may go on; if not, the response says so."""
+    """Whether the request is allowed; if not, the response has the reason."""
     wanted = query(request, "ifGenerationMatch")
     unwanted = query(request, "ifGenerationNotMatch")
     if not name or (wanted is None and unwanted is None):

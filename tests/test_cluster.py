@@ -406,14 +406,14 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     wait_for(lambda: not first.alive and not second.alive)
     assert [(host.state / "status").read_text() for host in hosts] == ["143\n"] * 2
 
-    # a part of the newest checkpoint that only process 1 reads is damaged: both go on from the one before
+    # a part of the newest checkpoint that only process 1 reads is damaged: both resume from the one before
     newest = run / f"checkpoints/{max(losses(run))}/state/ocdbt.process_1"
     files = [path for path in newest.rglob("*") if path.is_file()]
     os.truncate(max(files, key=lambda path: path.stat().st_size), 100)
     idle.passes("--max_restarts", "2", *words, "--save_steps", "5")
     assert idle.passes("--logs").count("warning: resuming from checkpoint") == 2
 
-    # one process is killed: both are started again and go on
+    # one process is killed: both start again and continue
     before = max(losses(run))
     wait_for(lambda: max(losses(run)) > before + 7)
     os.kill(second.pid, signal.SIGKILL)
@@ -469,7 +469,7 @@ def test_flags_are_parsed_by_the_program_that_is_to_run(idle):
 
 @needs_hosts
 def test_a_launch_cut_short_names_what_it_could_not_take_back_and_leaves_no_file(idle):
-    """A host is lost while it starts, then Ctrl-C while all start: nothing goes on unmentioned."""
+    """A host is lost while it starts, then Ctrl-C while all start: nothing stays unmentioned."""
     host = idle.hosts[1]
     for other in idle.hosts[:2]:
         (other.home / "silent").touch()  # so that the launch is still waiting when it is cut

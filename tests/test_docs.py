@@ -289,9 +289,9 @@ TRAIN = """--compilation_cache xla --training_steps 2 --profile 2:2 --warmup_ste
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory):
+def copy(tmp_path_factory):
     """A copy of the repository with shards in data/shards/stdlib and a run of a few steps in runs/tiny."""
-    folder = tmp_path_factory.mktemp("docs") / "house"
+    folder = tmp_path_factory.mktemp("docs") / "copy"
     left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
     ranks = [base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)]
@@ -313,9 +313,9 @@ def missing(shown, output):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_run_as_they_stand(page, house):
+def test_commands_run_as_they_stand(page, copy):
     def not_in_output(fence):
-        output = "\n".join(run(command, house) for command in commands(fence))
+        output = "\n".join(run(command, copy) for command in commands(fence))
         return missing(fence.shown, output)
 
     to_run = [fence for fence in fences(page.read_text()) if fence.info == "sh"]

@@ -63,7 +63,7 @@ def test_what_fits_is_there():
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory):
     """A git repository of the files as they are here."""
-    folder = tmp_path_factory.mktemp("origin") / "house"
+    folder = tmp_path_factory.mktemp("origin") / "clone"
     left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests", "docs")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
     as_someone = ("-c", "user.name=x", "-c", "user.email=x")
@@ -106,7 +106,7 @@ def said_by(client):
     return "".join(out.get("text", "") for out in outputs)
 
 
-def test_a_lost_session_goes_on_in_the_next(origin, tmp_path, monkeypatch):
+def test_a_lost_session_resumes_in_the_next(origin, tmp_path, monkeypatch):
     storage = tmp_path / "drive"
     run = storage / "deepseek-tiny"
     first = session(origin, storage, tmp_path / "first", monkeypatch)

@@ -1,4 +1,4 @@
-"""Damaged files: a program that reads one says so in a sentence, or its result is that of the sound file."""
+"""Damaged files: a program that reads one reports it in a sentence, or its result is that of the sound file."""
 
 import json
 from typing import NamedTuple

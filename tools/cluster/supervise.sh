@@ -26,7 +26,7 @@ for ((wait = first; ; wait = SECONDS - began > 600 ? first : wait < 160 ? 2 * wa
     kill -0 $! 2>/dev/null # a signal ended the waiting
   do :; done
   rm -f "$state/pid" # later another process may get that number, and must not be stopped
-  # 0: done. 2: wrong flags, which a restart does not mend. 130: Ctrl-C. All else may be another host's fault.
+  # 0: done. 2: wrong flags, which a restart does not fix. 130: Ctrl-C. All else may be another host's fault.
   if [[ $status == @(0|2|130) || -e $state/stopping ]] || ((restarts-- == 0)); then exit "$status"; fi
   echo "main.py ended with status $status; starting it again in $wait s, $restarts times more after that"
   for ((i = 0; i < wait; i++)); do
