@@ -163,8 +163,8 @@ class Estimate:
         self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
         self.flops = 0.0  # of matrix products
         self.scores = 0.0  # of these, attention's products of queries, keys and values
-        # {(axes, kind): [bytes, collectives, devices that take part]}
-        self.sent = defaultdict(lambda: [0.0, 0.0, 0])
+        # {(axes, kind): [bytes, collectives, seconds]}
+        self.sent = defaultdict(lambda: [0.0, 0.0, 0.0])
         self.operands = 0.0  # memory traffic of matrix products, bytes
         self.passes = 0.0  # memory traffic of everything else, bytes
         self.weights = self.optimizer = 0.0  # bytes; of AdamW's two moments or Muon's one
@@ -191,10 +191,11 @@ class Estimate:
         if n == 1 or not times * whole:
             return
         shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}
+        n_bytes = times * whole * shares.get(kind, (n - 1) / n)
         entry = self.sent[axes, kind]
-        entry[0] += times * whole * shares.get(kind, (n - 1) / n)
+        entry[0] += n_bytes
         entry[1] += times * count
-        entry[2] = n
+        entry[2] += link_seconds(self.cfg, self.machine, axes, kind, n_bytes, n)
 
     def add_weights(self):
         """Add what stores weights, gathers them, uses them and sums their gradients. Returns the numbers of gathered

@@ -249,7 +249,8 @@ class Timeline:
         self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
         self.compute_seconds, self.link_seconds = compute_seconds, link_seconds
         self.flops = 0.0  # of matrix products
-        self.collectives = {}  # {(axes, kind): [bytes, times, devices]}; axes such as ("dp", "tp")
+        # {(axes, kind): [bytes, times, seconds]}; axes such as ("dp", "tp")
+        self.collectives = defaultdict(lambda: [0, 0, 0.0])
         self.products = 0.0  # seconds of operations with matrix products
         self.others = 0.0  # and of all others
         self.exposed = defaultdict(float)  # {(axes, kind): seconds that the device waits}
@@ -356,10 +357,11 @@ class Timeline:
 
     def begin(self, axes, kind, n_bytes, n, name):
         """Begin a transfer of n_bytes by each of n devices. name: by which a `wait` knows it; "": it comes at once."""
-        entry = self.collectives.setdefault((axes, kind), [0, 0, n])
+        seconds = self.link_seconds(axes, kind, n_bytes, n)
+        entry = self.collectives[axes, kind]
         entry[0] += n_bytes * self.times
         entry[1] += self.times
-        seconds = self.link_seconds(axes, kind, n_bytes, n)
+        entry[2] += seconds * self.times
         self.flying.setdefault(name, []).append([(axes, kind), seconds])
         if not name:
             self.wait(name)

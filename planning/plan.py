@@ -92,12 +92,11 @@ def memory_of(estimate, limit, used=None):
     return memory | dict(total=sum(memory.values()), limit=limit)
 
 
-def collectives_of(cfg, machine, sent, exposed):
-    """The rows of the table of collectives. sent: {(axes, kind): (bytes, times, devices that take part)}; exposed:
-    seconds of the same, or None."""
+def collectives_of(sent, exposed):
+    """The rows of the table of collectives. sent: {(axes, kind): (bytes, times, seconds)}; exposed: seconds of the
+    same, or None."""
     rows = []
-    for (axes, kind), (n_bytes, times, n) in sorted(sent.items()):
-        seconds = costs.link_seconds(cfg, machine, axes, kind, n_bytes, n)
+    for (axes, kind), (n_bytes, times, seconds) in sorted(sent.items()):
         rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds))
         if exposed is not None:
             rows[-1]["exposed"] = exposed[axes, kind]
@@ -123,16 +122,16 @@ def answer(cfg, machine, compiled=None, refused=None):
     chip = machine.chip
     estimate = costs.Estimate(cfg, machine)
     used, limit = None, chip.memory
-    flops, computing, links = estimate.flops, estimate.seconds(), machine
+    flops, computing = estimate.flops, estimate.seconds()
     sent, exposed = estimate.sent, None
     if compiled:
-        used, links = compiled.arguments + compiled.temporaries, machine.as_compiled
+        used = compiled.arguments + compiled.temporaries
         timeline = costs.read_program(compiled.text, cfg, machine)
         flops, sent, exposed = timeline.flops, timeline.collectives, timeline.exposed
         computing = {"matrix products": timeline.products, "memory": timeline.others}
     elif refused:
         used, limit = refused.used, refused.limit
-    rows = collectives_of(cfg, links, sent, exposed)
+    rows = collectives_of(sent, exposed)
     seconds, overlapped = computing | by_links(rows, "seconds"), None
     step, bound = sum(seconds.values()), max(seconds, key=seconds.get)
     if compiled:

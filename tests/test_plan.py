@@ -339,7 +339,7 @@ def test_computation_hides_what_travels_meanwhile():
     short, long = timeline(GPU_PROGRAM, 10), timeline(GPU_PROGRAM, 100)
     gathered, permuted = (("dp",), "all-gather"), (("dp",), "collective-permute")
     assert short.flops == 5 * 2 * 16
-    assert short.collectives == {gathered: [32, 2, 2], permuted: [5 * 16, 5, 2]}
+    assert short.collectives == {gathered: [32, 2, 2 * 10], permuted: [5 * 16, 5, 5 * 10]}
     # a slice, its place and the result; and the array around a slice that is replaced stays
     assert short.products == long.products == 5 * (16 + 64) and short.others == 2 * (16 + 4 + 16)
     assert short.exposed == {gathered: 10, permuted: 0}  # one of the two is not asynchronous
