@@ -113,7 +113,7 @@ def config_of_one_device(flags, model):
 
 def save_weights(folder, params, run_dir):
     """Write a checkpoint of the parameters alone. Raises UserError naming `run_dir` where that fails."""
-    checkpoints = checkpointing.Checkpoints(os.path.join(folder, "checkpoints"))
+    checkpoints = checkpointing.Checkpoints(os.path.join(folder, "checkpoints"), keep=1)
     checkpoints.save(0, {"params": params}, 0, {})
     checkpoints.close()
     if checkpoints.saved is None:

@@ -88,7 +88,7 @@ def words_of(job, at, out):
         sample=["tools/sample.py", model, *cache, "--prompt", "the", "--max_tokens", 4],
         verify=["tools/checkpoints.py", "verify", model],
         list=["tools/checkpoints.py", "list", model],
-        prune=["tools/checkpoints.py", "prune", at / "many" / "run", "--keep", 1, "--no_best"],
+        prune=["tools/checkpoints.py", "prune", at / "many" / "run", "--keep", 1],
         export=["tools/hf.py", "export", model, out / "hf"],
         compare=["tools/compare.py", model, "--output", out / "compare.png"],
         trace=["tools/trace.py", model],
