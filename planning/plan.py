@@ -133,7 +133,8 @@ def answer(cfg, machine, compiled=None, refused=None):
         used, limit = refused.used, refused.limit
     rows = collectives_of(sent, exposed)
     seconds, overlapped = computing | by_links(rows, "seconds"), None
-    step, bound = sum(seconds.values()), max(seconds, key=seconds.get)
+    # a CPU's program on one device: XLA estimates none of it
+    step, bound = sum(seconds.values()) or math.nan, max(seconds, key=seconds.get)
     if compiled:
         overlapped = by_links(rows, "exposed")
         overlapped["step"] = sum([*computing.values(), *overlapped.values()])
