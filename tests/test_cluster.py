@@ -14,14 +14,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT, SMALL_RUN, flags_of
-from test_scripts import CLEAN, program
+from test_scripts import CLEAN, program, wait_for
 
 import utils
 from runtime import messages, processes
@@ -74,13 +73,6 @@ def free_port(address="127.0.0.1"):
 
 def make_key(path):
     subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", path], check=True)
-
-
-def wait_for(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not come true"
-        time.sleep(0.2)
 
 
 class Host:
@@ -802,18 +794,18 @@ def test_a_hung_run_is_ended_by_sigkill_and_told(idle):
     hung, waits = idle.hosts[:2]
     (hung.home / "hung").touch()
     (waits.home / "waits").touch()
-    idle.passes(STOP_TIMEOUT="1")
-    restarted = idle.launch("--restart", STOP_TIMEOUT="1")
+    idle.passes(STOP_TIMEOUT="5")
+    restarted = idle.launch("--restart", STOP_TIMEOUT="5")
     assert restarted.returncode == 0, restarted.said
-    stopped = idle.launch("--stop", STOP_TIMEOUT="1")
+    stopped = idle.launch("--stop", STOP_TIMEOUT="5")
     for done in (restarted, stopped):
         assert "KILLED   127.0.0.1 " in done.stdout and "ended with status 137" in done.stdout
         assert "ok       127.0.0.2 " in done.stdout and "ended with status 143" in done.stdout
-        assert done.stderr.startswith("error: 127.0.0.1: it still ran STOP_TIMEOUT=1 s after SIGT")
+        assert done.stderr.startswith("error: 127.0.0.1: it still ran STOP_TIMEOUT=5 s after SIGT")
         assert "SIGKILL" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert stopped.returncode == 137 and not hung.alive and not waits.alive
     assert not jobs(b"/bin/bash", bytes(hung.code))
-    again = idle.passes("--stop", STOP_TIMEOUT="1")
+    again = idle.passes("--stop", STOP_TIMEOUT="5")
     assert "137: error: it still ran" in again, again
 
 

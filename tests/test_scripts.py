@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,15 @@ def bash(*words, cwd=None, **environment):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
+
+
+def wait_for(condition, seconds=300):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not come true"
+        time.sleep(0.2)
 
 
 def assert_one_sentence(result, code, *words):
@@ -83,10 +91,10 @@ TOKENIZE = f"data/tokenize_shards.py --source stdlib --output data/shards/stdlib
 # what run.sh adds
 PRESET, DATA = "--preset tiny", "--data data/shards/stdlib"
 SIMULATED = "--n_devices 8 --n_device_axis 2 2 2"
-# a Python that a signal ends with status 42
+# a Python that saves when SIGTERM comes, as main.py does
 SAVES = f"""#!{sys.executable}
 import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 print("ready", flush=True)
 time.sleep(50)
 """
@@ -230,7 +238,7 @@ def test_run_hands_signals_to_the_training(repository):
         with subprocess.Popen(words, env=CLEAN, stdout=subprocess.PIPE) as process:
             assert process.stdout.readline() == b"ready\n"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 42 and not process.stdout.read()
+            assert process.wait(300) == 143 and not process.stdout.read()
 
 
 # --- launcher.sh, as far as it needs no host ---------------------------------------------------------------------
@@ -378,7 +386,7 @@ def on_this_host(home, *call, **settings):
 def on_this_host_at_once(home, *calls, **settings):
     """The same for several calls at the same time."""
     defaults = dict(FOLDER=str(home), SESSION="s", VENV=".venv", PYTHON="", host="h")
-    settings = defaults | dict(MAX_RESTARTS="1", START_TIMEOUT="30") | settings
+    settings = defaults | dict(MAX_RESTARTS="1", START_TIMEOUT="300") | settings
     head = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in settings.items())
     head += (ROOT / "tools/cluster/on_host.sh").read_text()
     env = CLEAN | {"HOME": str(home), "TMUX_TMPDIR": str(home)}
@@ -389,7 +397,7 @@ def on_this_host_at_once(home, *calls, **settings):
         process.stdin.flush()
     done = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         done.append(subprocess.CompletedProcess(["bash"], process.returncode, out, err))
     return done
 
@@ -412,49 +420,39 @@ WARNING:absl:something about a checkpoint
  45%|####5     | 45/100 [00:01<00:01, 38.7it/s]\r 46%|####6     | 46/100 [00:01<00:01, 38.7it/s]
 tools/cluster/supervise.sh: line 23:  3995 Killed                  ( trap - INT; exec "$@" )
 """
-LOGS = {  # log, what --status says of it
-    "noise": (f"{SAID}\n{NOISE}", SAID),
-    "only noise": (NOISE, ""),
-    "exception": (f"{SAID}\n{TRACE}ValueError: a\n more\nof it\n{NOISE}", "ValueError: a"),
-    "two exceptions": (
-        f"{TRACE}KeyError: 1\n\nDuring handling of it:\n\n{TRACE}OSError: 2\n",
-        "OSError: 2",
-    ),
-    "error before": (f"{SAID}\n{ERROR}\n{TRACE}ValueError: a\n{NOISE}Fatal Python error\n", ERROR),
-    "error after": (f"{SAID}\n{TRACE}ValueError: a\n{ERROR}\n", ERROR),
-    "another life": (
-        f"{ERROR}\nmain.py ended with status 1; starting it again in 5 s\n{NOISE}",
-        "main.py ended with",
-    ),
-    "a whole life": (
-        f"{ERROR}\n{TRACE}ValueError: a\nmain.py ended with status 1; again\n{NOISE}{SAID}\n",
-        SAID,
-    ),
-    "at exit": (f"{SAID}\nException ignored in: <f>\n{TRACE}ValueError: a\n", SAID),
-    "abort": (
+AGAIN = "main.py ended with status 1; starting it again in 5 s"
+LOGS = [  # a log, and what --status shows of it
+    (f"{SAID}\n{NOISE}", SAID),
+    (NOISE, ""),
+    (f"{SAID}\n{TRACE}ValueError: a\n more\nof it\n{NOISE}", "ValueError: a"),
+    (f"{TRACE}KeyError: 1\n\nDuring handling of it:\n\n{TRACE}OSError: 2\n", "OSError: 2"),
+    (f"{SAID}\n{ERROR}\n{TRACE}ValueError: a\n{NOISE}Fatal Python error\n", ERROR),
+    (f"{SAID}\n{TRACE}ValueError: a\n{ERROR}\n", ERROR),
+    (f"{ERROR}\n{AGAIN}\n{NOISE}", AGAIN),
+    (f"{ERROR}\n{TRACE}ValueError: a\n{AGAIN}\n{NOISE}{SAID}\n", SAID),
+    (f"{SAID}\nException ignored in: <f>\n{TRACE}ValueError: a\n", SAID),
+    (
         f"{SAID}\nF1122 11:28:49.7    4112 client.h:80] Terminating process\n{NOISE}",
-        "Terminating process",
+        "Terminating p",
     ),
-    "another program": (f"{NOISE}boom 7\n", "boom 7"),
-    "no program": (
+    (f"{NOISE}boom 7\n", "boom 7"),
+    (
         "tools/cluster/supervise.sh: line 2: /x: No such file\n",
-        "tools/cluster/supervise.sh: line 2: /x: No such",
+        "tools/cluster/supervise.sh: line 2",
     ),
-    "colors": ("\x1b[31mboom\x1b[0m\r\n", "boom"),
-}
+    ("\x1b[31mboom\x1b[0m\r\n", "boom"),
+]
 
 
 def test_status_shows_the_last_line_that_means_something(tmp_path):
     state = tmp_path / ".moe-pretraining/s/h"
     state.mkdir(parents=True)
     (state / "status").write_text("3\n")
-    for name, (log, expected) in LOGS.items():
+    for log, expected in LOGS:
         (state / "log").write_text(log)
-        said = on_this_host(tmp_path, "state").stdout.strip()
-        assert said.startswith(
-            f"ended with status 3: {expected}" if expected else "ended with status 3"
-        ), (name, said)
-        assert expected or said == "ended with status 3"
+        shown = on_this_host(tmp_path, "state").stdout.strip()
+        assert shown.startswith(f"ended with status 3{': ' if expected else ''}{expected}"), log
+        assert expected or shown == "ended with status 3"
 
 
 LIVES = """#!/bin/bash
@@ -479,9 +477,8 @@ def test_secrets_reach_every_life_and_no_file_outlives_their_reading(home):
     program(home / ".venv/bin/python", LIVES)
     done = on_this_host(home, "start", "1", "SECRET=s3cret\nRESTART_PAUSE=0\n", "--seed", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    while (said := on_this_host(home, "state").stdout).startswith("running"):
-        pass
-    assert said.startswith("ended with status 0: 11:26:35"), said
+    wait_for(lambda: not on_this_host(home, "state").stdout.startswith("running"))
+    assert on_this_host(home, "state").stdout.startswith("ended with status 0: 11:26:35")
     assert (home / "lives").read_text() == "s3cret\n" * 2
     # nor where no session could be started, nor where it ended before the file was read
     state = home / ".moe-pretraining/s/h"
@@ -491,7 +488,7 @@ def test_secrets_reach_every_life_and_no_file_outlives_their_reading(home):
     assert done.returncode == 1 and "tmux could not start" in done.stderr, done.stderr
     assert not list(state.glob("start.*"))
     (state / "start.3").write_text("SECRET=s3cret\n")
-    assert on_this_host(home, "stop", "1").returncode == 0 and not list(state.glob("start.*"))
+    assert on_this_host(home, "stop", "60").returncode == 0 and not list(state.glob("start.*"))
 
 
 # both starts come as far as this, one is first, and its session begins when the other has failed
@@ -512,25 +509,24 @@ def test_of_two_starts_at_once_one_runs_with_its_own_secrets_and_flags(home):
     program(home / ".venv/bin/python", WAITS)
     starts = [("start", name, f"SECRET=of-{name}", "--seed", name) for name in ("one", "two")]
     path = f"{home}/bin:{os.environ['PATH']}"
-    done = on_this_host_at_once(home, *starts, PATH=path)
-    names = sorted(("one", "two"), key=lambda name: done[name == "two"].returncode)
-    assert [d.returncode for d in sorted(done, key=lambda d: d.returncode)] == [0, 1], done
-    loser = done[names[1] == "two"].stderr
-    assert loser.startswith("error: h: a run of SESSION=s is there already"), loser
-    assert loser.count("\n") == 1
-    assert on_this_host(home, "stop", "2", names[1]).returncode == 0
+    done = dict(zip(("one", "two"), on_this_host_at_once(home, *starts, PATH=path)))
+    first, second = sorted(done, key=lambda name: done[name].returncode)
+    assert (done[first].returncode, done[second].returncode) == (0, 1), done
+    assert done[second].stderr.startswith("error: h: a run of SESSION=s is there already"), done
+    assert done[second].stderr.count("\n") == 1
+    assert on_this_host(home, "stop", "60", second).returncode == 0
     assert on_this_host(home, "state").stdout == "running: 1 compiled in 1s\n"
-    assert (home / "lives").read_text() == f"of-{names[0]} main.py --seed {names[0]}\n"
+    assert (home / "lives").read_text() == f"of-{first} main.py --seed {first}\n"
     state = home / ".moe-pretraining/s/h"
     assert not list(state.glob("start.*")) and not (state / "stopping").exists()
+    stopped = on_this_host(home, "stop", "60", first)
+    assert stopped.stdout == "ended with status 143: 1 compiled in 1s\n", stopped
     # a start that was taken back while it was on its way, and one after it
-    done = on_this_host(home, "stop", "2", names[0])
-    assert (done.returncode, done.stdout) == (0, "ended with status 143: 1 compiled in 1s\n"), done
-    assert on_this_host(home, "stop", "2", "three").returncode == 0
+    assert on_this_host(home, "stop", "60", "three").returncode == 0
     assert on_this_host(home, "start", "three", "SECRET=3").returncode == 1
     assert (home / "lives").read_text().count("\n") == 1
     assert on_this_host(home, "start", "four", "SECRET=4").returncode == 0
-    assert on_this_host(home, "stop", "2").returncode == 0
+    assert on_this_host(home, "stop", "60").returncode == 0
 
 
 HUNG = """#!/bin/bash
@@ -545,35 +541,29 @@ while :; do sleep 0.1; done
 
 
 def exists(pid):
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "\nState:\tZ" not in status.read_text()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_run_that_ignores_sigterm_is_killed_whole_and_nobody_else(home):
     program(home / ".venv/bin/python", HUNG)
-    state = home / ".moe-pretraining/s/h"
-    stranger = subprocess.Popen(["sleep", "600"])
-    try:
+    with subprocess.Popen(["sleep", "600"]) as stranger:
         for pid in ("", str(stranger.pid)):  # a process id that was left there may be another's now
             assert on_this_host(home, "start", f"1{pid}", "").returncode == 0
             if pid:
-                (state / "pid").write_text(pid)
-            done = on_this_host(home, "stop", "1")
+                (home / ".moe-pretraining/s/h/pid").write_text(pid)
+            done = on_this_host(home, "stop", "3")
             assert done.returncode == 137, done
-            assert done.stderr.startswith("error: h: it still ran STOP_TIMEOUT=1 s after SIGTERM")
+            assert done.stderr.startswith("error: h: it still ran STOP_TIMEOUT=3 s after SIGTERM")
             assert "by SIGKILL" in done.stderr and done.stderr.count("\n") == 1
             assert done.stdout.startswith("ended with status 137: error: it still ran"), done
             assert (home / "signals").read_text() == "TERM\n"
             pids = (home / "pids").read_text().split()
             assert len(pids) >= 4 and not any(exists(pid) for pid in pids)
             assert stranger.poll() is None
-    finally:
         stranger.kill()
-        stranger.wait()
-    done = on_this_host(home, "stop", "1")
+    done = on_this_host(home, "stop", "60")
     assert done.returncode == 0 and done.stdout.startswith("ended with status 137"), done
 
 
@@ -643,13 +633,13 @@ def test_setup_installs_once_and_again_what_changed(set_up):
 def test_two_setups_at_once_install_once(set_up):
     if not shutil.which("flock"):
         pytest.skip("flock is not installed")
-    slow = 'echo x >>"$root/installs"; sleep 1; cat "$2" >"$root/pip"'
+    slow = 'echo x >>"$root/installs"; sleep 3; cat "$2" >"$root/pip"'
     text = STAND_IN.replace('cat "$2" >"$root/pip"', slow)
     program(set_up.python, text.format(root=set_up.root, python=sys.executable))
     env = CLEAN | {"PYTHON": str(set_up.python), "JAX_PLATFORMS": "cpu"}
     words = ["bash", set_up.root / "setup_tpu.sh"]
     both = [subprocess.Popen(words, env=env, stdout=subprocess.PIPE) for _ in range(2)]
-    said = b"".join(process.communicate(timeout=60)[0] for process in both)
+    said = b"".join(process.communicate(timeout=300)[0] for process in both)
     assert [process.returncode for process in both] == [0, 0], said
     assert (set_up.root / "installs").read_text() == "x\n" and b"waiting for another setup" in said
 
