@@ -131,9 +131,7 @@ def main():
     ranks = dump_ranks(to_ranks(tokenizer))
     ratio = bytes_per_token(held_out, load_ranks(args.output, ranks))
     try:
-        # a FIFO would be read until it has another writer
-        is_file = is_remote(args.output) or os.path.isfile(args.output)
-        if is_file and read_file(args.output) not in (None, b"", ranks):
+        if read_file(args.output) not in (None, b"", ranks):
             raise UserError(
                 f"{args.output}: is there already with other content; give another name, or remove it."
             )

@@ -218,7 +218,7 @@ def test_damage_is_skipped_and_counted(three, tokenize, writes, tmp_path):
         (b'{"body": "x"}\n{"body": ', ["--source", "line 2 of"]),
         (b'{"text": "x"}', ["--text_column body", "text"]),
         (b'["x"]', ["--text_column body", "line 1 of"]),
-        (b'{"body": 3}', ["--text_column body", "int"]),
+        (b'{"body": 3}', ["--text_column body", "holds 3, not text"]),
         (None, ["--source", "cannot be read"]),
     ],
 )
@@ -382,16 +382,15 @@ def test_a_dataset_of_the_hub(tokenize, ranks_file, tmp_path, monkeypatch, endin
 
 
 def test_a_glob_of_folders(tokenize, ranks_file, tmp_path):
-    """The files in them are read; what is hidden or a link is not."""
+    """The files in them are read; what is hidden is not."""
     texts = some_texts(4)
     write_files(tmp_path, {"recs1/x/.hidden/c.jsonl": b"no record", ".recs/d.jsonl": b"no record"})
     write_lines(tmp_path / "recs1/x/a.jsonl", texts[:2])
     (tmp_path / "recs2").mkdir()
     write_lines(tmp_path / "recs2/b.jsonl", texts[2:])
-    (tmp_path / "recs3").symlink_to("recs2")
     (tmp_path / "recs4.jsonl").symlink_to("recs2/b.jsonl")
     status, _, err = tokenize("recs*", "out", "--val_fraction", 0)
-    assert status == 0 and "left out: 1 symlinked folder" in err and err.count("\n") == 1, err
+    assert (status, err) == (0, "")
     assert texts_in(tmp_path / "out", ranks_file)["train"] == texts + texts[2:]
     refused(tokenize("recs*", "recs-out", "--val_fraction", 0), "must not lie in --source")
     assert not (tmp_path / "recs-out").exists()

@@ -261,7 +261,7 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
 
 
 def test_checkpoints_to_s3_are_refused(train):
-    with pytest.raises(messages.UserError, match="--output_dir s3://bucket/runs: Orbax"):
+    with pytest.raises(messages.UserError, match="--output_dir s3://bucket/runs: must be"):
         train(output_dir="s3://bucket/runs")
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
-from data.sources.text import DAMAGE, check_length
+from data.sources.text import DAMAGE
 from runtime.files import is_remote, persist
 from runtime.messages import UserError, first_line
 
@@ -161,8 +161,7 @@ class Records(Source):
         self.column = column
         if isinstance(fs, LocalFileSystem):
             self.paths = list(files)
-        listing = listing_sha256(self.files)
-        self.identity = {"source_listing_sha256": listing, "text_column": column}
+        self.identity = {"source_listing_sha256": listing_sha256(self.files), "text_column": column}
 
     @property
     def total(self):
@@ -183,8 +182,10 @@ class Records(Source):
                     content = text.encode(errors="surrogatepass") if isinstance(text, str) else b""
                     crc32 = zlib.crc32(content, crc32)
                     if is_reached:
-                        document = record(n, text)
-                        n += not document.lost
+                        document = text
+                        if not isinstance(text, Document):
+                            document = Document(str(n), size=len(text or ""), text=text or "")
+                            n += 1
                         self._stand_at(n, done, file, number, crc32)
                         yield document
                     elif number >= line:
@@ -212,27 +213,3 @@ class Records(Source):
         address = self.fs.unstrip_protocol(path)
         if self.skip and is_remote(address):
             persist(lambda: self.fs.cat_file(path, start=0, end=1), address)
-
-
-def record(i, text):
-    """The Document of record i of a source."""
-    if isinstance(text, Document):
-        return text
-    return Document(str(i), size=len(text or ""), text=text or "")
-
-
-def text_in(row, column, where):
-    """The text of a record, a str or None. Raises UserError, with `where` it stands, where the record has none or too
-    much."""
-    has = "it is no object"
-    if isinstance(row, dict):
-        has = f"its columns are {', '.join(map(str, row))}"
-    if not isinstance(row, dict) or column not in row:
-        raise UserError(f"--text_column {column}: {where} has no such column ({has}).")
-    text = row[column]
-    if not isinstance(text, str | None):
-        raise UserError(
-            f"--text_column {column}: {where} holds {type(text).__name__} there, not text."
-        )
-    check_length(len(text or ""), where)
-    return text

@@ -32,21 +32,16 @@ def before_wildcard(path):
 
 
 def find(source):
-    """(file system, {path: bytes}) of a file, a folder or a glob of both; hidden files and symlinked folders are left
-    out."""
+    """(file system, {path: bytes}) of a file, a folder or a glob of both, without hidden files."""
     fs, path = filesystem(source)
-    found, links = {}, []
-    matches = [path] if fs.isdir(path) else fs.glob(path)
-    for match in matches:
-        if not is_remote(source) and os.path.islink(match) and os.path.isdir(match):
-            links.append(match)
-        elif not fs.isdir(match):
+    found = {}
+    for match in [path] if fs.isdir(path) else fs.glob(path):
+        if not fs.isdir(match):
             found[match] = fs.info(match)
         elif is_remote(source):
             found |= fs.find(match, detail=True)
         else:
             found |= {p: fs.info(p) for p in walk(match)}
-    warn_of_left_out("symlinked folder", links)
     start = before_wildcard(path).rstrip("/")
     visible = [p for p in sorted(found) if "/." not in p.removeprefix(start)]
     return fs, {p: found[p]["size"] or 0 for p in visible if found[p]["type"] == "file"}

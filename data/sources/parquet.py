@@ -1,5 +1,6 @@
 """Documents that are rows of .parquet files."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow
@@ -80,26 +81,23 @@ class Tables(Records):
                     yield Entry(end, before + end, lost)
 
     def _cells(self, table, group):
-        """Yield the cells of a row group as pyarrow.Buffers, None for an empty one."""
+        """Yield the bytes of the cells of a row group, as they are in Arrow's memory."""
         size = table.metadata.row_group(group).total_byte_size
         # a dictionary may hold one long text for all rows: those that are read at once have room even then
         n_rows = min(100, max(1, text.LONGEST // max(1, size)))
         batches = table.iter_batches(
             row_groups=[group], columns=[self.column], use_threads=False, batch_size=n_rows
         )
-        for batch in batches:
-            for cell in batch.column(0):
-                if isinstance(cell, pyarrow.DictionaryScalar):
-                    cell = cell.value
-                yield cell.as_buffer() if cell.is_valid else None
+        for cell in itertools.chain.from_iterable(batch.column(0) for batch in batches):
+            if isinstance(cell, pyarrow.DictionaryScalar):
+                cell = cell.value
+            yield cell.as_buffer() if cell.is_valid else b""
 
     def _text(self, cell, where):
         """The text of a cell, in which bytes that are not UTF-8 are lone surrogates; or the Document of one that is
         too long."""
-        if cell is None:
-            return None
         try:
-            check_length(cell.size, where, self.advice)
+            check_length(len(cell), where, self.advice)
         except UserError as e:
             return self.damaged(e, "damaged_records")
-        return cell.to_pybytes().decode(errors="surrogateescape")
+        return bytes(cell).decode(errors="surrogateescape")
