@@ -56,7 +56,7 @@ class Options(Source):
     tokenizer: str = flag(MISSING, path=True)
     """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
     tokenizer.json; files are copied to OUTPUT."""
-    shard_tokens: int = flag(100_000_000, least=1)
+    shard_tokens: int = flag(100_000_000, least=1, most=2**40)
     """Tokens per shard; memory holds three of them."""
     val_fraction: float = flag(VAL_FRACTION, least=0, below=1)
     """Share of the documents that goes to val/: those whose text hashes lowest; where there are too few, the last share

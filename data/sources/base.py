@@ -29,11 +29,6 @@ class Document(NamedTuple):
     lost: tuple = ()  # (the count of the manifest, n) of what --skip_damaged leaves out here; no text then
 
 
-class File(NamedTuple):
-    name: str
-    size: int
-
-
 # --- Messages ---------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +90,7 @@ class Source:
     paths = ()
 
     def __init__(self, files, skip):
-        self.files = files
+        self.files = files  # [(name, bytes)]
         self.skip = skip  # --skip_damaged, or None for a program without that flag
         self.advice = ""
         if skip is False:
@@ -156,7 +151,7 @@ class Records(Source):
 
     def __init__(self, fs, files, column, skip):
         """files: {path: bytes} in the file system `fs`; column: the one that holds the text."""
-        super().__init__([File(path, size) for path, size in files.items()], skip)
+        super().__init__(list(files.items()), skip)
         self.fs = fs
         self.column = column
         if isinstance(fs, LocalFileSystem):
@@ -169,14 +164,14 @@ class Records(Source):
 
     def before(self, file):
         """Bytes of the files before number `file`."""
-        return sum(f.size for f in self.files[:file])
+        return sum(size for _, size in self.files[:file])
 
     def read(self, position):
         """Yield documents from `position` on. Of the file that it lies in, the records before it are read again: their
         CRC-32 tells whether they are the same."""
         n, first, line = (position.get(key, 0) for key in ("documents", "file", "line"))
         for file in range(first, len(self.files)):
-            name, crc32, is_reached = self.files[file].name, 0, line == 0
+            name, crc32, is_reached = self.files[file][0], 0, line == 0
             try:
                 for number, done, text in self.entries(file):
                     content = text.encode(errors="surrogatepass") if isinstance(text, str) else b""

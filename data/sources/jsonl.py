@@ -14,7 +14,7 @@ class Lines(Records):
 
     def entries(self, file):
         """Yield an Entry for each line of file number `file`."""
-        path, before = self.files[file].name, self.before(file)
+        path, before = self.files[file][0], self.before(file)
         with self.fs.open(path, "rb") as raw:
             for i, line in enumerate(lines(decompressed(raw, path)), 1):
                 if line.strip():

@@ -28,7 +28,7 @@ class Tables(Records):
         super().__init__(*args)
         with ThreadPoolExecutor(16) as pool:  # remote storage is slow to answer
             # of each file, the number of rows of each row group, or a UserError
-            self.groups = list(pool.map(self._look, [f.name for f in self.files]))
+            self.groups = list(pool.map(self._look, [name for name, _ in self.files]))
         errors = [groups for groups in self.groups if isinstance(groups, UserError)]
         if errors and (not self.skip or len(errors) == len(self.groups)):
             raise errors[0]
@@ -65,7 +65,7 @@ class Tables(Records):
 
     def entries(self, file):
         """Yield an Entry for each row of file number `file`."""
-        path, groups, before = self.files[file].name, self.groups[file], self.before(file)
+        path, groups, before = self.files[file][0], self.groups[file], self.before(file)
         if isinstance(groups, UserError):
             raise groups
         row = end = 0
