@@ -1,6 +1,5 @@
 """The programs in data/: shards against a plain loop, however a run is cut, killed, interrupted or disturbed."""
 
-import base64
 import contextlib
 import gzip
 import hashlib
@@ -526,45 +525,32 @@ def interrupt(process, number):
     raise AssertionError(in_session(process.pid))
 
 
-def listens(process):
-    """Whether a process has begun to take SIGTERM: it is importing."""
-    caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
-    return int(caught, 16) >> (signal.SIGTERM - 1) & 1
-
-
-def cpu_seconds(process):
-    ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-
-
 PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.parametrize("number, seconds", [(signal.SIGTERM, 0), (signal.SIGINT, 4)])
-def test_training_is_interrupted(tmp_path, number, seconds):
-    """While it imports, and after some seconds of work, when it merges: one line, and nothing is written."""
+def test_training_is_interrupted(tmp_path):
+    """When it has begun to work: one line, and nothing is written."""
     flags = ["--source", "stdlib", "--vocab_size", "30000", "--output", tmp_path / "x.tiktoken"]
     program = [sys.executable, str(ROOT / "data" / "train_tokenizer.py"), *flags]
     process = subprocess.Popen(program, **PIPES)
-    while process.poll() is None and not listens(process):
+    threads = Path(f"/proc/{process.pid}/task")
+    while process.poll() is None and len(list(threads.iterdir())) < 3:  # those of the library
         time.sleep(0.01)
-    while process.poll() is None and cpu_seconds(process) < seconds:
-        time.sleep(0.01)
-    assert "nothing was written" in interrupt(process, number) and not list(tmp_path.iterdir())
+    assert "nothing was written" in interrupt(process, signal.SIGINT)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_tokenizing_is_interrupted(ranks_file, tokenize, tmp_path, number):
     """Two workers encode: one line that says what to do. Until then another run of the folder is refused."""
-    write_lines(tmp_path / "a.jsonl", make_texts(4000, lone=False))
-    (tmp_path / "b.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() * 20)
+    write_lines(tmp_path / "a.jsonl", make_texts(4000, lone=False) * 20)
     more = ["--workers", 2, "--shard_tokens", 99_999]
-    flags = flags_of(tmp_path / "*.jsonl", tmp_path / "out", ranks_file, *more)
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, *more)
     program = [sys.executable, tokenize_shards.__file__, *map(str, flags)]
     process = subprocess.Popen(program, **PIPES)
     while process.poll() is None and not (tmp_path / "out" / "train" / "000000.npy").exists():
         time.sleep(0.01)
-    refused(tokenize("*.jsonl", tmp_path / "out", *more), f"process {process.pid} on")
+    refused(tokenize("a.jsonl", tmp_path / "out", *more), f"process {process.pid} on")
     assert "rerun the same command to resume" in interrupt(process, number)
     assert not (tmp_path / "out" / "lock").exists()
 
@@ -648,11 +634,9 @@ def test_training(tmp_path, capsys, monkeypatch):
             text = next(text for text in others if validates(text, 0.1))
             (tmp_path / "in" / document.name).write_text(text)
     assert written[0] == written[1]
-    lines = [line.split() for line in written[0].splitlines()]
-    assert [int(rank) for _, rank in lines] == list(range(279)) and written[0].endswith(b"\n")
-    assert {bytes([b]) for b in range(256)} <= {base64.b64decode(token) for token, _ in lines}
     encoding = tokenization.load_tokenizer(str(path))
     assert (encoding.n_vocab, encoding.eot_token) == (280, 279)
+    assert {bytes([b]) for b in range(256)} <= set(encoding.token_byte_values())
     for other in (b"notes", written[0][:-9]):
         path.write_bytes(other)
         refused(run(train_tokenizer, capsys, monkeypatch, *flags), f"--output {path}: is there")
@@ -712,7 +696,6 @@ def test_bad_flags(ranks_file, tmp_path, capsys, monkeypatch, program, flag, val
     [
         ("hidden/.a.txt", b"text", "its 0 files"),
         ("blank/a.txt", b"", "its 1 file "),
-        ("records/a.jsonl", b"", "0 documents"),
         ("nulls/a.jsonl", b'{"text": null}\n' * 9, "9 documents"),
     ],
 )
@@ -722,9 +705,6 @@ def test_a_source_without_text(ranks_file, tmp_path, capsys, monkeypatch, name, 
     source = tmp_path / name.split("/")[0]
     flags = ["--source", source, "--output"]
     more = [tmp_path / "out", "--tokenizer", ranks_file, "--workers", 1]
-    there = f"--source {source}: there is no text in it"
-    for ended in (
-        run(tokenize_shards, capsys, monkeypatch, *flags, *more),
-        run(train_tokenizer, capsys, monkeypatch, *flags, tmp_path / "y.tiktoken"),
-    ):
-        refused(ended, there, word, "give a")
+    for program, words in ((tokenize_shards, more), (train_tokenizer, [tmp_path / "y.tiktoken"])):
+        ended = run(program, capsys, monkeypatch, *flags, *words)
+        refused(ended, f"--source {source}: there is no text in it", word, "give a")

@@ -198,23 +198,23 @@ def phased(corpora, n, mix=PHASED, **flags):
     return dataset.Mixture(small_config(data=str(corpora), mix=mix, **flags), "train", n)
 
 
-def test_phases_hold_their_weights_and_go_on_with_every_corpus(corpora):
+def test_phases_hold_their_weights_and_continue_with_every_corpus(corpora):
     """No sequence of a corpus is read twice before it is through, also across the borders."""
     mixed, N = phased(corpora, 1003), 1003
     assert mixed.names == ["a", "b", "c"] and mixed.borders == [251, 702]
     rows = mixed.sequences(np.arange(N), seed=5)
     which = rows.max(1) // 80
     weights = [(3, 1, 0), (0, 1, 1), (1, 0, 3)]
-    for (first, end), of_phase in zip([(0, 251), (251, 702), (702, N)], weights):
-        for part in np.split(which[first:end], range(50, end - first, 50)):
+    for of_phase, weight in zip(np.split(which, mixed.borders), weights):
+        for part in np.split(of_phase, range(50, len(of_phase), 50)):
             counts = np.bincount(part, minlength=3)
-            assert np.abs(counts - len(part) * np.divide(of_phase, sum(of_phase))).max() <= 2
-            assert not counts[np.equal(of_phase, 0)].any()
+            assert np.abs(counts - len(part) * np.divide(weight, sum(weight))).max() <= 2
+            assert not counts[np.equal(weight, 0)].any()
     for k, corpus in enumerate(mixed.corpora):
         alone = corpus.sequences(np.arange((which == k).sum()), seed=5)
         assert np.array_equal(rows[which == k], alone)
-    for n in (0, 1, 250, 251, 252, 702, 703, 5000):
-        seen = np.bincount(mixed.sequences(np.arange(n), seed=5).max(1) // 80, minlength=3)
+    for n in (0, 1, 250, 251, 252, 702, 703):
+        seen = np.bincount(which[:n], minlength=3)
         epochs = [count / corpus.n_sequences for count, corpus in zip(seen, mixed.corpora)]
         assert list(mixed.epochs(n).values()) == epochs
 
@@ -363,21 +363,15 @@ def test_bad_shards_are_named(tmp_path):
     (tmp_path / "train").mkdir()
     path = tmp_path / "train" / "000000.npy"
     np.save(path, np.arange(200, dtype=np.uint16))
-    assert "--T 512" in refused(tmp_path, T=512)
-    assert "token id 199" in refused(tmp_path, vocab_size=199) and str(path) in refused(
-        tmp_path, vocab_size=199
-    )
     assert dataset.Corpus(small_config(vocab_size=200), str(tmp_path), "train").n_sequences == 6
+    assert "--T 512" in refused(tmp_path, T=512)
+    assert f"{path} holds token id 199" in refused(tmp_path, vocab_size=199)
     path.write_bytes(path.read_bytes()[:-10])
-    assert "damaged" in refused(tmp_path) and str(path) in refused(tmp_path)
+    assert f"{path} is damaged" in refused(tmp_path)
     path.write_bytes(b"no array")
     assert "is not a shard" in refused(tmp_path)
     np.save(path, np.zeros((3, 100), np.uint16))
     assert "one row" in refused(tmp_path)
-    np.save(path, np.zeros(100, np.uint16))
-    describe(tmp_path)
-    path.rename(tmp_path / "train" / "000001.npy")
-    assert "000000.npy is missing" in refused(tmp_path)
 
 
 def test_the_tokenizer_must_fit(tmp_path):
@@ -540,26 +534,26 @@ def with_ranks(folder, swap=()):
 
 @pytest.mark.parametrize("kind", ["ranks", "json", "name"])
 def test_a_tokenizers_content_is_compared_with_the_manifest(described, named_tokenizers, kind):
-    flags = dict(vocab_size=50257)
+    def n_vocab():
+        return encoding_of(open_described(described, vocab_size=50257)).n_vocab
+
     if kind == "ranks":
         describe(described, **with_ranks(described))
-        assert encoding_of(open_described(described, **flags)).n_vocab == 259
+        assert n_vocab() == 259
         with_ranks(described, (b"ab", b"cd"))
     elif kind == "json":
-        assert encoding_of(open_described(described, **flags)).n_vocab == 200
+        assert n_vocab() == 200
         path = described / "tokenizer.json"
         path.write_text(path.read_text().replace("<7>", "<x>"))
     else:
         about = dict(tokenizer="gpt2", vocab_size=50257)
         sha256 = tokenization.content_sha256(tokenization.load_tokenizer("gpt2"))
         describe(described, **about, tokenizer_sha256=sha256)
-        assert encoding_of(open_described(described, **flags)).n_vocab == 50257
+        assert n_vocab() == 50257
         describe(described, **about, tokenizer_sha256=sha256[::-1])
-    with pytest.raises(
-        messages.UserError, match="is not the tokenizer that made the shards in"
-    ) as e:
-        encoding_of(open_described(described, **flags))
-    assert str(described / "train") in str(e.value) and "tokenizer_sha256" in str(e.value)
+    words = f"is not the tokenizer that made the shards in {described}/train .tokenizer_sha256"
+    with pytest.raises(messages.UserError, match=words):
+        n_vocab()
 
 
 def test_the_flags_tokenizer_must_be_that_of_the_shards(described, tmp_path):
@@ -575,14 +569,12 @@ def test_the_flags_tokenizer_must_be_that_of_the_shards(described, tmp_path):
         open_described(described, **flags)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_validation_has_the_tokenizer_of_training(corpora, train, split):
+def test_validation_has_the_tokenizer_of_training(corpora, train):
     """A split whose manifest names another tokenizer than the other's."""
     describe(corpora / "a")
-    path = corpora / "a" / split / "manifest.json"
-    made = json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}
-    path.write_text(manifest.dump(made))
-    with pytest.raises(messages.UserError, match=f"made the shards in .*a/{split} "):
+    path = corpora / "a" / "val" / "manifest.json"
+    path.write_text(manifest.dump(json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}))
+    with pytest.raises(messages.UserError, match="made the shards in .*a/val "):
         train(data=corpora / "a", training_steps=1)
 
 
