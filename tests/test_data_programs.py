@@ -28,8 +28,7 @@ import data.workers
 from data import splits, tokenization, tokenize_shards, train_tokenizer
 from data.sources import files as source_files
 from data.sources import text as source_text
-from data.sources.files import Files, list_documents
-from data.sources.text import read_text
+from data.sources.files import Files, stdlib_documents
 from runtime import files, locks, messages
 
 HOSTILE_FILES = {
@@ -620,19 +619,19 @@ def test_from_the_command_line(tmp_path):
 def test_training(tmp_path, capsys, monkeypatch):
     """The same ranks on each run, as many as asked, from the training part alone; no other file is replaced."""
     write_files(tmp_path / "in", {f"{i:02d}.txt": t.encode() for i, t in enumerate(some_texts(60))})
-    held_out = [d for d in list_documents(str(tmp_path / "in")) if validates(read_text(d)[0], 0.1)]
+    held_out = [p for p in (tmp_path / "in").iterdir() if validates(p.read_text(), 0.1)]
     assert held_out
     path = tmp_path / "x.tiktoken"
     flags = ["--source", tmp_path / "in", "--vocab_size", 280, "--output", path]
     written = []
     for i in range(2):
         status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
-        assert (status, err, out.count("\n")) == (0, "", 1) and "held-out" in out
+        assert (status, err, out.count("\n")) == (0, "", 1) and "280 tokens" in out
         written.append(path.read_bytes())
-        for k, document in enumerate(held_out):
+        for k, held in enumerate(held_out):
             others = (f"zyzzyva {k} {n} " * 30 for n in range(10**6))
             text = next(text for text in others if validates(text, 0.1))
-            (tmp_path / "in" / document.name).write_text(text)
+            held.write_text(text)
     assert written[0] == written[1]
     encoding = tokenization.load_tokenizer(str(path))
     assert (encoding.n_vocab, encoding.eot_token) == (280, 279)
@@ -646,16 +645,16 @@ def test_training(tmp_path, capsys, monkeypatch):
 def test_tiktoken_encodes_as_the_training_library(monkeypatch):
     """On the documents it was trained on, on others, and on hostile ones; words without end take no time."""
     monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 300_000)
-    documents = list_documents("stdlib")
+    documents = stdlib_documents()
     names = [d.name for d in documents]
     assert names == sorted(set(names)) and {"os.py", "json/decoder.py"} <= set(names)
     assert all(n.endswith(".py") and "site-packages" not in n for n in names)
-    train, val = train_tokenizer.sample(Files(documents, False))
-    assert sum(map(len, train)) > 290_000 and 0 < sum(map(len, val)) <= 15_000
-    trained = train_tokenizer.train([*train, " " * 10**6 + "x" * 10**6], 1000)
+    texts = train_tokenizer.sample(Files(documents, False))
+    assert sum(map(len, texts)) > 290_000
+    trained = train_tokenizer.train([*texts, " " * 10**6 + "x" * 10**6], 1000)
     ranks = tokenization.dump_ranks(train_tokenizer.to_ranks(trained))
     encoding = tokenization.load_ranks("x.tiktoken", ranks)
-    for text in [*train, *val, *filter(None, HOSTILE)]:
+    for text in [*texts, *filter(None, HOSTILE)]:
         assert trained.encode(text).ids == encoding.encode_ordinary(text)
 
 

@@ -32,21 +32,16 @@ class Document(NamedTuple):
 # --- Messages ---------------------------------------------------------------------------------------------------
 
 
-class Warnings:
-    """Prints warnings on stderr, at most SHOWN of each kind, and none twice: a source may be read twice."""
-
-    def __init__(self):
-        self.shown = {}
-
-    def __call__(self, kind, words):
-        shown = self.shown.setdefault(kind, [])
-        if len(shown) < SHOWN and words not in shown:
-            shown.append(words)
-            more = " (further ones like it are only counted)" if len(shown) == SHOWN else ""
-            tqdm.write(f"warning: {words}{more}", file=sys.stderr)
+shown = {}  # {kind: warnings of it that were printed}, of one source
 
 
-warn = Warnings()
+def warn(kind, words):
+    """Print a warning on stderr, at most SHOWN of each kind, and none twice: a source may be read twice."""
+    printed = shown.setdefault(kind, [])
+    if len(printed) < SHOWN and words not in printed:
+        printed.append(words)
+        more = " (further ones like it are only counted)" if len(printed) == SHOWN else ""
+        tqdm.write(f"warning: {words}{more}", file=sys.stderr)
 
 
 def many(n, noun):

@@ -29,17 +29,11 @@ def walk(root, leave_out=()):
     return paths
 
 
-def list_documents(source):
-    """The documents of a source, one per file, sorted by name.
-
-    `source` is "stdlib", for the .py files of Python's standard library, or a folder, of which every regular file
-    counts that is neither hidden (its name starts with a dot) nor in a hidden folder. UserError where there is no text.
-    """
-    if source != "stdlib":
-        return documents_of(walk(source), source, source)
+def stdlib_documents():
+    """The .py files of Python's standard library, sorted by name."""
     root = sysconfig.get_paths()["stdlib"]
     paths = [path for path in walk(root, NOT_STDLIB) if path.endswith(".py")]
-    return documents_of(paths, root, source)
+    return documents_of(paths, root, "stdlib")
 
 
 def documents_of(paths, root, source):

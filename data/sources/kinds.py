@@ -5,8 +5,8 @@ import re
 
 from fsspec.implementations.local import LocalFileSystem
 
-from data.sources.base import many, warn, warn_of_left_out
-from data.sources.files import Files, check_is_text, documents_of, list_documents, walk
+from data.sources.base import many, shown, warn_of_left_out
+from data.sources.files import Files, check_is_text, documents_of, stdlib_documents, walk
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
@@ -50,9 +50,9 @@ def find(source):
 def open_source(args):
     """What --source, --config, --split and --text_column name: a base.Source. Raises UserError."""
     source, skip = args.source, vars(args).get("skip_damaged")
-    warn.shown.clear()
+    shown.clear()
     if source == "stdlib":
-        return Files(list_documents(source), skip)
+        return Files(stdlib_documents(), skip)
     try:
         fs, found = persist(lambda: find(source), source)
     except (OSError, ValueError, ImportError) as e:
