@@ -26,7 +26,9 @@ class Document(NamedTuple):
     size: int = 0  # bytes of the file or of its part, or characters of the text
     text: str | None = None
     start: int | None = None  # where a document begins that is a part of a file
-    lost: tuple = ()  # (the count of the manifest, n) of what --skip_damaged leaves out here; no text then
+    lost: str = (
+        ""  # the count of the manifest for what --skip_damaged leaves out here; no text then
+    )
 
 
 # --- Messages ---------------------------------------------------------------------------------------------------
@@ -110,13 +112,13 @@ class Source:
             return error
         return UserError(f"--source: {what} cannot be read ({first_line(error)}){self.advice}.")
 
-    def damaged(self, error, count, n=1):
+    def damaged(self, error, count):
         """Warn of `error`, a UserError, and return a Document that counts what is lost. Raises it without
         --skip_damaged."""
         if not self.skip:
             raise error
         warn("damage", skipped(error))
-        return Document("", lost=(count, n))
+        return Document("", lost=count)
 
 
 # --- Sources of records -----------------------------------------------------------------------------------------
