@@ -237,18 +237,15 @@ def writes(monkeypatch):
             self.dies_at = None
             self.clear()
 
-    written = Writes()
+    written, write_file = Writes(), data.output.write_file
 
-    def counted(of):
-        def write(path, *args):
-            written.append(path)
-            if len(written) == written.dies_at:
-                raise Killed
-            return of(path, *args)
+    def write(path, content):
+        written.append(path)
+        if len(written) == written.dies_at:
+            raise Killed
+        write_file(path, content)
 
-        return write
-
-    monkeypatch.setattr(data.output, "write_file", counted(data.output.write_file))
+    monkeypatch.setattr(data.output, "write_file", write)
     return written
 
 

@@ -26,9 +26,7 @@ class Document(NamedTuple):
     size: int = 0  # bytes of the file or of its part, or characters of the text
     text: str | None = None
     start: int | None = None  # where a document begins that is a part of a file
-    lost: str = (
-        ""  # the count of the manifest for what --skip_damaged leaves out here; no text then
-    )
+    lost: str = ""  # the count of the manifest that --skip_damaged adds to here; no text then
 
 
 # --- Messages ---------------------------------------------------------------------------------------------------
