@@ -30,11 +30,8 @@ ROUND = 1.5  # slots of a bucket in a round of dropless experts, in multiples of
 
 
 def experts_table(cfg, up_std, down_std):
-    """Parameters of the routed experts, and the standard deviations with which they begin.
-
-    Every device of dp x tp holds experts of its own. Where there are fewer experts than devices, every device holds a
-    slice of all of them, and `gather_weight` makes from these the one expert that it computes.
-    """
+    """Parameters of the routed experts. Every device of dp x tp holds experts of its own, or, where experts are fewer,
+    a slice of all of them, from which `gather_weight` makes the one that it computes."""
     m = cfg.model
     D, E, F = m.model_dimension, m.n_experts, m.expert_width
     dp, _, tp = cfg.run.n_device_axis
@@ -79,11 +76,9 @@ def choose_experts(scores, wanted, m):
 
 
 def balance_loss(scores, chosen, m, split):
-    """Sequence-level load-balancing loss (DeepSeek-V3, equations 17 to 20), this device's part of sum_b sum_e f P.
-
-    scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it has no gradient and may be summed over tp.
-    An even load gives 1 per sequence.
-    """
+    """Sequence-level load-balancing loss (DeepSeek-V3, equations 17 to 20), this device's part of sum_b sum_e f P; an
+    even load gives 1 per sequence. scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it has no gradient
+    and may be summed over tp."""
     T = scores.shape[1]
     if split:
         T *= lax.axis_size("tp")
@@ -183,11 +178,9 @@ def sum_leading(x):
 def take_rows(x, index, inverse):
     """Rows of x [n, D] at index [m]; index n gives zeros.
 
-    inverse [r, n] says where each row went, up to r times (m: nowhere). So the transpose is a gather too: a row's
-    gradient is the sum of those of its copies. Plain indexing would transpose to a scatter-add, which is slower.
-
-    Example: x = [10, 11, 12, 13] with index [2, 4, 0] gives [12, 0, 10]. Row 0 went to place 2, row 2 to place 0,
-    the others nowhere: inverse is [[2, 3, 0, 3]], and gradients [7, 8, 9] become [9, 0, 7, 0].
+    inverse [r, n] says where each row went, up to r times (m: nowhere). So the transpose is a gather too, not a slower
+    scatter-add. x = [10, 11, 12, 13] with index [2, 4, 0] gives [12, 0, 10]; row 0 went to place 2, row 2 to place 0:
+    inverse is [[2, 3, 0, 3]], and gradients [7, 8, 9] become [9, 0, 7, 0].
     """
     return x.at[index].get(mode="fill", fill_value=0)
 
@@ -232,11 +225,9 @@ def routed_experts(p, x, m, split, router):
 
 
 def in_tiles(weights, x, chosen, gates, E):
-    """Experts of all tokens of the devices that share them: every device gathers those tokens, computes the choices
-    that fall on its own experts, as many as there are, and the devices add up what they made of each token.
-
-    x [n, D] -> [n, D]; chosen and gates [n, k].
-    """
+    """Experts of all tokens of the devices that share them: every device gathers those tokens and computes the choices
+    that fall on its own experts; the devices add up what they made of each token. x [n, D] -> [n, D]; chosen and gates
+    [n, k]."""
     x, chosen, gates = [gather_tokens(a, E) for a in (x, chosen, gates)]
     n, k = chosen.shape  # of all those devices
     own = len(weights["up"])
@@ -310,10 +301,8 @@ def one_round(C, first, queues, x, gates, up, down):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def later_rounds(C, rounds, queues, *operands):
-    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each; mostly there are none.
-
-    Its gradient is a second such loop, in which each round is computed anew; sums are in float32.
-    """
+    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each; mostly there are none. Its gradient is
+    a second such loop, in which each round is computed anew; sums are in float32."""
 
     def add(r, out):
         return out + one_round(C, r * C, queues, *operands).astype(jnp.float32)
@@ -332,11 +321,9 @@ def _later_rounds_backward(C, arguments, d_out):
 
     def add(r, sums):
         _, transpose = jax.vjp(functools.partial(one_round, C, r * C, queues), *operands)
-        return jax.tree.map(
-            lambda total, own: total + own.astype(jnp.float32), sums, transpose(d_out)
-        )
+        return [total + own.astype(jnp.float32) for total, own in zip(sums, transpose(d_out))]
 
-    zeros = tuple(jnp.zeros(operand.shape, jnp.float32) for operand in operands)
+    zeros = [jnp.zeros(operand.shape, jnp.float32) for operand in operands]
     sums = lax.fori_loop(1, rounds, add, zeros)
     gradients = [total.astype(operand.dtype) for total, operand in zip(sums, operands)]
     return None, None, *gradients

@@ -180,8 +180,7 @@ def hugging_face_tensors(m):
     """Yield the `Tensor`s of GPT2LMHeadModel for a utils.Model; its Conv1D holds [inputs, outputs], as we do."""
     D, F = m.model_dimension, m.ffn_width
     heads = (m.n_head, m.key_dim)
-    rows = (slice(0, m.vocab_size),)
-    yield hf.plain("transformer.wte.weight", ("embedding",), rows, (m.vocab_size, D))
+    yield hf.vocabulary("transformer.wte.weight", "embedding", m)
     yield hf.plain("transformer.wpe.weight", ("positions",), (), (m.T, D))
     for n in range(m.blocks):
         prefix = f"transformer.h.{n}"
@@ -199,7 +198,7 @@ def hugging_face_tensors(m):
             yield hf.plain(f"{name}.bias", ("gpt2", f"{leaf}_bias"), (n,), outputs, shape[1:])
     yield from norm_tensors("transformer.ln_f", ("norm",), (), D)
     if not m.tied:
-        yield hf.plain(hf.HEAD, ("head",), rows, (m.vocab_size, D))
+        yield hf.vocabulary(hf.HEAD, "head", m)
 
 
 def norm_tensors(name, leaf, at, D):

@@ -85,6 +85,11 @@ def plain(name, leaf, at, part, shape=None, rotated=0):
     return Tensor(name, shape or part, leaf, at, part, rotated=rotated)
 
 
+def vocabulary(name, leaf, m):
+    """`Tensor` of a table with a row for each token; ours has further rows, of zeros."""
+    return plain(name, (leaf,), (slice(0, m.vocab_size),), (m.vocab_size, m.model_dimension))
+
+
 def swiglu(prefix, leaf, at, D, F):
     """Yield the `Tensor`s of a SwiGLU feed-forward of width F. Our `up` holds its two branches."""
     yield linear(f"{prefix}.gate_proj.weight", (*leaf, "up"), (*at, 0), (D, F))

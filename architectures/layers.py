@@ -80,8 +80,7 @@ def take(weights, index):
     """The values of one layer, at `index` of a stack of `WithGrad` (() for all of it), and the stack's grad.
 
     The caller carries that grad on to the next `take`. The transpose adds the layer's gradient to it at `index`, in
-    float32 and in place. The transpose of plain indexing would make a whole stack of zeros for every layer and add
-    those up.
+    float32 and in place, where that of plain indexing would make a whole stack of zeros for every layer.
 
     Example: a stack of two scalar layers w = [2, 3] in the loop
 
@@ -158,10 +157,8 @@ def rms_norm(x, scale, eps):
 
 
 def dropout(x, rate, tokens, place):
-    """Zero a share `rate` of x [B, T/tp, D] and scale the rest up, behind an `AFTER_` place.
-
-    Each token's number in the step decides, so the result is the same on every mesh.
-    """
+    """Zero a share `rate` of x [B, T/tp, D] and scale the rest up, behind an `AFTER_` place. Each token's number in the
+    step decides, so the result is the same on every mesh."""
     if tokens.key is None:
         return x
     key = jax.random.fold_in(tokens.key, place)
@@ -176,10 +173,7 @@ def dropout(x, rate, tokens, place):
 
 
 def rotary_frequencies(channels, base):
-    """Radians per position [channels/2] of pairs of channels, float32 (RoFormer, arXiv:2104.09864, section 3.2.2).
-
-    Four channels with base 10,000: 1 and 0.01.
-    """
+    """Radians per position [channels/2] of pairs of channels, float32 (RoFormer, arXiv:2104.09864, section 3.2.2)."""
     half = channels // 2
     return base ** (-np.arange(half, dtype=np.float32) / half)
 
@@ -212,18 +206,14 @@ def write_cache(cache, new, position):
 
 
 def key_value_cache(layers, B, T, heads, channels):
-    """(shape, spec) of a stack of caches of keys and values, of so many heads and channels each.
-
-    For B sequences of at most T tokens; one layer has [B/dp, T, 2, heads/tp, channels].
-    """
+    """(shape, spec) of a stack of caches of keys and values for B sequences of at most T tokens; one layer has
+    [B/dp, T, 2, heads/tp, channels]."""
     return (layers, B, T, 2, heads, channels), P("pp", "dp", None, None, "tp", None)
 
 
 def extend_key_values(cache, kv, position):
-    """Writes keys and values kv [B, 2, H/tp, T, K] of new tokens at position [B, T] into a `key_value_cache`.
-
-    Returns those of all positions [B, 2, H/tp, T_max, K], and the cache. Without a cache, kv as it is, and None.
-    """
+    """Writes keys and values kv [B, 2, H/tp, T, K] of new tokens at position [B, T] into a `key_value_cache`. Returns
+    those of all positions [B, 2, H/tp, T_max, K], and the cache; without a cache, kv as it is, and None."""
     if cache is None:
         return kv, None
     cache = write_cache(cache, jnp.moveaxis(kv, 3, 1), position)
@@ -231,10 +221,8 @@ def extend_key_values(cache, kv, position):
 
 
 def project_heads(out, weight, tokens, m):
-    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D].
-
-    weight [H/tp, V, D], or [H, V, D] with --sequence_parallel ulysses.
-    """
+    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D] by weight [H/tp, V, D], or [H, V, D] with
+    --sequence_parallel ulysses."""
     if m.sequence_parallel == "ulysses":
         out = exchange_heads(out, tokens.split)  # [B, H, T/tp, V]
         return product("bhtv,hvd->btd", out, weight)
@@ -255,11 +243,10 @@ def activate(h):
 def feed_forward_table(cfg, F, up_std, down_std):
     """Parameters of `feed_forward` with F hidden channels, and the standard deviations with which they begin."""
     D, branches = cfg.model.model_dimension, BRANCHES[cfg.model.activation]
+    up, down = split_over_tp(cfg, 2), split_over_tp(cfg, 1)
     return dict(
-        up=weight_param(cfg, (branches, D, F), up_std, inputs=(1,), dim=1, **split_over_tp(cfg, 2)),
-        down=weight_param(
-            cfg, (D, F), down_std, inputs=(1,), outputs=(0,), **split_over_tp(cfg, 1)
-        ),
+        up=weight_param(cfg, (branches, D, F), up_std, inputs=(1,), dim=1, **up),
+        down=weight_param(cfg, (D, F), down_std, inputs=(1,), outputs=(0,), **down),
     )
 
 

@@ -186,8 +186,7 @@ def layer_cost(m, kind):
 def hugging_face_tensors(m):
     """Yield the `Tensor`s of Qwen3ForCausalLM, or of Qwen3MoeForCausalLM where there are experts."""
     D, K = m.model_dimension, m.key_dim
-    rows = (slice(0, m.vocab_size),)
-    yield hf.plain("model.embed_tokens.weight", ("embedding",), rows, (m.vocab_size, D))
+    yield hf.vocabulary("model.embed_tokens.weight", "embedding", m)
     for n in range(m.blocks):
         prefix = f"model.layers.{n}"
         for name, leaf, size in [
@@ -201,7 +200,7 @@ def hugging_face_tensors(m):
         yield from feed_forward_tensors(m, f"{prefix}.mlp", n)
     yield hf.plain("model.norm.weight", ("norm",), (), (D,))
     if not m.tied:
-        yield hf.plain(hf.HEAD, ("head",), rows, (m.vocab_size, D))
+        yield hf.vocabulary(hf.HEAD, "head", m)
 
 
 def attention_tensors(m, prefix, n):
