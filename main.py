@@ -300,14 +300,14 @@ def read_batches(cfg, corpus, mesh, step, sequences, meter):
 
 
 def open_judge(cfg, mesh, encoding):
-    """What `make_judge` of inference/tasks.py makes for --eval_tasks; without that flag one that says nothing. Raises
+    """That of inference/tasks.py: make_task_scorer for --eval_tasks; without that flag one that returns nothing. Raises
     UserError on all processes where one cannot ask these tasks."""
     judge, error = (lambda *_: {}), None
     try:
         if cfg.run.eval_tasks:
             from inference import tasks  # here: it imports lm_eval
 
-            judge = tasks.make_judge(cfg, mesh, encoding)
+            judge = tasks.make_task_scorer(cfg, mesh, encoding)
     except UserError as e:  # which knows the flags of tools/evaluate.py
         said = str(e).replace("--tasks", "--eval_tasks")
         error = UserError(said.replace("--include_path", "--eval_tasks"))

@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def format_of(config, where):
-    """(name, `HuggingFace`) of the architecture that a config.json is of. Raises UserError where none supports it."""
+    """(name, `HuggingFace`) of the architecture of a config.json. Raises UserError where none supports it."""
     formats = {}
     for name in architectures.names():
         form = architectures.architecture(name).hugging_face

@@ -47,17 +47,16 @@ def model_of_run(config, folder):
 
 
 def positions(folder, T):
-    """Tokens of the longest sequence that the model in `folder` was made for; T: what `open_weights` says that it was
-    trained with, which may be less."""
+    """Tokens of the longest sequence that the model in `folder` was made for; T: that of `open_weights`, which may be
+    less."""
     config = read_json(folder, "config.json")
     most = config.get("max_position_embeddings") or config.get("positions")
     return most if isinstance(most, int) else T
 
 
 def check_tokenizer(where, folder, shards, flag="", warn=say):
-    """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than those that
-    the weights in `folder` know. Prints a warning where that is not known. where: begins the message; flag:
-    --tokenizer of the shards."""
+    """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than the weights
+    in `folder` know; warns where that is not known. where: begins the message; flag: --tokenizer of the shards."""
     encoding = tokenization.folder_tokenizer(folder)
     unknown = []
     for root, there, manifest in shards:
