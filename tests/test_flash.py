@@ -206,6 +206,26 @@ def test_kernels_compute_the_scores_that_the_plan_counts(T, dtype):
         assert by_keys * blocks.own * blocks.walked == wanted
 
 
+def test_kernels_compute_the_products_that_the_plan_counts(interpreted, monkeypatch):
+    """Over the 16 channels of keys and the 256 of values, in each of a kernel's two loops."""
+    call, product, seen = flash.call, flash.product, {}
+
+    def noted(kernel, *arguments):
+        seen[kernel.__name__] = []
+        return call(kernel, *arguments)
+
+    def counted(a, b):
+        *_, latest = seen.values()
+        latest.append(16 in a.shape + b.shape)
+        return product(a, b)
+
+    monkeypatch.setattr(flash, "call", noted)
+    monkeypatch.setattr(flash, "product", counted)
+    output_and_gradients("flash", *inputs((1, 1, 64, 16, 256), jnp.bfloat16), None)
+    for name, (of_keys, of_values) in attention.ATTENTION["flash"].products.items():
+        assert (seen[name].count(True), seen[name].count(False)) == (2 * of_keys, 2 * of_values)
+
+
 def test_documents_leave_out_blocks_that_none_sees():
     """Two documents of half a sequence: each costs what a sequence of its length costs."""
     T, blocks = 512, flash.Blocks(128, 32)
