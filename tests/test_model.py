@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -80,21 +81,6 @@ def test_six_devices_gather_in_two_steps():
     assert collectives.gather_steps(6, mesh_size=12) == [[[0, 1, 2, 3, 4, 5]]]
     assert collectives.gather_steps(1, mesh_size=1) == []
     assert collectives.gather_steps(6, mesh_size=6, platform="gpu") == [[[0, 1, 2, 3, 4, 5]]]
-
-
-def test_two_experts_on_four_devices():
-    """The example of `_own_expert`: every device gathers the expert that it shares with a neighbor."""
-    assert collectives.expert_groups(2, 4) == ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
-    assert collectives.expert_groups(4, 4) == (None, None)
-    axes = collectives.EXPERT_AXES
-    p = parameters.Param((2, 8), P(None, axes), 0.0, gather=(-1, axes), expert=-2)
-    a, b = w = np.arange(16, dtype=np.float32).reshape(2, 8)
-
-    def run(w):
-        return collectives.gather_weight(w, p, jnp.float32).value
-
-    own = on_mesh(small_config((2, 1, 2)), run, (p.spec,), P(axes))(w)
-    assert np.array_equal(own, [a, a, b, b])
 
 
 def norm(x, scale, eps):
@@ -212,21 +198,6 @@ def test_shares_of_scores_that_kernels_compute():
     m = small_config(T=1024, attention="auto").model  # float32, of which flash takes small blocks
     for name, share in dict(splash=3 / 4, flash=17 / 32, blockwise=9 / 16, xla=1).items():
         assert attention.ATTENTION[name].score_share(m) == share
-
-
-@pytest.mark.parametrize("factor", [1.0, 4.0])
-def test_rotary_scores_depend_on_distance_alone(factor):
-    m = small_config(rope_dim=16, rope_factor=factor, rope_original_T=64).model
-    q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 16)).astype(np.float32)
-
-    frequencies = deepseek.yarn_frequencies(m)
-
-    def score(t, s):
-        query = layers.rotate(q[None], jnp.array([t]), frequencies)
-        key = layers.rotate(k[None], jnp.array([s]), frequencies)
-        return (query * key).sum()
-
-    assert abs(score(5, 3) - score(105, 103)) < 1e-4 and abs(score(5, 3) - score(5, 4)) > 1e-3
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -371,33 +342,6 @@ def test_grouped_products_equal_a_product_for_each_row(branches):
         assert np.abs(a - b).max() < 1e-5 * np.abs(b).max()
 
 
-def test_dropped_tokens_pass_by_on_the_residual():
-    """All tokens choose the same two experts, of capacity two each: tokens without a slot keep their residual bit for
-    bit, the two to four others do not."""
-    cfg = small_config(capacity_factor=0.25)  # 32 tokens x 2 / 8 x 0.25 = 2 seats
-    m, p = cfg.model, layer_params(cfg, "moe")
-    x = np.random.default_rng(0).standard_normal((1, 32, 32)).astype(np.float32)
-    p["bias"] = np.where(np.arange(8) < 2, 10.0, 0.0).astype(np.float32)
-
-    def run(x):
-        layer = deepseek.layer(
-            {**p, "shared": jax.tree.map(jnp.zeros_like, p["shared"])},
-            x,
-            layers.Tokens(jnp.arange(32)[None]),
-            m,
-            None,
-        )[0]
-        h = layers.rms_norm(x, p["attention"]["norm"], m.norm_eps)
-        attended = (
-            x + deepseek.attention(p["attention"], h, layers.Tokens(jnp.arange(32)[None]), m)[0]
-        )
-        return layer, attended
-
-    layer, attended = on_mesh(cfg, run, (P(),), (P(), P()))(x)
-    changed = (layer != attended).any(-1)[0]
-    assert changed[0] and 2 <= changed.sum() <= 4
-
-
 def test_router_biases_move_towards_an_even_load():
     """Of blocks and of a multi-token predictor, in one step, in which nothing else moves."""
     flags = dict(blocks=1, layers_per_block=1, mtp_depth=1, bias_update_rate=5e-3)
@@ -445,26 +389,6 @@ def test_short_convolution_stays_within_documents():
     assert np.allclose(apart[0], np.concatenate(documents), atol=1e-5)
     together = deepseek.short_conv(jnp.float32(x), jnp.float32(w), None)
     assert np.allclose(together[0], short_conv_by_loops(x[0], w), atol=1e-5)
-
-
-def test_ticks_of_two_stages_four_microbatches_and_two_rounds():
-    """The grid of `model.pipeline`: each stage notes the round and microbatch of each tick."""
-
-    def run(x):
-        def stage(weights, x, state, turn, microbatch, valid):
-            tick, seen = state
-            seen = seen.at[tick].set(jnp.where(valid, 10 * turn + microbatch, -1))
-            return x, (tick + 1, seen), weights
-
-        state = 0, jnp.zeros(9, jnp.int32)
-        _, (ticks, seen) = model.pipeline(stage, collectives.WithGrad({}, {}), x, state, rounds=2)
-        return ticks[None], seen[None]
-
-    cfg = small_config((1, 2, 1))
-    ticks, seen = on_mesh(cfg, run, (P(),), (P("pp"), P("pp")))(jnp.zeros((4, 1)))
-    assert np.array_equal(ticks, [9, 9])
-    assert np.array_equal(seen[0], [0, 1, 2, 3, 10, 11, 12, 13, -1])
-    assert np.array_equal(seen[1], [-1, 0, 1, 2, 3, 10, 11, 12, 13])
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -765,6 +689,14 @@ def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
         sum(x.size for x in jax.tree.leaves(state.params)) == total + embedding == 671_026_419_200
     )
     assert active + embedding == 37_552_297_472
+
+
+def test_validation_takes_no_more_batches_than_there_are(capsys):
+    cfg = small_config(eval_steps=10)
+    corpus = SimpleNamespace(n_sequences=27, folder="val", T=cfg.model.T)
+    steps.make_evaluate(cfg, steps.make_mesh(cfg), corpus)
+    said = "val holds 3 batches of 8 sequences, so --eval_steps is 3\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_parameter_counts_of_moe1b():
