@@ -1,7 +1,6 @@
 """Muon: the same update as optax's, however the matrices lie; its runs. (On every mesh: tests/test_parity.py.)"""
 
 import functools
-import json
 import math
 
 import jax
@@ -11,7 +10,6 @@ import optax
 import pytest
 from conftest import SMALL_GPT2, furthest, small_config, steps_of
 from test_parity import first_params
-from test_resume import checkpoint_of
 
 import model
 from architectures import parameters
@@ -69,15 +67,9 @@ def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
 
 
-@pytest.mark.parametrize(
-    "mesh, counts",
-    [
-        ((1, 1, 4), dict(first_layers=1, blocks=3)),
-        ((2, 1, 4), dict(first_layers=1, blocks=2, mtp_depth=1)),
-    ],
-)
-def test_train_steps_where_leaves_fill_the_places_of_owners(mesh, counts):
+def test_train_steps_where_leaves_fill_the_places_of_owners():
     """As many layers as owners: XLA:CPU refused to send slices that were leaves of several layouts."""
+    mesh, counts = (2, 1, 4), dict(first_layers=1, blocks=2, mtp_depth=1)
     flags = dict(counts, optimizer="muon", layers_per_block=1, microbatches=1)
     flags |= dict(T=8, vocab_size=50, sequences=8)
     _, seen = steps_of(small_config(**flags), 4)
@@ -92,24 +84,6 @@ def test_train_steps_where_leaves_fill_the_places_of_owners(mesh, counts):
 
 def matrices(layout, rows, columns, number):
     return muon.Stack((number, rows, columns), (1,), (2,), layout, scale=1.0)
-
-
-def test_a_group_is_shared_out_once():
-    """Every matrix has one owner among those that share, and places for all of them are no more than needed."""
-    mesh = dict(dp=8, pp=2, tp=2)
-    for number in (1, 2, 7, 8, 9, 100):
-        for layout in (
-            muon.Layout(("dp", "tp"), (), ()),
-            muon.Layout(("tp",), (), ("dp",)),
-            muon.Layout((), (), ("dp", "tp")),
-            muon.Layout((), (), ()),
-        ):
-            (group,) = muon.deal([matrices(layout, 4, 6, number)], mesh)
-            split = math.prod(group.grid)
-            owners = split * group.n_copies
-            assert group.owned == math.ceil(number / owners)
-            assert number <= group.places == group.owned * split * group.sharers
-            assert group.n_copies % group.sharers == 0
 
 
 def test_large_matrices_share_a_turn():
@@ -131,24 +105,7 @@ def test_a_run_keeps_its_optimizer(train, tmp_path):
     assert train(name="adam", optimizer="adamw", training_steps=2) == 0
     with pytest.raises(messages.UserError, match="optimizer was 'adamw' and is now 'muon'"):
         train(name="adam", optimizer="muon", training_steps=4)
-    config = tmp_path / "runs" / "adam" / "config.json"
-    stored = json.loads(config.read_text())
-    del stored["optimizer"]  # as runs from before the flag have none
-    config.write_text(json.dumps(stored))
-    with pytest.raises(messages.UserError, match="optimizer was 'adamw' and is now 'muon'"):
-        train(name="adam", optimizer="muon", training_steps=4)
     assert train(name="adam", training_steps=4) == 0
-
-
-def test_weights_of_another_optimizer_begin_a_run(train, tmp_path):
-    assert train(name="adam", optimizer="adamw", training_steps=2) == 0
-    first = dict(init_from=tmp_path / "runs" / "adam", max_lr=0.0, end_lr=0.0, bias_update_rate=0.0)
-    assert train(**MUON | first, name="muon", training_steps=1) == 0
-    adam = checkpoint_of(tmp_path / "runs" / "adam", 2)
-    found = checkpoint_of(tmp_path / "runs" / "muon", 1)
-    for key in found:
-        if "params" in key:
-            assert np.array_equal(adam[key], found[key]), key
 
 
 # --- Newton-Schulz steps ------------------------------------------------------------------------------------------
