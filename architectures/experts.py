@@ -44,7 +44,9 @@ def experts_table(cfg, up_std, down_std):
         active = m.experts_per_token / E
         return weight_param(cfg, shape, std, inputs, outputs, active=active, **lies)
 
-    up, down = (E, BRANCHES[m.activation], D, F), (E, D, F)
+    branches = BRANCHES[m.activation]
+    up = (E, branches, D, F)
+    down = (E, D, F)
     return dict(
         up=weight(up, up_std, inputs=(2,), outputs=(3,), dim=2),
         down=weight(down, down_std, inputs=(2,), outputs=(1,), dim=1),
@@ -115,8 +117,8 @@ def queue(chosen, E):
     choice = chosen.T.reshape(-1)  # [k*n]
     hot = choice[:, None] == jnp.arange(E)
     queued = jnp.cumsum(hot.astype(jnp.int32), 0)  # [k*n, E] choices of each expert so far
-    rank = jnp.take_along_axis(queued, choice[:, None], 1)[:, 0] - 1
-    return Queues(choice, rank, queued[-1])
+    own = jnp.take_along_axis(queued, choice[:, None], 1)[:, 0]
+    return Queues(choice, rank=own - 1, length=queued[-1])
 
 
 class Places(NamedTuple):
@@ -131,7 +133,8 @@ def places(place, size, n):
     """`Places` of choices at `place` [k*n], `size` and more meaning none, of n tokens."""
     choices = len(place)
     place = jnp.minimum(place, size)
-    entry = jnp.full(size, choices).at[place].set(jnp.arange(choices), mode="drop")
+    entry = jnp.full(size, choices)
+    entry = entry.at[place].set(jnp.arange(choices), mode="drop")
     source = jnp.where(entry < choices, entry % n, n)
     return Places(place, entry, source)
 
@@ -211,7 +214,8 @@ def routed_experts(p, x, m, split, router):
     with jax.named_scope("route"):
         scores, chosen, gates = router(p, x.astype(jnp.float32), m)
     gates = gates.astype(x.dtype)
-    tokens = (chosen[..., None] == jnp.arange(E)).sum((0, 1))
+    hot = chosen[..., None] == jnp.arange(E)
+    tokens = hot.sum((0, 1))
 
     dropped = jnp.int32(0)
     if m.experts == "tiles":
@@ -219,8 +223,13 @@ def routed_experts(p, x, m, split, router):
     else:
         out, dropped = in_buckets(p["experts"], x, chosen, gates, m)
 
-    loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
-    load = Load(loss, tokens.astype(jnp.float32), dropped.astype(jnp.float32))
+    scores = scores.reshape(B, t, E)
+    chosen = chosen.reshape(B, t, k)
+    load = Load(
+        loss=balance_loss(scores, chosen, m, split),
+        tokens=tokens.astype(jnp.float32),
+        dropped=dropped.astype(jnp.float32),
+    )
     return out.reshape(B, t, D), load
 
 
@@ -228,7 +237,9 @@ def in_tiles(weights, x, chosen, gates, E):
     """Experts of all tokens of the devices that share them: every device gathers those tokens and computes the choices
     that fall on its own experts; the devices add up what they made of each token. x [n, D] -> [n, D]; chosen and gates
     [n, k]."""
-    x, chosen, gates = [gather_tokens(a, E) for a in (x, chosen, gates)]
+    x = gather_tokens(x, E)
+    chosen = gather_tokens(chosen, E)
+    gates = gather_tokens(gates, E)
     n, k = chosen.shape  # of all those devices
     own = len(weights["up"])
     choice = chosen - first_own_expert(E)
@@ -238,10 +249,12 @@ def in_tiles(weights, x, chosen, gates, E):
     queues = queue(choice, own)
     begins = group_begins(queues.length)
     size = row_space(n * min(k, own), own)
-    place = jnp.where(queues.choice < own, begins[queues.choice] + queues.rank, size)
+    is_own = queues.choice < own
+    place = jnp.where(is_own, begins[queues.choice] + queues.rank, size)
     at = places(place, size, n)
     rows = take_rows(x, at.source, at.place.reshape(k, n))  # [size, D]
-    gates = take_rows(gates.T.reshape(-1, 1), at.entry, at.place[None])  # [size, 1]
+    gates = gates.T.reshape(-1, 1)
+    gates = take_rows(gates, at.entry, at.place[None])  # [size, 1]
 
     # 2. The experts.
     up, down = weights["up"], weights["down"]
@@ -284,7 +297,8 @@ def one_round(C, first, queues, x, gates, up, down):
     buckets = to_experts(buckets.reshape(E, C, D))  # [E/(dp tp), dp tp, C, D]
 
     # 2. So do the gates: where they weigh the hidden channels, no pass, forward or back, needs the experts' outputs.
-    gates = take_rows(gates.T.reshape(-1, 1), at.entry, at.place[None])  # [E*C, 1]
+    gates = gates.T.reshape(-1, 1)
+    gates = take_rows(gates, at.entry, at.place[None])  # [E*C, 1]
     gates = gates.reshape(E, C, 1)
 
     # 3. The experts.
@@ -305,10 +319,12 @@ def later_rounds(C, rounds, queues, *operands):
     a second such loop, in which each round is computed anew; sums are in float32."""
 
     def add(r, out):
-        return out + one_round(C, r * C, queues, *operands).astype(jnp.float32)
+        own = one_round(C, r * C, queues, *operands)
+        return out + own.astype(jnp.float32)
 
     x = operands[0]
-    out = lax.fori_loop(1, rounds, add, jnp.zeros(x.shape, jnp.float32))
+    zeros = jnp.zeros(x.shape, jnp.float32)
+    out = lax.fori_loop(1, rounds, add, zeros)
     return out.astype(x.dtype)
 
 
@@ -320,7 +336,8 @@ def _later_rounds_backward(C, arguments, d_out):
     rounds, queues, *operands = arguments
 
     def add(r, sums):
-        _, transpose = jax.vjp(functools.partial(one_round, C, r * C, queues), *operands)
+        run = functools.partial(one_round, C, r * C, queues)
+        _, transpose = jax.vjp(run, *operands)
         return [total + own.astype(jnp.float32) for total, own in zip(sums, transpose(d_out))]
 
     zeros = [jnp.zeros(operand.shape, jnp.float32) for operand in operands]
