@@ -82,7 +82,7 @@ def reduce_scatter(x, axis, dim):
 
 
 def sum_over(x, axes):
-    """Sum over mesh axes. In the differentiated path it is the last operation of the loss and stands nowhere else."""
+    """Sum over mesh axes. In the differentiated path it is the last operation of the loss, and used nowhere else."""
     return lax.psum(x, axes)
 
 

@@ -1,6 +1,6 @@
 """Grouped products: every row through the feed-forward of its own expert, with no work for rows that are not there.
 
-Rows lie sorted by expert. A loop over experts runs a loop over tiles of rows, as many as there are; the gradient is a
+Rows lie sorted by expert. A loop over experts runs a loop over its tiles of rows; the gradient is a
 second such loop, written by hand, since jax cannot transpose a loop of unknown length. On a CPU this takes half the
 time of products over buckets with room for 1.5 times the mean load.
 """
@@ -23,7 +23,7 @@ def padded(rows):
 
 
 def row_space(choices, experts):
-    """Number of rows that hold so many choices of so many experts, however they fall: each expert begins a tile."""
+    """Number of rows that hold the choices, however they fall on the experts: each expert begins a tile."""
     return padded(choices) + experts * SMALL
 
 
