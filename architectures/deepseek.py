@@ -639,16 +639,6 @@ def rope_flags(left):
     return flags
 
 
-HUGGING_FACE = hf.HuggingFace(
-    model_types=("deepseek_v3",),
-    tensors=hugging_face_tensors,
-    config=to_hugging_face,
-    entries=ENTRIES,
-    flags=from_hugging_face,
-    copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
-    held=held_predictors,
-)
-
 # --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
@@ -663,7 +653,15 @@ ARCHITECTURE = Architecture(
     norm=rms_norm,
     cache=latent_cache,
     layer_cost=layer_cost,
-    hugging_face=HUGGING_FACE,
+    hugging_face=hf.HuggingFace(
+        model_types=("deepseek_v3",),
+        tensors=hugging_face_tensors,
+        config=to_hugging_face,
+        entries=ENTRIES,
+        flags=from_hugging_face,
+        copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
+        held=held_predictors,
+    ),
     flags=FLAGS,
     check=check_flags,
 )

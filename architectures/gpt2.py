@@ -255,17 +255,6 @@ def from_hugging_face(flags, left):
     return flags
 
 
-HUGGING_FACE = hf.HuggingFace(
-    model_types=("gpt2",),
-    tensors=hugging_face_tensors,
-    config=to_hugging_face,
-    entries=ENTRIES,
-    flags=from_hugging_face,
-    copies=r"^lm_head.weight$|\.attn\.(masked_)?bias$",
-    prefix="transformer.",
-)
-
-
 # --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
@@ -276,7 +265,15 @@ ARCHITECTURE = Architecture(
     norm=layer_norm,
     cache=gpt2_cache,
     layer_cost=layer_cost,
-    hugging_face=HUGGING_FACE,
+    hugging_face=hf.HuggingFace(
+        model_types=("gpt2",),
+        tensors=hugging_face_tensors,
+        config=to_hugging_face,
+        entries=ENTRIES,
+        flags=from_hugging_face,
+        copies=r"^lm_head.weight$|\.attn\.(masked_)?bias$",
+        prefix="transformer.",
+    ),
     fixed=dict(activation="gelu"),
     learns_positions=True,
 )

@@ -287,15 +287,6 @@ def from_hugging_face(flags, left):
     return flags
 
 
-HUGGING_FACE = hf.HuggingFace(
-    model_types=("qwen3", "qwen3_moe"),
-    tensors=hugging_face_tensors,
-    config=to_hugging_face,
-    entries=ENTRIES | MOE_ENTRIES,
-    flags=from_hugging_face,
-    copies=r"^lm_head.weight$|rotary_emb.inv_freq$",
-)
-
 # --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
@@ -307,7 +298,14 @@ ARCHITECTURE = Architecture(
     norm=rms_norm,
     cache=qwen3_cache,
     layer_cost=layer_cost,
-    hugging_face=HUGGING_FACE,
+    hugging_face=hf.HuggingFace(
+        model_types=("qwen3", "qwen3_moe"),
+        tensors=hugging_face_tensors,
+        config=to_hugging_face,
+        entries=ENTRIES | MOE_ENTRIES,
+        flags=from_hugging_face,
+        copies=r"^lm_head.weight$|rotary_emb.inv_freq$",
+    ),
     flags=FLAGS,
     fixed=dict(activation="swiglu"),
     check=check_flags,

@@ -304,7 +304,7 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
     )
 
     def with_flags(m, config):
-        flags = hf_format.read_flags(deepseek.HUGGING_FACE, config, "")
+        flags = hf_format.read_flags(deepseek.ARCHITECTURE.hugging_face, config, "")
         return dataclasses.replace(m, **flags)
 
     def numbers_of(config):
