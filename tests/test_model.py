@@ -478,7 +478,7 @@ DECODED = [{}, *ARCHITECTURES.values()]
     ],
 )
 def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
-    """At every position. The cache holds a token's latent and its rotary key, if any, or its keys and values."""
+    """Position by position. The cache holds a token's latent and its rotary key, if any, or its keys and values."""
     cfg = small_config(mesh_shape, **flags)
     m, mesh = cfg.model, steps.make_mesh(cfg)
     decode = jax.jit(decoding.make_decode(cfg, mesh))
@@ -490,10 +490,12 @@ def test_cached_decoding_equals_the_full_forward_pass(mesh_shape, flags):
     latents = layers * (m.latent_dim + m.rope_dim) - without * m.rope_dim
     assert per_token == (latents if m.latent_dim else 2 * layers * m.kv_heads * m.key_dim)
     for i in range(16):
+        one, cache = decode(params, ids[:, i : i + 1], cache, np.full(4, i), np.zeros(4, int))
+        if i not in (0, 1, 9, 15):
+            continue
         full, _ = decode(
             params, ids, decoding.empty_cache(cfg, 4, 16), np.zeros(4, int), np.full(4, i)
         )
-        one, cache = decode(params, ids[:, i : i + 1], cache, np.full(4, i), np.zeros(4, int))
         full, one = (np.asarray(x)[:, : m.vocab_size] for x in (full, one))
         assert np.abs(full - one).max() < 1e-4 * np.abs(full).max()
 
