@@ -268,8 +268,9 @@ def from_hugging_face(flags, left):
     if kind == "qwen3_moe":
         flags["n_experts"] = left.pop("num_local_experts", flags["n_experts"])  # transformers 5
         left.setdefault("norm_topk_prob", False)  # as transformers
-    elif not flags["head_dim"]:
-        flags["head_dim"] = 128  # as transformers; its other class divides hidden_size
+    else:
+        del flags["expert_dim"]  # there are no experts
+        flags["head_dim"] = flags["head_dim"] or 128  # as transformers; its other class divides
     flags["T"] = hf.take_T(left)
     flags["rope_base"], rope = hf.take_rope(left)
     hf.require(
