@@ -23,7 +23,7 @@ from runtime.files import write_file
 from runtime.messages import UserError, one_sentence, say
 from training import command_line
 
-if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
+if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
     flags = one_sentence(lambda: command_line.parse(sys.argv[1:]))
     if flags.cfg.plan.plan:
         platforms.use_no_device()

@@ -392,7 +392,7 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
     assert "lock" not in os.listdir(run)
     with pytest.raises(messages.UserError, match="--data"):
         train(**flags, output_dir=tmp_path / "other", data=tmp_path / "nowhere")
-    assert not (tmp_path / "other").exists(), "a refusal leaves nothing"
+    assert not (tmp_path / "other" / "run").exists(), "a refusal leaves nothing"
 
 
 @pytest.mark.parametrize("where", ["local", "memory://locks"])
@@ -849,7 +849,7 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
 
 
 def test_one_process_that_cannot_write_fails_the_save_of_all_at_once(pair, undisturbed):
-    """As on a full disk; training goes on, and the next save is sound."""
+    """As on a full disk; training continues, and the next save is sound."""
     some = pair("full", pause=0.05)
     wait_for(lambda: max(some.launched(), default=0) > 45)
     resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (9000, -1))
