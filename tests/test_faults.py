@@ -121,11 +121,12 @@ def test_bad_steps_in_a_row_roll_the_run_back_and_past_their_data(train, poison,
 
 def test_after_three_rollbacks_the_run_ends(train, poison, tmp_path, capsys):
     poison(range(6, 60))
-    flags = dict(TINY, max_bad_steps=2, save_steps=4, training_steps=50)
+    # no save among bad steps displaces the one checkpoint
+    flags = dict(TINY, max_bad_steps=3, save_steps=4, training_steps=50, keep_checkpoints=1)
     for _ in range(2):
         with pytest.raises(
             messages.UserError,
-            match="--max_bad_steps 2: 2 steps .* from step 5 on .*after 3 rollbacks",
+            match="--max_bad_steps 3: 3 steps .* from step 5 on .*after 3 rollbacks",
         ):
             train(**flags)
         said = capsys.readouterr().out
@@ -203,7 +204,16 @@ def in_meta(checkpoint, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
+def of_other_contents(checkpoint):
+    """Beside arrays that can be read and are not those that were saved."""
+    path = checkpoint / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    meta["fingerprint"][0] ^= 1
+    path.write_text(json.dumps(meta | {"sum": checkpointing.meta_sum(meta)}))
+
+
 DAMAGED = {  # what becomes of checkpoint 2
+    "arrays": of_other_contents,
     "manifest": lambda at: (at / "state/manifest.ocdbt").write_bytes(b"xxx"),
     "array metadata": lambda at: next((at / "state/array_metadatas").iterdir()).write_text("{"),
     "tree": lambda at: (at / "state/_METADATA").write_text("{"),
@@ -427,6 +437,13 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(
             os.remove(path)
         left(host="faraway")
     assert files.read_file(path), "another's by now, so it stays"
+
+
+def test_a_lock_whose_file_its_holder_removes_meanwhile_is_not_taken(tmp_path, monkeypatch):
+    """The next process would lock a new file of that name."""
+    lock = locks.system_lock
+    monkeypatch.setattr(locks, "system_lock", lambda f: os.remove(tmp_path / "lock") or lock(f))
+    assert "wait for its end" in refusal(tmp_path)
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
