@@ -1082,7 +1082,7 @@ def test_processes_that_do_not_come_together_say_so_in_time(flags):
     said = first.communicate(timeout=60)[0]
     assert (
         first.returncode == 1
-        and "not all --num_processes 2 came" in said
+        and f"did not all meet at --coordinator 127.0.0.1:{port} within" in said
         and "Traceback" not in said
     ), said
 
