@@ -92,7 +92,7 @@ def memory_of(estimate, limit, used=None):
     return memory | dict(total=sum(memory.values()), limit=limit)
 
 
-def collectives_of(sent, exposed):
+def collectives_of(sent, exposed=None):
     """The rows of the table of collectives. sent: {(axes, kind): (bytes, times, seconds)}; exposed: seconds of the
     same, or None."""
     rows = []

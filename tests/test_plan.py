@@ -41,7 +41,7 @@ CONFIGURATIONS = [
 assert {"deepseek", "gpt2", "qwen3"} == ARCHITECTURES.keys(), "a new one belongs above and below"
 OF_TPUS = dict(T=512, model_dimension=256, model_dtype="bfloat16")
 TPU_CONFIGURATIONS = [
-    ("v4:2x2x2", (2, 2, 2), dict(OF_TPUS, optimizer="adamw", layers_per_block=2)),
+    ("v4:2x2x2", (2, 2, 2), dict(OF_TPUS, optimizer="adamw", layers_per_block=1)),
     (  # one sequence a microbatch, grouped keys
         "v5e:2x4",
         (4, 1, 2),
@@ -433,7 +433,7 @@ def test_a_plan_by_the_tpu_compiler(tmp_path):
 
 @tpu_compiler
 def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
-    batch = dict(train_batch_size=64, microbatches=1, remat="none", blocks=4)
+    batch = dict(train_batch_size=256, microbatches=1, remat="none", blocks=1)
     plan.main(command_line.parse(flags_of(plan="v5e:2x2", n_device_axis=(4, 1, 1), **batch)))
     assert "does not fit: it needs" in capsys.readouterr().out
 

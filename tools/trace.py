@@ -52,7 +52,7 @@ if __name__ == "__main__":
 from jax.profiler import ProfileData
 
 import collectives
-from planning import hlo, machines, plan
+from planning import costs, hlo, machines, plan
 from runtime import chips
 from training import profiling
 
@@ -310,10 +310,12 @@ def beside(trace, found):
         about["processes"],
         about["slices"],
     )
-    # the memory of the program does not matter here
-    answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
-    work = {PRODUCTS: answer.flops["program"]} | plan.by_links(answer.collectives, "bytes")
+    program = costs.read_program(trace.text, trace.cfg, machine)
+    rows = plan.collectives_of(program.collectives)
+    work = {PRODUCTS: program.flops} | plan.by_links(rows, "bytes")
     if chips.chip_of(about["device_kind"]):
+        # the memory of the program does not matter here
+        answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
         planned = answer.seconds | dict(step=answer.overlapped["step"])
     columns = [measured, planned, work]
     return {part: tuple(column.get(part) for column in columns) for part in {**work, **measured}}
