@@ -34,7 +34,8 @@ def all_gather(x, axis, dim):
 
         among all devices of the mesh       two steps (arXiv:1909.09756, section 3), see `gather_steps`
         with a small last dim               the dims after `dim` become one
-        n is no multiple of 8               more and shorter rows, see `in_tiles`; a last dim becomes a middle one
+        n is no multiple of 8               more and shorter rows: [28, 7168] -> [56, 3584], since a TPU's tile has 8
+                                            rows; a last dim becomes a middle one
         along dim 0                         parts of less than 2^28 numbers are joined along a dim of their own
     """
     shape = x.shape
@@ -42,50 +43,37 @@ def all_gather(x, axis, dim):
         return jnp.moveaxis(all_gather(jnp.moveaxis(x, dim, 1), axis, 1), 1, dim)
     tiled = dim > 0 or x.size >= 2**28
     if dim < x.ndim - 1:
-        x = x.reshape(*shape[:dim], *in_tiles(shape[dim], math.prod(shape[dim + 1 :]), dim))
+        columns = math.prod(shape[dim + 1 :])
+        cuts = 8 // math.gcd(shape[dim], 8)
+        if dim == 0 or columns % cuts:
+            cuts = 1
+        x = x.reshape(*shape[:dim], shape[dim] * cuts, columns // cuts)
     platform = jax.sharding.get_abstract_mesh().abstract_device.platform
     for groups in gather_steps(lax.axis_size(axis), lax.axis_size(AXES), platform):
         x = lax.all_gather(x, axis, axis=dim, tiled=tiled, axis_index_groups=groups)
     return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def in_tiles(rows, columns, dim):
-    """(rows, columns) in which a part is joined along a dim: along middle dims the rows are cut into as many parts as
-    make their number a multiple of 8, the rows of a TPU's tile. [28, 7168] -> [56, 3584]."""
-    cuts = 8 // math.gcd(rows, 8)
-    if dim == 0 or columns % cuts:
-        return rows, columns
-    return rows * cuts, columns // cuts
-
-
 def gather_steps(n, mesh_size, platform="tpu"):
     """The groups of devices (`axis_index_groups`) in which n devices gather, step by step.
 
-    GPUs take one step. Six other devices that are the whole mesh gather among near ones first: [[0, 1], [2, 3],
-    [4, 5]], where device 0 gets parts 0 and 1, then [[0, 2, 4], [1, 3, 5]], where it gets parts (0, 1), (2, 3) and
-    (4, 5).
+    GPUs take one step. Other devices that are the whole mesh gather among near ones first, as many as the largest
+    divisor of n up to its square root. Six gather in [[0, 1], [2, 3], [4, 5]], where device 0 gets parts 0 and 1, then
+    in [[0, 2, 4], [1, 3, 5]], where it gets parts (0, 1), (2, 3) and (4, 5).
     """
     if n == 1:
         return []
-    in_two_steps = n == mesh_size and platform != "gpu"
-    near = near_devices(n) if in_two_steps else 1
+    near = 1
+    if n == mesh_size and platform != "gpu":
+        near = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
     grid = np.arange(n).reshape(-1, near)
     steps = [grid, grid.T] if near > 1 else [grid.T]
     return [groups.tolist() for groups in steps]
 
 
-def near_devices(n):
-    """Number of devices that gather among themselves first where n gather in two steps: the largest divisor of n up to
-    its square root. 8 -> 2, 12 -> 3; for a prime it is 1, and there is one step."""
-    divisors = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
-    return divisors[-1]
-
-
 def reduce_scatter(x, axis, dim):
-    """Sum x [.., axis size x n, ..] over a mesh axis; every device takes its part [.., n, ..] along `dim`.
-
-    Transpose: `all_gather`.
-    """
+    """Sum x [.., axis size x n, ..] over a mesh axis; every device takes its part [.., n, ..] along `dim`. Transpose:
+    `all_gather`."""
     shape = list(x.shape)
     shape[dim] //= lax.axis_size(axis)
     part = jax.ShapeDtypeStruct(shape, x.dtype)
@@ -94,7 +82,7 @@ def reduce_scatter(x, axis, dim):
 
 
 def sum_over(x, axes):
-    """Sum over mesh axes. In the differentiated path it is the last operation of the loss and stands nowhere else."""
+    """Sum over mesh axes. In the differentiated path it is the last operation of the loss, and used nowhere else."""
     return lax.psum(x, axes)
 
 
@@ -186,11 +174,8 @@ def _own_expert(w, p):
 
 def expert_groups(E, devices):
     """How the devices of a stage share E experts, as `axis_index_groups`: (groups that hold different experts, groups
-    that hold the same one). (None, None) where each device has experts of its own.
-
-    Two experts on four devices: the first is with devices 0 and 1, the second with 2 and 3, so the groups are
-    ([[0, 2], [1, 3]], [[0, 1], [2, 3]]).
-    """
+    that hold the same one), such as ([[0, 2], [1, 3]], [[0, 1], [2, 3]]) of two experts on four devices. (None, None)
+    where each device has experts of its own."""
     if devices <= E:
         return None, None
     grid = np.arange(devices).reshape(E, -1)
@@ -256,27 +241,21 @@ def first_own_expert(E):
 
 
 def gather_sequence(x, split):
-    """Enter a tensor-parallel region: [B, T/tp, ...] -> [B, T, ...] (arXiv:2205.05198, section 4.2.2).
-
-    Transpose: reduce-scatter over T. Without `split` (decoding), T is whole already and nothing travels.
-    """
+    """Enter a tensor-parallel region: [B, T/tp, ...] -> [B, T, ...] (arXiv:2205.05198, section 4.2.2). Transpose:
+    reduce-scatter over T. Without `split` (decoding), T is whole already and nothing travels."""
     return all_gather(x, "tp", 1) if split else x
 
 
 def scatter_sequence(x, split):
-    """Leave a tensor-parallel region: sum the partial sums [B, T, D] of tp's devices -> [B, T/tp, D].
-
-    Transpose: all-gather over T. Without `split` (decoding), an all-reduce over tp -> [B, T, D].
-    """
+    """Leave a tensor-parallel region: sum the partial sums [B, T, D] of tp's devices -> [B, T/tp, D]. Transpose:
+    all-gather over T. Without `split` (decoding), an all-reduce over tp -> [B, T, D]."""
     return reduce_scatter(x, "tp", 1) if split else lax.psum(x, "tp")
 
 
 def exchange_heads(x, split):
     """Own heads of all tokens -> all heads of own tokens: [B, H/tp, T, V] -> [B, H, T/tp, V] by an all-to-all
-    (DeepSpeed Ulysses, arXiv:2309.14509, section 3.1).
-
-    Transpose: the all-to-all back. Without `split` (decoding), an all-gather of heads -> [B, H, T, V].
-    """
+    (DeepSpeed Ulysses, arXiv:2309.14509, section 3.1). Transpose: the all-to-all back. Without `split` (decoding), an
+    all-gather of heads -> [B, H, T, V]."""
     n = lax.axis_size("tp")
     if n == 1:
         return x
@@ -342,10 +321,8 @@ def from_owners(x, rows, columns, copies, sharers):
 
 
 def next_stage(x):
-    """Pass x [...] on to the next stage; the last stage passes to stage 0 (GPipe, arXiv:1811.06965, section 2.3).
-
-    Transpose: pass to the stage before.
-    """
+    """Pass x [...] on to the next stage, the last one's to stage 0 (GPipe, arXiv:1811.06965, section 2.3). Transpose:
+    pass to the stage before."""
     S = lax.axis_size("pp")
     if S == 1:
         return x
@@ -354,10 +331,8 @@ def next_stage(x):
 
 @jax.custom_vjp
 def to_stages(x):
-    """Gather the microbatches of all stages: [M/S, ...] of each -> [M, ...] on each.
-
-    Transpose: `share_out` by stage 0, the only one that feeds them to the pipeline. So it is no sum over stages.
-    """
+    """Gather the microbatches of all stages: [M/S, ...] of each -> [M, ...] on each. Transpose: `share_out` by stage 0,
+    the only one that feeds them to the pipeline. So it is no sum over stages."""
     if lax.axis_size("pp") == 1:
         return x
     return lax.all_gather(x, "pp", axis=0, tiled=True)
@@ -367,10 +342,8 @@ to_stages.defvjp(lambda x: (to_stages(x), None), lambda _, g: (share_out(g, 0),)
 
 
 def share_out(x, stage):
-    """Scatter the microbatches [M, ...] of one stage -> [M/S, ...] on each. Transpose: the way back.
-
-    An all-to-all, of which each stage keeps what `stage` sent.
-    """
+    """Scatter the microbatches [M, ...] of one stage -> [M/S, ...] on each, by an all-to-all, of which each stage keeps
+    what `stage` sent. Transpose: the way back."""
     S = lax.axis_size("pp")
     if S == 1:
         return x

@@ -23,7 +23,7 @@ from runtime.files import write_file
 from runtime.messages import UserError, one_sentence, say
 from training import command_line
 
-if __name__ == "__main__":  # flags for XLA must stand in the environment before jax is imported
+if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
     flags = one_sentence(lambda: command_line.parse(sys.argv[1:]))
     if flags.cfg.plan.plan:
         platforms.use_no_device()
@@ -356,14 +356,14 @@ def print_setup(cfg, corpus, val_corpus):
 
 
 def open_tasks(cfg, mesh, encoding):
-    """What `make_judge` of inference/tasks.py makes for --eval_tasks; without that flag a function that returns {}.
+    """The function of `inference/tasks.py: make_task_scorer` for --eval_tasks; without that flag one that returns {}.
     Raises UserError on all processes where one has no such tasks."""
     score_tasks, error = (lambda *_: {}), None
     try:
         if cfg.run.eval_tasks:
             from inference import tasks  # here: it imports lm_eval
 
-            score_tasks = tasks.make_judge(cfg, mesh, encoding)
+            score_tasks = tasks.make_task_scorer(cfg, mesh, encoding)
     except UserError as e:  # which knows the flags of tools/evaluate.py
         said = str(e).replace("--tasks", "--eval_tasks")
         error = UserError(said.replace("--include_path", "--eval_tasks"))

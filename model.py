@@ -67,7 +67,8 @@ def param_table(cfg):
 
     def in_rounds(p):
         blocks, *shape = p.shape
-        return p._replace(shape=(rounds, blocks // rounds, *shape), spec=P(None, *p.spec))
+        shape = (rounds, blocks // rounds, *shape)
+        return p._replace(shape=shape, spec=P(None, *p.spec))
 
     if rounds > 1:
         for kind in arch.stacks & table.keys():
@@ -169,8 +170,9 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
     [M/S, B/dp, T/tp] of its tokens."""
     m, o = cfg.model, cfg.optimizer
     M, B, t = shape
-    sequences = M * lax.axis_size("pp") * B * lax.axis_size("dp")
-    tokens = sequences * t * lax.axis_size("tp")
+    dp, pp, tp = map(lax.axis_size, AXES)
+    sequences = M * pp * B * dp
+    tokens = sequences * t * tp
     arch = architecture(m.architecture)
     depths = m.mtp_depth if arch.mtp in loads else 0
     choices = tokens * m.experts_per_token * (m.blocks + depths)
@@ -251,14 +253,16 @@ def predict_further(cfg, x, targets, batch, top, layers):
     def run_depth(weights, _, scanned, depth):
         x, ids, microbatch = scanned
         x = x, arch.embed(top, jnp.maximum(ids, 0), None)
-        number, tokens = first_number + depth, batch.tokens(microbatch)
+        tokens = batch.tokens(microbatch)
+        number = first_number + depth
         x, (load, _), weights = run_layer(cfg, arch.mtp, weights, (depth,), number, x, tokens)
         return (), (x, load), weights
 
     total, loads = 0, []
     for depth in range(depths):
         first = lax.axis_index("tp") * t + depth
-        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1).reshape(M, B, t + 1)
+        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1)
+        ahead = ahead.reshape(M, B, t + 1)
         scanned = x, ahead[..., :-1], own_microbatches(M)
         step = functools.partial(run_depth, depth=depth)
         _, (x, load), weights = scan_layers(step, weights, (), scanned)
@@ -347,7 +351,16 @@ def embed(cfg, top, layers, batch):
         x, microbatch = scanned
         number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
         tokens = batch.tokens(microbatch)
-        x, _, weights = run_layers(cfg, arch.first, m.first_layers, weights, (), number, x, tokens)
+        x, _, weights = run_layers(
+            cfg,
+            arch.first,
+            m.first_layers,
+            weights,
+            block=(),
+            first=number,
+            x=x,
+            tokens=tokens,
+        )
         return (), x, weights
 
     x = jax.vmap(embed_one)(batch.ids, microbatches)
@@ -475,13 +488,26 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
         index = (turn, i) if cfg.run.pp_interleave > 1 else (i,)
         new_cache = {}
         if L > 1:
-            inner = cache.get(arch.inner)
             x, new_cache[arch.inner], weights = run_layers(
-                cfg, arch.inner, L - 1, weights, index, number, x, tokens, inner
+                cfg,
+                arch.inner,
+                L - 1,
+                weights,
+                block=index,
+                first=number,
+                x=x,
+                tokens=tokens,
+                cache=cache.get(arch.inner),
             )
-        last = cache.get(arch.last)
         x, (load, new_cache[arch.last]), weights = run_layer(
-            cfg, arch.last, weights, index, number + L - 1, x, tokens, last
+            cfg,
+            arch.last,
+            weights,
+            index,
+            number=number + L - 1,
+            x=x,
+            tokens=tokens,
+            cache=cache.get(arch.last),
         )
         return x, (load, new_cache), weights
 

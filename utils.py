@@ -305,7 +305,7 @@ class Run:
 
     @property
     def folder(self):
-        """The run directory: everything that the run writes stands in it."""
+        """The run directory: everything that the run writes is in it."""
         return os.path.join(self.output_dir, self.name)
 
 

@@ -83,10 +83,8 @@ def architecture(name):
 
 
 def flags_without_choice(name):
-    """{flag: value} of what stands in every configuration of an architecture.
-
-    That is its name, the flags that it does not have, and those that have one value in it.
-    """
+    """{flag: value} that every configuration of an architecture has: its name, the flags that it does not have, and
+    those that have one value in it."""
     own = architecture(name)
     absent = utils.absent_values()
     missing = {flag: value for flag, value in absent.items() if flag not in own.flags}

@@ -447,15 +447,14 @@ def layer_cost(m, kind):
 def hugging_face_tensors(m):
     """Yield the `Tensor`s of DeepseekV3ForCausalLM."""
     D, layers = m.model_dimension, m.first_layers + m.blocks
-    rows = (slice(0, m.vocab_size),)
-    yield hf.plain("model.embed_tokens.weight", ("embedding",), rows, (m.vocab_size, D))
+    yield hf.vocabulary("model.embed_tokens.weight", "embedding", m)
     for n in range(m.first_layers):
         yield from layer_tensors(m, n, ("first",), (n,), moe=False)
     for n in range(m.blocks):
         yield from layer_tensors(m, m.first_layers + n, ("moe",), (n,), moe=True)
     yield hf.plain("model.norm.weight", ("norm",), (), (D,))
     if not m.tied:
-        yield hf.plain(hf.HEAD, ("head",), rows, (m.vocab_size, D))
+        yield hf.vocabulary(hf.HEAD, "head", m)
     for d in range(m.mtp_depth):
         prefix = f"model.layers.{layers + d}"
         yield hf.plain(f"{prefix}.enorm.weight", ("mtp", "token_norm"), (d,), (D,))
@@ -640,16 +639,6 @@ def rope_flags(left):
     return flags
 
 
-HUGGING_FACE = hf.HuggingFace(
-    model_types=("deepseek_v3",),
-    tensors=hugging_face_tensors,
-    config=to_hugging_face,
-    entries=ENTRIES,
-    flags=from_hugging_face,
-    copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
-    held=held_predictors,
-)
-
 # --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
@@ -664,7 +653,15 @@ ARCHITECTURE = Architecture(
     norm=rms_norm,
     cache=latent_cache,
     layer_cost=layer_cost,
-    hugging_face=HUGGING_FACE,
+    hugging_face=hf.HuggingFace(
+        model_types=("deepseek_v3",),
+        tensors=hugging_face_tensors,
+        config=to_hugging_face,
+        entries=ENTRIES,
+        flags=from_hugging_face,
+        copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
+        held=held_predictors,
+    ),
     flags=FLAGS,
     check=check_flags,
 )

@@ -30,11 +30,8 @@ ROUND = 1.5  # slots of a bucket in a round of dropless experts, in multiples of
 
 
 def experts_table(cfg, up_std, down_std):
-    """Parameters of the routed experts, and the standard deviations with which they begin.
-
-    Every device of dp x tp holds experts of its own. Where there are fewer experts than devices, every device holds a
-    slice of all of them, and `gather_weight` makes from these the one expert that it computes.
-    """
+    """Parameters of the routed experts. Every device of dp x tp holds experts of its own, or, where experts are fewer,
+    a slice of all of them, from which `gather_weight` makes the one that it computes."""
     m = cfg.model
     D, E, F = m.model_dimension, m.n_experts, m.expert_width
     dp, _, tp = cfg.run.n_device_axis
@@ -47,7 +44,9 @@ def experts_table(cfg, up_std, down_std):
         active = m.experts_per_token / E
         return weight_param(cfg, shape, std, inputs, outputs, active=active, **lies)
 
-    up, down = (E, BRANCHES[m.activation], D, F), (E, D, F)
+    branches = BRANCHES[m.activation]
+    up = (E, branches, D, F)
+    down = (E, D, F)
     return dict(
         up=weight(up, up_std, inputs=(2,), outputs=(3,), dim=2),
         down=weight(down, down_std, inputs=(2,), outputs=(1,), dim=1),
@@ -79,11 +78,9 @@ def choose_experts(scores, wanted, m):
 
 
 def balance_loss(scores, chosen, m, split):
-    """Sequence-level load-balancing loss (DeepSeek-V3, equations 17 to 20), this device's part of sum_b sum_e f P.
-
-    scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it has no gradient and may be summed over tp.
-    An even load gives 1 per sequence.
-    """
+    """Sequence-level load-balancing loss (DeepSeek-V3, equations 17 to 20), this device's part of sum_b sum_e f P; an
+    even load gives 1 per sequence. scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it has no gradient
+    and may be summed over tp."""
     T = scores.shape[1]
     if split:
         T *= lax.axis_size("tp")
@@ -120,8 +117,8 @@ def queue(chosen, E):
     choice = chosen.T.reshape(-1)  # [k*n]
     hot = choice[:, None] == jnp.arange(E)
     queued = jnp.cumsum(hot.astype(jnp.int32), 0)  # [k*n, E] choices of each expert so far
-    rank = jnp.take_along_axis(queued, choice[:, None], 1)[:, 0] - 1
-    return Queues(choice, rank, queued[-1])
+    own = jnp.take_along_axis(queued, choice[:, None], 1)[:, 0]
+    return Queues(choice, rank=own - 1, length=queued[-1])
 
 
 class Places(NamedTuple):
@@ -136,7 +133,8 @@ def places(place, size, n):
     """`Places` of choices at `place` [k*n], `size` and more meaning none, of n tokens."""
     choices = len(place)
     place = jnp.minimum(place, size)
-    entry = jnp.full(size, choices).at[place].set(jnp.arange(choices), mode="drop")
+    entry = jnp.full(size, choices)
+    entry = entry.at[place].set(jnp.arange(choices), mode="drop")
     source = jnp.where(entry < choices, entry % n, n)
     return Places(place, entry, source)
 
@@ -183,11 +181,9 @@ def sum_leading(x):
 def take_rows(x, index, inverse):
     """Rows of x [n, D] at index [m]; index n gives zeros.
 
-    inverse [r, n] says where each row went, up to r times (m: nowhere). So the transpose is a gather too: a row's
-    gradient is the sum of those of its copies. Plain indexing would transpose to a scatter-add, which is slower.
-
-    Example: x = [10, 11, 12, 13] with index [2, 4, 0] gives [12, 0, 10]. Row 0 went to place 2, row 2 to place 0,
-    the others nowhere: inverse is [[2, 3, 0, 3]], and gradients [7, 8, 9] become [9, 0, 7, 0].
+    inverse [r, n] says where each row went, up to r times (m: nowhere). So the transpose is a gather too, not a slower
+    scatter-add. x = [10, 11, 12, 13] with index [2, 4, 0] gives [12, 0, 10]; row 0 went to place 2, row 2 to place 0:
+    inverse is [[2, 3, 0, 3]], and gradients [7, 8, 9] become [9, 0, 7, 0].
     """
     return x.at[index].get(mode="fill", fill_value=0)
 
@@ -218,7 +214,8 @@ def routed_experts(p, x, m, split, router):
     with jax.named_scope("route"):
         scores, chosen, gates = router(p, x.astype(jnp.float32), m)
     gates = gates.astype(x.dtype)
-    tokens = (chosen[..., None] == jnp.arange(E)).sum((0, 1))
+    hot = chosen[..., None] == jnp.arange(E)
+    tokens = hot.sum((0, 1))
 
     dropped = jnp.int32(0)
     if m.experts == "tiles":
@@ -226,18 +223,23 @@ def routed_experts(p, x, m, split, router):
     else:
         out, dropped = in_buckets(p["experts"], x, chosen, gates, m)
 
-    loss = balance_loss(scores.reshape(B, t, E), chosen.reshape(B, t, k), m, split)
-    load = Load(loss, tokens.astype(jnp.float32), dropped.astype(jnp.float32))
+    scores = scores.reshape(B, t, E)
+    chosen = chosen.reshape(B, t, k)
+    load = Load(
+        loss=balance_loss(scores, chosen, m, split),
+        tokens=tokens.astype(jnp.float32),
+        dropped=dropped.astype(jnp.float32),
+    )
     return out.reshape(B, t, D), load
 
 
 def in_tiles(weights, x, chosen, gates, E):
-    """Experts of all tokens of the devices that share them: every device gathers those tokens, computes the choices
-    that fall on its own experts, as many as there are, and the devices add up what they made of each token.
-
-    x [n, D] -> [n, D]; chosen and gates [n, k].
-    """
-    x, chosen, gates = [gather_tokens(a, E) for a in (x, chosen, gates)]
+    """Experts of all tokens of the devices that share them: every device gathers those tokens and computes the choices
+    that fall on its own experts; the devices add up what they made of each token. x [n, D] -> [n, D]; chosen and gates
+    [n, k]."""
+    x = gather_tokens(x, E)
+    chosen = gather_tokens(chosen, E)
+    gates = gather_tokens(gates, E)
     n, k = chosen.shape  # of all those devices
     own = len(weights["up"])
     choice = chosen - first_own_expert(E)
@@ -247,10 +249,12 @@ def in_tiles(weights, x, chosen, gates, E):
     queues = queue(choice, own)
     begins = group_begins(queues.length)
     size = row_space(n * min(k, own), own)
-    place = jnp.where(queues.choice < own, begins[queues.choice] + queues.rank, size)
+    is_own = queues.choice < own
+    place = jnp.where(is_own, begins[queues.choice] + queues.rank, size)
     at = places(place, size, n)
     rows = take_rows(x, at.source, at.place.reshape(k, n))  # [size, D]
-    gates = take_rows(gates.T.reshape(-1, 1), at.entry, at.place[None])  # [size, 1]
+    gates = gates.T.reshape(-1, 1)
+    gates = take_rows(gates, at.entry, at.place[None])  # [size, 1]
 
     # 2. The experts.
     up, down = weights["up"], weights["down"]
@@ -293,7 +297,8 @@ def one_round(C, first, queues, x, gates, up, down):
     buckets = to_experts(buckets.reshape(E, C, D))  # [E/(dp tp), dp tp, C, D]
 
     # 2. So do the gates: where they weigh the hidden channels, no pass, forward or back, needs the experts' outputs.
-    gates = take_rows(gates.T.reshape(-1, 1), at.entry, at.place[None])  # [E*C, 1]
+    gates = gates.T.reshape(-1, 1)
+    gates = take_rows(gates, at.entry, at.place[None])  # [E*C, 1]
     gates = gates.reshape(E, C, 1)
 
     # 3. The experts.
@@ -310,16 +315,16 @@ def one_round(C, first, queues, x, gates, up, down):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def later_rounds(C, rounds, queues, *operands):
-    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each; mostly there are none.
-
-    Its gradient is a second such loop, in which each round is computed anew; sums are in float32.
-    """
+    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each; mostly there are none. Its gradient is
+    a second such loop, in which each round is computed anew; sums are in float32."""
 
     def add(r, out):
-        return out + one_round(C, r * C, queues, *operands).astype(jnp.float32)
+        own = one_round(C, r * C, queues, *operands)
+        return out + own.astype(jnp.float32)
 
     x = operands[0]
-    out = lax.fori_loop(1, rounds, add, jnp.zeros(x.shape, jnp.float32))
+    zeros = jnp.zeros(x.shape, jnp.float32)
+    out = lax.fori_loop(1, rounds, add, zeros)
     return out.astype(x.dtype)
 
 
@@ -331,12 +336,11 @@ def _later_rounds_backward(C, arguments, d_out):
     rounds, queues, *operands = arguments
 
     def add(r, sums):
-        _, transpose = jax.vjp(functools.partial(one_round, C, r * C, queues), *operands)
-        return jax.tree.map(
-            lambda total, own: total + own.astype(jnp.float32), sums, transpose(d_out)
-        )
+        run = functools.partial(one_round, C, r * C, queues)
+        _, transpose = jax.vjp(run, *operands)
+        return [total + own.astype(jnp.float32) for total, own in zip(sums, transpose(d_out))]
 
-    zeros = tuple(jnp.zeros(operand.shape, jnp.float32) for operand in operands)
+    zeros = [jnp.zeros(operand.shape, jnp.float32) for operand in operands]
     sums = lax.fori_loop(1, rounds, add, zeros)
     gradients = [total.astype(operand.dtype) for total, operand in zip(sums, operands)]
     return None, None, *gradients

@@ -180,8 +180,7 @@ def hugging_face_tensors(m):
     """Yield the `Tensor`s of GPT2LMHeadModel for a utils.Model; its Conv1D holds [inputs, outputs], as we do."""
     D, F = m.model_dimension, m.ffn_width
     heads = (m.n_head, m.key_dim)
-    rows = (slice(0, m.vocab_size),)
-    yield hf.plain("transformer.wte.weight", ("embedding",), rows, (m.vocab_size, D))
+    yield hf.vocabulary("transformer.wte.weight", "embedding", m)
     yield hf.plain("transformer.wpe.weight", ("positions",), (), (m.T, D))
     for n in range(m.blocks):
         prefix = f"transformer.h.{n}"
@@ -199,7 +198,7 @@ def hugging_face_tensors(m):
             yield hf.plain(f"{name}.bias", ("gpt2", f"{leaf}_bias"), (n,), outputs, shape[1:])
     yield from norm_tensors("transformer.ln_f", ("norm",), (), D)
     if not m.tied:
-        yield hf.plain(hf.HEAD, ("head",), rows, (m.vocab_size, D))
+        yield hf.vocabulary(hf.HEAD, "head", m)
 
 
 def norm_tensors(name, leaf, at, D):
@@ -256,17 +255,6 @@ def from_hugging_face(flags, left):
     return flags
 
 
-HUGGING_FACE = hf.HuggingFace(
-    model_types=("gpt2",),
-    tensors=hugging_face_tensors,
-    config=to_hugging_face,
-    entries=ENTRIES,
-    flags=from_hugging_face,
-    copies=r"^lm_head.weight$|\.attn\.(masked_)?bias$",
-    prefix="transformer.",
-)
-
-
 # --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
@@ -277,7 +265,15 @@ ARCHITECTURE = Architecture(
     norm=layer_norm,
     cache=gpt2_cache,
     layer_cost=layer_cost,
-    hugging_face=HUGGING_FACE,
+    hugging_face=hf.HuggingFace(
+        model_types=("gpt2",),
+        tensors=hugging_face_tensors,
+        config=to_hugging_face,
+        entries=ENTRIES,
+        flags=from_hugging_face,
+        copies=r"^lm_head.weight$|\.attn\.(masked_)?bias$",
+        prefix="transformer.",
+    ),
     fixed=dict(activation="gelu"),
     learns_positions=True,
 )

@@ -44,8 +44,7 @@ class Tensor(NamedTuple):
     `model.layers.5.self_attn.kv_a_proj_with_mqa.weight` [R + 64, D] is transposed the part (2, :, Q:) of the leaf
     ("moe", "attention", "down") [layers, D, Q + R + 64], with its last 64 columns reordered.
 
-    Shared experts of a model without any have width 0 in the format; their tensors are empty, need not be in a file,
-    and have no leaf here.
+    Shared experts of a model without any have width 0 there: tensors that are empty and have no leaf here.
     """
 
     name: str
@@ -54,7 +53,9 @@ class Tensor(NamedTuple):
     at: tuple  # its part of that leaf: an int or a slice for each leading dim; the other dims are whole
     part: tuple  # shape of that part, without the dims that have an int in `at`
     transposed: bool = False  # torch's Linear holds [outputs, inputs]
-    rotated: int = 0  # so many last channels of the part are rotated: in pairs of neighbors there, of halves here
+    rotated: int = (
+        0  # last channels of the part that are rotated: in pairs of neighbors there, of halves here
+    )
 
     def ours(self, x):
         """Array of `shape` -> array of `part`."""
@@ -83,6 +84,11 @@ def linear(name, leaf, at, part, inputs=1, rotated=0):
 def plain(name, leaf, at, part, shape=None, rotated=0):
     """`Tensor` that is not transposed; shape: in the format, where it is not that of our part."""
     return Tensor(name, shape or part, leaf, at, part, rotated=rotated)
+
+
+def vocabulary(name, leaf, m):
+    """`Tensor` of a table with a row for each token; ours has further rows, of zeros."""
+    return plain(name, (leaf,), (slice(0, m.vocab_size),), (m.vocab_size, m.model_dimension))
 
 
 def swiglu(prefix, leaf, at, D, F):
@@ -182,26 +188,21 @@ SUPPORTED = dict(add_cross_attention=[False], pruned_heads=[{}, None])
 
 def require(left, kind, immaterial=frozenset(), **allowed):
     """Raise UserError where an entry that is left of a config may change a number: it has none of its values `allowed`,
-    or it is neither among these nor known to be immaterial. What is missing stands at the first of its values."""
+    or it is neither among these nor known to be immaterial."""
     allowed |= SUPPORTED
     for key, value in left.items():
-        if key in allowed:
-            refuse_other(key, value, allowed[key], kind)
-        elif key not in IMMATERIAL and key not in immaterial:
+        if key in IMMATERIAL or key in immaterial:
+            continue
+        if key not in allowed:
             raise UserError(
                 f"config.json: {key} is {value!r}, and what that changes in {kind} is not known here; "
                 f"remove the entry if it changes no number."
             )
-
-
-def refuse_other(key, value, values, kind):
-    """Raise UserError where the value of an entry is none of `values`."""
-    if value in values:
-        return
-    supported = [repr(v) for v in values if v is not None] or ["none"]
-    raise UserError(
-        f"config.json: {key} is {value!r}, but {kind} is supported with {' or '.join(supported)} only."
-    )
+        if value not in allowed[key]:
+            words = " or ".join(repr(v) for v in allowed[key] if v is not None) or "none"
+            raise UserError(
+                f"config.json: {key} is {value!r}, but {kind} is supported with {words} only."
+            )
 
 
 def float8_block(left, kind):

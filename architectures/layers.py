@@ -67,9 +67,10 @@ def gather(params, table, dtype):
     """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32."""
     leaves, tree = jax.tree.flatten(params)
     described = jax.tree.leaves(table, is_leaf=is_param)
-    gathered = [
-        gather_weight(w, p, dtype if p.cast else jnp.float32) for w, p in zip(leaves, described)
-    ]
+    gathered = []
+    for w, p in zip(leaves, described):
+        own = dtype if p.cast else jnp.float32
+        gathered.append(gather_weight(w, p, own))
     values = jax.tree.unflatten(tree, [weights.value for weights in gathered])
     grads = jax.tree.unflatten(tree, [weights.grad for weights in gathered])
     return WithGrad(values, grads)
@@ -80,8 +81,7 @@ def take(weights, index):
     """The values of one layer, at `index` of a stack of `WithGrad` (() for all of it), and the stack's grad.
 
     The caller carries that grad on to the next `take`. The transpose adds the layer's gradient to it at `index`, in
-    float32 and in place. The transpose of plain indexing would make a whole stack of zeros for every layer and add
-    those up.
+    float32 and in place, where that of plain indexing would make a whole stack of zeros for every layer.
 
     Example: a stack of two scalar layers w = [2, 3] in the loop
 
@@ -104,7 +104,8 @@ def _take_backward(index, gradients):
     layer_grads, stack_grads = gradients
 
     def add(stack_grad, layer_grad):
-        return stack_grad.at[index].add(layer_grad.astype(jnp.float32))
+        own = layer_grad.astype(jnp.float32)
+        return stack_grad.at[index].add(own)
 
     return WithGrad(None, jax.tree.map(add, stack_grads, layer_grads)), None
 
@@ -134,7 +135,8 @@ def _product_forward(spec, x, w):
 def _product_backward(spec, operands, g):
     x, w = operands
     x_dims, w_dims, g_dims = spec.replace("->", ",").split(",")
-    (first, a), (second, b) = sorted([(x_dims, x), (g_dims, g)], key=lambda pair: pair[1].size)
+    pairs = [(x_dims, x), (g_dims, g)]
+    (first, a), (second, b) = sorted(pairs, key=lambda pair: pair[1].size)
     # as a plain matrix product has its dims: those of both operands, then the first's, then the second's
     ordered = sorted(w_dims, key=lambda dim: (dim not in first, dim not in second))
     ordered = "".join(ordered)
@@ -153,15 +155,14 @@ _product.defvjp(_product_forward, _product_backward)
 def rms_norm(x, scale, eps):
     """Root-mean-square norm over the last dim (arXiv:1910.07467, equation 4), in float32; returns x's dtype."""
     x32 = x.astype(jnp.float32)
-    inverse = lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    square = jnp.mean(x32 * x32, -1, keepdims=True)
+    inverse = lax.rsqrt(square + eps)
     return (x32 * inverse * scale).astype(x.dtype)
 
 
 def dropout(x, rate, tokens, place):
-    """Zero a share `rate` of x [B, T/tp, D] and scale the rest up, behind an `AFTER_` place.
-
-    Each token's number in the step decides, so the result is the same on every mesh.
-    """
+    """Zero a share `rate` of x [B, T/tp, D] and scale the rest up, behind an `AFTER_` place. Each token's number in the
+    step decides, so the result is the same on every mesh."""
     if tokens.key is None:
         return x
     key = jax.random.fold_in(tokens.key, place)
@@ -169,17 +170,15 @@ def dropout(x, rate, tokens, place):
     def kept_channels(token_key):
         return jax.random.bernoulli(token_key, 1 - rate, x.shape[-1:])
 
-    keys = jax.vmap(jax.vmap(functools.partial(jax.random.fold_in, key)))(tokens.number)
+    fold_in = functools.partial(jax.random.fold_in, key)
+    keys = jax.vmap(jax.vmap(fold_in))(tokens.number)
     keep = jax.vmap(jax.vmap(kept_channels))(keys)
     dropped = jnp.where(keep, x / (1 - rate), 0)
     return dropped.astype(x.dtype)
 
 
 def rotary_frequencies(channels, base):
-    """Radians per position [channels/2] of pairs of channels, float32 (RoFormer, arXiv:2104.09864, section 3.2.2).
-
-    Four channels with base 10,000: 1 and 0.01.
-    """
+    """Radians per position [channels/2] of pairs of channels, float32 (RoFormer, arXiv:2104.09864, section 3.2.2)."""
     half = channels // 2
     return base ** (-np.arange(half, dtype=np.float32) / half)
 
@@ -191,8 +190,10 @@ def rotate(x, position, frequencies):
     """
     angle = position[..., None] * frequencies  # [..., channels/2]
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    a, b = a * cos - b * sin, b * cos + a * sin
+    rotated = jnp.concatenate([a, b], -1)
     return rotated.astype(x.dtype)
 
 
@@ -212,29 +213,24 @@ def write_cache(cache, new, position):
 
 
 def key_value_cache(layers, B, T, heads, channels):
-    """(shape, spec) of a stack of caches of keys and values, of so many heads and channels each.
-
-    For B sequences of at most T tokens; one layer has [B/dp, T, 2, heads/tp, channels].
-    """
+    """(shape, spec) of a stack of caches of keys and values for B sequences of at most T tokens; one layer has
+    [B/dp, T, 2, heads/tp, channels]."""
     return (layers, B, T, 2, heads, channels), P("pp", "dp", None, None, "tp", None)
 
 
 def extend_key_values(cache, kv, position):
-    """Writes keys and values kv [B, 2, H/tp, T, K] of new tokens at position [B, T] into a `key_value_cache`.
-
-    Returns those of all positions [B, 2, H/tp, T_max, K], and the cache. Without a cache, kv as it is, and None.
-    """
+    """Writes keys and values kv [B, 2, H/tp, T, K] of new tokens at position [B, T] into a `key_value_cache`. Returns
+    those of all positions [B, 2, H/tp, T_max, K], and the cache; without a cache, kv as it is, and None."""
     if cache is None:
         return kv, None
-    cache = write_cache(cache, jnp.moveaxis(kv, 3, 1), position)
+    kv = jnp.moveaxis(kv, 3, 1)
+    cache = write_cache(cache, kv, position)
     return jnp.moveaxis(cache, 1, 3), cache
 
 
 def project_heads(out, weight, tokens, m):
-    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D].
-
-    weight [H/tp, V, D], or [H, V, D] with --sequence_parallel ulysses.
-    """
+    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D] by weight [H/tp, V, D], or [H, V, D] with
+    --sequence_parallel ulysses."""
     if m.sequence_parallel == "ulysses":
         out = exchange_heads(out, tokens.split)  # [B, H, T/tp, V]
         return product("bhtv,hvd->btd", out, weight)
@@ -249,17 +245,17 @@ def activate(h):
     """[..., 2, F] -> SwiGLU (arXiv:2002.05202, equation 5); [..., 1, F] -> GELU. Returns [..., F]."""
     if h.shape[-2] == 1:
         return jax.nn.gelu(h[..., 0, :])
-    return jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
+    gate = jax.nn.silu(h[..., 0, :])
+    return gate * h[..., 1, :]
 
 
 def feed_forward_table(cfg, F, up_std, down_std):
     """Parameters of `feed_forward` with F hidden channels, and the standard deviations with which they begin."""
     D, branches = cfg.model.model_dimension, BRANCHES[cfg.model.activation]
+    up, down = split_over_tp(cfg, 2), split_over_tp(cfg, 1)
     return dict(
-        up=weight_param(cfg, (branches, D, F), up_std, inputs=(1,), dim=1, **split_over_tp(cfg, 2)),
-        down=weight_param(
-            cfg, (D, F), down_std, inputs=(1,), outputs=(0,), **split_over_tp(cfg, 1)
-        ),
+        up=weight_param(cfg, (branches, D, F), up_std, inputs=(1,), dim=1, **up),
+        down=weight_param(cfg, (D, F), down_std, inputs=(1,), outputs=(0,), **down),
     )
 
 

@@ -37,45 +37,24 @@ class Param(NamedTuple):
 
 
 def weight_param(
-    cfg,
-    shape,
-    std,
-    inputs=(0,),
-    outputs=(-1,),
-    over=("dp",),
-    dim=0,
-    fixed=None,
-    expert=0,
-    cast=True,
-    hidden=True,
-    **more,
+    cfg, shape, std, inputs=(0,), outputs=(-1,), over=("dp",), dim=0, fixed=None, **more
 ):
-    """`Param` of a weight that begins normal with standard deviation `std`; products with it lead from its dims
-    `inputs` to its dims `outputs`.
+    """`Param` of a weight from its dims `inputs` to its dims `outputs`, with standard deviation `std`.
 
     It is stored in parts along `dim`, over those of the mesh axes `over` that --fsdp allows and whose sizes divide it,
     and gathered before use. fixed {dim: axes}: dims that stay split in use. `more` are fields of `Param`.
     """
-    axes = storage_axes(cfg, over, shape[dim], expert)
-    spec = [None] * len(shape)
+    n = len(shape)
+    axes = storage_axes(cfg, over, shape[dim], more.get("expert"))
+    spec = [None] * n
     for fixed_dim, fixed_axes in (fixed or {}).items():
         spec[fixed_dim] = fixed_axes
-    gather = ()
+    facts = dict(cast=True, hidden=True) | more
     if axes:
         spec[dim] = axes
-        gather = (dim - len(shape), axes)
-    return Param(
-        tuple(shape),
-        P(*spec),
-        std,
-        gather=gather,
-        expert=expert,
-        cast=cast,
-        inputs=from_end(inputs, len(shape)),
-        outputs=from_end(outputs, len(shape)),
-        hidden=hidden,
-        **more,
-    )
+        facts["gather"] = (dim - n, axes)
+    dims = dict(inputs=from_end(inputs, n), outputs=from_end(outputs, n))
+    return Param(tuple(shape), P(*spec), std, **dims, **facts)
 
 
 def from_end(dims, n):
@@ -84,11 +63,9 @@ def from_end(dims, n):
 
 
 def storage_axes(cfg, over, size, expert):
-    """Those of the mesh axes `over` that split a dim of `size` of a weight while it is stored.
-
-    Not dp with --fsdp none, but for experts. While the axes do not divide the size, the first is left out (of experts,
-    which are exchanged over all of `over` at once, all).
-    """
+    """Those of the mesh axes `over` that split a dim of `size` of a weight while it is stored: not dp with --fsdp none,
+    but for experts; while they do not divide the size, the first is left out (of experts, which are exchanged over all
+    of `over` at once, all)."""
     if cfg.model.fsdp == "none" and not expert:
         over = tuple(axis for axis in over if axis != "dp")
     mesh_size = dict(zip(AXES, cfg.run.n_device_axis))
@@ -98,10 +75,8 @@ def storage_axes(cfg, over, size, expert):
 
 
 def split_over_tp(cfg, dim):
-    """Arguments of `weight_param` for a weight that is summed over `dim`, heads or feed-forward width.
-
-    With --sequence_parallel megatron tp splits that dim in use; with ulysses tp only stores a part of the weight.
-    """
+    """Arguments of `weight_param` for a weight that is summed over `dim`, heads or feed-forward width: with
+    --sequence_parallel megatron tp splits that dim in use, with ulysses it only stores a part of the weight."""
     if cfg.model.sequence_parallel == "megatron":
         return dict(fixed={dim: "tp"})
     return dict(over=("dp", "tp"))
@@ -129,8 +104,7 @@ def embedding_param(cfg, size, std, **more):
 
 
 def std_into(inputs):
-    """Standard deviation of a matrix that reads a residual or a latent of `inputs` channels: outputs begin as large
-    as inputs."""
+    """Standard deviation of a matrix of `inputs` inputs: outputs begin as large as these."""
     return 1 / math.sqrt(inputs)
 
 

@@ -186,8 +186,7 @@ def layer_cost(m, kind):
 def hugging_face_tensors(m):
     """Yield the `Tensor`s of Qwen3ForCausalLM, or of Qwen3MoeForCausalLM where there are experts."""
     D, K = m.model_dimension, m.key_dim
-    rows = (slice(0, m.vocab_size),)
-    yield hf.plain("model.embed_tokens.weight", ("embedding",), rows, (m.vocab_size, D))
+    yield hf.vocabulary("model.embed_tokens.weight", "embedding", m)
     for n in range(m.blocks):
         prefix = f"model.layers.{n}"
         for name, leaf, size in [
@@ -201,7 +200,7 @@ def hugging_face_tensors(m):
         yield from feed_forward_tensors(m, f"{prefix}.mlp", n)
     yield hf.plain("model.norm.weight", ("norm",), (), (D,))
     if not m.tied:
-        yield hf.plain(hf.HEAD, ("head",), rows, (m.vocab_size, D))
+        yield hf.vocabulary(hf.HEAD, "head", m)
 
 
 def attention_tensors(m, prefix, n):
@@ -269,8 +268,9 @@ def from_hugging_face(flags, left):
     if kind == "qwen3_moe":
         flags["n_experts"] = left.pop("num_local_experts", flags["n_experts"])  # transformers 5
         left.setdefault("norm_topk_prob", False)  # as transformers
-    elif not flags["head_dim"]:
-        flags["head_dim"] = 128  # as transformers; its other class divides hidden_size
+    else:
+        del flags["expert_dim"]  # there are no experts
+        flags["head_dim"] = flags["head_dim"] or 128  # as transformers; its other class divides
     flags["T"] = hf.take_T(left)
     flags["rope_base"], rope = hf.take_rope(left)
     hf.require(
@@ -288,15 +288,6 @@ def from_hugging_face(flags, left):
     return flags
 
 
-HUGGING_FACE = hf.HuggingFace(
-    model_types=("qwen3", "qwen3_moe"),
-    tensors=hugging_face_tensors,
-    config=to_hugging_face,
-    entries=ENTRIES | MOE_ENTRIES,
-    flags=from_hugging_face,
-    copies=r"^lm_head.weight$|rotary_emb.inv_freq$",
-)
-
 # --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
@@ -308,7 +299,14 @@ ARCHITECTURE = Architecture(
     norm=rms_norm,
     cache=qwen3_cache,
     layer_cost=layer_cost,
-    hugging_face=HUGGING_FACE,
+    hugging_face=hf.HuggingFace(
+        model_types=("qwen3", "qwen3_moe"),
+        tensors=hugging_face_tensors,
+        config=to_hugging_face,
+        entries=ENTRIES | MOE_ENTRIES,
+        flags=from_hugging_face,
+        copies=r"^lm_head.weight$|rotary_emb.inv_freq$",
+    ),
     flags=FLAGS,
     fixed=dict(activation="swiglu"),
     check=check_flags,

@@ -59,8 +59,7 @@ def encode_batch(encoding, dtype, skip, val_fraction, validation, batch):
     ids, warnings = [np.empty(0, dtype)], []
     for i, document in enumerate(batch):
         if document.lost:
-            count, n = document.lost
-            counts[count][i, 0] = n
+            counts[document.lost][i, 0] = 1
             continue
         try:
             text, replaced = read_text(document)

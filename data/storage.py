@@ -130,8 +130,7 @@ class Shard:
                 f"ids."
             )
         offset, n_tokens = f.tell(), shape[0]
-        torn = offset + n_tokens * dtype.itemsize > self.size
-        if torn or self.about.get("tokens", n_tokens) != n_tokens:
+        if offset + n_tokens * dtype.itemsize > self.size:
             raise self._damaged(f"it has {self.size:,} bytes")
         return offset, dtype, n_tokens
 

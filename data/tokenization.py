@@ -279,24 +279,21 @@ def keep_tokenizer(folder, name, replace=True):
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name
-    copies = {}
+    copies = [(name, f"tokenizer{ending}")]
     if ending == ".json":
         config = os.path.join(os.path.dirname(name), "tokenizer_config.json")
-        copies[config] = "tokenizer_config.json"
-    copies[name] = f"tokenizer{ending}"  # last: where it is there, all are
-    contents = {os.path.join(folder, copy): read_file(path) for path, copy in copies.items()}
-    contents = {copy: content for copy, content in contents.items() if content is not None}
-    there = {copy: read_file(copy) for copy in contents}
-    for copy, content in contents.items():
-        if there[copy] not in (None, content) and not replace:
+        copies.insert(0, (config, "tokenizer_config.json"))
+    for path, copy in copies:  # the tokenizer last: where it is there, all are
+        content, at = read_file(path), os.path.join(folder, copy)
+        there = read_file(at)
+        if content in (None, there):
+            continue
+        if there is not None and not replace:
             raise UserError(
-                f"{copy} is another file than the {os.path.basename(copy)} of --tokenizer {name}; move it away, or "
-                f"give another folder."
+                f"{at} is another file than the {copy} of --tokenizer {name}; move it away, or give another folder."
             )
-    for copy, content in contents.items():
-        if there[copy] != content:
-            write_file(copy, content)
-    return copies[name]
+        write_file(at, content)
+    return copy
 
 
 def folder_tokenizer_name(folder):

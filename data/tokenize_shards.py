@@ -56,7 +56,7 @@ class Options(Source):
     tokenizer: str = flag(MISSING, path=True)
     """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
     tokenizer.json; files are copied to OUTPUT."""
-    shard_tokens: int = flag(100_000_000, least=1)
+    shard_tokens: int = flag(100_000_000, least=1, most=2**40)
     """Tokens per shard; memory holds three of them."""
     val_fraction: float = flag(VAL_FRACTION, least=0, below=1)
     """Share of the documents that goes to val/: those whose text hashes lowest; where there are too few, the last share
@@ -137,21 +137,25 @@ def write(args, source, output, encoding):
         )
     fill(args, source, output, writers, encoding)
     totals = sum((writer.totals for writer in writers.values()), start=Counter())
-    check_text(args, writers, totals)
+    damaged = ""
+    if totals["damaged_files"] + totals["damaged_records"]:
+        files = many(totals["damaged_files"], "damaged file")
+        damaged = f"{files} and {many(totals['damaged_records'], 'damaged record')} left out"
+    check_text(args, writers, totals, damaged)
     output.finish(writers)
     if n := totals["replaced_characters"]:
         documents = many(totals["replaced_documents"], "document")
         warn("total", f"{many(n, 'character')} of {documents} became U+FFFD, not being UTF-8")
-    if words := left_out(totals):
-        warn("total", f"{words} left out; of a file, what comes before the damage is there")
+    if damaged:
+        warn("total", f"{damaged}; of a file, what comes before the damage is there")
     summaries = []
     for split, writer in writers.items():
         documents = many(writer.totals["documents"], "document")
         summaries.append(f"{split} {writer.n_tokens:,} tokens of {documents}")
     if n := totals["duplicate_documents"]:
-        how = (
-            "left out" if args.drop_duplicates else "among them (--drop_duplicates leaves them out)"
-        )
+        how = "among them (--drop_duplicates leaves them out)"
+        if args.drop_duplicates:
+            how = "left out"
         summaries.append(f"{many(n, 'exact duplicate')} {how}")
     return ", ".join(summaries)
 
@@ -185,28 +189,17 @@ def fill(args, source, output, writers, encoding):
             done = position["done"]
 
 
-def check_text(args, writers, totals):
-    """Raises UserError where a split has no text."""
+def check_text(args, writers, totals, damaged):
+    """Raises UserError where a split has no text. damaged: what was left out, in words."""
     n_documents = many(totals["documents"] + totals["empty_documents"], "document")
     if not totals["documents"]:
-        raise no_text(
-            args,
-            f"{n_documents}, all of them empty{', and ' * bool(left_out(totals))}{left_out(totals)}",
-        )
+        raise no_text(args, f"{n_documents}, all of them empty; {damaged}".rstrip("; "))
     for split, writer in writers.items():
         if not writer.n_tokens:
             raise UserError(
                 f"--val_fraction {args.val_fraction}: there is no text for {split} in {n_documents}; give more text "
                 f"or another fraction, of which 0 makes no val."
             )
-
-
-def left_out(totals):
-    """What --skip_damaged left out, by all runs that made these shards; "" where nothing."""
-    if not totals["damaged_files"] + totals["damaged_records"]:
-        return ""
-    files = many(totals["damaged_files"], "damaged file")
-    return f"{files} and {many(totals['damaged_records'], 'damaged record')}"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from data.command_line import VAL_FRACTION, Source, no_text, run
-from data.encoding import encode_text
 from data.sources.base import many
 from data.sources.kinds import open_source
 from data.splits import choose_validation, divide, text_of
@@ -50,26 +49,24 @@ def candidates(source):
     return documents
 
 
-def hash_of_name(document):
-    """What gives documents an order that looks random and is the same on every machine."""
-    return hashlib.sha256(os.fsencode(document.name)).digest()
-
-
 def sample(source):
-    """(texts to train on, held-out texts) of the first documents by hash, so from all over them.
+    """Texts to train on: of the documents by the hash of their names, so from all over them, the first ones.
 
-    None of the first is what data/tokenize_shards.py holds out by default: whole documents, or of a few their ends.
+    They hold nothing of what data/tokenize_shards.py holds out by default: whole documents, or of a few their ends.
     """
     validation = choose_validation(source, VAL_FRACTION)
-    training, held_out, sizes = [], [], [0, 0]  # in bytes
-    for document in sorted(candidates(source), key=hash_of_name):
-        if sizes[0] >= SAMPLE_BYTES:
+
+    def by_hash(document):
+        return hashlib.sha256(os.fsencode(document.name)).digest()
+
+    texts, size = [], 0  # in bytes
+    for document in sorted(candidates(source), key=by_hash):
+        if size >= SAMPLE_BYTES:
             break
-        parts = divide(text_of(document, source.skip), VAL_FRACTION, validation)
-        training.append(parts[0][: SAMPLE_BYTES - sizes[0]])
-        held_out.append(parts[1][: max(0, SAMPLE_BYTES // 20 - sizes[1])])
-        sizes = [size + len(part.encode()) for size, part in zip(sizes, parts)]
-    return training, held_out
+        text, _ = divide(text_of(document, source.skip), VAL_FRACTION, validation)
+        texts.append(text[: SAMPLE_BYTES - size])
+        size += len(text.encode())
+    return texts
 
 
 def train(texts, vocab_size):
@@ -89,12 +86,6 @@ def to_ranks(tokenizer):
     """{token bytes: rank}: the ids, which are given in the order of the merges, as tiktoken's ranks must be."""
     byte = {letter: b for b, letter in byte_letters().items()}
     return {bytes(byte[c] for c in token): rank for token, rank in tokenizer.get_vocab().items()}
-
-
-def bytes_per_token(texts, encoding):
-    n_bytes = sum(len(text.encode()) for text in texts)
-    n_tokens = sum(len(encode_text(text, encoding)) for text in texts)
-    return n_bytes / max(1, n_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,31 +110,27 @@ def parse():
 
 def main():
     args, start = parse(), time.monotonic()
-    training, held_out = sample(open_source(args))
-    if not any(training):
-        raise no_text(args, many(len(training), "document"))
-    tokenizer = train(training, args.vocab_size - 1)
+    texts = sample(open_source(args))
+    if not any(texts):
+        raise no_text(args, many(len(texts), "document"))
+    tokenizer = train(texts, args.vocab_size - 1)
     most = tokenizer.get_vocab_size() + 1
     if most < args.vocab_size:
         raise UserError(
             f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most."
         )
     ranks = dump_ranks(to_ranks(tokenizer))
-    ratio = bytes_per_token(held_out, load_ranks(args.output, ranks))
+    load_ranks(args.output, ranks)  # what it would refuse is not written
     try:
-        # a FIFO would be read until it has another writer
-        is_file = is_remote(args.output) or os.path.isfile(args.output)
-        if is_file and read_file(args.output) not in (None, b"", ranks):
+        if read_file(args.output) not in (None, b"", ranks):
             raise UserError(
                 f"{args.output}: is there already with other content; give another name, or remove it."
             )
         write_file(args.output, ranks)
     except UserError as e:
         raise UserError(f"--output {e}") from None
-    say(
-        f"{args.output}: {args.vocab_size} tokens, {ratio:.2f} bytes per token of held-out text, "
-        f"{time.monotonic() - start:.1f} s"
-    )
+    seconds = time.monotonic() - start
+    say(f"{args.output}: {args.vocab_size} tokens, {seconds:.1f} s")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ CHOICES = {"multiple_choice", "schema"}  # kinds of tasks whose answer is one of
 
 
 class CoreTask(NamedTuple):
-    """One of the tasks, of one of three `kind`s: choices of an answer, choices of a context (schema), or a
-    continuation."""
+    """One of the tasks: choices of an answer, choices of a context (schema), or a continuation."""
 
     name: str
     kind: str
@@ -40,16 +39,14 @@ def load(folders):
     with open(os.path.join(folder, "core.yaml")) as f:
         entries = yaml.safe_load(f)["icl_tasks"]
     with open(os.path.join(folder, "eval_meta_data.csv"), newline="") as f:
-        chance = {
-            row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(f)
-        }
+        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(f)}
     tasks = []
     for entry in entries:
         with open(os.path.join(folder, "eval_data", entry["dataset_uri"]), encoding="utf-8") as f:
             rows = [json.loads(line) for line in f if line.strip()]
         random.Random(1337).shuffle(rows)  # so that the first ones represent all
         label, between = entry["label"], entry.get("continuation_delimiter", " ")
-        about = entry["icl_task_type"], between, entry["num_fewshot"][0], chance[label]
+        about = entry["icl_task_type"], between, entry["num_fewshot"][0], baselines[label] / 100
         tasks.append(CoreTask(f"{NAME}_{label}", *about, rows))
     return tasks
 

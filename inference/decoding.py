@@ -23,14 +23,13 @@ def make_decode(cfg, mesh):
     """`decode(params, ids, cache, offset, last)` on global arrays, on any mesh, of parameters in one round of blocks
     (pp_interleave 1).
 
-    ids int32 [B, n], B a multiple of dp, are the tokens of each sequence from position offset [B] on; the cache of
-    `empty_cache` holds what attention needs of the tokens before. Returns float32 logits [B, V] after token number
-    last [B] of each row of ids, and the cache with the n tokens added. Rows may be padded at their end: the cache
-    behind a row's last token is overwritten before it is read. No token is dropped.
+    ids int32 [B, n], B a multiple of dp, are the tokens of each sequence from position offset [B] on; the cache is that
+    of `empty_cache`. Returns float32 logits [B, V] after token number last [B] of each row of ids, and the cache with
+    the n tokens added. Rows may be padded at their end: the cache behind a row's last token is overwritten before it is
+    read. No token is dropped.
     """
     cfg = model.dropless(cfg)
-    m = cfg.model
-    arch = architecture(m.architecture)
+    m, arch = cfg.model, architecture(cfg.model.architecture)
 
     def local_decode(params, ids, cache, offset, last):
         tokens = Tokens(offset[:, None] + jnp.arange(ids.shape[1]), split=False)
@@ -43,22 +42,20 @@ def make_decode(cfg, mesh):
             return y, jax.tree.map(keep, new_cache, cache), weights
 
         x = arch.embed(top, ids, tokens.position)
-        blocks_cache = dict(cache)
-        first_cache = blocks_cache.pop(arch.first, None)
+        first = {}
         if m.first_layers:
-            x, first_cache, _ = model.run_layers(
-                cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, first_cache
+            cache = dict(cache)
+            own = cache.pop(arch.first)
+            x, first[arch.first], _ = model.run_layers(
+                cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, own
             )
         stacks = model.stacked(cfg, weights)
-        x, new_cache = model.pipeline(run_turn, stacks, x[None], blocks_cache)  # [1, B/dp, n, D]
-        if m.first_layers:
-            new_cache[arch.first] = first_cache
+        x, cache = model.pipeline(run_turn, stacks, x[None], cache)  # [1, B/dp, n, D]
 
-        x = jnp.take_along_axis(x[0], last[:, None, None], 1)  # [B/dp, 1, D]
-        x = x[:, 0]
+        x = jnp.take_along_axis(x[0], last[:, None, None], 1)[:, 0]  # [B/dp, D]
         x = collectives.from_last_stage(x, everywhere=True)
         x = arch.norm(x, top["norm"], m.norm_eps)
-        return loss.logits_of(x, top["head"], m.vocab_size).T, new_cache
+        return loss.logits_of(x, top["head"], m.vocab_size).T, cache | first
 
     rows = P("dp")
     caches = {kind: spec for kind, (_, spec) in arch.cache(cfg, 1, 1).items()}
@@ -72,23 +69,17 @@ def make_decode(cfg, mesh):
 
 
 def empty_cache(cfg, B, T):
-    """Cache of B sequences of at most T tokens, in model_dtype; each `Architecture.cache` says its size."""
-    m = cfg.model
-    cache = {}
-    for kind, (shape, _) in architecture(m.architecture).cache(cfg, B, T).items():
-        cache[kind] = jnp.zeros(shape, m.model_dtype)
-    return cache
+    """Cache of B sequences of at most T tokens, in model_dtype."""
+    sizes = architecture(cfg.model.architecture).cache(cfg, B, T)
+    return {kind: jnp.zeros(shape, cfg.model.model_dtype) for kind, (shape, _) in sizes.items()}
 
 
 # --- Drawing tokens ---------------------------------------------------------------------------------------------
 
 
 def draw_tokens(logits, key, s):
-    """Draw one token for each row of logits [B, V] as the settings `s` (utils.Sample) say, int [B].
-
-    Of the top_k most likely tokens (0: of all). Temperature 0 takes the most likely token. Each row draws with a key of
-    its own, so the size of the batch does not change what a row draws.
-    """
+    """Draw one token for each row of logits [B, V] as the settings `s` (utils.Sample) say, int [B]. Each row draws with
+    a key of its own, so the size of the batch does not change what a row draws."""
     if s.temperature == 0:
         return jnp.argmax(logits, -1)
     logits = logits / s.temperature
@@ -133,9 +124,8 @@ def from_integers(i):
 # --- Text -------------------------------------------------------------------------------------------------------
 
 
-CHUNK = (
-    8  # tokens that the devices draw for a row before the host looks at them: few looks cost little
-)
+# Tokens that the devices draw for a row before the host looks at them: few looks cost little
+CHUNK = 8
 
 
 def make_stream(cfg, mesh, s, length, chunk=CHUNK):
@@ -143,8 +133,7 @@ def make_stream(cfg, mesh, s, length, chunk=CHUNK):
     `length` tokens: `prefill(params, ids [B, n], lengths [B], key)` -> state, and `advance(params, state)` -> state,
     the next tokens [chunk, B].
 
-    A state, which `advance` uses up, is (newest token [B], drawn but not yet in the cache; its position [B]; the cache;
-    the key of the next draw).
+    A state, which `advance` uses up: (newest token [B], not yet in the cache; its position [B]; cache; the next key).
     """
     decode = make_decode(cfg, mesh)
 
@@ -198,10 +187,8 @@ def draw_next(logits, key, s):
 
 
 def make_generate(cfg, mesh):
-    """`generate(params, prompt, key)`: continue the prompt, int32 [n], by max_tokens, inference_batch times over.
-
-    Returns int32 [inference_batch, n + max_tokens].
-    """
+    """`generate(params, prompt, key)`: continue the prompt, int32 [n], by max_tokens, inference_batch times over ->
+    int32 [inference_batch, n + max_tokens]."""
     s = cfg.sample
     dp, _, _ = cfg.run.n_device_axis
     B = math.ceil(s.inference_batch / dp) * dp

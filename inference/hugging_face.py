@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def format_of(config, where):
-    """(name, `HuggingFace`) of the architecture that a config.json is of. Raises UserError where none supports it."""
+    """(name, `HuggingFace`) of the architecture of a config.json. Raises UserError where none supports it."""
     formats = {}
     for name in architectures.names():
         form = architectures.architecture(name).hugging_face
@@ -189,8 +189,8 @@ def read_sound(there, name, block):
 
 
 def load(folder, abstract):
-    """Parameters like `abstract` (steps.abstract_params) from a folder: each tensor is read, put into its place on the
-    devices and forgotten. Raises UserError as `check` and `read_sound` do."""
+    """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError as `check`
+    and `read_sound` do."""
     config = read_json(folder, "config.json")
     _, form = format_of(config, os.path.join(folder, "config.json"))
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model
@@ -198,11 +198,9 @@ def load(folder, abstract):
     there = check(folder, filled(form.tensors(m)), form, block)
     if m.tied:
         check_head_is_tied(folder, there, form, m, block)
-    zeros = jax.jit(
-        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape), abstract),
-        out_shardings=jax.tree.map(lambda a: a.sharding, abstract),
-    )
-    params = zeros()
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape), abstract)
+    params = jax.jit(zeros, out_shardings=shardings)()
     for t in filled(form.tensors(m)):
         part = t.ours(read_sound(there, name_in(there, t.name, form), block))
         *parents, last = t.leaf
@@ -215,9 +213,9 @@ def check_head_is_tied(folder, there, form, m, block):
     """Raise UserError where the files hold a head that is not the embedding."""
     embedding = next(form.tensors(m)).name
     head, rows = (name_in(there, name, form) for name in (hf_format.HEAD, embedding))
-    if head not in there:
-        return
-    if not np.array_equal(read_sound(there, head, block), read_sound(there, rows, block)):
+    if head in there and not np.array_equal(
+        read_sound(there, head, block), read_sound(there, rows, block)
+    ):
         raise UserError(
             f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings "
             f"must be false there."

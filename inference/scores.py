@@ -34,11 +34,8 @@ class Scored(NamedTuple):
 
 def make_scorer(cfg, mesh, batch_size):
     """`score(params, pieces, T)`: an iterable of `Piece`s of at most T targets -> an iterator over their `Scored`, in
-    order. Every process gives the same pieces and gets all of the results.
-
-    Batches are batch_size sequences per device of dp and stage of pp. They are padded to T; without it each to the
-    first of `lengths` that its longest piece fits in, so that few programs are compiled.
-    """
+    order. Every process gives the same pieces and gets all of the results. Batches are batch_size sequences per device
+    of dp and stage of pp. They are padded to T; without it to a length of `length_for`."""
     dp, pp, tp = cfg.run.n_device_axis
     kernel = ATTENTION[model.for_devices(cfg, mesh).model.attention]
     multiple = math.lcm(tp, kernel.multiple)  # of which the length must be one

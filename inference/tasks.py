@@ -148,10 +148,8 @@ class TaskModel(TemplateLM):
 
     def continued(self, params, prompts, options, until):
         """The texts that follow the token ids of at most `rows` prompts, each up to the first of the strings until."""
-        n, chunks = (
-            length_for(max(map(len, prompts))),
-            math.ceil(options.max_tokens / decoding.CHUNK),
-        )
+        n = length_for(max(map(len, prompts)))
+        chunks = math.ceil(options.max_tokens / decoding.CHUNK)
         filled = [*prompts, *[[self.eot_token_id]] * (self.rows - len(prompts))]
         prefill, advance = self.stream(options, n + chunks * decoding.CHUNK)
         state = prefill(params, *decoding.pad(filled, n), jax.random.key(0))
@@ -198,8 +196,8 @@ def draws(settings, encoding):
 
 def load(words, folders, lm, num_fewshot=None):
     """{"tasks": {name: task}, "groups": {name: group}, "core": [core.CoreTask]} of the tasks, groups, tags and patterns
-    in `words`, with commas or spaces between them, which lm_eval, the task files in `folders` and `core` know. Raises
-    UserError where one cannot be asked."""
+    in `words`, with commas between them, which lm_eval, the task files in `folders` and `core` know. Raises UserError
+    where one cannot be asked."""
     names = [name for word in words for name in word.split(",") if name]
     if not names:
         raise UserError("--tasks: there is no name of a task in it.")
@@ -209,22 +207,15 @@ def load(words, folders, lm, num_fewshot=None):
     loaded = {"tasks": {}, "groups": {}, "core": []}
     manager = TaskManager(include_path=list(folders), include_defaults=False)
     if not all(name == core.NAME or manager.match_tasks([name]) for name in names):
-        manager = TaskManager(
-            include_path=list(folders)
-        )  # with its own, which it reads for seconds
+        manager = TaskManager(include_path=list(folders))  # with its own, which takes seconds
     for name in names:
         try:
             if name == core.NAME:
                 loaded["core"] = core.load(folders)
-                continue
-            if not manager.match_tasks([name]):
-                raise UserError(f"there is no such task{nearest(name, manager.all_tasks)}")
-            with fixed_seeds():
-                found = manager.load(manager.match_tasks([name]))
-                for task in found["tasks"].values():
-                    prepare(task, lm, num_fewshot)
-            loaded["tasks"] |= found["tasks"]
-            loaded["groups"] |= found.get("groups", {})
+            else:
+                found = load_task(manager, name, lm, num_fewshot)
+                loaded["tasks"] |= found["tasks"]
+                loaded["groups"] |= found.get("groups", {})
         except UserError as e:
             raise UserError(f"--tasks {name}: {e}.") from None
         except Exception as e:  # of lm_eval, of datasets, or of what the task file says
@@ -234,6 +225,17 @@ def load(words, folders, lm, num_fewshot=None):
                 f"file must suit it."
             ) from None
     return loaded
+
+
+def load_task(manager, name, lm, num_fewshot):
+    """{"tasks": {name: task}, "groups": {name: group}} of one word of --tasks, prepared."""
+    if not manager.match_tasks([name]):
+        raise UserError(f"there is no such task{nearest(name, manager.all_tasks)}")
+    with fixed_seeds():
+        found = manager.load(manager.match_tasks([name]))
+        for task in found["tasks"].values():
+            prepare(task, lm, num_fewshot)
+    return found
 
 
 def prepare(task, lm, num_fewshot):
@@ -258,7 +260,7 @@ def prepare(task, lm, num_fewshot):
 
 def ask(lm, params, loaded, limit=0, bootstrap=0):
     """lm_eval's results of what `load` returns: at most `limit` questions of each task, 0 for all. bootstrap: draws for
-    the standard error of metrics that have no formula for it; 0: no standard errors at all."""
+    standard errors that have no formula; 0: no standard errors at all."""
     lm.params = params
     results = {"results": {}, "versions": {}}
     if loaded["tasks"]:
@@ -302,9 +304,9 @@ def numbers(results):
 # --- A training run -----------------------------------------------------------------------------------------------
 
 
-def make_judge(cfg, mesh, encoding):
-    """`judge(params, step, last, watchdog)` -> {"tasks/TASK/METRIC": number} of --eval_tasks in a training run, on its
-    mesh; {} where they are not due. Raises UserError where a task cannot be asked."""
+def make_task_scorer(cfg, mesh, encoding):
+    """`score_tasks(params, step, last, watchdog)` -> {"tasks/TASK/METRIC": number} of --eval_tasks in a training run,
+    on its mesh; {} where they are not due. Raises UserError where a task cannot be asked."""
     run = cfg.run
     if encoding is None:
         raise UserError("--tasks: the tokenizer of the shards is not known; give --tokenizer.")
@@ -314,7 +316,7 @@ def make_judge(cfg, mesh, encoding):
     folders = [name for name in given if "/" in name]
     loaded = load([name for name in given if name not in folders], folders, lm)
 
-    def judge(params, step, last, watchdog):
+    def score_tasks(params, step, last, watchdog):
         if not last and step % run.save_steps:
             return {}
         watchdog.begin("tasks", step)
@@ -324,4 +326,4 @@ def make_judge(cfg, mesh, encoding):
         say(f"tasks at step {step}:  {'  '.join(words)}")
         return found
 
-    return judge
+    return score_tasks

@@ -14,11 +14,8 @@ from training.checkpointing import Checkpoints
 
 def open_weights(folder):
     """({flag: value} of the model in `folder`, load_weights), where load_weights(abstract) reads its parameters and
-    places them as `abstract`, of `steps.abstract_params`, says.
-
-    `folder` is a run directory, whose newest sound checkpoint is taken, or in the Hugging Face format. Raises UserError
-    where it is neither.
-    """
+    places them like `abstract`, of `steps.abstract_params`. `folder` is a run directory, whose newest sound checkpoint
+    is taken, or in the Hugging Face format. Raises UserError where it is neither."""
     config = settings.run_config(folder)
     if "model_type" in config:
         if is_remote(folder):
@@ -31,33 +28,26 @@ def open_weights(folder):
         raise UserError(
             f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)."
         )
-    flags = model_of_run(config, folder)
+    settings.check_stored(config, folder, ["architecture"])
+    flags = {name: config[name] for name in vars(utils.Model()) if name in config}
+    settings.check_model(flags, os.path.join(folder, "config.json"))
     cfg = utils.replace(utils.Config(), pp_interleave=1, **flags)
     explain = functools.partial(settings.other_flags, cfg)
     checkpoints = Checkpoints(os.path.join(folder, "checkpoints"), explain=explain)
     return flags, checkpoints.restore_params
 
 
-def model_of_run(config, folder):
-    """{flag: value} of the model that a run's config.json tells of. Raises UserError for values that no model has."""
-    settings.check_stored(config, folder, ["architecture"])
-    flags = {name: config[name] for name in vars(utils.Model()) if name in config}
-    settings.check_model(flags, os.path.join(folder, "config.json"))
-    return flags
-
-
 def positions(folder, T):
-    """Tokens of the longest sequence that the model in `folder` was made for; T: what `open_weights` says that it was
-    trained with, which may be less."""
+    """Tokens of the longest sequence that the model in `folder` was made for; T: that of `open_weights`, which may be
+    less."""
     config = read_json(folder, "config.json")
     most = config.get("max_position_embeddings") or config.get("positions")
     return most if isinstance(most, int) else T
 
 
 def check_tokenizer(where, folder, shards, flag="", warn=say):
-    """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than those that
-    the weights in `folder` know. Prints a warning where that is not known. where: begins the message; flag:
-    --tokenizer of the shards."""
+    """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than the weights
+    in `folder` know; warns where that is not known. where: begins the message; flag: --tokenizer of the shards."""
     encoding = tokenization.folder_tokenizer(folder)
     unknown = []
     for root, there, manifest in shards:

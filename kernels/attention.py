@@ -46,10 +46,8 @@ def attend(q, k, v, position, start):
 
 
 def blockwise_attention(q, k, v, position, start):
-    """`attend` of whole sequences, a block of queries at a time, each to the keys up to the block's end.
-
-    It computes little more than half of the scores and holds those of one block in memory.
-    """
+    """`attend` of whole sequences, a block of queries at a time, each to the keys up to the block's end: little more
+    than half of the scores, and those of one block in memory."""
     T = q.shape[2]
     size = query_block(T)
 
@@ -110,9 +108,8 @@ class Kernel(NamedTuple):
     function: Callable  # with the arguments and the result of `attend`
     platforms: tuple[str, ...]  # where it runs, as `platform_of` names them
     score_share: Callable  # utils.Model -> the share of the T x T scores that it computes
-    products: (
-        dict  # {call: (products over the keys' channels, over the values')}, the forward one first
-    )
+    # {call: (products over the keys' channels, over the values')}, the forward one first
+    products: dict
     multiple: int = 1  # of which T must be a multiple
     channels: float = math.inf  # that a key and a value may have together
 
@@ -154,18 +151,12 @@ ATTENTION = {
         score_share=lambda m: causal_share(m.T, query_block(m.T)),
         products=PLAIN,
     ),
-    "xla": Kernel(
-        attend,
-        platforms=EVERYWHERE,
-        score_share=lambda m: 1.0,
-        products=PLAIN,
-    ),
+    "xla": Kernel(attend, EVERYWHERE, score_share=lambda m: 1.0, products=PLAIN),
 }
 
 
 def platform_of(device):
-    """The platform of a jax device: cpu, tpu or gpu, or "other tpu" and "other gpu" for kinds without a kernel of their
-    own."""
+    """The platform of a jax device: cpu, tpu or gpu, or "other tpu" and "other gpu" for those without a kernel."""
     if device.platform == "tpu" and device.device_kind in OLD_TPUS:
         return "other tpu"
     if device.platform == "gpu" and device.compute_capability not in flash.CAPABILITIES:

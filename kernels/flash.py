@@ -108,8 +108,7 @@ def hide(scores, query, key, start):
 
 
 def over_keys(step, carry, first, start_ref, blocks):
-    """The carry after step(block of keys, carry, masked) for all that the queries from `first` on see: blocks on the
-    diagonal, then those before it."""
+    """The carry after step(block of keys, carry, masked) for all that the queries from `first` on see."""
     diagonal = first // blocks.walked
     end = diagonal + blocks.own // blocks.walked
     documents = start_ref is not None
@@ -119,8 +118,7 @@ def over_keys(step, carry, first, start_ref, blocks):
 
 
 def over_queries(step, carry, first, last, blocks, documents):
-    """The carry after step(block of queries, carry, masked) for all up to `last` that see the keys from `first` on:
-    blocks on the diagonal, then those after it."""
+    """The carry after step(block of queries, carry, masked) for all up to `last` that see the keys from `first` on."""
     diagonal = first // blocks.walked
     after = diagonal + blocks.own // blocks.walked
     end = pl.cdiv(last, blocks.walked)
@@ -226,8 +224,7 @@ def flash_backward_keys(
 
 
 def of_a_head(array, H):
-    """What the program of one of H heads sees of [B, T, H, channels], or of fewer heads that groups of H share; of
-    [B, H, T]; or of [B, n] that all heads share."""
+    """What the program of one of H heads sees of [B, T, H or fewer heads, channels], of [B, H, T], or of [B, n]."""
     if array is None:
         return None
     if array.ndim == 2:
@@ -308,8 +305,7 @@ def last_queries(start, size):
 
 
 def flash_attention(q, k, v, position, start):
-    """`attention.attend` of whole sequences: T is a multiple of 64, the type one of BLOCKS, and `start` never falls
-    along T."""
+    """`attention.attend` of whole sequences: T a multiple of 64, the type one of BLOCKS, `start` never falls."""
 
     def padded(array):
         array = array.swapaxes(1, 2)

@@ -1,6 +1,6 @@
 """Grouped products: every row through the feed-forward of its own expert, with no work for rows that are not there.
 
-Rows lie sorted by expert. A loop over experts runs a loop over tiles of rows, as many as there are; the gradient is a
+Rows lie sorted by expert. A loop over experts runs a loop over its tiles of rows; the gradient is a
 second such loop, written by hand, since jax cannot transpose a loop of unknown length. On a CPU this takes half the
 time of products over buckets with room for 1.5 times the mean load.
 """
@@ -23,7 +23,7 @@ def padded(rows):
 
 
 def row_space(choices, experts):
-    """Number of rows that hold so many choices of so many experts, however they fall: each expert begins a tile."""
+    """Number of rows that hold the choices, however they fall on the experts: each expert begins a tile."""
     return padded(choices) + experts * SMALL
 
 
@@ -39,11 +39,9 @@ def expected_trips(n):
 
 
 def for_tiles(begin, end, expected, rows, step, carry):
-    """`carry` after `step(at, size, carry)` for each tile of the rows from `begin` to `end`, a multiple of small tiles.
-
-    Rows 64 to 416: a tile of 256 rows at 64, then tiles of 32 at 320, 352 and 384. There are `rows` of all experts,
-    and `expected` of this one where the load is even.
-    """
+    """`carry` after `step(at, size, carry)` for each tile of the rows from `begin` to `end`, a multiple of small tiles:
+    of rows 64 to 416, 256 at 64, then 32 at 320, 352 and 384. There are `rows` of all experts, `expected` of this one
+    where the load is even."""
     expected = padded(expected)
     for size in TILES:
         if size >= rows:
@@ -118,17 +116,11 @@ def _backward(activate, expected, operands, d_out):
             return put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at), d_up, d_down
 
         begin = d_rows, d_gates, float32_zeros(own_up), float32_zeros(own_down)
-        d_rows, d_gates, own_d_up, own_d_down = for_tiles(
-            begins[e], begins[e + 1], expected, len(rows), step, begin
-        )
+        end = for_tiles(begins[e], begins[e + 1], expected, len(rows), step, begin)
+        d_rows, d_gates, own_d_up, own_d_down = end
         return d_rows, d_gates, d_up.at[e].set(own_d_up), d_down.at[e].set(own_d_down)
 
-    zeros = (
-        jnp.zeros_like(rows),
-        jnp.zeros_like(gates),
-        float32_zeros(up),
-        float32_zeros(down),
-    )
+    zeros = jnp.zeros_like(rows), jnp.zeros_like(gates), float32_zeros(up), float32_zeros(down)
     d_rows, d_gates, d_up, d_down = lax.fori_loop(0, len(up), expert, zeros)
     return d_rows, d_gates, d_up.astype(up.dtype), d_down.astype(down.dtype), None
 

@@ -12,10 +12,8 @@ LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
 
 
 def logits_of(x, embedding, vocab_size):
-    """Logits float32 [V, n] of x [n, D] by embedding [V, D]. Rows from vocab_size on are padding: -inf.
-
-    A token is a column: so CPUs compute the gradient of the embedding, which is a sum over tokens, four times as fast.
-    """
+    """Logits float32 [V, n] of x [n, D] by embedding [V, D], -inf in the rows from vocab_size on, which are padding. A
+    token is a column: so CPUs compute the gradient of the embedding, a sum over tokens, four times as fast."""
     logits = jnp.einsum("vd,nd->vn", embedding, x, preferred_element_type=jnp.float32)
     if embedding.shape[0] == vocab_size:
         return logits
@@ -54,10 +52,8 @@ def token_losses(x, embedding, targets, vocab_size, chunk):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(x, embedding, targets, vocab_size, chunk):
-    """Sum of the losses of `token_losses`, float32 [].
-
-    The forward pass computes the gradients too, chunk by chunk, so no logits are computed twice.
-    """
+    """Sum of the losses of `token_losses`, float32 []. The forward pass computes the gradients too, chunk by chunk, so
+    no logits are computed twice."""
     losses, _ = token_losses(x, embedding, targets, vocab_size, chunk)
     return losses.sum()
 

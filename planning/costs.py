@@ -23,30 +23,6 @@ from kernels import attention, grouped, loss
 from planning import hlo
 from training import muon
 
-
-class Sizes:
-    """How a step of a validated Config is cut up."""
-
-    def __init__(self, cfg):
-        microbatches = cfg.data.microbatches
-        self.dp, self.pp, self.tp = cfg.run.n_device_axis
-        # in each tick every stage runs its blocks of one round, see model.pipeline
-        self.ticks = cfg.run.pp_interleave * microbatches + self.pp - 1
-        self.own = microbatches // self.pp  # that a device embeds and takes the loss of
-        self.B = cfg.data.train_batch_size // microbatches  # sequences of one, on a device
-        self.tokens = self.B * cfg.model.T  # of a microbatch on a device, as attention sees them
-        self.own_tokens = self.tokens / self.tp  # and outside attention, tp splitting the sequence
-        self.bytes = 2 if cfg.model.model_dtype == "bfloat16" else 4  # of a number in model_dtype
-        # {kind of layer: (layers on a device that run one after another, times that they run forward)}
-        self.runs = {}
-        arch = architecture(cfg.model.architecture)
-        for kind, layers in arch.numbers(cfg.model).items():
-            if kind in arch.stacks:
-                self.runs[kind] = layers // (self.pp * cfg.run.pp_interleave), self.ticks
-            else:
-                self.runs[kind] = layers, self.own
-
-
 # Constants fitted to what compilers report of the configurations in docs/planning.md. The GPU compiler reports no
 # times: there they follow the operations of programs (`read_program`).
 # {constant: on (TPUs, TPUs whose compiler forms operands inside products, GPUs)}
@@ -158,7 +134,7 @@ class Estimate:
         self.cfg, self.m, self.machine = cfg, cfg.model, machine
         column = 2 if machine.platform == "gpu" else int(machine.chip.fuses)
         self.fit = {name: values[column] for name, values in FITTED.items()}
-        self.s = Sizes(cfg)
+        self.cut_up(cfg)
         self.batches = cfg.run.accumulation_steps
         self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
         self.flops = 0.0  # of matrix products
@@ -168,9 +144,9 @@ class Estimate:
         self.operands = 0.0  # memory traffic of matrix products, bytes
         self.passes = 0.0  # memory traffic of everything else, bytes
         self.weights = self.optimizer = 0.0  # bytes; of AdamW's two moments or Muon's one
-        self.batch = 8 * self.batches * self.s.own * self.s.own_tokens  # bytes, with targets
+        self.batch = 8 * self.batches * self.own * self.own_tokens  # bytes, with targets
         self.activations = 0.0  # bytes kept from the forward pass for the backward pass
-        self.bubble = (self.s.pp - 1) / self.s.ticks  # share of the ticks in which a stage idles
+        self.bubble = (self.pp - 1) / self.ticks  # share of the ticks in which a stage idles
         gathered, largest = self.add_weights()
         kept, widest = self.add_layers()
         self.add_head()
@@ -179,6 +155,26 @@ class Estimate:
         self.add_pipeline()
         # bytes of all else: gradients, gathered weights, one layer's and the head's intermediates
         self.workspace = self.peak(gathered, largest, kept, widest)
+
+    def cut_up(self, cfg):
+        """Set how the step is cut up."""
+        microbatches = cfg.data.microbatches
+        self.dp, self.pp, self.tp = cfg.run.n_device_axis
+        # in each tick every stage runs its blocks of one round, see model.pipeline
+        self.ticks = cfg.run.pp_interleave * microbatches + self.pp - 1
+        self.own = microbatches // self.pp  # that a device embeds and takes the loss of
+        self.B = cfg.data.train_batch_size // microbatches  # sequences of one, on a device
+        self.tokens = self.B * cfg.model.T  # of a microbatch on a device, as attention sees them
+        self.own_tokens = self.tokens / self.tp  # and outside attention, tp splitting the sequence
+        self.bytes = 2 if cfg.model.model_dtype == "bfloat16" else 4  # of a number in model_dtype
+        # {kind of layer: (layers on a device that run one after another, times that they run forward)}
+        self.runs = {}
+        arch = architecture(cfg.model.architecture)
+        for kind, layers in arch.numbers(cfg.model).items():
+            if kind in arch.stacks:
+                self.runs[kind] = layers // (self.pp * cfg.run.pp_interleave), self.ticks
+            else:
+                self.runs[kind] = layers, self.own
 
     def send(self, kind, axes, whole, times=1, count=1, n=0):
         """Add collectives along some axes, or the one named: `count` of them, `times` times in a step.
@@ -206,18 +202,18 @@ class Estimate:
         the loop of gradient accumulation what does not depend on it; the TPU compiler does not: there it is once a
         batch, but gradients of copies are summed outside the loop.
         """
-        m, s, rounds = self.m, self.s, self.cfg.run.pp_interleave
+        m, rounds = self.m, self.cfg.run.pp_interleave
         on_tpu = self.machine.platform == "tpu"
         with_muon = self.cfg.optimizer.optimizer == "muon"
         used, gathered = 0, defaultdict(int)
         for name, stack in model.param_table(self.cfg).items():
-            layers, times = s.runs.get(name, (1, 1))
+            layers, times = self.runs.get(name, (1, 1))
             if name in architecture(m.architecture).stacks:
                 layers, times = layers * rounds, times / rounds
             gradients = self.batches * times  # times that a layer gets one
             # times that it is gathered and that its gradients are scattered, layers each time
             use = self.batches if on_tpu else 1, self.batches, 1
-            if m.fsdp == "full" and name in s.runs:
+            if m.fsdp == "full" and name in self.runs:
                 use = gradients * (2 if m.remat != "none" else 1), gradients, layers
             for p in jax.tree.leaves(stack, is_leaf=is_param):
                 axes = [axis for entry in p.spec for axis in muon.real_axes(entry, self.split)]
@@ -227,14 +223,14 @@ class Estimate:
                 copies = set(collectives.AXES) - set(axes)
                 self.send("all-reduce", copies, 4 * own, 1 if on_tpu else self.batches)
                 whole = self.gather(p, own, *use)
-                if name in s.runs:
+                if name in self.runs:
                     gathered[name] += whole
                     used += whole * gradients
         self.passes += self.fit["weights"] * used
         self.operands += self.fit["operand_weights"] * used
         if self.machine.platform == "gpu" and m.remat == "none":  # kept each time that a layer runs
-            self.activations += s.bytes * used / self.batches
-        largest = max(n / s.runs[name][0] for name, n in gathered.items())
+            self.activations += self.bytes * used / self.batches
+        largest = max(n / self.runs[name][0] for name, n in gathered.items())
         return sum(gathered.values()), largest / rounds
 
     def gather(self, p, whole, forward, backward, count):
@@ -242,7 +238,7 @@ class Estimate:
         those that reduce and scatter its gradient in float32. Returns its size when gathered."""
         if not p.gather:
             return whole
-        width = self.s.bytes if p.cast else 4
+        width = self.bytes if p.cast else 4
 
         def both_ways(kind, back, axes, n=0):
             self.send(kind, axes, whole * width, forward, count, n)
@@ -268,8 +264,8 @@ class Estimate:
         fit, remat = self.fit, self.m.remat
         copies = fit["layer_copies_kept" if remat == "none" else "layer_copies"]
         kept, widest = 0, 0
-        channel = self.s.own_tokens * self.s.bytes  # bytes
-        for kind, (layers, times) in self.s.runs.items():
+        channel = self.own_tokens * self.bytes  # bytes
+        for kind, (layers, times) in self.runs.items():
             layer = Layer(self, kind)
             n = self.batches * layers * times
             layer.send(n)
@@ -288,20 +284,20 @@ class Estimate:
 
     def add_head(self):
         """Add the loss over the vocabulary."""
-        tokens = self.batches * self.s.own * self.s.own_tokens
+        tokens = self.batches * self.own * self.own_tokens
         logits = tokens * self.m.padded_vocab * (1 + self.m.mtp_depth)
         self.flops += 6 * logits * self.m.model_dimension  # and their two gradients
         self.passes += self.fit["logits"] * logits
 
     def add_muon(self):
         """Add what Muon does to a step's updates; training/muon.py deals the matrices out."""
-        width = self.s.bytes
+        width = self.bytes
         stacks = muon.stacks_of(muon.hidden_params(self.cfg), self.split)
         for group in muon.deal(stacks, self.split):
             rows, columns, copies = group.layout
             self.send("all-to-all", rows + columns, width * group.exchanged, 2)
             devices = np.arange(group.sharers)
-            near = differing_axes(devices, self.s.tp) if len(copies) > 1 else copies
+            near = differing_axes(devices, self.tp) if len(copies) > 1 else copies
             self.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
             self.flops += group.flops
             m, n = sorted(group.whole)
@@ -312,9 +308,9 @@ class Estimate:
     def add_pipeline(self):
         """Add what goes from stage to stage: every tick's activations to the next one and their gradients back; inputs
         and outputs are shared out."""
-        tick = self.s.own_tokens * self.m.model_dimension * self.s.bytes
+        tick = self.own_tokens * self.m.model_dimension * self.bytes
         everything = self.cfg.data.microbatches * tick
-        self.send("collective-permute", "pp", tick, self.batches * 2 * self.s.ticks)
+        self.send("collective-permute", "pp", tick, self.batches * 2 * self.ticks)
         self.send("all-gather", "pp", everything, self.batches)
         self.send("all-to-all", "pp", everything, self.batches * 3)
 
@@ -325,25 +321,27 @@ class Estimate:
         The peak is at one of three moments: while there are logits, in a layer's backward pass, or when the embedding's
         two gradients are added up.
         """
-        m, s, fit = self.m, self.s, self.fit
+        m, fit = self.m, self.fit
         embedding = m.padded_vocab * m.model_dimension
         accumulated = 0  # gradients summed up so far
         if self.batches > 1:
             accumulated = 4 * gathered if m.fsdp == "none" else self.weights
-        weights, gradients = s.bytes * gathered, 4 * gathered
+        weights, gradients = self.bytes * gathered, 4 * gathered
         if m.fsdp == "full":  # a layer at a time: its weights, the next one's, its gradient
-            weights, gradients = 2 * s.bytes * largest, 4 * largest + self.weights
+            weights, gradients = 2 * self.bytes * largest, 4 * largest + self.weights
         # a copy of what is kept of one microbatch, where several are kept
-        one_microbatch = kept / s.ticks if s.ticks > 1 else 0
-        tokens = s.own * s.own_tokens
+        one_microbatch = kept / self.ticks if self.ticks > 1 else 0
+        tokens = self.own * self.own_tokens
         # logits at once
         held = min(tokens, loss.LOSS_CHUNK[self.machine.platform]) * m.padded_vocab
         chunked = held < tokens * m.padded_vocab * (1 + m.mtp_depth)
 
-        at_logits = weights + (s.bytes + 4 * chunked) * embedding + 4 * fit["logit_copies"] * held
-        in_layer = weights + s.bytes * embedding + gradients + one_microbatch + widest
-        at_embedding = gradients + (s.bytes + 4) * embedding - kept
-        embedded = fit["own_copies"] * tokens * m.model_dimension * s.bytes
+        at_logits = (
+            weights + (self.bytes + 4 * chunked) * embedding + 4 * fit["logit_copies"] * held
+        )
+        in_layer = weights + self.bytes * embedding + gradients + one_microbatch + widest
+        at_embedding = gradients + (self.bytes + 4) * embedding - kept
+        embedded = fit["own_copies"] * tokens * m.model_dimension * self.bytes
         return accumulated + embedded + max(at_logits, in_layer, at_embedding)
 
     def seconds(self):
@@ -361,8 +359,8 @@ class Layer:
     """A layer's passes of one microbatch on one device."""
 
     def __init__(self, step, kind):
-        self.step, self.m, self.s = step, step.m, step.s
-        m, s, platform = self.m, self.s, step.machine.kernels
+        self.step, self.m = step, step.m
+        m, s, platform = step.m, step, step.machine.kernels
         arch = architecture(m.architecture)
         self.cost = arch.layer_cost(m, kind)
         self.in_tiles = choose_transport(m, platform) == "tiles"
@@ -390,7 +388,7 @@ class Layer:
 
     def flops(self):
         """Operations of matrix products, recomputed ones among them. A product [a, b] x [b, c] takes 2abc."""
-        m, s, cost = self.m, self.s, self.cost
+        m, s, cost = self.m, self.step, self.cost
         out = 2 * s.own_tokens * m.model_dimension * cost.ffn_width
         projections = 2 * s.own_tokens * cost.own_weights + (cost.branches + 1) * out
         projections += 2 * s.tokens * (m.n_head / s.tp) * cost.head_weights
@@ -415,7 +413,7 @@ class Layer:
         Tensor and sequence parallelism: arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1. Every
         collective runs in the forward pass, again where that is recomputed, and its transpose in the backward pass.
         """
-        m, s, cost, send = self.m, self.s, self.cost, self.step.send
+        m, s, cost, send = self.m, self.step, self.cost, self.step.send
         again, end_again = self.recomputes, self.recomputes and self.needs_end
         channel = s.tokens * s.bytes  # bytes
         # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
@@ -437,7 +435,7 @@ class Layer:
 
     def send_tokens(self, n, again, end_again):
         """Add what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
-        m, s, send = self.m, self.s, self.step.send
+        m, s, send = self.m, self.step, self.step.send
         apart, _ = expert_axes(m.n_experts, self.step.split)
         devices = self.sharers
         if not self.in_tiles:  # buckets
@@ -458,7 +456,7 @@ class Layer:
     def channels(self):
         """Channels per token of products with weights, as --remat dots keeps them; of all that is computed; and of what
         is computed in routed experts, which both leave out."""
-        m, s, cost = self.m, self.s, self.cost
+        m, s, cost = self.m, self.step, self.cost
         D = m.model_dimension
         added = D * (s.tp if self.megatron else 1)  # to the residual
         products = cost.products + cost.branches * cost.ffn_width + added
@@ -480,5 +478,5 @@ class Layer:
         kept = fit["kept"] * computed + fit["experts_kept"] * in_experts
         if self.scores_backward <= 2 * self.scores:  # they are not computed anew
             per_score = 2 * (self.cost.query_channels + self.cost.value_channels)
-            kept += fit["scores_kept"] * self.scores / per_score / self.s.own_tokens
+            kept += fit["scores_kept"] * self.scores / per_score / self.step.own_tokens
         return kept

@@ -28,25 +28,8 @@ from training.optimizer import make_optimizer
 LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
 
 
-class Compiler(NamedTuple):
-    """What compiles for machines of one platform."""
-
-    name: str
-    install: str  # how it is had
-    options: dict  # of a compilation
-
-    @property
-    def missing(self):
-        return f"{self.name} is not installed ({self.install}), so these are the formulas' numbers alone"
-
-
-COMPILERS = {
-    "tpu": Compiler("the TPU compiler", 'pip install "jax[tpu]"', {}),
-    # no GPU is there to time tiles on
-    "gpu": Compiler(
-        "the GPU compiler", "bash setup_tpu.sh plan-gpu", {"xla_gpu_autotune_level": 0}
-    ),
-}
+# {platform: how its compiler is installed}
+INSTALL = {"tpu": 'pip install "jax[tpu]"', "gpu": "bash setup_tpu.sh plan-gpu"}
 
 
 class Machine(NamedTuple):
@@ -61,7 +44,8 @@ class Machine(NamedTuple):
 
     @property
     def compiler(self):
-        return COMPILERS[self.platform]
+        """Its compiler, in words."""
+        return f"the {self.platform.upper()} compiler"
 
     @property
     def slices(self):
@@ -181,9 +165,10 @@ def compile_step(cfg, devices):
 
 def compiler_options(platform):
     """Options of the compiler for a platform, those that a run's environment gives it among them."""
-    if platform not in COMPILERS:
+    if platform not in INSTALL:
         return {}
-    options = dict(COMPILERS[platform].options)
+    # no GPU is there to time tiles on
+    options = {"xla_gpu_autotune_level": 0} if platform == "gpu" else {}
     for flag in platforms.XLA_FLAGS[platform]:
         name, value = flag.removeprefix("--").split("=")
         options[name] = {"true": True, "false": False}.get(value, value)
@@ -218,7 +203,7 @@ def ask_compiler(cfg, machine):
             check = re.search(r"Check failed: .*\S|INTERNAL: .{,100}", f"{log.read()}\n{e}")
             why = f" ({check[0]})" if check else ""
             say(
-                f"{machine.compiler.name} crashes on this step, an error of its own{why}, and may crash on the machine "
+                f"{machine.compiler} crashes on this step, an error of its own{why}, and may crash on the machine "
                 f"too; these are the formulas' numbers; another mesh or width may compile"
             )
             return None

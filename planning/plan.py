@@ -508,7 +508,10 @@ def main(flags):
         best, a, text = cfg, answer(cfg, machine), None
 
     if not compiler and not asked.by_formulas:
-        print(machine.compiler.missing)
+        install = machines.INSTALL[machine.platform]
+        print(
+            f"{machine.compiler} is not installed ({install}), so these are the formulas' numbers alone"
+        )
     if found:
         print("\n".join(table(found)))
         print(f"the fastest: {changed(cfg, best) or 'the flags as given'}")

@@ -15,13 +15,12 @@ import secrets
 import stat
 import sys
 import tempfile
-import threading
 import time
 
 import fsspec
 
 from runtime import interrupts
-from runtime.messages import UserError
+from runtime.messages import UserError, first_line
 
 
 def is_remote(path):
@@ -45,8 +44,7 @@ def filesystem(path):
     if kind == "s3":
         settings["config_kwargs"] = dict(connect_timeout=5)
     try:
-        with waiting_for(path):
-            return fsspec.core.url_to_fs(path, **settings)
+        return fsspec.core.url_to_fs(path, **settings)
     except (ImportError, ValueError) as e:
         extra = {"gs": "gs", "gcs": "gs", "s3": "s3"}.get(kind)
         if extra and isinstance(e, ImportError):
@@ -64,26 +62,6 @@ def quiet_storage():
         logging.getLogger(library).setLevel(logging.CRITICAL)
 
 
-SILENCE = 5  # seconds that storage may take before a warning
-
-
-@contextlib.contextmanager
-def waiting_for(path):
-    """Print a warning where what is done in here with a remote `path` takes long."""
-    words = (
-        f"warning: still waiting for {path} after {SILENCE} s; it is tried for up to two minutes"
-    )
-    # stdout may be one JSON object
-    timer = threading.Timer(SILENCE, print, [words], dict(file=sys.stderr, flush=True))
-    timer.daemon = True
-    if is_remote(path):
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 # Seconds before each further try; storage that fails for a minute costs no run.
 WAITS = (1, 2, 4, 8, 16, 32)
 
@@ -94,23 +72,24 @@ def persist(work, path):
     FileNotFoundError and its kin pass at once. Raises UserError after the last try, or soon where access is denied.
     """
     began = time.monotonic()
-    with waiting_for(path):
-        for tries, pause in enumerate((*WAITS, None), 1):
-            try:
-                return work()
-            except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
+    for tries, pause in enumerate((*WAITS, None), 1):
+        try:
+            return work()
+        except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
+            raise
+        except Exception as e:  # every kind of storage has errors of its own
+            if not is_remote(path):
                 raise
-            except Exception as e:  # every kind of storage has errors of its own
-                if not is_remote(path):
-                    raise
-                late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
-                if pause is None or late or (tries == 3 and is_denied(e)):
-                    said = " ".join(str(e).split())[:300]
-                    raise UserError(
-                        f"{path} cannot be used ({type(e).__name__}: {said}); check that the storage is there and "
-                        f"that this machine's credentials are good for it."
-                    ) from None
-                time.sleep(pause * random.uniform(0.5, 1.0))  # hosts should not all retry at once
+            said = f"{type(e).__name__}: {first_line(e)}"
+            late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
+            if pause is None or late or (tries == 3 and is_denied(e)):
+                raise UserError(
+                    f"{path} cannot be used ({said}); check that the storage is there and that this machine's "
+                    f"credentials are good for it."
+                ) from None
+            if pause == 4:  # stdout may be one JSON object
+                print(f"warning: {path} ({said}); trying again", file=sys.stderr, flush=True)
+            time.sleep(pause * random.uniform(0.5, 1.0))  # hosts should not all retry at once
 
 
 def is_denied(error):

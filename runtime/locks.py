@@ -51,8 +51,9 @@ def system_lock(file):
 def lock_file(path, in_use):
     """Lock a local folder, made if need be, by the file `path`: (what a dead holder left in it, function that releases
     the folder). Raises in_use(content, is it alive) where another process holds it, and OSError."""
-    made = missing_folders(path)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    folder = os.path.dirname(path) or "."
+    is_new = not os.path.lexists(folder)
+    os.makedirs(folder, exist_ok=True)
     file = open(path, "a+b", buffering=0)
     locked = system_lock(file)
     file.seek(0)
@@ -68,9 +69,8 @@ def lock_file(path, in_use):
         if is_at(file, path):
             os.remove(path)
         file.close()
-        with contextlib.suppress(OSError):  # a folder with something in it stays
-            for folder in made:
-                os.rmdir(folder)
+        if is_new and not os.listdir(folder):
+            os.rmdir(folder)
 
     try:
         file.truncate(0)
@@ -86,16 +86,6 @@ def is_at(file, path):
     with contextlib.suppress(OSError, ValueError):  # a signal's thread may have closed it
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     return False
-
-
-def missing_folders(path):
-    """The folders above `path` that do not exist, the deepest first."""
-    missing = []
-    folder = os.path.dirname(os.path.abspath(path))
-    while not os.path.lexists(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    return missing
 
 
 def lock_object(path, in_use):

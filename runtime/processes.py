@@ -27,26 +27,21 @@ from runtime import interrupts, locks
 from runtime.files import read_file, write_file
 from runtime.messages import UserError, say
 
-LOST = "another process of this run was lost; its log says why, and the same command on all resumes from a checkpoint."
+# How errors of jax's tell that another process does not answer any more.
+LOSS = re.compile(
+    "Gloo|NCCL|UNAVAILABLE|Connection closed by peer|Connection reset|heartbeat|coordination"
+)
 
 
 def is_loss(error):
-    """Whether an error of jax's tells that another process does not answer any more."""
-    words = (
-        "Gloo",
-        "NCCL",
-        "UNAVAILABLE",
-        "Connection closed by peer",
-        "Connection reset",
-        "heartbeat",
-        "coordination",
-    )
-    return any(word in str(error) for word in words)
+    """Whether an error means that another process was lost."""
+    return LOSS.search(str(error)) is not None
 
 
 def end_for_loss():
     """End this process because another one was lost."""
-    interrupts.end(75, f"error: {LOST}")
+    what = "another process of this run was lost; its log says why"
+    interrupts.end(75, f"error: {what}, and the same command on all resumes from a checkpoint.")
 
 
 def join_processes(cfg):

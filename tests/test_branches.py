@@ -116,10 +116,10 @@ def test_a_branch_follows_its_trunk_in_all_that_was_not_given(made, tmp_path):
     assert (r.eval_every, r.keep_every, cfg.model.blocks) == (9, 50, 4)
     assert (r.name, r.output_dir, r.branch_from) == ("trunk-200-50", str(tmp_path), folder)
     assert settings.follow(settings.Flags(cfg, given)).cfg == cfg
-    later, _ = follow(folder, branch_step=200, end_steps=300, name="b", output_dir="elsewhere")
-    assert (later.optimizer.decay_steps, later.run.folder) == (100, "elsewhere/b")
-    later, _ = follow(folder, branch_step=200, end_steps=400, decay_steps=50)
+    other = dict(name="b", output_dir="elsewhere")
+    later, _ = follow(folder, branch_step=200, end_steps=400, decay_steps=50, **other)
     assert (later.optimizer.decay_steps, later.optimizer.end_steps) == (50, 400)
+    assert later.run.folder == "elsewhere/b"
 
 
 def test_the_step_where_the_decay_begins_is_the_last_that_can_be_branched(made):

@@ -1,6 +1,5 @@
 """The programs in data/: shards against a plain loop, however a run is cut, killed, interrupted or disturbed."""
 
-import base64
 import contextlib
 import gzip
 import hashlib
@@ -9,12 +8,10 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -31,8 +28,7 @@ import data.workers
 from data import splits, tokenization, tokenize_shards, train_tokenizer
 from data.sources import files as source_files
 from data.sources import text as source_text
-from data.sources.files import Files, list_documents
-from data.sources.text import read_text
+from data.sources.files import Files, stdlib_documents
 from runtime import files, locks, messages
 
 HOSTILE_FILES = {
@@ -165,6 +161,11 @@ def content(at):
     return {path.removeprefix(f"{root}/"): fs.cat_file(path) for path in fs.find(root)}
 
 
+def remove(at):
+    fs, path = fsspec.core.url_to_fs(at)
+    fs.rm_file(path)
+
+
 # --- Programs ---------------------------------------------------------------------------------------------------
 
 
@@ -236,18 +237,15 @@ def writes(monkeypatch):
             self.dies_at = None
             self.clear()
 
-    written = Writes()
+    written, write_file = Writes(), data.output.write_file
 
-    def counted(of):
-        def write(path, *args):
-            written.append(path)
-            if len(written) == written.dies_at:
-                raise Killed
-            return of(path, *args)
+    def write(path, content):
+        written.append(path)
+        if len(written) == written.dies_at:
+            raise Killed
+        write_file(path, content)
 
-        return write
-
-    monkeypatch.setattr(data.output, "write_file", counted(data.output.write_file))
+    monkeypatch.setattr(data.output, "write_file", write)
     return written
 
 
@@ -279,11 +277,7 @@ def test_shards_equal_a_plain_loop(
         wide = {"utf-16.txt": "utf-16", "big-endian.txt": "utf-16"}
         files["zipped.txt.gz"] = b"not much"
         texts = [files[n].decode(wide.get(n, "utf-8-sig"), "replace") for n in sorted(files)]
-        words = (
-            "latin-1.txt is not UTF-8: 2 char",
-            "7 characters of 2 doc",
-            "nul.txt is full of NUL",
-        )
+        words = ["latin-1.txt is not UTF-8: 2 char", "7 characters of 2 doc", "full of NUL"]
     else:
         texts = make_texts(60, lone=kind != ".parquet")
         for i, (a, b) in enumerate([(0, 11), (11, 40), (40, 60)]):
@@ -299,11 +293,10 @@ def test_shards_equal_a_plain_loop(
     made = manifests(tmp_path / "out")[0]
     assert (made["shard_tokens"], made["val_fraction"]) == (shard_tokens, val_fraction)
     assert made["tokenizer"] == ("tokenizer.tiktoken" if name == "trained" else name)
-    assert (tmp_path / "out/tokenizer.tiktoken").exists() == (name == "trained")
-    # the hash is that of tiktoken's own file of ranks
-    ranks = sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())
-    file = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in ranks)
-    assert made["tokenizer_sha256"] == hashlib.sha256(file.encode()).hexdigest()
+    if name == "trained":  # the hash is that of the file of ranks
+        ranks = (tmp_path / "out/tokenizer.tiktoken").read_bytes()
+        assert ranks == ranks_file.read_bytes()
+        assert made["tokenizer_sha256"] == hashlib.sha256(ranks).hexdigest()
 
 
 def test_a_run_of_spaces_beyond_what_tiktoken_takes(ranks_file):
@@ -324,33 +317,21 @@ def test_texts_are_cut_where_no_token_changes(ranks_file, named_tokenizers):
         assert len(parts) > 50 and sum(parts, []) == encoding.encode_ordinary(text)
 
 
-def test_one_line_of_50_mb(ranks_file, tmp_path):
-    """The tokens of `encode_ordinary` on the whole, in a few times the document's size of memory."""
-    rng = random.Random(2)
-    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randrange(1, 9))) for _ in range(5000)]
-    text = " ".join(rng.choices([*words, "1234", "'s", "—", "\n"], k=1_000_000)) * 10
+def test_a_long_line_in_little_memory(ranks_file, tmp_path):
+    """A line of 20 MB takes a few times its size."""
+    words = ["".join(random.Random(i).choices("etaoinshrdlu", k=1 + i % 8)) for i in range(5000)]
+    text = " ".join(random.Random(2).choices([*words, "1234", "'s", "—", "\n"], k=400_000)) * 10
     write_lines(tmp_path / "a.jsonl", ["short", text, "after"])
     more = ["--val_fraction", 0, "--shard_tokens", 10**7]
     process = start(*flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, *more))
-    peak = 0
-    while process.poll() is None:
-        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
-        peak = max(peak, int(found[1]) if found else 0)  # a process that ends has none
-        time.sleep(0.02)
-    assert process.returncode == 0 and 100_000 < peak < 800_000, f"{peak} kB"
-    encoding = tokenization.load_tokenizer(str(ranks_file))
-    shards = [np.load(p) for p in sorted((tmp_path / "out/train").glob("*.npy"))]
-    expected = [
-        np.r_[encoding.eot_token, encoding.encode_to_numpy(t)] for t in ("short", text, "after")
-    ]
-    assert np.array_equal(np.concatenate(shards), np.concatenate(expected))
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0 and usage.ru_maxrss < 700_000, f"{usage.ru_maxrss} kB"
 
 
 # --- Killed, and what others made -------------------------------------------------------------------------------
 
 CASES = [  # (kind of source, texts, flags)
     ("", some_texts(3) + some_texts(1), ["--shard_tokens", 50]),  # few: their ends validate
-    (".jsonl", make_texts(40), ["--val_fraction", 0.3]),
     (".parquet", [*some_texts(60), *some_texts(9)], ["--val_fraction", 0.3, "--drop_duplicates"]),
     (".txt", make_texts(40, False)[8:], ["--val_fraction", 0.3]),  # long, so read in parts
 ]
@@ -395,16 +376,13 @@ def test_killed_at_every_write(tokenize, writes, output, tmp_path, monkeypatch, 
         assert run_to("two", "--workers", 2)[0] == 0 and content(f"{output}/two") == whole
     for i in range(1, n + 1):
         writes.killed(i, lambda: run_to(i))
-        if i > 1:
-            shards = [name for name in whole if name.endswith(".npy")]
-            for name in [*shards[i % 2 :: 2], "train/000099.npy"]:
-                if name in content(f"{output}/{i}"):
-                    continue
+        shards = [name for name in whole if name.endswith(".npy")]
+        for name in [*shards[i % 2 :: 2], "train/000099.npy"] if i > 1 else []:
+            if name not in content(f"{output}/{i}"):
                 files.write_file(f"{output}/{i}/{name}", npy(9))
                 refused(run_to(i), f"{i}/{name}")
                 assert content(f"{output}/{i}")[name] == npy(9)
-                fs, path = fsspec.core.url_to_fs(f"{output}/{i}/{name}")
-                fs.rm_file(path)
+                remove(f"{output}/{i}/{name}")
         writes.clear()
         assert run_to(i)[0] == 0
         assert len(writes) <= n - i + 6  # what came before the last progress is not written again
@@ -412,29 +390,27 @@ def test_killed_at_every_write(tokenize, writes, output, tmp_path, monkeypatch, 
 
 
 SOME_STATE = np.frombuffer(b'{"settings": 1}', np.uint8)
-OF_OTHERS = {  # files that a run would replace, or that readers would take for its own
-    "train/000000.npy": npy(10),
-    "train/000003.npy": npy(10),
-    "val/000000.npy": b"",
-    "val/embedding.npy": npy(3),
-    "train/manifest.json": b'{"name": "an app"}',
-    "val/manifest.json": b"",
-    "progress.npz": npz(x=np.zeros(3)),
-    "progress.npz ": npz(state=SOME_STATE),
-    "progress.npz  ": b"notes",
-    "tokenizer.tiktoken": b"YQ== 0\n",
-    "lock": b"notes",
-}
+OF_OTHERS = [  # (name, content) of files that a run would replace, or that readers would take for its own
+    ("train/000000.npy", npy(10)),
+    ("train/000003.npy", npy(10)),
+    ("val/embedding.npy", b""),
+    ("train/manifest.json", b'{"name": "an app"}'),
+    ("val/manifest.json", b""),
+    ("progress.npz", npz(state=SOME_STATE)),
+    ("progress.npz", b"notes"),
+    ("tokenizer.tiktoken", b"YQ== 0\n"),
+    ("lock", b"notes"),
+]
 HARMLESS = ["train/keep.txt", "train/000000.npy.part", "progress.npz.part", "train/in/000000.npy"]
 
 
-@pytest.mark.parametrize("name", OF_OTHERS)
-def test_what_others_made_is_refused_and_stays(tokenize, output, tmp_path, name):
+@pytest.mark.parametrize("name, held", OF_OTHERS)
+def test_what_others_made_is_refused_and_stays(tokenize, output, tmp_path, name, held):
     write(tmp_path / "in", some_texts(20))
-    files.write_file(f"{output}/{name.strip()}", OF_OTHERS[name])
+    files.write_file(f"{output}/{name}", held)
     before = content(output)
     for fraction in (0.1, 0):  # without validation, val/ is nothing that a run may replace either
-        refused(tokenize("in", output, "--val_fraction", fraction), name.strip(), output)
+        refused(tokenize("in", output, "--val_fraction", fraction), name, output)
         assert content(output) == before
 
 
@@ -452,13 +428,11 @@ def test_another_start_after_a_kill(tokenize, writes, output, tmp_path):
     write_lines(tmp_path / "a.jsonl", make_texts(40))
     writes.killed(2, lambda: tokenize("a.jsonl", output))
     assert "progress.npz" in content(output)
-    writes.killed(9, lambda: tokenize("a.jsonl", output, "--shard_tokens", 500))
-    refused(
-        tokenize("a.jsonl", output, "--shard_tokens", 999), "shard_tokens was 500 and is now 999"
-    )
-    fs, path = fsspec.core.url_to_fs(f"{output}/train/000000.npy")
-    fs.rm_file(path)
-    refused(tokenize("a.jsonl", output, "--shard_tokens", 500), "train/000000.npy is missing")
+    flags = ["a.jsonl", output, "--shard_tokens"]
+    writes.killed(9, lambda: tokenize(*flags, 500))
+    refused(tokenize(*flags, 999), "shard_tokens was 500 and is now 999")
+    remove(f"{output}/train/000000.npy")
+    refused(tokenize(*flags, 500), "train/000000.npy is missing")
 
 
 def test_running_again(tokenize, ranks_file, tmp_path):
@@ -477,13 +451,9 @@ def test_running_again(tokenize, ranks_file, tmp_path):
         refused(tokenize("in", "out", f"--{flag}", value), "out", flag)
     (tmp_path / "in/000.txt").write_text(some_texts(1)[0].replace("fox", "ox "))
     assert "written after these shards; delete the folder" in tokenize("in")[2]
-    for name, others in {
-        "val/manifest.json": None,
-        "train/000001.npy": None,
-        "train/000000.npy": b"torn",
-    }.items():
+    for name in ("train/000001.npy", "train/000000.npy"):
         path = tmp_path / "out" / name
-        path.unlink() if others is None else path.write_bytes(others)
+        path.write_bytes(b"torn") if "000000" in name else path.unlink()
         left = content(tmp_path / "out")
         refused(tokenize("in"), f"out/{name}")
         assert content(tmp_path / "out") == left
@@ -494,29 +464,18 @@ def test_running_again(tokenize, ranks_file, tmp_path):
 
 
 def test_kill_9(ranks_file, tmp_path):
-    """After random times, until a run comes to its end: the files are those of an uninterrupted run."""
-    (tmp_path / "in").mkdir()
-    texts = make_texts(2000, lone=False)
-    for i in range(2):
-        write_lines(tmp_path / "in" / f"{i}.jsonl.gz", texts[1000 * i :][:1000])
+    """Once a shard is written: the files are those of an uninterrupted run in the end."""
+    write_lines(tmp_path / "a.jsonl.gz", make_texts(2000, lone=False))
     more = ["--workers", 2, "--shard_tokens", 9999]
-    flags = flags_of(tmp_path / "in", tmp_path / "out", ranks_file, *more)
-    rng, killed, progress = random.Random(0), 0, tmp_path / "out" / "progress.npz"
-
-    def time_of_progress():
-        return progress.stat().st_mtime_ns if progress.exists() else None
-
-    for _ in range(2):
-        before, process = time_of_progress(), start(*flags)
-        while process.poll() is None and time_of_progress() in (before, None):
-            time.sleep(0.01)  # a run that is killed before its first shard comes no further
-        time.sleep(rng.random() / 10)
-        process.kill()
-        killed += process.wait() == -9
-    assert killed and start(*flags).wait(120) == 0
+    flags = flags_of(tmp_path / "a.jsonl.gz", tmp_path / "out", ranks_file, *more)
+    process = start(*flags)
+    while process.poll() is None and not list(tmp_path.glob("out/train/*.npy")):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -9 and start(*flags).wait(120) == 0
     flags[3] = tmp_path / "whole"
     assert start(*flags).wait(120) == 0
-    assert content(tmp_path / "out") == content(tmp_path / "whole") and not progress.exists()
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
@@ -562,107 +521,71 @@ def interrupt(process, number):
     raise AssertionError(in_session(process.pid))
 
 
-def listens(process):
-    """Whether a process has begun to take SIGTERM: it is importing."""
-    caught = Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
-    return int(caught, 16) >> (signal.SIGTERM - 1) & 1
-
-
-def cpu_seconds(process):
-    ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-
-
 PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.parametrize("number, seconds", [(signal.SIGTERM, 0), (signal.SIGINT, 4)])
-def test_training_is_interrupted(tmp_path, number, seconds):
-    """While it imports, and after some seconds of work, when it merges: one line, and nothing is written."""
+def test_training_is_interrupted(tmp_path):
+    """When it has begun to work: one line, and nothing is written."""
     flags = ["--source", "stdlib", "--vocab_size", "30000", "--output", tmp_path / "x.tiktoken"]
     program = [sys.executable, str(ROOT / "data" / "train_tokenizer.py"), *flags]
     process = subprocess.Popen(program, **PIPES)
-    while process.poll() is None and not listens(process):
+    threads = Path(f"/proc/{process.pid}/task")
+    while process.poll() is None and len(list(threads.iterdir())) < 3:  # those of the library
         time.sleep(0.01)
-    while process.poll() is None and cpu_seconds(process) < seconds:
-        time.sleep(0.01)
-    assert "nothing was written" in interrupt(process, number) and not list(tmp_path.iterdir())
+    assert "nothing was written" in interrupt(process, signal.SIGINT)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_tokenizing_is_interrupted(ranks_file, tokenize, tmp_path, number):
     """Two workers encode: one line that says what to do. Until then another run of the folder is refused."""
-    write_lines(tmp_path / "a.jsonl", make_texts(4000, lone=False))
-    (tmp_path / "b.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() * 20)
+    write_lines(tmp_path / "a.jsonl", make_texts(4000, lone=False) * 20)
     more = ["--workers", 2, "--shard_tokens", 99_999]
-    flags = flags_of(tmp_path / "*.jsonl", tmp_path / "out", ranks_file, *more)
+    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, *more)
     program = [sys.executable, tokenize_shards.__file__, *map(str, flags)]
     process = subprocess.Popen(program, **PIPES)
     while process.poll() is None and not (tmp_path / "out" / "train" / "000000.npy").exists():
         time.sleep(0.01)
-    refused(tokenize("*.jsonl", tmp_path / "out", *more), f"process {process.pid} on")
+    refused(tokenize("a.jsonl", tmp_path / "out", *more), f"process {process.pid} on")
     assert "rerun the same command to resume" in interrupt(process, number)
     assert not (tmp_path / "out" / "lock").exists()
 
 
-def test_a_bucket_that_fails(ranks_file, tmp_path, bucket):
+def test_a_bucket_that_fails(tokenize, writes, tmp_path, monkeypatch, bucket):
     """Every third request fails, the first run is killed: the bucket holds the bytes of a local run."""
     address, fs, proxy = bucket
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 100)
     write_lines(tmp_path / "a.jsonl", make_texts(400))
     more = ["--shard_tokens", 30_000, "--val_fraction", 0]
-    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "local", ranks_file, *more)
-    assert start(*flags).wait(100) == 0
-    flags[3] = address
-    first, folder = start(*flags), address.split("://")[1]
-    while first.poll() is None and not fs.exists(f"{folder}/progress.npz"):
-        time.sleep(0.05)
-        fs.invalidate_cache()
-    first.kill()
-    assert first.wait() == -9
-    assert start(*flags).wait(100) == 0 and proxy.failed > 5
+    assert tokenize("a.jsonl", "local", *more)[0] == 0
+    writes.killed(4, lambda: tokenize("a.jsonl", address, *more))
+    assert tokenize("a.jsonl", address, *more)[0] == 0 and proxy.failed > 5
     fs.invalidate_cache()
+    folder = address.split("://")[1]
     there = {path.removeprefix(f"{folder}/"): fs.cat_file(path) for path in fs.find(folder)}
     assert there == content(tmp_path / "local")
 
 
-def ray_workers():
-    """Process ids of the Ray workers that descend from this process."""
-    parents, names = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-            names[int(stat.parent.name)] = (stat.parent / "cmdline").read_text()
-    found = []
-    for pid in [p for p, name in names.items() if name.startswith("ray::Encoder")]:
-        ancestor = pid
-        while ancestor not in (0, os.getpid()):
-            ancestor = parents.get(ancestor, 0)
-        found += [pid] if ancestor else []
-    return found
-
-
 def test_ray_with_a_worker_killed(tokenize, tmp_path, monkeypatch):
     """The bytes of a single process, although a worker is lost on the way. Without ray a sentence says so."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install ray")
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install ray")
+    import psutil  # which Ray brings along
+
     write_lines(tmp_path / "a.jsonl", make_texts(2000))
     monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 20)
     assert tokenize("a.jsonl", "one")[0] == 0
-    killed, done = [], threading.Event()
+    encode = tokenize_shards.encode
 
-    def kill():
-        while not done.wait(0.01) and not killed:
-            if (tmp_path / "ray" / "progress.npz").exists() and (workers := ray_workers()):
-                os.kill(workers[0], 9)
-                killed.append(workers[0])
+    def killing(*args):
+        for n, result in enumerate(encode(*args)):
+            if n == 1:
+                children = psutil.Process().children(recursive=True)
+                next(child for child in children if child.name()[:12] == "ray::Encoder").kill()
+            yield result
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        assert tokenize("a.jsonl", tmp_path / "ray", "--ray", "--workers", 2)[0] == 0
-    finally:
-        done.set()
-        killer.join()
-    assert killed and content(tmp_path / "one") == content(tmp_path / "ray")
+    monkeypatch.setattr(tokenize_shards, "encode", killing)
+    assert tokenize("a.jsonl", "ray", "--ray", "--workers", 2)[0] == 0 and not ray.is_initialized()
+    assert content(tmp_path / "one") == content(tmp_path / "ray")
     monkeypatch.setitem(sys.modules, "ray", None)
     refused(tokenize("a.jsonl", "out", "--ray"), "pip install ray")
 
@@ -693,25 +616,23 @@ def test_from_the_command_line(tmp_path):
 def test_training(tmp_path, capsys, monkeypatch):
     """The same ranks on each run, as many as asked, from the training part alone; no other file is replaced."""
     write_files(tmp_path / "in", {f"{i:02d}.txt": t.encode() for i, t in enumerate(some_texts(60))})
-    held_out = [d for d in list_documents(str(tmp_path / "in")) if validates(read_text(d)[0], 0.1)]
+    held_out = [p for p in (tmp_path / "in").iterdir() if validates(p.read_text(), 0.1)]
     assert held_out
     path = tmp_path / "x.tiktoken"
     flags = ["--source", tmp_path / "in", "--vocab_size", 280, "--output", path]
     written = []
     for i in range(2):
         status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
-        assert (status, err, out.count("\n")) == (0, "", 1) and "held-out" in out
+        assert (status, err, out.count("\n")) == (0, "", 1) and "280 tokens" in out
         written.append(path.read_bytes())
-        for k, document in enumerate(held_out):
+        for k, held in enumerate(held_out):
             others = (f"zyzzyva {k} {n} " * 30 for n in range(10**6))
             text = next(text for text in others if validates(text, 0.1))
-            (tmp_path / "in" / document.name).write_text(text)
+            held.write_text(text)
     assert written[0] == written[1]
-    lines = [line.split() for line in written[0].splitlines()]
-    assert [int(rank) for _, rank in lines] == list(range(279)) and written[0].endswith(b"\n")
-    assert {bytes([b]) for b in range(256)} <= {base64.b64decode(token) for token, _ in lines}
     encoding = tokenization.load_tokenizer(str(path))
     assert (encoding.n_vocab, encoding.eot_token) == (280, 279)
+    assert {bytes([b]) for b in range(256)} <= set(encoding.token_byte_values())
     for other in (b"notes", written[0][:-9]):
         path.write_bytes(other)
         refused(run(train_tokenizer, capsys, monkeypatch, *flags), f"--output {path}: is there")
@@ -721,16 +642,16 @@ def test_training(tmp_path, capsys, monkeypatch):
 def test_tiktoken_encodes_as_the_training_library(monkeypatch):
     """On the documents it was trained on, on others, and on hostile ones; words without end take no time."""
     monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 300_000)
-    documents = list_documents("stdlib")
+    documents = stdlib_documents()
     names = [d.name for d in documents]
     assert names == sorted(set(names)) and {"os.py", "json/decoder.py"} <= set(names)
     assert all(n.endswith(".py") and "site-packages" not in n for n in names)
-    train, val = train_tokenizer.sample(Files(documents, False))
-    assert sum(map(len, train)) > 290_000 and 0 < sum(map(len, val)) <= 15_000
-    trained = train_tokenizer.train([*train, " " * 10**6 + "x" * 10**6], 1000)
+    texts = train_tokenizer.sample(Files(documents, False))
+    assert sum(map(len, texts)) > 290_000
+    trained = train_tokenizer.train([*texts, " " * 10**6 + "x" * 10**6], 1000)
     ranks = tokenization.dump_ranks(train_tokenizer.to_ranks(trained))
     encoding = tokenization.load_ranks("x.tiktoken", ranks)
-    for text in [*train, *val, *filter(None, HOSTILE)]:
+    for text in [*texts, *filter(None, HOSTILE)]:
         assert trained.encode(text).ids == encoding.encode_ordinary(text)
 
 
@@ -742,13 +663,9 @@ BAD_FLAGS = [
     ("tokenizer", "gpt99"),
     ("tokenizer", "missing.tiktoken"),
     ("val_fraction", "1"),
-    ("val_fraction", "half"),
-    ("shard_tokens", "0"),
     ("shard_tokens", "10000000000000000"),
-    ("workers", "0"),
     ("output", "in/shards"),
     ("output", "a file"),
-    ("no_such_flag", ""),
 ]
 BAD_TRAINING = [("vocab_size", "256"), ("vocab_size", "100000"), ("output", "ranks.txt")]
 BAD_TRAINING += [("source", "/no/such/folder"), ("output", "a file/x.tiktoken")]
@@ -775,7 +692,6 @@ def test_bad_flags(ranks_file, tmp_path, capsys, monkeypatch, program, flag, val
     [
         ("hidden/.a.txt", b"text", "its 0 files"),
         ("blank/a.txt", b"", "its 1 file "),
-        ("records/a.jsonl", b"", "0 documents"),
         ("nulls/a.jsonl", b'{"text": null}\n' * 9, "9 documents"),
     ],
 )
@@ -785,9 +701,6 @@ def test_a_source_without_text(ranks_file, tmp_path, capsys, monkeypatch, name, 
     source = tmp_path / name.split("/")[0]
     flags = ["--source", source, "--output"]
     more = [tmp_path / "out", "--tokenizer", ranks_file, "--workers", 1]
-    there = f"--source {source}: there is no text in it"
-    for ended in (
-        run(tokenize_shards, capsys, monkeypatch, *flags, *more),
-        run(train_tokenizer, capsys, monkeypatch, *flags, tmp_path / "y.tiktoken"),
-    ):
-        refused(ended, there, word, "give a")
+    for program, words in ((tokenize_shards, more), (train_tokenizer, [tmp_path / "y.tiktoken"])):
+        ended = run(program, capsys, monkeypatch, *flags, *words)
+        refused(ended, f"--source {source}: there is no text in it", word, "give a")

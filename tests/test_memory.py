@@ -43,7 +43,7 @@ LIMIT = 2**27  # bytes of a device
 
 
 def limited_run(limit, *words):
-    """main.py on two simulated devices of so many bytes each."""
+    """main.py on two simulated devices of `limit` bytes each."""
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     driver = DRIVER.replace("ROOT", repr(str(ROOT)))
     return subprocess.run(

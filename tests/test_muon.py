@@ -1,7 +1,6 @@
 """Muon: the same update as optax's, however the matrices lie; its runs. (On every mesh: tests/test_parity.py.)"""
 
 import functools
-import json
 import math
 
 import jax
@@ -9,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import scipy.optimize
 from conftest import SMALL_GPT2, furthest, small_config, steps_of
 from test_parity import first_params
-from test_resume import checkpoint_of
 
 import model
 from architectures import parameters
@@ -70,15 +67,9 @@ def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
 
 
-@pytest.mark.parametrize(
-    "mesh, counts",
-    [
-        ((1, 1, 4), dict(first_layers=1, blocks=3)),
-        ((2, 1, 4), dict(first_layers=1, blocks=2, mtp_depth=1)),
-    ],
-)
-def test_train_steps_where_leaves_fill_the_places_of_owners(mesh, counts):
+def test_train_steps_where_leaves_fill_the_places_of_owners():
     """As many layers as owners: XLA:CPU refused to send slices that were leaves of several layouts."""
+    mesh, counts = (2, 1, 4), dict(first_layers=1, blocks=2, mtp_depth=1)
     flags = dict(counts, optimizer="muon", layers_per_block=1, microbatches=1)
     flags |= dict(T=8, vocab_size=50, sequences=8)
     _, seen = steps_of(small_config(**flags), 4)
@@ -93,24 +84,6 @@ def test_train_steps_where_leaves_fill_the_places_of_owners(mesh, counts):
 
 def matrices(layout, rows, columns, number):
     return muon.Stack((number, rows, columns), (1,), (2,), layout, scale=1.0)
-
-
-def test_a_group_is_shared_out_once():
-    """Every matrix has one owner among those that share, and places for all of them are no more than needed."""
-    mesh = dict(dp=8, pp=2, tp=2)
-    for number in (1, 2, 7, 8, 9, 100):
-        for layout in (
-            muon.Layout(("dp", "tp"), (), ()),
-            muon.Layout(("tp",), (), ("dp",)),
-            muon.Layout((), (), ("dp", "tp")),
-            muon.Layout((), (), ()),
-        ):
-            (group,) = muon.deal([matrices(layout, 4, 6, number)], mesh)
-            split = math.prod(group.grid)
-            owners = split * group.n_copies
-            assert group.owned == math.ceil(number / owners)
-            assert number <= group.places == group.owned * split * group.sharers
-            assert group.n_copies % group.sharers == 0
 
 
 def test_large_matrices_share_a_turn():
@@ -132,24 +105,7 @@ def test_a_run_keeps_its_optimizer(train, tmp_path):
     assert train(name="adam", optimizer="adamw", training_steps=2) == 0
     with pytest.raises(messages.UserError, match="optimizer was 'adamw' and is now 'muon'"):
         train(name="adam", optimizer="muon", training_steps=4)
-    config = tmp_path / "runs" / "adam" / "config.json"
-    stored = json.loads(config.read_text())
-    del stored["optimizer"]  # as runs from before the flag have none
-    config.write_text(json.dumps(stored))
-    with pytest.raises(messages.UserError, match="optimizer was 'adamw' and is now 'muon'"):
-        train(name="adam", optimizer="muon", training_steps=4)
     assert train(name="adam", training_steps=4) == 0
-
-
-def test_weights_of_another_optimizer_begin_a_run(train, tmp_path):
-    assert train(name="adam", optimizer="adamw", training_steps=2) == 0
-    first = dict(init_from=tmp_path / "runs" / "adam", max_lr=0.0, end_lr=0.0, bias_update_rate=0.0)
-    assert train(**MUON | first, name="muon", training_steps=1) == 0
-    adam = checkpoint_of(tmp_path / "runs" / "adam", 2)
-    found = checkpoint_of(tmp_path / "runs" / "muon", 1)
-    for key in found:
-        if "params" in key:
-            assert np.array_equal(adam[key], found[key]), key
 
 
 # --- Newton-Schulz steps ------------------------------------------------------------------------------------------
@@ -177,24 +133,6 @@ def test_singular_values_stay_bounded_in_bfloat16():
         found = muon.newton_schulz(jnp.asarray(columns * rows, jnp.bfloat16))
         largest = np.linalg.svd(np.asarray(found, np.float32), compute_uv=False).max(1)
         assert np.all((0.7 < largest) & (largest < 1.25))
-
-
-def test_coefficients_are_those_of_polar_express():
-    """As the paper makes them (appendix G). Each polynomial is as near to 1 as can be on the range that those before it
-    leave, without what lies below 2.4% of its upper end. It is then scaled so that the ends of its range have mean 1.
-    """
-    low, high = 0.003, 1.0
-    for found in muon.COEFFICIENTS:
-        x = np.geomspace(max(low, 0.0240733 * high), high, 4000)
-        powers = np.stack([x, x**3, x**5], 1)
-        # the least e with |powers @ wanted - 1| <= e, by linear programming
-        above = np.block([[powers, -np.ones((4000, 1))], [-powers, -np.ones((4000, 1))]])
-        bounds = np.repeat([1.0, -1.0], 4000)
-        wanted = scipy.optimize.linprog([0, 0, 0, 1], above, bounds, bounds=(None, None)).x[:3]
-        low, high = [wanted @ [end, end**3, end**5] for end in (low, high)]
-        wanted *= 2 / (low + high)
-        low, high = 2 * low / (low + high), 2 * high / (low + high)
-        assert np.allclose(found, wanted / [1.02, 1.02**3, 1.02**5], rtol=1e-3)
 
 
 def test_no_gradient_no_update():

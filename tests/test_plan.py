@@ -2,40 +2,41 @@
 
 import importlib.util
 import json
-import math
 import os
 import re
 import sys
-from collections import defaultdict
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import pytest
 from conftest import ARCHITECTURES, SMALL_RUN, flags_of, run_program, small_config
-from jax.extend.core import jaxprs_in_params
-from jax.interpreters import partial_eval
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import collectives
 import model
 import presets
 import utils
 from planning import costs, hlo, machines, plan
 from runtime import messages, platforms
-from training import command_line, settings, steps
+from training import command_line, settings
 
 tpu_compiler = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"'
 )
+SHORT = dict(blocks=2, layers_per_block=1, optimizer="adamw")
+GPT2 = ARCHITECTURES["gpt2"] | SHORT
+QWEN3 = ARCHITECTURES["qwen3"] | SHORT
+DENSE = dict(n_experts=0, experts_per_token=0)
+ACCUMULATED = dict(accumulation_steps=2, train_batch_size=16)
+MEGATRON = dict(sequence_parallel="megatron", fsdp="none")
 # (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
-    ((8, 1, 1), dict(fsdp="full", layers_per_block=1)),
-    ((1, 2, 4), dict(fsdp="full", remat="none", accumulation_steps=2, train_batch_size=16)),
-    ((4, 2, 1), dict(ARCHITECTURES["deepseek"], mtp_depth=1, capacity_factor=1.5, T=64)),
-    ((2, 2, 2), dict(ARCHITECTURES["gpt2"], remat="dots", fsdp="none", optimizer="adamw")),
-    ((2, 1, 4), dict(ARCHITECTURES["qwen3"], fsdp="none", sequence_parallel="megatron")),
+    ((8, 1, 1), dict(SHORT, fsdp="full", layers_per_block=2, n_shared=0, optimizer="muon")),
+    ((1, 2, 4), dict(SHORT, **ACCUMULATED, fsdp="full", remat="none", blocks=4)),
+    ((2, 1, 4), dict(SHORT, q_latent_dim=0, experts="buckets", fsdp="none", remat="dots")),
+    ((2, 2, 2), dict(ARCHITECTURES["deepseek"], mtp_depth=1, capacity_factor=1.5, blocks=2)),
+    ((2, 1, 4), dict(SHORT, **MEGATRON, mtp_depth=1, first_layers=1, remat="dots")),
+    ((2, 2, 2), dict(GPT2, **MEGATRON, remat="dots")),
+    ((2, 1, 4), dict(QWEN3, **MEGATRON)),
+    ((1, 2, 4), dict(QWEN3, **DENSE, remat="dots")),
 ]
 assert {"deepseek", "gpt2", "qwen3"} == ARCHITECTURES.keys(), "a new one belongs above and below"
 OF_TPUS = dict(T=512, model_dimension=256, model_dtype="bfloat16")
@@ -49,118 +50,25 @@ TPU_CONFIGURATIONS = [
 ]
 
 
-def agree(cfg, machine, compiled):
-    """Hold the formulas to what was compiled, within the tolerances that docs/planning.md states.
-
-    The TPU compiler pads small arrays, and makes small sums over devices an all-reduce or a reduce-scatter as it likes:
-    there these are left out.
-    """
-    on_tpu = machine.platform == "tpu"
-    e, c = costs.Estimate(cfg, machine), costs.read_program(compiled.text, cfg, machine)
-    given = e.weights + e.optimizer + e.batch
-    assert given == pytest.approx(compiled.arguments, rel=0.5 if on_tpu else 0.01)
-    assert e.flops == pytest.approx(c.flops, rel=0.03)
-    ours, theirs = ({}, {})
-    for sent, found in (ours, e.sent), (theirs, c.collectives):
-        for (axes, kind), (n_bytes, _, _) in found.items():
-            if not on_tpu or kind not in ("all-reduce", "reduce-scatter", "all-gather"):
-                sent[axes] = sent.get(axes, 0) + n_bytes
-    for axes in set(ours) | set(theirs):
-        few = 0.001 * sum(n_bytes for n_bytes, *_ in c.collectives.values())
-        assert ours.get(axes, 0) == pytest.approx(theirs.get(axes, 0), rel=0.1, abs=few), axes
-    return c
-
-
-@pytest.mark.parametrize("mesh, flags", CONFIGURATIONS, ids=str)
-def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
-    cfg = small_config(mesh, **flags)
-    agree(cfg, plan.machine_of(jax.devices()), machines.compile_step(cfg, jax.devices()))
-
-
-# --- Bytes, as they are written -----------------------------------------------------------------------------------
-
-# bytes that one of n devices sends, as a multiple of the result's
-SHARES = {
-    "all_gather": ("all-gather", lambda n: (n - 1) / n),
-    "psum": ("all-reduce", lambda n: 2 * (n - 1) / n),
-    "reduce_scatter": ("reduce-scatter", lambda n: n - 1),
-    "all_to_all": ("all-to-all", lambda n: (n - 1) / n),
-    "ppermute": ("collective-permute", lambda n: 1),
-}
-
-
-def add_written(jaxpr, times, mesh, written, trips=1):
-    """Add what a jaxpr that runs so many times asks for to {(axes, kind): bytes}.
-
-    trips: how often loops run whose trips depend on the data, as the scope around them says.
-    """
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        expected = re.search(r"expected_trips_(\d+)", str(eqn.source_info.name_stack))
-        inside = int(expected[1]) if expected else trips
-        if name in SHARES:
-            add_collective(eqn, times, mesh, written)
-        elif name == "scan":
-            again = times * eqn.params["length"]
-            add_written(eqn.params["jaxpr"].jaxpr, again, mesh, written, inside)
-        else:
-            again = inside if name == "while" else 1
-            for inner in jaxprs_in_params(eqn.params):
-                add_written(inner, times * again, mesh, written, inside)
-
-
-def add_collective(eqn, times, mesh, written):
-    """`add_written` of a collective."""
-    kind, share = SHARES[eqn.primitive.name]
-    named = eqn.params.get("axis_name", eqn.params.get("axes"))
-    named = named if isinstance(named, tuple) else (named,)
-    axes = tuple(axis for axis in mesh.shape if axis in named and mesh.shape[axis] > 1)
-    groups = eqn.params.get("axis_index_groups")
-    n = len(groups[0]) if groups else math.prod(mesh.shape[axis] for axis in axes)
-    if n > 1:
-        whole = sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
-        written[axes, kind] += times * whole * share(n)
-
-
 def check_bytes(sent, expected):
     """Hold {(axes, kind): bytes} to what is expected, sums of a few numbers left out."""
-    few = 1e-4 * sum(expected.values())
+    few = 4e-4 * sum(expected.values())
     for key in {*sent, *expected}:
         assert sent.get(key, 0) == pytest.approx(expected.get(key, 0), rel=2e-3, abs=few), key
 
 
-def gradient_as_written(cfg):
-    """{(axes, kind): bytes} that the gradient of a batch asks for."""
-    mesh = steps.make_mesh(cfg, jax.devices())
-    batch = NamedSharding(mesh, P(*collectives.BATCH_SPEC[1:]))
-    tokens = jax.ShapeDtypeStruct(steps.batch_shape(cfg)[1:], jnp.int32, sharding=batch)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    gradient = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
-    jaxpr = jax.make_jaxpr(gradient)(steps.abstract_params(cfg, mesh), tokens, tokens, key, 0).jaxpr
-    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    written = defaultdict(float)
-    add_written(needed, 1, mesh, written)
-    return written
+def bytes_of(sent):
+    return {key: n_bytes for key, (n_bytes, *_) in sent.items()}
 
 
-MODELS = {
-    "shared experts": dict(n_shared=1),
-    "no shared experts": dict(n_shared=0),
-    "no query latent, in buckets": dict(n_shared=0, q_latent_dim=0, experts="buckets"),
-    "multi-token prediction": dict(n_shared=1, mtp_depth=1, first_layers=1),
-    **ARCHITECTURES,
-    "qwen3, dense": dict(ARCHITECTURES["qwen3"], n_experts=0, experts_per_token=0),
-}
-
-
-@pytest.mark.parametrize("remat, parallel", [("full", "ulysses"), ("dots", "megatron")])
-@pytest.mark.parametrize("name", MODELS)
-def test_formulas_know_what_recomputation_sends_again(name, remat, parallel):
-    flags = dict(MODELS[name], fsdp="none", optimizer="adamw")
-    cfg = small_config((2, 1, 4), sequence_parallel=parallel, remat=remat, **flags)
-    sent = costs.Estimate(cfg, plan.machine_of(jax.devices())).sent
-    ours = {key: n_bytes for key, (n_bytes, *_) in sent.items()}
-    check_bytes(ours, gradient_as_written(cfg))
+@pytest.mark.parametrize("mesh, flags", CONFIGURATIONS, ids=str)
+def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
+    cfg, machine = small_config(mesh, **flags), plan.machine_of(jax.devices())
+    compiled = machines.compile_step(cfg, jax.devices())
+    e, c = costs.Estimate(cfg, machine), costs.read_program(compiled.text, cfg, machine)
+    assert e.weights + e.optimizer + e.batch == pytest.approx(compiled.arguments, rel=2e-3)
+    assert e.flops == pytest.approx(c.flops, rel=0.01)
+    check_bytes(bytes_of(e.sent), bytes_of(c.collectives))
 
 
 # --- Against the TPU compiler -------------------------------------------------------------------------------------
@@ -177,17 +85,23 @@ def no_device():
 @tpu_compiler
 @pytest.mark.parametrize("name, mesh, flags", TPU_CONFIGURATIONS, ids=str)
 def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
+    """It pads small arrays, and makes small sums over devices an all-reduce or a reduce-scatter as it likes."""
     machine = machines.parse_machine(name)
     cfg = small_config(mesh, **flags)
     compiled = machines.compile_step(cfg, machines.devices_of(machine))
-    agree(cfg, machine, compiled)
-    e = costs.Estimate(cfg, machine)
-    assert e.activations + e.workspace == pytest.approx(compiled.temporaries, rel=0.5)  # of 20 MB
-    a = plan.answer(cfg, machine, compiled)
+    e, a = costs.Estimate(cfg, machine), plan.answer(cfg, machine, compiled)
     assert a.compiled and a.fits
-    assert a.seconds["matrix products"] > 0 and a.seconds["memory"] > 0
-    assert a.overlapped["step"] <= a.seconds["step"]
+    assert e.flops == pytest.approx(a.flops["program"], rel=0.03)
+    for kind in ("all-to-all", "collective-permute"):
+        ours = sum(n_bytes for key, n_bytes in bytes_of(e.sent).items() if key[1] == kind)
+        theirs = sum(row["bytes"] for row in a.collectives if row["kind"] == kind)
+        assert ours == pytest.approx(theirs, rel=0.1)
+    given = e.weights + e.optimizer + e.batch
+    assert given == pytest.approx(compiled.arguments, rel=0.5)  # of 20 MB
+    assert e.activations + e.workspace == pytest.approx(compiled.temporaries, rel=0.5)
     assert a.memory["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
+    assert a.seconds["matrix products"] > 0 and a.seconds["memory"] > 0
+    assert 0 < a.overlapped["step"] <= a.seconds["step"]
 
 
 # --- Reading programs ---------------------------------------------------------------------------------------------
@@ -249,31 +163,14 @@ def test_operations_of_a_product(out, operands, rest, flops):
 
 
 def test_a_collective_beside_several_fusions_counts_once():
-    text = """HloModule step
-
-%first (p: f32[4]) -> f32[8] {
-  %p = f32[4] parameter(0)
-  ROOT %g = f32[8] all-gather(%p), replica_groups={{0,1}}, dimensions={0}, frontend_attributes={chain_id="0"}
-}
-
-%second (p: f32[4]) -> f32[8] {
-  %p = f32[4] parameter(0)
-  ROOT %g = f32[8] all-gather(%p), replica_groups={{0,1}}, dimensions={0}, frontend_attributes={chain_id="0"}
-}
-
-%other (p: f32[4]) -> f32[8] {
-  %p = f32[4] parameter(0)
-  ROOT %g = f32[8] all-gather(%p), replica_groups={{0,1}}, dimensions={0}, frontend_attributes={chain_id="1"}
-}
-
-ENTRY %main (x: f32[4]) -> f32[8] {
-  %x = f32[4] parameter(0)
-  %a = f32[8] fusion(%x), kind=kCustom, calls=%first
-  %b = f32[8] fusion(%x), kind=kCustom, calls=%second
-  ROOT %c = f32[8] fusion(%x), kind=kCustom, calls=%other
-}
-"""
-    found = hlo.Timeline(text, dict(dp=2, pp=1, tp=1)).collectives
+    gather = "all-gather(%p), replica_groups={{0,1}}, dimensions={0}"
+    text, calls = "HloModule step\n", []
+    for name, chain in dict(first=0, second=0, other=1).items():
+        text += f"%{name} (p: f32[4]) -> f32[8] {{\n  %p = f32[4] parameter(0)\n"
+        text += f'  ROOT %g = f32[8] {gather}, frontend_attributes={{chain_id="{chain}"}}\n}}\n'
+        calls.append(f"  %{name}_call = f32[8] fusion(%x), kind=kCustom, calls=%{name}")
+    text += "ENTRY %main (x: f32[4]) -> f32[8] {\n  %x = f32[4] parameter(0)\n"
+    found = hlo.Timeline("\n".join([text, *calls, "}"]), dict(dp=2, pp=1, tp=1)).collectives
     assert found == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 2]}
 
 
@@ -467,9 +364,7 @@ def test_a_machine_that_is_none(name):
 
 @pytest.mark.parametrize("name", ["v4:99999x99999x99999", "gpu:65536x65536xH100", "gpu:65537xT4"])
 def test_a_machine_of_more_devices_than_any(name):
-    with pytest.raises(
-        messages.UserError, match=f"--plan {re.escape(name)}: has .* at most 65,536"
-    ):
+    with pytest.raises(messages.UserError, match=f"^--plan {name}: has .* at most 65,536"):
         machines.parse_machine(name)
 
 
@@ -492,22 +387,20 @@ def test_a_plan_of_the_largest_values_ends(flags, tmp_path):
     assert a["memory"]["total"] > 0 and a["advice"]
 
 
-def test_a_search_of_too_many_configurations_is_refused():
-    flags = dict(T=4, blocks=65536, train_batch_size=65536, plan="gpu:4096xH200", search=True)
-    with pytest.raises(messages.UserError, match="--search: there are more than 50,000"):
-        plan.main(command_line.parse([*TINY, *flags_of(**flags)]))
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--n_device_axis", "3", "1", "1"], "--n_device_axis 3 1 1"),
-        (["--n_devices", "4"], "--n_devices 4"),
+        ("--n_device_axis 3 1 1", "--n_device_axis 3 1 1"),
+        ("--n_devices 4", "--n_devices 4"),
+        (
+            "--search --T 4 --blocks 65536 --train_batch_size 65536 --plan gpu:4096xH200",
+            "--search: there are more than 50,000",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_the_machine_get_one_sentence(words, said):
     with pytest.raises(messages.UserError, match=f"^{said}") as e:
-        plan.main(command_line.parse([*TINY, "--plan", "gpu:8xH200", *words]))
+        plan.main(command_line.parse([*TINY, "--plan", "gpu:8xH200", *words.split()]))
     assert "\n" not in str(e.value) and "simulates" not in str(e.value)
 
 

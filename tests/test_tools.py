@@ -250,9 +250,8 @@ def shards_of(folder, ranks, ending, name=None):
     """What `dataset.manifests` would say of shards that the tokenizer of ranks made."""
     path = write_model(folder, ranks, ending)
     sha256 = tokenization.content_sha256(tokenization.load_tokenizer(str(path)))
-    return [
-        (str(folder), f"{folder}/train", dict(tokenizer=name or path.name, tokenizer_sha256=sha256))
-    ]
+    manifest = dict(tokenizer=name or path.name, tokenizer_sha256=sha256)
+    return [(str(folder), f"{folder}/train", manifest)]
 
 
 def check(model, shards):
@@ -262,23 +261,30 @@ def check(model, shards):
     return "\n".join(said)
 
 
+def refusal(model, shards):
+    with pytest.raises(messages.UserError, match="another tokenizer") as e:
+        check(model, shards)
+    return str(e.value)
+
+
 @pytest.mark.parametrize("of_shards", [".tiktoken", ".json"])
 @pytest.mark.parametrize("of_weights", [".tiktoken", ".json"])
 def test_a_tokenizer_is_known_by_its_tokens_whatever_file_holds_it(tmp_path, of_weights, of_shards):
     path = write_model(tmp_path / "model", BYTES, of_weights)
     assert not check(path.parent, shards_of(tmp_path / "same", BYTES, of_shards))
     other = shards_of(tmp_path / "other", SWAPPED, of_shards)
-    with pytest.raises(
-        messages.UserError, match="--init_from x: the shards in .*other/train "
-    ) as e:
-        check(path.parent, other)
-    assert str(path) in str(e.value) and f"other/tokenizer{of_shards}" in str(e.value)
-    (
-        tmp_path / f"other/tokenizer{of_shards}"
-    ).unlink()  # only the hash is left, of one kind of file
+    said = refusal(path.parent, other)
+    parts = (
+        str(path),
+        f"other/tokenizer{of_shards}",
+        "--init_from x: the shards in ",
+        "other/train ",
+    )
+    assert all(part in said for part in parts)
+    # only the hash is left, of one kind of file
+    (tmp_path / f"other/tokenizer{of_shards}").unlink()
     if of_weights == of_shards == ".tiktoken":
-        with pytest.raises(messages.UserError, match="another tokenizer"):
-            check(path.parent, other)
+        refusal(path.parent, other)
     else:
         assert "nothing tells whether the tokenizer" in check(path.parent, other)
 
@@ -291,14 +297,12 @@ def test_a_tokenizer_is_known_by_its_merges_and_by_its_name(tmp_path, named_toke
     tokenizer = json.loads(path.read_text())
     tokenizer["model"]["merges"] = [["b", "c"], ["a", "b"]]
     path.write_text(json.dumps(tokenizer))
-    with pytest.raises(messages.UserError, match="another tokenizer"):
-        check(path.parent, shards)
+    refusal(path.parent, shards)
     (path.parent / "config.json").write_text(json.dumps(dict(encoding="gpt2")))
     gpt2 = tokenization.load_tokenizer("gpt2")._mergeable_ranks
     assert not check(path.parent, shards_of(tmp_path / "file", gpt2, ".tiktoken"))
     assert not check(path.parent, shards_of(tmp_path / "named", gpt2, ".tiktoken", "gpt2"))
-    with pytest.raises(messages.UserError, match=r"another tokenizer .* than the weights \(gpt2\)"):
-        check(path.parent, shards)
+    assert "than the weights (gpt2)" in refusal(path.parent, shards)
 
 
 def test_weights_are_refused_shards_of_another_tokenizer(run, shards, tmp_path, capsys):

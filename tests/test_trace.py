@@ -3,12 +3,10 @@
 import gzip
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import pytest
-from conftest import ROOT, SMALL_GPT2, SMALL_RUN, flags_of, run_program, small_config
+from conftest import SMALL_GPT2, SMALL_RUN, flags_of, run_program, small_config
 from jax.profiler import ProfileData
 from test_cluster import free_port, start
 from test_resume import metrics_of
@@ -152,26 +150,26 @@ TRAVELED = [("all-gather-start.1", 10, 41)]
 
 
 def space(plane, lines):
-    """jax.profiler.ProfileData of a plane with {line: [(name, begin, end, {stat: text})]}."""
-    texts, known, stats = [], [], []
+    """jax.profiler.ProfileData of a plane with {line: [(name, begin, end, {stat: text})]}, times in ns."""
+    ids, texts = {"event": {}, "stat": {}}, []
+
+    def number(kind, name):
+        return ids[kind].setdefault(name, len(ids[kind]) + 1)
+
     for line, found in lines.items():
-        inside = []
+        texts.append(f'lines {{ name: "{line}"')
         for name, begin, end, told in found:
-            known += [name] * (name not in known)
-            stats += [stat for stat in told if stat not in stats]
-            words = [
-                f'stats {{ metadata_id: {stats.index(s) + 1} str_value: "{v}" }}'
-                for s, v in told.items()
-            ]
-            at = f"offset_ps: {begin * 1000} duration_ps: {(end - begin) * 1000}"
-            inside.append(
-                f"events {{ metadata_id: {known.index(name) + 1} {at} {' '.join(words)} }}"
-            )
-        texts.append(f'lines {{ name: "{line}" {" ".join(inside)} }}')
-    for kind, named in (("event", known), ("stat", stats)):
-        for number, name in enumerate(named, 1):
-            value = f'value {{ id: {number} name: "{name}" }}'
-            texts.append(f"{kind}_metadata {{ key: {number} {value} }}")
+            texts.append(f"events {{ metadata_id: {number('event', name)}")
+            texts.append(f"offset_ps: {begin}000 duration_ps: {end - begin}000")
+            for stat, value in told.items():
+                texts.append(
+                    f'stats {{ metadata_id: {number("stat", stat)} str_value: "{value}" }}'
+                )
+            texts.append("}")
+        texts.append("}")
+    for kind, known in ids.items():
+        for name, i in known.items():
+            texts.append(f'{kind}_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}')
     return ProfileData.from_text_proto(f'planes {{ name: "{plane}" {" ".join(texts)} }}')
 
 
@@ -248,18 +246,16 @@ def test_a_step_that_is_cut_off_or_missing_is_left_out(written, monkeypatch):
 # --- The program --------------------------------------------------------------------------------------------------
 
 
-def test_the_program_prints_shares_operations_and_the_plan(runs, found):
-    words = [str(runs / "traced"), "--trace", "steps-2-4"]
-    command = [sys.executable, str(ROOT / "tools/trace.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    shares, operations = done.stdout.split("| operation")
+def test_the_program_prints_shares_operations_and_the_plan(runs, found, capsys):
+    trace.main(trace.Options(str(runs / "traced"), "steps-2-4"))
+    said = capsys.readouterr().out
+    shares, operations = said.split("| operation")
     parts = re.findall(r"^\| (.+?) +\| +([\d.]+) \| +([\d.]+)% \|$", shares, re.MULTILINE)
     (*rows, (name, step, whole)) = parts
     assert name == "sum" and whole == "100.0" and float(step) == pytest.approx(found.step, abs=1e-4)
     assert sum(float(share) for _, _, share in rows) == pytest.approx(100, abs=1)
     assert len(re.findall(r"% \|$", operations, re.MULTILINE)) == 10
-    assert "| links of dp" in done.stdout and "nothing is planned" in done.stdout
+    assert "| links of dp" in said and "nothing is planned" in said
 
 
 def test_a_mistake_gets_a_sentence(runs, tmp_path):

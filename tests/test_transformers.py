@@ -177,236 +177,84 @@ def test_logits_and_gradients_are_those_of_transformers(size, mesh_shape, tmp_pa
     assert not wanted
 
 
-@pytest.mark.parametrize("size", ["groups", "yarn", "gpt2", "qwen3"])
-def test_an_exported_run_generates_the_same_64_tokens(size, train, tmp_path):
-    """Trained here for three steps, loaded there by AutoModelForCausalLM, greedily continued by both."""
-    flags = {
-        **SIZES[size],
-        "T": 80,
-        "temperature": 0.0,
-        "max_tokens": 64,
-        "training_steps": 3,
-        "prompt": "x",
-    }
-    assert train((2, 2, 2), train_batch_size=4, val_batch_size=4, **flags) == 0
-    run, folder = str(tmp_path / "runs/run"), str(tmp_path / "exported")
-    hf.export(run, folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    cfg = small_config((2, 2, 2), sequences=8, **flags)
-    mesh = steps.make_mesh(cfg)
-    _, load = weights.open_weights(run)
-    prompt = np.arange(7, dtype=np.int32)
-    ours = jax.jit(decoding.make_generate(cfg, mesh))(
-        load(steps.abstract_params(cfg, mesh)), prompt, jax.random.key(0)
-    )
-    ids = torch.tensor(prompt[None]).long()
-    generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
-    assert generated.shape == (1, 71) and np.array_equal(generated[0], ours[0])
-
-
-def test_text_continues_as_transformers_continues_it(train, tmp_path, capsys):
-    """From a prompt's text to the text after it, by two programs of two houses, of a run that knows its tokenizer."""
+@pytest.mark.parametrize("size", ["groups", "gpt2", "qwen3"])
+def test_text_continues_as_transformers_continues_it(size, train, tmp_path):
+    """From a prompt's text to the text after it, by two independent programs, of a run that knows its tokenizer."""
     ranks, shards = tmp_path / "small.tiktoken", tmp_path / "shards"
     train_small_tokenizer(ranks)
     tokenize_tests(shards, ranks)
-    flags = {
-        **SIZES["groups"],
-        "T": 80,
-        "vocab_size": 512,
-        "training_steps": 3,
-        "prompt": "x",
-        "max_tokens": 8,
-    }
-    assert train((1, 1, 1), data=shards, **flags) == 0
+    flags = {**SIZES[size], "T": 80, "vocab_size": 512, "training_steps": 3, "max_tokens": 8}
+    assert train((1, 1, 1), data=shards, prompt="x", **flags) == 0
     hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    for model_, before in [("exported", ""), ("runs/run", tokenization.END_OF_TEXT)]:
+    for name, before in [("exported", ""), ("runs/run", tokenization.END_OF_TEXT)]:
         ids = tokenizer(f"{before}def test_of(", return_tensors="pt").input_ids
         generated = theirs.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
         wanted = tokenizer.decode(generated[0, ids.shape[1] :])
-        words = [
-            str(tmp_path / model_),
-            "--prompt",
-            "def test_of(",
-            "--max_tokens",
-            "40",
-            "--temperature",
-            "0",
-            "--n_devices",
-            "1",
-            "--model_dtype",
-            "float32",
-        ]
+        words = [str(tmp_path / name), "--prompt", "def test_of("]
+        words += "--max_tokens 40 --temperature 0 --n_devices 1 --model_dtype float32".split()
         (row,) = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
         assert row.text == wanted.split(tokenization.END_OF_TEXT)[0]
 
 
 # config.json of deepseek-ai/DeepSeek-V3, and what others have otherwise
-PUBLISHED = dict(
-    architectures=["DeepseekV3ForCausalLM"],
-    attention_bias=False,
-    attention_dropout=0.0,
-    aux_loss_alpha=0.001,
-    auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-    bos_token_id=0,
-    eos_token_id=1,
-    ep_size=1,
-    first_k_dense_replace=3,
-    hidden_act="silu",
-    hidden_size=7168,
-    initializer_range=0.02,
-    intermediate_size=18432,
-    kv_lora_rank=512,
-    max_position_embeddings=163840,
-    model_type="deepseek_v3",
-    moe_intermediate_size=2048,
-    moe_layer_freq=1,
-    n_group=8,
-    n_routed_experts=256,
-    n_shared_experts=1,
-    norm_topk_prob=True,
-    num_attention_heads=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=61,
-    num_key_value_heads=128,
-    num_nextn_predict_layers=1,
-    pretraining_tp=1,
-    q_lora_rank=1536,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    quantization_config=dict(
-        activation_scheme="dynamic",
-        fmt="e4m3",
-        quant_method="fp8",
-        weight_block_size=[128, 128],
-        scale_fmt="ue8m0",
-    ),
-    rms_norm_eps=1e-6,
-    rope_theta=10000,
-    routed_scaling_factor=2.5,
-    scoring_func="sigmoid",
-    seq_aux=True,
-    rope_scaling=dict(
-        beta_fast=32,
-        beta_slow=1,
-        factor=40,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-        type="yarn",
-        original_max_position_embeddings=4096,
-    ),
-    tie_word_embeddings=False,
-    topk_group=4,
-    topk_method="noaux_tc",
-    torch_dtype="bfloat16",
-    transformers_version="4.33.1",
-    use_cache=True,
-    v_head_dim=128,
-    vocab_size=129280,
-)
+PUBLISHED = json.loads("""{
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+        "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "seq_aux": true,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "type": "yarn", "original_max_position_embeddings": 4096},
+    "tie_word_embeddings": false, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1", "use_cache": true, "v_head_dim": 128, "vocab_size": 129280
+}""")
 # of moonshotai/Moonlight-16B-A3B
-MOONLIGHT = dict(
-    PUBLISHED,
-    vocab_size=163840,
-    hidden_size=2048,
-    intermediate_size=11264,
-    moe_intermediate_size=1408,
-    num_hidden_layers=27,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    n_shared_experts=2,
-    n_routed_experts=64,
-    routed_scaling_factor=2.446,
-    q_lora_rank=None,
-    n_group=1,
-    topk_group=1,
-    num_experts_per_tok=6,
-    first_k_dense_replace=1,
-    rms_norm_eps=1e-5,
-    rope_theta=50000.0,
-    rope_scaling=None,
-    quantization_config=None,
-    max_position_embeddings=8192,
-    bos_token_id=163584,
-    eos_token_id=163585,
-    pad_token_id=163838,
-)
+MOONLIGHT = PUBLISHED | json.loads("""{
+    "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1, "hidden_size": 2048,
+    "intermediate_size": 11264, "max_position_embeddings": 8192, "moe_intermediate_size": 1408, "n_group": 1,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6,
+    "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": null, "quantization_config": null,
+    "rms_norm_eps": 1e-05, "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "rope_scaling": null,
+    "topk_group": 1, "vocab_size": 163840, "pad_token_id": 163838
+}""")
 # of openai-community/gpt2
-GPT2 = dict(
-    activation_function="gelu_new",
-    architectures=["GPT2LMHeadModel"],
-    attn_pdrop=0.1,
-    bos_token_id=50256,
-    embd_pdrop=0.1,
-    eos_token_id=50256,
-    initializer_range=0.02,
-    layer_norm_epsilon=1e-5,
-    model_type="gpt2",
-    n_ctx=1024,
-    n_embd=768,
-    n_head=12,
-    n_layer=12,
-    n_positions=1024,
-    resid_pdrop=0.1,
-    summary_activation=None,
-    summary_first_dropout=0.1,
-    summary_proj_to_labels=True,
-    summary_type="cls_index",
-    summary_use_proj=True,
-    task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
-    vocab_size=50257,
-)
+GPT2 = json.loads("""{
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+    "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+    "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": null,
+    "summary_first_dropout": 0.1, "summary_proj_to_labels": true, "summary_type": "cls_index",
+    "summary_use_proj": true,
+    "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "vocab_size": 50257
+}""")
 # of Qwen/Qwen3-0.6B-Base
-QWEN3 = dict(
-    architectures=["Qwen3ForCausalLM"],
-    attention_bias=False,
-    attention_dropout=0.0,
-    bos_token_id=151643,
-    eos_token_id=151643,
-    head_dim=128,
-    hidden_act="silu",
-    hidden_size=1024,
-    initializer_range=0.02,
-    intermediate_size=3072,
-    max_position_embeddings=32768,
-    max_window_layers=28,
-    model_type="qwen3",
-    num_attention_heads=16,
-    num_hidden_layers=28,
-    num_key_value_heads=8,
-    rms_norm_eps=1e-6,
-    rope_scaling=None,
-    rope_theta=1000000,
-    sliding_window=None,
-    tie_word_embeddings=True,
-    torch_dtype="bfloat16",
-    transformers_version="4.51.0",
-    use_cache=True,
-    use_sliding_window=False,
-    vocab_size=151936,
-)
+QWEN3 = json.loads("""{
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151643, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+    "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 32768,
+    "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
+    "sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936
+}""")
 # of Qwen/Qwen3-30B-A3B-Base
-QWEN3_MOE = dict(
-    QWEN3,
-    architectures=["Qwen3MoeForCausalLM"],
-    decoder_sparse_step=1,
-    hidden_size=2048,
-    intermediate_size=6144,
-    max_window_layers=48,
-    mlp_only_layers=[],
-    model_type="qwen3_moe",
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    num_attention_heads=32,
-    num_experts=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=48,
-    num_key_value_heads=4,
-    output_router_logits=False,
-    router_aux_loss_coef=0.001,
-    tie_word_embeddings=False,
-)
+QWEN3_MOE = QWEN3 | json.loads("""{
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+    "max_window_layers": 48, "model_type": "qwen3_moe", "num_attention_heads": 32, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "tie_word_embeddings": false, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "moe_intermediate_size": 768, "norm_topk_prob": true, "num_experts": 128, "num_experts_per_tok": 8,
+    "output_router_logits": false, "router_aux_loss_coef": 0.001
+}""")
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -456,7 +304,7 @@ def test_rotary_positions_are_those_of_transformers_or_refused():
     )
 
     def with_flags(m, config):
-        flags = hf_format.read_flags(deepseek.HUGGING_FACE, config, "")
+        flags = hf_format.read_flags(deepseek.ARCHITECTURE.hugging_face, config, "")
         return dataclasses.replace(m, **flags)
 
     def numbers_of(config):

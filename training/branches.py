@@ -1,7 +1,7 @@
 """Branches: runs that begin with a checkpoint of another run, their trunk, and let its learning rate decay.
 
 A trunk is trained with --schedule wsd and stays at --max_lr. A branch is what the trunk would have become if it had
-been planned to decay there. It goes on with the trunk's weights, optimizer, key and data. The trunk is only read. No
+been planned to decay there. It continues with the trunk's weights, optimizer, key and data. The trunk is only read. No
 jax in here.
 """
 
@@ -44,14 +44,14 @@ def check_flags(flags):
         raise UserError(
             f"--branch_from {r.branch_from}: needs --branch_step beside it, the step of one of its checkpoints."
         )
-    if "decay_steps" not in given and "end_steps" not in given:
+    if "decay_steps" not in given:
         raise UserError(f"--branch_from {r.branch_from}: needs --decay_steps beside it.")
     if r.init_from:
         raise UserError(
             f"--init_from {r.init_from}: a branch begins with the weights of --branch_from {r.branch_from}; leave one "
             f"of them out."
         )
-    if "decay_steps" in given and not o.decay_steps:
+    if not o.decay_steps:
         raise UserError("--decay_steps 0: a branch must decay; give at least 1.")
     decay, end = decay_of(flags)
     if end <= r.branch_step:
@@ -64,13 +64,10 @@ def check_flags(flags):
 
 
 def decay_of(flags):
-    """(decay_steps, end_steps) of a branch, of which one may not have been given: the decay begins at branch_step."""
-    given, o, step = flags.given, flags.cfg.optimizer, flags.cfg.run.branch_step
-    if "decay_steps" not in given:
-        return o.end_steps - step, o.end_steps
-    if "end_steps" not in given:
-        return o.decay_steps, step + o.decay_steps
-    return o.decay_steps, o.end_steps
+    """(decay_steps, end_steps) of a branch. Without --end_steps the decay begins at branch_step."""
+    o = flags.cfg.optimizer
+    end = flags.cfg.run.branch_step + o.decay_steps
+    return o.decay_steps, o.end_steps if "end_steps" in flags.given else end
 
 
 def follow_trunk(flags):

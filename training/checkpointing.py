@@ -111,7 +111,7 @@ def copy_to(local, address):
 class Checkpoints:
     """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says.
 
-    keep, every: of `kept`; keep None: they are only read. explain(flags) -> which flags make a checkpoint that of
+    keep, every: of `kept`; keep None: all stay. explain(flags) -> which flags make a checkpoint that of
     another model, in words: {flag: value} that was saved with it, or None.
     """
 
@@ -131,7 +131,7 @@ class Checkpoints:
         self.watcher = ThreadPoolExecutor(1, "checkpoint")
         self.saved = None  # step of the newest checkpoint, which may still be on its way
         self.on_disk = None  # step of the newest one that is written
-        self.written = None  # future: whether the newest save went well
+        self.written = None  # future of the end of the newest save
 
     def save(self, step, state, sequences, about, val_loss=None):
         """Begin to write the state at `step`, after `sequences` sequences, with {name: value} `about` beside it. Where
@@ -151,8 +151,7 @@ class Checkpoints:
         self.written = self.watcher.submit(self._watch, step)
 
     def _watch(self, step):
-        """Wait until the save of `step` has ended; whether it went well. Then older ones are removed, else what the
-        failed one left."""
+        """Wait until the save of `step` has ended, and remove what need not stay, or what a failed one left."""
         try:
             self.manager.wait_until_finished()
             self.on_disk = step
@@ -162,14 +161,17 @@ class Checkpoints:
                 f"save tries again"
             )
             self._clean_up(step)
-            return False
-        if jax.process_index() == 0:
-            self.manager.reload()
-            losses = {step: self.val_loss(step) for step in self.steps()}
-            for step, reasons in kept(losses, self.keep, self.every).items():
-                if not reasons:
-                    (self.folder / str(step)).rmtree(missing_ok=True)
-        return True
+            return
+        if jax.process_index() == 0 and self.keep is not None:
+            with contextlib.suppress(Exception):  # as above; the next save tries again
+                self._remove_old_ones()
+
+    def _remove_old_ones(self):
+        self.manager.reload()
+        losses = {step: self.val_loss(step) for step in self.steps()}
+        for step, reasons in kept(losses, self.keep, self.every).items():
+            if not reasons:
+                (self.folder / str(step)).rmtree()
 
     def val_loss(self, step):
         """The validation loss that is kept with a checkpoint; None where there is none, or it is damaged."""

@@ -31,11 +31,11 @@ class Profile:
     """Traces the steps of --profile, each process its own devices, and does nothing without that flag.
 
     A trace begins when the devices have done the step before, which they wait for this once, and ends when they have
-    done the last step. A thread writes it while training goes on.
+    done the last step. A thread writes it while training continues.
     """
 
     def __init__(self, cfg, step):
-        """step: the last one that was done before, where the run begins or goes on."""
+        """step: the last one that was done before, where the run begins or resumes."""
         self.cfg = cfg
         self.first, self.last = settings.profiled_steps(cfg.run)
         self.first = max(self.first, step + 1)
@@ -97,7 +97,7 @@ class Profile:
             jax.profiler.stop_trace()
             with local:
                 self.write_files(local.name, done)
-        except Exception as e:  # training goes on without it
+        except Exception as e:  # training continues without it
             warn(e)
 
     def write_files(self, local, done):

@@ -15,7 +15,7 @@ from training.checkpointing import Checkpoints
 
 
 class RunCheckpoints:
-    """The checkpoints of a run. In them the blocks stand in order; --pp_interleave deals them out to the stages in
+    """The checkpoints of a run. In them the blocks are in order; --pp_interleave deals them out to the stages in
     rounds, so states are rearranged on their way in and out. A checkpoint then fits every mesh."""
 
     def __init__(self, cfg, mesh, optimizer, data, load_weights=None, mix_borders=()):

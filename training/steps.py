@@ -83,7 +83,7 @@ def abstract_state(cfg, mesh, optimizer):
     params = abstract_params(cfg, mesh)
     replicated = NamedSharding(mesh, P())
 
-    def is_masked(leaf):  # a parameter that another rule of the optimizer sees to
+    def is_masked(leaf):  # a parameter that another rule of the optimizer updates
         return isinstance(leaf, optax.MaskedNode)
 
     opt_state = optax.tree_map_params(
@@ -283,6 +283,6 @@ def set_precision(cfg):
 
 
 def count_in_words(cfg):
-    """The model's parameters in words, the same wherever they are told."""
+    """The model's parameters in words, the same wherever they are printed."""
     total, active, embedding = model.count_params(cfg)
     return f"{total:,} total, {active:,} active per token, both without the {embedding:,} of the embedding"

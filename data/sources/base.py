@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
-from data.sources.text import DAMAGE, check_length
+from data.sources.text import DAMAGE
 from runtime.files import is_remote, persist
 from runtime.messages import UserError, first_line
 
@@ -26,32 +26,22 @@ class Document(NamedTuple):
     size: int = 0  # bytes of the file or of its part, or characters of the text
     text: str | None = None
     start: int | None = None  # where a document begins that is a part of a file
-    lost: tuple = ()  # (the count of the manifest, n) of what --skip_damaged leaves out here; no text then
-
-
-class File(NamedTuple):
-    name: str
-    size: int
+    lost: str = ""  # the count of the manifest that --skip_damaged adds to here; no text then
 
 
 # --- Messages ---------------------------------------------------------------------------------------------------
 
 
-class Warnings:
-    """Prints warnings on stderr, at most SHOWN of each kind, and none twice: a source may be read twice."""
-
-    def __init__(self):
-        self.shown = {}
-
-    def __call__(self, kind, words):
-        shown = self.shown.setdefault(kind, [])
-        if len(shown) < SHOWN and words not in shown:
-            shown.append(words)
-            more = " (further ones like it are only counted)" if len(shown) == SHOWN else ""
-            tqdm.write(f"warning: {words}{more}", file=sys.stderr)
+shown = {}  # {kind: warnings of it that were printed}, of one source
 
 
-warn = Warnings()
+def warn(kind, words):
+    """Print a warning on stderr, at most SHOWN of each kind, and none twice: a source may be read twice."""
+    printed = shown.setdefault(kind, [])
+    if len(printed) < SHOWN and words not in printed:
+        printed.append(words)
+        more = " (further ones like it are only counted)" if len(printed) == SHOWN else ""
+        tqdm.write(f"warning: {words}{more}", file=sys.stderr)
 
 
 def many(n, noun):
@@ -95,7 +85,7 @@ class Source:
     paths = ()
 
     def __init__(self, files, skip):
-        self.files = files
+        self.files = files  # [(name, bytes)]
         self.skip = skip  # --skip_damaged, or None for a program without that flag
         self.advice = ""
         if skip is False:
@@ -120,13 +110,13 @@ class Source:
             return error
         return UserError(f"--source: {what} cannot be read ({first_line(error)}){self.advice}.")
 
-    def damaged(self, error, count, n=1):
+    def damaged(self, error, count):
         """Warn of `error`, a UserError, and return a Document that counts what is lost. Raises it without
         --skip_damaged."""
         if not self.skip:
             raise error
         warn("damage", skipped(error))
-        return Document("", lost=(count, n))
+        return Document("", lost=count)
 
 
 # --- Sources of records -----------------------------------------------------------------------------------------
@@ -156,13 +146,12 @@ class Records(Source):
 
     def __init__(self, fs, files, column, skip):
         """files: {path: bytes} in the file system `fs`; column: the one that holds the text."""
-        super().__init__([File(path, size) for path, size in files.items()], skip)
+        super().__init__(list(files.items()), skip)
         self.fs = fs
         self.column = column
         if isinstance(fs, LocalFileSystem):
             self.paths = list(files)
-        listing = listing_sha256(self.files)
-        self.identity = {"source_listing_sha256": listing, "text_column": column}
+        self.identity = {"source_listing_sha256": listing_sha256(self.files), "text_column": column}
 
     @property
     def total(self):
@@ -170,21 +159,23 @@ class Records(Source):
 
     def before(self, file):
         """Bytes of the files before number `file`."""
-        return sum(f.size for f in self.files[:file])
+        return sum(size for _, size in self.files[:file])
 
     def read(self, position):
         """Yield documents from `position` on. Of the file that it lies in, the records before it are read again: their
         CRC-32 tells whether they are the same."""
         n, first, line = (position.get(key, 0) for key in ("documents", "file", "line"))
         for file in range(first, len(self.files)):
-            name, crc32, is_reached = self.files[file].name, 0, line == 0
+            name, crc32, is_reached = self.files[file][0], 0, line == 0
             try:
                 for number, done, text in self.entries(file):
                     content = text.encode(errors="surrogatepass") if isinstance(text, str) else b""
                     crc32 = zlib.crc32(content, crc32)
                     if is_reached:
-                        document = record(n, text)
-                        n += not document.lost
+                        document = text
+                        if not isinstance(text, Document):
+                            document = Document(str(n), size=len(text or ""), text=text or "")
+                            n += 1
                         self._stand_at(n, done, file, number, crc32)
                         yield document
                     elif number >= line:
@@ -212,27 +203,3 @@ class Records(Source):
         address = self.fs.unstrip_protocol(path)
         if self.skip and is_remote(address):
             persist(lambda: self.fs.cat_file(path, start=0, end=1), address)
-
-
-def record(i, text):
-    """The Document of record i of a source."""
-    if isinstance(text, Document):
-        return text
-    return Document(str(i), size=len(text or ""), text=text or "")
-
-
-def text_in(row, column, where):
-    """The text of a record, a str or None. Raises UserError, with `where` it stands, where the record has none or too
-    much."""
-    has = "it is no object"
-    if isinstance(row, dict):
-        has = f"its columns are {', '.join(map(str, row))}"
-    if not isinstance(row, dict) or column not in row:
-        raise UserError(f"--text_column {column}: {where} has no such column ({has}).")
-    text = row[column]
-    if not isinstance(text, str | None):
-        raise UserError(
-            f"--text_column {column}: {where} holds {type(text).__name__} there, not text."
-        )
-    check_length(len(text or ""), where)
-    return text

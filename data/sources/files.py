@@ -4,7 +4,7 @@ import os
 import sysconfig
 
 from data.sources import text
-from data.sources.base import Document, File, Source, listing_sha256, many, warn_of_left_out
+from data.sources.base import Document, Source, listing_sha256, many, warn_of_left_out
 from data.sources.text import read_text
 from runtime.messages import UserError
 
@@ -22,25 +22,18 @@ def walk(root, leave_out=()):
     paths, links = [], []
     for folder, subfolders, files in os.walk(root, onerror=stop):
         subfolders[:] = [s for s in subfolders if s not in leave_out and not s.startswith(".")]
-        inside = [os.path.join(folder, s) for s in subfolders]
-        links += [path for path in inside if os.path.islink(path)]
-        visible = [os.path.join(folder, f) for f in files if not f.startswith(".")]
-        paths += [path for path in visible if os.path.isfile(path)]
+        links += filter(os.path.islink, (os.path.join(folder, s) for s in subfolders))
+        inside = (os.path.join(folder, f) for f in files if not f.startswith("."))
+        paths += filter(os.path.isfile, inside)
     warn_of_left_out("symlinked folder", links)
     return paths
 
 
-def list_documents(source):
-    """The documents of a source, one per file, sorted by name.
-
-    `source` is "stdlib", for the .py files of Python's standard library, or a folder, of which every regular file
-    counts that is neither hidden (its name starts with a dot) nor in a hidden folder. UserError where there is no text.
-    """
-    if source != "stdlib":
-        return documents_of(walk(source), source, source)
+def stdlib_documents():
+    """The .py files of Python's standard library, sorted by name."""
     root = sysconfig.get_paths()["stdlib"]
     paths = [path for path in walk(root, NOT_STDLIB) if path.endswith(".py")]
-    return documents_of(paths, root, source)
+    return documents_of(paths, root, "stdlib")
 
 
 def documents_of(paths, root, source):
@@ -100,7 +93,7 @@ class Files(Source):
     unit = "B"
 
     def __init__(self, documents, skip):
-        super().__init__([File(d.name, d.size) for d in documents], skip)
+        super().__init__([(d.name, d.size) for d in documents], skip)
         self.documents = documents
         self.paths = [d.path for d in documents]
         self.total = sum(d.size for d in documents)

@@ -2,7 +2,7 @@
 
 import json
 
-from data.sources.base import Entry, Records, text_in
+from data.sources.base import Entry, Records
 from data.sources.text import check_length, decompressed, lines
 from runtime.messages import UserError
 
@@ -14,21 +14,31 @@ class Lines(Records):
 
     def entries(self, file):
         """Yield an Entry for each line of file number `file`."""
-        path, before = self.files[file].name, self.before(file)
+        path, before = self.files[file][0], self.before(file)
         with self.fs.open(path, "rb") as raw:
             for i, line in enumerate(lines(decompressed(raw, path)), 1):
                 if line.strip():
                     yield Entry(i, before + raw.tell(), self._text(line, f"line {i} of {path}"))
 
     def _text(self, line, where):
-        """The text of a line, or the Document of a damaged one."""
+        """The text of a line, a str or None, or the Document of a damaged one."""
         try:
             check_length(len(line), where, self.advice)
-            return text_in(json.loads(line), self.column, where)
+            row = json.loads(line)
+            if not isinstance(row, dict) or self.column not in row:
+                raise UserError(
+                    f"--text_column {self.column}: {where} has no such column; it has {', '.join(row)}."
+                )
+            text = row[self.column]
+            if not isinstance(text, str | None):
+                raise UserError(
+                    f"--text_column {self.column}: {where} holds {text!r:.40}, not text."
+                )
+            return text
         except UserError as e:
             error = e
-        except (ValueError, RecursionError) as e:
-            error = UserError(f"--source: {where} is not JSON ({e}){self.advice}.")
+        except (ValueError, TypeError, RecursionError) as e:
+            error = UserError(f"--source: {where} is not a JSON object ({e}){self.advice}.")
         except MemoryError:  # a list of empty lists takes twenty times its bytes
             error = UserError(f"--source: {where} does not fit into memory{self.advice}.")
         return self.damaged(error, "damaged_records")

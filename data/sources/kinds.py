@@ -5,8 +5,8 @@ import re
 
 from fsspec.implementations.local import LocalFileSystem
 
-from data.sources.base import many, warn, warn_of_left_out
-from data.sources.files import Files, check_is_text, documents_of, list_documents, walk
+from data.sources.base import many, shown, warn_of_left_out
+from data.sources.files import Files, check_is_text, documents_of, stdlib_documents, walk
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
@@ -32,21 +32,16 @@ def before_wildcard(path):
 
 
 def find(source):
-    """(file system, {path: bytes}) of a file, a folder or a glob of both; hidden files and symlinked folders are left
-    out."""
+    """(file system, {path: bytes}) of a file, a folder or a glob of both, without hidden files."""
     fs, path = filesystem(source)
-    found, links = {}, []
-    matches = [path] if fs.isdir(path) else fs.glob(path)
-    for match in matches:
-        if not is_remote(source) and os.path.islink(match) and os.path.isdir(match):
-            links.append(match)
-        elif not fs.isdir(match):
+    found = {}
+    for match in [path] if fs.isdir(path) else fs.glob(path):
+        if not fs.isdir(match):
             found[match] = fs.info(match)
         elif is_remote(source):
             found |= fs.find(match, detail=True)
         else:
             found |= {p: fs.info(p) for p in walk(match)}
-    warn_of_left_out("symlinked folder", links)
     start = before_wildcard(path).rstrip("/")
     visible = [p for p in sorted(found) if "/." not in p.removeprefix(start)]
     return fs, {p: found[p]["size"] or 0 for p in visible if found[p]["type"] == "file"}
@@ -55,9 +50,9 @@ def find(source):
 def open_source(args):
     """What --source, --config, --split and --text_column name: a base.Source. Raises UserError."""
     source, skip = args.source, vars(args).get("skip_damaged")
-    warn.shown.clear()
+    shown.clear()
     if source == "stdlib":
-        return Files(list_documents(source), skip)
+        return Files(stdlib_documents(), skip)
     try:
         fs, found = persist(lambda: find(source), source)
     except (OSError, ValueError, ImportError) as e:

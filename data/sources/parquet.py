@@ -1,5 +1,6 @@
 """Documents that are rows of .parquet files."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow
@@ -26,10 +27,10 @@ class Tables(Records):
     def __init__(self, *args):
         super().__init__(*args)
         with ThreadPoolExecutor(16) as pool:  # remote storage is slow to answer
-            # of each file, the number of rows of each row group, or a UserError
-            self.groups = list(pool.map(self._look, [f.name for f in self.files]))
-        errors = [groups for groups in self.groups if isinstance(groups, UserError)]
-        if errors and (not self.skip or len(errors) == len(self.groups)):
+            # of each file, the number of its rows, or a UserError
+            self.rows = list(pool.map(self._look, [name for name, _ in self.files]))
+        errors = [rows for rows in self.rows if isinstance(rows, UserError)]
+        if errors and (not self.skip or len(errors) == len(self.rows)):
             raise errors[0]
 
     def _open(self, f):
@@ -41,11 +42,11 @@ class Tables(Records):
         )
 
     def _look(self, path):
-        """Rows of each row group of a file, or the UserError of one that is damaged or has no text in the column."""
+        """Rows of a file, or the UserError of one that is damaged or has no text in the column."""
         try:
             with self.fs.open(path, "rb") as f, self._open(f) as table:
                 types = dict(zip(table.schema_arrow.names, table.schema_arrow.types))
-                rows = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
+                rows = table.metadata.num_rows
         except DAMAGE as e:
             return self.cannot_be_read(path, e)
         has = f"has no such column; it has {', '.join(types)}"
@@ -60,46 +61,37 @@ class Tables(Records):
 
     def before(self, file):
         """Rows of the files before number `file`."""
-        return sum(sum(groups) for groups in self.groups[:file] if isinstance(groups, list))
+        return sum(rows for rows in self.rows[:file] if isinstance(rows, int))
 
     def entries(self, file):
         """Yield an Entry for each row of file number `file`."""
-        path, groups, before = self.files[file].name, self.groups[file], self.before(file)
-        if isinstance(groups, UserError):
-            raise groups
-        row = end = 0
+        path, before = self.files[file][0], self.before(file)
+        if isinstance(self.rows[file], UserError):
+            raise self.rows[file]
+        row = 0
         with self.fs.open(path, "rb") as f, self._open(f) as table:
-            for group, n_rows in enumerate(groups):
-                row, end = end, end + n_rows
-                try:
-                    for row, cell in enumerate(self._cells(table, group), row + 1):
-                        yield Entry(row, before + row, self._text(cell, f"row {row} of {path}"))
-                except DAMAGE as e:
-                    error = self.cannot_be_read(f"row group {group} of {path}", e)
-                    lost = self.damaged(error, "damaged_records", end - row)
-                    yield Entry(end, before + end, lost)
+            for group in range(table.num_row_groups):
+                for row, cell in enumerate(self._cells(table, group), row + 1):
+                    yield Entry(row, before + row, self._text(cell, f"row {row} of {path}"))
 
     def _cells(self, table, group):
-        """Yield the cells of a row group as pyarrow.Buffers, None for an empty one."""
+        """Yield the bytes of the cells of a row group, as they are in Arrow's memory."""
         size = table.metadata.row_group(group).total_byte_size
         # a dictionary may hold one long text for all rows: those that are read at once have room even then
         n_rows = min(100, max(1, text.LONGEST // max(1, size)))
         batches = table.iter_batches(
             row_groups=[group], columns=[self.column], use_threads=False, batch_size=n_rows
         )
-        for batch in batches:
-            for cell in batch.column(0):
-                if isinstance(cell, pyarrow.DictionaryScalar):
-                    cell = cell.value
-                yield cell.as_buffer() if cell.is_valid else None
+        for cell in itertools.chain.from_iterable(batch.column(0) for batch in batches):
+            if isinstance(cell, pyarrow.DictionaryScalar):
+                cell = cell.value
+            yield cell.as_buffer() if cell.is_valid else b""
 
     def _text(self, cell, where):
         """The text of a cell, in which bytes that are not UTF-8 are lone surrogates; or the Document of one that is
         too long."""
-        if cell is None:
-            return None
         try:
-            check_length(cell.size, where, self.advice)
+            check_length(len(cell), where, self.advice)
         except UserError as e:
             return self.damaged(e, "damaged_records")
-        return cell.to_pybytes().decode(errors="surrogateescape")
+        return bytes(cell).decode(errors="surrogateescape")
