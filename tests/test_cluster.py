@@ -794,18 +794,18 @@ def test_a_hung_run_is_ended_by_sigkill_and_told(idle):
     hung, waits = idle.hosts[:2]
     (hung.home / "hung").touch()
     (waits.home / "waits").touch()
-    idle.passes(STOP_TIMEOUT="5")
-    restarted = idle.launch("--restart", STOP_TIMEOUT="5")
+    idle.passes(STOP_TIMEOUT="3")
+    restarted = idle.launch("--restart", STOP_TIMEOUT="3")
     assert restarted.returncode == 0, restarted.said
-    stopped = idle.launch("--stop", STOP_TIMEOUT="5")
+    stopped = idle.launch("--stop", STOP_TIMEOUT="3")
     for done in (restarted, stopped):
         assert "KILLED   127.0.0.1 " in done.stdout and "ended with status 137" in done.stdout
         assert "ok       127.0.0.2 " in done.stdout and "ended with status 143" in done.stdout
-        assert done.stderr.startswith("error: 127.0.0.1: it still ran STOP_TIMEOUT=5 s after SIGT")
+        assert done.stderr.startswith("error: 127.0.0.1: it still ran STOP_TIMEOUT=3 s after SIGT")
         assert "SIGKILL" in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert stopped.returncode == 137 and not hung.alive and not waits.alive
     assert not jobs(b"/bin/bash", bytes(hung.code))
-    again = idle.passes("--stop", STOP_TIMEOUT="5")
+    again = idle.passes("--stop", STOP_TIMEOUT="3")
     assert "137: error: it still ran" in again, again
 
 

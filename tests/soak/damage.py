@@ -182,8 +182,10 @@ class Kind:
 
         def change(at):
             root = at / subject.name
-            files = sorted(root.glob(subject.files)) if subject.files else [root]
-            path = rng.choice([p for p in files if p.is_file()])
+            files = root.glob(subject.files) if subject.files else [root]
+            # Orbax draws names, so that sizes are what a repeated case has in common
+            files = sorted((p.stat().st_size, str(p), p) for p in files if p.is_file())
+            path = rng.choice(files)[-1]
             return f"{path.relative_to(at.own)}: {damage(rng, path)}"
 
         ended, result, said = self.read(reader, folder, {subject.name}, change)
