@@ -480,19 +480,20 @@ def test_kill_9(ranks_file, tmp_path):
 
 def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
     """A sentence, and the next run resumes."""
-    write_lines(tmp_path / "a.jsonl", make_texts(400))
+    write_lines(tmp_path / "a.jsonl", make_texts(100))
     assert tokenize("a.jsonl", "whole")[0] == 0
     encode, taken = tokenize_shards.encode, []
 
     def killing(*args):
         for result in encode(*args):
             taken.append(result)
-            if len(taken) == 1:
+            if len(taken) == 3:
                 multiprocessing.active_children()[0].kill()
             yield result
 
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_shards, "encode", killing)
+        patch.setattr(data.workers, "IN_FLIGHT", 0)  # one batch after the other
         refused(tokenize("a.jsonl", "out", "--workers", 2), "--workers 2: one was killed")
     assert tokenize("a.jsonl", "out", "--workers", 2)[0] == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
