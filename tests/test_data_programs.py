@@ -120,14 +120,15 @@ def validates(text, val_fraction):
 
 
 def reference(texts, encoding, val_fraction):
-    """What the shards must hold, by the plainest loop: {split: (token ids, documents, bytes, empty)}."""
-    result = {"train": ([], [0, 0, 0]), "val": ([], [0, 0, 0])}
+    """What the shards must hold, by the plainest loop: {split: (token ids, [documents, bytes, empty ones, halves])}."""
+    result = {"train": ([], [0] * 4), "val": ([], [0] * 4)}
     for text in texts:
+        lone = sum(0xD800 <= ord(c) <= 0xDFFF for c in text or "")
         text = "".join("\ufffd" if 0xD800 <= ord(c) <= 0xDFFF else c for c in text or "")
         ids, counts = result["val" if validates(text, val_fraction) else "train"]
         if text:
             ids += [encoding.eot_token, *encoding.encode_ordinary(text)]
-        for k, more in enumerate((text != "", len(text.encode()), text == "")):
+        for k, more in enumerate((text != "", len(text.encode()), text == "", lone)):
             counts[k] += more
     return result
 
@@ -155,7 +156,7 @@ def check(output, expected, encoding, shard_tokens):
                 == made["dtype"]
                 == ("uint16" if encoding.n_vocab <= 2**16 else "uint32")
             )
-        assert [made[k] for k in ("documents", "bytes", "empty_documents")] == counts
+        assert [made[k] for k in ("documents", "bytes", "empty_documents")] == counts[:3]
         assert (made["tokens"], made["vocab_size"]) == (len(ids), encoding.n_vocab)
 
 
@@ -294,7 +295,11 @@ def test_shards_equal_a_plain_loop(
     status, out, err = tokenize(source, "out", "--tokenizer", tokenizer, *more)
     assert (status, out.count("\n")) == (0, 1) and all(word in err for word in words), err
     encoding = tokenization.load_tokenizer(tokenizer)
-    check(tmp_path / "out", reference(texts, encoding, val_fraction), encoding, shard_tokens)
+    expected = reference(texts, encoding, val_fraction)
+    check(tmp_path / "out", expected, encoding, shard_tokens)
+    if kind:
+        for (_, counts), about in zip(expected.values(), manifests(tmp_path / "out")):
+            assert about["replaced_characters"] == counts[3]
     made = manifests(tmp_path / "out")[0]
     assert (made["shard_tokens"], made["val_fraction"]) == (shard_tokens, val_fraction)
     assert made["tokenizer"] == ("tokenizer.tiktoken" if name == "trained" else name)
