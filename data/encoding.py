@@ -1,5 +1,6 @@
 """From documents to token ids and counts. This is what the workers of tokenize_shards.py do."""
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -39,54 +40,52 @@ def encode_text(text, encoding):
 
 
 class Encoded(NamedTuple):
-    """What becomes of a batch of n documents, each of which has a part for train and one for val."""
+    """What becomes of a document, which has a part for train and one for val."""
 
-    ids: np.ndarray  # tokens of all parts, one after the other
-    lengths: np.ndarray  # int64 [n, 2]: tokens of each part; an empty one has none
-    counts: dict  # of each of the COUNTS, int64 [n, 2]
-    hashes: np.ndarray  # uint64 [n]: of the texts
+    text_hash: int | None  # None where it has no text
+    ids: list  # token ids of each part, none where it is empty
+    counts: list  # of each part, a Counter of the COUNTS
     warnings: list  # (kind, words)
 
 
-def encode_batch(encoding, dtype, skip, val_fraction, validation, batch):
-    """The Encoded of a batch of documents.
+def encode_batch(*arguments):
+    """[Encoded] of a batch of documents, the last of the arguments of `encode_document`."""
+    *settings, batch = arguments
+    return [encode_document(*settings, document) for document in batch]
+
+
+def encode_document(encoding, dtype, skip, val_fraction, validation, document):
+    """The Encoded of a document.
 
     skip: leave out and count a file that cannot be read, instead of raising UserError; validation: as in splits.py.
     """
-    lengths = np.zeros((len(batch), 2), np.int64)
-    counts = {key: np.zeros_like(lengths) for key in COUNTS}
-    hashes = np.zeros(len(batch), np.uint64)
-    ids, warnings = [np.empty(0, dtype)], []
-    for i, document in enumerate(batch):
-        if document.lost:
-            counts[document.lost][i, 0] = 1
-            continue
-        try:
-            text, replaced = read_text(document)
-        except UserError as e:
-            if not skip:
-                raise
-            warnings.append(("damage", skipped(e)))
-            counts["damaged_files"][i, 0] = 1
-            continue
-        hashes[i] = hash_of(text)
-        parts = divide(text, val_fraction, validation)
-        for k, part in enumerate(parts):
-            counts["documents"][i, k] = part != ""
-            counts["bytes"][i, k] = len(part.encode())
-            if part:
-                ids.append(np.array([encoding.eot_token], dtype))
-                ids.append(encode_text(part, encoding).astype(dtype))
-                lengths[i, k] = 1 + len(ids[-1])
-        home = int(parts[0] == "" != parts[1])  # an empty document counts in train
-        counts["empty_documents"][i, home] = text == ""
-        counts["replaced_documents"][i, home] = replaced > 0
-        counts["replaced_characters"][i, home] = replaced
-        name = document.name if document.path else f"document {document.name}"
-        if replaced:
-            words = f"{name} is not UTF-8: {many(replaced, 'character')} became U+FFFD (iconv -t utf-8 keeps them)"
-            warnings.append(("replaced", words))
-        if document.path and text.count("\0") * 4 > len(text):
-            words = f"{name} is full of NUL characters, as UTF-16 without its mark would be"
-            warnings.append(("nul", words))
-    return Encoded(np.concatenate(ids), lengths, counts, hashes, warnings)
+    nothing = np.empty(0, dtype)
+    encoded = Encoded(None, [nothing, nothing], [Counter(), Counter()], [])
+    if document.lost:
+        encoded.counts[0][document.lost] = 1
+        return encoded
+    try:
+        text, replaced = read_text(document)
+    except UserError as e:
+        if not skip:
+            raise
+        encoded.warnings.append(("damage", skipped(e)))
+        encoded.counts[0]["damaged_files"] = 1
+        return encoded
+    parts = divide(text, val_fraction, validation)
+    for k, part in enumerate(parts):
+        if part:
+            ids = encode_text(part, encoding).astype(dtype)
+            encoded.ids[k] = np.concatenate([np.array([encoding.eot_token], dtype), ids])
+            encoded.counts[k].update(documents=1, bytes=len(part.encode()))
+    home = encoded.counts[int(parts[0] == "" != parts[1])]  # an empty document counts in train
+    home.update(empty_documents=text == "", replaced_characters=replaced)
+    home["replaced_documents"] = int(replaced > 0)
+    name = document.name if document.path else f"document {document.name}"
+    if replaced:
+        words = f"{name} is not UTF-8: {many(replaced, 'character')} became U+FFFD (iconv -t utf-8 keeps them)"
+        encoded.warnings.append(("replaced", words))
+    if document.path and text.count("\0") * 4 > len(text):
+        words = f"{name} is full of NUL characters, as UTF-16 without its mark would be"
+        encoded.warnings.append(("nul", words))
+    return encoded._replace(text_hash=hash_of(text) if text else None)

@@ -37,17 +37,18 @@ class ShardWriter:
         self.totals = Counter()  # of the COUNTS
         self.shard = np.empty(shard_tokens, dtype)
 
-    def add(self, ids, counts):
-        """Take token ids and their COUNTS; returns whether this filled a shard."""
+    def add(self, documents, counts):
+        """Take the token ids of documents, and their COUNTS; returns whether this filled a shard."""
         self.totals.update(counts)
         n_shards = len(self.shards)
-        while len(ids):
-            room = self.shard[self.filled :][: len(ids)]
-            room[:] = ids[: len(room)]
-            self.filled += len(room)
-            ids = ids[len(room) :]
-            if self.filled == len(self.shard):
-                self.flush()
+        for ids in documents:
+            while len(ids):
+                room = self.shard[self.filled :][: len(ids)]
+                room[:] = ids[: len(room)]
+                self.filled += len(room)
+                ids = ids[len(room) :]
+                if self.filled == len(self.shard):
+                    self.flush()
         return len(self.shards) > n_shards
 
     def flush(self):

@@ -93,24 +93,22 @@ class Seen:
         return ~new
 
 
-def apportion(encoded, seen, drop):
-    """{split: (token ids, Counter)} of a batch, an encoding.Encoded.
+def apportion(batch, seen, drop):
+    """{split: (token ids, Counter)} of a batch, a list of encoding.Encoded.
 
     Documents whose text is in `seen`, or comes earlier in the batch, are counted, and with `drop` left out.
     """
-    lengths = encoded.lengths
-    with_text = lengths.any(1)
-    again = np.zeros(len(lengths), bool)
-    again[with_text] = seen.add(encoded.hashes[with_text])
-    kept = ~again | (not drop)
-    home = np.where(lengths[:, 0], 0, 1)  # the split that a duplicate is counted in
-    parts = {}
-    for i, split in enumerate(SPLITS):
-        mine = np.zeros(lengths.shape, bool)
-        mine[:, i] = kept
-        counts = Counter({key: int(n[kept, i].sum()) for key, n in encoded.counts.items()})
-        counts["duplicate_documents"] = int((again & (home == i)).sum())
-        its_ids = np.repeat(mine.ravel(), lengths.ravel())
-        # of one long document no copy
-        parts[split] = encoded.ids if its_ids.all() else encoded.ids[its_ids], counts
-    return parts
+    hashes = [document.text_hash for document in batch if document.text_hash is not None]
+    again = iter(seen.add(np.array(hashes, np.uint64)))
+    ids = {split: [] for split in SPLITS}
+    counts = {split: Counter() for split in SPLITS}
+    for document in batch:
+        if document.text_hash is not None and next(again):
+            home = SPLITS[0] if len(document.ids[0]) else SPLITS[1]
+            counts[home]["duplicate_documents"] += 1
+            if drop:
+                continue
+        for split, its_ids, its_counts in zip(SPLITS, document.ids, document.counts):
+            ids[split].append(its_ids)
+            counts[split].update(its_counts)
+    return {split: (ids[split], counts[split]) for split in SPLITS}

@@ -175,11 +175,12 @@ def fill(args, source, output, writers, encoding):
     bar = tqdm(total=source.total, initial=done, unit=source.unit, unit_scale=True, disable=None)
     with bar:  # which only a terminal shows
         for encoded, position in results:
-            for kind, words in encoded.warnings:
-                warn(kind, words)
+            for document in encoded:
+                for kind, words in document.warnings:
+                    warn(kind, words)
+                unsaved += sum(map(len, document.ids))
             parts = apportion(encoded, output.seen, args.drop_duplicates)
             filled = [writer.add(*parts[split]) for split, writer in writers.items()]
-            unsaved += len(encoded.ids)
             # the hashes in it, of 8 bytes, must not be written much more often than tokens, of 2 or 4
             if any(filled) and unsaved >= 2 * (len(output.seen) - SMALL):
                 output.save_progress(position, writers)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import fsspec
@@ -119,14 +120,15 @@ def validates(text, val_fraction):
 
 
 def reference(texts, encoding, val_fraction):
-    """What the shards must hold, by the plainest loop: {split: (token ids, documents, bytes, empty)}."""
-    result = {"train": ([], [0, 0, 0]), "val": ([], [0, 0, 0])}
+    """What the shards must hold, by the plainest loop: {split: (token ids, [documents, bytes, empty ones, halves])}."""
+    result = {"train": ([], [0] * 4), "val": ([], [0] * 4)}
     for text in texts:
+        lone = sum(0xD800 <= ord(c) <= 0xDFFF for c in text or "")
         text = "".join("\ufffd" if 0xD800 <= ord(c) <= 0xDFFF else c for c in text or "")
         ids, counts = result["val" if validates(text, val_fraction) else "train"]
         if text:
             ids += [encoding.eot_token, *encoding.encode_ordinary(text)]
-        for k, more in enumerate((text != "", len(text.encode()), text == "")):
+        for k, more in enumerate((text != "", len(text.encode()), text == "", lone)):
             counts[k] += more
     return result
 
@@ -144,14 +146,17 @@ def check(output, expected, encoding, shard_tokens):
         np.testing.assert_array_equal(np.concatenate(shards), ids)
         assert {len(s) for s in shards[:-1]} <= {shard_tokens} and len(shards[-1]) <= shard_tokens
         for about, file, shard in zip(made["shards"], files, shards, strict=True):
-            sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-            assert about.items() >= dict(name=file.name, tokens=len(shard), sha256=sha256).items()
+            held, size = file.read_bytes(), data.output.BLOCK
+            blocks = [held[start : start + size] for start in range(0, len(held), size)]
+            crc32 = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
+            sha256 = hashlib.sha256(held).hexdigest()
+            assert about == dict(name=file.name, tokens=len(shard), sha256=sha256, crc32=crc32)
             assert (
                 shard.dtype
                 == made["dtype"]
                 == ("uint16" if encoding.n_vocab <= 2**16 else "uint32")
             )
-        assert [made[k] for k in ("documents", "bytes", "empty_documents")] == counts
+        assert [made[k] for k in ("documents", "bytes", "empty_documents")] == counts[:3]
         assert (made["tokens"], made["vocab_size"]) == (len(ids), encoding.n_vocab)
 
 
@@ -199,6 +204,7 @@ def tokenize(ranks_file, tmp_path, capsys, monkeypatch):
     """A function that runs data/tokenize_shards.py with tmp_path as its folder; it returns as `run`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(data.output, "BLOCK", 512)
     monkeypatch.setattr(locks.time, "sleep", lambda _: None)  # between two looks at a remote lock
 
     def tokenize(source, output="out", *more):
@@ -289,7 +295,11 @@ def test_shards_equal_a_plain_loop(
     status, out, err = tokenize(source, "out", "--tokenizer", tokenizer, *more)
     assert (status, out.count("\n")) == (0, 1) and all(word in err for word in words), err
     encoding = tokenization.load_tokenizer(tokenizer)
-    check(tmp_path / "out", reference(texts, encoding, val_fraction), encoding, shard_tokens)
+    expected = reference(texts, encoding, val_fraction)
+    check(tmp_path / "out", expected, encoding, shard_tokens)
+    if kind:
+        for (_, counts), about in zip(expected.values(), manifests(tmp_path / "out")):
+            assert about["replaced_characters"] == counts[3]
     made = manifests(tmp_path / "out")[0]
     assert (made["shard_tokens"], made["val_fraction"]) == (shard_tokens, val_fraction)
     assert made["tokenizer"] == ("tokenizer.tiktoken" if name == "trained" else name)
@@ -480,19 +490,20 @@ def test_kill_9(ranks_file, tmp_path):
 
 def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
     """A sentence, and the next run resumes."""
-    write_lines(tmp_path / "a.jsonl", make_texts(400))
+    write_lines(tmp_path / "a.jsonl", make_texts(100))
     assert tokenize("a.jsonl", "whole")[0] == 0
     encode, taken = tokenize_shards.encode, []
 
     def killing(*args):
         for result in encode(*args):
             taken.append(result)
-            if len(taken) == 1:
+            if len(taken) == 3:
                 multiprocessing.active_children()[0].kill()
             yield result
 
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_shards, "encode", killing)
+        patch.setattr(data.workers, "IN_FLIGHT", 0)  # one batch after the other
         refused(tokenize("a.jsonl", "out", "--workers", 2), "--workers 2: one was killed")
     assert tokenize("a.jsonl", "out", "--workers", 2)[0] == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")

@@ -269,7 +269,13 @@ def test_a_wrong_mixture_is_named(corpora, mix, said):
 
 def test_a_border_may_move_where_nothing_is_read_yet(corpora):
     mixed = phased(corpora, 1000)  # with borders at 250 and 700
-    for borders, n in (([250, 700], 900), ([250, 800], 700), ([300, 900], 250), ([], 0)):
+    for borders, n in (
+        ([250, 700], 900),
+        ([250, 800], 700),
+        ([300, 900], 250),
+        ([250, 600], 600),
+        ([], 0),
+    ):
         mixed.check_borders(borders, n)
     for borders, n in (([240, 700], 900), ([250, 800], 701), ([300, 900], 251), ([200, 700], 230)):
         with pytest.raises(messages.UserError, match="give the --training_steps of before"):

@@ -36,7 +36,7 @@ def write_corpus(folder, n=SHARDS, tokens=1001):
         writer = output.ShardWriter(str(folder / split), tokens, np.dtype(np.uint16))
         noise = np.random.default_rng(count).choice([1, 2, 3], count * tokens, p=[0.8, 0.15, 0.05])
         counts = {"documents": 1, "bytes": 5 * count * tokens}
-        writer.add((np.cumsum(noise) % SMALL["vocab_size"]).astype(np.uint16), counts)
+        writer.add([(np.cumsum(noise) % SMALL["vocab_size"]).astype(np.uint16)], counts)
     return describe(folder)
 
 
