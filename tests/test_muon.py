@@ -105,7 +105,7 @@ def test_a_run_keeps_its_optimizer(train, tmp_path):
     assert train(name="adam", optimizer="adamw", training_steps=2) == 0
     with pytest.raises(messages.UserError, match="--optimizer muon: run adam exists and has adamw"):
         train(name="adam", optimizer="muon", training_steps=4)
-    assert train(name="adam", training_steps=4) == 0
+    assert train(name="adam", optimizer="adamw", training_steps=4) == 0
 
 
 # --- Newton-Schulz steps ------------------------------------------------------------------------------------------
