@@ -270,7 +270,8 @@ def from_hugging_face(flags, left):
         left.setdefault("norm_topk_prob", False)  # as transformers
     else:
         del flags["expert_dim"]  # there are no experts
-        flags["head_dim"] = flags["head_dim"] or 128  # as transformers; its other class divides
+        # as transformers; its class with experts divides hidden_size
+        flags["head_dim"] = flags["head_dim"] or 128
     flags["T"] = hf.take_T(left)
     flags["rope_base"], rope = hf.take_rope(left)
     hf.require(

@@ -103,9 +103,9 @@ MUON = dict(optimizer="muon", max_lr=1e-3)
 
 def test_a_run_keeps_its_optimizer(train, tmp_path):
     assert train(name="adam", optimizer="adamw", training_steps=2) == 0
-    with pytest.raises(messages.UserError, match="optimizer was 'adamw' and is now 'muon'"):
+    with pytest.raises(messages.UserError, match="--optimizer muon: run adam exists and has adamw"):
         train(name="adam", optimizer="muon", training_steps=4)
-    assert train(name="adam", training_steps=4) == 0
+    assert train(name="adam", optimizer="adamw", training_steps=4) == 0
 
 
 # --- Newton-Schulz steps ------------------------------------------------------------------------------------------
