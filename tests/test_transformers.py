@@ -190,10 +190,10 @@ def test_text_continues_as_transformers_continues_it(size, train, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     for name, before in [("exported", ""), ("runs/run", tokenization.END_OF_TEXT)]:
         ids = tokenizer(f"{before}def test_of(", return_tensors="pt").input_ids
-        generated = theirs.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
+        generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
         wanted = tokenizer.decode(generated[0, ids.shape[1] :])
         words = [str(tmp_path / name), "--prompt", "def test_of("]
-        words += "--max_tokens 40 --temperature 0 --n_devices 1 --model_dtype float32".split()
+        words += "--max_tokens 64 --temperature 0 --n_devices 1 --model_dtype float32".split()
         (row,) = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
         assert row.text == wanted.split(tokenization.END_OF_TEXT)[0]
 

@@ -259,6 +259,13 @@ def quiet_libraries():
     """Silence what the libraries log about errors that the programs here report themselves, in a sentence each."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a trace for each of Orbax's tasks
+    sys.unraisablehook = quiet_hook
+
+
+def quiet_hook(unraisable):
+    """Print what Python cannot raise, but for reads of Orbax that end after another one failed."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def configure_jax(cfg):
