@@ -171,7 +171,7 @@ def test_a_collective_beside_several_fusions_counts_once():
         calls.append(f"  %{name}_call = f32[8] fusion(%x), kind=kCustom, calls=%{name}")
     text += "ENTRY %main (x: f32[4]) -> f32[8] {\n  %x = f32[4] parameter(0)\n"
     found = hlo.Timeline("\n".join([text, *calls, "}"]), dict(dp=2, pp=1, tp=1)).collectives
-    assert found == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 2]}
+    assert found == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 0]}
 
 
 GPU_PROGRAM = """HloModule step, is_scheduled=true
