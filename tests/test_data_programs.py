@@ -283,7 +283,7 @@ def test_shards_equal_a_plain_loop(
         wide = {"utf-16.txt": "utf-16", "big-endian.txt": "utf-16"}
         files["zipped.txt.gz"] = b"not much"
         texts = [files[n].decode(wide.get(n, "utf-8-sig"), "replace") for n in sorted(files)]
-        words = ["latin-1.txt is not UTF-8: 2 char", "7 characters of 2 doc", "full of NUL"]
+        words = ["latin-1.txt is not UTF-8: 2 char", "7 characters of 2 doc"]
     else:
         texts = make_texts(60, lone=kind != ".parquet")
         for i, (a, b) in enumerate([(0, 11), (11, 40), (40, 60)]):
@@ -650,7 +650,7 @@ def test_training(tmp_path, capsys, monkeypatch):
         assert path.read_bytes() == other
 
 
-def test_tiktoken_encodes_as_the_training_library(monkeypatch):
+def test_tiktoken_encodes_as_the_training_library(tmp_path, monkeypatch):
     """On the documents it was trained on, on others, and on hostile ones; words without end take no time."""
     monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 300_000)
     documents = stdlib_documents()
@@ -661,7 +661,8 @@ def test_tiktoken_encodes_as_the_training_library(monkeypatch):
     assert sum(map(len, texts)) > 290_000
     trained = train_tokenizer.train([*texts, " " * 10**6 + "x" * 10**6], 1000)
     ranks = tokenization.dump_ranks(train_tokenizer.to_ranks(trained))
-    encoding = tokenization.load_ranks("x.tiktoken", ranks)
+    (tmp_path / "x.tiktoken").write_bytes(ranks)
+    encoding = tokenization.load_tokenizer(str(tmp_path / "x.tiktoken"))
     for text in [*texts, *filter(None, HOSTILE)]:
         assert trained.encode(text).ids == encoding.encode_ordinary(text)
 
