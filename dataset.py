@@ -1,8 +1,8 @@
 """Corpora of shards, the order of their sequences, and batches on the mesh.
 
-A shard is a one-dimensional .npy file of token ids. Sequence i of a shard is its tokens i*T .. i*T + T; the last of
-them is only a target. The order is a pure function of (shards, seed, number of sequences consumed). It knows nothing
-of hosts, devices, batches or steps, so a run resumes at the same place anywhere, and one integer is its whole state.
+Sequence i of a shard is its tokens i*T .. i*T + T; the last of them is only a target. The order is a pure function of
+(shards, seed, number of sequences consumed). It knows nothing of hosts, devices, batches or steps, so a run resumes at
+the same place anywhere, and one integer is its whole state.
 """
 
 import functools
@@ -49,14 +49,15 @@ class Corpus:
         self.T = cfg.model.T
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
-        self.manifest = manifest.read(self.folder)
-        # what nothing verifies of the shards, as a warning; "" where all is verified
-        self.unverified = manifest.unverified(self.folder, self.manifest)
+        self.manifest = made = manifest.read(self.folder)
         # mean number of UTF-8 bytes of a token, or None where no manifest tells
-        made = self.manifest
         self.bytes_per_token = made["bytes"] / made["tokens"] if made else None
-        self._check_tokenizer(cfg.data.tokenizer)
         self.tokenizer = shards_tokenizer(root, made, cfg.data.tokenizer)
+        if made.get("vocab_size", 0) > self.vocab_size:
+            raise UserError(
+                f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
+                f"of {made['vocab_size']} ({made['tokenizer']}); give that or other shards."
+            )
         self.shards = self._open_shards(cfg.data, only)
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
@@ -93,22 +94,12 @@ class Corpus:
         for start in range(0, shard.length, BLOCK):
             shard.read(start, min(start + BLOCK, shard.length), self.vocab_size)
 
-    def _check_tokenizer(self, flag):
-        """Raises UserError where the shards' tokenizer fits neither --vocab_size nor --tokenizer, which is `flag`."""
-        vocabulary = self.manifest.get("vocab_size", 0)
-        made_with = self.manifest.get("tokenizer", "")
-        if vocabulary > self.vocab_size:
-            raise UserError(
-                f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
-                f"of {vocabulary} ({made_with}); give that or other shards."
-            )
-        if not flag or not made_with or flag == made_with:
-            return
-        if content_sha256(load_tokenizer(flag)) != self.manifest["tokenizer_sha256"]:
-            raise UserError(
-                f"--tokenizer {flag}: the shards in {self.folder} were made with another one ({made_with}); give "
-                f"that one or other shards."
-            )
+    @property
+    def unverified(self):
+        """A warning where nothing verifies the shards, else ""."""
+        if self.manifest:
+            return ""
+        return f"warning: {self.folder} has no {manifest.NAME}, so its shards are not verified"
 
     def read(self, places, order):
         """int32 [n, T + 1]: the sequences at `places` [n] of the shards laid end to end in `order`."""
@@ -148,17 +139,9 @@ class Corpus:
 def permute(index, size, key):
     """Where a permutation of range(size), chosen by the integers `key`, puts each of `index` (array of int).
 
-    No table and no buffer: constant time at any index. A Feistel network of four rounds permutes range(2^(2h)), the
-    next even power of two. Where the result is not below `size`, the network is applied again until it is ("cycle
-    walking": Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). This stays a permutation, since every
-    cycle of the network returns to range(size).
-
-    Example: size 10, key [1]. h = 2, so the network permutes range(16):
-
-        x           0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15
-        network(x)  6   3  11  14   7   9  10  15  12   0   8  13   4   1   2   5
-
-    0 goes to 6 at once. 2 goes to 11, 11 to 13, both outside, and 13 to 1. In all, 0 .. 9 go to 6 3 1 2 7 9 8 5 4 0.
+    A Feistel network of four rounds permutes range(2^(2h)), the next even power of two, without a table. Where the
+    result is not below `size`, the network is applied again until it is ("cycle walking": Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002). Every cycle of the network returns to range(size): it stays a permutation.
     """
     half = max(1, (int(size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -256,7 +239,7 @@ class Mixture:
             if encoding and made_with and made_with != content_sha256(encoding):
                 raise UserError(
                     f"{self.tokenizer}: is not the tokenizer that made the shards in {corpus.folder} (tokenizer_sha256 "
-                    f"of their manifest is another); put back what it was, or tokenize the text again."
+                    f"of their manifest is another); give that one (--tokenizer), or tokenize the text again."
                 )
 
     def epochs(self, n):
@@ -286,11 +269,8 @@ class Pattern:
     """Which sequences a phase of a mixture takes: a period that repeats.
 
     Within a period the i-th of the c sequences of a corpus lies at the fraction (i + 1/2) / c, so every stretch has
-    the shares to within about a sequence. Every corpus continues where the phase before left it, and from period to
-    period, so it is read as it would be alone.
-
-    Example: shares [2, 1] lie at the fractions (1/4, 3/4) and (1/2), so a period is a b a: which [0, 1, 0], rank
-    [0, 0, 1]. From start 0, sequence 100 of the run is at 1 in period 33, so it is number 33 of b.
+    the shares to within about a sequence: shares [2, 1] make a period a b a. Every corpus continues where the phase
+    before left it, and from period to period, so it is read as it would be alone.
 
     shares: int64 [corpora]: sequences of each corpus in a period. start: number of the phase's first sequence.
     before: int64 [corpora]: sequences of each corpus before that one.
@@ -448,8 +428,8 @@ class Prefetch:
     """Iterator over make(n) for every n of `numbers`. A background thread makes `depth` of them ahead; an error is
     raised where its item would have come.
 
-    `waited` is the seconds in which the devices had nothing to do but wait for items. `busy()` is called before each
-    wait and returns when the devices have done what they were given; the seconds count from then on.
+    `waited`: seconds in which the devices only waited for items; they count from when busy(), called before each wait,
+    has returned.
     """
 
     def __init__(self, make, numbers, depth=3, busy=lambda: None):

@@ -26,8 +26,8 @@ COUNTS = (
 def encode_text(text, encoding):
     """Token ids of a text, uint32: those of `encode_ordinary`.
 
-    tiktoken's regular expressions give up after a million steps, which a run of that many spaces takes. A text with
-    such a run is halved until each part passes, where that changes no token if it can.
+    tiktoken's regular expressions give up after a million steps, as in a long run of spaces. A text with such a run is
+    halved until each part passes, where that changes no token if it can.
     """
     try:
         # no text is special, and none is an error
@@ -55,10 +55,8 @@ def encode_batch(*arguments):
 
 
 def encode_document(encoding, dtype, skip, val_fraction, validation, document):
-    """The Encoded of a document.
-
-    skip: leave out and count a file that cannot be read, instead of raising UserError; validation: as in splits.py.
-    """
+    """The Encoded of a document. skip: leave out and count a file that cannot be read, instead of raising UserError;
+    validation: as in splits.py."""
     nothing = np.empty(0, dtype)
     encoded = Encoded(None, [nothing, nothing], [Counter(), Counter()], [])
     if document.lost:
@@ -78,14 +76,11 @@ def encode_document(encoding, dtype, skip, val_fraction, validation, document):
             ids = encode_text(part, encoding).astype(dtype)
             encoded.ids[k] = np.concatenate([np.array([encoding.eot_token], dtype), ids])
             encoded.counts[k].update(documents=1, bytes=len(part.encode()))
-    home = encoded.counts[int(parts[0] == "" != parts[1])]  # an empty document counts in train
+    home = encoded.counts[bool(parts[1] and not parts[0])]  # an empty document counts in train
     home.update(empty_documents=text == "", replaced_characters=replaced)
     home["replaced_documents"] = int(replaced > 0)
-    name = document.name if document.path else f"document {document.name}"
     if replaced:
+        name = document.name if document.path else f"document {document.name}"
         words = f"{name} is not UTF-8: {many(replaced, 'character')} became U+FFFD (iconv -t utf-8 keeps them)"
         encoded.warnings.append(("replaced", words))
-    if document.path and text.count("\0") * 4 > len(text):
-        words = f"{name} is full of NUL characters, as UTF-16 without its mark would be"
-        encoded.warnings.append(("nul", words))
     return encoded._replace(text_hash=hash_of(text) if text else None)

@@ -67,10 +67,3 @@ def read(folder):
             f"wrote it; {ADVICE}."
         )
     return manifest
-
-
-def unverified(folder, manifest):
-    """What nothing verifies of a folder with this manifest, {} without one, as a warning; "" where all is verified."""
-    if manifest:
-        return ""
-    return f"warning: {folder} has no {NAME}, so its shards are not verified"

@@ -52,11 +52,8 @@ class ShardWriter:
         return len(self.shards) > n_shards
 
     def flush(self):
-        """Write what is there as a shard; a reader sees the whole of it or nothing.
-
-        A run that is killed before it could note a shard writes the same one again. Raises UserError where another file
-        has its name.
-        """
+        """Write what is there as a shard, perhaps once more after a kill. Raises UserError where another file has its
+        name."""
         if not self.filled:
             return
         name = manifest.shard_name(len(self.shards))
@@ -79,7 +76,7 @@ class ShardWriter:
         return sum(shard["tokens"] for shard in self.shards) + self.filled
 
     def manifest(self):
-        """What there is so far, for the manifest, and to resume from together with the tokens of the next shard."""
+        """What there is so far, for the manifest and to resume from."""
         counts = {key: self.totals[key] for key in COUNTS}
         return {"tokens": self.n_tokens, **counts, "shards": self.shards}
 
@@ -126,8 +123,7 @@ class Output:
             )
 
     def is_finished(self):
-        """Whether the shards of all splits are there. Raises UserError where there are those of other settings or
-        damaged ones."""
+        """Whether the shards of all splits are there. Raises UserError where some are damaged or of other settings."""
         missing = False
         for split in SPLITS:
             folder = os.path.join(self.path, split)
@@ -143,8 +139,7 @@ class Output:
     # --- Progress
 
     def load(self):
-        """What `save_progress` saved, {} where there is nothing. Raises UserError where it is damaged, or not of this
-        program."""
+        """What `save_progress` saved, {} where there is nothing. Raises UserError where it is something else."""
         content = read_file(os.path.join(self.path, PROGRESS))
         if content is None:
             return {}
@@ -174,13 +169,17 @@ class Output:
         np.savez(file, state=state, hashes=self.seen.all(), **unfinished)
         write_file(os.path.join(self.path, PROGRESS), file.getvalue())
 
-    def begin(self, writers, tokenizer):
-        """Return to where an earlier run was killed, or begin: self.position says where in the source, and the writers
-        are there too.
+    def begin(self, shard_tokens, tokenizer):
+        """{split: ShardWriter}, where an earlier run was killed, which is self.position in the source, or at the
+        beginning. The tokenizer, by name or path, is copied beside the shards.
 
-        The tokenizer, by name or path, is copied beside the shards. Raises UserError where something else is in the
-        way, all of which stays as it is, or where what was read until the position has changed.
+        Raises UserError where something else is in the way or what was read until the position has changed.
         """
+        dtype = np.dtype(self.settings["dtype"])
+        writers = {
+            split: ShardWriter(os.path.join(self.path, split), shard_tokens, dtype)
+            for split in self.splits
+        }
         held = self.load()
         found = {split: set(list_shards(os.path.join(self.path, split))) for split in SPLITS}
         if held and (held["position"] or any(found.values())):
@@ -192,9 +191,10 @@ class Output:
             settings = self.settings["val_fraction"], self.settings["drop_duplicates"]
             self.validation = choose_validation(self.source, *settings)
             self.save_progress({}, writers)
+        return writers
 
     def resume(self, held, writers):
-        """Return to what `save_progress` saved. Raises UserError where what was read until then has changed."""
+        """Return to what `load` returned. Raises UserError where what was read until then has changed."""
         self.check(held["settings"], PROGRESS, but="source_listing_sha256")
         self.position = held["position"]
         if held["read_sha256"] != self.source.read_sha256(self.position):

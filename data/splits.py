@@ -39,7 +39,7 @@ def choose_validation(source, val_fraction, drop=False):
     are FEW and val, or train, would get less than a third of its share of the text, or val three times it."""
     hashes, sizes, n = set(), [0, 0], 0
     for document in source.read({}) if val_fraction else ():
-        text = "" if document.lost else text_of(document, source.skip)
+        text = text_of(document, source.skip)
         text_hash = hash_of(text)
         if not text or (drop and text_hash in hashes):
             continue
@@ -55,7 +55,9 @@ def choose_validation(source, val_fraction, drop=False):
 
 
 def text_of(document, skip):
-    """A document's text, "" where it cannot be read and `skip` is true. Raises UserError."""
+    """A document's text, "" where it is lost or, with `skip`, cannot be read. Raises UserError."""
+    if document.lost:
+        return ""
     try:
         return read_text(document)[0]
     except UserError as e:
@@ -66,7 +68,7 @@ def text_of(document, skip):
 
 
 class Seen:
-    """The set of the hashes of all documents so far, 8 bytes each: sorted arrays, each more than twice the next."""
+    """A set of hashes, 8 bytes each: sorted arrays, each more than twice the next."""
 
     def __init__(self):
         self.arrays = []

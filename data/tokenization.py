@@ -19,8 +19,8 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokenizer
 
 
-# A place after a letter that is followed by a space and a letter, where every tiktoken pattern, and ours, ends a word:
-# the tokens of the parts of a text that is cut there, one after the other, are those of the whole.
+# A letter before a space and a letter: every tiktoken pattern, and ours, ends a word there, so the tokens of the parts
+# of a text that is cut there are those of the whole.
 CUT = re.compile("[A-Za-z](?= [A-Za-z])")
 
 
@@ -29,16 +29,11 @@ def whole_characters(text):
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-class NoSuchFile(UserError):
-    """A tokenizer's file that is not there."""
-
-
 class HubTokenizer:
     """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use.
 
     Text that spells a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside it, or
-    <|endoftext|>; `bos_token` its bos_token, or the same. Raises UserError where the file cannot be read or has no
-    end-of-text token.
+    <|endoftext|>; `bos_token` its bos_token, or the same. Raises UserError.
     """
 
     def __init__(self, path):
@@ -96,11 +91,8 @@ class HubTokenizer:
 
 
 def load_tokenizer(name):
-    """A tokenizer by name: `tiktoken.Encoding`, or `HubTokenizer` for a tokenizer.json.
-
-    `name` is tiktoken's name of an encoding, or the path or address of a .tiktoken file of ranks, as
-    data/train_tokenizer.py writes it, or of a tokenizer.json. Raises UserError where there is none of that name.
-    """
+    """The `tiktoken.Encoding` of tiktoken's name of it or of the path or address of a .tiktoken file of ranks; the
+    `HubTokenizer` of a tokenizer.json. Raises UserError."""
     if name.endswith(".json"):
         return HubTokenizer(name)
     if name.endswith(".tiktoken"):
@@ -109,26 +101,23 @@ def load_tokenizer(name):
 
 
 def content_of(path):
-    """Bytes of a tokenizer's file, local or remote. Raises UserError where it cannot be read."""
-    try:
-        content = read_file(path)
-    except OSError as e:
-        raise UserError(f"--tokenizer {path}: cannot be read ({e.strerror}).") from None
+    """Bytes of a tokenizer's file, local or remote. Raises UserError."""
+    content = read_file(path)
     if content is None:
-        raise NoSuchFile(
+        raise UserError(
             f"--tokenizer {path}: there is no such file; data/train_tokenizer.py makes .tiktoken files."
         )
     return content
 
 
-def load_ranks(path, content=None):
-    """The `tiktoken.Encoding` of a file of ranks, which has this content where that is given. Raises UserError."""
+def load_ranks(path):
+    """The `tiktoken.Encoding` of a file of ranks. Raises UserError."""
     import tiktoken
 
     ranks = {}
     try:
         # not by tiktoken's loader, which caches by name and so would miss a file made anew
-        for line in (content or content_of(path)).splitlines():
+        for line in content_of(path).splitlines():
             token, rank = line.split()
             ranks[base64.b64decode(token)] = int(rank)
         # tiktoken itself panics at others
@@ -147,7 +136,7 @@ def load_ranks(path, content=None):
 
 
 def dump_ranks(ranks):
-    """{token bytes: rank} -> the bytes of a file of tiktoken ranks: a line `base64(token) rank` for each, by rank."""
+    """The bytes of a file of tiktoken ranks, {token bytes: rank}."""
     tokens = sorted(ranks, key=ranks.get)
     return b"".join(base64.b64encode(token) + b" %d\n" % ranks[token] for token in tokens)
 
@@ -172,8 +161,7 @@ def load_by_name(name):
 
 
 def text_of(encoding, ids):
-    """Text of token ids. Those that the tokenizer does not know (a model may have more) are left out; bytes that are
-    not UTF-8 become U+FFFD."""
+    """Text of token ids. Those that only the model knows are left out; bytes that are not UTF-8 become U+FFFD."""
     return encoding.decode([t for t in ids if known(encoding, t)])
 
 
@@ -223,21 +211,12 @@ def tokens_of(encoding):
     return tokens
 
 
-def shards_tokenizer(root, manifest, flag=""):
-    """Name or file of the tokenizer of shards below `root`, with the manifest that lies beside them; "" where neither
-    that nor --tokenizer, which is `flag`, names it."""
-    made_with = manifest.get("tokenizer", "")
-    if made_with.endswith(TOKENIZER_FILES):
-        return os.path.join(root, made_with)
-    return flag or made_with
-
-
 def meaning(encoding):
     """({id: token} of those that text becomes, the tokens that pairs of others merge into, in that order)."""
     tokens = tokens_of(encoding)
     if isinstance(encoding, HubTokenizer):
         pairs = json.loads(encoding.tokenizer.to_str())["model"].get("merges", [])
-        merged = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in pairs]
+        merged = ["".join(pair) for pair in pairs]
     else:
         ranks = encoding._mergeable_ranks
         merged = [
@@ -249,15 +228,14 @@ def meaning(encoding):
 
 
 def same_tokens(one, other):
-    """Whether the ids that text becomes with tokenizer `other` mean the same with `one`: all tokens but the special
-    ones are equal, so is the other's end of text, and so is the order of the merges."""
+    """Whether the ids of text in tokenizer `other` mean the same in `one`: its end of text, all tokens but the special
+    ones, and the order of the merges are equal."""
     end = other.eot_token
     return tokens_of(one).get(end) == tokens_of(other)[end] and meaning(one) == meaning(other)
 
 
 def made_shards(encoding, name, sha256):
-    """Whether shards were made with a tokenizer; None where nothing shows it. name, sha256: of the tokenizer that
-    made them, as far as they are known."""
+    """Whether shards were made with a tokenizer; None where nothing tells. name, sha256: of the one that made them."""
     if sha256 == content_sha256(encoding):
         return True
     if sha256 and not name.endswith(".json") and not isinstance(encoding, HubTokenizer):
@@ -269,6 +247,15 @@ def made_shards(encoding, name, sha256):
 
 
 # --- A tokenizer's files ----------------------------------------------------------------------------------------
+
+
+def shards_tokenizer(root, manifest, flag=""):
+    """Name or file of the tokenizer of shards below `root`: --tokenizer, which is `flag`, or what their manifest names;
+    "" where neither does."""
+    made_with = manifest.get("tokenizer", "")
+    if made_with.endswith(TOKENIZER_FILES):
+        made_with = os.path.join(root, made_with)
+    return flag or made_with
 
 
 def keep_tokenizer(folder, name, replace=True):
@@ -312,9 +299,9 @@ def folder_tokenizer_name(folder):
 def folder_tokenizer(folder):
     """The tokenizer of a run directory or folder in the Hugging Face format, or None where it has none."""
     name = folder_tokenizer_name(folder)
-    try:
-        return load_tokenizer(name) if name else None
-    except NoSuchFile:
+    if not name or (name.endswith(TOKENIZER_FILES) and read_file(name) is None):
         return None
+    try:
+        return load_tokenizer(name)
     except UserError as e:  # no flag named it
         raise UserError(str(e).removeprefix("--tokenizer ")) from None

@@ -2,11 +2,10 @@
 
 python data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer data/shards/bpe8192.tiktoken
 
-Writes OUTPUT/train/000000.npy, ... and OUTPUT/val/000000.npy, ...: one-dimensional arrays that numpy.load reads, uint16
-where that holds the vocabulary, else uint32. A document is the end-of-text token and then its text, no part of which
-becomes a special token; documents continue from one shard into the next. manifest.json beside them is written last: a
-folder without one is unfinished. Until then OUTPUT/progress.npz marks the shards as this program's, which replaces
-nothing else; rerun the same command to resume from the last whole shard.
+Writes OUTPUT/train/000000.npy, ... and OUTPUT/val/000000.npy, ...: uint16 where that holds the vocabulary, else uint32.
+A document is the end-of-text token and then its text, no part of which becomes a special token; documents continue from
+one shard into the next. manifest.json beside them is written last; until then rerun the same command to resume from the
+last whole shard, as OUTPUT/progress.npz tells it.
 """
 
 if __name__ == "__main__":
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 from data import manifest
 from data.command_line import VAL_FRACTION, Source, no_text, run
-from data.output import Output, ShardWriter
+from data.output import Output
 from data.sources.base import many, warn
 from data.sources.kinds import open_source
 from data.splits import ENDS, apportion
@@ -71,7 +70,6 @@ class Options(Source):
 
 
 def parse():
-    """The command line, checked. Raises UserError."""
     args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py")
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
     source, output = Path(args.source).resolve(), Path(args.output).resolve()
@@ -91,15 +89,12 @@ def main():
     source = open_source(args)
     encoding = load_tokenizer(args.tokenizer)
     output = Output(args.output, source, settings_of(args, source, encoding))
-    summary = None
-    if not output.is_finished():
-        with alone_in(args.output, f"--output {args.output}", "--output"):
-            if not output.is_finished():  # by another process meanwhile
-                summary = write(args, source, output, encoding)
-    if summary:
-        say(f"{args.output}: {summary}; {time.monotonic() - start:.1f} s")
-        return
-    output.forget_progress()
+    with alone_in(args.output, f"--output {args.output}", "--output"):
+        if not output.is_finished():
+            summary = write(args, source, output, encoding)
+            say(f"{args.output}: {summary}; {time.monotonic() - start:.1f} s")
+            return
+        output.forget_progress()
     say(f"{args.output}: these shards are there already, nothing to do")
     if source.was_written_after(os.path.join(args.output, "train", manifest.NAME)):
         words = "--source: files were written after these shards; delete the folder if their text has changed"
@@ -107,7 +102,7 @@ def main():
 
 
 def settings_of(args, source, encoding):
-    """{setting: value} of the manifest: what shards must agree in to be the same shards."""
+    """{setting: value} of the manifest, in which shards must agree to be the same."""
     kind = os.path.splitext(args.tokenizer)[1]
     return {
         "source": os.path.abspath(args.source) if os.path.exists(args.source) else args.source,
@@ -124,12 +119,7 @@ def settings_of(args, source, encoding):
 
 def write(args, source, output, encoding):
     """Write every split, the manifests last; returns a summary in words."""
-    dtype = np.dtype(output.settings["dtype"])
-    writers = {
-        split: ShardWriter(os.path.join(args.output, split), args.shard_tokens, dtype)
-        for split in output.splits
-    }
-    output.begin(writers, args.tokenizer)
+    writers = output.begin(args.shard_tokens, args.tokenizer)
     if output.validation == ENDS:
         say(
             f"{args.output}: there are too few documents to hold whole ones out, so val is the last "
@@ -153,20 +143,17 @@ def write(args, source, output, encoding):
         documents = many(writer.totals["documents"], "document")
         summaries.append(f"{split} {writer.n_tokens:,} tokens of {documents}")
     if n := totals["duplicate_documents"]:
-        how = "among them (--drop_duplicates leaves them out)"
-        if args.drop_duplicates:
-            how = "left out"
+        among = "among them (--drop_duplicates leaves them out)"
+        how = "left out" if args.drop_duplicates else among
         summaries.append(f"{many(n, 'exact duplicate')} {how}")
     return ", ".join(summaries)
 
 
 def fill(args, source, output, writers, encoding):
     """Give the writers what there is in the source from the output's position on, and save progress on the way."""
-    start = None
+    start = processes if args.workers > 1 else None
     if args.ray:
         start = ray_actors
-    elif args.workers > 1:
-        start = processes
     dtype = np.dtype(output.settings["dtype"])
     arguments = encoding, dtype, args.skip_damaged, args.val_fraction, output.validation
     results = encode(cut(source, output.position), args.workers, start, *arguments)

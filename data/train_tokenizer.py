@@ -25,7 +25,7 @@ from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.sources.base import many
 from data.sources.kinds import open_source
 from data.splits import choose_validation, divide, text_of
-from data.tokenization import PATTERN, byte_letters, dump_ranks, load_ranks
+from data.tokenization import PATTERN, byte_letters, dump_ranks
 from runtime.files import check_place, is_remote, read_file, write_file
 from runtime.messages import UserError, say
 from runtime.parser import flag
@@ -36,31 +36,23 @@ SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some 
 PIECE = 10_000
 
 
-def candidates(source):
-    """The documents to sample from: all files, but only the first SAMPLE_BYTES of records."""
+def sample(source):
+    """Texts to train on: of all files, or of the first SAMPLE_BYTES of records, the first ones by the hash of their
+    names. They hold nothing of what data/tokenize_shards.py holds out by default."""
+    validation = choose_validation(source, VAL_FRACTION)
     documents, size = [], 0
     for document in source.read({}):
-        if not document.lost:
-            documents.append(document)
+        documents.append(document)
         if document.text is not None:
             size += document.size
         if size >= SAMPLE_BYTES:
             break
-    return documents
-
-
-def sample(source):
-    """Texts to train on: of the documents by the hash of their names, so from all over them, the first ones.
-
-    They hold nothing of what data/tokenize_shards.py holds out by default: whole documents, or of a few their ends.
-    """
-    validation = choose_validation(source, VAL_FRACTION)
 
     def by_hash(document):
         return hashlib.sha256(os.fsencode(document.name)).digest()
 
     texts, size = [], 0  # in bytes
-    for document in sorted(candidates(source), key=by_hash):
+    for document in sorted(documents, key=by_hash):
         if size >= SAMPLE_BYTES:
             break
         text, _ = divide(text_of(document, source.skip), VAL_FRACTION, validation)
@@ -70,7 +62,7 @@ def sample(source):
 
 
 def train(texts, vocab_size):
-    """A `tokenizers.Tokenizer` with at most `vocab_size` tokens: the 256 bytes, then the merges in order."""
+    """A `tokenizers.Tokenizer` with at most `vocab_size` tokens: the 256 bytes, then the merges."""
     tokenizer = Tokenizer(models.BPE())
     to_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = Sequence([Split(Regex(PATTERN), "isolated"), to_bytes])
@@ -83,7 +75,7 @@ def train(texts, vocab_size):
 
 
 def to_ranks(tokenizer):
-    """{token bytes: rank}: the ids, which are given in the order of the merges, as tiktoken's ranks must be."""
+    """{token bytes: rank}: the ids, which follow the order of the merges."""
     byte = {letter: b for b, letter in byte_letters().items()}
     return {bytes(byte[c] for c in token): rank for token, rank in tokenizer.get_vocab().items()}
 
@@ -99,7 +91,6 @@ class Options(Source):
 
 
 def parse():
-    """The command line, checked. Raises UserError."""
     args = read_flags(Options, sys.argv[1:], "data/train_tokenizer.py")
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
@@ -120,7 +111,6 @@ def main():
             f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most."
         )
     ranks = dump_ranks(to_ranks(tokenizer))
-    load_ranks(args.output, ranks)  # what it would refuse is not written
     try:
         if read_file(args.output) not in (None, b"", ranks):
             raise UserError(

@@ -653,7 +653,7 @@ def denied(monkeypatch):
 
 
 def test_missing_rights_are_one_sentence_and_nothing_else(denied, train, tmp_path, caplog, capfd):
-    source = SimpleNamespace(source="gs://bucket/a.jsonl", text_column="text")
+    source = SimpleNamespace(source="gs://bucket/a.jsonl", text_column="text", skip_damaged=False)
     works = [
         lambda: files.write_file("gs://bucket/x", "content"),
         lambda: open_source(source),

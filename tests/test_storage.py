@@ -145,16 +145,6 @@ def test_shards_without_a_manifest_and_written_anew(remote, tmp_path):
     )
 
 
-def test_ids_beyond_the_vocabulary_are_found_when_they_are_read(remote, tmp_path):
-    _, address, _ = remote
-    corpus = open_corpus(address, tmp_path, vocab_size=249)
-    with pytest.raises(
-        messages.UserError,
-        match=r"--vocab_size 249: memory://bucket/train/\d+.npy holds token id 249",
-    ):
-        corpus.sequences(np.arange(SHARDS * 31), seed=1)
-
-
 def test_local_shards_are_verified(remote, tmp_path, monkeypatch):
     """All of them at the start, where they are few; else each block when it is first read."""
     folder, _, _ = remote

@@ -50,7 +50,7 @@ def many(n, noun):
 
 
 def warn_of_left_out(what, paths, more=""):
-    """Warn of the paths of things that are left out; `what` is one of them in words, `more` ends the sentence."""
+    """Warn of paths that are left out; `what` is one of them in words, `more` ends the sentence."""
     if paths:
         warn(what, f"left out: {many(len(paths), what)} (such as {min(paths)}){more}")
 
@@ -74,9 +74,8 @@ class Source:
 
     A subclass has
         read(position)   yields documents from `position` on, {} for the beginning. After each, self.position says where
-                         the next one begins: a dict for JSON, in which "documents" counts documents, "done" units and
-                         "file" the files that were read to their end. Raises UserError where what `position` was taken
-                         of has changed.
+                         the next one begins: {"documents": how many, "done": units, "file": files read to their end}.
+                         Raises UserError where what `position` was taken of has changed.
         identity         {setting: value} of the manifest; shards of another identity are other shards
         unit, total      of the progress bar
         paths            of its local files
@@ -86,12 +85,9 @@ class Source:
 
     def __init__(self, files, skip):
         self.files = files  # [(name, bytes)]
-        self.skip = skip  # --skip_damaged, or None for a program without that flag
-        self.advice = ""
-        if skip is False:
-            self.advice = (
-                "; replace it and rerun the same command to resume, or give --skip_damaged"
-            )
+        self.skip = skip  # --skip_damaged
+        advice = "; replace it and rerun the same command to resume, or give --skip_damaged"
+        self.advice = "" if skip else advice
 
     def read_sha256(self, position):
         """Hash of the names and sizes of the files that were read before `position`: they must stay."""
@@ -134,8 +130,7 @@ class Records(Source):
     """A source whose files hold records, each of which is a document.
 
     A subclass has
-        endings         the endings of its files' names
-        unit            of the progress bar: "B", or " documents"
+        endings         of its files' names
         entries(file)   yields an Entry for each record of file number `file`. Where the rest cannot be read it raises
                         UserError or one of DAMAGE.
         before(file)    units in the files before number `file`, where they are not bytes
@@ -162,8 +157,8 @@ class Records(Source):
         return sum(size for _, size in self.files[:file])
 
     def read(self, position):
-        """Yield documents from `position` on. Of the file that it lies in, the records before it are read again: their
-        CRC-32 tells whether they are the same."""
+        """Yield documents from `position` on. The records before it in its file are read again: their CRC-32 tells
+        whether they are the same."""
         n, first, line = (position.get(key, 0) for key in ("documents", "file", "line"))
         for file in range(first, len(self.files)):
             name, crc32, is_reached = self.files[file][0], 0, line == 0

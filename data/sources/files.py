@@ -5,7 +5,6 @@ import sysconfig
 
 from data.sources import text
 from data.sources.base import Document, Source, listing_sha256, many, warn_of_left_out
-from data.sources.text import read_text
 from runtime.messages import UserError
 
 PART = 1_000_000  # bytes of a part of a text file that is too long for one document
@@ -37,8 +36,7 @@ def stdlib_documents():
 
 
 def documents_of(paths, root, source):
-    """The documents of files in a folder `root`, sorted by name. Raises UserError, with `source`, where there is no
-    text."""
+    """The documents of files in a folder `root`, sorted by name. Raises UserError where there is no text."""
     names = {os.path.relpath(path, root).replace(os.sep, "/"): path for path in paths}
     documents = []
     for name, path in sorted(names.items()):
@@ -77,16 +75,6 @@ def parts_of(name, path):
     return parts
 
 
-def check_is_text(document):
-    """Raises UserError where a file is no text: what is not UTF-8 in it is a tenth of it."""
-    content, replaced = read_text(document)
-    if replaced * 10 > len(content):
-        raise UserError(
-            f"--source {document.path}: is no text in UTF-8; give one (iconv -f ENCODING -t utf-8 makes it "
-            f"from another text)."
-        )
-
-
 class Files(Source):
     """A source of which every file is a document."""
 
@@ -101,7 +89,6 @@ class Files(Source):
         self.identity = {"source_listing_sha256": listing_sha256(self.files)}
 
     def read(self, position):
-        """Yield documents from `position` on; self.position then says where the next one begins."""
         done, first = position.get("done", 0), position.get("file", 0)
         for i, document in enumerate(self.documents[first:], first + 1):
             done += document.size

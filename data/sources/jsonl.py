@@ -39,6 +39,4 @@ class Lines(Records):
             error = e
         except (ValueError, TypeError, RecursionError) as e:
             error = UserError(f"--source: {where} is not a JSON object ({e}){self.advice}.")
-        except MemoryError:  # a list of empty lists takes twenty times its bytes
-            error = UserError(f"--source: {where} does not fit into memory{self.advice}.")
         return self.damaged(error, "damaged_records")
