@@ -1,6 +1,6 @@
 """Try the programs with what their tests do not have.
 
-python -m tests.soak [kills] [damage] [commands] [meshes] [--seed N] [--count N]
+python -m tests.soak [kills] [damage] [meshes] [--seed N] [--count N]
 
 Each case is drawn from its kind, the seed and its number alone, so `--only NUMBER` repeats it. A case that failed is
 printed with the command that repeats it, and the exit status is 1.
@@ -14,14 +14,13 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.soak import programs
 
-KINDS = dict(kills=10, damage=40, commands=100, meshes=2)  # cases, without --count
+KINDS = dict(kills=10, damage=40, meshes=2)  # cases, without --count
 
 
 def parse():
@@ -32,7 +31,6 @@ def parse():
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--count", type=int, help=f"cases of each kind (default: {KINDS})")
     parser.add_argument("--only", type=int, help="number of the one case to repeat")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="cases at a time")
     args = parser.parse_args()
     if unknown := set(args.kinds) - set(KINDS):
         parser.error(f"there are {', '.join(KINDS)}, not {', '.join(unknown)}")
@@ -42,7 +40,6 @@ def parse():
 def run_kind(name, args, folder):
     """Run all cases of a kind and print how they ended. Returns how many failed."""
     kind = importlib.import_module(f"tests.soak.{name}").Kind(folder / "sound")
-    began = time.monotonic()
 
     def run_case(number):
         place = folder / f"{name}-{number}"
@@ -60,19 +57,17 @@ def run_kind(name, args, folder):
         return case
 
     numbers = range(args.count or KINDS[name]) if args.only is None else [args.only]
-    with ThreadPoolExecutor(args.workers) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         cases = list(pool.map(run_case, numbers))
     failed = sum(bool(case.wrong) for case in cases)
     ends = Counter(case.how for case in cases).most_common()
-    seconds = f"{time.monotonic() - began:.0f} s"
     words = ", ".join(f"{how} {n}" for how, n in ends)
-    print(f"{name}: {len(cases)} cases, {failed} failed, {seconds}: {words}", flush=True)
+    print(f"{name}: {len(cases)} cases, {failed} failed: {words}", flush=True)
     return failed
 
 
 def main():
     args = parse()
-    programs.prepare()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     failed = sum(run_kind(name, args, folder) for name in args.kinds or KINDS)
     if args.only is None:

@@ -1,41 +1,23 @@
-"""The repository's programs, each in a process forked from one that has imported what they need."""
+"""The repository's programs, each in a session of its own, and what is wrong with how one ended."""
 
-import atexit
 import contextlib
-import multiprocessing
 import os
 import resource
-import runpy
 import shutil
 import signal
+import subprocess
 import sys
-import threading
 import time
-from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
 from conftest import ROOT  # which also sets the environment of all that follows
 
-# What programs import, so that a fork finds it imported. None of it looks for devices.
-IMPORTED = """conftest test_data_programs test_resume pyarrow.parquet matplotlib.figure tools.common planning.plan
-tools.compare tools.hf tools.trace inference.scores data.tokenize_shards data.train_tokenizer
-training.run_checkpoints training.runlog inference.sampling""".split()
 MOST_MEMORY = 8 << 30  # bytes of address space of a program; jax alone maps several
-SECONDS = 120  # that a program may take, unless its case says otherwise
+SECONDS = 300  # that a program may take
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-
-context = multiprocessing.get_context("forkserver")
-asking = threading.Lock()  # two threads that ask at once whether a process ended would read it once
-
-
-def prepare():
-    """Start the process that all others are forked from."""
-    context.set_forkserver_preload(IMPORTED)
-    # read once, when jax is imported; main.py sets it for several processes, before that
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    forkserver.ensure_running()
-    del os.environ["TF_CPP_MIN_LOG_LEVEL"]
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
+os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax has set it here
 
 
 class Ended(NamedTuple):
@@ -57,24 +39,27 @@ class Case(NamedTuple):
 
 
 class Program:
-    """A program that runs, in a session of its own: words of its command line, the first a path in the repository.
+    """A program that runs: words of its command line, the first a path in the repository.
 
     folder: where it runs, with the files stdout and stderr and the folder tmp.
     """
 
-    def __init__(self, words, folder, **environment):
+    def __init__(self, words, folder):
         self.folder = Path(folder)
-        (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
-        own = {"HOME": str(folder), "TMPDIR": str(self.folder / "tmp"), **environment}
-        words = [str(word) for word in words]
-        self.began = time.monotonic()
-        self.process = context.Process(target=become, args=(words, str(folder), own))
-        with asking:
-            self.process.start()
+        temporary = self.folder / "tmp"
+        temporary.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, ROOT / words[0], *map(str, words[1:])]
+        env = {**os.environ, "HOME": str(folder), "TMPDIR": str(temporary)}
+        with open(self.folder / "stdout", "w") as out, open(self.folder / "stderr", "w") as err:
+            self.process = subprocess.Popen(
+                words, cwd=folder, env=env, stdout=out, stderr=err, start_new_session=True
+            )
+        with contextlib.suppress(ProcessLookupError):
+            limits = (MOST_MEMORY, MOST_MEMORY)
+            resource.prlimit(self.process.pid, resource.RLIMIT_AS, limits)
 
     def runs(self):
-        with asking:
-            return self.process.is_alive()
+        return self.process.poll() is None
 
     def send(self, number, to_all=False):
         """Send a signal to the program, or to all of its session as a terminal does, if it still runs."""
@@ -89,11 +74,13 @@ class Program:
             return caught >> (signal.SIGTERM - 1) & 1
         return False
 
-    def wait(self, seconds=SECONDS, grace=0):
-        """`Ended`; the program is killed where it takes longer. grace: seconds for what it started to end too."""
-        left = max(0, self.began + seconds - time.monotonic())
-        connection.wait([self.process.sentinel], left)
-        late = self.runs()
+    def wait(self, grace=0):
+        """`Ended`; a program that takes too long is killed. grace: seconds for what it started to end too."""
+        late = False
+        try:
+            self.process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            late = True
         deadline = time.monotonic() + grace
         while not late and self.session() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -101,9 +88,7 @@ class Program:
         for pid in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        connection.wait([self.process.sentinel])
-        with asking:
-            status = self.process.exitcode
+        status = self.process.wait()
         said = [(self.folder / name).read_text(errors="replace") for name in ("stdout", "stderr")]
         return Ended(None if late else status, *said, 0 if late else len(remaining))
 
@@ -118,35 +103,9 @@ class Program:
         return found
 
 
-def become(words, folder, environment):
-    """Be the program, as a new Python would be, in this fork."""
-    os.setsid()
-    tracker = resource_tracker._resource_tracker  # of the process that this one is forked from
-    tracker._fd = tracker._pid = None
-    multiprocessing.set_start_method(None, force=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # multiprocessing has its own
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.chdir(folder)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, number)
-        os.close(file)
-    os.environ.update(environment)
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    path = str(ROOT / words[0])
-    sys.argv = [path, *words[1:]]
-    sys.path.insert(0, os.path.dirname(path))
-    try:
-        runpy.run_path(path, run_name="__main__")
-    finally:  # as Python ends: threads first, then what is registered
-        threading._shutdown()
-        atexit._run_exitfuncs()
-
-
-def run(words, folder, seconds=SECONDS):
+def run(words, folder):
     """`Ended` of a program that runs to its end."""
-    return Program(words, folder).wait(seconds)
+    return Program(words, folder).wait()
 
 
 def complaint(ended, statuses=(0, 2)):
