@@ -11,7 +11,7 @@ import math
 import os
 import typing
 from collections import Counter
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
 
@@ -33,33 +33,6 @@ WORTH = 0.02  # share of a step that a flag must save to be named
 
 
 # --- The answer ---------------------------------------------------------------------------------------------------
-
-
-class Answer(NamedTuple):
-    """A plan, on one device and for one step where it does not say otherwise; bytes and seconds."""
-
-    machine: str
-    devices: int
-    mesh: dict  # {axis: size}
-    flags: dict  # {flag: value} that the search may change
-    compiled: bool  # by the machine's compiler; else all numbers come from formulas
-    parameters: dict  # total, active, embedding
-    tokens: int  # of a step on all devices
-    memory: dict  # weights, optimizer, batch, activations, temporaries, total, limit
-    flops: dict  # of matrix products: program, model
-    collectives: list  # dicts of axes, kind, bytes, times, seconds and, where a compiler told, exposed seconds
-    seconds: dict  # matrix products, memory, links of each group of axes, step; nothing overlaps
-    overlapped: dict | None  # exposed seconds of the links, step, as the compiler scheduled it
-    bubble: float  # share of the pipeline's ticks in which a stage idles
-    tokens_per_second: float  # of all devices
-    mfu: float
-    hours: float  # of training_steps
-    chip_hours: float
-    bound: str  # the part of the step that takes longest
-
-    @property
-    def fits(self):
-        return self.memory["total"] <= self.memory["limit"]
 
 
 # flags of a few words that change how a step is computed, not what
@@ -117,8 +90,8 @@ def links_of(axes, kind):
 
 
 def answer(cfg, machine, compiled=None, refused=None):
-    """`Answer` for a validated Config: from the compiler where it was asked, `refused` being its TooLarge, else from
-    formulas."""
+    """The plan of a validated Config as a `SimpleNamespace`: from the compiler where it was asked, `refused` being its
+    TooLarge, else from formulas. On one device and for one step where it does not say otherwise; bytes and seconds."""
     chip = machine.chip
     estimate = costs.Estimate(cfg, machine)
     used, limit = None, chip.memory
@@ -131,36 +104,38 @@ def answer(cfg, machine, compiled=None, refused=None):
         computing = {"matrix products": timeline.products, "memory": timeline.others}
     elif refused:
         used, limit = refused.used, refused.limit
+    memory = memory_of(estimate, limit, used)
     rows = collectives_of(sent, exposed)
     seconds, overlapped = computing | by_links(rows, "seconds"), None
-    # a CPU's program on one device: XLA estimates none of it
-    step, bound = sum(seconds.values()) or math.nan, max(seconds, key=seconds.get)
     if compiled:
         overlapped = by_links(rows, "exposed")
         overlapped["step"] = sum([*computing.values(), *overlapped.values()])
+    # a CPU's program on one device: XLA estimates none of it
+    step = sum(seconds.values()) or math.nan
     tokens = math.prod(steps.batch_shape(cfg))
     total, active, embedding = model.count_params(cfg)
     of_model = model.flops_per_token(cfg) * tokens / machine.n
     hours = step * cfg.run.training_steps / 3600
-    return Answer(
+    return SimpleNamespace(
         machine=machine.name,
         devices=machine.n,
         mesh=dict(zip(collectives.AXES, cfg.run.n_device_axis)),
         flags={flag: utils.flatten(cfg)[flag] for flag in SEARCHED},
         compiled=compiled is not None,
         parameters=dict(total=total, active=active, embedding=embedding),
-        tokens=tokens,
-        memory=memory_of(estimate, limit, used),
-        flops=dict(program=flops, model=of_model),
+        tokens=tokens,  # on all devices
+        memory=memory,
+        fits=memory["total"] <= memory["limit"],
+        flops=dict(program=flops, model=of_model),  # of matrix products
         collectives=rows,
-        seconds=seconds | dict(step=step),
-        overlapped=overlapped,
-        bubble=estimate.bubble,
-        tokens_per_second=tokens / step,
+        seconds=seconds | dict(step=step),  # nothing overlaps
+        overlapped=overlapped,  # exposed seconds, as the compiler scheduled it
+        bubble=estimate.bubble,  # share of the pipeline's ticks in which a stage idles
+        tokens_per_second=tokens / step,  # of all devices
         mfu=of_model / step / chip.peak,
         hours=hours,
         chip_hours=hours * machine.n,
-        bound=bound,
+        bound=max(seconds, key=seconds.get),
     )
 
 
@@ -196,7 +171,7 @@ def report(cfg, machine, a):
 
 
 def collectives_table(a):
-    """Lines: the collectives of an `Answer` that take a thousandth of the step or more, the slowest first."""
+    """Lines: the collectives of an `answer` that take a thousandth of the step or more, the slowest first."""
     lines = []
     for row in sorted(a.collectives, key=lambda row: -row["seconds"]):
         if row["seconds"] > 1e-3 * a.seconds["step"]:
@@ -314,7 +289,7 @@ KEPT = 8  # configurations, those of the least memory, to change further
 
 def smaller(cfg, machine, memory):
     """(Config, bytes that it needs) of the same global batch with the fewest changes that fits by the formulas with
-    some room left, the fastest of these; None where there is none. memory: of `cfg`, as `Answer` has it."""
+    some room left, the fastest of these; None where there is none. memory: of `cfg`, as `answer` has it."""
     limit = memory["limit"]
     # where the formulas say too little of `cfg`, they say too little of others, by the same factor
     lacks = max(0, limit - memory["total"])
@@ -397,7 +372,7 @@ def explain(cfg, machine, message):
 
 
 def search(cfg, machine, compiler):
-    """[(Config, Answer, text of its program or None)] of the best configuration of every mesh, the fastest first:
+    """[(Config, its `answer`, text of its program or None)] of the best configuration of every mesh, the fastest first:
     formulas rank all of them, and the compiler, if it is there, checks the best."""
     best, tried = {}, 0
     for new in variants(cfg, machine.n):
@@ -447,7 +422,7 @@ def table(found):
 
 
 def why_not(a, first):
-    """What makes an `Answer` worse than the first one: that it does not fit, or the part that takes longer."""
+    """What makes an `answer` worse than the first one: that it does not fit, or the part that takes longer."""
     if not a.fits:
         lacks = a.memory["total"] - a.memory["limit"]
         return f"does not fit: {size(lacks, 1024)} more than there is"
@@ -463,7 +438,7 @@ def why_not(a, first):
 
 
 def compiled_answer(cfg, machine):
-    """(Answer, text of the program or None) from the compiler; also where it refuses since memory does not suffice."""
+    """(`answer`, text of the program or None) from the compiler; also where it refuses since memory does not suffice."""
     try:
         compiled = machines.ask_compiler(cfg, machine)
     except TooLarge as e:
@@ -497,31 +472,30 @@ def main(flags):
     compiler = not asked.by_formulas and machines.has_compiler(machine)
     if compiler:
         machines.devices_of(machine)  # a slice that does not exist is refused before the search
-    found = []
     if asked.search:
         found = search(cfg, machine, compiler)
-        best, a, text = found[0]
     elif compiler:
         say(f"compiling the step for {machine.name}")
-        best, (a, text) = cfg, compiled_answer(cfg, machine)
+        found = [(cfg, *compiled_answer(cfg, machine))]
     else:
-        best, a, text = cfg, answer(cfg, machine), None
+        found = [(cfg, answer(cfg, machine), None)]
+    best, a, text = found[0]
 
     if not compiler and not asked.by_formulas:
         install = machines.INSTALL[machine.platform]
         print(
             f"{machine.compiler} is not installed ({install}), so these are the formulas' numbers alone"
         )
-    if found:
+    if asked.search:
         print("\n".join(table(found)))
         print(f"the fastest: {changed(cfg, best) or 'the flags as given'}")
     print("\n".join(report(best, machine, a)), flush=True)
     advice = advise(best, machine, a)
     print(f"next         {advice}", flush=True)
     if asked.plan_json:
-        content = a._asdict() | dict(fits=a.fits, advice=advice)
-        if found:
-            content["search"] = [other._asdict() | dict(fits=other.fits) for _, other, _ in found]
+        content = vars(a) | dict(advice=advice)
+        if asked.search:
+            content["search"] = [vars(other) for _, other, _ in found]
         write_file(asked.plan_json, to_json(content, indent=1) + "\n")
         if text and asked.plan_json.endswith(".json"):
             write_file(asked.plan_json.removesuffix(".json") + ".hlo", text)

@@ -56,7 +56,7 @@ from planning import costs, hlo, machines, plan
 from runtime import chips
 from training import profiling
 
-PRODUCTS = "matrix products"  # as plan.Answer calls this part
+PRODUCTS = "matrix products"  # as plan.answer calls this part
 REST, IDLE = "rest", "idle"
 LISTED = 10  # operations, the costliest
 # Parts of a step, by the innermost of these scopes (jax.named_scope) around an operation.
