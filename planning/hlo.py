@@ -114,9 +114,14 @@ def arrange(dims, order):
 def group_axes(op, mesh):
     """(axes, devices that take part) of a collective on a {axis: size} mesh, whose devices XLA numbers row by row."""
     groups = device_groups(op, math.prod(mesh.values()))
+    return axes_of(groups, mesh), groups.shape[1]
+
+
+def axes_of(groups, mesh):
+    """The axes of a mesh along which the devices of a group [group, member] differ."""
     at = np.stack(np.unravel_index(groups, tuple(mesh.values())))  # [axis, group, member]
-    moved = (at != at[..., :1]).any((1, 2))  # [axis]
-    return tuple(axis for axis, differs in zip(mesh, moved) if differs), groups.shape[1]
+    differs = (at != at[..., :1]).any((1, 2))  # [axis]
+    return tuple(itertools.compress(mesh, differs))
 
 
 def sent_bytes(op, types, n):

@@ -50,19 +50,18 @@ from inference.scores import Piece, make_scorer, mean
 def open_shards(options, cfg, path):
     """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does, and where the
     shards were made with another tokenizer than the model's."""
-    one = os.path.basename(path) if path.endswith(".npy") else None
-    for folder in [os.path.dirname(path)] if one else [path, os.path.join(path, "val")]:
+    for folder in (path, os.path.join(path, "val")):
         folder = folder.rstrip("/") if is_remote(folder) else os.path.abspath(folder)
-        there = list_shards(folder)
-        if one in there or there and not one:
-            root, name = os.path.split(folder)
-            shards = [(root, folder, manifest.read(folder))]
-            warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
-            weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
-            corpus = Corpus(cfg, root, name, one)
-            if corpus.unverified:
-                warn(corpus.unverified)
-            return corpus
+        if not list_shards(folder):
+            continue
+        root, name = os.path.split(folder)
+        shards = [(root, folder, manifest.read(folder))]
+        warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
+        weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
+        corpus = Corpus(cfg, root, name)
+        if corpus.unverified:
+            warn(corpus.unverified)
+        return corpus
     return None
 
 
