@@ -39,13 +39,13 @@ READERS = ThreadPoolExecutor(32, "read")
 
 
 class Corpus:
-    """The shards of `folder` inside `root`, or the one named `only`, read as sequences of T + 1 tokens.
+    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens.
 
     Raises UserError, naming the folder or the file, where shards are missing, unreadable, or do not fit the
     vocabulary or the tokenizer.
     """
 
-    def __init__(self, cfg, root, folder, only=None):
+    def __init__(self, cfg, root, folder):
         self.T = cfg.model.T
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
@@ -58,7 +58,7 @@ class Corpus:
                 f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
                 f"of {made['vocab_size']} ({made['tokenizer']}); give that or other shards."
             )
-        self.shards = self._open_shards(cfg.data, only)
+        self.shards = self._open_shards(cfg.data)
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
         self.n_sequences = int(self.counts.sum())
@@ -70,13 +70,10 @@ class Corpus:
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(self._check, self.shards))
 
-    def _open_shards(self, data, only):
+    def _open_shards(self, data):
         """The shards, sorted by name. A manifest, where there is one, says which must be there."""
         found = list_shards(self.folder)
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
-        if only:
-            found = {name: info for name, info in found.items() if name == only}
-            entries = {name: entry for name, entry in entries.items() if name == only}
         if self.manifest:
             manifest.check_files(self.folder, self.manifest["dtype"], entries, found)
         if not found:

@@ -1,10 +1,8 @@
 """What a training step costs, by formulas: parameters, floating-point operations, memory, bytes over each mesh axis.
 
-Everything is of one device and one optimizer step unless it says otherwise. Letters are those of model.py. Sizes of
-weights follow from model.param_table, what a layer does to a token from `Architecture.layer_cost`. The formulas count
-matrix products and collectives as model.py writes them, whatever a compiler makes of them; all else (norms, routing by
-index, biases) costs memory traffic, taken as a multiple of the activations. tests/test_plan.py
-compares all of it with what XLA compiles.
+Everything is of one device and one optimizer step unless it says otherwise. Letters are those of model.py. The formulas
+count matrix products and collectives as model.py writes them, whatever a compiler makes of them; all else (norms,
+routing by index, biases) costs memory traffic, taken as a multiple of the activations.
 """
 
 import functools
@@ -57,23 +55,22 @@ def link_seconds(cfg, machine, axes, kind, n_bytes, n):
     """Seconds in which each of n devices along some axes sends n_bytes in a collective, nothing overlapped.
 
     A ring of more than two TPUs uses both directions of a link. In an all-to-all along a torus of side s, a byte goes
-    s/4 hops on average along each dim. The GPUs of a host have one switch between them. From the groups, TPU slices
-    or hosts of GPUs, in which the n lie, each device has its share of a network to the others: what a ring sends to
-    the next group is shared out among the devices of its own.
+    s/4 hops on average along each dim. The GPUs of a host have one switch between them. Between groups (TPU slices or
+    hosts of GPUs) each device has its share of a network: what a ring sends to the next group, the devices of its own
+    share out.
     """
     chip = machine.chip
     if kind == hlo.ACROSS:
         return n_bytes / chip.network
     groups = groups_along(axes, cfg.run.n_device_axis, machine.groups)
-    leaves, hops, directions = 0, 1.0, 1
+    leaves, hops = 0, 1.0
     if groups > 1:
         shares = {"all-to-all": (n - n / groups) / (n - 1), "collective-permute": 1}
         leaves = n_bytes * shares.get(kind, groups / n)
-    if not chip.gpu:
-        directions = 2 if n > 2 else 1
-        if kind == "all-to-all":
-            dims = 1 if n <= 4 else 2 if n <= 16 else 3  # of the torus
-            hops = max(1.0, n ** (1 / dims) / 4)
+    directions = 1 if chip.gpu or n == 2 else 2
+    if kind == "all-to-all" and not chip.gpu:
+        dims = 1 if n <= 4 else 2 if n <= 16 else 3  # of the torus
+        hops = max(1.0, n ** (1 / dims) / 4)
     return max(n_bytes * hops / (chip.link * directions), leaves / chip.network)
 
 
@@ -84,19 +81,15 @@ def groups_along(axes, shape, groups):
     return len(np.unique(group[along]))
 
 
-def differing_axes(devices, tp):
-    """Axes of dp x tp along which devices differ that are numbered row by row."""
-    dp_index, tp_index = np.divmod(devices, tp)
-    differ = {"dp": np.ptp(dp_index) > 0, "tp": np.ptp(tp_index) > 0}
-    return tuple(axis for axis in collectives.EXPERT_AXES if differ[axis])
-
-
 def expert_axes(E, split):
     """(axes along which devices differ that hold different experts, axes of those that hold the same expert); see
     collectives.expert_groups."""
-    n = split["dp"] * split["tp"]
-    devices = np.arange(n).reshape(-1, max(1, n // E))  # a row of devices holds the same expert
-    return differing_axes(devices[:, 0], split["tp"]), differing_axes(devices[0], split["tp"])
+    stage = {axis: split[axis] for axis in collectives.EXPERT_AXES}
+    devices = np.arange(math.prod(stage.values()))
+    devices = devices.reshape(
+        -1, max(1, devices.size // E)
+    )  # a row of devices holds the same expert
+    return hlo.axes_of(devices[:, :1].T, stage), hlo.axes_of(devices[:1], stage)
 
 
 def read_program(text, cfg, machine):
@@ -198,9 +191,8 @@ class Estimate:
         weights of all layers of a device and of the largest one.
 
         ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass,
-        and again where the backward pass recomputes it. Otherwise they are gathered once a step, since XLA moves out of
-        the loop of gradient accumulation what does not depend on it; the TPU compiler does not: there it is once a
-        batch, but gradients of copies are summed outside the loop.
+        and again where the backward pass recomputes it. Otherwise they are gathered once a step or, by the TPU
+        compiler, once a batch; that one sums the gradients of copies outside the loop of gradient accumulation.
         """
         m, rounds = self.m, self.cfg.run.pp_interleave
         on_tpu = self.machine.platform == "tpu"
@@ -296,8 +288,9 @@ class Estimate:
         for group in muon.deal(stacks, self.split):
             rows, columns, copies = group.layout
             self.send("all-to-all", rows + columns, width * group.exchanged, 2)
-            devices = np.arange(group.sharers)
-            near = differing_axes(devices, self.tp) if len(copies) > 1 else copies
+            near = copies
+            if len(copies) > 1:
+                near = hlo.axes_of(np.arange(group.sharers)[None], dict(dp=self.dp, tp=self.tp))
             self.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
             self.flops += group.flops
             m, n = sorted(group.whole)

@@ -1,5 +1,4 @@
-"""What an optimized HLO text says of one step: floating-point operations, the bytes that each collective sends over
-each mesh axis, and what runs in which order.
+"""What an optimized HLO text says of one step: operations, bytes of collectives, and what runs in which order.
 
 XLA's cost_analysis() counts the body of a loop once; here everything is multiplied by the trip counts around it.
 """
@@ -59,8 +58,8 @@ def size(text):
     """Bytes of all arrays in the text of a type."""
     total = 0
     for dtype, dims in shapes(text):
-        bits = 8 if dtype == "pred" else numbers(dtype)[0]
-        total += bits // 8 * math.prod(dims)
+        width = 1 if dtype == "pred" else numbers(dtype)[0] // 8
+        total += width * math.prod(dims)
     return total
 
 
@@ -115,22 +114,22 @@ def arrange(dims, order):
 def group_axes(op, mesh):
     """(axes, devices that take part) of a collective on a {axis: size} mesh, whose devices XLA numbers row by row."""
     groups = device_groups(op, math.prod(mesh.values()))
+    return axes_of(groups, mesh), groups.shape[1]
+
+
+def axes_of(groups, mesh):
+    """The axes of a mesh along which the devices of a group [group, member] differ."""
     at = np.stack(np.unravel_index(groups, tuple(mesh.values())))  # [axis, group, member]
-    moved = (at != at[..., :1]).any((1, 2))  # [axis]
-    return tuple(axis for axis, differs in zip(mesh, moved) if differs), groups.shape[1]
+    differs = (at != at[..., :1]).any((1, 2))  # [axis]
+    return tuple(itertools.compress(mesh, differs))
 
 
 def sent_bytes(op, types, n):
     """Bytes that one of `n` devices sends in a collective, by rings and direct exchanges (arXiv:1909.09756 counts
     likewise). types: {name: type} of its operands."""
+    shares = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
     own = sum(size(types[name]) for name in operands(op))
-    return {
-        "all-gather": own * (n - 1),
-        "all-reduce": 2 * own * (n - 1) / n,
-        "reduce-scatter": own * (n - 1) / n,
-        "all-to-all": own * (n - 1) / n,
-        "collective-permute": own,
-    }[op.kind.removesuffix("-start")]
+    return own * shares.get(op.kind.removesuffix("-start"), (n - 1) / n)
 
 
 def slow_axis(mesh, slices):
@@ -143,10 +142,8 @@ def slow_axis(mesh, slices):
 
 def matmul_flops(op, types):
     """2 x the multiplications of a dot, a convolution or a call of cuBLAS; `types`: {name: type} of its operands."""
-    left, right = operands(op)[:2]
+    lhs, rhs = [shapes(types[name])[0][1] for name in operands(op)[:2]]
     _, out = shapes(op.type)[0]
-    _, lhs = shapes(types[left])[0]
-    _, rhs = shapes(types[right])[0]
     if op.kind != "convolution":
         contracted = CONTRACTED.search(op.rest)[1]
         return 2 * math.prod(out) * math.prod(lhs[dim] for dim in numbers(contracted))
@@ -223,14 +220,13 @@ def moved_bytes(ops, given):
 class Timeline:
     """What one device does in a step whose optimized HLO is `text`, and how long it computes and waits.
 
-    mesh: {axis: size}, of several TPU slices; what travels between these, in "send"s to their hosts, is of kind "across
-    slices". in_kernel(words, arrays): operations of a call of a custom kernel, of the words that name it and (dtype,
-    dims) of its operands. compute_seconds(flops, cycles, moved, is_kernel) of an operation: its matrix products, the
-    TPU compiler's estimate or (GPU) the bytes that it reads and writes, and whether it is a custom kernel.
-    link_seconds(axes, kind, n_bytes, n) of a transfer.
+    mesh: {axis: size} of all `slices`; what travels between these is of kind "across slices". in_kernel(words, arrays):
+    operations of a custom kernel, of the words that name it and (dtype, dims) of its operands. compute_seconds(flops,
+    cycles, moved, is_kernel): cycles are the TPU compiler's estimate, `moved` the bytes that an operation of a GPU
+    reads and writes. link_seconds(axes, kind, n_bytes, n) of a transfer.
 
-    Computation between the start of a transfer and the wait for it hides that transfer: at most as long as the transfer
-    takes, and each second of computation hides one transfer alone, the one that began first. The rest is exposed.
+    Computation between the start of a transfer and the wait for it hides that transfer. Each second of computation
+    hides one transfer alone, the one that began first. The rest is exposed.
     """
 
     def __init__(
@@ -283,8 +279,7 @@ class Timeline:
         for op in ops:
             kind, own = op.kind.removesuffix("-start"), 0
             if kind in COLLECTIVES:
-                if not is_part_of_another(op, fused):
-                    self.begin_collective(op, kind, types, wrapper)
+                self.begin_collective(op, kind, types, fused, wrapper)
             elif kind == "send" and "megascale" in op.rest:
                 self.begin_send(op)
             elif kind.endswith("-done"):
@@ -338,12 +333,16 @@ class Timeline:
         ]
         return max((numbers(op.rest)[0] for op in constants), default=1)
 
-    def begin_collective(self, op, kind, types, wrapper):
+    def begin_collective(self, op, kind, types, fused, wrapper):
         axes, n = group_axes(op, self.mesh)
-        name = wrapper
+        name, chain = wrapper, CHAIN.search(op.rest)
+        if chain and fused is not None:
+            if chain[1] in fused:
+                return
+            fused.add(chain[1])
         if op.kind.endswith("-start") and '"is_sync":true' not in op.rest:
             name = op.name
-        elif chain := CHAIN.search(op.rest):
+        elif chain:
             name = chain[1]
         self.begin(axes, kind, sent_bytes(op, types, n), n, name)
 
@@ -399,15 +398,3 @@ class Timeline:
             self.products += seconds * self.times
         else:
             self.others += seconds * self.times
-
-
-def is_part_of_another(op, fused):
-    """Whether a collective belongs to one whose chain is in the set `fused`; adds its chain. Outside fusions (None)
-    every collective is one of its own."""
-    chain = CHAIN.search(op.rest)
-    if fused is None or chain is None:
-        return False
-    if chain[1] in fused:
-        return True
-    fused.add(chain[1])
-    return False

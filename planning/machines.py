@@ -1,7 +1,4 @@
-"""The machines that --plan names, and what their compilers make of a train step.
-
-A compiler needs none of the devices: it compiles the real step for them, on any machine.
-"""
+"""The machines that --plan names, and what their compilers make of a train step without a device."""
 
 import importlib.util
 import math
@@ -26,8 +23,6 @@ from training import steps
 from training.optimizer import make_optimizer
 
 LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
-
-
 # {platform: how its compiler is installed}
 INSTALL = {"tpu": 'pip install "jax[tpu]"', "gpu": "bash setup_tpu.sh plan-gpu"}
 
@@ -97,7 +92,7 @@ def parse_machine(name):
 
 
 def devices_of(machine):
-    """The devices of a machine, which exist for its compiler alone. Raises UserError where there is no such slice."""
+    """The devices of a machine, for its compiler alone. Raises UserError where there is no such slice."""
     if machine.platform == "gpu":
         return gpus.devices(machine.chip.name, machine.groups, machine.n // machine.groups)
     dims = [int(n) for n in machine.topology.split(":")[1].split("x")]
@@ -109,10 +104,8 @@ def devices_of(machine):
     try:
         return topologies.get_topology_desc(machine.topology, "tpu", **options).devices
     except jax.errors.JaxRuntimeError as e:
-        reason = first_line(e)
-        raise UserError(
-            f"--plan {machine.name}: the TPU compiler knows no such slice ({reason})."
-        ) from None
+        words = f"the TPU compiler knows no such slice ({first_line(e)})"
+        raise UserError(f"--plan {machine.name}: {words}.") from None
 
 
 def has_compiler(machine):
@@ -145,18 +138,15 @@ def compile_step(cfg, devices):
     lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
     options = compiler_options(devices[0].platform)
     try:
-        try:
-            program = lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as e:
-            if "Couldn't find output tile sizes" not in str(e):
-                raise
-            # for a product, and no GPU is there to try others: all products become calls of cuBLAS
-            options["xla_gpu_enable_triton_gemm"] = False
-            program = lowered.compile(compiler_options=options)
+        program = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as e:
         if refused := too_large(str(e)):
             raise refused from None
-        raise
+        if "Couldn't find output tile sizes" not in str(e):
+            raise
+        # for a product, and no GPU is there to try others: all products become calls of cuBLAS
+        options["xla_gpu_enable_triton_gemm"] = False
+        program = lowered.compile(compiler_options=options)
     memory = program.memory_analysis()
     arguments = memory.argument_size_in_bytes
     # not temp_size_in_bytes, which counts more than is in memory at any time
@@ -176,8 +166,7 @@ def compiler_options(platform):
 
 
 def too_large(message):
-    """The compiler's complaint that a program does not fit, such as "Used 40.1G of 30.75G hbm", as `TooLarge`; None for
-    any other."""
+    """The compiler's message "Used 40.1G of 30.75G hbm" as `TooLarge`; None for any other message."""
     sizes = re.search(
         r"Used (\S+) of (\S+) hbm|temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message
     )

@@ -1,8 +1,7 @@
-"""What a run would cost on a machine, before it is paid for: `main.py ... --plan v4:2x4x4`.
+"""What a run would cost on a machine: `main.py ... --plan v4:2x4x4`.
 
-The machine's compiler compiles the real train step (planning/machines.py), and planning/hlo.py reads the program. The
-formulas of planning/costs.py answer where there is no compiler, rank what --search tries, and say which flag would
-help.
+planning/machines.py compiles the real train step, and planning/hlo.py reads the program. The formulas of
+planning/costs.py answer where there is no compiler, rank what --search tries, and say which flag would help.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import math
 import os
 import typing
 from collections import Counter
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
 
@@ -35,35 +34,11 @@ WORTH = 0.02  # share of a step that a flag must save to be named
 # --- The answer ---------------------------------------------------------------------------------------------------
 
 
-class Answer(NamedTuple):
-    """A plan, on one device and for one step where it does not say otherwise; bytes and seconds."""
-
-    machine: str
-    devices: int
-    mesh: dict  # {axis: size}
-    flags: dict  # {flag: value} that the search may change
-    compiled: bool  # by the machine's compiler; else all numbers come from formulas
-    parameters: dict  # total, active, embedding
-    tokens: int  # of a step on all devices
-    memory: dict  # weights, optimizer, batch, activations, temporaries, total, limit
-    flops: dict  # of matrix products: program, model
-    collectives: list  # dicts of axes, kind, bytes, times, seconds and, where a compiler told, exposed seconds
-    seconds: dict  # matrix products, memory, links of each group of axes, step; nothing overlaps
-    overlapped: dict | None  # exposed seconds of the links, step, as the compiler scheduled it
-    bubble: float  # share of the pipeline's ticks in which a stage idles
-    tokens_per_second: float  # of all devices
-    mfu: float
-    hours: float  # of training_steps
-    chip_hours: float
-    bound: str  # the part of the step that takes longest
-
-    @property
-    def fits(self):
-        return self.memory["total"] <= self.memory["limit"]
-
-
-# flags of a few words that change how a step is computed, not what
-WAYS = ("remat", "fsdp", "sequence_parallel")
+# {flag of a few words that changes how a step is computed, not what: its values}
+WAYS = {
+    flag: typing.get_args(typing.get_type_hints(utils.Model)[flag])
+    for flag in ("remat", "fsdp", "sequence_parallel")
+}
 SEARCHED = (
     "n_device_axis",
     "pp_interleave",
@@ -76,19 +51,14 @@ SEARCHED = (
 
 
 def memory_of(estimate, limit, used=None):
-    """{part: bytes} of peak memory. Where the compiler says how much is `used` in all, what the formulas do not know
-    exactly, the temporaries, is the rest of it; none where they say too much of the activations."""
-    memory = dict(
-        weights=estimate.weights,
-        optimizer=estimate.optimizer,
-        batch=estimate.batch,
-        activations=estimate.activations,
-        temporaries=estimate.workspace,
-    )
+    """{part: bytes} of peak memory. Where the compiler says how much is `used` in all, temporaries are what is left
+    beside the other parts by the formulas."""
+    memory = dict(weights=estimate.weights, optimizer=estimate.optimizer, batch=estimate.batch)
+    work, activations = estimate.activations + estimate.workspace, estimate.activations
     if used is not None:
-        work = used - estimate.weights - estimate.optimizer - estimate.batch
-        memory["activations"] = min(estimate.activations, work)
-        memory["temporaries"] = work - memory["activations"]
+        work = used - sum(memory.values())
+        activations = min(activations, work)
+    memory |= dict(activations=activations, temporaries=work - activations)
     return memory | dict(total=sum(memory.values()), limit=limit)
 
 
@@ -97,9 +67,8 @@ def collectives_of(sent, exposed=None):
     same, or None."""
     rows = []
     for (axes, kind), (n_bytes, times, seconds) in sorted(sent.items()):
-        rows.append(dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds))
-        if exposed is not None:
-            rows[-1]["exposed"] = exposed[axes, kind]
+        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds)
+        rows.append(row | dict(exposed=exposed[axes, kind]) if exposed is not None else row)
     return rows
 
 
@@ -117,8 +86,8 @@ def links_of(axes, kind):
 
 
 def answer(cfg, machine, compiled=None, refused=None):
-    """`Answer` for a validated Config: from the compiler where it was asked, `refused` being its TooLarge, else from
-    formulas."""
+    """The plan of a validated Config as a `SimpleNamespace`: from the compiler where it was asked, `refused` being its
+    TooLarge, else from formulas. On one device and for one step where it does not say otherwise; bytes and seconds."""
     chip = machine.chip
     estimate = costs.Estimate(cfg, machine)
     used, limit = None, chip.memory
@@ -131,49 +100,50 @@ def answer(cfg, machine, compiled=None, refused=None):
         computing = {"matrix products": timeline.products, "memory": timeline.others}
     elif refused:
         used, limit = refused.used, refused.limit
+    memory = memory_of(estimate, limit, used)
     rows = collectives_of(sent, exposed)
     seconds, overlapped = computing | by_links(rows, "seconds"), None
-    # a CPU's program on one device: XLA estimates none of it
-    step, bound = sum(seconds.values()) or math.nan, max(seconds, key=seconds.get)
     if compiled:
         overlapped = by_links(rows, "exposed")
         overlapped["step"] = sum([*computing.values(), *overlapped.values()])
+    # a CPU's program on one device: XLA estimates none of it
+    step = sum(seconds.values()) or math.nan
     tokens = math.prod(steps.batch_shape(cfg))
     total, active, embedding = model.count_params(cfg)
     of_model = model.flops_per_token(cfg) * tokens / machine.n
     hours = step * cfg.run.training_steps / 3600
-    return Answer(
+    return SimpleNamespace(
         machine=machine.name,
         devices=machine.n,
         mesh=dict(zip(collectives.AXES, cfg.run.n_device_axis)),
         flags={flag: utils.flatten(cfg)[flag] for flag in SEARCHED},
         compiled=compiled is not None,
         parameters=dict(total=total, active=active, embedding=embedding),
-        tokens=tokens,
-        memory=memory_of(estimate, limit, used),
-        flops=dict(program=flops, model=of_model),
+        tokens=tokens,  # on all devices
+        memory=memory,
+        fits=memory["total"] <= memory["limit"],
+        flops=dict(program=flops, model=of_model),  # of matrix products
         collectives=rows,
-        seconds=seconds | dict(step=step),
-        overlapped=overlapped,
-        bubble=estimate.bubble,
-        tokens_per_second=tokens / step,
+        seconds=seconds | dict(step=step),  # nothing overlaps
+        overlapped=overlapped,  # exposed seconds, as the compiler scheduled it
+        bubble=estimate.bubble,  # share of the pipeline's ticks in which a stage idles
+        tokens_per_second=tokens / step,  # of all devices
         mfu=of_model / step / chip.peak,
         hours=hours,
         chip_hours=hours * machine.n,
-        bound=bound,
+        bound=max(seconds, key=seconds.get),
     )
 
 
 def report(cfg, machine, a):
     """The plan in words, as a list of lines."""
-    memory, seconds, counts = a.memory, a.seconds, a.parameters
+    memory, seconds = a.memory, a.seconds
     mesh = ", ".join(map(str, a.mesh.values()))
     parts = [name for name, t in seconds.items() if name != "step" and t >= 5e-4]
     lines = [
         f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = ({mesh}), "
         f"{a.tokens:,} tokens a step",
-        f"parameters   {counts['total']:,} total, {counts['active']:,} active per token, both without the "
-        f"{counts['embedding']:,} of the embedding",
+        f"parameters   {steps.count_in_words(cfg)}",
         f"memory       {in_parts(memory)}",
         f"             {size(memory['total'], 1024)} of a chip's {size(memory['limit'], 1024)}",
         f"operations   {a.flops['program'] / 1e12:.2f} TFLOP of matrix products per chip, "
@@ -182,9 +152,8 @@ def report(cfg, machine, a):
         f"step         {seconds['step']:.3f} s: {', '.join(f'{name} {seconds[name]:.3f}' for name in parts)}",
     ]
     if a.overlapped:
-        waits = [
-            f"{x} {a.overlapped[x]:.3f} of {seconds[x]:.3f}" for x in parts if x in a.overlapped
-        ]
+        links = [part for part in parts if part in a.overlapped]
+        waits = [f"{x} {a.overlapped[x]:.3f} of {seconds[x]:.3f}" for x in links]
         exposed = ", ".join(waits) or "nothing"
         lines.append(f"overlapped   {a.overlapped['step']:.3f} s, of which exposed: {exposed}")
     return [
@@ -196,7 +165,7 @@ def report(cfg, machine, a):
 
 
 def collectives_table(a):
-    """Lines: the collectives of an `Answer` that take a thousandth of the step or more, the slowest first."""
+    """Lines: the collectives of an `answer` that take a thousandth of the step or more, the slowest first."""
     lines = []
     for row in sorted(a.collectives, key=lambda row: -row["seconds"]):
         if row["seconds"] > 1e-3 * a.seconds["step"]:
@@ -209,11 +178,6 @@ def collectives_table(a):
 
 
 # --- Other configurations -----------------------------------------------------------------------------------------
-
-
-def choices(flag):
-    """The values that a flag of a few words may have."""
-    return typing.get_args(typing.get_type_hints(utils.Model)[flag])
 
 
 def divisors(n):
@@ -245,14 +209,14 @@ def meshes(cfg, n):
 
 
 def variants(cfg, n):
-    """Every configuration that --search considers: meshes, rounds, microbatches, ways, for the same global batch.
-    Raises UserError where they are too many."""
+    """Every configuration that --search considers, of the same global batch. Raises UserError where they are too
+    many."""
     total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
         values = dict(n_device_axis=[mesh], microbatches=divisors(max(1, total // dp)))
         values["pp_interleave"] = divisors(cfg.model.blocks // pp) if pp > 1 else [1]
-        values |= {flag: choices(flag) for flag in WAYS}
+        values |= WAYS
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
         found += [dict(zip(values, row)) for row in itertools.product(*values.values())]
@@ -278,7 +242,7 @@ def changed(old, new):
 def neighbors(cfg, n):
     """The configurations that one change makes of `cfg`, of a flag or of the mesh, validated for n devices."""
     batch = cfg.data.train_batch_size
-    values = {flag: choices(flag) for flag in WAYS} | dict(
+    values = WAYS | dict(
         pp_interleave=divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
         microbatches=divisors(batch),
         accumulation_steps=divisors(batch * cfg.run.accumulation_steps),
@@ -314,7 +278,7 @@ KEPT = 8  # configurations, those of the least memory, to change further
 
 def smaller(cfg, machine, memory):
     """(Config, bytes that it needs) of the same global batch with the fewest changes that fits by the formulas with
-    some room left, the fastest of these; None where there is none. memory: of `cfg`, as `Answer` has it."""
+    some room left, the fastest of these; None where there is none. memory: of `cfg`, as `answer` has it."""
     limit = memory["limit"]
     # where the formulas say too little of `cfg`, they say too little of others, by the same factor
     lacks = max(0, limit - memory["total"])
@@ -359,10 +323,10 @@ def in_parts(memory):
 
 def machine_of(devices):
     """The `Machine` of devices that jax has found."""
-    kind, platform = devices[0].device_kind, devices[0].platform
     processes = len({device.process_index for device in devices})
     slices = len({getattr(device, "slice_index", 0) for device in devices})
-    machine = machine_of_kind(kind, platform, len(devices), processes, slices)
+    first = devices[0]
+    machine = machine_of_kind(first.device_kind, first.platform, len(devices), processes, slices)
     memory = memory_limit() or machine.chip.memory
     return machine._replace(chip=machine.chip._replace(memory=memory))
 
@@ -375,8 +339,8 @@ def machine_of_kind(kind, platform, n, processes, slices):
 
 
 def memory_limit():
-    """Bytes of its memory that a program may use on a device of this process, which tells nothing of the others'; None
-    where it does not tell. Simulated devices share the machine's."""
+    """Bytes of memory that a program may use on a device of this process, None where that is not known. Simulated
+    devices share the machine's."""
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
@@ -385,8 +349,7 @@ def memory_limit():
 
 
 def explain(cfg, machine, message):
-    """One sentence for an error of jax's that says that memory does not suffice: what a device holds in a step, and
-    which flags would make it fit."""
+    """One sentence for jax's error of memory: what a device holds in a step, and which flags would make it fit."""
     a = answer(cfg, machine, refused=machines.too_large(message))
     used, limit = (size(a.memory[key], 1024) for key in ("total", "limit"))
     needs = f"a device has {limit} and a step needs {used} of it ({in_parts(a.memory)})"
@@ -397,7 +360,7 @@ def explain(cfg, machine, message):
 
 
 def search(cfg, machine, compiler):
-    """[(Config, Answer, text of its program or None)] of the best configuration of every mesh, the fastest first:
+    """[(Config, its `answer`, text of its program or None)] of the best configuration of every mesh, the fastest first:
     formulas rank all of them, and the compiler, if it is there, checks the best."""
     best, tried = {}, 0
     for new in variants(cfg, machine.n):
@@ -447,7 +410,7 @@ def table(found):
 
 
 def why_not(a, first):
-    """What makes an `Answer` worse than the first one: that it does not fit, or the part that takes longer."""
+    """Words: that an `answer` does not fit, or which part takes longer than in the first one."""
     if not a.fits:
         lacks = a.memory["total"] - a.memory["limit"]
         return f"does not fit: {size(lacks, 1024)} more than there is"
@@ -463,7 +426,7 @@ def why_not(a, first):
 
 
 def compiled_answer(cfg, machine):
-    """(Answer, text of the program or None) from the compiler; also where it refuses since memory does not suffice."""
+    """(`answer`, text of the program or None) from the compiler, also of a step that does not fit."""
     try:
         compiled = machines.ask_compiler(cfg, machine)
     except TooLarge as e:
@@ -497,31 +460,30 @@ def main(flags):
     compiler = not asked.by_formulas and machines.has_compiler(machine)
     if compiler:
         machines.devices_of(machine)  # a slice that does not exist is refused before the search
-    found = []
     if asked.search:
         found = search(cfg, machine, compiler)
-        best, a, text = found[0]
     elif compiler:
         say(f"compiling the step for {machine.name}")
-        best, (a, text) = cfg, compiled_answer(cfg, machine)
+        found = [(cfg, *compiled_answer(cfg, machine))]
     else:
-        best, a, text = cfg, answer(cfg, machine), None
+        found = [(cfg, answer(cfg, machine), None)]
+    best, a, text = found[0]
 
     if not compiler and not asked.by_formulas:
         install = machines.INSTALL[machine.platform]
         print(
             f"{machine.compiler} is not installed ({install}), so these are the formulas' numbers alone"
         )
-    if found:
+    if asked.search:
         print("\n".join(table(found)))
         print(f"the fastest: {changed(cfg, best) or 'the flags as given'}")
     print("\n".join(report(best, machine, a)), flush=True)
     advice = advise(best, machine, a)
     print(f"next         {advice}", flush=True)
     if asked.plan_json:
-        content = a._asdict() | dict(fits=a.fits, advice=advice)
-        if found:
-            content["search"] = [other._asdict() | dict(fits=other.fits) for _, other, _ in found]
+        content = vars(a) | dict(advice=advice)
+        if asked.search:
+            content["search"] = [vars(other) for _, other, _ in found]
         write_file(asked.plan_json, to_json(content, indent=1) + "\n")
         if text and asked.plan_json.endswith(".json"):
             write_file(asked.plan_json.removesuffix(".json") + ".hlo", text)

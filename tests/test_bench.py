@@ -36,7 +36,7 @@ def test_configurations_side_by_side_on_simulated_devices(tmp_path):
             low, middle, high = row[key]
             assert 0 < low <= middle <= high
         assert (row["devices"], row["tokens_per_step"], row["rounds"]) == (devices, 4 * 32, 2)
-        assert min(row["compile_seconds"], row["compile_cpu_seconds"], row["flops_per_token"]) > 0
+        assert min(row["compile_seconds"], row["flops_per_token"]) > 0
         assert row["peak_bytes"] > 1e7 and row["compiler_bytes"] > 1e5 and row["mfu"] is None
     columns = bench.cells(found["configurations"][0])
     assert "128 tokens a step" in lines[0] and all(column in lines[1] for column in columns)

@@ -226,7 +226,7 @@ def test_a_failed_run_is_named_and_the_others_are_compared(study, capsys):
         (["a: --max_lt 1"], "--variation a: --max_lt: .*nearest is --max_lr"),
         (["a: --n_head 5"], "--variation a: --model_dimension 32"),
         (["a: --prompt 'x"], "--variation a: No closing quotation"),
-        (["a: --name b"], "--name: .*variations have names"),
+        (["a: --name b"], "--name: each run here gets its own"),
         (["a: --seed 3"], "--seed: .*--seeds"),
         (["a", "b: --T 16"], "--variation b: --T is 16, but 32 for a"),
         (["a", "b: --val_batch_size 8"], "--variation b: --val_batch_size x dp is 8, but 16 for a"),

@@ -344,7 +344,7 @@ def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
     assert [line[:10] for line in run("prune", "--every", "3")] == ["1  deleted"]
     for part in (tmp_path / "checkpoints/3/state/d").iterdir():
         os.truncate(part, 9)
-    with pytest.raises(messages.UserError, match="damaged are 3, of 3 checkpoints"):
+    with pytest.raises(messages.UserError, match="1 of 3 checkpoints are damaged"):
         run("verify")
     assert "3  damaged: " in capsys.readouterr().out
 

@@ -351,8 +351,8 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
     mixed = make_run(tmp_path, layers_per_block=3)[0]  # of blocks that no class of transformers has
     for call, sentence in [
         (lambda: hf.export(str(tmp_path / "none"), str(tmp_path / "x")), "neither a run directory"),
-        (lambda: hf.export(str(run), str(folder)), "exists already"),
-        (lambda: hf.import_folder(str(folder), str(run)), "exists already"),
+        (lambda: hf.run(["export", str(run), str(folder)]), "exists already"),
+        (lambda: hf.run(["import", str(folder), str(run)]), "exists already"),
         (lambda: hf.import_folder(str(tmp_path), str(tmp_path / "x")), "no config.json"),
         (lambda: hf.run(["import", str(folder), "gs://b/x"]), "gs://b/x: must be a local folder"),
         (lambda: hf.run(["import", str(folder)]), "target: is missing; see --help"),

@@ -183,20 +183,6 @@ def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, 
         assert abs(other[key] / got[key] - 1) < 1e-5
 
 
-def test_a_shard_is_measured_alone(run, shards, tmp_path):
-    """Whatever lies beside it: the same as in a folder of its own."""
-    folder = tmp_path / "several"
-    shutil.copytree(shards / "train", folder)
-    (folder / "000000.npy").write_bytes(b"damaged")
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(folder / "000001.npy", alone)
-    one, all_of_one = measured(run, data=(str(folder / "000001.npy"), str(alone)))["data"]
-    assert one["tokens"] == 7000 // 32 * 32 and one | dict(data="") == all_of_one | dict(data="")
-    with pytest.raises(messages.UserError, match="--data .*000009.npy: there is no such file"):
-        measured(run, data=(str(folder / "000009.npy"),))
-
-
 @pytest.mark.parametrize("stride", [0, 8])
 def test_text_measures_as_a_plain_loop_says(run, losses_of, tmp_path, stride):
     texts = ["short", "é" * 30, "x" * 32, "the end " * 12]
@@ -339,13 +325,15 @@ def test_half_a_character_alone_is_replaced(tmp_path):
 def test_mistakes_get_a_sentence(run, shards, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
-    np.save(tmp_path / "far.npy", np.full(100, 300, np.uint16))
+    (tmp_path / "far").mkdir()
+    np.save(tmp_path / "far" / "far.npy", np.full(100, 300, np.uint16))
     for options, *parts in [
         (dict(), "--data", "--tasks"),
         (dict(data=("nowhere",)), "--data nowhere", "no such"),
         (dict(data=(str(tmp_path / "empty.txt"),)), "empty.txt", "no text"),
         (dict(data=(str(tmp_path / "broken.jsonl"),)), "--data", "line 2"),
-        (dict(data=(str(tmp_path / "far.npy"),)), "far.npy", "300"),
+        (dict(data=(str(tmp_path / "far"),)), "far.npy", "300"),
+        (dict(data=(str(tmp_path / "far" / "far.npy"),)), "--data", "far.npy"),
         (dict(data=(str(shards),), stride=33), "--stride 33"),
         (dict(data=(str(shards),), n_device_axis=(3, 1, 1), n_devices=3), "--n_experts 8"),
     ]:

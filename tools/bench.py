@@ -2,9 +2,8 @@
 
 python tools/bench.py --preset tiny --vary remat=full remat=none [--json FILE]
 
-Takes every flag of main.py and trains on random tokens, on one host. Each configuration runs in a process of its own,
-as main.py would run it. They take turns, a round of a few steps each, so that other load on the machine slows all of
-them alike. The first round of each is not counted. Speeds are medians over rounds, with their quartiles.
+Takes every flag of main.py and trains on random tokens, on one host. Each configuration runs in a process of its own.
+They take turns, a round of a few steps each, so that other load on the machine slows all of them alike.
 """
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -63,9 +62,9 @@ def prepare(cfg):
     *count, T = shape
     random = np.random.default_rng(cfg.run.seed)
     rows = random.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1), np.int32)
-    began, began_cpu = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
     step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+    seconds = time.perf_counter() - began
     compiled["step"] = step
     compiled["state"] = steps.init_state(cfg, abstract, optimizer)
     compiled["batch"] = dataset.put_batch(rows.__getitem__, 0, shape, mesh)
@@ -79,7 +78,6 @@ def prepare(cfg):
         flops_per_token=model.flops_per_token(cfg),
         compiler_bytes=compiler_bytes,
         compile_seconds=seconds,
-        compile_cpu_seconds=cpu_seconds,
     )
 
 
@@ -121,10 +119,6 @@ class Worker:
         except BrokenProcessPool:
             raise UserError(f"{self.name}: its process died; see its output above.") from None
 
-    def speeds(self, steps):
-        """[2, rounds] tokens per second and per CPU second, without the warm-up."""
-        return self.about["tokens_per_step"] * steps / np.array(self.rounds[1:]).T
-
 
 # --- All of them ------------------------------------------------------------------------------------------------
 
@@ -137,41 +131,38 @@ def measure(configurations, rounds, steps):
     if platforms.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
         share = min(0.75, 0.9 / len(configurations))
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")
-    workers = []
+    rows, first = [], None
     for group in groups:
-        beside = [Worker(name, cfg) for name, cfg in group]
+        workers = [Worker(name, cfg) for name, cfg in group]
         for _ in range(1 + rounds):  # the first is the warm-up
-            for worker in beside:
+            for worker in workers:
                 worker.rounds.append(worker.call(run_steps, steps))
-        for worker in beside:
-            worker.peak = worker.call(peak_bytes)
+        for worker in workers:
+            speeds = worker.about["tokens_per_step"] * steps / np.array(worker.rounds[1:]).T
+            first = speeds[0] if first is None else first
+            rows.append(row(worker, *speeds, first) | dict(steps_per_round=steps))
             worker.process.shutdown()
-        workers += beside
-    first = workers[0].speeds(steps)[0]
-    return [row(worker, first, steps) for worker in workers]
+    return rows
 
 
 def quartiles(x):
     return np.percentile(x, (25, 50, 75)).tolist()
 
 
-def row(worker, first, steps):
-    """The numbers of one Worker; first: the speeds of the first one."""
-    about = worker.about
-    speed, per_cpu_second = worker.speeds(steps)
-    mfu = None
+def row(worker, speed, per_cpu_second, first):
+    """The numbers of one Worker, of its tokens per second and per CPU second in each round. first: the speeds of the
+    first worker."""
+    about, mfu = worker.about, None
     if peak := chips.peak_flops(about["device"]):
         mfu = quartiles(speed * about["flops_per_token"] / peak / about["devices"])
-    return dict(
+    return about | dict(
         name=worker.name,
-        **about,
         rounds=len(speed),
-        steps_per_round=steps,
         tokens_per_second=quartiles(speed),
         ratio=quartiles(speed / first),
         step_seconds=quartiles(about["tokens_per_step"] / speed),
         tokens_per_cpu_second=quartiles(per_cpu_second),
-        peak_bytes=worker.peak,
+        peak_bytes=worker.call(peak_bytes),
         mfu=mfu,
     )
 
@@ -179,7 +170,6 @@ def row(worker, first, steps):
 def cells(row):
     """{heading: text} of the table's line of a row."""
     speed, ratio = row["tokens_per_second"], row["ratio"]
-    seconds, cpu_seconds = row["compile_seconds"], row["compile_cpu_seconds"]
     return {
         "configuration": row["name"],
         "tokens/s (quartiles)": f"{speed[1]:,.0f} ({speed[0]:,.0f}-{speed[2]:,.0f})",
@@ -189,7 +179,7 @@ def cells(row):
         "MFU": f"{row['mfu'][1]:.1%}" if row["mfu"] else "-",
         "peak GB": f"{row['peak_bytes'] / 1e9:.2f}",
         "compiler's GB": f"{row['compiler_bytes'] / 1e9:.3f}",
-        "compile s (CPU s)": f"{seconds:.1f} ({cpu_seconds:.1f})",
+        "compile s": f"{row['compile_seconds']:.1f}",
     }
 
 
@@ -245,7 +235,7 @@ def words_of(variant):
 
 
 def main(argv):
-    """Print and return the rows of `measure`."""
+    """Print the rows of `measure`."""
     own, configurations = parse(argv)
     if own.json:
         check_place(own.json, "--json")
@@ -256,13 +246,10 @@ def main(argv):
         f"{first['devices']} x {first['device']}, {where['cores']} cores of {where['cpu']}, "
         f"{first['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps"
     )
-    lines = [cells(row) for row in rows]
-    headings = list(lines[0])
-    print("\n".join(common.markdown(headings, [list(line.values()) for line in lines])))
+    lines = [list(cells(row).values()) for row in rows]
+    print("\n".join(common.markdown(list(cells(first)), lines)))
     if own.json:
-        content = where | dict(configurations=rows)
-        write_file(own.json, to_json(content, indent=1) + "\n")
-    return rows
+        write_file(own.json, to_json(where | dict(configurations=rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

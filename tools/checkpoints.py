@@ -4,7 +4,7 @@ python tools/checkpoints.py list runs/tiny
 python tools/checkpoints.py verify runs/tiny
 python tools/checkpoints.py prune runs/tiny --keep 1 --every 1000 --dry_run
 
-It needs no accelerator, so it can look at a run that is in progress; prune refuses such a one.
+It needs no accelerator. list and verify may look at a run that is in progress; prune refuses such a one.
 """
 
 if __name__ == "__main__":
@@ -62,7 +62,6 @@ from training import checkpointing, steps
 def about(checkpoints, step):
     """{"meta": what was saved beside the state, "val_loss", "date", "size" in bytes} of a checkpoint; of a damaged one
     what can be read."""
-    folder = str(checkpoints.folder / str(step))
     known = dict(meta={}, val_loss=None, date=None)
     try:
         known["meta"] = checkpoints.meta(step)
@@ -70,7 +69,7 @@ def about(checkpoints, step):
         known["date"] = checkpoints.manager.metadata(step).commit_timestamp_nsecs / 1e9
     except Exception:  # whatever a damaged file makes the libraries raise; `verify` says what
         pass
-    fs, there = filesystem(folder)
+    fs, there = filesystem(str(checkpoints.folder / str(step)))
     # `du` would look behind a link that leads nowhere
     size = sum(file["size"] for file in fs.find(there, detail=True).values())
     return known | {"size": size}
@@ -79,13 +78,13 @@ def about(checkpoints, step):
 def kept(options, every):
     """{step: [why it is kept]}, as the run's flags say where `options` do not. every: {step: `about`}."""
     config = read_json(options.run_dir, "config.json")
-    wanted = {"best": True}
-    for name, known in dict(keep="keep_checkpoints", every="keep_every").items():
-        wanted[name] = getattr(options, name)
-        if wanted[name] is None:
-            wanted[name] = config.get(known, getattr(utils.Run, known))
+    keep, multiple = options.keep, options.every
+    if keep is None:
+        keep = config.get("keep_checkpoints", utils.Run.keep_checkpoints)
+    if multiple is None:
+        multiple = config.get("keep_every", utils.Run.keep_every)
     losses = {step: one["val_loss"] for step, one in every.items()}
-    return checkpointing.kept(losses, **wanted)
+    return checkpointing.kept(losses, keep, multiple)
 
 
 def cells(step, one, reasons):
@@ -140,14 +139,15 @@ def look_at(options):
     if not found:
         raise UserError(f"{options.run_dir}: there are no checkpoints in it.")
     if options.command == "verify":
-        damaged = []
+        damaged = 0
         for step in found:
             wrong = complaint(checkpoints, step)
             print(f"{step}  {'damaged: ' + wrong if wrong else 'sound'}", flush=True)
-            damaged += [str(step)] if wrong else []
+            damaged += wrong is not None
         if damaged:
-            words = f"damaged are {', '.join(damaged)}, of {len(found)} checkpoints"
-            raise UserError(f"{options.run_dir}: {words}.")
+            raise UserError(
+                f"{options.run_dir}: {damaged} of {len(found)} checkpoints are damaged."
+            )
         return
     every = {step: about(checkpoints, step) for step in found}
     reasons = kept(options, every)

@@ -58,8 +58,8 @@ class Evaluate(Options):
     """Measure a trained model on shards, text and the tasks of lm_eval."""
 
     data: tuple[str, ...] = ()
-    """Each a folder of shards, or one with such a folder val in it; a shard (.npy) alone; a text file; a folder or a
-    glob of text files, .jsonl (also .gz and .zst) or .parquet. Addresses too, but for folders of text."""
+    """Each a folder of shards, or one with such a folder val in it; a text file; a folder or a glob of text files,
+    .jsonl (also .gz and .zst) or .parquet. Addresses too, but for folders of text."""
     tasks: tuple[str, ...] = ()
     """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy; core:
     the 22 tasks of DataComp-LM, whose data --include_path names."""
@@ -85,8 +85,7 @@ class Evaluate(Options):
 
 
 def read_options(kind, program):
-    """Options of the program that is run, of a subclass of `Options`, and the environment made ready for jax: before
-    it is imported."""
+    """Options of the program that is run, of a subclass of `Options`. Call it before jax is imported."""
     options = one_sentence(lambda: utils.read_flags(kind, sys.argv[1:], program))
     platforms.set_xla_flags(options.n_devices)
     return options
@@ -95,9 +94,8 @@ def read_options(kind, program):
 def open_model(options, text):
     """(Config, mesh, parameters, tokenizer) of `options.model` on the mesh of `options`.
 
-    Parameters are sharded as model.param_table says, matrices in model_dtype, so that no step converts them again; the
-    tokenizer is None where the model has none. Raises UserError where there is no such model, the mesh does not fit,
-    the model has not learned --T positions, or `text` is wanted and there is no tokenizer.
+    Parameters are sharded, matrices in model_dtype. The tokenizer is None where the model has none; UserError where
+    `text` needs one.
     """
     import jax  # here: XLA's flags must be in the environment before
 
@@ -126,8 +124,8 @@ def open_model(options, text):
 
 
 def open_tokenizer(folder, vocab_size, needed):
-    """The tokenizer of the model in `folder`, None where it has none. Raises UserError where it does not belong to the
-    model, or is `needed` and missing."""
+    """The tokenizer of the model in `folder`, None where it has none. Raises UserError where it is `needed` then, or
+    has more tokens than the model."""
     encoding = tokenization.folder_tokenizer(folder)
     if encoding is None and needed:
         raise UserError(
@@ -135,8 +133,7 @@ def open_tokenizer(folder, vocab_size, needed):
         )
     if encoding and encoding.n_vocab > vocab_size:
         raise UserError(
-            f"{folder}: its tokenizer has {encoding.n_vocab} tokens, the model only {vocab_size}; they do not belong "
-            f"together."
+            f"{folder}: its tokenizer has {encoding.n_vocab} tokens, the model only {vocab_size}."
         )
     return encoding
 
@@ -184,15 +181,12 @@ def stored_config(flags):
 
 def markdown(headings, rows):
     """Lines of a Markdown table, its columns aligned; all cells are text, the first of each row a name."""
-    cells = [headings, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
+    first, *others = [max(map(len, column)) for column in zip(headings, *rows)]
+    rules = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
     lines = []
-    for name, *numbers in cells:
-        aligned = [name.ljust(widths[0])]
-        aligned += [number.rjust(width) for number, width in zip(numbers, widths[1:])]
-        lines.append(f"| {' | '.join(aligned)} |")
-    rules = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
-    lines.insert(1, f"| {' | '.join(rules)} |")
+    for name, *numbers in [headings, rules, *rows]:
+        aligned = [number.rjust(width) for number, width in zip(numbers, others)]
+        lines.append(f"| {' | '.join([name.ljust(first), *aligned])} |")
     return lines
 
 

@@ -1,13 +1,12 @@
-"""The losses of runs beside one another, in a table and a picture: of runs that are there, or of variations of a
-configuration, which it trains one after another on the same data with several seeds.
+"""The losses of runs in a table and a picture: of runs that are there, or of variations of a configuration, trained
+one after another on the same data with several seeds.
 
 python tools/compare.py runs/tiny runs/gpt2-tiny --output compare.png
 python tools/compare.py --preset tiny --data data/shards/stdlib --seeds 3 --output runs/ablations/lr \
     --variation base --variation "high: --max_lr 3e-3" --variation "wide: --model_dimension 192"
 
-With --variation it takes every flag of main.py for all variations; each is a name, a colon and flags of its own. A run
-is a process of main.py with a directory and a log of its own in --output. Every seed draws the weights and the order of
-the data, the same for all variations. Rerun the same command to resume; finished runs are not trained again.
+With --variation it takes every flag of main.py for all variations. Rerun the same command to resume; finished runs are
+not trained again.
 """
 
 if __name__ == "__main__":
@@ -44,13 +43,7 @@ from training import command_line, runlog, settings, steps
 MAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "main.py")
 # Ahead of the user's flags, which win: many runs should not fill a disk.
 SAVE_LITTLE = "--keep_checkpoints 1 --inference_batch 1 --max_tokens 1".split()
-# What each run gets from here.
-OWN = dict(
-    seed="--seeds says how many",
-    name="variations have names",
-    output_dir="give --output",
-    plan="main.py plans",
-)
+OWN = ("seed", "name", "output_dir")  # flags that each run gets from here
 # Flags of which all variations must have the same value.
 SAME_TEXT = ["T", "data", "mix", "eval_steps"]
 # Flags that belong to the definition of a variation beside those that a run must have to resume.
@@ -72,10 +65,7 @@ class Curve(NamedTuple):
 
     def tokens_to(self, loss):
         """Tokens until the loss first was at most `loss`, between evaluations on a straight line; nan where it never
-        was.
-
-        Example: 5.0 at 100 tokens and 4.0 at 200, so 4.2 was reached after 180.
-        """
+        was."""
         reached = np.flatnonzero(self.loss <= loss)
         if not len(reached):
             return math.nan
@@ -85,7 +75,7 @@ class Curve(NamedTuple):
 
 
 def read_curve(folder):
-    """The Curve of the run in a local folder or at an address. Raises UserError where there is none."""
+    """The Curve of the run in a folder. Raises UserError where there is none."""
     config = settings.run_config(folder)
     if "n_device_axis" not in config:
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
@@ -132,7 +122,7 @@ def table(groups, marks=(), target=None):
     if not marks:
         tokens = next(iter(first.values())).tokens
         chosen = {math.ceil(len(tokens) * share) - 1 for share in (0.25, 0.5, 0.75)}
-        marks = [int(tokens[i]) for i in sorted(chosen) if i < len(tokens) - 1]
+        marks = [tokens[i] for i in sorted(chosen) if i < len(tokens) - 1]
     rows = []
     for name, runs in groups.items():
         curves = list(runs.values())
@@ -163,12 +153,11 @@ def table(groups, marks=(), target=None):
     return common.markdown(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def in_millions(tokens):
+def in_millions(n):
     """A number of tokens or parameters: 287k, 1.15M, 2.49B."""
-    for power, letter in ((9, "B"), (6, "M")):
-        if tokens >= 0.9995 * 10**power:
-            return f"{tokens / 10**power:.2f}{letter}"
-    return f"{tokens / 1000:.0f}k"
+    if n >= 999.5e6:
+        return f"{n / 1e9:.2f}B"
+    return f"{n / 1e6:.2f}M" if n >= 999.5e3 else f"{n / 1e3:.0f}k"
 
 
 def picture(groups, kind="png"):
@@ -252,34 +241,35 @@ def parse_variation(text, flags, output):
         flags = settings.follow(command_line.check(words, True))
     except (UserError, ValueError) as e:  # the latter of a quotation mark without its second
         raise UserError(f"--variation {name}: {str(e).rstrip('.')}.") from None
-    for flag in OWN.keys() & flags.given:
-        raise UserError(f"--{flag}: each run here gets one of its own; {OWN[flag]}.")
+    for flag in flags.given.intersection(OWN):
+        raise UserError(
+            f"--{flag}: each run here gets its own, by --seeds, --output and the variation's name."
+        )
     return Trial(name, words, flags.cfg, output)
 
 
 def check_comparable(trials):
     """Raises UserError where two have the same name, or would be measured on other text than the first."""
-    names = [trial.variation for trial in trials]
-    wanted = measured_on(trials[0].cfg)
-    for other in trials:
-        if names.count(other.variation) > 1:
-            raise UserError(
-                f"--variation {other.variation}: two have this name; give each its own."
-            )
-        for what, now in measured_on(other.cfg).items():
-            if now != wanted[what]:
+    names = set()
+    first = measured_on(trials[0].cfg)
+    for trial in trials:
+        flag = f"--variation {trial.variation}"
+        if trial.variation in names:
+            raise UserError(f"{flag}: two have this name; give each its own.")
+        names.add(trial.variation)
+        for what, value in measured_on(trial.cfg).items():
+            if value != first[what]:
                 raise UserError(
-                    f"--variation {other.variation}: {what} is {now!r}, but {wanted[what]!r} for {names[0]}; losses on "
-                    f"different text cannot be compared, so give all the same."
+                    f"{flag}: {what} is {value!r}, but {first[what]!r} for {trials[0].variation}; losses on different "
+                    f"text cannot be compared, so give all the same."
                 )
 
 
 def measured_on(cfg):
     """{what: value} of all that the validation text depends on."""
-    flags = utils.flatten(cfg)
+    flags = {f"--{flag}": utils.flatten(cfg)[flag] for flag in SAME_TEXT}
     replicas = max(1, cfg.run.n_device_axis[0])  # 0, as many as there are, in all or in none
-    batch = {"--val_batch_size x dp": cfg.data.val_batch_size * replicas}
-    return {f"--{flag}": flags[flag] for flag in SAME_TEXT} | batch
+    return flags | {"--val_batch_size x dp": cfg.data.val_batch_size * replicas}
 
 
 # --- Training them ----------------------------------------------------------------------------------------------
@@ -302,26 +292,24 @@ def run_to_end(command, log):
 
 
 def train(trial):
-    """Train a trial to its end, or resume it; whether it is finished. Ends this program with a sentence where Ctrl-C
-    ended the run."""
+    """Train a trial to its end, or resume it; whether it is finished. Ends this program where Ctrl-C ended the run."""
     write_file(os.path.join(trial.folder, "variation.json"), to_json(trial.definition(), indent=1))
     own = ["--seed", str(trial.seed), "--name", trial.name, "--output_dir", trial.output]
-    command = [sys.executable, MAIN, *SAVE_LITTLE, *trial.words, *own]
     log = f"{trial.folder}.log"
     with open(log, "a") as output:
+        command = [sys.executable, MAIN, *SAVE_LITTLE, *trial.words, *own]
         status, interrupted = run_to_end(command, output)
     if interrupted:
         say(f"stopped in {trial.name}; rerun the same command to resume")
         sys.exit(128 + signal.SIGINT)
-    curve = trial.curve()
-    if curve and not status:
-        say(f"{trial.name}: {curve.loss[-1]:.4f}")
-        return True
-    with open(log, errors="replace") as output:  # what main.py refused, it says in a line
-        errors = [line.strip()[7:].rstrip(".") for line in output if line.startswith("error: ")]
-    reason = f": {errors[-1]}" if errors else ""
-    say(f"{trial.name} failed with status {status}{reason}; see {log}")
-    return False
+    if status or not trial.curve():
+        with open(log, errors="replace") as output:
+            errors = re.findall(r"^error: (.*?)\.?$", output.read(), re.MULTILINE)
+        reason = f": {errors[-1]}" if errors else ""
+        say(f"{trial.name} failed with status {status}{reason}; see {log}")
+        return False
+    say(f"{trial.name}: {trial.curve().loss[-1]:.4f}")
+    return True
 
 
 def save_finished(trials, folder):
@@ -329,8 +317,7 @@ def save_finished(trials, folder):
     {seed: Curve}}. Raises UserError where they saw different data."""
     groups, content, first = {}, {}, None
     for trial in trials:
-        curve = trial.curve()
-        if not curve:
+        if not (curve := trial.curve()):
             continue
         first = first or curve
         if curve.data != first.data:
@@ -364,10 +351,8 @@ def compare_variations(own, variations):
             say(f"{trial.name} is finished")
             continue
         say(f"{trial.name}, run {number} of {len(trials)}; its log is {trial.folder}.log")
-        if train(trial):
-            save_finished(trials, own.output)
-        else:
-            failed += 1
+        failed += not train(trial)
+        save_finished(trials, own.output)
     if groups := save_finished(trials, own.output):
         print("\n".join(table(groups, own.marks, own.target)))
         print(f"\nresults.json and losses.png are saved in {own.output}")
@@ -379,19 +364,18 @@ def compare_variations(own, variations):
 # --- The program ------------------------------------------------------------------------------------------------
 
 
-def compare_runs(own):
+def compare_runs(runs, output, marks, target):
     """Print and draw the `table` of the runs that are there."""
-    if not own.output.endswith((".png", ".svg", ".pdf")):
-        raise UserError(f"--output {own.output}: must be a file that ends in .png, .svg or .pdf.")
-    check_place(own.output, "--output")
-    names = [os.path.basename(folder.rstrip("/")) for folder in own.runs]
+    if not output.endswith((".png", ".svg", ".pdf")):
+        raise UserError(f"--output {output}: must be a file that ends in .png, .svg or .pdf.")
+    check_place(output, "--output")
+    names = [os.path.basename(folder.rstrip("/")) for folder in runs]
     if len(set(names)) < len(names):
-        names = own.runs
-    groups = {name: {0: read_curve(folder)} for name, folder in zip(names, own.runs)}
-    print("\n".join(table(groups, own.marks, own.target)))
-    kind = os.path.splitext(own.output)[1][1:]
-    write_file(own.output, picture(groups, kind))
-    print(f"\nthe losses are drawn in {own.output}")
+        names = runs
+    groups = {name: {0: read_curve(folder)} for name, folder in zip(names, runs)}
+    print("\n".join(table(groups, marks, target)))
+    write_file(output, picture(groups, output[-3:]))
+    print(f"\nthe losses are drawn in {output}")
 
 
 @dataclass(frozen=True)
@@ -414,8 +398,7 @@ class Options:
     """Loss to reach; without it the final one of the first run, seed by seed."""
 
 
-def parse(argv):
-    """Command line -> (own flags, [Trial] of the first seed). Raises UserError."""
+def main(argv):
     own, flags = utils.read_own_flags(Options, argv, "tools/compare.py")
     if bool(own.runs) == bool(own.variation) or (own.runs and flags):
         raise UserError(
@@ -423,22 +406,16 @@ def parse(argv):
             '--variation "high: --max_lr 3e-3".'
         )
     if own.runs:
-        return replace(own, output=own.output or "compare.png"), []
+        platforms.choose_cpu()
+        compare_runs(own.runs, own.output or "compare.png", own.marks, own.target)
+        return
     own = replace(own, output=own.output or "runs/ablation")
     if is_remote(own.output):
         raise UserError(f"--output {own.output}: must be a local folder, which holds the logs.")
     variations = [parse_variation(text, flags, own.output) for text in own.variation]
     check_comparable(variations)
-    return own, variations
-
-
-def main(argv):
-    own, variations = parse(argv)
     platforms.choose_cpu()  # the devices belong to the runs
-    if variations:
-        compare_variations(own, variations)
-    else:
-        compare_runs(own)
+    compare_variations(own, variations)
 
 
 if __name__ == "__main__":

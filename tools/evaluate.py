@@ -3,8 +3,7 @@
 python tools/evaluate.py runs/tiny --data data/shards/stdlib README.md
 python tools/evaluate.py runs/tiny --tasks hellaswag,arc_easy
 
-The loss is the mean over tokens, in nats. Its standard error treats tokens as drawn in clusters: the sequences of
-shards, the documents of text. No token is dropped, whatever the capacity factor in training was.
+Standard errors treat tokens as drawn in clusters: the sequences of shards, the documents of text.
 """
 
 if __name__ == "__main__":
@@ -51,19 +50,18 @@ from inference.scores import Piece, make_scorer, mean
 def open_shards(options, cfg, path):
     """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does, and where the
     shards were made with another tokenizer than the model's."""
-    one = os.path.basename(path) if path.endswith(".npy") else None
-    for folder in [os.path.dirname(path)] if one else [path, os.path.join(path, "val")]:
+    for folder in (path, os.path.join(path, "val")):
         folder = folder.rstrip("/") if is_remote(folder) else os.path.abspath(folder)
-        there = list_shards(folder)
-        if one in there or there and not one:
-            root, name = os.path.split(folder)
-            shards = [(root, folder, manifest.read(folder))]
-            warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
-            weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
-            corpus = Corpus(cfg, root, name, one)
-            if corpus.unverified:
-                warn(corpus.unverified)
-            return corpus
+        if not list_shards(folder):
+            continue
+        root, name = os.path.split(folder)
+        shards = [(root, folder, manifest.read(folder))]
+        warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
+        weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
+        corpus = Corpus(cfg, root, name)
+        if corpus.unverified:
+            warn(corpus.unverified)
+        return corpus
     return None
 
 
@@ -80,11 +78,6 @@ def texts(path, column):
         raise UserError(f"--data {path}: there is no such file or folder.")
 
 
-def encode(text, encoding):
-    """Token ids of a document of any length, end-of-text's first, as data/tokenize_shards.py encodes it."""
-    return np.concatenate([[encoding.eot_token], encode_text(text, encoding)])
-
-
 def text_pieces(documents, encoding, T, stride, limit, sizes):
     """At most `limit` windows of documents as `Piece`s, which count every target once. Appends the bytes of every
     document to the list `sizes`."""
@@ -92,7 +85,7 @@ def text_pieces(documents, encoding, T, stride, limit, sizes):
     for text in filter(None, documents):
         if not left:
             return
-        ids = encode(text, encoding)
+        ids = np.concatenate([[encoding.eot_token], encode_text(text, encoding)])
         last = T + (left - 1) * stride  # target that may be scored
         if last < len(ids) - 1:
             ids = ids[: last + 1]
@@ -104,8 +97,7 @@ def text_pieces(documents, encoding, T, stride, limit, sizes):
 
 
 def evaluate(options, path, cfg, encoding, score):
-    """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data; each of loss, perplexity and
-    bits_per_byte has its standard error beside it, None where there is one cluster alone."""
+    """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data, with `losses`."""
     T = options.T or cfg.model.T
     stride = options.stride or T
     if stride > T:
@@ -136,18 +128,18 @@ def evaluate(options, path, cfg, encoding, score):
 
 
 def losses(sums, tokens, n_bytes):
-    """{"loss", "perplexity", "bits_per_byte", and each with "_error"} of clusters: their sums of -log p, tokens and
-    bytes, which may be None. Arrays [clusters]."""
+    """Loss, perplexity and bits per byte, each with its standard error (None of a single cluster), of the sums of -log
+    p, the tokens and the bytes, which may be None, of clusters: arrays [clusters]."""
     loss, error = mean(sums, tokens)
     perplexity = float(np.exp(loss))
-    bits = (None, None) if n_bytes is None else mean(sums / math.log(2), n_bytes)
+    bits, bits_error = (None, None) if n_bytes is None else mean(sums / math.log(2), n_bytes)
     return dict(
         loss=loss,
         loss_error=error,
         perplexity=perplexity,
         perplexity_error=error and error * perplexity,
-        bits_per_byte=bits[0],
-        bits_per_byte_error=bits[1],
+        bits_per_byte=bits,
+        bits_per_byte_error=bits_error,
     )
 
 
@@ -155,7 +147,7 @@ def losses(sums, tokens, n_bytes):
 
 
 def table(rows):
-    """Lines of a table of the dicts `rows`, which have the same keys: numbers with their standard errors."""
+    """Lines of a table of what `evaluate` returned."""
     headings = [key for key in rows[0] if not key.endswith("_error")]
     cells = [[cell(row[key], row.get(f"{key}_error")) for key in headings] for row in rows]
     return common.markdown(headings, cells)
@@ -163,8 +155,9 @@ def table(rows):
 
 def cell(value, error):
     """A value, and its standard error if there is one."""
-    shown = {str: "{}", int: "{:,}", float: "{:,.4f}", type(None): "-"}
-    text = shown[type(value)].format(value)
+    if value is None or isinstance(value, str):
+        return value or "-"
+    text = f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
     return text if error is None else f"{text} ± {error:,.4f}"
 
 

@@ -49,11 +49,8 @@ from training import checkpointing, settings, steps
 
 def import_folder(folder, run_dir):
     """Write a run directory with the weights of `folder` as its only checkpoint."""
-    check_absent(run_dir)
     if not os.path.isfile(os.path.join(folder, "config.json")):
-        raise UserError(
-            f"{folder}: there is no config.json; a folder in the Hugging Face format holds one."
-        )
+        raise UserError(f"{folder}: there is no config.json; is it in the Hugging Face format?")
     flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
@@ -77,7 +74,6 @@ def import_folder(folder, run_dir):
 def export(run_dir, folder, dtype="float32"):
     """Write the newest sound checkpoint of a run directory as a folder that transformers loads. The folder appears when
     it is whole."""
-    check_absent(folder)
     flags, load = weights.open_weights(run_dir)
     cfg = config_of_one_device(flags, run_dir)
     form = hugging_face.format_to_export(cfg.model.architecture)
@@ -98,11 +94,6 @@ def export(run_dir, folder, dtype="float32"):
             os.fsync(f.fileno())
         write_json(part, "config.json", config)
     say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}")
-
-
-def check_absent(path):
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists already; give another place, or remove that one.")
 
 
 def config_of_one_device(flags, model):
@@ -126,30 +117,28 @@ def write_json(folder, name, content):
 
 @contextlib.contextmanager
 def appearing(folder):
-    """A new folder beside `folder` to write into. It is renamed to `folder` when all is written, and removed where that
-    fails. Raises UserError where it cannot be written."""
+    """A new folder beside `folder` to write into, renamed to it when all is written, removed where that fails. Raises
+    UserError where it cannot be written."""
     part = part_of(os.path.normpath(folder))
     try:
         os.makedirs(part)
         yield part
         os.rename(part, folder)
-    except BaseException as e:
+    except OSError as e:
+        raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
+    finally:
         shutil.rmtree(part, ignore_errors=True)
-        if isinstance(e, OSError):
-            raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
-        raise
 
 
 # --- Tokenizer ----------------------------------------------------------------------------------------------------
 
 
 def export_tokenizer(folder, run_dir, m):
-    """Write files that AutoTokenizer loads, where the run has a tokenizer; returns what config.json says of it. Without
-    one the end of text is that of the utils.Model, or null, so that transformers takes no id of its own."""
+    """Write files that AutoTokenizer loads, where the run has a tokenizer; returns what config.json says of it."""
     encoding = tokenization.folder_tokenizer(run_dir)
     if encoding is None:
         say(f"warning: {run_dir} has no tokenizer, so what is exported has none")
-        end = m.end_of_text if m.end_of_text >= 0 else None
+        end = m.end_of_text if m.end_of_text >= 0 else None  # transformers takes no id of its own
         return dict(bos_token_id=end, eos_token_id=end)
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
@@ -192,7 +181,7 @@ def byte_level(encoding):
 
 
 def halves(token, rank, ranks):
-    """The two tokens that were merged into `token`: what the merges of lower rank make of its bytes."""
+    """The two tokens that were merged into `token`, by the merges of lower rank."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
@@ -202,8 +191,8 @@ def halves(token, rank, ranks):
 
 
 def cut_pattern(encoding):
-    """The pattern by which text is cut before merges, as tokenizers.Regex means it: possessive quantifiers only save
-    time in these patterns, and mean something else after {1,3} there; so does $."""
+    """The pattern by which text is cut before merges, for tokenizers.Regex: possessive quantifiers, which only save
+    time, mean something else after {1,3} there; so does $."""
     pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", encoding._pat_str)
     return tokenizers.Regex(pattern.replace("$", r"\z"))
 
@@ -237,10 +226,11 @@ class Options:
 
 def run(argv):
     options = utils.read_flags(Options, argv, "tools/hf.py")
-    both = [options.target, options.source]
-    for path in both[:1] if options.command == "export" else both:
-        if is_remote(path):
-            raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
+    local = [options.target] if options.command == "export" else [options.target, options.source]
+    for path in filter(is_remote, local):
+        raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
+    if os.path.lexists(options.target):
+        raise UserError(f"{options.target} exists already; give another place, or remove that one.")
     steps.quiet_libraries()
     if options.command == "export":
         export(options.source, options.target, options.dtype)

@@ -2,9 +2,8 @@
 
 python tools/sample.py runs/tiny --prompt "def " "import os" --max_tokens 100
 
-Prompts of all lengths are one batch, decoded with a cache on any mesh. With a model trained here each is preceded by
-the end-of-text token, as every document is in training; no part of it becomes a special token. Text goes to stdout as
-it comes, row after row; speeds go to stderr.
+Prompts of all lengths are one batch, decoded with a cache on any mesh. Text goes to stdout as it comes, row after row;
+speeds go to stderr.
 """
 
 if __name__ == "__main__":
@@ -96,8 +95,8 @@ def encode_prompts(options, before, encoding):
 
 
 def fit_max_tokens(options, cfg, longest):
-    """`options` with --max_tokens for prompts of at most `longest` tokens. Warns where these are more tokens together
-    than the model was made for; raises UserError where it has no positions for them."""
+    """`options` with --max_tokens for prompts of at most `longest` tokens. Warns where the model was made for fewer
+    tokens; raises UserError where it has no positions for them."""
     most = options.T or positions(options.model, cfg.model.T)
     if options.max_tokens is None:
         room = most - longest if longest < most else math.inf

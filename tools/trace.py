@@ -56,7 +56,7 @@ from planning import costs, hlo, machines, plan
 from runtime import chips
 from training import profiling
 
-PRODUCTS = "matrix products"  # as plan.Answer calls this part
+PRODUCTS = "matrix products"  # as plan.answer calls this part
 REST, IDLE = "rest", "idle"
 LISTED = 10  # operations, the costliest
 # Parts of a step, by the innermost of these scopes (jax.named_scope) around an operation.
@@ -279,12 +279,11 @@ def moments(found):
     points = []
     for number, (begin, end, _) in enumerate(found):
         points += [(begin, number), (end, number)]
-    points.sort()
-    active, before = {}, points[0][0]
-    for at, number in points:
-        if at > before:
+    active, before = {}, 0
+    for at, number in sorted(points):
+        if active and at > before:
             yield at - before, list(active.values())
-            before = at
+        before = at
         if number in active:
             del active[number]
         else:
@@ -303,17 +302,12 @@ def beside(trace, found):
         measured[links] = found.parts[links] + found.hidden[links]
     measured["step"] = found.step
     about, planned = trace.about, {}
-    machine = plan.machine_of_kind(
-        about["device_kind"],
-        about["platform"],
-        math.prod(trace.cfg.run.n_device_axis),
-        about["processes"],
-        about["slices"],
-    )
+    kind, n = about["device_kind"], math.prod(trace.cfg.run.n_device_axis)
+    machine = plan.machine_of_kind(kind, about["platform"], n, about["processes"], about["slices"])
     program = costs.read_program(trace.text, trace.cfg, machine)
     rows = plan.collectives_of(program.collectives)
     work = {PRODUCTS: program.flops} | plan.by_links(rows, "bytes")
-    if chips.chip_of(about["device_kind"]):
+    if chips.chip_of(kind):
         # the memory of the program does not matter here
         answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
         planned = answer.seconds | dict(step=answer.overlapped["step"])
@@ -326,11 +320,11 @@ def beside(trace, found):
 
 def report(trace, found, rows):
     """All of it in words, as a list of lines. rows: of `beside`."""
-    mesh = ", ".join(map(str, trace.cfg.run.n_device_axis))
+    mesh = trace.cfg.run.n_device_axis
     kind, (first, _) = trace.about["device_kind"], trace.about["steps"]
     lines = [
-        f"{trace.folder}: {found.steps} steps from step {first} on, {found.devices} of "
-        f"{math.prod(trace.cfg.run.n_device_axis)} x {kind}, mesh (dp, pp, tp) = ({mesh})"
+        f"{trace.folder}: {found.steps} steps from step {first} on, {found.devices} of {math.prod(mesh)} x {kind}, "
+        f"mesh (dp, pp, tp) = ({', '.join(map(str, mesh))})"
     ]
     shares = []
     for part in dict.fromkeys([*PARTS.values(), REST, *found.links, IDLE]):
@@ -345,14 +339,12 @@ def report(trace, found, rows):
     costliest = found.operations.most_common(LISTED)
     operations = [[one.path, *share(seconds, found)] for one, seconds in costliest]
     lines += ["", *common.markdown(["operation", "seconds", "share"], operations), ""]
-    headings = ["a step of a device", "measured", "planned", "in the program"]
     cells = []
     for part, (*seconds, work) in rows.items():
-        amount = "-"
-        if work:
-            amount = f"{work / 1e9:,.2f} GFLOP" if part == PRODUCTS else size(work)
-        cells.append([part, *("-" if t is None else f"{t:.4f} s" for t in seconds), amount])
-    lines += common.markdown(headings, cells)
+        amount = f"{work / 1e9:,.2f} GFLOP" if part == PRODUCTS else size(work or 0)
+        times = ["-" if t is None else f"{t:.4f} s" for t in seconds]
+        cells.append([part, *times, amount if work else "-"])
+    lines += common.markdown(["a step of a device", "measured", "planned", "in the program"], cells)
     if rows["step"][1] is None:
         lines.append(f"nothing is planned: the speeds of {kind} are not known")
     return lines
@@ -364,12 +356,10 @@ def share(seconds, found):
 
 
 def main(options):
-    """Print and return the `Shares` and the rows of `beside` of a trace."""
+    """Print the `Shares` of a trace beside the plan."""
     trace = open_trace(options.run, options.trace)
     found = measure(trace)
-    rows = beside(trace, found)
-    print("\n".join(report(trace, found, rows)), flush=True)
-    return found, rows
+    print("\n".join(report(trace, found, beside(trace, found))), flush=True)
 
 
 if __name__ == "__main__":
