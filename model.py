@@ -351,16 +351,7 @@ def embed(cfg, top, layers, batch):
         x, microbatch = scanned
         number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
         tokens = batch.tokens(microbatch)
-        x, _, weights = run_layers(
-            cfg,
-            arch.first,
-            m.first_layers,
-            weights,
-            block=(),
-            first=number,
-            x=x,
-            tokens=tokens,
-        )
+        x, _, weights = run_layers(cfg, arch.first, m.first_layers, weights, (), number, x, tokens)
         return (), x, weights
 
     x = jax.vmap(embed_one)(batch.ids, microbatches)
@@ -403,15 +394,13 @@ def pipeline(stage, weights, inputs, state, rounds=1):
     """Run M microbatches through S stages (GPipe, arXiv:1811.06965, section 2.3), in `rounds` rounds (--pp_interleave;
     arXiv:2104.04473, section 2.2, without its order of forward and backward passes).
 
-    In each tick every stage runs its blocks of one round on one microbatch and passes the result on. Two stages, four
-    microbatches, two rounds; "1.2" is round 1 of microbatch 2:
+    In each tick every stage runs its blocks of one round on one microbatch and passes the result on; stage s idles for
+    s ticks first and for S - 1 - s at the end. Two stages, four microbatches, two rounds; "1.2" is round 1 of
+    microbatch 2, and what stage 1 passes on after tick 1, 0.0, waits at stage 0 for tick 4:
 
         tick       0    1    2    3    4    5    6    7    8
         stage 0   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3   -
         stage 1    -   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3
-
-    Stage s idles for s ticks first (warm-up) and for S - 1 - s at the end (cool-down). What stage 1 passes on after
-    tick 1, 0.0, reaches stage 0 in tick 2 and waits there for tick 4. More rounds make ticks, and idle time, shorter.
 
     inputs [M, ...] are known to every stage. `stage(weights, x, state, turn, microbatch, valid)` returns y, the state
     and the weights to carry on, `turn` being the round; where `valid` is false, the stage is idle and must leave the
@@ -488,26 +477,13 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
         index = (turn, i) if cfg.run.pp_interleave > 1 else (i,)
         new_cache = {}
         if L > 1:
+            own = cache.get(arch.inner)
             x, new_cache[arch.inner], weights = run_layers(
-                cfg,
-                arch.inner,
-                L - 1,
-                weights,
-                block=index,
-                first=number,
-                x=x,
-                tokens=tokens,
-                cache=cache.get(arch.inner),
+                cfg, arch.inner, L - 1, weights, index, number, x, tokens, own
             )
+        own, number = cache.get(arch.last), number + L - 1
         x, (load, new_cache[arch.last]), weights = run_layer(
-            cfg,
-            arch.last,
-            weights,
-            index,
-            number=number + L - 1,
-            x=x,
-            tokens=tokens,
-            cache=cache.get(arch.last),
+            cfg, arch.last, weights, index, number, x, tokens, own
         )
         return x, (load, new_cache), weights
 

@@ -54,25 +54,24 @@ class Tensor(NamedTuple):
     part: tuple  # shape of that part, without the dims that have an int in `at`
     transposed: bool = False  # torch's Linear holds [outputs, inputs]
     rotated: int = (
-        0  # last channels of the part that are rotated: in pairs of neighbors there, of halves here
+        0  # last channels of the part that turn: in pairs of neighbors there, of halves here
     )
 
     def ours(self, x):
         """Array of `shape` -> array of `part`."""
         x = (x.T if self.transposed else x).reshape(self.part)
-        if not self.rotated:
-            return x
-        still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
-        pairs = rotated.reshape(*rotated.shape[:-1], -1, 2)
-        return np.concatenate([still, pairs.swapaxes(-1, -2).reshape(rotated.shape)], -1)
+        return self.in_order(x, -1, 2)
 
     def theirs(self, x):
         """Array of `part` -> array of `shape`."""
-        if self.rotated:
-            still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
-            halves = rotated.reshape(*rotated.shape[:-1], 2, -1)
-            x = np.concatenate([still, halves.swapaxes(-1, -2).reshape(rotated.shape)], -1)
+        x = self.in_order(x, 2, -1)
         return x.reshape(self.shape[::-1]).T if self.transposed else x.reshape(self.shape)
+
+    def in_order(self, x, *pairs):
+        """x with its rotated channels, which have the dims `pairs`, in the other order."""
+        still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
+        other = rotated.reshape(*rotated.shape[:-1], *pairs).swapaxes(-1, -2)
+        return np.concatenate([still, other.reshape(rotated.shape)], -1) if self.rotated else x
 
 
 def linear(name, leaf, at, part, inputs=1, rotated=0):
