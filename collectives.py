@@ -273,11 +273,11 @@ def exchange_heads(x, split):
 
 def to_owners(x, rows, columns, copies, sharers):
     """Make blocks whole matrices, each with one of the devices that hold its blocks (arXiv:2502.16982, section 2.3, by
-    an all-to-all instead of a gather).
+    an all-to-all instead of a gather). The way back: `from_owners`.
 
     x [n, r, c]: this device's blocks of n matrices, which the axes `rows` split into R and `columns` into C parts;
-    `copies` are axes along which every device has the same. Returns [n / (R C sharers), R r, C c], the matrices that
-    this device owns. The way back: `from_owners`.
+    along the axes `copies` all devices have the same, and each `sharers` of them share the matrices out. Returns
+    [n / (R C sharers), R r, C c], the matrices that this device owns.
 
     Four matrices, R = 2, C = 1, copies on two devices:
 
@@ -285,8 +285,6 @@ def to_owners(x, rows, columns, copies, sharers):
         holds the rows           0 A B C D   1 A B C D   0 A B C D   1 A B C D
         takes its share          0 A B       1 A B       0 C D       1 C D
         all-to-all over `rows`   01 A        01 B        01 C        01 D
-
-    Where `sharers` are fewer than the copies, they share the matrices out, and the next ones do the same.
     """
     if sharers > 1:
         own = lax.axis_index(copies) % sharers

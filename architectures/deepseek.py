@@ -80,16 +80,8 @@ def check_flags(cfg):
 
 
 def deepseek_table(cfg):
-    """The parameter table of DeepSeek-V3, without a head of its own.
-
-    | weight | standard deviation of its normal initialization |
-    | --- | --- |
-    | matrices | 1 / sqrt(inputs), so that outputs are as large as inputs |
-    | projections back into the residual | a tenth of that / sqrt(2 x layers), so that tokens begin as themselves |
-    | embedding, which is the head too | 1 / sqrt(D), so that logits begin with a deviation of 1 |
-    | norms | 0, they start at 1 |
-    | biases | 0 |
-    """
+    """The parameter table of DeepSeek-V3, without a head of its own. Matrices begin as `std_into` and `std_back` say,
+    the embedding, which is the head too, with 1 / sqrt(D), so that logits begin with a deviation of 1."""
     m = cfg.model
     D = m.model_dimension
     dense, moe = layer_table(cfg, routed=False), layer_table(cfg, routed=True)

@@ -38,15 +38,7 @@ STD = 0.02  # standard deviation with which matrices begin
 
 
 def gpt2_table(cfg):
-    """The parameter table of GPT-2.
-
-    | weight | standard deviation of its normal initialization (the paper's section 2.3, and its code) |
-    | --- | --- |
-    | matrices, embedding, positions | 0.02 |
-    | projections back into the residual | 0.02 / sqrt(2 x layers) |
-    | biases | 0 |
-    | scales of norms | 0, they start at 1 |
-    """
+    """The parameter table of GPT-2. Weights begin as in the paper's section 2.3 and its code."""
     m = cfg.model
     layer = attention_table(cfg) | feed_forward_table(cfg)
     return dict(
