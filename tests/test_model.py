@@ -188,9 +188,17 @@ def test_auto_takes_the_fastest_kernel_that_runs():
     assert choice("tpu", T=1024) == "splash"
     assert choice("tpu", T=1000) == "blockwise"  # splash: multiples of 128
     assert choice("gpu", T=1024) == "flash"
-    assert choice("cpu", T=1024) == "blockwise"
+    assert choice("gpu", T=1000) == choice("gpu", T=1024, head_dim=160) == "blockwise"
+    assert choice("other gpu", T=1024) == choice("cpu", T=1024) == "blockwise"
     m = small_config(attention="xla").model
     assert attention.choose_kernel(m, "tpu") == "xla"
+
+    def platform(capability):
+        return attention.platform_of(SimpleNamespace(platform="gpu", compute_capability=capability))
+
+    assert platform("8.0") == platform("9.0") == "gpu"
+    # a T4; an RTX 4090, whose blocks have 99 KB of shared memory; an MI300
+    assert platform("7.5") == platform("8.9") == platform("gfx942") == "other gpu"
 
 
 def test_shares_of_scores_that_kernels_compute():
@@ -198,34 +206,6 @@ def test_shares_of_scores_that_kernels_compute():
     m = small_config(T=1024, attention="auto").model  # float32, of which flash takes small blocks
     for name, share in dict(splash=3 / 4, flash=17 / 32, blockwise=9 / 16, xla=1).items():
         assert attention.ATTENTION[name].score_share(m) == share
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_buckets_of_the_worked_example(k):
-    """The numbers in the docstring of fill_buckets: without and with second choices."""
-    chosen = np.array([[0, 2, 0, 0, 1, 2], [1, 0, 1, 1, 0, 1]][:k]).T
-    queues = experts.queue(chosen, 3)
-    assert queues.rank[:6].tolist() == [0, 0, 1, 2, 0, 1]
-    first, second = [experts.fill_buckets(queues, 2, round * 2, n=6) for round in range(2)]
-    if k == 1:
-        assert queues.length.tolist() == [3, 1, 2]
-        assert first.place.tolist() == [0, 4, 1, 6, 2, 5]
-        assert first.entry.tolist() == [0, 2, 4, 6, 1, 5]
-        assert first.source.tolist() == [0, 2, 4, 6, 1, 5]
-        assert second.place.tolist() == [6, 6, 6, 0, 6, 6]
-    else:
-        assert first.place.tolist() == [0, 4, 1, 6, 2, 5, 3, 6, 6, 6, 6, 6]
-        assert first.entry.tolist() == [0, 2, 4, 6, 1, 5]
-        assert first.source.tolist() == [0, 2, 4, 0, 1, 5]
-
-
-def test_rows_of_the_worked_example():
-    """The numbers in the docstring of take_rows, forward and backward."""
-    x, index = jnp.array([[10.0], [11.0], [12.0], [13.0]]), jnp.array([2, 4, 0])
-    inverse = jnp.array([[2, 3, 0, 3]])
-    rows, transpose = jax.vjp(lambda x: experts.take_rows(x, index, inverse), x)
-    assert rows[:, 0].tolist() == [12, 0, 10]
-    assert transpose(jnp.array([[7.0], [8.0], [9.0]]))[0][:, 0].tolist() == [9, 0, 7, 0]
 
 
 def test_gradient_of_the_worked_example():
@@ -358,37 +338,6 @@ def test_router_biases_move_towards_an_even_load():
         load = np.asarray(seen.load[kind])
         assert load.std() > 0
         assert np.allclose(layer["bias"], 5e-3 * np.sign(load.mean(-1, keepdims=True) - load))
-
-
-@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (1, 1, 4)])
-def test_causality_by_gradient(mesh_shape):
-    """No output at t moves with an input after t, each output moves with inputs up to t, through a stage of blocks."""
-    cfg = small_config(mesh_shape, T=8, blocks=2)
-    params = make_params(cfg, steps.make_mesh(cfg))
-    specs = parameters.table_map(lambda p: p.spec, model.param_table(cfg))
-    t_local = 8 // mesh_shape[2]
-
-    def run(params, x):
-        position = (jax.lax.axis_index("tp") * t_local + jnp.arange(t_local))[None]
-        weights = model.layer_params(params, cfg)
-        return model.run_stage(cfg, weights, x, layers.Tokens(position))[0]
-
-    stage = on_mesh(cfg, run, (specs, P(None, "tp", None)), P(None, "tp", None))
-    x = jax.random.normal(jax.random.key(0), (1, 8, 32))
-    jacobian = jax.jacobian(lambda x: stage(params, x).sum(-1)[0])(x)[:, 0]  # [T out, T in, D]
-    moved = np.abs(jacobian).max(-1)
-    assert not np.triu(moved, 1).any() and (moved[np.tril_indices(8)] > 0).all()
-
-
-def test_short_convolution_stays_within_documents():
-    rng = np.random.default_rng(0)
-    x, w = rng.normal(size=(1, 10, 3)), rng.normal(size=(3, 3))
-    start = np.array([[0, 0, 0, 0, 4, 4, 4, 7, 7, 7]])
-    documents = [short_conv_by_loops(part, w) for part in np.split(x[0], [4, 7])]
-    apart = deepseek.short_conv(jnp.float32(x), jnp.float32(w), jnp.array(start))
-    assert np.allclose(apart[0], np.concatenate(documents), atol=1e-5)
-    together = deepseek.short_conv(jnp.float32(x), jnp.float32(w), None)
-    assert np.allclose(together[0], short_conv_by_loops(x[0], w), atol=1e-5)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -699,16 +648,6 @@ def test_validation_takes_no_more_batches_than_there_are(capsys):
     steps.make_evaluate(cfg, steps.make_mesh(cfg), corpus)
     said = "val holds 3 batches of 8 sequences, so --eval_steps is 3\n"
     assert capsys.readouterr().out.endswith(said)
-
-
-def test_parameter_counts_of_moe1b():
-    """JAXformer counts 949,248,384 without the embedding; ours stays within 3%."""
-    cfg = settings.validate(presets.preset("moe1b"), 1)
-    total, active, embedding = model.count_params(cfg)
-    assert abs(total / 949_248_384 - 1) < 0.03
-    assert embedding == 100352 * 768 and active < 0.45 * total
-    # one layer by hand: the routed experts dominate
-    assert total - active == 8 * (16 - 2) * 3 * 768 * 2048
 
 
 @pytest.mark.parametrize(

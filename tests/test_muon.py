@@ -98,8 +98,6 @@ def test_large_matrices_share_a_turn():
 
 # --- Runs ---------------------------------------------------------------------------------------------------------
 
-MUON = dict(optimizer="muon", max_lr=1e-3)
-
 
 def test_a_run_keeps_its_optimizer(train, tmp_path):
     assert train(name="adam", optimizer="adamw", training_steps=2) == 0
