@@ -215,21 +215,21 @@ def from_experts(x):
 def gather_tokens(x, E):
     """Gather what belongs to tokens, x [n, ...], from all devices that share out the same E experts -> [N, ...], where
     N is n times their number, min(E, dp tp). Transpose: `scatter_tokens`."""
-    devices = lax.axis_size(EXPERT_AXES)
-    if devices == 1:
-        return x
-    different, _ = expert_groups(E, devices)
-    return lax.all_gather(x, EXPERT_AXES, tiled=True, axis_index_groups=different)
+    return _among_experts(lax.all_gather, x, E)
 
 
 def scatter_tokens(x, E):
     """Sum x [N, ...] over the devices that share out the same E experts; each keeps its own tokens' part [n, ...].
     Transpose: `gather_tokens`."""
+    return _among_experts(lax.psum_scatter, x, E)
+
+
+def _among_experts(collective, x, E):
     devices = lax.axis_size(EXPERT_AXES)
     if devices == 1:
         return x
     different, _ = expert_groups(E, devices)
-    return lax.psum_scatter(x, EXPERT_AXES, tiled=True, axis_index_groups=different)
+    return collective(x, EXPERT_AXES, tiled=True, axis_index_groups=different)
 
 
 def first_own_expert(E):

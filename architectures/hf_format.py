@@ -53,9 +53,7 @@ class Tensor(NamedTuple):
     at: tuple  # its part of that leaf: an int or a slice for each leading dim; the other dims are whole
     part: tuple  # shape of that part, without the dims that have an int in `at`
     transposed: bool = False  # torch's Linear holds [outputs, inputs]
-    rotated: int = (
-        0  # last channels of the part that turn: in pairs of neighbors there, of halves here
-    )
+    rotated: int = 0  # last channels that turn: in pairs of neighbors there, of halves here
 
     def ours(self, x):
         """Array of `shape` -> array of `part`."""
@@ -69,9 +67,11 @@ class Tensor(NamedTuple):
 
     def in_order(self, x, *pairs):
         """x with its rotated channels, which have the dims `pairs`, in the other order."""
+        if not self.rotated:
+            return x
         still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
         other = rotated.reshape(*rotated.shape[:-1], *pairs).swapaxes(-1, -2)
-        return np.concatenate([still, other.reshape(rotated.shape)], -1) if self.rotated else x
+        return np.concatenate([still, other.reshape(rotated.shape)], -1)
 
 
 def linear(name, leaf, at, part, inputs=1, rotated=0):
