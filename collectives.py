@@ -106,12 +106,9 @@ class WithGrad(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_weight(w, p, dtype):
-    """Gather a weight just before use (ZeRO-3, arXiv:1910.02054, section 5.3).
-
-    w is stored in float32 as its `Param` p says. Returns `WithGrad` of the whole weight, or of this device's expert
-    where several share one, in `dtype`, which is also what travels. Transpose: the gradient is reduced and scattered to
-    where the weight is stored, in float32.
-    """
+    """Gather a weight just before use (ZeRO-3, arXiv:1910.02054, section 5.3): w, stored in float32 as its `Param` p
+    says -> `WithGrad` of the whole weight, or of this device's expert where several share one, in `dtype`, which is
+    also what travels. Transpose: the gradient is reduced and scattered to where the weight is stored, in float32."""
     whole = _whole(w.astype(dtype), p)
     return WithGrad(whole, jnp.zeros(whole.shape, jnp.float32))
 
@@ -183,12 +180,9 @@ def expert_groups(E, devices):
 
 
 def to_experts(x):
-    """Send the buckets of every expert to the devices that hold it (GShard, arXiv:2006.16668, section 3).
-
-    x [E, C, D], from this device's tokens -> [E/n, n, C, D], the buckets of its own experts from n senders; n is dp x
-    tp. Where n > E, each expert's n/E devices take the buckets of E senders each: [1, E, C, D]. Transpose:
-    `from_experts`.
-    """
+    """Send the buckets of every expert to the devices that hold it (GShard, arXiv:2006.16668, section 3): x [E, C, D],
+    from this device's tokens -> [E/n, n, C, D], the buckets of its own experts from n = dp x tp senders. Where n > E,
+    each expert's n/E devices take the buckets of E senders each: [1, E, C, D]. Transpose: `from_experts`."""
     devices = lax.axis_size(EXPERT_AXES)
     if devices == 1:
         return x[:, None]

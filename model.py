@@ -237,11 +237,8 @@ def loss_chunk():
 
 def predict_further(cfg, x, targets, batch, top, layers):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): sum of the cross-entropies of all depths,
-    and `Load` with tokens [mtp_depth, E].
-
-    Depth d reads the hidden states of depth d - 1, first x [M/S, B/dp, T/tp, D], and the tokens d ahead, first the
-    targets [M/S, B/dp, T/tp], and predicts the tokens after those.
-    """
+    and `Load` with tokens [mtp_depth, E]. Depth d reads the hidden states of depth d - 1, first x [M/S, B/dp, T/tp, D],
+    and the tokens d ahead, first the targets [M/S, B/dp, T/tp], and predicts the tokens after those."""
     m, arch = cfg.model, architecture(cfg.model.architecture)
     M, B, t = targets.shape
     depths = m.mtp_depth
@@ -463,11 +460,9 @@ def blocks_of_stage(cfg):
 
 
 def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
-    """This stage's blocks of round `turn` on x [B, T/tp, D]; the same for training and decoding.
-
-    weights: those of `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with tokens
-    [blocks, E] and the rest summed, and the cache; and the weights for what follows.
-    """
+    """This stage's blocks of round `turn` on x [B, T/tp, D]; the same for training and decoding. weights: those of
+    `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with tokens [blocks, E] and the rest
+    summed, and the cache; and the weights for what follows."""
     L, arch = cfg.model.layers_per_block, architecture(cfg.model.architecture)
     S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
 
@@ -477,13 +472,26 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
         index = (turn, i) if cfg.run.pp_interleave > 1 else (i,)
         new_cache = {}
         if L > 1:
-            own = cache.get(arch.inner)
             x, new_cache[arch.inner], weights = run_layers(
-                cfg, arch.inner, L - 1, weights, index, number, x, tokens, own
+                cfg,
+                arch.inner,
+                L - 1,
+                weights,
+                block=index,
+                first=number,
+                x=x,
+                tokens=tokens,
+                cache=cache.get(arch.inner),
             )
-        own, number = cache.get(arch.last), number + L - 1
         x, (load, new_cache[arch.last]), weights = run_layer(
-            cfg, arch.last, weights, index, number, x, tokens, own
+            cfg,
+            arch.last,
+            weights,
+            index,
+            number=number + L - 1,
+            x=x,
+            tokens=tokens,
+            cache=cache.get(arch.last),
         )
         return x, (load, new_cache), weights
 
@@ -575,7 +583,7 @@ def move_bias(layers, load, rate):
     """A stack's parameters with its router bias moved, if it has one."""
     if "layer" in layers:  # of a multi-token predictor, which holds a layer
         return layers | {"layer": move_bias(layers["layer"], load, rate)}
-    if not {"router", "bias"} <= layers.keys():
+    if "bias" not in layers:
         return layers
     below_mean = load.mean(-1, keepdims=True) - load
     return layers | {"bias": layers["bias"] + rate * jnp.sign(below_mean)}

@@ -50,7 +50,6 @@ def gpt2_table(cfg):
 
 
 def back_std(m):
-    """Standard deviation of projections back into the residual."""
     return STD / math.sqrt(2 * m.blocks)
 
 
@@ -142,7 +141,7 @@ def embed(top, ids, position):
 
 
 def gpt2_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: 2 x D numbers per token and layer."""
+    """{kind: (shape, spec)} of the cache: 2 x D numbers per token and layer."""
     m = cfg.model
     return dict(gpt2=key_value_cache(m.blocks, B, T, m.n_head, m.key_dim))
 

@@ -38,13 +38,12 @@ HEAD = "lm_head.weight"  # name of the head's weights in all architectures
 
 
 class Tensor(NamedTuple):
-    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers.
+    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers. Shared
+    experts of a model without any have width 0 there: tensors that are empty and have no leaf here.
 
-    For example DeepSeek-V3 with 3 first layers, a query latent Q, a key/value latent R and a rotary key of 64 channels:
-    `model.layers.5.self_attn.kv_a_proj_with_mqa.weight` [R + 64, D] is transposed the part (2, :, Q:) of the leaf
-    ("moe", "attention", "down") [layers, D, Q + R + 64], with its last 64 columns reordered.
-
-    Shared experts of a model without any have width 0 there: tensors that are empty and have no leaf here.
+    For example DeepSeek-V3 with 3 first layers: `model.layers.5.self_attn.kv_a_proj_with_mqa.weight` [R + 64, D] is
+    transposed the part (2, :, Q:) of the leaf ("moe", "attention", "down") [layers, D, Q + R + 64], with its last 64
+    columns, which are rotated, in another order.
     """
 
     name: str

@@ -140,14 +140,8 @@ def qwen3_layer(p, x, tokens, m, cache):
     return x, (load, cache)
 
 
-def embed(top, ids, position):
-    """ids [B, T] -> rows of the embedding, [B, T, D]. The layers see positions."""
-    return top["embedding"][ids]
-
-
 def qwen3_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: 2 x n_kv_head x K numbers per token and
-    layer."""
+    """{kind: (shape, spec)} of the cache: 2 x n_kv_head x K numbers per token and layer."""
     m = cfg.model
     return dict(qwen3=key_value_cache(m.blocks, B, T, m.kv_heads, m.key_dim))
 
@@ -285,7 +279,7 @@ ARCHITECTURE = Architecture(
     layers=dict(qwen3=qwen3_layer),
     last="qwen3",
     routed=dict(qwen3=EXPERT_AXES),
-    embed=embed,
+    embed=lambda top, ids, position: top["embedding"][ids],
     norm=rms_norm,
     cache=qwen3_cache,
     layer_cost=layer_cost,

@@ -57,9 +57,7 @@ class TaskModel(TemplateLM):
     questions are answered.
     """
 
-    params = eot_token_id = prefix_token_id = (
-        None  # the last, in lm_eval's words, precedes what has no context
-    )
+    params = eot_token_id = prefix_token_id = None  # the last precedes what has no context
 
     def __init__(self, cfg, mesh, encoding, batch_size, T, start="auto", alive=lambda: None):
         super().__init__()
