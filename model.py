@@ -348,7 +348,16 @@ def embed(cfg, top, layers, batch):
         x, microbatch = scanned
         number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
         tokens = batch.tokens(microbatch)
-        x, _, weights = run_layers(cfg, arch.first, m.first_layers, weights, (), number, x, tokens)
+        x, _, weights = run_layers(
+            cfg,
+            arch.first,
+            m.first_layers,
+            weights,
+            block=(),
+            first=number,
+            x=x,
+            tokens=tokens,
+        )
         return (), x, weights
 
     x = jax.vmap(embed_one)(batch.ids, microbatches)

@@ -1,7 +1,6 @@
 """Decoding: logits of the next token with a cache of the tokens before, and text drawn from them, on any mesh."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -174,21 +173,3 @@ def draw_next(logits, key, s):
     """(tokens int32 [B] of `draw_tokens`, the key of the next draw)."""
     key, now = jax.random.split(key)
     return draw_tokens(logits, now, s).astype(jnp.int32), key
-
-
-def make_generate(cfg, mesh):
-    """`generate(params, prompt, key)`: continue the prompt, int32 [n], by max_tokens, inference_batch times over ->
-    int32 [inference_batch, n + max_tokens]."""
-    s = cfg.sample
-    dp, _, _ = cfg.run.n_device_axis
-    B = math.ceil(s.inference_batch / dp) * dp
-
-    def generate(params, prompt, key):
-        n = len(prompt)
-        ids = jnp.broadcast_to(prompt, (B, n))
-        prefill, advance = make_stream(cfg, mesh, s, n + s.max_tokens, s.max_tokens)
-        state = prefill(params, ids, jnp.full(B, n), key)
-        _, tokens = advance(params, state)
-        return jnp.concatenate([ids, tokens.T], 1)[: s.inference_batch]
-
-    return generate

@@ -445,16 +445,17 @@ def test_decoding_in_bfloat16_is_near_float32(flags):
 
 
 def test_samples_are_the_same_on_every_mesh():
-    texts = []
+    texts, drawing = [], utils.Sample(top_k=20, temperature=1.0)
+    prompts, lengths = decoding.pad([range(5)] * 4, 5)
     for mesh_shape in ((1, 1, 1), (2, 2, 2)):
-        drawing = dict(inference_batch=3, max_tokens=12, top_k=20, temperature=1.0)
-        cfg = small_config(mesh_shape, **drawing)
+        cfg = small_config(mesh_shape)
         mesh = steps.make_mesh(cfg)
-        generate = jax.jit(decoding.make_generate(cfg, mesh))
+        prefill, advance = decoding.make_stream(cfg, mesh, drawing, 17, chunk=12)
         params = jax.tree.map(lambda x: 3 * x, make_params(cfg, mesh))  # far from uniform logits
-        texts.append(np.asarray(generate(params, np.arange(5, dtype=np.int32), jax.random.key(3))))
-    assert texts[0].shape == (3, 17) and np.array_equal(*texts)
-    assert texts[0].max() < 250 and len({tuple(row) for row in texts[0].tolist()}) == 3
+        state = prefill(params, prompts, lengths, jax.random.key(3))
+        texts.append(np.asarray(advance(params, state)[1]).T)
+    assert texts[0].shape == (4, 12) and np.array_equal(*texts)
+    assert texts[0].max() < 250 and len({tuple(row) for row in texts[0].tolist()}) == 4
 
 
 @pytest.mark.parametrize("mesh_shape, flags", [((1, 1, 1), {}), ((2, 2, 2), SMALL_GPT2)])
