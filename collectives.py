@@ -106,12 +106,9 @@ class WithGrad(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_weight(w, p, dtype):
-    """Gather a weight just before use (ZeRO-3, arXiv:1910.02054, section 5.3).
-
-    w is stored in float32 as its `Param` p says. Returns `WithGrad` of the whole weight, or of this device's expert
-    where several share one, in `dtype`, which is also what travels. Transpose: the gradient is reduced and scattered to
-    where the weight is stored, in float32.
-    """
+    """Gather a weight just before use (ZeRO-3, arXiv:1910.02054, section 5.3): w, stored in float32 as its `Param` p
+    says -> `WithGrad` of the whole weight, or of this device's expert where several share one, in `dtype`, which is
+    also what travels. Transpose: the gradient is reduced and scattered to where the weight is stored, in float32."""
     whole = _whole(w.astype(dtype), p)
     return WithGrad(whole, jnp.zeros(whole.shape, jnp.float32))
 
@@ -183,12 +180,9 @@ def expert_groups(E, devices):
 
 
 def to_experts(x):
-    """Send the buckets of every expert to the devices that hold it (GShard, arXiv:2006.16668, section 3).
-
-    x [E, C, D], from this device's tokens -> [E/n, n, C, D], the buckets of its own experts from n senders; n is dp x
-    tp. Where n > E, each expert's n/E devices take the buckets of E senders each: [1, E, C, D]. Transpose:
-    `from_experts`.
-    """
+    """Send the buckets of every expert to the devices that hold it (GShard, arXiv:2006.16668, section 3): x [E, C, D],
+    from this device's tokens -> [E/n, n, C, D], the buckets of its own experts from n = dp x tp senders. Where n > E,
+    each expert's n/E devices take the buckets of E senders each: [1, E, C, D]. Transpose: `from_experts`."""
     devices = lax.axis_size(EXPERT_AXES)
     if devices == 1:
         return x[:, None]
@@ -215,21 +209,21 @@ def from_experts(x):
 def gather_tokens(x, E):
     """Gather what belongs to tokens, x [n, ...], from all devices that share out the same E experts -> [N, ...], where
     N is n times their number, min(E, dp tp). Transpose: `scatter_tokens`."""
-    devices = lax.axis_size(EXPERT_AXES)
-    if devices == 1:
-        return x
-    different, _ = expert_groups(E, devices)
-    return lax.all_gather(x, EXPERT_AXES, tiled=True, axis_index_groups=different)
+    return _among_experts(lax.all_gather, x, E)
 
 
 def scatter_tokens(x, E):
     """Sum x [N, ...] over the devices that share out the same E experts; each keeps its own tokens' part [n, ...].
     Transpose: `gather_tokens`."""
+    return _among_experts(lax.psum_scatter, x, E)
+
+
+def _among_experts(collective, x, E):
     devices = lax.axis_size(EXPERT_AXES)
     if devices == 1:
         return x
     different, _ = expert_groups(E, devices)
-    return lax.psum_scatter(x, EXPERT_AXES, tiled=True, axis_index_groups=different)
+    return collective(x, EXPERT_AXES, tiled=True, axis_index_groups=different)
 
 
 def first_own_expert(E):
@@ -273,11 +267,11 @@ def exchange_heads(x, split):
 
 def to_owners(x, rows, columns, copies, sharers):
     """Make blocks whole matrices, each with one of the devices that hold its blocks (arXiv:2502.16982, section 2.3, by
-    an all-to-all instead of a gather).
+    an all-to-all instead of a gather). The way back: `from_owners`.
 
     x [n, r, c]: this device's blocks of n matrices, which the axes `rows` split into R and `columns` into C parts;
-    `copies` are axes along which every device has the same. Returns [n / (R C sharers), R r, C c], the matrices that
-    this device owns. The way back: `from_owners`.
+    along the axes `copies` all devices have the same, and each `sharers` of them share the matrices out. Returns
+    [n / (R C sharers), R r, C c], the matrices that this device owns.
 
     Four matrices, R = 2, C = 1, copies on two devices:
 
@@ -285,8 +279,6 @@ def to_owners(x, rows, columns, copies, sharers):
         holds the rows           0 A B C D   1 A B C D   0 A B C D   1 A B C D
         takes its share          0 A B       1 A B       0 C D       1 C D
         all-to-all over `rows`   01 A        01 B        01 C        01 D
-
-    Where `sharers` are fewer than the copies, they share the matrices out, and the next ones do the same.
     """
     if sharers > 1:
         own = lax.axis_index(copies) % sharers

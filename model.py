@@ -237,11 +237,8 @@ def loss_chunk():
 
 def predict_further(cfg, x, targets, batch, top, layers):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): sum of the cross-entropies of all depths,
-    and `Load` with tokens [mtp_depth, E].
-
-    Depth d reads the hidden states of depth d - 1, first x [M/S, B/dp, T/tp, D], and the tokens d ahead, first the
-    targets [M/S, B/dp, T/tp], and predicts the tokens after those.
-    """
+    and `Load` with tokens [mtp_depth, E]. Depth d reads the hidden states of depth d - 1, first x [M/S, B/dp, T/tp, D],
+    and the tokens d ahead, first the targets [M/S, B/dp, T/tp], and predicts the tokens after those."""
     m, arch = cfg.model, architecture(cfg.model.architecture)
     M, B, t = targets.shape
     depths = m.mtp_depth
@@ -403,15 +400,13 @@ def pipeline(stage, weights, inputs, state, rounds=1):
     """Run M microbatches through S stages (GPipe, arXiv:1811.06965, section 2.3), in `rounds` rounds (--pp_interleave;
     arXiv:2104.04473, section 2.2, without its order of forward and backward passes).
 
-    In each tick every stage runs its blocks of one round on one microbatch and passes the result on. Two stages, four
-    microbatches, two rounds; "1.2" is round 1 of microbatch 2:
+    In each tick every stage runs its blocks of one round on one microbatch and passes the result on; stage s idles for
+    s ticks first and for S - 1 - s at the end. Two stages, four microbatches, two rounds; "1.2" is round 1 of
+    microbatch 2, and what stage 1 passes on after tick 1, 0.0, waits at stage 0 for tick 4:
 
         tick       0    1    2    3    4    5    6    7    8
         stage 0   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3   -
         stage 1    -   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3
-
-    Stage s idles for s ticks first (warm-up) and for S - 1 - s at the end (cool-down). What stage 1 passes on after
-    tick 1, 0.0, reaches stage 0 in tick 2 and waits there for tick 4. More rounds make ticks, and idle time, shorter.
 
     inputs [M, ...] are known to every stage. `stage(weights, x, state, turn, microbatch, valid)` returns y, the state
     and the weights to carry on, `turn` being the round; where `valid` is false, the stage is idle and must leave the
@@ -474,11 +469,9 @@ def blocks_of_stage(cfg):
 
 
 def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
-    """This stage's blocks of round `turn` on x [B, T/tp, D]; the same for training and decoding.
-
-    weights: those of `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with tokens
-    [blocks, E] and the rest summed, and the cache; and the weights for what follows.
-    """
+    """This stage's blocks of round `turn` on x [B, T/tp, D]; the same for training and decoding. weights: those of
+    `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with tokens [blocks, E] and the rest
+    summed, and the cache; and the weights for what follows."""
     L, arch = cfg.model.layers_per_block, architecture(cfg.model.architecture)
     S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
 
@@ -599,7 +592,7 @@ def move_bias(layers, load, rate):
     """A stack's parameters with its router bias moved, if it has one."""
     if "layer" in layers:  # of a multi-token predictor, which holds a layer
         return layers | {"layer": move_bias(layers["layer"], load, rate)}
-    if not {"router", "bias"} <= layers.keys():
+    if "bias" not in layers:
         return layers
     below_mean = load.mean(-1, keepdims=True) - load
     return layers | {"bias": layers["bias"] + rate * jnp.sign(below_mean)}

@@ -53,7 +53,7 @@ QWEN3 = dict(
 )
 
 
-def week(width, batch, **flags):
+def week(width, batch, blocks, T, max_lr, weight_decay, warmup_steps, training_steps):
     """DeepSeek-V3's blocks, small enough that a machine of docs/models.md ends within a week with 20 tokens for each
     parameter. Rates as docs/rates.md derives them."""
     return dict(
@@ -62,7 +62,9 @@ def week(width, batch, **flags):
         model_dimension=width,
         n_head=width // 64,
         first_layers=1,
+        blocks=blocks,
         layers_per_block=1,
+        T=T,
         latent_dim=width // 4,
         q_latent_dim=0,
         head_dim=64,
@@ -73,9 +75,12 @@ def week(width, batch, **flags):
         train_batch_size=batch,
         val_batch_size=batch,
         microbatches=batch // 4,
+        max_lr=max_lr,
+        weight_decay=weight_decay,
+        warmup_steps=warmup_steps,
+        training_steps=training_steps,
         eval_every=250,
         save_steps=500,
-        **flags,
     )
 
 
@@ -139,47 +144,10 @@ PRESETS = {
     "gpt2-tiny": dict(**MINUTES, architecture="gpt2", norm_eps=1e-5),
     "gpt2-124m": dict(**GPT2, model_dimension=768, n_head=12, blocks=12),
     "gpt2-350m": dict(**GPT2, model_dimension=1024, n_head=16, blocks=24, max_lr=3e-4, end_lr=3e-5),
-    "moe-131m": week(
-        640,
-        batch=64,
-        blocks=8,
-        T=512,
-        max_lr=2.4e-3,
-        weight_decay=0.036,
-        warmup_steps=5600,
-        training_steps=80_500,
-    ),
-    "moe-684m": week(
-        1152,
-        batch=128,
-        blocks=16,
-        T=1024,
-        max_lr=2.9e-3,
-        weight_decay=0.023,
-        warmup_steps=7300,
-        training_steps=105_000,
-    ),
-    "moe-1.6b": week(
-        1536,
-        batch=128,
-        blocks=22,
-        T=2048,
-        max_lr=3.1e-3,
-        weight_decay=0.019,
-        warmup_steps=8500,
-        training_steps=122_000,
-    ),
-    "moe-6.3b": week(
-        2048,
-        batch=256,
-        blocks=28,
-        T=2048,
-        n_experts=32,
-        max_lr=2.8e-3,
-        weight_decay=0.010,
-        warmup_steps=17_000,
-        training_steps=243_000,
-    ),
+    "moe-131m": week(640, 64, 8, 512, 2.4e-3, 0.036, 5600, 80_500),
+    "moe-684m": week(1152, 128, 16, 1024, 2.9e-3, 0.023, 7300, 105_000),
+    "moe-1.6b": week(1536, 128, 22, 2048, 3.1e-3, 0.019, 8500, 122_000),
+    "moe-6.3b": week(2048, 256, 28, 2048, 2.8e-3, 0.010, 17_000, 243_000) | dict(n_experts=32),
     # every part of Qwen3's mixture of experts, as small as tiny
     "qwen3-tiny": MINUTES
     | dict(

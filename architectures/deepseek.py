@@ -80,16 +80,8 @@ def check_flags(cfg):
 
 
 def deepseek_table(cfg):
-    """The parameter table of DeepSeek-V3, without a head of its own.
-
-    | weight | standard deviation of its normal initialization |
-    | --- | --- |
-    | matrices | 1 / sqrt(inputs), so that outputs are as large as inputs |
-    | projections back into the residual | a tenth of that / sqrt(2 x layers), so that tokens begin as themselves |
-    | embedding, which is the head too | 1 / sqrt(D), so that logits begin with a deviation of 1 |
-    | norms | 0, they start at 1 |
-    | biases | 0 |
-    """
+    """The parameter table of DeepSeek-V3, without a head of its own. Matrices begin as `std_into` and `std_back` say,
+    the embedding, which is the head too, with 1 / sqrt(D), so that logits begin with a deviation of 1."""
     m = cfg.model
     D = m.model_dimension
     dense, moe = layer_table(cfg, routed=False), layer_table(cfg, routed=True)
@@ -181,12 +173,9 @@ def mtp_table(cfg, layer):
 
 
 def yarn_frequencies(m):
-    """Radians per position [rope_dim/2] of the pairs of rotary channels, float32.
-
-    With rope_factor > 1, YaRN (arXiv:2309.00071, section 3.2) as DeepSeek's code has it: pairs that turn often over
-    rope_original_T keep their frequency, those that turn less than once are slowed down by the factor, and there is a
-    ramp between them.
-    """
+    """Radians per position [rope_dim/2] of the pairs of rotary channels, float32. With rope_factor > 1, YaRN
+    (arXiv:2309.00071, section 3.2) as DeepSeek's code has it: pairs that turn often over rope_original_T keep their
+    frequency, those that turn less than once are slowed down by the factor, with a ramp between them."""
     plain = rotary_frequencies(m.rope_dim, m.rope_base)
     if m.rope_factor == 1:
         return plain
@@ -280,11 +269,8 @@ def short_conv(x, w, start):
 
 
 def project_queries(x, w, position, m):
-    """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D], their last rope_dim channels rotated.
-
-    w [Q or D, H/tp, K + rope_dim]. A rotated channel is its own product times cos plus its partner's times sin. The
-    partners come from a second product, with the partners' weights, since moving weights is cheaper.
-    """
+    """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D] by w [Q or D, H/tp, K + rope_dim]; the last
+    rope_dim channels are rotated: each its own product times cos, plus its partner's, from a second one, times sin."""
     K, scale = m.key_dim, score_scale(w.shape[-1], m)
     if w.shape[-1] == K:  # no rotary channels
         return product("btr,rhk->bhtk", x, w * scale)
@@ -299,11 +285,8 @@ def project_queries(x, w, position, m):
 
 
 def project_keys(x, k_up):
-    """Keys [B, H/tp, T, K + rope_dim] of x [B, T, R + rope_dim], latents and the rotary key that all heads share.
-
-    One product, with the identity below k_up [R, H/tp, K] to copy the rotary key to every head: no gradient needs a sum
-    over heads of its own.
-    """
+    """Keys [B, H/tp, T, K + rope_dim] of x [B, T, R + rope_dim], latents and the rotary key that all heads share, in
+    one product: the identity below k_up [R, H/tp, K] copies the rotary key to every head."""
     R, H, K = k_up.shape
     rope = x.shape[-1] - R
     identity = jnp.eye(rope, dtype=x.dtype)
@@ -315,8 +298,7 @@ def project_keys(x, k_up):
 
 def attend_in_latent_space(q, kv, k_up, v_up, position, start):
     """Attention of one query per sequence, q [B, H/tp, 1, K + rope_dim], to latents kv [B, T_max, R + rope_dim], which
-    costs less than keys of all positions (DeepSeek-V2, appendix C: up-projections absorbed). Returns [B, H/tp, 1, V].
-    """
+    costs less than keys of all positions (DeepSeek-V2, appendix C). Returns [B, H/tp, 1, V]."""
     R, _, K = k_up.shape
     in_latent = jnp.einsum("bhtk,rhk->bhtr", q[..., :K], k_up)
     q = jnp.concatenate([in_latent, q[..., K:]], -1)  # [B, H/tp, 1, R + rope_dim]

@@ -106,14 +106,7 @@ class Queues(NamedTuple):
 
 
 def queue(chosen, E):
-    """`Queues` of the chosen experts [n, k] of E: a token's first choice stands before anyone's second.
-
-    Example: 6 tokens with one choice each, E = 3 experts; length is [3, 1, 2].
-
-        token      0  1  2  3  4  5
-        choice     0  2  0  0  1  2
-        rank       0  0  1  2  0  1
-    """
+    """`Queues` of the chosen experts [n, k] of E: a token's first choice stands before anyone's second."""
     choice = chosen.T.reshape(-1)  # [k*n]
     hot = choice[:, None] == jnp.arange(E)
     queued = jnp.cumsum(hot.astype(jnp.int32), 0)  # [k*n, E] choices of each expert so far
@@ -148,18 +141,17 @@ def capacity(m, n):
 def fill_buckets(queues, C, first, n):
     """`Places` in E buckets of C slots each, for those of rank `first` to first + C in their queues.
 
-    Example: the queues above, C = 2.
+    Example: 6 tokens with one choice each, E = 3 experts, C = 2; the queues' lengths are [3, 1, 2].
 
         token                  0  1  2  3  4  5
+        choice                 0  2  0  0  1  2
+        rank                   0  0  1  2  0  1
         place, first = 0       0  4  1  6  2  5     6 = E*C: token 3 is the third that wants expert 0
         place, first = 2       6  6  6  0  6  6     the next round has its slot
 
         slot                   0  1 | 2  3 | 4  5   two for each expert
         entry, first = 0       0  2 | 4  6 | 1  5   6 = k*n: empty
         source, first = 0      0  2 | 4  6 | 1  5   6 = n: empty
-
-    With second choices 1 0 1 1 0 1 of the same tokens, choices 6 to 11, the empty slot 3 goes to token 0: its entry is
-    6, its source 6 % 6 = 0.
     """
     E = len(queues.length)
     rank = queues.rank - first

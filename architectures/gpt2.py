@@ -38,15 +38,7 @@ STD = 0.02  # standard deviation with which matrices begin
 
 
 def gpt2_table(cfg):
-    """The parameter table of GPT-2.
-
-    | weight | standard deviation of its normal initialization (the paper's section 2.3, and its code) |
-    | --- | --- |
-    | matrices, embedding, positions | 0.02 |
-    | projections back into the residual | 0.02 / sqrt(2 x layers) |
-    | biases | 0 |
-    | scales of norms | 0, they start at 1 |
-    """
+    """The parameter table of GPT-2. Weights begin as in the paper's section 2.3 and its code."""
     m = cfg.model
     layer = attention_table(cfg) | feed_forward_table(cfg)
     return dict(
@@ -58,7 +50,6 @@ def gpt2_table(cfg):
 
 
 def back_std(m):
-    """Standard deviation of projections back into the residual."""
     return STD / math.sqrt(2 * m.blocks)
 
 
@@ -150,7 +141,7 @@ def embed(top, ids, position):
 
 
 def gpt2_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: 2 x D numbers per token and layer."""
+    """{kind: (shape, spec)} of the cache: 2 x D numbers per token and layer."""
     m = cfg.model
     return dict(gpt2=key_value_cache(m.blocks, B, T, m.n_head, m.key_dim))
 

@@ -38,13 +38,12 @@ HEAD = "lm_head.weight"  # name of the head's weights in all architectures
 
 
 class Tensor(NamedTuple):
-    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers.
+    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers. Shared
+    experts of a model without any have width 0 there: tensors that are empty and have no leaf here.
 
-    For example DeepSeek-V3 with 3 first layers, a query latent Q, a key/value latent R and a rotary key of 64 channels:
-    `model.layers.5.self_attn.kv_a_proj_with_mqa.weight` [R + 64, D] is transposed the part (2, :, Q:) of the leaf
-    ("moe", "attention", "down") [layers, D, Q + R + 64], with its last 64 columns reordered.
-
-    Shared experts of a model without any have width 0 there: tensors that are empty and have no leaf here.
+    For example DeepSeek-V3 with 3 first layers: `model.layers.5.self_attn.kv_a_proj_with_mqa.weight` [R + 64, D] is
+    transposed the part (2, :, Q:) of the leaf ("moe", "attention", "down") [layers, D, Q + R + 64], with its last 64
+    columns, which are rotated, in another order.
     """
 
     name: str
@@ -53,26 +52,25 @@ class Tensor(NamedTuple):
     at: tuple  # its part of that leaf: an int or a slice for each leading dim; the other dims are whole
     part: tuple  # shape of that part, without the dims that have an int in `at`
     transposed: bool = False  # torch's Linear holds [outputs, inputs]
-    rotated: int = (
-        0  # last channels of the part that are rotated: in pairs of neighbors there, of halves here
-    )
+    rotated: int = 0  # last channels that turn: in pairs of neighbors there, of halves here
 
     def ours(self, x):
         """Array of `shape` -> array of `part`."""
         x = (x.T if self.transposed else x).reshape(self.part)
-        if not self.rotated:
-            return x
-        still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
-        pairs = rotated.reshape(*rotated.shape[:-1], -1, 2)
-        return np.concatenate([still, pairs.swapaxes(-1, -2).reshape(rotated.shape)], -1)
+        return self.in_order(x, -1, 2)
 
     def theirs(self, x):
         """Array of `part` -> array of `shape`."""
-        if self.rotated:
-            still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
-            halves = rotated.reshape(*rotated.shape[:-1], 2, -1)
-            x = np.concatenate([still, halves.swapaxes(-1, -2).reshape(rotated.shape)], -1)
+        x = self.in_order(x, 2, -1)
         return x.reshape(self.shape[::-1]).T if self.transposed else x.reshape(self.shape)
+
+    def in_order(self, x, *pairs):
+        """x with its rotated channels, which have the dims `pairs`, in the other order."""
+        if not self.rotated:
+            return x
+        still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
+        other = rotated.reshape(*rotated.shape[:-1], *pairs).swapaxes(-1, -2)
+        return np.concatenate([still, other.reshape(rotated.shape)], -1)
 
 
 def linear(name, leaf, at, part, inputs=1, rotated=0):

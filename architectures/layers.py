@@ -220,7 +220,7 @@ def key_value_cache(layers, B, T, heads, channels):
 
 def extend_key_values(cache, kv, position):
     """Writes keys and values kv [B, 2, H/tp, T, K] of new tokens at position [B, T] into a `key_value_cache`. Returns
-    those of all positions [B, 2, H/tp, T_max, K], and the cache; without a cache, kv as it is, and None."""
+    those of all positions [B, 2, H/tp, T_max, K], and the cache; without a cache, kv and None."""
     if cache is None:
         return kv, None
     kv = jnp.moveaxis(kv, 3, 1)
@@ -270,11 +270,9 @@ def feed_forward(p, x, tokens, m):
 
 
 def tensor_parallel(f, x, tokens, m):
-    """f(x) with x and the result [B, T/tp, D], for an f that acts on each token alone.
-
-    With --sequence_parallel megatron f sees all tokens and a part of its weights, and its results are summed over tp
-    (arXiv:2205.05198, section 4.2.2); with ulysses it sees its own tokens and all its weights.
-    """
+    """f(x) with x and the result [B, T/tp, D], for an f that acts on each token alone. With --sequence_parallel
+    megatron f sees all tokens and a part of its weights, and its results are summed over tp (arXiv:2205.05198, section
+    4.2.2); with ulysses it sees its own tokens and all its weights."""
     if m.sequence_parallel == "ulysses":
         return f(x)
     x = gather_sequence(x, tokens.split)  # [B, T, D]

@@ -63,9 +63,8 @@ def from_end(dims, n):
 
 
 def storage_axes(cfg, over, size, expert):
-    """Those of the mesh axes `over` that split a dim of `size` of a weight while it is stored: not dp with --fsdp none,
-    but for experts; while they do not divide the size, the first is left out (of experts, which are exchanged over all
-    of `over` at once, all)."""
+    """Those of the mesh axes `over` that split a dim of `size` of a weight while it is stored: not dp with --fsdp none;
+    while they do not divide the size, the first is left out. Experts need all of `over`, or none."""
     if cfg.model.fsdp == "none" and not expert:
         over = tuple(axis for axis in over if axis != "dp")
     mesh_size = dict(zip(AXES, cfg.run.n_device_axis))

@@ -64,9 +64,14 @@ def qwen3_table(cfg):
     """The parameter table of Qwen3. Its weights begin as those of architectures/deepseek.py do (`std_into`,
     `std_back`); norms start at 1."""
     m = cfg.model
-    D = m.model_dimension
+    D, E, F = m.model_dimension, m.n_experts, m.ffn_width
     layer = attention_table(cfg) | dict(norm=scale_param(D))
-    layer |= moe_table(cfg) if m.n_experts else dict(ffn=ffn_table(cfg))
+    if E:
+        std = std_back(m.expert_width, m.blocks)
+        layer["router"] = weight_param(cfg, (D, E), std_into(D), cast=False, hidden=False)
+        layer["experts"] = experts_table(cfg, std_into(D), std)
+    else:
+        layer["ffn"] = feed_forward_table(cfg, F, std_into(D), std_back(F, m.blocks))
     return dict(
         embedding=embedding_param(cfg, m.padded_vocab, std_into(D), rows=m.vocab_size),
         qwen3=stack(layer, m.blocks),
@@ -85,21 +90,6 @@ def attention_table(cfg):
         q_norm=scale_param(K),
         k_norm=scale_param(K),
         out=out_param(cfg, (H, K, D), std_back(H * K, m.blocks)),
-    )
-
-
-def ffn_table(cfg):
-    m = cfg.model
-    F = m.ffn_width
-    return feed_forward_table(cfg, F, std_into(m.model_dimension), std_back(F, m.blocks))
-
-
-def moe_table(cfg):
-    m = cfg.model
-    D, E = m.model_dimension, m.n_experts
-    return dict(
-        router=weight_param(cfg, (D, E), std_into(D), cast=False, hidden=False),
-        experts=experts_table(cfg, std_into(D), std_back(m.expert_width, m.blocks)),
     )
 
 
@@ -150,14 +140,8 @@ def qwen3_layer(p, x, tokens, m, cache):
     return x, (load, cache)
 
 
-def embed(top, ids, position):
-    """ids [B, T] -> rows of the embedding, [B, T, D]. The layers see positions."""
-    return top["embedding"][ids]
-
-
 def qwen3_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: 2 x n_kv_head x K numbers per token and
-    layer."""
+    """{kind: (shape, spec)} of the cache: 2 x n_kv_head x K numbers per token and layer."""
     m = cfg.model
     return dict(qwen3=key_value_cache(m.blocks, B, T, m.kv_heads, m.key_dim))
 
@@ -205,8 +189,7 @@ def hugging_face_tensors(m):
 
 def attention_tensors(m, prefix, n):
     D, H, H_kv, K = m.model_dimension, m.n_head, m.kv_heads, m.key_dim
-    every = slice(None)
-    kv = ("qwen3", "kv")
+    every, kv = slice(None), ("qwen3", "kv")
     yield hf.linear(f"{prefix}.q_proj.weight", ("qwen3", "q"), (n,), (D, H, K))
     yield hf.linear(f"{prefix}.k_proj.weight", kv, (n, every, 0), (D, H_kv, K))
     yield hf.linear(f"{prefix}.v_proj.weight", kv, (n, every, 1), (D, H_kv, K))
@@ -296,7 +279,7 @@ ARCHITECTURE = Architecture(
     layers=dict(qwen3=qwen3_layer),
     last="qwen3",
     routed=dict(qwen3=EXPERT_AXES),
-    embed=embed,
+    embed=lambda top, ids, position: top["embedding"][ids],
     norm=rms_norm,
     cache=qwen3_cache,
     layer_cost=layer_cost,

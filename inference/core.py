@@ -79,25 +79,23 @@ def scores(tasks, lm, limit=0):
 
 def prompts(task, number):
     """The texts of a question of a task, after solved ones, which its number draws."""
-    others = [i for i in range(len(task.rows)) if i != number]
-    chosen = random.Random(1234 + number).sample(others, min(task.shots, len(others)))
-    before = "".join(texts(task, task.rows[i], solved=True)[0] + "\n\n" for i in chosen)
+    others = [row for i, row in enumerate(task.rows) if i != number]
+    before = ""
+    for row in random.Random(1234 + number).sample(others, min(task.shots, len(others))):
+        right = row["gold"] if task.kind in CHOICES else 1
+        before += texts(task, row)[right] + "\n\n"
     return [before + text for text in texts(task, task.rows[number])]
 
 
-def texts(task, row, solved=False):
-    """The texts of a question: one for each choice; or, for a continuation, without it and with it. `solved`: the right
-    one alone."""
+def texts(task, row):
+    """The texts of a question: one for each choice; or, for a continuation, without it and with it."""
     if task.kind == "multiple_choice":
-        found = [row["query"] + task.between + choice for choice in row["choices"]]
-    elif task.kind == "schema":
+        return [row["query"] + task.between + choice for choice in row["choices"]]
+    if task.kind == "schema":
         contexts = row["context_options"]
-        found = [context + task.between + row["continuation"] for context in contexts]
-    else:
-        context = row["context"].strip() + task.between
-        found = [context.rstrip(), context + row["continuation"]]
-    right = row["gold"] if task.kind in CHOICES else 1
-    return [found[right]] if solved else found
+        return [context + task.between + row["continuation"] for context in contexts]
+    context = row["context"].strip() + task.between
+    return [context.rstrip(), context + row["continuation"]]
 
 
 def pairs(kind, sequences):

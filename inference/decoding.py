@@ -1,7 +1,6 @@
 """Decoding: logits of the next token with a cache of the tokens before, and text drawn from them, on any mesh."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -96,29 +95,20 @@ def kth_largest(x, k):
 
     Found bit by bit, from the highest: the largest number that at least k of the row reach.
     """
-    integers = to_integers(x)
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    integers = jnp.where(
+        bits < 0, bits ^ 0x7FFFFFFF, bits
+    )  # in the order of x; CPUs compare these much faster
     k = min(k, x.shape[-1])
 
-    def try_bit(n, found):
-        # The first of the 32 bits is the sign: it turns the smallest integer into 0.
+    def try_bit(n, found):  # the first of the 32 is the sign: it turns the smallest integer into 0
         larger = found ^ jnp.left_shift(jnp.int32(1), 31 - n)
         reach = (integers >= larger).sum(-1, keepdims=True)
         return jnp.where(reach >= k, larger, found)
 
     smallest = jnp.full((len(x), 1), jnp.iinfo(jnp.int32).min)
-    return from_integers(lax.fori_loop(0, 32, try_bit, smallest))
-
-
-def to_integers(x):
-    """int32 in the order of the float32 of an array: CPUs sort and compare integers much faster."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def from_integers(i):
-    """The float32 of `to_integers`."""
-    bits = jnp.where(i < 0, i ^ 0x7FFFFFFF, i)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    found = lax.fori_loop(0, 32, try_bit, smallest)
+    return jnp.where(integers >= found, x, jnp.inf).min(-1, keepdims=True)
 
 
 # --- Text -------------------------------------------------------------------------------------------------------
@@ -171,34 +161,15 @@ def pad(sequences, n):
 
 def chunks_of(advance, params, state, n):
     """Yield the next tokens as n chunks int32 [B, CHUNK]. The devices draw one while the host uses the one before."""
-    ahead = None
-    for i in range(n + 1):
-        drawn, ahead = ahead, None
-        if i < n:
-            state, ahead = advance(params, state)
-        if drawn is not None:
-            yield np.asarray(drawn).T
+    state, drawn = advance(params, state)
+    for _ in range(n - 1):
+        state, ahead = advance(params, state)
+        yield np.asarray(drawn).T
+        drawn = ahead
+    yield np.asarray(drawn).T
 
 
 def draw_next(logits, key, s):
     """(tokens int32 [B] of `draw_tokens`, the key of the next draw)."""
     key, now = jax.random.split(key)
     return draw_tokens(logits, now, s).astype(jnp.int32), key
-
-
-def make_generate(cfg, mesh):
-    """`generate(params, prompt, key)`: continue the prompt, int32 [n], by max_tokens, inference_batch times over ->
-    int32 [inference_batch, n + max_tokens]."""
-    s = cfg.sample
-    dp, _, _ = cfg.run.n_device_axis
-    B = math.ceil(s.inference_batch / dp) * dp
-
-    def generate(params, prompt, key):
-        n = len(prompt)
-        ids = jnp.broadcast_to(prompt, (B, n))
-        prefill, advance = make_stream(cfg, mesh, s, n + s.max_tokens, s.max_tokens)
-        state = prefill(params, ids, jnp.full(B, n), key)
-        _, tokens = advance(params, state)
-        return jnp.concatenate([ids, tokens.T], 1)[: s.inference_batch]
-
-    return generate

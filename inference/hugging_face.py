@@ -75,13 +75,12 @@ def files_of(folder):
     path = os.path.join(folder, INDEX)
     index = read_json(path)
     names = index.get("weight_map") if index else {"": "model.safetensors"}
-    beside = r"[^/]*\.safetensors"
-    if not isinstance(names, dict) or not all(re.fullmatch(beside, str(n)) for n in names.values()):
+    if not isinstance(names, dict):
         raise UserError(
-            f"{path}: its weight_map must give each tensor the name of a file beside it; copy it again."
+            f"{path}: its weight_map must give each tensor a file's name; copy it again."
         )
     found = {}
-    for name in sorted(set(names.values())):
+    for name in sorted({os.path.basename(str(name)) for name in names.values()}):
         found |= header(os.path.join(folder, name))
     return found
 
@@ -151,16 +150,21 @@ def check(folder, tensors, form, block):
 
 def read_tensor(there, name, block):
     """numpy array of a tensor in a folder; a float8 one in float32, each block of it times its scale (DeepSeek-V3,
-    arXiv:2412.19437, section 3.3.2)."""
-    if there[name].dtype != FLOAT8:
-        with safe_open(there[name].path, "numpy") as f:
-            return f.get_tensor(name)
-    x = read_float8(there[name], name)
-    scales = read_tensor(there, name + SCALE, block).astype(np.float32)
-    rows, columns = x.shape
-    for first in range(0, rows, block[0]):
-        scale = np.repeat(scales[first // block[0]], block[1])[:columns]
-        x[first : first + block[0]] *= scale
+    arXiv:2412.19437, section 3.3.2). Raises UserError where a number is not finite in float32."""
+    path = there[name].path
+    if there[name].dtype == FLOAT8:
+        x = read_float8(there[name], name)
+        scales = read_tensor(there, name + SCALE, block).astype(np.float32)
+        rows, columns = x.shape
+        for first in range(0, rows, block[0]):
+            scale = np.repeat(scales[first // block[0]], block[1])[:columns]
+            x[first : first + block[0]] *= scale
+    else:
+        with safe_open(path, "numpy") as f:
+            x = f.get_tensor(name)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(x.astype(np.float32, copy=False)).all():
+            raise UserError(f"{path}: tensor {name} holds NaN or infinite values; copy it again.")
     return x
 
 
@@ -174,23 +178,12 @@ def read_float8(stored, name):
     return x.reshape(stored.shape).astype(np.float32)
 
 
-def read_sound(there, name, block):
-    """`read_tensor` of one whose numbers are all finite in float32. Raises UserError naming one that is not."""
-    x = read_tensor(there, name, block)
-    with np.errstate(over="ignore"):
-        if not np.isfinite(x.astype(np.float32, copy=False)).all():
-            raise UserError(
-                f"{there[name].path}: tensor {name} holds NaN or infinite values; copy it again."
-            )
-    return x
-
-
 # --- Onto a mesh --------------------------------------------------------------------------------------------------
 
 
 def load(folder, abstract):
     """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError as `check`
-    and `read_sound` do."""
+    and `read_tensor` do."""
     config = read_json(folder, "config.json")
     _, form = format_of(config, os.path.join(folder, "config.json"))
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model
@@ -202,10 +195,13 @@ def load(folder, abstract):
     zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape), abstract)
     params = jax.jit(zeros, out_shardings=shardings)()
     for t in filled(form.tensors(m)):
-        part = t.ours(read_sound(there, name_in(there, t.name, form), block))
+        part = t.ours(read_tensor(there, name_in(there, t.name, form), block))
         *parents, last = t.leaf
         node = functools.reduce(dict.__getitem__, parents, params)
-        node[last] = put(node[last], *placed(t.at, part, node[last].ndim))
+        numbers = [dim for dim, index in enumerate(t.at) if isinstance(index, int)]
+        starts = [index if isinstance(index, int) else index.start or 0 for index in t.at]
+        starts += [0] * (node[last].ndim - len(starts))
+        node[last] = put(node[last], np.expand_dims(part, numbers), starts)
     return params
 
 
@@ -213,25 +209,13 @@ def check_head_is_tied(folder, there, form, m, block):
     """Raise UserError where the files hold a head that is not the embedding."""
     embedding = next(form.tensors(m)).name
     head, rows = (name_in(there, name, form) for name in (hf_format.HEAD, embedding))
-    if head in there and not np.array_equal(
-        read_sound(there, head, block), read_sound(there, rows, block)
-    ):
+    if head not in there:
+        return
+    if not np.array_equal(read_tensor(there, head, block), read_tensor(there, rows, block)):
         raise UserError(
             f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings "
             f"must be false there."
         )
-
-
-def placed(at, part, ndim):
-    """`part` with all the dims of its leaf, and where in the leaf it begins, for `put`."""
-    starts = [0] * ndim
-    for dim, index in enumerate(at):
-        if isinstance(index, int):
-            part = np.expand_dims(part, dim)
-            starts[dim] = index
-        else:
-            starts[dim] = index.start or 0
-    return part, tuple(starts)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

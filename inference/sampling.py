@@ -1,11 +1,10 @@
 """The samples that a run draws beside its checkpoints."""
 
 import itertools
+import math
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import utils
 from data.tokenization import text_of
@@ -20,16 +19,20 @@ def make_sampler(cfg, mesh, encoding):
     Decoding wants the blocks in order; a run with --pp_interleave has them dealt out to its stages in rounds.
     """
     prompt = settings.prompt_ids(cfg, encoding)
+    if prompt is None:
+        return lambda params: []
     in_order = utils.replace(cfg, pp_interleave=1)
     rearrange = steps.arranger(cfg, steps.abstract_params(in_order, mesh))
-    replicated = NamedSharding(mesh, P())
-    generate = jax.jit(decoding.make_generate(in_order, mesh), out_shardings=replicated)
+    s, dp, n = cfg.sample, cfg.run.n_device_axis[0], len(prompt)
+    ids, lengths = decoding.pad([prompt] * (math.ceil(s.inference_batch / dp) * dp), n)
+    prefill, advance = decoding.make_stream(in_order, mesh, s, n + s.max_tokens, s.max_tokens)
 
     def sample(params):
-        if prompt is None:
-            return []
-        rows = generate(rearrange(params), prompt, jax.random.key(cfg.run.seed))
-        return [text_after_first(row, encoding) for row in np.asarray(rows).tolist()]
+        params = rearrange(params)
+        state = prefill(params, ids, lengths, jax.random.key(cfg.run.seed))
+        _, drawn = advance(params, state)
+        rows = np.concatenate([ids, np.asarray(drawn).T], 1)[: s.inference_batch]
+        return [text_after_first(row, encoding) for row in rows.tolist()]
 
     return sample
 

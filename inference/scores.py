@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import deque
 from typing import NamedTuple
 
 import jax
@@ -43,37 +42,34 @@ def make_scorer(cfg, mesh, batch_size):
     sharding = NamedSharding(mesh, P(*collectives.BATCH_SPEC[1:]))
     scores = jax.jit(model.make_score(cfg, mesh), out_shardings=NamedSharding(mesh, P()))
 
-    def dispatch(params, batch, T):
-        ids = np.zeros((rows, T), np.int32)
-        targets = np.full((rows, T), -1, np.int32)  # no target: padding and context
-        for i, piece in enumerate(batch):
-            n = len(piece.ids) - 1
-            ids[i, :n] = piece.ids[:-1]
-            targets[i, piece.first : n] = piece.ids[1 + piece.first :]
-        microbatches = [x.reshape(pp, -1, T) for x in (ids, targets)]
-        placed = [
-            jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in microbatches
-        ]
-        return batch, targets >= 0, scores(params, *placed)
-
-    def collect(batch, counts, results):
-        losses, greedy = (np.asarray(x).reshape(counts.shape) for x in results)
-        sums = losses.sum(1, dtype=np.float64)
-        greedy = (greedy | ~counts).all(1)
-        for piece, *row in zip(batch, sums.tolist(), counts.sum(1).tolist(), greedy.tolist()):
-            yield Scored(piece.unit, *row)
-
     def score(params, pieces, T=None):
-        pieces, running = iter(pieces), deque()
+        pieces = iter(pieces)
         while batch := list(itertools.islice(pieces, rows)):
             longest = T or length_for(max(len(piece.ids) for piece in batch) - 1)
-            running.append(dispatch(params, batch, math.ceil(longest / multiple) * multiple))
-            if len(running) > 1:  # the devices score a batch while the host makes the next one
-                yield from collect(*running.popleft())
-        for batch in running:
-            yield from collect(*batch)
+            arrays = pad(batch, rows, math.ceil(longest / multiple) * multiple)
+            shaped = [x.reshape(pp, -1, x.shape[1]) for x in arrays]
+            placed = [
+                jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in shaped
+            ]
+            counts = arrays[1] >= 0
+            losses, greedy = (np.asarray(x).reshape(counts.shape) for x in scores(params, *placed))
+            sums = losses.sum(1, dtype=np.float64)
+            greedy = (greedy | ~counts).all(1)
+            for piece, *row in zip(batch, sums.tolist(), counts.sum(1).tolist(), greedy.tolist()):
+                yield Scored(piece.unit, *row)
 
     return score
+
+
+def pad(batch, rows, T):
+    """(ids, targets), each int32 [rows, T], of `Piece`s; -1 is no target: padding and context."""
+    ids = np.zeros((rows, T), np.int32)
+    targets = np.full((rows, T), -1, np.int32)
+    for i, piece in enumerate(batch):
+        n = len(piece.ids) - 1
+        ids[i, :n] = piece.ids[:-1]
+        targets[i, piece.first : n] = piece.ids[1 + piece.first :]
+    return ids, targets
 
 
 def length_for(n):

@@ -57,7 +57,7 @@ class TaskModel(TemplateLM):
     questions are answered.
     """
 
-    params = None
+    params = eot_token_id = prefix_token_id = None  # the last precedes what has no context
 
     def __init__(self, cfg, mesh, encoding, batch_size, T, start="auto", alive=lambda: None):
         super().__init__()
@@ -73,16 +73,8 @@ class TaskModel(TemplateLM):
         self.arrange = steps.arranger(cfg, steps.abstract_params(in_order, mesh))
         self.stream = functools.cache(functools.partial(decoding.make_stream, in_order, mesh))
         self.special = special_tokens(encoding)
-
-    # lm_eval's names; the second precedes what has no context
-
-    @property
-    def eot_token_id(self):
-        return self.encoding.eot_token
-
-    @property
-    def prefix_token_id(self):
-        return getattr(self.encoding, "bos_token", self.encoding.eot_token)
+        self.eot_token_id = encoding.eot_token
+        self.prefix_token_id = getattr(encoding, "bos_token", encoding.eot_token)
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         """Token ids of a text, after `before` unless add_special_tokens is False."""

@@ -7,7 +7,6 @@ import itertools
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -122,25 +121,7 @@ def test_loss_and_gradients_of_a_model(mesh, flags, interpreted):
     assert furthest(gradients_, gradients)[0] < 1e-5
 
 
-# --- The choice, and what the plan counts -------------------------------------------------------------------------
-
-
-def test_auto_takes_flash_where_it_runs():
-    m = presets.preset("deepseek-v3-671b").model
-    assert attention.choose_kernel(m, "gpu") == "flash"
-    for other in (dict(T=1000), dict(head_dim=256)):  # no multiple of 64; 256 + 64 + 128 channels
-        changed = utils.replace(presets.preset("deepseek-v3-671b"), **other).model
-        assert attention.choose_kernel(changed, "gpu") == "blockwise"
-    assert attention.choose_kernel(m, "other gpu") == "blockwise"
-
-
-def test_flash_is_for_the_gpus_it_was_compiled_for():
-    def platform(capability):
-        return attention.platform_of(SimpleNamespace(platform="gpu", compute_capability=capability))
-
-    assert platform("8.0") == platform("9.0") == "gpu"
-    # a T4; an RTX 4090, whose blocks have 99 KB of shared memory; an MI300
-    assert platform("7.5") == platform("8.9") == platform("gfx942") == "other gpu"
+# --- What the plan counts -----------------------------------------------------------------------------------------
 
 
 def count(block, n, masked):
@@ -211,17 +192,17 @@ def head_shapes():
     return sorted(shapes)
 
 
-def compiled_for(kind, K, V, dtype, documents, function, T=1024, **options):
-    """The program of a GPU for function(q, k, v, start), inside a shard_map as model.py has it."""
+def compiled_for(kind, K, V, dtype, T=1024, **options):
+    """The program of a GPU for the gradients, inside a shard_map as model.py has it."""
     mesh = Mesh(np.array(gpus.devices(kind, 1, 1)), ("x",))
     sharding = NamedSharding(mesh, P())
 
     def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    start = array(2, T, dtype=jnp.int32) if documents else None
+    start = array(2, T, dtype=jnp.int32)
     arrays = array(2, 3, T, K), array(2, 3, T, K), array(2, 3, T, V), start
-    whole = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    whole = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     options |= dict(xla_backend_optimization_level=3)  # as programs run, which conftest.py changes
     return jax.jit(whole).lower(*arrays).compile(options).as_text()
 
@@ -241,25 +222,15 @@ def gradients(*arrays):
 )
 def test_heads_of_all_presets_compile(shape, kind):
     """Forward and backward, within the shared memory of these GPUs."""
-    program = compiled_for(kind, *shape, True, gradients)
+    program = compiled_for(kind, *shape)
     assert program.count("xla.gpu.triton") == 3
 
 
-IN_BFLOAT16 = [shape for shape in head_shapes() if shape[-1] == "bfloat16"]
-
-
 @gpu_compiler
-@pytest.mark.parametrize("shape", IN_BFLOAT16)
-def test_forward_kernel_keeps_its_numbers_in_registers(shape):
-    no_spills = dict(xla_gpu_fail_ptx_compilation_on_register_spilling=True)
-    compiled_for("A100", *shape, False, forward, **no_spills)
-
-
-@gpu_compiler
-@pytest.mark.parametrize("shape", IN_BFLOAT16)
+@pytest.mark.parametrize("shape", [shape for shape in head_shapes() if shape[-1] == "bfloat16"])
 def test_products_overlap_on_hopper(shape, tmp_path):
     """The assembler tells where it makes every product wait for the one before, and what it keeps outside registers."""
-    compiled_for("H100", *shape, True, gradients, xla_dump_to=str(tmp_path))
+    compiled_for("H100", *shape, xla_dump_to=str(tmp_path))
     kernels = [path for path in tmp_path.glob("*.ptx") if "entry flash" in path.read_text()]
     assert len(kernels) == 3
     for path in kernels:

@@ -279,12 +279,7 @@ BAD_FILES = [  # name of a file, its content, what is said
     ("config.json", "{", "is not JSON"),
     ("config.json", "null", "holds None, not a JSON object"),
     ("config.json", '{"model_type": "gpt2"}', "is missing"),
-    (
-        hugging_face.INDEX,
-        '{"weight_map": 3}',
-        "weight_map must give each tensor the name of a file",
-    ),
-    (hugging_face.INDEX, '{"weight_map": {"a": "../up.safetensors"}}', "weight_map must give each"),
+    (hugging_face.INDEX, '{"weight_map": 3}', "weight_map must give each tensor a file's name"),
     (hugging_face.INDEX, '{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing"),
     ("model.safetensors", "torn", "cannot be read"),
     ("tokenizer.json", '{"a"', "cannot be read as a tokenizer"),
@@ -320,29 +315,18 @@ def test_bad_configs_and_files_are_refused_by_name(deepseek, tmp_path):
         shutil.rmtree(odd)
 
 
-@pytest.mark.parametrize(
-    "config, said",
-    [
-        ({"n_head": "4"}, "n_head is '4', but must be a whole number"),
+def test_odd_values_of_a_run_are_refused_by_file_and_key(deepseek, tmp_path):
+    own, odd = json.loads((deepseek[1] / "config.json").read_text()), tmp_path / "odd"
+    use = common.Sample(model=str(odd), n_devices=1, compilation_cache="")
+    for config, said in [
         ({"activation": "relu"}, "activation is 'relu', but must be one of swiglu, gelu"),
         ({"encoding": 3}, "encoding is 3, but must name a tokenizer"),
-        ({"blocks": 0}, "blocks is 0, but must be at least 1"),
-    ],
-)
-def test_odd_values_of_a_run_are_refused_by_file_and_key(config, said, deepseek, tmp_path):
-    odd = tmp_path / "odd"
-    files.write_file(
-        str(odd / "config.json"),
-        json.dumps(json.loads((deepseek[1] / "config.json").read_text()) | config),
-    )
-    use = common.Sample(model=str(odd), n_devices=1, compilation_cache="")
-    for program in (
-        lambda: common.open_model(use, False),
-        lambda: hf.export(str(odd), str(tmp_path / "x")),
-    ):
-        with pytest.raises(messages.UserError) as e:
-            program()
-        assert said in str(e.value) and str(odd) in str(e.value) and os.listdir(tmp_path) == ["odd"]
+    ]:
+        files.write_file(str(odd / "config.json"), json.dumps(own | config))
+        for program, *arguments in (common.open_model, use, False), (hf.export, str(odd), "x"):
+            with pytest.raises(messages.UserError) as e:
+                program(*arguments)
+            assert said in str(e.value) and str(odd) in str(e.value)
 
 
 def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
@@ -392,19 +376,6 @@ def test_what_import_and_export_say(deepseek, tmp_path, capsys, caplog):
     for end_of_text, wanted in ((7, 7), (-1, None)):  # of runs without a tokenizer
         m = utils.Model(end_of_text=end_of_text)
         assert hf.export_tokenizer(str(tmp_path), str(tmp_path), m)["eos_token_id"] == wanted
-
-
-def test_a_damaged_checkpoint_is_not_exported(deepseek, tmp_path, capsys):
-    copy = tmp_path / "run"
-    shutil.copytree(deepseek[1], copy)
-    for data in copy.glob("checkpoints/*/state/ocdbt.process_0/d/*"):
-        content = bytearray(data.read_bytes())
-        for i in range(50, len(content), 1000):
-            content[i] ^= 255
-        data.write_bytes(content)
-    with pytest.raises(messages.UserError, match="every checkpoint in here is damaged"):
-        hf.export(str(copy), str(tmp_path / "out"))
-    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path):

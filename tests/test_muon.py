@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import SMALL_GPT2, furthest, small_config, steps_of
+from conftest import SMALL_GPT2, furthest, small_config
 from test_parity import first_params
 
 import model
@@ -67,18 +67,6 @@ def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
 
 
-def test_train_steps_where_leaves_fill_the_places_of_owners():
-    """As many layers as owners: XLA:CPU refused to send slices that were leaves of several layouts."""
-    mesh, counts = (2, 1, 4), dict(first_layers=1, blocks=2, mtp_depth=1)
-    flags = dict(counts, optimizer="muon", layers_per_block=1, microbatches=1)
-    flags |= dict(T=8, vocab_size=50, sequences=8)
-    _, seen = steps_of(small_config(**flags), 4)
-    _, seen_ = steps_of(small_config(mesh, **flags), 4)
-    for metrics, metrics_ in zip(seen, seen_):
-        for name in ("loss/train_loss", "grad_norm"):
-            assert metrics_[name] == pytest.approx(metrics[name], rel=1e-4)
-
-
 # --- Dealing ------------------------------------------------------------------------------------------------------
 
 
@@ -97,8 +85,6 @@ def test_large_matrices_share_a_turn():
 
 
 # --- Runs ---------------------------------------------------------------------------------------------------------
-
-MUON = dict(optimizer="muon", max_lr=1e-3)
 
 
 def test_a_run_keeps_its_optimizer(train, tmp_path):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import (
+    SMALL_DEEPSEEK,
     SMALL_GPT2,
     SMALL_QWEN3,
     settled,
@@ -37,55 +38,21 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed; pip install transformers"
 )
 
-# What all sizes share, all of them odd; below what each adds or changes
-DEEPSEEK = dict(
-    tied=False,
-    layers_per_block=1,
-    embedding_norm=False,
-    latent_conv=0,
-    blocks=2,
-    first_layers=1,
-    n_head=4,
-    head_dim=12,
-    rope_dim=6,
-    latent_dim=20,
-    q_latent_dim=18,
-    routed_scaling=2.5,
-    capacity_factor=0.0,
-    balance_weight=0.0,
-)
+# All sizes odd
+DEEPSEEK = SMALL_DEEPSEEK | dict(n_groups=1, k_groups=1, experts_per_token=2, balance_weight=0.0)
+DEEPSEEK |= dict(blocks=2, rope_dim=6, latent_dim=20, q_latent_dim=18)
+GROUPS = dict(n_experts=8, n_groups=4, k_groups=2, experts_per_token=3, n_shared=2)
+NO_LATENT = dict(q_latent_dim=0, first_layers=2, rope_base=5e4, n_shared=0)
+YARN = dict(rope_factor=40.0, rope_original_T=16, model_dimension=40, head_dim=7, rope_dim=10)
+DENSE = dict(n_kv_head=2, blocks=2, n_experts=0, experts_per_token=0, tied=False)
 SIZES = {
-    "groups": dict(
-        DEEPSEEK,
-        n_experts=8,
-        n_groups=4,
-        k_groups=2,
-        experts_per_token=3,
-        n_shared=2,
-    ),
-    "no query latent": dict(
-        DEEPSEEK,
-        q_latent_dim=0,
-        first_layers=2,
-        rope_base=50_000.0,
-        n_shared=0,
-        sequence_parallel="megatron",
-    ),
-    "yarn": dict(
-        DEEPSEEK,
-        rope_factor=40.0,
-        rope_original_T=16,
-        first_layers=0,
-        model_dimension=40,
-        head_dim=7,
-        rope_dim=10,
-    ),
+    "groups": DEEPSEEK | GROUPS,
+    "no query latent": DEEPSEEK | NO_LATENT | dict(sequence_parallel="megatron"),
+    "yarn": DEEPSEEK | YARN | dict(first_layers=0),
     "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
     "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
     "qwen3": dict(SMALL_QWEN3, balance_weight=0.0),
-    "qwen3 dense": dict(
-        SMALL_QWEN3, n_kv_head=2, blocks=2, n_experts=0, experts_per_token=0, tied=False
-    ),
+    "qwen3 dense": SMALL_QWEN3 | DENSE,
 }
 for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, -3, len(SIZES))):
     flags["norm_eps"] = float(10**exponent)
