@@ -50,6 +50,8 @@ from runtime.processes import (
     end_for_loss,
     is_loss,
     join_processes,
+    on_all,
+    on_main_process,
     together,
 )
 from training import events, settings, steps
@@ -122,7 +124,7 @@ def train(cfg, stored, encoding, load_weights):
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     training = Training(cfg, mesh, corpus, checkpoints, state, meta)
     evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
-    score_tasks = open_tasks(cfg, mesh, encoding)
+    score_tasks = on_all(lambda: open_tasks(cfg, mesh, encoding))
     with memory_explained(cfg):
         train_step = compile_train_step(cfg, mesh, optimizer, schedule)
     sample = make_sampler(cfg, mesh, encoding)
@@ -298,17 +300,6 @@ class Training:
 # --- Its parts ----------------------------------------------------------------------------------------------------
 
 
-def on_main_process(work):
-    """Call work() on process 0. Raises UserError on all processes where it did so there."""
-    error = None
-    try:
-        if jax.process_index() == 0:
-            work()
-    except UserError as e:
-        error = e
-    together(error)
-
-
 def warn_of_length(cfg, T):
     """Print a warning where --T is longer than the sequences that the weights in --init_from were made for. T: of their
     flags."""
@@ -357,18 +348,15 @@ def print_setup(cfg, corpus, val_corpus):
 
 def open_tasks(cfg, mesh, encoding):
     """The function of `inference/tasks.py: make_task_scorer` for --eval_tasks; without that flag one that returns {}.
-    Raises UserError on all processes where one has no such tasks."""
-    score_tasks, error = (lambda *_: {}), None
-    try:
-        if cfg.run.eval_tasks:
-            from inference import tasks  # here: it imports lm_eval
+    Raises UserError."""
+    if not cfg.run.eval_tasks:
+        return lambda *_: {}
+    from inference import tasks  # here: it imports lm_eval
 
-            score_tasks = tasks.make_task_scorer(cfg, mesh, encoding)
+    try:
+        return tasks.make_task_scorer(cfg, mesh, encoding)
     except UserError as e:  # which knows the flags of tools/evaluate.py
-        said = str(e).replace("--tasks", "--eval_tasks")
-        error = UserError(said.replace("--include_path", "--eval_tasks"))
-    together(error)
-    return score_tasks
+        raise UserError(re.sub("--(tasks|include_path)", "--eval_tasks", str(e))) from None
 
 
 def compile_train_step(cfg, mesh, optimizer, schedule):

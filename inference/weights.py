@@ -16,7 +16,7 @@ def open_weights(folder):
     """({flag: value} of the model in `folder`, load_weights), where load_weights(abstract) reads its parameters and
     places them like `abstract`, of `steps.abstract_params`. `folder` is a run directory, whose newest sound checkpoint
     is taken, or in the Hugging Face format. Raises UserError where it is neither."""
-    config = settings.run_config(folder)
+    config = read_json(folder, "config.json")
     if "model_type" in config:
         if is_remote(folder):
             raise UserError(

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +86,12 @@ def meeting_place(run):
         return {}
     host, port = run.coordinator.rsplit(":", 1)
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", run.coordinator)
-    reason = why_unreachable(host.strip("[]"))
-    if bind == run.coordinator and reason:
+    if bind == run.coordinator and not is_reachable(host.strip("[]")):
         # by itself jax listens on [::], which a machine without IPv6 does not have
         bind = f"[::]:{port}" if host[0] == "[" else f"0.0.0.0:{port}"
         if run.process_id == 0:
-            say(f"--coordinator {run.coordinator}: {reason}; listening on all interfaces")
+            words = f"{host} leads others to no address of this machine; listening on all"
+            say(f"--coordinator {run.coordinator}: {words} interfaces")
     return dict(
         coordinator_address=run.coordinator,
         num_processes=run.num_processes,
@@ -101,29 +100,22 @@ def meeting_place(run):
     )
 
 
-def why_unreachable(host):
-    """Why others may not reach a process that listens only where `host`, a name or an address, leads on this machine;
-    empty if they do."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError as e:
-        return f"{host} cannot be resolved here ({e.strerror})"
+def is_reachable(host):
+    """Whether others reach a process that listens only where `host`, a name or an address, leads on this machine."""
     is_name = ":" not in host and re.search("[A-Za-z]", host) and "localhost" not in host
-    for family, _, _, _, (address, *_) in found:
-        if not ipaddress.ip_address(address).is_loopback:
-            try:
+    try:
+        for family, _, _, _, (address, *_) in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            if not ipaddress.ip_address(address).is_loopback:
                 socket.create_server((address, 0), family=family).close()
-            except OSError:
-                return f"{address} is not an address of this machine"
-        elif is_name:
-            # Debian gives a machine's own name 127.0.1.1, and other hosts resolve it otherwise
-            return f"{host} leads to {address} here, which no other host reaches"
-    return ""
+            elif is_name:  # Debian gives a machine's own name 127.0.1.1
+                return False
+    except OSError:
+        return False
+    return True
 
 
 def end_too_late(run, limit):
-    """End this process because the others did not come within `limit` seconds; jax is deep in C++ and would end in a
-    stack trace."""
+    """End this process because the others did not come within `limit` seconds: jax would end in a stack trace."""
     where = f" at --coordinator {run.coordinator}" if run.coordinator else ""
     print(
         f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet{where} within {limit} s; is the "
@@ -141,6 +133,9 @@ def all_of(here):
     return bool(multihost_utils.process_allgather(np.array(here)).all())
 
 
+ANOTHER = "another process failed; its log says why."
+
+
 def together(error):
     """Raise an error on all processes or on none. error: what this process failed with, or None; where only others
     failed, a UserError."""
@@ -148,7 +143,20 @@ def together(error):
         raise error or UserError(ANOTHER)
 
 
-ANOTHER = "another process failed; its log says why."
+def on_all(work):
+    """work(). Raises UserError on all processes where it does so on any."""
+    done = error = None
+    try:
+        done = work()
+    except UserError as e:
+        error = e
+    together(error)
+    return done
+
+
+def on_main_process(work):
+    """Call work() on process 0. Raises UserError on all processes where it did so there."""
+    on_all(work if jax.process_index() == 0 else lambda: None)
 
 
 @contextlib.contextmanager
@@ -156,24 +164,14 @@ def alone_in_folder(run):
     """Hold the run directory for the processes of this run, by process 0, before any of them writes there. Raises
     UserError on all of them where another run holds it or it cannot be written."""
     with contextlib.ExitStack() as held:
-        error = None
-        try:
-            if jax.process_index() == 0:
-                lock = locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name")
-                held.enter_context(lock)
-        except UserError as e:
-            error = e
-        together(error)
+        lock = locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name")
+        on_main_process(lambda: held.enter_context(lock))
         yield
 
 
 def check_agreement(flags, data, folder):
-    """Raise UserError on all processes unless all have the same {flag: value} and the same shards, and see what process
-    0 writes in `folder`, the run directory.
-
-    Each writes its part of a checkpoint there; without the others' parts it would never be complete. data: fingerprint
-    of the shards.
-    """
+    """Raise UserError on all processes unless all have the same {flag: value}, the same shards, by their fingerprint
+    `data`, and see what process 0 writes in `folder`, the run directory, where each writes its part of a checkpoint."""
     if jax.process_count() == 1:
         return
     same_everywhere({f"--{flag}": value for flag, value in flags.items()} | {"--data": data})
@@ -258,14 +256,6 @@ class Interrupt:
 STUCK = 10  # times its median from which a part of the loop is taken for stuck
 
 
-class Activity(NamedTuple):
-    """What the loop does."""
-
-    name: str
-    step: int
-    began: float  # seconds, time.monotonic()
-
-
 class Watchdog:
     """A thread that prints the stacks of all threads when an activity of the loop takes STUCK times its median so far,
     and ends the process after stuck_limit seconds. What hangs one process hangs the others too, so all report."""
@@ -274,20 +264,21 @@ class Watchdog:
         self.limit = cfg.run.stuck_limit
         self.took = {}  # {name of an activity: seconds of the last times}
         self.over = threading.Event()
-        self.now = None
+        self.now = None  # (name of the activity, step, when it began by time.monotonic())
         threading.Thread(target=self._watch, daemon=True).start()
 
     def begin(self, name, step):
         """The activity before has ended, this one begins."""
         began = time.monotonic()
         if self.now:
-            took = self.took.setdefault(self.now.name, deque(maxlen=99))
-            took.append(began - self.now.began)
-        self.now = Activity(name, step, began)
+            before, _, then = self.now
+            self.took.setdefault(before, deque(maxlen=99)).append(began - then)
+        self.now = (name, step, began)
 
     def alive(self):
         """The activity makes progress: --stuck_limit counts from here."""
-        self.now = self.now._replace(began=time.monotonic())
+        name, step, _ = self.now
+        self.now = (name, step, time.monotonic())
 
     def _watch(self):
         reported = None
@@ -295,19 +286,15 @@ class Watchdog:
             now = self.now
             if not now:
                 continue
-            seconds = time.monotonic() - now.began
-            took = list(self.took.get(now.name, []))
+            name, step, began = now
+            seconds = time.monotonic() - began
+            took = list(self.took.get(name, []))
             usual = statistics.median(took) if len(took) > 2 else math.inf
+            words = f"watchdog: {name} of step {step} has taken"
             if now is not reported and seconds > max(5, STUCK * usual):
                 reported = now
-                say(
-                    f"watchdog: {now.name} of step {now.step} has taken {seconds:.0f} s, usually {usual:.2f}"
-                )
+                say(f"{words} {seconds:.0f} s, usually {usual:.2f}")
                 faulthandler.dump_traceback(sys.stdout)
             if seconds > self.limit:
                 # 75: "temporary failure" in sysexits.h, to be started again
-                words = (
-                    f"watchdog: {now.name} of step {now.step} has taken more than --stuck_limit {self.limit} s; "
-                    f"ending"
-                )
-                interrupts.end(75, words)
+                interrupts.end(75, f"{words} more than --stuck_limit {self.limit} s; ending")

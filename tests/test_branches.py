@@ -97,7 +97,7 @@ def made(tmp_path):
     def make(name="trunk", steps=(100, 200), **flags):
         flags = {"schedule": "wsd", "end_steps": 1000, "warmup_steps": 10, **flags}
         cfg = utils.replace(small_config(**flags), name=name, output_dir=str(tmp_path))
-        stored = settings.as_json(utils.flatten(cfg) | {"data_fingerprint": "x"})
+        stored = utils.flatten(cfg) | {"data_fingerprint": "x"}
         files.write_file(os.path.join(cfg.run.folder, "config.json"), json.dumps(stored))
         for step in steps:
             path = os.path.join(cfg.run.folder, "checkpoints", str(step), "meta", "metadata")

@@ -921,24 +921,24 @@ def listening(pid):
 
 
 OWN, OTHER = "127.0.0.1", "198.51.100.7"
-MEETINGS = {  # --coordinator: what its host resolves to, where process 0 listens, what it says
-    "127.0.0.1:7": ([OWN], "127.0.0.1:7", ""),
-    "[::1]:7": (["::1"], "[::1]:7", ""),
-    "localhost:7": (["::1", OWN], "localhost:7", ""),
-    "0.0.0.0:7": (["0.0.0.0"], "0.0.0.0:7", ""),
+MEETINGS = {  # --coordinator: what its host resolves to, where process 0 listens
+    "127.0.0.1:7": ([OWN], "127.0.0.1:7"),
+    "[::1]:7": (["::1"], "[::1]:7"),
+    "localhost:7": (["::1", OWN], "localhost:7"),
+    "0.0.0.0:7": (["0.0.0.0"], "0.0.0.0:7"),
     # the name of a pod, say, with an address that this machine has, here by any
-    "own:7": (["0.0.0.0"], "own:7", ""),
-    "service:7": ([OTHER], "0.0.0.0:7", f"{OTHER} is not an address of this machine"),
-    "nat:7": (["0.0.0.0", OTHER], "0.0.0.0:7", f"{OTHER} is not an address of this machine"),
-    "[2001:db8::7]:7": (["2001:db8::7"], "[::]:7", "2001:db8::7 is not an address of this"),
-    "debian:7": (["127.0.1.1"], "0.0.0.0:7", "debian leads to 127.0.1.1 here"),
-    "nobody:7": ([], "0.0.0.0:7", "nobody cannot be resolved here"),
+    "own:7": (["0.0.0.0"], "own:7"),
+    "service:7": ([OTHER], "0.0.0.0:7"),
+    "nat:7": (["0.0.0.0", OTHER], "0.0.0.0:7"),
+    "[2001:db8::7]:7": (["2001:db8::7"], "[::]:7"),
+    "debian:7": (["127.0.1.1"], "0.0.0.0:7"),
+    "nobody:7": ([], "0.0.0.0:7"),
 }
 
 
 @pytest.mark.parametrize("coordinator", MEETINGS)
 def test_process_0_listens_where_it_was_named(coordinator, monkeypatch, capsys):
-    addresses, bind, words = MEETINGS[coordinator]
+    addresses, bind = MEETINGS[coordinator]
 
     def resolve(host, port, type):
         if not addresses:
@@ -951,7 +951,10 @@ def test_process_0_listens_where_it_was_named(coordinator, monkeypatch, capsys):
     for process, run in enumerate(runs):
         assert processes.meeting_place(run)["coordinator_bind_address"] == bind
         said = capsys.readouterr().out
-        assert (words in said and said.count("\n") == 1) if words and not process else not said
+        told = process == 0 and bind != coordinator
+        assert (
+            ("listening on all interfaces" in said and said.count("\n") == 1) if told else not said
+        )
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.5:7")
     assert processes.meeting_place(runs[0])["coordinator_bind_address"] == "10.0.0.5:7"
     assert not capsys.readouterr().out

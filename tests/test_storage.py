@@ -240,7 +240,7 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, giv
     assert found == utils.replace(cfg, vocab_size=wanted)
     assert ("--vocab_size is" in capsys.readouterr().out) == (found != cfg)
     stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
-    kept = settings.follow_shards(settings.Flags(cfg, set()), settings.as_json(stored), shards)
+    kept = settings.follow_shards(settings.Flags(cfg, set()), stored, shards)
     assert kept.cfg.model.vocab_size == (8192 if given & WEIGHTS else 60000)
 
 

@@ -76,7 +76,7 @@ class Curve(NamedTuple):
 
 def read_curve(folder):
     """The Curve of the run in a folder. Raises UserError where there is none."""
-    config = settings.run_config(folder)
+    config = read_json(folder, "config.json")
     if "n_device_axis" not in config:
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
     settings.check_stored(config, folder, settings.NEEDED_TO_RESUME)
@@ -211,7 +211,7 @@ class Trial(NamedTuple):
         """{flag: value} of all that its losses depend on, but for the seed."""
         flags = settings.to_resume(self.cfg, "")
         flags |= {name: getattr(self.cfg.run, name) for name in OF_VARIATION}
-        return settings.as_json(flags)
+        return flags | {"n_device_axis": [*self.cfg.run.n_device_axis]}  # as JSON has it
 
     def check_definition(self):
         """Raises UserError where its directory holds a run of another definition, of which a step was made."""

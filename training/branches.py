@@ -79,7 +79,7 @@ def follow_trunk(flags):
     if not flags.cfg.run.branch_from:
         return flags
     cfg, given = flags = name_branch(flags)
-    own = settings.run_config(cfg.run.folder)
+    own = read_json(cfg.run.folder, "config.json")
     stored = own or open_trunk(cfg.run.branch_from, cfg.run.branch_step)
     fixed = utils.FIELDS.keys() - utils.flags_with("free_on_resume") | SCHEDULE
     if own:
@@ -88,7 +88,7 @@ def follow_trunk(flags):
     else:
         # end_lr never mattered to a trunk
         whose, compared = f"the trunk {cfg.run.branch_from}", given - OWN - {"end_lr"}
-    now = settings.as_json(utils.flatten(cfg))
+    now = utils.flatten(cfg)
     for flag in sorted(compared & fixed & stored.keys()):
         if now[flag] != stored[flag]:
             raise UserError(
@@ -135,16 +135,14 @@ def open_trunk(folder, step):
         raise UserError(f"--branch_from {folder}: is no run directory, which holds a config.json.")
     known = [flag for flag in stored if flag in utils.FIELDS]
     settings.check_stored(stored, folder, {*settings.NEEDED_TO_RESUME, *known})
-    steps = sorted(map(int, settings.stored_steps(folder)))
+    steps = settings.stored_steps(folder)
     if step not in steps:
         there = ", ".join(map(str, steps)) or "none"
         raise UserError(
             f"--branch_step {step}: {folder} has no checkpoint of that step; there are {there} (--keep_every keeps "
             f"more)."
         )
-    # its schedule may have been another since
-    meta = read_json(folder, "checkpoints", str(step), "meta", "metadata")
-    then = meta.get("config") or {}
+    then = settings.saved_with(folder, step)  # its schedule may have been another since
     stored |= {flag: then[flag] for flag in SCHEDULE if flag in then}
     if stored["schedule"] != "wsd":
         raise UserError(

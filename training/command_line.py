@@ -7,11 +7,11 @@ import sys
 import utils
 from data.tokenization import load_tokenizer
 from presets import preset
-from runtime.files import read_json
+from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import read_words
 from training import branches
-from training.settings import Flags, check_run, settle
+from training.settings import Flags, check_same, settle
 from utils import RENAMED, Config, Plan, Run, check_bounds, replace
 
 
@@ -123,7 +123,8 @@ def check(argv, elsewhere):
         return flags
     if not elsewhere:
         check_processes(flags)
-        check_run(flags)
+        if not is_remote(r.folder):
+            check_same(flags.cfg, read_json(r.folder, "config.json"), flags.given)
     if r.init_from or r.branch_from:  # which have the architecture
         return flags
     dp, pp, tp = r.n_device_axis

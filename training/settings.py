@@ -1,7 +1,6 @@
 """From flags to the final configuration: `settle` is the way in. What it refuses, it refuses in a sentence."""
 
 import contextlib
-import json
 import os
 import re
 from typing import NamedTuple
@@ -20,19 +19,14 @@ MOST_PROFILED = 50  # steps; longer traces are too large for the programs that s
 # What a branch must know of its trunk's schedule, and cannot change.
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 # Of config.json, beside what must be the same.
-NEEDED_TO_RESUME = {
-    "n_device_axis",
-    "train_batch_size",
-    "accumulation_steps",
-    "val_batch_size",
-    "data",
-}
+NEEDED_TO_RESUME = {"n_device_axis", "train_batch_size", "val_batch_size"}
+NEEDED_TO_RESUME |= {"accumulation_steps", "data"}
 
 # --- Settle -----------------------------------------------------------------------------------------------------
 
 
 class Flags(NamedTuple):
-    """What a command line says: a configuration that is not settled yet, and which of its flags were given."""
+    """A command line: a configuration that is not settled yet, and which of its flags were given."""
 
     cfg: Config
     given: frozenset
@@ -40,10 +34,6 @@ class Flags(NamedTuple):
     def follow(self, **flags):
         """With these values of those flags that were not given."""
         return self._replace(cfg=replace(self.cfg, **without(self.given, flags)))
-
-    def fix(self, **flags):
-        """With these values, as if they had been given."""
-        return Flags(replace(self.cfg, **flags), self.given | flags.keys())
 
 
 def without(some, flags):
@@ -85,8 +75,7 @@ def validate(cfg, n_present):
 
 
 def complete(cfg, n_present):
-    """`cfg` with the mesh for `n_present` devices, the pipeline's rounds and save_steps. Raises UserError where the
-    mesh does not fit."""
+    """`cfg` with the mesh for `n_present` devices, the pipeline's rounds and save_steps. Raises UserError."""
     r = cfg.run
     n_devices = r.n_devices or n_present
     if n_devices > n_present:
@@ -123,8 +112,7 @@ def platform_of(cfg):
 
 
 def adopt(flags, weights):
-    """`flags` with the architecture {flag: value} of the weights in --init_from. Raises UserError where a flag was
-    given another value."""
+    """`flags` with the architecture {flag: value} of the weights in --init_from. Raises UserError."""
     architecture, now = weights["architecture"], flatten(flags.cfg)
     weights = without(free_of_weights(architecture), weights)
     for name in weights.keys() & flags.given:
@@ -144,8 +132,7 @@ def free_of_weights(architecture):
 
 def follow_dtype(flags, stored, chip):
     """`flags` with the --model_dtype of the run that it resumes, or else with float32 on a chips.Chip without products
-    in bfloat16, unless it was given. It is printed. float16 would need a scale of the loss: its small gradients are 0.
-    """
+    in bfloat16, unless it was given, which is printed."""
     if "model_dtype" in stored:
         return flags.follow(model_dtype=stored["model_dtype"])
     if chip is None or chip.bfloat16 or flags.cfg.model.model_dtype != "bfloat16":
@@ -158,8 +145,7 @@ def follow_dtype(flags, stored, chip):
 
 def follow_shards(flags, stored, shards):
     """`flags` with the vocabulary of the tokenizer that made `shards`, as `dataset.manifests` lists them, unless flags,
-    weights or the run that it resumes have one. A preset's that is larger by padding alone stays. A change is
-    printed."""
+    weights or the run that it resumes have one, or the preset's is larger by padding alone. A change is printed."""
     r, now = flags.cfg.run, flags.cfg.model.vocab_size
     if flags.given & {"vocab_size", "tokenizer"} or r.init_from or r.branch_from:
         return flags
@@ -185,8 +171,8 @@ def follow(flags):
 
 
 def follow_schedule(flags):
-    """{flag: value} of a schedule that ends with the run, where training_steps was given alone, and of a warm-up and a
-    decay that fit in it. Where those were given, it ends as late as they need, up to the default."""
+    """{flag: value} of a schedule that ends with the run, where training_steps was given alone, or as late as a given
+    warm-up and decay need, up to the default; those that were not given fit in it."""
     (cfg, given), o = flags, flags.cfg.optimizer
     end, decay = o.end_steps, o.decay_steps if o.schedule == "wsd" else 0
     if "training_steps" in given and "end_steps" not in given and ends(o):
@@ -227,8 +213,7 @@ def follow_batches(flags):
 
 
 def begin_documents(cfg, encoding):
-    """`cfg` with the token that begins a document, where --document_mask needs it. Raises UserError where no tokenizer
-    is known."""
+    """`cfg` with the token that begins a document, where --document_mask needs it. Raises UserError."""
     if not cfg.model.document_mask or cfg.model.end_of_text >= 0:
         return cfg
     if encoding is None:
@@ -243,8 +228,8 @@ def begin_documents(cfg, encoding):
 
 
 def fit_samples(flags, encoding):
-    """The configuration with --max_tokens cut, if it was not given, so that the prompt and a sample fit in --T. A
-    prompt that was not given is cut too (see `prompt_ids`). Raises UserError where what was given does not fit."""
+    """The configuration with --max_tokens cut, if it was not given, so that the prompt and a sample fit in --T; a
+    prompt that was not given is cut in `prompt_ids`. Raises UserError where what was given does not fit."""
     cfg, given = flags
     if encoding is None or cfg.model.T < 2:
         return cfg
@@ -264,8 +249,7 @@ def whole_prompt(cfg, encoding):
 
 
 def prompt_ids(cfg, encoding):
-    """Token ids, int32, that the samples of a settled `cfg` continue; None where no tokenizer is known or --T leaves no
-    room."""
+    """Token ids, int32, that samples continue; None where no tokenizer is known or --T leaves no room."""
     if encoding is None or cfg.model.T < 2:
         return None
     ids = whole_prompt(cfg, encoding)[: cfg.model.T - cfg.sample.max_tokens]
@@ -277,7 +261,7 @@ def prompt_ids(cfg, encoding):
 
 def resume(flags, stored):
     """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, or where that is
-    {} of the trunk of a branch. Raises UserError where none does."""
+    {} of a branch's trunk. Raises UserError where none does."""
     r = flags.cfg.run
     if stored and "data_fingerprint" not in stored:
         raise UserError(
@@ -310,19 +294,13 @@ def keep_global_batch(flags, stored):
                 f"--{flag} {now}: run {r.name} has a global batch of {total} sequences, and this makes {now} x {parts} "
                 f"= {now * parts}; give another --name, or a dp and --accumulation_steps whose product divides it."
             )
-        flags = flags.fix(**{flag: now})
+        flags = flags._replace(given=flags.given | {flag})
     return flags
-
-
-def check_run(flags):
-    """Raises UserError where a flag was given that the run in a local folder, if there is one, cannot resume with."""
-    if not is_remote(flags.cfg.run.folder):
-        check_same(flags.cfg, run_config(flags.cfg.run.folder), flags.given)
 
 
 def check_same(cfg, stored, flags=utils.FIELDS.keys()):
     """Raises UserError where `cfg` would make another run, by its `flags`, than the one that `stored` describes."""
-    now = as_json(flatten(cfg))
+    now = flatten(cfg)
     for flag in sorted(flags & now.keys() & stored.keys() - flags_with("free_on_resume")):
         if now[flag] != stored[flag]:
             raise UserError(
@@ -331,8 +309,8 @@ def check_same(cfg, stored, flags=utils.FIELDS.keys()):
 
 
 def check_data(cfg, stored, fingerprint):
-    """Raises UserError where the run that `stored` describes, or the trunk of a new branch, saw other shards than those
-    of this fingerprint."""
+    """Raises UserError where the run that `stored` describes, or a new branch's trunk, saw shards of another
+    fingerprint."""
     who = f"--name {cfg.run.name}: this run exists and"
     if not stored and cfg.run.branch_from:
         who = f"--branch_from {cfg.run.branch_from}: the trunk"
@@ -342,11 +320,6 @@ def check_data(cfg, stored, fingerprint):
             f"{who} saw other data than is now in --data {cfg.data.data} (it was {stored['data']}); give those shards, "
             f"or another --name."
         )
-
-
-def as_json(flags):
-    """{flag: value} as it comes back from a JSON file, with lists for tuples."""
-    return json.loads(json.dumps(flags))
 
 
 def to_resume(cfg, fingerprint):
@@ -364,33 +337,30 @@ def other_flags(cfg, kept):
     return ", ".join(f"--{f} was {then[f]} and is now {now[f]}" for f in now if then[f] != now[f])
 
 
-def run_config(folder):
-    """{flag: value} of config.json in a run directory, {} where there is none."""
-    return read_json(folder, "config.json")
-
-
 def stored_config(folder):
     """config.json of a run directory, or where that is missing what the newest checkpoint that has it keeps of it; {}
     where there is neither."""
-    if stored := run_config(folder):
-        return stored
-    for step in sorted(stored_steps(folder), key=int, reverse=True):
-        with contextlib.suppress(ValueError, AttributeError, UserError):  # a damaged one
-            meta = read_json(folder, "checkpoints", step, "meta", "metadata")
-            if stored := meta.get("config"):
-                return stored
-    return {}
+    stored = read_json(folder, "config.json")
+    for step in reversed([] if stored else stored_steps(folder)):
+        with contextlib.suppress(UserError):  # a damaged one
+            stored = stored or saved_with(folder, step)
+    return stored
+
+
+def saved_with(folder, step):
+    """What `to_resume` returned when the checkpoint of a step was saved."""
+    return read_json(folder, "checkpoints", str(step), "meta", "metadata").get("config") or {}
 
 
 def stored_steps(folder):
-    """Names of the checkpoints of a run directory, which are their steps."""
+    """The steps of the checkpoints of a run directory, in order."""
     fs, there = filesystem(os.path.join(folder, "checkpoints"))
     try:
         paths = persist(lambda: fs.ls(there, detail=False), folder)
     except FileNotFoundError:
         return []
     names = [os.path.basename(path.rstrip("/")) for path in paths]
-    return [name for name in names if name.isdigit()]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def check_stored(config, folder, needed, file="config.json"):
@@ -420,8 +390,7 @@ def check_model(flags, where, names=None):
 
 
 def check(cfg):
-    """Raises UserError where flags of a completed configuration do not fit each other, naming the flag, its value and
-    what would do."""
+    """Raises UserError where flags of a completed configuration do not fit each other."""
     check_multiples(cfg)
     check_architecture(cfg)
     check_attention(cfg)
@@ -476,8 +445,7 @@ def check_architecture(cfg):
 
 
 def check_attention(cfg):
-    """Raises UserError where there is no such attention kernel, or it does not run on these devices or with this T or
-    such wide heads."""
+    """Raises UserError where there is no such attention kernel, or it does not run this model or on these devices."""
     from kernels import attention  # here: it imports jax, which parsing does without
 
     name, kernels = cfg.model.attention, attention.ATTENTION
@@ -536,19 +504,17 @@ def check_schedule(o):
 
 
 def tell_schedule(cfg):
-    """Print what may surprise of the schedule: that a resumed run had another one, or that it does not end with the
-    run."""
+    """Print where a resumed run had another schedule, or it does not end with the run."""
     o, last = cfg.optimizer, cfg.run.training_steps
     before, now = stored_config(cfg.run.folder), vars(o)
     changed = [flag for flag in sorted(SCHEDULE & before.keys()) if before[flag] != now[flag]]
     if changed:
         words = [f"{flag} was {before[flag]} and is now {now[flag]}" for flag in changed]
         say(f"the schedule changes from here on: {', '.join(words)}")
-    if ends(o) and last < o.end_steps:
+    what = f"stays at --end_lr {o.end_lr:g} from --end_steps {o.end_steps} on"
+    if last < o.end_steps:
         what = f"ends before its learning rate has come down, at --end_steps {o.end_steps}"
-        say(f"warning: --training_steps {last}: the run {what}")
-    if ends(o) and last > o.end_steps:
-        what = f"stays at --end_lr {o.end_lr:g} from --end_steps {o.end_steps} on"
+    if ends(o) and last != o.end_steps:
         say(f"warning: --training_steps {last}: the run {what}")
 
 
