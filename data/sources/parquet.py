@@ -16,10 +16,7 @@ TEXT_TYPES = ("string", "large_string", "string_view", "null")
 
 
 class Tables(Records):
-    """Every row is a document.
-
-    This thread alone reads them: threads of Arrow that still read when the interpreter ends would abort it.
-    """
+    """Every row is a document. This thread alone reads: threads of Arrow would abort the interpreter at its end."""
 
     endings = (".parquet",)
     unit = " documents"
@@ -88,8 +85,7 @@ class Tables(Records):
             yield cell.as_buffer() if cell.is_valid else b""
 
     def _text(self, cell, where):
-        """The text of a cell, in which bytes that are not UTF-8 are lone surrogates; or the Document of one that is
-        too long."""
+        """The text of a cell, with lone surrogates for bytes that are not UTF-8; the Document of one too long."""
         try:
             check_length(len(cell), where, self.advice)
         except UserError as e:
