@@ -270,7 +270,7 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     train_small_tokenizer(tmp_path / "small.tiktoken")
     tokenize_tests(address, tmp_path / "small.tiktoken")
     files.write_file(f"{address}/text.txt", "def f():\n" * 20)
-    runs = "gs://bucket/runs"
+    runs = "gs://bucket/cycle"  # listings of the bucket of another test are kept
     flags = SMALL_GPT2 | dict(
         vocab_size=None, cache_dir=tmp_path / "cache", data=address, schedule="wsd", T=80
     )
@@ -284,7 +284,7 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     fs.get("bucket", str(local), recursive=True)
     there = used(f"{runs}/run", address, tmp_path, capsys)
     (tmp_path / "exported").rename(tmp_path / "exported-there")
-    assert there == used(str(local / "runs/run"), str(local / "shards"), tmp_path, capsys)
+    assert there == used(str(local / "cycle/run"), str(local / "shards"), tmp_path, capsys)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         kinds = ("exported", "exported-there")
         assert len({(tmp_path / kind / name).read_bytes() for kind in kinds}) == 1
