@@ -39,11 +39,8 @@ READERS = ThreadPoolExecutor(32, "read")
 
 
 class Corpus:
-    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens.
-
-    Raises UserError, naming the folder or the file, where shards are missing, unreadable, or do not fit the
-    vocabulary or the tokenizer.
-    """
+    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens. Raises
+    UserError where they are missing, unreadable, or do not fit the vocabulary."""
 
     def __init__(self, cfg, root, folder):
         self.T = cfg.model.T
@@ -167,8 +164,7 @@ class Mixture:
     """The corpora of --mix, or the one of --data, in shares of the sequences that are fixed within a phase.
 
     folder: the split, train or val. n_train: sequences of the run, a share of which each phase takes; None, as for
-    validation: one phase with the mean shares of the run, of those corpora that have the split. Raises UserError where
-    a corpus or the mixture does not fit.
+    validation: one phase with the mean shares of the run, of those corpora that have the split. Raises UserError.
     """
 
     def __init__(self, cfg, folder, n_train=None):
@@ -323,8 +319,7 @@ def encoding_of(shards, flag):
 
 
 def shares_of(mix, names):
-    """int64 [names]: sequences of each corpus of {name: weight} in the shortest period; 0 for names that it lacks, and
-    what is not among the names is left out. Raises UserError."""
+    """int64 [names]: sequences of each corpus of {name: weight} in the shortest period. Raises UserError."""
     mix = {name: weight for name, weight in mix.items() if name in names}
     edges = np.cumsum([0.0, *mix.values()]) / sum(mix.values()) * PERIOD
     shares = np.diff(np.rint(edges).astype(np.int64))

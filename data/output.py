@@ -1,7 +1,7 @@
 """From token ids to a folder of shards, their manifests, and the progress of a run that may be interrupted.
 
-Nothing is replaced that another program or a person made. All that a run replaces is known as its own: by its content,
-or by progress.npz, which it writes before the first shard and removes after the manifests.
+All that a run replaces is known as its own: by its content, or by progress.npz, which it writes before the first shard
+and removes after the manifests.
 """
 
 import hashlib

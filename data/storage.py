@@ -31,10 +31,8 @@ def list_shards(folder):
 
 
 class Cache:
-    """Blocks of remote shards, in a local folder of at most `limit` bytes. The least recently used ones leave first.
-
-    The processes of a host may share it.
-    """
+    """Blocks of remote shards, in a local folder of at most `limit` bytes, which the processes of a host may share. The
+    least recently used ones leave first."""
 
     def __init__(self, folder, limit):
         self.folder = folder
@@ -89,9 +87,8 @@ class Cache:
 class Shard:
     """One .npy file of token ids: memory-mapped where it is local, else read by blocks through a Cache.
 
-    A block is verified when it is first touched, where the manifest has its checksum. info: the file's size and what
-    else its storage says of it; about: its entry in the manifest, {} without one. All methods raise UserError, naming
-    the file, where it is missing, unreadable, damaged or no shard.
+    info: the file's size and what else its storage says of it; about: its entry in the manifest, {} without one. All
+    methods raise UserError, naming the file, where it is missing, unreadable, damaged or no shard.
     """
 
     def __init__(self, path, info, about, cache):
@@ -109,8 +106,7 @@ class Shard:
         self.fs, self.path_in_fs = filesystem(path)
 
     @functools.cached_property
-    def mapped(self):
-        """uint8 [size]: the bytes of a local file."""
+    def mapped(self):  # uint8 [size], of a local file
         return np.memmap(self.path, np.uint8, "r")
 
     @functools.cached_property
@@ -136,7 +132,7 @@ class Shard:
 
     @property
     def length(self):
-        """Number of tokens; the manifest tells it without a look at the file."""
+        """Number of tokens, which the manifest tells without a look at the file."""
         return self.about.get("tokens") or self.header[2]
 
     def read(self, start, stop, vocab_size):
@@ -162,7 +158,7 @@ class Shard:
         return np.concatenate(parts)
 
     def _block(self, b):
-        """uint8 [at most BLOCK]: block b, from the cache where it is there, from remote storage where it is not."""
+        """uint8 [at most BLOCK]: block b, verified when it is first touched."""
         name, start, stop = f"{self.key}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
         with self.locks.setdefault(b, threading.Lock()):  # of two threads one fetches it
             content = self.cache.get(name) if self.is_remote else self.mapped[start:stop]

@@ -25,7 +25,7 @@ IN_FLIGHT = 4 * BATCH_BYTES
 
 
 def work(pipe, arguments):
-    """What a worker process does: encode what arrives through the pipe, until the program closes it or is killed."""
+    """Encode what arrives through the pipe, until the program closes it or is killed."""
     with suppress(EOFError, OSError):
         while True:
             batch = pipe.recv()
@@ -52,10 +52,8 @@ def start_process(arguments):
 
 @contextmanager
 def processes(workers, *arguments):
-    """(function that submits a batch, function that waits for its result), on this machine's processes.
-
-    Raises UserError where a worker is killed.
-    """
+    """(function that submits a batch, function that waits for its result), on this machine's processes. Raises
+    UserError where a worker is killed."""
     pipes, idle = [], SimpleQueue()
     threads = ThreadPoolExecutor(workers)  # one for each process, which waits for it
 
@@ -103,11 +101,10 @@ def ray_actors(workers, *arguments):
             return encode_batch(*arguments, batch)
 
     # the cluster's other machines have this repository, and tiktoken's ranks, at the paths that they have here
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    if "TIKTOKEN_CACHE_DIR" in os.environ:
-        environment["TIKTOKEN_CACHE_DIR"] = os.environ["TIKTOKEN_CACHE_DIR"]
-    before = signal.getsignal(signal.SIGTERM)
+    environment = {k: v for k, v in os.environ.items() if k == "TIKTOKEN_CACHE_DIR"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     where = {"env_vars": environment}
+    before = signal.getsignal(signal.SIGTERM)
     ray.init(runtime_env=where, log_to_driver=False, logging_level=logging.ERROR)
     signal.signal(signal.SIGTERM, before)  # Ray took it
     interrupts.given_back.append(ray.shutdown)
@@ -129,10 +126,9 @@ def ray_actors(workers, *arguments):
 
 
 def encode(batches, workers, start, *arguments):
-    """Yield (`encode_batch` of a batch, position after it) for each (batch, position), in order for any `workers`.
+    """Yield (`encode_batch` of a batch, position after it) for each (batch, position), in order.
 
-    start: None for this process, or `processes` or `ray_actors`; arguments: those of `encode_batch`. IN_FLIGHT bytes
-    per worker are underway at most, or one batch where a document alone has more.
+    start: None for this process, or `processes` or `ray_actors`; arguments: those of `encode_batch`.
     """
     if not start:
         for batch, position in batches:

@@ -150,11 +150,8 @@ def check(output, expected, encoding, shard_tokens):
             crc32 = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
             sha256 = hashlib.sha256(held).hexdigest()
             assert about == dict(name=file.name, tokens=len(shard), sha256=sha256, crc32=crc32)
-            assert (
-                shard.dtype
-                == made["dtype"]
-                == ("uint16" if encoding.n_vocab <= 2**16 else "uint32")
-            )
+            dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
+            assert shard.dtype == made["dtype"] == dtype
         assert [made[k] for k in ("documents", "bytes", "empty_documents")] == counts[:3]
         assert (made["tokens"], made["vocab_size"]) == (len(ids), encoding.n_vocab)
 

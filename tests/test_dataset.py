@@ -240,13 +240,8 @@ def test_a_wrong_mixture_is_named(corpora, mix, said):
 
 def test_a_border_may_move_where_nothing_is_read_yet(corpora):
     mixed = phased(corpora, 1000)  # with borders at 250 and 700
-    for borders, n in (
-        ([250, 700], 900),
-        ([250, 800], 700),
-        ([300, 900], 250),
-        ([250, 600], 600),
-        ([], 0),
-    ):
+    allowed = [([250, 700], 900), ([250, 800], 700), ([300, 900], 250), ([250, 600], 600), ([], 0)]
+    for borders, n in allowed:
         mixed.check_borders(borders, n)
     for borders, n in (([240, 700], 900), ([250, 800], 701), ([300, 900], 251), ([200, 700], 230)):
         with pytest.raises(messages.UserError, match="give the --training_steps of before"):
@@ -266,9 +261,8 @@ def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path
 
     train(**flags, training_steps=6)
     whole = rows()
-    not_verified = re.findall(
-        "warning: .*/(./[a-z]+) has no manifest.json", capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    not_verified = re.findall("warning: .*/(./[a-z]+) has no manifest.json", said)
     assert not_verified == ["a/train", "b/train", "c/train", "a/val", "b/val"]
     assert [round(200 * row[1]) for row in whole] == [8, 16, 24, 24, 24, 24]
     assert [round(70 * row[2]) for row in whole] == [0, 0, 0, 6, 12, 18]
@@ -276,19 +270,16 @@ def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path
         shutil.rmtree(folder / "checkpoints" / step)
     train(**flags, training_steps=6)
     assert rows() == whole
-    with pytest.raises(
-        messages.UserError,
-        match=r"change after \[48\] sequences now, but after \[24\] when the first",
-    ):
+    words = r"change after \[48\] sequences now, but after \[24\] when the first"
+    with pytest.raises(messages.UserError, match=words):
         train(**flags, training_steps=12)
 
 
 def test_corpora_must_share_a_tokenizer(corpora):
     describe(corpora / "a")
     describe(corpora / "b", **small_tokenizer(corpora / "b", 199))
-    with pytest.raises(
-        messages.UserError, match="--mix: .*a/train and .*b/train were made with diff"
-    ):
+    words = "--mix: .*a/train and .*b/train were made with diff"
+    with pytest.raises(messages.UserError, match=words):
         mixture(corpora, "a:1,b:1")
 
 
@@ -451,7 +442,6 @@ def test_validation_has_the_tokenizer_of_training(corpora, train):
 def test_ranks_that_tiktoken_would_panic_at_are_refused(tmp_path, lines):
     path = tmp_path / "x.tiktoken"
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(
-        messages.UserError, match=f"--tokenizer {path}: not a file of tiktoken ranks"
-    ):
+    words = f"--tokenizer {path}: not a file of tiktoken ranks"
+    with pytest.raises(messages.UserError, match=words):
         tokenization.load_tokenizer(str(path))

@@ -140,9 +140,8 @@ def test_shards_without_a_manifest_and_written_anew(remote, tmp_path):
             tokens = np.load(f)
         with fs.open(path, "wb") as f:
             np.save(f, (tokens + 1) % 250)
-    assert np.array_equal(
-        open_corpus(address, tmp_path).sequences(np.arange(SHARDS * 31), 1), (first + 1) % 250
-    )
+    anew = open_corpus(address, tmp_path).sequences(np.arange(SHARDS * 31), seed=1)
+    assert np.array_equal(anew, (first + 1) % 250)
 
 
 def test_local_shards_are_verified(remote, tmp_path, monkeypatch):
@@ -205,10 +204,8 @@ def test_training_from_a_bucket_that_fails(bucket, train, tmp_path, capsys):
         for path in fs.find("bucket/runs/run"):
             files.write_file(f"{tmp_path}/{path.removeprefix('bucket/')}", fs.cat_file(path))
     run, local = tmp_path / "runs" / "run", tmp_path / "runs" / "local"
-    assert (
-        metrics_of(run) == metrics_of(local)
-        and [row["data/epoch"] for row in metrics_of(run)][-1] == 88 / 372
-    )
+    assert metrics_of(run) == metrics_of(local)
+    assert metrics_of(run)[-1]["data/epoch"] == 88 / 372
     assert_bitwise(checkpoint_of(run, 11), checkpoint_of(local, 11))
 
 
@@ -249,17 +246,7 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, giv
 
 def used(run, shards, tmp_path, capsys):
     """What every tool says of the run at an address, and of the shards at another."""
-    words = [
-        run,
-        "--prompt",
-        "import ",
-        "--max_tokens",
-        "4",
-        "--n_devices",
-        "1",
-        "--compilation_cache",
-        "",
-    ]
+    words = [run, "--prompt=import ", *"--max_tokens 4 --n_devices 1 --compilation_cache=".split()]
     (row,) = sample.main(utils.read_flags(common.Sample, words, "tools/sample.py"))
     hf.run(["export", run, "exported"])
     text = tmp_path / "some.txt"

@@ -118,21 +118,14 @@ class Source:
 # --- Sources of records -----------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
-    """What one record of a file is read as."""
-
-    number: int  # of the next record of the file, from which `entries` can continue
-    done: int  # units of the progress bar up to here, those of earlier files too
-    text: str | Document | None  # a Document: what --skip_damaged leaves out
-
-
 class Records(Source):
     """A source whose files hold records, each of which is a document.
 
     A subclass has
         endings         of its files' names
-        entries(file)   yields an Entry for each record of file number `file`. Where the rest cannot be read it raises
-                        UserError or one of DAMAGE.
+        entries(file)   yields for each record of file number `file` the number of the next one, the units up to here,
+                        those of earlier files too, and its text: a str, None, or the Document of what --skip_damaged
+                        leaves out. Where the rest cannot be read it raises UserError or one of DAMAGE.
         before(file)    units in the files before number `file`, where they are not bytes
     """
 

@@ -9,10 +9,8 @@ from runtime.messages import UserError, first_line
 
 
 def open_dataset(name, config, split, *settings):
-    """The rows of a dataset of the hub, at the revision that is its newest now. Raises UserError.
-
-    settings: the text column and --skip_damaged.
-    """
+    """The rows of a dataset of the hub, at its newest revision. settings: the text column and --skip_damaged. Raises
+    UserError."""
     import datasets  # takes a second
     import huggingface_hub
 

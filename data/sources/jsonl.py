@@ -2,7 +2,7 @@
 
 import json
 
-from data.sources.base import Entry, Records
+from data.sources.base import Records
 from data.sources.text import check_length, decompressed, lines
 from runtime.messages import UserError
 
@@ -13,12 +13,11 @@ class Lines(Records):
     endings = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
     def entries(self, file):
-        """Yield an Entry for each line of file number `file`."""
         path, before = self.files[file][0], self.before(file)
         with self.fs.open(path, "rb") as raw:
             for i, line in enumerate(lines(decompressed(raw, path)), 1):
                 if line.strip():
-                    yield Entry(i, before + raw.tell(), self._text(line, f"line {i} of {path}"))
+                    yield i, before + raw.tell(), self._text(line, f"line {i} of {path}")
 
     def _text(self, line, where):
         """The text of a line, a str or None, or the Document of a damaged one."""

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 
 from data.sources import text
-from data.sources.base import Entry, Records
+from data.sources.base import Records
 from data.sources.text import DAMAGE, check_length
 from runtime.messages import UserError
 
@@ -16,10 +16,7 @@ TEXT_TYPES = ("string", "large_string", "string_view", "null")
 
 
 class Tables(Records):
-    """Every row is a document.
-
-    This thread alone reads them: threads of Arrow that still read when the interpreter ends would abort it.
-    """
+    """Every row is a document. This thread alone reads: threads of Arrow would abort the interpreter at its end."""
 
     endings = (".parquet",)
     unit = " documents"
@@ -64,7 +61,6 @@ class Tables(Records):
         return sum(rows for rows in self.rows[:file] if isinstance(rows, int))
 
     def entries(self, file):
-        """Yield an Entry for each row of file number `file`."""
         path, before = self.files[file][0], self.before(file)
         if isinstance(self.rows[file], UserError):
             raise self.rows[file]
@@ -72,7 +68,7 @@ class Tables(Records):
         with self.fs.open(path, "rb") as f, self._open(f) as table:
             for group in range(table.num_row_groups):
                 for row, cell in enumerate(self._cells(table, group), row + 1):
-                    yield Entry(row, before + row, self._text(cell, f"row {row} of {path}"))
+                    yield row, before + row, self._text(cell, f"row {row} of {path}")
 
     def _cells(self, table, group):
         """Yield the bytes of the cells of a row group, as they are in Arrow's memory."""
@@ -88,8 +84,7 @@ class Tables(Records):
             yield cell.as_buffer() if cell.is_valid else b""
 
     def _text(self, cell, where):
-        """The text of a cell, in which bytes that are not UTF-8 are lone surrogates; or the Document of one that is
-        too long."""
+        """The text of a cell, with lone surrogates for bytes that are not UTF-8; the Document of one too long."""
         try:
             check_length(len(cell), where, self.advice)
         except UserError as e:

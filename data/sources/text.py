@@ -50,8 +50,8 @@ def wide_encoding(content):
 
 
 def lines(stream):
-    """Yield the lines of a stream of bytes as text, where bytes that are not UTF-8 are lone surrogates. Of a line
-    longer than LONGEST, a beginning that is too."""
+    """Yield the lines of a stream of bytes as text, where bytes that are not UTF-8 are lone surrogates; of a line that
+    is longer than LONGEST, a beginning that is, too."""
     encoding = wide_encoding(stream.peek(4))
     errors = "strict" if encoding else "surrogateescape"
     text = io.TextIOWrapper(stream, encoding or "utf-8-sig", errors, newline="\n")
@@ -83,11 +83,8 @@ def without_lone_surrogates(text):
 
 
 def read_text(document):
-    """(text, number of characters that became U+FFFD) of a document.
-
-    What is not UTF-8 in a file, and lone surrogates in a record, are replaced. Raises UserError where the file cannot
-    be read or is too long.
-    """
+    """(text, number of characters that became U+FFFD) of a document. Raises UserError where the file cannot be read or
+    is too long."""
     if document.text is not None:
         return without_lone_surrogates(document.text)
     try:
