@@ -820,7 +820,7 @@ def test_a_bad_combination_gets_a_sentence(words):
     assert all(part in str(e.value) for part in BAD[words]) and str(e.value).endswith("."), e.value
 
 
-def start(words, **environment):
+def start_main(words, **environment):
     """A process of main.py that runs, with its stderr in its stdout."""
     env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, **environment}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -836,7 +836,7 @@ def test_processes_that_do_not_come_together_say_so_in_time(flags):
     port = free_port()
     words = [*flags(2, peer_timeout=1), *meet(port)]
     for number in ("1", "0"):
-        process = start([*words, "--process_id", number])
+        process = start_main([*words, "--process_id", number])
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 1 and "Traceback" not in said, said
         assert f"did not all meet at --coordinator 127.0.0.1:{port} within" in said
@@ -854,7 +854,8 @@ def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
         "JAX_COORDINATOR_BIND_ADDRESS": f"0.0.0.0:{port}",
     }
     tasks = [
-        start(flags(2, seed=i), SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **task) for i in range(2)
+        start_main(flags(2, seed=i), SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **task)
+        for i in range(2)
     ]
     for process in tasks:
         said = process.communicate(timeout=300)[0]
@@ -899,7 +900,7 @@ def test_process_0_listens_where_it_was_named(coordinator, monkeypatch, capsys):
 def test_a_frozen_process_is_found(flags, tmp_path):
     long = dict(training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=10)
     words = [*flags(2, **long), *meet(free_port())]
-    first, second = [start([*words, "--process_id", str(i)]) for i in range(2)]
+    first, second = [start_main([*words, "--process_id", str(i)]) for i in range(2)]
     try:
         wait_for(lambda: first.poll() is not None or len(losses(tmp_path / "runs/over2")) > 5)
         assert first.poll() is None, first.communicate()[0]
