@@ -5,7 +5,6 @@ The hosts get a copy of this repository as it stands, with a stand-in for setup_
 
 import contextlib
 import getpass
-import ipaddress
 import json
 import os
 import shutil
@@ -38,15 +37,13 @@ XLA_FLAGS = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_co
 SECRET = "s3cr3t'\"$x y"
 ODD = "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é 漢"
 # of a host: with the file `broken` at home training fails at once, with `instant` it is done at once, with `waits`
-# it waits for SIGTERM, with `hung` it ignores it, and with `silent` it never says that it compiled
+# it waits for SIGTERM, and with `silent` it never says that it compiled
 PYTHON = """#!/bin/bash
 [ ! -e ~/broken ] || { echo "boom $((3+4))"; exit 7; }
 [[ $1 != main.py || ! -e ~/silent ]] || exec sleep 7654
-if [[ $1 == main.py && ( -e ~/hung || -e ~/waits ) ]]; then
+if [[ $1 == main.py && -e ~/waits ]]; then
   echo 0 compiled in 0 s
-  [ ! -e ~/waits ] || exec sleep 7654
-  trap '' TERM
-  while :; do sleep 0.1; done
+  exec sleep 7654
 fi
 [ ! -e ~/instant ] || { echo compiled in 0 s; exit; }
 """
@@ -310,7 +307,7 @@ def content(path):
     return b""
 
 
-def jobs(name, word):
+def processes_of(name, word):
     """Command lines of the processes of a program, one of whose arguments holds `word`."""
     lines = [content(path).split(b"\0") for path in Path("/proc").glob("[0-9]*/cmdline")]
     return [line for line in lines if line[0] == name and any(word in part for part in line)]
@@ -363,8 +360,6 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert f"WANDB_API_KEY={SECRET}\0" in content(Path(f"/proc/{second.pid}/environ")).decode()
     assert not any(list(host.state.glob("start.*")) for host in hosts)
     assert_secret_is_nowhere(idle, run)
-    os.umask(mask := os.umask(0))
-    assert (run / "config.json").stat().st_mode & 0o777 == 0o666 & ~mask
 
     # every connection is cut, and nothing happens to the training
     before = len(losses(run))
@@ -385,10 +380,9 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     pids = [host.pid for host in hosts]
     again = idle.launch(*words)
     assert again.returncode and again.stderr.count("a run of SESSION=train is there already") == 2
-    for wrong in (["--modle_dimension", 3], ["--tokenizer", "none.tiktoken"]):
-        refused = idle.launch("--restart", *words, *wrong)
-        assert refused.returncode and refused.stderr.count("error: 127.0.0.2: ") == 1, refused.said
-        assert wrong[0] in refused.stderr and "stop " not in refused.stdout, refused.said
+    refused = idle.launch("--restart", *words, "--modle_dimension", 3)
+    assert refused.returncode and refused.stderr.count("error: 127.0.0.2: ") == 1, refused.said
+    assert "--modle_dimension" in refused.stderr and "stop " not in refused.stdout, refused.said
     assert pids == [host.pid for host in hosts] and all(host.alive for host in hosts)
 
     assert "ended with status 143" in idle.passes("--restart", *words)
@@ -479,9 +473,6 @@ def test_a_launch_cut_short_names_what_it_could_not_take_back_and_leaves_no_file
     assert done.returncode == 1 and len(named) == 1, done.said
     assert named[0].startswith("error: 127.0.0.2: was not taken back (cannot be reached"), named
     assert "again up to 2 times" in named[0] and not idle.hosts[0].alive
-    logs = idle.launch("--logs")
-    assert logs.returncode == 1 and "--- 127.0.0.2" in logs.stdout
-    assert "error: 127.0.0.2: cannot be" in logs.stderr
     host.up()
     assert host.alive
     advice = named[0].split("end it by: ")[1]
@@ -493,7 +484,7 @@ def test_a_launch_cut_short_names_what_it_could_not_take_back_and_leaves_no_file
     done = ended(launch)
     assert done.returncode and "taking back" in done.stdout, done.said
     assert "not taken back" not in done.stderr and not any(h.alive for h in idle.hosts)
-    wait_for(lambda: not jobs(b"ssh", bytes(idle.base)))
+    wait_for(lambda: not processes_of(b"ssh", bytes(idle.base)))
 
 
 @needs_hosts
@@ -513,49 +504,43 @@ def test_logs_are_followed_on_all_hosts_until_ctrl_c(idle):
         assert follow.stdout.readline() == "127.0.0.2: a  new\\ line\n"
         follow.send_signal(signal.SIGINT)
         assert ended(follow).returncode
-        wait_for(lambda: not jobs(b"tail", b".moe-pretraining/train/127.0.0."))
-        wait_for(lambda: not jobs(b"ssh", bytes(idle.base)))
+        wait_for(lambda: not processes_of(b"tail", b".moe-pretraining/train/127.0.0."))
+        wait_for(lambda: not processes_of(b"ssh", bytes(idle.base)))
     finally:
         follow.terminate()
         idle.hosts[2].up()
 
 
-# hosts 1, 2, ...: program that is replaced, its text, and what the sentence must hold
+# of three hosts: program that is replaced, its text, and what the sentence must hold
+FULL = "#!/bin/bash\necho x 9 9 9000000 9% /\n"
 BAD_HOSTS = [
     [
-        ("tmux", None, ["tmux is not installed"]),
-        ("df", "#!/bin/bash\necho x 9 9 9000000 9% /\n", ["disk is full", "8 GB free"]),
-        ("date", "#!/bin/bash\necho 1000000000.5\n", ["its clock is -", "NTP"]),
+        ("tmux", None, "tmux is not installed"),
+        ("df", FULL, "disk is full"),
+        ("date", "#!/bin/bash\necho 1000000000.5\n", "its clock is -"),
     ],
     [
-        ("python3", None, ["no Python runs there", "PYTHON"]),
-        (
-            "nvidia-smi",
-            "#!/bin/bash\necho 4711\n",
-            ["another run holds its devices (process 4711)"],
-        ),
+        ("python3", None, "no Python runs there"),
+        ("nvidia-smi", "#!/bin/bash\necho 4711\n", "another run holds its devices (process 4711)"),
+        ("df", FULL, "8 GB free"),
     ],
 ]
 
 
 @needs_hosts
-@pytest.mark.parametrize("bad", BAD_HOSTS)
-def test_a_host_that_fails_the_check_is_named(idle, bad):
-    for host, (name, text, _) in zip(idle.hosts, bad):
-        host.replace(name, text)
-    try:
-        done = idle.launch("--preset", "tiny", hosts=3, MIN_DISK_GB="9")
-    finally:
-        for host, (name, _, _) in zip(idle.hosts, bad):
-            host.replace(name, None)
-            if name in PROGRAMS:
+def test_a_host_that_fails_the_check_is_named(idle):
+    for bad in BAD_HOSTS:
+        for host, (name, text, _) in zip(idle.hosts, bad):
+            host.replace(name, text)
+        try:
+            done = idle.launch("--preset", "tiny", hosts=3, MIN_DISK_GB="9")
+        finally:
+            for host, (name, _, _) in zip(idle.hosts, bad):
                 host.restore(name)
-    assert done.returncode == 1 and done.stderr.count("\n") == len(bad), done.said
-    for line, host, (_, _, words) in zip(sorted(done.stderr.splitlines()), idle.hosts, bad):
-        assert line.startswith(f"error: {host.address}: "), done.said
-        assert all(word in line for word in words), done.said
-    table = [line.split()[0] for line in done.stdout.splitlines()[1:]]
-    assert table == (["FAILED"] * len(bad) + ["ok"])[:3]
+        assert done.returncode == 1 and done.stderr.count("\n") == 3, done.said
+        for line, host, (_, _, words) in zip(sorted(done.stderr.splitlines()), idle.hosts, bad):
+            assert line.startswith(f"error: {host.address}: ") and words in line, done.said
+        assert done.stdout.count("FAILED") == 3
     assert_nothing_was_started(idle)
 
 
@@ -588,12 +573,6 @@ def test_a_dead_host_a_refused_key_and_a_changed_host_key(idle):
             (changed.root / f"{name}.first").rename(changed.root / name)
         changed.up()
         (idle.base / "known_hosts").unlink()
-    open_key = idle.base / "open key"
-    shutil.copy(refusing.root / "user", open_key)
-    open_key.chmod(0o644)
-    done = idle.launch("--status", SSH_KEY=str(open_key), SSH_CONFIG="/dev/null", hosts=1)
-    assert "open key" in done.stderr and "chmod 600" in done.stderr, done.said
-    assert "refuses" not in done.stderr
     assert_nothing_was_started(idle)
 
 
@@ -602,14 +581,12 @@ def test_a_tilde_in_a_setting_is_the_home_there(idle):
     """So is $HOME, which the shell here would replace by the home here."""
     host, env = idle.hosts[0], idle.repo / "cluster.env"
     program(host.home / "an env/bin/python", "#!/bin/sh\necho Python 9.9\n")
-    for path in (host.home / "an env", "~/an env", "$HOME/an env"):
-        assert idle.step("--check", host, VENV=str(path)).stdout.endswith("Python 9.9\n")
-    for text in ("~/a/%h", '"$HOME/c"', '"${HOME}/d"'):
+    for path in ("~/an env", "$HOME/an env"):
+        assert idle.step("--check", host, VENV=path).stdout.endswith("Python 9.9\n")
+    for text in ("~/a/%h", '"$HOME/c"'):
         env.write_text(f"FOLDER={text}\n")
         assert idle.step("--code", host).returncode == 0
-    env.unlink()
-    assert idle.step("--code", host, FOLDER="~/b c").returncode == 0
-    for folder in (f"a/{host.address}", "b c", "c", "d"):
+    for folder in (f"a/{host.address}", "c"):
         assert (host.home / folder / "main.py").exists()
     assert not (host.home / "~").exists()
 
@@ -737,10 +714,10 @@ def test_sending_that_was_interrupted_is_completed(idle):
     git("update-ref", "refs/moe-launcher/half", git("commit-tree", "-m", "half", "HEAD^{tree}"))
     (host.code / ".git/index.lock").touch()
     (host.code / "main.py").write_text("half")
-    for text in (None, "", "0" * 40):
-        if text is not None:
+    for torn in (False, True):
+        if torn:
             (host.code / ".git/refs/moe-launcher").mkdir(exist_ok=True)
-            (host.code / ".git/refs/moe-launcher/half").write_text(text)
+            (host.code / ".git/refs/moe-launcher/half").write_text("")
         for word in ("--check", "--code"):
             assert idle.step(word, host, COMMIT=tree).returncode == 0
         assert not git("status", "--porcelain") and git("rev-parse", "HEAD") == tree
@@ -786,27 +763,7 @@ def test_one_host_that_fails_to_start_takes_the_others_back(idle):
     assert done.returncode == 1 and "taking back" in done.stdout, done.said
     assert "--- the last 20 lines of 127.0.0.2" in done.stderr and "boom 7" in done.stderr
     assert "ended with status 7" in done.stderr and not any(host.alive for host in idle.hosts)
-    assert not jobs(b"sleep", b"7654")  # not even outside tmux
-
-
-@needs_hosts
-def test_a_hung_run_is_ended_by_sigkill_and_told(idle):
-    hung, waits = idle.hosts[:2]
-    (hung.home / "hung").touch()
-    (waits.home / "waits").touch()
-    idle.passes(STOP_TIMEOUT="3")
-    restarted = idle.launch("--restart", STOP_TIMEOUT="3")
-    assert restarted.returncode == 0, restarted.said
-    stopped = idle.launch("--stop", STOP_TIMEOUT="3")
-    for done in (restarted, stopped):
-        assert "KILLED   127.0.0.1 " in done.stdout and "ended with status 137" in done.stdout
-        assert "ok       127.0.0.2 " in done.stdout and "ended with status 143" in done.stdout
-        assert done.stderr.startswith("error: 127.0.0.1: it still ran STOP_TIMEOUT=3 s after SIGT")
-        assert "SIGKILL" in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert stopped.returncode == 137 and not hung.alive and not waits.alive
-    assert not jobs(b"/bin/bash", bytes(hung.code))
-    again = idle.passes("--stop", STOP_TIMEOUT="3")
-    assert "137: error: it still ran" in again, again
+    assert not processes_of(b"sleep", b"7654")  # not even outside tmux
 
 
 @needs_hosts
@@ -863,7 +820,7 @@ def test_a_bad_combination_gets_a_sentence(words):
     assert all(part in str(e.value) for part in BAD[words]) and str(e.value).endswith("."), e.value
 
 
-def start(words, **environment):
+def start_main(words, **environment):
     """A process of main.py that runs, with its stderr in its stdout."""
     env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, **environment}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -879,7 +836,7 @@ def test_processes_that_do_not_come_together_say_so_in_time(flags):
     port = free_port()
     words = [*flags(2, peer_timeout=1), *meet(port)]
     for number in ("1", "0"):
-        process = start([*words, "--process_id", number])
+        process = start_main([*words, "--process_id", number])
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 1 and "Traceback" not in said, said
         assert f"did not all meet at --coordinator 127.0.0.1:{port} within" in said
@@ -897,7 +854,8 @@ def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
         "JAX_COORDINATOR_BIND_ADDRESS": f"0.0.0.0:{port}",
     }
     tasks = [
-        start(flags(2, seed=i), SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **task) for i in range(2)
+        start_main(flags(2, seed=i), SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **task)
+        for i in range(2)
     ]
     for process in tasks:
         said = process.communicate(timeout=300)[0]
@@ -905,30 +863,12 @@ def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
         assert "error: --seed: not the same on process 1 as on process 0" in said
 
 
-def listening(pid):
-    """{(address, port)} where a process listens for TCP connections."""
-    fds = [os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir() if p.is_symlink()]
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = row.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in fds:
-                raw, port = local.split(":")
-                words = np.frombuffer(bytes.fromhex(raw), ">u4").astype("=u4").tobytes()
-                address = ipaddress.ip_address(words)
-                found.add((str(getattr(address, "ipv4_mapped", None) or address), int(port, 16)))
-    return found
-
-
 OWN, OTHER = "127.0.0.1", "198.51.100.7"
 MEETINGS = {  # --coordinator: what its host resolves to, where process 0 listens
     "127.0.0.1:7": ([OWN], "127.0.0.1:7"),
     "[::1]:7": (["::1"], "[::1]:7"),
-    "localhost:7": (["::1", OWN], "localhost:7"),
-    "0.0.0.0:7": (["0.0.0.0"], "0.0.0.0:7"),
     # the name of a pod, say, with an address that this machine has, here by any
     "own:7": (["0.0.0.0"], "own:7"),
-    "service:7": ([OTHER], "0.0.0.0:7"),
     "nat:7": (["0.0.0.0", OTHER], "0.0.0.0:7"),
     "[2001:db8::7]:7": (["2001:db8::7"], "[::]:7"),
     "debian:7": (["127.0.1.1"], "0.0.0.0:7"),
@@ -961,19 +901,12 @@ def test_process_0_listens_where_it_was_named(coordinator, monkeypatch, capsys):
 
 
 def test_a_frozen_process_is_found(flags, tmp_path):
-    """And until then the two listen on no interface but those that docs/several-hosts.md names."""
-    port = free_port()
     long = dict(training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=10)
-    words = [*flags(2, **long), *meet(port)]
-    first, second = [start([*words, "--process_id", str(i)]) for i in range(2)]
+    words = [*flags(2, **long), *meet(free_port())]
+    first, second = [start_main([*words, "--process_id", str(i)]) for i in range(2)]
     try:
-        wait_for(lambda: first.poll() is not None or len(losses(tmp_path / "runs/over2")) > 5, 600)
+        wait_for(lambda: first.poll() is not None or len(losses(tmp_path / "runs/over2")) > 5)
         assert first.poll() is None, first.communicate()[0]
-        if sys.platform == "linux":
-            assert ("127.0.0.1", port) in listening(first.pid)
-            own = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
-            others = (listening(first.pid) | listening(second.pid)) - {("127.0.0.1", port)}
-            assert len(others) == 2 and {address for address, _ in others} <= own, others
         second.send_signal(signal.SIGSTOP)
         said = first.communicate(timeout=300)[0]
     finally:

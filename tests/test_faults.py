@@ -25,6 +25,7 @@ import pytest
 from conftest import ROOT, SMALL, SMALL_GPT2, flags_of, small_config
 from test_cluster import XLA_FLAGS, free_port
 from test_resume import metrics_of
+from test_scripts import wait_for
 
 import dataset
 import main
@@ -214,13 +215,9 @@ def of_other_contents(checkpoint):
 
 DAMAGED = {  # what becomes of checkpoint 2
     "arrays": of_other_contents,
-    "manifest": lambda at: (at / "state/manifest.ocdbt").write_bytes(b"xxx"),
     "array metadata": lambda at: next((at / "state/array_metadatas").iterdir()).write_text("{"),
-    "tree": lambda at: (at / "state/_METADATA").write_text("{"),
     "a file is a folder": lambda at: [(p.unlink(), p.mkdir()) for p in (at / "state/d").iterdir()],
-    "no state": lambda at: shutil.rmtree(at / "state"),
     "no meta": lambda at: shutil.rmtree(at / "meta"),
-    "meta is no JSON": lambda at: (at / "meta/metadata").write_text('{"step": 2'),
     "meta is a list": lambda at: (at / "meta/metadata").write_text("[1]"),
     "another position": lambda at: in_meta(at, '"sequences": 2', '"sequences": 3'),
     "no step": lambda at: in_meta(at, '"step"', '"stop"'),
@@ -296,25 +293,16 @@ def small_disk(tmp_path):
 
 
 def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_disk, capsys):
-    checkpoints, fill = checkpointing.Checkpoints(str(small_disk / "c"), 3), small_disk / "fill"
+    checkpoints = checkpointing.Checkpoints(str(small_disk / "c"), 3)
     checkpoints.save(1, state_of(1), 1, {})
     checkpoints.save(2, state_of(2, 1_000_000), 2, {})  # full among the arrays
     checkpoints.finish()
     assert checkpoints.saved is None and sorted(os.listdir(small_disk / "c")) == ["1"]
-    with contextlib.suppress(OSError):
-        fill.write_bytes(b"x" * 3_000_000)
-    checkpoints.save(3, state_of(3), 3, {})  # full from the first file on
-    checkpoints.finish()
-    said = capsys.readouterr().out
-    assert checkpoints.saved is None and sorted(os.listdir(small_disk / "c")) == ["1"]
-    second, third = said.splitlines()
-    assert "warning: checkpoint 2 could not be written (" in second and "checkpoint 3 " in third
-    fill.unlink()
+    assert "warning: checkpoint 2 could not be written (" in capsys.readouterr().out
     checkpoints.save(4, state_of(4), 4, {})
     checkpoints.close()
     assert checkpoints.saved == 4 and sorted(os.listdir(small_disk / "c")) == ["1", "4"]
-    state, _ = checkpointing.Checkpoints(str(small_disk / "c")).restore(abstract(state_of(0)))
-    assert same(state, state_of(4))
+    assert restored(small_disk / "c") == 4
 
 
 def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
@@ -458,7 +446,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
             train(**TINY, output_dir=place)
     with pytest.raises(messages.UserError, match="cannot be written .No space left"):
         files.write_file(str(small_disk / "plan.json"), "x" * 9000)
-    for place in ("/proc/plan.json", tmp_path / "file/x/plan.json", tmp_path):
+    for place in ("/proc/plan.json", tmp_path):
         with pytest.raises(messages.UserError, match="--plan_json .*: cannot be written"):
             files.check_place(str(place), "--plan_json")
     steps.configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
@@ -587,24 +575,16 @@ def test_a_stop_at_a_save_step_loses_no_samples(train, tmp_path, monkeypatch, st
     assert samples[0] == samples[1] and samples[0].count("=== step") == 3
 
 
-@pytest.fixture
-def fake_jax(tmp_path):
-    """Environment in which whoever imports jax, and all of its group, are sent SIGINT, as from a terminal."""
-    (tmp_path / "jax.py").write_text(
-        "import os, signal, time\nos.killpg(0, signal.SIGINT)\ntime.sleep(60)\n"
-    )
-    return {**os.environ, "PYTHONPATH": str(tmp_path)}
-
-
-def test_an_interrupt_while_jax_is_imported_is_one_line(fake_jax):
+def test_an_interrupt_while_jax_is_imported_is_one_line(tmp_path):
+    """Whoever imports jax, and all of its group, are sent SIGINT, as from a terminal."""
+    fake = "import os, signal, time\nos.killpg(0, signal.SIGINT)\ntime.sleep(600)\n"
+    (tmp_path / "jax.py").write_text(fake)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     lost = "interrupted while no step was in progress; nothing was lost"
-    programs = {"main.py": lost, "tools/sample.py": "interrupted", "tools/bench.py": "interrupted"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for name, word in programs.items():
-        words = [sys.executable, ROOT / name, *(["x"] if "sample" in name else [])]
-        process = subprocess.Popen(words, env=fake_jax, start_new_session=True, **pipes)
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, out, err) == (130, "", word + "\n"), name
+    pipes = dict(capture_output=True, text=True, timeout=300, start_new_session=True)
+    for words, said in ((["main.py"], lost), (["tools/sample.py", "x"], "interrupted")):
+        done = subprocess.run([sys.executable, *words], env=env, cwd=ROOT, **pipes)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", said + "\n"), words
 
 
 def test_signals_are_heard_before_anything_else_is_imported():
@@ -756,14 +736,8 @@ class Pair:
             faults_here = {key: v[i] if key == "unreadable" else v for key, v in faults.items()}
             faults_here |= {"bad": BAD, "launched": str(own / "launched")}
             program = [sys.executable, self.folder / "driver.py", json.dumps(faults_here)]
-            words = [
-                *supervise,
-                own,
-                *program,
-                "--preset",
-                "tiny",
-                *flags_of(**flags, process_id=i),
-            ]
+            words = [*supervise, own, *program, "--preset", "tiny"]
+            words += flags_of(**flags, process_id=i)
             with open(own / "log", "w") as log:  # by a pipe, which has no RLIMIT_FSIZE
                 sink = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
             out = dict(stdout=sink.stdin, stderr=subprocess.STDOUT)
@@ -822,13 +796,6 @@ def undisturbed(pair):
     return meta_of(whole.run, STEPS), metrics_of(whole.run)
 
 
-def wait_for(condition, seconds=120):
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline, "did not come true"
-        time.sleep(0.02)
-
-
 KILLS = int(os.environ.get("FAULT_KILLS", 3))
 
 
@@ -871,9 +838,7 @@ def test_one_process_that_cannot_write_fails_the_save_of_all_at_once(pair, undis
     wait_for(lambda: max(some.launched(), default=0) > 45)
     resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (9000, -1))
     wait_for(lambda: all("checkpoint 60 could not be written" in some.log(i) for i in range(2)))
-    wait_for(
-        lambda: sorted(p.name for p in (some.run / "checkpoints").iterdir()) == ["20", "40"], 10
-    )
+    wait_for(lambda: sorted(os.listdir(some.run / "checkpoints")) == ["20", "40"])
     resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (-1, -1))
     assert some.wait() == [0, 0], some.log(0) + some.log(1)
     assert meta_of(some.run, STEPS)["fingerprint"] == undisturbed[0]["fingerprint"]

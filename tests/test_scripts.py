@@ -3,6 +3,7 @@
 run.sh and setup_tpu.sh are copied beside stand-ins for what they call, so nothing is installed, tokenized or trained.
 """
 
+import fcntl
 import os
 import shlex
 import shutil
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,7 +52,7 @@ def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not come true"
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 def assert_one_sentence(result, code, *words):
@@ -74,11 +76,11 @@ def test_scripts_are_clean():
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("script", ["launcher.sh", "run.sh", "debug_tpu.sh", "setup_tpu.sh"])
-def test_help(script):
-    result = bash(ROOT / script, "--help")
-    assert result.returncode == 0 and not result.stderr
-    assert result.stdout.startswith(f"usage: bash {script}")
+def test_help():
+    for script in ("launcher.sh", "run.sh", "debug_tpu.sh", "setup_tpu.sh"):
+        result = bash(ROOT / script, "--help")
+        assert result.returncode == 0 and not result.stderr
+        assert result.stdout.startswith(f"usage: bash {script}")
 
 
 # --- run.sh -----------------------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ SAVES = f"""#!{sys.executable}
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 print("ready", flush=True)
-time.sleep(50)
+time.sleep(600)
 """
 
 
@@ -159,15 +161,11 @@ def test_run_makes_the_corpus_that_is_missing(tmp_path):
 # flags, and what run.sh adds
 ADDED = {
     "": f"{PRESET} {DATA} {SIMULATED}",
-    "--seed 1 --no-wandb": f"{PRESET} {DATA} {SIMULATED}",
-    "--preset moe1b": f"{DATA} {SIMULATED}",
     "--preset=moe1b": f"{DATA} {SIMULATED}",
     "--data x": f"{PRESET} {SIMULATED}",
     "--bucket-name=x": f"{PRESET} {SIMULATED}",
-    "--n_devices 4": f"{PRESET} {DATA}",
     "--n-devices=4": f"{PRESET} {DATA}",
-    "--n_device_axis 1 2 2": f"{PRESET} {DATA} --n_devices 4",
-    "--seed 1 --n-device-axis 1 1 1 --wandb": f"{PRESET} {DATA} --n_devices 1",
+    "--seed 1 --n-device-axis 1 2 2 --wandb": f"{PRESET} {DATA} --n_devices 4",
     "--n_device_axis 2 2 1 --n_devices 4": f"{PRESET} {DATA}",
     "--n_device_axis 2 two 1": f"{PRESET} {DATA}",  # main.py's to refuse
     "--n_device_axis 2": f"{PRESET} {DATA}",
@@ -233,12 +231,11 @@ def test_run_starts_the_training_again(repository):
 def test_run_hands_signals_to_the_training(repository):
     """Who stops the script stops the training itself, which can save; it is not started again."""
     program(repository.python, SAVES)
-    for words in (["local"], ["--max_restarts", "2", "local"]):
-        words = ["bash", repository.root / "run.sh", *words]
-        with subprocess.Popen(words, env=CLEAN, stdout=subprocess.PIPE) as process:
-            assert process.stdout.readline() == b"ready\n"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(300) == 143 and not process.stdout.read()
+    words = ["bash", repository.root / "run.sh", "--max_restarts", "2", "local"]
+    with subprocess.Popen(words, env=CLEAN, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 143 and not process.stdout.read()
 
 
 # --- launcher.sh, as far as it needs no host ---------------------------------------------------------------------
@@ -246,20 +243,13 @@ def test_run_hands_signals_to_the_training(repository):
 # words, and what the sentence must hold
 WRONG_WORDS = """
 --preset tiny --restart: --restart before
---preset tiny --status: --status before
 --max-restarts 3: --max-restarts before
---max_restarts: --max_restarts number
 --max_restarts --preset: --preset number
 --sync --status: --status alone
---restart --stop: --stop alone
 --status extra words: --status extra
---stop a: --stop a
---logs b: b HOSTS
 --logs -f b: b HOSTS
---logs a c: c HOSTS
 --logs a x@c: --logs a x@c
 --attach: --attach HOSTS
---attach a b: b
 """
 
 
@@ -283,9 +273,8 @@ def test_launcher_refuses_its_words_in_wrong_places_and_no_flag_of_main(reposito
         result = launcher(*words.split(), **hosts)
         assert_one_sentence(result, 1, *expected.split())
         assert not result.stdout
-    for words in ("--sync --help", "--restart --preset tiny --help", "--sync -h"):
-        result = launcher(*words.split(), **hosts)
-        assert result.returncode == 0 and result.stdout.startswith("usage: bash launcher.sh")
+    result = launcher("--restart", "--preset", "tiny", "-h", **hosts)
+    assert result.returncode == 0 and result.stdout.startswith("usage: bash launcher.sh")
     names = [*utils.flatten(utils.Config()), *vars(utils.Plan())]
     flags = [f"--{no}{name}" for name in names for no in ("", "no_", "no-")]
     result = launcher(*flags, "--name", "status", COMMIT="none", **hosts)
@@ -294,31 +283,24 @@ def test_launcher_refuses_its_words_in_wrong_places_and_no_flag_of_main(reposito
 
 
 def test_hosts_and_keys_that_cannot_be_right_are_refused_at_once(launcher, tmp_path):
-    for hosts in ("a b a", "me@a b you@a", "a A"):
-        assert_one_sentence(launcher("--status", HOSTS=hosts), 1, "HOSTS: names", "twice")
-    for hosts in "a:22|me@a:22|'a' 'b'|\"a\", \"b\"|[a]|-a|ssh://a|# b|b=c|n{0..3}".split("|"):
+    assert_one_sentence(launcher("--status", HOSTS="me@a b you@a"), 1, "HOSTS: names", "twice")
+    for hosts in "a:22|'a' 'b'|[a]|-a|ssh://a|# b|b=c|n{0..3}".split("|"):
         result = launcher("--status", HOSTS=f"{hosts} z")
-        assert_one_sentence(result, 1, f"HOSTS: {hosts.split()[0].rstrip(',')}: ")
+        assert_one_sentence(result, 1, f"HOSTS: {hosts.split()[0]}: ")
     assert_one_sentence(launcher("--status", HOSTS=" ,\n"), 1, "HOSTS: names no host")
     missing = str(tmp_path / "no key")
     result = launcher("--status", HOSTS="a", SSH_KEY=missing)
     assert_one_sentence(result, 1, f"SSH_KEY={missing}: there is no such file")
-    result = launcher("--status", HOSTS="a", SSH_KEY=str(tmp_path))
-    assert_one_sentence(result, 1, "cannot be read")
 
 
 # what cluster.env says, and the hosts that it names
 FORMS = {
-    'HOSTS="a me@b c"': "a me@b c",
     'HOSTS="\n  a\n\tme@b \n c\t\n"': "a me@b c",
     "HOSTS='a, me@b;c'": "a me@b c",
     "HOSTS=(a me@b\n  c)  # an array": "a me@b c",
-    "HOSTS=(n{0..2})": "n0 n1 n2",
     'HOSTS=a\nHOSTS="$HOSTS b"\nset -x': "a b",
-    'HOSTS="a"\nHOSTS+=" b"': "a b",
     '\ufeffHOSTS="a b"\r\nMIN_DISK_GB="08"\r\n': "a b",
     'hosts="a b"\nHOSTS="$hosts"': "a b",
-    'HOSTS="fe80::1 10.0.0.5"': "fe80::1 10.0.0.5",
     'export HOSTS="a"\nexport SSH_AUTH_SOCK=/x WANDB_API_KEY=k': "a",
     "HOSTS=a\nSECRETS=(WANDB_API_KEY,MINE)\nMINE=k\n[[ 1 == 2 ]] && HOSTS=b": "a",
 }
@@ -328,28 +310,22 @@ WRONG_SETTINGS = {
     "HOSTS=a b": ["cluster.env, line 1: b: command not found"],
     "\nHOSTS = a": ["cluster.env, line 2: HOSTS: command not found", 'NAME="value"'],
     'HOSTS="a': ["cluster.env, line 1: unexpected EOF"],
-    "HOSTS=a\nVENV=(": ["cluster.env, line 2: "],
-    "HOSTS=a\nif true": ["cluster.env, line "],
     "HOSTS=a\nHOSTS=$(cat nothing)": ["cluster.env, line 2: HOSTS=$(cat nothing) failed"],
     "HOSTS=$HSOTS": ["cluster.env, line 1: HSOTS"],
     "HOSTS=a\nexit": ["cluster.env: ends before its last line"],
     "HOSTS=a\nHOSTS=b": ["cluster.env, line 2: HOSTS is set a second time", "HOSTS+="],
     "\0".join("HOSTS=a b"): ["line 1: b: command not found"],  # as UTF-16 has it
-    "HOST=a": ["cluster.env, line 1: HOST is no setting"],
     "HOSTS=a\n\n  MIN_DISK=3": ["line 3: MIN_DISK is no setting", "cluster.env.example names all"],
-    "hosts=a": ["line 1: hosts is no setting"],
     "HOSTS=a\nSECRETS=A=b": ["SECRETS: must hold names"],
-    "HOSTS=a\nFOLDER='~'": ["FOLDER=~: "],
     "HOSTS=a\nFOLDER=~me/x": ["FOLDER=~me/x: "],
     "HOSTS=a\nFOLDER='$USER/x'": ["FOLDER=$USER/x: "],
-    "HOSTS=a\nFOLDER=": ["FOLDER=, "],
     "HOSTS=a\nSESSION=../x": ["SESSION=../x: "],
     "HOSTS=a\nCOORDINATOR=h": ["COORDINATOR=h: must be HOST:PORT"],
     "HOSTS=a\nMAX_CLOCK_SKEW=-1": ["MAX_CLOCK_SKEW=-1: "],
 } | {
     f"HOSTS=a\n{name}='{value}'": [f"{name}={value}: must be a whole number"]
     for name in "MIN_DISK_GB START_TIMEOUT STOP_TIMEOUT MAX_RESTARTS SSH_PORT".split()
-    for value in ("x", "-1", "2.5", "9999999999", "" if name != "SSH_PORT" else "0")
+    for value in ("2.5", "9999999999")
 }
 
 
@@ -379,27 +355,15 @@ def test_every_form_of_cluster_env_works_or_is_refused_before_a_host_is_asked(re
 
 
 def on_this_host(home, *call, **settings):
-    """A function of tools/cluster/on_host.sh, as it runs on a host, whose home is `home`."""
-    return on_this_host_at_once(home, call, **settings)[0]
-
-
-def on_this_host_at_once(home, *calls, **settings):
-    """The same for several calls at the same time."""
+    """How a function of tools/cluster/on_host.sh ended, as it runs on a host, whose home is `home`."""
     defaults = dict(FOLDER=str(home), SESSION="s", VENV=".venv", PYTHON="", host="h")
     settings = defaults | dict(MAX_RESTARTS="1", START_TIMEOUT="300") | settings
     head = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in settings.items())
     head += (ROOT / "tools/cluster/on_host.sh").read_text()
+    head += shlex.join(map(str, call)) + " </dev/null\n"
     env = CLEAN | {"HOME": str(home), "TMUX_TMPDIR": str(home)}
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    processes = [subprocess.Popen(["bash"], env=env, text=True, **pipes) for _ in calls]
-    for process, call in zip(processes, calls, strict=True):
-        process.stdin.write(head + shlex.join(map(str, call)) + " </dev/null\n")
-        process.stdin.flush()
-    done = []
-    for process in processes:
-        out, err = process.communicate(timeout=300)
-        done.append(subprocess.CompletedProcess(["bash"], process.returncode, out, err))
-    return done
+    pipes = dict(input=head, capture_output=True, text=True, timeout=300)
+    return subprocess.run(["bash"], env=env, **pipes)
 
 
 SAID = "11:26:35 compiled in 13s"
@@ -427,7 +391,6 @@ LOGS = [  # a log, and what --status shows of it
     (f"{SAID}\n{TRACE}ValueError: a\n more\nof it\n{NOISE}", "ValueError: a"),
     (f"{TRACE}KeyError: 1\n\nDuring handling of it:\n\n{TRACE}OSError: 2\n", "OSError: 2"),
     (f"{SAID}\n{ERROR}\n{TRACE}ValueError: a\n{NOISE}Fatal Python error\n", ERROR),
-    (f"{SAID}\n{TRACE}ValueError: a\n{ERROR}\n", ERROR),
     (f"{ERROR}\n{AGAIN}\n{NOISE}", AGAIN),
     (f"{ERROR}\n{TRACE}ValueError: a\n{AGAIN}\n{NOISE}{SAID}\n", SAID),
     (f"{SAID}\nException ignored in: <f>\n{TRACE}ValueError: a\n", SAID),
@@ -509,7 +472,9 @@ def test_of_two_starts_at_once_one_runs_with_its_own_secrets_and_flags(home):
     program(home / ".venv/bin/python", WAITS)
     starts = [("start", name, f"SECRET=of-{name}", "--seed", name) for name in ("one", "two")]
     path = f"{home}/bin:{os.environ['PATH']}"
-    done = dict(zip(("one", "two"), on_this_host_at_once(home, *starts, PATH=path)))
+    with ThreadPoolExecutor(2) as both:
+        started = both.map(lambda call: on_this_host(home, *call, PATH=path), starts)
+        done = dict(zip(("one", "two"), started))
     first, second = sorted(done, key=lambda name: done[name].returncode)
     assert (done[first].returncode, done[second].returncode) == (0, 1), done
     assert done[second].stderr.startswith("error: h: a run of SESSION=s is there already"), done
@@ -525,8 +490,6 @@ def test_of_two_starts_at_once_one_runs_with_its_own_secrets_and_flags(home):
     assert on_this_host(home, "stop", "60", "three").returncode == 0
     assert on_this_host(home, "start", "three", "SECRET=3").returncode == 1
     assert (home / "lives").read_text().count("\n") == 1
-    assert on_this_host(home, "start", "four", "SECRET=4").returncode == 0
-    assert on_this_host(home, "stop", "60").returncode == 0
 
 
 HUNG = """#!/bin/bash
@@ -630,18 +593,18 @@ def test_setup_installs_once_and_again_what_changed(set_up):
     assert set_up()[0] is None
 
 
-def test_two_setups_at_once_install_once(set_up):
+def test_a_setup_waits_for_another_one(set_up):
     if not shutil.which("flock"):
         pytest.skip("flock is not installed")
-    slow = 'echo x >>"$root/installs"; sleep 3; cat "$2" >"$root/pip"'
-    text = STAND_IN.replace('cat "$2" >"$root/pip"', slow)
-    program(set_up.python, text.format(root=set_up.root, python=sys.executable))
     env = CLEAN | {"PYTHON": str(set_up.python), "JAX_PLATFORMS": "cpu"}
     words = ["bash", set_up.root / "setup_tpu.sh"]
-    both = [subprocess.Popen(words, env=env, stdout=subprocess.PIPE) for _ in range(2)]
-    said = b"".join(process.communicate(timeout=300)[0] for process in both)
-    assert [process.returncode for process in both] == [0, 0], said
-    assert (set_up.root / "installs").read_text() == "x\n" and b"waiting for another setup" in said
+    with open(set_up.root / ".venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE)
+        assert b"waiting for another setup" in process.stdout.readline()
+        assert not (set_up.root / "pip").exists()
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0 and (set_up.root / "pip").exists(), said
 
 
 def test_setup_failure_leaves_no_stamp(set_up):

@@ -8,7 +8,7 @@ import jax
 import pytest
 from conftest import SMALL_GPT2, SMALL_RUN, flags_of, run_program, small_config
 from jax.profiler import ProfileData
-from test_cluster import free_port, start
+from test_cluster import free_port, start_main
 from test_resume import metrics_of
 
 from planning import costs, plan
@@ -69,7 +69,7 @@ def test_several_processes_trace_their_own_devices(shards, xla_cache, tmp_path):
     flags |= dict(output_dir=tmp_path, name="pair", data=shards, eval_steps=1)
     flags |= dict(compilation_cache=xla_cache, num_processes=2, warmup_steps=2, end_steps=100)
     flags |= dict(coordinator=f"127.0.0.1:{free_port()}")
-    both = [start(["--preset", "tiny", *flags_of(**flags, process_id=i)]) for i in range(2)]
+    both = [start_main(["--preset", "tiny", *flags_of(**flags, process_id=i)]) for i in range(2)]
     said = [process.communicate(timeout=300)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert [words.count("profile: steps 3 to 4") for words in said] == [1, 0]
