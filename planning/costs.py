@@ -308,12 +308,8 @@ class Estimate:
         self.send("all-to-all", "pp", everything, self.batches * 3)
 
     def peak(self, gathered, largest, kept, widest):
-        """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass; of what
-        `add_weights` and `add_layers` return.
-
-        The peak is at one of three moments: while there are logits, in a layer's backward pass, or when the embedding's
-        two gradients are added up.
-        """
+        """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass: while there
+        are logits, in a layer's backward pass, or when the embedding's two gradients are added up."""
         m, fit = self.m, self.fit
         embedding = m.padded_vocab * m.model_dimension
         accumulated = 0  # gradients summed up so far
@@ -338,8 +334,7 @@ class Estimate:
         return accumulated + embedded + max(at_logits, in_layer, at_embedding)
 
     def seconds(self):
-        """{part: seconds}, links left out: matrix products at the chip's speed, attention's at half of it, and memory
-        traffic at its bandwidth."""
+        """{part: seconds} without links; attention's products run at half the chip's speed."""
         chip = self.machine.chip
         products = (self.flops + self.scores) / chip.speed + self.operands / chip.bandwidth
         return {"matrix products": products, "memory": self.passes / chip.bandwidth}

@@ -1,7 +1,4 @@
-"""GPUs that exist for XLA's compiler alone: what it needs to know of each kind, and devices of them.
-
-The CUDA plugin of jax compiles for them without a GPU and without a driver (the extra plan-gpu of pyproject.toml).
-"""
+"""GPUs that exist for XLA's compiler alone: jax's CUDA plugin compiles for them without a GPU and without a driver."""
 
 import importlib.util
 import shutil
@@ -75,7 +72,7 @@ def has_compiler():
 
 
 def devices(kind, hosts, per_host):
-    """`per_host` devices of a kind of `SPECS` on each of so many hosts, which exist for the compiler alone."""
+    """`per_host` devices of a kind of `SPECS` on each of the hosts."""
     chip, spec = CHIPS[kind], SPECS[kind]
     major, minor = spec.capability.split(".")
     # instructions of one generation alone, such as Hopper's products of whole warp groups

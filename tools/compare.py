@@ -115,8 +115,8 @@ def cell(values, form, factor=1):
 def table(groups, marks=(), target=None):
     """Lines of a Markdown table of groups of runs, {name: {seed: Curve}}, beside the first group.
 
-    marks: numbers of tokens; none: up to three evaluations of the first run, at about a quarter, half and three
-    quarters of it. target: a loss; None: the first group's final one, of each seed its own.
+    marks: numbers of tokens; none: evaluations of the first run at about a quarter, half and three quarters of it.
+    target: a loss; None: the first group's final one, of each seed its own.
     """
     first_name, first = next(iter(groups.items()))
     if not marks:
@@ -228,7 +228,7 @@ class Trial(NamedTuple):
 
 
 def parse_variation(text, flags, output):
-    """The Trial of "name: flags", after the `flags` of all. Raises UserError, as main.py does."""
+    """The Trial of "name: flags", after the `flags` of all. Raises UserError."""
     name, _, own = text.partition(":")
     name = name.strip()
     if not re.fullmatch(r"[\w.+=@-]+", name):

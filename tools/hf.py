@@ -72,8 +72,7 @@ def import_folder(folder, run_dir):
 
 
 def export(run_dir, folder, dtype="float32"):
-    """Write the newest sound checkpoint of a run directory as a folder that transformers loads. The folder appears when
-    it is whole."""
+    """Write the newest sound checkpoint of a run directory as a folder that transformers loads."""
     flags, load = weights.open_weights(run_dir)
     cfg = config_of_one_device(flags, run_dir)
     form = hugging_face.format_to_export(cfg.model.architecture)

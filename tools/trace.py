@@ -81,10 +81,7 @@ class Operation(NamedTuple):
 
 
 class Trace:
-    """A trace in a run directory, and the compiled step, optimized HLO, that lies beside it.
-
-    about: as profiling.Profile.about wrote it.
-    """
+    """A trace, and the optimized HLO of its step. about: as profiling.Profile.about wrote it."""
 
     def __init__(self, folder, about, cfg, text):
         self.folder, self.about, self.cfg, self.text = folder, about, cfg, text
@@ -319,7 +316,7 @@ def beside(trace, found):
 
 
 def report(trace, found, rows):
-    """All of it in words, as a list of lines. rows: of `beside`."""
+    """Lines of text. rows: of `beside`."""
     mesh = trace.cfg.run.n_device_axis
     kind, (first, _) = trace.about["device_kind"], trace.about["steps"]
     lines = [
