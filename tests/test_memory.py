@@ -16,7 +16,7 @@ import sys
 limit = int(sys.argv.pop(1))
 sys.path.insert(0, ROOT)
 import jax
-import utils
+from runtime import messages
 from training import command_line
 flags = command_line.parse(sys.argv[1:])
 import main
@@ -35,7 +35,7 @@ def limited(*args):
     return step
 main.compile_train_step = limited
 plan.memory_limit = lambda: limit
-sys.exit(utils.one_sentence(lambda: main.run(flags)))
+sys.exit(messages.one_sentence(lambda: main.run(flags)))
 """
 
 
