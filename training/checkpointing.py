@@ -55,11 +55,10 @@ def is_cut(shape):
 
 
 def meet_or_fail():
-    """Orbax's barrier for the threads that write a checkpoint, made to fail at once.
+    """Orbax's barrier for the threads that write a checkpoint, made to fail at once where a process is at another one.
 
     A process whose part failed goes straight to the last barriers of the save ("set_value"). With Orbax's own barrier
-    the others wait for it in an earlier one, for 20 minutes. Here each process tells which barrier it has reached; one
-    that learns of a process at another barrier fails.
+    the others wait for it in an earlier one, for 20 minutes.
     """
     client = ocp.multihost.get_jax_distributed_client()
     rounds = itertools.count()

@@ -327,7 +327,7 @@ def check_data(cfg, stored, fingerprint):
 
 
 def to_resume(cfg, fingerprint):
-    """What `resume` and branches read of config.json. Every checkpoint keeps it: a run is more than that file."""
+    """What `resume` and branches read of config.json, which every checkpoint keeps."""
     now = flatten(cfg)
     wanted = {*NEEDED_TO_RESUME, *SCHEDULE} | now.keys() - flags_with("free_on_resume")
     return {name: now[name] for name in now if name in wanted} | dict(data_fingerprint=fingerprint)
