@@ -215,11 +215,9 @@ class Checkpoints:
         return meta
 
     def restore(self, abstract, before=math.inf, multiple=1):
-        """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
-
-        Damaged ones are moved to checkpoints-damaged, and a warning tells what was lost. Raises UserError where none is
-        sound. With `before` only earlier steps count, multiples of `multiple` first, and all later ones are deleted.
-        """
+        """(state, meta) of the newest sound checkpoint, or None where there is none at all. Damaged ones are moved to
+        checkpoints-damaged, with a warning. Raises UserError where none is sound. With `before` only earlier steps
+        count, multiples of `multiple` first, and all later ones are deleted."""
         self.finish()
         earlier = [step for step in self.steps() if step < before]
         steps = sorted(earlier, key=lambda step: (step % multiple == 0, step), reverse=True)
