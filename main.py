@@ -168,9 +168,7 @@ class Training:
         self.sample = sample
         self.log = log
         self.progress = progress
-        self.row = (
-            None  # metrics of the newest step, from when they are fetched until they are logged
-        )
+        self.row = None  # metrics of the newest step, fetched and not logged yet
         self.watchdog = Watchdog(self.cfg)
         last = self.cfg.run.training_steps
         shows_bar = sys.stderr.isatty() and jax.process_index() == 0
@@ -424,12 +422,11 @@ def tell_end(cfg, checkpoints, step, signalled, seconds):
     if not checkpoints.has(step):
         newest = checkpoints.on_disk
         then = f"resume from step {newest}" if newest else "begin again: there is none before it"
-        print(
-            f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not written; make "
-            f"room and rerun the same command to {then}.",
-            file=sys.stderr,
-            flush=True,
+        words = (
+            f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not"
         )
+        words += f" written; make room and rerun the same command to {then}."
+        print(words, file=sys.stderr, flush=True)
         return 1
     how = "stopped" if signalled else "done"
     then = "; rerun the same command to resume" if signalled else ""
@@ -454,9 +451,7 @@ def run(flags):
         end_at_once(e)
     try:
         jax.distributed.shutdown()
-    except (
-        RuntimeError
-    ):  # another one is gone already, all is saved by now, and jax would end in a stack trace
+    except RuntimeError:  # another one is gone already; all is saved, and jax would end in a trace
         sys.stdout.flush()
         interrupts.end(status, "")
     return status

@@ -1,8 +1,7 @@
 """The configuration. No jax in here.
 
 Every flag is declared once, as a field of one of the dataclasses below, with its help and all that is known of it. The
-command line, presets, `config.json` and the checks on resume follow from the fields. training/settings.py makes the
-final configuration of the flags.
+command line, presets, `config.json` and the checks on resume follow. training/settings.py settles the flags.
 """
 
 import dataclasses
@@ -52,8 +51,7 @@ class Model:
     blocks: int = flag(8, least=1, most=MANY)
     """Blocks of layers; pp must divide it."""
     layers_per_block: int = flag(6, least=1, absent=1, most=MANY)
-    """Layers in a block: all but the last have rotary positions and a dense feed-forward, the last has a mixture of
-    experts, and rotary positions only where it is alone."""
+    """Layers in a block: the last has a mixture of experts, and rotary positions only where it is alone."""
     T: int = flag(1024, least=1, of_weights=False, most=2**22, first=True)
     """Sequence length in tokens; tp must divide it."""
     latent_dim: int = flag(128, least=0, absent=0, most=WIDE)
@@ -77,8 +75,7 @@ class Model:
     activation: Literal["swiglu", "gelu"] = flag("swiglu")
     """Feed-forward: swiglu has three matrices, gelu two."""
     ffn_dim: int = flag(0, least=0, most=WIDE)
-    """Hidden width of a dense feed-forward; 0: 4 x model_dimension for gelu, 8/3 x for swiglu, which has as many
-    parameters, rounded up to a multiple of 64."""
+    """Hidden width of a dense feed-forward; 0: 4 x model_dimension for gelu, 8/3 x, in multiples of 64, for swiglu."""
     expert_dim: int = flag(0, least=0, absent=0, most=WIDE)
     """Hidden width of one expert; 0: the same as ffn_dim."""
     n_experts: int = flag(16, least=0, absent=0, most=MANY)
@@ -94,11 +91,9 @@ class Model:
     n_shared: int = flag(2, least=0, absent=0, most=MANY)
     """Shared experts, each as wide as a routed one, added for every token."""
     mtp_depth: int = flag(0, least=0, absent=0, most=64)
-    """Tokens after the next that training predicts too, each by one more layer (multi-token prediction,
-    arXiv:2412.19437, section 2.2)."""
+    """Tokens after the next that training predicts too, each by one more layer (arXiv:2412.19437, section 2.2)."""
     capacity_factor: float = flag(0.0, least=0, absent=0.0, of_weights=False)
-    """Bucket size of an expert, in multiples of the mean load. Tokens beyond it skip the expert. 0: no token is ever
-    dropped, so results do not depend on the mesh."""
+    """Bucket size of an expert, in multiples of the mean load. Tokens beyond it skip the expert. 0: no token does."""
     document_mask: bool = flag(False, of_weights=False)
     """Keep documents apart: no attention across the end-of-text token that begins each; learned positions restart."""
     end_of_text: int = flag(-1, least=-1, of_weights=False, derived=True)
@@ -108,21 +103,19 @@ class Model:
     model_dtype: Literal["bfloat16", "float32"] = flag("bfloat16", of_weights=False)
     """Type of activations and matrix products; parameters and delicate sums are always float32."""
     remat: Literal["none", "dots", "full"] = setting("full", of_weights=False)
-    """What a layer recomputes in the backward pass. none: nothing. dots: all but products with weights other than
-    experts'. full: all, from the layer's input."""
+    """What a layer recomputes in the backward pass. dots: all but products with weights other than experts'."""
     fsdp: Literal["full", "hoist", "none"] = setting("hoist", of_weights=False)
-    """Where weights are. full: split over dp and gathered before every use, for the least memory. hoist: split over dp
-    and gathered once a batch. none: whole on every replica (experts are always split)."""
+    """Weights over dp. full: split, gathered before every use, for the least memory. hoist: split, gathered once a
+    batch. none: whole on every replica (experts are always split)."""
     sequence_parallel: Literal["megatron", "ulysses"] = setting("ulysses", of_weights=False)
-    """What is sent over tp. megatron (arXiv:2205.05198): activations around attention and feed-forward; for wide
-    models. ulysses (arXiv:2309.14509): latents, the heads' outputs, and weights; for many tokens."""
+    """What is sent over tp. megatron (arXiv:2205.05198): activations; for wide models. ulysses (arXiv:2309.14509):
+    latents, the heads' outputs, and weights; for many tokens."""
     experts: Literal["auto", "buckets", "tiles"] = setting("auto", absent="auto", of_weights=False)
-    """How experts get their tokens. buckets: devices send buckets of tokens to the experts' devices. tiles: each device
-    gathers all tokens for its own experts, without capacity_factor. auto: tiles on CPUs if it can, else buckets."""
+    """How experts get their tokens. buckets: devices send them to the experts' devices. tiles: each device gathers all
+    tokens, without capacity_factor. auto: tiles on CPUs if it can, else buckets."""
     attention: str = setting("auto", of_weights=False)
     """Kernel of the causal attention. xla: all T x T scores in memory; blockwise: half of them, in blocks; splash
-    (TPUs, T a multiple of 128) and flash (A100, H100, H200, B200; T a multiple of 64, key and value of at most 320
-    channels): none. auto: splash or flash where it runs, else blockwise."""
+    (TPUs) and flash (A100, H100, H200, B200): none. auto: splash or flash where it runs, else blockwise."""
 
     @property
     def key_dim(self):
@@ -152,13 +145,8 @@ class Model:
     @property
     def ffn_width(self):
         """Hidden width of a dense feed-forward, --ffn_dim 0 resolved."""
-        return (
-            self.ffn_dim
-            or {
-                "gelu": 4 * self.model_dimension,
-                "swiglu": math.ceil(self.model_dimension / 24) * 64,
-            }[self.activation]
-        )
+        swiglu = math.ceil(self.model_dimension / 24) * 64
+        return self.ffn_dim or (swiglu if self.activation == "swiglu" else 4 * self.model_dimension)
 
     @property
     def expert_width(self):
@@ -183,14 +171,12 @@ class Data:
     cache_dir: str = setting("data/cache", per_process=True, jaxformer="process_path")
     """Local folder for what is read of remote shards; runs and processes of a machine share it."""
     cache_gb: float = setting(16.0, least=0)
-    """Gigabytes of remote shards to keep there. Sequences are shuffled in windows of 2 to 4 GB; a smaller cache fetches
-    bytes repeatedly."""
+    """Gigabytes of remote shards to keep there; sequences are shuffled in windows of 2 to 4 GB."""
     tokenizer: str = flag("", first=True)
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
     train_batch_size: int = setting(32, least=1, most=WIDE, first=True)
-    """Training sequences per replica and accumulation step; the global batch is this x dp x accumulation_steps. On
-    resume it follows dp and accumulation_steps unless given."""
+    """Training sequences per replica and accumulation step; the global batch is this x dp x accumulation_steps."""
     val_batch_size: int = setting(16, least=1, most=WIDE)
     """Validation sequences per replica and batch."""
     microbatches: int = setting(4, least=1, most=MANY, jaxformer="micro_batch_size")
@@ -202,15 +188,13 @@ class Optimizer:
     """AdamW or Muon, with global-norm clipping; the learning rate's schedule."""
 
     optimizer: Literal["adamw", "muon"] = flag("adamw")
-    """adamw; or muon, which orthogonalizes updates of matrices between hidden channels (arXiv:2502.16982), at the same
-    rates. Embedding, head, routers, norms and biases stay with AdamW."""
+    """adamw; or muon, which orthogonalizes updates of matrices between hidden channels (arXiv:2502.16982)."""
     max_lr: float = flag(6e-4, least=0, first=True)
     """Learning rate at the end of the warm-up."""
     end_lr: float = flag(6e-5, least=0)
     """Learning rate from end_steps on; 0: parameters no longer change."""
     schedule: Literal["cosine", "linear", "wsd"] = flag("cosine")
-    """Learning rate from max_lr, after the warm-up, to end_lr. cosine: half a wave. linear: a straight line
-    (arXiv:2502.15938: best down to 0). wsd: max_lr until the last decay_steps before end_steps."""
+    """Learning rate from max_lr, after the warm-up, to end_lr. wsd: max_lr until the last decay_steps."""
     warmup_steps: int = setting(5000, least=0)
     """Steps of linear warm-up from 0 to max_lr."""
     decay_steps: int = setting(0, least=0)
@@ -256,8 +240,7 @@ class Run:
     n_devices: int = setting(0, least=0, most=MANY, first=True)
     """Devices to use; 0: all. Without an accelerator this many are simulated."""
     pp_interleave: int = setting(0, least=0, most=MANY)
-    """Rounds of the pipeline (interleaved stages), by which its bubble is divided; pp times this must divide blocks.
-    0: up to 4 where pp > 1."""
+    """Rounds of the pipeline, by which its bubble is divided; pp x this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = setting(75000, least=1, first=True)
     """Optimizer step at which training ends, and the schedule unless end_steps is given too."""
     accumulation_steps: int = setting(1, least=1, most=WIDE, jaxformer="grad_step")
@@ -278,8 +261,7 @@ class Run:
     keep_every: int = setting(0, least=0)
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
     max_bad_steps: int = setting(10, least=0)
-    """Consecutive steps with a loss or gradient that is not finite, each skipped, before a rollback to the checkpoint
-    before them; training continues with the data after them. 0: no rollback."""
+    """Consecutive skipped steps, whose loss or gradient is not finite, before a rollback to before them; 0: none."""
     seed: int = flag(0, least=0)
     """Seed of the parameters, the data order, dropout and samples."""
     wandb: bool = setting(False, first=True)
@@ -287,8 +269,7 @@ class Run:
     tensorboard: bool = setting(False)
     """Write events for TensorBoard too (bash setup_tpu.sh tensorboard)."""
     profile: str = setting("")
-    """Steps FIRST:LAST that jax's profiler traces into plugins/profile of the run, for tools/trace.py. The arrays in
-    memory during the first, and where it runs out, become profiles for pprof."""
+    """Steps FIRST:LAST that jax's profiler traces into plugins/profile of the run, for tools/trace.py and pprof."""
     compilation_cache: str = setting("~/.cache/moe-pretraining-xla", per_process=True)
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
     coordinator: str = setting("", per_process=True)
@@ -298,8 +279,7 @@ class Run:
     process_id: int = setting(0, least=0, per_process=True, most=MANY)
     """Which of the num_processes this is, from 0."""
     peer_timeout: int = setting(100, least=1, per_process=True, most=DAYS)
-    """Seconds of silence after which a process is taken for lost and the others end. At the start all must come
-    together within three times as many."""
+    """Seconds of silence after which a process is taken for lost; at the start all must meet in three times these."""
     stuck_limit: int = setting(1800, least=1, most=DAYS)
     """Seconds that a step, evaluation, checkpoint or sampling may take before its process ends, with status 75."""
 
@@ -397,8 +377,7 @@ def replace(cfg, **flags):
 
 
 def read_flags(kind, argv, program):
-    """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError for what does not parse and
-    for numbers beyond their bounds; `--help` exits."""
+    """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError; `--help` exits."""
     return made_of(kind, read_words(kind, argv, program)[0])
 
 
@@ -419,8 +398,8 @@ def made_of(kind, flags):
 
 
 def check_bounds(kind, flags):
-    """Raises UserError where a number of {flag: value} is beyond what its field of the dataclass `kind` allows. What
-    `FIELDS` knows of a flag holds in other programs too, where they do not say otherwise."""
+    """Raises UserError where a number of {flag: value} is beyond what its field of the dataclass `kind` allows, or else
+    the field of that name in `FIELDS`."""
     for name, f in fields_of(kind).items():
         known = FIELDS[name].metadata if name in FIELDS else {}
         check_number(name, flags[name], **{**known, **f.metadata})

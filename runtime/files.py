@@ -67,10 +67,8 @@ WAITS = (1, 2, 4, 8, 16, 32)
 
 
 def persist(work, path):
-    """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails.
-
-    FileNotFoundError and its kin pass at once. Raises UserError after the last try, or soon where access is denied.
-    """
+    """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails. Raises
+    UserError after the last try, or soon where access is denied; FileNotFoundError and its kin at once."""
     began = time.monotonic()
     for tries, pause in enumerate((*WAITS, None), 1):
         try:
@@ -137,11 +135,8 @@ def remove_parts(folder, name="*"):
 
 @contextlib.contextmanager
 def replacing(path, lasting=True):
-    """A binary file to write, and to read again, that becomes the local `path`, or the target of that symlink, when it
-    is whole. Raises OSError.
-
-    lasting: it is whole also where the machine fails right after, for which the disk is waited for.
-    """
+    """A binary file to write and read that becomes the local `path`, or the target of that symlink, when it is whole;
+    if `lasting`, also where the machine fails right after. Raises OSError."""
     check_plain(path)
     path = os.path.realpath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -74,10 +74,8 @@ def run(program):
         messages.one_sentence(program)
         sys.exit()
     except KeyboardInterrupt:
-        for (
-            child
-        ) in multiprocessing.active_children():  # which may miss the signal while it imports
-            child.kill()
+        for child in multiprocessing.active_children():
+            child.kill()  # it may miss the signal while it imports
         print("interrupted", file=sys.stderr)
         sys.exit(130)
 

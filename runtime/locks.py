@@ -121,10 +121,9 @@ def has_ended(holder):
 @contextlib.contextmanager
 def alone_in(folder, flag, other):
     """Hold `folder`, local or remote, which is made if need be: until the end no other process gets past here for it.
+    What a dead process of this machine held is taken over, without the files that it left unfinished.
 
-    What a dead process of this machine held is taken over, which is printed, and files that it left unfinished are
-    removed. flag: what named the folder, with its value; other: the flag to name another by. Raises UserError where
-    another process holds it or it cannot be written.
+    flag: what named the folder, with its value; other: the flag to name another by. Raises UserError.
     """
     path = os.path.join(folder, LOCK)
     lock = lock_object if is_remote(folder) else lock_file

@@ -19,8 +19,7 @@ from runtime.messages import UserError, nearest
 
 
 def flag(default, **facts):
-    """A field of the configuration: a flag with its default and what else is known of it. Its help, with the unit,
-    is the text below it.
+    """A field of the configuration: a flag with its default and what is known of it. Its help is the text below it.
 
     least, most, below: the smallest and the largest number that make sense, and the one that it must stay below.
         Without `most` it is MOST.

@@ -45,7 +45,7 @@ def end_for_loss():
 
 def join_processes(cfg):
     """Meet the other processes of the run, if there are any: at --coordinator, or where a TPU pod, Slurm or Kubernetes
-    tells jax. Raises UserError where not all devices can take part."""
+    tells jax. Raises UserError."""
     run = cfg.run
     if run.num_processes == 1:
         return
@@ -214,11 +214,8 @@ class Interrupt:
         self.received = 0  # number of signals
 
     def agreed(self, failed):
-        """The signal to stop for, FAILED where a process has `failed`, or 0.
-
-        All processes must stop at the same step, and a signal may reach only one. So they ask each other on the
-        devices after every step, and read the answer a step later, so that nobody waits.
-        """
+        """The signal to stop for, FAILED where a process has `failed`, or 0. All processes stop at the same step: they
+        ask each other on the devices after every step, and read the answer a step later, so that nobody waits."""
         mine = self.FAILED if failed else self.signal
         if jax.process_count() == 1:
             return mine

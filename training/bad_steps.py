@@ -46,8 +46,7 @@ class BadSteps:
 
     @property
     def in_progress(self):
-        """Whether the run is between bad steps, or before a rollback: it has learned nothing worth a checkpoint, and a
-        save could displace the checkpoint that the rollback needs."""
+        """Whether the run is between bad steps, or before a rollback, whose checkpoint a save could displace."""
         return self.consecutive > 0 or self.due is not None
 
     def observe(self, step, sequences, loss, grad_norm):

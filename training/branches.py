@@ -15,20 +15,9 @@ from training.settings import SCHEDULE
 from utils import replace
 
 # Flags that a branch has values of its own of, whatever its trunk has.
-OWN = {
-    "name",
-    "output_dir",
-    "init_from",
-    "branch_from",
-    "branch_step",
-    "training_steps",
-    "end_steps",
-    "decay_steps",
-    "coordinator",
-    "num_processes",
-    "process_id",
-    "profile",
-}
+OWN = {"name", "output_dir", "init_from", "branch_from", "branch_step", "profile"}
+OWN |= {"training_steps", "end_steps", "decay_steps"}
+OWN |= {"coordinator", "num_processes", "process_id"}
 
 
 def check_flags(flags):
@@ -36,20 +25,14 @@ def check_flags(flags):
     given, r, o = flags.given, flags.cfg.run, flags.cfg.optimizer
     if not r.branch_from:
         if "branch_step" in given:
-            raise UserError(
-                f"--branch_step {r.branch_step}: needs --branch_from beside it, with the run directory of a trunk."
-            )
+            raise UserError(f"--branch_step {r.branch_step}: needs --branch_from beside it.")
         return
-    if "branch_step" not in given:
-        raise UserError(
-            f"--branch_from {r.branch_from}: needs --branch_step beside it, the step of one of its checkpoints."
-        )
-    if "decay_steps" not in given:
-        raise UserError(f"--branch_from {r.branch_from}: needs --decay_steps beside it.")
+    for flag in ("branch_step", "decay_steps"):
+        if flag not in given:
+            raise UserError(f"--branch_from {r.branch_from}: needs --{flag} beside it.")
     if r.init_from:
         raise UserError(
-            f"--init_from {r.init_from}: a branch begins with the weights of --branch_from {r.branch_from}; leave one "
-            f"of them out."
+            f"--init_from {r.init_from}: a branch begins with the weights of --branch_from; leave one of them out."
         )
     if not o.decay_steps:
         raise UserError("--decay_steps 0: a branch must decay; give at least 1.")
@@ -73,9 +56,7 @@ def decay_of(flags):
 def follow_trunk(flags):
     """`flags` of a branch. Those that were not given are those of its trunk, or of the branch itself once it has a
     config.json; those that may follow nothing else from here on count as given. Without --branch_from, what came in.
-
-    Raises UserError where there is no such checkpoint, or it is of no trunk, or a flag was given that may not differ.
-    """
+    Raises UserError."""
     if not flags.cfg.run.branch_from:
         return flags
     cfg, given = flags = name_branch(flags)
@@ -83,7 +64,12 @@ def follow_trunk(flags):
     stored = own or open_trunk(cfg.run.branch_from, cfg.run.branch_step)
     fixed = utils.FIELDS.keys() - utils.flags_with("free_on_resume") | SCHEDULE
     if own:
-        check_own(cfg, own)
+        r = cfg.run
+        if (own.get("branch_from"), own.get("branch_step")) != (r.branch_from, r.branch_step):
+            raise UserError(
+                f"--name {r.name}: this run exists, and is no branch of {r.branch_from} from step {r.branch_step}; "
+                f"give another --name."
+            )
         whose, compared = f"run {cfg.run.name}", given | SCHEDULE - {"warmup_steps"}
     else:
         # end_lr never mattered to a trunk
@@ -107,29 +93,17 @@ def name_branch(flags):
     cfg = flags.cfg
     trunk = cfg.run.branch_from.rstrip("/")
     decay, end = decay_of(flags)
-    chosen = dict(
+    flags = flags.follow(
         name=f"{os.path.basename(trunk)}-{cfg.run.branch_step}-{decay}",
         output_dir=os.path.dirname(trunk) or ".",
         training_steps=end,
     )
     own = dict(branch_from=trunk, decay_steps=decay, end_steps=end)
-    flags = flags.follow(**chosen)
     return flags._replace(cfg=replace(flags.cfg, **own))
 
 
-def check_own(cfg, own):
-    """Raises UserError where the run of this name, of config.json `own`, is not the branch that was asked for."""
-    r = cfg.run
-    if (own.get("branch_from"), own.get("branch_step")) != (r.branch_from, r.branch_step):
-        raise UserError(
-            f"--name {r.name}: this run exists, and is no branch of {r.branch_from} from step {r.branch_step}; give "
-            f"another --name."
-        )
-
-
 def open_trunk(folder, step):
-    """{flag: value} of a trunk as it was at a step. Raises UserError where it has no checkpoint of that step, or is no
-    trunk."""
+    """{flag: value} of a trunk as it was at a step. Raises UserError."""
     stored = settings.stored_config(folder)
     if "data_fingerprint" not in stored:
         raise UserError(f"--branch_from {folder}: is no run directory, which holds a config.json.")

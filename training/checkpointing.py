@@ -55,11 +55,10 @@ def is_cut(shape):
 
 
 def meet_or_fail():
-    """Orbax's barrier for the threads that write a checkpoint, made to fail at once.
+    """Orbax's barrier for the threads that write a checkpoint, made to fail at once where a process is at another one.
 
     A process whose part failed goes straight to the last barriers of the save ("set_value"). With Orbax's own barrier
-    the others wait for it in an earlier one, for 20 minutes. Here each process tells which barrier it has reached; one
-    that learns of a process at another barrier fails.
+    the others wait for it in an earlier one, for 20 minutes.
     """
     client = ocp.multihost.get_jax_distributed_client()
     rounds = itertools.count()
@@ -216,11 +215,9 @@ class Checkpoints:
         return meta
 
     def restore(self, abstract, before=math.inf, multiple=1):
-        """(state, meta) of the newest sound checkpoint, or None where there is no checkpoint at all.
-
-        Damaged ones are moved to checkpoints-damaged, and a warning tells what was lost. Raises UserError where none is
-        sound. With `before` only earlier steps count, multiples of `multiple` first, and all later ones are deleted.
-        """
+        """(state, meta) of the newest sound checkpoint, or None where there is none at all. Damaged ones are moved to
+        checkpoints-damaged, with a warning. Raises UserError where none is sound. With `before` only earlier steps
+        count, multiples of `multiple` first, and all later ones are deleted."""
         self.finish()
         earlier = [step for step in self.steps() if step < before]
         steps = sorted(earlier, key=lambda step: (step % multiple == 0, step), reverse=True)

@@ -26,9 +26,8 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     def defaults(given):
         return utils.flatten(preset(given.get("preset", Run.preset))) | vars(Plan())
 
-    argv = [
-        word for word in argv if word != "--use_cache"
-    ]  # JAXformer's; here decoding always has a cache
+    # JAXformer's; here decoding always has a cache
+    argv = [word for word in argv if word != "--use_cache"]
     given, _ = read_words(Config, argv, "main.py", defaults=defaults)
     if "config" in given and not elsewhere:
         given = flags_of_file(given["config"], given) | given

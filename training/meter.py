@@ -55,8 +55,7 @@ class Pace:
 
 
 class Meter:
-    """The metrics of each step, fetched one step late: the host launches a step before it waits for the one before, so
-    the devices always have work."""
+    """The metrics of each step, fetched one step late, so that the devices always have work."""
 
     def __init__(self, tokens, corpus, bad_steps, profile):
         """tokens: of a step; corpus: a Mixture, which knows how often its data was seen; bad_steps: observes each

@@ -10,10 +10,6 @@ and the result travels back. Which device does which matrix is fixed before anyt
               shapes join them, padded with zeros, where that saves time.
     owners    The devices that hold blocks of the same matrices, or copies of them, share a group out.
 
-Example: 20 matrices [768, 2048], whose rows are split over 16 devices. Each device holds 20 blocks [48, 2048]. Each
-owns 2 matrices: it sends the others the blocks of theirs and gets the 15 missing blocks of its own (12 of the 32 places
-stay empty). With copies on 16 devices instead, each takes its 2, and the results are gathered.
-
 Rows may change places with columns, and their order does not matter: Newton-Schulz steps commute with both.
 """
 
@@ -76,10 +72,8 @@ def hidden_params(cfg):
 
 
 def orthogonalize_local(leaves, table, mesh_size, dtype):
-    """Muon's updates of a device's parts of the leaves that `table` describes, inside shard_map.
-
-    What travels and is multiplied is of type `dtype`; results are float32.
-    """
+    """Muon's updates, float32, of a device's parts of the leaves that `table` describes, inside shard_map; what travels
+    and is multiplied is of type `dtype`."""
     stacks = stacks_of(table, mesh_size)
     pieces = []
     for x, p in zip(leaves, table):
@@ -103,10 +97,7 @@ def orthogonalize_local(leaves, table, mesh_size, dtype):
 
 def newton_schulz(x):
     """About U V^T of each matrix U S V^T of x [n, rows, columns], in x's type: singular values of 0.7 to 1.2, where
-    they are at least 0.003 of the matrix's norm.
-
-    Zero rows and columns stay zero.
-    """
+    they are at least 0.003 of the matrix's norm. Zero rows and columns stay zero."""
     wide = x.shape[1] <= x.shape[2]
     norm = jnp.sqrt(jnp.sum(jnp.square(x), (1, 2), jnp.float32, keepdims=True))
     scale = (1 / (norm + EPS)).astype(x.dtype)
@@ -295,11 +286,8 @@ class Group(NamedTuple):
 
 
 def deal(stacks, mesh_size):
-    """The `Group`s of stacks on a mesh of {axis: size}. Groups are joined while that saves time.
-
-    Example: 3 matrices [18, 7] and 29 of [16, 7] on 64 devices. Apart, each group keeps a device busy with one matrix,
-    one group after the other. Joined, 32 devices have one matrix [18, 7] each, and it takes half as long.
-    """
+    """The `Group`s of stacks on a mesh of {axis: size}. Groups are joined while that saves time: 3 matrices [18, 7] and
+    29 of [16, 7] on 64 devices take half as long as 32 of [18, 7]."""
     alike_ones = {}
     for i, stack in enumerate(stacks):
         alike_ones.setdefault((stack.layout, stack.block), []).append(i)

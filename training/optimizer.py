@@ -15,10 +15,8 @@ def make_optimizer(cfg, mesh):
     """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982; training/muon.py) after clipping by the global norm, and its
     schedule: step -> learning rate.
 
-    Its `update` takes the step's learning rate as `rate`. It counts no steps for that: it forgets skipped ones, which
-    the schedule counts. Weight decay follows the schedule: a step takes learning rate x weight_decay of a matrix away.
-    Where the rate is 0, nothing moves but the router's selection bias, which has a rule of its own
-    (`model.update_router_bias`).
+    Its `update` takes the step's learning rate as `rate`, since the schedule counts skipped steps too. Weight decay
+    follows the schedule: a step takes learning rate x weight_decay of a matrix away.
     """
     o = cfg.optimizer
     schedule = make_schedule(o)

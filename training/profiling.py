@@ -14,7 +14,6 @@ import jax
 import utils
 from runtime.files import filesystem, persist, write_file
 from runtime.messages import first_line, say
-from runtime.processes import together
 from training import settings
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
@@ -28,11 +27,8 @@ def traces_of(folder):
 
 
 class Profile:
-    """Traces the steps of --profile, each process its own devices, and does nothing without that flag.
-
-    A trace begins when the devices have done the step before, which they wait for this once, and ends when they have
-    done the last step. A thread writes it while training continues.
-    """
+    """Traces the steps of --profile, each process its own devices, and does nothing without that flag. The devices have
+    done the step before when a trace begins; a thread writes it while training continues."""
 
     def __init__(self, cfg, step):
         """step: the last one that was done before, where the run begins or resumes."""
@@ -46,19 +42,11 @@ class Profile:
             return
         if self.first > self.last:
             say(f"--profile {cfg.run.profile}: step {step} is done already, so nothing is traced")
-        name = f"steps-{self.first}-{self.last}"
-        # all processes name it alike: none of them writes before all have come here
-        taken = traces_of(cfg.run.folder)
-        again = 2
-        while name in taken:
-            name = f"steps-{self.first}-{self.last}-{again}"
-            again += 1
+        name = f"steps-{self.first}-{self.last}"  # a run that does them again traces them again
         self.folder = os.path.join(cfg.run.folder, FOLDER, name)
-        together(None)
 
     def begin(self, step, train_step, wait):
-        """Begin the trace where `step` is the first of it. train_step: compiled; wait() until the steps before it are
-        done."""
+        """Begin the trace where `step` is its first. train_step: compiled; wait() until the steps before are done."""
         if step != self.first or self.first > self.last or self.began:
             return
         wait()
@@ -87,7 +75,7 @@ class Profile:
             self.local = None
 
     def close(self):
-        """End the trace, also where an error or a signal ended the run before, and wait until it is written."""
+        """End the trace, if one is under way, and wait until it is written."""
         self.end()
         self.worker.shutdown(wait=True)
 
@@ -113,19 +101,19 @@ class Profile:
         write_file(os.path.join(self.folder, "step.hlo.gz"), program)
         about = json.dumps(self.about(done), indent=1) + "\n"
         write_file(os.path.join(self.folder, "about.json"), about)  # last: all else is there
-        say(
-            f"profile: steps {self.began} to {done} in {self.folder}; python tools/trace.py reads it"
-        )
+        words = f"profile: steps {self.began} to {done} in {self.folder}"
+        say(f"{words}; python tools/trace.py reads it")
 
     def about(self, done):
         """What a reader of the trace has to know of the run."""
+        devices = jax.devices()
         return dict(
             steps=[self.began, done],
             written=time.time(),
-            platform=jax.devices()[0].platform,
-            device_kind=jax.devices()[0].device_kind,
+            platform=devices[0].platform,
+            device_kind=devices[0].device_kind,
             processes=jax.process_count(),
-            slices=len({getattr(device, "slice_index", 0) for device in jax.devices()}),
+            slices=len({getattr(device, "slice_index", 0) for device in devices}),
             flags=utils.flatten(self.cfg),
         )
 

@@ -46,11 +46,8 @@ class RunCheckpoints:
         return self._running(self.checkpoints.restore(self.stored))
 
     def roll_back(self, before):
-        """The same of the newest one of a step earlier than `before`; later ones are deleted.
-
-        Checkpoints of regular saves come first, so that a run that was stopped in between rolls back to the same step
-        as one that was not.
-        """
+        """The same of the newest one of a step earlier than `before`; later ones are deleted. Those of regular saves
+        come first, so that stops in between change nothing."""
         return self._running(self.checkpoints.restore(self.stored, before, self.cfg.run.save_steps))
 
     def _running(self, found):

@@ -128,12 +128,10 @@ class NoLog:
 
 
 class RunLog:
-    """What a run leaves behind beside its checkpoints: metrics.jsonl, samples.txt, plots and, on request, TensorBoard's
-    event file and wandb.
+    """metrics.jsonl, samples.txt, plots and, on request, TensorBoard's event file and wandb.
 
     A row is appended to a local metrics.jsonl at once; in a bucket `flush` writes all of them. Plots, TensorBoard and
-    wandb may take seconds, so a thread does them in order. No failure to write ends the
-    run. Metrics are plain numbers, one object a step.
+    wandb may take seconds, so a thread does them in order. No failure to write ends the run.
     """
 
     def __init__(self, cfg, start_step):
@@ -312,11 +310,8 @@ def attempt(work):
     try:
         work()
     except Exception as e:  # of storage, plots, TensorBoard or wandb: training continues without
-        print(
-            f"warning: the run's log could not be written: {first_line(e)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        words = f"warning: the run's log could not be written: {first_line(e)}"
+        print(words, file=sys.stderr, flush=True)
         return False
     return True
 

@@ -35,6 +35,10 @@ class Flags(NamedTuple):
         """With these values of those flags that were not given."""
         return self._replace(cfg=replace(self.cfg, **without(self.given, flags)))
 
+    def fix(self, **flags):
+        """With these values, as if they had been given."""
+        return Flags(replace(self.cfg, **flags), self.given | flags.keys())
+
 
 def without(some, flags):
     """{flag: value} of `flags` but for `some`."""
@@ -294,7 +298,7 @@ def keep_global_batch(flags, stored):
                 f"--{flag} {now}: run {r.name} has a global batch of {total} sequences, and this makes {now} x {parts} "
                 f"= {now * parts}; give another --name, or a dp and --accumulation_steps whose product divides it."
             )
-        flags = flags._replace(given=flags.given | {flag})
+        flags = flags.fix(**{flag: now})
     return flags
 
 
@@ -323,7 +327,7 @@ def check_data(cfg, stored, fingerprint):
 
 
 def to_resume(cfg, fingerprint):
-    """What `resume` and branches read of config.json. Every checkpoint keeps it: a run is more than that file."""
+    """What `resume` and branches read of config.json, which every checkpoint keeps."""
     now = flatten(cfg)
     wanted = {*NEEDED_TO_RESUME, *SCHEDULE} | now.keys() - flags_with("free_on_resume")
     return {name: now[name] for name in now if name in wanted} | dict(data_fingerprint=fingerprint)

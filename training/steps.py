@@ -126,10 +126,9 @@ def init_state(cfg, abstract, optimizer, params=None):
 def make_train_step(cfg, mesh, optimizer, schedule):
     """`train_step(state, tokens, targets)` -> (state, metrics); tokens and targets int32 [accumulation, M, B, T].
 
-    Gradients are averaged over the accumulation in float32. shard_map stands around the loss alone: gradient, clipping
-    and optimizer see global arrays, so norms are global and replicated parameters get one gradient. A bad step, where
-    the loss or the norm of the gradient is not finite, is skipped: it changes only `state.step`, the one clock of the
-    learning rate.
+    Gradients are averaged over the accumulation in float32. shard_map is around the loss alone: gradient, clipping and
+    optimizer see global arrays. A bad step, whose loss or gradient is not finite, changes only `state.step`, the one
+    clock of the learning rate.
     """
     gradient = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
     # jit, so that it is traced once, for its shapes and for its use; inline, so that the program stays the same
