@@ -389,3 +389,12 @@ def test_what_cannot_be_a_source(tokenize, tmp_path):
     }.items():
         refused(tokenize(source), word)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["book.pdf", "russian.txt"])
+def test_a_file_that_is_no_text(tokenize, tmp_path, name):
+    """Named alone it is refused: its shards would hold U+FFFD."""
+    noise = random.Random(0).randbytes(5000)
+    write_files(tmp_path, {name: "Привет, мир. ".encode("cp1251") * 99 if "txt" in name else noise})
+    status, out, err = tokenize(name)
+    assert (status, out, err.count("\n")) == (2, "", 1) and f"{name}: is no text in UTF-8" in err
