@@ -40,7 +40,7 @@ panes() {
     elif ! tmux list-windows -t "=$session" -F '#W' | grep -qx "$window"; then
       tmux new-window -d -t "=$session:" -n "$window" "$pane"
     else
-      tmux split-window -d -t "=$session:$window.{bottom-right}" "$pane" # the last, so that they stand in order
+      tmux split-window -d -t "=$session:$window.{bottom-right}" "$pane" # the last, so that they are in order
       tmux select-layout -t "=$session:$window" tiled >/dev/null
     fi
   done

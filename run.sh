@@ -133,7 +133,7 @@ make_corpus() {
     [[ -f $tokenizer ]] ||
       "$python" data/train_tokenizer.py --source stdlib --vocab_size 8192 --output "$tokenizer"
   fi
-  # a manifest is written last: where one stands, the shards are whole
+  # a manifest is written last: where there is one, the shards are whole
   [[ -f $1/train/manifest.json && -f $1/val/manifest.json ]] ||
     "$python" data/tokenize_shards.py --source stdlib --output "$1" --tokenizer "$tokenizer"
 }

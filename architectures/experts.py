@@ -106,7 +106,7 @@ class Queues(NamedTuple):
 
 
 def queue(chosen, E):
-    """`Queues` of the chosen experts [n, k] of E: a token's first choice stands before anyone's second."""
+    """`Queues` of the chosen experts [n, k] of E: a token's first choice comes before anyone's second."""
     choice = chosen.T.reshape(-1)  # [k*n]
     hot = choice[:, None] == jnp.arange(E)
     queued = jnp.cumsum(hot.astype(jnp.int32), 0)  # [k*n, E] choices of each expert so far

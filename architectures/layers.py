@@ -27,7 +27,7 @@ BRANCHES = {"swiglu": 2, "gelu": 1}  # matrices that --activation puts before th
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of an activation [B, T/tp, D] stand in their sequences and in the training step."""
+    """Where the tokens of an activation [B, T/tp, D] are in their sequences and in the training step."""
 
     position: jax.Array  # [B, T/tp] position in the sequence; [1, T/tp] where it is the same in all
     split: bool = True  # whether T is split over tp

@@ -192,7 +192,7 @@ def flash_backward_keys(
     q_ref, k_ref, v_ref, start_ref, g_ref, lse_ref, inner_ref, end_ref, dk_ref, dv_ref, *, blocks
 ):
     """A block of the gradients of keys and values (algorithm 2). Scores are transposed: a row for each key. Before end
-    [T / blocks.own], or None, stand all queries that see any key of a block."""
+    [T / blocks.own], or None, are all queries that see any key of a block."""
     block = pl.program_id(0)
     rows = pl.ds(block * blocks.own, blocks.own)
     position = rows.start + jnp.arange(blocks.own)

@@ -270,7 +270,7 @@ class Timeline:
         """Add a computation; returns the operations of its matrix products.
 
         Inside a fusion, `fused` is the set of collectives that fusions before it have parts of: one that runs beside
-        several fusions stands in all of them. Inside an asynchronous start, `wrapper` is its name. Operations outside
+        several fusions is part of each. Inside an asynchronous start, `wrapper` is its name. Operations outside
         fusions are in the order in which a device begins them.
         """
         ops, flops, beside = self.comps.get(name, []), 0, set()

@@ -74,7 +74,7 @@ class BadSteps:
             )
 
     def rolled_back(self, step):
-        """The rollback that was due is done: the run stands at `step`."""
+        """The rollback that was due is done: the run is at `step`."""
         self.rollbacks += 1
         say(
             f"warning: rollback {self.rollbacks} of {MAX_ROLLBACKS} to step {step}; training continues with the data "

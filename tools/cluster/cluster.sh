@@ -103,7 +103,7 @@ for name in FOLDER VENV PYTHON; do
 done
 SSH_CONFIG=${SSH_CONFIG/#\~\//$HOME/}
 
-# read_hosts: split HOSTS, which may stand on several lines, into the array `hosts`.
+# read_hosts: split HOSTS, which may span several lines, into the array `hosts`.
 read_hosts() {
   read -d '' -ra hosts <<<"${HOSTS//[,;$'\r']/ }" || true
   HOSTS="${hosts[*]}"
