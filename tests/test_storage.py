@@ -251,7 +251,7 @@ def used(run, shards, tmp_path, capsys):
     hf.run(["export", run, "exported"])
     text = tmp_path / "some.txt"
     text.write_text("import os\n" * 20)
-    data = (str(text), shards, f"{shards}/val/000000.npy", f"{shards}/text.txt")
+    data = (str(text), shards, f"{shards}/text.txt")
     asked = common.Evaluate(model=run, data=data, limit=4, compilation_cache="", n_devices=1)
     measured = [row | dict(data="") for row in evaluate.main(asked)["data"]]
     checkpoints.main(checkpoints.Options("verify", run))
