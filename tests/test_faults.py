@@ -168,6 +168,7 @@ def same(a, b):
 @pytest.fixture(scope="module")
 def two_checkpoints(tmp_path_factory):
     """A folder with the checkpoints of steps 1 and 2; not to be written to."""
+    steps.quiet_libraries()  # as every program that reads checkpoints does
     folder = tmp_path_factory.mktemp("two") / "whole"
     checkpoints = checkpointing.Checkpoints(str(folder), 3)
     for step in (1, 2):
