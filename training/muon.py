@@ -10,6 +10,10 @@ and the result travels back. Which device does which matrix is fixed before anyt
               shapes join them, padded with zeros, where that saves time.
     owners    The devices that hold blocks of the same matrices, or copies of them, share a group out.
 
+Example: 20 matrices [768, 2048], whose rows are split over 16 devices. Each device holds 20 blocks [48, 2048]. Each
+owns 2 matrices: it sends the others the blocks of theirs and gets the 15 missing blocks of its own (12 of the 32 places
+stay empty). With copies on 16 devices instead, each takes its 2, and the results are gathered.
+
 Rows may change places with columns, and their order does not matter: Newton-Schulz steps commute with both.
 """
 
