@@ -34,8 +34,6 @@ FITTED = {
     "full": (29.0, 29.0, 9.6),  # per byte kept for the backward pass, with this --remat
     "dots": (26.0, 6.0, 9.6),
     "none": (11.0, 3.0, 9.6),
-    # per byte of the matrices that Muon brings together and of their blocks
-    "muon": (10.0, 10.0, 10.0),
     # copies in memory
     "logit_copies": (1.25, 1.0, 1.44),  # of the logits that are held at once
     "layer_copies": (1.4, 1.4, 1.3),  # of a layer's intermediates, in its backward pass
@@ -46,6 +44,9 @@ FITTED = {
     "scores_kept": (0.0, 0.0, 4.2),  # numbers that it keeps per score, where a kernel keeps scores
     "own_copies": (0.0, 0.0, 6.0),  # of the activations of all microbatches that a device embeds
 }
+MUON_TRAFFIC = (
+    10.0  # likewise, per byte of the matrices that Muon brings together and of their blocks
+)
 
 
 # --- What travels -------------------------------------------------------------------------------------------------
@@ -85,10 +86,8 @@ def expert_axes(E, split):
     """(axes along which devices differ that hold different experts, axes of those that hold the same expert); see
     collectives.expert_groups."""
     stage = {axis: split[axis] for axis in collectives.EXPERT_AXES}
-    devices = np.arange(math.prod(stage.values()))
-    devices = devices.reshape(
-        -1, max(1, devices.size // E)
-    )  # a row of devices holds the same expert
+    n = math.prod(stage.values())
+    devices = np.arange(n).reshape(-1, max(1, n // E))  # a row of devices holds the same expert
     return hlo.axes_of(devices[:, :1].T, stage), hlo.axes_of(devices[:1], stage)
 
 
@@ -113,7 +112,9 @@ def read_program(text, cfg, machine):
             return max(products, moved / chip.bandwidth)
         return products if is_kernel else cycles / chip.clock
 
-    seconds = functools.partial(link_seconds, cfg, machine.as_compiled)
+    # what leaves a TPU slice is a transfer of its own in the program
+    joined = machine._replace(groups=machine.groups // machine.slices)
+    seconds = functools.partial(link_seconds, cfg, joined)
     return hlo.Timeline(text, mesh, machine.slices, in_kernel, compute_seconds, seconds)
 
 
@@ -128,8 +129,6 @@ class Estimate:
         column = 2 if machine.platform == "gpu" else int(machine.chip.fuses)
         self.fit = {name: values[column] for name, values in FITTED.items()}
         self.cut_up(cfg)
-        self.batches = cfg.run.accumulation_steps
-        self.split = dict(zip(collectives.AXES, cfg.run.n_device_axis))
         self.flops = 0.0  # of matrix products
         self.scores = 0.0  # of these, attention's products of queries, keys and values
         # {(axes, kind): [bytes, collectives, seconds]}
@@ -152,7 +151,9 @@ class Estimate:
     def cut_up(self, cfg):
         """Set how the step is cut up."""
         microbatches = cfg.data.microbatches
+        self.batches = cfg.run.accumulation_steps
         self.dp, self.pp, self.tp = cfg.run.n_device_axis
+        self.split = dict(dp=self.dp, pp=self.pp, tp=self.tp)
         # in each tick every stage runs its blocks of one round, see model.pipeline
         self.ticks = cfg.run.pp_interleave * microbatches + self.pp - 1
         self.own = microbatches // self.pp  # that a device embeds and takes the loss of
@@ -195,25 +196,27 @@ class Estimate:
         compiler, once a batch; that one sums the gradients of copies outside the loop of gradient accumulation.
         """
         m, rounds = self.m, self.cfg.run.pp_interleave
-        on_tpu = self.machine.platform == "tpu"
+        stacks = architecture(m.architecture).stacks
+        gathers, sums = 1, self.batches
+        if self.machine.platform == "tpu":
+            gathers, sums = self.batches, 1
         with_muon = self.cfg.optimizer.optimizer == "muon"
         used, gathered = 0, defaultdict(int)
         for name, stack in model.param_table(self.cfg).items():
             layers, times = self.runs.get(name, (1, 1))
-            if name in architecture(m.architecture).stacks:
+            if name in stacks:
                 layers, times = layers * rounds, times / rounds
             gradients = self.batches * times  # times that a layer gets one
             # times that it is gathered and that its gradients are scattered, layers each time
-            use = self.batches if on_tpu else 1, self.batches, 1
+            use = gathers, self.batches, 1
             if m.fsdp == "full" and name in self.runs:
                 use = gradients * (2 if m.remat != "none" else 1), gradients, layers
             for p in jax.tree.leaves(stack, is_leaf=is_param):
                 axes = [axis for entry in p.spec for axis in muon.real_axes(entry, self.split)]
-                own = math.prod(p.shape) // math.prod(self.split[axis] for axis in axes)
+                own = math.prod(p.shape) // muon.axes_size(axes, self.split)
                 self.weights += 4 * own
                 self.optimizer += 4 * own * (1 if with_muon and p.hidden else 2)
-                copies = set(collectives.AXES) - set(axes)
-                self.send("all-reduce", copies, 4 * own, 1 if on_tpu else self.batches)
+                self.send("all-reduce", set(collectives.AXES) - set(axes), 4 * own, sums)
                 whole = self.gather(p, own, *use)
                 if name in self.runs:
                     gathered[name] += whole
@@ -241,7 +244,7 @@ class Estimate:
             E = self.m.n_experts
             apart, together = expert_axes(E, self.split)
             both_ways("all-to-all", "all-to-all", apart, E)
-            n = math.prod(self.split[a] for a in axes) // E
+            n = muon.axes_size(axes, self.split) // E
             whole *= n
             both_ways("all-gather", "reduce-scatter", together, n)
             return whole
@@ -262,15 +265,15 @@ class Estimate:
             n = self.batches * layers * times
             layer.send(n)
             self.flops += n * layer.flops()
-            self.scores += n * (layer.scores * (1 + layer.recomputes) + layer.scores_backward)
-            _, computed, in_experts = layer.channels()
-            intermediates = n * channel * (computed + in_experts)
+            self.scores += n * layer.all_scores
+            intermediates = n * channel * (layer.computed + layer.in_experts)
             own_kept = layers * times * channel * layer.kept()
             self.passes += fit[remat] * self.batches * own_kept
             self.passes += fit["intermediates"] * intermediates
             self.operands += fit["operands"] * intermediates
             kept += own_kept
-            widest = max(widest, channel * (copies * computed + fit["expert_copies"] * in_experts))
+            width = copies * layer.computed + fit["expert_copies"] * layer.in_experts
+            widest = max(widest, channel * width)
         self.activations += kept
         return kept, widest
 
@@ -286,17 +289,16 @@ class Estimate:
         width = self.bytes
         stacks = muon.stacks_of(muon.hidden_params(self.cfg), self.split)
         for group in muon.deal(stacks, self.split):
-            rows, columns, copies = group.layout
+            rows, columns, near = group.layout
             self.send("all-to-all", rows + columns, width * group.exchanged, 2)
-            near = copies
-            if len(copies) > 1:
+            if len(near) > 1:
                 near = hlo.axes_of(np.arange(group.sharers)[None], dict(dp=self.dp, tp=self.tp))
             self.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
             self.flops += group.flops
             m, n = sorted(group.whole)
             self.operands += width * group.owned * muon.STEPS * (4 * m * n + 5 * m * m)
             blocks = group.places * math.prod(group.block)
-            self.passes += self.fit["muon"] * width * (blocks + 2 * group.owned * m * n)
+            self.passes += MUON_TRAFFIC * width * (blocks + 2 * group.owned * m * n)
 
     def add_pipeline(self):
         """Add what goes from stage to stage: every tick's activations to the next one and their gradients back; inputs
@@ -312,26 +314,26 @@ class Estimate:
         are logits, in a layer's backward pass, or when the embedding's two gradients are added up."""
         m, fit = self.m, self.fit
         embedding = m.padded_vocab * m.model_dimension
-        accumulated = 0  # gradients summed up so far
-        if self.batches > 1:
-            accumulated = 4 * gathered if m.fsdp == "none" else self.weights
+        in_dtype = self.bytes * embedding
         weights, gradients = self.bytes * gathered, 4 * gathered
+        accumulated = gradients if m.fsdp == "none" else self.weights  # gradients summed up so far
         if m.fsdp == "full":  # a layer at a time: its weights, the next one's, its gradient
             weights, gradients = 2 * self.bytes * largest, 4 * largest + self.weights
         # a copy of what is kept of one microbatch, where several are kept
         one_microbatch = kept / self.ticks if self.ticks > 1 else 0
         tokens = self.own * self.own_tokens
-        # logits at once
+        logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
+        # of these, at once
         held = min(tokens, loss.LOSS_CHUNK[self.machine.platform]) * m.padded_vocab
-        chunked = held < tokens * m.padded_vocab * (1 + m.mtp_depth)
 
-        at_logits = (
-            weights + (self.bytes + 4 * chunked) * embedding + 4 * fit["logit_copies"] * held
-        )
-        in_layer = weights + self.bytes * embedding + gradients + one_microbatch + widest
-        at_embedding = gradients + (self.bytes + 4) * embedding - kept
+        at_logits = weights + in_dtype + 4 * fit["logit_copies"] * held
+        if held < logits:
+            at_logits += 4 * embedding
+        in_layer = weights + in_dtype + gradients + one_microbatch + widest
+        at_embedding = gradients + in_dtype + 4 * embedding - kept
         embedded = fit["own_copies"] * tokens * m.model_dimension * self.bytes
-        return accumulated + embedded + max(at_logits, in_layer, at_embedding)
+        most = embedded + max(at_logits, in_layer, at_embedding)
+        return most + accumulated if self.batches > 1 else most
 
     def seconds(self):
         """{part: seconds} without links; attention's products run at half the chip's speed."""
@@ -348,7 +350,7 @@ class Layer:
 
     def __init__(self, step, kind):
         self.step, self.m = step, step.m
-        m, s, platform = step.m, step, step.machine.kernels
+        m, platform = step.m, step.machine.kernels
         arch = architecture(m.architecture)
         self.cost = arch.layer_cost(m, kind)
         self.in_tiles = choose_transport(m, platform) == "tiles"
@@ -359,20 +361,38 @@ class Layer:
 
         self.rows = 0  # that routed experts multiply, empty ones included, where the load is even
         if kind in arch.routed and m.n_experts:
-            self.sharers = min(m.n_experts, s.dp * s.tp)  # devices that share out all experts
-            self.rows = m.n_experts * capacity(m, int(s.own_tokens))
+            self.sharers = min(m.n_experts, step.dp * step.tp)  # devices that share out all experts
+            self.rows = m.n_experts * capacity(m, int(step.own_tokens))
             if self.in_tiles:
-                each = int(s.own_tokens) * self.sharers * m.experts_per_token // m.n_experts
+                each = int(step.own_tokens) * self.sharers * m.experts_per_token // m.n_experts
                 self.rows = m.n_experts // self.sharers * grouped.padded(each)
+        self.count_scores(attention.ATTENTION[attention.choose_kernel(m, platform)])
+        self.count_channels()
 
-        # operations of products of queries, keys and values
-        kernel = attention.ATTENTION[attention.choose_kernel(m, platform)]
-        pairs = 2 * s.tokens * m.T * (m.n_head / s.tp) * kernel.score_share(m)
+    def count_scores(self, kernel):
+        """Set the operations of products of queries, keys and values: in the forward pass, in all passes."""
+        m, cost = self.m, self.cost
+        pairs = 2 * self.step.tokens * m.T * (m.n_head / self.step.tp) * kernel.score_share(m)
         self.scores, *backward = [
-            pairs * (keys * self.cost.query_channels + values * self.cost.value_channels)
+            pairs * (keys * cost.query_channels + values * cost.value_channels)
             for keys, values in kernel.products.values()
         ]
-        self.scores_backward = sum(backward)
+        self.all_scores = self.scores * (1 + self.recomputes) + sum(backward)
+        self.keeps_scores = sum(backward) <= 2 * self.scores  # or else computes them anew
+
+    def count_channels(self):
+        """Set channels per token: of products with weights, as --remat dots keeps them; of all that is computed; and of
+        what is computed in routed experts, which both leave out."""
+        m, cost, tp = self.m, self.cost, self.step.tp
+        D = m.model_dimension
+        added = D * (tp if self.megatron else 1)  # to the residual
+        self.products = cost.products + cost.branches * cost.ffn_width + added
+        # beside products: the feed-forward's, norms and residuals, what is gathered, attention's output
+        gathered = cost.gathered + D * (self.megatron and cost.ffn_width > 0)
+        others = cost.ffn_width + added + 4 * D + gathered * tp + m.n_head * cost.value_channels
+        self.computed = self.products + others
+        per_row = (cost.branches + 1) * m.expert_width + 2 * D
+        self.in_experts = self.rows / self.step.own_tokens * per_row
 
     def flops(self):
         """Operations of matrix products, recomputed ones among them. A product [a, b] x [b, c] takes 2abc."""
@@ -385,11 +405,11 @@ class Layer:
         experts_into = cost.branches * experts_out
 
         # a product's two gradients take twice its own operations
-        flops = 3 * (projections + experts_into + experts_out) + self.scores + self.scores_backward
+        flops = 3 * (projections + experts_into + experts_out) + self.all_scores
         # the gradient of tiles computes the hidden channels anew, whatever else is recomputed
         flops += self.in_tiles * experts_into
         if self.recomputes:
-            flops += self.scores + self.needs_end * experts_out
+            flops += self.needs_end * experts_out
             flops += (self.needs_end or not self.in_tiles) * experts_into
         if m.remat == "full":
             flops += projections - (not self.needs_end) * out
@@ -408,14 +428,15 @@ class Layer:
         attention_out = channel * m.model_dimension * self.megatron
         feed_forward = attention_out * (cost.ffn_width > 0)
         gathered = channel * cost.gathered
-        exchanged = 0 if self.megatron else channel / s.tp * m.n_head * cost.value_channels
         send("all-gather", "tp", gathered + feed_forward, n * (1 + again))
         send("all-gather", "tp", attention_out + feed_forward, n)
         send("reduce-scatter", "tp", gathered + feed_forward, n)
         send("reduce-scatter", "tp", attention_out + feed_forward, n)
         send("reduce-scatter", "tp", attention_out, n * again)
         send("reduce-scatter", "tp", feed_forward, n * end_again)
-        send("all-to-all", "tp", exchanged, n * (2 + again))
+        if not self.megatron:
+            heads = channel / s.tp * m.n_head * cost.value_channels
+            send("all-to-all", "tp", heads, n * (2 + again))
         if self.rows:
             # each sequence's choices, for the balance
             send("all-reduce", "tp", 4 * s.B * m.n_experts, n * (1 + again))
@@ -423,48 +444,35 @@ class Layer:
 
     def send_tokens(self, n, again, end_again):
         """Add what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
-        m, s, send = self.m, self.step, self.step.send
-        apart, _ = expert_axes(m.n_experts, self.step.split)
-        devices = self.sharers
+        m, s = self.m, self.step
+        apart, _ = expert_axes(m.n_experts, s.split)
+
+        def send(kind, whole, times):
+            s.send(kind, apart, whole, times, 1, self.sharers)
+
         if not self.in_tiles:  # buckets
             slots = self.rows * s.bytes  # bytes of a number for each, such as its gate
-            channels = slots * m.model_dimension
-            send("all-to-all", apart, channels, n * (4 + again + end_again), 1, devices)
-            send("all-to-all", apart, slots, n * (2 + again), 1, devices)
+            send("all-to-all", slots * m.model_dimension, n * (4 + again + end_again))
+            send("all-to-all", slots, n * (2 + again))
             return
-        numbers = s.own_tokens * devices  # one of every token
+        numbers = s.own_tokens * self.sharers  # one of every token
         channels = numbers * m.model_dimension * s.bytes
         gates = numbers * m.experts_per_token * s.bytes
         experts = numbers * m.experts_per_token * 4
-        send("all-gather", apart, channels, n * (2 + again), 1, devices)
-        send("all-gather", apart, gates + experts, n * (1 + again), 1, devices)
-        send("reduce-scatter", apart, channels, n * (2 + end_again), 1, devices)
-        send("reduce-scatter", apart, gates, n, 1, devices)
-
-    def channels(self):
-        """Channels per token of products with weights, as --remat dots keeps them; of all that is computed; and of what
-        is computed in routed experts, which both leave out."""
-        m, s, cost = self.m, self.step, self.cost
-        D = m.model_dimension
-        added = D * (s.tp if self.megatron else 1)  # to the residual
-        products = cost.products + cost.branches * cost.ffn_width + added
-        # beside products: the feed-forward's, norms and residuals, what is gathered, attention's output
-        gathered = cost.gathered + D * (self.megatron and cost.ffn_width > 0)
-        computed = products + cost.ffn_width + added + 4 * D
-        computed += gathered * s.tp + m.n_head * cost.value_channels
-        in_experts = (cost.branches + 1) * m.expert_width + 2 * D
-        return products, computed, self.rows / s.own_tokens * in_experts
+        send("all-gather", channels, n * (2 + again))
+        send("all-gather", gates + experts, n * (1 + again))
+        send("reduce-scatter", channels, n * (2 + end_again))
+        send("reduce-scatter", gates, n)
 
     def kept(self):
         """Channels per token that it keeps for the backward pass."""
         m, fit = self.m, self.step.fit
-        products, computed, in_experts = self.channels()
         if m.remat == "full":
             return m.model_dimension
         if m.remat == "dots":
-            return products + m.model_dimension
-        kept = fit["kept"] * computed + fit["experts_kept"] * in_experts
-        if self.scores_backward <= 2 * self.scores:  # they are not computed anew
+            return self.products + m.model_dimension
+        kept = fit["kept"] * self.computed + fit["experts_kept"] * self.in_experts
+        if self.keeps_scores:
             per_score = 2 * (self.cost.query_channels + self.cost.value_channels)
             kept += fit["scores_kept"] * self.scores / per_score / self.step.own_tokens
         return kept
