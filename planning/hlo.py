@@ -13,7 +13,6 @@ import numpy as np
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 ACROSS = "across slices"
-UNKNOWN = 2**62  # cycles; the compiler writes 2^63 - 1 where it has no estimate
 
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
@@ -154,21 +153,22 @@ def convolution_flops(op, out, lhs, rhs):
     """2 x the multiplications of a convolution of such dims. The TPU compiler writes batched products as convolutions
     over padded or dilated dims; what falls on padding is not counted."""
     left, right, result = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest).groups()
-    window = re.search(r"window=\{([^}]*)\}", op.rest)
-    settings = dict(re.findall(r"(\w+)=([\dx_\-]+)", window[1])) if window else {}
+    window = re.search(r"window=\{([^}]*)\}|$", op.rest)[1] or ""
+    settings = dict(re.findall(r"(\w+)=([\dx_\-]+)", window))
 
-    def along(name, dim, default):
-        return settings[name].split("x")[dim] if name in settings else default
+    def along(name, dim, default=1):
+        if name not in settings:
+            return default
+        return int(settings[name].split("x")[dim].split("_")[0])  # of padding, what is before
 
     valid = 1
     for dim in range(len(left) - 2):  # of the window, all but batch and features
         length = lhs[left.index(str(dim))]
         places = np.arange(out[result.index(str(dim))])[:, None]
-        within = np.arange(int(along("size", dim, 1)))
-        before = int(along("pad", dim, "0_0").split("_")[0])
-        dilation = int(along("lhs_dilate", dim, 1))
-        at = places * int(along("stride", dim, 1)) - before
-        at = at + within * int(along("rhs_dilate", dim, 1))
+        within = np.arange(along("size", dim))
+        dilation = along("lhs_dilate", dim)
+        at = places * along("stride", dim) + within * along("rhs_dilate", dim)
+        at = at - along("pad", dim, 0)
         inside = (at >= 0) & (at <= (length - 1) * dilation)
         valid *= int((inside & (at % dilation == 0)).sum())
     return 2 * valid * out[result.index("b")] * out[result.index("f")] * rhs[right.index("i")]
@@ -229,21 +229,15 @@ class Timeline:
     hides one transfer alone, the one that began first. The rest is exposed.
     """
 
-    def __init__(
-        self,
-        text,
-        mesh,
-        slices=1,
-        in_kernel=lambda words, arrays: 0,
-        compute_seconds=lambda *_: 0,
-        link_seconds=lambda *_: 0,
-    ):
+    def __init__(self, text, mesh, slices, in_kernel, compute_seconds, link_seconds):
         self.comps = computations(text)
-        self.slices, self.across, self.in_kernel = slices, slow_axis(mesh, slices), in_kernel
+        self.slices, self.across = slices, slow_axis(mesh, slices)
         # each slice numbers its own devices
         self.mesh = mesh | {self.across: mesh[self.across] // slices}
         self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
-        self.compute_seconds, self.link_seconds = compute_seconds, link_seconds
+        self.in_kernel = in_kernel
+        self.compute_seconds = compute_seconds
+        self.link_seconds = link_seconds
         self.flops = 0.0  # of matrix products
         # {(axes, kind): [bytes, times, seconds]}; axes such as ("dp", "tp")
         self.collectives = defaultdict(lambda: [0, 0, 0.0])
@@ -323,15 +317,14 @@ class Timeline:
     def trip_count(self, loop):
         """How often a while loop runs its body: as XLA found it; as the scope around it expects, where that depends on
         the data (kernels/grouped.py: expected_trips); else the constant that its condition compares with."""
-        known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.rest)
-        known = known or re.search(r"expected_trips_(\d+)/while", loop.rest)
-        if known:
-            return int(known[1])
-        condition = self.comps[re.search(r"condition=%?([\w.\-]+)", loop.rest)[1]]
-        constants = [
-            op for op in condition if op.kind == "constant" and op.type.startswith("s32[]")
-        ]
-        return max((numbers(op.rest)[0] for op in constants), default=1)
+        for words in (r"known_trip_count\W+n\W+(\d+)", r"expected_trips_(\d+)/while"):
+            if known := re.search(words, loop.rest):
+                return int(known[1])
+        trips = [1]
+        for op in self.comps[re.search(r"condition=%?([\w.\-]+)", loop.rest)[1]]:
+            if op.kind == "constant" and op.type.startswith("s32[]"):
+                trips.append(numbers(op.rest)[0])
+        return max(trips)
 
     def begin_collective(self, op, kind, types, fused, wrapper):
         axes, n = group_axes(op, self.mesh)
@@ -382,9 +375,9 @@ class Timeline:
         """Add the time that an operation takes, as far as the program tells of it."""
         cycles, moved = 0, 0
         if self.has_cycles:
-            estimated = re.search(r'"estimated_cycles":"(\d+)"', op.rest)
-            cycles = int(estimated[1]) if estimated else 0
-            cycles = cycles if cycles < UNKNOWN else 0
+            # 19 digits, 2^63 - 1, where it has no estimate
+            if estimated := re.search(r'"estimated_cycles":"(\d{1,18})"', op.rest):
+                cycles = int(estimated[1])
         elif op.kind == "fusion":
             moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]], operands(op))
         elif op.kind not in UNMOVED and not op.kind.endswith("-done"):

@@ -4,7 +4,6 @@ planning/machines.py compiles the real train step, and planning/hlo.py reads the
 planning/costs.py answer where there is no compiler, rank what --search tries, and say which flag would help.
 """
 
-import contextlib
 import itertools
 import math
 import os
@@ -62,13 +61,14 @@ def memory_of(estimate, limit, used=None):
     return memory | dict(total=sum(memory.values()), limit=limit)
 
 
-def collectives_of(sent, exposed=None):
+def collectives_of(sent, exposed):
     """The rows of the table of collectives. sent: {(axes, kind): (bytes, times, seconds)}; exposed: seconds of the
-    same, or None."""
+    same, where they are known."""
     rows = []
-    for (axes, kind), (n_bytes, times, seconds) in sorted(sent.items()):
+    for key, (n_bytes, times, seconds) in sorted(sent.items()):
+        axes, kind = key
         row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds)
-        rows.append(row | dict(exposed=exposed[axes, kind]) if exposed is not None else row)
+        rows.append(row | dict(exposed=exposed.get(key)))
     return rows
 
 
@@ -88,24 +88,22 @@ def links_of(axes, kind):
 def answer(cfg, machine, compiled=None, refused=None):
     """The plan of a validated Config as a `SimpleNamespace`: from the compiler where it was asked, `refused` being its
     TooLarge, else from formulas. On one device and for one step where it does not say otherwise; bytes and seconds."""
-    chip = machine.chip
     estimate = costs.Estimate(cfg, machine)
-    used, limit = None, chip.memory
+    used, limit = None, machine.chip.memory
     flops, computing = estimate.flops, estimate.seconds()
-    sent, exposed = estimate.sent, None
+    rows, overlapped = collectives_of(estimate.sent, {}), None
     if compiled:
         used = compiled.arguments + compiled.temporaries
-        timeline = costs.read_program(compiled.text, cfg, machine)
-        flops, sent, exposed = timeline.flops, timeline.collectives, timeline.exposed
-        computing = {"matrix products": timeline.products, "memory": timeline.others}
+        program = costs.read_program(compiled.text, cfg, machine)
+        flops = program.flops
+        computing = {"matrix products": program.products, "memory": program.others}
+        rows = collectives_of(program.collectives, program.exposed)
+        overlapped = by_links(rows, "exposed")
+        overlapped["step"] = sum([*computing.values(), *overlapped.values()])
     elif refused:
         used, limit = refused.used, refused.limit
     memory = memory_of(estimate, limit, used)
-    rows = collectives_of(sent, exposed)
-    seconds, overlapped = computing | by_links(rows, "seconds"), None
-    if compiled:
-        overlapped = by_links(rows, "exposed")
-        overlapped["step"] = sum([*computing.values(), *overlapped.values()])
+    seconds = computing | by_links(rows, "seconds")
     # a CPU's program on one device: XLA estimates none of it
     step = sum(seconds.values()) or math.nan
     tokens = math.prod(steps.batch_shape(cfg))
@@ -128,7 +126,7 @@ def answer(cfg, machine, compiled=None, refused=None):
         overlapped=overlapped,  # exposed seconds, as the compiler scheduled it
         bubble=estimate.bubble,  # share of the pipeline's ticks in which a stage idles
         tokens_per_second=tokens / step,  # of all devices
-        mfu=of_model / step / chip.peak,
+        mfu=of_model / step / machine.chip.peak,
         hours=hours,
         chip_hours=hours * machine.n,
         bound=max(seconds, key=seconds.get),
@@ -193,12 +191,14 @@ def fitted(cfg, n, **flags):
     parts = new.run.n_device_axis[0] * new.run.accumulation_steps
     if total % parts:
         return None
-    # the validation batch is no part of the step: any that fits will do
-    for val_batch_size in (cfg.data.val_batch_size, new.data.microbatches):
-        batches = dict(train_batch_size=total // parts, val_batch_size=val_batch_size)
-        with contextlib.suppress(UserError):
-            return settings.validate(utils.replace(new, **batches), n)
-    return None
+    val = cfg.data.val_batch_size
+    if val % new.data.microbatches:  # it is no part of the step: any that fits will do
+        val = new.data.microbatches
+    try:
+        new = utils.replace(new, train_batch_size=total // parts, val_batch_size=val)
+        return settings.validate(new, n)
+    except UserError:
+        return None
 
 
 def meshes(cfg, n):
@@ -273,31 +273,30 @@ def advise(cfg, machine, a):
 
 MARGIN = 0.1  # share of a device's memory to leave free: so far off the formulas may be
 CHANGES = 3  # in a row, at most
-KEPT = 8  # configurations, those of the least memory, to change further
 
 
 def smaller(cfg, machine, memory):
-    """(Config, bytes that it needs) of the same global batch with the fewest changes that fits by the formulas with
-    some room left, the fastest of these; None where there is none. memory: of `cfg`, as `answer` has it."""
+    """(Config, bytes that it needs) of the same global batch that fits by the formulas with some room left; None where
+    none is found. memory: of `cfg`, as `answer` has it.
+
+    One change after the other is made, the one that saves most memory, until one suffices: then the fastest of these.
+    """
     limit = memory["limit"]
     # where the formulas say too little of `cfg`, they say too little of others, by the same factor
     lacks = max(0, limit - memory["total"])
     off = max(1, (working(memory) + lacks) / working(answer(cfg, machine).memory))
-    seen, kept = {cfg}, [cfg]
+    old = cfg
     for _ in range(CHANGES):
-        tried = []
-        for old in kept:
-            for new in neighbors(old, machine.n):
-                if new in seen:
-                    continue
-                seen.add(new)
-                other = answer(new, machine)
-                needs = other.memory["total"] + (off - 1) * working(other.memory)
-                tried.append((new, needs, other.seconds["step"]))
-        fits = [one for one in tried if one[1] <= (1 - MARGIN) * limit]
+        tried = []  # (bytes that it needs, seconds of a step, Config)
+        for new in neighbors(old, machine.n):
+            a = answer(new, machine)
+            needs = a.memory["total"] + (off - 1) * working(a.memory)
+            tried.append((needs, a.seconds["step"], new))
+        fits = [one for one in tried if one[0] <= (1 - MARGIN) * limit]
         if fits:
-            return min(fits, key=lambda one: one[2])[:2]
-        kept = [new for new, _, _ in sorted(tried, key=lambda one: one[1])[:KEPT]]
+            needs, _, new = min(fits, key=lambda one: one[1])
+            return new, needs
+        old = min(tried, key=lambda one: one[0])[2]
     return None
 
 

@@ -21,13 +21,12 @@ import os
 import re
 import statistics
 import sys
-import zlib
 from collections import Counter, defaultdict
 from dataclasses import MISSING, dataclass
 from typing import NamedTuple
 
 import utils
-from runtime import platforms
+from runtime import chips, platforms
 from runtime.files import filesystem, persist, read_file, read_json
 from runtime.messages import UserError, first_line, one_sentence, size
 from runtime.parser import flag
@@ -52,8 +51,7 @@ if __name__ == "__main__":
 from jax.profiler import ProfileData
 
 import collectives
-from planning import costs, hlo, machines, plan
-from runtime import chips
+from planning import hlo, machines, plan
 from training import profiling
 
 PRODUCTS = "matrix products"  # as plan.answer calls this part
@@ -97,18 +95,17 @@ class Trace:
         op = self.ops[name]
         if op.kind in LOOPS:
             return None
-        if op.kind.endswith(("-done", "-update")) and hlo.operands(op)[0] in self.ops:
+        if op.kind.endswith(("-done", "-update")):
             return self.operation(hlo.operands(op)[0])
         inside = list(self.inside(op))
         is_product = any(map(is_product_op, inside))
         links = "" if is_product else next(filter(None, map(self.links, inside)), "")
-        paths = [re.search(r'op_name="([^"]*)"', inner.rest) for inner in inside]
-        path = next((found[1] for found in paths if found), name)
+        named = re.search(r'op_name="([^"]*)"', " ".join(inner.rest for inner in inside))
+        path = named[1] if named else name
         # of operations that XLA joined, "(a/add:b/add)", the first
         path = NOISE.sub("", path.split(":")[0].strip("("))
-        scopes = re.findall(r"\w+", path)
-        part = next((PARTS[scope] for scope in reversed(scopes) if scope in PARTS), REST)
-        return Operation(path, part, links, is_product)
+        parts = [PARTS[scope] for scope in re.findall(r"\w+", path) if scope in PARTS]
+        return Operation(path, parts[-1] if parts else REST, links, is_product)
 
     def inside(self, op):
         """An operation and all that it is made of."""
@@ -133,30 +130,28 @@ def is_product_op(op):
 
 def open_trace(run, name=""):
     """`Trace` of a run directory: of that name, or the newest. Raises UserError where there is none."""
-    known = profiling.traces_of(run)
-    if name and name not in known:
-        raise UserError(f"--trace {name}: {run} has {', '.join(known) or 'no traces'}.")
-    found = []
-    for one in [name] if name else known:
-        folder = os.path.join(run, profiling.FOLDER, one)
-        if about := read_json(folder, "about.json"):
-            found.append((about["written"], folder, about))
-    if not found:
+    traces = os.path.join(run, profiling.FOLDER)
+    known = {}  # {name: about.json}, which is written last
+    for one in profiling.traces_of(run):
+        if about := read_json(traces, one, "about.json"):
+            known[one] = about
+    if not known:
         raise UserError(
             f"{run}: holds no whole trace; train with --profile FIRST:LAST, such as 20:22, to make one."
         )
-    _, folder, about = max(found)
-    needed = [*settings.NEEDED_TO_RESUME, "eval_every", "save_steps"]
-    settings.check_stored(about["flags"], folder, needed, "about.json")
+    name = name or max(known, key=lambda one: known[one]["written"])
+    if name not in known:
+        raise UserError(f"--trace {name}: {run} has {', '.join(known)}.")
+    folder, about = os.path.join(traces, name), known[name]
+    settings.check_stored(about["flags"], folder, settings.NEEDED_TO_RESUME, "about.json")
     cfg = common.stored_config(about["flags"])
     cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
     try:
-        content = read_file(os.path.join(folder, "step.hlo.gz")) or b""
-        text = gzip.decompress(content).decode()
-    except (OSError, EOFError, ValueError, zlib.error):
-        text = ""
-    if not text.startswith("HloModule "):
-        raise UserError(f"{folder}: step.hlo.gz is missing or damaged; copy all files of a trace.")
+        text = gzip.decompress(read_file(os.path.join(folder, "step.hlo.gz"))).decode()
+    except Exception:  # gzip has many errors for a damaged file
+        raise UserError(
+            f"{folder}: step.hlo.gz is missing or damaged; copy all files of a trace."
+        ) from None
     return Trace(folder, about, cfg, text)
 
 
@@ -191,13 +186,16 @@ def events_of(data, trace):
                 stats = dict(event.stats)
                 # a TPU writes "%fusion.1 = f32[8]{0} fusion(...)", or "fusion.1" alone
                 op = stats.get("hlo_op") or re.match(r"%?([\w.\-]*)", event.name)[1]
-                own = stats.get("hlo_module", trace.program) == trace.program and op in trace.ops
-                if own and line.name.startswith("Async"):  # copies run beside what a core computes
-                    one = trace.operation(op)
-                    own = one and one.links
-                if own and not event.name.startswith("end: "):  # a CPU tells each end once more
-                    device = plane.name, stats.get("device_ordinal")
-                    found[device].append((event.start_ns, event.end_ns, op))
+                of_step = stats.get("hlo_module", trace.program) == trace.program
+                if not of_step or op not in trace.ops:
+                    continue
+                if event.name.startswith("end: "):  # a CPU tells each end once more
+                    continue
+                one = trace.operation(op)
+                if line.name.startswith("Async") and not (one and one.links):
+                    continue  # copies run beside what a core computes
+                device = plane.name, stats.get("device_ordinal")
+                found[device].append((event.start_ns, event.end_ns, op))
     return found
 
 
@@ -234,14 +232,15 @@ class Shares:
         run at once. Else, where bytes travel: to those links. Else it idles."""
         if None not in active:
             return  # it is between two steps
-        computing = [one for one in active if one and not one.links]
-        traveling = [one for one in active if one and one.links]
-        busy = computing or traveling
+        operations = [one for one in active if one]
+        computing = [one for one in operations if not one.links]
+        busy = computing or operations
         for one in busy:
             self.operations[one] += seconds / len(busy)
             self.parts[one.links or one.part] += seconds / len(busy)
         if computing:
-            self.hidden.update(dict.fromkeys({one.links for one in traveling}, seconds))
+            for links in {one.links for one in operations} - {""}:
+                self.hidden[links] += seconds
         if not busy:
             self.parts[IDLE] += seconds
 
@@ -298,18 +297,16 @@ def beside(trace, found):
     for links in found.links:
         measured[links] = found.parts[links] + found.hidden[links]
     measured["step"] = found.step
-    about, planned = trace.about, {}
-    kind, n = about["device_kind"], math.prod(trace.cfg.run.n_device_axis)
+    about, n = trace.about, math.prod(trace.cfg.run.n_device_axis)
+    kind = about["device_kind"]
     machine = plan.machine_of_kind(kind, about["platform"], n, about["processes"], about["slices"])
-    program = costs.read_program(trace.text, trace.cfg, machine)
-    rows = plan.collectives_of(program.collectives)
-    work = {PRODUCTS: program.flops} | plan.by_links(rows, "bytes")
+    # the memory of the program does not matter here
+    answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
+    work = {PRODUCTS: answer.flops["program"]} | plan.by_links(answer.collectives, "bytes")
+    planned = {}
     if chips.chip_of(kind):
-        # the memory of the program does not matter here
-        answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
         planned = answer.seconds | dict(step=answer.overlapped["step"])
-    columns = [measured, planned, work]
-    return {part: tuple(column.get(part) for column in columns) for part in {**work, **measured}}
+    return {x: (measured.get(x), planned.get(x), work.get(x)) for x in {**work, **measured}}
 
 
 # --- Printing -----------------------------------------------------------------------------------------------------
@@ -325,9 +322,9 @@ def report(trace, found, rows):
     ]
     shares = []
     for part in dict.fromkeys([*PARTS.values(), REST, *found.links, IDLE]):
-        if seconds := found.parts[part]:
-            words = f"{part}, exposed" if part in found.links else part
-            shares.append([words, *share(seconds, found)])
+        words = f"{part}, exposed" if part in found.links else part
+        if part in found.parts:
+            shares.append([words, *share(found.parts[part], found)])
     shares.append(["sum", *share(found.step, found)])
     lines += [*common.markdown(["a step", "seconds", "share"], shares), ""]
     for links, seconds in sorted(found.hidden.items()):
