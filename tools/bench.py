@@ -6,10 +6,10 @@ Takes every flag of main.py and trains on random tokens, on one host. Each confi
 They take turns, a round of a few steps each, so that other load on the machine slows all of them alike.
 """
 
-if __name__ in ("__main__", "__mp_main__"):
-    import os
-    import sys
+import os
+import sys
 
+if __name__ in ("__main__", "__mp_main__"):
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     from runtime import interrupts
 
@@ -17,11 +17,9 @@ if __name__ in ("__main__", "__mp_main__"):
 
 import math
 import multiprocessing
-import os
 import platform
 import re
 import resource
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool

@@ -7,17 +7,15 @@ python tools/checkpoints.py prune runs/tiny --keep 1 --every 1000 --dry_run
 It needs no accelerator. list and verify may look at a run that is in progress; prune refuses such a one.
 """
 
-if __name__ == "__main__":
-    import os
-    import sys
+import os
+import sys
 
+if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     from runtime import interrupts
 
     interrupts.begin()
 
-import os
-import sys
 import time
 from dataclasses import MISSING, dataclass
 from typing import Literal

@@ -9,23 +9,22 @@ With --variation it takes every flag of main.py for all variations. Rerun the sa
 not trained again.
 """
 
-if __name__ == "__main__":
-    import os
-    import sys
+import os
+import sys
 
+if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     from runtime import interrupts
 
     interrupts.begin()
 
 import math
-import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 ENVIRONMENT = dict(os.environ)  # of the runs: importing jax changes it
@@ -43,7 +42,7 @@ from training import command_line, runlog, settings, steps
 MAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "main.py")
 # Ahead of the user's flags, which win: many runs should not fill a disk.
 SAVE_LITTLE = "--keep_checkpoints 1 --inference_batch 1 --max_tokens 1".split()
-OWN = ("seed", "name", "output_dir")  # flags that each run gets from here
+OWN = {"seed", "name", "output_dir"}  # flags that each run gets from here
 # Flags of which all variations must have the same value.
 SAME_TEXT = ["T", "data", "mix", "eval_steps"]
 # Flags that belong to the definition of a variation beside those that a run must have to resume.
@@ -98,18 +97,19 @@ def read_curve(folder):
 
 
 def mean_and_error(values):
-    """The mean of one value for each seed, and its standard error, 0 for a single seed."""
-    error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return np.mean(values), error
+    """The mean over seeds [seed, ...], and its standard error, 0 for a single seed."""
+    n = len(values)
+    spread = np.std(values, 0, ddof=1) if n > 1 else 0 * values[0]
+    return np.mean(values, 0), spread / math.sqrt(n)
 
 
-def cell(values, form, factor=1):
+def cell(values, form):
     """`mean_and_error` as text, each number as `form` says; "-" where there is none."""
     if not values or math.isnan(sum(values)):
         return "-"
     mean, error = mean_and_error(values)
-    text = format(factor * mean, form)
-    return f"{text} ± {format(factor * error, form.lstrip('+'))}" if len(values) > 1 else text
+    text = f"{mean:{form}}"
+    return f"{text} ± {error:{form.lstrip('+')}}" if len(values) > 1 else text
 
 
 def table(groups, marks=(), target=None):
@@ -131,7 +131,7 @@ def table(groups, marks=(), target=None):
             run, other = runs[seed], first[seed]
             loss = other.loss[-1] if target is None else target
             differences.append(run.loss[-1] - other.loss[-1])
-            to_target.append(run.tokens_to(loss))
+            to_target.append(run.tokens_to(loss) / 1e6)
             shares.append(run.tokens_to(loss) / other.tokens_to(loss))
         total, active, embedding = model.count_params(curves[0].cfg)
         row = {
@@ -145,7 +145,7 @@ def table(groups, marks=(), target=None):
             row[f"loss at {in_millions(mark)}"] = cell(losses, ".4f")
         row["final loss"] = cell([run.loss[-1] for run in curves], ".4f")
         row[f"against {first_name}"] = "-" if runs is first else cell(differences, "+.4f")
-        row["M tokens to target"] = cell(to_target, ".3f", 1e-6)
+        row["M tokens to target"] = cell(to_target, ".3f")
         row[f"x {first_name}'s"] = "1" if runs is first else cell(shares, ".3f")
         row["MFLOP/token"] = f"{model.flops_per_token(curves[0].cfg) / 1e6:.2f}"
         row["tokens/s"] = cell([run.speed for run in curves], ",.0f")
@@ -167,8 +167,7 @@ def picture(groups, kind="png"):
     for i, (name, runs) in enumerate(groups.items()):
         curves = list(runs.values())
         e = min(len(run.loss) for run in curves)
-        points = [mean_and_error([run.loss[j] for run in curves]) for j in range(e)]
-        mean, error = np.array(points).T
+        mean, error = mean_and_error([run.loss[:e] for run in curves])
         tokens = curves[0].tokens[:e]
         axes.plot(tokens, mean, "o-", ms=3, lw=1.2, color=f"C{i}", label=name)
         axes.fill_between(tokens, mean - error, mean + error, alpha=0.25, color=f"C{i}", lw=0)
@@ -217,20 +216,18 @@ class Trial(NamedTuple):
         """Raises UserError where its directory holds a run of another definition, of which a step was made."""
         if not os.path.exists(os.path.join(self.folder, "config.json")):
             return
-        kept, now = read_json(self.folder, "variation.json"), self.definition()
-        differ = [flag for flag in now if flag in kept and kept[flag] != now[flag]]
-        if differ:
-            fields = ", ".join(f"{n} was {kept[n]!r} and is now {now[n]!r}" for n in differ)
-            raise UserError(
-                f"--variation {self.variation}: {self.folder} was begun with another definition ({fields}); give the "
-                f"variation another name, or another --output."
-            )
+        kept = read_json(self.folder, "variation.json")
+        for flag, now in self.definition().items():
+            if kept.get(flag, now) != now:
+                raise UserError(
+                    f"--variation {self.variation}: in {self.folder} {flag} was {kept[flag]!r} and is now {now!r}; "
+                    f"give the variation another name, or another --output."
+                )
 
 
 def parse_variation(text, flags, output):
     """The Trial of "name: flags", after the `flags` of all. Raises UserError."""
-    name, _, own = text.partition(":")
-    name = name.strip()
+    name, _, own = map(str.strip, text.partition(":"))
     if not re.fullmatch(r"[\w.+=@-]+", name):
         raise UserError(
             f"--variation {text!r}: must be a name, of letters, digits and . _ - + = @ only, a colon and "
@@ -241,7 +238,7 @@ def parse_variation(text, flags, output):
         flags = settings.follow(command_line.check(words, True))
     except (UserError, ValueError) as e:  # the latter of a quotation mark without its second
         raise UserError(f"--variation {name}: {str(e).rstrip('.')}.") from None
-    for flag in flags.given.intersection(OWN):
+    for flag in flags.given & OWN:
         raise UserError(
             f"--{flag}: each run here gets its own, by --seeds, --output and the variation's name."
         )
@@ -250,13 +247,12 @@ def parse_variation(text, flags, output):
 
 def check_comparable(trials):
     """Raises UserError where two have the same name, or would be measured on other text than the first."""
-    names = set()
+    names = [trial.variation for trial in trials]
     first = measured_on(trials[0].cfg)
     for trial in trials:
         flag = f"--variation {trial.variation}"
-        if trial.variation in names:
+        if names.count(trial.variation) > 1:
             raise UserError(f"{flag}: two have this name; give each its own.")
-        names.add(trial.variation)
         for what, value in measured_on(trial.cfg).items():
             if value != first[what]:
                 raise UserError(
@@ -315,9 +311,10 @@ def train(trial):
 def save_finished(trials, folder):
     """Write results.json, with every evaluation of the trials that are finished, and losses.png. Returns {variation:
     {seed: Curve}}. Raises UserError where they saw different data."""
-    groups, content, first = {}, {}, None
+    groups, content, first = defaultdict(dict), defaultdict(dict), None
     for trial in trials:
-        if not (curve := trial.curve()):
+        curve = trial.curve()
+        if not curve:
             continue
         first = first or curve
         if curve.data != first.data:
@@ -325,26 +322,27 @@ def save_finished(trials, folder):
                 f"--output {folder}: {curve.folder} saw other data than {first.folder}, so they cannot be compared; "
                 f"give another --output."
             )
-        groups.setdefault(trial.variation, {})[trial.seed] = curve
-        lists = dict(tokens=curve.tokens.tolist(), loss=curve.loss.tolist())
-        content.setdefault(trial.variation, {})[trial.seed] = dict(folder=curve.folder) | lists
+        groups[trial.variation][trial.seed] = curve
+        content[trial.variation][trial.seed] = dict(
+            folder=curve.folder, tokens=curve.tokens.tolist(), loss=curve.loss.tolist()
+        )
     if groups:
         write_file(os.path.join(folder, "results.json"), to_json(content, indent=1) + "\n")
         write_file(os.path.join(folder, "losses.png"), picture(groups))
     return groups
 
 
-def compare_variations(own, variations):
-    """Train what is not finished, then print and draw the `table`; the status is 1 where a run failed."""
+def train_all(variations, seeds, folder):
+    """Train what is not finished; returns what `save_finished` does, and the number of runs that failed."""
     # a run in progress is stopped with this program, whatever stops it; nohup stays what it is
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     # all variations of a seed before the next seed: early results can be compared
-    trials = [trial._replace(seed=seed) for seed in range(own.seeds) for trial in variations]
+    trials = [trial._replace(seed=seed) for seed in range(seeds) for trial in variations]
     for trial in trials:
         trial.check_definition()
-    check_place(os.path.join(own.output, "results.json"), "--output")
+    check_place(os.path.join(folder, "results.json"), "--output")
     failed = 0
     for number, trial in enumerate(trials, 1):
         if trial.curve():
@@ -352,13 +350,8 @@ def compare_variations(own, variations):
             continue
         say(f"{trial.name}, run {number} of {len(trials)}; its log is {trial.folder}.log")
         failed += not train(trial)
-        save_finished(trials, own.output)
-    if groups := save_finished(trials, own.output):
-        print("\n".join(table(groups, own.marks, own.target)))
-        print(f"\nresults.json and losses.png are saved in {own.output}")
-    if failed:
-        say(f"{failed} of {len(trials)} runs failed; rerun the same command to try them again")
-        sys.exit(1)
+        save_finished(trials, folder)
+    return save_finished(trials, folder), failed
 
 
 # --- The program ------------------------------------------------------------------------------------------------
@@ -409,13 +402,20 @@ def main(argv):
         platforms.choose_cpu()
         compare_runs(own.runs, own.output or "compare.png", own.marks, own.target)
         return
-    own = replace(own, output=own.output or "runs/ablation")
-    if is_remote(own.output):
-        raise UserError(f"--output {own.output}: must be a local folder, which holds the logs.")
-    variations = [parse_variation(text, flags, own.output) for text in own.variation]
+    folder = own.output or "runs/ablation"
+    if is_remote(folder):
+        raise UserError(f"--output {folder}: must be a local folder, which holds the logs.")
+    variations = [parse_variation(text, flags, folder) for text in own.variation]
     check_comparable(variations)
     platforms.choose_cpu()  # the devices belong to the runs
-    compare_variations(own, variations)
+    groups, failed = train_all(variations, own.seeds, folder)
+    if groups:
+        print("\n".join(table(groups, own.marks, own.target)))
+        print(f"\nresults.json and losses.png are saved in {folder}")
+    if failed:
+        n = own.seeds * len(variations)
+        say(f"{failed} of {n} runs failed; rerun the same command to try them again")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

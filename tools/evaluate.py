@@ -6,10 +6,10 @@ python tools/evaluate.py runs/tiny --tasks hellaswag,arc_easy
 Standard errors treat tokens as drawn in clusters: the sequences of shards, the documents of text.
 """
 
-if __name__ == "__main__":
-    import os
-    import sys
+import os
+import sys
 
+if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     from runtime import interrupts
 
@@ -18,8 +18,6 @@ if __name__ == "__main__":
 import functools
 import glob
 import math
-import os
-import sys
 from importlib.metadata import version
 
 import utils

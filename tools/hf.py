@@ -6,10 +6,10 @@ python tools/hf.py import exported runs/imported           folder -> run directo
 `main.py --init_from FOLDER` trains on from such a folder without the detour.
 """
 
-if __name__ == "__main__":
-    import os
-    import sys
+import os
+import sys
 
+if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     from runtime import interrupts
 
@@ -19,10 +19,8 @@ import contextlib
 import functools
 import json
 import math
-import os
 import re
 import shutil
-import sys
 from dataclasses import MISSING, dataclass
 from typing import Literal
 

@@ -6,10 +6,10 @@ Prompts of all lengths are one batch, decoded with a cache on any mesh. Text goe
 speeds go to stderr.
 """
 
-if __name__ == "__main__":
-    import os
-    import sys
+import os
+import sys
 
+if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     from runtime import interrupts
 
@@ -18,7 +18,6 @@ if __name__ == "__main__":
 import dataclasses
 import itertools
 import math
-import sys
 import time
 from collections import deque
 

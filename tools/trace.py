@@ -5,10 +5,10 @@ python tools/trace.py runs/tiny
 It reads what jax's profiler recorded and the compiled program that lies beside it. It needs no accelerator.
 """
 
-if __name__ == "__main__":
-    import os
-    import sys
+import os
+import sys
 
+if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     from runtime import interrupts
 
@@ -17,10 +17,8 @@ if __name__ == "__main__":
 import functools
 import gzip
 import math
-import os
 import re
 import statistics
-import sys
 from collections import Counter, defaultdict
 from dataclasses import MISSING, dataclass
 from typing import NamedTuple
