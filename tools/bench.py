@@ -25,13 +25,12 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 
 import utils
 from runtime import chips, parser, platforms
-from runtime.files import check_place, to_json, write_file
+from runtime.files import check_place, read_file, to_json, write_file
 from runtime.messages import UserError
 from tools import common
 from training import command_line, settings
@@ -56,25 +55,23 @@ def prepare(cfg):
     mesh = steps.make_mesh(cfg)
     optimizer, schedule = make_optimizer(cfg, mesh)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
-    shape = steps.batch_shape(cfg)
-    *count, T = shape
-    random = np.random.default_rng(cfg.run.seed)
-    rows = random.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1), np.int32)
     began = time.perf_counter()
     step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     seconds = time.perf_counter() - began
+    *count, T = shape = steps.batch_shape(cfg)
+    random = np.random.default_rng(cfg.run.seed)
+    rows = random.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1), np.int32)
     compiled["step"] = step
     compiled["state"] = steps.init_state(cfg, abstract, optimizer)
     compiled["batch"] = dataset.put_batch(rows.__getitem__, 0, shape, mesh)
     used = step.memory_analysis()
-    compiler_bytes = used.argument_size_in_bytes + used.output_size_in_bytes
-    compiler_bytes += used.temp_size_in_bytes - used.alias_size_in_bytes
+    new_outputs = used.output_size_in_bytes - used.alias_size_in_bytes
     return dict(
         device=mesh.devices.flat[0].device_kind,
         devices=mesh.size,
         tokens_per_step=math.prod(shape),
         flops_per_token=model.flops_per_token(cfg),
-        compiler_bytes=compiler_bytes,
+        compiler_bytes=used.argument_size_in_bytes + used.temp_size_in_bytes + new_outputs,
         compile_seconds=seconds,
     )
 
@@ -109,7 +106,6 @@ class Worker:
         # a fork would share what jax began
         self.process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         self.about = self.call(prepare, cfg)
-        print(f"{name}: ready to run", file=sys.stderr, flush=True)
 
     def call(self, function, *args):
         try:
@@ -183,8 +179,8 @@ def cells(row):
 
 def machine():
     """{name: value} of where this runs."""
-    info = Path("/proc/cpuinfo")
-    cpu = re.search(r"model name\s*:\s*(.*)", info.read_text() if info.exists() else "")
+    info = read_file("/proc/cpuinfo") or b""
+    cpu = re.search(r"model name\s*:\s*(.*)", info.decode())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return dict(cpu=cpu[1] if cpu else platform.machine(), cores=cores, jax=version("jax"))
 

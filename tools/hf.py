@@ -75,7 +75,6 @@ def export(run_dir, folder, dtype="float32"):
     cfg = config_of_one_device(flags, run_dir)
     form = hugging_face.format_to_export(cfg.model.architecture)
     config = form.config(cfg.model) | dict(torch_dtype=dtype)
-    tokenization.folder_tokenizer(run_dir)  # a torn tokenizer is refused before weights are read
     params = load(steps.abstract_params(cfg, steps.make_mesh(cfg)))
     with appearing(folder) as part:
         config |= export_tokenizer(part, run_dir, cfg.model)
@@ -85,10 +84,7 @@ def export(run_dir, folder, dtype="float32"):
             if math.prod(t.shape):
                 x = np.asarray(functools.reduce(dict.__getitem__, t.leaf, params))[t.at]
             tensors[t.name] = np.ascontiguousarray(t.theirs(x).astype(dtype, copy=False))
-        path = os.path.join(part, "model.safetensors")
-        save_file(tensors, path, metadata={"format": "pt"})
-        with open(path, "rb") as f:
-            os.fsync(f.fileno())
+        save_file(tensors, os.path.join(part, "model.safetensors"), metadata={"format": "pt"})
         write_json(part, "config.json", config)
     say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}")
 
@@ -120,6 +116,7 @@ def appearing(folder):
     try:
         os.makedirs(part)
         yield part
+        os.sync()
         os.rename(part, folder)
     except OSError as e:
         raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
@@ -154,25 +151,22 @@ def export_tokenizer(folder, run_dir, m):
 
 def byte_level(encoding):
     """tokenizers.Tokenizer with the tokens, merges and cuts of a tiktoken.Encoding."""
-    letters = tokenization.byte_letters()
-
-    def spell(token):
-        return "".join(letters[b] for b in token)
-
-    ranks = encoding._mergeable_ranks
+    tokens, ranks = tokenization.tokens_of(encoding), encoding._mergeable_ranks
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
             first, second = halves(token, rank, ranks)
-            merges.append((spell(first), spell(second)))
-    vocabulary = {spell(token): rank for token, rank in ranks.items()}
+            merges.append((tokens[ranks[first]], tokens[ranks[second]]))
+    vocabulary = {token: number for number, token in tokens.items()}
     bpe = tokenizers.models.BPE(vocabulary, merges, ignore_merges=True)
     tokenizer = tokenizers.Tokenizer(bpe)
-    cuts = pre_tokenizers.Split(cut_pattern(encoding), "isolated")
+    # possessive quantifiers, which only save time, mean something else after {1,3} there; so does $
+    pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", encoding._pat_str).replace("$", r"\z")
+    cuts = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cuts, to_letters])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    for name in special_tokens(encoding):
+    for name in encoding._special_tokens:
         tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False)])
     return tokenizer
 
@@ -186,22 +180,6 @@ def halves(token, rank, ranks):
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 
-
-def cut_pattern(encoding):
-    """The pattern by which text is cut before merges, for tokenizers.Regex: possessive quantifiers, which only save
-    time, mean something else after {1,3} there; so does $."""
-    pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", encoding._pat_str)
-    return tokenizers.Regex(pattern.replace("$", r"\z"))
-
-
-def special_tokens(encoding):
-    """Names of the special tokens by id. An id without a token has a name too, since ids have no gaps."""
-    names = {i: name for name, i in encoding._special_tokens.items()}
-    taken = set(encoding._mergeable_ranks.values())
-    for i in range(max([*names, *taken])):
-        if i not in taken and i not in names:
-            names[i] = f"<|unused_{i}|>"
-    return [names[i] for i in sorted(names)]
 
 
 # --- Command line -------------------------------------------------------------------------------------------------
