@@ -164,13 +164,10 @@ def convolution_flops(op, out, lhs, rhs):
     valid = 1
     for dim in range(len(left) - 2):  # of the window, all but batch and features
         length = lhs[left.index(str(dim))]
-        places = np.arange(out[result.index(str(dim))])[:, None]
-        within = np.arange(along("size", dim))
-        dilation = along("lhs_dilate", dim)
-        at = places * along("stride", dim) + within * along("rhs_dilate", dim)
-        at = at - along("pad", dim, 0)
-        inside = (at >= 0) & (at <= (length - 1) * dilation)
-        valid *= int((inside & (at % dilation == 0)).sum())
+        places = np.arange(out[result.index(str(dim))])[:, None] * along("stride", dim)
+        at = places + np.arange(along("size", dim)) * along("rhs_dilate", dim)
+        inputs = np.arange(length) * along("lhs_dilate", dim) + along("pad", dim, 0)
+        valid *= int(np.isin(at, inputs).sum())
     return 2 * valid * out[result.index("b")] * out[result.index("f")] * rhs[right.index("i")]
 
 
@@ -193,19 +190,16 @@ def moved_bytes(ops, given):
             name = operands(by_name[name])[0]
         return by_name[name]
 
-    read = defaultdict(int)  # {parameter: bytes}
+    read = defaultdict(int)  # {operand: bytes}
     for op in ops:
         for at, name in enumerate(operands(op)):
-            if op.kind in SLICES and at == 0:
-                read[viewed(name)] += size(op.type)
-            elif op.kind not in VIEWS and not (op.kind == "dynamic-update-slice" and at == 0):
-                read[viewed(name)] += size(by_name[name].type)
-    of_operands = defaultdict(int)  # one may be given twice
-    for op, n in read.items():
-        if op.kind == "parameter":
-            name = given[numbers(op.rest)[0]]
-            of_operands[name] = min(of_operands[name] + n, size(op.type))
-    moved, root = sum(of_operands.values()), ops[-1]
+            array = viewed(name)
+            replaced = op.kind == "dynamic-update-slice" and at == 0
+            if array.kind == "parameter" and op.kind not in VIEWS and not replaced:
+                part = op if op.kind in SLICES and at == 0 else by_name[name]
+                operand = given[numbers(array.rest)[0]]
+                read[operand] = min(read[operand] + size(part.type), size(array.type))
+    moved, root = sum(read.values()), ops[-1]
     for name in operands(root) if root.kind == "tuple" else [root.name]:
         result = viewed(name)
         if result.kind == "dynamic-update-slice":

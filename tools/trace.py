@@ -161,10 +161,10 @@ def devices_in(trace):
     UserError where a file is damaged."""
     fs, there = filesystem(trace.folder)
     found = []
-    for path in sorted(persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder)):
+    for path in persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder):
         content = read_file(os.path.join(trace.folder, os.path.basename(path)))
         try:
-            data = ProfileData.from_serialized_xspace(content or b"")
+            data = ProfileData.from_serialized_xspace(content)
         except RuntimeError as e:
             reason = first_line(e)
             raise UserError(f"{path}: is no trace ({reason}); --trace names another.") from None
@@ -208,11 +208,10 @@ class Shares:
         self.operations = Counter()  # {Operation: seconds}
         gaps = []
         for events, steps in runs:
-            first, last = steps[0][0], steps[-1][1]
             labeled = [(begin, end, None) for begin, end in steps]
             for begin, end, op in events:
-                if (one := trace.operation(op)) and begin < last and end > first:
-                    labeled.append((max(begin, first), min(end, last), one))
+                if one := trace.operation(op):
+                    labeled.append((begin, end, one))
             for ns, active in moments(labeled):
                 self.add_moment(ns / 1e9 / self.steps / self.devices, active)
             gaps += [after[0] - before[1] for before, after in zip(steps, steps[1:])]
@@ -229,7 +228,7 @@ class Shares:
         It belongs to one part. Where the device computes: to what it computes, in equal shares where several operations
         run at once. Else, where bytes travel: to those links. Else it idles."""
         if None not in active:
-            return  # it is between two steps
+            return  # it is no part of a step
         operations = [one for one in active if one]
         computing = [one for one in operations if not one.links]
         busy = computing or operations
