@@ -73,9 +73,7 @@ def parse_machine(name):
         if len(dims) == (1 if chip.gpu else chip.dims) and groups and 0 not in dims:
             n = math.prod(dims) * chip.cores * groups
             if n > MANY:
-                raise UserError(
-                    f"--plan {name}: has {n:,} devices; at most {MANY:,} can be planned for."
-                )
+                raise UserError(f"--plan {name}: has {n:,} devices; give at most {MANY:,}.")
             topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"
             return Machine(name, chip, n, groups, topology, "gpu" if chip.gpu else "tpu")
     tpus, gpu_kinds = [

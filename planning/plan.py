@@ -437,9 +437,7 @@ def planned_config(flags, machine):
     """The configuration that is planned for. Raises UserError."""
     cfg, asked = flags.cfg, flags.cfg.plan
     if cfg.run.n_devices not in (0, machine.n):
-        raise UserError(
-            f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}; leave the flag out."
-        )
+        raise UserError(f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}.")
     if asked.plan_json:
         check_place(asked.plan_json, "--plan_json")
     of_weights = weights.open_weights(cfg.run.init_from)[0] if cfg.run.init_from else None
@@ -470,9 +468,7 @@ def main(flags):
 
     if not compiler and not asked.by_formulas:
         install = machines.INSTALL[machine.platform]
-        print(
-            f"{machine.compiler} is not installed ({install}), so these are the formulas' numbers alone"
-        )
+        print(f"{machine.compiler} is not installed ({install}): these are the formulas' numbers")
     if asked.search:
         print("\n".join(table(found)))
         print(f"the fastest: {changed(cfg, best) or 'the flags as given'}")

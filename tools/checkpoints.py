@@ -122,9 +122,7 @@ def main(options):
     if options.command != "prune" or options.dry_run:
         return look_at(options)
     if options.run_dir.startswith("s3://"):
-        raise UserError(
-            f"prune {options.run_dir}: must be a local folder or gs://; Orbax deletes none on s3://."
-        )
+        raise UserError(f"prune {options.run_dir}: Orbax deletes no checkpoint on s3://.")
     # a run in progress may need what is to be deleted
     with locks.alone_in(options.run_dir, options.run_dir, "run directory"):
         look_at(options)

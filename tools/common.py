@@ -128,13 +128,9 @@ def open_tokenizer(folder, vocab_size, needed):
     has more tokens than the model."""
     encoding = tokenization.folder_tokenizer(folder)
     if encoding is None and needed:
-        raise UserError(
-            f"{folder}: has no tokenizer, which text needs; put its tokenizer.json there."
-        )
+        raise UserError(f"{folder}: has no tokenizer; put its tokenizer.json there.")
     if encoding and encoding.n_vocab > vocab_size:
-        raise UserError(
-            f"{folder}: its tokenizer has {encoding.n_vocab} tokens, the model only {vocab_size}."
-        )
+        raise UserError(f"{folder}: its tokenizer has more tokens than the model, {vocab_size}.")
     return encoding
 
 
@@ -145,12 +141,9 @@ def check_T(options, flags):
     most = weights.positions(options.model, flags["T"])
     if options.T > most:
         if architecture(flags["architecture"]).learns_positions:
-            raise UserError(
-                f"--T {options.T}: {options.model} has learned {most} positions; give at most {most}."
-            )
-        print(
-            f"warning: --T {options.T}: {options.model} was made for {most} tokens", file=sys.stderr
-        )
+            raise UserError(f"--T {options.T}: {options.model} has learned {most} positions.")
+        said = f"--T {options.T}: {options.model} was made for {most} tokens"
+        print(f"warning: {said}", file=sys.stderr)
 
 
 def config_of(options, flags):

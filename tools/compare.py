@@ -239,9 +239,7 @@ def parse_variation(text, flags, output):
     except (UserError, ValueError) as e:  # the latter of a quotation mark without its second
         raise UserError(f"--variation {name}: {str(e).rstrip('.')}.") from None
     for flag in flags.given & OWN:
-        raise UserError(
-            f"--{flag}: each run here gets its own, by --seeds, --output and the variation's name."
-        )
+        raise UserError(f"--{flag}: each run here gets its own, by --seeds, --output and its name.")
     return Trial(name, words, flags.cfg, output)
 
 

@@ -99,9 +99,7 @@ def evaluate(options, path, cfg, encoding, score):
     T = options.T or cfg.model.T
     stride = options.stride or T
     if stride > T:
-        raise UserError(
-            f"--stride {stride}: must be at most --T, which is {T}, or text would be left out."
-        )
+        raise UserError(f"--stride {stride}: must be at most --T, which is {T}.")
     limit, sizes, total = options.limit or sys.maxsize, [], None
     corpus = open_shards(options, utils.replace(cfg, T=T), path)
     if corpus:  # in the order of main.py's validation

@@ -87,9 +87,7 @@ def encode_prompts(options, before, encoding):
         raise UserError("--stop, --prompt: a string is missing or empty.")
     prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
     if [] in prompts:
-        raise UserError(
-            "--prompt: is empty, and nothing precedes it; give a text, or --start end_of_text."
-        )
+        raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
     return prompts
 
 

@@ -134,9 +134,7 @@ def open_trace(run, name=""):
         if about := read_json(traces, one, "about.json"):
             known[one] = about
     if not known:
-        raise UserError(
-            f"{run}: holds no whole trace; train with --profile FIRST:LAST, such as 20:22, to make one."
-        )
+        raise UserError(f"{run}: holds no whole trace; train with --profile FIRST:LAST.")
     name = name or max(known, key=lambda one: known[one]["written"])
     if name not in known:
         raise UserError(f"--trace {name}: {run} has {', '.join(known)}.")
@@ -147,9 +145,7 @@ def open_trace(run, name=""):
     try:
         text = gzip.decompress(read_file(os.path.join(folder, "step.hlo.gz"))).decode()
     except Exception:  # gzip has many errors for a damaged file
-        raise UserError(
-            f"{folder}: step.hlo.gz is missing or damaged; copy all files of a trace."
-        ) from None
+        raise UserError(f"{folder}: step.hlo.gz is missing or damaged.") from None
     return Trace(folder, about, cfg, text)
 
 
@@ -250,9 +246,7 @@ def measure(trace):
         if steps := steps_in(events, trace, last - first + 1):
             runs.append((events, steps))
     if not runs:
-        raise UserError(
-            f"{trace.folder}: holds no whole step; trace later ones, or one that is not interrupted."
-        )
+        raise UserError(f"{trace.folder}: holds no whole step; trace later ones.")
     return Shares(runs, trace)
 
 
