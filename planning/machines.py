@@ -5,7 +5,6 @@ import math
 import multiprocessing
 import os
 import re
-import tempfile
 import types
 from concurrent import futures
 from typing import NamedTuple
@@ -47,11 +46,6 @@ class Machine(NamedTuple):
         return self.groups if self.platform == "tpu" else 1
 
     @property
-    def as_compiled(self):
-        """The machine of a compiled program's collectives: what leaves a TPU slice is a transfer of its own."""
-        return self._replace(groups=1) if self.platform == "tpu" else self
-
-    @property
     def kernels(self):
         """The platform whose attention kernels and experts run, as attention.platform_of says of its devices."""
         chip = self.chip
@@ -76,9 +70,8 @@ def parse_machine(name):
                 raise UserError(f"--plan {name}: has {n:,} devices; give at most {MANY:,}.")
             topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"
             return Machine(name, chip, n, groups, topology, "gpu" if chip.gpu else "tpu")
-    tpus, gpu_kinds = [
-        ", ".join(chip.name for chip in KNOWN if chip.gpu == gpu) for gpu in (False, True)
-    ]
+    tpus = ", ".join(chip.name for chip in KNOWN if not chip.gpu)
+    gpu_kinds = ", ".join(chip.name for chip in KNOWN if chip.gpu)
     raise UserError(
         f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {tpus}, such as v4:2x4x4 or 2*v5e:16x16 (v4, v5p "
         f"and v7x have three dims, the others two), or gpu:[HOSTSx]NUMBERxKIND with one of {gpu_kinds}, such as "
@@ -180,24 +173,20 @@ def ask_compiler(cfg, machine):
     It runs in a process of its own: where one of its checks fails, a compiler ends its process.
     """
     spawn = multiprocessing.get_context("spawn")
-    with (
-        tempfile.NamedTemporaryFile("r") as log,
-        futures.ProcessPoolExecutor(1, spawn, redirect_errors, (log.name,)) as pool,
-    ):
+    with futures.ProcessPoolExecutor(1, spawn, hide_errors) as pool:
         try:
             return pool.submit(compile_for, cfg, machine).result()
         except (futures.process.BrokenProcessPool, jax.errors.JaxRuntimeError) as e:
-            check = re.search(r"Check failed: .*\S|INTERNAL: .{,100}", f"{log.read()}\n{e}")
-            why = f" ({check[0]})" if check else ""
             say(
-                f"{machine.compiler} crashes on this step, an error of its own{why}, and may crash on the machine "
-                f"too; these are the formulas' numbers; another mesh or width may compile"
+                f"{machine.compiler} crashes on this step, an error of its own ({first_line(e)}), and may crash on the "
+                f"machine too; these are the formulas' numbers; another mesh or width may compile"
             )
             return None
 
 
-def redirect_errors(path):
-    os.dup2(os.open(path, os.O_WRONLY), 2)
+def hide_errors():
+    """Send stderr nowhere: a compiler that crashes writes pages there."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def compile_for(cfg, machine):

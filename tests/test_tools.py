@@ -354,7 +354,7 @@ def test_gpt2_goes_no_further_than_its_positions_and_rotary_models_with_a_warnin
         continued(gpt2, max_tokens=20)
     with pytest.raises(messages.UserError, match="--max_tokens 20: .* the 16 of --T"):
         continued(gpt2, PROMPTS[:1], max_tokens=20, T=16)
-    with pytest.raises(messages.UserError, match="--T 33: .* has learned 32 positions"):
+    with pytest.raises(messages.UserError, match="--T 33: .* was made for 32 tokens"):
         measured(gpt2, data=(str(shards),), T=33)
     assert continued(gpt2, PROMPTS, max_tokens=None)[2].done, "the default refuses nothing"
     options = dict(data=(str(shards),), limit=4, T=13)

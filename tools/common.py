@@ -140,10 +140,15 @@ def check_T(options, flags):
 
     most = weights.positions(options.model, flags["T"])
     if options.T > most:
-        if architecture(flags["architecture"]).learns_positions:
-            raise UserError(f"--T {options.T}: {options.model} has learned {most} positions.")
         said = f"--T {options.T}: {options.model} was made for {most} tokens"
-        print(f"warning: {said}", file=sys.stderr)
+        warn_or_refuse(flags["architecture"], said)
+
+
+def warn_or_refuse(name, said):
+    """Warn that the positions of an architecture are exceeded. Raises UserError where it learns them."""
+    if architecture(name).learns_positions:
+        raise UserError(f"{said}; give fewer.")
+    print(f"warning: {said}", file=sys.stderr)
 
 
 def config_of(options, flags):

@@ -31,7 +31,6 @@ if __name__ == "__main__":
 
 import jax
 
-from architectures import architecture
 from inference import decoding
 from inference.weights import positions
 
@@ -100,10 +99,8 @@ def fit_max_tokens(options, cfg, longest):
         options = dataclasses.replace(options, max_tokens=min(utils.Sample.max_tokens, room))
     if longest + options.max_tokens > most:
         of = "of --T" if options.T else f"that {options.model} was made for"
-        about = f"--max_tokens {options.max_tokens}: a prompt has {longest} tokens, so these exceed the {most} {of}"
-        if architecture(cfg.model.architecture).learns_positions:
-            raise UserError(f"{about}; give fewer.")
-        print(f"warning: {about}", file=sys.stderr)
+        said = f"--max_tokens {options.max_tokens}: a prompt has {longest} tokens, so these exceed the {most} {of}"
+        common.warn_or_refuse(cfg.model.architecture, said)
     return options
 
 
