@@ -4,12 +4,11 @@ import importlib.util
 import json
 import os
 import re
-import sys
 from unittest import mock
 
 import jax
 import pytest
-from conftest import ARCHITECTURES, SMALL_RUN, flags_of, run_program, small_config
+from conftest import ARCHITECTURES, flags_of, run_program, small_config
 
 import model
 import presets
@@ -24,7 +23,6 @@ tpu_compiler = pytest.mark.skipif(
 SHORT = dict(blocks=2, layers_per_block=1, optimizer="adamw")
 GPT2 = ARCHITECTURES["gpt2"] | SHORT
 QWEN3 = ARCHITECTURES["qwen3"] | SHORT
-DENSE = dict(n_experts=0, experts_per_token=0)
 ACCUMULATED = dict(accumulation_steps=2, train_batch_size=16)
 MEGATRON = dict(sequence_parallel="megatron", fsdp="none")
 # (mesh, flags of conftest's small model)
@@ -35,8 +33,7 @@ CONFIGURATIONS = [
     ((2, 2, 2), dict(ARCHITECTURES["deepseek"], mtp_depth=1, capacity_factor=1.5, blocks=2)),
     ((2, 1, 4), dict(SHORT, **MEGATRON, mtp_depth=1, first_layers=1, remat="dots")),
     ((2, 2, 2), dict(GPT2, **MEGATRON, remat="dots")),
-    ((2, 1, 4), dict(QWEN3, **MEGATRON)),
-    ((1, 2, 4), dict(QWEN3, **DENSE, remat="dots")),
+    ((1, 2, 4), dict(QWEN3, **MEGATRON, remat="dots")),
 ]
 assert {"deepseek", "gpt2", "qwen3"} == ARCHITECTURES.keys(), "a new one belongs above and below"
 OF_TPUS = dict(T=512, model_dimension=256, model_dtype="bfloat16")
@@ -84,24 +81,31 @@ def no_device():
 
 @tpu_compiler
 @pytest.mark.parametrize("name, mesh, flags", TPU_CONFIGURATIONS, ids=str)
-def test_formulas_agree_with_the_tpu_compiler(no_device, name, mesh, flags):
+def test_formulas_agree_with_the_tpu_compiler(
+    no_device, name, mesh, flags, tmp_path, monkeypatch, capsys
+):
     """It pads small arrays, and makes small sums over devices an all-reduce or a reduce-scatter as it likes."""
-    machine = machines.parse_machine(name)
-    cfg = small_config(mesh, **flags)
-    compiled = machines.compile_step(cfg, machines.devices_of(machine))
-    e, a = costs.Estimate(cfg, machine), plan.answer(cfg, machine, compiled)
-    assert a.compiled and a.fits
-    assert e.flops == pytest.approx(a.flops["program"], rel=0.03)
-    for kind in ("all-to-all", "collective-permute"):
-        ours = sum(n_bytes for key, n_bytes in bytes_of(e.sent).items() if key[1] == kind)
-        theirs = sum(row["bytes"] for row in a.collectives if row["kind"] == kind)
-        assert ours == pytest.approx(theirs, rel=0.1)
+    machine, cfg = machines.parse_machine(name), small_config(mesh, **flags)
+    compiled = machines.ask_compiler(cfg, machine)
+    e = costs.Estimate(cfg, machine)
     given = e.weights + e.optimizer + e.batch
     assert given == pytest.approx(compiled.arguments, rel=0.5)  # of 20 MB
     assert e.activations + e.workspace == pytest.approx(compiled.temporaries, rel=0.5)
-    assert a.memory["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
-    assert a.seconds["matrix products"] > 0 and a.seconds["memory"] > 0
-    assert 0 < a.overlapped["step"] <= a.seconds["step"]
+
+    monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
+    asked = utils.replace(cfg, plan=name, plan_json=str(tmp_path / "a/plan.json"))
+    plan.main(settings.Flags(asked, frozenset(utils.flatten(cfg))))
+    a = json.loads((tmp_path / "a/plan.json").read_text())
+    assert machine.chip.kind in capsys.readouterr().out and a["compiled"] and a["fits"]
+    assert (tmp_path / "a/plan.hlo").read_text() == compiled.text
+    assert e.flops == pytest.approx(a["flops"]["program"], rel=0.03)
+    for kind in ("all-to-all", "collective-permute"):
+        ours = sum(n_bytes for key, n_bytes in bytes_of(e.sent).items() if key[1] == kind)
+        theirs = sum(row["bytes"] for row in a["collectives"] if row["kind"] == kind)
+        assert ours == pytest.approx(theirs, rel=0.1)
+    assert a["memory"]["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
+    assert a["seconds"]["matrix products"] > 0 and a["seconds"]["memory"] > 0
+    assert 0 < a["overlapped"]["step"] <= a["seconds"]["step"]
 
 
 # --- Reading programs ---------------------------------------------------------------------------------------------
@@ -170,7 +174,7 @@ def test_a_collective_beside_several_fusions_counts_once():
         text += f'  ROOT %g = f32[8] {gather}, frontend_attributes={{chain_id="{chain}"}}\n}}\n'
         calls.append(f"  %{name}_call = f32[8] fusion(%x), kind=kCustom, calls=%{name}")
     text += "ENTRY %main (x: f32[4]) -> f32[8] {\n  %x = f32[4] parameter(0)\n"
-    found = hlo.Timeline("\n".join([text, *calls, "}"]), dict(dp=2, pp=1, tp=1)).collectives
+    found = timeline("\n".join([text, *calls, "}"]), 0).collectives
     assert found == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 0]}
 
 
@@ -229,7 +233,7 @@ ENTRY %main (x: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
 def timeline(text, seconds):
     """Of a program in which a byte is moved in a second and every transfer takes some."""
     mesh, moved = dict(dp=2, pp=1, tp=1), lambda flops, cycles, moved, is_kernel: moved
-    return hlo.Timeline(text, mesh, compute_seconds=moved, link_seconds=lambda *_: seconds)
+    return hlo.Timeline(text, mesh, 1, None, moved, lambda *_: seconds)
 
 
 def test_computation_hides_what_travels_meanwhile():
@@ -419,37 +423,24 @@ def test_a_plan_is_no_part_of_a_run():
 
 
 @tpu_compiler
-def test_a_plan_by_the_tpu_compiler(tmp_path):
-    small = {k: v for k, v in SMALL_RUN.items() if k != "compilation_cache"} | dict(T=128)
-    written = dict(plan_json=tmp_path / "a/plan.json")
-    words = flags_of(plan="v4:2x2x1", n_device_axis=(2, 2, 1), **small, **written)
-    ran = run_program(*TINY, *words)
-    assert ran.returncode == 0 and "TPU v4" in ran.stdout, ran.stderr
-    a = json.loads((tmp_path / "a/plan.json").read_text())
-    found = hlo.Timeline((tmp_path / "a/plan.hlo").read_text(), a["mesh"]).collectives
-    sent = sum(n_bytes for n_bytes, *_ in found.values())
-    assert a["compiled"] and sum(row["bytes"] for row in a["collectives"]) == pytest.approx(sent)
-
-
-@tpu_compiler
 def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
-    batch = dict(train_batch_size=256, microbatches=1, remat="none", blocks=1)
-    plan.main(command_line.parse(flags_of(plan="v5e:2x2", n_device_axis=(4, 1, 1), **batch)))
-    assert "does not fit: it needs" in capsys.readouterr().out
+    flags = dict(train_batch_size=2**15, microbatches=1, remat="none", preset="gpt2-tiny")
+    plan.main(command_line.parse(flags_of(plan="v5e:2x2", n_device_axis=(4, 1, 1), **flags)))
+    said = capsys.readouterr().out
+    assert "compiling" in said and "does not fit: it needs" in said
 
 
 def abort(cfg, machine):
     """What some programs make of the TPU compiler."""
-    print("F1121 emitter.cc:1904] Check failed: s_count.has_value() ", file=sys.stderr, flush=True)
     os.abort()
 
 
 @tpu_compiler
 def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(machines, "compile_for", abort)
-    a = planned("--search", plan="v4:2x2x1", train_batch_size=16, plan_json=tmp_path / "plan.json")
-    assert "its own (Check failed: s_count.has_value())" in capsys.readouterr().out
-    assert a["fits"] and not any(row["compiled"] for row in a["search"])
+    a = planned(plan="v4:2x2x1", train_batch_size=16, plan_json=tmp_path / "plan.json")
+    assert "an error of its own (A process in the" in capsys.readouterr().out
+    assert a["fits"] and not a["compiled"]
 
 
 @tpu_compiler
