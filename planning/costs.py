@@ -421,25 +421,27 @@ class Layer:
         Tensor and sequence parallelism: arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1. Every
         collective runs in the forward pass, again where that is recomputed, and its transpose in the backward pass.
         """
-        m, s, cost, send = self.m, self.step, self.cost, self.step.send
+        m, s, cost = self.m, self.step, self.cost
         again, end_again = self.recomputes, self.recomputes and self.needs_end
         channel = s.tokens * s.bytes  # bytes
         # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
         attention_out = channel * m.model_dimension * self.megatron
         feed_forward = attention_out * (cost.ffn_width > 0)
-        gathered = channel * cost.gathered
-        send("all-gather", "tp", gathered + feed_forward, n * (1 + again))
-        send("all-gather", "tp", attention_out + feed_forward, n)
-        send("reduce-scatter", "tp", gathered + feed_forward, n)
-        send("reduce-scatter", "tp", attention_out + feed_forward, n)
-        send("reduce-scatter", "tp", attention_out, n * again)
-        send("reduce-scatter", "tp", feed_forward, n * end_again)
-        if not self.megatron:
-            heads = channel / s.tp * m.n_head * cost.value_channels
-            send("all-to-all", "tp", heads, n * (2 + again))
+        gathered = channel * cost.gathered + feed_forward
+        exchanged = 0 if self.megatron else channel / s.tp * m.n_head * cost.value_channels
+        choices = 4 * s.B * m.n_experts if self.rows else 0  # of each sequence, for the balance
+        for kind, whole, times in (
+            ("all-gather", gathered, 1 + again),
+            ("all-gather", attention_out + feed_forward, 1),
+            ("reduce-scatter", gathered, 1),
+            ("reduce-scatter", attention_out + feed_forward, 1),
+            ("reduce-scatter", attention_out, again),
+            ("reduce-scatter", feed_forward, end_again),
+            ("all-to-all", exchanged, 2 + again),
+            ("all-reduce", choices, 1 + again),
+        ):
+            s.send(kind, "tp", whole, n * times)
         if self.rows:
-            # each sequence's choices, for the balance
-            send("all-reduce", "tp", 4 * s.B * m.n_experts, n * (1 + again))
             self.send_tokens(n, again, end_again)
 
     def send_tokens(self, n, again, end_again):

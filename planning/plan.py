@@ -49,16 +49,15 @@ SEARCHED = (
 )
 
 
-def memory_of(estimate, limit, used=None):
+def memory_of(estimate, used):
     """{part: bytes} of peak memory. Where the compiler says how much is `used` in all, temporaries are what is left
     beside the other parts by the formulas."""
     memory = dict(weights=estimate.weights, optimizer=estimate.optimizer, batch=estimate.batch)
-    work, activations = estimate.activations + estimate.workspace, estimate.activations
+    work = estimate.activations + estimate.workspace
     if used is not None:
         work = used - sum(memory.values())
-        activations = min(activations, work)
-    memory |= dict(activations=activations, temporaries=work - activations)
-    return memory | dict(total=sum(memory.values()), limit=limit)
+    activations = min(estimate.activations, work)
+    return memory | dict(activations=activations, temporaries=work - activations)
 
 
 def collectives_of(sent, exposed):
@@ -102,7 +101,8 @@ def answer(cfg, machine, compiled=None, refused=None):
         overlapped["step"] = sum([*computing.values(), *overlapped.values()])
     elif refused:
         used, limit = refused.used, refused.limit
-    memory = memory_of(estimate, limit, used)
+    memory = memory_of(estimate, used)
+    memory |= dict(total=sum(memory.values()), limit=limit)
     seconds = computing | by_links(rows, "seconds")
     # a CPU's program on one device: XLA estimates none of it
     step = sum(seconds.values()) or math.nan
@@ -214,9 +214,11 @@ def variants(cfg, n):
     total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
-        values = dict(n_device_axis=[mesh], microbatches=divisors(max(1, total // dp)))
-        values["pp_interleave"] = divisors(cfg.model.blocks // pp) if pp > 1 else [1]
-        values |= WAYS
+        values = WAYS | dict(
+            n_device_axis=[mesh],
+            microbatches=divisors(max(1, total // dp)),
+            pp_interleave=divisors(cfg.model.blocks // pp) if pp > 1 else [1],
+        )
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
         found += [dict(zip(values, row)) for row in itertools.product(*values.values())]
@@ -258,13 +260,13 @@ def advise(cfg, machine, a):
     if spare < 0:
         lacks = f"it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
         return f"does not fit: {lacks}; {what_would_fit(cfg, machine, a.memory)}"
-    now, best, saved = answer(cfg, machine), None, WORTH
+    now, best, saved = answer(cfg, machine), cfg, WORTH
     for new in neighbors(cfg, machine.n):
         other = answer(new, machine)
         saves = 1 - other.seconds["step"] / now.seconds["step"]
         if saves > saved and other.memory["total"] - now.memory["total"] <= spare:
             best, saved = new, saves
-    if best is None:
+    if best == cfg:
         return f"no single flag helps by more than {WORTH:.0%}, by the formulas"
     return f"{changed(cfg, best)} would help most: by {saved:.0%} of the step, by the formulas"
 
