@@ -328,23 +328,19 @@ def test_what_does_not_fit_says_what_would(capsys):
     assert "does not fit: it needs" in said and "--" in said.split("next")[1]
 
 
-@pytest.mark.parametrize(
-    "name, install",
-    [("v4:2x2x2", 'pip install "jax[tpu]"'), ("gpu:8xH200", "setup_tpu.sh plan-gpu")],
-)
-def test_without_a_compiler_formulas_answer(tmp_path, capsys, monkeypatch, name, install):
+def test_without_a_compiler_formulas_answer(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    a = planned(plan=name, plan_json=tmp_path / "plan.json")
-    assert install in capsys.readouterr().out and a["devices"] == 8 and not a["compiled"]
-    assert not list(tmp_path.glob("*.hlo"))
+    commands = {"v4:2x2x2": 'pip install "jax[tpu]"', "gpu:8xH200": "setup_tpu.sh plan-gpu"}
+    for name, install in commands.items():
+        a = planned(plan=name, plan_json=tmp_path / "plan.json")
+        assert install in capsys.readouterr().out and a["devices"] == 8 and not a["compiled"]
+        assert not list(tmp_path.glob("*.hlo"))
 
 
 @pytest.mark.parametrize(
     "name, n, groups, topology",
     [
-        ("v4:2x4x4", 32, 1, "v4:2x4x4"),
         ("2*v5e:4x8", 64, 2, "v5e:4x8"),
-        ("gpu:8xH200", 8, 1, None),
         ("gpu:2x8xA100-40GB", 16, 2, None),
         ("v3:2x2", 8, 1, "v3:2x2"),  # of a v3-8: two devices a chip
         ("v7x:2x2x1", 8, 1, "tpu7x:2x2x1"),
@@ -366,27 +362,24 @@ def test_a_machine_that_is_none(name):
         machines.parse_machine(name)
 
 
-@pytest.mark.parametrize("name", ["v4:99999x99999x99999", "gpu:65536x65536xH100", "gpu:65537xT4"])
+@pytest.mark.parametrize("name", ["v4:99999x99999x99999", "gpu:65537xT4"])
 def test_a_machine_of_more_devices_than_any(name):
     with pytest.raises(messages.UserError, match=f"^--plan {name}: has .* at most 65,536"):
         machines.parse_machine(name)
 
 
-LARGEST = {name: f.metadata.get("most") for name, f in utils.FIELDS.items()}
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(train_batch_size=LARGEST["train_batch_size"]),
-        dict(blocks=LARGEST["blocks"]),
-        dict(accumulation_steps=2**20, train_batch_size=1, microbatches=1, search=True),
-        dict(vocab_size=LARGEST["vocab_size"], model_dimension=LARGEST["model_dimension"]),
-        dict(n_experts=LARGEST["n_experts"], mtp_depth=LARGEST["mtp_depth"]),
-    ],
-    ids=str,
+LARGEST = (
+    "train_batch_size",
+    "blocks",
+    "accumulation_steps",
+    "vocab_size model_dimension",
+    "n_experts mtp_depth",
 )
-def test_a_plan_of_the_largest_values_ends(flags, tmp_path):
+
+
+@pytest.mark.parametrize("names", LARGEST)
+def test_a_plan_of_the_largest_values_ends(names, tmp_path):
+    flags = {name: utils.FIELDS[name].metadata["most"] for name in names.split()}
     a = planned("--by_formulas", plan="gpu:8xH200", plan_json=tmp_path / "plan.json", **flags)
     assert a["memory"]["total"] > 0 and a["advice"]
 
@@ -408,11 +401,12 @@ def test_flags_that_do_not_fit_the_machine_get_one_sentence(words, said):
     assert "\n" not in str(e.value) and "simulates" not in str(e.value)
 
 
-@pytest.mark.parametrize("words", [["--search"], ["--plan", "v7:2x2"]])
-def test_mistakes_get_one_sentence(words):
-    ran = run_program(*words)
-    assert ran.returncode == 2 and "--plan" in ran.stderr, ran.stderr
-    assert len(ran.stderr.strip().splitlines()) == 1
+def test_mistakes_get_one_sentence():
+    with pytest.raises(messages.UserError, match="--search: needs --plan"):
+        command_line.parse(["--search"])
+    ran = run_program("--plan", "v7:2x2")
+    assert ran.returncode == 2 and ran.stderr.startswith("error: --plan v7:2x2: must be")
+    assert ran.stderr.count("\n") == 1
 
 
 def test_a_plan_is_no_part_of_a_run():
