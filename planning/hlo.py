@@ -41,6 +41,7 @@ class Op(NamedTuple):
     type: str  # of its result
     kind: str
     rest: str  # operands and attributes
+    inputs: list = []  # the `Op`s that are its operands
 
 
 def shapes(text):
@@ -62,22 +63,20 @@ def size(text):
     return total
 
 
-def operands(op):
-    """Names of an operation's operands."""
-    return re.findall(r"%([\w.\-]+)", op.rest.split(")")[0])
-
-
 def computations(text):
-    """{name: [Op]}, the program's own under "ENTRY"."""
-    found, ops = {}, None
+    """{name: [Op]}, the program's own under "ENTRY". An operation comes after its operands."""
+    found, ops, known = {}, None, {}
     for line in text.splitlines():
         if head := COMPUTATION.match(line):
             is_entry, name = head.groups()
             ops = found[name] = []
             if is_entry:
                 found["ENTRY"] = ops
-        elif ops is not None and (op := OP.match(line)):
-            ops.append(Op(*op.groups()))
+        elif ops is not None and (words := OP.match(line)):
+            operands = re.findall(r"%([\w.\-]+)", words[4].split(")")[0])
+            op = Op(*words.groups(), [known[name] for name in operands])
+            known[op.name] = op
+            ops.append(op)
     return found
 
 
@@ -123,11 +122,10 @@ def axes_of(groups, mesh):
     return tuple(itertools.compress(mesh, differs))
 
 
-def sent_bytes(op, types, n):
-    """Bytes that one of `n` devices sends in a collective, by rings and direct exchanges (arXiv:1909.09756 counts
-    likewise). types: {name: type} of its operands."""
+def sent_bytes(op, n):
+    """Bytes that one of `n` devices sends in a collective, by rings and direct exchanges (arXiv:1909.09756)."""
     shares = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
-    own = sum(size(types[name]) for name in operands(op))
+    own = sum(size(array.type) for array in op.inputs)
     return own * shares.get(op.kind.removesuffix("-start"), (n - 1) / n)
 
 
@@ -139,10 +137,9 @@ def slow_axis(mesh, slices):
 # --- Operations ---------------------------------------------------------------------------------------------------
 
 
-def matmul_flops(op, types):
-    """2 x the multiplications of a dot, a convolution or a call of cuBLAS; `types`: {name: type} of its operands."""
-    lhs, rhs = [shapes(types[name])[0][1] for name in operands(op)[:2]]
-    _, out = shapes(op.type)[0]
+def matmul_flops(op):
+    """2 x the multiplications of a dot, a convolution or a call of cuBLAS."""
+    out, lhs, rhs = [shapes(array.type)[0][1] for array in (op, *op.inputs[:2])]
     if op.kind != "convolution":
         contracted = CONTRACTED.search(op.rest)[1]
         return 2 * math.prod(out) * math.prod(lhs[dim] for dim in numbers(contracted))
@@ -181,31 +178,30 @@ def is_kernel(op):
 
 
 def moved_bytes(ops, given):
-    """Bytes that the operations of a fusion read of its operands, named in `given`, and write. Of an array that they
-    take or replace a slice of, only the slice moves."""
-    by_name = {op.name: op for op in ops}
-
-    def viewed(name):
-        while by_name[name].kind in VIEWS:
-            name = operands(by_name[name])[0]
-        return by_name[name]
-
-    read = defaultdict(int)  # {operand: bytes}
+    """Bytes that the operations of a fusion read of its operands, `given`, and write. Of an array that they take or
+    replace a slice of, only the slice moves."""
+    read = defaultdict(int)  # {name of an operand: bytes}
     for op in ops:
-        for at, name in enumerate(operands(op)):
-            array = viewed(name)
+        for at, view in enumerate(op.inputs):
+            array = viewed(view)
             replaced = op.kind == "dynamic-update-slice" and at == 0
             if array.kind == "parameter" and op.kind not in VIEWS and not replaced:
-                part = op if op.kind in SLICES and at == 0 else by_name[name]
-                operand = given[numbers(array.rest)[0]]
-                read[operand] = min(read[operand] + size(part.type), size(array.type))
+                part = op if op.kind in SLICES and at == 0 else view
+                name = given[numbers(array.rest)[0]].name
+                read[name] = min(read[name] + size(part.type), size(array.type))
     moved, root = sum(read.values()), ops[-1]
-    for name in operands(root) if root.kind == "tuple" else [root.name]:
-        result = viewed(name)
+    for result in map(viewed, root.inputs if root.kind == "tuple" else [root]):
         if result.kind == "dynamic-update-slice":
-            result = by_name[operands(result)[1]]
+            result = result.inputs[1]
         moved += size(result.type)
     return moved
+
+
+def viewed(op):
+    """The array that an operation names anew, in whole or in part; the operation itself where it does not."""
+    while op.kind in VIEWS:
+        op = op.inputs[0]
+    return op
 
 
 # --- The program --------------------------------------------------------------------------------------------------
@@ -262,18 +258,17 @@ class Timeline:
         fusions are in the order in which a device begins them.
         """
         ops, flops, beside = self.comps.get(name, []), 0, set()
-        types = {op.name: op.type for op in ops}
         last = {} if fused is not None else self.last_parts(ops)
         for op in ops:
             kind, own = op.kind.removesuffix("-start"), 0
             if kind in COLLECTIVES:
-                self.begin_collective(op, kind, types, fused, wrapper)
+                self.begin_collective(op, kind, fused, wrapper)
             elif kind == "send" and "megascale" in op.rest:
                 self.begin_send(op)
             elif kind.endswith("-done"):
-                self.wait(operands(op)[0])
+                self.wait(op.inputs[0].name)
             elif kind in ("dot", "convolution") or calls_cublas(op):
-                own = matmul_flops(op, types)
+                own = matmul_flops(op)
             elif kind == "while":
                 n = self.trip_count(op)
                 body = re.search(r"body=%?([\w.\-]+)", op.rest)[1]
@@ -286,9 +281,9 @@ class Timeline:
                     self.visit(callee, None, begun)
             elif is_kernel(op):
                 words = op.name + op.rest.split("backend_config")[0]
-                own = self.in_kernel(words, shapes(" ".join(types[x] for x in operands(op))))
+                own = self.in_kernel(words, shapes(" ".join(array.type for array in op.inputs)))
             if fused is None and kind not in CONTAINERS:
-                self.compute(op, own, types)
+                self.compute(op, own)
                 for chain in last.get(op.name, ()):
                     self.wait(chain)
             flops += own
@@ -320,7 +315,7 @@ class Timeline:
                 trips.append(numbers(op.rest)[0])
         return max(trips)
 
-    def begin_collective(self, op, kind, types, fused, wrapper):
+    def begin_collective(self, op, kind, fused, wrapper):
         axes, n = group_axes(op, self.mesh)
         name, chain = wrapper, CHAIN.search(op.rest)
         if chain and fused is not None:
@@ -331,7 +326,7 @@ class Timeline:
             name = op.name
         elif chain:
             name = chain[1]
-        self.begin(axes, kind, sent_bytes(op, types, n), n, name)
+        self.begin(axes, kind, sent_bytes(op, n), n, name)
 
     def begin_send(self, op):
         """Add what a "send" to the host takes to other slices."""
@@ -365,7 +360,7 @@ class Timeline:
             seconds -= hidden
         self.spare += seconds
 
-    def compute(self, op, flops, types):
+    def compute(self, op, flops):
         """Add the time that an operation takes, as far as the program tells of it."""
         cycles, moved = 0, 0
         if self.has_cycles:
@@ -373,11 +368,12 @@ class Timeline:
             if estimated := re.search(r'"estimated_cycles":"(\d{1,18})"', op.rest):
                 cycles = int(estimated[1])
         elif op.kind == "fusion":
-            moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]], operands(op))
+            moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]], op.inputs)
         elif op.kind not in UNMOVED and not op.kind.endswith("-done"):
-            names = operands(op)
-            given = [Op(x, types[x], "parameter", f"{i})") for i, x in enumerate(names)]
-            moved = moved_bytes([*given, op], names)
+            given = []
+            for i, array in enumerate(op.inputs):
+                given.append(array._replace(kind="parameter", rest=str(i)))
+            moved = moved_bytes([op._replace(inputs=given)], op.inputs)
         seconds = self.compute_seconds(flops, cycles, moved, is_kernel(op))
         self.hide(seconds)
         self.flops += flops * self.times

@@ -111,6 +111,8 @@ def answer(cfg, machine, compiled=None, refused=None):
     of_model = model.flops_per_token(cfg) * tokens / machine.n
     hours = step * cfg.run.training_steps / 3600
     return SimpleNamespace(
+        cfg=cfg,
+        program=compiled,
         machine=machine.name,
         devices=machine.n,
         mesh=dict(zip(collectives.AXES, cfg.run.n_device_axis)),
@@ -133,9 +135,9 @@ def answer(cfg, machine, compiled=None, refused=None):
     )
 
 
-def report(cfg, machine, a):
+def report(a, machine):
     """The plan in words, as a list of lines."""
-    memory, seconds = a.memory, a.seconds
+    cfg, memory, seconds = a.cfg, a.memory, a.seconds
     mesh = ", ".join(map(str, a.mesh.values()))
     parts = [name for name, t in seconds.items() if name != "step" and t >= 5e-4]
     lines = [
@@ -254,9 +256,9 @@ def neighbors(cfg, n):
     return [new for new in changes if new not in (None, cfg)]
 
 
-def advise(cfg, machine, a):
+def advise(a, machine):
     """One sentence: the single change that saves most time, or what would make the step fit, by the formulas."""
-    spare = a.memory["limit"] - a.memory["total"]
+    cfg, spare = a.cfg, a.memory["limit"] - a.memory["total"]
     if spare < 0:
         lacks = f"it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
         return f"does not fit: {lacks}; {what_would_fit(cfg, machine, a.memory)}"
@@ -361,28 +363,27 @@ def explain(cfg, machine, message):
 
 
 def search(cfg, machine, compiler):
-    """[(Config, its `answer`, text of its program or None)] of the best configuration of every mesh, the fastest first:
-    formulas rank all of them, and the compiler, if it is there, checks the best."""
-    best, tried = {}, 0
-    for new in variants(cfg, machine.n):
-        tried += 1
+    """The `answer`s of the best configuration of every mesh, the fastest first: formulas rank all of them, and the
+    compiler, if it is there, checks the best."""
+    best, tried = {}, variants(cfg, machine.n)
+    for new in tried:
         a, mesh = answer(new, machine), new.run.n_device_axis
-        if mesh not in best or rank(a) < rank(best[mesh][1]):
-            best[mesh] = new, a, None
-    found = sorted(best.values(), key=lambda one: rank(one[1]))
+        if mesh not in best or rank(a) < rank(best[mesh]):
+            best[mesh] = a
+    found = sorted(best.values(), key=rank)
     if not found:
         raise UserError(
             f"--search: no mesh of {machine.n} devices fits these flags; a train_batch_size x dp x "
             f"accumulation_steps with more divisors may help."
         )
-    say(f"{tried:,} configurations on {len(found)} meshes ranked by formulas")
+    say(f"{len(tried):,} configurations on {len(found)} meshes ranked by formulas")
     if not compiler:
         return found
-    for i, (new, a, _) in enumerate(found[:COMPILED]):
+    for i, a in enumerate(found[:COMPILED]):
         if a.fits:
-            say(f"compiling the best on {new.run.n_device_axis}")
-            found[i] = new, *compiled_answer(new, machine)
-    return sorted(found, key=lambda one: (not one[1].fits, not one[1].compiled, *rank(one[1])))
+            say(f"compiling the best on {a.cfg.run.n_device_axis}")
+            found[i] = compiled_answer(a.cfg, machine)
+    return sorted(found, key=lambda a: (not a.fits, not a.compiled, *rank(a)))
 
 
 def rank(a):
@@ -395,8 +396,8 @@ def table(found):
     row = "{:>4} {:>3} {:>3} {:>6} {:>6} {:>6} {:>6} {:>9} {:>8} {:>6} {:>6}  {:<9} {}"
     headings = "dp pp tp rounds micro remat fsdp sequences step MFU GiB by".split()
     lines = [row.format(*headings, "why not")]
-    first = found[0][1]
-    for _, a, _ in found[:LISTED]:
+    first = found[0]
+    for a in found[:LISTED]:
         cells = [
             *a.mesh.values(),
             *(a.flags[flag] for flag in ("pp_interleave", "microbatches", *WAYS)),
@@ -427,12 +428,11 @@ def why_not(a, first):
 
 
 def compiled_answer(cfg, machine):
-    """(`answer`, text of the program or None) from the compiler, also of a step that does not fit."""
+    """The `answer` from the compiler, also of a step that does not fit."""
     try:
-        compiled = machines.ask_compiler(cfg, machine)
+        return answer(cfg, machine, machines.ask_compiler(cfg, machine))
     except TooLarge as e:
-        return answer(cfg, machine, refused=e), None
-    return answer(cfg, machine, compiled), compiled and compiled.text
+        return answer(cfg, machine, refused=e)
 
 
 def planned_config(flags, machine):
@@ -463,25 +463,30 @@ def main(flags):
         found = search(cfg, machine, compiler)
     elif compiler:
         say(f"compiling the step for {machine.name}")
-        found = [(cfg, *compiled_answer(cfg, machine))]
+        found = [compiled_answer(cfg, machine)]
     else:
-        found = [(cfg, answer(cfg, machine), None)]
-    best, a, text = found[0]
+        found = [answer(cfg, machine)]
+    a = found[0]
 
     if not compiler and not asked.by_formulas:
         install = machines.INSTALL[machine.platform]
         print(f"{machine.compiler} is not installed ({install}): these are the formulas' numbers")
     if asked.search:
         print("\n".join(table(found)))
-        print(f"the fastest: {changed(cfg, best) or 'the flags as given'}")
-    print("\n".join(report(best, machine, a)), flush=True)
-    advice = advise(best, machine, a)
+        print(f"the fastest: {changed(cfg, a.cfg) or 'the flags as given'}")
+    print("\n".join(report(a, machine)), flush=True)
+    advice = advise(a, machine)
     print(f"next         {advice}", flush=True)
     if asked.plan_json:
-        content = vars(a) | dict(advice=advice)
+        content = as_json(a) | dict(advice=advice)
         if asked.search:
-            content["search"] = [vars(other) for _, other, _ in found]
+            content["search"] = [as_json(other) for other in found]
         write_file(asked.plan_json, to_json(content, indent=1) + "\n")
-        if text and asked.plan_json.endswith(".json"):
-            write_file(asked.plan_json.removesuffix(".json") + ".hlo", text)
+        if a.program and asked.plan_json.endswith(".json"):
+            write_file(asked.plan_json.removesuffix(".json") + ".hlo", a.program.text)
     return 0
+
+
+def as_json(a):
+    """An `answer` as --plan_json writes it."""
+    return {name: value for name, value in vars(a).items() if name not in ("cfg", "program")}

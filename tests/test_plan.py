@@ -162,8 +162,8 @@ def test_axes_of_a_collective(attribute, axes, n):
 )
 def test_operations_of_a_product(out, operands, rest, flops):
     kind = "convolution" if "window" in rest else "dot"
-    types = dict(zip(("a", "b"), operands))
-    assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}"), types) == flops
+    inputs = [hlo.Op("x", operand, "parameter", "") for operand in operands]
+    assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs)) == flops
 
 
 def test_a_collective_beside_several_fusions_counts_once():

@@ -94,7 +94,7 @@ class Trace:
         if op.kind in LOOPS:
             return None
         if op.kind.endswith(("-done", "-update")):
-            return self.operation(hlo.operands(op)[0])
+            return self.operation(op.inputs[0].name)
         inside = list(self.inside(op))
         is_product = any(map(is_product_op, inside))
         links = "" if is_product else next(filter(None, map(self.links, inside)), "")
