@@ -197,9 +197,9 @@ def main(options):
     if options.tasks:
         from lm_eval.utils import make_table
 
-        print(make_table(results["tasks"]))
-        if "groups" in results["tasks"]:
-            print(make_table(results["tasks"], "groups"))
+        for groups in ("results", "groups"):
+            if groups in results["tasks"]:
+                print(make_table(results["tasks"], groups))
     return results
 
 

@@ -58,9 +58,9 @@ class Row:
         self.tokens += itertools.takewhile(lambda token: token != end, tokens)
         self.done = end in tokens or len(self.tokens) == self.options.max_tokens
         text = text_of(self.encoding, self.prompt + self.tokens)[self.prompt_length :]
-        found = [(text.find(string) + len(string), string) for string in stop if string in text]
-        if found:  # the first that is whole
-            text, self.done = text.partition(min(found)[1])[0], True
+        for string in stop:
+            self.done = self.done or string in text
+            text = text.split(string)[0]
         if not self.done:  # the end may be part of a character, or of a stop string
             text = text.rstrip("\ufffd")
             held = max(map(len, stop), default=1) - 1
