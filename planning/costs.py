@@ -63,16 +63,18 @@ def link_seconds(cfg, machine, axes, kind, n_bytes, n):
     chip = machine.chip
     if kind == hlo.ACROSS:
         return n_bytes / chip.network
-    groups = groups_along(axes, cfg.run.n_device_axis, machine.groups)
-    leaves, hops = 0, 1.0
-    if groups > 1:
-        shares = {"all-to-all": (n - n / groups) / (n - 1), "collective-permute": 1}
-        leaves = n_bytes * shares.get(kind, groups / n)
-    directions = 1 if chip.gpu or n == 2 else 2
-    if kind == "all-to-all" and not chip.gpu:
+    seconds = n_bytes / chip.link
+    if not chip.gpu and n > 2:
+        seconds /= 2  # both directions
+    if not chip.gpu and kind == "all-to-all":
         dims = 1 if n <= 4 else 2 if n <= 16 else 3  # of the torus
-        hops = max(1.0, n ** (1 / dims) / 4)
-    return max(n_bytes * hops / (chip.link * directions), leaves / chip.network)
+        seconds *= max(1.0, n ** (1 / dims) / 4)
+    groups = groups_along(axes, cfg.run.n_device_axis, machine.groups)
+    if groups == 1:
+        return seconds
+    shares = {"all-to-all": (n - n / groups) / (n - 1), "collective-permute": 1}
+    leaves = n_bytes * shares.get(kind, groups / n)
+    return max(seconds, leaves / chip.network)
 
 
 def groups_along(axes, shape, groups):

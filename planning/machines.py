@@ -64,10 +64,10 @@ def parse_machine(name):
     chip = CHIPS.get(found["kind"]) if found else None
     if chip and chip.gpu == name.startswith("gpu:"):
         groups, dims = int(found["groups"] or 1), [int(n) for n in found["size"].split("x")]
-        if len(dims) == (1 if chip.gpu else chip.dims) and groups and 0 not in dims:
-            n = math.prod(dims) * chip.cores * groups
-            if n > MANY:
-                raise UserError(f"--plan {name}: has {n:,} devices; give at most {MANY:,}.")
+        n = math.prod(dims) * chip.cores * groups
+        if n > MANY:
+            raise UserError(f"--plan {name}: has {n:,} devices; give at most {MANY:,}.")
+        if n and len(dims) == (1 if chip.gpu else chip.dims):
             topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"
             return Machine(name, chip, n, groups, topology, "gpu" if chip.gpu else "tpu")
     tpus = ", ".join(chip.name for chip in KNOWN if not chip.gpu)
@@ -86,10 +86,10 @@ def devices_of(machine):
     """The devices of a machine, for its compiler alone. Raises UserError where there is no such slice."""
     if machine.platform == "gpu":
         return gpus.devices(machine.chip.name, machine.groups, machine.n // machine.groups)
-    dims = [int(n) for n in machine.topology.split(":")[1].split("x")]
-    host = [min(2, n) for n in dims[:2]] + [1]  # chips of a host along each dim
+    columns, rows, *layers = [int(n) for n in machine.topology.split(":")[1].split("x")]
+    host = [min(2, columns), min(2, rows), 1]  # chips of a host along each dim
     options = dict(chips_per_host_bounds=host, num_slices=machine.groups)
-    if len(dims) == 3 and machine.chip.cores == 1:
+    if layers and machine.chip.cores == 1:
         # a chip's two cores are one device, as on Cloud TPU
         options["chip_config_name"] = "megacore"
     try:

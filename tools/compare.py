@@ -126,14 +126,16 @@ def table(groups, marks=(), target=None):
     rows = []
     for name, runs in groups.items():
         curves = list(runs.values())
+        cfg = curves[0].cfg
         differences, to_target, shares = [], [], []
         for seed in sorted(runs.keys() & first.keys()):
             run, other = runs[seed], first[seed]
             loss = other.loss[-1] if target is None else target
+            reached = run.tokens_to(loss)
             differences.append(run.loss[-1] - other.loss[-1])
-            to_target.append(run.tokens_to(loss) / 1e6)
-            shares.append(run.tokens_to(loss) / other.tokens_to(loss))
-        total, active, embedding = model.count_params(curves[0].cfg)
+            to_target.append(reached / 1e6)
+            shares.append(reached / other.tokens_to(loss))
+        total, active, embedding = model.count_params(cfg)
         row = {
             "run": name,
             "parameters": in_millions(total + embedding),
@@ -147,7 +149,7 @@ def table(groups, marks=(), target=None):
         row[f"against {first_name}"] = "-" if runs is first else cell(differences, "+.4f")
         row["M tokens to target"] = cell(to_target, ".3f")
         row[f"x {first_name}'s"] = "1" if runs is first else cell(shares, ".3f")
-        row["MFLOP/token"] = f"{model.flops_per_token(curves[0].cfg) / 1e6:.2f}"
+        row["MFLOP/token"] = f"{model.flops_per_token(cfg) / 1e6:.2f}"
         row["tokens/s"] = cell([run.speed for run in curves], ",.0f")
         rows.append(row)
     return common.markdown(list(rows[0]), [list(row.values()) for row in rows])
@@ -316,10 +318,8 @@ def save_finished(trials, folder):
             continue
         first = first or curve
         if curve.data != first.data:
-            raise UserError(
-                f"--output {folder}: {curve.folder} saw other data than {first.folder}, so they cannot be compared; "
-                f"give another --output."
-            )
+            folders = f"{curve.folder} saw other data than {first.folder}"
+            raise UserError(f"--output {folder}: {folders}; give another --output.")
         groups[trial.variation][trial.seed] = curve
         content[trial.variation][trial.seed] = dict(
             folder=curve.folder, tokens=curve.tokens.tolist(), loss=curve.loss.tolist()

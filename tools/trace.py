@@ -210,9 +210,9 @@ class Shares:
                     labeled.append((begin, end, one))
             for ns, active in moments(labeled):
                 self.add_moment(ns / 1e9 / self.steps / self.devices, active)
-            gaps += [after[0] - before[1] for before, after in zip(steps, steps[1:])]
-        # from the end of a step to the begin of the next, a median
-        self.between = max(0.0, statistics.median(gaps or [0.0])) / 1e9
+            gaps += [max(0, after[0] - before[1]) for before, after in zip(steps, steps[1:])]
+        # from the end of a step to the begin of the next
+        self.between = statistics.median(gaps or [0]) / 1e9
         self.step = sum(self.parts.values())
         self.links = sorted({one.links for one in self.operations} - {""} | self.hidden.keys())
         # seconds of operations with matrix products
