@@ -185,7 +185,7 @@ def to_experts(x):
     each expert's n/E devices take the buckets of E senders each: [1, E, C, D]. Transpose: `from_experts`."""
     devices = lax.axis_size(EXPERT_AXES)
     if devices == 1:
-        return x[:, None]
+        return x.reshape(len(x), 1, *x.shape[1:])
     E = len(x)
     n = min(E, devices)
     x = x.reshape(n, -1, *x.shape[1:])  # [n, E/n, C, D]
@@ -196,14 +196,9 @@ def to_experts(x):
 
 def from_experts(x):
     """Send what the experts made of their buckets back: [E/n, n, C, D] -> [E, C, D]. Transpose: `to_experts`."""
-    devices = lax.axis_size(EXPERT_AXES)
-    if devices == 1:
-        return x[:, 0]
-    x = x.swapaxes(0, 1)  # [n, E/n, C, D]
-    E = x.shape[0] * x.shape[1]
-    different, _ = expert_groups(E, devices)
-    x = lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=different)
-    return x.reshape(-1, *x.shape[2:])
+    per_device, senders, C, D = x.shape
+    part = jax.ShapeDtypeStruct((per_device * senders, C, D), x.dtype)
+    return jax.linear_transpose(to_experts, part)(x)[0]
 
 
 def gather_tokens(x, E):

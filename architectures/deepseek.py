@@ -84,7 +84,8 @@ def deepseek_table(cfg):
     the embedding, which is the head too, with 1 / sqrt(D), so that logits begin with a deviation of 1."""
     m = cfg.model
     D = m.model_dimension
-    dense, moe = layer_table(cfg, routed=False), layer_table(cfg, routed=True)
+    dense = layer_table(cfg, routed=False)
+    moe = layer_table(cfg, routed=True)
     table = dict(
         embedding=embedding_param(cfg, m.padded_vocab, std_into(D), rows=m.vocab_size),
         moe=stack(moe, m.blocks),
@@ -104,6 +105,11 @@ def deepseek_table(cfg):
 def layers_of(m):
     """Number of layers, without those of multi-token prediction."""
     return m.first_layers + m.blocks * m.layers_per_block
+
+
+def rope_channels(m, routed):
+    """Rotary channels of a layer, with routed experts or a dense feed-forward."""
+    return m.rope_dim if m.moe_rope or not routed else 0
 
 
 def attention_table(cfg, rope):
@@ -143,8 +149,7 @@ def layer_table(cfg, routed):
     def mlp(width):
         return feed_forward_table(cfg, width, into, std_back(width, layers))
 
-    rope = m.rope_dim if m.moe_rope or not routed else 0
-    table = dict(attention=attention_table(cfg, rope), norm=scale_param(D))
+    table = dict(attention=attention_table(cfg, rope_channels(m, routed)), norm=scale_param(D))
     if not routed:
         return table | dict(ffn=mlp(m.ffn_width))
     table |= dict(
@@ -379,7 +384,7 @@ def latent_cache(cfg, B, T):
     rope_dim more where the layer has rotary positions."""
     m, L = cfg.model, cfg.model.layers_per_block
     rotated = m.latent_dim + m.rope_dim
-    last = rotated if m.moe_rope else m.latent_dim
+    last = m.latent_dim + rope_channels(m, routed=True)
     cache = dict(moe=((m.blocks, B, T, last), P("pp", "dp", None, None)))
     if L > 1:
         cache["dense"] = (m.blocks, L - 1, B, T, rotated), P("pp", None, "dp", None, None)
@@ -396,7 +401,7 @@ def layer_cost(m, kind):
     arXiv:2002.05202."""
     D, K, V, R, Q = m.model_dimension, m.key_dim, m.value_dim, m.latent_dim, m.q_latent
     routed = kind in ("moe", "mtp")
-    rope = m.rope_dim if m.moe_rope or not routed else 0
+    rope = rope_channels(m, routed)
     latents = Q + R + rope
 
     own_weights = D * latents + m.latent_conv * (R + rope)
@@ -431,32 +436,32 @@ def hugging_face_tensors(m):
     D, layers = m.model_dimension, m.first_layers + m.blocks
     yield hf.vocabulary("model.embed_tokens.weight", "embedding", m)
     for n in range(m.first_layers):
-        yield from layer_tensors(m, n, ("first",), (n,), moe=False)
+        yield from layer_tensors(m, n, ("first",), (n,))
     for n in range(m.blocks):
-        yield from layer_tensors(m, m.first_layers + n, ("moe",), (n,), moe=True)
+        yield from layer_tensors(m, m.first_layers + n, ("moe",), (n,))
     yield hf.plain("model.norm.weight", ("norm",), (), (D,))
     if not m.tied:
         yield hf.vocabulary(hf.HEAD, "head", m)
     for d in range(m.mtp_depth):
         prefix = f"model.layers.{layers + d}"
-        yield hf.plain(f"{prefix}.enorm.weight", ("mtp", "token_norm"), (d,), (D,))
-        yield hf.plain(f"{prefix}.hnorm.weight", ("mtp", "hidden_norm"), (d,), (D,))
-        yield hf.plain(f"{prefix}.shared_head.norm.weight", ("mtp", "norm"), (d,), (D,))
+        norms = {"enorm": "token_norm", "hnorm": "hidden_norm", "shared_head.norm": "norm"}
+        for name, leaf in norms.items():
+            yield hf.plain(f"{prefix}.{name}.weight", ("mtp", leaf), (d,), (D,))
         yield hf.linear(f"{prefix}.eh_proj.weight", ("mtp", "merge"), (d,), (2, D, D), inputs=2)
-        yield from layer_tensors(m, layers + d, ("mtp", "layer"), (d,), moe=True)
+        yield from layer_tensors(m, layers + d, ("mtp", "layer"), (d,))
 
 
-def layer_tensors(m, n, leaf, at, moe):
+def layer_tensors(m, n, leaf, at):
     """Yield the `Tensor`s of layer n, which is the part `at` of the parameters in `leaf`."""
     D = m.model_dimension
     prefix = f"model.layers.{n}"
     yield hf.plain(f"{prefix}.input_layernorm.weight", (*leaf, "attention", "norm"), at, (D,))
     yield hf.plain(f"{prefix}.post_attention_layernorm.weight", (*leaf, "norm"), at, (D,))
     yield from attention_tensors(m, f"{prefix}.self_attn", (*leaf, "attention"), at)
-    if moe:
-        yield from moe_tensors(m, f"{prefix}.mlp", leaf, at)
-    else:
+    if leaf == ("first",):
         yield from hf.swiglu(f"{prefix}.mlp", (*leaf, "ffn"), at, D, m.ffn_width)
+    else:
+        yield from moe_tensors(m, f"{prefix}.mlp", leaf, at)
 
 
 def attention_tensors(m, prefix, leaf, at):
@@ -494,9 +499,9 @@ def held_predictors(flags, names):
     """`flags` with the depths of multi-token prediction whose tensors are there: many a config.json counts predictors
     that its files lack."""
     layers = flags["first_layers"] + flags["blocks"]
-    depth = min(flags["mtp_depth"], len(names))
-    held = [f"model.layers.{layers + d}.eh_proj.weight" in names for d in range(depth)]
-    return flags | dict(mtp_depth=sum(held))
+    numbers = range(layers, layers + flags["mtp_depth"])
+    held = [n for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]
+    return flags | dict(mtp_depth=len(held))
 
 
 # --- Hugging Face format: config.json -----------------------------------------------------------------------------
@@ -504,27 +509,20 @@ def held_predictors(flags, names):
 # Flags that have one value in DeepseekV3ForCausalLM
 ONE_VALUE = dict(layers_per_block=1, activation="swiglu", embedding_norm=False, latent_conv=0)
 # Entries that hold a flag's value, but for num_hidden_layers, which counts the first layers too
-ENTRIES = dict(
-    vocab_size=hf.Entry("vocab_size"),
-    hidden_size=hf.Entry("model_dimension"),
-    intermediate_size=hf.Entry("ffn_dim", "ffn_width"),
-    moe_intermediate_size=hf.Entry("expert_dim", "expert_width"),
-    num_hidden_layers=hf.Entry("blocks"),
-    num_attention_heads=hf.Entry("n_head"),
-    n_shared_experts=hf.Entry("n_shared", null=0),
-    n_routed_experts=hf.Entry("n_experts"),
-    routed_scaling_factor=hf.Entry("routed_scaling"),
-    kv_lora_rank=hf.Entry("latent_dim"),
-    q_lora_rank=hf.Entry("q_latent_dim", "q_latent", null=0),
-    qk_rope_head_dim=hf.Entry("rope_dim"),
-    qk_nope_head_dim=hf.Entry("head_dim", "key_dim"),
-    n_group=hf.Entry("n_groups", null=1),
-    topk_group=hf.Entry("k_groups", null=1),
-    num_experts_per_tok=hf.Entry("experts_per_token"),
-    first_k_dense_replace=hf.Entry("first_layers"),
-    rms_norm_eps=hf.Entry("norm_eps"),
-    tie_word_embeddings=hf.Entry("tied", missing=False, null=False),
-    num_nextn_predict_layers=hf.Entry("mtp_depth", missing=0, null=0),
+ENTRIES = hf.COMMON | dict(
+    moe_intermediate_size="expert_dim",
+    n_shared_experts="n_shared",
+    n_routed_experts="n_experts",
+    routed_scaling_factor="routed_scaling",
+    kv_lora_rank="latent_dim",
+    q_lora_rank="q_latent_dim",
+    qk_rope_head_dim="rope_dim",
+    qk_nope_head_dim="head_dim",
+    n_group="n_groups",
+    topk_group="k_groups",
+    num_experts_per_tok="experts_per_token",
+    first_k_dense_replace="first_layers",
+    num_nextn_predict_layers="mtp_depth",
 )
 # Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
 SUPPORTED = dict(
@@ -546,17 +544,13 @@ def to_hugging_face(m):
                 f"--{flag} {vars(m)[flag]}: transformers has no model with such layers; its "
                 f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny."
             )
-    config = dict(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
-    config |= hf.config_of(m, ENTRIES)
-    config |= {key: values[0] for key, values in SUPPORTED.items()}
-    config |= dict(
+    config = hf.config_of_common(m, ENTRIES, SUPPORTED) | dict(
+        architectures=["DeepseekV3ForCausalLM"],
+        model_type="deepseek_v3",
         num_hidden_layers=m.first_layers + m.blocks,
         num_key_value_heads=m.n_head,
         v_head_dim=m.value_dim,
         q_lora_rank=m.q_latent or None,
-        max_position_embeddings=int(m.T),
-        attention_dropout=0.0,
-        rope_theta=m.rope_base,
     )
     if m.rope_factor > 1:
         fast, slow = YARN_BETA
@@ -640,6 +634,7 @@ ARCHITECTURE = Architecture(
         tensors=hugging_face_tensors,
         config=to_hugging_face,
         entries=ENTRIES,
+        missing=dict(tie_word_embeddings=False, num_nextn_predict_layers=0),
         flags=from_hugging_face,
         copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
         held=held_predictors,

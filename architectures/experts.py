@@ -44,12 +44,10 @@ def experts_table(cfg, up_std, down_std):
         active = m.experts_per_token / E
         return weight_param(cfg, shape, std, inputs, outputs, active=active, **lies)
 
-    branches = BRANCHES[m.activation]
-    up = (E, branches, D, F)
-    down = (E, D, F)
+    up = (E, BRANCHES[m.activation], D, F)
     return dict(
         up=weight(up, up_std, inputs=(2,), outputs=(3,), dim=2),
-        down=weight(down, down_std, inputs=(2,), outputs=(1,), dim=1),
+        down=weight((E, D, F), down_std, inputs=(2,), outputs=(1,), dim=1),
     )
 
 
@@ -192,6 +190,18 @@ def _take_rows_backward(inverse, g):
 take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
+def take_gates(gates, at):
+    """Gates [n, k] of the choices at their `Places` [size, 1]."""
+    gates = gates.T.reshape(-1, 1)
+    return take_rows(gates, at.entry, at.place[None])
+
+
+def sum_choices(out, at, k):
+    """What the experts made at `Places` [size, D], summed over each token's k choices: [n, D]."""
+    out = take_rows(out, at.place, at.entry[None])  # [k*n, D]
+    return sum_leading(out.reshape(k, -1, out.shape[1]))
+
+
 # --- Experts ------------------------------------------------------------------------------------------------------
 
 
@@ -245,17 +255,14 @@ def in_tiles(weights, x, chosen, gates, E):
     place = jnp.where(is_own, begins[queues.choice] + queues.rank, size)
     at = places(place, size, n)
     rows = take_rows(x, at.source, at.place.reshape(k, n))  # [size, D]
-    gates = gates.T.reshape(-1, 1)
-    gates = take_rows(gates, at.entry, at.place[None])  # [size, 1]
+    gates = take_gates(gates, at)
 
     # 2. The experts.
     up, down = weights["up"], weights["down"]
     out = grouped_feed_forward(activate, n * k // E, rows, gates, up, down, begins)
 
     # 3. Every token adds up what its choices gave, here and on the other devices.
-    out = take_rows(out, at.place, at.entry[None])  # [k*n, D]
-    out = sum_leading(out.reshape(k, n, -1))
-    return scatter_tokens(out, E)
+    return scatter_tokens(sum_choices(out, at, k), E)
 
 
 def in_buckets(weights, x, chosen, gates, m):
@@ -289,9 +296,7 @@ def one_round(C, first, queues, x, gates, up, down):
     buckets = to_experts(buckets.reshape(E, C, D))  # [E/(dp tp), dp tp, C, D]
 
     # 2. So do the gates: where they weigh the hidden channels, no pass, forward or back, needs the experts' outputs.
-    gates = gates.T.reshape(-1, 1)
-    gates = take_rows(gates, at.entry, at.place[None])  # [E*C, 1]
-    gates = gates.reshape(E, C, 1)
+    gates = take_gates(gates, at).reshape(E, C, 1)
 
     # 3. The experts.
     h = activate(product("encd,egdf->encgf", buckets, up, keep=False))
@@ -301,8 +306,7 @@ def one_round(C, first, queues, x, gates, up, down):
 
     # 4. Outputs come back, and every token adds up those of its choices.
     out = from_experts(out).reshape(E * C, D)
-    out = take_rows(out, at.place, at.entry[None])  # [k*n, D]
-    return sum_leading(out.reshape(k, n, D))
+    return sum_choices(out, at, k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

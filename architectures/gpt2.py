@@ -202,14 +202,14 @@ def norm_tensors(name, leaf, at, D):
 
 # Entries that hold a flag's value
 ENTRIES = dict(
-    vocab_size=hf.Entry("vocab_size"),
-    n_positions=hf.Entry("T"),
-    n_embd=hf.Entry("model_dimension"),
-    n_layer=hf.Entry("blocks"),
-    n_head=hf.Entry("n_head"),
-    n_inner=hf.Entry("ffn_dim", "ffn_width", missing=0, null=0),
-    layer_norm_epsilon=hf.Entry("norm_eps"),
-    tie_word_embeddings=hf.Entry("tied", missing=True, null=False),
+    vocab_size="vocab_size",
+    n_positions="T",
+    n_embd="model_dimension",
+    n_layer="blocks",
+    n_head="n_head",
+    n_inner="ffn_dim",
+    layer_norm_epsilon="norm_eps",
+    tie_word_embeddings="tied",
 )
 # Entries that change no number here: dropout, the order of products, heads of other models
 IMMATERIAL = set(
@@ -261,6 +261,7 @@ ARCHITECTURE = Architecture(
         tensors=hugging_face_tensors,
         config=to_hugging_face,
         entries=ENTRIES,
+        missing=dict(n_inner=0, tie_word_embeddings=True),
         flags=from_hugging_face,
         copies=r"^lm_head.weight$|\.attn\.(masked_)?bias$",
         prefix="transformer.",

@@ -65,14 +65,13 @@ def no_load(*shape):
 @jax.named_scope("gather_weights")
 def gather(params, table, dtype):
     """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32."""
-    leaves, tree = jax.tree.flatten(params)
-    described = jax.tree.leaves(table, is_leaf=is_param)
-    gathered = []
-    for w, p in zip(leaves, described):
-        own = dtype if p.cast else jnp.float32
-        gathered.append(gather_weight(w, p, own))
-    values = jax.tree.unflatten(tree, [weights.value for weights in gathered])
-    grads = jax.tree.unflatten(tree, [weights.grad for weights in gathered])
+
+    def gather_one(p, w):
+        return gather_weight(w, p, dtype if p.cast else jnp.float32)
+
+    gathered = jax.tree.map(gather_one, table, params, is_leaf=is_param)
+    values = jax.tree.map(lambda _, own: own.value, params, gathered)
+    grads = jax.tree.map(lambda _, own: own.grad, params, gathered)
     return WithGrad(values, grads)
 
 

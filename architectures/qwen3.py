@@ -210,21 +210,11 @@ def feed_forward_tensors(m, prefix, n):
 # --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
 # Entries that hold a flag's value
-ENTRIES = dict(
-    vocab_size=hf.Entry("vocab_size"),
-    hidden_size=hf.Entry("model_dimension"),
-    intermediate_size=hf.Entry("ffn_dim", "ffn_width"),
-    num_hidden_layers=hf.Entry("blocks"),
-    num_attention_heads=hf.Entry("n_head"),
-    num_key_value_heads=hf.Entry("n_kv_head", "kv_heads"),
-    head_dim=hf.Entry("head_dim", "key_dim", missing=0),
-    rms_norm_eps=hf.Entry("norm_eps"),
-    tie_word_embeddings=hf.Entry("tied", missing=False, null=False),
-)
+ENTRIES = hf.COMMON | dict(num_key_value_heads="n_kv_head", head_dim="head_dim")
 MOE_ENTRIES = dict(
-    num_experts=hf.Entry("n_experts", missing=0),
-    num_experts_per_tok=hf.Entry("experts_per_token", missing=0),
-    moe_intermediate_size=hf.Entry("expert_dim", "expert_width", missing=0),
+    num_experts="n_experts",
+    num_experts_per_tok="experts_per_token",
+    moe_intermediate_size="expert_dim",
 )
 # Entries of which other values are refused; the first of each is the one that we write
 SUPPORTED = dict(
@@ -236,8 +226,7 @@ SUPPORTED = dict(
 
 def to_hugging_face(m):
     """config.json of Qwen3ForCausalLM, or of Qwen3MoeForCausalLM where there are experts."""
-    config = hf.config_of(m, ENTRIES) | {key: values[0] for key, values in SUPPORTED.items()}
-    config |= dict(max_position_embeddings=int(m.T), rope_theta=m.rope_base, attention_dropout=0.0)
+    config = hf.config_of_common(m, ENTRIES, SUPPORTED)
     if not m.n_experts:
         return dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | config
     config |= dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True)
@@ -288,6 +277,7 @@ ARCHITECTURE = Architecture(
         tensors=hugging_face_tensors,
         config=to_hugging_face,
         entries=ENTRIES | MOE_ENTRIES,
+        missing=dict.fromkeys(MOE_ENTRIES, 0) | dict(head_dim=0, tie_word_embeddings=False),
         flags=from_hugging_face,
         copies=r"^lm_head.weight$|rotary_emb.inv_freq$",
     ),
