@@ -64,11 +64,13 @@ def no_load(*shape):
 
 @jax.named_scope("gather_weights")
 def gather(params, table, dtype):
-    """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32."""
+    """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32.
+    table: theirs, or a larger one."""
 
     def gather_one(p, w):
         return gather_weight(w, p, dtype if p.cast else jnp.float32)
 
+    table = {name: table[name] for name in params}
     gathered = jax.tree.map(gather_one, table, params, is_leaf=is_param)
     values = jax.tree.map(lambda _, own: own.value, params, gathered)
     grads = jax.tree.map(lambda _, own: own.grad, params, gathered)
