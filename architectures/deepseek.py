@@ -54,8 +54,6 @@ EMBEDDING_NORM_EPS = 1e-6
 LATENT_NORM_EPS = 1e-6
 
 
-# --- Flags --------------------------------------------------------------------------------------------------------
-
 FLAGS = frozenset(
     "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
     "rope_factor rope_original_T embedding_norm latent_conv "
@@ -172,9 +170,6 @@ def mtp_table(cfg, layer):
         layer=layer,
         norm=scale_param(D),
     )
-
-
-# --- Rotary positions ---------------------------------------------------------------------------------------------
 
 
 def yarn_frequencies(m):
@@ -312,9 +307,6 @@ def attend_in_latent_space(q, kv, k_up, v_up, position, start):
     return jnp.einsum("bhtr,rhv->bhtv", latents, v_up)
 
 
-# --- Router -----------------------------------------------------------------------------------------------------
-
-
 def sigmoid_router(p, x, m):
     """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16): x float32 [n, D] ->
     scores [n, E], chosen experts [n, k] and their gates [n, k]. The bias decides who is chosen and nothing else."""
@@ -393,9 +385,6 @@ def latent_cache(cfg, B, T):
     return cache
 
 
-# --- Costs --------------------------------------------------------------------------------------------------------
-
-
 def layer_cost(m, kind):
     """`LayerCost` of a kind of layer: attention as in DeepSeek-V2, arXiv:2405.04434, section 2.1; feed-forward as in
     arXiv:2002.05202."""
@@ -428,20 +417,17 @@ def layer_cost(m, kind):
     )
 
 
-# --- Hugging Face format: tensors ---------------------------------------------------------------------------------
+# --- Hugging Face format ------------------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):
     """Yield the `Tensor`s of DeepseekV3ForCausalLM."""
     D, layers = m.model_dimension, m.first_layers + m.blocks
-    yield hf.vocabulary("model.embed_tokens.weight", "embedding", m)
+    yield from hf.outer_tensors(m)
     for n in range(m.first_layers):
         yield from layer_tensors(m, n, ("first",), (n,))
     for n in range(m.blocks):
         yield from layer_tensors(m, m.first_layers + n, ("moe",), (n,))
-    yield hf.plain("model.norm.weight", ("norm",), (), (D,))
-    if not m.tied:
-        yield hf.vocabulary(hf.HEAD, "head", m)
     for d in range(m.mtp_depth):
         prefix = f"model.layers.{layers + d}"
         norms = {"enorm": "token_norm", "hnorm": "hidden_norm", "shared_head.norm": "norm"}
@@ -503,8 +489,6 @@ def held_predictors(flags, names):
     held = [n for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]
     return flags | dict(mtp_depth=len(held))
 
-
-# --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
 # Flags that have one value in DeepseekV3ForCausalLM
 ONE_VALUE = dict(layers_per_block=1, activation="swiglu", embedding_norm=False, latent_conv=0)
@@ -614,8 +598,6 @@ def rope_flags(left):
     )
     return flags
 
-
-# --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
     table=deepseek_table,

@@ -12,13 +12,11 @@ from architectures import hf_format as hf
 from architectures.layers import (
     AFTER_ATTENTION,
     AFTER_FEED_FORWARD,
-    attention_kernel,
+    attend_to_heads,
     dropout,
-    extend_key_values,
     key_value_cache,
     no_load,
     product,
-    project_heads,
     tensor_parallel,
 )
 from architectures.parameters import (
@@ -103,11 +101,8 @@ def attention(p, x, tokens, m, cache):
     qkv = qkv + p["qkv_bias"][:, :, None]
     q, kv = jnp.split(qkv.astype(x.dtype), (1,), 1)
     position = tokens.whole(x.shape[1])
-    kv, cache = extend_key_values(cache, kv, position)
-    scaled = q[:, 0] * m.key_dim**-0.5
-    attend = attention_kernel(m, cache)
-    out = attend(scaled, kv[:, 0], kv[:, 1], position, tokens.start)
-    out = project_heads(out, p["out"], tokens, m) + p["out_bias"]
+    out, cache = attend_to_heads(q[:, 0], kv, position, p["out"], tokens, m, cache)
+    out = out + p["out_bias"]
     return out.astype(x.dtype), cache
 
 
@@ -146,9 +141,6 @@ def gpt2_cache(cfg, B, T):
     return dict(gpt2=key_value_cache(m.blocks, B, T, m.n_head, m.key_dim))
 
 
-# --- Costs --------------------------------------------------------------------------------------------------------
-
-
 def layer_cost(m, kind):
     """`LayerCost` of a layer."""
     D, K = m.model_dimension, m.key_dim
@@ -164,7 +156,7 @@ def layer_cost(m, kind):
     )
 
 
-# --- Hugging Face format: tensors ---------------------------------------------------------------------------------
+# --- Hugging Face format ------------------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):
@@ -197,8 +189,6 @@ def norm_tensors(name, leaf, at, D):
     yield hf.plain(f"{name}.weight", (*leaf, "scale"), at, (D,))
     yield hf.plain(f"{name}.bias", (*leaf, "bias"), at, (D,))
 
-
-# --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
 # Entries that hold a flag's value
 ENTRIES = dict(
@@ -245,8 +235,6 @@ def from_hugging_face(flags, left):
     )
     return flags
 
-
-# --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
     table=gpt2_table,

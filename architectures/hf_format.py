@@ -90,6 +90,14 @@ def vocabulary(name, leaf, m):
     return plain(name, (leaf,), (slice(0, m.vocab_size),), (m.vocab_size, m.model_dimension))
 
 
+def outer_tensors(m):
+    """Yield the `Tensor`s outside layers, as most models since Llama name them."""
+    yield vocabulary("model.embed_tokens.weight", "embedding", m)
+    yield plain("model.norm.weight", ("norm",), (), (m.model_dimension,))
+    if not m.tied:
+        yield vocabulary(HEAD, "head", m)
+
+
 def swiglu(prefix, leaf, at, D, F):
     """Yield the `Tensor`s of a SwiGLU feed-forward of width F. Our `up` holds its two branches."""
     yield linear(f"{prefix}.gate_proj.weight", (*leaf, "up"), (*at, 0), (D, F))

@@ -219,14 +219,16 @@ def key_value_cache(layers, B, T, heads, channels):
     return (layers, B, T, 2, heads, channels), P("pp", "dp", None, None, "tp", None)
 
 
-def extend_key_values(cache, kv, position):
-    """Writes keys and values kv [B, 2, H/tp, T, K] of new tokens at position [B, T] into a `key_value_cache`. Returns
-    those of all positions [B, 2, H/tp, T_max, K], and the cache; without a cache, kv and None."""
-    if cache is None:
-        return kv, None
-    kv = jnp.moveaxis(kv, 3, 1)
-    cache = write_cache(cache, kv, position)
-    return jnp.moveaxis(cache, 1, 3), cache
+def attend_to_heads(q, kv, position, weight, tokens, m, cache):
+    """Attention of queries [B, H/tp, T, K] at position [B or 1, T] to keys and values kv [B, 2, H_kv/tp, T, K] of the
+    same tokens, and of those before them in the `key_value_cache`, if there is one. Returns what `project_heads` makes
+    of it, and the cache."""
+    if cache is not None:
+        cache = write_cache(cache, jnp.moveaxis(kv, 3, 1), position)
+        kv = jnp.moveaxis(cache, 1, 3)
+    attend = attention_kernel(m, cache)
+    out = attend(q * m.key_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start)
+    return project_heads(out, weight, tokens, m), cache
 
 
 def project_heads(out, weight, tokens, m):

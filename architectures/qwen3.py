@@ -9,15 +9,13 @@ from architectures.experts import choose_experts, experts_table, routed_experts,
 from architectures.layers import (
     AFTER_ATTENTION,
     AFTER_FEED_FORWARD,
-    attention_kernel,
+    attend_to_heads,
     dropout,
-    extend_key_values,
     feed_forward,
     feed_forward_table,
     key_value_cache,
     no_load,
     product,
-    project_heads,
     rms_norm,
     rotary_frequencies,
     rotate,
@@ -33,8 +31,6 @@ from architectures.parameters import (
 )
 from collectives import EXPERT_AXES, gather_sequence
 from runtime.messages import UserError
-
-# --- Flags --------------------------------------------------------------------------------------------------------
 
 FLAGS = frozenset(
     "head_dim n_kv_head rope_base n_experts experts_per_token expert_dim capacity_factor experts "
@@ -109,11 +105,8 @@ def attention(p, x, tokens, m, cache):
     frequencies = rotary_frequencies(m.key_dim, m.rope_base)
     q = rotate(rms_norm(q, p["q_norm"], m.norm_eps), position[:, None], frequencies)
     k = rotate(rms_norm(kv[:, 0], p["k_norm"], m.norm_eps), position[:, None], frequencies)
-    kv, cache = extend_key_values(cache, kv.at[:, 0].set(k), position)
-
-    attend = attention_kernel(m, cache)
-    out = attend(q * m.key_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start)
-    return project_heads(out, p["out"], tokens, m), cache
+    kv = kv.at[:, 0].set(k)
+    return attend_to_heads(q, kv, position, p["out"], tokens, m, cache)
 
 
 def softmax_router(p, x, m):
@@ -146,9 +139,6 @@ def qwen3_cache(cfg, B, T):
     return dict(qwen3=key_value_cache(m.blocks, B, T, m.kv_heads, m.key_dim))
 
 
-# --- Costs --------------------------------------------------------------------------------------------------------
-
-
 def layer_cost(m, kind):
     """`LayerCost` of a layer."""
     D, H, K, H_kv = m.model_dimension, m.n_head, m.key_dim, m.kv_heads
@@ -164,13 +154,13 @@ def layer_cost(m, kind):
     )
 
 
-# --- Hugging Face format: tensors ---------------------------------------------------------------------------------
+# --- Hugging Face format ------------------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):
     """Yield the `Tensor`s of Qwen3ForCausalLM, or of Qwen3MoeForCausalLM where there are experts."""
     D, K = m.model_dimension, m.key_dim
-    yield hf.vocabulary("model.embed_tokens.weight", "embedding", m)
+    yield from hf.outer_tensors(m)
     for n in range(m.blocks):
         prefix = f"model.layers.{n}"
         for name, leaf, size in [
@@ -182,9 +172,6 @@ def hugging_face_tensors(m):
             yield hf.plain(f"{prefix}.{name}.weight", ("qwen3", leaf), (n,), (size,))
         yield from attention_tensors(m, f"{prefix}.self_attn", n)
         yield from feed_forward_tensors(m, f"{prefix}.mlp", n)
-    yield hf.plain("model.norm.weight", ("norm",), (), (D,))
-    if not m.tied:
-        yield hf.vocabulary(hf.HEAD, "head", m)
 
 
 def attention_tensors(m, prefix, n):
@@ -206,8 +193,6 @@ def feed_forward_tensors(m, prefix, n):
         leaf = ("qwen3", "experts")
         yield from hf.swiglu(f"{prefix}.experts.{e}", leaf, (n, e), D, m.expert_width)
 
-
-# --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
 # Entries that hold a flag's value
 ENTRIES = hf.COMMON | dict(num_key_value_heads="n_kv_head", head_dim="head_dim")
@@ -260,8 +245,6 @@ def from_hugging_face(flags, left):
     )
     return flags
 
-
-# --- Registered ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURE = Architecture(
     table=qwen3_table,
