@@ -173,9 +173,9 @@ def mtp_table(cfg, layer):
 
 
 def yarn_frequencies(m):
-    """Radians per position [rope_dim/2] of the pairs of rotary channels, float32. With rope_factor > 1, YaRN
-    (arXiv:2309.00071, section 3.2) as DeepSeek's code has it: pairs that turn often over rope_original_T keep their
-    frequency, those that turn less than once are slowed down by the factor, with a ramp between them."""
+    """Radians per position [rope_dim/2] of the pairs of rotary channels, float32, by YaRN (arXiv:2309.00071, section
+    3.2) as DeepSeek's code has it: pairs that turn often over rope_original_T keep their frequency, those that turn
+    less than once are slowed down by rope_factor, with a ramp between them."""
     plain = rotary_frequencies(m.rope_dim, m.rope_base)
     if m.rope_factor == 1:
         return plain
@@ -205,10 +205,8 @@ def score_scale(channels, m):
 def attention(p, x, tokens, m, cache=None):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), tensor-parallel over heads.
 
-    x [B, T/tp, D] -> [B, T/tp, D] and the cache. Queries, keys and values are projected up from latents. Only these
-    are gathered over tp, or x itself where queries have no latent (Q = 0). All heads share the rotary key.
-
-    `cache` [B, T_max, R + rope_dim]: normalized key/value latents and rotary keys of all positions.
+    x [B, T/tp, D] -> [B, T/tp, D] and the cache [B, T_max, R + rope_dim] of normalized key/value latents and rotary
+    keys. Queries, keys and values are projected up from latents; only these are gathered over tp.
     """
     q, kv = project_latents(p, x, tokens, m)
     position = tokens.whole(q.shape[1])
@@ -230,9 +228,7 @@ def attention(p, x, tokens, m, cache=None):
 
 def project_latents(p, x, tokens, m):
     """The inputs of the up-projections: x [B, T/tp, D] -> [B, T, Q or D] for queries, [B, T, R + rope_dim] for others.
-
-    Latents are normalized, the rotary key is rotated, and both are gathered over tp in one piece.
-    """
+    Latents are normalized, the rotary key is rotated, and both are gathered over tp in one piece."""
     Q, R = m.q_latent, m.latent_dim
     down = product("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + rope_dim]
     q, kv, k_rope = jnp.split(down, (Q, Q + R), -1)
@@ -252,10 +248,7 @@ def short_conv(x, w, start):
     section 3.1, shift matrix): x [B, T, R + rope_dim] -> the same.
 
     w [latent_conv, R + rope_dim], float32, weighs the latents of the token before, of the one before that, and so on;
-    those of other documents, before start [B, T], count as 0. One channel with w = [0.5, 0.1]:
-
-        x        1    0    2    4
-        result   1    0.5  2.1  5        5 = 4 + 0.5 x 2 + 0.1 x 0
+    those of other documents, before start [B, T], count as 0.
     """
     T = x.shape[1]
     y = x.astype(jnp.float32)
@@ -269,8 +262,8 @@ def short_conv(x, w, start):
 
 
 def project_queries(x, w, position, m):
-    """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D] by w [Q or D, H/tp, K + rope_dim]; the last
-    rope_dim channels are rotated: each its own product times cos, plus its partner's, from a second one, times sin."""
+    """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D] by w [Q or D, H/tp, K + rope_dim]. A rotated
+    channel is its own product times cos, plus its partner's, from a second one, times sin."""
     K, scale = m.key_dim, score_scale(w.shape[-1], m)
     if w.shape[-1] == K:  # no rotary channels
         return product("btr,rhk->bhtk", x, w * scale)

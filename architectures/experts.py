@@ -30,8 +30,8 @@ ROUND = 1.5  # slots of a bucket in a round of dropless experts, in multiples of
 
 
 def experts_table(cfg, up_std, down_std):
-    """Parameters of the routed experts. Every device of dp x tp holds experts of its own, or, where experts are fewer,
-    a slice of all of them, from which `gather_weight` makes the one that it computes."""
+    """Parameters of the routed experts. Every device of dp x tp holds experts of its own or, where experts are fewer, a
+    slice of all of them, of which `gather_weight` makes the one that it computes."""
     m = cfg.model
     D, E, F = m.model_dimension, m.n_experts, m.expert_width
     dp, _, tp = cfg.run.n_device_axis
@@ -77,8 +77,7 @@ def choose_experts(scores, wanted, m):
 
 def balance_loss(scores, chosen, m, split):
     """Sequence-level load-balancing loss (DeepSeek-V3, equations 17 to 20), this device's part of sum_b sum_e f P; an
-    even load gives 1 per sequence. scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it has no gradient
-    and may be summed over tp."""
+    even load gives 1 per sequence. scores [B, T/tp, E], chosen [B, T/tp, k]. f counts, so it has no gradient."""
     T = scores.shape[1]
     if split:
         T *= lax.axis_size("tp")
@@ -96,7 +95,7 @@ def balance_loss(scores, chosen, m, split):
 
 
 class Queues(NamedTuple):
-    """k*n choices of experts, waiting at their experts. First choices of all tokens come first."""
+    """k*n choices, waiting at their experts. First choices of all tokens come first."""
 
     choice: jax.Array  # [k*n] the expert
     rank: jax.Array  # [k*n] place in the expert's queue
@@ -236,9 +235,8 @@ def routed_experts(p, x, m, split, router):
 
 
 def in_tiles(weights, x, chosen, gates, E):
-    """Experts of all tokens of the devices that share them: every device gathers those tokens and computes the choices
-    that fall on its own experts; the devices add up what they made of each token. x [n, D] -> [n, D]; chosen and gates
-    [n, k]."""
+    """Experts of all tokens of the devices that share them: each gathers those tokens and computes the choices that
+    fall on its own experts; results are summed. x [n, D] -> [n, D]; chosen and gates [n, k]."""
     x = gather_tokens(x, E)
     chosen = gather_tokens(chosen, E)
     gates = gather_tokens(gates, E)
@@ -311,8 +309,8 @@ def one_round(C, first, queues, x, gates, up, down):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def later_rounds(C, rounds, queues, *operands):
-    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each; mostly there are none. Its gradient is
-    a second such loop, in which each round is computed anew; sums are in float32."""
+    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each. Its gradient is a second such loop, in
+    which each round is computed anew; sums are in float32."""
 
     def add(r, out):
         own = one_round(C, r * C, queues, *operands)
