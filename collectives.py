@@ -72,7 +72,7 @@ def gather_steps(n, mesh_size, platform="tpu"):
 
 
 def reduce_scatter(x, axis, dim):
-    """Sum x [.., axis size x n, ..] over a mesh axis; each device takes its part along `dim`. Transpose: `all_gather`."""
+    """Sum x [.., axis size x n, ..] over a mesh axis; each device takes its part. Transpose: `all_gather`."""
     shape = list(x.shape)
     shape[dim] //= lax.axis_size(axis)
     part = jax.ShapeDtypeStruct(shape, x.dtype)
