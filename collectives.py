@@ -72,8 +72,7 @@ def gather_steps(n, mesh_size, platform="tpu"):
 
 
 def reduce_scatter(x, axis, dim):
-    """Sum x [.., axis size x n, ..] over a mesh axis; every device takes its part [.., n, ..] along `dim`. Transpose:
-    `all_gather`."""
+    """Sum x [.., axis size x n, ..] over a mesh axis; each device takes its part. Transpose: `all_gather`."""
     shape = list(x.shape)
     shape[dim] //= lax.axis_size(axis)
     part = jax.ShapeDtypeStruct(shape, x.dtype)
@@ -153,8 +152,7 @@ def _own_expert(w, p):
         all-to-all      A0 A2       A1 A3       B0 B2       B1 B3        in groups [0, 2] and [1, 3]
         all-gather      A0..A3      A0..A3      B0..B3      B0..B3       in groups [0, 1] and [2, 3]
 
-    The all-gather puts its devices' slices in turn: (A0, A1), (A2, A3). Where F is not split, every device stores all
-    experts and nothing travels.
+    Where F is not split, every device stores all experts and nothing travels.
     """
     E, experts = p.shape[p.expert], p.expert % w.ndim
     different, same = expert_groups(E, lax.axis_size(EXPERT_AXES))
@@ -170,9 +168,8 @@ def _own_expert(w, p):
 
 
 def expert_groups(E, devices):
-    """How the devices of a stage share E experts, as `axis_index_groups`: (groups that hold different experts, groups
-    that hold the same one), such as ([[0, 2], [1, 3]], [[0, 1], [2, 3]]) of two experts on four devices. (None, None)
-    where each device has experts of its own."""
+    """(groups that hold different experts, groups that hold the same one) of the devices of a stage that share E
+    experts, as `axis_index_groups`; (None, None) where each device has experts of its own."""
     if devices <= E:
         return None, None
     grid = np.arange(devices).reshape(E, -1)
@@ -185,7 +182,7 @@ def to_experts(x):
     each expert's n/E devices take the buckets of E senders each: [1, E, C, D]. Transpose: `from_experts`."""
     devices = lax.axis_size(EXPERT_AXES)
     if devices == 1:
-        return x[:, None]
+        return x.reshape(len(x), 1, *x.shape[1:])
     E = len(x)
     n = min(E, devices)
     x = x.reshape(n, -1, *x.shape[1:])  # [n, E/n, C, D]
@@ -196,19 +193,14 @@ def to_experts(x):
 
 def from_experts(x):
     """Send what the experts made of their buckets back: [E/n, n, C, D] -> [E, C, D]. Transpose: `to_experts`."""
-    devices = lax.axis_size(EXPERT_AXES)
-    if devices == 1:
-        return x[:, 0]
-    x = x.swapaxes(0, 1)  # [n, E/n, C, D]
-    E = x.shape[0] * x.shape[1]
-    different, _ = expert_groups(E, devices)
-    x = lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=different)
-    return x.reshape(-1, *x.shape[2:])
+    per_device, senders, C, D = x.shape
+    part = jax.ShapeDtypeStruct((per_device * senders, C, D), x.dtype)
+    return jax.linear_transpose(to_experts, part)(x)[0]
 
 
 def gather_tokens(x, E):
-    """Gather what belongs to tokens, x [n, ...], from all devices that share out the same E experts -> [N, ...], where
-    N is n times their number, min(E, dp tp). Transpose: `scatter_tokens`."""
+    """Gather what belongs to tokens, x [n, ...], from the min(E, dp tp) devices that share out the same E experts ->
+    [N, ...]. Transpose: `scatter_tokens`."""
     return _among_experts(lax.all_gather, x, E)
 
 
@@ -248,8 +240,7 @@ def scatter_sequence(x, split):
 
 def exchange_heads(x, split):
     """Own heads of all tokens -> all heads of own tokens: [B, H/tp, T, V] -> [B, H, T/tp, V] by an all-to-all
-    (DeepSpeed Ulysses, arXiv:2309.14509, section 3.1). Transpose: the all-to-all back. Without `split` (decoding), an
-    all-gather of heads -> [B, H, T, V]."""
+    (DeepSpeed Ulysses, arXiv:2309.14509, section 3.1). Without `split` (decoding), an all-gather -> [B, H, T, V]."""
     n = lax.axis_size("tp")
     if n == 1:
         return x
@@ -324,7 +315,7 @@ def next_stage(x):
 @jax.custom_vjp
 def to_stages(x):
     """Gather the microbatches of all stages: [M/S, ...] of each -> [M, ...] on each. Transpose: `share_out` by stage 0,
-    the only one that feeds them to the pipeline. So it is no sum over stages."""
+    the only one that feeds them to the pipeline."""
     if lax.axis_size("pp") == 1:
         return x
     return lax.all_gather(x, "pp", axis=0, tiled=True)
@@ -335,7 +326,7 @@ to_stages.defvjp(lambda x: (to_stages(x), None), lambda _, g: (share_out(g, 0),)
 
 def share_out(x, stage):
     """Scatter the microbatches [M, ...] of one stage -> [M/S, ...] on each, by an all-to-all, of which each stage keeps
-    what `stage` sent. Transpose: the way back."""
+    what `stage` sent."""
     S = lax.axis_size("pp")
     if S == 1:
         return x

@@ -34,7 +34,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import utils
-from architectures import architecture
+from architectures import architecture_of
 from architectures.experts import choose_transport
 from architectures.layers import AFTER_EMBEDDING, Load, Tokens, dropout, gather, no_load, take
 from architectures.parameters import is_param, table_map
@@ -62,7 +62,7 @@ def param_table(cfg):
     """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits,
     with --pp_interleave behind a dim of rounds."""
     m, rounds = cfg.model, cfg.run.pp_interleave
-    arch = architecture(m.architecture)
+    arch = architecture_of(cfg)
     table = dict(arch.table(cfg))
 
     def in_rounds(p):
@@ -97,7 +97,7 @@ def flops_per_token(cfg):
     """Floating-point operations of the forward and backward pass per training token, without recomputation: 6 for each
     active weight (PaLM, arXiv:2204.02311, appendix B), the head included, and causal attention at half of T x T."""
     m = cfg.model
-    arch = architecture(m.architecture)
+    arch = architecture_of(cfg)
     _, active, _ = count_params(cfg)
     heads = m.mtp_depth + m.tied  # a head of its own is among the active weights once
     channels = 0
@@ -129,7 +129,7 @@ def make_loss(cfg, mesh, train):
     multi-token prediction's cross-entropy. Without `train` there is no dropout and no multi-token prediction.
     """
     cfg = for_devices(cfg, mesh)
-    arch = architecture(cfg.model.architecture)
+    arch = architecture_of(cfg)
     in_rounds = cfg.run.pp_interleave > 1
     loads = {arch.last: P(None, "pp") if in_rounds else P("pp")}
     if train and cfg.model.mtp_depth:
@@ -147,7 +147,7 @@ def make_loss(cfg, mesh, train):
 
 def local_loss(cfg, train, params, ids, targets, key, first):
     """`make_loss`'s on one device: ids and targets [M/S, B/dp, T/tp]."""
-    m, arch = cfg.model, architecture(cfg.model.architecture)
+    m, arch = cfg.model, architecture_of(cfg)
     batch = describe_batch(m, ids, key if train and m.dropout_rate else None, first)
     x, load, top, layers = hidden_states(cfg, params, batch)
     cross_entropy = head_loss(m, x, top["head"], targets)
@@ -173,10 +173,9 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
     dp, pp, tp = map(lax.axis_size, AXES)
     sequences = M * pp * B * dp
     tokens = sequences * t * tp
-    arch = architecture(m.architecture)
+    arch = architecture_of(cfg)
     depths = m.mtp_depth if arch.mtp in loads else 0
     choices = tokens * m.experts_per_token * (m.blocks + depths)
-
     cross_entropy = cross_entropy / tokens
     mtp = mtp / (tokens * max(1, depths))
     balance = sum(load.loss.sum() for load in loads.values()) / sequences
@@ -239,7 +238,7 @@ def predict_further(cfg, x, targets, batch, top, layers):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): sum of the cross-entropies of all depths,
     and `Load` with tokens [mtp_depth, E]. Depth d reads the hidden states of depth d - 1, first x [M/S, B/dp, T/tp, D],
     and the tokens d ahead, first the targets [M/S, B/dp, T/tp], and predicts the tokens after those."""
-    m, arch = cfg.model, architecture(cfg.model.architecture)
+    m, arch = cfg.model, architecture_of(cfg)
     M, B, t = targets.shape
     depths = m.mtp_depth
     whole = gather_sequence(targets.reshape(M * B, t), True)
@@ -329,14 +328,14 @@ def hidden_states(cfg, params, batch):
         x, load = run_blocks(cfg, layers, x, batch)
         x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
     with jax.named_scope("head"):
-        x = architecture(cfg.model.architecture).norm(x, top["norm"], cfg.model.norm_eps)
+        x = architecture_of(cfg).norm(x, top["norm"], cfg.model.norm_eps)
     return x, load, top, layers
 
 
 def embed(cfg, top, layers, batch):
     """What enters the first block, [M/S, B/dp, T/tp, D]: the embedding, then --first_layers, which every stage runs
     for its own microbatches."""
-    m, arch = cfg.model, architecture(cfg.model.architecture)
+    m, arch = cfg.model, architecture_of(cfg)
     microbatches = own_microbatches(len(batch.ids))
 
     def embed_one(ids, microbatch):
@@ -346,17 +345,15 @@ def embed(cfg, top, layers, batch):
 
     def run_first_layers(weights, _, scanned):
         x, microbatch = scanned
-        number = m.blocks * m.layers_per_block  # of the first one, for dropout: blocks count before
-        tokens = batch.tokens(microbatch)
         x, _, weights = run_layers(
             cfg,
             arch.first,
             m.first_layers,
             weights,
             block=(),
-            first=number,
+            first=m.blocks * m.layers_per_block,  # for dropout: blocks count before
             x=x,
-            tokens=tokens,
+            tokens=batch.tokens(microbatch),
         )
         return (), x, weights
 
@@ -392,7 +389,7 @@ def run_blocks(cfg, layers, x, batch):
 
 def stacked(cfg, layers):
     """`WithGrad` of the layers that blocks consist of."""
-    stacks = architecture(cfg.model.architecture).stacks
+    stacks = architecture_of(cfg).stacks
     return weights_of(layers, stacks & layers.value.keys())
 
 
@@ -457,10 +454,8 @@ def scan_layers(body, weights, carry, scanned):
 
 
 def weights_of(layers, kinds):
-    """`WithGrad` of some kinds of layers."""
-    values = {kind: layers.value[kind] for kind in kinds}
-    grads = {kind: layers.grad[kind] for kind in kinds}
-    return WithGrad(values, grads)
+    """`WithGrad` of layers, with the grads of some kinds alone: those that a loop will carry."""
+    return WithGrad(layers.value, {kind: layers.grad[kind] for kind in kinds})
 
 
 def blocks_of_stage(cfg):
@@ -472,7 +467,7 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
     """This stage's blocks of round `turn` on x [B, T/tp, D]; the same for training and decoding. weights: those of
     `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with tokens [blocks, E] and the rest
     summed, and the cache; and the weights for what follows."""
-    L, arch = cfg.model.layers_per_block, architecture(cfg.model.architecture)
+    L, arch = cfg.model.layers_per_block, architecture_of(cfg)
     S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
 
     def run_block(weights, x, scanned):
@@ -538,7 +533,7 @@ def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
     """The layer at `index` of the stack of its kind; `number`: its own among all layers of the model, for dropout.
     Returns x, what else the layer returns (`Load`, cache), and the weights for what follows."""
     m = cfg.model
-    layer = architecture(m.architecture).layers[kind]
+    layer = architecture_of(cfg).layers[kind]
     if tokens.key is not None:
         tokens = tokens._replace(key=jax.random.fold_in(tokens.key, number))
 
@@ -564,17 +559,15 @@ def layer_params(params, cfg):
     if m.fsdp == "full":
         table = table_map(lambda p: p._replace(gather=(), expert=0), table)
         dtype = jnp.float32
-    kinds = architecture(m.architecture).layers.keys() & params.keys()
-    stored = {kind: params[kind] for kind in kinds}
-    return gather(stored, {kind: table[kind] for kind in kinds}, dtype)
+    kinds = architecture_of(cfg).layers.keys() & params.keys()
+    return gather({kind: params[kind] for kind in kinds}, table, dtype)
 
 
 def top_params(params, cfg):
     """The parameters outside layers, gathered: embedding, head, norm and what else `Architecture.embed` needs."""
     table, dtype = param_table(cfg), jnp.dtype(cfg.model.model_dtype)
-    names = table.keys() - architecture(cfg.model.architecture).layers.keys()
-    stored = {name: params[name] for name in names}
-    gathered = gather(stored, {name: table[name] for name in names}, dtype)
+    names = table.keys() - architecture_of(cfg).layers.keys()
+    gathered = gather({name: params[name] for name in names}, table, dtype)
     top, _ = take(gathered, ())
     return {"head": top["embedding"], **top}
 

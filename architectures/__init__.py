@@ -82,6 +82,11 @@ def architecture(name):
     return importlib.import_module(f"architectures.{name}").ARCHITECTURE
 
 
+def architecture_of(cfg):
+    """The `Architecture` of a Config."""
+    return architecture(cfg.model.architecture)
+
+
 def flags_without_choice(name):
     """{flag: value} that every configuration of an architecture has: its name, the flags that it does not have, and
     those that have one value in it."""

@@ -54,8 +54,6 @@ EMBEDDING_NORM_EPS = 1e-6
 LATENT_NORM_EPS = 1e-6
 
 
-# --- Flags --------------------------------------------------------------------------------------------------------
-
 FLAGS = frozenset(
     "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
     "rope_factor rope_original_T embedding_norm latent_conv "
@@ -84,7 +82,8 @@ def deepseek_table(cfg):
     the embedding, which is the head too, with 1 / sqrt(D), so that logits begin with a deviation of 1."""
     m = cfg.model
     D = m.model_dimension
-    dense, moe = layer_table(cfg, routed=False), layer_table(cfg, routed=True)
+    dense = layer_table(cfg, routed=False)
+    moe = layer_table(cfg, routed=True)
     table = dict(
         embedding=embedding_param(cfg, m.padded_vocab, std_into(D), rows=m.vocab_size),
         moe=stack(moe, m.blocks),
@@ -104,6 +103,11 @@ def deepseek_table(cfg):
 def layers_of(m):
     """Number of layers, without those of multi-token prediction."""
     return m.first_layers + m.blocks * m.layers_per_block
+
+
+def rope_channels(m, routed):
+    """Rotary channels of a layer, with routed experts or a dense feed-forward."""
+    return m.rope_dim if m.moe_rope or not routed else 0
 
 
 def attention_table(cfg, rope):
@@ -143,8 +147,7 @@ def layer_table(cfg, routed):
     def mlp(width):
         return feed_forward_table(cfg, width, into, std_back(width, layers))
 
-    rope = m.rope_dim if m.moe_rope or not routed else 0
-    table = dict(attention=attention_table(cfg, rope), norm=scale_param(D))
+    table = dict(attention=attention_table(cfg, rope_channels(m, routed)), norm=scale_param(D))
     if not routed:
         return table | dict(ffn=mlp(m.ffn_width))
     table |= dict(
@@ -169,13 +172,10 @@ def mtp_table(cfg, layer):
     )
 
 
-# --- Rotary positions ---------------------------------------------------------------------------------------------
-
-
 def yarn_frequencies(m):
-    """Radians per position [rope_dim/2] of the pairs of rotary channels, float32. With rope_factor > 1, YaRN
-    (arXiv:2309.00071, section 3.2) as DeepSeek's code has it: pairs that turn often over rope_original_T keep their
-    frequency, those that turn less than once are slowed down by the factor, with a ramp between them."""
+    """Radians per position [rope_dim/2] of the pairs of rotary channels, float32, by YaRN (arXiv:2309.00071, section
+    3.2) as DeepSeek's code has it: pairs that turn often over rope_original_T keep their frequency, those that turn
+    less than once are slowed down by rope_factor, with a ramp between them."""
     plain = rotary_frequencies(m.rope_dim, m.rope_base)
     if m.rope_factor == 1:
         return plain
@@ -205,10 +205,8 @@ def score_scale(channels, m):
 def attention(p, x, tokens, m, cache=None):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), tensor-parallel over heads.
 
-    x [B, T/tp, D] -> [B, T/tp, D] and the cache. Queries, keys and values are projected up from latents. Only these
-    are gathered over tp, or x itself where queries have no latent (Q = 0). All heads share the rotary key.
-
-    `cache` [B, T_max, R + rope_dim]: normalized key/value latents and rotary keys of all positions.
+    x [B, T/tp, D] -> [B, T/tp, D] and the cache [B, T_max, R + rope_dim] of normalized key/value latents and rotary
+    keys. Queries, keys and values are projected up from latents; only these are gathered over tp.
     """
     q, kv = project_latents(p, x, tokens, m)
     position = tokens.whole(q.shape[1])
@@ -230,9 +228,7 @@ def attention(p, x, tokens, m, cache=None):
 
 def project_latents(p, x, tokens, m):
     """The inputs of the up-projections: x [B, T/tp, D] -> [B, T, Q or D] for queries, [B, T, R + rope_dim] for others.
-
-    Latents are normalized, the rotary key is rotated, and both are gathered over tp in one piece.
-    """
+    Latents are normalized, the rotary key is rotated, and both are gathered over tp in one piece."""
     Q, R = m.q_latent, m.latent_dim
     down = product("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + rope_dim]
     q, kv, k_rope = jnp.split(down, (Q, Q + R), -1)
@@ -252,10 +248,7 @@ def short_conv(x, w, start):
     section 3.1, shift matrix): x [B, T, R + rope_dim] -> the same.
 
     w [latent_conv, R + rope_dim], float32, weighs the latents of the token before, of the one before that, and so on;
-    those of other documents, before start [B, T], count as 0. One channel with w = [0.5, 0.1]:
-
-        x        1    0    2    4
-        result   1    0.5  2.1  5        5 = 4 + 0.5 x 2 + 0.1 x 0
+    those of other documents, before start [B, T], count as 0.
     """
     T = x.shape[1]
     y = x.astype(jnp.float32)
@@ -269,8 +262,8 @@ def short_conv(x, w, start):
 
 
 def project_queries(x, w, position, m):
-    """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D] by w [Q or D, H/tp, K + rope_dim]; the last
-    rope_dim channels are rotated: each its own product times cos, plus its partner's, from a second one, times sin."""
+    """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D] by w [Q or D, H/tp, K + rope_dim]. A rotated
+    channel is its own product times cos, plus its partner's, from a second one, times sin."""
     K, scale = m.key_dim, score_scale(w.shape[-1], m)
     if w.shape[-1] == K:  # no rotary channels
         return product("btr,rhk->bhtk", x, w * scale)
@@ -305,9 +298,6 @@ def attend_in_latent_space(q, kv, k_up, v_up, position, start):
     kv = kv[:, None]  # one head, which all queries read
     latents = kernels.attend(q, kv, kv[..., :R], position, start)
     return jnp.einsum("bhtr,rhv->bhtv", latents, v_up)
-
-
-# --- Router -----------------------------------------------------------------------------------------------------
 
 
 def sigmoid_router(p, x, m):
@@ -379,7 +369,7 @@ def latent_cache(cfg, B, T):
     rope_dim more where the layer has rotary positions."""
     m, L = cfg.model, cfg.model.layers_per_block
     rotated = m.latent_dim + m.rope_dim
-    last = rotated if m.moe_rope else m.latent_dim
+    last = m.latent_dim + rope_channels(m, routed=True)
     cache = dict(moe=((m.blocks, B, T, last), P("pp", "dp", None, None)))
     if L > 1:
         cache["dense"] = (m.blocks, L - 1, B, T, rotated), P("pp", None, "dp", None, None)
@@ -388,15 +378,12 @@ def latent_cache(cfg, B, T):
     return cache
 
 
-# --- Costs --------------------------------------------------------------------------------------------------------
-
-
 def layer_cost(m, kind):
     """`LayerCost` of a kind of layer: attention as in DeepSeek-V2, arXiv:2405.04434, section 2.1; feed-forward as in
     arXiv:2002.05202."""
     D, K, V, R, Q = m.model_dimension, m.key_dim, m.value_dim, m.latent_dim, m.q_latent
     routed = kind in ("moe", "mtp")
-    rope = m.rope_dim if m.moe_rope or not routed else 0
+    rope = rope_channels(m, routed)
     latents = Q + R + rope
 
     own_weights = D * latents + m.latent_conv * (R + rope)
@@ -423,40 +410,37 @@ def layer_cost(m, kind):
     )
 
 
-# --- Hugging Face format: tensors ---------------------------------------------------------------------------------
+# --- Hugging Face format ------------------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):
     """Yield the `Tensor`s of DeepseekV3ForCausalLM."""
     D, layers = m.model_dimension, m.first_layers + m.blocks
-    yield hf.vocabulary("model.embed_tokens.weight", "embedding", m)
+    yield from hf.outer_tensors(m)
     for n in range(m.first_layers):
-        yield from layer_tensors(m, n, ("first",), (n,), moe=False)
+        yield from layer_tensors(m, n, ("first",), (n,))
     for n in range(m.blocks):
-        yield from layer_tensors(m, m.first_layers + n, ("moe",), (n,), moe=True)
-    yield hf.plain("model.norm.weight", ("norm",), (), (D,))
-    if not m.tied:
-        yield hf.vocabulary(hf.HEAD, "head", m)
+        yield from layer_tensors(m, m.first_layers + n, ("moe",), (n,))
     for d in range(m.mtp_depth):
         prefix = f"model.layers.{layers + d}"
-        yield hf.plain(f"{prefix}.enorm.weight", ("mtp", "token_norm"), (d,), (D,))
-        yield hf.plain(f"{prefix}.hnorm.weight", ("mtp", "hidden_norm"), (d,), (D,))
-        yield hf.plain(f"{prefix}.shared_head.norm.weight", ("mtp", "norm"), (d,), (D,))
+        norms = {"enorm": "token_norm", "hnorm": "hidden_norm", "shared_head.norm": "norm"}
+        for name, leaf in norms.items():
+            yield hf.plain(f"{prefix}.{name}.weight", ("mtp", leaf), (d,), (D,))
         yield hf.linear(f"{prefix}.eh_proj.weight", ("mtp", "merge"), (d,), (2, D, D), inputs=2)
-        yield from layer_tensors(m, layers + d, ("mtp", "layer"), (d,), moe=True)
+        yield from layer_tensors(m, layers + d, ("mtp", "layer"), (d,))
 
 
-def layer_tensors(m, n, leaf, at, moe):
+def layer_tensors(m, n, leaf, at):
     """Yield the `Tensor`s of layer n, which is the part `at` of the parameters in `leaf`."""
     D = m.model_dimension
     prefix = f"model.layers.{n}"
     yield hf.plain(f"{prefix}.input_layernorm.weight", (*leaf, "attention", "norm"), at, (D,))
     yield hf.plain(f"{prefix}.post_attention_layernorm.weight", (*leaf, "norm"), at, (D,))
     yield from attention_tensors(m, f"{prefix}.self_attn", (*leaf, "attention"), at)
-    if moe:
-        yield from moe_tensors(m, f"{prefix}.mlp", leaf, at)
-    else:
+    if leaf == ("first",):
         yield from hf.swiglu(f"{prefix}.mlp", (*leaf, "ffn"), at, D, m.ffn_width)
+    else:
+        yield from moe_tensors(m, f"{prefix}.mlp", leaf, at)
 
 
 def attention_tensors(m, prefix, leaf, at):
@@ -494,37 +478,28 @@ def held_predictors(flags, names):
     """`flags` with the depths of multi-token prediction whose tensors are there: many a config.json counts predictors
     that its files lack."""
     layers = flags["first_layers"] + flags["blocks"]
-    depth = min(flags["mtp_depth"], len(names))
-    held = [f"model.layers.{layers + d}.eh_proj.weight" in names for d in range(depth)]
-    return flags | dict(mtp_depth=sum(held))
+    numbers = range(layers, layers + flags["mtp_depth"])
+    held = [n for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]
+    return flags | dict(mtp_depth=len(held))
 
-
-# --- Hugging Face format: config.json -----------------------------------------------------------------------------
 
 # Flags that have one value in DeepseekV3ForCausalLM
 ONE_VALUE = dict(layers_per_block=1, activation="swiglu", embedding_norm=False, latent_conv=0)
 # Entries that hold a flag's value, but for num_hidden_layers, which counts the first layers too
-ENTRIES = dict(
-    vocab_size=hf.Entry("vocab_size"),
-    hidden_size=hf.Entry("model_dimension"),
-    intermediate_size=hf.Entry("ffn_dim", "ffn_width"),
-    moe_intermediate_size=hf.Entry("expert_dim", "expert_width"),
-    num_hidden_layers=hf.Entry("blocks"),
-    num_attention_heads=hf.Entry("n_head"),
-    n_shared_experts=hf.Entry("n_shared", null=0),
-    n_routed_experts=hf.Entry("n_experts"),
-    routed_scaling_factor=hf.Entry("routed_scaling"),
-    kv_lora_rank=hf.Entry("latent_dim"),
-    q_lora_rank=hf.Entry("q_latent_dim", "q_latent", null=0),
-    qk_rope_head_dim=hf.Entry("rope_dim"),
-    qk_nope_head_dim=hf.Entry("head_dim", "key_dim"),
-    n_group=hf.Entry("n_groups", null=1),
-    topk_group=hf.Entry("k_groups", null=1),
-    num_experts_per_tok=hf.Entry("experts_per_token"),
-    first_k_dense_replace=hf.Entry("first_layers"),
-    rms_norm_eps=hf.Entry("norm_eps"),
-    tie_word_embeddings=hf.Entry("tied", missing=False, null=False),
-    num_nextn_predict_layers=hf.Entry("mtp_depth", missing=0, null=0),
+ENTRIES = hf.COMMON | dict(
+    moe_intermediate_size="expert_dim",
+    n_shared_experts="n_shared",
+    n_routed_experts="n_experts",
+    routed_scaling_factor="routed_scaling",
+    kv_lora_rank="latent_dim",
+    q_lora_rank="q_latent_dim",
+    qk_rope_head_dim="rope_dim",
+    qk_nope_head_dim="head_dim",
+    n_group="n_groups",
+    topk_group="k_groups",
+    num_experts_per_tok="experts_per_token",
+    first_k_dense_replace="first_layers",
+    num_nextn_predict_layers="mtp_depth",
 )
 # Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
 SUPPORTED = dict(
@@ -546,17 +521,13 @@ def to_hugging_face(m):
                 f"--{flag} {vars(m)[flag]}: transformers has no model with such layers; its "
                 f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny."
             )
-    config = dict(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
-    config |= hf.config_of(m, ENTRIES)
-    config |= {key: values[0] for key, values in SUPPORTED.items()}
-    config |= dict(
+    config = hf.config_of_common(m, ENTRIES, SUPPORTED) | dict(
+        architectures=["DeepseekV3ForCausalLM"],
+        model_type="deepseek_v3",
         num_hidden_layers=m.first_layers + m.blocks,
         num_key_value_heads=m.n_head,
         v_head_dim=m.value_dim,
         q_lora_rank=m.q_latent or None,
-        max_position_embeddings=int(m.T),
-        attention_dropout=0.0,
-        rope_theta=m.rope_base,
     )
     if m.rope_factor > 1:
         fast, slow = YARN_BETA
@@ -621,8 +592,6 @@ def rope_flags(left):
     return flags
 
 
-# --- Registered ---------------------------------------------------------------------------------------------------
-
 ARCHITECTURE = Architecture(
     table=deepseek_table,
     layers=dict(first=layer, dense=layer, moe=layer, mtp=mtp_layer),
@@ -640,6 +609,7 @@ ARCHITECTURE = Architecture(
         tensors=hugging_face_tensors,
         config=to_hugging_face,
         entries=ENTRIES,
+        missing=dict(tie_word_embeddings=False, num_nextn_predict_layers=0),
         flags=from_hugging_face,
         copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
         held=held_predictors,

@@ -30,8 +30,8 @@ ROUND = 1.5  # slots of a bucket in a round of dropless experts, in multiples of
 
 
 def experts_table(cfg, up_std, down_std):
-    """Parameters of the routed experts. Every device of dp x tp holds experts of its own, or, where experts are fewer,
-    a slice of all of them, from which `gather_weight` makes the one that it computes."""
+    """Parameters of the routed experts. Every device of dp x tp holds experts of its own or, where experts are fewer, a
+    slice of all of them, of which `gather_weight` makes the one that it computes."""
     m = cfg.model
     D, E, F = m.model_dimension, m.n_experts, m.expert_width
     dp, _, tp = cfg.run.n_device_axis
@@ -44,12 +44,10 @@ def experts_table(cfg, up_std, down_std):
         active = m.experts_per_token / E
         return weight_param(cfg, shape, std, inputs, outputs, active=active, **lies)
 
-    branches = BRANCHES[m.activation]
-    up = (E, branches, D, F)
-    down = (E, D, F)
+    up = (E, BRANCHES[m.activation], D, F)
     return dict(
         up=weight(up, up_std, inputs=(2,), outputs=(3,), dim=2),
-        down=weight(down, down_std, inputs=(2,), outputs=(1,), dim=1),
+        down=weight((E, D, F), down_std, inputs=(2,), outputs=(1,), dim=1),
     )
 
 
@@ -79,8 +77,7 @@ def choose_experts(scores, wanted, m):
 
 def balance_loss(scores, chosen, m, split):
     """Sequence-level load-balancing loss (DeepSeek-V3, equations 17 to 20), this device's part of sum_b sum_e f P; an
-    even load gives 1 per sequence. scores [B, T/tp, E], chosen [B, T/tp, k]. f counts choices, so it has no gradient
-    and may be summed over tp."""
+    even load gives 1 per sequence. scores [B, T/tp, E], chosen [B, T/tp, k]. f counts, so it has no gradient."""
     T = scores.shape[1]
     if split:
         T *= lax.axis_size("tp")
@@ -98,7 +95,7 @@ def balance_loss(scores, chosen, m, split):
 
 
 class Queues(NamedTuple):
-    """k*n choices of experts, waiting at their experts. First choices of all tokens come first."""
+    """k*n choices, waiting at their experts. First choices of all tokens come first."""
 
     choice: jax.Array  # [k*n] the expert
     rank: jax.Array  # [k*n] place in the expert's queue
@@ -192,6 +189,18 @@ def _take_rows_backward(inverse, g):
 take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
+def take_gates(gates, at):
+    """Gates [n, k] of the choices at their `Places` [size, 1]."""
+    gates = gates.T.reshape(-1, 1)
+    return take_rows(gates, at.entry, at.place[None])
+
+
+def sum_choices(out, at, k):
+    """What the experts made at `Places` [size, D], summed over each token's k choices: [n, D]."""
+    out = take_rows(out, at.place, at.entry[None])  # [k*n, D]
+    return sum_leading(out.reshape(k, -1, out.shape[1]))
+
+
 # --- Experts ------------------------------------------------------------------------------------------------------
 
 
@@ -226,9 +235,8 @@ def routed_experts(p, x, m, split, router):
 
 
 def in_tiles(weights, x, chosen, gates, E):
-    """Experts of all tokens of the devices that share them: every device gathers those tokens and computes the choices
-    that fall on its own experts; the devices add up what they made of each token. x [n, D] -> [n, D]; chosen and gates
-    [n, k]."""
+    """Experts of all tokens of the devices that share them: each gathers those tokens and computes the choices that
+    fall on its own experts; results are summed. x [n, D] -> [n, D]; chosen and gates [n, k]."""
     x = gather_tokens(x, E)
     chosen = gather_tokens(chosen, E)
     gates = gather_tokens(gates, E)
@@ -245,17 +253,14 @@ def in_tiles(weights, x, chosen, gates, E):
     place = jnp.where(is_own, begins[queues.choice] + queues.rank, size)
     at = places(place, size, n)
     rows = take_rows(x, at.source, at.place.reshape(k, n))  # [size, D]
-    gates = gates.T.reshape(-1, 1)
-    gates = take_rows(gates, at.entry, at.place[None])  # [size, 1]
+    gates = take_gates(gates, at)
 
     # 2. The experts.
     up, down = weights["up"], weights["down"]
     out = grouped_feed_forward(activate, n * k // E, rows, gates, up, down, begins)
 
     # 3. Every token adds up what its choices gave, here and on the other devices.
-    out = take_rows(out, at.place, at.entry[None])  # [k*n, D]
-    out = sum_leading(out.reshape(k, n, -1))
-    return scatter_tokens(out, E)
+    return scatter_tokens(sum_choices(out, at, k), E)
 
 
 def in_buckets(weights, x, chosen, gates, m):
@@ -289,9 +294,7 @@ def one_round(C, first, queues, x, gates, up, down):
     buckets = to_experts(buckets.reshape(E, C, D))  # [E/(dp tp), dp tp, C, D]
 
     # 2. So do the gates: where they weigh the hidden channels, no pass, forward or back, needs the experts' outputs.
-    gates = gates.T.reshape(-1, 1)
-    gates = take_rows(gates, at.entry, at.place[None])  # [E*C, 1]
-    gates = gates.reshape(E, C, 1)
+    gates = take_gates(gates, at).reshape(E, C, 1)
 
     # 3. The experts.
     h = activate(product("encd,egdf->encgf", buckets, up, keep=False))
@@ -301,14 +304,13 @@ def one_round(C, first, queues, x, gates, up, down):
 
     # 4. Outputs come back, and every token adds up those of its choices.
     out = from_experts(out).reshape(E * C, D)
-    out = take_rows(out, at.place, at.entry[None])  # [k*n, D]
-    return sum_leading(out.reshape(k, n, D))
+    return sum_choices(out, at, k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def later_rounds(C, rounds, queues, *operands):
-    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each; mostly there are none. Its gradient is
-    a second such loop, in which each round is computed anew; sums are in float32."""
+    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each. Its gradient is a second such loop, in
+    which each round is computed anew; sums are in float32."""
 
     def add(r, out):
         own = one_round(C, r * C, queues, *operands)

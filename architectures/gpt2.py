@@ -12,13 +12,11 @@ from architectures import hf_format as hf
 from architectures.layers import (
     AFTER_ATTENTION,
     AFTER_FEED_FORWARD,
-    attention_kernel,
+    attend_to_heads,
     dropout,
-    extend_key_values,
     key_value_cache,
     no_load,
     product,
-    project_heads,
     tensor_parallel,
 )
 from architectures.parameters import (
@@ -103,11 +101,8 @@ def attention(p, x, tokens, m, cache):
     qkv = qkv + p["qkv_bias"][:, :, None]
     q, kv = jnp.split(qkv.astype(x.dtype), (1,), 1)
     position = tokens.whole(x.shape[1])
-    kv, cache = extend_key_values(cache, kv, position)
-    scaled = q[:, 0] * m.key_dim**-0.5
-    attend = attention_kernel(m, cache)
-    out = attend(scaled, kv[:, 0], kv[:, 1], position, tokens.start)
-    out = project_heads(out, p["out"], tokens, m) + p["out_bias"]
+    out, cache = attend_to_heads(q[:, 0], kv, position, p["out"], tokens, m, cache)
+    out = out + p["out_bias"]
     return out.astype(x.dtype), cache
 
 
@@ -146,9 +141,6 @@ def gpt2_cache(cfg, B, T):
     return dict(gpt2=key_value_cache(m.blocks, B, T, m.n_head, m.key_dim))
 
 
-# --- Costs --------------------------------------------------------------------------------------------------------
-
-
 def layer_cost(m, kind):
     """`LayerCost` of a layer."""
     D, K = m.model_dimension, m.key_dim
@@ -164,7 +156,7 @@ def layer_cost(m, kind):
     )
 
 
-# --- Hugging Face format: tensors ---------------------------------------------------------------------------------
+# --- Hugging Face format ------------------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):
@@ -198,18 +190,16 @@ def norm_tensors(name, leaf, at, D):
     yield hf.plain(f"{name}.bias", (*leaf, "bias"), at, (D,))
 
 
-# --- Hugging Face format: config.json -----------------------------------------------------------------------------
-
 # Entries that hold a flag's value
 ENTRIES = dict(
-    vocab_size=hf.Entry("vocab_size"),
-    n_positions=hf.Entry("T"),
-    n_embd=hf.Entry("model_dimension"),
-    n_layer=hf.Entry("blocks"),
-    n_head=hf.Entry("n_head"),
-    n_inner=hf.Entry("ffn_dim", "ffn_width", missing=0, null=0),
-    layer_norm_epsilon=hf.Entry("norm_eps"),
-    tie_word_embeddings=hf.Entry("tied", missing=True, null=False),
+    vocab_size="vocab_size",
+    n_positions="T",
+    n_embd="model_dimension",
+    n_layer="blocks",
+    n_head="n_head",
+    n_inner="ffn_dim",
+    layer_norm_epsilon="norm_eps",
+    tie_word_embeddings="tied",
 )
 # Entries that change no number here: dropout, the order of products, heads of other models
 IMMATERIAL = set(
@@ -246,8 +236,6 @@ def from_hugging_face(flags, left):
     return flags
 
 
-# --- Registered ---------------------------------------------------------------------------------------------------
-
 ARCHITECTURE = Architecture(
     table=gpt2_table,
     layers=dict(gpt2=gpt2_layer),
@@ -261,6 +249,7 @@ ARCHITECTURE = Architecture(
         tensors=hugging_face_tensors,
         config=to_hugging_face,
         entries=ENTRIES,
+        missing=dict(n_inner=0, tie_word_embeddings=True),
         flags=from_hugging_face,
         copies=r"^lm_head.weight$|\.attn\.(masked_)?bias$",
         prefix="transformer.",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,8 @@ class HuggingFace(NamedTuple):
     tensors: Callable  # utils.Model -> its Tensors, the embedding first
     # utils.Model -> config.json. Raises UserError where the class has no such model.
     config: Callable
-    entries: dict  # {entry of config.json: Entry}
+    entries: dict  # {entry of config.json: flag whose value it holds}
+    missing: dict  # {entry: its value where it is missing} of the entries that may be missing
     # ({flag: value} of the entries, what is left of config.json) -> {flag: value}, without flags that have one value in
     # the architecture. Raises UserError for what is left and may change numbers in an unknown way.
     flags: Callable
@@ -29,7 +30,7 @@ class HuggingFace(NamedTuple):
     @property
     def names(self):
         """{flag: what config.json calls it}."""
-        return {e.flag: name for name, e in self.entries.items()} | OTHER_NAMES
+        return {flag: name for name, flag in self.entries.items()} | OTHER_NAMES
 
 
 # --- Tensors ------------------------------------------------------------------------------------------------------
@@ -79,14 +80,22 @@ def linear(name, leaf, at, part, inputs=1, rotated=0):
     return Tensor(name, shape, leaf, at, part, transposed=True, rotated=rotated)
 
 
-def plain(name, leaf, at, part, shape=None, rotated=0):
+def plain(name, leaf, at, part, shape=None):
     """`Tensor` that is not transposed; shape: in the format, where it is not that of our part."""
-    return Tensor(name, shape or part, leaf, at, part, rotated=rotated)
+    return Tensor(name, shape or part, leaf, at, part)
 
 
 def vocabulary(name, leaf, m):
     """`Tensor` of a table with a row for each token; ours has further rows, of zeros."""
     return plain(name, (leaf,), (slice(0, m.vocab_size),), (m.vocab_size, m.model_dimension))
+
+
+def outer_tensors(m):
+    """Yield the `Tensor`s outside layers, as most models since Llama name them."""
+    yield vocabulary("model.embed_tokens.weight", "embedding", m)
+    yield plain("model.norm.weight", ("norm",), (), (m.model_dimension,))
+    if not m.tied:
+        yield vocabulary(HEAD, "head", m)
 
 
 def swiglu(prefix, leaf, at, D, F):
@@ -109,29 +118,57 @@ OTHER_NAMES = dict(
 )
 
 
-class Entry(NamedTuple):
-    """An entry of config.json that holds a flag's value."""
-
-    flag: str
-    settled: str = ""  # attribute of utils.Model with the flag's value once its default is resolved; "": the flag
-    missing: Any = None  # value of the flag where there is no such entry; None: there must be one
-    null: Any = None  # value of the flag where the entry is null; None: it must not be
+# Entries that most models since Llama have
+COMMON = dict(
+    vocab_size="vocab_size",
+    hidden_size="model_dimension",
+    intermediate_size="ffn_dim",
+    num_hidden_layers="blocks",
+    num_attention_heads="n_head",
+    rms_norm_eps="norm_eps",
+    tie_word_embeddings="tied",
+)
+# Values of the entries that may be null
+NULL = dict(
+    n_inner=0,
+    n_shared_experts=0,
+    q_lora_rank=0,
+    n_group=1,
+    topk_group=1,
+    num_nextn_predict_layers=0,
+    tie_word_embeddings=False,
+)
+# Attributes of utils.Model with the value of a flag once its default is resolved
+SETTLED = dict(
+    ffn_dim="ffn_width",
+    expert_dim="expert_width",
+    q_latent_dim="q_latent",
+    head_dim="key_dim",
+    n_kv_head="kv_heads",
+)
 
 
 def config_of(m, entries):
     """{entry: value} of a utils.Model."""
-    return {name: getattr(m, e.settled or e.flag) for name, e in entries.items()}
+    return {name: getattr(m, SETTLED.get(flag, flag)) for name, flag in entries.items()}
+
+
+def config_of_common(m, entries, supported):
+    """`config_of`, with entries of positions and the first of the values that are `supported` of others."""
+    rest = {name: values[0] for name, values in supported.items()}
+    positions = dict(max_position_embeddings=int(m.T), rope_theta=m.rope_base)
+    return config_of(m, entries) | positions | dict(attention_dropout=0.0) | rest
 
 
 def read_flags(form, config, where):
     """{flag: value} of a config.json, read from `where`. Raises UserError for an entry that is missing, of the wrong
     kind, or may change numbers in a way unknown here."""
-    left, flags = dict(config), {}
-    for name, e in form.entries.items():
-        value = left.pop(name, None) if name in left else e.missing
-        if name not in config and value is None:
+    left, flags = form.missing | config, {}
+    for name, flag in form.entries.items():
+        if name not in left:
             raise UserError(f"{where}: {name} is missing.")
-        flags[e.flag] = e.null if value is None else value
+        value = left.pop(name)
+        flags[flag] = NULL.get(name) if value is None else value
     flags = utils.read_values(flags, where, form.names)
     return utils.read_values(form.flags(flags, left), where, form.names)
 
@@ -210,7 +247,7 @@ def float8_block(left, kind):
     if not quantized:
         return None
     quantized = {"quant_method": None} | quantized
-    size = quantized.pop("weight_block_size", (128, 128))
+    size = quantized.pop("weight_block_size", [128, 128])
     require(
         quantized,
         f"a quantization_config of {kind}",
@@ -221,9 +258,9 @@ def float8_block(left, kind):
         activation_scheme=["dynamic"],
         expert_dtype=["fp8"],
     )
-    pair = isinstance(size, (list, tuple)) and len(size) == 2
-    if not pair or not all(isinstance(n, int) and n > 0 for n in size):
+    is_size = isinstance(size, list) and all(isinstance(n, int) and n > 0 for n in size)
+    if not is_size or len(size) != 2:
         raise UserError(
             f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128]."
         )
-    return tuple(size)
+    return size

@@ -64,15 +64,16 @@ def no_load(*shape):
 
 @jax.named_scope("gather_weights")
 def gather(params, table, dtype):
-    """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32."""
-    leaves, tree = jax.tree.flatten(params)
-    described = jax.tree.leaves(table, is_leaf=is_param)
-    gathered = []
-    for w, p in zip(leaves, described):
-        own = dtype if p.cast else jnp.float32
-        gathered.append(gather_weight(w, p, own))
-    values = jax.tree.unflatten(tree, [weights.value for weights in gathered])
-    grads = jax.tree.unflatten(tree, [weights.grad for weights in gathered])
+    """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32.
+    table: theirs, or a larger one."""
+
+    def gather_one(p, w):
+        return gather_weight(w, p, dtype if p.cast else jnp.float32)
+
+    table = {name: table[name] for name in params}
+    gathered = jax.tree.map(gather_one, table, params, is_leaf=is_param)
+    values = jax.tree.map(lambda _, own: own.value, params, gathered)
+    grads = jax.tree.map(lambda _, own: own.grad, params, gathered)
     return WithGrad(values, grads)
 
 
@@ -116,8 +117,7 @@ take.defvjp(_take_forward, _take_backward)
 def product(spec, x, w, keep=True):
     """`jnp.einsum(spec, x, w)` of activations x and a weight w; --remat dots keeps the result, unless `keep` is false.
 
-    The transpose multiplies the smaller of x and the result's gradient by the other one, in this order: CPUs copy the
-    first operand of a product to transpose it.
+    The transpose puts the smaller of x and the result's gradient first, since CPUs copy the first operand of a product.
     """
     y = _product(spec, x, w)
     return checkpoint_name(y, "product") if keep else y
@@ -161,8 +161,8 @@ def rms_norm(x, scale, eps):
 
 
 def dropout(x, rate, tokens, place):
-    """Zero a share `rate` of x [B, T/tp, D] and scale the rest up, behind an `AFTER_` place. Each token's number in the
-    step decides, so the result is the same on every mesh."""
+    """Zero a share `rate` of x [B, T/tp, D] behind an `AFTER_` place and scale the rest up. Each token's number in the
+    step decides, so every mesh does the same."""
     if tokens.key is None:
         return x
     key = jax.random.fold_in(tokens.key, place)
@@ -185,9 +185,7 @@ def rotary_frequencies(channels, base):
 
 def rotate(x, position, frequencies):
     """Rotary positions: channel i of x [..., channels] turns with channel i + channels/2, by position x frequency.
-
-    position has the dims of x but the last, or ones that broadcast to them; frequencies [channels/2].
-    """
+    position broadcasts to the dims of x but the last; frequencies [channels/2]."""
     angle = position[..., None] * frequencies  # [..., channels/2]
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     cos = jnp.cos(angle)
@@ -213,19 +211,20 @@ def write_cache(cache, new, position):
 
 
 def key_value_cache(layers, B, T, heads, channels):
-    """(shape, spec) of a stack of caches of keys and values for B sequences of at most T tokens; one layer has
-    [B/dp, T, 2, heads/tp, channels]."""
+    """(shape, spec) of a stack of caches of keys and values for B sequences of at most T tokens."""
     return (layers, B, T, 2, heads, channels), P("pp", "dp", None, None, "tp", None)
 
 
-def extend_key_values(cache, kv, position):
-    """Writes keys and values kv [B, 2, H/tp, T, K] of new tokens at position [B, T] into a `key_value_cache`. Returns
-    those of all positions [B, 2, H/tp, T_max, K], and the cache; without a cache, kv and None."""
-    if cache is None:
-        return kv, None
-    kv = jnp.moveaxis(kv, 3, 1)
-    cache = write_cache(cache, kv, position)
-    return jnp.moveaxis(cache, 1, 3), cache
+def attend_to_heads(q, kv, position, weight, tokens, m, cache):
+    """Attention of queries [B, H/tp, T, K] at position [B or 1, T] to keys and values kv [B, 2, H_kv/tp, T, K] of the
+    same tokens, and of those before them in the `key_value_cache`, if there is one. Returns what `project_heads` makes
+    of it, and the cache."""
+    if cache is not None:
+        cache = write_cache(cache, jnp.moveaxis(kv, 3, 1), position)
+        kv = jnp.moveaxis(cache, 1, 3)
+    attend = attention_kernel(m, cache)
+    out = attend(q * m.key_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start)
+    return project_heads(out, weight, tokens, m), cache
 
 
 def project_heads(out, weight, tokens, m):
@@ -271,8 +270,8 @@ def feed_forward(p, x, tokens, m):
 
 def tensor_parallel(f, x, tokens, m):
     """f(x) with x and the result [B, T/tp, D], for an f that acts on each token alone. With --sequence_parallel
-    megatron f sees all tokens and a part of its weights, and its results are summed over tp (arXiv:2205.05198, section
-    4.2.2); with ulysses it sees its own tokens and all its weights."""
+    megatron (arXiv:2205.05198, section 4.2.2) f sees all tokens and a part of its weights, and its results are summed
+    over tp; with ulysses it sees its own tokens and all its weights."""
     if m.sequence_parallel == "ulysses":
         return f(x)
     x = gather_sequence(x, tokens.split)  # [B, T, D]

@@ -103,7 +103,7 @@ def embedding_param(cfg, size, std, **more):
 
 
 def std_into(inputs):
-    """Standard deviation of a matrix of `inputs` inputs: outputs begin as large as these."""
+    """Standard deviation of a matrix whose outputs begin as large as its inputs."""
     return 1 / math.sqrt(inputs)
 
 

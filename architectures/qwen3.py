@@ -9,15 +9,13 @@ from architectures.experts import choose_experts, experts_table, routed_experts,
 from architectures.layers import (
     AFTER_ATTENTION,
     AFTER_FEED_FORWARD,
-    attention_kernel,
+    attend_to_heads,
     dropout,
-    extend_key_values,
     feed_forward,
     feed_forward_table,
     key_value_cache,
     no_load,
     product,
-    project_heads,
     rms_norm,
     rotary_frequencies,
     rotate,
@@ -33,8 +31,6 @@ from architectures.parameters import (
 )
 from collectives import EXPERT_AXES, gather_sequence
 from runtime.messages import UserError
-
-# --- Flags --------------------------------------------------------------------------------------------------------
 
 FLAGS = frozenset(
     "head_dim n_kv_head rope_base n_experts experts_per_token expert_dim capacity_factor experts "
@@ -109,11 +105,8 @@ def attention(p, x, tokens, m, cache):
     frequencies = rotary_frequencies(m.key_dim, m.rope_base)
     q = rotate(rms_norm(q, p["q_norm"], m.norm_eps), position[:, None], frequencies)
     k = rotate(rms_norm(kv[:, 0], p["k_norm"], m.norm_eps), position[:, None], frequencies)
-    kv, cache = extend_key_values(cache, kv.at[:, 0].set(k), position)
-
-    attend = attention_kernel(m, cache)
-    out = attend(q * m.key_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start)
-    return project_heads(out, p["out"], tokens, m), cache
+    kv = kv.at[:, 0].set(k)
+    return attend_to_heads(q, kv, position, p["out"], tokens, m, cache)
 
 
 def softmax_router(p, x, m):
@@ -146,9 +139,6 @@ def qwen3_cache(cfg, B, T):
     return dict(qwen3=key_value_cache(m.blocks, B, T, m.kv_heads, m.key_dim))
 
 
-# --- Costs --------------------------------------------------------------------------------------------------------
-
-
 def layer_cost(m, kind):
     """`LayerCost` of a layer."""
     D, H, K, H_kv = m.model_dimension, m.n_head, m.key_dim, m.kv_heads
@@ -164,13 +154,13 @@ def layer_cost(m, kind):
     )
 
 
-# --- Hugging Face format: tensors ---------------------------------------------------------------------------------
+# --- Hugging Face format ------------------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):
     """Yield the `Tensor`s of Qwen3ForCausalLM, or of Qwen3MoeForCausalLM where there are experts."""
     D, K = m.model_dimension, m.key_dim
-    yield hf.vocabulary("model.embed_tokens.weight", "embedding", m)
+    yield from hf.outer_tensors(m)
     for n in range(m.blocks):
         prefix = f"model.layers.{n}"
         for name, leaf, size in [
@@ -182,9 +172,6 @@ def hugging_face_tensors(m):
             yield hf.plain(f"{prefix}.{name}.weight", ("qwen3", leaf), (n,), (size,))
         yield from attention_tensors(m, f"{prefix}.self_attn", n)
         yield from feed_forward_tensors(m, f"{prefix}.mlp", n)
-    yield hf.plain("model.norm.weight", ("norm",), (), (D,))
-    if not m.tied:
-        yield hf.vocabulary(hf.HEAD, "head", m)
 
 
 def attention_tensors(m, prefix, n):
@@ -207,24 +194,12 @@ def feed_forward_tensors(m, prefix, n):
         yield from hf.swiglu(f"{prefix}.experts.{e}", leaf, (n, e), D, m.expert_width)
 
 
-# --- Hugging Face format: config.json -----------------------------------------------------------------------------
-
 # Entries that hold a flag's value
-ENTRIES = dict(
-    vocab_size=hf.Entry("vocab_size"),
-    hidden_size=hf.Entry("model_dimension"),
-    intermediate_size=hf.Entry("ffn_dim", "ffn_width"),
-    num_hidden_layers=hf.Entry("blocks"),
-    num_attention_heads=hf.Entry("n_head"),
-    num_key_value_heads=hf.Entry("n_kv_head", "kv_heads"),
-    head_dim=hf.Entry("head_dim", "key_dim", missing=0),
-    rms_norm_eps=hf.Entry("norm_eps"),
-    tie_word_embeddings=hf.Entry("tied", missing=False, null=False),
-)
+ENTRIES = hf.COMMON | dict(num_key_value_heads="n_kv_head", head_dim="head_dim")
 MOE_ENTRIES = dict(
-    num_experts=hf.Entry("n_experts", missing=0),
-    num_experts_per_tok=hf.Entry("experts_per_token", missing=0),
-    moe_intermediate_size=hf.Entry("expert_dim", "expert_width", missing=0),
+    num_experts="n_experts",
+    num_experts_per_tok="experts_per_token",
+    moe_intermediate_size="expert_dim",
 )
 # Entries of which other values are refused; the first of each is the one that we write
 SUPPORTED = dict(
@@ -236,8 +211,7 @@ SUPPORTED = dict(
 
 def to_hugging_face(m):
     """config.json of Qwen3ForCausalLM, or of Qwen3MoeForCausalLM where there are experts."""
-    config = hf.config_of(m, ENTRIES) | {key: values[0] for key, values in SUPPORTED.items()}
-    config |= dict(max_position_embeddings=int(m.T), rope_theta=m.rope_base, attention_dropout=0.0)
+    config = hf.config_of_common(m, ENTRIES, SUPPORTED)
     if not m.n_experts:
         return dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | config
     config |= dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True)
@@ -272,8 +246,6 @@ def from_hugging_face(flags, left):
     return flags
 
 
-# --- Registered ---------------------------------------------------------------------------------------------------
-
 ARCHITECTURE = Architecture(
     table=qwen3_table,
     layers=dict(qwen3=qwen3_layer),
@@ -288,6 +260,7 @@ ARCHITECTURE = Architecture(
         tensors=hugging_face_tensors,
         config=to_hugging_face,
         entries=ENTRIES | MOE_ENTRIES,
+        missing=dict.fromkeys(MOE_ENTRIES, 0) | dict(head_dim=0, tie_word_embeddings=False),
         flags=from_hugging_face,
         copies=r"^lm_head.weight$|rotary_emb.inv_freq$",
     ),

@@ -33,9 +33,10 @@ class CoreTask(NamedTuple):
 
 def load(folders):
     """The `CoreTask`s in the first of `folders` that holds core.yaml. Raises UserError where none does."""
-    folder = next((f for f in folders if os.path.isfile(os.path.join(f, "core.yaml"))), None)
-    if folder is None:
+    there = [f for f in folders if os.path.isfile(os.path.join(f, "core.yaml"))]
+    if not there:
         raise UserError("its data is a folder with core.yaml in it; name that as --include_path")
+    folder = there[0]
     with open(os.path.join(folder, "core.yaml")) as f:
         entries = yaml.safe_load(f)["icl_tasks"]
     with open(os.path.join(folder, "eval_meta_data.csv"), newline="") as f:
@@ -45,9 +46,15 @@ def load(folders):
         with open(os.path.join(folder, "eval_data", entry["dataset_uri"]), encoding="utf-8") as f:
             rows = [json.loads(line) for line in f if line.strip()]
         random.Random(1337).shuffle(rows)  # so that the first ones represent all
-        label, between = entry["label"], entry.get("continuation_delimiter", " ")
-        about = entry["icl_task_type"], between, entry["num_fewshot"][0], baselines[label] / 100
-        tasks.append(CoreTask(f"{NAME}_{label}", *about, rows))
+        task = CoreTask(
+            name=f"{NAME}_{entry['label']}",
+            kind=entry["icl_task_type"],
+            between=entry.get("continuation_delimiter", " "),
+            shots=entry["num_fewshot"][0],
+            chance=baselines[entry["label"]] / 100,
+            rows=rows,
+        )
+        tasks.append(task)
     return tasks
 
 
@@ -61,15 +68,13 @@ def scores(tasks, lm, limit=0):
         for number in range(len(rows)):
             encoded = [lm.tok_encode(text, False) for text in prompts(task, number)]
             questions.append(pairs(task.kind, [[lm.prefix_token_id, *ids] for ids in encoded]))
-        scored = iter(lm.measure([pair for question in questions for pair in question]))
+        scored = iter(lm.measure(list(itertools.chain(*questions))))
         right = 0
         for row, question in zip(rows, questions):
             answers = [next(scored) for _ in question]
-            if task.kind in CHOICES:
-                losses = [answer.loss / answer.tokens for answer in answers]
-                right += losses.index(min(losses)) == row["gold"]
-            else:
-                right += answers[0].greedy
+            losses = [answer.loss / answer.tokens for answer in answers]
+            is_best = losses.index(min(losses)) == row.get("gold")
+            right += is_best if task.kind in CHOICES else answers[0].greedy
         acc = right / len(rows)
         centered = (acc - task.chance) / (1 - task.chance)
         found[task.name] = {"acc,none": acc, "centered,none": centered}

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import collectives
 import model
-from architectures import architecture
+from architectures import architecture_of
 from architectures.layers import Tokens
 from kernels import loss
 
@@ -28,7 +28,7 @@ def make_decode(cfg, mesh):
     read. No token is dropped.
     """
     cfg = model.dropless(cfg)
-    m, arch = cfg.model, architecture(cfg.model.architecture)
+    m, arch = cfg.model, architecture_of(cfg)
 
     def local_decode(params, ids, cache, offset, last):
         tokens = Tokens(offset[:, None] + jnp.arange(ids.shape[1]), split=False)
@@ -56,8 +56,7 @@ def make_decode(cfg, mesh):
         x = arch.norm(x, top["norm"], m.norm_eps)
         return loss.logits_of(x, top["head"], m.vocab_size).T, cache | first
 
-    rows = P("dp")
-    caches = {kind: spec for kind, (_, spec) in arch.cache(cfg, 1, 1).items()}
+    rows, caches = P("dp"), cache_specs(cfg)
     return jax.shard_map(
         local_decode,
         mesh=mesh,
@@ -67,9 +66,15 @@ def make_decode(cfg, mesh):
     )
 
 
+def cache_specs(cfg):
+    """The PartitionSpec of each array of the cache."""
+    sizes = architecture_of(cfg).cache(cfg, 1, 1)
+    return {kind: spec for kind, (_, spec) in sizes.items()}
+
+
 def empty_cache(cfg, B, T):
     """Cache of B sequences of at most T tokens, in model_dtype."""
-    sizes = architecture(cfg.model.architecture).cache(cfg, B, T)
+    sizes = architecture_of(cfg).cache(cfg, B, T)
     return {kind: jnp.zeros(shape, cfg.model.model_dtype) for kind, (shape, _) in sizes.items()}
 
 
@@ -96,9 +101,8 @@ def kth_largest(x, k):
     Found bit by bit, from the highest: the largest number that at least k of the row reach.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    integers = jnp.where(
-        bits < 0, bits ^ 0x7FFFFFFF, bits
-    )  # in the order of x; CPUs compare these much faster
+    # in the order of x; CPUs compare these much faster
+    integers = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     k = min(k, x.shape[-1])
 
     def try_bit(n, found):  # the first of the 32 is the sign: it turns the smallest integer into 0
@@ -144,8 +148,7 @@ def make_stream(cfg, mesh, s, length, chunk=CHUNK):
         return lax.scan(one, state, length=chunk)
 
     rows, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
-    specs = architecture(cfg.model.architecture).cache(cfg, 1, 1)
-    cache = {kind: NamedSharding(mesh, spec) for kind, (_, spec) in specs.items()}
+    cache = {kind: NamedSharding(mesh, spec) for kind, spec in cache_specs(cfg).items()}
     state = (rows, rows, cache, everywhere)
     advance = jax.jit(advance, out_shardings=(state, everywhere), donate_argnums=1)
     return jax.jit(prefill, out_shardings=state), advance
@@ -160,13 +163,10 @@ def pad(sequences, n):
 
 
 def chunks_of(advance, params, state, n):
-    """Yield the next tokens as n chunks int32 [B, CHUNK]. The devices draw one while the host uses the one before."""
-    state, drawn = advance(params, state)
-    for _ in range(n - 1):
-        state, ahead = advance(params, state)
+    """Yield the next tokens as n chunks int32 [B, CHUNK]."""
+    for _ in range(n):
+        state, drawn = advance(params, state)
         yield np.asarray(drawn).T
-        drawn = ahead
-    yield np.asarray(drawn).T
 
 
 def draw_next(logits, key, s):

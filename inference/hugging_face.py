@@ -116,12 +116,11 @@ def check(folder, tensors, form, block):
 
     Raises UserError naming a tensor that is missing, extra, misshapen or of an unreadable type.
     """
-    there, wanted, scaled = files_of(folder), {}, set()
+    there, wanted = files_of(folder), {}
     for t in tensors:  # an absurd config calls for billions, but then one of the first is missing
         name = name_in(there, t.name, form)
         shapes = {name: t.shape}
         if block and name in there and there[name].dtype == FLOAT8 and len(t.shape) == 2:
-            scaled.add(name)
             shapes[name + SCALE] = tuple(-(-n // size) for n, size in zip(t.shape, block))
         for missing in shapes.keys() - there.keys():
             raise UserError(f"{folder}: tensor {missing} is missing; its config.json calls for it.")
@@ -138,7 +137,7 @@ def check(folder, tensors, form, block):
                 f"{folder}: tensor {name} is {list(shape)}, but its config.json calls for "
                 f"{list(wanted[name])}."
             )
-        if dtype not in READABLE and name not in scaled:
+        if dtype not in READABLE and name + SCALE not in wanted:
             raise UserError(
                 f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}."
             )

@@ -91,8 +91,9 @@ class TaskModel(TemplateLM):
         return [(-s.loss, s.greedy) for s in scored]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=True):
-        texts = [self.tok_encode(*request.args) for request in requests]
-        return [-s.loss for s in self.measure([([self.prefix_token_id], ids) for ids in texts])]
+        begin = [self.prefix_token_id]
+        pairs = [(begin, self.tok_encode(*request.args)) for request in requests]
+        return [-s.loss for s in self.measure(pairs)]
 
     def measure(self, pairs):
         """The `Scored` of each continuation in `pairs` of token ids (context, continuation), after its context."""
@@ -271,14 +272,12 @@ def ask(lm, params, loaded, limit=0, bootstrap=0):
 @contextlib.contextmanager
 def fixed_seeds():
     """Python's and numpy's random numbers, which some tasks draw, begin as lm_eval lets them, and are restored."""
-    before = random.getstate(), np.random.get_state()
+    before, numpys = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(SEED)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+    yield
+    random.setstate(before)
+    np.random.set_state(numpys)
 
 
 def numbers(results):
@@ -304,9 +303,9 @@ def make_task_scorer(cfg, mesh, encoding):
         raise UserError("--tasks: the tokenizer of the shards is not known; give --tokenizer.")
     batch_size = max(1, cfg.data.val_batch_size // run.n_device_axis[1])
     lm = TaskModel(cfg, mesh, encoding, batch_size, cfg.model.T)
-    given = [name for name in run.eval_tasks.split(",") if name]
+    given = run.eval_tasks.split(",")
     folders = [name for name in given if "/" in name]
-    loaded = load([name for name in given if name not in folders], folders, lm)
+    loaded = load([name for name in given if "/" not in name], folders, lm)
 
     def score_tasks(params, step, last, watchdog):
         if not last and step % run.save_steps:

@@ -78,11 +78,10 @@ def splash_attention(q, k, v, position, start):
     fields = [field.name for field in dataclasses.fields(splash.BlockSizes)]
     sizes = {name: splash_block(T) for name in fields if name.startswith("block")}
     layout = splash.QKVLayout.SEQ_MINOR  # as matrix products leave q, k and v
-    layouts = {"q_layout": layout, "k_layout": layout, "v_layout": layout}
-    kernel = splash.make_splash_mha_single_device(
-        masks.MultiHeadMask([masks.CausalMask((T, T))] * H),
-        block_sizes=splash.BlockSizes(**sizes, **layouts),
-    )
+    layouts = {name: layout for name in fields if name.endswith("layout")}
+    mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * H)
+    sizes = splash.BlockSizes(**sizes, **layouts)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes)
     documents = None if start is None else splash.SegmentIds(start, start)
     return jax.vmap(kernel)(q, k, v, documents)
 

@@ -103,6 +103,25 @@ def hide(scores, query, key, start):
     return jnp.where(seen, scores, UNSEEN)
 
 
+def own_queries(start_ref, blocks):
+    """What a program owns that walks over keys: its rows, their positions [own], and their `start` [own, 1] or None.
+    Programs with the most keys go first."""
+    block = pl.num_programs(0) - 1 - pl.program_id(0)
+    rows = pl.ds(block * blocks.own, blocks.own)
+    position = rows.start + jnp.arange(blocks.own)
+    start = None if start_ref is None else start_ref[rows][:, None]
+    return rows, position, start
+
+
+def seen_scores(q, k, first_key, position, start, masked):
+    """Products of queries and keys in `pieces`, those that a query does not see hidden where they are `masked`."""
+    scores = pairs(q, k)
+    if not masked:
+        return scores
+    key = first_key + jnp.arange(scores.shape[1])
+    return hide(scores, position[:, None], key[None], start)
+
+
 # Both walk over the diagonal first. It has a fixed number of blocks, at least one: after a loop that may have no turn
 # at all, the assembler lets no two products of a Hopper GPU overlap.
 
@@ -134,19 +153,13 @@ def over_queries(step, carry, first, last, blocks, documents):
 
 def flash_forward(q_ref, k_ref, v_ref, start_ref, out_ref, lse_ref, *, blocks):
     """A block of the output and of lse (algorithm 1)."""
-    block = pl.num_programs(0) - 1 - pl.program_id(0)  # those with the most keys go first
-    rows = pl.ds(block * blocks.own, blocks.own)
-    position = rows.start + jnp.arange(blocks.own)
-    start = None if start_ref is None else start_ref[rows][:, None]
+    rows, position, start = own_queries(start_ref, blocks)
     q = load(q_ref, rows)
 
     def step(j, carry, masked):
         largest, total, out = carry
         keys = pl.ds(j * blocks.walked, blocks.walked)
-        scores = pairs(q, load(k_ref, keys))
-        if masked:
-            key = keys.start + jnp.arange(blocks.walked)
-            scores = hide(scores, position[:, None], key[None], start)
+        scores = seen_scores(q, load(k_ref, keys), keys.start, position, start, masked)
         now = jnp.maximum(largest, LOG2E * scores.max(1))
         weights = jnp.exp2(LOG2E * scores - now[:, None])
         decay = jnp.exp2(largest - now)
@@ -166,20 +179,14 @@ def flash_backward_queries(
     q_ref, k_ref, v_ref, start_ref, g_ref, lse_ref, inner_ref, dq_ref, *, blocks
 ):
     """A block of the queries' gradient (algorithm 2)."""
-    block = pl.num_programs(0) - 1 - pl.program_id(0)
-    rows = pl.ds(block * blocks.own, blocks.own)
-    position = rows.start + jnp.arange(blocks.own)
-    start = None if start_ref is None else start_ref[rows][:, None]
+    rows, position, start = own_queries(start_ref, blocks)
     q, g = load(q_ref, rows), load(g_ref, rows)
     lse, inner = lse_ref[rows][:, None], inner_ref[rows][:, None]
 
     def step(j, dq, masked):
         keys = pl.ds(j * blocks.walked, blocks.walked)
         k = load(k_ref, keys)
-        scores = pairs(q, k)
-        if masked:
-            key = keys.start + jnp.arange(blocks.walked)
-            scores = hide(scores, position[:, None], key[None], start)
+        scores = seen_scores(q, k, keys.start, position, start, masked)
         weights = jnp.exp2(LOG2E * scores - lse)
         d_scores = weights * (pairs(g, load(v_ref, keys)) - inner)
         return add_product(dq, d_scores, k)
@@ -232,8 +239,7 @@ def of_a_head(array, H):
     if array.ndim == 3:
         return pl.BlockSpec((None, None, array.shape[2]), lambda t, h, b: (b, h, 0))
     _, T, heads, channels = array.shape
-    group = H // heads
-    return pl.BlockSpec((None, T, None, channels), lambda t, h, b: (b, 0, h // group, 0))
+    return pl.BlockSpec((None, T, None, channels), lambda t, h, b: (b, 0, h // (H // heads), 0))
 
 
 def call(kernel, blocks, inputs, outputs):
