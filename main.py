@@ -132,7 +132,7 @@ def train(cfg, stored, encoding, load_weights):
     # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
     log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
-    progress = Progress(cfg, val_corpus.bytes_per_token, planned_speed(cfg))
+    progress = Progress(cfg, val_corpus.bytes_per_token, plan_of(cfg))
 
     # --- Loop
     with memory_explained(cfg):
@@ -400,14 +400,14 @@ def memory_explained(cfg):
         raise UserError(plan.explain(cfg, machine, str(e))) from None
 
 
-def planned_speed(cfg):
-    """Tokens per second by the formulas of the plan; None where the devices' peak is not known."""
+def plan_of(cfg):
+    """The plan by formulas; None where the devices' peak is not known."""
     devices = jax.devices()[: cfg.run.n_devices]
-    if not chips.peak_flops(devices[0].device_kind):
+    if chips.chip_of(devices[0].device_kind) is None:
         return None
     from planning import plan  # here: a run on CPUs needs none of it
 
-    return plan.answer(cfg, plan.machine_of(devices)).tokens_per_second
+    return plan.answer(cfg, plan.machine_of(devices))
 
 
 def write_memory_profile(cfg, name):

@@ -98,6 +98,16 @@ def is_denied(error):
     return type(error).__name__ in names or getattr(error, "code", None) in (401, 403)
 
 
+def names_in(folder):
+    """Names of what a local folder or remote address holds; none where it is not there."""
+    fs, there = filesystem(folder)
+    try:
+        paths = persist(lambda: fs.ls(there, detail=False), folder)
+    except FileNotFoundError:
+        return []
+    return [os.path.basename(path.rstrip("/")) for path in paths]
+
+
 # --- Files that appear whole --------------------------------------------------------------------------------------
 
 

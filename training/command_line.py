@@ -12,7 +12,7 @@ from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import read_words
 from training import branches
 from training.settings import Flags, check_same, settle
-from utils import RENAMED, Config, Plan, Run, check_bounds, replace
+from utils import RENAMED, Config, Plan, Run, replace
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
@@ -32,7 +32,6 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     if "config" in given and not elsewhere:
         given = flags_of_file(given["config"], given) | given
     cfg = replace(preset(given.get("preset", Run.preset)), **given)
-    check_bounds(Config, utils.flatten(cfg) | vars(cfg.plan))
     of_plan = [flag for flag, value in vars(cfg.plan).items() if value]
     if of_plan and not cfg.plan.plan:
         raise UserError(f"--{of_plan[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")

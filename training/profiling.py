@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 import utils
-from runtime.files import filesystem, persist, write_file
+from runtime.files import names_in, write_file
 from runtime.messages import first_line, say
 from training import settings
 
@@ -21,9 +21,7 @@ FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof lo
 
 def traces_of(folder):
     """Names of the traces of a run directory."""
-    fs, there = filesystem(os.path.join(folder, FOLDER))
-    found = persist(lambda: fs.glob(f"{there}/*/*"), folder)
-    return sorted({path.split("/")[-2] for path in found})
+    return sorted(names_in(os.path.join(folder, FOLDER)))
 
 
 class Profile:

@@ -10,7 +10,7 @@ import numpy as np
 import architectures
 import utils
 from runtime import platforms
-from runtime.files import filesystem, is_remote, persist, read_json
+from runtime.files import is_remote, names_in, read_json
 from runtime.messages import UserError, nearest, say
 from utils import Config, flags_with, flatten, replace
 
@@ -265,7 +265,8 @@ def prompt_ids(cfg, encoding):
 
 def resume(flags, stored):
     """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, or where that is
-    {} of a branch's trunk. Raises UserError where none does."""
+    {} of a branch's trunk: train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError where
+    none do."""
     r = flags.cfg.run
     if stored and "data_fingerprint" not in stored:
         raise UserError(
@@ -277,14 +278,6 @@ def resume(flags, stored):
         stored = stored_config(r.branch_from)
     else:
         return flags
-    flags = keep_global_batch(flags, stored)
-    return flags.follow(**follow_batches(flags))
-
-
-def keep_global_batch(flags, stored):
-    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, which are
-    train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError where none do."""
-    r = flags.cfg.run
     dp, old_dp = r.n_device_axis[0], stored["n_device_axis"][0]
     accumulated = (dp * r.accumulation_steps, old_dp * stored["accumulation_steps"])
     batches = dict(train_batch_size=accumulated, val_batch_size=(dp, old_dp))
@@ -299,7 +292,7 @@ def keep_global_batch(flags, stored):
                 f"= {now * parts}; give another --name, or a dp and --accumulation_steps whose product divides it."
             )
         flags = flags.fix(**{flag: now})
-    return flags
+    return flags.follow(**follow_batches(flags))
 
 
 def check_same(cfg, stored, flags=utils.FIELDS.keys()):
@@ -358,12 +351,7 @@ def saved_with(folder, step):
 
 def stored_steps(folder):
     """The steps of the checkpoints of a run directory, in order."""
-    fs, there = filesystem(os.path.join(folder, "checkpoints"))
-    try:
-        paths = persist(lambda: fs.ls(there, detail=False), folder)
-    except FileNotFoundError:
-        return []
-    names = [os.path.basename(path.rstrip("/")) for path in paths]
+    names = names_in(os.path.join(folder, "checkpoints"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
@@ -398,8 +386,7 @@ def check(cfg):
     check_multiples(cfg)
     check_architecture(cfg)
     check_attention(cfg)
-    check_experts(cfg.model)
-    check_schedule(cfg.optimizer)
+    check_limits(cfg.model, cfg.optimizer)
     check_names(cfg)
     profiled_steps(cfg.run)
 
@@ -456,8 +443,10 @@ def check_attention(cfg):
     if name == "auto":
         return
     if name not in kernels:
-        near, known = nearest(name, kernels), ", ".join(["auto", *kernels])
-        raise UserError(f"--attention {name}: no such kernel{near}; there are {known}.")
+        near = nearest(name, kernels)
+        raise UserError(
+            f"--attention {name}: no such kernel{near}; there are auto, {', '.join(kernels)}."
+        )
     kernel, channels = kernels[name], attention.channels(cfg.model)
     if cfg.model.T % kernel.multiple:
         words = f"{kernel.multiple} for --attention {name}"
@@ -472,39 +461,41 @@ def check_attention(cfg):
         raise UserError(f"--attention {name}: is for {there}; auto takes the best for the devices.")
 
 
-def check_experts(m):
-    """Raises UserError where tokens, experts and their groups do not fit together."""
+def check_limits(m, o):
+    """Raises UserError where experts and their groups, or the parts of the schedule, do not fit together."""
     E, k = m.n_experts, m.experts_per_token
-    if k > E:
-        raise UserError(f"--experts_per_token {k}: cannot be more than there are, --n_experts {E}.")
-    if m.n_groups > 1 and E < 2 * m.n_groups:
-        raise UserError(f"--n_groups {m.n_groups}: each must have two experts of --n_experts {E}.")
-    if m.k_groups > m.n_groups or k > m.k_groups * E // m.n_groups:
-        raise UserError(
-            f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --experts_per_token {k}."
-        )
-    if m.experts == "tiles" and m.capacity_factor:
-        raise UserError(
-            f"--experts tiles: has no buckets for --capacity_factor {m.capacity_factor:g}; leave one of them out."
-        )
-
-
-def check_schedule(o):
-    """Raises UserError where the parts of the learning rate's schedule do not fit together."""
     room = o.end_steps - o.warmup_steps
-    if room <= 0:
-        raise UserError(
-            f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}."
-        )
-    if o.decay_steps and o.schedule != "wsd":
-        raise UserError(
-            f"--decay_steps {o.decay_steps}: --schedule {o.schedule} has none, only wsd does; leave the flag out."
-        )
-    if o.decay_steps > room:
-        raise UserError(
+    mistakes = [  # (whether it was made, what to say)
+        (k > E, f"--experts_per_token {k}: cannot be more than there are, --n_experts {E}."),
+        (
+            m.n_groups > 1 and E < 2 * m.n_groups,
+            f"--n_groups {m.n_groups}: each must have two experts of --n_experts {E}.",
+        ),
+        (
+            m.k_groups > m.n_groups or k > m.k_groups * E // m.n_groups,
+            f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --experts_per_token {k}.",
+        ),
+        (
+            m.experts == "tiles" and m.capacity_factor,
+            f"--experts tiles: has no buckets for --capacity_factor {m.capacity_factor:g}; leave one of them out.",
+        ),
+        (
+            room <= 0,
+            f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}.",
+        ),
+        (
+            o.decay_steps and o.schedule != "wsd",
+            f"--decay_steps {o.decay_steps}: --schedule {o.schedule} has none, only wsd does; leave the flag out.",
+        ),
+        (
+            o.decay_steps > room,
             f"--decay_steps {o.decay_steps}: must be at most {room}, the steps from --warmup_steps {o.warmup_steps} to "
-            f"--end_steps {o.end_steps}."
-        )
+            f"--end_steps {o.end_steps}.",
+        ),
+    ]
+    for made, words in mistakes:
+        if made:
+            raise UserError(words)
 
 
 def tell_schedule(cfg):
