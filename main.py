@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+import traceback
 
 import utils
 from runtime import platforms
@@ -47,8 +48,7 @@ from runtime.processes import (
     Watchdog,
     alone_in_folder,
     check_agreement,
-    end_for_loss,
-    is_loss,
+    end_if_lost,
     join_processes,
     on_all,
     on_main_process,
@@ -123,25 +123,25 @@ def train(cfg, stored, encoding, load_weights):
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     training = Training(cfg, mesh, corpus, checkpoints, state, meta)
-    evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
-    score_tasks = on_all(lambda: open_tasks(cfg, mesh, encoding))
+    training.evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
+    training.score_tasks = on_all(lambda: open_tasks(cfg, mesh, encoding))
     with memory_explained(cfg):
-        train_step = compile_train_step(cfg, mesh, optimizer, schedule)
-    sample = make_sampler(cfg, mesh, encoding)
+        training.train_step = compile_train_step(cfg, mesh, optimizer, schedule)
+    training.sample = make_sampler(cfg, mesh, encoding)
 
     # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
-    log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
-    progress = Progress(cfg, val_corpus.bytes_per_token, plan_of(cfg))
+    training.log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
+    training.progress = Progress(cfg, val_corpus.bytes_per_token, plan_of(cfg))
 
     # --- Loop
     with memory_explained(cfg):
-        signalled = training.run(train_step, evaluate, score_tasks, sample, log, progress)
+        signalled = training.run()
     return tell_end(cfg, checkpoints, training.step, signalled, time.time() - began)
 
 
 class Training:
-    """The loop of a run. The host runs one step ahead of the devices.
+    """The loop of a run. The host runs one step ahead of the devices. `train` adds the step's programs and the logs.
 
     state: TrainState after `step` steps on `sequences` sequences, which `checkpoints` restored with its meta.
     """
@@ -160,14 +160,8 @@ class Training:
         self.meter = Meter(self.per_step * corpus.T, corpus, self.bad_steps, self.profile)
         self.batches = self.read_batches()
 
-    def run(self, train_step, evaluate, score_tasks, sample, log, progress):
+    def run(self):
         """Train to the end, or until a signal. Returns that, or 0. Raises UserError on all processes."""
-        self.train_step = train_step
-        self.evaluate = evaluate
-        self.score_tasks = score_tasks
-        self.sample = sample
-        self.log = log
-        self.progress = progress
         self.row = None  # metrics of the newest step, fetched and not logged yet
         self.watchdog = Watchdog(self.cfg)
         last = self.cfg.run.training_steps
@@ -460,16 +454,12 @@ def run(flags):
 def end_at_once(error):
     """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
     for this one, and end in a stack trace."""
-    status = 1
-    if isinstance(error, UserError):
-        status = 2
-        print(f"error: {error}", file=sys.stderr)
-    elif is_loss(error):
-        end_for_loss()
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
+    status, words = 2, f"error: {error}"
+    if not isinstance(error, UserError):
+        end_if_lost(error)
+        status, words = 1, "".join(traceback.format_exception(error))
     sys.stdout.flush()
-    sys.stderr.flush()
+    print(words, file=sys.stderr, flush=True)
     if jax.process_index() == 0:
         time.sleep(2)  # when it ends the others end too; they may be about to print the same error
     os._exit(status)

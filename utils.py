@@ -349,6 +349,10 @@ def flags_with(fact, value=True):
     return {name for name, f in FIELDS.items() if f.metadata.get(fact) == value}
 
 
+# The flags that a run keeps, whatever resumes it.
+KEPT = FIELDS.keys() - flags_with("free_on_resume")
+
+
 def absent_values():
     """{flag: its value where an architecture has no such flag} of the flags that not every architecture has."""
     return {name: f.metadata["absent"] for name, f in FIELDS.items() if "absent" in f.metadata}

@@ -62,7 +62,6 @@ def follow_trunk(flags):
     cfg, given = flags = name_branch(flags)
     own = read_json(cfg.run.folder, "config.json")
     stored = own or open_trunk(cfg.run.branch_from, cfg.run.branch_step)
-    fixed = utils.FIELDS.keys() - utils.flags_with("free_on_resume") | SCHEDULE
     if own:
         r = cfg.run
         if (own.get("branch_from"), own.get("branch_step")) != (r.branch_from, r.branch_step):
@@ -70,21 +69,18 @@ def follow_trunk(flags):
                 f"--name {r.name}: this run exists, and is no branch of {r.branch_from} from step {r.branch_step}; "
                 f"give another --name."
             )
-        whose, compared = f"run {cfg.run.name}", given | SCHEDULE - {"warmup_steps"}
+        whose, compared = f"run {cfg.run.name} has", given | SCHEDULE - {"warmup_steps"}
     else:
         # end_lr never mattered to a trunk
-        whose, compared = f"the trunk {cfg.run.branch_from}", given - OWN - {"end_lr"}
-    now = utils.flatten(cfg)
-    for flag in sorted(compared & fixed & stored.keys()):
-        if now[flag] != stored[flag]:
-            raise UserError(
-                f"--{flag} {now[flag]}: {whose} has {stored[flag]}; leave the flag out."
-            )
+        whose, compared = f"the trunk {cfg.run.branch_from} has", given - OWN - {"end_lr"}
+    settings.compare(cfg, stored, compared & (utils.KEPT | SCHEDULE), whose)
     left_out = OWN | given
     if "n_device_axis" in given or cfg.plan.plan:
         left_out |= {"n_devices", "pp_interleave"}  # they follow the mesh
-    followed = settings.without(left_out, {flag: stored[flag] for flag in now if flag in stored})
-    followed = {flag: tuple(v) if isinstance(v, list) else v for flag, v in followed.items()}
+    followed = {}
+    for flag in utils.FIELDS.keys() & stored.keys() - left_out:
+        value = stored[flag]
+        followed[flag] = tuple(value) if isinstance(value, list) else value
     return flags._replace(cfg=replace(cfg, **followed), given=given | SCHEDULE | {"training_steps"})
 
 

@@ -19,8 +19,8 @@ MOST_PROFILED = 50  # steps; longer traces are too large for the programs that s
 # What a branch must know of its trunk's schedule, and cannot change.
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 # Of config.json, beside what must be the same.
-NEEDED_TO_RESUME = {"n_device_axis", "train_batch_size", "val_batch_size"}
-NEEDED_TO_RESUME |= {"accumulation_steps", "data"}
+BATCHES = {"train_batch_size", "val_batch_size", "accumulation_steps"}
+NEEDED_TO_RESUME = BATCHES | {"n_device_axis", "data"}
 
 # --- Settle -----------------------------------------------------------------------------------------------------
 
@@ -117,14 +117,10 @@ def platform_of(cfg):
 
 def adopt(flags, weights):
     """`flags` with the architecture {flag: value} of the weights in --init_from. Raises UserError."""
-    architecture, now = weights["architecture"], flatten(flags.cfg)
+    architecture = weights["architecture"]
     weights = without(free_of_weights(architecture), weights)
-    for name in weights.keys() & flags.given:
-        if now[name] != weights[name]:
-            raise UserError(
-                f"--{name} {now[name]}: the weights in --init_from {flags.cfg.run.init_from} have {weights[name]}; "
-                f"leave the flag out."
-            )
+    whose = f"the weights in --init_from {flags.cfg.run.init_from} have"
+    compare(flags.cfg, weights, flags.given, whose)
     return flags.follow(**architectures.flags_without_choice(architecture) | weights)
 
 
@@ -297,12 +293,17 @@ def resume(flags, stored):
 
 def check_same(cfg, stored, flags=utils.FIELDS.keys()):
     """Raises UserError where `cfg` would make another run, by its `flags`, than the one that `stored` describes."""
+    whose = f"run {cfg.run.name} exists and has"
+    compare(cfg, stored, flags & utils.KEPT, whose, "give that, or another --name")
+
+
+def compare(cfg, others, flags, whose, advice="leave the flag out"):
+    """Raises UserError where one of `flags` has another value in `cfg` than in {flag: value} `others`. whose: the words
+    before that value."""
     now = flatten(cfg)
-    for flag in sorted(flags & now.keys() & stored.keys() - flags_with("free_on_resume")):
-        if now[flag] != stored[flag]:
-            raise UserError(
-                f"--{flag} {now[flag]}: run {cfg.run.name} exists and has {stored[flag]}; give that, or another --name."
-            )
+    for flag in sorted(flags & others.keys()):
+        if now[flag] != others[flag]:
+            raise UserError(f"--{flag} {now[flag]}: {whose} {others[flag]}; {advice}.")
 
 
 def check_data(cfg, stored, fingerprint):
@@ -321,9 +322,9 @@ def check_data(cfg, stored, fingerprint):
 
 def to_resume(cfg, fingerprint):
     """What `resume` and branches read of config.json, which every checkpoint keeps."""
-    now = flatten(cfg)
-    wanted = {*NEEDED_TO_RESUME, *SCHEDULE} | now.keys() - flags_with("free_on_resume")
-    return {name: now[name] for name in now if name in wanted} | dict(data_fingerprint=fingerprint)
+    wanted = utils.KEPT | NEEDED_TO_RESUME | SCHEDULE
+    kept = {flag: value for flag, value in flatten(cfg).items() if flag in wanted}
+    return kept | dict(data_fingerprint=fingerprint)
 
 
 def other_flags(cfg, kept):
@@ -361,8 +362,8 @@ def check_stored(config, folder, needed, file="config.json"):
     path, advice = os.path.join(folder, file), "; put back what it was"
     if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
-    read = utils.FIELDS.keys() - flags_with("free_on_resume") | {*needed}
-    utils.read_values({n: config[n] for n in read & config.keys()}, path, advice=advice)
+    read = (utils.KEPT | {*needed}) & config.keys()
+    utils.read_values({flag: config[flag] for flag in read}, path, advice=advice)
 
 
 def check_model(flags, where, names=None):
@@ -426,12 +427,9 @@ def not_a_multiple(flag, value, by, words):
 
 def check_architecture(cfg):
     """Raises UserError for flags that the architecture does not have, and for those that it does not take."""
-    name, now = cfg.model.architecture, flatten(cfg)
-    for flag, value in architectures.flags_without_choice(name).items():
-        if now[flag] != value:
-            raise UserError(
-                f"--{flag} {now[flag]}: --architecture {name} has no such choice, only {value}; leave the flag out."
-            )
+    name = cfg.model.architecture
+    only = architectures.flags_without_choice(name)
+    compare(cfg, only, only.keys(), f"--architecture {name} has no such choice, only")
     architectures.architecture(name).check(cfg)
 
 
