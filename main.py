@@ -246,7 +246,9 @@ class Training:
         """Begin to write a checkpoint."""
         self.watchdog.begin("checkpoint", self.step)
         self.log.flush()
-        self.checkpoints.save(self.step, self.sequences, self.state, self.bad_steps, val_loss)
+        self.checkpoints.save_running(
+            self.step, self.sequences, self.state, self.bad_steps, val_loss
+        )
 
     def keep(self):
         """Log and save what was reached before an error."""
@@ -413,21 +415,21 @@ def write_memory_profile(cfg, name):
 
 def tell_end(cfg, checkpoints, step, signalled, seconds):
     """Print how the run ended; returns its exit status."""
-    if not checkpoints.has(step):
+    if checkpoints.saved != step:
         newest = checkpoints.on_disk
         then = f"resume from step {newest}" if newest else "begin again: there is none before it"
-        words = (
-            f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not"
+        print(
+            f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not written; make room "
+            f"and rerun the same command to {then}.",
+            file=sys.stderr,
         )
-        words += f" written; make room and rerun the same command to {then}."
-        print(words, file=sys.stderr, flush=True)
         return 1
-    how = "stopped" if signalled else "done"
-    then = "; rerun the same command to resume" if signalled else ""
-    say(
-        f"{how} at step {step} after {duration(seconds)}; everything is saved in {cfg.run.folder}{then}"
-    )
-    return 128 + signalled if signalled else 0
+    words = f"at step {step} after {duration(seconds)}; everything is saved in {cfg.run.folder}"
+    if signalled:
+        say(f"stopped {words}; rerun the same command to resume")
+        return 128 + signalled
+    say(f"done {words}")
+    return 0
 
 
 # --- The program --------------------------------------------------------------------------------------------------

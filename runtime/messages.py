@@ -49,7 +49,12 @@ def size(n, of=1000):
     return f"{n / of**power:.{2 * bool(power)}f} {' KMG'[power].strip()}{unit}"
 
 
-def say(*words):
+def say(words):
     """Print a line with the time of day, at once."""
     with contextlib.suppress(OSError):  # a full disk under the log ends no training
-        print(time.strftime("%H:%M:%S"), *words, flush=True)
+        print(time.strftime("%H:%M:%S"), words, flush=True)
+
+
+def warn(words):
+    """Print a warning on stderr: stdout may be one JSON object."""
+    print(f"warning: {words}", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ import glob
 import gzip
 import json
 import os
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import jax
 
 import utils
 from runtime.files import names_in, write_file
-from runtime.messages import first_line, say
+from runtime.messages import first_line, say, warn
 from training import settings
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
@@ -58,7 +57,7 @@ class Profile:
             )
         except Exception as e:  # whatever the library of a platform raises
             self.local = None
-            warn(e)
+            warn(f"--profile: no trace is written: {first_line(e)}")
 
     def note(self, step):
         """The devices have done `step`; the trace ends with the last one of --profile."""
@@ -84,7 +83,7 @@ class Profile:
             with local:
                 self.write_files(local.name, done)
         except Exception as e:  # training continues without it
-            warn(e)
+            warn(f"--profile: no trace is written: {first_line(e)}")
 
     def write_files(self, local, done):
         process = jax.process_index()
@@ -114,9 +113,3 @@ class Profile:
             slices=len({getattr(device, "slice_index", 0) for device in devices}),
             flags=utils.flatten(self.cfg),
         )
-
-
-def warn(error):
-    """Print that there will be no trace."""
-    reason = first_line(error)
-    print(f"warning: --profile: no trace is written: {reason}", file=sys.stderr, flush=True)

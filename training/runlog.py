@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tqdm import tqdm
 
 from runtime.files import is_remote, read_file, to_json, write_file
-from runtime.messages import first_line, say
+from runtime.messages import first_line, say, warn
 from training import events
 from utils import flatten
 
@@ -296,8 +296,7 @@ def attempt(work):
     try:
         work()
     except Exception as e:  # of storage, plots, TensorBoard or wandb: training continues without
-        words = f"warning: the run's log could not be written: {first_line(e)}"
-        print(words, file=sys.stderr, flush=True)
+        warn(f"the run's log could not be written: {first_line(e)}")
         return False
     return True
 

@@ -20,7 +20,7 @@ import model
 from architectures import parameters
 from dataset import Prefetch, put_batch
 from runtime.files import check_place, is_remote
-from runtime.messages import UserError, say
+from runtime.messages import UserError, say, warn
 from runtime.processes import together
 
 
@@ -277,7 +277,7 @@ def configure_jax(cfg):
                 check_place(os.path.join(cache, "entry"), "--compilation_cache")
             jax.config.update("jax_compilation_cache_dir", cache)
         except UserError as e:  # one warning; jax would give one for every program that it compiles
-            print(f"warning: {e}", file=sys.stderr, flush=True)
+            warn(e)
     set_precision(cfg)
 
 
