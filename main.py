@@ -88,7 +88,10 @@ def main(flags):
         cfg = settings.settle(flags, jax.device_count(), of_weights, stored, shards, encoding, chip)
         steps.set_precision(cfg)
         if of_weights:
-            warn_of_length(cfg, of_weights["T"])
+            most = weights.positions(cfg.run.init_from, of_weights["T"])
+            if cfg.model.T > most:
+                them = f"the weights in --init_from {cfg.run.init_from}"
+                say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
         return train(cfg, stored, encoding, load_weights)
 
 
@@ -294,15 +297,6 @@ class Training:
 # --- Its parts ----------------------------------------------------------------------------------------------------
 
 
-def warn_of_length(cfg, T):
-    """Print a warning where --T is longer than the sequences that the weights in --init_from were made for. T: of their
-    flags."""
-    most = weights.positions(cfg.run.init_from, T)
-    if cfg.model.T > most:
-        them = f"the weights in --init_from {cfg.run.init_from}"
-        say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
-
-
 def open_data(cfg, stored, encoding):
     """(training data, validation data, their fingerprint), checked against the run that `stored` describes and the
     other processes."""
@@ -328,10 +322,10 @@ def print_setup(cfg, corpus, val_corpus):
         say(f"the peak of {kind} is not known, so no MFU is shown")
     say(f"parameters: {steps.count_in_words(cfg)}")
     shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
-    for k, part in enumerate(corpus.corpora):
+    for part, (first, *later) in zip(corpus.corpora, shares.T):
         words = f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}, "
-        words += f"{shares[0, k]:.3%} of each step's"
-        for border, share in zip(corpus.borders, shares[1:, k]):
+        words += f"{first:.3%} of each step's"
+        for border, share in zip(corpus.borders, later):
             words += f", {share:.3%} after {border:,} sequences"
         say(words)
     for part in [*corpus.corpora, *val_corpus.corpora]:

@@ -92,9 +92,3 @@ CHIPS = {chip.name: chip for chip in KNOWN}
 def chip_of(device_kind):
     """The `Chip` that jax calls so; None where it is not known."""
     return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
-
-
-def peak_flops(device_kind):
-    """Peak FLOP/s of a device, or None where it is not known."""
-    chip = chip_of(device_kind)
-    return chip and chip.peak

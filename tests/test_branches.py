@@ -84,7 +84,7 @@ def test_branches_are_the_whole_runs_to_the_bit_and_the_trunk_stays_as_it_was(tr
     assert contents(trunk) == before
 
     # a damaged checkpoint: a sentence, and no file is left behind
-    damage(trunk / "checkpoints" / "3", "flipped")
+    damage(trunk / "checkpoints" / "3")
     with pytest.raises(messages.UserError, match="checkpoint 3 is damaged .*; take one of another"):
         main.main(follow(trunk, branch_step=3, decay_steps=1))
     assert not contents(runs / "trunk-3-1")

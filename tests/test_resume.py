@@ -46,16 +46,8 @@ def assert_bitwise(a, b):
     assert not different, different
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(optimizer="muon", mesh=(2, 2, 2), pp_interleave=2),
-        dict(optimizer="adamw", layers_per_block=3, blocks=1),  # both kinds of layers
-    ],
-    ids=["muon in rounds", "adamw"],
-)
-def test_resume_is_bitwise(train, tmp_path, flags):
-    flags = dict(flags, dropout_rate=0.1)
+def test_resume_is_bitwise(train, tmp_path):
+    flags = dict(optimizer="muon", mesh=(2, 2, 2), pp_interleave=2, dropout_rate=0.1)
     assert train(**flags, name="whole", training_steps=12) == 0
     assert train(**flags, name="parts", training_steps=7) == 0  # not a multiple of eval_every
     assert train(**flags, name="parts", training_steps=12) == 0
@@ -99,8 +91,11 @@ def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypat
 
 
 def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path):
+    """Another optimizer than above, and both kinds of layers."""
     number = signal.SIGINT
-    flags = dict(SMALL_RUN, n_device_axis=(1, 1, 1), n_devices=1, name="run", data=shards)
+    other = dict(optimizer="adamw", layers_per_block=3, blocks=1)
+    flags = SMALL_RUN | other
+    flags |= dict(n_device_axis=(1, 1, 1), n_devices=1, name="run", data=shards)
     flags |= dict(train_batch_size=8, val_batch_size=8, output_dir=tmp_path / "runs")
     flags |= dict(compilation_cache=xla_cache, eval_every=5, eval_steps=2, training_steps=100_000)
     words = [sys.executable, str(ROOT / "main.py"), "--preset", "tiny", *flags_of(**flags)]
@@ -121,25 +116,19 @@ def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, t
     assert "a third signal ends it at once, losing the steps from 1 to " in out
     step = max(int(p) for p in os.listdir(tmp_path / "runs" / "run" / "checkpoints"))
     assert [row["step"] for row in metrics_of(metrics.parent)] == list(range(1, step + 1))
-    assert train(training_steps=step + 3) == 0
-    assert train(training_steps=step + 3, name="whole") == 0
+    assert train(**other, training_steps=step + 3) == 0
+    assert train(**other, training_steps=step + 3, name="whole") == 0
     runs = tmp_path / "runs"
     assert_bitwise(checkpoint_of(runs / "run", step + 3), checkpoint_of(runs / "whole", step + 3))
     assert metrics_of(runs / "run") == metrics_of(runs / "whole")
 
 
-def damage(folder, how):
-    """Damage the largest file of a checkpoint."""
+def damage(folder):
+    """Change a bit of the largest file of a checkpoint."""
     largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(largest.read_bytes())
-    if how == "truncated":
-        del content[len(content) // 2 :]
-    elif how == "flipped":
-        content[len(content) // 2] ^= 4
-    if how == "missing":
-        largest.unlink()
-    else:
-        largest.write_bytes(content)
+    content[len(content) // 2] ^= 4
+    largest.write_bytes(content)
 
 
 def test_resume_passes_over_damaged_checkpoints_and_refuses_where_all_are(train, tmp_path, capsys):
@@ -147,17 +136,15 @@ def test_resume_passes_over_damaged_checkpoints_and_refuses_where_all_are(train,
         assert train(training_steps=step) == 0
     run = tmp_path / "runs" / "run"
     sound = checkpoint_of(run, 4)
-    for how in ("truncated", "flipped", "missing"):
-        damage(run / "checkpoints" / "4", how)
-        capsys.readouterr()
-        assert train(training_steps=4) == 0
-        said = capsys.readouterr().out
-        assert "checkpoint 4 is damaged" in said and "resuming from checkpoint 2" in said
-        assert "3 to 4" in said
-        assert_bitwise(sound, checkpoint_of(run, 4))
-    assert [p.name.split("-")[0] for p in (run / "checkpoints-damaged").iterdir()] == ["4"] * 3
+    damage(run / "checkpoints" / "4")
+    assert train(training_steps=4) == 0
+    said = capsys.readouterr().err
+    assert "checkpoint 4 is damaged" in said and "resuming from checkpoint 2" in said
+    assert "3 to 4" in said
+    assert_bitwise(sound, checkpoint_of(run, 4))
+    assert [p.name.split("-")[0] for p in (run / "checkpoints-damaged").iterdir()] == ["4"]
     for step in "24":
-        damage(run / "checkpoints" / step, "truncated")
+        damage(run / "checkpoints" / step)
     with pytest.raises(messages.UserError, match=r"every checkpoint in .* is damaged \(4, 2\)"):
         train(training_steps=4)
 

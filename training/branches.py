@@ -11,13 +11,12 @@ import utils
 from runtime.files import read_json
 from runtime.messages import UserError
 from training import settings
-from training.settings import SCHEDULE
+from training.settings import PROCESSES, SCHEDULE
 from utils import replace
 
 # Flags that a branch has values of its own of, whatever its trunk has.
 OWN = {"name", "output_dir", "init_from", "branch_from", "branch_step", "profile"}
-OWN |= {"training_steps", "end_steps", "decay_steps"}
-OWN |= {"coordinator", "num_processes", "process_id"}
+OWN |= {"training_steps", "end_steps", "decay_steps", *PROCESSES}
 
 
 def check_flags(flags):
@@ -34,9 +33,9 @@ def check_flags(flags):
         raise UserError(
             f"--init_from {r.init_from}: a branch begins with the weights of --branch_from; leave one of them out."
         )
-    if not o.decay_steps:
+    decay, end = o.decay_steps, end_of(flags)
+    if not decay:
         raise UserError("--decay_steps 0: a branch must decay; give at least 1.")
-    decay, end = decay_of(flags)
     if end <= r.branch_step:
         raise UserError(f"--end_steps {end}: must be above --branch_step {r.branch_step}.")
     if end - decay < r.branch_step:
@@ -46,11 +45,10 @@ def check_flags(flags):
         )
 
 
-def decay_of(flags):
-    """(decay_steps, end_steps) of a branch. Without --end_steps the decay begins at branch_step."""
+def end_of(flags):
+    """The end_steps of a branch. Where they were not given, the decay begins at branch_step."""
     o = flags.cfg.optimizer
-    end = flags.cfg.run.branch_step + o.decay_steps
-    return o.decay_steps, o.end_steps if "end_steps" in flags.given else end
+    return o.end_steps if "end_steps" in flags.given else flags.cfg.run.branch_step + o.decay_steps
 
 
 def follow_trunk(flags):
@@ -86,16 +84,15 @@ def follow_trunk(flags):
 
 def name_branch(flags):
     """`flags` of a branch with its name and place, beside its trunk, and its decay, where they were not given."""
-    cfg = flags.cfg
-    trunk = cfg.run.branch_from.rstrip("/")
-    decay, end = decay_of(flags)
+    r, end = flags.cfg.run, end_of(flags)
+    trunk = r.branch_from.rstrip("/")
     flags = flags.follow(
-        name=f"{os.path.basename(trunk)}-{cfg.run.branch_step}-{decay}",
+        name=f"{os.path.basename(trunk)}-{r.branch_step}-{flags.cfg.optimizer.decay_steps}",
         output_dir=os.path.dirname(trunk) or ".",
         training_steps=end,
+        end_steps=end,
     )
-    own = dict(branch_from=trunk, decay_steps=decay, end_steps=end)
-    return flags._replace(cfg=replace(flags.cfg, **own))
+    return flags._replace(cfg=replace(flags.cfg, branch_from=trunk))
 
 
 def open_trunk(folder, step):

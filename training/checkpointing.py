@@ -1,13 +1,11 @@
 """Checkpoints: written in the background, kept by a policy, verified when read; damaged ones are passed over."""
 
 import contextlib
-import functools
 import itertools
 import json
 import math
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -22,7 +20,7 @@ from etils import epath
 from jax import lax
 
 from runtime.files import filesystem, is_remote, persist, read_json
-from runtime.messages import UserError, first_line, say
+from runtime.messages import UserError, first_line, warn
 from runtime.processes import all_of
 
 
@@ -94,16 +92,6 @@ def meta_sum(meta):
     return zlib.crc32(json.dumps({**meta, "sum": 0}, sort_keys=True).encode())
 
 
-def copy_to(local, address):
-    """Copy a remote folder, if it is there, into a local one; returns the path of the copy."""
-    fs, there = filesystem(address)
-    path = os.path.join(local, "checkpoints")
-    os.makedirs(path)
-    with contextlib.suppress(FileNotFoundError):
-        persist(lambda: fs.get(f"{there}/", f"{path}/", recursive=True), address)
-    return path
-
-
 class Checkpoints:
     """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says.
 
@@ -115,7 +103,11 @@ class Checkpoints:
         self.keep, self.every, self.explain = keep, every, explain
         if is_remote(folder) and not folder.startswith("gs://"):  # which Orbax cannot read
             self.copy = tempfile.TemporaryDirectory()  # removed with this object
-            folder = copy_to(self.copy.name, folder)
+            fs, there = filesystem(folder)
+            with contextlib.suppress(FileNotFoundError):
+                copy = f"{self.copy.name}/"
+                persist(lambda: fs.get(f"{there}/", copy, recursive=True), folder)
+            folder = self.copy.name
         self.folder = epath.Path(folder if is_remote(folder) else os.path.abspath(folder))
         several = jax.process_count() > 1
         options = ocp.CheckpointManagerOptions(
@@ -155,9 +147,9 @@ class Checkpoints:
                 with contextlib.suppress(Exception):  # as below; the next save tries again
                     self._remove_old_ones()
         except Exception as e:  # whatever the storage makes the libraries raise
-            say(
-                f"warning: checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next "
-                f"save tries again"
+            warn(
+                f"checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next save "
+                f"tries again"
             )
             self._clean_up(step)
 
@@ -215,7 +207,7 @@ class Checkpoints:
         self.finish()
         earlier = [step for step in self.steps() if step < before]
         steps = sorted(earlier, key=lambda step: (step % multiple == 0, step), reverse=True)
-        found, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps, say)
+        found, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps)
         step = found[1]["step"] if found else None
         if damaged:
             aside = self.folder.parent / f"{self.folder.name}-damaged"
@@ -225,9 +217,9 @@ class Checkpoints:
                     (self.folder / str(n)).rename(aside / f"{n}-{time.time_ns()}")
             all_of(True)  # nobody looks before it is done
             self.manager.reload()
-            say(
-                f"warning: resuming from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and "
-                f"are run again, the damaged checkpoints are moved to {aside}"
+            warn(
+                f"resuming from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and are run "
+                f"again, the damaged checkpoints are moved to {aside}"
             )
         self.saved = self.on_disk = step
         for later in self.steps() if before < math.inf else []:
@@ -250,16 +242,15 @@ class Checkpoints:
         args = ocp.args.PyTreeRestore(
             item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
         )
-        warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
-        found, damaged = self._newest_sound(args, self.steps(), warn)
+        found, damaged = self._newest_sound(args, self.steps())
         if found is None:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")
         state, meta = found
         if damaged:
-            warn(f"warning: the parameters are those of checkpoint {meta['step']}")
+            warn(f"the parameters are those of checkpoint {meta['step']}")
         return state["params"]
 
-    def _newest_sound(self, args, steps, warn):
+    def _newest_sound(self, args, steps):
         """((what `args` read of the first sound checkpoint of `steps`, its meta), those before, which are damaged);
         (None, []) where there are no checkpoints. Raises UserError where none is sound, or one is of another model."""
         reader = lone_reader()
@@ -268,7 +259,7 @@ class Checkpoints:
             found, reason = self._read(reader, step, args)
             if not reason:
                 return found, damaged
-            warn(f"warning: checkpoint {step} is damaged ({reason})")
+            warn(f"checkpoint {step} is damaged ({reason})")
             damaged.append(step)
         if damaged:
             names = ", ".join(map(str, damaged))

@@ -11,8 +11,11 @@ from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import read_words
 from training import branches
-from training.settings import Flags, check_same, settle
+from training.settings import PROCESSES, Flags, check_same, settle
 from utils import RENAMED, Config, Plan, Run, replace
+
+# A file that comes with the program may be missing yet in the folder where it will run.
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
@@ -41,8 +44,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
 
 
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
-NO_FLAGS = {"data_fingerprint", "encoding", "end_of_text", "config"}
-NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
+NO_FLAGS = {"data_fingerprint", "encoding", "end_of_text", "config"} | PROCESSES
 
 
 def flags_of_file(path, beside):
@@ -110,9 +112,7 @@ def check(argv, elsewhere):
     """
 
     def load(name):
-        # a file that comes with the program may be missing in this folder yet
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        comes = os.path.isfile(os.path.join(root, name)) and not os.path.isfile(name)
+        comes = not os.path.isfile(name) and os.path.isfile(os.path.join(ROOT, name))
         return None if elsewhere or comes else load_tokenizer(name)
 
     flags = parse(argv, load, elsewhere)

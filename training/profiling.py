@@ -96,15 +96,8 @@ class Profile:
             return
         program = gzip.compress(self.train_step.as_text().encode())
         write_file(os.path.join(self.folder, "step.hlo.gz"), program)
-        about = json.dumps(self.about(done), indent=1) + "\n"
-        write_file(os.path.join(self.folder, "about.json"), about)  # last: all else is there
-        words = f"profile: steps {self.began} to {done} in {self.folder}"
-        say(f"{words}; python tools/trace.py reads it")
-
-    def about(self, done):
-        """What a reader of the trace has to know of the run."""
         devices = jax.devices()
-        return dict(
+        about = dict(
             steps=[self.began, done],
             written=time.time(),
             platform=devices[0].platform,
@@ -113,3 +106,7 @@ class Profile:
             slices=len({getattr(device, "slice_index", 0) for device in devices}),
             flags=utils.flatten(self.cfg),
         )
+        content = json.dumps(about, indent=1) + "\n"
+        write_file(os.path.join(self.folder, "about.json"), content)  # last: all else is there
+        words = f"profile: steps {self.began} to {done} in {self.folder}"
+        say(f"{words}; python tools/trace.py reads it")

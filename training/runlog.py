@@ -173,8 +173,8 @@ class RunLog:
     def rewind(self, step):
         """Forget what came after `step`, to which the run rolls back."""
         self._forget(step)
-        rows = list(self.history)
         if self.events:
+            rows = list(self.history)
             self._later(lambda: self.events.begin(rows))
 
     def flush(self):
@@ -186,14 +186,11 @@ class RunLog:
     def close(self):
         """Wait until everything is written."""
         self.flush()
-        self._later(self._end)
         self.worker.shutdown(wait=True)
-
-    def _end(self):
         if self.events:
-            self.events.close()
+            attempt(self.events.close)
         if self.wandb:
-            self.wandb.finish()
+            attempt(self.wandb.finish)
 
     def _forget(self, step):
         self.history = [row for row in self.history if row["step"] <= step]

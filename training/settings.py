@@ -16,6 +16,7 @@ from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
+PROCESSES = {"coordinator", "num_processes", "process_id"}  # of one launch
 # What a branch must know of its trunk's schedule, and cannot change.
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 # Of config.json, beside what must be the same.

@@ -69,12 +69,12 @@ def device_grid(shape, devices):
 def abstract_params(cfg, mesh):
     """The parameters as float32 ShapeDtypeStructs with shardings."""
     table = model.param_table(cfg)
-
-    def abstract(param, sharding):
-        return jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=sharding)
-
-    shardings = parameters.shardings(table, mesh)
-    return jax.tree.map(abstract, table, shardings, is_leaf=parameters.is_param)
+    return jax.tree.map(
+        lambda param, sharding: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=sharding),
+        table,
+        parameters.shardings(table, mesh),
+        is_leaf=parameters.is_param,
+    )
 
 
 def abstract_state(cfg, mesh, optimizer):
@@ -258,13 +258,13 @@ def quiet_libraries():
     """Silence what the libraries log about errors that the programs here report themselves, in a sentence each."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a trace for each of Orbax's tasks
-    sys.unraisablehook = quiet_hook
 
+    def hook(unraisable):
+        # reads of Orbax end so after another one failed
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
 
-def quiet_hook(unraisable):
-    """Print what Python cannot raise, but for reads of Orbax that end after another one failed."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
+    sys.unraisablehook = hook
 
 
 def configure_jax(cfg):
