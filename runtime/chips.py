@@ -43,11 +43,6 @@ class Chip(NamedTuple):
         return not self.clock
 
     @property
-    def bfloat16(self):
-        """Whether it multiplies in bfloat16."""
-        return not self.float32
-
-    @property
     def speed(self):
         """FLOP/s at which the plan counts products."""
         return self.float32 or self.peak

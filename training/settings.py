@@ -136,7 +136,7 @@ def follow_dtype(flags, stored, chip):
     in bfloat16, unless it was given, which is printed."""
     if "model_dtype" in stored:
         return flags.follow(model_dtype=stored["model_dtype"])
-    if chip is None or chip.bfloat16 or flags.cfg.model.model_dtype != "bfloat16":
+    if chip is None or not chip.float32 or flags.cfg.model.model_dtype != "bfloat16":
         return flags
     given = "model_dtype" in flags.given
     then = "bfloat16 saves memory here, no time" if given else "--model_dtype is float32"
