@@ -66,10 +66,7 @@ from training.runlog import NoLog, Progress, RunLog, duration
 
 
 def main(flags):
-    """Train as `settings.Flags` say, resuming where the run left off. Returns the exit status: 0, or 128 + the signal.
-
-    Raises UserError.
-    """
+    """Train as `settings.Flags` say, resuming where the run left off. Returns 0 or 128 + the signal. Raises UserError."""
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
     steps.configure_jax(asked)
@@ -278,8 +275,7 @@ class Training:
         self.meter.pace.resume(self.batches.waited)
 
     def read_batches(self):
-        """Iterator over the batches of the next steps, read ahead. Raises UserError on all processes where the first
-        ones cannot be read."""
+        """Batches of the next steps, read ahead. Raises UserError on all processes where the first cannot be read."""
         shape = steps.batch_shape(self.cfg)
         end = self.sequences + (self.cfg.run.training_steps - self.step) * self.per_step
         order = functools.partial(self.corpus.sequences, seed=self.cfg.run.seed)
@@ -335,8 +331,7 @@ def print_setup(cfg, corpus, val_corpus):
 
 
 def open_tasks(cfg, mesh, encoding):
-    """The function of `inference/tasks.py: make_task_scorer` for --eval_tasks; without that flag one that returns {}.
-    Raises UserError."""
+    """`inference/tasks.py: make_task_scorer` of --eval_tasks; without that flag a function that returns {}."""
     if not cfg.run.eval_tasks:
         return lambda *_: {}
     from inference import tasks  # here: it imports lm_eval

@@ -33,8 +33,7 @@ LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "boto
 
 
 def filesystem(path):
-    """(fsspec's file system of a local path or remote address, the path in it). Raises UserError where there is no such
-    kind of address."""
+    """(fsspec's file system of a local path or remote address, the path in it). Raises UserError."""
     kind, settings = path.split("://")[0], {}
     for library in LIBRARIES if is_remote(path) else ():
         logging.getLogger(library).setLevel(logging.CRITICAL)
@@ -174,8 +173,7 @@ def replacing(path, lasting=True):
 
 
 def write_file(path, content):
-    """Write bytes or text to a local path or remote address; a reader sees the old content or the new, no mixture.
-    Raises UserError where it cannot be written."""
+    """Write bytes or text to a path or address; a reader sees the old content or the new. Raises UserError."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):  # an object appears whole when its upload ends
         fs, there = filesystem(path)
@@ -206,8 +204,7 @@ def check_place(path, flag):
 
 
 def read_file(path):
-    """Bytes of a local file or remote object, or None where there is none. Raises UserError where it is no such thing
-    or may not be read."""
+    """Bytes of a local file or remote object, None where there is none. Raises UserError where it cannot be read."""
     fs, there = filesystem(path)
     try:
         return persist(lambda: fs.cat_file(there), path)
@@ -218,8 +215,7 @@ def read_file(path):
 
 
 def read_json(*path):
-    """The object in a local JSON file or remote object, its path in parts; {} where there is none. Raises UserError
-    where it holds something else."""
+    """The object in a JSON file, its path in parts; {} where there is none. Raises UserError where it is no object."""
     path = os.path.join(*path)
     content = read_file(path)
     try:

@@ -56,5 +56,6 @@ def say(words):
 
 
 def warn(words):
-    """Print a warning on stderr: stdout may be one JSON object."""
-    print(f"warning: {words}", file=sys.stderr, flush=True)
+    """Print a warning on stderr, as `say` does: stdout may be one JSON object."""
+    with contextlib.suppress(OSError):
+        print(f"warning: {words}", file=sys.stderr, flush=True)

@@ -197,8 +197,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
 
 
 def read_flag(word, words, known):
-    """(field, the words of its value) of a flag, `word`, and what is taken off the `words` after it. known: {flag:
-    field}."""
+    """(field, words of its value) of a flag, `word`; these are taken off the `words` after it. known: {flag: field}."""
     flag, equals, value = word.partition("=")
     name = flag.lstrip("-").replace("-", "_")
     switches = {f"no_{n}": f for n, f in known.items() if type_of(f)[1] == 0}
@@ -237,8 +236,7 @@ def texts_below(kind):
 
 
 def help_of(kind, program, defaults, others, whole):
-    """What --help prints of the dataclass `kind`: the flags of a first week if there are such, all of them if `whole`.
-    defaults: {flag: value}, of the fields where it has none."""
+    """What --help prints of the dataclass `kind`: the flags of a first week, or all of them if `whole`."""
     fields = fields_of(kind)
     places = [shown(f).upper() for f in fields.values() if f.metadata.get("positional")]
     usage = " ".join([f"usage: python {program}", *places, "[--flag value ...] [--help]"])

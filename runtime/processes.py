@@ -40,8 +40,7 @@ def end_if_lost(error):
 
 
 def join_processes(cfg):
-    """Meet the other processes of the run, if there are any: at --coordinator, or where a TPU pod, Slurm or Kubernetes
-    tells jax. Raises UserError."""
+    """Meet the other processes of the run: at --coordinator, or where a TPU pod, Slurm or Kubernetes tells jax."""
     run = cfg.run
     if run.num_processes == 1:
         return
@@ -131,8 +130,7 @@ ANOTHER = "another process failed; its log says why."
 
 
 def together(error):
-    """Raise an error on all processes or on none. error: what this process failed with, or None; where only others
-    failed, a UserError."""
+    """Raise an error on all processes or on none. error: what this one failed with, or None."""
     if not all_of(error is None):
         raise error or UserError(ANOTHER)
 

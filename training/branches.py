@@ -52,9 +52,8 @@ def end_of(flags):
 
 
 def follow_trunk(flags):
-    """`flags` of a branch. Those that were not given are those of its trunk, or of the branch itself once it has a
-    config.json; those that may follow nothing else from here on count as given. Without --branch_from, what came in.
-    Raises UserError."""
+    """`flags` of a branch: where they were not given, those of its trunk, or of the branch itself once it has a
+    config.json; those that may follow nothing else from here on count as given. Without --branch_from, `flags`."""
     if not flags.cfg.run.branch_from:
         return flags
     cfg, given = flags = name_branch(flags)

@@ -22,8 +22,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     """Command line -> `settings.Flags`: which were given, on it or in --config, and what they and the preset say.
 
     load: name -> the tokenizer, or None where it is not to be had. elsewhere: main.py will run on another machine, so
-    the trunk in --branch_from is not looked at. Raises UserError for anything that does not parse;
-    `--help` prints the preset's values and exits.
+    the trunk in --branch_from is not looked at. Raises UserError; `--help` prints the preset's values and exits.
     """
 
     def defaults(given):
@@ -67,8 +66,7 @@ def flags_of_file(path, beside):
 
 
 def follow_tokenizer(flags, load):
-    """`flags` with the vocabulary of --tokenizer, if that was given alone. Raises UserError where a given one is too
-    small."""
+    """`flags` with the vocabulary of --tokenizer. Raises UserError where a given one is too small."""
     name, size = flags.cfg.data.tokenizer, flags.cfg.model.vocab_size
     encoding = load(name) if name else None
     if encoding is None:
@@ -82,8 +80,7 @@ def follow_tokenizer(flags, load):
 
 
 def check_processes(flags):
-    """Check the flags of multi-host training against each other; returns the number of processes if they tell it or
-    Slurm does, else 1. Raises UserError."""
+    """The number of processes, if flags or Slurm tell it, else 1. Raises UserError where the flags do not agree."""
     r = flags.cfg.run
     processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
     for flag, alone in dict(num_processes=1, process_id=0).items():
@@ -105,11 +102,8 @@ def check_processes(flags):
 
 
 def check(argv, elsewhere):
-    """All that can be known of main.py's command line without devices, data and weights: what `parse` returns. Raises
-    UserError.
-
-    elsewhere: main.py will run on another machine, whose tokenizers and place among its processes are not known here.
-    """
+    """`parse`, and all checks that need no devices, data and weights. elsewhere: main.py will run on another machine,
+    whose tokenizers and place among its processes are not known here."""
 
     def load(name):
         comes = not os.path.isfile(name) and os.path.isfile(os.path.join(ROOT, name))

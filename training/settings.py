@@ -196,8 +196,8 @@ def ends(o):
 def follow_batches(flags):
     """{flag: value} of microbatches and batch sizes that fit those of them that were given, and pp.
 
-    The most microbatches, up to the default, that divide both batch sizes, or else those that were given; where none
-    do, as many as the default. Batch sizes are rounded up to a multiple.
+    The most microbatches, up to the default, that divide both batch sizes, or else those that were given. Batch sizes
+    are rounded up to a multiple.
     """
     d, pp = flags.cfg.data, max(1, flags.cfg.run.n_device_axis[1])
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
@@ -261,9 +261,8 @@ def prompt_ids(cfg, encoding):
 
 
 def resume(flags, stored):
-    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, or where that is
-    {} of a branch's trunk: train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError where
-    none do."""
+    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, or else of a
+    branch's trunk: train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError."""
     r = flags.cfg.run
     if stored and "data_fingerprint" not in stored:
         raise UserError(
@@ -308,8 +307,7 @@ def compare(cfg, others, flags, whose, advice="leave the flag out"):
 
 
 def check_data(cfg, stored, fingerprint):
-    """Raises UserError where the run that `stored` describes, or a new branch's trunk, saw shards of another
-    fingerprint."""
+    """Raises UserError where the run that `stored` describes, or a new branch's trunk, saw other shards."""
     who = f"--name {cfg.run.name}: this run exists and"
     if not stored and cfg.run.branch_from:
         who = f"--branch_from {cfg.run.branch_from}: the trunk"
@@ -329,16 +327,14 @@ def to_resume(cfg, fingerprint):
 
 
 def other_flags(cfg, kept):
-    """In words: the flags in which the model of a checkpoint differs from that of `cfg`. kept: {flag: value} that was
-    saved with the checkpoint, or None."""
+    """In words: flags of the model that `cfg` has not as a checkpoint, with which {flag: value} or None was saved."""
     now = without(free_of_weights(cfg.model.architecture), vars(cfg.model))
     then = now | (kept or {})
     return ", ".join(f"--{f} was {then[f]} and is now {now[f]}" for f in now if then[f] != now[f])
 
 
 def stored_config(folder):
-    """config.json of a run directory, or where that is missing what the newest checkpoint that has it keeps of it; {}
-    where there is neither."""
+    """config.json of a run directory, or else what the newest sound checkpoint keeps of it; {} without either."""
     stored = read_json(folder, "config.json")
     for step in reversed([] if stored else stored_steps(folder)):
         with contextlib.suppress(UserError):  # a damaged one

@@ -34,8 +34,7 @@ class TrainState(NamedTuple):
 
 
 def make_mesh(cfg, devices=None):
-    """The (dp, pp, tp) mesh over `devices`, by default the first n_devices of jax's; neighbors on an axis are near each
-    other."""
+    """The (dp, pp, tp) mesh over `devices`, by default the first n_devices; neighbors on an axis are near each other."""
     if devices is None:
         devices = jax.devices()[: cfg.run.n_devices]
     grid = device_grid(cfg.run.n_device_axis, devices)
@@ -44,8 +43,7 @@ def make_mesh(cfg, devices=None):
 
 def device_grid(shape, devices):
     """`devices` as an array of `shape` (dp, pp, tp): tp on the fastest links, then pp, then dp. TPU slices, which
-    only a slow network joins, lie along dp, or along pp where they do not divide dp. Raises UserError where they divide
-    neither."""
+    only a slow network joins, lie along dp, or along pp where they do not divide dp."""
     slices = 1
     if devices[0].platform == "tpu":
         # the devices of a single slice that only the compiler knows (planning/plan.py) have no index
@@ -78,8 +76,7 @@ def abstract_params(cfg, mesh):
 
 
 def abstract_state(cfg, mesh, optimizer):
-    """TrainState of ShapeDtypeStructs with shardings: optimizer leaves lie as their parameters do, scalars on all
-    devices."""
+    """TrainState of ShapeDtypeStructs: optimizer leaves lie as their parameters do, scalars on all devices."""
     params = abstract_params(cfg, mesh)
     replicated = NamedSharding(mesh, P())
 
@@ -155,10 +152,8 @@ def make_train_step(cfg, mesh, optimizer, schedule):
 
 
 def accumulate_gradient(gradient, state, tokens, targets):
-    """((loss, `model.Metrics`), gradient of every parameter), means over the accumulation.
-
-    gradient: function of one batch, of jax.value_and_grad; tokens, targets int32 [accumulation, M, B, T].
-    """
+    """((loss, `model.Metrics`), gradient of every parameter), means over the accumulation. gradient: of
+    jax.value_and_grad, a function of one batch; tokens, targets int32 [accumulation, M, B, T]."""
     n_batches, M, B, _ = tokens.shape
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
