@@ -66,7 +66,7 @@ from training.runlog import NoLog, Progress, RunLog, duration
 
 
 def main(flags):
-    """Train as `settings.Flags` say, resuming where the run left off. Returns 0 or 128 + the signal. Raises UserError."""
+    """Train as `settings.Flags` say, resuming where the run left off. Returns 0 or 128 + the signal."""
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
     steps.configure_jax(asked)

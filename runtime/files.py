@@ -165,10 +165,8 @@ def replacing(path, lasting=True):
             os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
         with interrupts.ending:
             os.replace(part, path)
-    except BaseException:
-        remove()
-        raise
     finally:
+        remove()  # which finds nothing once that is done
         interrupts.given_back.remove(remove)
 
 

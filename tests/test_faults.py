@@ -745,7 +745,7 @@ def undisturbed(pair):
     return meta_of(whole.run, STEPS), metrics_of(whole.run)
 
 
-KILLS = int(os.environ.get("FAULT_KILLS", 3))
+KILLS = int(os.environ.get("FAULT_KILLS", 2))
 
 
 def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):

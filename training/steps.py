@@ -34,7 +34,7 @@ class TrainState(NamedTuple):
 
 
 def make_mesh(cfg, devices=None):
-    """The (dp, pp, tp) mesh over `devices`, by default the first n_devices; neighbors on an axis are near each other."""
+    """The (dp, pp, tp) mesh over `devices`, by default the first n_devices; neighbors on an axis are near."""
     if devices is None:
         devices = jax.devices()[: cfg.run.n_devices]
     grid = device_grid(cfg.run.n_device_axis, devices)
