@@ -70,22 +70,15 @@ def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypat
     monkeypatch.setattr(main, "put_batch", watched)
     assert train(name="whole", training_steps=8) == 0
     assert train(name="moved", training_steps=4) == 0
-    # train_batch_size and val_batch_size are not given again, and follow dp and accumulation_steps
-    moved = dict(
-        mesh=(2, 2, 2),
-        accumulation_steps=2,
-        microbatches=2,
-        pp_interleave=2,
-        train_batch_size=None,
-        val_batch_size=None,
-    )
+    # the batch sizes are not given again, and follow dp and accumulation_steps
+    moved = dict(mesh=(2, 2, 2), accumulation_steps=2, microbatches=2, pp_interleave=2)
+    moved |= dict(train_batch_size=None, val_batch_size=None)
     assert train(name="moved", training_steps=8, **moved) == 0
     assert np.array_equal(np.stack(read[:8]), np.stack(read[8:]))
     whole, moved = metrics_of(tmp_path / "runs" / "whole"), metrics_of(tmp_path / "runs" / "moved")
     for a, b in zip(whole, moved, strict=True):
-        assert a.keys() == b.keys() and all(
-            abs(a[k] - b[k]) < 1e-4 for k in a if k.startswith("loss")
-        ), (a, b)
+        far = [k for k in a if k.startswith("loss") and abs(a[k] - b[k]) > 1e-4]
+        assert a.keys() == b.keys() and not far, (a, b)
     stored = json.loads((tmp_path / "runs" / "moved" / "config.json").read_text())
     assert stored["train_batch_size"] == 2
 
@@ -152,17 +145,14 @@ def test_resume_passes_over_damaged_checkpoints_and_refuses_where_all_are(train,
 def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shards, tmp_path):
     assert train(training_steps=2) == 0
     before = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes()
-    for flag, value in dict(
-        n_shared=2, max_lr=1e-4, seed=3, T=16, train_batch_size=16, accumulation_steps=2
-    ).items():
-        with pytest.raises(messages.UserError) as e:
+    others = dict(n_shared=2, max_lr=1e-4, seed=3, T=16, train_batch_size=16)
+    for flag, value in others.items():
+        with pytest.raises(messages.UserError, match=f"--{flag} {value}: .* --name"):
             train(training_steps=4, **{flag: value})
-        assert ("train_batch_size" if flag == "accumulation_steps" else flag) in str(
-            e.value
-        ) and str(value) in str(e.value)
-    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == before, (
-        "a refusal writes nothing"
-    )
+    with pytest.raises(messages.UserError, match="--train_batch_size 8: .* 8 x 2"):
+        train(training_steps=4, accumulation_steps=2)
+    now = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes()
+    assert now == before, "a refusal writes nothing"
     other = tmp_path / "other"
     shutil.copytree(shards, other)
     assert train(training_steps=3, data=other) == 0  # the same shards elsewhere
@@ -173,7 +163,7 @@ def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shar
     assert train(training_steps=4, eval_every=2, eval_steps=1, remat="full", microbatches=2) == 0
 
 
-def test_a_torn_config_is_one_sentence_and_torn_logs_are_read_as_far_as_they_go(train, tmp_path):
+def test_a_torn_config_is_one_sentence_and_torn_samples_are_no_error(train, tmp_path):
     assert train(training_steps=2) == 0
     run = tmp_path / "runs" / "run"
     good = (run / "config.json").read_text()
@@ -192,10 +182,5 @@ def test_a_torn_config_is_one_sentence_and_torn_logs_are_read_as_far_as_they_go(
     with pytest.raises(messages.UserError, match=r"config\.json: is not JSON"):
         weights.open_weights(str(run))
     (run / "config.json").write_text(good)
-    with open(run / "metrics.jsonl", "ab") as f:
-        f.write(
-            b'5\n[1]\n{"x": 1}\n{"step": "2", "loss/train_loss": 1}\n\xff\xfe\n{"step": 2, "loss/tr'
-        )
     (run / "samples.txt").write_bytes(b"=== step x\n\xff\n=== step 2\n--- 0\n=== step \n")
     assert train(training_steps=4) == 0
-    assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4]

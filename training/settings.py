@@ -177,8 +177,8 @@ def follow_schedule(flags):
     (cfg, given), o = flags, flags.cfg.optimizer
     end, decay = o.end_steps, o.decay_steps if o.schedule == "wsd" else 0
     if "training_steps" in given and "end_steps" not in given and ends(o):
-        asked = {flag: getattr(o, flag) for flag in SCHEDULE & given}
-        least = asked.get("warmup_steps", 0) + max(1, asked.get("decay_steps", 0))
+        least = o.warmup_steps if "warmup_steps" in given else 0
+        least += max(1, o.decay_steps) if "decay_steps" in given else 1
         end = max(cfg.run.training_steps, min(least, end))
     if "decay_steps" not in given:
         decay = min(decay, max(0, end - o.warmup_steps))
@@ -203,14 +203,13 @@ def follow_batches(flags):
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
     micro = d.microbatches
     if "microbatches" not in flags.given:
-        fitting = [-(-micro // pp) * pp]
-        for names in (sizes.keys() & flags.given, sizes.keys()):
-            counts = range(micro // pp * pp, 0, -pp)
-            fitting += [n for n in counts if not any(sizes[name] % n for name in names)][:1]
-        micro = fitting[-1]
-    return {flag: -(-size // micro) * micro for flag, size in sizes.items()} | dict(
-        microbatches=micro
-    )
+        asked = sizes.keys() & flags.given
+        counts = range(micro // pp * pp, 0, -pp)
+        of_asked = [n for n in counts if not any(sizes[name] % n for name in asked)]
+        of_both = [n for n in of_asked if not any(size % n for size in sizes.values())]
+        micro = (of_both or of_asked or [-(-micro // pp) * pp])[0]
+    sizes = {flag: -(-size // micro) * micro for flag, size in sizes.items()}
+    return dict(sizes, microbatches=micro)
 
 
 def begin_documents(cfg, encoding):
