@@ -91,6 +91,7 @@ def test_jaxformers_command_of_its_final_run_is_accepted():
     cfg = settings.settle(command_line.parse(words.split()), 32)
     r = cfg.run
     assert (r.eval_every, r.save_steps, r.n_device_axis, r.n_devices) == (75, 750, (8, 2, 2), 32)
+    assert r.pp_interleave == 4, "as many rounds as 8 blocks on 2 stages allow"
     assert r.wandb and cfg.data.train_batch_size == 32 and r.name == "moe1B"
 
 
@@ -379,6 +380,7 @@ def test_a_program_names_the_nearest_flag_and_takes_the_flags_of_main_py_too():
         ("--train_batch_size 6", dict(micro=2)),
         ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
         ("--microbatches 3", dict(train=9, val=18)),
+        ("--head_dim 32 --model_dimension 127", {}),
         ("--n_device_axis 1 3 1 --blocks 3", dict(micro=3, train=9, val=18)),
         ("", {}),
         ("--n_device_axis 1 3 1 --blocks 3 --val_batch_size 7", None),
