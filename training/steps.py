@@ -51,14 +51,12 @@ def device_grid(shape, devices):
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     dp, pp, tp = shape
-    if dp % slices == 0:
-        outer, inner = (slices, 1, 1), (dp // slices, pp, tp)
-    elif pp % slices == 0:
-        outer, inner = (1, slices, 1), (dp, pp // slices, tp)
-    else:
+    if dp % slices and pp % slices:
         raise UserError(
             f"--n_device_axis {dp} {pp} {tp}: dp or pp must be a multiple of the number of TPU slices, {slices}."
         )
+    outer = (1, slices, 1) if dp % slices else (slices, 1, 1)
+    inner = [size // parts for size, parts in zip(shape, outer)]
     return mesh_utils.create_hybrid_device_mesh(
         inner, outer, devices, allow_split_physical_axes=True
     )
