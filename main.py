@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+import traceback
 
 import utils
 from runtime import platforms
@@ -47,8 +48,7 @@ from runtime.processes import (
     Watchdog,
     alone_in_folder,
     check_agreement,
-    end_for_loss,
-    is_loss,
+    end_if_lost,
     join_processes,
     on_all,
     on_main_process,
@@ -66,10 +66,7 @@ from training.runlog import NoLog, Progress, RunLog, duration
 
 
 def main(flags):
-    """Train as `settings.Flags` say, resuming where the run left off. Returns the exit status: 0, or 128 + the signal.
-
-    Raises UserError.
-    """
+    """Train as `settings.Flags` say, resuming where the run left off. Returns 0 or 128 + the signal."""
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
     steps.configure_jax(asked)
@@ -88,7 +85,10 @@ def main(flags):
         cfg = settings.settle(flags, jax.device_count(), of_weights, stored, shards, encoding, chip)
         steps.set_precision(cfg)
         if of_weights:
-            warn_of_length(cfg, of_weights["T"])
+            most = weights.positions(cfg.run.init_from, of_weights["T"])
+            if cfg.model.T > most:
+                them = f"the weights in --init_from {cfg.run.init_from}"
+                say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
         return train(cfg, stored, encoding, load_weights)
 
 
@@ -123,25 +123,25 @@ def train(cfg, stored, encoding, load_weights):
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     training = Training(cfg, mesh, corpus, checkpoints, state, meta)
-    evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
-    score_tasks = on_all(lambda: open_tasks(cfg, mesh, encoding))
+    training.evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
+    training.score_tasks = on_all(lambda: open_tasks(cfg, mesh, encoding))
     with memory_explained(cfg):
-        train_step = compile_train_step(cfg, mesh, optimizer, schedule)
-    sample = make_sampler(cfg, mesh, encoding)
+        training.train_step = compile_train_step(cfg, mesh, optimizer, schedule)
+    training.sample = make_sampler(cfg, mesh, encoding)
 
     # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
-    log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
-    progress = Progress(cfg, val_corpus.bytes_per_token, planned_speed(cfg))
+    training.log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
+    training.progress = Progress(cfg, val_corpus.bytes_per_token, plan_of(cfg))
 
     # --- Loop
     with memory_explained(cfg):
-        signalled = training.run(train_step, evaluate, score_tasks, sample, log, progress)
+        signalled = training.run()
     return tell_end(cfg, checkpoints, training.step, signalled, time.time() - began)
 
 
 class Training:
-    """The loop of a run. The host runs one step ahead of the devices.
+    """The loop of a run. The host runs one step ahead of the devices. `train` adds the step's programs and the logs.
 
     state: TrainState after `step` steps on `sequences` sequences, which `checkpoints` restored with its meta.
     """
@@ -160,14 +160,8 @@ class Training:
         self.meter = Meter(self.per_step * corpus.T, corpus, self.bad_steps, self.profile)
         self.batches = self.read_batches()
 
-    def run(self, train_step, evaluate, score_tasks, sample, log, progress):
+    def run(self):
         """Train to the end, or until a signal. Returns that, or 0. Raises UserError on all processes."""
-        self.train_step = train_step
-        self.evaluate = evaluate
-        self.score_tasks = score_tasks
-        self.sample = sample
-        self.log = log
-        self.progress = progress
         self.row = None  # metrics of the newest step, fetched and not logged yet
         self.watchdog = Watchdog(self.cfg)
         last = self.cfg.run.training_steps
@@ -252,7 +246,9 @@ class Training:
         """Begin to write a checkpoint."""
         self.watchdog.begin("checkpoint", self.step)
         self.log.flush()
-        self.checkpoints.save(self.step, self.sequences, self.state, self.bad_steps, val_loss)
+        self.checkpoints.save_running(
+            self.step, self.sequences, self.state, self.bad_steps, val_loss
+        )
 
     def keep(self):
         """Log and save what was reached before an error."""
@@ -279,8 +275,7 @@ class Training:
         self.meter.pace.resume(self.batches.waited)
 
     def read_batches(self):
-        """Iterator over the batches of the next steps, read ahead. Raises UserError on all processes where the first
-        ones cannot be read."""
+        """Batches of the next steps, read ahead. Raises UserError on all processes where the first cannot be read."""
         shape = steps.batch_shape(self.cfg)
         end = self.sequences + (self.cfg.run.training_steps - self.step) * self.per_step
         order = functools.partial(self.corpus.sequences, seed=self.cfg.run.seed)
@@ -296,15 +291,6 @@ class Training:
 
 
 # --- Its parts ----------------------------------------------------------------------------------------------------
-
-
-def warn_of_length(cfg, T):
-    """Print a warning where --T is longer than the sequences that the weights in --init_from were made for. T: of their
-    flags."""
-    most = weights.positions(cfg.run.init_from, T)
-    if cfg.model.T > most:
-        them = f"the weights in --init_from {cfg.run.init_from}"
-        say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
 
 
 def open_data(cfg, stored, encoding):
@@ -332,10 +318,10 @@ def print_setup(cfg, corpus, val_corpus):
         say(f"the peak of {kind} is not known, so no MFU is shown")
     say(f"parameters: {steps.count_in_words(cfg)}")
     shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
-    for k, part in enumerate(corpus.corpora):
+    for part, (first, *later) in zip(corpus.corpora, shares.T):
         words = f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}, "
-        words += f"{shares[0, k]:.3%} of each step's"
-        for border, share in zip(corpus.borders, shares[1:, k]):
+        words += f"{first:.3%} of each step's"
+        for border, share in zip(corpus.borders, later):
             words += f", {share:.3%} after {border:,} sequences"
         say(words)
     for part in [*corpus.corpora, *val_corpus.corpora]:
@@ -345,8 +331,7 @@ def print_setup(cfg, corpus, val_corpus):
 
 
 def open_tasks(cfg, mesh, encoding):
-    """The function of `inference/tasks.py: make_task_scorer` for --eval_tasks; without that flag one that returns {}.
-    Raises UserError."""
+    """`inference/tasks.py: make_task_scorer` of --eval_tasks; without that flag a function that returns {}."""
     if not cfg.run.eval_tasks:
         return lambda *_: {}
     from inference import tasks  # here: it imports lm_eval
@@ -400,14 +385,14 @@ def memory_explained(cfg):
         raise UserError(plan.explain(cfg, machine, str(e))) from None
 
 
-def planned_speed(cfg):
-    """Tokens per second by the formulas of the plan; None where the devices' peak is not known."""
+def plan_of(cfg):
+    """The plan by formulas; None where the devices' peak is not known."""
     devices = jax.devices()[: cfg.run.n_devices]
-    if not chips.peak_flops(devices[0].device_kind):
+    if chips.chip_of(devices[0].device_kind) is None:
         return None
     from planning import plan  # here: a run on CPUs needs none of it
 
-    return plan.answer(cfg, plan.machine_of(devices)).tokens_per_second
+    return plan.answer(cfg, plan.machine_of(devices))
 
 
 def write_memory_profile(cfg, name):
@@ -419,21 +404,21 @@ def write_memory_profile(cfg, name):
 
 def tell_end(cfg, checkpoints, step, signalled, seconds):
     """Print how the run ended; returns its exit status."""
-    if not checkpoints.has(step):
+    if checkpoints.saved != step:
         newest = checkpoints.on_disk
         then = f"resume from step {newest}" if newest else "begin again: there is none before it"
-        words = (
-            f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not"
+        print(
+            f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not written; make room "
+            f"and rerun the same command to {then}.",
+            file=sys.stderr,
         )
-        words += f" written; make room and rerun the same command to {then}."
-        print(words, file=sys.stderr, flush=True)
         return 1
-    how = "stopped" if signalled else "done"
-    then = "; rerun the same command to resume" if signalled else ""
-    say(
-        f"{how} at step {step} after {duration(seconds)}; everything is saved in {cfg.run.folder}{then}"
-    )
-    return 128 + signalled if signalled else 0
+    words = f"at step {step} after {duration(seconds)}; everything is saved in {cfg.run.folder}"
+    if signalled:
+        say(f"stopped {words}; rerun the same command to resume")
+        return 128 + signalled
+    say(f"done {words}")
+    return 0
 
 
 # --- The program --------------------------------------------------------------------------------------------------
@@ -460,16 +445,12 @@ def run(flags):
 def end_at_once(error):
     """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
     for this one, and end in a stack trace."""
-    status = 1
-    if isinstance(error, UserError):
-        status = 2
-        print(f"error: {error}", file=sys.stderr)
-    elif is_loss(error):
-        end_for_loss()
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
+    status, words = 2, f"error: {error}"
+    if not isinstance(error, UserError):
+        end_if_lost(error)
+        status, words = 1, "".join(traceback.format_exception(error))
     sys.stdout.flush()
-    sys.stderr.flush()
+    print(words, file=sys.stderr, flush=True)
     if jax.process_index() == 0:
         time.sleep(2)  # when it ends the others end too; they may be about to print the same error
     os._exit(status)

@@ -17,13 +17,10 @@ from runtime.parser import (
     VOCABULARY,
     WIDE,
     Mesh,
-    check_number,
-    fields_of,
     flag,
     read_words,
     renamed,
     setting,
-    shown,
     value_in_file,
 )
 
@@ -352,6 +349,10 @@ def flags_with(fact, value=True):
     return {name for name, f in FIELDS.items() if f.metadata.get(fact) == value}
 
 
+# The flags that a run keeps, whatever resumes it.
+KEPT = FIELDS.keys() - flags_with("free_on_resume")
+
+
 def absent_values():
     """{flag: its value where an architecture has no such flag} of the flags that not every architecture has."""
     return {name: f.metadata["absent"] for name, f in FIELDS.items() if "absent" in f.metadata}
@@ -378,31 +379,13 @@ def replace(cfg, **flags):
 
 def read_flags(kind, argv, program):
     """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError; `--help` exits."""
-    return made_of(kind, read_words(kind, argv, program)[0])
+    return kind(**read_words(kind, argv, program)[0])
 
 
 def read_own_flags(kind, argv, program):
     """(an instance of the dataclass `kind`, the words left over) of a program that takes the flags of main.py too."""
     given, rest = read_words(kind, argv, program, others=Config)
-    return made_of(kind, given), rest
-
-
-def made_of(kind, flags):
-    """The dataclass `kind` of {flag: value}. Raises UserError where a flag is missing or beyond its bounds."""
-    for name, f in fields_of(kind).items():
-        if name not in flags and f.default is dataclasses.MISSING:
-            raise UserError(f"{shown(f)}: is missing; see --help.")
-    options = kind(**flags)
-    check_bounds(kind, vars(options))
-    return options
-
-
-def check_bounds(kind, flags):
-    """Raises UserError where a number of {flag: value} is beyond what its field of the dataclass `kind` allows, or else
-    the field of that name in `FIELDS`."""
-    for name, f in fields_of(kind).items():
-        known = FIELDS[name].metadata if name in FIELDS else {}
-        check_number(name, flags[name], **{**known, **f.metadata})
+    return kind(**given), rest
 
 
 def read_values(flags, where, names=None, advice=""):

@@ -43,19 +43,9 @@ class Chip(NamedTuple):
         return not self.clock
 
     @property
-    def bfloat16(self):
-        """Whether it multiplies in bfloat16."""
-        return not self.float32
-
-    @property
     def speed(self):
         """FLOP/s at which the plan counts products."""
         return self.float32 or self.peak
-
-
-def tpu(name, kinds, peak, memory, bandwidth, link, network, clock, **facts):
-    """`Chip` of a TPU."""
-    return Chip(name, kinds, peak, memory * GiB, bandwidth, link, network, clock, **facts)
 
 
 V100 = ("Tesla V100-SXM2-16GB",)
@@ -65,13 +55,13 @@ H100 = ("NVIDIA H100 80GB HBM3",)
 CARD = 12.5e9 / 8  # bytes/s to other hosts of a GPU, eight of which share an adapter of 100 Gbit/s
 # fmt: off
 KNOWN = [
-    tpu("v2", ("TPU v2",), 23e12, 7.48, 350e9, 62e9, CARD, 0.7e9, cores=2),
-    tpu("v3", ("TPU v3",), 61.5e12, 15.48, 450e9, 82e9, CARD, 0.94e9, cores=2),
-    tpu("v4", ("TPU v4",), 275e12, 30.75, 1228e9, 45e9, 6.25e9, 1.05e9, dims=3),
-    tpu("v5e", ("TPU v5e", "TPU v5 lite"), 197e12, 15.75, 819e9, 45e9, 3.125e9, 1.5e9, fuses=True),
-    tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74, 2765e9, 90e9, 6.25e9, 1.75e9, dims=3),
-    tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1640e9, 90e9, 12.5e9, 1.75e9, fuses=True),
-    tpu("v7x", ("TPU7x",), 1153.5e12, 94.75, 3690e9, 90e9, 6.25e9, 2.2e9, dims=3, cores=2),
+    Chip("v2", ("TPU v2",), 23e12, 7.48 * GiB, 350e9, 62e9, CARD, 0.7e9, cores=2),
+    Chip("v3", ("TPU v3",), 61.5e12, 15.48 * GiB, 450e9, 82e9, CARD, 0.94e9, cores=2),
+    Chip("v4", ("TPU v4",), 275e12, 30.75 * GiB, 1228e9, 45e9, 6.25e9, 1.05e9, dims=3),
+    Chip("v5e", ("TPU v5e", "TPU v5 lite"), 197e12, 15.75 * GiB, 819e9, 45e9, 3.125e9, 1.5e9, fuses=True),
+    Chip("v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74 * GiB, 2765e9, 90e9, 6.25e9, 1.75e9, dims=3),
+    Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * GiB, 1640e9, 90e9, 12.5e9, 1.75e9, fuses=True),
+    Chip("v7x", ("TPU7x",), 1153.5e12, 94.75 * GiB, 3690e9, 90e9, 6.25e9, 2.2e9, dims=3, cores=2),
     Chip("P100", ("Tesla P100-PCIE-16GB",), 18.7e12, 15.89 * GiB, 732e9, 16e9, CARD, float32=9.3e12),
     Chip("T4", ("Tesla T4",), 65e12, 14.56 * GiB, 320e9, 16e9, CARD, float32=8.1e12),
     Chip("V100", V100, 125e12, 16_935_682_048, 898e9, 150e9, 6.25e9, float32=15.7e12),
@@ -92,9 +82,3 @@ CHIPS = {chip.name: chip for chip in KNOWN}
 def chip_of(device_kind):
     """The `Chip` that jax calls so; None where it is not known."""
     return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
-
-
-def peak_flops(device_kind):
-    """Peak FLOP/s of a device, or None where it is not known."""
-    chip = chip_of(device_kind)
-    return chip and chip.peak

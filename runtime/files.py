@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import functools
 import glob
 import json
 import logging
@@ -13,29 +12,31 @@ import random
 import re
 import secrets
 import stat
-import sys
 import tempfile
 import time
 
 import fsspec
 
 from runtime import interrupts
-from runtime.messages import UserError, first_line
+from runtime.messages import UserError, first_line, warn
 
 
 def is_remote(path):
     return "://" in path
 
 
+EXTRAS = {"gs": "gs", "gcs": "gs", "s3": "s3"}  # of setup_tpu.sh, which bring a storage's package
+# They would print a traceback of each failed try; `persist` reports failures in a sentence.
+LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore", "asyncio"
+
 # --- Storage ------------------------------------------------------------------------------------------------------
 
 
 def filesystem(path):
-    """(fsspec's file system of a local path or remote address, the path in it). Raises UserError where there is no such
-    kind of address."""
-    kind, settings = path.split("://")[0] if is_remote(path) else "", {}
-    if kind:
-        quiet_storage()
+    """(fsspec's file system of a local path or remote address, the path in it). Raises UserError."""
+    kind, settings = path.split("://")[0], {}
+    for library in LIBRARIES if is_remote(path) else ():
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     if kind in ("gs", "gcs"):
         import aiohttp
 
@@ -46,20 +47,12 @@ def filesystem(path):
     try:
         return fsspec.core.url_to_fs(path, **settings)
     except (ImportError, ValueError) as e:
-        extra = {"gs": "gs", "gcs": "gs", "s3": "s3"}.get(kind)
-        if extra and isinstance(e, ImportError):
-            words = f"the package for this storage is missing; bash setup_tpu.sh {extra} adds it"
-        else:
-            words = f"is no address that can be used ({e})"
+        words = f"is no address that can be used ({e})"
+        if kind in EXTRAS and isinstance(e, ImportError):
+            words = (
+                f"the package for this storage is missing; bash setup_tpu.sh {EXTRAS[kind]} adds it"
+            )
         raise UserError(f"{path}: {words}.") from None
-
-
-@functools.cache
-def quiet_storage():
-    """Keep libraries from printing a traceback of each failed try; `persist` reports failures in a sentence."""
-    libraries = "gcsfs s3fs fsspec google aiohttp aiobotocore botocore asyncio"
-    for library in libraries.split():
-        logging.getLogger(library).setLevel(logging.CRITICAL)
 
 
 # Seconds before each further try; storage that fails for a minute costs no run.
@@ -85,8 +78,8 @@ def persist(work, path):
                     f"{path} cannot be used ({said}); check that the storage is there and that this machine's "
                     f"credentials are good for it."
                 ) from None
-            if pause == 4:  # stdout may be one JSON object
-                print(f"warning: {path} ({said}); trying again", file=sys.stderr, flush=True)
+            if pause == 4:
+                warn(f"{path} ({said}); trying again")
             time.sleep(pause * random.uniform(0.5, 1.0))  # hosts should not all retry at once
 
 
@@ -94,8 +87,18 @@ def is_denied(error):
     """Whether an error of a library for storage means missing rights."""
     if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
         return True
-    names = "DefaultCredentialsError", "NoCredentialsError"
-    return type(error).__name__ in names or getattr(error, "code", None) in (401, 403)
+    missing = type(error).__name__ in ("DefaultCredentialsError", "NoCredentialsError")
+    return missing or getattr(error, "code", None) in (401, 403)
+
+
+def names_in(folder):
+    """Names of what a local folder or remote address holds; none where it is not there."""
+    fs, there = filesystem(folder)
+    try:
+        paths = persist(lambda: fs.ls(there, detail=False), folder)
+    except FileNotFoundError:
+        return []
+    return [os.path.basename(path.rstrip("/")) for path in paths]
 
 
 # --- Files that appear whole --------------------------------------------------------------------------------------
@@ -162,16 +165,13 @@ def replacing(path, lasting=True):
             os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
         with interrupts.ending:
             os.replace(part, path)
-    except BaseException:
-        remove()
-        raise
     finally:
+        remove()  # which finds nothing once that is done
         interrupts.given_back.remove(remove)
 
 
 def write_file(path, content):
-    """Write bytes or text to a local path or remote address; a reader sees the old content or the new, no mixture.
-    Raises UserError where it cannot be written."""
+    """Write bytes or text to a path or address; a reader sees the old content or the new. Raises UserError."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):  # an object appears whole when its upload ends
         fs, there = filesystem(path)
@@ -202,8 +202,7 @@ def check_place(path, flag):
 
 
 def read_file(path):
-    """Bytes of a local file or remote object, or None where there is none. Raises UserError where it is no such thing
-    or may not be read."""
+    """Bytes of a local file or remote object, None where there is none. Raises UserError where it cannot be read."""
     fs, there = filesystem(path)
     try:
         return persist(lambda: fs.cat_file(there), path)
@@ -214,8 +213,7 @@ def read_file(path):
 
 
 def read_json(*path):
-    """The object in a local JSON file or remote object, its path in parts; {} where there is none. Raises UserError
-    where it holds something else."""
+    """The object in a JSON file, its path in parts; {} where there is none. Raises UserError where it is no object."""
     path = os.path.join(*path)
     content = read_file(path)
     try:

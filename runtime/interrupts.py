@@ -9,6 +9,7 @@ import sys
 from _thread import allocate_lock
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
+PACKAGES = "jax", "optax", "orbax", "tiktoken", "fsspec"  # that every program needs
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
 
 given_back = []  # functions that release what is held of others; they run also where the process ends at once
@@ -51,15 +52,14 @@ def at_once(words):
 def begin(words="interrupted"):
     """What every program begins with: `at_once`, then the end with a sentence where packages are missing."""
     at_once(words)
-    from runtime import packages  # here: a signal while it is imported is heard
+    from importlib.util import find_spec  # here: a signal while it is imported is heard
 
-    packages.check()
-
-
-def as_usual():
-    """Give the signals back to Python: KeyboardInterrupt, and the end."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for name in PACKAGES:
+        if find_spec(name) is None:
+            advice = "source .venv/bin/activate, which bash setup_tpu.sh makes"
+            error = f"error: {sys.executable} has no package {name}: first {advice}."
+            print(error, file=sys.stderr)
+            sys.exit(2)
 
 
 def run(program):
@@ -69,8 +69,9 @@ def run(program):
 
     from runtime import messages
 
-    try:
-        as_usual()
+    try:  # with the signals as Python has them: KeyboardInterrupt, and the end
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         messages.one_sentence(program)
         sys.exit()
     except KeyboardInterrupt:

@@ -49,7 +49,13 @@ def size(n, of=1000):
     return f"{n / of**power:.{2 * bool(power)}f} {' KMG'[power].strip()}{unit}"
 
 
-def say(*words):
+def say(words):
     """Print a line with the time of day, at once."""
     with contextlib.suppress(OSError):  # a full disk under the log ends no training
-        print(time.strftime("%H:%M:%S"), *words, flush=True)
+        print(time.strftime("%H:%M:%S"), words, flush=True)
+
+
+def warn(words):
+    """Print a warning on stderr, as `say` does: stdout may be one JSON object."""
+    with contextlib.suppress(OSError):
+        print(f"warning: {words}", file=sys.stderr, flush=True)

@@ -104,15 +104,16 @@ def value_of(f, words):
     choices = get_args(one)
 
     def convert(word):
+        value = word if word in choices else None
         if f.metadata.get("path"):
             word = os.path.expanduser(word)
-        if word in choices:
-            return word
-        with contextlib.suppress(ValueError):
-            if not choices:
-                return one(word)
-        near = nearest(word, choices)
-        raise UserError(f"{shown(f)} {word:.40}: must be {wanted(f)}{near}; see --help.")
+        if not choices:
+            with contextlib.suppress(ValueError):
+                value = one(word)
+        must = wanted(f) + nearest(word, choices) if value is None else beyond(f, value)
+        if must:
+            raise UserError(f"{shown(f)} {word:.40}: must be {must}; see --help.")
+        return value
 
     values = tuple(map(convert, words))
     return values[0] if n in (0, 1) else values
@@ -122,39 +123,31 @@ def value_in_file(f, value):
     """The value of a field that `value` in a JSON file means. Raises UserError with what it must be."""
     one, n = type_of(f)
     choices, values = get_args(one), value if isinstance(value, list) else [value]
-
-    def fits(v):
-        return v in choices if choices else type(v) is one or (one is float and type(v) is int)
-
-    if len(values) != max(1, n) or not all(map(fits, values)):
-        raise UserError(wanted(f))
-    for limit in filter(None, (beyond(v, **f.metadata) for v in values)):
-        raise UserError(limit)
     if one is float:
-        values = [float(v) for v in values]
+        values = [float(v) if type(v) is int else v for v in values]
+    fitting = [v for v in values if (v in choices if choices else type(v) is one)]
+    if len(values) != max(1, n) or fitting != values:
+        raise UserError(wanted(f))
+    for v in values:
+        if limit := beyond(f, v):
+            raise UserError(limit)
     return tuple(values) if n > 1 else values[0]
 
 
-def beyond(n, least=None, most=None, below=math.inf, **_):
-    """In words, which bound of a flag a number breaks; None where it breaks none, or is no number."""
+def beyond(f, n):
+    """In words, which bound of a field a value breaks; "" where it breaks none, or is no number."""
     if type(n) not in MOST:
-        return None
-    most = MOST[type(n)] if most is None else most
-    least = -most if least is None else least
-    bounds = {
-        "a number": not math.isnan(n),
-        f"at least {least}": n >= least,
-        f"at most {most}": n <= most,
-        f"below {below}": n < below,
-    }
-    return next((words for words, holds in bounds.items() if not holds), None)
-
-
-def check_number(flag, value, **facts):
-    """Raises UserError where a flag's value is a number, or has one, beyond the bounds in `facts`."""
-    for n in value if isinstance(value, tuple) else (value,):
-        if limit := beyond(n, **facts):
-            raise UserError(f"--{flag} {n!s:.40}: must be {limit}.")
+        return ""
+    most = f.metadata.get("most", MOST[type(n)])
+    least = f.metadata.get("least", -most)
+    below = f.metadata.get("below", math.inf)
+    if math.isnan(n):
+        return "a number"
+    if n < least:
+        return f"at least {least}"
+    if n > most:
+        return f"at most {most}"
+    return "" if n < below else f"below {below}"
 
 
 # --- Command line --------------------------------------------------------------------------------------------------
@@ -162,16 +155,9 @@ def check_number(flag, value, **facts):
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
 
 
-def words_of(f, value):
-    """A flag and its value as words of a command line."""
-    if isinstance(value, bool):
-        return [f"--{f.name}" if value else f"--no_{f.name}"]
-    return [f"--{f.name}", *map(str, value if isinstance(value, tuple) else (value,))]
-
-
 def read_words(kind, argv, program, others=None, defaults=None):
     """({flag: value}, the words of flags that `others` alone has) of a command line whose flags are fields of the
-    dataclass `kind`. Raises UserError for what does not parse.
+    dataclass `kind`. Raises UserError for what does not parse, and where a flag without a default is missing.
 
     `--help` prints the help and exits; defaults(given) -> {flag: value} that it shows of flags that were not given.
     """
@@ -183,6 +169,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
     if help_asked:
         words = [word for word in argv if word not in ("-h", "--help", "all")]
     while words:
+        before = [*words]
         word = words.pop(0)
         if FLAG.match(word):
             f, values = read_flag(word, words, known)
@@ -194,7 +181,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
             raise UserError(f"{word!r:.40}: belongs to no flag; see --help.")
         value = value_of(f, values)
         if f.name not in own:
-            rest += words_of(f, value)
+            rest += before[: len(before) - len(words)]
         elif type_of(f)[1] < 0:
             given[f.name] = given.get(f.name, ()) + value
         else:
@@ -203,27 +190,29 @@ def read_words(kind, argv, program, others=None, defaults=None):
         values = defaults(given) if defaults else {}
         print(help_of(kind, program, values, others, whole="all" in argv), flush=True)
         sys.exit()
+    for name, f in own.items():
+        if name not in given and f.default is dataclasses.MISSING:
+            raise UserError(f"{shown(f)}: is missing; see --help.")
     return given, rest
 
 
 def read_flag(word, words, known):
-    """(field, the words of its value) of a flag, `word`, and what is taken off the `words` after it. known: {flag:
-    field}."""
+    """(field, words of its value) of a flag, `word`; these are taken off the `words` after it. known: {flag: field}."""
     flag, equals, value = word.partition("=")
     name = flag.lstrip("-").replace("-", "_")
-    name = renamed(known).get(name, name)
-    f = known.get(name) or known.get(name.removeprefix("no_"))
-    switches = [n for n in known if type_of(known[n])[1] == 0]
-    if not flag.startswith("--") or f is None or (f.name != name and f.name not in switches):
-        flags = [f"--{n}" for n in known] + [f"--no_{n}" for n in switches]
-        raise UserError(f"{flag}: there is no such flag{nearest(flag, flags)}; see --help.")
-    if f.name in switches:
-        if equals:
-            raise UserError(f"{word:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
+    switches = {f"no_{n}": f for n, f in known.items() if type_of(f)[1] == 0}
+    by_name = known | switches | {old: known[n] for old, n in renamed(known).items()}
+    f = by_name.get(name)
+    if not flag.startswith("--") or f is None:
+        near = nearest(flag, [f"--{n}" for n in by_name])
+        raise UserError(f"{flag}: there is no such flag{near}; see --help.")
+    _, n = type_of(f)
+    if n == 0 and equals:
+        raise UserError(f"{word:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
+    if n == 0:
         return f, [name == f.name]
     if equals:
         return f, [value]
-    _, n = type_of(f)
     follow = itertools.takewhile(lambda word: not re.match(r"--[A-Za-z][\w-]*(=|$)", word), words)
     values = list(itertools.islice(follow, n if n > 0 else None))
     if len(values) < max(1, n):
@@ -247,8 +236,7 @@ def texts_below(kind):
 
 
 def help_of(kind, program, defaults, others, whole):
-    """What --help prints of the dataclass `kind`: the flags of a first week if there are such, all of them if `whole`.
-    defaults: {flag: value}, of the fields where it has none."""
+    """What --help prints of the dataclass `kind`: the flags of a first week, or all of them if `whole`."""
     fields = fields_of(kind)
     places = [shown(f).upper() for f in fields.values() if f.metadata.get("positional")]
     usage = " ".join([f"usage: python {program}", *places, "[--flag value ...] [--help]"])

@@ -32,9 +32,8 @@ PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)
 
 def accelerator():
     """What this machine computes on: "tpu", "gpu" or "cpu", also before jax is installed. JAX_PLATFORMS wins."""
-    named = {"cpu": "cpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
-    if (chosen := chosen_platform()) in named:
-        return named[chosen]
+    if (chosen := chosen_platform()) in ("cpu", "tpu", "gpu"):
+        return chosen
     # WSL has no /dev/nvidia0; looking at /dev first spares the second that nvidia-smi takes
     if glob.glob("/dev/nvidia[0-9]*") or nvidia_smi_lists_gpus():
         return "gpu"
@@ -49,7 +48,7 @@ def accelerator():
 def platform():
     """The platform that jax will choose, found without importing it: that of the accelerator, if jax has the plugin."""
     if chosen := chosen_platform():
-        return {"cuda": "gpu", "rocm": "gpu"}.get(chosen, chosen)
+        return chosen
     found = accelerator()
     plugins = PLUGINS.get(found, ())
     return found if any(importlib.util.find_spec(name) for name in plugins) else "cpu"
@@ -57,7 +56,8 @@ def platform():
 
 def chosen_platform():
     """The first platform of JAX_PLATFORMS, "" where nothing is chosen."""
-    return os.environ.get("JAX_PLATFORMS", "").split(",")[0]
+    name = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
+    return "gpu" if name in ("cuda", "rocm") else name
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import hashlib
 import ipaddress
 import math
 import os
@@ -13,6 +12,7 @@ import statistics
 import sys
 import threading
 import time
+import zlib
 from collections import deque
 
 import jax
@@ -32,20 +32,15 @@ LOSS = re.compile(
 )
 
 
-def is_loss(error):
-    """Whether an error means that another process was lost."""
-    return LOSS.search(str(error)) is not None
-
-
-def end_for_loss():
-    """End this process because another one was lost."""
-    what = "another process of this run was lost; its log says why"
-    interrupts.end(75, f"error: {what}, and the same command on all resumes from a checkpoint.")
+def end_if_lost(error):
+    """End this process where an error means that another one was lost."""
+    if LOSS.search(str(error)):
+        what = "another process of this run was lost; its log says why"
+        interrupts.end(75, f"error: {what}, and the same command on all resumes from a checkpoint.")
 
 
 def join_processes(cfg):
-    """Meet the other processes of the run, if there are any: at --coordinator, or where a TPU pod, Slurm or Kubernetes
-    tells jax. Raises UserError."""
+    """Meet the other processes of the run: at --coordinator, or where a TPU pod, Slurm or Kubernetes tells jax."""
     run = cfg.run
     if run.num_processes == 1:
         return
@@ -117,13 +112,11 @@ def is_reachable(host):
 def end_too_late(run, limit):
     """End this process because the others did not come within `limit` seconds: jax would end in a stack trace."""
     where = f" at --coordinator {run.coordinator}" if run.coordinator else ""
-    print(
+    words = (
         f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet{where} within {limit} s; is the "
-        f"same command running on every host, each with its own --process_id, and can that be reached?",
-        file=sys.stderr,
-        flush=True,
+        f"same command running on every host, each with its own --process_id, and can that be reached?"
     )
-    os._exit(1)  # not 2: another try may succeed
+    interrupts.end(1, words)  # not 2: another try may succeed
 
 
 def all_of(here):
@@ -137,8 +130,7 @@ ANOTHER = "another process failed; its log says why."
 
 
 def together(error):
-    """Raise an error on all processes or on none. error: what this process failed with, or None; where only others
-    failed, a UserError."""
+    """Raise an error on all processes or on none. error: what this one failed with, or None."""
     if not all_of(error is None):
         raise error or UserError(ANOTHER)
 
@@ -186,8 +178,8 @@ def check_agreement(flags, data, folder):
 
 def same_everywhere(things):
     """Raise UserError on all processes if the {name: value} `things` are not the same on each of them."""
-    digests = [hashlib.sha256(repr(value).encode()).digest()[:4] for value in things.values()]
-    mine = np.array([np.frombuffer(digest, np.uint32)[0] for digest in digests])
+    sums = [zlib.crc32(repr(value).encode()) for value in things.values()]
+    mine = np.array(sums, np.uint32)
     every = multihost_utils.process_allgather(mine)
     for process, theirs in enumerate(every):
         differ = [name for name, a, b in zip(things, theirs, every[0]) if a != b]

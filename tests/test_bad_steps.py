@@ -1,12 +1,9 @@
-"""Bad steps: counted, and after several in a row a rollback, a few times at most."""
+"""Bad steps: counted, and after several in a row a rollback. tests/test_faults.py has whole runs."""
 
 import json
 import math
 
-import pytest
-
-from runtime import messages
-from training.bad_steps import MAX_ROLLBACKS, BadSteps, Rollback
+from training.bad_steps import BadSteps, Rollback
 
 NAN, INF = math.nan, math.inf
 PER_STEP = 8  # sequences
@@ -51,34 +48,6 @@ def test_the_rollback_leads_before_the_first_bad_step_and_past_the_data_of_the_l
         7, 7 * PER_STEP, NAN, NAN
     )  # its metrics were under way; its data is read again
     assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
-
-
-def test_after_a_rollback_counting_begins_anew_but_the_total_stays(capsys):
-    bad_steps = BadSteps(limit=2)
-    observe(bad_steps, [4.0, NAN, NAN, NAN])
-    bad_steps.rolled_back(0)
-    assert (bad_steps.total, bad_steps.consecutive, bad_steps.due) == (2, 0, None)
-    assert bad_steps.rollbacks == 1 and not bad_steps.in_progress
-    assert (
-        "rollback 1 of 3 to step 0; training continues with the data after sequence 24"
-        in capsys.readouterr().out
-    )
-
-
-def test_after_the_last_rollback_the_run_ends():
-    bad_steps = BadSteps(limit=2)
-    for _ in range(MAX_ROLLBACKS):
-        observe(bad_steps, [NAN, NAN], first=5)
-        bad_steps.check()
-        bad_steps.rolled_back(4)
-    bad_steps.check()  # nothing is due
-    observe(bad_steps, [NAN, NAN], first=5)
-    with pytest.raises(
-        messages.UserError,
-        match="--max_bad_steps 2: 2 steps in a row from step 5 on .*after 3 rollbacks",
-    ):
-        bad_steps.check()
-    assert bad_steps.due, "so that nothing is saved"
 
 
 def test_what_a_checkpoint_keeps_goes_on_as_if_nothing_had_been():

@@ -36,7 +36,6 @@ from data.sources.kinds import open_source
 from inference import weights
 from runtime import files, interrupts, locks, messages, processes
 from training import checkpointing, steps
-from training.run_checkpoints import RunCheckpoints
 
 # --- Numbers that are not finite ----------------------------------------------------------------------------------
 
@@ -135,15 +134,6 @@ def test_after_three_rollbacks_the_run_ends(train, poison, tmp_path, capsys):
     assert [p.name for p in (tmp_path / "runs/run/checkpoints").iterdir()] == ["4"]
 
 
-def test_a_run_without_a_checkpoint_rolls_back_to_its_beginning(train, poison, tmp_path, capsys):
-    poison([2, 3])
-    assert train(**TINY, max_bad_steps=2, training_steps=5) == 0
-    assert (
-        "to step 0; training continues with the data after sequence 24" in capsys.readouterr().out
-    )
-    assert meta_of(tmp_path / "runs/run", 5)["sequences"] == 24 + 5 * 8
-
-
 # --- Checkpoints --------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +187,7 @@ def test_a_checkpoint_truncated_anywhere_is_passed_over(two_checkpoints, tmp_pat
         os.truncate(part, rng.randrange(part.stat().st_size))
         passed_over += restored(tmp_path / str(n)) == 1  # what no reader looks at may be missing
     assert passed_over >= 16
-    assert capsys.readouterr().out.count("resuming from checkpoint 1") == passed_over
+    assert capsys.readouterr().err.count("resuming from checkpoint 1") == passed_over
 
 
 def in_meta(checkpoint, old, new):
@@ -230,7 +220,7 @@ def test_damage_of_every_kind_is_said_in_two_lines(two_checkpoints, tmp_path, ca
         shutil.copytree(two_checkpoints, tmp_path / name)
         damage(tmp_path / name / "2")
         assert restored(tmp_path / name) == 1, name
-        first, second = capfd.readouterr().out.splitlines()
+        first, second = capfd.readouterr().err.splitlines()
         assert "warning: checkpoint 2 is damaged (" in first, name
         assert "warning: resuming from checkpoint 1; the steps from 2 to 2 were lost" in second
 
@@ -272,36 +262,11 @@ def test_the_newest_every_kth_and_the_best_are_kept(tmp_path):
 
 
 def test_a_run_whose_last_checkpoint_is_not_written_ends_in_an_error(train, capsys, monkeypatch):
-    monkeypatch.setattr(RunCheckpoints, "has", lambda *_: False)
+    monkeypatch.setattr(checkpointing.Checkpoints, "save", lambda *_: None)
     assert train(**TINY, training_steps=1) == 1
     done = capsys.readouterr()
     assert "the last checkpoint, of step 1, is not written; make room and rerun" in done.err
     assert "done at" not in done.out and "saved in" not in done.out, "one ending"
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk]
-    if os.getuid() or subprocess.run(mount).returncode:
-        pytest.skip("nothing can be mounted here")
-    yield disk
-    subprocess.run(["umount", disk])
-
-
-def test_a_disk_that_fills_up_during_a_save_leaves_the_older_checkpoint(small_disk, capsys):
-    checkpoints = checkpointing.Checkpoints(str(small_disk / "c"), 3)
-    checkpoints.save(1, state_of(1), 1, {})
-    checkpoints.save(2, state_of(2, 1_000_000), 2, {})  # full among the arrays
-    checkpoints.finish()
-    assert checkpoints.saved is None and sorted(os.listdir(small_disk / "c")) == ["1"]
-    assert "warning: checkpoint 2 could not be written (" in capsys.readouterr().out
-    checkpoints.save(4, state_of(4), 4, {})
-    checkpoints.close()
-    assert checkpoints.saved == 4 and sorted(os.listdir(small_disk / "c")) == ["1", "4"]
-    assert restored(small_disk / "c") == 4
 
 
 def test_checkpoints_are_listed_verified_and_pruned(tmp_path, capsys):
@@ -433,18 +398,11 @@ def test_a_lock_whose_file_its_holder_removes_meanwhile_is_not_taken(tmp_path, m
     assert "wait for its end" in refusal(tmp_path)
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
-    train, small_disk, tmp_path, capsys
-):
+def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(train, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
-    with contextlib.suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as f:
-        while f.write(b"x" * 4096):
-            pass
-    for place in (tmp_path / "file", "/proc", small_disk):
+    for place in (tmp_path / "file", "/proc"):
         with pytest.raises(messages.UserError, match=r"^[^\n]* cannot be written \("):
             train(**TINY, output_dir=place)
-    with pytest.raises(messages.UserError, match="cannot be written .No space left"):
-        files.write_file(str(small_disk / "plan.json"), "x" * 9000)
     for place in ("/proc/plan.json", tmp_path):
         with pytest.raises(messages.UserError, match="--plan_json .*: cannot be written"):
             files.check_place(str(place), "--plan_json")
@@ -453,7 +411,6 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(
     assert said.startswith("warning: --compilation_cache /proc/cache/entry: cannot be written (")
     files.check_place(str(tmp_path / "new/plan.json"), "--plan_json")
     assert not (tmp_path / "new").exists()
-    assert [p.name for p in small_disk.iterdir()] == ["fill"]
 
 
 def test_a_file_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypatch):
@@ -728,7 +685,7 @@ class Pair:
         env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "RESTART_PAUSE": "0"}
         env.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax sets it here
         supervise = ["bash", ROOT / "tools/cluster/supervise.sh", str(restarts)]
-        self.supervisors, self.sinks = [], []
+        self.supervisors = []
         for i in range(2):
             own = self.folder / str(i)
             own.mkdir()
@@ -737,12 +694,9 @@ class Pair:
             program = [sys.executable, self.folder / "driver.py", json.dumps(faults_here)]
             words = [*supervise, own, *program, "--preset", "tiny"]
             words += flags_of(**flags, process_id=i)
-            with open(own / "log", "w") as log:  # by a pipe, which has no RLIMIT_FSIZE
-                sink = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
-            out = dict(stdout=sink.stdin, stderr=subprocess.STDOUT)
-            self.sinks.append(sink)
-            self.supervisors.append(subprocess.Popen(words, env=env, **out))
-            sink.stdin.close()
+            with open(own / "log", "w") as log:
+                out = dict(stdout=log, stderr=subprocess.STDOUT)
+                self.supervisors.append(subprocess.Popen(words, env=env, **out))
 
     def log(self, i):
         return (self.folder / str(i) / "log").read_text()
@@ -758,10 +712,7 @@ class Pair:
             return None
 
     def wait(self):
-        statuses = [s.wait(300) for s in self.supervisors]
-        for sink in self.sinks:
-            sink.wait(30)
-        return statuses
+        return [supervisor.wait(300) for supervisor in self.supervisors]
 
     def end(self):
         for i, supervisor in enumerate(self.supervisors):
@@ -769,7 +720,6 @@ class Pair:
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.kill(self.pid(i), signal.SIGKILL)
             supervisor.wait(30)
-            self.sinks[i].wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -795,16 +745,15 @@ def undisturbed(pair):
     return meta_of(whole.run, STEPS), metrics_of(whole.run)
 
 
-KILLS = int(os.environ.get("FAULT_KILLS", 3))
+KILLS = int(os.environ.get("FAULT_KILLS", 2))
 
 
 def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
     """kill -9 of either process, at moments spread over the interval between saves and so within saves too."""
     rng = random.Random(KILLS)
     disturbed = pair("killed", restarts=99, pause=0.06)
-    after = [
-        SAVE * (n + rng.random()) / KILLS for n in range(KILLS)
-    ]  # steps since a multiple of SAVE
+    # steps since a multiple of SAVE
+    after = [SAVE * (n + rng.random()) / KILLS for n in range(KILLS)]
     rng.shuffle(after)
     lives = 0
     for n, further in enumerate(after):

@@ -46,16 +46,8 @@ def assert_bitwise(a, b):
     assert not different, different
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(optimizer="muon", mesh=(2, 2, 2), pp_interleave=2),
-        dict(optimizer="adamw", layers_per_block=3, blocks=1),  # both kinds of layers
-    ],
-    ids=["muon in rounds", "adamw"],
-)
-def test_resume_is_bitwise(train, tmp_path, flags):
-    flags = dict(flags, dropout_rate=0.1)
+def test_resume_is_bitwise(train, tmp_path):
+    flags = dict(optimizer="muon", mesh=(2, 2, 2), pp_interleave=2, dropout_rate=0.1)
     assert train(**flags, name="whole", training_steps=12) == 0
     assert train(**flags, name="parts", training_steps=7) == 0  # not a multiple of eval_every
     assert train(**flags, name="parts", training_steps=12) == 0
@@ -78,29 +70,25 @@ def test_resume_on_another_mesh_sees_the_same_batches(train, tmp_path, monkeypat
     monkeypatch.setattr(main, "put_batch", watched)
     assert train(name="whole", training_steps=8) == 0
     assert train(name="moved", training_steps=4) == 0
-    # train_batch_size and val_batch_size are not given again, and follow dp and accumulation_steps
-    moved = dict(
-        mesh=(2, 2, 2),
-        accumulation_steps=2,
-        microbatches=2,
-        pp_interleave=2,
-        train_batch_size=None,
-        val_batch_size=None,
-    )
+    # the batch sizes are not given again, and follow dp and accumulation_steps
+    moved = dict(mesh=(2, 2, 2), accumulation_steps=2, microbatches=2, pp_interleave=2)
+    moved |= dict(train_batch_size=None, val_batch_size=None)
     assert train(name="moved", training_steps=8, **moved) == 0
     assert np.array_equal(np.stack(read[:8]), np.stack(read[8:]))
     whole, moved = metrics_of(tmp_path / "runs" / "whole"), metrics_of(tmp_path / "runs" / "moved")
     for a, b in zip(whole, moved, strict=True):
-        assert a.keys() == b.keys() and all(
-            abs(a[k] - b[k]) < 1e-4 for k in a if k.startswith("loss")
-        ), (a, b)
+        far = [k for k in a if k.startswith("loss") and abs(a[k] - b[k]) > 1e-4]
+        assert a.keys() == b.keys() and not far, (a, b)
     stored = json.loads((tmp_path / "runs" / "moved" / "config.json").read_text())
     assert stored["train_batch_size"] == 2
 
 
 def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path):
+    """Another optimizer than above, and both kinds of layers."""
     number = signal.SIGINT
-    flags = dict(SMALL_RUN, n_device_axis=(1, 1, 1), n_devices=1, name="run", data=shards)
+    other = dict(optimizer="adamw", layers_per_block=3, blocks=1)
+    flags = SMALL_RUN | other
+    flags |= dict(n_device_axis=(1, 1, 1), n_devices=1, name="run", data=shards)
     flags |= dict(train_batch_size=8, val_batch_size=8, output_dir=tmp_path / "runs")
     flags |= dict(compilation_cache=xla_cache, eval_every=5, eval_steps=2, training_steps=100_000)
     words = [sys.executable, str(ROOT / "main.py"), "--preset", "tiny", *flags_of(**flags)]
@@ -121,25 +109,19 @@ def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, t
     assert "a third signal ends it at once, losing the steps from 1 to " in out
     step = max(int(p) for p in os.listdir(tmp_path / "runs" / "run" / "checkpoints"))
     assert [row["step"] for row in metrics_of(metrics.parent)] == list(range(1, step + 1))
-    assert train(training_steps=step + 3) == 0
-    assert train(training_steps=step + 3, name="whole") == 0
+    assert train(**other, training_steps=step + 3) == 0
+    assert train(**other, training_steps=step + 3, name="whole") == 0
     runs = tmp_path / "runs"
     assert_bitwise(checkpoint_of(runs / "run", step + 3), checkpoint_of(runs / "whole", step + 3))
     assert metrics_of(runs / "run") == metrics_of(runs / "whole")
 
 
-def damage(folder, how):
-    """Damage the largest file of a checkpoint."""
+def damage(folder):
+    """Change a bit of the largest file of a checkpoint."""
     largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(largest.read_bytes())
-    if how == "truncated":
-        del content[len(content) // 2 :]
-    elif how == "flipped":
-        content[len(content) // 2] ^= 4
-    if how == "missing":
-        largest.unlink()
-    else:
-        largest.write_bytes(content)
+    content[len(content) // 2] ^= 4
+    largest.write_bytes(content)
 
 
 def test_resume_passes_over_damaged_checkpoints_and_refuses_where_all_are(train, tmp_path, capsys):
@@ -147,17 +129,15 @@ def test_resume_passes_over_damaged_checkpoints_and_refuses_where_all_are(train,
         assert train(training_steps=step) == 0
     run = tmp_path / "runs" / "run"
     sound = checkpoint_of(run, 4)
-    for how in ("truncated", "flipped", "missing"):
-        damage(run / "checkpoints" / "4", how)
-        capsys.readouterr()
-        assert train(training_steps=4) == 0
-        said = capsys.readouterr().out
-        assert "checkpoint 4 is damaged" in said and "resuming from checkpoint 2" in said
-        assert "3 to 4" in said
-        assert_bitwise(sound, checkpoint_of(run, 4))
-    assert [p.name.split("-")[0] for p in (run / "checkpoints-damaged").iterdir()] == ["4"] * 3
+    damage(run / "checkpoints" / "4")
+    assert train(training_steps=4) == 0
+    said = capsys.readouterr().err
+    assert "checkpoint 4 is damaged" in said and "resuming from checkpoint 2" in said
+    assert "3 to 4" in said
+    assert_bitwise(sound, checkpoint_of(run, 4))
+    assert [p.name.split("-")[0] for p in (run / "checkpoints-damaged").iterdir()] == ["4"]
     for step in "24":
-        damage(run / "checkpoints" / step, "truncated")
+        damage(run / "checkpoints" / step)
     with pytest.raises(messages.UserError, match=r"every checkpoint in .* is damaged \(4, 2\)"):
         train(training_steps=4)
 
@@ -165,17 +145,14 @@ def test_resume_passes_over_damaged_checkpoints_and_refuses_where_all_are(train,
 def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shards, tmp_path):
     assert train(training_steps=2) == 0
     before = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes()
-    for flag, value in dict(
-        n_shared=2, max_lr=1e-4, seed=3, T=16, train_batch_size=16, accumulation_steps=2
-    ).items():
-        with pytest.raises(messages.UserError) as e:
+    others = dict(n_shared=2, max_lr=1e-4, seed=3, T=16, train_batch_size=16)
+    for flag, value in others.items():
+        with pytest.raises(messages.UserError, match=f"--{flag} {value}: .* --name"):
             train(training_steps=4, **{flag: value})
-        assert ("train_batch_size" if flag == "accumulation_steps" else flag) in str(
-            e.value
-        ) and str(value) in str(e.value)
-    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == before, (
-        "a refusal writes nothing"
-    )
+    with pytest.raises(messages.UserError, match="--train_batch_size 8: .* 8 x 2"):
+        train(training_steps=4, accumulation_steps=2)
+    now = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes()
+    assert now == before, "a refusal writes nothing"
     other = tmp_path / "other"
     shutil.copytree(shards, other)
     assert train(training_steps=3, data=other) == 0  # the same shards elsewhere
@@ -186,7 +163,7 @@ def test_resume_refuses_what_changes_the_model_the_data_or_the_batch(train, shar
     assert train(training_steps=4, eval_every=2, eval_steps=1, remat="full", microbatches=2) == 0
 
 
-def test_a_torn_config_is_one_sentence_and_torn_logs_are_read_as_far_as_they_go(train, tmp_path):
+def test_a_torn_config_is_one_sentence_and_torn_samples_are_no_error(train, tmp_path):
     assert train(training_steps=2) == 0
     run = tmp_path / "runs" / "run"
     good = (run / "config.json").read_text()
@@ -205,10 +182,5 @@ def test_a_torn_config_is_one_sentence_and_torn_logs_are_read_as_far_as_they_go(
     with pytest.raises(messages.UserError, match=r"config\.json: is not JSON"):
         weights.open_weights(str(run))
     (run / "config.json").write_text(good)
-    with open(run / "metrics.jsonl", "ab") as f:
-        f.write(
-            b'5\n[1]\n{"x": 1}\n{"step": "2", "loss/train_loss": 1}\n\xff\xfe\n{"step": 2, "loss/tr'
-        )
     (run / "samples.txt").write_bytes(b"=== step x\n\xff\n=== step 2\n--- 0\n=== step \n")
     assert train(training_steps=4) == 0
-    assert [row["step"] for row in metrics_of(run)] == [1, 2, 3, 4]

@@ -116,7 +116,7 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
 
     monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
     planned = plan.answer(cfg, machines.parse_machine("v4:2x2x1"))
-    runlog.Progress(cfg, planned=main.planned_speed(cfg)).print(
+    runlog.Progress(cfg, plan=main.plan_of(cfg)).print(
         row(5.5), Halfway(planned.tokens_per_second / 4), None
     )
     line = capsys.readouterr().out

@@ -147,8 +147,8 @@ def row(worker, speed, per_cpu_second, first):
     """The numbers of one Worker, of its tokens per second and per CPU second in each round. first: the speeds of the
     first worker."""
     about, mfu = worker.about, None
-    if peak := chips.peak_flops(about["device"]):
-        mfu = quartiles(speed * about["flops_per_token"] / peak / about["devices"])
+    if chip := chips.chip_of(about["device"]):
+        mfu = quartiles(speed * about["flops_per_token"] / chip.peak / about["devices"])
     return about | dict(
         name=worker.name,
         rounds=len(speed),

@@ -21,11 +21,11 @@ class Options:
     model: str = flag(MISSING, positional=True)
     """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, or a local folder in the
     Hugging Face format."""
-    n_device_axis: Mesh = utils.Run.n_device_axis
+    n_device_axis: Mesh = flag(utils.Run.n_device_axis, most=MANY)
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
-    n_devices: int = utils.Run.n_devices
+    n_devices: int = flag(utils.Run.n_devices, least=0, most=MANY)
     """Devices to use, as for main.py; 0: all that are present."""
-    T: int = flag(0, least=0)
+    T: int = flag(0, least=0, most=2**22)
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
     trained with or, for one that was imported, was made for. Rotary models take more, GPT-2 has no positions then."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
@@ -40,16 +40,16 @@ class Sample(Options, utils.Sample):
 
     prompt: tuple[str, ...] = (utils.Sample.prompt,)
     """Texts to continue."""
-    inference_batch: int = 1
+    inference_batch: int = flag(1, least=1, most=MANY)
     """Samples to draw of each prompt."""
-    max_tokens: int | None = None
+    max_tokens: int | None = flag(None, least=1)
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
     """What precedes a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
     trained here, for others what their own tokenizer puts there."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
-    seed: int = utils.Run.seed
+    seed: int = flag(utils.Run.seed, least=0)
     """Seed of the draws."""
 
 

@@ -65,8 +65,8 @@ class BadSteps:
             self.due = Rollback(step + 1 - self.consecutive, sequences, self.total)
 
     def check(self):
-        """Raise UserError where a rollback is due after MAX_ROLLBACKS of them."""
-        if self.due and self.rollbacks == MAX_ROLLBACKS:
+        """Raise UserError where the rollback that is due comes after MAX_ROLLBACKS of them."""
+        if self.rollbacks == MAX_ROLLBACKS:
             raise UserError(
                 f"--max_bad_steps {self.limit}: {self.limit} steps in a row from step {self.due.before} on had a loss "
                 f"or gradient that is not finite, after {MAX_ROLLBACKS} rollbacks; look at the losses before, or begin "

@@ -11,13 +11,12 @@ import utils
 from runtime.files import read_json
 from runtime.messages import UserError
 from training import settings
-from training.settings import SCHEDULE
+from training.settings import PROCESSES, SCHEDULE
 from utils import replace
 
 # Flags that a branch has values of its own of, whatever its trunk has.
 OWN = {"name", "output_dir", "init_from", "branch_from", "branch_step", "profile"}
-OWN |= {"training_steps", "end_steps", "decay_steps"}
-OWN |= {"coordinator", "num_processes", "process_id"}
+OWN |= {"training_steps", "end_steps", "decay_steps", *PROCESSES}
 
 
 def check_flags(flags):
@@ -34,9 +33,9 @@ def check_flags(flags):
         raise UserError(
             f"--init_from {r.init_from}: a branch begins with the weights of --branch_from; leave one of them out."
         )
-    if not o.decay_steps:
+    decay, end = o.decay_steps, end_of(flags)
+    if not decay:
         raise UserError("--decay_steps 0: a branch must decay; give at least 1.")
-    decay, end = decay_of(flags)
     if end <= r.branch_step:
         raise UserError(f"--end_steps {end}: must be above --branch_step {r.branch_step}.")
     if end - decay < r.branch_step:
@@ -46,23 +45,20 @@ def check_flags(flags):
         )
 
 
-def decay_of(flags):
-    """(decay_steps, end_steps) of a branch. Without --end_steps the decay begins at branch_step."""
+def end_of(flags):
+    """The end_steps of a branch. Where they were not given, the decay begins at branch_step."""
     o = flags.cfg.optimizer
-    end = flags.cfg.run.branch_step + o.decay_steps
-    return o.decay_steps, o.end_steps if "end_steps" in flags.given else end
+    return o.end_steps if "end_steps" in flags.given else flags.cfg.run.branch_step + o.decay_steps
 
 
 def follow_trunk(flags):
-    """`flags` of a branch. Those that were not given are those of its trunk, or of the branch itself once it has a
-    config.json; those that may follow nothing else from here on count as given. Without --branch_from, what came in.
-    Raises UserError."""
+    """`flags` of a branch: where they were not given, those of its trunk, or of the branch itself once it has a
+    config.json; those that may follow nothing else from here on count as given. Without --branch_from, `flags`."""
     if not flags.cfg.run.branch_from:
         return flags
     cfg, given = flags = name_branch(flags)
     own = read_json(cfg.run.folder, "config.json")
     stored = own or open_trunk(cfg.run.branch_from, cfg.run.branch_step)
-    fixed = utils.FIELDS.keys() - utils.flags_with("free_on_resume") | SCHEDULE
     if own:
         r = cfg.run
         if (own.get("branch_from"), own.get("branch_step")) != (r.branch_from, r.branch_step):
@@ -70,36 +66,32 @@ def follow_trunk(flags):
                 f"--name {r.name}: this run exists, and is no branch of {r.branch_from} from step {r.branch_step}; "
                 f"give another --name."
             )
-        whose, compared = f"run {cfg.run.name}", given | SCHEDULE - {"warmup_steps"}
+        whose, compared = f"run {cfg.run.name} has", given | SCHEDULE - {"warmup_steps"}
     else:
         # end_lr never mattered to a trunk
-        whose, compared = f"the trunk {cfg.run.branch_from}", given - OWN - {"end_lr"}
-    now = utils.flatten(cfg)
-    for flag in sorted(compared & fixed & stored.keys()):
-        if now[flag] != stored[flag]:
-            raise UserError(
-                f"--{flag} {now[flag]}: {whose} has {stored[flag]}; leave the flag out."
-            )
+        whose, compared = f"the trunk {cfg.run.branch_from} has", given - OWN - {"end_lr"}
+    settings.compare(cfg, stored, compared & (utils.KEPT | SCHEDULE), whose)
     left_out = OWN | given
     if "n_device_axis" in given or cfg.plan.plan:
         left_out |= {"n_devices", "pp_interleave"}  # they follow the mesh
-    followed = settings.without(left_out, {flag: stored[flag] for flag in now if flag in stored})
-    followed = {flag: tuple(v) if isinstance(v, list) else v for flag, v in followed.items()}
+    followed = {}
+    for flag in utils.FIELDS.keys() & stored.keys() - left_out:
+        value = stored[flag]
+        followed[flag] = tuple(value) if isinstance(value, list) else value
     return flags._replace(cfg=replace(cfg, **followed), given=given | SCHEDULE | {"training_steps"})
 
 
 def name_branch(flags):
     """`flags` of a branch with its name and place, beside its trunk, and its decay, where they were not given."""
-    cfg = flags.cfg
-    trunk = cfg.run.branch_from.rstrip("/")
-    decay, end = decay_of(flags)
+    r, end = flags.cfg.run, end_of(flags)
+    trunk = r.branch_from.rstrip("/")
     flags = flags.follow(
-        name=f"{os.path.basename(trunk)}-{cfg.run.branch_step}-{decay}",
+        name=f"{os.path.basename(trunk)}-{r.branch_step}-{flags.cfg.optimizer.decay_steps}",
         output_dir=os.path.dirname(trunk) or ".",
         training_steps=end,
+        end_steps=end,
     )
-    own = dict(branch_from=trunk, decay_steps=decay, end_steps=end)
-    return flags._replace(cfg=replace(flags.cfg, **own))
+    return flags._replace(cfg=replace(flags.cfg, branch_from=trunk))
 
 
 def open_trunk(folder, step):

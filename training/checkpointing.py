@@ -1,13 +1,11 @@
 """Checkpoints: written in the background, kept by a policy, verified when read; damaged ones are passed over."""
 
 import contextlib
-import functools
 import itertools
 import json
 import math
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -22,7 +20,7 @@ from etils import epath
 from jax import lax
 
 from runtime.files import filesystem, is_remote, persist, read_json
-from runtime.messages import UserError, first_line, say
+from runtime.messages import UserError, first_line, warn
 from runtime.processes import all_of
 
 
@@ -44,14 +42,11 @@ CHUNK = 2**27
 def stored_in_chunks(x):
     """How Orbax stores an array: large ones are cut between blocks, layers and experts, which lead their dims."""
     cut = []
-    while len(cut) < 2 and is_cut(x.shape[len(cut) :]):
-        cut.append(len(cut))
+    for dim, size in enumerate(x.shape[:-2][:2]):
+        if size > 512 or 4 * math.prod(x.shape[dim:]) <= CHUNK:
+            break
+        cut.append(dim)
     return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(cut))
-
-
-def is_cut(shape):
-    """Whether float32 arrays of this shape are stored in one piece for each index of their first dim."""
-    return len(shape) > 2 and shape[0] <= 512 and 4 * math.prod(shape) > CHUNK
 
 
 def meet_or_fail():
@@ -79,15 +74,15 @@ def meet_or_fail():
     return barrier
 
 
-def kept(losses, keep, every=0, best=True):
+def kept(losses, keep, every=0):
     """{step: [why it is kept]} of the checkpoints in {step: validation loss or None}: the newest `keep`, those of every
-    `every`-th step (0: none) and, if `best`, the one with the smallest loss."""
+    `every`-th step (0: none) and the one with the smallest loss."""
     steps = sorted(losses)
     measured = {step: loss for step, loss in losses.items() if math.isfinite(loss or math.nan)}
     wanted = {
         "newest": steps[-keep:],
         "every": [step for step in steps if every and step % every == 0],
-        "best": [min(measured, key=measured.get)] if best and measured else [],
+        "best": [min(measured, key=measured.get)] if measured else [],
     }
     return {step: [why for why in wanted if step in wanted[why]] for step in steps}
 
@@ -95,16 +90,6 @@ def kept(losses, keep, every=0, best=True):
 def meta_sum(meta):
     """Checksum of what is saved beside a state."""
     return zlib.crc32(json.dumps({**meta, "sum": 0}, sort_keys=True).encode())
-
-
-def copy_to(local, address):
-    """Copy a remote folder, if it is there, into a local one; returns the path of the copy."""
-    fs, there = filesystem(address)
-    path = os.path.join(local, "checkpoints")
-    os.makedirs(path)
-    with contextlib.suppress(FileNotFoundError):
-        persist(lambda: fs.get(f"{there}/", f"{path}/", recursive=True), address)
-    return path
 
 
 class Checkpoints:
@@ -118,7 +103,11 @@ class Checkpoints:
         self.keep, self.every, self.explain = keep, every, explain
         if is_remote(folder) and not folder.startswith("gs://"):  # which Orbax cannot read
             self.copy = tempfile.TemporaryDirectory()  # removed with this object
-            folder = copy_to(self.copy.name, folder)
+            fs, there = filesystem(folder)
+            with contextlib.suppress(FileNotFoundError):
+                copy = f"{self.copy.name}/"
+                persist(lambda: fs.get(f"{there}/", copy, recursive=True), folder)
+            folder = self.copy.name
         self.folder = epath.Path(folder if is_remote(folder) else os.path.abspath(folder))
         several = jax.process_count() > 1
         options = ocp.CheckpointManagerOptions(
@@ -154,28 +143,25 @@ class Checkpoints:
         try:
             self.manager.wait_until_finished()
             self.on_disk = step
+            if jax.process_index() == 0:
+                with contextlib.suppress(Exception):  # as below; the next save tries again
+                    self._remove_old_ones()
         except Exception as e:  # whatever the storage makes the libraries raise
-            say(
-                f"warning: checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next "
-                f"save tries again"
+            warn(
+                f"checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next save "
+                f"tries again"
             )
             self._clean_up(step)
-            return
-        if jax.process_index() == 0 and self.keep is not None:
-            with contextlib.suppress(Exception):  # as above; the next save tries again
-                self._remove_old_ones()
 
     def _remove_old_ones(self):
         self.manager.reload()
-        losses = {step: self.val_loss(step) for step in self.steps()}
+        losses = dict.fromkeys(self.steps())
+        for step in losses:
+            with contextlib.suppress(UserError):  # it is damaged
+                losses[step] = self.meta(step)["val_loss"]
         for step, reasons in kept(losses, self.keep, self.every).items():
             if not reasons:
                 (self.folder / str(step)).rmtree()
-
-    def val_loss(self, step):
-        """The validation loss that is kept with a checkpoint; None where there is none, or it is damaged."""
-        with contextlib.suppress(UserError):
-            return self.meta(step)["val_loss"]
 
     def _clean_up(self, step):
         """Remove what a failed save of `step` left, once all threads that wrote it have ended."""
@@ -221,13 +207,19 @@ class Checkpoints:
         self.finish()
         earlier = [step for step in self.steps() if step < before]
         steps = sorted(earlier, key=lambda step: (step % multiple == 0, step), reverse=True)
-        found, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps, say)
+        found, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps)
         step = found[1]["step"] if found else None
         if damaged:
-            self._set_aside(damaged)
-            say(
-                f"warning: resuming from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and "
-                f"are run again, the damaged checkpoints are moved to {self.folder}-damaged"
+            aside = self.folder.parent / f"{self.folder.name}-damaged"
+            if jax.process_index() == 0:
+                aside.mkdir(parents=True, exist_ok=True)
+                for n in damaged:
+                    (self.folder / str(n)).rename(aside / f"{n}-{time.time_ns()}")
+            all_of(True)  # nobody looks before it is done
+            self.manager.reload()
+            warn(
+                f"resuming from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and are run "
+                f"again, the damaged checkpoints are moved to {aside}"
             )
         self.saved = self.on_disk = step
         for later in self.steps() if before < math.inf else []:
@@ -250,16 +242,15 @@ class Checkpoints:
         args = ocp.args.PyTreeRestore(
             item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
         )
-        warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
-        found, damaged = self._newest_sound(args, self.steps(), warn)
+        found, damaged = self._newest_sound(args, self.steps())
         if found is None:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")
         state, meta = found
         if damaged:
-            warn(f"warning: the parameters are those of checkpoint {meta['step']}")
+            warn(f"the parameters are those of checkpoint {meta['step']}")
         return state["params"]
 
-    def _newest_sound(self, args, steps, warn):
+    def _newest_sound(self, args, steps):
         """((what `args` read of the first sound checkpoint of `steps`, its meta), those before, which are damaged);
         (None, []) where there are no checkpoints. Raises UserError where none is sound, or one is of another model."""
         reader = lone_reader()
@@ -268,7 +259,7 @@ class Checkpoints:
             found, reason = self._read(reader, step, args)
             if not reason:
                 return found, damaged
-            warn(f"warning: checkpoint {step} is damaged ({reason})")
+            warn(f"checkpoint {step} is damaged ({reason})")
             damaged.append(step)
         if damaged:
             names = ", ".join(map(str, damaged))
@@ -301,15 +292,6 @@ class Checkpoints:
         if here != meta["fingerprint"][: len(here)]:  # parameters are a state's first leaves
             return None, "its contents are not those that were saved"
         return (state, meta), ""
-
-    def _set_aside(self, steps):
-        aside = self.folder.parent / f"{self.folder.name}-damaged"
-        if jax.process_index() == 0:
-            aside.mkdir(parents=True, exist_ok=True)
-            for step in steps:
-                (self.folder / str(step)).rename(aside / f"{step}-{time.time_ns()}")
-        all_of(True)  # nobody looks before it is done
-        self.manager.reload()
 
     def close(self):
         """As `finish`, for good."""

@@ -11,16 +11,18 @@ from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import read_words
 from training import branches
-from training.settings import Flags, check_same, settle
-from utils import RENAMED, Config, Plan, Run, check_bounds, replace
+from training.settings import PROCESSES, Flags, check_same, settle
+from utils import RENAMED, Config, Plan, Run, replace
+
+# A file that comes with the program may be missing yet in the folder where it will run.
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
     """Command line -> `settings.Flags`: which were given, on it or in --config, and what they and the preset say.
 
     load: name -> the tokenizer, or None where it is not to be had. elsewhere: main.py will run on another machine, so
-    the trunk in --branch_from is not looked at. Raises UserError for anything that does not parse;
-    `--help` prints the preset's values and exits.
+    the trunk in --branch_from is not looked at. Raises UserError; `--help` prints the preset's values and exits.
     """
 
     def defaults(given):
@@ -32,7 +34,6 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     if "config" in given and not elsewhere:
         given = flags_of_file(given["config"], given) | given
     cfg = replace(preset(given.get("preset", Run.preset)), **given)
-    check_bounds(Config, utils.flatten(cfg) | vars(cfg.plan))
     of_plan = [flag for flag, value in vars(cfg.plan).items() if value]
     if of_plan and not cfg.plan.plan:
         raise UserError(f"--{of_plan[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
@@ -42,8 +43,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
 
 
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
-NO_FLAGS = {"data_fingerprint", "encoding", "end_of_text", "config"}
-NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
+NO_FLAGS = {"data_fingerprint", "encoding", "end_of_text", "config"} | PROCESSES
 
 
 def flags_of_file(path, beside):
@@ -66,8 +66,7 @@ def flags_of_file(path, beside):
 
 
 def follow_tokenizer(flags, load):
-    """`flags` with the vocabulary of --tokenizer, if that was given alone. Raises UserError where a given one is too
-    small."""
+    """`flags` with the vocabulary of --tokenizer. Raises UserError where a given one is too small."""
     name, size = flags.cfg.data.tokenizer, flags.cfg.model.vocab_size
     encoding = load(name) if name else None
     if encoding is None:
@@ -81,8 +80,7 @@ def follow_tokenizer(flags, load):
 
 
 def check_processes(flags):
-    """Check the flags of multi-host training against each other; returns the number of processes if they tell it or
-    Slurm does, else 1. Raises UserError."""
+    """The number of processes, if flags or Slurm tell it, else 1. Raises UserError where the flags do not agree."""
     r = flags.cfg.run
     processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
     for flag, alone in dict(num_processes=1, process_id=0).items():
@@ -104,16 +102,11 @@ def check_processes(flags):
 
 
 def check(argv, elsewhere):
-    """All that can be known of main.py's command line without devices, data and weights: what `parse` returns. Raises
-    UserError.
-
-    elsewhere: main.py will run on another machine, whose tokenizers and place among its processes are not known here.
-    """
+    """`parse`, and all checks that need no devices, data and weights. elsewhere: main.py will run on another machine,
+    whose tokenizers and place among its processes are not known here."""
 
     def load(name):
-        # a file that comes with the program may be missing in this folder yet
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        comes = os.path.isfile(os.path.join(root, name)) and not os.path.isfile(name)
+        comes = not os.path.isfile(name) and os.path.isfile(os.path.join(ROOT, name))
         return None if elsewhere or comes else load_tokenizer(name)
 
     flags = parse(argv, load, elsewhere)

@@ -4,7 +4,7 @@ import importlib.util
 import io
 import time
 
-from runtime.files import filesystem, is_remote, persist, write_file
+from runtime.files import is_remote, names_in, write_file
 from runtime.messages import UserError
 
 # TensorBoard reads all files whose names begin so, in their order.
@@ -36,8 +36,7 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.close()
-        fs, there = filesystem(self.folder)
-        if persist(lambda: fs.glob(f"{there}/{BEGINNING}*"), self.folder):
+        if any(name.startswith(BEGINNING) for name in names_in(self.folder)):
             rows = rows[-1:]
         self.path = f"{self.folder}/{BEGINNING}{time.time_ns()}"
         self.file = io.BytesIO() if is_remote(self.folder) else open(self.path, "wb")

@@ -19,14 +19,12 @@ class Pace:
         self.resume(0.0)
 
     def resume(self, data_wait):
-        """The devices have done all before and turn to training. data_wait: seconds so far in which they had nothing to
-        do but wait for data."""
+        """The devices turn to training. data_wait: seconds so far in which they waited for data alone."""
         self.last_end = time.time()
         self.data_wait = data_wait
 
     def ended(self, data_wait):
-        """A step has ended. {"tokens_per_second", "data/wait": share of the time}, means of the last ten steps: the
-        host may see two end at once."""
+        """A step has ended. {"tokens_per_second", "data/wait": share of the time}, means of the last ten steps."""
         now = time.time()
         step = (now - self.last_end, data_wait - self.data_wait)
         self.last_end, self.data_wait = now, data_wait

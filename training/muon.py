@@ -91,12 +91,12 @@ def orthogonalize_local(leaves, table, mesh_size, dtype):
         for i in group.members:
             updates[i] = stacks[i].from_blocks(blocks[: stacks[i].number])
             blocks = blocks[stacks[i].number :]
-    updates = iter(updates)
-    joined = []
+    results = []
     for p in table:
-        own = list(itertools.islice(updates, len(sizes_of_parts(p))))
-        joined.append(jnp.concatenate(own, -1))
-    return joined
+        n = len(sizes_of_parts(p))
+        results.append(jnp.concatenate(updates[:n], -1))
+        updates = updates[n:]
+    return results
 
 
 def newton_schulz(x):
@@ -179,31 +179,25 @@ def sizes_of_parts(p):
 
 def stacks_of(table, mesh_size):
     """The `Stack`s of a list of `Param`s on a mesh of {axis: size}: one for each part of each."""
-    return [stack for p in table for stack in stacks_of_param(p, mesh_size)]
-
-
-def stacks_of_param(p, mesh_size):
-    """The `Stack`s of a `Param`'s parts."""
-    axes = [real_axes(entry, mesh_size) for entry in p.spec]
-    n = len(p.shape)
-    # in the order of the array, so that few are transposed
-    first, second = sorted([sorted(dim % n for dim in dims) for dims in (p.inputs, p.outputs)])
-    row_axes = tuple(axis for dim in first for axis in axes[dim])
-    column_axes = tuple(axis for dim in second for axis in axes[dim])
-    used = {axis for dim_axes in axes for axis in dim_axes}
-    copies = tuple(a for a in EXPERT_AXES if a not in used and mesh_size[a] > 1)
     stacks = []
-    for size in sizes_of_parts(p):
-        whole = (*p.shape[:-1], size)
-        split = [math.prod(mesh_size[axis] for axis in dim_axes) for dim_axes in axes]
-        local = tuple(size // parts for size, parts in zip(whole, split))
-        inputs = math.prod(whole[dim] for dim in p.inputs)
-        outputs = math.prod(whole[dim] for dim in p.outputs)
-        scale = UPDATE_RMS * math.sqrt(max(inputs, outputs))
-        stack = Stack(
-            local, tuple(first), tuple(second), Layout(row_axes, column_axes, copies), scale
-        )
-        stacks.append(alike(stack))
+    for p in table:
+        axes = [real_axes(entry, mesh_size) for entry in p.spec]
+        split = [axes_size(dim_axes, mesh_size) for dim_axes in axes]
+        n = len(p.shape)
+        # in the order of the array, so that few are transposed
+        first, second = sorted([sorted(dim % n for dim in dims) for dims in (p.inputs, p.outputs)])
+        row_axes = tuple(axis for dim in first for axis in axes[dim])
+        column_axes = tuple(axis for dim in second for axis in axes[dim])
+        used = {axis for dim_axes in axes for axis in dim_axes}
+        copies = tuple(a for a in EXPERT_AXES if a not in used and mesh_size[a] > 1)
+        layout = Layout(row_axes, column_axes, copies)
+        for size in sizes_of_parts(p):
+            whole = (*p.shape[:-1], size)
+            local = tuple(size // parts for size, parts in zip(whole, split))
+            inputs = math.prod(whole[dim] for dim in p.inputs)
+            outputs = math.prod(whole[dim] for dim in p.outputs)
+            scale = UPDATE_RMS * math.sqrt(max(inputs, outputs))
+            stacks.append(alike(Stack(local, tuple(first), tuple(second), layout, scale)))
     return stacks
 
 
@@ -297,10 +291,9 @@ def deal(stacks, mesh_size):
         alike_ones.setdefault((stack.layout, stack.block), []).append(i)
     groups = []
     for (layout, block), members in alike_ones.items():
-        grid = (axes_size(layout.rows, mesh_size), axes_size(layout.columns, mesh_size))
+        *grid, n_copies = [axes_size(axes, mesh_size) for axes in layout]
         number = sum(stacks[i].number for i in members)
-        n_copies = axes_size(layout.copies, mesh_size)
-        groups.append(Group(tuple(members), layout, block, number, grid, n_copies))
+        groups.append(Group(tuple(members), layout, block, number, tuple(grid), n_copies))
     while True:
         pairs = [pair for pair in itertools.combinations(groups, 2) if saving(*pair) > 0]
         if not pairs:

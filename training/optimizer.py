@@ -26,7 +26,11 @@ def make_optimizer(cfg, mesh):
         optax.add_decayed_weights(o.weight_decay, matrices),
         optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), descend),
     )
-    embedding_lr = optax.masked(optax.scale(o.embedding_lr), embedding_of(matrices))
+    is_embedding = {
+        name: jax.tree.map(lambda _, here=name == "embedding": here, part)
+        for name, part in matrices.items()
+    }
+    embedding_lr = optax.masked(optax.scale(o.embedding_lr), is_embedding)
     return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), rule, embedding_lr), schedule
 
 
@@ -46,14 +50,6 @@ def make_rule(cfg, mesh):
 def descend(updates, state, params=None, *, rate, **_):
     """`update` of the optax transformation that multiplies by -rate."""
     return jax.tree.map(lambda x: -rate * x, updates), state
-
-
-def embedding_of(params):
-    """A tree like `params`, True at the embedding and False elsewhere."""
-    return {
-        name: jax.tree.map(lambda _, here=name == "embedding": here, part)
-        for name, part in params.items()
-    }
 
 
 # --- Schedules ----------------------------------------------------------------------------------------------------

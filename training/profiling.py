@@ -4,7 +4,6 @@ import glob
 import gzip
 import json
 import os
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 import utils
-from runtime.files import filesystem, persist, write_file
-from runtime.messages import first_line, say
+from runtime.files import names_in, write_file
+from runtime.messages import first_line, say, warn
 from training import settings
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
@@ -21,9 +20,7 @@ FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof lo
 
 def traces_of(folder):
     """Names of the traces of a run directory."""
-    fs, there = filesystem(os.path.join(folder, FOLDER))
-    found = persist(lambda: fs.glob(f"{there}/*/*"), folder)
-    return sorted({path.split("/")[-2] for path in found})
+    return sorted(names_in(os.path.join(folder, FOLDER)))
 
 
 class Profile:
@@ -60,7 +57,7 @@ class Profile:
             )
         except Exception as e:  # whatever the library of a platform raises
             self.local = None
-            warn(e)
+            warn(f"--profile: no trace is written: {first_line(e)}")
 
     def note(self, step):
         """The devices have done `step`; the trace ends with the last one of --profile."""
@@ -86,7 +83,7 @@ class Profile:
             with local:
                 self.write_files(local.name, done)
         except Exception as e:  # training continues without it
-            warn(e)
+            warn(f"--profile: no trace is written: {first_line(e)}")
 
     def write_files(self, local, done):
         process = jax.process_index()
@@ -99,15 +96,8 @@ class Profile:
             return
         program = gzip.compress(self.train_step.as_text().encode())
         write_file(os.path.join(self.folder, "step.hlo.gz"), program)
-        about = json.dumps(self.about(done), indent=1) + "\n"
-        write_file(os.path.join(self.folder, "about.json"), about)  # last: all else is there
-        words = f"profile: steps {self.began} to {done} in {self.folder}"
-        say(f"{words}; python tools/trace.py reads it")
-
-    def about(self, done):
-        """What a reader of the trace has to know of the run."""
         devices = jax.devices()
-        return dict(
+        about = dict(
             steps=[self.began, done],
             written=time.time(),
             platform=devices[0].platform,
@@ -116,9 +106,7 @@ class Profile:
             slices=len({getattr(device, "slice_index", 0) for device in devices}),
             flags=utils.flatten(self.cfg),
         )
-
-
-def warn(error):
-    """Print that there will be no trace."""
-    reason = first_line(error)
-    print(f"warning: --profile: no trace is written: {reason}", file=sys.stderr, flush=True)
+        content = json.dumps(about, indent=1) + "\n"
+        write_file(os.path.join(self.folder, "about.json"), content)  # last: all else is there
+        words = f"profile: steps {self.began} to {done} in {self.folder}"
+        say(f"{words}; python tools/trace.py reads it")

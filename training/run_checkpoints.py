@@ -14,7 +14,7 @@ from training import settings, steps
 from training.checkpointing import Checkpoints
 
 
-class RunCheckpoints:
+class RunCheckpoints(Checkpoints):
     """The checkpoints of a run. In them the blocks are in order; --pp_interleave deals them out to the stages in
     rounds, so states are rearranged on their way in and out. A checkpoint then fits every mesh."""
 
@@ -22,6 +22,9 @@ class RunCheckpoints:
         """data: fingerprint of the shards. load_weights(abstract): parameters that the run begins with, of
         `weights.open_weights`; None: random ones. mix_borders: `Mixture.borders` of the data."""
         self.cfg = utils.replace(cfg, pp_interleave=1)
+        explain = functools.partial(settings.other_flags, self.cfg)
+        folder = os.path.join(cfg.run.folder, "checkpoints")
+        super().__init__(folder, cfg.run.keep_checkpoints, cfg.run.keep_every, explain)
         self.optimizer = optimizer
         self.load_weights = load_weights
         self.stored = steps.abstract_state(self.cfg, mesh, optimizer)
@@ -33,22 +36,16 @@ class RunCheckpoints:
             config=settings.to_resume(cfg, data),
             mix_borders=list(mix_borders),
         )
-        self.checkpoints = Checkpoints(
-            os.path.join(cfg.run.folder, "checkpoints"),
-            cfg.run.keep_checkpoints,
-            cfg.run.keep_every,
-            functools.partial(settings.other_flags, self.cfg),
-        )
 
     def restore_or_begin(self):
         """(state, what was saved beside it) of the newest sound checkpoint. Where there is none, of step 0, or of the
         trunk's checkpoint that a branch begins with."""
-        return self._running(self.checkpoints.restore(self.stored))
+        return self._running(self.restore(self.stored))
 
     def roll_back(self, before):
         """The same of the newest one of a step earlier than `before`; later ones are deleted. Those of regular saves
         come first, so that stops in between change nothing."""
-        return self._running(self.checkpoints.restore(self.stored, before, self.cfg.run.save_steps))
+        return self._running(self.restore(self.stored, before, self.cfg.run.save_steps))
 
     def _running(self, found):
         begin = self._branch_off if self.cfg.run.branch_from else self._begin
@@ -63,34 +60,20 @@ class RunCheckpoints:
     def _branch_off(self):
         """What the trunk saved. It becomes the branch's first checkpoint, so the branch needs no trunk any more."""
         r = self.cfg.run
-        folder = os.path.join(r.branch_from, "checkpoints")
-        trunk = Checkpoints(folder, explain=self.checkpoints.explain)
+        trunk = Checkpoints(os.path.join(r.branch_from, "checkpoints"), explain=self.explain)
         state, meta = trunk.restore_step(self.stored, r.branch_step)
         trunk.close()
         say(f"{r.name} branches off {r.branch_from} at step {r.branch_step}")
         seen = dict(faults=meta.get("faults"), mix_borders=meta.get("mix_borders", []))
-        self.checkpoints.save(meta["step"], state, meta["sequences"], self.about | seen)
+        self.save(meta["step"], state, meta["sequences"], self.about | seen)
         return state, meta
 
-    def save(self, step, sequences, state, bad_steps, val_loss=None):
+    def save_running(self, step, sequences, state, bad_steps, val_loss=None):
         """Begin to write the state. bad_steps: the `BadSteps` of the run; val_loss: of the evaluation at this step."""
         about = self.about | dict(faults=bad_steps.state())
-        self.checkpoints.save(step, self.to_stored(state), sequences, about, val_loss)
-
-    @property
-    def on_disk(self):
-        """The step of the newest checkpoint that is written, or None."""
-        return self.checkpoints.on_disk
+        self.save(step, self.to_stored(state), sequences, about, val_loss)
 
     def not_saved(self, step):
         """The steps up to `step` that are in no checkpoint yet, in words."""
         first = (self.on_disk or self.cfg.run.branch_step) + 1
         return f"the steps from {first} to {step}" if step >= first else "no step"
-
-    def has(self, step):
-        """Whether the newest checkpoint is of `step`. To be called after `close`."""
-        return self.checkpoints.saved == step
-
-    def close(self):
-        """Wait until all is written or has failed."""
-        self.checkpoints.close()

@@ -11,13 +11,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 from tqdm import tqdm
 
-import model
-from runtime import chips
 from runtime.files import is_remote, read_file, to_json, write_file
-from runtime.messages import first_line, say
+from runtime.messages import first_line, say, warn
 from training import events
 from utils import flatten
 
@@ -39,22 +36,21 @@ def duration(seconds):
 class Progress:
     """Prints a line for each evaluation, with losses as cross-entropies."""
 
-    def __init__(self, cfg, bytes_per_token=None, planned=None):
-        """bytes_per_token: of the validation data; planned: tokens per second. None: not known."""
-        self.cfg, self.bytes_per_token, self.planned = cfg, bytes_per_token, planned
+    def __init__(self, cfg, bytes_per_token=None, plan=None):
+        """bytes_per_token: of the validation data; plan: of `plan.answer`. None: not known."""
+        self.steps, self.bytes_per_token, self.plan = cfg.run.training_steps, bytes_per_token, plan
         self.before = None  # validation loss of the line before
 
     def print(self, row, pace, on_disk):
         """row: metrics of the step; pace: a `Pace`; on_disk: step of the newest checkpoint, or None."""
         row = row | pace.since_last()
-        steps = self.cfg.run.training_steps
-        parts = [f"step {row['step']}/{steps}", *self.losses(row), *self.speed(row)]
+        parts = [f"step {row['step']}/{self.steps}", *self.losses(row), *self.speed(row)]
         parts += [f"grad norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}"]
         if row["bad_steps"]:
             parts.append(f"{row['bad_steps']:.0f} bad steps")
         if on_disk:
             parts.append(f"checkpoint {on_disk}")
-        parts.append(f"{duration(pace.seconds_for(steps - row['step']))} left")
+        parts.append(f"{duration(pace.seconds_for(self.steps - row['step']))} left")
         if row["data/wait"] > 0.05:
             share = f"{row['data/wait']:.0%} of the time"
             parts.append(f"storage is too slow: {share} was spent waiting for data")
@@ -75,21 +71,11 @@ class Progress:
     def speed(self, row):
         """Words for the speed; beside it what share that is of the plan's and of the devices' peak."""
         speed = row["tokens_per_second"]
-        parts = [f"{speed:,.0f} tokens/s"]
-        if self.planned:
-            parts[0] += f" ({speed / self.planned:.0%} of the plan)"
-        utilization = model_flops_utilization(self.cfg, speed)
-        if utilization is not None:
-            parts.append(f"MFU {utilization:.1%}")
-        return parts
-
-
-def model_flops_utilization(cfg, tokens_per_second):
-    """Share of the devices' peak that the model's operations use; None where the peak is not known."""
-    peak = chips.peak_flops(jax.devices()[0].device_kind)
-    if not peak:
-        return None
-    return tokens_per_second * model.flops_per_token(cfg) / (peak * cfg.run.n_devices)
+        words = f"{speed:,.0f} tokens/s"
+        if self.plan is None:
+            return [words]
+        share = speed / self.plan.tokens_per_second
+        return [f"{words} ({share:.0%} of the plan)", f"MFU {share * self.plan.mfu:.1%}"]
 
 
 # --- The log ------------------------------------------------------------------------------------------------------
@@ -187,8 +173,8 @@ class RunLog:
     def rewind(self, step):
         """Forget what came after `step`, to which the run rolls back."""
         self._forget(step)
-        rows = list(self.history)
         if self.events:
+            rows = list(self.history)
             self._later(lambda: self.events.begin(rows))
 
     def flush(self):
@@ -200,14 +186,11 @@ class RunLog:
     def close(self):
         """Wait until everything is written."""
         self.flush()
-        self._later(self._end)
         self.worker.shutdown(wait=True)
-
-    def _end(self):
         if self.events:
-            self.events.close()
+            attempt(self.events.close)
         if self.wandb:
-            self.wandb.finish()
+            attempt(self.wandb.finish)
 
     def _forget(self, step):
         self.history = [row for row in self.history if row["step"] <= step]
@@ -310,8 +293,7 @@ def attempt(work):
     try:
         work()
     except Exception as e:  # of storage, plots, TensorBoard or wandb: training continues without
-        words = f"warning: the run's log could not be written: {first_line(e)}"
-        print(words, file=sys.stderr, flush=True)
+        warn(f"the run's log could not be written: {first_line(e)}")
         return False
     return True
 

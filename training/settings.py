@@ -10,17 +10,18 @@ import numpy as np
 import architectures
 import utils
 from runtime import platforms
-from runtime.files import filesystem, is_remote, persist, read_json
+from runtime.files import is_remote, names_in, read_json
 from runtime.messages import UserError, nearest, say
 from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
+PROCESSES = {"coordinator", "num_processes", "process_id"}  # of one launch
 # What a branch must know of its trunk's schedule, and cannot change.
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 # Of config.json, beside what must be the same.
-NEEDED_TO_RESUME = {"n_device_axis", "train_batch_size", "val_batch_size"}
-NEEDED_TO_RESUME |= {"accumulation_steps", "data"}
+BATCHES = {"train_batch_size", "val_batch_size", "accumulation_steps"}
+NEEDED_TO_RESUME = BATCHES | {"n_device_axis", "data"}
 
 # --- Settle -----------------------------------------------------------------------------------------------------
 
@@ -117,14 +118,10 @@ def platform_of(cfg):
 
 def adopt(flags, weights):
     """`flags` with the architecture {flag: value} of the weights in --init_from. Raises UserError."""
-    architecture, now = weights["architecture"], flatten(flags.cfg)
+    architecture = weights["architecture"]
     weights = without(free_of_weights(architecture), weights)
-    for name in weights.keys() & flags.given:
-        if now[name] != weights[name]:
-            raise UserError(
-                f"--{name} {now[name]}: the weights in --init_from {flags.cfg.run.init_from} have {weights[name]}; "
-                f"leave the flag out."
-            )
+    whose = f"the weights in --init_from {flags.cfg.run.init_from} have"
+    compare(flags.cfg, weights, flags.given, whose)
     return flags.follow(**architectures.flags_without_choice(architecture) | weights)
 
 
@@ -139,7 +136,7 @@ def follow_dtype(flags, stored, chip):
     in bfloat16, unless it was given, which is printed."""
     if "model_dtype" in stored:
         return flags.follow(model_dtype=stored["model_dtype"])
-    if chip is None or chip.bfloat16 or flags.cfg.model.model_dtype != "bfloat16":
+    if chip is None or not chip.float32 or flags.cfg.model.model_dtype != "bfloat16":
         return flags
     given = "model_dtype" in flags.given
     then = "bfloat16 saves memory here, no time" if given else "--model_dtype is float32"
@@ -180,8 +177,8 @@ def follow_schedule(flags):
     (cfg, given), o = flags, flags.cfg.optimizer
     end, decay = o.end_steps, o.decay_steps if o.schedule == "wsd" else 0
     if "training_steps" in given and "end_steps" not in given and ends(o):
-        asked = {flag: getattr(o, flag) for flag in SCHEDULE & given}
-        least = asked.get("warmup_steps", 0) + max(1, asked.get("decay_steps", 0))
+        least = o.warmup_steps if "warmup_steps" in given else 0
+        least += max(1, o.decay_steps) if "decay_steps" in given else 1
         end = max(cfg.run.training_steps, min(least, end))
     if "decay_steps" not in given:
         decay = min(decay, max(0, end - o.warmup_steps))
@@ -199,21 +196,20 @@ def ends(o):
 def follow_batches(flags):
     """{flag: value} of microbatches and batch sizes that fit those of them that were given, and pp.
 
-    The most microbatches, up to the default, that divide both batch sizes, or else those that were given; where none
-    do, as many as the default. Batch sizes are rounded up to a multiple.
+    The most microbatches, up to the default, that divide both batch sizes, or else those that were given. Batch sizes
+    are rounded up to a multiple.
     """
     d, pp = flags.cfg.data, max(1, flags.cfg.run.n_device_axis[1])
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
     micro = d.microbatches
     if "microbatches" not in flags.given:
-        fitting = [-(-micro // pp) * pp]
-        for names in (sizes.keys() & flags.given, sizes.keys()):
-            counts = range(micro // pp * pp, 0, -pp)
-            fitting += [n for n in counts if not any(sizes[name] % n for name in names)][:1]
-        micro = fitting[-1]
-    return {flag: -(-size // micro) * micro for flag, size in sizes.items()} | dict(
-        microbatches=micro
-    )
+        asked = sizes.keys() & flags.given
+        counts = range(micro // pp * pp, 0, -pp)
+        of_asked = [n for n in counts if not any(sizes[name] % n for name in asked)]
+        of_both = [n for n in of_asked if not any(size % n for size in sizes.values())]
+        micro = (of_both or of_asked or [-(-micro // pp) * pp])[0]
+    sizes = {flag: -(-size // micro) * micro for flag, size in sizes.items()}
+    return dict(sizes, microbatches=micro)
 
 
 def begin_documents(cfg, encoding):
@@ -264,8 +260,8 @@ def prompt_ids(cfg, encoding):
 
 
 def resume(flags, stored):
-    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, or where that is
-    {} of a branch's trunk. Raises UserError where none does."""
+    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, or else of a
+    branch's trunk: train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError."""
     r = flags.cfg.run
     if stored and "data_fingerprint" not in stored:
         raise UserError(
@@ -277,14 +273,6 @@ def resume(flags, stored):
         stored = stored_config(r.branch_from)
     else:
         return flags
-    flags = keep_global_batch(flags, stored)
-    return flags.follow(**follow_batches(flags))
-
-
-def keep_global_batch(flags, stored):
-    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, which are
-    train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError where none do."""
-    r = flags.cfg.run
     dp, old_dp = r.n_device_axis[0], stored["n_device_axis"][0]
     accumulated = (dp * r.accumulation_steps, old_dp * stored["accumulation_steps"])
     batches = dict(train_batch_size=accumulated, val_batch_size=(dp, old_dp))
@@ -299,22 +287,26 @@ def keep_global_batch(flags, stored):
                 f"= {now * parts}; give another --name, or a dp and --accumulation_steps whose product divides it."
             )
         flags = flags.fix(**{flag: now})
-    return flags
+    return flags.follow(**follow_batches(flags))
 
 
 def check_same(cfg, stored, flags=utils.FIELDS.keys()):
     """Raises UserError where `cfg` would make another run, by its `flags`, than the one that `stored` describes."""
+    whose = f"run {cfg.run.name} exists and has"
+    compare(cfg, stored, flags & utils.KEPT, whose, "give that, or another --name")
+
+
+def compare(cfg, others, flags, whose, advice="leave the flag out"):
+    """Raises UserError where one of `flags` has another value in `cfg` than in {flag: value} `others`. whose: the words
+    before that value."""
     now = flatten(cfg)
-    for flag in sorted(flags & now.keys() & stored.keys() - flags_with("free_on_resume")):
-        if now[flag] != stored[flag]:
-            raise UserError(
-                f"--{flag} {now[flag]}: run {cfg.run.name} exists and has {stored[flag]}; give that, or another --name."
-            )
+    for flag in sorted(flags & others.keys()):
+        if now[flag] != others[flag]:
+            raise UserError(f"--{flag} {now[flag]}: {whose} {others[flag]}; {advice}.")
 
 
 def check_data(cfg, stored, fingerprint):
-    """Raises UserError where the run that `stored` describes, or a new branch's trunk, saw shards of another
-    fingerprint."""
+    """Raises UserError where the run that `stored` describes, or a new branch's trunk, saw other shards."""
     who = f"--name {cfg.run.name}: this run exists and"
     if not stored and cfg.run.branch_from:
         who = f"--branch_from {cfg.run.branch_from}: the trunk"
@@ -328,22 +320,20 @@ def check_data(cfg, stored, fingerprint):
 
 def to_resume(cfg, fingerprint):
     """What `resume` and branches read of config.json, which every checkpoint keeps."""
-    now = flatten(cfg)
-    wanted = {*NEEDED_TO_RESUME, *SCHEDULE} | now.keys() - flags_with("free_on_resume")
-    return {name: now[name] for name in now if name in wanted} | dict(data_fingerprint=fingerprint)
+    wanted = utils.KEPT | NEEDED_TO_RESUME | SCHEDULE
+    kept = {flag: value for flag, value in flatten(cfg).items() if flag in wanted}
+    return kept | dict(data_fingerprint=fingerprint)
 
 
 def other_flags(cfg, kept):
-    """In words: the flags in which the model of a checkpoint differs from that of `cfg`. kept: {flag: value} that was
-    saved with the checkpoint, or None."""
+    """In words: flags of the model that `cfg` has not as a checkpoint, with which {flag: value} or None was saved."""
     now = without(free_of_weights(cfg.model.architecture), vars(cfg.model))
     then = now | (kept or {})
     return ", ".join(f"--{f} was {then[f]} and is now {now[f]}" for f in now if then[f] != now[f])
 
 
 def stored_config(folder):
-    """config.json of a run directory, or where that is missing what the newest checkpoint that has it keeps of it; {}
-    where there is neither."""
+    """config.json of a run directory, or else what the newest sound checkpoint keeps of it; {} without either."""
     stored = read_json(folder, "config.json")
     for step in reversed([] if stored else stored_steps(folder)):
         with contextlib.suppress(UserError):  # a damaged one
@@ -358,12 +348,7 @@ def saved_with(folder, step):
 
 def stored_steps(folder):
     """The steps of the checkpoints of a run directory, in order."""
-    fs, there = filesystem(os.path.join(folder, "checkpoints"))
-    try:
-        paths = persist(lambda: fs.ls(there, detail=False), folder)
-    except FileNotFoundError:
-        return []
-    names = [os.path.basename(path.rstrip("/")) for path in paths]
+    names = names_in(os.path.join(folder, "checkpoints"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
@@ -373,8 +358,8 @@ def check_stored(config, folder, needed, file="config.json"):
     path, advice = os.path.join(folder, file), "; put back what it was"
     if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
-    read = utils.FIELDS.keys() - flags_with("free_on_resume") | {*needed}
-    utils.read_values({n: config[n] for n in read & config.keys()}, path, advice=advice)
+    read = (utils.KEPT | {*needed}) & config.keys()
+    utils.read_values({flag: config[flag] for flag in read}, path, advice=advice)
 
 
 def check_model(flags, where, names=None):
@@ -398,8 +383,7 @@ def check(cfg):
     check_multiples(cfg)
     check_architecture(cfg)
     check_attention(cfg)
-    check_experts(cfg.model)
-    check_schedule(cfg.optimizer)
+    check_limits(cfg.model, cfg.optimizer)
     check_names(cfg)
     profiled_steps(cfg.run)
 
@@ -439,12 +423,9 @@ def not_a_multiple(flag, value, by, words):
 
 def check_architecture(cfg):
     """Raises UserError for flags that the architecture does not have, and for those that it does not take."""
-    name, now = cfg.model.architecture, flatten(cfg)
-    for flag, value in architectures.flags_without_choice(name).items():
-        if now[flag] != value:
-            raise UserError(
-                f"--{flag} {now[flag]}: --architecture {name} has no such choice, only {value}; leave the flag out."
-            )
+    name = cfg.model.architecture
+    only = architectures.flags_without_choice(name)
+    compare(cfg, only, only.keys(), f"--architecture {name} has no such choice, only")
     architectures.architecture(name).check(cfg)
 
 
@@ -456,8 +437,10 @@ def check_attention(cfg):
     if name == "auto":
         return
     if name not in kernels:
-        near, known = nearest(name, kernels), ", ".join(["auto", *kernels])
-        raise UserError(f"--attention {name}: no such kernel{near}; there are {known}.")
+        near = nearest(name, kernels)
+        raise UserError(
+            f"--attention {name}: no such kernel{near}; there are auto, {', '.join(kernels)}."
+        )
     kernel, channels = kernels[name], attention.channels(cfg.model)
     if cfg.model.T % kernel.multiple:
         words = f"{kernel.multiple} for --attention {name}"
@@ -472,39 +455,41 @@ def check_attention(cfg):
         raise UserError(f"--attention {name}: is for {there}; auto takes the best for the devices.")
 
 
-def check_experts(m):
-    """Raises UserError where tokens, experts and their groups do not fit together."""
+def check_limits(m, o):
+    """Raises UserError where experts and their groups, or the parts of the schedule, do not fit together."""
     E, k = m.n_experts, m.experts_per_token
-    if k > E:
-        raise UserError(f"--experts_per_token {k}: cannot be more than there are, --n_experts {E}.")
-    if m.n_groups > 1 and E < 2 * m.n_groups:
-        raise UserError(f"--n_groups {m.n_groups}: each must have two experts of --n_experts {E}.")
-    if m.k_groups > m.n_groups or k > m.k_groups * E // m.n_groups:
-        raise UserError(
-            f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --experts_per_token {k}."
-        )
-    if m.experts == "tiles" and m.capacity_factor:
-        raise UserError(
-            f"--experts tiles: has no buckets for --capacity_factor {m.capacity_factor:g}; leave one of them out."
-        )
-
-
-def check_schedule(o):
-    """Raises UserError where the parts of the learning rate's schedule do not fit together."""
     room = o.end_steps - o.warmup_steps
-    if room <= 0:
-        raise UserError(
-            f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}."
-        )
-    if o.decay_steps and o.schedule != "wsd":
-        raise UserError(
-            f"--decay_steps {o.decay_steps}: --schedule {o.schedule} has none, only wsd does; leave the flag out."
-        )
-    if o.decay_steps > room:
-        raise UserError(
+    mistakes = [  # (whether it was made, what to say)
+        (k > E, f"--experts_per_token {k}: cannot be more than there are, --n_experts {E}."),
+        (
+            m.n_groups > 1 and E < 2 * m.n_groups,
+            f"--n_groups {m.n_groups}: each must have two experts of --n_experts {E}.",
+        ),
+        (
+            m.k_groups > m.n_groups or k > m.k_groups * E // m.n_groups,
+            f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --experts_per_token {k}.",
+        ),
+        (
+            m.experts == "tiles" and m.capacity_factor,
+            f"--experts tiles: has no buckets for --capacity_factor {m.capacity_factor:g}; leave one of them out.",
+        ),
+        (
+            room <= 0,
+            f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}.",
+        ),
+        (
+            o.decay_steps and o.schedule != "wsd",
+            f"--decay_steps {o.decay_steps}: --schedule {o.schedule} has none, only wsd does; leave the flag out.",
+        ),
+        (
+            o.decay_steps > room,
             f"--decay_steps {o.decay_steps}: must be at most {room}, the steps from --warmup_steps {o.warmup_steps} to "
-            f"--end_steps {o.end_steps}."
-        )
+            f"--end_steps {o.end_steps}.",
+        ),
+    ]
+    for made, words in mistakes:
+        if made:
+            raise UserError(words)
 
 
 def tell_schedule(cfg):

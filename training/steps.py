@@ -20,7 +20,7 @@ import model
 from architectures import parameters
 from dataset import Prefetch, put_batch
 from runtime.files import check_place, is_remote
-from runtime.messages import UserError, say
+from runtime.messages import UserError, say, warn
 from runtime.processes import together
 
 
@@ -34,8 +34,7 @@ class TrainState(NamedTuple):
 
 
 def make_mesh(cfg, devices=None):
-    """The (dp, pp, tp) mesh over `devices`, by default the first n_devices of jax's; neighbors on an axis are near each
-    other."""
+    """The (dp, pp, tp) mesh over `devices`, by default the first n_devices; neighbors on an axis are near."""
     if devices is None:
         devices = jax.devices()[: cfg.run.n_devices]
     grid = device_grid(cfg.run.n_device_axis, devices)
@@ -44,8 +43,7 @@ def make_mesh(cfg, devices=None):
 
 def device_grid(shape, devices):
     """`devices` as an array of `shape` (dp, pp, tp): tp on the fastest links, then pp, then dp. TPU slices, which
-    only a slow network joins, lie along dp, or along pp where they do not divide dp. Raises UserError where they divide
-    neither."""
+    only a slow network joins, lie along dp, or along pp where they do not divide dp."""
     slices = 1
     if devices[0].platform == "tpu":
         # the devices of a single slice that only the compiler knows (planning/plan.py) have no index
@@ -53,14 +51,12 @@ def device_grid(shape, devices):
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     dp, pp, tp = shape
-    if dp % slices == 0:
-        outer, inner = (slices, 1, 1), (dp // slices, pp, tp)
-    elif pp % slices == 0:
-        outer, inner = (1, slices, 1), (dp, pp // slices, tp)
-    else:
+    if dp % slices and pp % slices:
         raise UserError(
             f"--n_device_axis {dp} {pp} {tp}: dp or pp must be a multiple of the number of TPU slices, {slices}."
         )
+    outer = (1, slices, 1) if dp % slices else (slices, 1, 1)
+    inner = [size // parts for size, parts in zip(shape, outer)]
     return mesh_utils.create_hybrid_device_mesh(
         inner, outer, devices, allow_split_physical_axes=True
     )
@@ -69,17 +65,16 @@ def device_grid(shape, devices):
 def abstract_params(cfg, mesh):
     """The parameters as float32 ShapeDtypeStructs with shardings."""
     table = model.param_table(cfg)
-
-    def abstract(param, sharding):
-        return jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=sharding)
-
-    shardings = parameters.shardings(table, mesh)
-    return jax.tree.map(abstract, table, shardings, is_leaf=parameters.is_param)
+    return jax.tree.map(
+        lambda param, sharding: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=sharding),
+        table,
+        parameters.shardings(table, mesh),
+        is_leaf=parameters.is_param,
+    )
 
 
 def abstract_state(cfg, mesh, optimizer):
-    """TrainState of ShapeDtypeStructs with shardings: optimizer leaves lie as their parameters do, scalars on all
-    devices."""
+    """TrainState of ShapeDtypeStructs: optimizer leaves lie as their parameters do, scalars on all devices."""
     params = abstract_params(cfg, mesh)
     replicated = NamedSharding(mesh, P())
 
@@ -155,10 +150,8 @@ def make_train_step(cfg, mesh, optimizer, schedule):
 
 
 def accumulate_gradient(gradient, state, tokens, targets):
-    """((loss, `model.Metrics`), gradient of every parameter), means over the accumulation.
-
-    gradient: function of one batch, of jax.value_and_grad; tokens, targets int32 [accumulation, M, B, T].
-    """
+    """((loss, `model.Metrics`), gradient of every parameter), means over the accumulation. gradient: of
+    jax.value_and_grad, a function of one batch; tokens, targets int32 [accumulation, M, B, T]."""
     n_batches, M, B, _ = tokens.shape
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
@@ -258,13 +251,13 @@ def quiet_libraries():
     """Silence what the libraries log about errors that the programs here report themselves, in a sentence each."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a trace for each of Orbax's tasks
-    sys.unraisablehook = quiet_hook
 
+    def hook(unraisable):
+        # reads of Orbax end so after another one failed
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
 
-def quiet_hook(unraisable):
-    """Print what Python cannot raise, but for reads of Orbax that end after another one failed."""
-    if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
+    sys.unraisablehook = hook
 
 
 def configure_jax(cfg):
@@ -277,7 +270,7 @@ def configure_jax(cfg):
                 check_place(os.path.join(cache, "entry"), "--compilation_cache")
             jax.config.update("jax_compilation_cache_dir", cache)
         except UserError as e:  # one warning; jax would give one for every program that it compiles
-            print(f"warning: {e}", file=sys.stderr, flush=True)
+            warn(e)
     set_precision(cfg)
 
 
