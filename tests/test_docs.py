@@ -202,23 +202,6 @@ def test_what_the_pages_name_is_there(check):
     assert [said for page in PAGES for said in check(page, page.read_text())] == []
 
 
-def test_mistakes_are_found():
-    """Each of the checks above sees a mistake of its kind."""
-    page = ROOT / "docs" / "page.md"
-    for check, text in (
-        (wrong_links, "[x](nowhere.md)"),
-        (wrong_links, "[x](../README.md#nowhere)"),
-        (wrong_names, "`nowhere.py`"),
-        (wrong_names, "`model.py: nowhere`"),
-        (wrong_flags, "give `--nowhere`"),
-        (wrong_commands, "```sh hosts\nbash launcher.sh --preset nowhere\n```"),
-        (wrong_commands, "```sh hosts\npython tools/sample.py runs/tiny --nowhere\n```"),
-    ):
-        assert len(check(page, text)) == 1, text
-    shown = "tp  all-gather  1.0 MB  # by hand\ndp  all-gather  2.0 MB\n...\n"
-    assert missing(shown, "dp all-gather   2.0 MB") == ["tp all-gather 1.0 MB"]
-
-
 def test_fences_say_what_they_are():
     kinds = {fence.info for page in PAGES for fence in fences(page.read_text())}
     assert kinds <= {"", "python", "sh"} | {f"sh {reason}" for reason in NOT_RUN}

@@ -1,7 +1,9 @@
 """The notebook: stripped in git, and run top to bottom as on a session that is lost in its middle and a later one."""
 
+import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -47,10 +49,7 @@ def test_outputs_are_stripped():
 def test_what_fits_is_there():
     """The devices and presets that the notebook's table names."""
     (cell,) = [cell for cell in notebook().cells if cell.source.startswith("def ask")]
-    table = cell.source[cell.source.index("FITS = {") :].split("}")[0] + "}"
-    names = {}
-    exec(table, names)
-    fits = names["FITS"]
+    fits = ast.literal_eval(re.search(r"FITS = (\{.*?\})", cell.source, re.DOTALL)[1])
     assert all(chips.chip_of(kind) for kind in fits.keys() - {"cpu"})
     for preset, sequences in fits.values():
         data = presets.preset(preset).data
@@ -100,12 +99,6 @@ def lose(client, run):
     os.killpg(client.km.provisioner.pid, signal.SIGKILL)
 
 
-def said_by(client):
-    """What the cells printed."""
-    outputs = [out for cell in client.nb.cells for out in cell.get("outputs", [])]
-    return "".join(out.get("text", "") for out in outputs)
-
-
 def test_a_lost_session_resumes_in_the_next(origin, tmp_path, monkeypatch):
     storage = tmp_path / "drive"
     run = storage / "deepseek-tiny"
@@ -123,10 +116,10 @@ def test_a_lost_session_resumes_in_the_next(origin, tmp_path, monkeypatch):
     assert "resuming deepseek-tiny at step" in log
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    said = said_by(second)
+    outputs = [out for cell in second.nb.cells for out in cell.get("outputs", [])]
+    said = "".join(out.get("text", "") for out in outputs)
     assert "the lock of a session before was removed" in said
     assert f"done at step {STEPS}" in said and "def " in said
-    drawn = [out for cell in second.nb.cells for out in cell.get("outputs", []) if "data" in out]
-    assert any("image/png" in out.data for out in drawn)
+    assert any("image/png" in out.get("data", {}) for out in outputs)
     exported = tmp_path / "second" / "moe-pretraining" / "exported"
     assert {"config.json", "tokenizer.json"} <= set(os.listdir(exported))
