@@ -22,21 +22,9 @@ from tests.soak.programs import run
 WORDS = "hello world def return import self for in while yield é漢 \n 12 x(y) &&".split(" ")
 STEPS = 12
 # the smallest mixture of experts that trains
-MODEL = {
-    **SMALL_RUN,
-    "blocks": 1,
-    "n_experts": 4,
-    "n_head": 2,
-    "T": 16,
-    "vocab_size": 280,
-    "microbatches": 2,
-    "train_batch_size": 4,
-    "val_batch_size": 4,
-    "max_tokens": 4,
-    "inference_batch": 1,
-    "embedding_norm": False,  # as transformers knows such models
-    "latent_conv": 0,
-}
+MODEL = SMALL_RUN | dict(blocks=1, n_experts=4, n_head=2, T=16, vocab_size=280, microbatches=2)
+MODEL |= dict(train_batch_size=4, val_batch_size=4, max_tokens=4, inference_batch=1)
+MODEL |= dict(embedding_norm=False, latent_conv=0)  # as transformers knows such models
 SOUND = "text source records.jsonl.gz records.parquet ranks.tiktoken shards sound hf part many progress cache"
 # the sound folder that a verb changes; all others make a new one
 CHANGED = dict(resume="part", again="shards", finish="progress", prune="many")
@@ -46,21 +34,10 @@ CHANGED = dict(resume="part", again="shards", finish="progress", prune="many")
 
 def train_words(at, output, steps=STEPS, **flags):
     """main.py with the run `run` in `output`, on the sound shards."""
-    flags = {
-        **MODEL,
-        "name": "run",
-        "output_dir": output,
-        "data": at["shards"],
-        "compilation_cache": at["cache"],
-        "n_device_axis": (1, 1, 1),
-        "n_devices": 1,
-        "training_steps": steps,
-        "eval_every": 3,
-        "eval_steps": 1,
-        "save_steps": 4,
-        **flags,
-    }
-    return ["main.py", "--preset", "tiny", *flags_of(**flags)]
+    run = MODEL | dict(name="run", output_dir=output, data=at["shards"], training_steps=steps)
+    run |= dict(n_device_axis=(1, 1, 1), n_devices=1, compilation_cache=at["cache"])
+    run |= dict(eval_every=3, eval_steps=1, save_steps=4)
+    return ["main.py", "--preset", "tiny", *flags_of(**run | flags)]
 
 
 def words_of(job, at, place):

@@ -58,16 +58,6 @@ def wrong_after(number, ended):
     return complaint(ended, (0, 2, 128 + number))
 
 
-def difference(whole, again):
-    """In words, how what a job made differs from what it makes undisturbed; None where it does not."""
-    (result, names), (result_again, names_again) = whole, again
-    if result != result_again:
-        return f"another result: {result_again!r:.200}, not {result!r:.200}"
-    if names != names_again:
-        return f"other files: {sorted(set(names) ^ set(names_again))[:4]}"
-    return None
-
-
 UNDISTURBED = {}  # {job: (what it makes, changes of its files)}
 
 
@@ -102,5 +92,6 @@ def case(rng, sound, folder):
     there = job in ("export", "import") and "exists already" in ended.err
     if ended.status and not there:
         return Case(tried, "not resumed", complaint(ended, (0,)), ended)
-    wrong = difference(whole, made(job, place)) or leftovers(place)
+    again = made(job, place)
+    wrong = leftovers(place) if again == whole else f"{again!r:.400} instead of {whole!r:.400}"
     return Case(tried, "the same" if killed.status else "too late", wrong, ended)
