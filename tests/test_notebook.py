@@ -13,6 +13,7 @@ import time
 
 import pytest
 from conftest import ROOT, flags_of
+from test_cluster import XLA_FLAGS
 
 import presets
 from runtime import chips
@@ -23,18 +24,9 @@ pytest.importorskip("ipykernel", reason="bash setup_tpu.sh notebook")
 
 PATH = ROOT / "notebooks" / "train_on_a_free_accelerator.ipynb"
 STEPS = 40
-FLAGS = dict(  # few and small steps of deepseek-tiny
-    training_steps=STEPS,
-    end_steps=STEPS,
-    warmup_steps=4,
-    eval_every=10,
-    eval_steps=1,
-    save_steps=5,
-    model_dimension=32,
-    blocks=2,
-    T=32,
-    max_tokens=4,
-)
+# few and small steps of deepseek-tiny
+FLAGS = dict(training_steps=STEPS, end_steps=STEPS, warmup_steps=4, save_steps=5, max_tokens=4)
+FLAGS |= dict(eval_every=10, eval_steps=1, model_dimension=32, blocks=2, T=32)
 
 
 def notebook():
@@ -59,10 +51,8 @@ def test_what_fits_is_there():
 # --- Sessions -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory):
+def make_repository(folder):
     """A git repository of the files as they are here."""
-    folder = tmp_path_factory.mktemp("origin") / "clone"
     left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests", "docs")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
     as_someone = ("-c", "user.name=x", "-c", "user.email=x")
@@ -75,14 +65,13 @@ def session(origin, storage, machine, monkeypatch):
     """A client that runs the notebook in the folder `machine`, where nothing is; only `storage` outlives it."""
     machine.mkdir()
     monkeypatch.setenv("VENV", sys.prefix)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     book = notebook()
-    at = next(
-        i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", ())
-    )
-    given = dict(REPOSITORY=f"file://{origin}", STORAGE=str(storage), FLAGS=flags_of(**FLAGS))
-    lines = [f"{name} = {value!r}" for name, value in given.items()]
-    book.cells.insert(at + 1, nbformat.v4.new_code_cell("\n".join([*lines, "SECONDS = 1"])))
+    tags = [cell.metadata.get("tags", []) for cell in book.cells]
+    given = dict(REPOSITORY=f"file://{origin}", STORAGE=str(storage), SECONDS=1)
+    given["FLAGS"] = flags_of(**FLAGS)
+    lines = "\n".join(f"{name} = {value!r}" for name, value in given.items())
+    book.cells.insert(tags.index(["parameters"]) + 1, nbformat.v4.new_code_cell(lines))
     path = {"metadata": {"path": str(machine)}}
     return nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources=path)
 
@@ -99,7 +88,8 @@ def lose(client, run):
     os.killpg(client.km.provisioner.pid, signal.SIGKILL)
 
 
-def test_a_lost_session_resumes_in_the_next(origin, tmp_path, monkeypatch):
+def test_a_lost_session_resumes_in_the_next(tmp_path, monkeypatch):
+    origin = make_repository(tmp_path / "origin")
     storage = tmp_path / "drive"
     run = storage / "deepseek-tiny"
     first = session(origin, storage, tmp_path / "first", monkeypatch)
