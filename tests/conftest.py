@@ -1,7 +1,9 @@
 """Eight simulated CPU devices, set before jax is first imported, and what several test files share."""
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import os
@@ -24,17 +26,18 @@ sys.path.insert(0, str(ROOT))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_MODE"] = "offline"
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = (
-    "false"  # else gcsfs asks an emulator for gRPC, for a minute
-)
-# compiling would be most of the tests' time; these shorten it sevenfold and change nothing that the tests look at
+# else gcsfs asks an emulator for gRPC, for a minute
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+# compiling would be most of the tests' time; these shorten it eightfold and change nothing that the tests look at
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
-if version("jaxlib").startswith(
-    "0.10."
-):  # later ones have no such flag, and XLA ends a process that gives it
+if version("jaxlib").startswith("0.10."):  # XLA ends a process that gives later ones this flag
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+gc.set_threshold(
+    100_000
+)  # tracing makes many objects: collecting them often is a fifth of its time
 
 import fsspec
 import jax
@@ -97,58 +100,61 @@ SMALL_DEEPSEEK = dict(
     routed_scaling=2.5,
 )
 SMALL_GPT2 = {**flags_without_choice("gpt2"), "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
-SMALL_QWEN3 = {
-    **flags_without_choice("qwen3"),
-    "n_kv_head": 4,
-    "n_head": 8,
-    "head_dim": 12,
-    "rope_base": 3e4,
-}
+SMALL_QWEN3 = flags_without_choice("qwen3") | dict(n_kv_head=4, n_head=8)
+SMALL_QWEN3 |= dict(head_dim=12, rope_base=3e4)
 # One small model of each architecture: tests of parity, decoding, plan and export take all of them.
 ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_QWEN3}
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
+# Workers begin with the longest files. One worker takes all tests of a file, which share what they compile and make;
+# those of SINGLE share nothing and come last, so that all workers end at about the same time.
+LONGEST = "cluster parity model storage faults resume trace branches memory docs".split()
+SINGLE = "test_parity_of_variants"
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items):
+    def place(item):
+        if item.originalname == SINGLE:
+            return len(LONGEST) + 1
+        name = item.path.stem.removeprefix("test_")
+        item.add_marker(pytest.mark.xdist_group(name))
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
+
 def small_config(mesh=(1, 1, 1), sequences=32, **flags):
     """A validated Config of SMALL on `mesh` with `sequences` training sequences a batch over the whole mesh."""
-    flags = {
-        **SMALL,
-        "train_batch_size": sequences // mesh[0],
-        "val_batch_size": max(4, 8 // mesh[0]),
-        **flags,
-    }
-    cfg = utils.replace(
-        presets.preset("tiny"), n_device_axis=mesh, n_devices=int(np.prod(mesh)), **flags
-    )
+    small = SMALL | dict(n_device_axis=mesh, n_devices=int(np.prod(mesh)))
+    small |= dict(train_batch_size=sequences // mesh[0], val_batch_size=max(4, 8 // mesh[0]))
+    cfg = utils.replace(presets.preset("tiny"), **small | flags)
     return settings.validate(cfg, jax.device_count())
 
 
 def settled(m):
     """The utils.Model with the widths written out that 0 or -1 stand for."""
-    widths = dict(
-        head_dim=m.key_dim,
-        q_latent_dim=m.q_latent,
-        ffn_dim=m.ffn_width,
-        expert_dim=m.expert_width,
-    )
+    widths = dict(head_dim=m.key_dim, q_latent_dim=m.q_latent)
+    widths |= dict(ffn_dim=m.ffn_width, expert_dim=m.expert_width)
     return dataclasses.replace(m, **widths)
 
 
-def run_tool(path, *words):
-    """Run a program of the repository in a process of its own."""
-    subprocess.run([sys.executable, ROOT / path, *map(str, words)], check=True, capture_output=True)
+def run_on_tests(program, *words):
+    """Run a program of data/ on the tests' own text, in a process of its own."""
+    words = [sys.executable, ROOT / "data" / program, "--source", ROOT / "tests", *words]
+    subprocess.run([*map(str, words)], check=True, capture_output=True)
 
 
 def train_small_tokenizer(path):
-    """Write the ranks of a tokenizer of 512 tokens, trained on the tests."""
-    words = ("--source", ROOT / "tests", "--vocab_size", 512, "--output", path)
-    run_tool("data/train_tokenizer.py", *words)
+    """Write the ranks of a tokenizer of 512 tokens."""
+    run_on_tests("train_tokenizer.py", "--vocab_size", 512, "--output", path)
 
 
 def tokenize_tests(folder, tokenizer):
-    """Write shards of the tests' text."""
-    words = ("--source", ROOT / "tests", "--output", folder, "--tokenizer", tokenizer)
-    run_tool("data/tokenize_shards.py", *words, "--val_fraction", 0.2)
+    """Write shards."""
+    words = ("--output", folder, "--tokenizer", tokenizer, "--val_fraction", 0.2)
+    run_on_tests("tokenize_shards.py", *words)
 
 
 def small_tokenizer(folder, n=200):
@@ -181,39 +187,40 @@ def describe(folder, **made_with):
 
 
 def make_params(cfg, mesh):
+    """Parameters with the spread of their table, the same on any mesh; numpy draws them, which needs no compiling."""
+
+    def draw(path, p):
+        rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
+        x = p.start + p.std * rng.standard_normal(p.shape)
+        x[p.rows or len(x) :] = 0
+        return x.astype(np.float32)
+
     table = model.param_table(cfg)
-    init = jax.jit(
-        lambda key: parameters.init_params(table, key),
-        out_shardings=parameters.shardings(table, mesh),
-    )
-    return init(jax.random.key(cfg.run.seed))
+    drawn = jax.tree_util.tree_map_with_path(draw, table, is_leaf=parameters.is_param)
+    return jax.device_put(drawn, parameters.shardings(table, mesh))
 
 
 def random_batch(cfg, mesh, seed=0):
     """Global (tokens, targets) [accumulation, M, B, T] of random tokens; the same sequences however they are cut."""
     A, M = cfg.run.accumulation_steps, cfg.data.microbatches
     B = cfg.data.train_batch_size * cfg.run.n_device_axis[0] // M
-    rows = (
-        np.random.default_rng(seed)
-        .integers(0, cfg.model.vocab_size, (A * M * B, cfg.model.T + 1))
-        .astype(np.int32)
-    )
-    rows = rows.reshape(A, M, B, -1)
+    shape, rng = (A * M * B, cfg.model.T + 1), np.random.default_rng(seed)
+    rows = rng.integers(0, cfg.model.vocab_size, shape).astype(np.int32).reshape(A, M, B, -1)
     sharding = jax.sharding.NamedSharding(mesh, collectives.BATCH_SPEC)
     return tuple(jax.device_put(part, sharding) for part in (rows[..., :-1], rows[..., 1:]))
 
 
 def furthest(a, b):
     """Largest difference between two trees, each leaf relative to its own largest entry, and that leaf's path."""
-    differences = jax.tree_util.tree_map_with_path(
-        lambda at, x, y: (
-            float(np.abs(x - y).max(initial=0) / np.abs(x).max(initial=1e-30)),
-            jax.tree_util.keystr(at),
-        ),
-        jax.tree.map(np.asarray, a),
-        jax.tree.map(np.asarray, b),
-    )
-    return max(jax.tree.leaves(differences, is_leaf=lambda x: isinstance(x, tuple)))
+    found = []
+
+    def compare(at, x, y):
+        x, y = np.asarray(x), np.asarray(y)
+        difference = np.abs(x - y).max(initial=0) / np.abs(x).max(initial=1e-30)
+        found.append((float(difference), jax.tree_util.keystr(at)))
+
+    jax.tree_util.tree_map_with_path(compare, a, b)
+    return max(found)
 
 
 def begin(cfg, mesh):
@@ -221,7 +228,7 @@ def begin(cfg, mesh):
     optimizer, schedule = make_optimizer(cfg, mesh)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
     step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
-    return steps.init_state(cfg, abstract, optimizer), step
+    return steps.init_state(cfg, abstract, optimizer, make_params(cfg, mesh)), step
 
 
 def steps_of(cfg, n, seeds=None):
@@ -277,20 +284,11 @@ def train(shards, xla_cache, tmp_path):
     """`train(mesh, **flags)`: run the program in this process on SMALL_RUN and small shards; its exit status."""
 
     def train(mesh=(1, 1, 1), **flags):
-        flags = {
-            **SMALL_RUN,
-            "train_batch_size": 8 // mesh[0],
-            "val_batch_size": 8 // mesh[0],
-            "name": "run",
-            "n_device_axis": mesh,
-            "n_devices": int(np.prod(mesh)),
-            "output_dir": tmp_path / "runs",
-            "data": shards,
-            "compilation_cache": xla_cache,
-            "eval_every": 5,
-            "eval_steps": 2,
-            **flags,
-        }
+        batch = 8 // mesh[0]
+        small = SMALL_RUN | dict(n_device_axis=mesh, n_devices=int(np.prod(mesh)), name="run")
+        small |= dict(train_batch_size=batch, val_batch_size=batch, eval_every=5, eval_steps=2)
+        small |= dict(data=shards, output_dir=tmp_path / "runs", compilation_cache=xla_cache)
+        flags = small | flags
         # not through the command line: its parser compiles source, which Python 3.11 cannot do beside other threads
         flags = {n: str(v) if isinstance(v, Path) else v for n, v in flags.items() if v is not None}
         cfg = utils.replace(presets.preset("tiny"), **flags)
@@ -301,14 +299,30 @@ def train(shards, xla_cache, tmp_path):
 
 def run_program(*words, **environment):
     """main.py in a process of its own; returns the CompletedProcess with text output."""
+    words = [sys.executable, ROOT / "main.py", *map(str, words)]
     env = {**os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, str(ROOT / "main.py"), *map(str, words)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
+
+
+# --- Waiting and ports ------------------------------------------------------------------------------------------
+
+
+def wait_for(condition, seconds=300):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not come true"
+        time.sleep(0.05)
+
+
+def free_port(address="127.0.0.1"):
+    with socket.create_server((address, 0)) as s:
+        return s.getsockname()[1]
+
+
+def listens(address, port):
+    with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
+        return True
+    return False
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------
@@ -383,48 +397,36 @@ class FaultyHandler(BaseHTTPRequestHandler):
 @pytest.fixture(params=["gs", "s3"])
 def bucket(request, monkeypatch):
     """(address of a bucket whose server fails every third request, its file system without failures, the proxy)."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    if request.param == "gs":
-        pytest.importorskip("gcp_storage_emulator", reason="pip install gcp-storage-emulator")
-        command = [str(ROOT / "tests" / "gcs_emulator.py"), str(port), "bucket"]
-    else:
-        pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
-        command = ["-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    kind, port = request.param, free_port()
+    package = {"gs": "gcp_storage_emulator", "s3": "moto.server"}[kind]
+    pytest.importorskip(package, reason="bash setup_tpu.sh test")
+    command = {
+        "gs": [ROOT / "tests/gcs_emulator.py", str(port), "bucket"],
+        "s3": ["-m", "moto.server", "-p", str(port)],
+    }
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen([sys.executable, *command[kind]], **quiet)
     try:
-        for _ in range(300):
-            with socket.socket() as s:
-                if s.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
+        wait_for(lambda: listens("127.0.0.1", port))
         proxy, url = Faulty(port), f"http://127.0.0.1:{port}"
         faulty = f"http://127.0.0.1:{proxy.server_port}"
-        fsspec.get_filesystem_class(
-            request.param
-        ).clear_instance_cache()  # of another test's server
-        if request.param == "gs":
-            for name, value in {
-                "STORAGE_EMULATOR_HOST": faulty,
-                "TENSORSTORE_GCS_HTTP_URL": faulty,
-                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
-            }.items():
-                monkeypatch.setenv(name, value)
-            fs = fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
-        else:
-            for name, value in {
-                "ENDPOINT_URL": faulty,
-                "ACCESS_KEY_ID": "x",
-                "SECRET_ACCESS_KEY": "x",
-                "DEFAULT_REGION": "us-east-1",
-            }.items():
-                monkeypatch.setenv(f"AWS_{name}", value)
-            fs = fsspec.filesystem("s3", endpoint_url=url, skip_instance_cache=True)
+        environment = {
+            "STORAGE_EMULATOR_HOST": faulty,
+            "TENSORSTORE_GCS_HTTP_URL": faulty,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+            "AWS_ENDPOINT_URL": faulty,
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        fsspec.get_filesystem_class(kind).clear_instance_cache()  # of another test's server
+        anonymous = {"token": "anon"} if kind == "gs" else {}
+        fs = fsspec.filesystem(kind, endpoint_url=url, skip_instance_cache=True, **anonymous)
+        if kind == "s3":
             fs.mkdir("bucket")
-        yield f"{request.param}://bucket/shards", fs, proxy
+        yield f"{kind}://bucket/shards", fs, proxy
         proxy.shutdown()
     finally:
         server.kill()

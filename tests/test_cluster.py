@@ -7,6 +7,7 @@ import contextlib
 import getpass
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,8 +19,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL_RUN, flags_of
-from test_scripts import CLEAN, program, wait_for
+from conftest import ROOT, SMALL_RUN, flags_of, free_port, listens, wait_for
+from test_scripts import CLEAN, program
 
 import utils
 from runtime import messages, processes
@@ -27,10 +28,6 @@ from training import command_line, steps
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 LACKING = [name for name in ("ssh", "tmux", "git") if not shutil.which(name)]
-needs_hosts = pytest.mark.skipif(
-    bool(LACKING) or not SSHD or sys.platform != "linux",
-    reason="needs Linux with sshd, ssh, tmux and git",
-)
 PROGRAMS = """awk basename bash cat chmod cut date df dirname env find git git-receive-pack grep head ls mkdir mktemp mv
 nice ps python3 rm sed sh sleep tail tee tmux tr""".split()
 XLA_FLAGS = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
@@ -63,11 +60,6 @@ SetEnv HOME={root}/home TMUX_TMPDIR={root}/tmux PATH={root}/bin TMPDIR={root}/tm
 """
 
 
-def free_port(address="127.0.0.1"):
-    with socket.create_server((address, 0)) as s:
-        return s.getsockname()[1]
-
-
 def make_key(path):
     subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", path], check=True)
 
@@ -96,13 +88,7 @@ class Host:
         with open(self.root / "sshd.log", "a") as log:
             words = [SSHD, "-D", "-e", "-f", self.root / "sshd"]
             self.process = subprocess.Popen(words, stderr=log)
-        wait_for(self.listens, 60)
-
-    def listens(self):
-        with contextlib.suppress(OSError):
-            socket.create_connection((self.address, self.port), 1).close()
-            return True
-        return False
+        wait_for(lambda: listens(self.address, self.port), 60)
 
     def down(self):
         """Cut every connection and listen no more."""
@@ -233,6 +219,8 @@ def assert_refused(done, *words, host="127.0.0.1"):
 
 @pytest.fixture(scope="module")
 def cluster():
+    if LACKING or not SSHD or sys.platform != "linux":
+        pytest.skip("needs Linux with sshd, ssh, tmux and git")
     # short: a socket's path has at most 107 bytes
     base = Path(tempfile.mkdtemp(prefix="moe", dir="/tmp"))
     cluster = Cluster(base)
@@ -267,26 +255,15 @@ def idle(cluster):
 
 @pytest.fixture
 def flags(shards, xla_cache, tmp_path):
-    """Flags of the small model for n processes, each with one device, on the mesh (n, 1, 1)."""
+    """`flags(n, **more)`: of the small model on n processes with a device each."""
 
     def flags(processes, **more):
-        small = {
-            **SMALL_RUN,
-            **THIN,
-            "n_device_axis": (processes, 1, 1),
-            "n_devices": processes,
-            "train_batch_size": 12 // processes,
-            "val_batch_size": 12 // processes,
-            "name": f"over{processes}",
-            "output_dir": tmp_path / "runs",
-            "data": shards,
-            "compilation_cache": xla_cache,
-            "eval_every": 5,
-            "eval_steps": 2,
-            "peer_timeout": 20,
-            **more,
-        }
-        return ["--preset", "tiny", *flags_of(**small)]
+        batch = 12 // processes
+        small = SMALL_RUN | THIN | dict(n_device_axis=(processes, 1, 1), n_devices=processes)
+        small |= dict(train_batch_size=batch, val_batch_size=batch, peer_timeout=20)
+        small |= dict(name=f"over{processes}", output_dir=tmp_path / "runs", data=shards)
+        small |= dict(compilation_cache=xla_cache, eval_every=5, eval_steps=2)
+        return ["--preset", "tiny", *flags_of(**small | more)]
 
     return flags
 
@@ -321,17 +298,16 @@ def assert_nothing_was_started(cluster):
 # --- The launcher -------------------------------------------------------------------------------------------------
 
 
+# where tmux could show a secret
+TMUX_SHOWS = ["capture-pane -p -S -", "show-environment -g", "show-environment", "list-buffers"]
+TMUX_SHOWS += ["list-panes -F #{pane_start_command}"]
+
+
 def assert_secret_is_nowhere(cluster, runs):
     """Not in argv of any process, the logs, tmux's buffers and environment, nor the run's folder."""
     seen = [content(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
     for host in cluster.hosts[:2]:
-        for words in (
-            "capture-pane -p -S -",
-            "show-environment -g",
-            "show-environment",
-            "list-panes -F #{pane_start_command}",
-            "list-buffers",
-        ):
+        for words in TMUX_SHOWS:
             seen.append(host.tmux(*words.split()).stdout.encode())
         seen += [path.read_bytes() for path in host.state.iterdir()]
     seen += [content(path) for path in runs.rglob("*") if path.is_file()]
@@ -339,15 +315,46 @@ def assert_secret_is_nowhere(cluster, runs):
     assert not any(SECRET[:6].encode() in part for part in seen)
 
 
-@needs_hosts
+def survive_cut_connections(cluster, run):
+    """Nothing happens to the training, and the launcher reports it again once it reaches the hosts."""
+    hosts, before = cluster.hosts[:2], len(losses(run))
+    for host in hosts:
+        host.down()
+    dead = cluster.launch("--status")
+    assert dead.returncode and dead.stderr.count(": cannot be reached") == 2, dead.said
+    wait_for(lambda: len(losses(run)) > before + 10)
+    for host in hosts:
+        host.up()
+    status = cluster.passes("--status")
+    assert status.count("running: ") == 2 and "step" in status
+    logs = cluster.passes("--logs", "127.0.0.2")
+    assert "compiled in" in logs and "127.0.0.1" not in logs and "Welcome" not in logs
+    assert all(f"--- {host.address}" in cluster.passes("--logs") for host in hosts)
+
+
+def lose_a_process_and_a_part_of_its_checkpoint(cluster, run):
+    """kill -9 of process 1, then damage to what it alone reads: both start again from the checkpoint before."""
+    hosts, before = cluster.hosts[:2], max(losses(run))
+    wait_for(lambda: max(losses(run)) > before + 7)
+    os.kill(hosts[1].pid, signal.SIGKILL)
+    wait_for(lambda: all("starting it again" in (h.state / "log").read_text() for h in hosts))
+    newest = max(int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit())
+    part = run / f"checkpoints/{newest}/state/ocdbt.process_1"
+    parts = [path for path in part.rglob("*") if path.is_file()]
+    os.truncate(max(parts, key=lambda path: path.stat().st_size), 100)
+    before = max(losses(run))
+    wait_for(lambda: max(losses(run)) > before + 2)
+    assert cluster.passes("--logs").count("warning: resuming from checkpoint") == 2
+
+
 def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
-    """The whole life of a run: the same losses as one process, cut connections, status, restart, stop, no secret."""
+    """The whole life of a run: the same losses as one process, whatever happened."""
     run = tmp_path / "runs/over2"
-    first, second = hosts = idle.hosts[:2]
-    (second.home / ".bashrc").write_text(
-        "echo Welcome\nprintf Moreover\ntrap 'echo Goodbye' EXIT\n"
-    )
-    words = flags(2, training_steps=100_000, end_steps=200_000, prompt=ODD)
+    _, second = hosts = idle.hosts[:2]
+    noise = "echo Welcome\nprintf Moreover\ntrap 'echo Goodbye' EXIT\n"
+    (second.home / ".bashrc").write_text(noise)
+    long = dict(training_steps=100_000, end_steps=200_000, save_steps=5)
+    words = flags(2, prompt=ODD, **long)
     done = idle.launch(*words, WANDB_API_KEY=SECRET)
     assert done.returncode == 0, done.said
     assert done.stdout.count("running") == 2 and SECRET not in done.said
@@ -360,21 +367,7 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert f"WANDB_API_KEY={SECRET}\0" in content(Path(f"/proc/{second.pid}/environ")).decode()
     assert not any(list(host.state.glob("start.*")) for host in hosts)
     assert_secret_is_nowhere(idle, run)
-
-    # every connection is cut, and nothing happens to the training
-    before = len(losses(run))
-    for host in hosts:
-        host.down()
-    dead = idle.launch("--status")
-    assert dead.returncode and dead.stderr.count(": cannot be reached") == 2, dead.said
-    wait_for(lambda: len(losses(run)) > before + 10)
-    for host in hosts:
-        host.up()
-    status = idle.passes("--status")
-    assert status.count("running: ") == 2 and "step" in status
-    logs = idle.passes("--logs", "127.0.0.2")
-    assert "compiled in" in logs and "127.0.0.1" not in logs and "Welcome" not in logs
-    assert all(f"--- {host.address}" in idle.passes("--logs") for host in hosts)
+    survive_cut_connections(idle, run)
 
     # a second launch, and flags that main.py would refuse, stop nothing
     pids = [host.pid for host in hosts]
@@ -385,39 +378,29 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert "--modle_dimension" in refused.stderr and "stop " not in refused.stdout, refused.said
     assert pids == [host.pid for host in hosts] and all(host.alive for host in hosts)
 
-    assert "ended with status 143" in idle.passes("--restart", *words)
+    restarted = idle.passes("--restart", "--max_restarts", "2", *words)
+    assert restarted.count("ended with status 143: ") == 2
     assert "resuming over2 at step" in idle.passes("--logs")
-    # to one host alone: all write one checkpoint
-    os.kill(second.pid, signal.SIGTERM)
-    wait_for(lambda: not first.alive and not second.alive)
-    assert [(host.state / "status").read_text() for host in hosts] == ["143\n"] * 2
-
-    # a part of the newest checkpoint that only process 1 reads is damaged: both resume from the one before
-    newest = run / f"checkpoints/{max(losses(run))}/state/ocdbt.process_1"
-    files = [path for path in newest.rglob("*") if path.is_file()]
-    os.truncate(max(files, key=lambda path: path.stat().st_size), 100)
-    idle.passes("--max_restarts", "2", *words, "--save_steps", "5")
-    assert idle.passes("--logs").count("warning: resuming from checkpoint") == 2
-
-    # one process is killed: both start again and continue
-    before = max(losses(run))
-    wait_for(lambda: max(losses(run)) > before + 7)
-    os.kill(second.pid, signal.SIGKILL)
-    wait_for(lambda: all("starting it again" in (h.state / "log").read_text() for h in hosts))
-    before = max(losses(run))
-    wait_for(lambda: max(losses(run)) > before + 2)
+    lose_a_process_and_a_part_of_its_checkpoint(idle, run)
+    os.kill(second.pid, signal.SIGTERM)  # a preemption of one host: all write one checkpoint
+    again = "main.py ended with status 143; starting it again"
+    wait_for(lambda: all(again in (host.state / "log").read_text() for host in hosts))
     assert idle.passes("--stop").count("ended with status 143: ") == 2
-    last = max(losses(run))
-    assert (run / f"checkpoints/{last}/meta").exists()
+    assert_same_as_alone(run, train, **long)
 
+
+def assert_same_as_alone(run, train, **long):
+    """A run over two processes has the losses of one process, and a checkpoint at its end."""
+    together = losses(run)
+    last = max(together)
+    assert (run / f"checkpoints/{last}/meta").exists()
+    assert sorted(together) == list(range(1, last + 1))
     batch = dict(train_batch_size=12, val_batch_size=12)
-    assert train(**THIN, **batch, name="one", training_steps=15, end_steps=200_000) == 0
-    alone, together = losses(tmp_path / "runs/one"), losses(run)
-    assert sorted(together) == list(range(1, last + 1))  # through all of that
+    assert train(**THIN, **batch, **long | dict(name="one", training_steps=15)) == 0
+    alone = losses(run.parent / "one")
     assert all(abs(alone[step] - together[step]) < 1e-4 for step in alone)
 
 
-@needs_hosts
 def test_flags_are_parsed_by_the_program_that_is_to_run(idle):
     """Neither by the one that stands on the host, which nothing changes, nor by the one here where a commit is sent."""
     host = idle.hosts[0]
@@ -453,7 +436,6 @@ def test_flags_are_parsed_by_the_program_that_is_to_run(idle):
     assert before == {path: path.read_bytes() for path in host.code.rglob("*") if path.is_file()}
 
 
-@needs_hosts
 def test_a_launch_cut_short_names_what_it_could_not_take_back_and_leaves_no_file(idle):
     """A host is lost while it starts, then Ctrl-C while all start: nothing stays unmentioned."""
     host = idle.hosts[1]
@@ -487,7 +469,6 @@ def test_a_launch_cut_short_names_what_it_could_not_take_back_and_leaves_no_file
     wait_for(lambda: not processes_of(b"ssh", bytes(idle.base)))
 
 
-@needs_hosts
 def test_logs_are_followed_on_all_hosts_until_ctrl_c(idle):
     for host in idle.hosts[:2]:
         host.state.mkdir(parents=True)
@@ -527,7 +508,6 @@ BAD_HOSTS = [
 ]
 
 
-@needs_hosts
 def test_a_host_that_fails_the_check_is_named(idle):
     for bad in BAD_HOSTS:
         for host, (name, text, _) in zip(idle.hosts, bad):
@@ -544,39 +524,30 @@ def test_a_host_that_fails_the_check_is_named(idle):
     assert_nothing_was_started(idle)
 
 
-@needs_hosts
 def test_a_dead_host_a_refused_key_and_a_changed_host_key(idle):
     refusing, dead, changed = idle.hosts
     idle.passes("--status", hosts=3)  # their keys are known from here
-    key = (refusing.root / "authorized").read_text()
-    (refusing.root / "authorized").write_text("")
+    allowed, known = refusing.root / "authorized", idle.base / "known_hosts"
+    key, other_key = allowed.read_text(), (dead.root / "host.pub").read_text()
+    other_key = rf"\1 {other_key}"
+    known.write_text(re.sub(r"(\[127\.0\.0\.3\]\S+) .*\n", other_key, known.read_text()))
+    allowed.write_text("")
     dead.down()
-    changed.down()
-    for name in ("host", "host.pub"):
-        (changed.root / name).rename(changed.root / f"{name}.first")
-    make_key(changed.root / "host")
-    changed.up()
     try:
         done = idle.launch(hosts=3)
-        refused, unreachable, other = sorted(done.stderr.splitlines())
-        assert done.returncode == 1 and refused.startswith("error: 127.0.0.1: refuses the key")
-        assert unreachable.startswith("error: 127.0.0.2: cannot be reached")
-        assert other.startswith("error: 127.0.0.3: its host key is not the one")
-        (refusing.root / "authorized").write_text(key)
-        dead.up()
-        advice = other.split(" run ")[1].split(" and start again")[0]  # it helps, as it stands
-        subprocess.run(advice, shell=True, capture_output=True, check=True)
-        idle.passes("--status", hosts=3)
     finally:
-        changed.down()
-        for name in ("host", "host.pub"):
-            (changed.root / f"{name}.first").rename(changed.root / name)
-        changed.up()
-        (idle.base / "known_hosts").unlink()
+        allowed.write_text(key)
+        dead.up()
+    refused, unreachable, other = sorted(done.stderr.splitlines())
+    assert done.returncode == 1 and refused.startswith("error: 127.0.0.1: refuses the key")
+    assert unreachable.startswith("error: 127.0.0.2: cannot be reached")
+    assert other.startswith("error: 127.0.0.3: its host key is not the one")
+    advice = other.split(" run ")[1].split(" and start again")[0]  # it helps, as it stands
+    subprocess.run(advice, shell=True, capture_output=True, check=True)
+    idle.passes("--status", hosts=3)
     assert_nothing_was_started(idle)
 
 
-@needs_hosts
 def test_a_tilde_in_a_setting_is_the_home_there(idle):
     """So is $HOME, which the shell here would replace by the home here."""
     host, env = idle.hosts[0], idle.repo / "cluster.env"
@@ -594,7 +565,6 @@ def test_a_tilde_in_a_setting_is_the_home_there(idle):
 # --- What is sent, and what stays ---------------------------------------------------------------------------------
 
 
-@needs_hosts
 def test_a_wrong_commit(idle):
     done = idle.launch(COMMIT="nonsense")
     assert done.returncode == 1 and done.stderr.startswith("error: COMMIT=nonsense: "), done.said
@@ -609,7 +579,6 @@ def test_a_wrong_commit(idle):
     assert not any(host.alive for host in idle.hosts)
 
 
-@needs_hosts
 def test_a_folder_that_others_made_is_left_alone(idle):
     host = idle.hosts[0]
     take = dict(SYNC="1", TAKE_FOLDER="yes")
@@ -656,7 +625,6 @@ def test_a_folder_that_others_made_is_left_alone(idle):
     assert git("log", "--all", "--format=%s").count("more") == 1
 
 
-@needs_hosts
 def test_only_what_was_sent_is_ever_removed(idle):
     """--sync and commits in turn: run directories and files of others stay, changes made there are not lost."""
     host, runs = idle.hosts[0], ["out/run", "runs/other"]
@@ -701,7 +669,6 @@ def test_only_what_was_sent_is_ever_removed(idle):
     assert [(host.code / run / "metrics.jsonl").read_text() for run in runs] == ["theirs"] * 2
 
 
-@needs_hosts
 def test_sending_that_was_interrupted_is_completed(idle):
     """git was killed, or its machine, while it put another commit's files there."""
     host = idle.hosts[0]
@@ -723,9 +690,8 @@ def test_sending_that_was_interrupted_is_completed(idle):
         assert not git("status", "--porcelain") and git("rev-parse", "HEAD") == tree
 
 
-@needs_hosts
 def test_hosts_that_share_a_folder_get_it_once(idle):
-    """All of three, two of three, and each by hand at the same time; host 2 has no flock."""
+    """All of three, then two of three; host 2 has no flock."""
     for host in idle.hosts:
         (host.home / "instant").touch()
     for host in (idle.hosts[0], idle.hosts[2]):
@@ -739,22 +705,11 @@ def test_hosts_that_share_a_folder_get_it_once(idle):
     done = idle.passes(hosts=3, FOLDER=f"{idle.base}/at %h")
     assert done.count(" commit ") == done.count("  set up") == 2
     assert done.count("the folder of 127.0.0.") == 2
-    commits = [idle.git("commit-tree", "-m", f"{i}", "HEAD^{tree}") for i in range(3)]
-    run = dict(script="run.sh", hosts=3, FOLDER=str(shared))
-    for word in ("--code", "--check"):
-        started = [
-            idle.begin(word, host.address, COMMIT=commit, **run)
-            for host, commit in zip(idle.hosts, commits)
-        ]
-        assert [ended(process).returncode for process in started] == [0, 0, 0]
-    assert not idle.git("-C", shared, "status", "--porcelain", "--untracked-files=no")
-    assert idle.git("-C", shared, "rev-parse", "HEAD") in commits
 
 
 # --- Ends, and other scripts --------------------------------------------------------------------------------------
 
 
-@needs_hosts
 def test_one_host_that_fails_to_start_takes_the_others_back(idle):
     for host in idle.hosts:
         (host.home / "waits").touch()
@@ -766,7 +721,6 @@ def test_one_host_that_fails_to_start_takes_the_others_back(idle):
     assert not processes_of(b"sleep", b"7654")  # not even outside tmux
 
 
-@needs_hosts
 def test_debug_opens_a_pane_for_each_of_many_hosts(idle):
     names = [f"127.0.0.{i}" for i in range(1, 41)]
     own = dict(HOSTS=" ".join(names), WANDB_API_KEY=SECRET, TMUX_TMPDIR=str(idle.base))
@@ -786,7 +740,6 @@ def test_debug_opens_a_pane_for_each_of_many_hosts(idle):
         tmux("kill-server")
 
 
-@needs_hosts
 def test_a_tpus_hosts_come_from_gcloud(idle):
     text = '#!/bin/bash\nprintf "%s\\n" "$*" >&2\n[[ $* == *ipAddress* ]] || exit 0\n'
     program(idle.base / "gcloud/gcloud", f'{text}echo "127.0.0.1;127.0.0.3"\n')
@@ -800,43 +753,35 @@ def test_a_tpus_hosts_come_from_gcloud(idle):
 # --- Processes --------------------------------------------------------------------------------------------------
 
 BAD = {
-    "--num_processes 2": ["--num_processes 2", "--coordinator HOST:PORT"],
-    "--process_id 1": ["--process_id 1", "--coordinator"],
-    "--coordinator h:1": ["--coordinator h:1", "--num_processes and --process_id"],
-    "--coordinator h:1 --num_processes 2": ["--process_id"],
-    "--coordinator h --num_processes 2 --process_id 0": ["--coordinator h", "HOST:PORT"],
-    "--coordinator h:1 --num_processes 2 --process_id 2": ["--process_id 2", "--num_processes 2"],
-    "--coordinator h:1 --num_processes 2 --process_id 0 --n_devices 3": [
-        "--n_devices 3",
-        "multiple",
-    ],
+    "--num_processes 2": "--num_processes 2: .* --coordinator HOST:PORT",
+    "--process_id 1": "--process_id 1: .* --coordinator",
+    "--coordinator h:1": "--coordinator h:1: .* --num_processes and --process_id",
+    "--coordinator h:1 --num_processes 2": "--process_id",
+    "--coordinator h --num_processes 2 --process_id 0": "--coordinator h: .*HOST:PORT",
+    "--coordinator h:1 --num_processes 2 --process_id 2": "--process_id 2: .*--num_processes 2",
+    "--coordinator h:1 --num_processes 2 --process_id 0 --n_devices 3": "--n_devices 3: .*multiple",
 }
 
 
 @pytest.mark.parametrize("words", BAD)
 def test_a_bad_combination_gets_a_sentence(words):
-    with pytest.raises(messages.UserError) as e:
+    with pytest.raises(messages.UserError, match=BAD[words]):
         command_line.check_processes(command_line.parse(words.split()))
-    assert all(part in str(e.value) for part in BAD[words]) and str(e.value).endswith("."), e.value
 
 
 def start_main(words, **environment):
     """A process of main.py that runs, with its stderr in its stdout."""
-    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, **environment}
+    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+    env |= {name: str(value) for name, value in environment.items()}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return subprocess.Popen([sys.executable, ROOT / "main.py", *words], env=env, text=True, **pipes)
 
 
-def meet(port):
-    """Flags of each of two processes but its number."""
-    return ["--coordinator", f"127.0.0.1:{port}", "--num_processes", "2"]
-
-
 def test_processes_that_do_not_come_together_say_so_in_time(flags):
     port = free_port()
-    words = [*flags(2, peer_timeout=1), *meet(port)]
-    for number in ("1", "0"):
-        process = start_main([*words, "--process_id", number])
+    meeting = dict(coordinator=f"127.0.0.1:{port}", num_processes=2)
+    for number in (1, 0):
+        process = start_main(flags(2, peer_timeout=1, **meeting, process_id=number))
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 1 and "Traceback" not in said, said
         assert f"did not all meet at --coordinator 127.0.0.1:{port} within" in said
@@ -844,18 +789,12 @@ def test_processes_that_do_not_come_together_say_so_in_time(flags):
 
 def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
     """Two tasks of one Slurm step with different seeds: they come together without a flag, and all say what differs."""
-    port = str(free_port())
-    task = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_NODELIST": "127.0.0.1",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "JAX_COORDINATOR_PORT": port,
-        "JAX_COORDINATOR_BIND_ADDRESS": f"0.0.0.0:{port}",
-    }
+    port = free_port()
+    task = dict(SLURM_JOB_ID=1, SLURM_STEP_NODELIST="127.0.0.1", SLURM_NTASKS=2)
+    task |= dict(SLURM_STEP_NUM_NODES=1, JAX_COORDINATOR_PORT=port)
+    task["JAX_COORDINATOR_BIND_ADDRESS"] = f"0.0.0.0:{port}"
     tasks = [
-        start_main(flags(2, seed=i), SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **task)
-        for i in range(2)
+        start_main(flags(2, seed=i), **task, SLURM_PROCID=i, SLURM_LOCALID=i) for i in range(2)
     ]
     for process in tasks:
         said = process.communicate(timeout=300)[0]
@@ -863,13 +802,11 @@ def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
         assert "error: --seed: not the same on process 1 as on process 0" in said
 
 
-OWN, OTHER = "127.0.0.1", "198.51.100.7"
 MEETINGS = {  # --coordinator: what its host resolves to, where process 0 listens
-    "127.0.0.1:7": ([OWN], "127.0.0.1:7"),
-    "[::1]:7": (["::1"], "[::1]:7"),
+    "127.0.0.1:7": (["127.0.0.1"], "127.0.0.1:7"),
     # the name of a pod, say, with an address that this machine has, here by any
     "own:7": (["0.0.0.0"], "own:7"),
-    "nat:7": (["0.0.0.0", OTHER], "0.0.0.0:7"),
+    "nat:7": (["0.0.0.0", "198.51.100.7"], "0.0.0.0:7"),
     "[2001:db8::7]:7": (["2001:db8::7"], "[::]:7"),
     "debian:7": (["127.0.1.1"], "0.0.0.0:7"),
     "nobody:7": ([], "0.0.0.0:7"),
@@ -887,23 +824,19 @@ def test_process_0_listens_where_it_was_named(coordinator, monkeypatch, capsys):
         return [(f, type, 6, "", (a, port)) for f, a in zip(families, addresses, strict=True)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    runs = [utils.Run(coordinator=coordinator, num_processes=2, process_id=i) for i in range(2)]
-    for process, run in enumerate(runs):
+    for process in range(2):
+        run = utils.Run(coordinator=coordinator, num_processes=2, process_id=process)
         assert processes.meeting_place(run)["coordinator_bind_address"] == bind
-        said = capsys.readouterr().out
-        told = process == 0 and bind != coordinator
-        assert (
-            ("listening on all interfaces" in said and said.count("\n") == 1) if told else not said
-        )
+        reported = "listening on all interfaces" in capsys.readouterr().out
+        assert reported == (process == 0 and bind != coordinator)
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.5:7")
-    assert processes.meeting_place(runs[0])["coordinator_bind_address"] == "10.0.0.5:7"
-    assert not capsys.readouterr().out
+    assert processes.meeting_place(run)["coordinator_bind_address"] == "10.0.0.5:7"
 
 
 def test_a_frozen_process_is_found(flags, tmp_path):
     long = dict(training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=10)
-    words = [*flags(2, **long), *meet(free_port())]
-    first, second = [start_main([*words, "--process_id", str(i)]) for i in range(2)]
+    long |= dict(coordinator=f"127.0.0.1:{free_port()}", num_processes=2)
+    first, second = [start_main(flags(2, **long, process_id=i)) for i in range(2)]
     try:
         wait_for(lambda: first.poll() is not None or len(losses(tmp_path / "runs/over2")) > 5)
         assert first.poll() is None, first.communicate()[0]

@@ -24,7 +24,7 @@ from conftest import ROOT, SMALL, flags_of
 import model
 import presets
 import utils
-from runtime import messages, parser
+from runtime import parser
 from training import command_line, settings
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,21 +85,20 @@ def names_in(path):
     return names
 
 
-# --- What is wrong with it: lists of sentences --------------------------------------------------------------------
+# --- What is there ------------------------------------------------------------------------------------------------
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def wrong_links(page, text):
-    wrong = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+@every_page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
         if re.match(r"\w+:", target):
             continue
         file, _, anchor = target.partition("#")
         path = page.parent / file if file else page
-        if not path.exists():
-            wrong.append(f"{page.name}: {target} does not exist")
-        elif anchor and anchor not in anchors(text if path == page else path.read_text()):
-            wrong.append(f"{page.name}: {target} is no heading of that page")
-    return wrong
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text()), target
 
 
 def find(file):
@@ -107,21 +106,16 @@ def find(file):
     if (ROOT / file).exists():
         return ROOT / file
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    alone = [path for path in listed.split() if path.endswith(f"/{file}") and "/" not in file]
-    return ROOT / alone[0] if len(alone) == 1 else None
+    (alone,) = [path for path in listed.split() if path.endswith(f"/{file}")]
+    return ROOT / alone
 
 
-def wrong_names(page, text):
-    wrong = []
-    for file, name in re.findall(rf"`({OUR_FILE})(?::\s+([\w.]+))?`", prose(text)):
-        path = find(file)
-        if "NAME" in file:  # of the reader's choice
-            continue
-        if path is None:
-            wrong.append(f"{page.name}: there is no {file}")
-        elif name and name not in names_in(path):
-            wrong.append(f"{page.name}: {file} has no {name}")
-    return wrong
+@every_page
+def test_files_and_names_in_them_are_there(page):
+    for file, name in re.findall(rf"`({OUR_FILE})(?::\s+([\w.]+))?`", prose(page.read_text())):
+        if "NAME" not in file:  # of the reader's choice
+            path = find(file)
+            assert not name or name in names_in(path), f"{file}: {name}"
 
 
 def as_flag(word):
@@ -149,11 +143,10 @@ def every_flag():
     return known | {as_flag(old) for old in utils.RENAMED}
 
 
-def wrong_flags(page, text):
-    """Flags in the page's prose that no program has."""
-    said = set(re.findall(r"(?<![\w-])--[a-zA-Z]\w*", prose(text)))
-    unknown = [flag for flag in sorted(said) if as_flag(flag) not in every_flag()]
-    return [f"{page.name}: no program has {flag}" for flag in unknown]
+@every_page
+def test_a_program_has_each_flag(page):
+    said = set(re.findall(r"(?<![\w-])--[a-zA-Z]\w*", prose(page.read_text())))
+    assert {as_flag(flag) for flag in said} <= every_flag()
 
 
 def program_of(command):
@@ -164,59 +157,25 @@ def program_of(command):
     return None
 
 
-def wrong_command(command):
-    """What is wrong with the words of a command, or None."""
-    if (called := program_of(command)) is None:
-        return None
-    program, words = called
-    try:
-        if program == "main.py" and "--help" not in words:
-            command_line.check(words, True)
-        elif program in ("launcher.sh", "run.sh") and "--preset" in words:
-            command_line.check(words[words.index("--preset") :], True)
-    except messages.UserError as e:
-        return str(e)
+def check_command(program, words):
+    """Raises UserError where main.py would, and fails at a flag that the program has not."""
+    if program == "main.py" and "--help" not in words:
+        command_line.check(words, True)
+    elif program in ("launcher.sh", "run.sh") and "--preset" in words:
+        command_line.check(words[words.index("--preset") :], True)
     known = help_of(program)
     if program in ("tools/compare.py", "tools/bench.py", *SCRIPTS):  # take those of main.py too
         known = known | help_of("main.py")
-    for flag in [word.split("=")[0] for word in words if parser.FLAG.match(word)]:
-        if as_flag(flag) not in known:
-            return f"{program} has no {flag}"
-    return None
+    flags = [word.split("=")[0] for word in words if parser.FLAG.match(word)]
+    assert {as_flag(flag) for flag in flags} <= known, (program, flags)
 
 
-def wrong_commands(page, text):
-    wrong = []
-    for fence in fences(text):
+@every_page
+def test_commands_are_understood(page):
+    for fence in fences(page.read_text()):
         for command in commands(fence) if fence.info.startswith("sh") else []:
-            if said := wrong_command(command):
-                wrong.append(f"{page.name}: {' '.join(command)}: {said}")
-    return wrong
-
-
-# --- Tests --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("check", [wrong_links, wrong_names, wrong_flags, wrong_commands])
-def test_what_the_pages_name_is_there(check):
-    assert [said for page in PAGES for said in check(page, page.read_text())] == []
-
-
-def test_mistakes_are_found():
-    """Each of the checks above sees a mistake of its kind."""
-    page = ROOT / "docs" / "page.md"
-    for check, text in (
-        (wrong_links, "[x](nowhere.md)"),
-        (wrong_links, "[x](../README.md#nowhere)"),
-        (wrong_names, "`nowhere.py`"),
-        (wrong_names, "`model.py: nowhere`"),
-        (wrong_flags, "give `--nowhere`"),
-        (wrong_commands, "```sh hosts\nbash launcher.sh --preset nowhere\n```"),
-        (wrong_commands, "```sh hosts\npython tools/sample.py runs/tiny --nowhere\n```"),
-    ):
-        assert len(check(page, text)) == 1, text
-    shown = "tp  all-gather  1.0 MB  # by hand\ndp  all-gather  2.0 MB\n...\n"
-    assert missing(shown, "dp all-gather   2.0 MB") == ["tp all-gather 1.0 MB"]
+            if called := program_of(command):
+                check_command(*called)
 
 
 def test_fences_say_what_they_are():
@@ -296,12 +255,9 @@ def missing(shown, output):
     return [line for line in lines if line != "..." and line not in plain]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@every_page
 def test_commands_run_as_they_stand(page, copy):
-    def not_in_output(fence):
-        output = "\n".join(run(command, copy) for command in commands(fence))
-        return missing(fence.shown, output)
-
-    to_run = [fence for fence in fences(page.read_text()) if fence.info == "sh"]
-    with ThreadPoolExecutor(2) as both:
-        assert sum(both.map(not_in_output, to_run), []) == []
+    for fence in fences(page.read_text()):
+        if fence.info == "sh":
+            output = "\n".join(run(command, copy) for command in commands(fence))
+            assert missing(fence.shown, output) == []

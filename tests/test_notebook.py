@@ -1,7 +1,9 @@
 """The notebook: stripped in git, and run top to bottom as on a session that is lost in its middle and a later one."""
 
+import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import time
 
 import pytest
 from conftest import ROOT, flags_of
+from test_cluster import XLA_FLAGS
 
 import presets
 from runtime import chips
@@ -21,18 +24,9 @@ pytest.importorskip("ipykernel", reason="bash setup_tpu.sh notebook")
 
 PATH = ROOT / "notebooks" / "train_on_a_free_accelerator.ipynb"
 STEPS = 40
-FLAGS = dict(  # few and small steps of deepseek-tiny
-    training_steps=STEPS,
-    end_steps=STEPS,
-    warmup_steps=4,
-    eval_every=10,
-    eval_steps=1,
-    save_steps=5,
-    model_dimension=32,
-    blocks=2,
-    T=32,
-    max_tokens=4,
-)
+# few and small steps of deepseek-tiny
+FLAGS = dict(training_steps=STEPS, end_steps=STEPS, warmup_steps=4, save_steps=5, max_tokens=4)
+FLAGS |= dict(eval_every=10, eval_steps=1, model_dimension=32, blocks=2, T=32)
 
 
 def notebook():
@@ -47,10 +41,7 @@ def test_outputs_are_stripped():
 def test_what_fits_is_there():
     """The devices and presets that the notebook's table names."""
     (cell,) = [cell for cell in notebook().cells if cell.source.startswith("def ask")]
-    table = cell.source[cell.source.index("FITS = {") :].split("}")[0] + "}"
-    names = {}
-    exec(table, names)
-    fits = names["FITS"]
+    fits = ast.literal_eval(re.search(r"FITS = (\{.*?\})", cell.source, re.DOTALL)[1])
     assert all(chips.chip_of(kind) for kind in fits.keys() - {"cpu"})
     for preset, sequences in fits.values():
         data = presets.preset(preset).data
@@ -60,10 +51,8 @@ def test_what_fits_is_there():
 # --- Sessions -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory):
+def make_repository(folder):
     """A git repository of the files as they are here."""
-    folder = tmp_path_factory.mktemp("origin") / "clone"
     left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests", "docs")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
     as_someone = ("-c", "user.name=x", "-c", "user.email=x")
@@ -76,14 +65,13 @@ def session(origin, storage, machine, monkeypatch):
     """A client that runs the notebook in the folder `machine`, where nothing is; only `storage` outlives it."""
     machine.mkdir()
     monkeypatch.setenv("VENV", sys.prefix)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     book = notebook()
-    at = next(
-        i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", ())
-    )
-    given = dict(REPOSITORY=f"file://{origin}", STORAGE=str(storage), FLAGS=flags_of(**FLAGS))
-    lines = [f"{name} = {value!r}" for name, value in given.items()]
-    book.cells.insert(at + 1, nbformat.v4.new_code_cell("\n".join([*lines, "SECONDS = 1"])))
+    tags = [cell.metadata.get("tags", []) for cell in book.cells]
+    given = dict(REPOSITORY=f"file://{origin}", STORAGE=str(storage), SECONDS=1)
+    given["FLAGS"] = flags_of(**FLAGS)
+    lines = "\n".join(f"{name} = {value!r}" for name, value in given.items())
+    book.cells.insert(tags.index(["parameters"]) + 1, nbformat.v4.new_code_cell(lines))
     path = {"metadata": {"path": str(machine)}}
     return nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources=path)
 
@@ -100,13 +88,8 @@ def lose(client, run):
     os.killpg(client.km.provisioner.pid, signal.SIGKILL)
 
 
-def said_by(client):
-    """What the cells printed."""
-    outputs = [out for cell in client.nb.cells for out in cell.get("outputs", [])]
-    return "".join(out.get("text", "") for out in outputs)
-
-
-def test_a_lost_session_resumes_in_the_next(origin, tmp_path, monkeypatch):
+def test_a_lost_session_resumes_in_the_next(tmp_path, monkeypatch):
+    origin = make_repository(tmp_path / "origin")
     storage = tmp_path / "drive"
     run = storage / "deepseek-tiny"
     first = session(origin, storage, tmp_path / "first", monkeypatch)
@@ -123,10 +106,10 @@ def test_a_lost_session_resumes_in_the_next(origin, tmp_path, monkeypatch):
     assert "resuming deepseek-tiny at step" in log
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    said = said_by(second)
+    outputs = [out for cell in second.nb.cells for out in cell.get("outputs", [])]
+    said = "".join(out.get("text", "") for out in outputs)
     assert "the lock of a session before was removed" in said
     assert f"done at step {STEPS}" in said and "def " in said
-    drawn = [out for cell in second.nb.cells for out in cell.get("outputs", []) if "data" in out]
-    assert any("image/png" in out.data for out in drawn)
+    assert any("image/png" in out.get("data", {}) for out in outputs)
     exported = tmp_path / "second" / "moe-pretraining" / "exported"
     assert {"config.json", "tokenizer.json"} <= set(os.listdir(exported))

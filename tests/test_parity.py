@@ -22,6 +22,7 @@ from conftest import (
 import model
 from architectures import parameters
 from training import steps
+from training.optimizer import make_optimizer
 
 
 def mesh_id(value):
@@ -31,7 +32,7 @@ def mesh_id(value):
 
 @functools.cache
 def first_params(**flags):
-    """The parameters as one device makes them; `test_parity_of_initialization` says that any mesh makes the same."""
+    """Parameters on one device."""
     cfg = small_config((1, 1, 1), **flags)
     return jax.tree.map(np.asarray, make_params(cfg, steps.make_mesh(cfg)))
 
@@ -204,7 +205,10 @@ def test_parity_of_initialization():
     trees = []
     for mesh_shape in [(1, 1, 1), (2, 2, 2)]:
         cfg = small_config(mesh_shape)
-        trees.append(jax.tree.map(np.asarray, make_params(cfg, steps.make_mesh(cfg))))
+        mesh = steps.make_mesh(cfg)
+        optimizer, _ = make_optimizer(cfg, mesh)
+        state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
+        trees.append(jax.tree.map(np.asarray, state.params))
     assert jax.tree.all(jax.tree.map(np.array_equal, *trees))
     table = model.param_table(small_config())
     for p, x in zip(jax.tree.leaves(table, is_leaf=parameters.is_param), jax.tree.leaves(trees[0])):

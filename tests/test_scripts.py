@@ -10,11 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import wait_for
 
 import utils
 from runtime import platforms
@@ -46,13 +46,6 @@ def bash(*words, cwd=None, **environment):
         text=True,
         timeout=300,
     )
-
-
-def wait_for(condition, seconds=300):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not come true"
-        time.sleep(0.05)
 
 
 def assert_one_sentence(result, code, *words):
@@ -371,10 +364,8 @@ TRACE = 'Traceback (most recent call last):\n  File "main.py", line 3, in f\n   
 ERROR = "error: --name x: no."
 NOISE = """[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
 E1122 11:28:49.777834    4112 coordination_service_agent.cc:289] Polled an error from coordination service.
-Additional GRPC error information from remote target coordination_service while calling /xla.coordination:
 :UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
-I0000 00:00:1732274805.123456    4112 service.cc:148] XLA service 0x55 initialized
 2026-11-22 11:28:49.123456: W external/xla/xla/service/hlo_pass.cc:79] Slow pass
 WARNING:absl:something about a checkpoint
 /a/b.py:12: UserWarning: this is deprecated
@@ -394,15 +385,9 @@ LOGS = [  # a log, and what --status shows of it
     (f"{ERROR}\n{AGAIN}\n{NOISE}", AGAIN),
     (f"{ERROR}\n{TRACE}ValueError: a\n{AGAIN}\n{NOISE}{SAID}\n", SAID),
     (f"{SAID}\nException ignored in: <f>\n{TRACE}ValueError: a\n", SAID),
-    (
-        f"{SAID}\nF1122 11:28:49.7    4112 client.h:80] Terminating process\n{NOISE}",
-        "Terminating p",
-    ),
+    (f"{SAID}\nF1122 11:28:49.7    4112 client.h:80] Terminating\n{NOISE}", "Terminating"),
     (f"{NOISE}boom 7\n", "boom 7"),
-    (
-        "tools/cluster/supervise.sh: line 2: /x: No such file\n",
-        "tools/cluster/supervise.sh: line 2",
-    ),
+    ("tools/cluster/supervise.sh: line 2: /x: No such file\n", "tools/cluster/supervise.sh: l"),
     ("\x1b[31mboom\x1b[0m\r\n", "boom"),
 ]
 

@@ -1,38 +1,32 @@
-"""Jobs of the programs: their command lines, the sound files that they read, and what they make."""
+"""Jobs of the programs: their command lines, the sound files that they read, and what they make.
+
+A job is named VERB or VERB_INPUT, where the input is the name of a sound file or folder. It changes a copy of a sound
+folder, or makes a new one.
+"""
 
 import contextlib
+import gzip
 import hashlib
 import json
-import re
+import random
 import shutil
-import sys
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from conftest import SMALL_RUN, flags_of
-from test_data_programs import make_texts, write_lines, write_rows
 from test_resume import metrics_of
 
-from tests.soak.programs import fresh_folder, run
+from tests.soak.programs import run
 
-STEPS, SAVES = 12, 4
+WORDS = "hello world def return import self for in while yield é漢 \n 12 x(y) &&".split(" ")
+STEPS = 12
 # the smallest mixture of experts that trains
-MODEL = {
-    **SMALL_RUN,
-    "blocks": 1,
-    "n_experts": 4,
-    "n_head": 2,
-    "T": 16,
-    "vocab_size": 300,
-    "microbatches": 2,
-    "train_batch_size": 4,
-    "val_batch_size": 4,
-    "eval_steps": 1,
-    "max_tokens": 4,
-    "inference_batch": 1,
-    "embedding_norm": False,  # as transformers knows such models
-    "latent_conv": 0,
-}
-RECORDS = dict(jsonl="r.jsonl", gz="r.jsonl.gz", zst="r.jsonl.zst", parquet="r.parquet")
-# what a job changes, of the sound files; all others write a new path
+MODEL = SMALL_RUN | dict(blocks=1, n_experts=4, n_head=2, T=16, vocab_size=280, microbatches=2)
+MODEL |= dict(train_batch_size=4, val_batch_size=4, max_tokens=4, inference_batch=1)
+MODEL |= dict(embedding_norm=False, latent_conv=0)  # as transformers knows such models
+SOUND = "text source records.jsonl.gz records.parquet ranks.tiktoken shards sound hf part many progress cache"
+# the sound folder that a verb changes; all others make a new one
 CHANGED = dict(resume="part", again="shards", finish="progress", prune="many")
 
 # --- Command lines ------------------------------------------------------------------------------------------------
@@ -40,93 +34,61 @@ CHANGED = dict(resume="part", again="shards", finish="progress", prune="many")
 
 def train_words(at, output, steps=STEPS, **flags):
     """main.py with the run `run` in `output`, on the sound shards."""
-    flags = {
-        **MODEL,
-        "name": "run",
-        "output_dir": output,
-        "data": at / "shards",
-        "compilation_cache": at / "cache",
-        "n_device_axis": (1, 1, 1),
-        "n_devices": 1,
-        "training_steps": steps,
-        "eval_every": 3,
-        "save_steps": SAVES,
-        **flags,
+    run = MODEL | dict(name="run", output_dir=output, data=at["shards"], training_steps=steps)
+    run |= dict(n_device_axis=(1, 1, 1), n_devices=1, compilation_cache=at["cache"])
+    run |= dict(eval_every=3, eval_steps=1, save_steps=4)
+    return ["main.py", "--preset", "tiny", *flags_of(**run | flags)]
+
+
+def words_of(job, at, place):
+    """Command line of a job. at: {name: path} of the sound files; place: the folder that it makes or changes."""
+    verb, _, source = job.partition("_")
+    column = ("--text_column", "body")
+    model = at["hf"] if source == "hf" else at["sound"] / "run"
+    ranks = at["hf"] / "tokenizer.json" if source == "hf" else at["ranks.tiktoken"]
+    text = at["text"] if source in ("", "hf") else at[source]
+    data = at["shards"] if source in ("", "hf") else at[source]
+    cache = ("--compilation_cache", at["cache"])
+    tokenize = ["data/tokenize_shards.py", "--source", text, "--output", place, *column]
+    tokenize += ["--tokenizer", ranks, "--shard_tokens", 10_000, "--workers"]
+    train_tokenizer = ["data/train_tokenizer.py", "--source", text, "--vocab_size", 280, *column]
+    score = ["tools/evaluate.py", model, *cache, "--limit", 40, *column]
+    lines = {
+        "train": train_words(at, place),
+        "resume": train_words(at, place),
+        "tokenize": [*tokenize, 1],
+        "again": [*tokenize, 1],
+        "finish": [*tokenize, 1],
+        "workers": [*tokenize, 2],
+        "ranks": [*train_tokenizer, "--output", place / "ranks.tiktoken"],
+        "evaluate": [*score, "--json", "--data", data],
+        "sample": ["tools/sample.py", model, *cache, "--prompt", "the", "--max_tokens", 4],
+        "verify": ["tools/checkpoints.py", "verify", model],
+        "prune": ["tools/checkpoints.py", "prune", place / "run", "--keep", 1],
+        "export": ["tools/hf.py", "export", model, place / "hf"],
+        "import": ["tools/hf.py", "import", at["hf"], place / "run"],
     }
-    return ["main.py", "--preset", "tiny", *flags_of(**flags)]
-
-
-def tokenize_words(source, output, ranks, *more):
-    words = ["data/tokenize_shards.py", "--source", source, "--output", output]
-    words += ["--tokenizer", ranks, "--shard_tokens", 4000, "--text_column", "body"]
-    return [*words, "--workers", 1, *more]
-
-
-def ranks_words(source, output):
-    words = ["data/train_tokenizer.py", "--source", source, "--output", output]
-    return [*words, "--vocab_size", 300, "--text_column", "body"]
-
-
-def words_of(job, at, out):
-    """Command line of a job. at / name: where that sound file lies; out: a new path for what it makes."""
-    name, _, kind = job.partition("_")
-    cache = ("--compilation_cache", at / "cache")
-    ranks = at / "ranks.tiktoken"
-    model = at / "sound" / "run"
-    data, source = at / "shards", at / "text"
-    if kind in RECORDS:
-        data = source = at / "records" / RECORDS[kind]
-    if kind == "hf":
-        ranks = at / "hf" / "tokenizer.json"
-        model = at / "hf"
-    if kind == "many":
-        source = at / "source"
-    score = ["tools/evaluate.py", model, *cache, "--text_column", "body", "--limit", 40]
-    large = ("--shard_tokens", 40_000)
-    lines = dict(
-        evaluate=[*score, "--json", "--data", data],
-        sample=["tools/sample.py", model, *cache, "--prompt", "the", "--max_tokens", 4],
-        verify=["tools/checkpoints.py", "verify", model],
-        list=["tools/checkpoints.py", "list", model],
-        prune=["tools/checkpoints.py", "prune", at / "many" / "run", "--keep", 1],
-        export=["tools/hf.py", "export", model, out / "hf"],
-        compare=["tools/compare.py", model, "--output", out / "compare.png"],
-        trace=["tools/trace.py", model],
-        tokenize=tokenize_words(source, out, ranks, *(large if kind == "many" else ())),
-        workers=tokenize_words(source, out, ranks, *large, "--workers", 2),
-        again=tokenize_words(at / "text", at / "shards", ranks),
-        finish=tokenize_words(at / "source", at / "progress", ranks, *large),
-        ranks=ranks_words(source, out / "ranks.tiktoken"),
-        resume=train_words(at, at / "part"),
-        train=train_words(at, out),
-        init=train_words(at, out, steps=2, init_from=at / "hf"),
-    )
-    lines["import"] = ["tools/hf.py", "import", at / "hf", out / "run"]
-    return lines[name]
+    return lines[verb]
 
 
 # --- Results ------------------------------------------------------------------------------------------------------
 
 
-def result_of(job, at, out, said=""):
+def result_of(job, place, said=""):
     """What a job made and said, without times and places: equal where its input was."""
-    name, _, _ = job.partition("_")
-    if name in ("train", "resume", "init"):
-        run = (at / "part" if name == "resume" else out) / "run"
-        return fingerprints(run).get("2" if name == "init" else str(STEPS)), metrics_of(run)
-    if name == "again":  # which does not read shards; who trains on them does
-        return shards(at / "shards", contents=False)
-    if name in ("finish", "tokenize", "workers"):
-        return shards(at / "progress" if name == "finish" else out)
-    if name in ("export", "ranks"):
-        return {path.name: sha256(path) for path in out.rglob("*") if path.is_file()}
-    if name in ("import", "prune"):
-        return fingerprints((at / "many" if name == "prune" else out) / "run")
-    if name == "evaluate":
+    verb = job.partition("_")[0]
+    if verb in ("train", "resume"):
+        return fingerprints(place / "run").get(str(STEPS)), metrics_of(place / "run")
+    if verb in ("tokenize", "workers", "again", "finish"):
+        return shards(place)
+    if verb in ("export", "ranks"):
+        return {path.name: sha256(path) for path in place.rglob("*") if path.is_file()}
+    if verb in ("import", "prune"):
+        return fingerprints(place / "run")
+    if verb == "evaluate":
         rows = json.loads(said)["data"]
         return [{k: v for k, v in row.items() if k != "data"} for row in rows]
-    said = said.replace(str(at / "sound" / "run"), "RUN")
-    return re.sub(r"\S*compare\S*|\S+\.png", "PICTURE", said)
+    return [line for line in said.splitlines() if "/sound/" not in line]
 
 
 def fingerprints(run):
@@ -142,11 +104,9 @@ def sha256(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def shards(folder, contents=True):
-    """{path: content} of a folder of shards, without where their source is; contents: of the shards too."""
-    found = {}
-    for path in folder.rglob("*.npy"):
-        found[f"{path.parent.name}/{path.name}"] = sha256(path) if contents else path.is_file()
+def shards(folder):
+    """{path: content} of a folder of shards, without where their source is."""
+    found = {f"{p.parent.name}/{p.name}": sha256(p) for p in folder.rglob("*.npy")}
     for path in folder.rglob("manifest.json"):
         manifest = json.loads(path.read_text())
         for place in ("source", "source_listing_sha256", "manifest_sha256"):
@@ -158,62 +118,53 @@ def shards(folder, contents=True):
 # --- Sound files --------------------------------------------------------------------------------------------------
 
 
+def make_texts(folder):
+    """Text files; as many records twice; a source of more documents than one batch."""
+    rng = random.Random(1)
+    texts = [" ".join(rng.choices(WORDS, k=200)) for _ in range(1800)]
+    rows = [json.dumps({"body": text}) + "\n" for text in texts]
+    for name in ("text", "source"):
+        (folder / name).mkdir(parents=True)
+    for i, text in enumerate(texts[:100]):
+        (folder / "text" / f"{i:03d}.txt").write_text(text)
+    (folder / "records.jsonl.gz").write_bytes(gzip.compress("".join(rows[:100]).encode()))
+    table = pa.table({"body": texts[:100]})
+    pq.write_table(table, folder / "records.parquet", row_group_size=7)
+    for i in range(3):
+        (folder / "source" / f"{i}.jsonl").write_text("".join(rows[600 * i :][:600]))
+
+
 def make(folder):
-    """Make files of every kind that a program reads, by the programs themselves, unless they are there."""
-    if (folder / "done").exists():
-        return
-    fresh_folder(folder)
-    texts = make_texts(120, lone=False)
-    for name in ("text", "records", "source"):
-        (folder / name).mkdir()
-    for i, text in enumerate(texts):
-        (folder / "text" / f"{i:03d}.txt").write_text(text or "")
-    for ending in (".jsonl", ".jsonl.gz", ".jsonl.zst"):
-        write_lines(folder / "records" / f"r{ending}", texts)
-    write_rows(folder / "records" / "r.parquet", texts)
-    for name in ("0.jsonl", "1.jsonl.gz", "2.jsonl"):  # more documents than one batch
-        write_lines(folder / "source" / name, make_texts(600, lone=False))
+    """Make files of every kind that a program reads, by the programs themselves."""
+    make_texts(folder)
+    at = {name: folder / name for name in SOUND.split()}
     for words in (
-        ranks_words(folder / "text", folder / "ranks.tiktoken"),
-        tokenize_words(folder / "text", folder / "shards", folder / "ranks.tiktoken"),
-        train_words(folder, folder / "sound", profile="10:11", keep_checkpoints=2),
-        ["tools/hf.py", "export", folder / "sound" / "run", folder / "hf"],
-        train_words(folder, folder / "part", steps=2 * SAVES),
-        train_words(folder, folder / "many", keep_checkpoints=9),
+        words_of("ranks", at, folder),
+        words_of("tokenize", at, at["shards"]),
+        train_words(at, at["sound"], keep_checkpoints=2),
+        words_of("export", at, folder),
+        train_words(at, at["part"], steps=8),
+        train_words(at, at["many"], keep_checkpoints=9),
     ):
         ended = run(words, folder / "work")
-        if ended.status:
-            sys.exit(f"the soak's own files cannot be made: {words[0]}: {ended.err or ended.out}")
+        assert ended.status == 0, ended
     # what an interrupted program leaves: its last file was torn while it ran
     torn = folder / "source" / "2.jsonl"
     whole = torn.read_bytes()
     torn.write_bytes(whole[:-200])
-    ended = run(words_of("finish", folder, folder), folder / "work")
-    assert ended.status == 2 and (folder / "progress" / "progress.npz").exists(), ended
+    ended = run(words_of("finish_source", at, at["progress"]), folder / "work")
+    assert ended.status == 2 and (at["progress"] / "progress.npz").exists(), ended
     torn.write_bytes(whole)
-    (folder / "done").touch()
 
 
-class Places:
-    """`at / name`: the path of a sound file, those of `copied` in a copy that is this case's own."""
-
-    def __init__(self, sound, own, copied):
-        self.sound, self.own, self.copied = sound, own, copied
-        own.mkdir(parents=True)
-        for name in copied:
-            copy = shutil.copytree if (sound / name).is_dir() else shutil.copy2
-            copy(sound / name, own / name)
-
-    def __truediv__(self, name):
-        return (self.own if name in self.copied else self.sound) / name
-
-
-def places(sound, folder, job="", more=()):
-    """(`Places` of a job, a new folder for what it makes) in the empty folder of a case."""
-    fresh_folder(folder)
-    copied = {"cache", *more}
-    if job in CHANGED:
-        copied.add(CHANGED[job])
-    out = folder / "out"
+def places(sound, folder, job, damaged=""):
+    """({name: path} of the sound files, the folder that the job makes or changes). What the job or the case changes is
+    a copy in `folder`."""
+    folder.mkdir(parents=True)
+    changed, out = CHANGED.get(job.partition("_")[0]), folder / "out"
+    at = {name: sound / name for name in SOUND.split()}
+    for name in {"cache", damaged, changed} & at.keys():
+        copy = shutil.copytree if at[name].is_dir() else shutil.copy2
+        at[name] = Path(copy(at[name], folder / name))
     out.mkdir()
-    return Places(sound, folder / "own", copied), out
+    return at, at[changed] if changed else out
