@@ -248,7 +248,7 @@ class Run:
     """Steps between evaluations, each with one printed line and new plots."""
     eval_tasks: str = setting("")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to score, with commas between them, at evaluations on
-    a multiple of save_steps and at the end. A name with a slash is a folder of task files, or of CORE's data."""
+    a multiple of save_steps and at the end. A name with a slash is a folder of task files."""
     eval_tasks_limit: int = setting(0, least=0)
     """Questions of each task, always the same; 0: all."""
     save_steps: int = setting(0, least=0)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 import utils
 from data.encoding import encode_text
 from data.tokenization import HubTokenizer, special_tokens, text_of, whole_characters
-from inference import core, decoding
+from inference import decoding
 from inference.scores import Piece, Scored, length_for, make_scorer
 from runtime.messages import UserError, first_line, nearest, say
 from training import steps
@@ -188,27 +188,23 @@ def draws(settings, encoding):
 
 
 def load(words, folders, lm, num_fewshot=None):
-    """{"tasks": {name: task}, "groups": {name: group}, "core": [core.CoreTask]} of the tasks, groups, tags and patterns
-    in `words`, with commas between them, which lm_eval, the task files in `folders` and `core` know. Raises UserError
-    where one cannot be asked."""
+    """{"tasks": {name: task}, "groups": {name: group}} of the tasks, groups, tags and patterns in `words`, with commas
+    between them, which lm_eval and the task files in `folders` know. Raises UserError where one cannot be asked."""
     names = [name for word in words for name in word.split(",") if name]
     if not names:
         raise UserError("--tasks: there is no name of a task in it.")
     for folder in folders:
         if not os.path.isdir(folder):
             raise UserError(f"--include_path {folder}: there is no such folder.")
-    loaded = {"tasks": {}, "groups": {}, "core": []}
+    loaded = {"tasks": {}, "groups": {}}
     manager = TaskManager(include_path=list(folders), include_defaults=False)
-    if not all(name == core.NAME or manager.match_tasks([name]) for name in names):
+    if not all(manager.match_tasks([name]) for name in names):
         manager = TaskManager(include_path=list(folders))  # with its own, which takes seconds
     for name in names:
         try:
-            if name == core.NAME:
-                loaded["core"] = core.load(folders)
-            else:
-                found = load_task(manager, name, lm, num_fewshot)
-                loaded["tasks"] |= found["tasks"]
-                loaded["groups"] |= found.get("groups", {})
+            found = load_task(manager, name, lm, num_fewshot)
+            loaded["tasks"] |= found["tasks"]
+            loaded["groups"] |= found.get("groups", {})
         except UserError as e:
             raise UserError(f"--tasks {name}: {e}.") from None
         except Exception as e:  # of lm_eval, of datasets, or of what the task file says
@@ -255,16 +251,12 @@ def ask(lm, params, loaded, limit=0, bootstrap=0):
     """lm_eval's results of what `load` returns: at most `limit` questions of each task, 0 for all. bootstrap: draws for
     standard errors that have no formula; 0: no standard errors at all."""
     lm.params = params
-    results = {"results": {}, "versions": {}}
-    if loaded["tasks"]:
-        for task in loaded["tasks"].values():
-            task.set_fewshot_seed(SEED)
-        about = dict(limit=limit or None, bootstrap_iters=bootstrap, log_samples=False)
-        with fixed_seeds(), contextlib.redirect_stdout(sys.stderr):
-            os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork this process
-            results = evaluate(lm, loaded, **about)
-    if loaded["core"]:
-        results["results"] |= core.scores(loaded["core"], lm, limit)
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(SEED)
+    about = dict(limit=limit or None, bootstrap_iters=bootstrap, log_samples=False)
+    with fixed_seeds(), contextlib.redirect_stdout(sys.stderr):
+        os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork this process
+        results = evaluate(lm, loaded, **about)
     lm.params = None
     return results
 

@@ -26,9 +26,7 @@ from test_resume import assert_bitwise, checkpoint_of, metrics_of
 from tokenizers import processors
 
 from data import tokenization
-from inference import core
-from inference.scores import Scored
-from runtime import files, messages
+from runtime import messages
 from tools import common, evaluate, hf
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed; setup_tpu.sh eval")
@@ -188,78 +186,6 @@ def test_a_task_draws_with_the_defaults_of_transformers(named_tokenizers):
         assert (options.temperature, options.top_k) == (temperature, top_k)
 
 
-# --- CORE ---------------------------------------------------------------------------------------------------------
-
-CORE = {  # file: (a kind of task, text between question and answer, examples, chance, questions)
-    "a": ("multiple_choice", "\nA: ", 1, 25, [
-        dict(query="first?", choices=["no", "y"], gold=1), dict(query="second?", choices=["y", "oh no"], gold=1)
-    ]),
-    "b": ("schema", None, 0, 50, [
-        dict(context_options=["you", "we all"], continuation="sing", gold=0)
-    ]),
-    "c": ("language_modeling", None, 0, 0, [
-        dict(context="  twice ", continuation="thy"), dict(context="thrice", continuation="the")
-    ]),
-}  # fmt: skip
-
-
-@pytest.fixture
-def core_folder(tmp_path):
-    """Three small tasks in the form of nanochat's eval_bundle."""
-    entries, chances = [], "Eval Task,Random baseline\n"
-    for name, (kind, between, shots, chance, rows) in CORE.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        files.write_file(str(tmp_path / f"eval_data/some/{name}.jsonl"), lines)
-        entry = dict(dataset_uri=f"some/{name}.jsonl", num_fewshot=[shots], icl_task_type=kind)
-        entries.append(
-            entry | dict(label=name) | ({"continuation_delimiter": between} if between else {})
-        )
-        chances += f"{name},{chance}\n"
-    (tmp_path / "core.yaml").write_text(json.dumps(dict(icl_tasks=entries)))
-    (tmp_path / "eval_meta_data.csv").write_text(chances)
-    return str(tmp_path)
-
-
-class Yes(SimpleNamespace):
-    """A model of characters for which those of "y" are certain and all others cost 1 nat."""
-
-    prefix_token_id = 0
-
-    def tok_encode(self, text, add_special_tokens):
-        assert add_special_tokens is False
-        return [ord(letter) for letter in text]
-
-    def measure(self, pairs):
-        found = []
-        for unit, (context, continuation) in enumerate(pairs):
-            assert context[0] == self.prefix_token_id
-            loss = sum(token != ord("y") for token in continuation)
-            found.append(Scored(unit, float(loss), len(continuation), continuation[-1] == ord("y")))
-        return found
-
-
-def test_core_asks_as_nanochat_does(core_folder):
-    tasks_there = core.load(["nowhere", core_folder])
-    choice, schema, language = tasks_there
-    question = next(i for i, row in enumerate(choice.rows) if row["query"] == "second?")
-    begin = "first?\nA: y\n\nsecond?\nA: "  # after the other question with its answer
-    assert core.prompts(choice, question) == [begin + "y", begin + "oh no"]
-    assert core.prompts(schema, 0) == ["you sing", "we all sing"]
-    question = next(i for i, row in enumerate(language.rows) if row["continuation"] == "thy")
-    assert core.prompts(language, question) == ["twice", "twice thy"]
-    # what counts: the ends of choices, the same continuation of schemas, what is added to a text
-    assert core.pairs("multiple_choice", ["xab", "xcde"]) == [("x", "ab"), ("x", "cde")]
-    assert core.pairs("schema", ["xyab", "zab"]) == [("xy", "ab"), ("z", "ab")]
-    assert core.pairs("language_modeling", ["xa", "xabc"]) == [("xa", "bc")]
-    found = core.scores(tasks_there, Yes())
-    # "y" is the answer to one of two questions; of equal means the first one; "thy" is certain at its end
-    accuracies = [found[f"core_{name}"]["acc,none"] for name in CORE]
-    assert accuracies == [0.5, 1.0, 0.5]
-    centered = (0.5 - 0.25) / 0.75, (1 - 0.5) / 0.5, 0.5
-    assert abs(found["core"]["centered,none"] - sum(centered) / 3) < 1e-9
-    assert core.scores(tasks_there[:1], Yes(), limit=1)["core_a"]["acc,none"] in (0, 1)
-
-
 # --- A training run -----------------------------------------------------------------------------------------------
 
 
@@ -343,7 +269,6 @@ def test_mistakes_get_a_sentence(tasks_folder, tmp_path, named_tokenizers, monke
         ("local_choice", tasks_folder, "--tasks local_choice", "nearest is local_choices"),
         ("local_choices", "nowhere", "--include_path nowhere", "no such folder"),
         ("gone", tmp_path, "--tasks gone", "gone.jsonl"),
-        ("core", tasks_folder, "--tasks core", "core.yaml"),
         ("local_written", tasks_folder, "local_written asks for 13", "--T 12"),
     ]:
         with pytest.raises(messages.UserError) as e:

@@ -61,10 +61,9 @@ class Evaluate(Options):
     """Each a folder of shards, or one with such a folder val in it; a text file; a folder or a glob of text files,
     .jsonl (also .gz and .zst) or .parquet. Addresses too, but for folders of text."""
     tasks: tuple[str, ...] = ()
-    """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy; core:
-    the 22 tasks of DataComp-LM, whose data --include_path names."""
+    """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy."""
     include_path: tuple[str, ...] = ()
-    """Folders of task files (.yaml) of your own, or with CORE's data."""
+    """Folders of task files (.yaml) of your own."""
     num_fewshot: int | None = flag(None, least=0)
     """Solved examples before a question of --tasks. None: as many as the task's file says."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
