@@ -195,7 +195,7 @@ class Optimizer:
     warmup_steps: int = setting(5000, least=0)
     """Steps of linear warm-up from 0 to max_lr."""
     decay_steps: int = setting(0, least=0)
-    """Steps before end_steps in which wsd decays. 0: never; such a run is a trunk, for --branch_from."""
+    """Steps before end_steps in which wsd decays. 0: never."""
     end_steps: int = setting(75000, least=1)
     """Step at which the learning rate reaches end_lr; training_steps, if only that is given."""
     grad_clip_norm: float = flag(1.0, least=1e-12)
@@ -228,10 +228,6 @@ class Run:
     """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
     init_from: str = setting("", first=True)
     """Weights of a new run: a run directory or a Hugging Face folder, which has the architecture."""
-    branch_from: str = flag("")
-    """Run directory of a trunk (--schedule wsd) that this new run continues, with its optimizer, data and flags."""
-    branch_step: int = flag(0, least=0)
-    """Step of the trunk's checkpoint to begin with. The decay begins there unless end_steps is given too."""
     n_device_axis: Mesh = setting((0, 1, 1), most=MANY, first=True)
     """Mesh shape: dp pp tp. dp 0: all devices that are left."""
     n_devices: int = setting(0, least=0, most=MANY, first=True)

@@ -109,7 +109,7 @@ MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 
 
 # Workers begin with the longest files. One worker takes all tests of a file, which share what they compile and make;
 # those of SINGLE share nothing and come last, so that all workers end at about the same time.
-LONGEST = "cluster parity model storage faults resume trace branches memory docs".split()
+LONGEST = "cluster parity model storage faults resume trace memory docs".split()
 SINGLE = "test_parity_of_variants"
 
 

@@ -50,8 +50,8 @@ def byte_ranks(tmp_path):
     return str(path)
 
 
-# without --branch_from and --branch_step, which need a trunk: tests/test_branches.py, and --config, which needs a file
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - {"branch_from", "branch_step", "config"}))
+# without --config, which needs a file
+@pytest.mark.parametrize("name", sorted(set(FIELDS) - {"config"}))
 def test_every_flag_reaches_its_field_and_no_other(name, byte_ranks):
     default = utils.flatten(presets.preset("moe1b"))
     value = byte_ranks if name == "tokenizer" else another(name, default[name])
@@ -412,7 +412,6 @@ ALONE |= dict(n_device_axis=[(4, 1, 1), (1, 1, 2)], pp_interleave=[1], num_proce
 ALONE |= dict(attention=["auto", "xla", "blockwise"])
 # useless alone
 TOGETHER = {"process_id", "coordinator", "k_groups", "init_from", "tokenizer", "decay_steps"}
-TOGETHER |= {"branch_from", "branch_step"}
 
 
 BYTES = SimpleNamespace(eot_token=256, encode_ordinary=lambda text: list(text.encode()))

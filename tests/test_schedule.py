@@ -1,13 +1,14 @@
 """Schedules of the learning rate: their values, their one clock, and that weight decay and the run's length agree."""
 
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import begin, random_batch, small_config
-from test_resume import metrics_of
+from test_resume import assert_bitwise, checkpoint_of, metrics_of
 
 import model
 from architectures import parameters
@@ -159,3 +160,14 @@ def test_the_schedule_follows_the_length_of_a_run_also_where_that_changes(train,
     assert len(said) == 2 and said[1].endswith(
         "--training_steps 11: the run ends before its learning rate has come down, at --end_steps 12"
     )
+
+
+def test_a_copied_checkpoint_of_a_trunk_decays_to_the_bit_as_the_run_planned_so(train, tmp_path):
+    """docs/runs.md: the copy needs nothing else of the trunk."""
+    runs, flags = tmp_path / "runs", dict(schedule="wsd", end_lr=0.0, dropout_rate=0.1, blocks=1)
+    assert train(**flags, name="trunk", training_steps=3) == 0
+    shutil.copytree(runs / "trunk/checkpoints/3", runs / "branch/checkpoints/3")
+    flags |= dict(training_steps=5, end_steps=5, decay_steps=2)
+    assert train(**flags, name="branch") == train(**flags, name="whole") == 0
+    assert_bitwise(checkpoint_of(runs / "branch", 5), checkpoint_of(runs / "whole", 5))
+    assert metrics_of(runs / "branch") == metrics_of(runs / "whole")[3:]

@@ -17,16 +17,14 @@ from conftest import (
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
-import main
 import presets
 import utils
 from data import output, storage
 from runtime import files, messages
 from tools import checkpoints, common, compare, evaluate, hf, sample
-from training import command_line, settings, steps
+from training import settings, steps
 
 SHARDS = 12
-WEIGHTS = {"init_from", "branch_from"}
 
 
 def write_corpus(folder, n=SHARDS, tokens=1001):
@@ -225,7 +223,6 @@ def test_checkpoints_to_s3_are_refused(train):
         (50257, "gpt2-124m", {"vocab_size": 50304}, 50304),
         (512, "tiny", {"tokenizer": "x"}, 8192),
         (512, "tiny", {"init_from": "x"}, 8192),
-        (512, "tiny", {"branch_from": "x"}, 8192),
     ],
 )
 def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, given, wanted):
@@ -238,7 +235,7 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, giv
     assert ("--vocab_size is" in capsys.readouterr().out) == (found != cfg)
     stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
     kept = settings.follow_shards(settings.Flags(cfg, set()), stored, shards)
-    assert kept.cfg.model.vocab_size == (8192 if given & WEIGHTS else 60000)
+    assert kept.cfg.model.vocab_size == (8192 if "init_from" in given else 60000)
 
 
 # --- The documented cycle in a bucket ---------------------------------------------------------------------------
@@ -290,6 +287,4 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
         assert len({(tmp_path / kind / name).read_bytes() for kind in kinds}) == 1
     begin = flags | dict(training_steps=1, output_dir=tmp_path / "runs")
     assert train(**begin, name="weights", init_from=f"{runs}/run") == 0
-    words = ["--branch_from", f"{runs}/run", "--branch_step", "4", "--decay_steps", "1"]
-    assert main.main(command_line.parse([*words, "--output_dir", str(tmp_path / "runs")])) == 0
     assert "warning" not in capsys.readouterr().out

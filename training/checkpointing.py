@@ -227,15 +227,6 @@ class Checkpoints:
                 self.manager.delete(later)
         return found
 
-    def restore_step(self, abstract, step):
-        """(state, meta) of the checkpoint of `step`. Raises UserError where that is damaged or of another model."""
-        found, reason = self._read(lone_reader(), step, ocp.args.StandardRestore(abstract))
-        if reason:
-            raise UserError(
-                f"{self.folder}: checkpoint {step} is damaged ({reason}); take one of another step."
-            )
-        return found
-
     def restore_params(self, abstract):
         """Parameters alone of the newest sound checkpoint, as `abstract`. Raises UserError where there is none."""
         item = {"params": abstract}

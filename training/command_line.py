@@ -10,8 +10,7 @@ from presets import preset
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import read_words
-from training import branches
-from training.settings import PROCESSES, Flags, check_same, settle
+from training.settings import Flags, check_same, settle
 from utils import RENAMED, Config, Plan, Run, replace
 
 # A file that comes with the program may be missing yet in the folder where it will run.
@@ -22,7 +21,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     """Command line -> `settings.Flags`: which were given, on it or in --config, and what they and the preset say.
 
     load: name -> the tokenizer, or None where it is not to be had. elsewhere: main.py will run on another machine, so
-    the trunk in --branch_from is not looked at. Raises UserError; `--help` prints the preset's values and exits.
+    the file in --config is not read. Raises UserError; `--help` prints the preset's values and exits.
     """
 
     def defaults(given):
@@ -37,13 +36,12 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     of_plan = [flag for flag, value in vars(cfg.plan).items() if value]
     if of_plan and not cfg.plan.plan:
         raise UserError(f"--{of_plan[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
-    flags = follow_tokenizer(Flags(cfg, frozenset(given)), load)
-    branches.check_flags(flags)
-    return flags if elsewhere else branches.follow_trunk(flags)
+    return follow_tokenizer(Flags(cfg, frozenset(given)), load)
 
 
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
-NO_FLAGS = {"data_fingerprint", "encoding", "end_of_text", "config"} | PROCESSES
+NO_FLAGS = {"data_fingerprint", "encoding", "end_of_text", "config"}
+NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
 
 
 def flags_of_file(path, beside):
@@ -56,8 +54,6 @@ def flags_of_file(path, beside):
     left_out = set(NO_FLAGS)
     if "n_device_axis" in beside:  # which these follow
         left_out |= {"n_devices", "pp_interleave"}
-    if not content.get("branch_from"):
-        left_out.add("branch_step")
     flags = {RENAMED.get(name, name): value for name, value in content.items()}
     for name in sorted(flags.keys() - utils.FIELDS.keys() - left_out):
         raise UserError(f"--config {path}: {name} is no flag{nearest(name, utils.FIELDS)}.")
@@ -117,7 +113,7 @@ def check(argv, elsewhere):
         check_processes(flags)
         if not is_remote(r.folder):
             check_same(flags.cfg, read_json(r.folder, "config.json"), flags.given)
-    if r.init_from or r.branch_from:  # which have the architecture
+    if r.init_from:  # which has the architecture
         return flags
     dp, pp, tp = r.n_device_axis
     # where nothing tells how many devices there are: as many as fit any number of experts

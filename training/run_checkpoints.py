@@ -9,7 +9,6 @@ import optax
 import orbax.checkpoint as ocp
 
 import utils
-from runtime.messages import say
 from training import settings, steps
 from training.checkpointing import Checkpoints
 
@@ -38,8 +37,7 @@ class RunCheckpoints(Checkpoints):
         )
 
     def restore_or_begin(self):
-        """(state, what was saved beside it) of the newest sound checkpoint. Where there is none, of step 0, or of the
-        trunk's checkpoint that a branch begins with."""
+        """(state, what was saved beside it) of the newest sound checkpoint; where there is none, of step 0."""
         return self._running(self.restore(self.stored))
 
     def roll_back(self, before):
@@ -48,25 +46,13 @@ class RunCheckpoints(Checkpoints):
         return self._running(self.restore(self.stored, before, self.cfg.run.save_steps))
 
     def _running(self, found):
-        begin = self._branch_off if self.cfg.run.branch_from else self._begin
-        state, meta = found or begin()
+        state, meta = found or self._begin()
         return self.to_running(state), meta
 
     def _begin(self):
         params = self.load_weights(self.stored.params) if self.load_weights else None
         state = steps.init_state(self.cfg, self.stored, self.optimizer, params)
         return state, dict(step=0, sequences=0)
-
-    def _branch_off(self):
-        """What the trunk saved. It becomes the branch's first checkpoint, so the branch needs no trunk any more."""
-        r = self.cfg.run
-        trunk = Checkpoints(os.path.join(r.branch_from, "checkpoints"), explain=self.explain)
-        state, meta = trunk.restore_step(self.stored, r.branch_step)
-        trunk.close()
-        say(f"{r.name} branches off {r.branch_from} at step {r.branch_step}")
-        seen = dict(faults=meta.get("faults"), mix_borders=meta.get("mix_borders", []))
-        self.save(meta["step"], state, meta["sequences"], self.about | seen)
-        return state, meta
 
     def save_running(self, step, sequences, state, bad_steps, val_loss=None):
         """Begin to write the state. bad_steps: the `BadSteps` of the run; val_loss: of the evaluation at this step."""
@@ -75,5 +61,5 @@ class RunCheckpoints(Checkpoints):
 
     def not_saved(self, step):
         """The steps up to `step` that are in no checkpoint yet, in words."""
-        first = (self.on_disk or self.cfg.run.branch_step) + 1
+        first = (self.on_disk or 0) + 1
         return f"the steps from {first} to {step}" if step >= first else "no step"

@@ -131,7 +131,7 @@ class RunLog:
         every = {"loss/val": cfg.run.eval_every}
         every["tasks/"] = math.lcm(cfg.run.eval_every, cfg.run.save_steps)
         not_due = tuple(start for start, steps in every.items() if start_step % steps)
-        for row in self._read_history(start_step, cfg.run.branch_step):
+        for row in self._read_history(start_step):
             if row["step"] == start_step:
                 row = {key: v for key, v in row.items() if not key.startswith(not_due)}
             self.history.append(row)
@@ -214,9 +214,9 @@ class RunLog:
             numbers = {key: v for key, v in row.items() if key != "step"}
             self.wandb.log(numbers, step=row["step"])
 
-    def _read_history(self, step, first):
-        """The rows up to `step` of a run that began at step `first`; a warning tells what is missing. Of a damaged
-        metrics.jsonl all that it holds is kept beside it."""
+    def _read_history(self, step):
+        """The rows up to `step`; a warning tells what is missing. Of a damaged metrics.jsonl all that it holds is kept
+        beside it."""
         path = self.path("metrics.jsonl")
         content = read_file(path)
         found, is_damaged = read_rows(content or b"")
@@ -224,7 +224,7 @@ class RunLog:
         # a killed run leaves rows of the next steps behind
         later = [row["step"] for row in found[len(rows) :]]
         is_damaged |= later != list(range(step + 1, step + 1 + len(later)))
-        last = rows[-1]["step"] if rows else first
+        last = rows[-1]["step"] if rows else 0
         if is_damaged:
             n = 1
             while read_file(f"{path}.damaged-{n}") is not None:

@@ -16,8 +16,7 @@ from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
-PROCESSES = {"coordinator", "num_processes", "process_id"}  # of one launch
-# What a branch must know of its trunk's schedule, and cannot change.
+# What may change where a run resumes, which is printed then.
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 # Of config.json, beside what must be the same.
 BATCHES = {"train_batch_size", "val_batch_size", "accumulation_steps"}
@@ -148,7 +147,7 @@ def follow_shards(flags, stored, shards):
     """`flags` with the vocabulary of the tokenizer that made `shards`, as `dataset.manifests` lists them, unless flags,
     weights or the run that it resumes have one, or the preset's is larger by padding alone. A change is printed."""
     r, now = flags.cfg.run, flags.cfg.model.vocab_size
-    if flags.given & {"vocab_size", "tokenizer"} or r.init_from or r.branch_from:
+    if flags.given & {"vocab_size", "tokenizer"} or r.init_from:
         return flags
     if stored:
         check_stored(stored, r.folder, [])
@@ -260,19 +259,16 @@ def prompt_ids(cfg, encoding):
 
 
 def resume(flags, stored):
-    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes, or else of a
-    branch's trunk: train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError."""
+    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes:
+    train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError."""
     r = flags.cfg.run
-    if stored and "data_fingerprint" not in stored:
+    if not stored:
+        return flags
+    if "data_fingerprint" not in stored:
         raise UserError(
             f"--name {r.name}: this run holds weights alone; begin another from them with --init_from {r.folder}."
         )
-    if stored:
-        check_stored(stored, r.folder, NEEDED_TO_RESUME)
-    elif r.branch_from:
-        stored = stored_config(r.branch_from)
-    else:
-        return flags
+    check_stored(stored, r.folder, NEEDED_TO_RESUME)
     dp, old_dp = r.n_device_axis[0], stored["n_device_axis"][0]
     accumulated = (dp * r.accumulation_steps, old_dp * stored["accumulation_steps"])
     batches = dict(train_batch_size=accumulated, val_batch_size=(dp, old_dp))
@@ -306,20 +302,16 @@ def compare(cfg, others, flags, whose, advice="leave the flag out"):
 
 
 def check_data(cfg, stored, fingerprint):
-    """Raises UserError where the run that `stored` describes, or a new branch's trunk, saw other shards."""
-    who = f"--name {cfg.run.name}: this run exists and"
-    if not stored and cfg.run.branch_from:
-        who = f"--branch_from {cfg.run.branch_from}: the trunk"
-        stored = stored_config(cfg.run.branch_from)
+    """Raises UserError where the run that `stored` describes saw other shards."""
     if stored and stored["data_fingerprint"] != fingerprint:
         raise UserError(
-            f"{who} saw other data than is now in --data {cfg.data.data} (it was {stored['data']}); give those shards, "
-            f"or another --name."
+            f"--name {cfg.run.name}: this run exists and saw other data than is now in --data {cfg.data.data} (it was "
+            f"{stored['data']}); give those shards, or another --name."
         )
 
 
 def to_resume(cfg, fingerprint):
-    """What `resume` and branches read of config.json, which every checkpoint keeps."""
+    """What `resume` reads of config.json, which every checkpoint keeps."""
     wanted = utils.KEPT | NEEDED_TO_RESUME | SCHEDULE
     kept = {flag: value for flag, value in flatten(cfg).items() if flag in wanted}
     return kept | dict(data_fingerprint=fingerprint)
@@ -334,22 +326,15 @@ def other_flags(cfg, kept):
 
 def stored_config(folder):
     """config.json of a run directory, or else what the newest sound checkpoint keeps of it; {} without either."""
-    stored = read_json(folder, "config.json")
-    for step in reversed([] if stored else stored_steps(folder)):
+    if stored := read_json(folder, "config.json"):
+        return stored
+    steps = [int(name) for name in names_in(f"{folder}/checkpoints") if name.isdigit()]
+    for step in sorted(steps, reverse=True):
         with contextlib.suppress(UserError):  # a damaged one
-            stored = stored or saved_with(folder, step)
-    return stored
-
-
-def saved_with(folder, step):
-    """What `to_resume` returned when the checkpoint of a step was saved."""
-    return read_json(folder, "checkpoints", str(step), "meta", "metadata").get("config") or {}
-
-
-def stored_steps(folder):
-    """The steps of the checkpoints of a run directory, in order."""
-    names = names_in(os.path.join(folder, "checkpoints"))
-    return sorted(int(name) for name in names if name.isdigit())
+            meta = read_json(folder, "checkpoints", str(step), "meta", "metadata")
+            if stored := meta.get("config"):
+                return stored
+    return {}
 
 
 def check_stored(config, folder, needed, file="config.json"):
