@@ -224,7 +224,7 @@ PROGRAMS = {  # what parses, of each
     common.Sample: "run",
     common.Evaluate: "run",
     trace.Options: "run",
-    checkpoints.Options: "list run",
+    checkpoints.Options: "run",
     bench.Options: "",
     compare.Options: "run",
 }
@@ -357,7 +357,6 @@ def test_the_users_xla_flags_win(monkeypatch):
 
 def test_a_program_names_the_nearest_flag_and_takes_the_flags_of_main_py_too():
     for kind, words, nearest in (
-        (checkpoints.Options, "lst x", "list"),
         (bench.Options, "--blokcs=3", "--blocks"),
         (hf.Options, "export a b --dtype flaot32", "float32"),
     ):

@@ -251,7 +251,7 @@ def used(run, shards, tmp_path, capsys):
     data = (str(text), shards, f"{shards}/text.txt")
     asked = common.Evaluate(model=run, data=data, limit=4, compilation_cache="", n_devices=1)
     measured = [row | dict(data="") for row in evaluate.main(asked)["data"]]
-    checkpoints.main(checkpoints.Options("verify", run))
+    checkpoints.main(checkpoints.Options(run))
     compare.main([run, "--output", str(tmp_path / "compare.png")])
     said = capsys.readouterr()
     assert "4  sound" in said.out and "warning" not in said.out + said.err

@@ -75,16 +75,12 @@ def meet_or_fail():
 
 
 def kept(losses, keep, every=0):
-    """{step: [why it is kept]} of the checkpoints in {step: validation loss or None}: the newest `keep`, those of every
-    `every`-th step (0: none) and the one with the smallest loss."""
+    """The steps to keep of the checkpoints in {step: validation loss or None}: the newest `keep`, every `every`-th step
+    (0: none) and the one with the smallest loss."""
     steps = sorted(losses)
     measured = {step: loss for step, loss in losses.items() if math.isfinite(loss or math.nan)}
-    wanted = {
-        "newest": steps[-keep:],
-        "every": [step for step in steps if every and step % every == 0],
-        "best": [min(measured, key=measured.get)] if measured else [],
-    }
-    return {step: [why for why in wanted if step in wanted[why]] for step in steps}
+    best = [min(measured, key=measured.get)] if measured else []
+    return {*steps[-keep:], *best, *(step for step in steps if every and step % every == 0)}
 
 
 def meta_sum(meta):
@@ -159,9 +155,8 @@ class Checkpoints:
         for step in losses:
             with contextlib.suppress(UserError):  # it is damaged
                 losses[step] = self.meta(step)["val_loss"]
-        for step, reasons in kept(losses, self.keep, self.every).items():
-            if not reasons:
-                (self.folder / str(step)).rmtree()
+        for step in losses.keys() - kept(losses, self.keep, self.every):
+            (self.folder / str(step)).rmtree()
 
     def _clean_up(self, step):
         """Remove what a failed save of `step` left, once all threads that wrote it have ended."""

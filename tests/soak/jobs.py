@@ -25,9 +25,9 @@ STEPS = 12
 MODEL = SMALL_RUN | dict(blocks=1, n_experts=4, n_head=2, T=16, vocab_size=280, microbatches=2)
 MODEL |= dict(train_batch_size=4, val_batch_size=4, max_tokens=4, inference_batch=1)
 MODEL |= dict(embedding_norm=False, latent_conv=0)  # as transformers knows such models
-SOUND = "text source records.jsonl.gz records.parquet ranks.tiktoken shards sound hf part many progress cache"
+SOUND = "text source records.jsonl.gz records.parquet ranks.tiktoken shards sound hf part progress cache"
 # the sound folder that a verb changes; all others make a new one
-CHANGED = dict(resume="part", again="shards", finish="progress", prune="many")
+CHANGED = dict(resume="part", again="shards", finish="progress")
 
 # --- Command lines ------------------------------------------------------------------------------------------------
 
@@ -63,8 +63,7 @@ def words_of(job, at, place):
         "ranks": [*train_tokenizer, "--output", place / "ranks.tiktoken"],
         "evaluate": [*score, "--json", "--data", data],
         "sample": ["tools/sample.py", model, *cache, "--prompt", "the", "--max_tokens", 4],
-        "verify": ["tools/checkpoints.py", "verify", model],
-        "prune": ["tools/checkpoints.py", "prune", place / "run", "--keep", 1],
+        "verify": ["tools/checkpoints.py", model],
         "export": ["tools/hf.py", "export", model, place / "hf"],
         "import": ["tools/hf.py", "import", at["hf"], place / "run"],
     }
@@ -83,7 +82,7 @@ def result_of(job, place, said=""):
         return shards(place)
     if verb in ("export", "ranks"):
         return {path.name: sha256(path) for path in place.rglob("*") if path.is_file()}
-    if verb in ("import", "prune"):
+    if verb == "import":
         return fingerprints(place / "run")
     if verb == "evaluate":
         rows = json.loads(said)["data"]
@@ -144,7 +143,6 @@ def make(folder):
         train_words(at, at["sound"], keep_checkpoints=2),
         words_of("export", at, folder),
         train_words(at, at["part"], steps=8),
-        train_words(at, at["many"], keep_checkpoints=9),
     ):
         ended = run(words, folder / "work")
         assert ended.status == 0, ended

@@ -10,7 +10,7 @@ from tests.soak import jobs
 from tests.soak.programs import Case, Program, complaint, leftovers
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
-JOBS = "tokenize_source workers_source ranks_source export prune import train train resume".split()
+JOBS = "tokenize_source workers_source ranks_source export import train train resume".split()
 
 
 def state_of(folder):
