@@ -144,8 +144,7 @@ def quartiles(x):
 
 
 def row(worker, speed, per_cpu_second, first):
-    """The numbers of one Worker, of its tokens per second and per CPU second in each round. first: the speeds of the
-    first worker."""
+    """The numbers of one Worker, of its tokens per second and per CPU second in each round, and the first's."""
     about, mfu = worker.about, None
     if peak := chips.peak_flops(about["device"]):
         mfu = quartiles(speed * about["flops_per_token"] / peak / about["devices"])

@@ -58,8 +58,7 @@ from training import checkpointing, steps
 
 
 def about(checkpoints, step):
-    """{"meta": what was saved beside the state, "val_loss", "date", "size" in bytes} of a checkpoint; of a damaged one
-    what can be read."""
+    """{"meta": saved beside the state, "val_loss", "date", "size" in bytes}, as far as they can be read."""
     known = dict(meta={}, val_loss=None, date=None)
     try:
         known["meta"] = checkpoints.meta(step)

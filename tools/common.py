@@ -124,8 +124,7 @@ def open_model(options, text):
 
 
 def open_tokenizer(folder, vocab_size, needed):
-    """The tokenizer of the model in `folder`, None where it has none. Raises UserError where it is `needed` then, or
-    has more tokens than the model."""
+    """The tokenizer of the model in `folder`, or None. Raises UserError where it is `needed` or too large."""
     encoding = tokenization.folder_tokenizer(folder)
     if encoding is None and needed:
         raise UserError(f"{folder}: has no tokenizer; put its tokenizer.json there.")

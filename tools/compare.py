@@ -63,8 +63,7 @@ class Curve(NamedTuple):
     speed: float  # tokens per second; a median over the steps, so that a busy spell hardly counts
 
     def tokens_to(self, loss):
-        """Tokens until the loss first was at most `loss`, between evaluations on a straight line; nan where it never
-        was."""
+        """Tokens until the loss first was at most `loss`, on straight lines between evaluations; nan: never."""
         reached = np.flatnonzero(self.loss <= loss)
         if not len(reached):
             return math.nan

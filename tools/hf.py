@@ -110,8 +110,7 @@ def write_json(folder, name, content):
 
 @contextlib.contextmanager
 def appearing(folder):
-    """A new folder beside `folder` to write into, renamed to it when all is written, removed where that fails. Raises
-    UserError where it cannot be written."""
+    """A new folder that becomes `folder` when all is written, and goes where that fails. Raises UserError."""
     part = part_of(os.path.normpath(folder))
     try:
         os.makedirs(part)

@@ -153,8 +153,7 @@ def open_trace(run, name=""):
 
 
 def devices_in(trace):
-    """[[(begin, end, name of an operation of the step)] of a device], in ns, of all processes that wrote. Raises
-    UserError where a file is damaged."""
+    """[[(begin, end, operation of the step)] of a device] in ns, of all processes. Raises UserError."""
     fs, there = filesystem(trace.folder)
     found = []
     for path in persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder):
@@ -281,8 +280,7 @@ def moments(found):
 
 
 def beside(trace, found):
-    """{part: (seconds measured, seconds planned, FLOP or bytes sent in the program)} of a device's step; None: not
-    known."""
+    """{part: (seconds measured, planned, FLOP or bytes of the program)} of a device's step; None: not known."""
     computing = sum(t for part, t in found.parts.items() if part not in [IDLE, *found.links])
     measured = {PRODUCTS: found.products, "memory": computing - found.products}
     for links in found.links:
