@@ -13,7 +13,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin()
@@ -39,7 +39,7 @@ from runtime.messages import UserError, say
 from tools import common
 from training import command_line, runlog, settings, steps
 
-MAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "main.py")
+MAIN = os.path.realpath(__file__ + "/../../main.py")
 # Ahead of the user's flags, which win: many runs should not fill a disk.
 SAVE_LITTLE = "--keep_checkpoints 1 --inference_batch 1 --max_tokens 1".split()
 OWN = {"seed", "name", "output_dir"}  # flags that each run gets from here
