@@ -215,7 +215,7 @@ class Trial(NamedTuple):
 
     def check_definition(self):
         """Raises UserError where its directory holds a run of another definition, of which a step was made."""
-        if not os.path.exists(os.path.join(self.folder, "config.json")):
+        if not os.path.exists(f"{self.folder}/config.json"):
             return
         kept = read_json(self.folder, "variation.json")
         for flag, now in self.definition().items():
@@ -288,7 +288,7 @@ def run_to_end(command, log):
 
 def train(trial):
     """Train a trial to its end, or resume it; whether it is finished. Ends this program where Ctrl-C ended the run."""
-    write_file(os.path.join(trial.folder, "variation.json"), to_json(trial.definition(), indent=1))
+    write_file(f"{trial.folder}/variation.json", to_json(trial.definition(), indent=1))
     own = ["--seed", str(trial.seed), "--name", trial.name, "--output_dir", trial.output]
     log = f"{trial.folder}.log"
     with open(log, "a") as output:
@@ -324,8 +324,8 @@ def save_finished(trials, folder):
             folder=curve.folder, tokens=curve.tokens.tolist(), loss=curve.loss.tolist()
         )
     if groups:
-        write_file(os.path.join(folder, "results.json"), to_json(content, indent=1) + "\n")
-        write_file(os.path.join(folder, "losses.png"), picture(groups))
+        write_file(f"{folder}/results.json", to_json(content, indent=1) + "\n")
+        write_file(f"{folder}/losses.png", picture(groups))
     return groups
 
 
@@ -339,7 +339,7 @@ def train_all(variations, seeds, folder):
     trials = [trial._replace(seed=seed) for seed in range(seeds) for trial in variations]
     for trial in trials:
         trial.check_definition()
-    check_place(os.path.join(folder, "results.json"), "--output")
+    check_place(f"{folder}/results.json", "--output")
     failed = 0
     for number, trial in enumerate(trials, 1):
         if trial.curve():

@@ -138,12 +138,12 @@ def open_trace(run, name=""):
     name = name or max(known, key=lambda one: known[one]["written"])
     if name not in known:
         raise UserError(f"--trace {name}: {run} has {', '.join(known)}.")
-    folder, about = os.path.join(traces, name), known[name]
+    folder, about = f"{traces}/{name}", known[name]
     settings.check_stored(about["flags"], folder, settings.NEEDED_TO_RESUME, "about.json")
     cfg = common.stored_config(about["flags"])
     cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
     try:
-        text = gzip.decompress(read_file(os.path.join(folder, "step.hlo.gz"))).decode()
+        text = gzip.decompress(read_file(f"{folder}/step.hlo.gz")).decode()
     except Exception:  # gzip has many errors for a damaged file
         raise UserError(f"{folder}: step.hlo.gz is missing or damaged.") from None
     return Trace(folder, about, cfg, text)
@@ -157,7 +157,7 @@ def devices_in(trace):
     fs, there = filesystem(trace.folder)
     found = []
     for path in persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder):
-        content = read_file(os.path.join(trace.folder, os.path.basename(path)))
+        content = read_file(f"{trace.folder}/{os.path.basename(path)}")
         try:
             data = ProfileData.from_serialized_xspace(content)
         except RuntimeError as e:
