@@ -178,7 +178,7 @@ class Estimate:
         rings; an all-reduce is a reduce-scatter and an all-gather (arXiv:1909.09756, section 3).
         """
         axes = tuple(a for a in collectives.AXES if a in axes and self.split[a] > 1)
-        n = n or math.prod(self.split[a] for a in axes)
+        n = n or muon.axes_size(axes, self.split)
         if n == 1 or not times * whole:
             return
         shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}

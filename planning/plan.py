@@ -35,7 +35,7 @@ WORTH = 0.02  # share of a step that a flag must save to be named
 
 # {flag of a few words that changes how a step is computed, not what: its values}
 WAYS = {
-    flag: typing.get_args(typing.get_type_hints(utils.Model)[flag])
+    flag: typing.get_args(utils.FIELDS[flag].type)
     for flag in ("remat", "fsdp", "sequence_parallel")
 }
 SEARCHED = (

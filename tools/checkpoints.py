@@ -23,7 +23,7 @@ from typing import Literal
 import utils
 from runtime import locks, messages, platforms
 from runtime.files import filesystem, read_json
-from runtime.messages import UserError, first_line, one_sentence
+from runtime.messages import UserError, first_line
 from runtime.parser import flag
 from tools import common
 
@@ -46,9 +46,7 @@ class Options:
 
 if __name__ == "__main__":
     platforms.choose_cpu()  # the accelerators may belong to the run
-    options_given = one_sentence(
-        lambda: utils.read_flags(Options, sys.argv[1:], "tools/checkpoints.py")
-    )
+    options_given = common.read_options(Options, "tools/checkpoints.py")
 
 import jax
 import numpy as np

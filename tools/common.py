@@ -85,9 +85,10 @@ class Evaluate(Options):
 
 
 def read_options(kind, program):
-    """Options of the program that is run, of a subclass of `Options`. Call it before jax is imported."""
+    """Options of the program that is run. Call it before jax is imported."""
     options = one_sentence(lambda: utils.read_flags(kind, sys.argv[1:], program))
-    platforms.set_xla_flags(options.n_devices)
+    if issubclass(kind, Options):
+        platforms.set_xla_flags(options.n_devices)
     return options
 
 

@@ -23,10 +23,9 @@ from collections import Counter, defaultdict
 from dataclasses import MISSING, dataclass
 from typing import NamedTuple
 
-import utils
 from runtime import chips, platforms
 from runtime.files import filesystem, persist, read_file, read_json
-from runtime.messages import UserError, first_line, one_sentence, size
+from runtime.messages import UserError, first_line, size
 from runtime.parser import flag
 from tools import common
 from training import settings
@@ -44,7 +43,7 @@ class Options:
 
 if __name__ == "__main__":
     platforms.choose_cpu()  # the accelerators may belong to a run
-    options_given = one_sentence(lambda: utils.read_flags(Options, sys.argv[1:], "tools/trace.py"))
+    options_given = common.read_options(Options, "tools/trace.py")
 
 from jax.profiler import ProfileData
 
