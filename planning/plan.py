@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import jax
 
-import collectives
 import model
 import utils
 from inference import weights
@@ -114,7 +113,7 @@ def answer(cfg, machine, compiled=None, refused=None):
         program=compiled,
         machine=machine.name,
         devices=machine.n,
-        mesh=dict(zip(collectives.AXES, cfg.run.n_device_axis)),
+        mesh=estimate.split,
         flags={flag: utils.flatten(cfg)[flag] for flag in SEARCHED},
         compiled=compiled is not None,
         parameters=dict(total=total, active=active, embedding=embedding),

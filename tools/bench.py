@@ -25,12 +25,13 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 
 import utils
 from runtime import chips, parser, platforms
-from runtime.files import check_place, read_file, to_json, write_file
+from runtime.files import check_place, to_json, write_file
 from runtime.messages import UserError
 from tools import common
 from training import command_line, settings
@@ -178,8 +179,8 @@ def cells(row):
 
 def machine():
     """{name: value} of where this runs."""
-    info = read_file("/proc/cpuinfo") or b""
-    cpu = re.search(r"model name\s*:\s*(.*)", info.decode())
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.*)", info.read_text() if info.exists() else "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return dict(cpu=cpu[1] if cpu else platform.machine(), cores=cores, jax=version("jax"))
 
