@@ -85,8 +85,7 @@ def groups_along(axes, shape, groups):
 
 
 def expert_axes(E, split):
-    """(axes along which devices differ that hold different experts, axes of those that hold the same expert); see
-    collectives.expert_groups."""
+    """(axes along which devices hold different experts, axes along which they hold the same one)."""
     stage = {axis: split[axis] for axis in collectives.EXPERT_AXES}
     n = math.prod(stage.values())
     devices = np.arange(n).reshape(-1, max(1, n // E))  # a row of devices holds the same expert
@@ -179,7 +178,7 @@ class Estimate:
         rings; an all-reduce is a reduce-scatter and an all-gather (arXiv:1909.09756, section 3).
         """
         axes = tuple(a for a in collectives.AXES if a in axes and self.split[a] > 1)
-        n = n or math.prod(self.split[a] for a in axes)
+        n = n or muon.axes_size(axes, self.split)
         if n == 1 or not times * whole:
             return
         shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}
@@ -303,8 +302,7 @@ class Estimate:
             self.passes += MUON_TRAFFIC * width * (blocks + 2 * group.owned * m * n)
 
     def add_pipeline(self):
-        """Add what goes from stage to stage: every tick's activations to the next one and their gradients back; inputs
-        and outputs are shared out."""
+        """Add what goes from stage to stage: activations, their gradients back, inputs and outputs shared out."""
         tick = self.own_tokens * self.m.model_dimension * self.bytes
         everything = self.cfg.data.microbatches * tick
         self.send("collective-permute", "pp", tick, self.batches * 2 * self.ticks)
@@ -383,8 +381,7 @@ class Layer:
         self.keeps_scores = sum(backward) <= 2 * self.scores  # or else computes them anew
 
     def count_channels(self):
-        """Set channels per token: of products with weights, as --remat dots keeps them; of all that is computed; and of
-        what is computed in routed experts, which both leave out."""
+        """Set channels per token: of products, as --remat dots keeps them; of all; of routed experts, in neither."""
         m, cost, tp = self.m, self.cost, self.step.tp
         D = m.model_dimension
         added = D * (tp if self.megatron else 1)  # to the residual

@@ -147,8 +147,7 @@ def matmul_flops(op):
 
 
 def convolution_flops(op, out, lhs, rhs):
-    """2 x the multiplications of a convolution of such dims. The TPU compiler writes batched products as convolutions
-    over padded or dilated dims; what falls on padding is not counted."""
+    """2 x the multiplications of a convolution, as the TPU compiler writes batched products, but for its padding."""
     left, right, result = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest).groups()
     window = re.search(r"window=\{([^}]*)\}|$", op.rest)[1] or ""
     settings = dict(re.findall(r"(\w+)=([\dx_\-]+)", window))
@@ -238,8 +237,7 @@ class Timeline:
         self.run("ENTRY", 1)
 
     def run(self, name, times):
-        """Add the whole program, or the body of a loop that runs `times` times. Returns the seconds of computation, of
-        one run, that hide nothing in it."""
+        """Add a computation that runs `times` times; returns the seconds of one run that hide nothing in it."""
         around = self.times, self.flying, self.spare
         # flying: {name: [[(axes, kind), seconds left]]}, the first to begin first
         self.times, self.flying, self.spare = times, {}, 0.0

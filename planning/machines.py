@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from kernels import attention
-from planning import gpus
+from planning import gpus, hlo
 from runtime import platforms
 from runtime.chips import CHIPS, KNOWN, Chip
 from runtime.messages import UserError, first_line, say
@@ -63,7 +63,7 @@ def parse_machine(name):
     found = GPUS.fullmatch(name) or SLICES.fullmatch(name)
     chip = CHIPS.get(found["kind"]) if found else None
     if chip and chip.gpu == name.startswith("gpu:"):
-        groups, dims = int(found["groups"] or 1), [int(n) for n in found["size"].split("x")]
+        groups, dims = int(found["groups"] or 1), hlo.numbers(found["size"])
         n = math.prod(dims) * chip.cores * groups
         if n > MANY:
             raise UserError(f"--plan {name}: has {n:,} devices; give at most {MANY:,}.")
@@ -86,7 +86,7 @@ def devices_of(machine):
     """The devices of a machine, for its compiler alone. Raises UserError where there is no such slice."""
     if machine.platform == "gpu":
         return gpus.devices(machine.chip.name, machine.groups, machine.n // machine.groups)
-    columns, rows, *layers = [int(n) for n in machine.topology.split(":")[1].split("x")]
+    columns, rows, *layers = hlo.numbers(machine.topology.split(":")[1])
     host = [min(2, columns), min(2, rows), 1]  # chips of a host along each dim
     options = dict(chips_per_host_bounds=host, num_slices=machine.groups)
     if layers and machine.chip.cores == 1:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import jax
 
-import collectives
 import model
 import utils
 from inference import weights
@@ -35,7 +34,7 @@ WORTH = 0.02  # share of a step that a flag must save to be named
 
 # {flag of a few words that changes how a step is computed, not what: its values}
 WAYS = {
-    flag: typing.get_args(typing.get_type_hints(utils.Model)[flag])
+    flag: typing.get_args(utils.FIELDS[flag].type)
     for flag in ("remat", "fsdp", "sequence_parallel")
 }
 SEARCHED = (
@@ -61,8 +60,7 @@ def memory_of(estimate, used):
 
 
 def collectives_of(sent, exposed):
-    """The rows of the table of collectives. sent: {(axes, kind): (bytes, times, seconds)}; exposed: seconds of the
-    same, where they are known."""
+    """The rows of the table, of {(axes, kind): (bytes, times, seconds)} and the exposed seconds, where known."""
     rows = []
     for key, (n_bytes, times, seconds) in sorted(sent.items()):
         axes, kind = key
@@ -115,7 +113,7 @@ def answer(cfg, machine, compiled=None, refused=None):
         program=compiled,
         machine=machine.name,
         devices=machine.n,
-        mesh=dict(zip(collectives.AXES, cfg.run.n_device_axis)),
+        mesh=estimate.split,
         flags={flag: utils.flatten(cfg)[flag] for flag in SEARCHED},
         compiled=compiled is not None,
         parameters=dict(total=total, active=active, embedding=embedding),
@@ -211,8 +209,7 @@ def meshes(cfg, n):
 
 
 def variants(cfg, n):
-    """Every configuration that --search considers, of the same global batch. Raises UserError where they are too
-    many."""
+    """Every configuration that --search considers, of the same global batch. Raises UserError for too many."""
     total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
@@ -342,8 +339,7 @@ def machine_of_kind(kind, platform, n, processes, slices):
 
 
 def memory_limit():
-    """Bytes of memory that a program may use on a device of this process, None where that is not known. Simulated
-    devices share the machine's."""
+    """Bytes that a program may use on a device here, None: not known. Simulated devices share the machine's."""
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")

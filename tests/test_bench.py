@@ -12,9 +12,7 @@ from conftest import ROOT, SMALL, flags_of
 from runtime.messages import UserError
 from tools import bench
 
-TINY = dict(
-    blocks=1, layers_per_block=1, vocab_size=250, train_batch_size=4, val_batch_size=4, n_devices=1
-)
+TINY = SMALL | dict(blocks=1, layers_per_block=1, train_batch_size=4, val_batch_size=4, n_devices=1)
 
 
 def run_bench(*words):
@@ -26,7 +24,7 @@ def run_bench(*words):
 
 def test_configurations_side_by_side_on_simulated_devices(tmp_path):
     variants = "remat=none", "n_device_axis=2,1,1 n_devices=2 train_batch_size=2 microbatches=2"
-    words = [*flags_of(**{**SMALL, **TINY}), "--rounds", "2", "--steps", "1", "--vary", *variants]
+    words = [*flags_of(**TINY), "--rounds", "2", "--steps", "1", "--vary", *variants]
     ran = run_bench(*words, "--json", tmp_path / "bench.json")
     assert ran.returncode == 0, ran.stderr
     found, lines = json.loads((tmp_path / "bench.json").read_text()), ran.stdout.splitlines()

@@ -131,11 +131,8 @@ def test_every_prompt_of_a_batch_continues_as_a_plain_loop_says_on_every_mesh(
 
 def test_a_special_token_in_a_prompt_is_text_and_a_drawn_one_ends_the_row(run):
     encoding = tokenization.folder_tokenizer(str(run[0]))
-    row = sample.Row(
-        encoding,
-        [256, *encoding.encode_ordinary(tokenization.END_OF_TEXT)],
-        common.Sample(model="", max_tokens=4),
-    )
+    prompt = [256, *encoding.encode_ordinary(tokenization.END_OF_TEXT)]
+    row = sample.Row(encoding, prompt, common.Sample(model="", max_tokens=4))
     row.add([97, 98, 256, 99])
     assert row.unseen == tokenization.END_OF_TEXT + "ab" and row.text == "ab" and row.done
 
@@ -186,9 +183,8 @@ def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, 
 @pytest.mark.parametrize("stride", [0, 8])
 def test_text_measures_as_a_plain_loop_says(run, losses_of, tmp_path, stride):
     texts = ["short", "é" * 30, "x" * 32, "the end " * 12]
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"body": text}) + "\n" for text in ["", *texts])
-    )
+    records = [json.dumps({"body": text}) for text in ["", *texts]]
+    (tmp_path / "a.jsonl").write_text("\n".join(records))
     path = str(tmp_path / "a.jsonl")
     (got,) = measured(run, data=(path,), text_column="body", stride=stride)["data"]
     sums, sizes = [], [len(text.encode()) for text in texts]
@@ -260,13 +256,8 @@ def test_a_tokenizer_is_known_by_its_tokens_whatever_file_holds_it(tmp_path, of_
     assert not check(path.parent, shards_of(tmp_path / "same", BYTES, of_shards))
     other = shards_of(tmp_path / "other", SWAPPED, of_shards)
     said = refusal(path.parent, other)
-    parts = (
-        str(path),
-        f"other/tokenizer{of_shards}",
-        "--init_from x: the shards in ",
-        "other/train ",
-    )
-    assert all(part in said for part in parts)
+    assert said.startswith(f"--init_from x: the shards in {tmp_path}/other/train ")
+    assert str(path) in said and f"other/tokenizer{of_shards}" in said
     # only the hash is left, of one kind of file
     (tmp_path / f"other/tokenizer{of_shards}").unlink()
     if of_weights == of_shards == ".tiktoken":
@@ -312,14 +303,11 @@ def test_weights_are_refused_shards_of_another_tokenizer(run, shards, tmp_path, 
 
 
 def test_half_a_character_alone_is_replaced(tmp_path):
-    halves = "a \ud83d b \ude42"
-    assert tokenization.whole_characters(halves) == "a \ufffd b \ufffd"
-    assert tokenization.whole_characters("é🙂\n") == "é🙂\n"
-    vocabulary = {"a": 0, "\ufffd": 1, tokenization.END_OF_TEXT: 2}
+    vocabulary = {"a": 0, "\ufffd": 1, tokenization.END_OF_TEXT: 2, "🙂": 3}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     made.save(str(tmp_path / "tokenizer.json"))
     encoding = tokenization.load_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert encoding.encode_ordinary(halves) == [0, 1, 1]
+    assert encoding.encode_ordinary("a \ud83d 🙂 \ude42") == [0, 1, 3, 1]
 
 
 def test_mistakes_get_a_sentence(run, shards, tmp_path):
@@ -357,13 +345,11 @@ def test_gpt2_goes_no_further_than_its_positions_and_rotary_models_with_a_warnin
     with pytest.raises(messages.UserError, match="--T 33: .* was made for 32 tokens"):
         measured(gpt2, data=(str(shards),), T=33)
     assert continued(gpt2, PROMPTS, max_tokens=None)[2].done, "the default refuses nothing"
-    options = dict(data=(str(shards),), limit=4, T=13)
-    assert measured(gpt2, **options, **MESH)["data"][0]["tokens"] == 4 * 13
     capsys.readouterr()
     assert continued(run, PROMPTS[2:3], max_tokens=20)[0].done
     assert "warning: --max_tokens 20" in capsys.readouterr().err
-    assert measured(run, data=(str(shards),), limit=4, T=40)["data"][0]["tokens"] == 4 * 40
-    assert f"warning: --T 40: {run[0]} was made for 32 tokens\n" in capsys.readouterr().err
+    assert measured(run, data=(str(shards),), limit=4, T=41, **MESH)["data"][0]["tokens"] == 4 * 41
+    assert f"warning: --T 41: {run[0]} was made for 32 tokens\n" in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_measures_shards_alone(run, shards, tmp_path):
@@ -385,7 +371,6 @@ def test_a_model_without_a_tokenizer_measures_shards_alone(run, shards, tmp_path
         ("tools/sample.py RUN --prompt a --max_tokens 3 --temperature 0", "decode: 3 tokens"),
         ("-m tools.evaluate RUN --data nowhere", "error: --data nowhere"),
         ("tools/hf.py export nowhere x", "error: nowhere: neither"),
-        ("-m tools.bench --rounds 0", "error: --rounds 0"),
         ("-m data.tokenize_shards --sourc x", "error: --sourc"),
     ],
 )

@@ -10,7 +10,7 @@ import os
 import sys
 
 if __name__ in ("__main__", "__mp_main__"):
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin()
@@ -25,12 +25,13 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 
 import utils
 from runtime import chips, parser, platforms
-from runtime.files import check_place, read_file, to_json, write_file
+from runtime.files import check_place, to_json, write_file
 from runtime.messages import UserError
 from tools import common
 from training import command_line, settings
@@ -144,8 +145,7 @@ def quartiles(x):
 
 
 def row(worker, speed, per_cpu_second, first):
-    """The numbers of one Worker, of its tokens per second and per CPU second in each round. first: the speeds of the
-    first worker."""
+    """The numbers of one Worker, of its tokens per second and per CPU second in each round, and the first's."""
     about, mfu = worker.about, None
     if chip := chips.chip_of(about["device"]):
         mfu = quartiles(speed * about["flops_per_token"] / chip.peak / about["devices"])
@@ -179,8 +179,8 @@ def cells(row):
 
 def machine():
     """{name: value} of where this runs."""
-    info = read_file("/proc/cpuinfo") or b""
-    cpu = re.search(r"model name\s*:\s*(.*)", info.decode())
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.*)", info.read_text() if info.exists() else "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return dict(cpu=cpu[1] if cpu else platform.machine(), cores=cores, jax=version("jax"))
 

@@ -84,9 +84,10 @@ class Evaluate(Options):
 
 
 def read_options(kind, program):
-    """Options of the program that is run, of a subclass of `Options`. Call it before jax is imported."""
+    """Options of the program that is run. Call it before jax is imported."""
     options = one_sentence(lambda: utils.read_flags(kind, sys.argv[1:], program))
-    platforms.set_xla_flags(options.n_devices)
+    if issubclass(kind, Options):
+        platforms.set_xla_flags(options.n_devices)
     return options
 
 
@@ -123,8 +124,7 @@ def open_model(options, text):
 
 
 def open_tokenizer(folder, vocab_size, needed):
-    """The tokenizer of the model in `folder`, None where it has none. Raises UserError where it is `needed` then, or
-    has more tokens than the model."""
+    """The tokenizer of the model in `folder`, or None. Raises UserError where it is `needed` or too large."""
     encoding = tokenization.folder_tokenizer(folder)
     if encoding is None and needed:
         raise UserError(f"{folder}: has no tokenizer; put its tokenizer.json there.")

@@ -13,7 +13,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin()
@@ -39,7 +39,7 @@ from runtime.messages import UserError, say
 from tools import common
 from training import command_line, runlog, settings, steps
 
-MAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "main.py")
+MAIN = os.path.realpath(__file__ + "/../../main.py")
 # Ahead of the user's flags, which win: many runs should not fill a disk.
 SAVE_LITTLE = "--keep_checkpoints 1 --inference_batch 1 --max_tokens 1".split()
 OWN = {"seed", "name", "output_dir"}  # flags that each run gets from here
@@ -63,8 +63,7 @@ class Curve(NamedTuple):
     speed: float  # tokens per second; a median over the steps, so that a busy spell hardly counts
 
     def tokens_to(self, loss):
-        """Tokens until the loss first was at most `loss`, between evaluations on a straight line; nan where it never
-        was."""
+        """Tokens until the loss first was at most `loss`, on straight lines between evaluations; nan: never."""
         reached = np.flatnonzero(self.loss <= loss)
         if not len(reached):
             return math.nan
@@ -178,178 +177,6 @@ def picture(groups, kind="png"):
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return runlog.picture(figure, kind)
-
-
-# --- Variations -------------------------------------------------------------------------------------------------
-
-
-class Trial(NamedTuple):
-    """A variation with a seed. words: its flags for main.py; cfg: the Config that they make."""
-
-    variation: str
-    words: list
-    cfg: utils.Config
-    output: str
-    seed: int = 0
-
-    @property
-    def name(self):
-        return f"{self.variation}-seed{self.seed}"
-
-    @property
-    def folder(self):
-        return os.path.join(self.output, self.name)
-
-    def curve(self):
-        """Its Curve when it is finished, else None."""
-        try:
-            curve = read_curve(self.folder)
-        except UserError:  # there is none, or no evaluation yet
-            return None
-        return curve if curve.last >= self.cfg.run.training_steps else None
-
-    def definition(self):
-        """{flag: value} of all that its losses depend on, but for the seed."""
-        flags = settings.to_resume(self.cfg, "")
-        flags |= {name: getattr(self.cfg.run, name) for name in OF_VARIATION}
-        return flags | {"n_device_axis": [*self.cfg.run.n_device_axis]}  # as JSON has it
-
-    def check_definition(self):
-        """Raises UserError where its directory holds a run of another definition, of which a step was made."""
-        if not os.path.exists(os.path.join(self.folder, "config.json")):
-            return
-        kept = read_json(self.folder, "variation.json")
-        for flag, now in self.definition().items():
-            if kept.get(flag, now) != now:
-                raise UserError(
-                    f"--variation {self.variation}: in {self.folder} {flag} was {kept[flag]!r} and is now {now!r}; "
-                    f"give the variation another name, or another --output."
-                )
-
-
-def parse_variation(text, flags, output):
-    """The Trial of "name: flags", after the `flags` of all. Raises UserError."""
-    name, _, own = map(str.strip, text.partition(":"))
-    if not re.fullmatch(r"[\w.+=@-]+", name):
-        raise UserError(
-            f"--variation {text!r}: must be a name, of letters, digits and . _ - + = @ only, a colon and "
-            f'flags, such as "high: --max_lr 3e-3".'
-        )
-    try:
-        words = [*flags, *shlex.split(own)]
-        flags = settings.follow(command_line.check(words, True))
-    except (UserError, ValueError) as e:  # the latter of a quotation mark without its second
-        raise UserError(f"--variation {name}: {str(e).rstrip('.')}.") from None
-    for flag in flags.given & OWN:
-        raise UserError(f"--{flag}: each run here gets its own, by --seeds, --output and its name.")
-    return Trial(name, words, flags.cfg, output)
-
-
-def check_comparable(trials):
-    """Raises UserError where two have the same name, or would be measured on other text than the first."""
-    names = [trial.variation for trial in trials]
-    first = measured_on(trials[0].cfg)
-    for trial in trials:
-        flag = f"--variation {trial.variation}"
-        if names.count(trial.variation) > 1:
-            raise UserError(f"{flag}: two have this name; give each its own.")
-        for what, value in measured_on(trial.cfg).items():
-            if value != first[what]:
-                raise UserError(
-                    f"{flag}: {what} is {value!r}, but {first[what]!r} for {trials[0].variation}; losses on different "
-                    f"text cannot be compared, so give all the same."
-                )
-
-
-def measured_on(cfg):
-    """{what: value} of all that the validation text depends on."""
-    flags = {f"--{flag}": utils.flatten(cfg)[flag] for flag in SAME_TEXT}
-    replicas = max(1, cfg.run.n_device_axis[0])  # 0, as many as there are, in all or in none
-    return flags | {"--val_batch_size x dp": cfg.data.val_batch_size * replicas}
-
-
-# --- Training them ----------------------------------------------------------------------------------------------
-
-
-def run_to_end(command, log):
-    """(exit status, whether Ctrl-C came) of a process that writes to an open file. Ctrl-C is passed on to it."""
-    interrupted = False
-    # in a session of its own: a terminal's Ctrl-C reaches it from here alone, and once
-    process = subprocess.Popen(
-        command, stdout=log, stderr=log, env=ENVIRONMENT, start_new_session=True
-    )
-    while process.returncode is None:
-        try:
-            process.wait()
-        except KeyboardInterrupt:
-            interrupted = True
-            process.send_signal(signal.SIGINT)
-    return process.returncode, interrupted
-
-
-def train(trial):
-    """Train a trial to its end, or resume it; whether it is finished. Ends this program where Ctrl-C ended the run."""
-    write_file(os.path.join(trial.folder, "variation.json"), to_json(trial.definition(), indent=1))
-    own = ["--seed", str(trial.seed), "--name", trial.name, "--output_dir", trial.output]
-    log = f"{trial.folder}.log"
-    with open(log, "a") as output:
-        command = [sys.executable, MAIN, *SAVE_LITTLE, *trial.words, *own]
-        status, interrupted = run_to_end(command, output)
-    if interrupted:
-        say(f"stopped in {trial.name}; rerun the same command to resume")
-        sys.exit(128 + signal.SIGINT)
-    if status or not trial.curve():
-        with open(log, errors="replace") as output:
-            errors = re.findall(r"^error: (.*?)\.?$", output.read(), re.MULTILINE)
-        reason = f": {errors[-1]}" if errors else ""
-        say(f"{trial.name} failed with status {status}{reason}; see {log}")
-        return False
-    say(f"{trial.name}: {trial.curve().loss[-1]:.4f}")
-    return True
-
-
-def save_finished(trials, folder):
-    """Write results.json, with every evaluation of the trials that are finished, and losses.png. Returns {variation:
-    {seed: Curve}}. Raises UserError where they saw different data."""
-    groups, content, first = defaultdict(dict), defaultdict(dict), None
-    for trial in trials:
-        curve = trial.curve()
-        if not curve:
-            continue
-        first = first or curve
-        if curve.data != first.data:
-            folders = f"{curve.folder} saw other data than {first.folder}"
-            raise UserError(f"--output {folder}: {folders}; give another --output.")
-        groups[trial.variation][trial.seed] = curve
-        content[trial.variation][trial.seed] = dict(
-            folder=curve.folder, tokens=curve.tokens.tolist(), loss=curve.loss.tolist()
-        )
-    if groups:
-        write_file(os.path.join(folder, "results.json"), to_json(content, indent=1) + "\n")
-        write_file(os.path.join(folder, "losses.png"), picture(groups))
-    return groups
-
-
-def train_all(variations, seeds, folder):
-    """Train what is not finished; returns what `save_finished` does, and the number of runs that failed."""
-    # a run in progress is stopped with this program, whatever stops it; nohup stays what it is
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
-    # all variations of a seed before the next seed: early results can be compared
-    trials = [trial._replace(seed=seed) for seed in range(seeds) for trial in variations]
-    for trial in trials:
-        trial.check_definition()
-    check_place(os.path.join(folder, "results.json"), "--output")
-    failed = 0
-    for number, trial in enumerate(trials, 1):
-        if trial.curve():
-            say(f"{trial.name} is finished")
-            continue
-        say(f"{trial.name}, run {number} of {len(trials)}; its log is {trial.folder}.log")
-        failed += not train(trial)
-        save_finished(trials, folder)
-    return save_finished(trials, folder), failed
 
 
 # --- The program ------------------------------------------------------------------------------------------------

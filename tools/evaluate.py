@@ -10,7 +10,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin()

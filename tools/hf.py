@@ -10,7 +10,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin()
@@ -47,7 +47,7 @@ from training import checkpointing, settings, steps
 
 def import_folder(folder, run_dir):
     """Write a run directory with the weights of `folder` as its only checkpoint."""
-    if not os.path.isfile(os.path.join(folder, "config.json")):
+    if not os.path.isfile(f"{folder}/config.json"):
         raise UserError(f"{folder}: there is no config.json; is it in the Hugging Face format?")
     flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
@@ -57,7 +57,7 @@ def import_folder(folder, run_dir):
     config = utils.flatten(cfg) | dict(name=name, output_dir=output_dir, encoding="")
     config["positions"] = weights.positions(folder, flags["T"])
     with appearing(run_dir) as part:
-        tokenizer = os.path.join(folder, "tokenizer.json")
+        tokenizer = f"{folder}/tokenizer.json"
         if os.path.isfile(tokenizer):
             config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
         else:
@@ -84,7 +84,7 @@ def export(run_dir, folder, dtype="float32"):
             if math.prod(t.shape):
                 x = np.asarray(functools.reduce(dict.__getitem__, t.leaf, params))[t.at]
             tensors[t.name] = np.ascontiguousarray(t.theirs(x).astype(dtype, copy=False))
-        save_file(tensors, os.path.join(part, "model.safetensors"), metadata={"format": "pt"})
+        save_file(tensors, f"{part}/model.safetensors", metadata={"format": "pt"})
         write_json(part, "config.json", config)
     say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}")
 
@@ -97,7 +97,7 @@ def config_of_one_device(flags, model):
 
 def save_weights(folder, params, run_dir):
     """Write a checkpoint of the parameters alone. Raises UserError naming `run_dir` where that fails."""
-    checkpoints = checkpointing.Checkpoints(os.path.join(folder, "checkpoints"), keep=1)
+    checkpoints = checkpointing.Checkpoints(f"{folder}/checkpoints", keep=1)
     checkpoints.save(0, {"params": params}, 0, {})
     checkpoints.close()
     if checkpoints.saved is None:
@@ -105,13 +105,12 @@ def save_weights(folder, params, run_dir):
 
 
 def write_json(folder, name, content):
-    write_file(os.path.join(folder, name), json.dumps(content, indent=1) + "\n")
+    write_file(f"{folder}/{name}", json.dumps(content, indent=1) + "\n")
 
 
 @contextlib.contextmanager
 def appearing(folder):
-    """A new folder beside `folder` to write into, renamed to it when all is written, removed where that fails. Raises
-    UserError where it cannot be written."""
+    """A new folder that becomes `folder` when all is written, and goes where that fails. Raises UserError."""
     part = part_of(os.path.normpath(folder))
     try:
         os.makedirs(part)
@@ -137,7 +136,7 @@ def export_tokenizer(folder, run_dir, m):
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
     else:
-        byte_level(encoding).save(os.path.join(folder, "tokenizer.json"))
+        byte_level(encoding).save(f"{folder}/tokenizer.json")
         about = dict(
             tokenizer_class="PreTrainedTokenizerFast",
             bos_token=tokenization.END_OF_TEXT,

@@ -10,7 +10,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin()
@@ -91,8 +91,7 @@ def encode_prompts(options, before, encoding):
 
 
 def fit_max_tokens(options, cfg, longest):
-    """`options` with --max_tokens for prompts of at most `longest` tokens. Warns where the model was made for fewer
-    tokens; raises UserError where it has no positions for them."""
+    """`options` with --max_tokens for prompts of up to `longest` tokens. Warns or refuses as `check_T` does."""
     most = options.T or positions(options.model, cfg.model.T)
     if options.max_tokens is None:
         room = most - longest if longest < most else math.inf

@@ -9,7 +9,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin()
@@ -23,10 +23,9 @@ from collections import Counter, defaultdict
 from dataclasses import MISSING, dataclass
 from typing import NamedTuple
 
-import utils
 from runtime import chips, platforms
 from runtime.files import filesystem, persist, read_file, read_json
-from runtime.messages import UserError, first_line, one_sentence, size
+from runtime.messages import UserError, first_line, size
 from runtime.parser import flag
 from tools import common
 from training import settings
@@ -44,7 +43,7 @@ class Options:
 
 if __name__ == "__main__":
     platforms.choose_cpu()  # the accelerators may belong to a run
-    options_given = one_sentence(lambda: utils.read_flags(Options, sys.argv[1:], "tools/trace.py"))
+    options_given = common.read_options(Options, "tools/trace.py")
 
 from jax.profiler import ProfileData
 
@@ -138,12 +137,12 @@ def open_trace(run, name=""):
     name = name or max(known, key=lambda one: known[one]["written"])
     if name not in known:
         raise UserError(f"--trace {name}: {run} has {', '.join(known)}.")
-    folder, about = os.path.join(traces, name), known[name]
+    folder, about = f"{traces}/{name}", known[name]
     settings.check_stored(about["flags"], folder, settings.NEEDED_TO_RESUME, "about.json")
     cfg = common.stored_config(about["flags"])
     cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
     try:
-        text = gzip.decompress(read_file(os.path.join(folder, "step.hlo.gz"))).decode()
+        text = gzip.decompress(read_file(f"{folder}/step.hlo.gz")).decode()
     except Exception:  # gzip has many errors for a damaged file
         raise UserError(f"{folder}: step.hlo.gz is missing or damaged.") from None
     return Trace(folder, about, cfg, text)
@@ -153,12 +152,11 @@ def open_trace(run, name=""):
 
 
 def devices_in(trace):
-    """[[(begin, end, name of an operation of the step)] of a device], in ns, of all processes that wrote. Raises
-    UserError where a file is damaged."""
+    """[[(begin, end, operation of the step)] of a device] in ns, of all processes. Raises UserError."""
     fs, there = filesystem(trace.folder)
     found = []
     for path in persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder):
-        content = read_file(os.path.join(trace.folder, os.path.basename(path)))
+        content = read_file(f"{trace.folder}/{os.path.basename(path)}")
         try:
             data = ProfileData.from_serialized_xspace(content)
         except RuntimeError as e:
@@ -281,8 +279,7 @@ def moments(found):
 
 
 def beside(trace, found):
-    """{part: (seconds measured, seconds planned, FLOP or bytes sent in the program)} of a device's step; None: not
-    known."""
+    """{part: (seconds measured, planned, FLOP or bytes of the program)} of a device's step; None: not known."""
     computing = sum(t for part, t in found.parts.items() if part not in [IDLE, *found.links])
     measured = {PRODUCTS: found.products, "memory": computing - found.products}
     for links in found.links:
