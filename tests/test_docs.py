@@ -57,8 +57,12 @@ def prose(text):
 
 
 def commands(fence):
-    """The command lines of a fence: comments dropped, continued lines joined, `a && b` as two."""
-    lines = fence.body.replace("\\\n", " ").splitlines()
+    """The command lines of a fence: comments dropped, continued lines joined, `a && b` as two, variables replaced by
+    their values, those of loops by the first."""
+    known = dict(re.findall(r'^(\w+)="(.*)"$', fence.body, re.MULTILINE))
+    known |= dict(re.findall(r"for (\w+) in (\w+)", fence.body))
+    body = re.sub(r"\$(\w+)", lambda name: known.get(name[1], name[0]), fence.body)
+    lines = body.replace("\\\n", " ").splitlines()
     parts = [part for line in lines for part in line.split("&&")]
     words = [shlex.split(part, comments=True) for part in parts]
     return [command for command in words if command]
@@ -164,7 +168,7 @@ def check_command(program, words):
     elif program in ("launcher.sh", "run.sh") and "--preset" in words:
         command_line.check(words[words.index("--preset") :], True)
     known = help_of(program)
-    if program in ("tools/compare.py", "tools/bench.py", *SCRIPTS):  # take those of main.py too
+    if program in ("tools/bench.py", *SCRIPTS):  # take those of main.py too
         known = known | help_of("main.py")
     flags = [word.split("=")[0] for word in words if parser.FLAG.match(word)]
     assert {as_flag(flag) for flag in flags} <= known, (program, flags)

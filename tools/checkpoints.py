@@ -9,17 +9,17 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin()
 
 from dataclasses import MISSING, dataclass
 
-import utils
 from runtime import platforms
-from runtime.messages import UserError, first_line, one_sentence
+from runtime.messages import UserError, first_line
 from runtime.parser import flag
+from tools import common
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Options:
 
 if __name__ == "__main__":
     platforms.choose_cpu()  # the accelerators may belong to the run
-    options_given = one_sentence(
-        lambda: utils.read_flags(Options, sys.argv[1:], "tools/checkpoints.py")
-    )
+    options_given = common.read_options(Options, "tools/checkpoints.py")
 
 import jax
 import numpy as np

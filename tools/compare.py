@@ -1,12 +1,9 @@
-"""The losses of runs in a table and a picture: of runs that are there, or of variations of a configuration, trained
-one after another on the same data with several seeds.
+"""The losses of runs in a table and a picture, beside those of the first.
 
 python tools/compare.py runs/tiny runs/gpt2-tiny --output compare.png
-python tools/compare.py --preset tiny --data data/shards/stdlib --seeds 3 --output runs/ablations/lr \
-    --variation base --variation "high: --max_lr 3e-3" --variation "wide: --model_dimension 192"
+python tools/compare.py runs/base-seed* runs/high-seed*
 
-With --variation it takes every flag of main.py for all variations. Rerun the same command to resume; finished runs are
-not trained again.
+Runs whose names differ in their end -seedN alone are one line: their mean and its standard error.
 """
 
 import os
@@ -19,34 +16,18 @@ if __name__ == "__main__":
     interrupts.begin()
 
 import math
-import re
-import shlex
-import signal
-import subprocess
-from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import NamedTuple
-
-ENVIRONMENT = dict(os.environ)  # of the runs: importing jax changes it
 
 import numpy as np
 
 import model
 import utils
 from runtime import parser, platforms
-from runtime.files import check_place, is_remote, read_file, read_json, to_json, write_file
-from runtime.messages import UserError, say
+from runtime.files import check_place, read_file, read_json, write_file
+from runtime.messages import UserError, warn
 from tools import common
-from training import command_line, runlog, settings, steps
-
-MAIN = os.path.realpath(__file__ + "/../../main.py")
-# Ahead of the user's flags, which win: many runs should not fill a disk.
-SAVE_LITTLE = "--keep_checkpoints 1 --inference_batch 1 --max_tokens 1".split()
-OWN = {"seed", "name", "output_dir"}  # flags that each run gets from here
-# Flags of which all variations must have the same value.
-SAME_TEXT = ["T", "data", "mix", "eval_steps"]
-# Flags that belong to the definition of a variation beside those that a run must have to resume.
-OF_VARIATION = ["training_steps", "eval_steps", "eval_every", "init_from"]
+from training import runlog, settings, steps
 
 # --- What runs measured -------------------------------------------------------------------------------------------
 
@@ -56,8 +37,7 @@ class Curve(NamedTuple):
 
     folder: str
     cfg: utils.Config
-    data: str  # fingerprint of the shards
-    last: int  # step of the last evaluation
+    text: tuple  # what the evaluated text depends on
     tokens: np.ndarray  # [e] that were trained on until then
     loss: np.ndarray  # [e] cross-entropy, nats per token
     speed: float  # tokens per second; a median over the steps, so that a busy spell hardly counts
@@ -84,11 +64,11 @@ def read_curve(folder):
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
     per_step = math.prod(steps.batch_shape(cfg))
+    batch = cfg.data.val_batch_size * cfg.run.n_device_axis[0]
     return Curve(
         folder=folder,
         cfg=cfg,
-        data=config.get("data_fingerprint", ""),
-        last=evaluated[-1]["step"],
+        text=(config.get("data_fingerprint"), cfg.model.T, cfg.run.eval_steps, batch),
         tokens=per_step * np.array([row["step"] for row in evaluated]),
         loss=np.array([row["loss/val_cross_entropy_loss"] for row in evaluated]),
         speed=float(np.median([row.get("tokens_per_second", math.nan) for row in rows])),
@@ -182,66 +162,77 @@ def picture(groups, kind="png"):
 # --- The program ------------------------------------------------------------------------------------------------
 
 
-def compare_runs(runs, output, marks, target):
-    """Print and draw the `table` of the runs that are there."""
-    if not output.endswith((".png", ".svg", ".pdf")):
-        raise UserError(f"--output {output}: must be a file that ends in .png, .svg or .pdf.")
-    check_place(output, "--output")
-    names = [os.path.basename(folder.rstrip("/")) for folder in runs]
+def read_groups(folders):
+    """{name: {seed: Curve}} of run directories: those of NAME-seedN under NAME, any other by itself. Raises UserError
+    where runs of a group differ in more than their seed."""
+    names = [os.path.basename(folder.rstrip("/")) for folder in folders]
     if len(set(names)) < len(names):
-        names = runs
-    groups = {name: {0: read_curve(folder)} for name, folder in zip(names, runs)}
-    print("\n".join(table(groups, marks, target)))
-    write_file(output, picture(groups, output[-3:]))
-    print(f"\nthe losses are drawn in {output}")
+        names = folders
+    groups = {}
+    for folder, name in zip(folders, names):
+        curve = read_curve(folder)
+        group, _, seed = name.rpartition("-seed")
+        group, seed = (group, int(seed)) if group and seed.isdigit() else (name, 0)
+        runs = groups.setdefault(group, {})
+        runs[seed] = curve
+        check_group(next(iter(runs.values())), curve)
+    return groups
+
+
+def check_group(first, curve):
+    """Raises UserError where two runs of a group differ in a flag beside the seed; warns where one is behind."""
+    now, then = definition(curve.cfg), definition(first.cfg)
+    for flag in then:
+        if now[flag] != then[flag]:
+            raise UserError(
+                f"{curve.folder}: --{flag} is {now[flag]} here and {then[flag]} in {first.folder}; give runs that "
+                f"differ in more than their seed names that differ before -seed."
+            )
+    if curve.tokens[-1] != first.tokens[-1]:
+        warn(f"{curve.folder} and {first.folder} are not equally far, and are averaged")
+
+
+def definition(cfg):
+    """{flag: value} of all that the losses of a run depend on, but for its seed and the shards."""
+    flags = settings.to_resume(cfg, "") | {"training_steps": cfg.run.training_steps}
+    return {flag: value for flag, value in flags.items() if flag != "seed"}
+
+
+def check_text(groups):
+    """Warn of runs that were evaluated on other text than the first."""
+    first, *others = [curve for runs in groups.values() for curve in runs.values()]
+    for curve in others:
+        if curve.text != first.text:
+            warn(f"{curve.folder} was evaluated on other text than {first.folder}")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Compare the losses of runs, or train variations of a configuration and compare theirs."""
+    """Compare the losses of runs."""
 
-    runs: tuple[str, ...] = parser.flag((), positional=True)
-    """Run directories, or their gs:// or s3:// addresses; none with --variation."""
-    variation: tuple[str, ...] = ()
-    """A variation to train, "NAME: FLAGS": its name and the flags of main.py that it has besides; once for each, the
-    one that the others are compared with first."""
-    seeds: int = parser.flag(3, least=1)
-    """Seeds of each variation: 0, 1, ..."""
-    output: str = ""
-    """Picture to write, .png, .svg or .pdf; empty: compare.png. With --variation the folder of the runs and results;
-    empty: runs/ablation."""
+    runs: tuple[str, ...] = parser.flag(MISSING, positional=True)
+    """Run directories, or their gs:// or s3:// addresses, the one that the others are compared with first."""
+    output: str = "compare.png"
+    """Picture to write: .png, .svg or .pdf."""
     marks: tuple[float, ...] = ()
     """Tokens after which the table has the loss; without it three evaluations of the first run."""
     target: float | None = None
     """Loss to reach; without it the final one of the first run, seed by seed."""
 
 
-def main(argv):
-    own, flags = utils.read_own_flags(Options, argv, "tools/compare.py")
-    if bool(own.runs) == bool(own.variation) or (own.runs and flags):
-        raise UserError(
-            "compare.py: give run directories, such as runs/tiny, or variations, such as --variation base "
-            '--variation "high: --max_lr 3e-3".'
-        )
-    if own.runs:
-        platforms.choose_cpu()
-        compare_runs(own.runs, own.output or "compare.png", own.marks, own.target)
-        return
-    folder = own.output or "runs/ablation"
-    if is_remote(folder):
-        raise UserError(f"--output {folder}: must be a local folder, which holds the logs.")
-    variations = [parse_variation(text, flags, folder) for text in own.variation]
-    check_comparable(variations)
-    platforms.choose_cpu()  # the devices belong to the runs
-    groups, failed = train_all(variations, own.seeds, folder)
-    if groups:
-        print("\n".join(table(groups, own.marks, own.target)))
-        print(f"\nresults.json and losses.png are saved in {folder}")
-    if failed:
-        n = own.seeds * len(variations)
-        say(f"{failed} of {n} runs failed; rerun the same command to try them again")
-        sys.exit(1)
+def main(options):
+    output = options.output
+    if not output.endswith((".png", ".svg", ".pdf")):
+        raise UserError(f"--output {output}: must be a file that ends in .png, .svg or .pdf.")
+    check_place(output, "--output")
+    groups = read_groups(options.runs)
+    check_text(groups)
+    print("\n".join(table(groups, options.marks, options.target)))
+    write_file(output, picture(groups, output[-3:]))
+    print(f"\nthe losses are drawn in {output}")
 
 
 if __name__ == "__main__":
-    interrupts.run(lambda: main(sys.argv[1:]))
+    platforms.choose_cpu()
+    options_given = common.read_options(Options, "tools/compare.py")
+    interrupts.run(lambda: main(options_given))
