@@ -280,7 +280,8 @@ class Watchdog:
             took = list(self.took.get(name, []))
             usual = statistics.median(took) if len(took) > 2 else math.inf
             words = f"watchdog: {name} of step {step} has taken"
-            if now is not reported and seconds > max(5, STUCK * usual):
+            pause = min(60, self.limit / 2)  # of a busy machine
+            if now is not reported and seconds > max(pause, STUCK * usual):
                 reported = now
                 say(f"{words} {seconds:.0f} s, usually {usual:.2f}")
                 faulthandler.dump_traceback(sys.stdout)
