@@ -13,6 +13,7 @@ from conftest import ARCHITECTURES, flags_of, run_program, small_config
 import model
 import presets
 import utils
+from kernels import attention
 from planning import costs, hlo, machines, plan
 from runtime import messages, platforms
 from training import command_line, settings
@@ -164,6 +165,23 @@ def test_operations_of_a_product(out, operands, rest, flops):
     kind = "convolution" if "window" in rest else "dot"
     inputs = [hlo.Op("x", operand, "parameter", "") for operand in operands]
     assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs)) == flops
+
+
+def test_operations_of_an_attention_kernel():
+    """Two heads of queries read the same keys and values."""
+    cfg, machine = small_config(**QWEN3, T=512), machines.parse_machine("v4:2x2x1")
+    cfg = utils.replace(cfg, attention="splash")
+    text = """ENTRY %main (q: bf16[8,512,24], k: bf16[4,512,24], v: bf16[4,512,16]) -> bf16[8,512,16] {
+  %q = bf16[8,512,24] parameter(0)
+  %k = bf16[4,512,24] parameter(1)
+  %v = bf16[4,512,16] parameter(2)
+  %c = bf16[8,512,16] custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", name="splash_mha_fwd"
+}
+"""
+    scores = 8 * 512 * 512 * attention.ATTENTION["splash"].score_share(cfg.model)
+    found = costs.read_program(text, cfg, machine)
+    assert found.flops == pytest.approx(2 * scores * (24 + 16))
+    assert found.products == pytest.approx(2 * found.flops / machine.chip.speed)
 
 
 def test_a_collective_beside_several_fusions_counts_once():
