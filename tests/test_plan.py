@@ -310,6 +310,9 @@ def test_a_plan_by_formulas(tmp_path, capsys):
     said = capsys.readouterr().out
     parts = "parameters memory operations collectives tokens/s chip-hours".split()
     assert all(word in said for word in [*parts, "bound by", "next"])
+    slowest_first = re.findall(r" MB +[\d,]+ +([\d.]+)$", said, re.MULTILINE)
+    assert len(slowest_first) > 2 and slowest_first == sorted(slowest_first, reverse=True)
+    assert slowest_first[0] > slowest_first[-1]
 
 
 def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
