@@ -13,6 +13,7 @@ from conftest import ARCHITECTURES, flags_of, run_program, small_config
 import model
 import presets
 import utils
+from kernels import attention
 from planning import costs, hlo, machines, plan
 from runtime import messages, platforms
 from training import command_line, settings
@@ -166,6 +167,23 @@ def test_operations_of_a_product(out, operands, rest, flops):
     assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs)) == flops
 
 
+def test_operations_of_an_attention_kernel():
+    """Two heads of queries read the same keys and values."""
+    cfg, machine = small_config(**QWEN3, T=512), machines.parse_machine("v4:2x2x1")
+    cfg = utils.replace(cfg, attention="splash")
+    text = """ENTRY %main (q: bf16[8,512,24], k: bf16[4,512,24], v: bf16[4,512,16]) -> bf16[8,512,16] {
+  %q = bf16[8,512,24] parameter(0)
+  %k = bf16[4,512,24] parameter(1)
+  %v = bf16[4,512,16] parameter(2)
+  %c = bf16[8,512,16] custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", name="splash_mha_fwd"
+}
+"""
+    scores = 8 * 512 * 512 * attention.ATTENTION["splash"].score_share(cfg.model)
+    found = costs.read_program(text, cfg, machine)
+    assert found.flops == pytest.approx(2 * scores * (24 + 16))
+    assert found.products == pytest.approx(2 * found.flops / machine.chip.speed)
+
+
 def test_a_collective_beside_several_fusions_counts_once():
     gather = "all-gather(%p), replica_groups={{0,1}}, dimensions={0}"
     text, calls = "HloModule step\n", []
@@ -292,6 +310,9 @@ def test_a_plan_by_formulas(tmp_path, capsys):
     said = capsys.readouterr().out
     parts = "parameters memory operations collectives tokens/s chip-hours".split()
     assert all(word in said for word in [*parts, "bound by", "next"])
+    slowest_first = re.findall(r" MB +[\d,]+ +([\d.]+)$", said, re.MULTILINE)
+    assert len(slowest_first) > 2 and slowest_first == sorted(slowest_first, reverse=True)
+    assert slowest_first[0] > slowest_first[-1]
 
 
 def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
