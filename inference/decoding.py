@@ -90,9 +90,11 @@ def draw_tokens(logits, key, s):
     if s.top_k:
         smallest = kth_largest(logits, s.top_k)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    fold_in = functools.partial(jax.random.fold_in, key)
-    row_keys = jax.vmap(fold_in)(jnp.arange(len(logits)))
-    return jax.vmap(jax.random.categorical)(row_keys, logits)
+
+    def draw(row, logits):
+        return jax.random.categorical(jax.random.fold_in(key, row), logits)
+
+    return jax.vmap(draw)(jnp.arange(len(logits)), logits)
 
 
 def kth_largest(x, k):
