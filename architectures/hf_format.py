@@ -257,8 +257,8 @@ def float8_block(left, kind):
         activation_scheme=["dynamic"],
         expert_dtype=["fp8"],
     )
-    is_size = isinstance(size, list) and all(isinstance(n, int) and n > 0 for n in size)
-    if not is_size or len(size) != 2:
+    is_list = isinstance(size, list) and len(size) == 2
+    if not is_list or not all(isinstance(n, int) and n > 0 for n in size):
         raise UserError(
             f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128]."
         )

@@ -15,8 +15,6 @@ from architectures import architecture_of
 from architectures.layers import Tokens
 from kernels import loss
 
-# --- Logits of the next token -----------------------------------------------------------------------------------
-
 
 def make_decode(cfg, mesh):
     """`decode(params, ids, cache, offset, last)` on global arrays, on any mesh, of parameters in one round of blocks
@@ -78,9 +76,6 @@ def empty_cache(cfg, B, T):
     return {kind: jnp.zeros(shape, cfg.model.model_dtype) for kind, (shape, _) in sizes.items()}
 
 
-# --- Drawing tokens ---------------------------------------------------------------------------------------------
-
-
 def draw_tokens(logits, key, s):
     """Draw one token for each row of logits [B, V] as the settings `s` (utils.Sample) say, int [B]. Each row draws with
     a key of its own, so the size of the batch does not change what a row draws."""
@@ -115,9 +110,6 @@ def kth_largest(x, k):
     smallest = jnp.full((len(x), 1), jnp.iinfo(jnp.int32).min)
     found = lax.fori_loop(0, 32, try_bit, smallest)
     return jnp.where(integers >= found, x, jnp.inf).min(-1, keepdims=True)
-
-
-# --- Text -------------------------------------------------------------------------------------------------------
 
 
 # Tokens that the devices draw for a row before the host looks at them: few looks cost little

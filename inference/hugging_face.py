@@ -26,9 +26,6 @@ SCALE = "_scale_inv"  # what the name of their scales ends with
 INDEX = "model.safetensors.index.json"
 
 
-# --- config.json --------------------------------------------------------------------------------------------------
-
-
 def format_of(config, where):
     """(name, `HuggingFace`) of the architecture of a config.json. Raises UserError where none supports it."""
     formats = {}
@@ -57,9 +54,6 @@ def model_flags(config, folder):
     flags = form.held(architectures.flags_without_choice(name) | own, files_of(folder))
     settings.check_model(flags, where, form.names)
     return flags
-
-
-# --- Files --------------------------------------------------------------------------------------------------------
 
 
 class Stored(NamedTuple):
@@ -144,9 +138,6 @@ def check(folder, tensors, form, block):
     return there
 
 
-# --- Numbers ------------------------------------------------------------------------------------------------------
-
-
 def read_tensor(there, name, block):
     """numpy array of a tensor in a folder; a float8 one in float32, each block of it times its scale (DeepSeek-V3,
     arXiv:2412.19437, section 3.3.2). Raises UserError where a number is not finite in float32."""
@@ -175,9 +166,6 @@ def read_float8(stored, name):
         f.seek(8 + length + begin)
         x = np.frombuffer(f.read(end - begin), jnp.float8_e4m3fn)
     return x.reshape(stored.shape).astype(np.float32)
-
-
-# --- Onto a mesh --------------------------------------------------------------------------------------------------
 
 
 def load(folder, abstract):
