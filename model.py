@@ -125,8 +125,7 @@ def make_loss(cfg, mesh, train):
     """`loss(params, tokens, targets, key, first)` on global arrays -> the loss, float32 [], and `Metrics`.
 
     tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:]; key of dropout; first: number, within the training
-    step, of the batch's first sequence. The loss is cross-entropy + balance_weight x load-balancing loss + MTP_WEIGHT x
-    multi-token prediction's cross-entropy. Without `train` there is no dropout and no multi-token prediction.
+    step, of the batch's first sequence. Without `train` there is no dropout and no multi-token prediction.
     """
     cfg = for_devices(cfg, mesh)
     arch = architecture_of(cfg)
@@ -237,7 +236,7 @@ def loss_chunk():
 def predict_further(cfg, x, targets, batch, top, layers):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): sum of the cross-entropies of all depths,
     and `Load` with tokens [mtp_depth, E]. Depth d reads the hidden states of depth d - 1, first x [M/S, B/dp, T/tp, D],
-    and the tokens d ahead, first the targets [M/S, B/dp, T/tp], and predicts the tokens after those."""
+    and the tokens d ahead, first the targets, and predicts the tokens after those."""
     m, arch = cfg.model, architecture_of(cfg)
     M, B, t = targets.shape
     depths = m.mtp_depth
@@ -395,7 +394,7 @@ def stacked(cfg, layers):
 
 def pipeline(stage, weights, inputs, state, rounds=1):
     """Run M microbatches through S stages (GPipe, arXiv:1811.06965, section 2.3), in `rounds` rounds (--pp_interleave;
-    arXiv:2104.04473, section 2.2, without its order of forward and backward passes).
+    arXiv:2104.04473, section 2.2).
 
     In each tick every stage runs its blocks of one round on one microbatch and passes the result on; stage s idles for
     s ticks first and for S - 1 - s at the end. Two stages, four microbatches, two rounds; "1.2" is round 1 of

@@ -15,11 +15,7 @@ PARTS = {"parameters", "layers", "experts", "hf_format"}
 
 
 class LayerCost(NamedTuple):
-    """What one layer does to a token, in numbers that the mesh does not change.
-
-    planning/costs.py makes operations, bytes and memory of them. A product with n weights takes 2n operations a
-    token.
-    """
+    """What one layer does to a token, in numbers that the mesh does not change; for planning/costs.py."""
 
     own_weights: int  # weights that only the token's own device of tp uses, such as a router's
     head_weights: int  # weights of one head; tp splits the heads, and each meets all tokens

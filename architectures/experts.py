@@ -210,7 +210,7 @@ def routed_experts(p, x, m, split, router):
     `router(p, x, m)`: float32 [n, D] -> scores [n, E], chosen experts [n, k] and their gates [n, k].
     """
     B, t, D = x.shape
-    E, k = m.n_experts, m.experts_per_token
+    E = m.n_experts
     x = x.reshape(B * t, D)
     with jax.named_scope("route"):
         scores, chosen, gates = router(p, x.astype(jnp.float32), m)
@@ -225,7 +225,7 @@ def routed_experts(p, x, m, split, router):
         out, dropped = in_buckets(p["experts"], x, chosen, gates, m)
 
     scores = scores.reshape(B, t, E)
-    chosen = chosen.reshape(B, t, k)
+    chosen = chosen.reshape(B, t, -1)
     load = Load(
         loss=balance_loss(scores, chosen, m, split),
         tokens=tokens.astype(jnp.float32),

@@ -19,8 +19,8 @@ class HuggingFace(NamedTuple):
     config: Callable
     entries: dict  # {entry of config.json: flag whose value it holds}
     missing: dict  # {entry: its value where it is missing} of the entries that may be missing
-    # ({flag: value} of the entries, what is left of config.json) -> {flag: value}, without flags that have one value in
-    # the architecture. Raises UserError for what is left and may change numbers in an unknown way.
+    # ({flag: value} of the entries, what is left of config.json) -> {flag: value}. Raises UserError for what is left
+    # and may change numbers in an unknown way.
     flags: Callable
     copies: str  # pattern of the names of tensors that hold nothing of their own
     prefix: str = ""  # of names of tensors, which some files leave out
@@ -39,12 +39,11 @@ HEAD = "lm_head.weight"  # name of the head's weights in all architectures
 
 
 class Tensor(NamedTuple):
-    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers. Shared
-    experts of a model without any have width 0 there: tensors that are empty and have no leaf here.
+    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers. Without
+    shared experts those have width 0 there: tensors that are empty and have no leaf here.
 
     For example DeepSeek-V3 with 3 first layers: `model.layers.5.self_attn.kv_a_proj_with_mqa.weight` [R + 64, D] is
-    transposed the part (2, :, Q:) of the leaf ("moe", "attention", "down") [layers, D, Q + R + 64], with its last 64
-    columns, which are rotated, in another order.
+    transposed the part (2, :, Q:) of the leaf ("moe", "attention", "down"), its 64 rotated columns in another order.
     """
 
     name: str
@@ -258,8 +257,8 @@ def float8_block(left, kind):
         activation_scheme=["dynamic"],
         expert_dtype=["fp8"],
     )
-    is_size = isinstance(size, list) and all(isinstance(n, int) and n > 0 for n in size)
-    if not is_size or len(size) != 2:
+    is_list = isinstance(size, list) and len(size) == 2
+    if not is_list or not all(isinstance(n, int) and n > 0 for n in size):
         raise UserError(
             f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128]."
         )

@@ -167,12 +167,11 @@ def dropout(x, rate, tokens, place):
         return x
     key = jax.random.fold_in(tokens.key, place)
 
-    def kept_channels(token_key):
+    def kept_channels(number):
+        token_key = jax.random.fold_in(key, number)
         return jax.random.bernoulli(token_key, 1 - rate, x.shape[-1:])
 
-    fold_in = functools.partial(jax.random.fold_in, key)
-    keys = jax.vmap(jax.vmap(fold_in))(tokens.number)
-    keep = jax.vmap(jax.vmap(kept_channels))(keys)
+    keep = jax.vmap(jax.vmap(kept_channels))(tokens.number)
     dropped = jnp.where(keep, x / (1 - rate), 0)
     return dropped.astype(x.dtype)
 
@@ -228,8 +227,8 @@ def attend_to_heads(q, kv, position, weight, tokens, m, cache):
 
 
 def project_heads(out, weight, tokens, m):
-    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D] by weight [H/tp, V, D], or [H, V, D] with
-    --sequence_parallel ulysses."""
+    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D] by weight [H/tp, V, D], with ulysses
+    [H, V, D]."""
     if m.sequence_parallel == "ulysses":
         out = exchange_heads(out, tokens.split)  # [B, H, T/tp, V]
         return product("bhtv,hvd->btd", out, weight)

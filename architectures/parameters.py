@@ -33,9 +33,6 @@ class Param(NamedTuple):
     hidden: bool = False  # inputs and outputs are hidden channels: what Muon is for
 
 
-# --- Leaves -------------------------------------------------------------------------------------------------------
-
-
 def weight_param(
     cfg, shape, std, inputs=(0,), outputs=(-1,), over=("dp",), dim=0, fixed=None, **more
 ):
@@ -111,9 +108,6 @@ def std_back(inputs, layers):
     """Standard deviation of a matrix of `inputs` inputs that writes to the residual, in a model of `layers` layers: a
     tenth of `std_into`'s / sqrt(2 x layers), so that tokens begin as themselves."""
     return 0.1 / math.sqrt(inputs * 2 * layers)
-
-
-# --- Tables -------------------------------------------------------------------------------------------------------
 
 
 def stack(layer, *sizes, over="pp"):

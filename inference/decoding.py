@@ -15,8 +15,6 @@ from architectures import architecture_of
 from architectures.layers import Tokens
 from kernels import loss
 
-# --- Logits of the next token -----------------------------------------------------------------------------------
-
 
 def make_decode(cfg, mesh):
     """`decode(params, ids, cache, offset, last)` on global arrays, on any mesh, of parameters in one round of blocks
@@ -78,9 +76,6 @@ def empty_cache(cfg, B, T):
     return {kind: jnp.zeros(shape, cfg.model.model_dtype) for kind, (shape, _) in sizes.items()}
 
 
-# --- Drawing tokens ---------------------------------------------------------------------------------------------
-
-
 def draw_tokens(logits, key, s):
     """Draw one token for each row of logits [B, V] as the settings `s` (utils.Sample) say, int [B]. Each row draws with
     a key of its own, so the size of the batch does not change what a row draws."""
@@ -90,9 +85,11 @@ def draw_tokens(logits, key, s):
     if s.top_k:
         smallest = kth_largest(logits, s.top_k)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    fold_in = functools.partial(jax.random.fold_in, key)
-    row_keys = jax.vmap(fold_in)(jnp.arange(len(logits)))
-    return jax.vmap(jax.random.categorical)(row_keys, logits)
+
+    def draw(row, logits):
+        return jax.random.categorical(jax.random.fold_in(key, row), logits)
+
+    return jax.vmap(draw)(jnp.arange(len(logits)), logits)
 
 
 def kth_largest(x, k):
@@ -113,9 +110,6 @@ def kth_largest(x, k):
     smallest = jnp.full((len(x), 1), jnp.iinfo(jnp.int32).min)
     found = lax.fori_loop(0, 32, try_bit, smallest)
     return jnp.where(integers >= found, x, jnp.inf).min(-1, keepdims=True)
-
-
-# --- Text -------------------------------------------------------------------------------------------------------
 
 
 # Tokens that the devices draw for a row before the host looks at them: few looks cost little

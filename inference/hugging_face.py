@@ -26,9 +26,6 @@ SCALE = "_scale_inv"  # what the name of their scales ends with
 INDEX = "model.safetensors.index.json"
 
 
-# --- config.json --------------------------------------------------------------------------------------------------
-
-
 def format_of(config, where):
     """(name, `HuggingFace`) of the architecture of a config.json. Raises UserError where none supports it."""
     formats = {}
@@ -57,9 +54,6 @@ def model_flags(config, folder):
     flags = form.held(architectures.flags_without_choice(name) | own, files_of(folder))
     settings.check_model(flags, where, form.names)
     return flags
-
-
-# --- Files --------------------------------------------------------------------------------------------------------
 
 
 class Stored(NamedTuple):
@@ -144,9 +138,6 @@ def check(folder, tensors, form, block):
     return there
 
 
-# --- Numbers ------------------------------------------------------------------------------------------------------
-
-
 def read_tensor(there, name, block):
     """numpy array of a tensor in a folder; a float8 one in float32, each block of it times its scale (DeepSeek-V3,
     arXiv:2412.19437, section 3.3.2). Raises UserError where a number is not finite in float32."""
@@ -177,9 +168,6 @@ def read_float8(stored, name):
     return x.reshape(stored.shape).astype(np.float32)
 
 
-# --- Onto a mesh --------------------------------------------------------------------------------------------------
-
-
 def load(folder, abstract):
     """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError as `check`
     and `read_tensor` do."""
@@ -188,8 +176,6 @@ def load(folder, abstract):
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model
     block = hf_format.float8_block(config, config["model_type"])
     there = check(folder, filled(form.tensors(m)), form, block)
-    if m.tied:
-        check_head_is_tied(folder, there, form, m, block)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
     zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape), abstract)
     params = jax.jit(zeros, out_shardings=shardings)()
@@ -202,19 +188,6 @@ def load(folder, abstract):
         starts += [0] * (node[last].ndim - len(starts))
         node[last] = put(node[last], np.expand_dims(part, numbers), starts)
     return params
-
-
-def check_head_is_tied(folder, there, form, m, block):
-    """Raise UserError where the files hold a head that is not the embedding."""
-    embedding = next(form.tensors(m)).name
-    head, rows = (name_in(there, name, form) for name in (hf_format.HEAD, embedding))
-    if head not in there:
-        return
-    if not np.array_equal(read_tensor(there, head, block), read_tensor(there, rows, block)):
-        raise UserError(
-            f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings "
-            f"must be false there."
-        )
 
 
 @functools.partial(jax.jit, donate_argnums=0)

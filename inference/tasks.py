@@ -279,7 +279,7 @@ def numbers(results):
         for key, value in metrics.items():
             metric, _, filtered = key.partition(",")
             if filtered and not metric.endswith("_stderr") and isinstance(value, int | float):
-                metric += "" if filtered == "none" else f",{filtered}"
+                metric = key.removesuffix(",none")
                 found[f"tasks/{name}/{metric}"] = float(value)
     return found
 

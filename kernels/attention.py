@@ -46,8 +46,7 @@ def attend(q, k, v, position, start):
 
 
 def blockwise_attention(q, k, v, position, start):
-    """`attend` of whole sequences, a block of queries at a time, each to the keys up to the block's end: little more
-    than half of the scores, and those of one block in memory."""
+    """`attend` of whole sequences, a block of queries at a time, each to the keys up to the block's end."""
     T = q.shape[2]
     size = query_block(T)
 

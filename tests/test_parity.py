@@ -98,12 +98,9 @@ def test_parity_where_all_tokens_choose_one_expert(mesh, experts):
 
 
 # DeepSeek-V3's first layers run on all of pp; experts as on accelerators
-DEEPSEEK = SMALL_DEEPSEEK | dict(
-    experts="buckets", rope_factor=4.0, embedding_norm=True, latent_conv=3
-)
+DEEPSEEK = SMALL_DEEPSEEK | dict(rope_factor=4.0, embedding_norm=True, latent_conv=3)
+DEEPSEEK |= dict(experts="buckets")
 PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK}
-
-
 DOCUMENTS = dict(document_mask=True, end_of_text=7)
 VARIANTS = [
     # dropout depends on a token's number, and remat draws it again
@@ -141,7 +138,7 @@ def test_parity_of_variants(mesh, flags):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("mesh", [(1, 1, 4), (2, 2, 2), (4, 2, 1)], ids=mesh_id)
+@pytest.mark.parametrize("mesh", [(1, 1, 4), (4, 2, 1)], ids=mesh_id)
 def test_parity_of_the_published_architectures(mesh, name):
     assert_parity(mesh, **PUBLISHED[name])
 
@@ -156,48 +153,42 @@ def three_steps(mesh, **flags):
     return jax.tree.map(np.asarray, state.params), metrics
 
 
-@pytest.mark.parametrize(
-    "mesh, flags",
-    [*((mesh, {}) for mesh in MESHES[1:]), ((2, 2, 2), dict(optimizer="adamw"))],
-    ids=mesh_id,
-)
-def test_parity_after_three_clipped_steps(mesh, flags):
-    params, metrics = three_steps((1, 1, 1), **flags)
-    params_, metrics_ = three_steps(mesh, **flags)
+def assert_same_run(one, other):
+    """The same parameters and losses after three steps."""
+    (params, metrics), (params_, metrics_) = one, other
     assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
     for m, m_ in zip(metrics, metrics_):
-        assert furthest(m, m_)[0] < 1e-4, furthest(m, m_)
+        assert abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-4
+        assert abs(m["grad_norm"] - m_["grad_norm"]) < 1e-4 * m["grad_norm"]
 
 
 @pytest.mark.parametrize(
     "mesh, flags",
     [
-        ((1, 1, 1), dict(accumulation_steps=4, sequences=8)),
-        ((2, 2, 2), dict(accumulation_steps=2, sequences=16)),
-        ((2, 2, 2), dict(microbatches=2)),
+        ((8, 1, 1), {}),
+        ((1, 2, 4), {}),
+        ((2, 2, 2), dict(optimizer="adamw")),
+        ((2, 2, 2), SMALL_GPT2),
     ],
     ids=mesh_id,
 )
-def test_parity_however_a_batch_is_cut(mesh, flags):
-    params, metrics = three_steps((1, 1, 1))
-    params_, metrics_ = three_steps(mesh, **flags)
-    assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
-    assert all(
-        abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-5 for m, m_ in zip(metrics, metrics_)
-    )
+def test_parity_after_three_clipped_steps(mesh, flags):
+    assert_same_run(three_steps((1, 1, 1), **flags), three_steps(mesh, **flags))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parity_of_the_published_architectures_after_three_steps(name):
-    flags = PUBLISHED[name]
-    params, metrics = three_steps((1, 1, 1), **flags)
-    for spread in (dict(mesh=(2, 2, 2)), dict(mesh=(2, 1, 1), accumulation_steps=2, sequences=16)):
-        params_, metrics_ = three_steps(**spread, **flags)
-        assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
-        assert all(
-            abs(m["loss/train_loss"] - m_["loss/train_loss"]) < 1e-4
-            for m, m_ in zip(metrics, metrics_)
-        )
+@pytest.mark.parametrize(
+    "mesh, cut, flags",
+    [
+        ((1, 1, 1), dict(accumulation_steps=4, sequences=8), {}),
+        ((2, 2, 2), dict(accumulation_steps=2, sequences=16), {}),
+        ((2, 2, 2), dict(microbatches=2), {}),
+        ((2, 2, 2), dict(accumulation_steps=2, sequences=16), DEEPSEEK),
+        ((2, 1, 1), dict(accumulation_steps=2, sequences=16), SMALL_QWEN3),
+    ],
+    ids=mesh_id,
+)
+def test_parity_however_a_batch_is_cut(mesh, cut, flags):
+    assert_same_run(three_steps((1, 1, 1), **flags), three_steps(mesh, **cut, **flags))
 
 
 def test_parity_of_initialization():
@@ -212,7 +203,5 @@ def test_parity_of_initialization():
     assert jax.tree.all(jax.tree.map(np.array_equal, *trees))
     table = model.param_table(small_config())
     for p, x in zip(jax.tree.leaves(table, is_leaf=parameters.is_param), jax.tree.leaves(trees[0])):
-        assert (
-            abs(x.std() - p.std) < 0.1 * p.std + 1e-12
-            and abs(x.mean() - p.start) < 5 * p.std / x.size**0.5 + 1e-12
-        )
+        assert abs(x.std() - p.std) < 0.1 * p.std + 1e-12
+        assert abs(x.mean() - p.start) < 5 * p.std / x.size**0.5 + 1e-12
