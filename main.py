@@ -137,7 +137,8 @@ def train(cfg, stored, encoding, load_weights):
     # --- Loop
     with memory_explained(cfg):
         signalled = training.run()
-    return tell_end(cfg, checkpoints, training.step, signalled, time.time() - began)
+    seconds = time.time() - began
+    return tell_end(cfg, checkpoints, training.step, signalled, seconds)
 
 
 class Training:
@@ -157,7 +158,8 @@ class Training:
         self.bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
         self.profile = Profile(cfg, self.step)
         self.per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
-        self.meter = Meter(self.per_step * corpus.T, corpus, self.bad_steps, self.profile)
+        tokens = self.per_step * corpus.T
+        self.meter = Meter(tokens, corpus, self.bad_steps, self.profile)
         self.batches = self.read_batches()
 
     def run(self):
@@ -192,15 +194,17 @@ class Training:
 
     def train(self):
         """Launch a step, and log the one before."""
-        self.watchdog.begin("training", self.step + 1)
-        self.profile.begin(self.step + 1, self.train_step, self.meter.wait)
-        with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
-            self.state, metrics = self.train_step(self.state, *next(self.batches))
-        self.step += 1
+        step = self.step + 1
+        self.watchdog.begin("training", step)
+        self.profile.begin(step, self.train_step, self.meter.wait)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            tokens, targets = next(self.batches)
+            self.state, metrics = self.train_step(self.state, tokens, targets)
+        self.step = step
         self.sequences += self.per_step
-        if self.cfg.run.profile and self.step == self.profile.first:
+        if self.cfg.run.profile and step == self.profile.first:
             write_memory_profile(self.cfg, "memory")
-        before = self.meter.launched(self.step, self.sequences, metrics, self.batches.waited)
+        before = self.meter.launched(step, self.sequences, metrics, self.batches.waited)
         if before:
             self.log.metrics(before)
 
@@ -277,15 +281,15 @@ class Training:
     def read_batches(self):
         """Batches of the next steps, read ahead. Raises UserError on all processes where the first cannot be read."""
         shape = steps.batch_shape(self.cfg)
-        end = self.sequences + (self.cfg.run.training_steps - self.step) * self.per_step
+        steps_left = self.cfg.run.training_steps - self.step
+        end = self.sequences + steps_left * self.per_step
+        each_first = range(self.sequences, end, self.per_step)
         order = functools.partial(self.corpus.sequences, seed=self.cfg.run.seed)
 
         def batch_from(first):
             return put_batch(order, first, shape, self.mesh)
 
-        batches = Prefetch(
-            batch_from, range(self.sequences, end, self.per_step), busy=self.meter.wait
-        )
+        batches = Prefetch(batch_from, each_first, busy=self.meter.wait)
         together(batches.error(2))
         return batches
 
@@ -302,9 +306,8 @@ def open_data(cfg, stored, encoding):
     for part in (corpus, val_corpus):
         part.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
-    flags = utils.flatten(cfg)
-    alike = sorted(flags.keys() - utils.flags_with("per_process"))
-    check_agreement({flag: flags[flag] for flag in alike}, data, cfg.run.folder)
+    alike = settings.without(utils.flags_with("per_process"), utils.flatten(cfg))
+    check_agreement(alike, data, cfg.run.folder)
     settings.check_data(cfg, stored, data)
     return corpus, val_corpus, data
 

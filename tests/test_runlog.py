@@ -89,27 +89,20 @@ def row(val, **other):
     return dict(step=40, grad_norm=1.0, lr=1e-3, bad_steps=0.0) | losses | other
 
 
-class Halfway:
-    """A `Pace` of `speed` tokens a second."""
-
-    def __init__(self, speed):
-        self.speed = speed
-
-    def since_last(self):
-        return {"tokens_per_second": self.speed, "data/wait": 0.0}
-
-    def seconds_for(self, steps):
-        return 2.0 * steps
+def pace_of(speed):
+    """A `Pace` of `speed` tokens and half a step a second."""
+    measured = {"tokens_per_second": speed, "data/wait": 0.0}
+    return SimpleNamespace(since_last=lambda: measured, seconds_for=lambda steps: 2.0 * steps)
 
 
 def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
     cfg = settings.validate(utils.replace(preset("tiny"), n_device_axis=(4, 1, 1)), 4)
     progress = runlog.Progress(cfg, 4.0)
-    progress.print(row(5.5), Halfway(9000), None)
+    progress.print(row(5.5), pace_of(9000), None)
     first = capsys.readouterr().out
     assert "train 5.4000  val 5.5000  1.984 bits/byte  9,000 tokens/s  grad norm" in first
     assert "bad steps" not in first and "checkpoint" not in first and "plan" not in first
-    progress.print(row(5.25, bad_steps=2.0), Halfway(9000), 20)
+    progress.print(row(5.25, bad_steps=2.0), pace_of(9000), 20)
     second = capsys.readouterr().out
     assert "val 5.2500 (-0.2500)" in second
     assert second.endswith("  2 bad steps  checkpoint 20  12m00s left\n")
@@ -117,7 +110,7 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
     monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
     planned = plan.answer(cfg, machines.parse_machine("v4:2x2x1"))
     runlog.Progress(cfg, plan=main.plan_of(cfg)).print(
-        row(5.5), Halfway(planned.tokens_per_second / 4), None
+        row(5.5), pace_of(planned.tokens_per_second / 4), None
     )
     line = capsys.readouterr().out
     share = int(re.search(r" tokens/s \((\d+)% of the plan\)", line)[1])
