@@ -107,19 +107,13 @@ ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
-# Workers begin with the longest files. One worker takes all tests of a file, which share what they compile and make;
-# those of SINGLE share nothing and come last, so that all workers end at about the same time.
-LONGEST = "cluster parity model storage faults resume trace memory docs".split()
-SINGLE = "test_parity_of_variants"
+# Workers take whole files, whose tests share what they compile, and begin with the longest ones.
+LONGEST = "parity cluster model storage faults resume trace muon docs memory".split()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     def place(item):
-        if item.originalname == SINGLE:
-            return len(LONGEST) + 1
         name = item.path.stem.removeprefix("test_")
-        item.add_marker(pytest.mark.xdist_group(name))
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)

@@ -7,4 +7,4 @@ CDPATH='' cd -- "$(dirname -- "$0")/.."
 export VENV=${VENV:-.venv} JAX_PLATFORMS=cpu
 bash setup_tpu.sh test
 # three at a time even on two cores, since tests of several hosts mostly wait
-exec "$VENV/bin/python" -m pytest -n 3 --dist loadgroup --no-loadscope-reorder "$@"
+exec "$VENV/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
