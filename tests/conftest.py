@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zlib
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -413,6 +414,9 @@ def bucket(request, monkeypatch):
                 "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
             }.items():
                 monkeypatch.setenv(name, value)
+            # gcsfs tries again at once, not after a second
+            at_once = types.SimpleNamespace(random=lambda: -1)
+            monkeypatch.setattr("gcsfs.retry.random", at_once)
             fs = fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
         else:
             for name, value in {
