@@ -235,15 +235,16 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, giv
 # --- The documented cycle in a bucket ---------------------------------------------------------------------------
 
 
-def used(run, shards, tmp_path, capsys):
+def used(run, shards, tmp_path, capsys, cache):
     """What every tool says of the run at an address, and of the shards at another."""
-    words = [run, "--prompt=import ", *"--max_tokens 4 --n_devices 1 --compilation_cache=".split()]
+    words = [run, "--prompt=import ", "--max_tokens=4", "--n_devices=1"]
+    words.append(f"--compilation_cache={cache}")
     (row,) = sample.main(utils.read_flags(common.Sample, words, "tools/sample.py"))
     hf.run(["export", run, "exported"])
     text = tmp_path / "some.txt"
     text.write_text("import os\n" * 20)
     data = (str(text), shards, f"{shards}/text.txt")
-    asked = common.Evaluate(model=run, data=data, limit=4, compilation_cache="", n_devices=1)
+    asked = common.Evaluate(model=run, data=data, limit=4, compilation_cache=cache, n_devices=1)
     measured = [row | dict(data="") for row in evaluate.main(asked)["data"]]
     checkpoints.main(checkpoints.Options("verify", run))
     compare.main([run, "--output", str(tmp_path / "compare.png")])
@@ -253,12 +254,14 @@ def used(run, shards, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsys, monkeypatch):
+def test_a_run_in_a_bucket_is_used_as_a_local_one(
+    bucket, train, tmp_path, capsys, monkeypatch, xla_cache
+):
     """Tokenized, trained and resumed there while requests fail: the same as a local run. Then continued, measured,
     exported and the beginning of others."""
     monkeypatch.chdir(tmp_path)
     address, fs, proxy = bucket
-    proxy.most, local = 12, tmp_path / "bucket"
+    proxy.most, local, cache = 12, tmp_path / "bucket", str(xla_cache)
     train_small_tokenizer(tmp_path / "small.tiktoken")
     tokenize_tests(address, tmp_path / "small.tiktoken")
     files.write_file(f"{address}/text.txt", "def f():\n" * 20)
@@ -277,9 +280,10 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(bucket, train, tmp_path, capsy
     assert metrics_of(local / "others/run") == metrics_of(tmp_path / "runs/run")
     of_both = [checkpoint_of(run, 4) for run in (local / "others/run", tmp_path / "runs/run")]
     assert_bitwise(*of_both)
-    there = used(f"{runs}/run", address, tmp_path, capsys)
+    there = used(f"{runs}/run", address, tmp_path, capsys, cache)
     (tmp_path / "exported").rename(tmp_path / "exported-there")
-    assert there == used(str(local / "others/run"), str(local / "shards"), tmp_path, capsys)
+    copy, its_shards = str(local / "others/run"), str(local / "shards")
+    assert there == used(copy, its_shards, tmp_path, capsys, cache)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         kinds = ("exported", "exported-there")
         assert len({(tmp_path / kind / name).read_bytes() for kind in kinds}) == 1
