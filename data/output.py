@@ -172,11 +172,10 @@ class Output:
         for split in self.splits:
             self.writers[split] = ShardWriter(os.path.join(self.path, split), length, dtype)
         held = self.load()
-        found = {split: set(list_shards(os.path.join(self.path, split))) for split in SPLITS}
-        if held and (held["position"] or any(found.values())):
+        if held.get("position"):
             self.resume(held)
-        for split, names in found.items():
-            self.check_shards(split, names, bool(held))
+        for split in SPLITS:
+            self.check_shards(split, bool(held))
         keep_tokenizer(self.path, tokenizer, replace=False)
         if not self.position:
             settings = self.settings["val_fraction"], self.settings["drop_duplicates"]
@@ -220,9 +219,9 @@ class Output:
             self.save_progress(position)
             self.unsaved = 0
 
-    def check_shards(self, split, names, begun):
-        """Raises UserError where the shards with these names are not those that the writer of the split knows."""
-        known = set()
+    def check_shards(self, split, begun):
+        """Raises UserError where the shards of a split are not those that its writer knows."""
+        names, known = set(list_shards(os.path.join(self.path, split))), set()
         if split in self.writers:
             known = {shard["name"] for shard in self.writers[split].shards}
         if gone := known - names:

@@ -51,7 +51,7 @@ def warn_of_left_out(what, paths, more=""):
 
 
 def skipped(error):
-    """The words of a warning of what --skip_damaged leaves out because of `error`."""
+    """The words of the warning of what --skip_damaged leaves out because of `error`."""
     return f"{str(error).rstrip('.')}: skipped"
 
 
