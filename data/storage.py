@@ -15,8 +15,9 @@ from runtime.files import filesystem, is_remote, persist, replacing
 from runtime.messages import UserError
 
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
-# Names of the files of a Cache: of blocks, and of those that are being written
-KEPT = re.compile(r"[0-9a-f]{64}-\d+|[0-9a-f]{50}\.[0-9a-f]{16}\.part")
+# Names of the files of a Cache: of blocks, and of those that are being written. The former have at most 50 characters,
+# of which runtime/files.py makes the latter: no two blocks have the same.
+KEPT = re.compile(r"[0-9a-f]{40}-\d{1,9}(\.[0-9a-f]{16}\.part)?")
 
 
 def list_shards(folder):
@@ -163,7 +164,7 @@ class Shard:
 
     def _block(self, b):
         """uint8 [at most BLOCK]: block b, verified when it is first touched."""
-        name, start, stop = f"{self.key}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
+        name, start, stop = f"{self.key[:40]}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
         with self.locks.setdefault(b, threading.Lock()):  # of two threads one fetches it
             content = self.cache.get(name) if self.is_remote else self.mapped[start:stop]
             if content is not None and (b in self.verified or self._is_sound(b, content)):

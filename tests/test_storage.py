@@ -98,10 +98,10 @@ def test_the_cache_is_bounded(remote, tmp_path, limit):
 
 def test_the_least_recently_used_blocks_leave(tmp_path):
     """And nothing but blocks does, even where all other files are larger and older."""
-    cache, key = storage.Cache(str(tmp_path), 32 * 100), "0123456789abcdef" * 4
+    cache, key = storage.Cache(str(tmp_path), 32 * 100), "0123456789" * 4
     others = [key, f"{key}-1.npy", f"{key[1:]}-1", "notes.txt", "x.part", f"{key}-7/a.txt"]
     (tmp_path / f"{key}-7").mkdir()
-    killed = f"{key[:50]}.0123456789abcdef.part"  # of a block that was being written
+    killed = f"{key}-1.0123456789abcdef.part"  # of a block that was being written
     for name in [*others, killed]:
         (tmp_path / name).write_bytes(bytes(10_000))
         os.utime(tmp_path / name, (0, 0))
@@ -114,6 +114,13 @@ def test_the_least_recently_used_blocks_leave(tmp_path):
     blocks = {p.name: p.stat().st_size for p in tmp_path.glob(f"{key}-1??")}
     assert {f"{key}-100", f"{key}-139"} <= blocks.keys() and f"{key}-101" not in blocks
     assert sum(blocks.values()) <= cache.limit and not (tmp_path / killed).exists()
+
+
+def test_blocks_that_threads_put_at_once_are_all_kept(tmp_path):
+    cache, key = storage.Cache(str(tmp_path), 1e9), "0123456789" * 4
+    names = [f"{key}-{i}" for i in range(500)]
+    list(dataset.READERS.map(lambda name: cache.put(name, bytes(100)), names))
+    assert {path.name for path in tmp_path.iterdir()} == {*names}
 
 
 @pytest.mark.parametrize("kept_again", [True, False])
