@@ -5,10 +5,10 @@ Sequence i of a shard is its tokens i*T .. i*T + T; the last of them is only a t
 the same place anywhere, and one integer is its whole state.
 """
 
-import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import time
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from collectives import BATCH_SPEC
 from data import manifest
-from data.storage import BLOCK, Cache, Shard, list_shards
+from data.storage import Cache, Shard, list_shards
 from data.tokenization import content_sha256, load_tokenizer, shards_tokenizer
 from runtime.files import is_remote
 from runtime.messages import UserError
@@ -39,15 +39,15 @@ READERS = ThreadPoolExecutor(32, "read")
 
 
 class Corpus:
-    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens. Raises
-    UserError where they are missing, unreadable, or do not fit the vocabulary."""
+    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens. Raises UserError where they are missing,
+    unreadable, or do not fit the vocabulary."""
 
     def __init__(self, cfg, root, folder):
         self.T = cfg.model.T
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
         self.manifest = made = manifest.read(self.folder)
-        # mean number of UTF-8 bytes of a token, or None where no manifest tells
+        # mean number of UTF-8 bytes of a token, None where no manifest tells
         self.bytes_per_token = made["bytes"] / made["tokens"] if made else None
         self.tokenizer = shards_tokenizer(root, made, cfg.data.tokenizer)
         if made.get("vocab_size", 0) > self.vocab_size:
@@ -65,14 +65,14 @@ class Corpus:
                 f"give a smaller --T, or shards of more text."
             )
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
-            list(READERS.map(self._check, self.shards))
+            list(READERS.map(lambda shard: shard.check(self.vocab_size), self.shards))
 
     def _open_shards(self, data):
         """The shards, sorted by name. A manifest, where there is one, says which must be there."""
         found = list_shards(self.folder)
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         if self.manifest:
-            manifest.check_files(self.folder, self.manifest["dtype"], entries, found)
+            manifest.check_files(self.folder, self.manifest, found)
         if not found:
             raise UserError(
                 f"--data: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
@@ -83,10 +83,6 @@ class Corpus:
             Shard(os.path.join(self.folder, name), info, entries.get(name, {}), cache)
             for name, info in found.items()
         ]
-
-    def _check(self, shard):
-        for start in range(0, shard.length, BLOCK):
-            shard.read(start, min(start + BLOCK, shard.length), self.vocab_size)
 
     @property
     def unverified(self):
@@ -115,7 +111,6 @@ class Corpus:
         Every epoch visits each sequence once, in a new permutation: it permutes the shards, and then shuffles
         sequences within windows of WINDOW tokens, which span shards.
         """
-        numbers = np.asarray(numbers)
         epochs, places = np.divmod(numbers, self.n_sequences)
         size = max(1, WINDOW // self.T)  # sequences per window
         windows = places // size
@@ -171,16 +166,15 @@ class Mixture:
         self.mix = cfg.data.mix
         phases = parse_mix(self.mix)
         average = average_mix(phases)
-        roots = {name: corpus_root(cfg, name) for name in average}
-        names = list(roots)
+        names = list(average)
         if n_train is None:
             phases = [(1.0, average)]
-            has_split = [n for n in names if list_shards(os.path.join(roots[n], folder))]
-            # where none has the split, opening the first one says so
+            has_split = [n for n in names if list_shards(os.path.join(corpus_root(cfg, n), folder))]
+            # where none has the split, opening the first one raises
             names = has_split or names
         self.T = cfg.model.T
         self.names = names
-        self.corpora = [Corpus(cfg, roots[name], folder) for name in names]
+        self.corpora = [Corpus(cfg, corpus_root(cfg, name), folder) for name in names]
         self.folder = ", ".join(corpus.folder for corpus in self.corpora)  # for messages
         self.tokenizer = self.corpora[0].tokenizer  # name or file, "" where nothing names it
         if len({corpus.manifest.get("tokenizer_sha256") for corpus in self.corpora}) > 1:
@@ -188,17 +182,17 @@ class Mixture:
             raise UserError(
                 f"--mix: {folders} were made with different tokenizers; tokenize all with the same one."
             )
-        # [phases, corpora]: sequences of each corpus in a period
-        self.shares = np.array([shares_of(mix, names) for _, mix in phases])
         # the number of the first sequence of each phase but the first
         self.borders = [round(end * n_train) for end, _ in phases[:-1]]
         if self.borders and np.diff([0, *self.borders, n_train]).min() < 1:
             raise UserError(
                 f"--mix {self.mix}: a phase of it has no sequence in a run of {n_train:,}; give a longer phase or run."
             )
-        self.patterns = [Pattern(self.shares[0], 0, np.zeros(len(names), np.int64))]
+        # [phases, corpora]: sequences of each corpus in a period
+        self.shares = np.array([shares_of(weights, names) for _, weights in phases])
+        self.phases = [Phase(self.shares[0], 0, np.zeros(len(names), np.int64))]
         for start, shares in zip(self.borders, self.shares[1:]):
-            self.patterns.append(Pattern(shares, start, self.patterns[-1].seen(start)))
+            self.phases.append(Phase(shares, start, self.phases[-1].seen(start)))
 
     def check_borders(self, borders, n):
         """Raises UserError where the first n sequences, read when the phases had these borders, would be others now."""
@@ -212,11 +206,11 @@ class Mixture:
     @property
     def n_sequences(self):
         """Sequences that a mixture of one phase yields before one is seen again."""
-        (pattern,) = self.patterns
+        (phase,) = self.phases
         ends = []
         for k, corpus in enumerate(self.corpora):
-            periods, rest = divmod(corpus.n_sequences, int(pattern.shares[k]))
-            ends.append(periods * len(pattern.which) + np.flatnonzero(pattern.which == k)[rest])
+            periods, rest = divmod(corpus.n_sequences, int(phase.shares[k]))
+            ends.append(periods * len(phase.which) + np.flatnonzero(phase.which == k)[rest])
         return int(min(ends))
 
     @property
@@ -237,7 +231,7 @@ class Mixture:
 
     def epochs(self, n):
         """{metric: how often each corpus has been seen} after n sequences."""
-        seen = self.patterns[np.searchsorted(self.borders, n, "right")].seen(n)
+        seen = self.phases[np.searchsorted(self.borders, n, "right")].seen(n)
         metrics = {}
         for name, n_seen, corpus in zip(self.names, seen, self.corpora):
             metric = f"data/epoch_{name}" if name else "data/epoch"
@@ -247,18 +241,16 @@ class Mixture:
     def sequences(self, numbers, seed):
         """int32 [n, T + 1]: the sequences with the given numbers [n], counted from the start of training."""
         numbers = np.asarray(numbers)
-        phases = np.searchsorted(self.borders, numbers, "right")
+        phase_of = np.searchsorted(self.borders, numbers, "right")
         rows = np.empty((len(numbers), self.T + 1), np.int32)
-        for phase in np.unique(phases).tolist():
-            here = np.flatnonzero(phases == phase)
-            which, places = self.patterns[phase].places(numbers[here])
-            for k in np.unique(which).tolist():
-                of_corpus = which == k
-                rows[here[of_corpus]] = self.corpora[k].sequences(places[of_corpus], seed)
+        for i, phase in enumerate(self.phases):
+            for k, corpus in enumerate(self.corpora):
+                mine = (phase_of == i) & (phase.corpus_of(numbers) == k)
+                rows[mine] = corpus.sequences(phase.seen(numbers[mine])[:, k], seed)
         return rows
 
 
-class Pattern:
+class Phase:
     """Which sequences a phase of a mixture takes: a period that repeats.
 
     Within a period the i-th of the c sequences of a corpus lies at the fraction (i + 1/2) / c, so every stretch has
@@ -273,24 +265,23 @@ class Pattern:
         self.shares = shares
         self.start = start
         self.before = before
-        # in a period of sum(shares) sequences, sequence j is number rank[j] of corpus which[j]
-        ranks = [np.arange(share) for share in shares]
-        fractions = [(rank + 0.5) / len(rank) for rank in ranks]
-        order = np.argsort(np.concatenate(fractions), kind="stable")
-        self.which = np.repeat(np.arange(len(shares)), shares)[order]
-        self.rank = np.concatenate(ranks)[order]
+        fractions = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
+        order = np.argsort(fractions, kind="stable")
+        corpora = np.arange(len(shares))
+        # the corpus of each sequence of a period, and how many of each corpus come before it
+        self.which = np.repeat(corpora, shares)[order]
+        one_hot = (self.which[:, None] == corpora).astype(np.int64)
+        self.earlier = np.cumsum(one_hot, axis=0) - one_hot
 
-    def seen(self, n):
-        """int64 [corpora]: sequences of each corpus among the first n of the run, which end in this phase."""
-        periods, rest = divmod(n - self.start, len(self.which))
-        in_rest = np.bincount(self.which[:rest], minlength=len(self.shares))
-        return self.before + periods * self.shares + in_rest
+    def corpus_of(self, numbers):
+        """int64 [n]: the corpus of each of the sequences with these numbers [n], which lie in this phase."""
+        return self.which[(numbers - self.start) % len(self.which)]
 
-    def places(self, numbers):
-        """(which corpus, which of its sequences), each int64 [n], of this phase's sequences with these numbers [n]."""
+    def seen(self, numbers):
+        """int64 [..., corpora]: sequences of each corpus before those with these numbers [...], which lie in this phase
+        or right after it."""
         periods, places = np.divmod(numbers - self.start, len(self.which))
-        which = self.which[places]
-        return which, self.before[which] + periods * self.shares[which] + self.rank[places]
+        return self.before + np.multiply.outer(periods, self.shares) + self.earlier[places]
 
 
 def corpus_root(cfg, name):
@@ -320,16 +311,15 @@ def encoding_of(shards, flag):
 
 def shares_of(mix, names):
     """int64 [names]: sequences of each corpus of {name: weight} in the shortest period. Raises UserError."""
-    mix = {name: weight for name, weight in mix.items() if name in names}
-    edges = np.cumsum([0.0, *mix.values()]) / sum(mix.values()) * PERIOD
+    weights = np.array([mix.get(name, 0.0) for name in names])
+    edges = np.cumsum([0.0, *weights]) / weights.sum() * PERIOD
     shares = np.diff(np.rint(edges).astype(np.int64))
-    if not shares.all():
-        least = list(mix)[int(np.argmin(shares))]
-        raise UserError(
-            f"--mix: {least} has less than 1/{PERIOD:,} of the sequences; give it more or leave it out."
-        )
-    of_name = dict(zip(mix, (shares // np.gcd.reduce(shares)).tolist()))
-    return np.array([of_name.get(name, 0) for name in names])
+    for name, weight, share in zip(names, weights, shares):
+        if weight and not share:
+            raise UserError(
+                f"--mix: {name} has less than 1/{PERIOD:,} of the sequences; give it more or leave it out."
+            )
+    return shares // np.gcd.reduce(shares)
 
 
 def average_mix(phases):
@@ -337,25 +327,26 @@ def average_mix(phases):
     average, start = Counter(), 0.0
     for end, mix in phases:
         total = sum(mix.values())
-        average.update({name: (end - start) * weight / total for name, weight in mix.items()})
+        for name, weight in mix.items():
+            average[name] += (end - start) * weight / total
         start = end
     return average if len(phases) > 1 else phases[0][1]
 
 
 def data_fingerprint(*mixtures):
     """Hash of what the shards of the mixtures hold, wherever they lie."""
-    corpora = []
+    held = []
     for corpus in [corpus for mixture in mixtures for corpus in mixture.corpora]:
-        keys = ("name", "tokens", "sha256")
-        entries = [{key: entry[key] for key in keys} for entry in corpus.manifest.get("shards", [])]
-        by_length = [(os.path.basename(shard.path), shard.length) for shard in corpus.shards]
-        corpora.append([entries or by_length, corpus.manifest.get("tokenizer_sha256")])
-    return hashlib.sha256(json.dumps(corpora).encode()).hexdigest()
+        shards = []
+        for shard in corpus.shards:
+            name, sha256 = os.path.basename(shard.path), shard.about.get("sha256")
+            about = {"name": name, "tokens": shard.length, "sha256": sha256}
+            shards.append(about if sha256 else (name, shard.length))
+        held.append([shards, corpus.manifest.get("tokenizer_sha256")])
+    return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
 
-EXAMPLE = (
-    "an example is --mix web:0.7,code:0.3, another --mix 'web:0.7,code:0.3 until 0.8, web:1,code:2'"
-)
+EXAMPLE = "an example is --mix 'web:0.7,code:0.3 until 0.8, web:1,code:2'"
 NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 PART_OF_MIX = re.compile(rf"\s*(.+):({NUMBER})(?:\s+until\s+({NUMBER}))?\s*")
 
@@ -370,19 +361,19 @@ def parse_mix(mix):
     phases, weights, before = [], {}, 0.0
     for part in mix.split(","):
         found = PART_OF_MIX.fullmatch(part)
-        if not found or not 0 < float(found[2]) < float("inf") or found[1] in weights:
+        name, weight, end = found.groups() if found else ("", 0, None)
+        if not 0 < float(weight) < math.inf or name in weights:
             raise UserError(
                 f"--mix {mix}: {part.strip()!r} must be a folder that is named once in its phase, a colon and a weight "
                 f"above 0; {EXAMPLE}."
             )
-        weights[found[1]] = float(found[2])
-        if found[3]:
-            if not before < float(found[3]) < 1:
+        weights[name] = float(weight)
+        if end:
+            if not before < float(end) < 1:
                 raise UserError(
-                    f"--mix {mix}: until {found[3]} must name a share of the run above {before:g} and below 1; "
-                    f"{EXAMPLE}."
+                    f"--mix {mix}: until {end} must name a share of the run above {before:g} and below 1; {EXAMPLE}."
                 )
-            before = float(found[3])
+            before = float(end)
             phases.append((before, weights))
             weights = {}
     if not weights:
@@ -399,21 +390,19 @@ def put_batch(sequences, first, shape, mesh):
     `sequences` maps numbers [n] to int32 [n, T + 1]. The numbers run fastest along B, then M, then accumulation, so
     however a batch is cut it holds the same sequences. A host reads only those that its devices hold.
     """
-    A, M, B, T = shape
-    numbers = first + np.arange(A * M * B).reshape(A, M, B)
+    numbers = first + np.arange(math.prod(shape[:3])).reshape(shape[:3])
     sharding = NamedSharding(mesh, BATCH_SPEC)
     indices = sharding.addressable_devices_indices_map(shape).values()
     mine = np.unique(np.concatenate([numbers[index[:3]].ravel() for index in indices]))
     rows = sequences(mine)  # [n, T + 1]
 
-    def part(index, shift):
-        start, stop, _ = index[3].indices(T)
-        return rows[np.searchsorted(mine, numbers[index[:3]]), start + shift : stop + shift]
+    def put(values):  # [n, T]
+        def part(index):
+            return values[np.searchsorted(mine, numbers[index[:3]]), index[3]]
 
-    def put(shift):
-        return jax.make_array_from_callback(shape, sharding, functools.partial(part, shift=shift))
+        return jax.make_array_from_callback(shape, sharding, part)
 
-    return put(0), put(1)
+    return put(rows[:, :-1]), put(rows[:, 1:])
 
 
 class Prefetch:
@@ -450,6 +439,7 @@ class Prefetch:
         return next(filter(None, errors), None)
 
     def _begin(self, n):
+        """Begin items until n are ahead."""
         for number in itertools.islice(self.numbers, n - len(self.ahead)):
             self.ahead.append(self.worker.submit(self.make, number))
 

@@ -30,11 +30,8 @@ class Source:
 
 
 def run(main, what_is_left):
-    """Run the main of a data program.
-
-    A UserError ends it with a sentence and status 2. Ctrl-C and SIGTERM end it at once, with a sentence that says what
-    is left, and status 128 + the signal.
-    """
+    """Run the main of a data program. A UserError ends it with status 2, Ctrl-C and SIGTERM at once with 128 + the
+    signal, each with a sentence."""
     interrupts.watch(lambda number: interrupts.end(128 + number, f"interrupted; {what_is_left}"))
     one_sentence(main)
 

@@ -1,4 +1,4 @@
-"""From documents to token ids and counts. This is what the workers of tokenize_shards.py do."""
+"""From documents to token ids and counts: what the workers of tokenize_shards.py do."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -42,45 +42,41 @@ def encode_text(text, encoding):
 class Encoded(NamedTuple):
     """What becomes of a document, which has a part for train and one for val."""
 
-    text_hash: int | None  # None where it has no text
     ids: list  # token ids of each part, none where it is empty
     counts: list  # of each part, a Counter of the COUNTS
-    warnings: list  # (kind, words)
-
-
-def encode_batch(*arguments):
-    """[Encoded] of a batch of documents, the last of the arguments of `encode_document`."""
-    *settings, batch = arguments
-    return [encode_document(*settings, document) for document in batch]
+    text_hash: int | None = None  # None where it has no text
+    warning: tuple = ()  # (kind, words)
 
 
 def encode_document(encoding, dtype, skip, val_fraction, validation, document):
     """The Encoded of a document. skip: leave out and count a file that cannot be read, instead of raising UserError;
     validation: as in splits.py."""
     nothing = np.empty(0, dtype)
-    encoded = Encoded(None, [nothing, nothing], [Counter(), Counter()], [])
     if document.lost:
-        encoded.counts[0][document.lost] = 1
-        return encoded
+        return Encoded([nothing, nothing], [Counter([document.lost]), Counter()])
     try:
         text, replaced = read_text(document)
     except UserError as e:
         if not skip:
             raise
-        encoded.warnings.append(("damage", skipped(e)))
-        encoded.counts[0]["damaged_files"] = 1
-        return encoded
+        counts = [Counter(damaged_files=1), Counter()]
+        return Encoded([nothing, nothing], counts, warning=("damage", skipped(e)))
     parts = divide(text, val_fraction, validation)
+    ids, counts = [nothing, nothing], [Counter(), Counter()]
     for k, part in enumerate(parts):
         if part:
-            ids = encode_text(part, encoding).astype(dtype)
-            encoded.ids[k] = np.concatenate([np.array([encoding.eot_token], dtype), ids])
-            encoded.counts[k].update(documents=1, bytes=len(part.encode()))
-    home = encoded.counts[bool(parts[1] and not parts[0])]  # an empty document counts in train
-    home.update(empty_documents=text == "", replaced_characters=replaced)
-    home["replaced_documents"] = int(replaced > 0)
+            ids[k] = np.insert(encode_text(part, encoding), 0, encoding.eot_token).astype(dtype)
+            counts[k].update(documents=1, bytes=len(part.encode()))
+    home = (
+        counts[1] if parts[1] and not parts[0] else counts[0]
+    )  # an empty document counts in train
+    if not text:
+        home["empty_documents"] = 1
+        return Encoded(ids, counts)
+    warning = ()
     if replaced:
+        home.update(replaced_documents=1, replaced_characters=replaced)
         name = document.name if document.path else f"document {document.name}"
         words = f"{name} is not UTF-8: {many(replaced, 'character')} became U+FFFD (iconv -t utf-8 keeps them)"
-        encoded.warnings.append(("replaced", words))
-    return encoded._replace(text_hash=hash_of(text) if text else None)
+        warning = ("replaced", words)
+    return Encoded(ids, counts, hash_of(text), warning)

@@ -19,31 +19,27 @@ ADVICE = "put back what it was, or delete the folder and tokenize the text again
 
 
 def shard_name(i):
-    """The name of shard number i of a folder."""
     return f"{i:06d}.npy"
 
 
-def check_files(folder, dtype, entries, found):
-    """Raises UserError where a folder's files, as list_shards finds them, are not the `entries`, {name: what the
-    manifest says of a shard of this dtype}."""
+def check_files(folder, manifest, found):
+    """Raises UserError where a folder's files, as list_shards finds them, are not those of its manifest."""
     path = os.path.join(folder, NAME)
-    width = int(dtype[4:]) // 8
-    for name, shard in entries.items():
-        at = os.path.join(folder, name)
-        if name not in found:
+    width = int(manifest["dtype"][4:]) // 8
+    names = {shard["name"] for shard in manifest["shards"]}
+    for shard in manifest["shards"]:
+        at = os.path.join(folder, shard["name"])
+        if shard["name"] not in found:
             raise UserError(f"{at} is missing, although the manifest beside it lists it; {ADVICE}.")
-        size, expected = found[name]["size"], HEADER + shard["tokens"] * width
+        size, expected = found[shard["name"]]["size"], HEADER + shard["tokens"] * width
         if size != expected:
             raise UserError(
                 f"{at} is damaged (it has {size:,} bytes, and by {path} {expected:,}); {ADVICE}."
             )
-    if others := found.keys() - entries.keys():
+    if others := found.keys() - names:
         raise UserError(
             f"{os.path.join(folder, min(others))} lies beside {path}, whose shards do not list it; move it away."
         )
-
-
-# --- Reading and writing ----------------------------------------------------------------------------------------
 
 
 def checksum(manifest):

@@ -24,6 +24,7 @@ from runtime.files import filesystem, read_file, write_file
 from runtime.messages import UserError, first_line
 
 PROGRESS = "progress.npz"
+SMALL = 10_000_000  # hashes that are saved with every shard
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
@@ -37,19 +38,15 @@ class ShardWriter:
         self.totals = Counter()  # of the COUNTS
         self.shard = np.empty(shard_tokens, dtype)
 
-    def add(self, documents, counts):
-        """Take the token ids of documents, and their COUNTS; returns whether this filled a shard."""
-        self.totals.update(counts)
-        n_shards = len(self.shards)
-        for ids in documents:
-            while len(ids):
-                room = self.shard[self.filled :][: len(ids)]
-                room[:] = ids[: len(room)]
-                self.filled += len(room)
-                ids = ids[len(room) :]
-                if self.filled == len(self.shard):
-                    self.flush()
-        return len(self.shards) > n_shards
+    def add(self, ids):
+        """Take the token ids of a document."""
+        while len(ids):
+            room = self.shard[self.filled :][: len(ids)]
+            room[:] = ids[: len(room)]
+            self.filled += len(room)
+            ids = ids[len(room) :]
+            if self.filled == len(self.shard):
+                self.flush()
 
     def flush(self):
         """Write what is there as a shard, perhaps once more after a kill. Raises UserError where another file has its
@@ -85,7 +82,7 @@ class ShardWriter:
         self.shards = so_far["shards"]
         self.filled = len(ids)
         self.shard[: len(ids)] = ids
-        self.totals = Counter({key: so_far[key] for key in COUNTS})
+        self.totals.update({key: so_far[key] for key in COUNTS})
 
 
 def foreign(path):
@@ -104,11 +101,11 @@ class Output:
         self.source = source
         self.settings = settings
         self.splits = SPLITS if settings["val_fraction"] else SPLITS[:1]
+        self.writers = {}  # {split: ShardWriter}, from `begin` on
         self.position = {}  # where in the source, {} at its beginning
         self.validation = ""  # how it is chosen, as in splits.py
         self.seen = Seen()
-
-    # --- What is there
+        self.unsaved = 0  # tokens since the last progress
 
     def check(self, held, name, but=None):
         """Raises UserError where shards were made with other settings than these. but: a setting that may differ."""
@@ -124,19 +121,14 @@ class Output:
 
     def is_finished(self):
         """Whether the shards of all splits are there. Raises UserError where some are damaged or of other settings."""
-        missing = False
+        finished = set()
         for split in SPLITS:
             folder = os.path.join(self.path, split)
-            held = manifest.read(folder)
-            if held:
+            if held := manifest.read(folder):
                 self.check(held, split)
-                entries = {shard["name"]: shard for shard in held["shards"]}
-                manifest.check_files(folder, held["dtype"], entries, list_shards(folder))
-            elif split in self.splits:
-                missing = True
-        return not missing
-
-    # --- Progress
+                manifest.check_files(folder, held, list_shards(folder))
+                finished.add(split)
+        return finished.issuperset(self.splits)
 
     def load(self):
         """What `save_progress` saved, {} where there is nothing. Raises UserError where it is something else."""
@@ -154,46 +146,43 @@ class Output:
                 f"it was, or give another folder."
             ) from None
 
-    def save_progress(self, position, writers):
+    def save_progress(self, position):
         """Write where a run that is killed from now on resumes: after the batch that ended at `position`."""
         state = {
             "settings": self.settings,
             "validation": self.validation,
             "position": position,
-            "splits": {split: writer.manifest() for split, writer in writers.items()},
+            "splits": {split: writer.manifest() for split, writer in self.writers.items()},
             "read_sha256": self.source.read_sha256(position),
         }
-        unfinished = {split: writer.shard[: writer.filled] for split, writer in writers.items()}
-        state = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        arrays = {split: writer.shard[: writer.filled] for split, writer in self.writers.items()}
+        arrays["state"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        arrays["hashes"] = self.seen.all()
         file = io.BytesIO()
-        np.savez(file, state=state, hashes=self.seen.all(), **unfinished)
+        np.savez(file, **arrays)
         write_file(os.path.join(self.path, PROGRESS), file.getvalue())
 
-    def begin(self, shard_tokens, tokenizer):
-        """{split: ShardWriter}, where an earlier run was killed, which is self.position in the source, or at the
-        beginning. The tokenizer, by name or path, is copied beside the shards.
+    def begin(self, tokenizer):
+        """Make the writers, and resume where an earlier run was killed, if one was. The tokenizer, by name or path, is
+        copied beside the shards.
 
         Raises UserError where something else is in the way or what was read until the position has changed.
         """
-        dtype = np.dtype(self.settings["dtype"])
-        writers = {
-            split: ShardWriter(os.path.join(self.path, split), shard_tokens, dtype)
-            for split in self.splits
-        }
+        dtype, length = np.dtype(self.settings["dtype"]), self.settings["shard_tokens"]
+        for split in self.splits:
+            self.writers[split] = ShardWriter(os.path.join(self.path, split), length, dtype)
         held = self.load()
-        found = {split: set(list_shards(os.path.join(self.path, split))) for split in SPLITS}
-        if held and (held["position"] or any(found.values())):
-            self.resume(held, writers)
-        for split, names in found.items():
-            self.check_shards(split, names, writers.get(split), held)
+        if held.get("position"):
+            self.resume(held)
+        for split in SPLITS:
+            self.check_shards(split, bool(held))
         keep_tokenizer(self.path, tokenizer, replace=False)
         if not self.position:
             settings = self.settings["val_fraction"], self.settings["drop_duplicates"]
             self.validation = choose_validation(self.source, *settings)
-            self.save_progress({}, writers)
-        return writers
+            self.save_progress({})
 
-    def resume(self, held, writers):
+    def resume(self, held):
         """Return to what `load` returned. Raises UserError where what was read until then has changed."""
         self.check(held["settings"], PROGRESS, but="source_listing_sha256")
         self.position = held["position"]
@@ -204,31 +193,57 @@ class Output:
             )
         self.validation = held["validation"]
         self.seen.add(held["hashes"])
-        for split, writer in writers.items():
+        for split, writer in self.writers.items():
             writer.restore(held["splits"][split], held[split])
 
-    def check_shards(self, split, names, writer, begun):
-        """Raises UserError where the shards with these names are not those that the writer of the split knows."""
-        known = [shard["name"] for shard in writer.shards] if writer else []
-        gone = set(known) - names
-        if gone:
+    def add(self, batch, position):
+        """Write a batch, a list of encoding.Encoded, which ends at `position` in the source, and the progress where it
+        filled a shard. Documents whose text came before are counted, and left out with --drop_duplicates."""
+        writers = list(self.writers.values())
+        n_shards = sum(len(writer.shards) for writer in writers)
+        hashes = [document.text_hash for document in batch if document.text_hash is not None]
+        again = iter(self.seen.add(np.array(hashes, np.uint64)))
+        for document in batch:
+            self.unsaved += sum(map(len, document.ids))
+            if document.text_hash is not None and next(again):
+                home = 0 if len(document.ids[0]) else 1
+                writers[home].totals["duplicate_documents"] += 1
+                if self.settings["drop_duplicates"]:
+                    continue
+            for writer, ids, counts in zip(writers, document.ids, document.counts):
+                writer.add(ids)
+                writer.totals.update(counts)
+        filled = sum(len(writer.shards) for writer in writers) > n_shards
+        # the hashes in it, of 8 bytes, must not be written much more often than tokens, of 2 or 4
+        if filled and self.unsaved >= 2 * (len(self.seen) - SMALL):
+            self.save_progress(position)
+            self.unsaved = 0
+
+    def check_shards(self, split, begun):
+        """Raises UserError where the shards of a split are not those that its writer knows."""
+        names, known = set(list_shards(os.path.join(self.path, split))), set()
+        if split in self.writers:
+            known = {shard["name"] for shard in self.writers[split].shards}
+        if gone := known - names:
             raise UserError(
                 f"--output: {os.path.join(self.path, split, min(gone))} is missing, which an interrupted run had "
                 f"written; put it back, or delete the folder."
             )
-        others = names - set(known)
-        # a run may have been killed between writing the next ones and noting that
-        ours = {manifest.shard_name(len(known) + i) for i in range(len(others)) if begun and writer}
-        if others != ours:
-            raise foreign(os.path.join(self.path, split, min(others - ours)))
+        others = names - known
+        if begun and split in self.writers:
+            # the run may have been killed between writing the next ones and saving its progress
+            others -= {manifest.shard_name(i) for i in range(len(known), len(names))}
+        if others:
+            raise foreign(os.path.join(self.path, split, min(others)))
 
-    def finish(self, writers):
+    def finish(self):
         """Write the last shards, then the manifests, and forget the progress."""
-        for writer in writers.values():
+        for writer in self.writers.values():
             writer.flush()
-        for split, writer in writers.items():
-            validation = self.validation if len(self.splits) > 1 else "none"
-            made = {"version": version(), **self.settings, "validation": validation}
+        version = tomllib.loads(PYPROJECT.read_text())["project"]["version"]
+        validation = self.validation if len(self.splits) > 1 else "none"
+        made = {"version": version, **self.settings, "validation": validation}
+        for split, writer in self.writers.items():
             path = os.path.join(self.path, split, manifest.NAME)
             write_file(path, manifest.dump(made | writer.manifest()))
         self.forget_progress()
@@ -238,10 +253,3 @@ class Output:
         if self.load():
             fs, path = filesystem(os.path.join(self.path, PROGRESS))
             fs.rm_file(path)
-
-
-def version():
-    """This repository's version, or "unknown" where its pyproject.toml did not come along."""
-    if not PYPROJECT.is_file():
-        return "unknown"
-    return tomllib.loads(PYPROJECT.read_text())["project"]["version"]

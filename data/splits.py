@@ -1,7 +1,6 @@
-"""Which documents train and which validate, and which are duplicates: their text alone decides."""
+"""Which documents train, which validate, and which are duplicates. Their text alone decides."""
 
 import hashlib
-from collections import Counter
 
 import numpy as np
 
@@ -37,8 +36,10 @@ def divide(text, val_fraction, validation):
 def choose_validation(source, val_fraction, drop=False):
     """How the documents of a source validate, duplicates left out if `drop`: as a whole, or by their ends where they
     are FEW and val, or train, would get less than a third of its share of the text, or val three times it."""
+    if not val_fraction:
+        return WHOLE
     hashes, sizes, n = set(), [0, 0], 0
-    for document in source.read({}) if val_fraction else ():
+    for document in source.read({}):
         text = text_of(document, source.skip)
         text_hash = hash_of(text)
         if not text or (drop and text_hash in hashes):
@@ -49,7 +50,8 @@ def choose_validation(source, val_fraction, drop=False):
             return WHOLE
         sizes[text_hash < val_fraction * 2**64] += len(text.encode())
     train, val = sizes
-    share, rest = val_fraction * (train + val), (1 - val_fraction) * (train + val)
+    share = val_fraction * (train + val)
+    rest = train + val - share
     is_uneven = val * 3 < share or train * 3 < rest or val > 3 * share
     return ENDS if is_uneven else WHOLE
 
@@ -93,24 +95,3 @@ class Seen:
         while len(self.arrays) > 1 and len(self.arrays[-2]) <= 2 * len(self.arrays[-1]):
             self.arrays[-2:] = [np.sort(np.concatenate(self.arrays[-2:]))]
         return ~new
-
-
-def apportion(batch, seen, drop):
-    """{split: (token ids, Counter)} of a batch, a list of encoding.Encoded.
-
-    Documents whose text is in `seen`, or comes earlier in the batch, are counted, and with `drop` left out.
-    """
-    hashes = [document.text_hash for document in batch if document.text_hash is not None]
-    again = iter(seen.add(np.array(hashes, np.uint64)))
-    ids = {split: [] for split in SPLITS}
-    counts = {split: Counter() for split in SPLITS}
-    for document in batch:
-        if document.text_hash is not None and next(again):
-            home = SPLITS[0] if len(document.ids[0]) else SPLITS[1]
-            counts[home]["duplicate_documents"] += 1
-            if drop:
-                continue
-        for split, its_ids, its_counts in zip(SPLITS, document.ids, document.counts):
-            ids[split].append(its_ids)
-            counts[split].update(its_counts)
-    return {split: (ids[split], counts[split]) for split in SPLITS}

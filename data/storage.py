@@ -15,19 +15,20 @@ from runtime.files import filesystem, is_remote, persist, replacing
 from runtime.messages import UserError
 
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
-# Names of the files of a Cache: of blocks, and of those that are being written
-KEPT = re.compile(r"[0-9a-f]{64}-\d+|[0-9a-f]{50}\.[0-9a-f]{16}\.part")
+# Names of the files of a Cache: of blocks, and of those that are being written. The former have at most 50 characters,
+# of which runtime/files.py makes the latter: no two blocks have the same.
+KEPT = re.compile(r"[0-9a-f]{40}-\d{1,9}(\.[0-9a-f]{16}\.part)?")
 
 
 def list_shards(folder):
     """{name: what the storage says of it} of the .npy files in a folder, local or remote; {} where there is none."""
     fs, path = filesystem(folder)
     try:
-        there = persist(lambda: fs.ls(path, detail=True), folder)
+        infos = persist(lambda: fs.ls(path, detail=True), folder)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    there = {os.path.basename(info["name"]): info for info in there}
-    return {name: there[name] for name in sorted(there) if name.endswith(".npy")}
+    infos = sorted(infos, key=lambda info: info["name"])
+    return {os.path.basename(i["name"]): i for i in infos if i["name"].endswith(".npy")}
 
 
 class Cache:
@@ -95,9 +96,8 @@ class Shard:
         self.path = path
         self.size = info["size"]
         self.about = about
-        self.checksums = about.get("crc32", "")  # of each block, in eight hexadecimal digits
         self.locks = {}  # {block: lock}
-        self.verified = bytearray(-(-self.size // BLOCK))  # 1: by this process
+        self.verified = set()  # blocks whose local copy this process has verified
         self.cache = cache
         # without a manifest, what storage says tells whether an object was written anew
         identity = repr((path, sorted(map(repr, info.items()))))
@@ -149,6 +149,11 @@ class Shard:
             )
         return ids
 
+    def check(self, vocab_size):
+        """Read all tokens. Raises UserError as `read` does."""
+        for start in range(0, self.length, BLOCK):
+            self.read(start, min(start + BLOCK, self.length), vocab_size)
+
     def _read_bytes(self, start, stop):
         """uint8 [stop - start]: the bytes from `start` on."""
         parts = [np.empty(0, np.uint8)]
@@ -159,17 +164,16 @@ class Shard:
 
     def _block(self, b):
         """uint8 [at most BLOCK]: block b, verified when it is first touched."""
-        name, start, stop = f"{self.key}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
+        name, start, stop = f"{self.key[:40]}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
         with self.locks.setdefault(b, threading.Lock()):  # of two threads one fetches it
             content = self.cache.get(name) if self.is_remote else self.mapped[start:stop]
-            if content is not None and (self.verified[b] or self._verify(b, content)):
-                self.verified[b] = True
+            if content is not None and (b in self.verified or self._is_sound(b, content)):
+                self.verified.add(b)
                 return content
             for _ in range(2 * self.is_remote):  # it may be damaged on its way
                 content = self._fetch(start, stop)
-                if self._verify(b, content):
+                if self._is_sound(b, content):
                     self.cache.put(name, content)
-                    self.verified[b] = True
                     return np.frombuffer(content, np.uint8)
         raise self._damaged(f"its bytes from {start:,} on do not have the checksum of the manifest")
 
@@ -183,11 +187,11 @@ class Shard:
                 f"--data: {self.path} is missing; put it back or make it again."
             ) from None
 
-    def _verify(self, b, content):
+    def _is_sound(self, b, content):
         """Whether `content` has the length and, where one is known, the checksum of block b."""
         if len(content) != min(BLOCK, self.size - b * BLOCK):
             return False
-        known = self.checksums[8 * b : 8 * b + 8]
+        known = self.about.get("crc32", "")[8 * b : 8 * b + 8]
         return known in ("", f"{zlib.crc32(content):08x}")
 
     def _damaged(self, how):

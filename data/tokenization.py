@@ -17,8 +17,6 @@ END_OF_TEXT = "<|endoftext|>"
 # possessive quantifiers, which the training library lacks; they change speed, not the cuts.)
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokenizer
-
-
 # A letter before a space and a letter: every tiktoken pattern, and ours, ends a word there, so the tokens of the parts
 # of a text that is cut there are those of the whole.
 CUT = re.compile("[A-Za-z](?= [A-Za-z])")
@@ -219,9 +217,7 @@ def meaning(encoding):
         merged = ["".join(pair) for pair in pairs]
     else:
         ranks = encoding._mergeable_ranks
-        merged = [
-            tokens[rank] for rank in sorted(ranks[token] for token in ranks if len(token) > 1)
-        ]
+        merged = [tokens[rank] for rank in sorted(ranks.values()) if len(tokens[rank]) > 1]
     for number in {*special_tokens(encoding), encoding.eot_token}:
         tokens.pop(number, None)
     return tokens, list(dict.fromkeys(merged))  # some files list all pairs that make a token
@@ -252,10 +248,8 @@ def made_shards(encoding, name, sha256):
 def shards_tokenizer(root, manifest, flag=""):
     """Name or file of the tokenizer of shards below `root`: --tokenizer, which is `flag`, or what their manifest names;
     "" where neither does."""
-    made_with = manifest.get("tokenizer", "")
-    if made_with.endswith(TOKENIZER_FILES):
-        made_with = os.path.join(root, made_with)
-    return flag or made_with
+    name = manifest.get("tokenizer", "")
+    return flag or (os.path.join(root, name) if name.endswith(TOKENIZER_FILES) else name)
 
 
 def keep_tokenizer(folder, name, replace=True):
@@ -266,11 +260,11 @@ def keep_tokenizer(folder, name, replace=True):
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name
-    copies = [(name, f"tokenizer{ending}")]
-    if ending == ".json":
-        config = os.path.join(os.path.dirname(name), "tokenizer_config.json")
-        copies.insert(0, (config, "tokenizer_config.json"))
-    for path, copy in copies:  # the tokenizer last: where it is there, all are
+    copies = {f"tokenizer{ending}": name}
+    if ending == ".json":  # the tokenizer last: where it is there, all are
+        config = "tokenizer_config.json"
+        copies = {config: os.path.join(os.path.dirname(name), config), **copies}
+    for copy, path in copies.items():
         content, at = read_file(path), os.path.join(folder, copy)
         there = read_file(at)
         if content in (None, there):
@@ -280,7 +274,7 @@ def keep_tokenizer(folder, name, replace=True):
                 f"{at} is another file than the {copy} of --tokenizer {name}; move it away, or give another folder."
             )
         write_file(at, content)
-    return copy
+    return f"tokenizer{ending}"
 
 
 def folder_tokenizer_name(folder):
@@ -291,9 +285,8 @@ def folder_tokenizer_name(folder):
         raise UserError(
             f"{os.path.join(folder, 'config.json')}: encoding is {name!r}, but must name a tokenizer."
         )
-    if name and name.endswith(TOKENIZER_FILES):
-        return os.path.join(folder, name)
-    return name or ""
+    name = name or ""
+    return os.path.join(folder, name) if name.endswith(TOKENIZER_FILES) else name
 
 
 def folder_tokenizer(folder):

@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
     interrupts.begin("interrupted; rerun the same command to resume")
 
+import functools
 import os
 import sys
 import time
@@ -29,19 +30,18 @@ from tqdm import tqdm
 
 from data import manifest
 from data.command_line import VAL_FRACTION, Source, no_text, run
+from data.encoding import encode_document
 from data.output import Output
 from data.sources.base import many, warn
 from data.sources.kinds import open_source
-from data.splits import ENDS, apportion
+from data.splits import ENDS
 from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer
-from data.workers import cut, encode, processes, ray_actors
+from data.workers import cut, encoded, processes, ray_actors
 from runtime.files import is_remote
 from runtime.locks import alone_in
 from runtime.messages import UserError, say
 from runtime.parser import flag
 from utils import read_flags
-
-SMALL = 10_000_000  # hashes that are saved with every shard
 
 # --- The command line -------------------------------------------------------------------------------------------
 
@@ -119,27 +119,27 @@ def settings_of(args, source, encoding):
 
 def write(args, source, output, encoding):
     """Write every split, the manifests last; returns a summary in words."""
-    writers = output.begin(args.shard_tokens, args.tokenizer)
+    output.begin(args.tokenizer)
     if output.validation == ENDS:
+        share = f"{100 * args.val_fraction:g}%"
         say(
-            f"{args.output}: there are too few documents to hold whole ones out, so val is the last "
-            f"{100 * args.val_fraction:g}% of each"
+            f"{args.output}: too few documents to hold whole ones out: val is the last {share} of each"
         )
-    fill(args, source, output, writers, encoding)
-    totals = sum((writer.totals for writer in writers.values()), start=Counter())
+    fill(args, source, output, encoding)
+    totals = sum((writer.totals for writer in output.writers.values()), start=Counter())
     damaged = ""
     if totals["damaged_files"] + totals["damaged_records"]:
         files = many(totals["damaged_files"], "damaged file")
         damaged = f"{files} and {many(totals['damaged_records'], 'damaged record')} left out"
-    check_text(args, writers, totals, damaged)
-    output.finish(writers)
+    check_text(args, output.writers, totals, damaged)
+    output.finish()
     if n := totals["replaced_characters"]:
         documents = many(totals["replaced_documents"], "document")
         warn("total", f"{many(n, 'character')} of {documents} became U+FFFD, not being UTF-8")
     if damaged:
         warn("total", f"{damaged}; of a file, what comes before the damage is there")
     summaries = []
-    for split, writer in writers.items():
+    for split, writer in output.writers.items():
         documents = many(writer.totals["documents"], "document")
         summaries.append(f"{split} {writer.n_tokens:,} tokens of {documents}")
     if n := totals["duplicate_documents"]:
@@ -149,32 +149,30 @@ def write(args, source, output, encoding):
     return ", ".join(summaries)
 
 
-def fill(args, source, output, writers, encoding):
-    """Give the writers what there is in the source from the output's position on, and save progress on the way."""
+def fill(args, source, output, encoding):
+    """Write what there is in the source from the output's position on."""
     start = processes if args.workers > 1 else None
     if args.ray:
         start = ray_actors
-    dtype = np.dtype(output.settings["dtype"])
-    arguments = encoding, dtype, args.skip_damaged, args.val_fraction, output.validation
-    results = encode(cut(source, output.position), args.workers, start, *arguments)
-    unsaved = 0  # tokens since the last progress
+    encode = functools.partial(
+        encode_document,
+        encoding,
+        np.dtype(output.settings["dtype"]),
+        args.skip_damaged,
+        args.val_fraction,
+        output.validation,
+    )
     done = output.position.get("done", 0)
-    bar = tqdm(total=source.total, initial=done, unit=source.unit, unit_scale=True, disable=None)
+    bar = tqdm(total=source.total, initial=done, unit="B", unit_scale=True, disable=None)
     with bar:  # which only a terminal shows
-        for encoded, position in results:
-            for document in encoded:
-                for kind, words in document.warnings:
-                    warn(kind, words)
-                unsaved += sum(map(len, document.ids))
-            parts = apportion(encoded, output.seen, args.drop_duplicates)
-            filled = [writer.add(*parts[split]) for split, writer in writers.items()]
-            # the hashes in it, of 8 bytes, must not be written much more often than tokens, of 2 or 4
-            if any(filled) and unsaved >= 2 * (len(output.seen) - SMALL):
-                output.save_progress(position, writers)
-                unsaved = 0
+        batches = cut(source, output.position)
+        for batch, position in encoded(batches, args.workers, start, encode):
+            for document in batch:
+                if document.warning:
+                    warn(*document.warning)
+            output.add(batch, position)
             bar.set_postfix_str(f"{position['documents']:,} documents", refresh=False)
-            bar.update(position["done"] - done)
-            done = position["done"]
+            bar.update(position["done"] - bar.n)
 
 
 def check_text(args, writers, totals, damaged):

@@ -47,12 +47,9 @@ def sample(source):
             size += document.size
         if size >= SAMPLE_BYTES:
             break
-
-    def by_hash(document):
-        return hashlib.sha256(os.fsencode(document.name)).digest()
-
+    documents.sort(key=lambda document: hashlib.sha256(os.fsencode(document.name)).digest())
     texts, size = [], 0  # in bytes
-    for document in sorted(documents, key=by_hash):
+    for document in documents:
         if size >= SAMPLE_BYTES:
             break
         text, _ = divide(text_of(document, source.skip), VAL_FRACTION, validation)
@@ -111,16 +108,12 @@ def main():
             f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most."
         )
     ranks = dump_ranks(to_ranks(tokenizer))
-    try:
-        if read_file(args.output) not in (None, b"", ranks):
-            raise UserError(
-                f"{args.output}: is there already with other content; give another name, or remove it."
-            )
-        write_file(args.output, ranks)
-    except UserError as e:
-        raise UserError(f"--output {e}") from None
-    seconds = time.monotonic() - start
-    say(f"{args.output}: {args.vocab_size} tokens, {seconds:.1f} s")
+    if read_file(args.output) not in (None, b"", ranks):
+        raise UserError(
+            f"--output {args.output}: is there already with other content; give another name, or remove it."
+        )
+    write_file(args.output, ranks)
+    say(f"{args.output}: {args.vocab_size} tokens, {time.monotonic() - start:.1f} s")
 
 
 if __name__ == "__main__":

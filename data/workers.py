@@ -1,18 +1,18 @@
 """Encode batches of documents on several processes or on a Ray cluster, with the results in order."""
 
+import functools
 import itertools
 import logging
 import os
 import signal
+import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, resource_tracker
 from pathlib import Path
-from queue import SimpleQueue
 
-from data.encoding import encode_batch
 from runtime import interrupts
 from runtime.messages import UserError
 
@@ -24,19 +24,19 @@ BATCH_DOCUMENTS = 1000
 IN_FLIGHT = 4 * BATCH_BYTES
 
 
-def work(pipe, arguments):
-    """Encode what arrives through the pipe, until the program closes it or is killed."""
+def work(pipe, encode):
+    """Encode the batches that arrive through the pipe, until the program closes it or is killed."""
     with suppress(EOFError, OSError):
         while True:
             batch = pipe.recv()
             try:
-                answer = encode_batch(*arguments, batch)
+                answer = [encode(document) for document in batch]
             except UserError as e:
                 answer = e
             pipe.send(answer)
 
 
-def start_process(arguments):
+def start_process(encode):
     """The program's end of the pipe of a new worker."""
     context = get_context("spawn")
     pipe, its_end = context.Pipe()
@@ -44,38 +44,32 @@ def start_process(arguments):
     with interrupts.ending:  # a signal in between would leave half a process
         # processes that start here ignore Ctrl-C, which a terminal sends to them too
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        context.Process(target=work, args=(its_end, arguments), daemon=True).start()
+        context.Process(target=work, args=(its_end, encode), daemon=True).start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     its_end.close()
     return pipe
 
 
 @contextmanager
-def processes(workers, *arguments):
+def processes(workers, encode):
     """(function that submits a batch, function that waits for its result), on this machine's processes. Raises
     UserError where a worker is killed."""
-    pipes, idle = [], SimpleQueue()
-    threads = ThreadPoolExecutor(workers)  # one for each process, which waits for it
+    pipes, own = [], threading.local()
+
+    def begin():
+        own.pipe = start_process(encode)
+        pipes.append(own.pipe)
 
     def encode_there(batch):
-        pipe = idle.get()
-        try:
-            pipe.send(batch)
-            answer = pipe.recv()
-        finally:
-            idle.put(pipe)
+        own.pipe.send(batch)
+        answer = own.pipe.recv()
         if isinstance(answer, UserError):
             raise answer
         return answer
 
-    def submit(batch):
-        if len(pipes) < workers:
-            pipes.append(start_process(arguments))
-            idle.put(pipes[-1])
-        return threads.submit(encode_there, batch)
-
+    threads = ThreadPoolExecutor(workers, initializer=begin)  # one for each process
     try:
-        yield submit, Future.result
+        yield functools.partial(threads.submit, encode_there), Future.result
     except (EOFError, ConnectionError):
         time.sleep(0.5)  # a signal that ended them all ends this process too, and says so
         raise UserError(
@@ -88,7 +82,7 @@ def processes(workers, *arguments):
 
 
 @contextmanager
-def ray_actors(workers, *arguments):
+def ray_actors(workers, encode):
     """As `processes`, on a Ray cluster or on one that Ray starts here. Ray repeats what a lost worker had to do."""
     try:
         import ray
@@ -98,14 +92,16 @@ def ray_actors(workers, *arguments):
 
     class Encoder:
         def encode(self, batch):
-            return encode_batch(*arguments, batch)
+            return [encode(document) for document in batch]
 
     # the cluster's other machines have this repository, and tiktoken's ranks, at the paths that they have here
-    environment = {k: v for k, v in os.environ.items() if k == "TIKTOKEN_CACHE_DIR"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    where = {"env_vars": environment}
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if "TIKTOKEN_CACHE_DIR" in os.environ:
+        environment["TIKTOKEN_CACHE_DIR"] = os.environ["TIKTOKEN_CACHE_DIR"]
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(runtime_env=where, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(
+        runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.ERROR
+    )
     signal.signal(signal.SIGTERM, before)  # Ray took it
     interrupts.given_back.append(ray.shutdown)
     try:
@@ -125,16 +121,16 @@ def ray_actors(workers, *arguments):
         interrupts.given_back.remove(ray.shutdown)
 
 
-def encode(batches, workers, start, *arguments):
-    """Yield (`encode_batch` of a batch, position after it) for each (batch, position), in order.
+def encoded(batches, workers, start, encode):
+    """Yield ([encode(document)] of a batch, position after it) for each (batch, position), in order.
 
-    start: None for this process, or `processes` or `ray_actors`; arguments: those of `encode_batch`.
+    start: None for this process, or `processes` or `ray_actors`.
     """
     if not start:
         for batch, position in batches:
-            yield encode_batch(*arguments, batch), position
+            yield [encode(document) for document in batch], position
         return
-    with start(workers, *arguments) as (submit, result):
+    with start(workers, encode) as (submit, result):
         underway = deque()  # (future, position, bytes)
         for batch, position in batches:
             size = sum(document.size for document in batch)

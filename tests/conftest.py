@@ -19,6 +19,7 @@ from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -420,6 +421,8 @@ def bucket(request, monkeypatch):
         fs = fsspec.filesystem(kind, endpoint_url=url, skip_instance_cache=True, **anonymous)
         if kind == "s3":
             fs.mkdir("bucket")
+        else:  # gcsfs tries again at once, not after a second
+            monkeypatch.setattr("gcsfs.retry.random", SimpleNamespace(random=lambda: -1))
         yield f"{kind}://bucket/shards", fs, proxy
         proxy.shutdown()
     finally:

@@ -457,7 +457,7 @@ def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
     """A sentence, and the next run resumes."""
     write_lines(tmp_path / "a.jsonl", make_texts(100))
     assert tokenize("a.jsonl", "whole")[0] == 0
-    encode, taken = tokenize_shards.encode, []
+    encode, taken = tokenize_shards.encoded, []
 
     def killing(*args):
         for result in encode(*args):
@@ -467,7 +467,7 @@ def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
             yield result
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize_shards, "encode", killing)
+        patch.setattr(tokenize_shards, "encoded", killing)
         patch.setattr(data.workers, "IN_FLIGHT", 0)  # one batch after the other
         refused(tokenize("a.jsonl", "out", "--workers", 2), "--workers 2: one was killed")
     assert tokenize("a.jsonl", "out", "--workers", 2)[0] == 0
@@ -519,7 +519,7 @@ def test_a_bucket_that_fails(tokenize, writes, tmp_path, monkeypatch, bucket):
     """Every third request fails, the first run is killed: the bucket holds the bytes of a local run."""
     address, fs, proxy = bucket
     monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 100)
-    write_lines(tmp_path / "a.jsonl", make_texts(400))
+    write_lines(tmp_path / "a.jsonl", make_texts(250))
     more = ["--shard_tokens", 30_000, "--val_fraction", 0]
     assert tokenize("a.jsonl", "local", *more)[0] == 0
     writes.killed(4, lambda: tokenize("a.jsonl", address, *more))
@@ -538,7 +538,7 @@ def test_ray_with_a_worker_killed(tokenize, tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", make_texts(2000))
     monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 20)
     assert tokenize("a.jsonl", "one")[0] == 0
-    encode = tokenize_shards.encode
+    encode = tokenize_shards.encoded
 
     def killing(*args):
         for n, result in enumerate(encode(*args)):
@@ -547,7 +547,7 @@ def test_ray_with_a_worker_killed(tokenize, tmp_path, monkeypatch):
                 next(child for child in children if child.name()[:12] == "ray::Encoder").kill()
             yield result
 
-    monkeypatch.setattr(tokenize_shards, "encode", killing)
+    monkeypatch.setattr(tokenize_shards, "encoded", killing)
     assert tokenize("a.jsonl", "ray", "--ray", "--workers", 2)[0] == 0 and not ray.is_initialized()
     assert content(tmp_path / "one") == content(tmp_path / "ray")
     monkeypatch.setitem(sys.modules, "ray", None)

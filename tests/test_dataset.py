@@ -344,7 +344,6 @@ def test_bad_shards_are_named(tmp_path):
 def described(tmp_path, monkeypatch):
     """Three shards of several blocks, with their manifest and tokenizer, in a folder of its own."""
     monkeypatch.setattr(storage, "BLOCK", 512)
-    monkeypatch.setattr(dataset, "BLOCK", 512)
     (tmp_path / "a" / "train").mkdir(parents=True)
     for i, n in enumerate((1001, 1001, 700)):
         ids = np.random.default_rng(i).integers(0, 200, n).astype(np.uint16)

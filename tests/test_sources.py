@@ -30,9 +30,10 @@ from test_data_programs import ranks_file as ranks_file  # a fixture
 from test_data_programs import tokenize as tokenize  # a fixture
 from test_data_programs import writes as writes  # a fixture
 
-from data import splits, tokenization, train_tokenizer
+from data import command_line, splits, tokenization, train_tokenizer
 from data.sources import files
 from data.sources import text as source_text
+from data.sources.kinds import open_source
 
 
 def texts_in(output, ranks_file):
@@ -135,6 +136,21 @@ def test_hashes_that_were_seen():
             expected.add(value)
         assert len(seen) == len(expected) and len(seen.arrays) < 12
     assert set(seen.all().tolist()) == expected
+
+
+@pytest.mark.parametrize("kind", ["", *RECORDS])
+def test_progress_is_in_bytes(tmp_path, kind):
+    """From each document to the next one, up to all bytes of the source; the same from where a run resumes."""
+    for i in range(3):
+        (tmp_path / "in" / str(i)).mkdir(parents=True)
+        write(tmp_path / "in" / str(i) / f"x{kind}", some_texts(20))
+    source = open_source(command_line.Source(str(tmp_path / "in"), text_column="body"))
+    positions = [source.position for _ in source.read({})]
+    done = [position["done"] for position in positions]
+    assert done == sorted(done) and done[0] < done[25] < done[50]
+    assert done[-1] == source.total == sum(size for _, size in source.files)
+    again = [source.position["done"] for _ in source.read(positions[29])]
+    assert again == done[30:]
 
 
 # --- Damage -----------------------------------------------------------------------------------------------------

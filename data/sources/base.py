@@ -1,8 +1,4 @@
-"""What all sources of documents have in common, and what those have whose files hold records.
-
-A new kind of file with records is a subclass of `Records` in a file of its own, and an entry of KINDS in kinds.py.
-jsonl.py and parquet.py are examples.
-"""
+"""What all sources of documents have in common, and what those have whose files hold records."""
 
 import hashlib
 import os
@@ -31,7 +27,6 @@ class Document(NamedTuple):
 
 # --- Messages ---------------------------------------------------------------------------------------------------
 
-
 shown = {}  # {kind: warnings of it that were printed}, of one source
 
 
@@ -56,7 +51,7 @@ def warn_of_left_out(what, paths, more=""):
 
 
 def skipped(error):
-    """The words of a warning of what --skip_damaged leaves out because of `error`."""
+    """The words of the warning of what --skip_damaged leaves out because of `error`."""
     return f"{str(error).rstrip('.')}: skipped"
 
 
@@ -74,10 +69,9 @@ class Source:
 
     A subclass has
         read(position)   yields documents from `position` on, {} for the beginning. After each, self.position says where
-                         the next one begins: {"documents": how many, "done": units, "file": files read to their end}.
-                         Raises UserError where what `position` was taken of has changed.
+                         the next one begins: {"documents": how many, "done": bytes of files, "file": files read to
+                         their end}. Raises UserError where what `position` was taken of has changed.
         identity         {setting: value} of the manifest; shards of another identity are other shards
-        unit, total      of the progress bar
         paths            of its local files
     """
 
@@ -85,6 +79,7 @@ class Source:
 
     def __init__(self, files, skip):
         self.files = files  # [(name, bytes)]
+        self.total = sum(size for _, size in files)
         self.skip = skip  # --skip_damaged
         advice = "; replace it and rerun the same command to resume, or give --skip_damaged"
         self.advice = "" if skip else advice
@@ -123,14 +118,12 @@ class Records(Source):
 
     A subclass has
         endings         of its files' names
-        entries(file)   yields for each record of file number `file` the number of the next one, the units up to here,
-                        those of earlier files too, and its text: a str, None, or the Document of what --skip_damaged
-                        leaves out. Where the rest cannot be read it raises UserError or one of DAMAGE.
-        before(file)    units in the files before number `file`, where they are not bytes
+        entries(file)   yields for each record of file number `file` the number of the next one, the bytes of the file
+                        up to here, and its text: a str, None, or the Document of what --skip_damaged leaves out.
+                        Where the rest cannot be read it raises UserError or one of DAMAGE.
     """
 
     endings = ()
-    unit = "B"
 
     def __init__(self, fs, files, column, skip):
         """files: {path: bytes} in the file system `fs`; column: the one that holds the text."""
@@ -141,20 +134,13 @@ class Records(Source):
             self.paths = list(files)
         self.identity = {"source_listing_sha256": listing_sha256(self.files), "text_column": column}
 
-    @property
-    def total(self):
-        return self.before(len(self.files))
-
-    def before(self, file):
-        """Bytes of the files before number `file`."""
-        return sum(size for _, size in self.files[:file])
-
     def read(self, position):
         """Yield documents from `position` on. The records before it in its file are read again: their CRC-32 tells
         whether they are the same."""
         n, first, line = (position.get(key, 0) for key in ("documents", "file", "line"))
-        for file in range(first, len(self.files)):
-            name, crc32, is_reached = self.files[file][0], 0, line == 0
+        before = sum(size for _, size in self.files[:first])
+        for file, (name, size) in enumerate(self.files[first:], first):
+            crc32, is_reached = 0, line == 0
             try:
                 for number, done, text in self.entries(file):
                     content = text.encode(errors="surrogatepass") if isinstance(text, str) else b""
@@ -164,7 +150,7 @@ class Records(Source):
                         if not isinstance(text, Document):
                             document = Document(str(n), size=len(text or ""), text=text or "")
                             n += 1
-                        self._stand_at(n, done, file, number, crc32)
+                        self._stand_at(n, before + done, file, number, crc32)
                         yield document
                     elif number >= line:
                         is_reached = crc32 == position["crc32"]
@@ -174,13 +160,14 @@ class Records(Source):
                 if is_reached:
                     self._check_storage(name)
                     lost = self.damaged(self.cannot_be_read(name, e), "damaged_files")
-                    self._stand_at(n, self.before(file + 1), file + 1, 0, 0)
+                    self._stand_at(n, before + size, file + 1, 0, 0)
                     yield lost
             if not is_reached:
                 raise UserError(
                     f"--source: {name} has changed since it was read for these shards; put back what it was, or give "
                     f"another --output."
                 )
+            before += size
             line = 0
 
     def _stand_at(self, documents, done, file, line, crc32):

@@ -12,8 +12,8 @@ NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
 def walk(root, leave_out=()):
-    """Paths of a local folder's regular files, without those that are hidden and those in folders that are hidden,
-    named in leave_out or symlinked, of which the last are warned of. Raises UserError where a folder cannot be read."""
+    """Paths of a local folder's regular files, without those in folders that are hidden, named in leave_out or
+    symlinked, of which the last are warned of. Raises UserError where a folder cannot be read."""
 
     def stop(e):
         raise UserError(f"--source: {e.filename} cannot be read ({e.strerror}).")
@@ -22,8 +22,7 @@ def walk(root, leave_out=()):
     for folder, subfolders, files in os.walk(root, onerror=stop):
         subfolders[:] = [s for s in subfolders if s not in leave_out and not s.startswith(".")]
         links += filter(os.path.islink, (os.path.join(folder, s) for s in subfolders))
-        inside = (os.path.join(folder, f) for f in files if not f.startswith("."))
-        paths += filter(os.path.isfile, inside)
+        paths += filter(os.path.isfile, (os.path.join(folder, f) for f in files))
     warn_of_left_out("symlinked folder", links)
     return paths
 
@@ -88,13 +87,10 @@ def check_is_text(document):
 class Files(Source):
     """A source of which every file is a document."""
 
-    unit = "B"
-
     def __init__(self, documents, skip):
         super().__init__([(d.name, d.size) for d in documents], skip)
         self.documents = documents
         self.paths = [d.path for d in documents]
-        self.total = sum(d.size for d in documents)
         # names and sizes, quick to compare: another Python has another stdlib, and folders change
         self.identity = {"source_listing_sha256": listing_sha256(self.files)}
 

@@ -8,25 +8,23 @@ from runtime.files import filesystem
 from runtime.messages import UserError, first_line
 
 
-def open_dataset(name, config, split, *settings):
-    """The rows of a dataset of the hub, at its newest revision. settings: the text column and --skip_damaged. Raises
-    UserError."""
+def open_dataset(args):
+    """The rows of a dataset of the hub, at its newest revision. args: a command_line.Source. Raises UserError."""
     import datasets  # takes a second
     import huggingface_hub
 
+    name, split = args.source, args.split
     try:
         revision = huggingface_hub.HfApi().dataset_info(name).sha
-        builder = datasets.load_dataset_builder(name, config, revision=revision)
+        builder = datasets.load_dataset_builder(name, args.config, revision=revision)
         urls = builder.config.data_files[split]
         fs = filesystem(urls[0])[0]
         with ThreadPoolExecutor(16) as pool:
             infos = list(pool.map(fs.info, urls))
-    except UserError:
-        raise
     except Exception as e:  # of the network, of datasets' builders: there is no common class
         raise UserError(
             f"--source {name}: there is no such file or folder, and the Hugging Face hub gives no such "
-            f"dataset with --config {config} and --split {split} ({first_line(e)})."
+            f"dataset with --config {args.config} and --split {split} ({first_line(e)})."
         ) from None
     if all(url.endswith(".parquet") for url in urls):
         kind = Tables
@@ -36,7 +34,8 @@ def open_dataset(name, config, split, *settings):
         raise UserError(
             f"--source {name}: its files, such as {urls[0]}, are neither .parquet nor .jsonl, which alone are read."
         )
-    paths = map(fs._strip_protocol, urls)
-    source = kind(fs, {path: info["size"] for path, info in zip(paths, infos)}, *settings)
-    source.identity = dict(config=config, split=split, revision=revision, text_column=settings[0])
+    files = {fs._strip_protocol(url): info["size"] for url, info in zip(urls, infos)}
+    source = kind(fs, files, args.text_column, args.skip_damaged)
+    source.identity = {"config": args.config, "split": split, "revision": revision}
+    source.identity["text_column"] = args.text_column
     return source

@@ -13,11 +13,11 @@ class Lines(Records):
     endings = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
     def entries(self, file):
-        path, before = self.files[file][0], self.before(file)
+        path = self.files[file][0]
         with self.fs.open(path, "rb") as raw:
             for i, line in enumerate(lines(decompressed(raw, path)), 1):
                 if line.strip():
-                    yield i, before + raw.tell(), self._text(line, f"line {i} of {path}")
+                    yield i, raw.tell(), self._text(line, f"line {i} of {path}")
 
     def _text(self, line, where):
         """The text of a line, a str or None, or the Document of a damaged one."""

@@ -20,10 +20,7 @@ ENDINGS = ", ".join(ending for kind in KINDS for ending in kind.endings)
 
 def kind_of(path):
     """The one of KINDS that reads a file, or None."""
-    for kind in KINDS:
-        if path.endswith(kind.endings):
-            return kind
-    return None
+    return next((kind for kind in KINDS if path.endswith(kind.endings)), None)
 
 
 def before_wildcard(path):
@@ -36,12 +33,11 @@ def find(source):
     fs, path = filesystem(source)
     found = {}
     for match in [path] if fs.isdir(path) else fs.glob(path):
-        if not fs.isdir(match):
-            found[match] = fs.info(match)
-        elif is_remote(source):
+        if fs.isdir(match) and is_remote(source):
             found |= fs.find(match, detail=True)
         else:
-            found |= {p: fs.info(p) for p in walk(match)}
+            paths = walk(match) if fs.isdir(match) else [match]
+            found |= {p: fs.info(p) for p in paths}
     start = before_wildcard(path).rstrip("/")
     visible = [p for p in sorted(found) if "/." not in p.removeprefix(start)]
     return fs, {p: found[p]["size"] or 0 for p in visible if found[p]["type"] == "file"}
@@ -58,11 +54,11 @@ def open_source(args):
     except (OSError, ValueError, ImportError) as e:
         raise UserError(f"--source {source}: cannot be read ({first_line(e)}).") from None
     if any(map(kind_of, found)):
-        return open_records(args, skip, fs, found)
+        return open_records(args, fs, found)
     if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
         return Files(text_files(source, fs, found), skip)
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
-        return open_dataset(source, args.config, args.split, args.text_column, skip)
+        return open_dataset(args)
     what = "there is no such file or folder"
     if found:
         what = f"{many(len(found), 'file')} there, none ending in {ENDINGS}, which alone are read from there"
@@ -73,7 +69,7 @@ def open_source(args):
     )
 
 
-def open_records(args, skip, fs, found):
+def open_records(args, fs, found):
     """A source of the records in the files `found`, {path: bytes}. Raises UserError where they are of two kinds."""
     records = {path: size for path, size in found.items() if kind_of(path)}
     examples = {kind_of(path): path for path in records}
@@ -86,7 +82,7 @@ def open_records(args, skip, fs, found):
     endings = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
     warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
     (kind,) = examples
-    return kind(fs, records, args.text_column, skip)
+    return kind(fs, records, args.text_column, args.skip_damaged)
 
 
 def text_files(source, fs, found):

@@ -19,15 +19,14 @@ class Tables(Records):
     """Every row is a document. This thread alone reads: threads of Arrow would abort the interpreter at its end."""
 
     endings = (".parquet",)
-    unit = " documents"
 
     def __init__(self, *args):
         super().__init__(*args)
         with ThreadPoolExecutor(16) as pool:  # remote storage is slow to answer
-            # of each file, the number of its rows, or a UserError
-            self.rows = list(pool.map(self._look, [name for name, _ in self.files]))
-        errors = [rows for rows in self.rows if isinstance(rows, UserError)]
-        if errors and (not self.skip or len(errors) == len(self.rows)):
+            # of each file, the UserError of one that cannot be used, or None
+            self.errors = list(pool.map(self._error_of, [name for name, _ in self.files]))
+        errors = list(filter(None, self.errors))
+        if errors and (not self.skip or len(errors) == len(self.files)):
             raise errors[0]
 
     def _open(self, f):
@@ -38,12 +37,11 @@ class Tables(Records):
             page_checksum_verification=True,
         )
 
-    def _look(self, path):
-        """Rows of a file, or the UserError of one that is damaged or has no text in the column."""
+    def _error_of(self, path):
+        """The UserError of a file that is damaged or has no text in the column, else None."""
         try:
             with self.fs.open(path, "rb") as f, self._open(f) as table:
                 types = dict(zip(table.schema_arrow.names, table.schema_arrow.types))
-                rows = table.metadata.num_rows
         except DAMAGE as e:
             return self.cannot_be_read(path, e)
         has = f"has no such column; it has {', '.join(types)}"
@@ -52,23 +50,20 @@ class Tables(Records):
             if pyarrow.types.is_dictionary(kind):
                 kind = kind.value_type
             if str(kind) in TEXT_TYPES:
-                return rows
+                return None
             has = f"holds {kind} there, not text; give a column of strings"
         return UserError(f"--text_column {self.column}: {path} {has}.")
 
-    def before(self, file):
-        """Rows of the files before number `file`."""
-        return sum(rows for rows in self.rows[:file] if isinstance(rows, int))
-
     def entries(self, file):
-        path, before = self.files[file][0], self.before(file)
-        if isinstance(self.rows[file], UserError):
-            raise self.rows[file]
+        path, size = self.files[file]
+        if self.errors[file]:
+            raise self.errors[file]
         row = 0
         with self.fs.open(path, "rb") as f, self._open(f) as table:
             for group in range(table.num_row_groups):
                 for row, cell in enumerate(self._cells(table, group), row + 1):
-                    yield row, before + row, self._text(cell, f"row {row} of {path}")
+                    done = size * row // table.metadata.num_rows
+                    yield row, done, self._text(cell, f"row {row} of {path}")
 
     def _cells(self, table, group):
         """Yield the bytes of the cells of a row group, as they are in Arrow's memory."""

@@ -63,11 +63,10 @@ def lines(stream):
 
 def decode(content):
     """(text, number of characters that became U+FFFD) of a file's bytes, without a byte order mark."""
-    for encoding in filter(None, (wide_encoding(content), "utf-8-sig")):
-        try:
-            return content.decode(encoding), 0
-        except UnicodeDecodeError:
-            pass
+    try:
+        return content.decode(wide_encoding(content) or "utf-8-sig"), 0
+    except UnicodeDecodeError:
+        pass
     text = content.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
     return text, text.count("\ufffd") - content.count("\ufffd".encode())
 
