@@ -69,8 +69,8 @@ class ShardWriter:
         self.filled = 0
 
     @property
-    def n_tokens(self):
-        return sum(shard["tokens"] for shard in self.shards) + self.filled
+    def n_tokens(self):  # of the shards that are written
+        return sum(shard["tokens"] for shard in self.shards)
 
     def manifest(self):
         """What there is so far, for the manifest and to resume from."""

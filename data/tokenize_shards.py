@@ -181,7 +181,7 @@ def check_text(args, writers, totals, damaged):
     if not totals["documents"]:
         raise no_text(args, f"{n_documents}, all of them empty; {damaged}".rstrip("; "))
     for split, writer in writers.items():
-        if not writer.n_tokens:
+        if not writer.totals["documents"]:
             raise UserError(
                 f"--val_fraction {args.val_fraction}: there is no text for {split} in {n_documents}; give more text "
                 f"or another fraction, of which 0 makes no val."
