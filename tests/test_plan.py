@@ -69,6 +69,14 @@ def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
     check_bytes(bytes_of(e.sent), bytes_of(c.collectives))
 
 
+def test_logits_are_in_memory_beside_the_embedding():
+    """Those of a vocabulary that is large for the model."""
+    cfg = small_config((1, 1, 1), 8, **GPT2 | dict(vocab_size=2**16))
+    e = costs.Estimate(cfg, machines.parse_machine("v4:1x1x1"))
+    logits, embedding = 8 * cfg.model.T * 2**16, 2**16 * cfg.model.model_dimension
+    assert e.workspace >= 4 * e.fit["logit_copies"] * logits + e.bytes * embedding
+
+
 # --- Against the TPU compiler -------------------------------------------------------------------------------------
 
 
