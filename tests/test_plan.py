@@ -69,6 +69,14 @@ def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
     check_bytes(bytes_of(e.sent), bytes_of(c.collectives))
 
 
+def test_logits_are_in_memory_beside_the_embedding():
+    """Those of a vocabulary that is large for the model."""
+    cfg = small_config((1, 1, 1), 8, **GPT2 | dict(vocab_size=2**16))
+    e = costs.Estimate(cfg, machines.parse_machine("v4:1x1x1"))
+    logits, embedding = 8 * cfg.model.T * 2**16, 2**16 * cfg.model.model_dimension
+    assert e.workspace >= 4 * e.fit["logit_copies"] * logits + e.bytes * embedding
+
+
 # --- Against the TPU compiler -------------------------------------------------------------------------------------
 
 
@@ -310,9 +318,6 @@ def test_a_plan_by_formulas(tmp_path, capsys):
     said = capsys.readouterr().out
     parts = "parameters memory operations collectives tokens/s chip-hours".split()
     assert all(word in said for word in [*parts, "bound by", "next"])
-    slowest_first = re.findall(r" MB +[\d,]+ +([\d.]+)$", said, re.MULTILINE)
-    assert len(slowest_first) > 2 and slowest_first == sorted(slowest_first, reverse=True)
-    assert slowest_first[0] > slowest_first[-1]
 
 
 def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
@@ -327,13 +332,15 @@ def test_search_keeps_the_global_batch_and_ranks(tmp_path, capsys):
     assert "links of" in said and "formulas" in said and "the fastest: --" in said
 
 
-def test_the_flag_that_is_advised_is_faster(tmp_path):
+def test_the_flag_that_is_advised_is_faster(tmp_path, capsys):
     flags = dict(preset="moe1b", plan="gpu:8xH200", n_device_axis=(2, 2, 2), train_batch_size=32)
     path = tmp_path / "plan.json"
     a = planned("--by_formulas", plan_json=path, **flags)
     advised, by = re.fullmatch(
         r"(--.*) would help most: by (\d+)% of the step.*", a["advice"]
     ).groups()
+    seconds = re.findall(r" MB +[\d,]+ +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
     flags.pop("train_batch_size")
     other = planned("--by_formulas", *flags_of(**flags | dict(plan_json=path)), *advised.split())
     assert other["seconds"]["step"] == pytest.approx(
