@@ -244,8 +244,9 @@ class Mixture:
         phase_of = np.searchsorted(self.borders, numbers, "right")
         rows = np.empty((len(numbers), self.T + 1), np.int32)
         for i, phase in enumerate(self.phases):
+            corpus_of = phase.which[(numbers - phase.start) % len(phase.which)]
             for k, corpus in enumerate(self.corpora):
-                mine = (phase_of == i) & (phase.corpus_of(numbers) == k)
+                mine = (phase_of == i) & (corpus_of == k)
                 rows[mine] = corpus.sequences(phase.seen(numbers[mine])[:, k], seed)
         return rows
 
@@ -272,10 +273,6 @@ class Phase:
         self.which = np.repeat(corpora, shares)[order]
         one_hot = (self.which[:, None] == corpora).astype(np.int64)
         self.earlier = np.cumsum(one_hot, axis=0) - one_hot
-
-    def corpus_of(self, numbers):
-        """int64 [n]: the corpus of each of the sequences with these numbers [n], which lie in this phase."""
-        return self.which[(numbers - self.start) % len(self.which)]
 
     def seen(self, numbers):
         """int64 [..., corpora]: sequences of each corpus before those with these numbers [...], which lie in this phase

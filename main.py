@@ -274,7 +274,7 @@ class Training:
         self.step, self.sequences = meta["step"], due.sequences
         self.bad_steps.rolled_back(self.step)
         self.batches = self.read_batches()
-        self.interrupt.forget_failure()  # of a batch that may be left out now
+        self.interrupt.asked = 0  # the batch that failed may be left out now
         self.log.rewind(self.step)
         self.meter.pace.resume(self.batches.waited)
 

@@ -130,11 +130,6 @@ class Model:
         return self.n_kv_head or self.n_head
 
     @property
-    def value_dim(self):
-        """Channels of a head's value."""
-        return self.key_dim
-
-    @property
     def q_latent(self):
         """Channels of the query latent, --q_latent_dim -1 resolved; 0: there is none."""
         return self.latent_dim if self.q_latent_dim < 0 else self.q_latent_dim
@@ -368,9 +363,6 @@ def replace(cfg, **flags):
             groups[group] = dataclasses.replace(values, **own)
     assert not flags, f"no such flags: {flags}"
     return dataclasses.replace(cfg, **groups)
-
-
-# --- From outside -------------------------------------------------------------------------------------------------
 
 
 def read_flags(kind, argv, program):

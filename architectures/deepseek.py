@@ -113,7 +113,7 @@ def rope_channels(m, routed):
 def attention_table(cfg, rope):
     """Multi-head latent attention with `rope` rotary channels."""
     m = cfg.model
-    D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.value_dim
+    D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.key_dim
     Q, R = m.q_latent, m.latent_dim
     from_latent = Q or D  # queries come from x itself where they have no latent
 
@@ -381,7 +381,8 @@ def latent_cache(cfg, B, T):
 def layer_cost(m, kind):
     """`LayerCost` of a kind of layer: attention as in DeepSeek-V2, arXiv:2405.04434, section 2.1; feed-forward as in
     arXiv:2002.05202."""
-    D, K, V, R, Q = m.model_dimension, m.key_dim, m.value_dim, m.latent_dim, m.q_latent
+    D, R, Q = m.model_dimension, m.latent_dim, m.q_latent
+    K = V = m.key_dim
     routed = kind in ("moe", "mtp")
     rope = rope_channels(m, routed)
     latents = Q + R + rope
@@ -445,7 +446,7 @@ def layer_tensors(m, n, leaf, at):
 
 def attention_tensors(m, prefix, leaf, at):
     """Yield the `Tensor`s of latent attention. Our `down` holds [query latent, key/value latent, rotary key]."""
-    D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.value_dim
+    D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.key_dim
     Q, R, rope = m.q_latent, m.latent_dim, m.rope_dim
     down = (*leaf, "down")
     inputs = slice(None)
@@ -526,7 +527,7 @@ def to_hugging_face(m):
         model_type="deepseek_v3",
         num_hidden_layers=m.first_layers + m.blocks,
         num_key_value_heads=m.n_head,
-        v_head_dim=m.value_dim,
+        v_head_dim=m.key_dim,
         q_lora_rank=m.q_latent or None,
     )
     if m.rope_factor > 1:

@@ -32,8 +32,6 @@ from collectives import gather_sequence
 
 STD = 0.02  # standard deviation with which matrices begin
 
-# --- Parameters ---------------------------------------------------------------------------------------------------
-
 
 def gpt2_table(cfg):
     """The parameter table of GPT-2. Weights begin as in the paper's section 2.3 and its code."""
@@ -78,9 +76,6 @@ def feed_forward_table(cfg):
         down=weight_param(cfg, (F, D), back_std(m), dim=1, **split_over_tp(cfg, 0)),
         down_bias=bias_param(D),
     )
-
-
-# --- Layers -------------------------------------------------------------------------------------------------------
 
 
 def layer_norm(x, p, eps):
@@ -154,9 +149,6 @@ def layer_cost(m, kind):
         branches=1,
         ffn_width=m.ffn_width,
     )
-
-
-# --- Hugging Face format ------------------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):

@@ -33,8 +33,6 @@ class HuggingFace(NamedTuple):
         return {flag: name for name, flag in self.entries.items()} | OTHER_NAMES
 
 
-# --- Tensors ------------------------------------------------------------------------------------------------------
-
 HEAD = "lm_head.weight"  # name of the head's weights in all architectures
 
 
@@ -103,8 +101,6 @@ def swiglu(prefix, leaf, at, D, F):
     yield linear(f"{prefix}.up_proj.weight", (*leaf, "up"), (*at, 1), (D, F))
     yield plain(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (D, F))
 
-
-# --- Entries of config.json -----------------------------------------------------------------------------------------
 
 # T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
 MOST_T = 4096

@@ -53,9 +53,6 @@ def check_flags(cfg):
         raise UserError("--experts_per_token 0: must be at least 1 where there are experts.")
 
 
-# --- Parameters ---------------------------------------------------------------------------------------------------
-
-
 def qwen3_table(cfg):
     """The parameter table of Qwen3. Its weights begin as those of architectures/deepseek.py do (`std_into`,
     `std_back`); norms start at 1."""
@@ -87,9 +84,6 @@ def attention_table(cfg):
         k_norm=scale_param(K),
         out=out_param(cfg, (H, K, D), std_back(H * K, m.blocks)),
     )
-
-
-# --- Layers -------------------------------------------------------------------------------------------------------
 
 
 def attention(p, x, tokens, m, cache):
@@ -152,9 +146,6 @@ def layer_cost(m, kind):
         branches=2,
         ffn_width=0 if m.n_experts else m.ffn_width,
     )
-
-
-# --- Hugging Face format ------------------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):

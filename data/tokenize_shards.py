@@ -43,8 +43,6 @@ from runtime.messages import UserError, say
 from runtime.parser import flag
 from utils import read_flags
 
-# --- The command line -------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Source):
@@ -79,9 +77,6 @@ def parse():
             f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
         )
     return args
-
-
-# --- The program ------------------------------------------------------------------------------------------------
 
 
 def main():

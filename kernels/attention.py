@@ -97,7 +97,7 @@ def causal_share(T, block):
 
 def channels(m):
     """Channels that the key and the value of a head have together, of a utils.Model."""
-    return m.key_dim + m.rope_dim + m.value_dim
+    return 2 * m.key_dim + m.rope_dim
 
 
 class Kernel(NamedTuple):

@@ -79,9 +79,6 @@ def parse_machine(name):
     )
 
 
-# --- The compiler -------------------------------------------------------------------------------------------------
-
-
 def devices_of(machine):
     """The devices of a machine, for its compiler alone. Raises UserError where there is no such slice."""
     if machine.platform == "gpu":

@@ -29,8 +29,6 @@ EXTRAS = {"gs": "gs", "gcs": "gs", "s3": "s3"}  # of setup_tpu.sh, which bring a
 # They would print a traceback of each failed try; `persist` reports failures in a sentence.
 LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore", "asyncio"
 
-# --- Storage ------------------------------------------------------------------------------------------------------
-
 
 def filesystem(path):
     """(fsspec's file system of a local path or remote address, the path in it). Raises UserError."""
@@ -99,9 +97,6 @@ def names_in(folder):
     except FileNotFoundError:
         return []
     return [os.path.basename(path.rstrip("/")) for path in paths]
-
-
-# --- Files that appear whole --------------------------------------------------------------------------------------
 
 
 def check_plain(path):

@@ -216,10 +216,6 @@ class Interrupt:
         answer, self.asked = self.asked, self.largest(all_of_them)
         return int(answer)
 
-    def forget_failure(self):
-        """Forget the answer that is not read yet: after a rollback the batch that failed may be left out."""
-        self.asked = 0
-
     def __enter__(self):
         self.over = interrupts.watch(self._note)
         return self

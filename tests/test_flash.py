@@ -187,7 +187,7 @@ def head_shapes():
     for name in presets.PRESETS:
         m = presets.preset(name).model
         for rope in (m.rope_dim, m.rope_dim if m.moe_rope else 0):
-            shapes.add((m.key_dim + rope, m.value_dim, m.model_dtype))
+            shapes.add((m.key_dim + rope, m.key_dim, m.model_dtype))
     return sorted(shapes)
 
 

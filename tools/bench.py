@@ -36,8 +36,6 @@ from runtime.messages import UserError
 from tools import common
 from training import command_line, settings
 
-# --- One configuration, in a process of its own -----------------------------------------------------------------
-
 compiled = {}  # in such a process: its step, state and batch
 
 
@@ -115,9 +113,6 @@ class Worker:
             raise UserError(f"{self.name}: its process died; see its output above.") from None
 
 
-# --- All of them ------------------------------------------------------------------------------------------------
-
-
 def measure(configurations, rounds, steps):
     """[dict of numbers] of [(name, Config)]: each quantity with a spread is [lower quartile, median, upper one]."""
     groups = [configurations]
@@ -183,9 +178,6 @@ def machine():
     cpu = re.search(r"model name\s*:\s*(.*)", info.read_text() if info.exists() else "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return dict(cpu=cpu[1] if cpu else platform.machine(), cores=cores, jax=version("jax"))
-
-
-# --- The command line -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

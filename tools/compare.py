@@ -29,8 +29,6 @@ from runtime.messages import UserError, warn
 from tools import common
 from training import runlog, settings, steps
 
-# --- What runs measured -------------------------------------------------------------------------------------------
-
 
 class Curve(NamedTuple):
     """The e evaluations of a run."""
@@ -157,9 +155,6 @@ def picture(groups, kind="png"):
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return runlog.picture(figure, kind)
-
-
-# --- The program ------------------------------------------------------------------------------------------------
 
 
 def read_groups(folders):

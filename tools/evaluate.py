@@ -42,8 +42,6 @@ from dataset import Corpus
 from inference import weights
 from inference.scores import Piece, make_scorer, mean
 
-# --- Shards and text --------------------------------------------------------------------------------------------
-
 
 def open_shards(options, cfg, path):
     """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does, and where the
@@ -137,9 +135,6 @@ def losses(sums, tokens, n_bytes):
         bits_per_byte=bits,
         bits_per_byte_error=bits_error,
     )
-
-
-# --- The program ------------------------------------------------------------------------------------------------
 
 
 def table(rows):

@@ -124,9 +124,6 @@ def appearing(folder):
         shutil.rmtree(part, ignore_errors=True)
 
 
-# --- Tokenizer ----------------------------------------------------------------------------------------------------
-
-
 def export_tokenizer(folder, run_dir, m):
     """Write files that AutoTokenizer loads, where the run has a tokenizer; returns what config.json says of it."""
     encoding = tokenization.folder_tokenizer(run_dir)
@@ -179,9 +176,6 @@ def halves(token, rank, ranks):
         i = min(range(len(pairs)), key=pairs.__getitem__)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
-
-
-# --- Command line -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ class Trace:
         if op.kind.endswith(("-done", "-update")):
             return self.operation(op.inputs[0].name)
         inside = list(self.inside(op))
-        is_product = any(map(is_product_op, inside))
+        kernels = [hlo.calls_cublas(op) or hlo.is_kernel(op) for op in inside]
+        is_product = any(kernels) or any(op.kind in ("dot", "convolution") for op in inside)
         links = "" if is_product else next(filter(None, map(self.links, inside)), "")
         named = re.search(r'op_name="([^"]*)"', " ".join(inner.rest for inner in inside))
         path = named[1] if named else name
@@ -119,10 +120,6 @@ class Trace:
             return axes and plan.links_of(axes, kind)
         across = hlo.slow_axis(self.mesh, self.about["slices"])
         return plan.links_of([across], hlo.ACROSS) if kind in ("send", "recv") else ""
-
-
-def is_product_op(op):
-    return op.kind in ("dot", "convolution") or hlo.calls_cublas(op) or hlo.is_kernel(op)
 
 
 def open_trace(run, name=""):

@@ -85,7 +85,8 @@ def orthogonalize_local(leaves, table, mesh_size, dtype):
     updates = [None] * len(stacks)
     for group in deal(stacks, mesh_size):
         blocks = [group.pad(stacks[i].to_blocks(pieces[i])) for i in group.members]
-        blocks.append(group.empty_places(dtype))
+        # nothing for the places that the members leave empty
+        blocks.append(jnp.zeros((group.places - group.number, *group.block), dtype))
         whole = to_owners(jnp.concatenate(blocks), *group.layout, group.sharers)
         blocks = from_owners(newton_schulz(whole), *group.layout, group.sharers)
         for i in group.members:
@@ -119,9 +120,6 @@ def newton_schulz_flops(rows, columns):
     """Operations of `newton_schulz` for one matrix."""
     m, n = sorted((rows, columns))
     return STEPS * (4 * m * m * n + 2 * m**3)
-
-
-# --- Stacks -------------------------------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
@@ -216,9 +214,6 @@ def alike(stack):
     return min(stack, swapped, key=lambda s: (s.layout.columns, s.block))
 
 
-# --- Dealing ------------------------------------------------------------------------------------------------------
-
-
 class Group(NamedTuple):
     """Stacks that are worked on as one batch, and the devices that share it out."""
 
@@ -277,10 +272,6 @@ class Group(NamedTuple):
         """Blocks of one member with zeros up to the group's rows and columns."""
         rows, columns = [size - own for size, own in zip(self.block, blocks.shape[1:])]
         return jnp.pad(blocks, ((0, 0), (0, rows), (0, columns)))
-
-    def empty_places(self, dtype):
-        """Zero blocks for the places that the members leave empty."""
-        return jnp.zeros((self.places - self.number, *self.block), dtype)
 
 
 def deal(stacks, mesh_size):

@@ -52,8 +52,6 @@ def descend(updates, state, params=None, *, rate, **_):
     return jax.tree.map(lambda x: -rate * x, updates), state
 
 
-# --- Schedules ----------------------------------------------------------------------------------------------------
-
 NEVER = 2**31 - 1  # a step, int32, that no run reaches
 
 

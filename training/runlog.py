@@ -78,8 +78,6 @@ class Progress:
         return [f"{words} ({share:.0%} of the plan)", f"MFU {share * self.plan.mfu:.1%}"]
 
 
-# --- The log ------------------------------------------------------------------------------------------------------
-
 SAMPLE = re.compile(r"^(?==== step \d{1,15}$)", re.MULTILINE)  # where the samples of a step begin
 
 
@@ -297,8 +295,6 @@ def attempt(work):
         return False
     return True
 
-
-# --- Plots --------------------------------------------------------------------------------------------------------
 
 EXPERT_SHARE = "load/expert_"  # metrics of each expert
 PLOTS = {  # file: (title, metrics); none: those of each expert

@@ -25,8 +25,6 @@ class Document(NamedTuple):
     lost: str = ""  # the count of the manifest that --skip_damaged adds to here; no text then
 
 
-# --- Messages ---------------------------------------------------------------------------------------------------
-
 shown = {}  # {kind: warnings of it that were printed}, of one source
 
 
@@ -59,9 +57,6 @@ def listing_sha256(files):
     """Hash of (name, size) pairs."""
     lines = "".join(f"{name}\0{size}\0" for name, size in files)
     return hashlib.sha256(os.fsencode(lines)).hexdigest()
-
-
-# --- Any source -------------------------------------------------------------------------------------------------
 
 
 class Source:
@@ -108,9 +103,6 @@ class Source:
             raise error
         warn("damage", skipped(error))
         return Document("", lost=count)
-
-
-# --- Sources of records -----------------------------------------------------------------------------------------
 
 
 class Records(Source):
