@@ -251,7 +251,7 @@ def used(run, shards, tmp_path, capsys, cache):
     asked = common.Evaluate(model=run, data=data, limit=4, compilation_cache=cache, n_devices=1)
     measured = [row | dict(data="") for row in evaluate.main(asked)["data"]]
     checkpoints.main(checkpoints.Options(run))
-    compare.main([run, "--output", str(tmp_path / "compare.png")])
+    compare.main(compare.Options((run,), str(tmp_path / "compare.png")))
     said = capsys.readouterr()
     assert "4  sound" in said.out and "warning" not in said.out + said.err
     return row.tokens, measured
