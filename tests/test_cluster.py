@@ -834,7 +834,7 @@ def test_process_0_listens_where_it_was_named(coordinator, monkeypatch, capsys):
 
 
 def test_a_frozen_process_is_found(flags, tmp_path):
-    long = dict(training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=15)
+    long = dict(training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=10)
     long |= dict(coordinator=f"127.0.0.1:{free_port()}", num_processes=2)
     first, second = [start_main(flags(2, **long, process_id=i)) for i in range(2)]
     try:
