@@ -69,9 +69,8 @@ def main(options):
     for step in found:
         wrong = complaint(checkpoints, step)
         damaged += wrong is not None
-        print(
-            f"{step}  {'damaged: ' + wrong if wrong else about(checkpoints.meta(step))}", flush=True
-        )
+        words = f"damaged: {wrong}" if wrong else about(checkpoints.meta(step))
+        print(f"{step}  {words}", flush=True)
     if damaged:
         raise UserError(f"{options.run_dir}: {damaged} of {len(found)} checkpoints are damaged.")
 
