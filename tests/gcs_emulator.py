@@ -21,9 +21,8 @@ LOCK = threading.RLock()  # a precondition and the request that it guards are on
 
 
 def query(request, key):
-    """The first value of a parameter of the request's address, or None."""
-    values = request.query.get(key)
-    return values[0] if values else None
+    """A parameter of the request's address, or None."""
+    return request.query.get(key, [None])[0]
 
 
 def generation(storage, bucket, name):
@@ -42,36 +41,27 @@ def object_name(handler, request):
     return (request.data.get("meta") or request.data).get("name")
 
 
-def precondition_holds(request, response, storage, bucket, name):
-    """Whether the request is allowed; if not, the response has the reason."""
-    wanted = query(request, "ifGenerationMatch")
-    unwanted = query(request, "ifGenerationNotMatch")
-    if not name or (wanted is None and unwanted is None):
-        return True
-    found = generation(storage, bucket, name)
-    if wanted is not None and found != wanted:
-        response.status = HTTPStatus.PRECONDITION_FAILED
-        response.json({"error": {"code": 412, "message": "conditionNotMet"}})
-        return False
-    if unwanted is not None and found == unwanted:
+def refusal(request, storage, bucket, name):
+    """The status of the answer where a precondition does not hold, or None."""
+    wanted, unwanted = query(request, "ifGenerationMatch"), query(request, "ifGenerationNotMatch")
+    found = generation(storage, bucket, name) if name else None
+    if name and wanted not in (None, found):
+        return HTTPStatus.PRECONDITION_FAILED
+    if name and unwanted == found:
         reading = request.method == "GET"
-        response.status = HTTPStatus.NOT_MODIFIED if reading else HTTPStatus.PRECONDITION_FAILED
-        return False
-    return True
+        return HTTPStatus.NOT_MODIFIED if reading else HTTPStatus.PRECONDITION_FAILED
 
 
 def keep_offsets(request, response):
     """Leave in a listing what lies from startOffset up to, not including, endOffset."""
-    start = query(request, "startOffset") or ""
-    end = query(request, "endOffset")
+    start, end = query(request, "startOffset") or "", query(request, "endOffset")
 
     def inside(name):
         return name >= start and (end is None or name < end)
 
     listing = json.loads(response._content)
-    items = listing.get("items") or []
+    listing["items"] = [item for item in listing.get("items") or [] if inside(item["name"])]
     prefixes = listing.get("prefixes") or []
-    listing["items"] = [item for item in items if inside(item["name"])]
     listing["prefixes"] = [p for p in prefixes if inside(p) or start.startswith(p)]
     response.json(listing)
 
@@ -83,7 +73,8 @@ def wrap(handler):
         with LOCK:
             bucket = request.params.get("bucket_name")
             name = object_name(handler, request)
-            if not precondition_holds(request, response, storage, bucket, name):
+            if status := refusal(request, storage, bucket, name):
+                response.status = status
                 return
             handler(request, response, storage, *args, **kwargs)
             if handler in (objects.download, objects.get) and name and response.status < 300:
@@ -91,8 +82,7 @@ def wrap(handler):
                 response["x-goog-generation"] = str(found["generation"])
                 response["x-goog-metageneration"] = str(found.get("metageneration", 1))
                 response["x-goog-stored-content-length"] = str(found["size"])
-            has_offsets = query(request, "startOffset") or query(request, "endOffset")
-            if handler is objects.ls and has_offsets and response.status == HTTPStatus.OK:
+            if handler is objects.ls and response.status == HTTPStatus.OK:
                 keep_offsets(request, response)
 
     return handle

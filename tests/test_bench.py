@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, flags_of
+from conftest import ROOT, SMALL, SMALL_GPT2, flags_of
 
 from runtime.messages import UserError
 from tools import bench
 
-TINY = SMALL | dict(blocks=1, layers_per_block=1, train_batch_size=4, val_batch_size=4, n_devices=1)
+TINY = SMALL | SMALL_GPT2 | dict(blocks=1, train_batch_size=4, val_batch_size=4, n_devices=1)
 
 
 def run_bench(*words):

@@ -1,7 +1,6 @@
 """The table of chips: what a run, a plan and the choice of --model_dtype take from it."""
 
 import importlib.util
-import json
 import os
 from types import SimpleNamespace
 from unittest import mock
@@ -10,15 +9,15 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, small_config
+from test_plan import planned as planned  # a fixture
 
 import main
 import presets
 import utils
-from planning import gpus, machines, plan
+from planning import gpus, machines
 from runtime import chips, platforms
 from training import command_line, settings
 
-NAMES = list(chips.CHIPS)
 MACHINES = {
     name: f"gpu:1x{name}" if chip.gpu else f"{name}:{'2x2x1' if chip.dims == 3 else '2x2'}"
     for name, chip in chips.CHIPS.items()
@@ -32,12 +31,8 @@ def test_a_device_is_one_chip():
         assert all(chips.chip_of(kind) is chip for kind in chip.kinds)
         assert chip.peak >= chip.speed > 0 and chip.memory > 7e9 and chip.bandwidth and chip.link
     assert {name for name, chip in chips.CHIPS.items() if chip.gpu} == gpus.SPECS.keys()
-
-
-@pytest.mark.parametrize("kind", ["cpu", "NVIDIA L40S", "NVIDIA H200 MIG 1g.18gb", "TPU v9"])
-def test_a_device_that_is_none_of_them(kind):
-    """Names that begin as those of others are other chips."""
-    assert chips.chip_of(kind) is None
+    others = "cpu", "NVIDIA L40S", "NVIDIA H200 MIG 1g.18gb", "TPU v9"  # begin as known ones
+    assert not any(map(chips.chip_of, others))
 
 
 @pytest.mark.parametrize("kind, said", [("TPU v9", True), ("NVIDIA L4", False)])
@@ -47,9 +42,6 @@ def test_an_unknown_device_says_so(monkeypatch, capsys, kind, said):
     corpus = SimpleNamespace(shares=np.ones((1, 1)), corpora=[], borders=[])
     main.print_setup(small_config(), corpus, corpus)
     assert (f"the peak of {kind} is not known" in capsys.readouterr().out) == said
-
-
-# --- float32 where there is no bfloat16 ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,45 +55,30 @@ def test_an_unknown_device_says_so(monkeypatch, capsys, kind, said):
     ],
 )
 def test_the_dtype_of_a_chip(capsys, chip, given, dtype, said):
-    cfg = presets.preset("gpt2-124m")
-    cfg = settings.follow_dtype(settings.Flags(cfg, {*given}), {}, chips.CHIPS.get(chip)).cfg
+    """Which a run keeps on another chip."""
+    flags = settings.Flags(presets.preset("gpt2-124m"), frozenset(given))
+    cfg = settings.follow_dtype(flags, {}, chips.CHIPS.get(chip)).cfg
     out = capsys.readouterr().out
     assert cfg.model.model_dtype == dtype and said in out and bool(said) == bool(out)
-
-
-@pytest.mark.parametrize("first, dtype", [("T4", "float32"), ("L4", "bfloat16")])
-def test_a_run_keeps_its_dtype_on_another_chip(first, dtype):
-    flags, stored = settings.Flags(presets.preset("gpt2-124m"), frozenset()), {}
-    for chip in (first, "T4", "L4", "T4"):
-        cfg = settings.follow_dtype(flags, stored, chips.CHIPS[chip]).cfg
+    for other in ("T4", "L4", "T4"):
+        cfg = settings.follow_dtype(flags, utils.flatten(cfg), chips.CHIPS[other]).cfg
         assert cfg.model.model_dtype == dtype
-        stored = utils.flatten(cfg)
 
 
-# --- Plans --------------------------------------------------------------------------------------------------------
+BATCH = dict(preset="gpt2-124m", train_batch_size=8, val_batch_size=8, microbatches=8)
 
 
-def planned(path, *words):
-    """The plan by formulas as an object."""
-    plan.main(command_line.parse([*words, "--by_formulas", "--plan_json", str(path)]))
-    return json.loads(path.read_text())
-
-
-BATCH = "--preset gpt2-124m --train_batch_size 8 --val_batch_size 8 --microbatches 8".split()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_formulas_plan_for_every_chip(tmp_path, name):
-    a = planned(tmp_path / "plan.json", *BATCH, "--plan", MACHINES[name])
-    chip = chips.CHIPS[name]
+@pytest.mark.parametrize("name, chip", chips.CHIPS.items(), ids=chips.CHIPS)
+def test_formulas_plan_for_every_chip(planned, name, chip):
+    a = planned("--by_formulas", plan=MACHINES[name], **BATCH)
     assert a["devices"] == (1 if chip.gpu else 4 * chip.cores)
     assert a["memory"]["limit"] == chip.memory and 0 < a["mfu"] < 1
     assert a["seconds"]["step"] > a["flops"]["program"] / chip.speed
 
 
-def test_bfloat16_saves_no_time_where_there_is_none(tmp_path):
+def test_bfloat16_saves_no_time_where_there_is_none(planned):
     def products(machine, dtype):
-        a = planned(tmp_path / "p.json", *BATCH, "--plan", machine, "--model_dtype", dtype)
+        a = planned("--by_formulas", plan=machine, model_dtype=dtype, **BATCH)
         return a["seconds"]["matrix products"]
 
     assert products("gpu:1xT4", "bfloat16") > 0.9 * products("gpu:1xT4", "float32")
@@ -109,7 +86,7 @@ def test_bfloat16_saves_no_time_where_there_is_none(tmp_path):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"')
-@pytest.mark.parametrize("name", [name for name in NAMES if not chips.CHIPS[name].gpu])
+@pytest.mark.parametrize("name", [name for name, chip in chips.CHIPS.items() if not chip.gpu])
 def test_the_tpu_compiler_knows_the_chip(name):
     with mock.patch.dict(os.environ):
         platforms.use_no_device()
@@ -119,25 +96,22 @@ def test_the_tpu_compiler_knows_the_chip(name):
     assert {device.device_kind for device in devices} <= set(machine.chip.kinds)
 
 
-# --- The table of docs/models.md ----------------------------------------------------------------------------------
-
-WEEK = 7 * 24  # hours
 BELIEVED = 0.33  # most of a chip's peak that its hours count on
 
 
 def table_of_machines():
-    """Its rows, as lists of cells without backticks."""
     text = (ROOT / "docs/models.md").read_text().split("## The largest for a machine")[1]
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     return [[cell.strip().strip("`") for cell in line.split("|")[1:-1]] for line in lines]
 
 
 @pytest.mark.parametrize("row", table_of_machines(), ids=lambda row: row[0])
-def test_a_preset_trains_within_a_week(tmp_path, row):
+def test_a_preset_trains_within_a_week(planned, row):
+    """As the table of docs/models.md has it."""
     name, preset, flags, memory, utilization, hours = row
     machine = machines.parse_machine(name)
     words = ["--preset", preset, "--plan", name, *flags.split()]
-    a = planned(tmp_path / "plan.json", *words)
+    a = planned(*words, "--by_formulas")
     total, limit = a["memory"]["total"], a["memory"]["limit"]
     assert memory == f"{total / 2**30:.1f} of {limit / 2**30:.1f} GiB"
     assert total < limit * (0.75 if machine.chip.gpu else 1)
@@ -146,6 +120,6 @@ def test_a_preset_trains_within_a_week(tmp_path, row):
     parameters = a["parameters"]["total"] + a["parameters"]["embedding"]
     seconds = 20 * parameters / a["tokens_per_second"] * max(1, reached / BELIEVED)
     assert (utilization, hours) == (f"{reached:.0%}", f"{seconds / 3600:.0f}")
-    assert seconds / 3600 < WEEK
+    assert seconds < 7 * 24 * 3600
     trained = command_line.parse(words).cfg.run.training_steps * a["tokens"]
     assert 20 < trained / parameters < 20.2

@@ -12,8 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import wait_for
 
 import data.encoding
 import data.output
@@ -59,10 +60,8 @@ HOSTILE = [
 ]
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
 WORDS = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(" ")
-COMPRESS = {
-    ".gz": gzip.compress,
-    ".zst": lambda content: pa.Codec("zstd").compress(content, asbytes=True),
-}
+ZSTD = partial(pa.Codec("zstd").compress, asbytes=True)
+COMPRESS = {".gz": gzip.compress, ".zst": ZSTD}
 RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
@@ -87,27 +86,18 @@ def write_files(folder, files):
         (folder / name).write_bytes(content)
 
 
-def write_lines(path, texts):
-    """A .jsonl file, compressed as its name says, in two frames where it is."""
-    lines = [json.dumps({"id": i, "body": t}).encode() + b"\n" for i, t in enumerate(texts)]
-    parts = b"".join(lines[: len(lines) // 2]), b"\n" + b"".join(lines[len(lines) // 2 :])
-    if path.suffix in COMPRESS:
-        parts = map(COMPRESS[path.suffix], parts)
-    path.write_bytes(b"".join(parts))
-
-
-def write_rows(path, texts):
-    pq.write_table(pa.table({"id": range(len(texts)), "body": texts}), path, row_group_size=7)
-
-
 def write(path, texts):
     """A file of records as its ending says, one long text, or a folder of text files."""
     if path.suffix == ".parquet":
-        write_rows(path, texts)
+        pq.write_table(pa.table({"id": range(len(texts)), "body": texts}), path, row_group_size=7)
     elif path.suffix == ".txt":
         path.write_text("\n".join(texts))
-    elif path.suffix:
-        write_lines(path, texts)
+    elif path.suffix:  # lines, in two frames where they are compressed
+        lines = [json.dumps({"id": i, "body": t}).encode() + b"\n" for i, t in enumerate(texts)]
+        half, compress = len(lines) // 2, COMPRESS.get(path.suffix, bytes)
+        path.write_bytes(
+            compress(b"".join(lines[:half])) + compress(b"\n" + b"".join(lines[half:]))
+        )
     else:
         write_files(path, {f"{i:03d}.txt": (text or "").encode() for i, text in enumerate(texts)})
 
@@ -170,16 +160,23 @@ def remove(at):
 # --- Programs ---------------------------------------------------------------------------------------------------
 
 
-def run(program, capsys, monkeypatch, *flags):
-    """Run a program's main as its command line would; (exit status, stdout, stderr)."""
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, flags)])
-    try:
-        messages.one_sentence(program.main)
-        status = 0
-    except SystemExit as stop:
-        status = stop.code
-    return status, *capsys.readouterr()
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """A function that runs a program's main as its command line would, with tmp_path as its folder; it returns (exit
+    status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(program, *flags):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, flags)])
+        try:
+            messages.one_sentence(program.main)
+            status = 0
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -196,16 +193,14 @@ def flags_of(source, output, ranks_file, *more):
 
 
 @pytest.fixture
-def tokenize(ranks_file, tmp_path, capsys, monkeypatch):
-    """A function that runs data/tokenize_shards.py with tmp_path as its folder; it returns as `run`."""
-    monkeypatch.chdir(tmp_path)
+def tokenize(ranks_file, run, monkeypatch):
+    """A function that runs data/tokenize_shards.py, as `run`."""
     monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
     monkeypatch.setattr(data.output, "BLOCK", 512)
     monkeypatch.setattr(locks.time, "sleep", lambda _: None)  # between two looks at a remote lock
 
     def tokenize(source, output="out", *more):
-        flags = flags_of(source, output, ranks_file, *more)
-        return run(tokenize_shards, capsys, monkeypatch, *flags)
+        return run(tokenize_shards, *flags_of(source, output, ranks_file, *more))
 
     return tokenize
 
@@ -327,16 +322,14 @@ CASES = [  # (kind of source, texts, flags)
 ]
 
 
-def npz(**arrays):
+def saved(save, *args, **arrays):
+    """What np.save or np.savez would write."""
     file = io.BytesIO()
-    np.savez(file, **arrays)
+    save(file, *args, **arrays)
     return file.getvalue()
 
 
-def npy(n):
-    file = io.BytesIO()
-    np.save(file, np.arange(n, dtype=np.uint16))
-    return file.getvalue()
+SHARD = saved(np.save, np.arange(9, dtype=np.uint16))
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -369,9 +362,9 @@ def test_killed_at_every_write(tokenize, writes, output, tmp_path, monkeypatch, 
         shards = [name for name in whole if name.endswith(".npy")]
         for name in [*shards[i % 2 :: 2], "train/000099.npy"] if i > 1 else []:
             if name not in content(f"{output}/{i}"):
-                files.write_file(f"{output}/{i}/{name}", npy(9))
+                files.write_file(f"{output}/{i}/{name}", SHARD)
                 refused(run_to(i), f"{i}/{name}")
-                assert content(f"{output}/{i}")[name] == npy(9)
+                assert content(f"{output}/{i}")[name] == SHARD
                 remove(f"{output}/{i}/{name}")
         writes.clear()
         assert run_to(i)[0] == 0
@@ -379,14 +372,14 @@ def test_killed_at_every_write(tokenize, writes, output, tmp_path, monkeypatch, 
         assert content(f"{output}/{i}") == whole
 
 
-SOME_STATE = np.frombuffer(b'{"settings": 1}', np.uint8)
+SOME_STATE = saved(np.savez, state=np.frombuffer(b'{"settings": 1}', np.uint8))
 OF_OTHERS = [  # (name, content) of files that a run would replace, or that readers would take for its own
-    ("train/000000.npy", npy(10)),
-    ("train/000003.npy", npy(10)),
+    ("train/000000.npy", SHARD),
+    ("train/000003.npy", SHARD),
     ("val/embedding.npy", b""),
     ("train/manifest.json", b'{"name": "an app"}'),
     ("val/manifest.json", b""),
-    ("progress.npz", npz(state=SOME_STATE)),
+    ("progress.npz", SOME_STATE),
     ("progress.npz", b"notes"),
     ("tokenizer.tiktoken", b"YQ== 0\n"),
     ("lock", b"notes"),
@@ -394,28 +387,26 @@ OF_OTHERS = [  # (name, content) of files that a run would replace, or that read
 HARMLESS = ["train/keep.txt", "train/000000.npy.part", "progress.npz.part", "train/in/000000.npy"]
 
 
-@pytest.mark.parametrize("name, held", OF_OTHERS)
-def test_what_others_made_is_refused_and_stays(tokenize, output, tmp_path, name, held):
+def test_what_others_made_stays(tokenize, output, tmp_path):
+    """A run refuses a folder where it would be in the way, and only there."""
     write(tmp_path / "in", some_texts(20))
-    files.write_file(f"{output}/{name}", held)
-    before = content(output)
-    for fraction in (0.1, 0):  # without validation, val/ is nothing that a run may replace either
-        refused(tokenize("in", output, "--val_fraction", fraction), name, output)
-        assert content(output) == before
-
-
-def test_what_is_not_in_the_way_stays(tokenize, output, tmp_path):
-    write(tmp_path / "in", some_texts(20))
+    for i, (name, held) in enumerate(OF_OTHERS):
+        files.write_file(f"{output}/{i}/{name}", held)
+        # without validation, val/ is nothing that a run may replace either
+        for fraction in (0.1, 0):
+            ended = tokenize("in", f"{output}/{i}", "--val_fraction", fraction)
+            refused(ended, name, f"{output}/{i}")
+            assert content(f"{output}/{i}") == {name: held}
     for name in HARMLESS:
         files.write_file(f"{output}/{name}", b"mine")
     assert tokenize("in", output)[0] == 0
-    held = content(output)
-    assert all(held[name] == b"mine" for name in HARMLESS) and "progress.npz" not in held
+    made = content(output)
+    assert all(made[name] == b"mine" for name in HARMLESS) and "progress.npz" not in made
 
 
 def test_another_start_after_a_kill(tokenize, writes, output, tmp_path):
     """Before it wrote a shard a run holds nothing back; then other settings are refused, and so is a lost shard."""
-    write_lines(tmp_path / "a.jsonl", make_texts(40))
+    write(tmp_path / "a.jsonl", make_texts(40))
     writes.killed(2, lambda: tokenize("a.jsonl", output))
     assert "progress.npz" in content(output)
     flags = ["a.jsonl", output, "--shard_tokens"]
@@ -455,7 +446,7 @@ def test_running_again(tokenize, ranks_file, tmp_path):
 
 def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
     """A sentence, and the next run resumes."""
-    write_lines(tmp_path / "a.jsonl", make_texts(100))
+    write(tmp_path / "a.jsonl", make_texts(100))
     assert tokenize("a.jsonl", "whole")[0] == 0
     encode, taken = tokenize_shards.encoded, []
 
@@ -484,42 +475,31 @@ def in_session(session):
     return found
 
 
-def interrupt(process, number):
-    """Send a signal to a process and all that it started, as a terminal does; its one line on stderr."""
-    os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err.count("\n")) == (128 + number, "", 1), err
-    assert err.startswith("interrupted; "), err
-    for _ in range(100):  # what was killed takes a moment to go
-        if not in_session(process.pid):
-            return err
-        time.sleep(0.1)
-    raise AssertionError(in_session(process.pid))
-
-
-PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_tokenizing_is_interrupted(ranks_file, tokenize, tmp_path, number):
-    """Two workers encode: one line that says what to do. Until then another run of the folder is refused."""
-    write_lines(tmp_path / "a.jsonl", make_texts(4000, lone=False) * 20)
+    """Two workers encode: one line that says what to do, and no process stays. Until then another run of the folder is
+    refused."""
+    write(tmp_path / "a.jsonl", make_texts(400, lone=False) * 80)
     more = ["--workers", 2, "--shard_tokens", 99_999]
     flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, *more)
     program = [sys.executable, tokenize_shards.__file__, *map(str, flags)]
-    process = subprocess.Popen(program, **PIPES)
-    while process.poll() is None and not (tmp_path / "out" / "train" / "000000.npy").exists():
-        time.sleep(0.01)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(program, **pipes, start_new_session=True)
+    wait_for((tmp_path / "out/train/000000.npy").exists, 60)
     refused(tokenize("a.jsonl", tmp_path / "out", *more), f"process {process.pid} on")
-    assert "rerun the same command to resume" in interrupt(process, number)
-    assert not (tmp_path / "out" / "lock").exists()
+    os.killpg(process.pid, number)  # as a terminal does
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.count("\n")) == (128 + number, "", 1), err
+    assert err.startswith("interrupted; ") and "rerun the same command to resume" in err, err
+    assert not (tmp_path / "out/lock").exists()
+    wait_for(lambda: not in_session(process.pid), 10)  # what was killed takes a moment to go
 
 
 def test_a_bucket_that_fails(tokenize, writes, tmp_path, monkeypatch, bucket):
     """Every third request fails, the first run is killed: the bucket holds the bytes of a local run."""
     address, fs, proxy = bucket
     monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 100)
-    write_lines(tmp_path / "a.jsonl", make_texts(250))
+    write(tmp_path / "a.jsonl", make_texts(250))
     more = ["--shard_tokens", 30_000, "--val_fraction", 0]
     assert tokenize("a.jsonl", "local", *more)[0] == 0
     writes.killed(4, lambda: tokenize("a.jsonl", address, *more))
@@ -535,7 +515,7 @@ def test_ray_with_a_worker_killed(tokenize, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install ray")
     import psutil  # which Ray brings along
 
-    write_lines(tmp_path / "a.jsonl", make_texts(2000))
+    write(tmp_path / "a.jsonl", make_texts(2000))
     monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 20)
     assert tokenize("a.jsonl", "one")[0] == 0
     encode = tokenize_shards.encoded
@@ -554,10 +534,7 @@ def test_ray_with_a_worker_killed(tokenize, tmp_path, monkeypatch):
     refused(tokenize("a.jsonl", "out", "--ray"), "pip install ray")
 
 
-# --- The tokenizer ----------------------------------------------------------------------------------------------
-
-
-def test_training(tmp_path, capsys, monkeypatch):
+def test_training(run, tmp_path):
     """The same ranks on each run, as many as asked, from the training part alone; no other file is replaced."""
     write_files(tmp_path / "in", {f"{i:02d}.txt": t.encode() for i, t in enumerate(some_texts(60))})
     held_out = [p for p in (tmp_path / "in").iterdir() if validates(p.read_text(), 0.1)]
@@ -566,7 +543,7 @@ def test_training(tmp_path, capsys, monkeypatch):
     flags = ["--source", tmp_path / "in", "--vocab_size", 280, "--output", path]
     written = []
     for i in range(2):
-        status, out, err = run(train_tokenizer, capsys, monkeypatch, *flags)
+        status, out, err = run(train_tokenizer, *flags)
         assert (status, err, out.count("\n")) == (0, "", 1) and "280 tokens" in out
         written.append(path.read_bytes())
         for k, held in enumerate(held_out):
@@ -579,7 +556,7 @@ def test_training(tmp_path, capsys, monkeypatch):
     assert {bytes([b]) for b in range(256)} <= set(encoding.token_byte_values())
     for other in (b"notes", written[0][:-9]):
         path.write_bytes(other)
-        refused(run(train_tokenizer, capsys, monkeypatch, *flags), f"--output {path}: is there")
+        refused(run(train_tokenizer, *flags), f"--output {path}: is there")
         assert path.read_bytes() == other
 
 
@@ -620,32 +597,28 @@ BAD_TRAINING += [("source", "/no/such/folder"), ("output", "a file/x.tiktoken")]
     "program, flag, value",
     [(tokenize_shards, *bad) for bad in BAD_FLAGS] + [(train_tokenizer, *b) for b in BAD_TRAINING],
 )
-def test_bad_flags(ranks_file, tmp_path, capsys, monkeypatch, program, flag, value):
-    monkeypatch.chdir(tmp_path)
+def test_bad_flags(ranks_file, run, tmp_path, program, flag, value):
     write_files(tmp_path, {"in/a.txt": b"text", "empty/a.txt": b"", "a file": b""})
     flags = {"source": "in", "output": "out", "tokenizer": str(ranks_file), "workers": "1"}
     if program is train_tokenizer:
         flags = {"source": "in", "output": "out.tiktoken", "vocab_size": "258"}
     words = [f"--{k}={v}" for k, v in (flags | {flag: value}).items()]
-    err = refused(run(program, capsys, monkeypatch, *words), f"--{flag}")
+    err = refused(run(program, *words), f"--{flag}")
     assert value.replace("00", "") in err.replace("00", "")
     assert {p.name for p in tmp_path.iterdir()} <= {"in", "empty", "a file", "out"}
 
 
-@pytest.mark.parametrize(
-    "name, held, word",
-    [
+def test_a_source_without_text(ranks_file, run, tmp_path):
+    """Both programs say what is there, and what would do."""
+    for name, held, word in [
         ("hidden/.a.txt", b"text", "its 0 files"),
         ("blank/a.txt", b"", "its 1 file "),
         ("nulls/a.jsonl", b'{"text": null}\n' * 9, "9 documents"),
-    ],
-)
-def test_a_source_without_text(ranks_file, tmp_path, capsys, monkeypatch, name, held, word):
-    """Both programs say what is there, and what would do."""
-    write_files(tmp_path, {name: held})
-    source = tmp_path / name.split("/")[0]
-    flags = ["--source", source, "--output"]
-    more = [tmp_path / "out", "--tokenizer", ranks_file, "--workers", 1]
-    for program, words in ((tokenize_shards, more), (train_tokenizer, [tmp_path / "y.tiktoken"])):
-        ended = run(program, capsys, monkeypatch, *flags, *words)
-        refused(ended, f"--source {source}: there is no text in it", word, "give a")
+    ]:
+        write_files(tmp_path, {name: held})
+        source = name.split("/")[0]
+        said = f"--source {source}: there is no text in it", word, "give a"
+        flags = ["--source", source, "--output"]
+        more = ["--tokenizer", ranks_file, "--workers", 1]
+        refused(run(tokenize_shards, *flags, "out", *more), *said)
+        refused(run(train_tokenizer, *flags, "y.tiktoken"), *said)

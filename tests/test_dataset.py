@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import describe, small_config, small_tokenizer
+from conftest import SMALL_GPT2, describe, small_config, small_tokenizer
 
 import dataset
 from collectives import BATCH_SPEC
@@ -25,13 +25,6 @@ def corpus(shards):
     return dataset.Corpus(small_config(), str(shards), "train")
 
 
-def encoding_of(mixed):
-    """The tokenizer that a mixture names, checked against its shards."""
-    encoding = tokenization.load_tokenizer(mixed.tokenizer) if mixed.tokenizer else None
-    mixed.check_encoding(encoding)
-    return encoding
-
-
 def test_permute_is_a_permutation_that_depends_on_its_key():
     for size in (1, 2, 3, 7, 64, 1000, 4097):
         a, b = (dataset.permute(np.arange(size), size, [5, key]) for key in (0, 1))
@@ -39,10 +32,6 @@ def test_permute_is_a_permutation_that_depends_on_its_key():
         assert size < 7 or not np.array_equal(a, b)
     one_by_one = [int(dataset.permute(np.array([i]), 1000, [5, 0])[0]) for i in range(50)]
     assert one_by_one == dataset.permute(np.arange(50), 1000, [5, 0]).tolist()
-
-
-def in_order(corpus, places):
-    return corpus.read(places, np.arange(len(corpus.shards)))
 
 
 def as_set(rows):
@@ -58,7 +47,10 @@ def test_an_epoch_visits_every_sequence_once_and_the_next_in_another_order(
     assert N == sum((len(np.load(s.path)) - 1) // 32 for s in corpus.shards)
     order = partial(corpus.sequences, seed=3)
     epochs = [order(np.arange(N) + e * N) for e in range(2)]
-    in_place = in_order(corpus, np.arange(N))
+    in_place = corpus.read(np.arange(N), np.arange(len(corpus.shards)))
+    # sequences overlap by their target alone
+    assert np.array_equal(in_place[1], np.load(corpus.shards[0].path)[32:65])
+    assert in_place.dtype == np.int32
     assert as_set(epochs[0]) == as_set(epochs[1]) == as_set(in_place)
     assert not np.array_equal(*epochs) and not np.array_equal(epochs[0], in_place)
     assert not np.array_equal(epochs[0], corpus.sequences(np.arange(N), seed=4))
@@ -67,25 +59,17 @@ def test_an_epoch_visits_every_sequence_once_and_the_next_in_another_order(
     assert np.array_equal(order(piece), np.concatenate(epochs)[piece])
 
 
-def test_sequences_overlap_by_their_target_alone(corpus):
-    rows, shard = in_order(corpus, np.arange(3)), np.load(corpus.shards[0].path)
-    assert np.array_equal(rows[1], shard[32:65]) and rows.dtype == np.int32
-
-
 @pytest.mark.parametrize(
     "mesh_shape, accumulation_steps", [((1, 1, 1), 4), ((2, 2, 2), 1), ((4, 1, 2), 2)]
 )
 def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, accumulation_steps):
-    cfg = small_config(mesh_shape)
-    mesh, order = steps.make_mesh(cfg), partial(corpus.sequences, seed=0)
-    seen = []
+    mesh, order = steps.make_mesh(small_config(mesh_shape)), partial(corpus.sequences, seed=0)
     for first in (0, 32):
-        shape = (accumulation_steps, 4, 32 // accumulation_steps // 4, 32)
-        tokens, targets = dataset.put_batch(order, first, shape, mesh)
-        seen.append((np.asarray(tokens).reshape(32, 32), np.asarray(targets).reshape(32, 32)))
-    rows = order(np.arange(64)).reshape(2, 32, 33)
-    for (tokens, targets), row in zip(seen, rows):
-        assert np.array_equal(tokens, row[:, :-1]) and np.array_equal(targets, row[:, 1:])
+        shape = (accumulation_steps, 4, 8 // accumulation_steps, 32)
+        batch = dataset.put_batch(order, first, shape, mesh)
+        tokens, targets = (np.asarray(part).reshape(32, 32) for part in batch)
+        rows = order(np.arange(first, first + 32))
+        assert np.array_equal(tokens, rows[:, :-1]) and np.array_equal(targets, rows[:, 1:])
 
 
 def test_a_host_reads_the_sequences_of_its_devices_alone(corpus, monkeypatch):
@@ -127,34 +111,55 @@ def corpora(tmp_path):
     return tmp_path
 
 
-def mixture(corpora, mix, folder="train", **flags):
-    cfg = small_config(data=str(corpora), mix=mix, **flags)
-    return dataset.Mixture(cfg, folder, None if folder == "val" else 10**6)
+def mixture(corpora, mix, n=10**6):
+    return dataset.Mixture(small_config(data=str(corpora), mix=mix), "train", n)
 
 
-@pytest.mark.parametrize("weights", [(0.7, 0.3), (0.12345, 0.87655), (0.5, 0.3, 0.2)])
-def test_a_mixture_holds_its_weights_and_reads_every_corpus_as_alone(corpora, weights):
-    mixed = mixture(corpora, ",".join(f"{n}:{w}" for n, w in zip("abc", weights)))
-    for first in (0, 12_345, 10**12):
-        rows = mixed.sequences(np.arange(first, first + 10_000), seed=5)
+def validation(corpora, mix):
+    return dataset.Mixture(small_config(data=str(corpora), mix=mix), "val")
+
+
+PHASED = "a:3,b:1 until 0.25, b:1,c:1 until 0.7, a:1,c:3"
+
+
+@pytest.mark.parametrize(
+    "mix, borders, weights",
+    [
+        ("a:0.7,b:0.3", [], [(0.7, 0.3)]),
+        ("a:0.12345,b:0.87655", [], [(0.12345, 0.87655)]),
+        ("a:0.5,b:0.3,c:0.2", [], [(0.5, 0.3, 0.2)]),
+        (PHASED, [251, 702], [(3, 1, 0), (0, 1, 1), (1, 0, 3)]),
+    ],
+)
+def test_a_mixture_holds_its_weights(corpora, mix, borders, weights):
+    """To within a sequence or two, wherever it is read. Every corpus is read as alone and without a gap, also where a
+    phase ends."""
+    mixed, N = mixture(corpora, mix, 1003), 1003
+    assert mixed.names == list("abc")[: len(weights[0])] and mixed.borders == borders
+    for first in (0,) if borders else (12_345, 10**12, 0):
+        rows = mixed.sequences(np.arange(first, first + N), seed=5)
         which = rows.max(1) // 80
-        for k, (corpus, weight) in enumerate(zip(mixed.corpora, weights)):
-            share = weight / sum(weights)
-            for part in np.split(which, 10):  # so does every part, to within a sequence or two
-                assert abs((part == k).sum() - share * len(part)) <= 2
-            # the sequences of a corpus are those that it has alone, without a gap
-            name = f"data/epoch_{'abc'[k]}"
-            epochs = [mixed.epochs(n)[name] for n in (first, first + 10_000)]
-            before, after = (round(epoch * corpus.n_sequences) for epoch in epochs)
+        for of_phase, weight in zip(np.split(which, borders), weights, strict=True):
+            for part in np.split(of_phase, range(50, len(of_phase), 50)):
+                counts = np.bincount(part, minlength=len(weight))
+                assert np.abs(counts - len(part) * np.divide(weight, sum(weight))).max() <= 2
+                assert not counts[np.equal(weight, 0)].any()
+        epochs = zip(*(mixed.epochs(n).values() for n in (first, first + N)))
+        for k, (corpus, around) in enumerate(zip(mixed.corpora, epochs, strict=True)):
+            before, after = (round(epoch * corpus.n_sequences) for epoch in around)
             alone = corpus.sequences(np.arange(before, after), seed=5)
             assert np.array_equal(rows[which == k], alone)
-    assert np.array_equal(mixed.sequences(np.array([10**12 + 77]), seed=5)[0], rows[77])
-    some = np.arange(50)
-    assert not np.array_equal(mixed.sequences(some, seed=6), mixed.sequences(some, seed=5))
+        piece = np.arange(70, 90)
+        assert np.array_equal(mixed.sequences(first + piece, seed=5), rows[piece])
+        assert not np.array_equal(mixed.sequences(first + piece, seed=6), rows[piece])
+    for n in (0, 1, 250, 251, 252, 702, 703):
+        seen = np.bincount(which[:n], minlength=len(mixed.corpora))
+        epochs = [count / corpus.n_sequences for count, corpus in zip(seen, mixed.corpora)]
+        assert list(mixed.epochs(n).values()) == epochs
 
 
 def test_validation_is_mixed_too_and_repeats_nothing(corpora):
-    val = mixture(corpora, "a:2,b:1,c:1", "val")
+    val = validation(corpora, "a:2,b:1,c:1")
     assert val.names == ["a", "b"] and val.n_sequences == 211  # then comes b's first again
     assert len(set(as_set(val.sequences(np.arange(211), seed=0)))) == 211
     assert max(val.epochs(211).values()) == 1 < max(val.epochs(212).values())
@@ -163,47 +168,23 @@ def test_validation_is_mixed_too_and_repeats_nothing(corpora):
     assert one.epochs(100) == {"data/epoch": 0.5} and one.n_sequences == 200
     assert [c.n_sequences for c in addresses.corpora] == [200, 70]
     # the mean of phases, a: 0.5 x 0.75 + 0.25 x 0.25, b: 0.5 x 0.25 + 0.25 + 0.25 x 0.25; c has no val
-    val = mixture(corpora, "a:3,b:1 until 0.5, b:1 until 0.75, a:1,b:1,c:2", "val")
+    val = validation(corpora, "a:3,b:1 until 0.5, b:1 until 0.75, a:1,b:1,c:2")
     assert val.names == ["a", "b"] and val.shares.tolist() == [[1, 1]]
     assert val.n_sequences == 141 and val.borders == []
 
 
-PHASED = "a:3,b:1 until 0.25, b:1,c:1 until 0.7, a:1,c:3"
-
-
-def phased(corpora, n, mix=PHASED, **flags):
-    return dataset.Mixture(small_config(data=str(corpora), mix=mix, **flags), "train", n)
-
-
-def test_phases_hold_their_weights_and_continue_with_every_corpus(corpora):
-    """No sequence of a corpus is read twice before it is through, also across the borders."""
-    mixed, N = phased(corpora, 1003), 1003
-    assert mixed.names == ["a", "b", "c"] and mixed.borders == [251, 702]
-    rows = mixed.sequences(np.arange(N), seed=5)
-    which = rows.max(1) // 80
-    weights = [(3, 1, 0), (0, 1, 1), (1, 0, 3)]
-    for of_phase, weight in zip(np.split(which, mixed.borders), weights):
-        for part in np.split(of_phase, range(50, len(of_phase), 50)):
-            counts = np.bincount(part, minlength=3)
-            assert np.abs(counts - len(part) * np.divide(weight, sum(weight))).max() <= 2
-            assert not counts[np.equal(weight, 0)].any()
-    for k, corpus in enumerate(mixed.corpora):
-        alone = corpus.sequences(np.arange((which == k).sum()), seed=5)
-        assert np.array_equal(rows[which == k], alone)
-    for n in (0, 1, 250, 251, 252, 702, 703):
-        seen = np.bincount(which[:n], minlength=3)
-        epochs = [count / corpus.n_sequences for count, corpus in zip(seen, mixed.corpora)]
-        assert list(mixed.epochs(n).values()) == epochs
-
-
 def test_phases_are_a_function_of_the_number_alone(corpora):
     N, rng = 600, np.random.default_rng(1)
-    whole = phased(corpora, N).sequences(np.arange(N), seed=2)
+
+    def read(numbers):
+        return mixture(corpora, PHASED, N).sequences(numbers, seed=2)
+
+    whole = read(np.arange(N))
     for _ in range(20):  # however a run is stopped, and its batches are cut
         some = rng.choice(N, rng.integers(1, 40), replace=False)
-        assert np.array_equal(phased(corpora, N).sequences(some, seed=2), whole[some])
+        assert np.array_equal(read(some), whole[some])
     # a run with skipped batches reads beyond its length, in the last phase
-    beyond = phased(corpora, N).sequences(np.arange(N, N + 80), seed=2).max(1) // 80
+    beyond = read(np.arange(N, N + 80)).max(1) // 80
     assert np.bincount(beyond).tolist() == [20, 0, 60]
     # before the first border all is as without phases
     plain = mixture(corpora, "a:3,b:1").sequences(np.arange(150), seed=2)
@@ -216,14 +197,13 @@ def test_the_order_is_that_of_earlier_versions(corpora):
     assert hashlib.sha256(rows.tobytes()).hexdigest().startswith("0e6e65b8655b83e4")
 
 
-WRONG = ["a", "a:0.7,b", ":1", "a:0,b:1", "a:nan", "a:1e999", "a:1,a:2", "a:1 until 80%, b:1"]
-WRONG = [(mix, "a folder that is named once in its phase, a colon and a weight") for mix in WRONG]
+NO_MIXES = "a", "a:0.7,b", ":1", "a:0,b:1", "a:nan", "a:1e999", "a:1,a:2", "a:1 until 80%, b:1"
 
 
 @pytest.mark.parametrize(
     "mix, said",
     [
-        *WRONG,
+        *[(mix, "a folder that is named once in its phase, a colon and") for mix in NO_MIXES],
         ("a:1,b:1e-9", "b has less"),
         ("a:1 until 0.5, nothing:1", "nothing/train"),
         ("a:1 until 0.5", "nothing follows the last until"),
@@ -234,12 +214,12 @@ WRONG = [(mix, "a folder that is named once in its phase, a colon and a weight")
 )
 def test_a_wrong_mixture_is_named(corpora, mix, said):
     with pytest.raises(messages.UserError) as e:
-        phased(corpora, 100, mix)
+        mixture(corpora, mix, 100)
     assert said in str(e.value) and str(e.value).endswith(".") and "\n" not in str(e.value)
 
 
 def test_a_border_may_move_where_nothing_is_read_yet(corpora):
-    mixed = phased(corpora, 1000)  # with borders at 250 and 700
+    mixed = mixture(corpora, PHASED, 1000)  # with borders at 250 and 700
     allowed = [([250, 700], 900), ([250, 800], 700), ([300, 900], 250), ([250, 600], 600), ([], 0)]
     for borders, n in allowed:
         mixed.check_borders(borders, n)
@@ -251,7 +231,7 @@ def test_a_border_may_move_where_nothing_is_read_yet(corpora):
 def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path, capsys):
     """8 sequences a step, so the border lies at sequence 24: after step 3."""
     flags = dict(data=corpora, mix="a:1 until 0.5, b:3,c:1", eval_steps=1, save_steps=2)
-    flags |= dict(blocks=1, layers_per_block=1, vocab_size=250)
+    flags = SMALL_GPT2 | flags | dict(blocks=1, vocab_size=250)
     folder = tmp_path / "runs" / "run"
 
     def rows():
@@ -355,6 +335,13 @@ def open_described(folder, **flags):
     return dataset.Mixture(small_config(data=str(folder), **flags), "train")
 
 
+def encoding_of(mixed):
+    """The tokenizer that a mixture names, checked against its shards."""
+    encoding = tokenization.load_tokenizer(mixed.tokenizer)
+    mixed.check_encoding(encoding)
+    return encoding
+
+
 def test_an_edited_manifest_is_refused(described):
     path = described / "train" / "manifest.json"
     made = json.loads(path.read_text())
@@ -388,9 +375,6 @@ def test_files_and_manifest_agree(described):
     describe(described)
     (train / "notes.txt").write_text("no shard")
     assert open_described(described).n_sequences
-
-
-# --- Tokenizers that manifests name -----------------------------------------------------------------------------
 
 
 def with_ranks(folder, swap=()):

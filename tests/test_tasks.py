@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +18,7 @@ from conftest import (
     train_small_tokenizer,
 )
 from safetensors.numpy import load_file
-from test_cluster import free_port
+from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 from tokenizers import processors
 
@@ -36,10 +33,6 @@ from inference import tasks
 
 T = 48
 MODELS = {"gpt2": dict(SMALL_GPT2, blocks=2), "deepseek": dict(SMALL_DEEPSEEK, blocks=2)}
-
-
-# --- Tasks on local data ------------------------------------------------------------------------------------------
-
 
 CHOICE = "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: gold\n"
 KINDS = {
@@ -133,9 +126,6 @@ def asked(folder, tasks_folder, mesh=(1, 1, 1), **options):
     return evaluate.main(common.Evaluate(**flags | options))
 
 
-# --- The same scores ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def scores_there(models, tasks_folder):
     """The results of lm_eval's backend for Hugging Face models, with every answer."""
@@ -186,9 +176,6 @@ def test_a_task_draws_with_the_defaults_of_transformers(named_tokenizers):
         assert (options.temperature, options.top_k) == (temperature, top_k)
 
 
-# --- A training run -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def text_shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
@@ -199,14 +186,13 @@ def text_shards(tmp_path_factory):
 
 def flags_of_run(tasks_folder, shards, **flags):
     own = dict(eval_tasks=f"local_choices,{tasks_folder},local_written", eval_tasks_limit=3)
-    sizes = dict(vocab_size=512, T=32, eval_every=1, save_steps=2)
-    sizes = SMALL_GPT2 | sizes  # which compiles in a third of the time
-    return sizes | own | dict(data=shards) | flags
+    own |= dict(vocab_size=512, T=32, eval_every=1, save_steps=2, data=shards)
+    return SMALL_GPT2 | own | flags  # which compiles in a third of the time
 
 
 def test_a_run_that_asks_is_the_same_run(train, tmp_path, tasks_folder, text_shards):
     flags = flags_of_run(tasks_folder, text_shards, training_steps=3, pp_interleave=2)
-    flags |= dict(mesh=(1, 2, 1))
+    flags["mesh"] = (1, 2, 1)
     assert train(**flags, name="asking") == 0
     assert train(**{n: v for n, v in flags.items() if "tasks" not in n}, name="other") == 0
     runs = tmp_path / "runs"
@@ -226,22 +212,14 @@ def test_two_processes_are_asked_together(tasks_folder, text_shards, xla_cache, 
     flags = flags_of_run(tasks_folder, text_shards, training_steps=1, max_tokens=4, blocks=1)
     flags = SMALL_RUN | flags | dict(eval_tasks=f"local_choices,{tasks_folder}", eval_steps=1)
     flags |= dict(train_batch_size=4, val_batch_size=4, compilation_cache=xla_cache)
-    at = dict(num_processes=2, coordinator=f"127.0.0.1:{free_port()}", output_dir=tmp_path)
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    command = [sys.executable, ROOT / "main.py", "--preset", "tiny", "--name", "run"]
-    started = []
-    for i in range(2):
-        words = flags_of(**flags | at, n_device_axis=(2, 1, 1), process_id=i)
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        started.append(subprocess.Popen([*command, *words], env=env, **pipes))
+    flags |= dict(num_processes=2, coordinator=f"127.0.0.1:{free_port()}", n_device_axis=(2, 1, 1))
+    words = ["--preset", "tiny", "--name", "run", *flags_of(**flags, output_dir=tmp_path)]
+    started = [start_main([*words, f"--process_id={i}"]) for i in range(2)]
     said = [process.communicate(timeout=600)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     lines = [[line[9:] for line in text.splitlines() if "tasks at step 1" in line] for text in said]
     assert lines[0] == lines[1] and "local_choices/acc" in lines[0][0], said
     assert "tasks/local_choices/acc" in metrics_of(tmp_path / "run")[-1]
-
-
-# --- llama.cpp ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("models", ["gpt2"], indirect=True)
@@ -251,9 +229,6 @@ def test_llama_cpp_has_a_place_for_each_tensor(models):
     places = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
     found = {places.get_name(name, (".weight", ".bias")) for name in names}
     assert None not in found and len(found) == len(names)
-
-
-# --- Mistakes -----------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_get_a_sentence(tasks_folder, tmp_path, named_tokenizers, monkeypatch):

@@ -3,38 +3,39 @@
 import gzip
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import pytest
-from conftest import SMALL_GPT2, SMALL_RUN, flags_of, run_program, small_config
-from jax.profiler import ProfileData
+from conftest import SMALL_GPT2, SMALL_RUN, flags_of, small_config
 from test_cluster import free_port, start_main
 from test_resume import metrics_of
 
+import main
+import presets
+import utils
 from planning import costs, plan
 from runtime import messages
 from tools import trace
-from training import profiling
+from training import profiling, settings
 
 
 @pytest.fixture(scope="module")
 def runs(shards, xla_cache, tmp_path_factory):
     """Directory of two runs of nine steps: `plain`, and `traced` in two parts, with --profile 2:4 and 5:8."""
     folder = tmp_path_factory.mktemp("runs")
-    batches = dict(train_batch_size=4, val_batch_size=4, n_devices=8, n_device_axis=(2, 2, 2))
-    places = dict(output_dir=folder, data=shards, compilation_cache=xla_cache)
-    flags = SMALL_RUN | batches | places | dict(eval_every=3, eval_steps=1)
+    flags = dict(train_batch_size=4, val_batch_size=4, n_devices=8, n_device_axis=(2, 2, 2))
+    flags |= dict(output_dir=str(folder), data=str(shards), compilation_cache=str(xla_cache))
+    flags |= dict(eval_every=3, eval_steps=1, blocks=2)
 
     def train(**more):
-        done = run_program("--preset", "tiny", *flags_of(**flags | more))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        given = SMALL_RUN | flags | more
+        cfg = utils.replace(presets.preset("tiny"), **given)
+        assert main.main(settings.Flags(cfg, frozenset(given))) == 0
 
     train(name="plain", training_steps=9)
-    said = train(name="traced", training_steps=6, profile="2:4")
-    assert "profile: steps 2 to 4 in" in said
-    said = train(name="traced", training_steps=9, profile="5:8")
-    assert "profile: steps 7 to 8 in" in said
+    train(name="traced", training_steps=6, profile="2:4")
+    train(name="traced", training_steps=9, profile="5:8")
     return folder
 
 
@@ -49,9 +50,6 @@ def found(first):
     return trace.measure(first)
 
 
-# --- Writing ------------------------------------------------------------------------------------------------------
-
-
 def test_a_profile_changes_no_number_and_each_part_of_a_run_has_its_own(runs):
     assert metrics_of(runs / "traced")[:9] == metrics_of(runs / "plain")
     assert profiling.traces_of(str(runs / "traced")) == ["steps-2-4", "steps-7-8"]
@@ -63,9 +61,9 @@ def test_several_processes_trace_their_own_devices(shards, xla_cache, tmp_path):
     """Also where the last step is the run's last."""
     flags = {**SMALL_GPT2, "blocks": 1, "T": 16, "n_devices": 2, "n_device_axis": (2, 1, 1)}
     flags |= dict(train_batch_size=4, val_batch_size=4, training_steps=4, profile="3:4")
-    flags |= dict(output_dir=tmp_path, name="pair", data=shards, eval_steps=1)
-    flags |= dict(compilation_cache=xla_cache, num_processes=2, warmup_steps=2, end_steps=100)
-    flags |= dict(coordinator=f"127.0.0.1:{free_port()}")
+    flags |= dict(output_dir=tmp_path, name="pair", data=shards, eval_steps=1, warmup_steps=2)
+    flags |= dict(compilation_cache=xla_cache, end_steps=100)
+    flags |= dict(num_processes=2, coordinator=f"127.0.0.1:{free_port()}")
     both = [start_main(["--preset", "tiny", *flags_of(**flags, process_id=i)]) for i in range(2)]
     said = [process.communicate(timeout=300)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
@@ -86,9 +84,6 @@ def test_a_trace_that_cannot_be_made_ends_no_run(train, monkeypatch, capsys):
     assert "--profile 2:3: step 3 is done already, so nothing is traced" in capsys.readouterr().out
 
 
-# --- Reading ------------------------------------------------------------------------------------------------------
-
-
 def test_parts_add_up_to_the_step(first, found):
     lengths = []
     for events in trace.devices_in(first):
@@ -104,6 +99,7 @@ def test_parts_add_up_to_the_step(first, found):
     assert all(way in paths for way in ("jvp(", "transpose(", "rematted_computation"))
 
 
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_a_trace_in_a_bucket_is_read(bucket, runs):
     address, fs, _ = bucket
     run = address.replace("shards", "run")
@@ -146,27 +142,16 @@ TRAVELED = [("all-gather-start.1", 10, 41)]
 
 
 def space(plane, lines):
-    """jax.profiler.ProfileData of a plane with {line: [(name, begin, end, {stat: text})]}, times in ns."""
-    ids, texts = {"event": {}, "stat": {}}, []
+    """What ProfileData has of a plane with {line: [(name, begin, end, {stat: text})]}, times in ns."""
 
-    def number(kind, name):
-        return ids[kind].setdefault(name, len(ids[kind]) + 1)
+    def event(name, begin, end, told):
+        return SimpleNamespace(name=name, start_ns=begin, end_ns=end, stats=told.items())
 
-    for line, found in lines.items():
-        texts.append(f'lines {{ name: "{line}"')
-        for name, begin, end, told in found:
-            texts.append(f"events {{ metadata_id: {number('event', name)}")
-            texts.append(f"offset_ps: {begin}000 duration_ps: {end - begin}000")
-            for stat, value in told.items():
-                texts.append(
-                    f'stats {{ metadata_id: {number("stat", stat)} str_value: "{value}" }}'
-                )
-            texts.append("}")
-        texts.append("}")
-    for kind, known in ids.items():
-        for name, i in known.items():
-            texts.append(f'{kind}_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}')
-    return ProfileData.from_text_proto(f'planes {{ name: "{plane}" {" ".join(texts)} }}')
+    def line(name, found):
+        return SimpleNamespace(name=name, events=[event(*one) for one in found])
+
+    lines = [line(*one) for one in lines.items()]
+    return SimpleNamespace(planes=[SimpleNamespace(name=plane, lines=lines)])
 
 
 def at_times(found, begins):
@@ -237,9 +222,6 @@ def test_a_step_that_is_cut_off_or_missing_is_left_out(written, monkeypatch):
         trace.measure(written)
 
 
-# --- The program --------------------------------------------------------------------------------------------------
-
-
 def test_the_program_prints_shares_operations_and_the_plan(runs, found, capsys):
     trace.main(trace.Options(str(runs / "traced"), "steps-2-4"))
     said = capsys.readouterr().out
@@ -264,15 +246,15 @@ def test_a_mistake_gets_a_sentence(runs, tmp_path):
     cut = damaged("cut", "step.hlo.gz", lambda content: content[:1001])
     no_text = damaged("no_text", "step.hlo.gz", lambda content: gzip.compress(b"\xff\xfe"))
     flags = damaged("flags", "about.json", lambda content: content.replace(b'"data"', b'"of"'))
-    for run, given, part in (
-        (tmp_path, {}, "holds no whole trace; train with --profile FIRST:LAST"),
-        (runs / "traced", dict(trace="steps-1-2"), "has steps-2-4, steps-7-8"),
-        (broken, {}, "is no trace"),
-        (cut, {}, "step.hlo.gz is missing or damaged"),
-        (no_text, {}, "step.hlo.gz is missing or damaged"),
-        (flags, {}, "about.json: data is missing"),
+    for run, part, *name in (
+        (tmp_path, "holds no whole trace; train with --profile FIRST:LAST"),
+        (runs / "traced", "has steps-2-4, steps-7-8", "steps-1-2"),
+        (broken, "is no trace"),
+        (cut, "step.hlo.gz is missing or damaged"),
+        (no_text, "step.hlo.gz is missing or damaged"),
+        (flags, "about.json: data is missing"),
     ):
         with pytest.raises(messages.UserError) as e:
-            trace.main(trace.Options(str(run), **given))
+            trace.main(trace.Options(str(run), *name))
         said = str(e.value)
         assert part in said and "\n" not in said and said.endswith("."), said
