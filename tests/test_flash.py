@@ -12,17 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL_QWEN3, furthest, make_params, random_batch, small_config
+from conftest import SMALL_QWEN3, furthest
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_parity import DOCUMENTS, assert_same, loss_and_gradients
 
-import model
 import presets
 import utils
 from kernels import attention, flash
 from planning import gpus
-from training import steps
 
 gpu_compiler = pytest.mark.skipif(
     not gpus.has_compiler(), reason="the packages of pyproject.toml's extra plan-gpu"
@@ -33,6 +32,8 @@ gpu_compiler = pytest.mark.skipif(
 def interpreted(monkeypatch):
     """The kernels as plain operations, as a CPU can run them."""
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+    allowed = attention.ATTENTION["flash"]._replace(platforms=("cpu",))
+    monkeypatch.setitem(attention.ATTENTION, "flash", allowed)
 
 
 # --- Against plain attention --------------------------------------------------------------------------------------
@@ -96,14 +97,6 @@ def test_output_and_gradients_equal_those_of_xla(shape, documents, interpreted):
 # --- In a model ---------------------------------------------------------------------------------------------------
 
 
-def loss_and_gradients(cfg):
-    mesh = steps.make_mesh(cfg)
-    tokens, targets = random_batch(cfg, mesh)
-    f = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
-    out = f(make_params(cfg, mesh), tokens[0], targets[0], jax.random.key(7), jnp.int32(0))
-    return jax.tree.map(np.asarray, out)
-
-
 @pytest.mark.parametrize(
     "mesh, flags",
     [
@@ -112,12 +105,9 @@ def loss_and_gradients(cfg):
     ],
 )
 def test_loss_and_gradients_of_a_model(mesh, flags, interpreted):
-    flags = dict(flags, T=64, document_mask=True, end_of_text=7)
-    cfg = small_config(mesh, sequences=8, **flags)
-    (loss, _), gradients = loss_and_gradients(utils.replace(cfg, attention="flash"))
-    (loss_, _), gradients_ = loss_and_gradients(utils.replace(cfg, attention="xla"))
-    assert abs(loss - loss_) < 1e-6 * abs(loss_)
-    assert furthest(gradients_, gradients)[0] < 1e-5
+    flags = dict(flags, **DOCUMENTS, T=64, sequences=8)
+    plain, ours = (loss_and_gradients(mesh, attention=name, **flags) for name in ("xla", "flash"))
+    assert_same(plain, ours, 1e-5)
 
 
 # --- What the plan counts -----------------------------------------------------------------------------------------
@@ -196,22 +186,20 @@ def compiled_for(kind, K, V, dtype, T=1024, **options):
     mesh = Mesh(np.array(gpus.devices(kind, 1, 1)), ("x",))
     sharding = NamedSharding(mesh, P())
 
-    def array(*shape, dtype=dtype):
+    def array(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    start = array(2, T, dtype=jnp.int32)
-    arrays = array(2, 3, T, K), array(2, 3, T, K), array(2, 3, T, V), start
+    arrays = [*(array(dtype, 2, 3, T, n) for n in (K, K, V)), array(jnp.int32, 2, T)]
     whole = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     options |= dict(xla_backend_optimization_level=3)  # as programs run, which conftest.py changes
     return jax.jit(whole).lower(*arrays).compile(options).as_text()
 
 
-def forward(q, k, v, start):
-    return flash.flash_attention(q, k, v, None, start)
-
-
 def gradients(*arrays):
-    return jax.grad(lambda *arrays: forward(*arrays).astype(jnp.float32).sum(), (0, 1, 2))(*arrays)
+    def summed(q, k, v, start):
+        return flash.flash_attention(q, k, v, None, start).astype(jnp.float32).sum()
+
+    return jax.grad(summed, (0, 1, 2))(*arrays)
 
 
 @gpu_compiler
@@ -242,8 +230,7 @@ def test_products_overlap_on_hopper(shape, tmp_path):
 
 def assembler():
     """NVIDIA's, of the installed packages or of the machine."""
-    if packages := importlib.util.find_spec("nvidia"):
-        for folder in packages.submodule_search_locations:
-            for path in Path(folder).glob("*/bin/ptxas"):
-                return path
-    return shutil.which("ptxas")
+    packages = importlib.util.find_spec("nvidia")
+    folders = packages.submodule_search_locations if packages else []
+    found = [path for folder in folders for path in Path(folder).glob("*/bin/ptxas")]
+    return found[0] if found else shutil.which("ptxas")

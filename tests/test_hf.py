@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 
 import jax
@@ -14,12 +15,12 @@ from conftest import (
     ROOT,
     SMALL_DEEPSEEK,
     settled,
+    small_tokenizer,
     tokenize_tests,
     train_small_tokenizer,
 )
 from safetensors.numpy import load_file, save_file
 from test_tools import make_run
-from tokenizers import Tokenizer, models
 
 import utils
 from architectures import gpt2
@@ -98,27 +99,20 @@ def test_a_folder_of_several_files_loads_as_one_does(deepseek, tmp_path):
 
 
 def measured(model, shards, **options):
-    flags = dict(
-        model=str(model),
-        n_devices=1,
-        compilation_cache="",
-        limit=8,
-        data=(str(shards),),
-        model_dtype="float32",
-    )
-    (row,) = evaluate.main(common.Evaluate(**flags | options))["data"]
+    flags = dict(model=str(model), data=(str(shards),), model_dtype="float32", limit=8)
+    (row,) = evaluate.main(common.Evaluate(**flags, n_devices=1, **options))["data"]
     return row["tokens"], row["loss"]
 
 
-def test_a_run_begins_with_imported_weights(deepseek, train, shards, tmp_path):
+def test_a_run_begins_with_imported_weights(deepseek, train, shards, xla_cache, tmp_path):
     """At learning rate 0 it validates as its weights are measured in the folder, and in the run that it was imported
     to, which cannot be trained under its own name."""
-    cfg, run, folder = deepseek
+    folder, cached = deepseek[2], dict(compilation_cache=str(xla_cache))
     hf.import_folder(str(folder), str(tmp_path / "imported"))
-    tokens, loss = measured(run, shards)
-    assert measured(folder, shards) == measured(tmp_path / "imported", shards) == (tokens, loss)
+    tokens, loss = measured(folder, shards, **cached)
+    assert measured(tmp_path / "imported", shards, **cached) == (tokens, loss)
     flags = DEEPSEEK | dict(max_lr=0.0, end_lr=0.0, bias_update_rate=0.0, model_dtype="float32")
-    flags |= dict(vocab_size=None, blocks=2, training_steps=1, eval_steps=1)
+    flags |= dict(vocab_size=None, blocks=2, training_steps=1, eval_steps=1, optimizer="adamw")
     assert train((2, 2, 2), init_from=folder, **flags) == 0
     (row,) = map(json.loads, (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines())
     assert abs(row["loss/val_cross_entropy_loss"] - loss) < 1e-5
@@ -127,9 +121,8 @@ def test_a_run_begins_with_imported_weights(deepseek, train, shards, tmp_path):
 
 
 def test_a_longer_T_than_the_weights_know_gets_a_warning(deepseek, shards, tmp_path, train, capsys):
-    _, _, folder = deepseek
-    capsys.readouterr()
-    assert measured(folder, shards, T=40)[0] == 8 * 40
+    folder = deepseek[2]
+    assert measured(folder, shards, T=40, compilation_cache="")[0] == 8 * 40
     assert f"warning: --T 40: {folder} was made for 32 tokens\n" in capsys.readouterr().err
     flags = DEEPSEEK | dict(vocab_size=None, blocks=2)
     with pytest.raises(messages.UserError, match="nowhere"):
@@ -182,8 +175,8 @@ def test_the_exported_tokenizer_cuts_as_tiktoken_does(name, tmp_path, named_toke
     if trained:  # the same shards from either file
         found = []
         for tokenizer in (name, folder / "tokenizer.json"):
-            tokenize_tests(tmp_path / "shards" / str(len(found)), tokenizer)
-            found.append(np.load(tmp_path / f"shards/{len(found)}/train/000000.npy"))
+            tokenize_tests(tmp_path / str(len(found)), tokenizer)
+            found.append(np.load(tmp_path / str(len(found)) / "train/000000.npy"))
         assert np.array_equal(*found) and len(found[0]) > 1000
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     auto = transformers.AutoTokenizer.from_pretrained(folder)
@@ -213,9 +206,7 @@ def test_float8_weights_are_read_times_their_scales(block, deepseek, tmp_path):
     cfg, _, folder = deepseek
     rng, stored, plain = np.random.default_rng(0), {}, {}
     for name, x in load_file(folder / "model.safetensors").items():
-        if x.ndim < 2 or any(
-            part in name for part in ("embed", "lm_head", "gate.weight", "eh_proj")
-        ):
+        if x.ndim < 2 or re.search("embed|lm_head|gate.weight|eh_proj", name):
             continue
         rows, columns = (-(-n // size) for n, size in zip(x.shape, block))
         scales = rng.uniform(0.01, 0.1, (rows, columns)).astype(np.float32)
@@ -247,12 +238,8 @@ BAD_TENSORS = [  # entries of config.json, tensors, what is said
     ({"num_hidden_layers": 4}, {}, "model.layers.3.eh_proj.weight is extra"),
     ({}, FLOAT8, f"{OUT} is F8_E4M3"),
     (BLOCKS, FLOAT8, f"{SCALE} is missing"),
-    (
-        BLOCKS,
-        {**FLOAT8, SCALE: np.ones((2, 2), np.float32)},
-        "[2, 2], but its config.json calls for [2, 3]",
-    ),
-    (BLOCKS, {SCALE: np.ones((2, 3), np.float32)}, f"{SCALE} is extra"),
+    (BLOCKS, {**FLOAT8, SCALE: np.ones((2, 2))}, "[2, 2], but its config.json calls for [2, 3]"),
+    (BLOCKS, {SCALE: np.ones((2, 3))}, f"{SCALE} is extra"),
 ]
 YARN_SCALING = dict(type="yarn", factor=2.0, mscale=1.0, mscale_all_dim=1.0)
 BAD_CONFIGS = [  # entries of config.json, what is said
@@ -306,9 +293,7 @@ def test_bad_configs_and_files_are_refused_by_name(deepseek, tmp_path):
     for name, content, said in [*configs, *BAD_FILES]:
         odd = tmp_path / "odd"
         shutil.copytree(folder, odd)
-        Tokenizer(models.BPE({"a": 0, tokenization.END_OF_TEXT: 1}, [])).save(
-            str(odd / "tokenizer.json")
-        )
+        small_tokenizer(odd)
         files.write_file(str(odd / name), content)
         assert said in refused(odd, tmp_path), (name, content)
         shutil.rmtree(odd)
@@ -329,22 +314,20 @@ def test_odd_values_of_a_run_are_refused_by_file_and_key(deepseek, tmp_path):
 
 
 def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
-    _, run, folder = deepseek
+    _, run, folder = (str(part) for part in deepseek)
     (tmp_path / "file").write_text("")
+    out, none, bad = (str(tmp_path / name) for name in ("x", "none", "file/x"))
     mixed = make_run(tmp_path, layers_per_block=3)[0]  # of blocks that no class of transformers has
     for call, sentence in [
-        (lambda: hf.export(str(tmp_path / "none"), str(tmp_path / "x")), "neither a run directory"),
-        (lambda: hf.run(["export", str(run), str(folder)]), "exists already"),
-        (lambda: hf.run(["import", str(folder), str(run)]), "exists already"),
-        (lambda: hf.import_folder(str(tmp_path), str(tmp_path / "x")), "no config.json"),
-        (lambda: hf.run(["import", str(folder), "gs://b/x"]), "gs://b/x: must be a local folder"),
-        (lambda: hf.run(["import", str(folder)]), "target: is missing; see --help"),
-        (
-            lambda: hf.export(str(mixed), str(tmp_path / "x")),
-            "layers_per_block 3: transformers has",
-        ),
-        (lambda: hf.export(str(run), str(tmp_path / "file/x")), "file/x: cannot be written"),
-        (lambda: hf.import_folder(str(folder), str(tmp_path / "file/x")), "x: cannot be written"),
+        (lambda: hf.export(none, out), "neither a run directory"),
+        (lambda: hf.run(["export", run, folder]), "exists already"),
+        (lambda: hf.run(["import", folder, run]), "exists already"),
+        (lambda: hf.import_folder(str(tmp_path), out), "no config.json"),
+        (lambda: hf.run(["import", folder, "gs://b/x"]), "gs://b/x: must be a local folder"),
+        (lambda: hf.run(["import", folder]), "target: is missing; see --help"),
+        (lambda: hf.export(str(mixed), out), "layers_per_block 3: transformers has"),
+        (lambda: hf.export(run, bad), "file/x: cannot be written"),
+        (lambda: hf.import_folder(folder, bad), "x: cannot be written"),
     ]:
         with pytest.raises(messages.UserError, match=sentence):
             call()

@@ -48,6 +48,11 @@ def decoder(cfg):
     return decode, make_params(cfg, mesh), lambda B: decoding.empty_cache(cfg, B, 16)
 
 
+def raised_params(cfg):
+    """Parameters of which none is 0, as biases are at first."""
+    return jax.tree.map(lambda x: x + 0.02, make_params(cfg, steps.make_mesh(cfg)))
+
+
 def layer_params(cfg, kind, scale=3.0, seed=1):
     """Parameters of one layer, larger than at the start of training so that every part matters."""
     table, rng = model.param_table(cfg)[kind], np.random.default_rng(seed)
@@ -68,10 +73,8 @@ def test_gathering_joins_parts_in_order_and_reduce_scattering_is_its_transpose(m
     cfg, n = small_config(mesh), dict(zip(collectives.AXES, mesh))[axis]
     x = np.arange(8 * 16 * 24, dtype=np.float32).reshape(8, 16, 24)
     parts = P(*[axis if i == dim else None for i in range(3)])
-    gather, scatter = (
-        functools.partial(f, axis=axis, dim=dim)
-        for f in (collectives.all_gather, collectives.reduce_scatter)
-    )
+    gather = functools.partial(collectives.all_gather, axis=axis, dim=dim)
+    scatter = functools.partial(collectives.reduce_scatter, axis=axis, dim=dim)
     assert np.array_equal(on_mesh(cfg, gather, parts, P())(x), x)
     assert np.array_equal(on_mesh(cfg, scatter, P(), parts)(x), n * x)
 
@@ -87,7 +90,7 @@ def test_six_devices_gather_in_two_steps():
 
 
 def norm(x, scale, eps):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+    return x / ((x * x).mean(-1, keepdims=True) + eps) ** 0.5 * scale
 
 
 def sigmoid(x):
@@ -141,9 +144,8 @@ def test_attention_equals_plain_loops(kind):
 
     ours = on_mesh(cfg, run, (P(),), P())(x)
     for b in range(2):
-        theirs = attention_by_loops(
-            jax.tree.map(np.float64, p), np.float64(x[b]), cfg, rope=kind == "dense"
-        )
+        exact = jax.tree.map(np.float64, (p, x[b]))
+        theirs = attention_by_loops(*exact, cfg, rope=kind == "dense")
         assert np.abs(ours[b] - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
@@ -169,10 +171,8 @@ def test_attention_kernels_agree(kernel, documents, monkeypatch):
         jax.jit(jax.value_and_grad(functools.partial(loss, name), (0, 1, 2)))(q, k, v)
         for name in (kernel, "xla")
     )
-    assert all(
-        np.allclose(a, b, rtol=1e-4, atol=1e-4)
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs))
-    )
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_auto_takes_the_fastest_kernel_that_runs():
@@ -202,12 +202,8 @@ def test_shares_of_scores_that_kernels_compute():
         assert attention.ATTENTION[name].score_share(m) == share
 
 
-def test_every_architecture_is_listed():
+def test_every_architecture_is_tested():
     assert architectures.names() == sorted(ARCHITECTURES)
-    for name in architectures.names():
-        arch = architectures.architecture(name)
-        kinds = {arch.inner, arch.last, arch.first, arch.mtp} - {""}
-        assert kinds == arch.layers.keys() >= arch.routed.keys()
 
 
 def experts_by_loops(p, x, m, capacity):
@@ -248,12 +244,11 @@ def test_experts_equal_plain_loops(experts_flag, capacity_factor):
     assert np.abs(out.reshape(32, 32) - theirs).max() < 1e-4 * np.abs(theirs).max()
     assert np.array_equal(load.tokens, tokens) and load.dropped == dropped
     assert (dropped > 0) == bool(capacity_factor)
-    balance = 0.0
-    for b in range(2):
+    balance, shares = 0.0, scores / scores.sum(-1, keepdims=True)
+    for tokens in (slice(16), slice(16, 32)):  # of a sequence
         for e in range(m.n_experts):
-            f = m.n_experts / (m.experts_per_token * 16) * (chosen[16 * b : 16 * b + 16] == e).sum()
-            share = (scores / scores.sum(-1, keepdims=True))[16 * b : 16 * b + 16, e].mean()
-            balance += f * share
+            f = m.n_experts / (m.experts_per_token * 16) * (chosen[tokens] == e).sum()
+            balance += f * shares[tokens, e].mean()
     assert abs(load.loss - balance) < 1e-4
 
 
@@ -292,15 +287,14 @@ def test_grouped_products_equal_a_product_for_each_row(branches):
 
 def test_router_biases_move_towards_an_even_load():
     """Of blocks and of a multi-token predictor, in one step, in which nothing else moves."""
-    flags = dict(blocks=1, layers_per_block=1, mtp_depth=1, bias_update_rate=5e-3)
-    cfg = small_config(max_lr=0.0, end_lr=0.0, sequences=8, **flags)
+    flags = dict(blocks=1, layers_per_block=1, mtp_depth=1, bias_update_rate=5e-3, sequences=8)
+    cfg = small_config(max_lr=0.0, end_lr=0.0, optimizer="adamw", **flags)
     mesh = steps.make_mesh(cfg)
     state, step = begin(cfg, mesh)
     batch = random_batch(cfg, mesh)
-    tokens, targets = (part[0] for part in batch)
-    _, seen = jax.jit(model.make_loss(cfg, mesh, train=True))(
-        state.params, tokens, targets, jax.random.key(0), 0
-    )
+    one = (part[0] for part in batch)
+    compute = jax.jit(model.make_loss(cfg, mesh, train=True))
+    _, seen = compute(state.params, *one, jax.random.key(0), 0)
     after = step(state, *batch)[0].params
     for kind, layer in (("moe", after["moe"]), ("mtp", after["mtp"]["layer"])):
         load = np.asarray(seen.load[kind])
@@ -369,58 +363,54 @@ def test_cross_entropy_and_its_gradient():
 def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
     found = []
     for embedding_lr in (1.0, 3.0):
-        cfg = small_config(embedding_lr=embedding_lr, warmup_steps=0, layers_per_block=1)
+        cfg = small_config(**SMALL_GPT2 | dict(embedding_lr=embedding_lr, optimizer="adamw"))
         mesh = steps.make_mesh(cfg)
-        optimizer, schedule = make_optimizer(cfg, mesh)
+        optimizer, _ = make_optimizer(cfg, mesh)
         params = make_params(cfg, mesh)
-        state, update = optimizer.init(params), jax.jit(optimizer.update)
-        found.append(update(params, state, params, rate=schedule(0))[0])  # as gradients
+        update = jax.jit(optimizer.update)
+        found.append(update(params, optimizer.init(params), params, rate=0.1)[0])  # as gradients
     one, three = jax.tree.map(np.asarray, found)
-    assert np.abs(one["embedding"]).max() > 0
+    assert one["embedding"].any()
     one["embedding"] = 3 * one["embedding"]
     assert furthest(one, three)[0] < 1e-6
 
 
 def test_one_batch_overfits():
-    schedule = dict(max_lr=1e-2, end_lr=1e-3, warmup_steps=10, end_steps=150)
-    small = dict(sequences=8, blocks=1, layers_per_block=2)
+    schedule = dict(max_lr=1e-2, end_lr=1e-3, warmup_steps=10, end_steps=100)
+    small = dict(sequences=8, T=16, blocks=1, layers_per_block=2)
     cfg = small_config(bias_update_rate=1e-2, **small, **schedule)
-    _, metrics = steps_of(cfg, 0, seeds=[0] * 150)
+    _, metrics = steps_of(cfg, 0, seeds=[0] * 100)
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 
 
 DEEPSEEK = SMALL_DEEPSEEK | dict(first_layers=2, q_latent_dim=0)
-DECODED = [{}, *ARCHITECTURES.values()]
+# every part that decoding or documents meet
+DECODED = ARCHITECTURES | dict(deepseek=DEEPSEEK | dict(latent_conv=3, embedding_norm=True))
+STRETCHED = DEEPSEEK | dict(n_shared=0, mtp_depth=1, rope_factor=4.0, rope_original_T=8)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         dict(layers_per_block=2, latent_conv=3, embedding_norm=True, capacity_factor=0.5),
-        dict(DEEPSEEK, n_shared=0, mtp_depth=1),
-        dict(DEEPSEEK, blocks=2, rope_factor=4.0, rope_original_T=8),
-        SMALL_GPT2,
-        SMALL_QWEN3,
+        *(ARCHITECTURES | dict(deepseek=STRETCHED)).values(),
     ],
 )
 def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
-    """Of prompts of different lengths, on a mesh, which scores as one device does; no token is dropped. The cache holds
-    a token's latent and its rotary key, if any, or its keys and values."""
-    losses = []
-    for mesh_shape in [(1, 1, 1), (2, 2, 2)]:
-        cfg = small_config(mesh_shape, T=16, sequences=8, **flags)
-        mesh = steps.make_mesh(cfg)
-        (tokens,), (targets,) = (np.asarray(part) for part in random_batch(cfg, mesh))
-        targets = np.where(np.arange(16) == 4, tokens, targets)  # where some are the likeliest
-        params = jax.tree.map(lambda x: x + 0.02, make_params(cfg, mesh))  # biases begin at 0
-        score = jax.jit(model.make_score(cfg, mesh))
-        found = score(params, tokens, np.where(np.arange(16) == 15, -1, targets))
-        losses.append(np.asarray(found[0]).reshape(8, 16))
-    assert np.allclose(*losses, atol=1e-5) and not losses[0][:, 15].any()
-    greedy, (ids, targets) = np.asarray(found[1]).reshape(8, 16), (tokens, targets)
-    ids, targets, rows = ids.reshape(8, 16), targets.reshape(8, 16), np.arange(8)
+    """Of prompts of different lengths, on a mesh the scores of one device; no token is dropped. The cache holds a
+    token's latent and its rotary key, if any, or its keys and values."""
+    one, cfg = (small_config(mesh, T=16, sequences=8, **flags) for mesh in [(1, 1, 1), (2, 2, 2)])
+    mesh = steps.make_mesh(one)
+    ids, targets = (np.asarray(part).reshape(8, 16) for part in random_batch(one, mesh))
+    targets = np.where(np.arange(16) == 4, ids, targets)  # where some are the likeliest
+    score = jax.jit(model.make_score(one, mesh))
+    known = np.where(np.arange(16) == 15, -1, targets)
+    found = score(raised_params(one), ids.reshape(4, 2, 16), known.reshape(4, 2, 16))
+    losses, greedy = (np.asarray(part).reshape(8, 16) for part in found)
+    assert not losses[:, 15].any()
 
     m, (decode, _, empty) = cfg.model, decoder(cfg)
+    params, rows = raised_params(cfg), np.arange(8)
     cache, lengths = empty(8), np.array([3, 9, 1, 6, 2, 9, 5, 4])
     per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (8 * 16)
     layers, without = m.first_layers + m.blocks * m.layers_per_block, 0 if m.moe_rope else m.blocks
@@ -433,30 +423,31 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
         if at:
             logits, cache = decode(params, ids[rows, last, None], cache, last, 0 * lengths)
         wanted = -jax.nn.log_softmax(logits)[rows, targets[rows, last]]
-        assert np.allclose(losses[1][rows, last], wanted, atol=1e-4)
+        assert np.allclose(losses[rows, last], wanted, atol=1e-4)
         assert (greedy[rows, last] == (logits.argmax(-1) == targets[rows, last])).all()
 
 
-@pytest.mark.parametrize("flags", DECODED)
-def test_decoding_in_bfloat16_is_near_float32(flags):
+@pytest.mark.parametrize("name", DECODED)
+def test_decoding_in_bfloat16_is_near_float32(name):
     """Prefill and a step, for one sequence and for several: the shapes that a CPU must multiply in bfloat16."""
-    flags = flags | dict(blocks=1, layers_per_block=1)
-    for rows in (1, 4):
-        ids, all_logits = np.random.default_rng(0).integers(0, 250, (rows, 9)).astype(np.int32), []
-        for dtype in ("float32", "bfloat16"):
-            decode, params, empty = decoder(small_config(model_dtype=dtype, **flags))
-            at = functools.partial(np.full, rows)
-            _, cache = decode(params, ids[:, :8], empty(rows), at(0), at(7))
-            logits, _ = decode(params, ids[:, 8:], cache, at(8), at(0))
-            all_logits.append(np.asarray(logits)[:, :250])
-        assert np.abs(np.subtract(*all_logits)).max() < 0.1 * np.abs(all_logits[0]).max()
+    flags = DECODED[name] | dict(blocks=1, layers_per_block=1)
+    ids, all_logits = np.random.default_rng(0).integers(0, 250, (4, 9)).astype(np.int32), []
+    for dtype, rows in [("float32", 4), ("bfloat16", 4), ("bfloat16", 1)]:
+        decode, params, empty = decoder(small_config(model_dtype=dtype, **flags))
+        at = functools.partial(np.full, rows)
+        _, cache = decode(params, ids[:rows, :8], empty(rows), at(0), at(7))
+        logits, _ = decode(params, ids[:rows, 8:], cache, at(8), at(0))
+        all_logits.append(np.asarray(logits)[:, :250])
+    exact, *rounded = all_logits
+    for logits in rounded:
+        assert np.abs(logits - exact[: len(logits)]).max() < 0.1 * np.abs(exact).max()
 
 
 def test_samples_are_the_same_on_every_mesh():
     texts, drawing = [], utils.Sample(top_k=20, temperature=1.0)
     prompts, lengths = decoding.pad([range(5)] * 4, 5)
     for mesh_shape in ((1, 1, 1), (2, 2, 2)):
-        cfg = small_config(mesh_shape)
+        cfg = small_config(mesh_shape, blocks=2, layers_per_block=1)
         mesh = steps.make_mesh(cfg)
         prefill, advance = decoding.make_stream(cfg, mesh, drawing, 17, chunk=12)
         params = make_params(cfg, mesh)
@@ -466,23 +457,20 @@ def test_samples_are_the_same_on_every_mesh():
     assert texts[0].max() < 250 and len({tuple(row) for row in texts[0].tolist()}) == 4
 
 
-@pytest.mark.parametrize("flags", DECODED)
-def test_documents_kept_apart_score_as_each_does_alone(flags):
+@pytest.mark.parametrize("name", DECODED)
+def test_documents_kept_apart_score_as_each_does_alone(name):
     """Three documents in one sequence, each begun by token 0, against each at the beginning of its own sequence."""
-    cfg = small_config((2, 2, 2), T=16, sequences=8, document_mask=True, end_of_text=0, **flags)
-    mesh, lengths, rng = steps.make_mesh(cfg), [5, 1, 10], np.random.default_rng(0)
-    params = jax.tree.map(lambda x: 2 * x + 0.02, make_params(cfg, mesh))  # of the conv too
-    score = jax.jit(model.make_score(cfg, mesh))
+    flags = DECODED[name] | dict(document_mask=True, end_of_text=0)
+    cfg = small_config((2, 2, 2), T=16, sequences=8, **flags)
+    lengths, rng = [5, 1, 10], np.random.default_rng(0)
+    params = jax.tree.map(lambda x: 2 * x, raised_params(cfg))  # of the conv too
+    score = jax.jit(model.make_score(cfg, steps.make_mesh(cfg)))
     documents = [np.concatenate([[0], rng.integers(1, 250, n - 1)]) for n in lengths]
-    tokens = np.zeros((8, 17), int)
+    tokens = np.zeros((8, 17), np.int32)
     tokens[0, :16] = np.concatenate(documents)
     for i, document in enumerate(documents):
         tokens[1 + i, : len(document)] = document
-
-    def shaped(x):
-        return x.reshape(4, 2, 16).astype(np.int32)
-
-    losses, _ = score(params, shaped(tokens[:, :-1]), shaped(tokens[:, 1:]))
+    losses, _ = score(params, *(part.reshape(4, 2, 16) for part in (tokens[:, :-1], tokens[:, 1:])))
     losses = np.asarray(losses).reshape(8, 16)
     at = 0
     for i, n in enumerate(lengths):  # the last token of a document has another target in company
@@ -504,35 +492,24 @@ def test_multi_token_prediction_equals_a_plain_loop():
     specs = parameters.table_map(lambda p: p.spec, model.param_table(cfg))
     h, total = on_mesh(cfg, hidden, (specs, P()), P())(params, tokens), 0
     ids = np.concatenate([tokens[:, 0], targets[:, 0, -1:]], 1)  # [B, T + 1]
-
-    def norm(x, scale):
-        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + m.norm_eps) * scale
+    normed = functools.partial(norm, eps=m.norm_eps)
 
     for depth in range(2):
         p = jax.tree.map(lambda w: w[depth], params["mtp"])
         h = h[:, :, : 8 - 1 - depth]  # those for which the token to predict is known
         ahead = params["embedding"][ids[:, None, 1 + depth : 8]]
-        both = jnp.concatenate([norm(ahead, p["token_norm"]), norm(h, p["hidden_norm"])], -1)
-        x = both @ p["merge"].reshape(-1, m.model_dimension)
+        ahead, h = normed(ahead, p["token_norm"]), normed(h, p["hidden_norm"])
+        x = jnp.concatenate([ahead, h], -1) @ p["merge"].reshape(-1, m.model_dimension)
 
         def layer(p, x):
             return deepseek.layer(p, x, layers.Tokens(jnp.arange(x.shape[1])[None]), m, None)[0]
 
-        h = norm(on_mesh(cfg, layer, (P(), P()), P())(p["layer"], x[:, 0])[:, None], p["norm"])
+        h = on_mesh(cfg, layer, (P(), P()), P())(p["layer"], x[:, 0])
+        h = normed(h[:, None], p["norm"])
         logits = (h[:, 0] @ params["head"].T)[..., : m.vocab_size]
         found = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 2 + depth :, None], -1)
         total -= found.sum()
     assert np.allclose(metrics.mtp, total / (2 * 8 * 8), rtol=1e-4)
-
-
-def drawn_by_sorting(logits, key, s):
-    """`decoding.draw_tokens` as the papers write it, with every logit sorted."""
-    logits = logits / s.temperature
-    if s.top_k:
-        kth = jax.lax.top_k(logits, s.top_k)[0][:, -1:]
-        logits = jnp.where(logits < kth, -jnp.inf, logits)
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(logits)))
-    return jax.vmap(jax.random.categorical)(keys, logits)
 
 
 def test_a_threshold_draws_what_sorting_draws():
@@ -550,21 +527,21 @@ def test_a_threshold_draws_what_sorting_draws():
     key = jax.random.key(0)
     likeliest = decoding.draw_tokens(logits, key, utils.Sample(temperature=0))
     assert np.array_equal(likeliest, logits.argmax(-1))
-    for top_k in (0, 40):
-        s = utils.Sample(temperature=0.8, top_k=top_k)
-        tokens = decoding.draw_tokens(logits, key, s)
-        assert np.array_equal(tokens, drawn_by_sorting(logits, key, s))
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(64))
+    scaled = jnp.array(logits) / 0.8
+    for top_k, least in (0, -np.inf), (40, jnp.sort(scaled, -1)[:, -40, None]):
+        tokens = decoding.draw_tokens(logits, key, utils.Sample(temperature=0.8, top_k=top_k))
+        possible = jnp.where(scaled < least, -jnp.inf, scaled)
+        assert np.array_equal(tokens, jax.vmap(jax.random.categorical)(keys, possible))
 
 
-def test_the_abstract_state_of_deepseek_v3_and_its_published_counts():
+def test_the_abstract_parameters_of_deepseek_v3_and_its_published_counts():
     """671.0B parameters; active 37.55B with the embedding and the head, of which the paper says 37B."""
     cfg = utils.replace(presets.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2))
     cfg = settings.validate(cfg, 8)
-    mesh = steps.make_mesh(cfg)
-    optimizer, _ = make_optimizer(cfg, mesh)
-    state = steps.abstract_state(cfg, mesh, optimizer)
     total, active, embedding = model.count_params(cfg)
-    sizes = sum(x.size for x in jax.tree.leaves(state.params))
+    params = steps.abstract_params(cfg, steps.make_mesh(cfg))
+    sizes = sum(x.size for x in jax.tree.leaves(params))
     assert sizes == total + embedding == 671_026_419_200
     assert active + embedding == 37_552_297_472
 
@@ -577,14 +554,11 @@ def test_validation_takes_no_more_batches_than_there_are(capsys):
     assert capsys.readouterr().out.endswith(said)
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
+def test_heads_of_qwen3_that_do_not_fit_are_refused():
+    for flags, said in [
         (dict(n_kv_head=3), "--n_kv_head 3: must divide --n_head 8."),
         (dict(n_kv_head=2), r"--n_kv_head 2: must be a multiple of tp \(4\)."),
         (dict(head_dim=7), "--head_dim 7: must be a multiple of 2"),
-    ],
-)
-def test_heads_of_qwen3_that_do_not_fit_are_refused(flags, said):
-    with pytest.raises(messages.UserError, match=said):
-        small_config((1, 1, 4), **SMALL_QWEN3 | flags)
+    ]:
+        with pytest.raises(messages.UserError, match=said):
+            small_config((1, 1, 4), **SMALL_QWEN3 | flags)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import SMALL_GPT2, furthest, small_config
-from test_parity import first_params
+from conftest import SMALL_GPT2, SMALL_QWEN3, furthest, small_config
+from test_parity import assert_same, first_params, on_one_device, spread
 
 import model
 from architectures import parameters
@@ -17,54 +17,51 @@ from runtime import messages
 from training import muon, steps
 from training.optimizer import make_optimizer
 
-# Flags that spread a model over its mesh in another way.
-OF_MESH = ("fsdp", "sequence_parallel", "pp_interleave")
+# matrices of all kinds, and experts fewer than devices
+DEEPSEEK = dict(n_experts=2, first_layers=1, layers_per_block=1, mtp_depth=1)
 
 
 @functools.cache
 def updated(mesh_shape, **flags):
-    """(parameters after three updates by random gradients, those gradients), shaped as on one device."""
+    """(parameters after three updates by random gradients, those gradients shaped as on one device)."""
     muon_flags = dict(optimizer="muon", muon_momentum=0.8, weight_decay=0.5, grad_clip_norm=1e9)
     cfg = small_config(mesh_shape, **muon_flags, **flags)
-    mesh = steps.make_mesh(cfg)
-    start = first_params(**{name: flags[name] for name in flags if name not in OF_MESH})
-    leaves, tree = jax.tree.flatten(start)
-    table = model.param_table(cfg)
-    shardings = parameters.shardings(table, mesh)
-
-    def put(leaves):
-        # --pp_interleave makes two dims of that of the blocks
-        shaped = jax.tree.map(lambda x, p: x.reshape(p.shape), tree.unflatten(leaves), table)
-        return jax.device_put(shaped, shardings)
-
+    mesh, start = steps.make_mesh(cfg), first_params(**on_one_device(flags))
     optimizer, schedule = make_optimizer(cfg, mesh)
-    params = put(leaves)
-    update, state, gradients = jax.jit(optimizer.update), optimizer.init(params), []
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        gradients.append([rng.standard_normal(x.shape, np.float32) for x in leaves])
-        updates, state = update(put(gradients[-1]), state, params, rate=schedule(seed))
-        params = optax.apply_updates(params, updates)
-    params = jax.tree.map(lambda x, y: np.asarray(y).reshape(x.shape), start, params)
-    return params, gradients
+
+    def update(carry, given):
+        (params, state), (gradient, rate) = carry, given
+        updates, state = optimizer.update(gradient, state, params, rate=rate)
+        return (optax.apply_updates(params, updates), state), None
+
+    @jax.jit
+    def train(params, *gradients):
+        rates = jnp.stack([schedule(step) for step in range(3)])
+        stacked = jax.tree.map(lambda *each: jnp.stack(each), *gradients)
+        return jax.lax.scan(update, (params, optimizer.init(params)), (stacked, rates))[0][0]
+
+    rng = np.random.default_rng(0)
+    gradients = [
+        jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), start) for _ in range(3)
+    ]
+    params = train(*(spread(tree, cfg, mesh) for tree in (start, *gradients)))
+    return jax.tree.map(np.asarray, params), gradients
 
 
 @pytest.mark.parametrize(
     "mesh, flags",
     [
         ((2, 2, 2), dict(sequence_parallel="megatron", fsdp="none")),
-        ((4, 2, 1), dict(fsdp="none", n_experts=2, first_layers=1, mtp_depth=1)),
+        ((4, 2, 1), dict(DEEPSEEK, fsdp="none")),
         ((2, 2, 2), dict(fsdp="full", pp_interleave=2)),
         ((2, 1, 4), dict(SMALL_GPT2, sequence_parallel="megatron")),
-        ((1, 1, 4), dict(first_layers=1, blocks=3, layers_per_block=1)),
+        ((1, 1, 4), SMALL_QWEN3),
     ],
     ids=["megatron", "copies", "rounds", "gpt2", "filled"],
 )
 def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
-    whole = {name: flags[name] for name in flags if name not in OF_MESH}
-    params, _ = updated((1, 1, 1), **whole)
-    params_, _ = updated(mesh, **flags)
-    assert furthest(params, params_)[0] < 1e-4, furthest(params, params_)
+    params, _ = updated((1, 1, 1), **on_one_device(flags))
+    assert_same(params, updated(mesh, **flags)[0], 1e-4)
 
 
 # --- Dealing ------------------------------------------------------------------------------------------------------
@@ -87,11 +84,10 @@ def test_large_matrices_share_a_turn():
 # --- Runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_keeps_its_optimizer(train, tmp_path):
-    assert train(name="adam", optimizer="adamw", training_steps=2) == 0
-    with pytest.raises(messages.UserError, match="--optimizer muon: run adam exists and has adamw"):
-        train(name="adam", optimizer="muon", training_steps=4)
-    assert train(name="adam", optimizer="adamw", training_steps=4) == 0
+def test_a_run_keeps_its_optimizer(train):
+    assert train(optimizer="adamw", blocks=1, training_steps=1) == 0
+    with pytest.raises(messages.UserError, match="--optimizer muon: run run exists and has adamw"):
+        train(optimizer="muon", blocks=1, training_steps=2)
 
 
 # --- Newton-Schulz steps ------------------------------------------------------------------------------------------
@@ -144,33 +140,32 @@ def unfused(p, x):
     return matrices
 
 
-@pytest.mark.parametrize("flags", [dict(mtp_depth=1), SMALL_GPT2], ids=["deepseek", "gpt2"])
+@pytest.mark.parametrize("flags", [DEEPSEEK, SMALL_GPT2], ids=["deepseek", "gpt2"])
 def test_updates_are_those_of_optax(flags):
     """Of each matrix on its own, over three steps."""
     cfg = small_config(optimizer="muon", **flags)
     table = jax.tree.leaves(model.param_table(cfg), is_leaf=parameters.is_param)
-    leaves = jax.tree.leaves(first_params(**flags))
     _, schedule = make_optimizer(cfg, steps.make_mesh(cfg))
     params, gradients = updated((1, 1, 1), **flags)
-
     # optax corrects the momentum's bias, the paper does not
     without_momentum = dict(beta=0.0, nesterov=False)
+    scaled = dict(ns_coeffs=muon.COEFFICIENTS, weight_decay=0.5, consistent_rms=0.2)
     reference = optax.chain(
         optax.trace(0.8, nesterov=True),
-        optax.contrib.muon(
-            schedule,
-            ns_coeffs=muon.COEFFICIENTS,
-            weight_decay=0.5,
-            consistent_rms=0.2,
-            **without_momentum,
-        ),
+        optax.contrib.muon(schedule, **scaled, **without_momentum),
     )
-    for i, p in enumerate(table):
+
+    @jax.jit
+    @jax.vmap
+    def train(matrices, gradients):
+        state = reference.init(matrices)
+        for gradient in gradients:
+            updates, state = reference.update(gradient, state, matrices)
+            matrices = optax.apply_updates(matrices, updates)
+        return matrices
+
+    leaves = map(jax.tree.leaves, (first_params(**flags), params, *gradients))
+    for p, before, after, *each in zip(table, *leaves):
         if p.hidden:
-            theirs = unfused(p, leaves[i])
-            state, update = jax.vmap(reference.init)(theirs), jax.jit(jax.vmap(reference.update))
-            for gradient in gradients:
-                updates, state = update(unfused(p, gradient[i]), state, theirs)
-                theirs = optax.apply_updates(theirs, updates)
-            ours = unfused(p, jax.tree.leaves(params)[i])
-            assert furthest(theirs, ours)[0] < 1e-4, p
+            theirs = train(unfused(p, before), [unfused(p, gradient) for gradient in each])
+            assert furthest(theirs, unfused(p, after))[0] < 1e-4, p

@@ -33,9 +33,8 @@ def make_run(folder, **flags):
     """(a run directory with a model of bytes, as if training had ended there; its Config, mesh and parameters)."""
     ranks = folder / "bytes.tiktoken"
     ranks.write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
-    small = dict(blocks=2, layers_per_block=1, val_batch_size=8, eval_steps=2)
-    flags = small | flags
-    cfg = small_config(vocab_size=257, sequences=8, model_dtype="float32", **flags)
+    small = dict(blocks=2, layers_per_block=1, val_batch_size=8, eval_steps=2, vocab_size=257)
+    cfg = small_config(sequences=8, model_dtype="float32", **small | flags)
     mesh, rng = steps.make_mesh(cfg), np.random.default_rng(0)
 
     def louder(path, x):
@@ -77,20 +76,12 @@ def logits_of(run):
     return logits_of
 
 
-@pytest.fixture(scope="module")
-def losses_of(logits_of):
-    """`losses_of(rows)`: -log p [n] of all tokens but the first of each of up to 16 lists of token ids [n + 1]."""
-
-    def losses_of(rows):
-        logits = logits_of(decoding.pad(rows, max(map(len, rows)))[0])
-        norm = np.log(np.exp(logits).sum(-1))
-        losses = []
-        for i, row in enumerate(rows):
-            n = len(row) - 1
-            losses.append(norm[i, :n] - logits[i, range(n), row[1:]])
-        return losses
-
-    return losses_of
+def losses_of(logits_of, rows):
+    """-log p [n] of all tokens but the first of each of up to 16 lists of token ids [n + 1]."""
+    logits = logits_of(decoding.pad(rows, max(map(len, rows)))[0])
+    norm = np.log(np.exp(logits).sum(-1))
+    each = enumerate(row[1:] for row in rows)
+    return [norm[i, : len(row)] - logits[i, range(len(row)), row] for i, row in each]
 
 
 ONE = dict(compilation_cache="", n_devices=1)
@@ -108,9 +99,7 @@ def measured(run, **options):
 # --- sample.py --------------------------------------------------------------------------------------------------
 
 
-def test_every_prompt_of_a_batch_continues_as_a_plain_loop_says_on_every_mesh(
-    run, logits_of, capsys
-):
+def test_a_batch_of_prompts_continues_as_a_plain_loop_says_on_every_mesh(run, logits_of, capsys):
     rows = continued(run)
     out, err = capsys.readouterr()
     shown = [f"--- {i}\n{p}{row.text}\n" for i, (p, row) in enumerate(zip(PROMPTS, rows))]
@@ -137,20 +126,16 @@ def test_a_special_token_in_a_prompt_is_text_and_a_drawn_one_ends_the_row(run):
     assert row.unseen == tokenization.END_OF_TEXT + "ab" and row.text == "ab" and row.done
 
 
+TEXT = "naïf 🙂 STO STOP 語\ufffd"
+STOPS = {(): TEXT, ("STOP", "é!"): "naïf 🙂 STO ", ("OP", "ST"): "naïf 🙂 ", ("n",): ""}
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-@pytest.mark.parametrize(
-    "stop, wanted",
-    [
-        ((), "naïf 🙂 STO STOP 語\ufffd"),
-        (("STOP", "é!"), "naïf 🙂 STO "),
-        (("OP", "ST"), "naïf 🙂 "),
-        (("n",), ""),
-    ],
-)
+@pytest.mark.parametrize("stop, wanted", STOPS.items())
 def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(
     run, chunk, stop, wanted, capsys
 ):
-    tokens, shown = list("naïf 🙂 STO STOP 語\ufffd".encode()), ""
+    tokens, shown = list(TEXT.encode()), ""
     options = common.Sample(model="", stop=stop, max_tokens=len(tokens))
     row = sample.Row(tokenization.folder_tokenizer(str(run[0])), [256, 62], options, 1, "# ")
     for i in range(0, len(tokens), chunk):
@@ -164,7 +149,7 @@ def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(
 # --- evaluate.py ------------------------------------------------------------------------------------------------
 
 
-def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, losses_of):
+def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, logits_of):
     _, cfg, mesh, params = run
     cfg = utils.replace(cfg, data=str(shards))
     corpus = Corpus(cfg, cfg.data.data, "val")
@@ -172,7 +157,8 @@ def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, 
     wanted = steps.make_evaluate(cfg, mesh, corpus)(params)["loss/val_cross_entropy_loss"]
     assert abs(got["loss"] - wanted) < 1e-5
     assert got["tokens"] == 16 * 32 and got["bits_per_byte"] is None
-    each = np.array([row.mean() for row in losses_of(corpus.sequences(range(16), seed=0).tolist())])
+    rows = corpus.sequences(range(16), seed=0).tolist()
+    each = np.array([row.mean() for row in losses_of(logits_of, rows)])
     assert abs(got["loss"] - each.mean()) < 1e-5
     assert abs(got["loss_error"] - each.std(ddof=1) / 4) < 1e-5
     (other,) = measured(run, data=(str(shards / "val"),), limit=16, **MESH)["data"]
@@ -181,7 +167,7 @@ def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, 
 
 
 @pytest.mark.parametrize("stride", [0, 8])
-def test_text_measures_as_a_plain_loop_says(run, losses_of, tmp_path, stride):
+def test_text_measures_as_a_plain_loop_says(run, logits_of, tmp_path, stride):
     texts = ["short", "é" * 30, "x" * 32, "the end " * 12]
     records = [json.dumps({"body": text}) for text in ["", *texts]]
     (tmp_path / "a.jsonl").write_text("\n".join(records))
@@ -195,7 +181,8 @@ def test_text_measures_as_a_plain_loop_says(run, losses_of, tmp_path, stride):
             rows.append(ids[start : start + 33])
             firsts.append(done - start)
             done = start + len(rows[-1]) - 1
-        sums.append(sum(losses[first:].sum() for losses, first in zip(losses_of(rows), firsts)))
+        losses = zip(losses_of(logits_of, rows), firsts)
+        sums.append(sum(row[first:].sum() for row, first in losses))
     loss, n = sum(sums) / sum(sizes), len(texts)
     assert (got["tokens"], got["clusters"]) == (sum(sizes), n) and abs(got["loss"] - loss) < 1e-5
     residuals = sum((s - loss * size) ** 2 for s, size in zip(sums, sizes))
@@ -304,9 +291,9 @@ def test_weights_are_refused_shards_of_another_tokenizer(run, shards, tmp_path, 
 
 def test_half_a_character_alone_is_replaced(tmp_path):
     vocabulary = {"a": 0, "\ufffd": 1, tokenization.END_OF_TEXT: 2, "🙂": 3}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    made.save(str(tmp_path / "tokenizer.json"))
-    encoding = tokenization.load_tokenizer(str(tmp_path / "tokenizer.json"))
+    path = str(tmp_path / "tokenizer.json")
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [])).save(path)
+    encoding = tokenization.load_tokenizer(path)
     assert encoding.encode_ordinary("a \ud83d 🙂 \ude42") == [0, 1, 3, 1]
 
 
@@ -357,12 +344,10 @@ def test_a_model_without_a_tokenizer_measures_shards_alone(run, shards, tmp_path
     config = (run[0] / "config.json").read_text().replace("tokenizer.tiktoken", "")
     (tmp_path / "config.json").write_text(config)
     assert measured([tmp_path], data=(str(shards),), limit=4)["data"][0]["sequences"] == 4
-    for program in (
-        lambda: measured([tmp_path], data=(str(ROOT / "README.md"),)),
-        lambda: continued([tmp_path]),
-    ):
-        with pytest.raises(messages.UserError, match="tokenizer"):
-            program()
+    with pytest.raises(messages.UserError, match="tokenizer"):
+        measured([tmp_path], data=(str(ROOT / "README.md"),))
+    with pytest.raises(messages.UserError, match="tokenizer"):
+        continued([tmp_path])
 
 
 @pytest.mark.parametrize(
