@@ -1,4 +1,4 @@
-"""Tasks of lm_eval: the scores of its own backend for Hugging Face models, on every mesh; CORE; a run that asks."""
+"""Tasks of lm_eval: the scores of its own backend for Hugging Face models, on every mesh; a run that asks."""
 
 import functools
 import json
