@@ -69,7 +69,8 @@ def test_resume_is_bitwise_also_past_damage_and_on_another_mesh_sees_the_same_ba
 
     monkeypatch.setattr(main, "put_batch", watched)
     whole, parts, moved = (tmp_path / "runs" / name for name in ("whole", "parts", "moved"))
-    flags = dict(optimizer="muon", mesh=(2, 2, 2), pp_interleave=2, accumulation_steps=2)
+    same = dict(optimizer="muon", dropout_rate=0.1)
+    flags = same | dict(mesh=(2, 2, 2), pp_interleave=2, accumulation_steps=2)
     flags |= dict(microbatches=2, train_batch_size=2, save_steps=2)
     assert train(**flags, name="whole", training_steps=8) == 0
     assert train(**flags, name="parts", training_steps=4) == 0  # not a multiple of eval_every
@@ -86,8 +87,8 @@ def test_resume_is_bitwise_also_past_damage_and_on_another_mesh_sees_the_same_ba
     assert [row["step"] for row in rows if "loss/val_loss" in row] == [5, 8]
 
     # the batch sizes are not given again, and follow dp and accumulation_steps
-    other = dict(optimizer="muon", train_batch_size=None, val_batch_size=None)
-    assert train(**other, accumulation_steps=1, name="moved", training_steps=8) == 0
+    flags_there = same | dict(train_batch_size=None, val_batch_size=None, accumulation_steps=1)
+    assert train(**flags_there, name="moved", training_steps=8) == 0
     assert json.loads((moved / "config.json").read_text())["train_batch_size"] == 8
     first, before, again, after = np.split(np.stack(read), [8, 12, 18])
     assert np.array_equal(first, [*before[:2], *again])
@@ -105,11 +106,11 @@ def test_resume_is_bitwise_also_past_damage_and_on_another_mesh_sees_the_same_ba
 def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path):
     """Another optimizer than above, and both kinds of layers."""
     number, runs = signal.SIGINT, tmp_path / "runs"
-    other = dict(optimizer="adamw", layers_per_block=3, blocks=1)
+    other = dict(optimizer="adamw", layers_per_block=3, blocks=1, eval_every=100)
     flags = SMALL_RUN | other
     flags |= dict(n_device_axis=(1, 1, 1), n_devices=1, name="run", data=shards)
     flags |= dict(train_batch_size=8, val_batch_size=8, output_dir=runs)
-    flags |= dict(compilation_cache=xla_cache, eval_every=5, eval_steps=2, training_steps=100_000)
+    flags |= dict(compilation_cache=xla_cache, eval_steps=2, training_steps=100_000)
     words = [sys.executable, ROOT / "main.py", "--preset", "tiny", *flags_of(**flags)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(words, **pipes)
