@@ -44,9 +44,7 @@ def test_the_rollback_leads_before_the_first_bad_step_and_past_the_data_of_the_l
     assert bad_steps.in_progress and bad_steps.due is None
     observe(bad_steps, [NAN], first=6)
     assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
-    bad_steps.observe(
-        7, 7 * PER_STEP, NAN, NAN
-    )  # its metrics were under way; its data is read again
+    observe(bad_steps, [NAN], first=7)  # its metrics were under way; its data is read again
     assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
 
 

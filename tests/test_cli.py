@@ -206,28 +206,24 @@ def test_a_mistake_gets_a_sentence(words):
             command_line.check([*argv[:2], "--n_devices", "8", *argv[2:]], elsewhere=False)
 
 
-@pytest.mark.parametrize(
-    "machine, kernel, other", [("gpu:8xH200", "flash", "splash"), ("v4:2x2x2", "splash", "flash")]
-)
-def test_a_plan_takes_the_kernels_of_its_machine(machine, kernel, other):
-    cfg = utils.replace(presets.preset("moe1b"), val_batch_size=32, plan=machine)
-    for name in ("auto", "blockwise", kernel):
-        settings.validate(utils.replace(cfg, attention=name), 8)
-    with pytest.raises(messages.UserError, match=f"--attention {other}: .* auto"):
-        settings.validate(utils.replace(cfg, attention=other), 8)
+def test_a_plan_takes_the_kernels_of_its_machine():
+    kernels = {"gpu:8xH200": ("flash", "splash"), "v4:2x2x2": ("splash", "flash")}
+    for machine, (kernel, other) in kernels.items():
+        cfg = utils.replace(presets.preset("moe1b"), val_batch_size=32, plan=machine)
+        for name in ("auto", "blockwise", kernel):
+            settings.validate(utils.replace(cfg, attention=name), 8)
+        with pytest.raises(messages.UserError, match=f"--attention {other}: .* auto"):
+            settings.validate(utils.replace(cfg, attention=other), 8)
 
 
 PROGRAMS = {  # what parses, of each
     utils.Config: "",
+    bench.Options: "",
     tokenize_shards.Options: "--source a --output b --tokenizer gpt2",
     train_tokenizer.Options: "--source a --output b.tiktoken",
-    common.Sample: "run",
-    common.Evaluate: "run",
-    trace.Options: "run",
-    checkpoints.Options: "run",
-    bench.Options: "",
-    compare.Options: "run",
 }
+OF_RUNS = [common.Sample, common.Evaluate, trace.Options, checkpoints.Options, compare.Options]
+PROGRAMS |= dict.fromkeys(OF_RUNS, "run")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -297,10 +293,9 @@ def test_a_check_without_devices_refuses_nothing_that_some_devices_would_take(by
 
 def test_a_check_knows_the_run_that_is_there(tmp_path):
     """A flag that the run cannot go on with is refused; what may change, and what the preset says, is not."""
-    stored = utils.flatten(utils.replace(presets.preset("tiny"), T=64, train_batch_size=4)) | {
-        "data_fingerprint": "x"
-    }
-    files.write_file(str(tmp_path / "tiny/config.json"), json.dumps(stored))
+    cfg = utils.replace(presets.preset("tiny"), T=64, train_batch_size=4)
+    stored = json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x"})
+    files.write_file(str(tmp_path / "tiny/config.json"), stored)
     words = ["--preset", "tiny", "--output_dir", str(tmp_path)]
     for more in ("", "--T 64 --n_device_axis 0 1 1", "--max_tokens 9", "--T 32 --name b"):
         command_line.check([*words, *more.split()], elsewhere=False)
@@ -324,11 +319,10 @@ def test_a_program_whose_reader_leaves_ends_quietly():
 
 
 def test_a_mistake_ends_the_program_with_status_2(shards, tmp_path):
-    sizes = dict(train_batch_size=8, val_batch_size=8, output_dir=tmp_path / "runs", data=shards)
-    words = flags_of(**SMALL | sizes, n_device_axis=(3, 2, 2))
+    words = flags_of(n_device_axis=(3, 2, 2), output_dir=tmp_path / "runs", data=shards)
     done = run_program("--preset", "tiny", *words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: --n_device_axis 3 2 2") and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: --n_device_axis 3 2 2")
     assert not any((tmp_path / "runs").glob("*")), "a refusal leaves nothing"
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import small_config
+from test_resume import TINY
 
 import main
 import utils
@@ -21,10 +22,8 @@ from training import events, meter, runlog, settings
 
 @pytest.fixture
 def accumulator():
-    return pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator",
-        reason="bash setup_tpu.sh tensorboard",
-    ).EventAccumulator
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    return pytest.importorskip(module, reason="bash setup_tpu.sh tensorboard").EventAccumulator
 
 
 def scalars(accumulator):
@@ -46,11 +45,9 @@ def logged(run):
     return sorted(numbers)
 
 
-def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(
-    train, tmp_path, accumulator, monkeypatch
-):
+def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(train, tmp_path, accumulator):
     run = tmp_path / "runs" / "run"
-    flags = dict(save_steps=4, eval_every=4)
+    flags = TINY | dict(save_steps=4, eval_every=4)
     assert train(**flags, training_steps=2) == 0
     flags["tensorboard"] = True  # asked for later: it has the rows before too
     assert train(**flags, training_steps=6) == 0
@@ -109,9 +106,8 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
 
     monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
     planned = plan.answer(cfg, machines.parse_machine("v4:2x2x1"))
-    runlog.Progress(cfg, plan=main.plan_of(cfg)).print(
-        row(5.5), pace_of(planned.tokens_per_second / 4), None
-    )
+    progress = runlog.Progress(cfg, plan=main.plan_of(cfg))
+    progress.print(row(5.5), pace_of(planned.tokens_per_second / 4), None)
     line = capsys.readouterr().out
     share = int(re.search(r" tokens/s \((\d+)% of the plan\)", line)[1])
     assert abs(share - 25) < 3, "how the chips are wired is not known"
@@ -139,9 +135,8 @@ def test_the_pace_counts_training_alone(monkeypatch):
 
 def log_in(folder, step=0, **flags):
     """The log of a run that resumes at `step`."""
-    return runlog.RunLog(
-        utils.replace(small_config(), output_dir=str(folder), name="run", **flags), step
-    )
+    cfg = utils.replace(small_config(), output_dir=str(folder), name="run", **flags)
+    return runlog.RunLog(cfg, step)
 
 
 def steps_in(log):
@@ -217,9 +212,8 @@ def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, 
 # --- Damage -------------------------------------------------------------------------------------------------------
 
 STEP = 8  # of the checkpoint
-ROWS = [
-    json.dumps({"step": n, "loss/train_loss": n / 2, "lr": None}).encode() for n in range(1, 12)
-]
+ROWS = [{"step": n, "loss/train_loss": n / 2, "lr": None} for n in range(1, 12)]
+ROWS = [json.dumps(row).encode() for row in ROWS]
 WHOLE = b"\n".join(ROWS) + b"\n"
 
 
@@ -263,11 +257,10 @@ def opened(tmp_path, step=STEP, **flags):
     return steps_in(log)
 
 
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_of_damaged_metrics_what_can_be_read_stays_and_all_is_kept_beside_it(
-    kind, tmp_path, capsys
+@pytest.mark.parametrize("content, left", DAMAGED.values(), ids=DAMAGED)
+def test_of_damaged_metrics_the_rest_stays_and_all_is_kept_beside_it(
+    content, left, tmp_path, capsys
 ):
-    content, left = DAMAGED[kind]
     (tmp_path / "run").mkdir()
     metrics, aside = tmp_path / "run/metrics.jsonl", tmp_path / "run/metrics.jsonl.damaged-2"
     metrics.with_name("metrics.jsonl.damaged-1").write_text("of another day")

@@ -1,5 +1,6 @@
 """Schedules of the learning rate: their values, their one clock, and that weight decay and the run's length agree."""
 
+import itertools
 import re
 import shutil
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import begin, random_batch, small_config
-from test_resume import assert_bitwise, checkpoint_of, metrics_of
+from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
 import model
 from architectures import parameters
@@ -23,7 +24,6 @@ SCHEDULES = {
     "wsd": dict(PLAIN, schedule="wsd", decay_steps=8),
     "trunk": dict(PLAIN, schedule="wsd"),
 }
-EVERY = pytest.mark.parametrize("flags", SCHEDULES.values(), ids=SCHEDULES)
 
 
 def rates(n, **flags):
@@ -81,90 +81,74 @@ def test_a_trunk_is_every_run_that_decays_later_to_the_bit():
         assert np.array_equal(whole[: end_steps - 8], trunk[: end_steps - 8])
 
 
-def updates_of(cfg, gradient, n):
-    """Yield (step, learning rate, updates, which of them decay) of n steps of the optimizer with the same gradient,
-    every parameter being 1."""
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weight_decay_follows_the_schedule_and_at_rate_0_nothing_moves(optimizer):
+    """Without a gradient a step takes learning rate x weight_decay of each matrix away, and nothing of others."""
+    flags = SCHEDULES["linear"] | dict(optimizer=optimizer, weight_decay=0.25, blocks=1)
+    cfg = small_config(**flags, embedding_lr=1.0)
     optimizer, schedule = make_optimizer(cfg, steps.make_mesh(cfg))
     table = model.param_table(cfg)
     params = parameters.table_map(lambda param: jnp.ones(param.shape), table)
-    decays = parameters.table_map(lambda param: param.cast, table)
-    gradients = jax.tree.map(lambda leaf: jnp.full(leaf.shape, gradient), params)
+    decays = jax.tree.leaves(parameters.table_map(lambda param: param.cast, table))
     state, update = optimizer.init(params), jax.jit(optimizer.update)
-    for step in range(n):
-        updates, state = update(gradients, state, params, rate=schedule(step))
-        yield step, schedule(step), jax.tree.leaves(updates), jax.tree.leaves(decays)
+    for gradient, step in itertools.product((0.0, 0.1), range(22)):
+        gradients, rate = jax.tree.map(lambda x: gradient * x, params), schedule(step)
+        updates, state = update(gradients, state, params, rate=rate)
+        for moved, decay in zip(jax.tree.leaves(updates), decays, strict=True):
+            if gradient:
+                assert bool(moved.all()) == (rate > 0)
+            else:
+                assert np.allclose(moved, -0.25 * rate * decay, rtol=1e-6, atol=0)
 
 
-@EVERY
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_weight_decay_follows_the_schedule_and_at_rate_0_nothing_moves(flags, optimizer):
-    """Without a gradient a step takes learning rate x weight_decay of each matrix away, and nothing of others."""
-    cfg = small_config(**flags, optimizer=optimizer, weight_decay=0.25, embedding_lr=1.0)
-    for _, rate, updates, decays in updates_of(cfg, 0.0, 22):
-        for update, decay in zip(updates, decays, strict=True):
-            assert np.allclose(update, -0.25 * rate * decay, rtol=1e-6, atol=0)
-    for _, rate, updates, _ in updates_of(cfg, 0.1, 22):
-        assert all(bool(update.all()) == (rate > 0) for update in updates)
-
-
-@pytest.mark.parametrize("name", ["linear", "trunk"])
-def test_skipped_steps_count_in_the_applied_rate_as_in_the_logged_one(name, monkeypatch):
-    """Without a gradient a sound step takes rate x weight_decay of a matrix away; a bad one nothing."""
-    flags = SCHEDULES[name]
-    cfg = small_config(**flags, weight_decay=0.25, embedding_lr=1.0, blocks=1, layers_per_block=1)
+def test_a_bad_step_counts_in_the_rate_applied_and_logged_and_changes_nothing_else(monkeypatch):
+    """Without a gradient a sound step takes rate x weight_decay of a matrix away."""
+    flags = SCHEDULES["linear"] | dict(weight_decay=0.25, embedding_lr=1.0)
+    cfg = small_config(**flags, blocks=1, layers_per_block=1)
     bad = jnp.array([2, 3, 4, 13])
 
     def no_gradient(gradient, state, tokens, targets):
-        loss = jnp.where((state.step == bad).any(), jnp.nan, 1.0)
-        seen = model.Metrics(*jnp.ones(3), load={"moe": jnp.ones((1, 8))}, dropped=0.0)
-        return (loss, seen), jax.tree.map(jnp.zeros_like, state.params)
+        zero = jnp.where((state.step == bad).any(), jnp.nan, 0.0)
+        load = {"moe": jnp.arange(8.0)[None]}  # which a sound step balances
+        seen = model.Metrics(*jnp.ones(3), load=load, dropped=0.0)
+        return (1 + zero, seen), jax.tree.map(lambda x: zero + 0 * x, state.params)
 
     monkeypatch.setattr(steps, "accumulate_gradient", no_gradient)
     state, step = begin(cfg, steps.make_mesh(cfg))
     batch, planned = random_batch(cfg, steps.make_mesh(cfg)), rates(22, **flags)
     for i in range(22):
-        before = np.asarray(state.params["embedding"], np.float64)
+        before = jax.device_get(state)
         state, metrics = step(state, *batch)
-        after = np.asarray(state.params["embedding"], np.float64)
         assert metrics["lr"] == planned[i] and state.step == i + 1
         applied = 0.0 if i in bad else planned[i]
-        assert np.allclose(before - after, 0.25 * applied * before, rtol=1e-4, atol=1e-7), i
+        old, new = (np.float64(x.params["embedding"]) for x in (before, state))
+        assert np.allclose(old - new, 0.25 * applied * old, rtol=1e-4, atol=1e-7), i
+        same = jax.tree.map(np.array_equal, before._replace(step=0), state._replace(step=0))
+        assert jax.tree.all(same) == (i in bad), i
 
 
 def test_the_schedule_follows_the_length_of_a_run_also_where_that_changes(train, capsys, tmp_path):
     """A finished run that continues learns again; where it would not, one line tells."""
-    flags = dict(end_steps=None, schedule="linear", end_lr=0.0, max_lr=0.01, eval_every=50)
-    flags |= dict(eval_steps=1, blocks=1, microbatches=1)
-
-    def rates_of_run(n, **more):
-        """Those of steps 3 to n as logged, in shares of max_lr, and what was printed of the schedule."""
-        assert train(**flags | more) == 0
+    flags = TINY | dict(schedule="linear", end_lr=0.0, max_lr=0.01, eval_every=50)
+    lives = [  # (--training_steps, --end_steps, shares of max_lr of the last steps, ends of the lines)
+        (4, None, [1, 0.5], []),
+        (8, None, [4 / 6, 3 / 6, 2 / 6, 1 / 6], ["here on: end_steps was 4 and is now 8"]),
+        (10, 8, [0, 0], ["--training_steps 10: the run stays at --end_lr 0 from --end_steps 8 on"]),
+        (11, 12, [2 / 10], ["is now 12", "has come down, at --end_steps 12"]),
+    ]
+    for n, end_steps, wanted, endings in lives:
+        assert train(**flags, training_steps=n, end_steps=end_steps) == 0
         rows = metrics_of(tmp_path / "runs" / "run")
         assert [row["step"] for row in rows] == list(range(1, n + 1))
+        assert [100 * row["lr"] for row in rows[-len(wanted) :]] == pytest.approx(wanted)
         lines = capsys.readouterr().out.splitlines()
         said = [line for line in lines if re.search("the schedule changes|warning: --", line)]
-        return [100 * row["lr"] for row in rows[2:]], said
-
-    found, said = rates_of_run(4, training_steps=4)
-    assert found == pytest.approx([1, 0.5]) and not said
-    found, said = rates_of_run(8, training_steps=8)
-    assert found[2:] == pytest.approx([4 / 6, 3 / 6, 2 / 6, 1 / 6])
-    assert len(said) == 1 and said[0].endswith("from here on: end_steps was 4 and is now 8")
-    found, said = rates_of_run(10, training_steps=10, end_steps=8)
-    assert found[6:] == [0, 0]
-    assert len(said) == 1 and said[0].endswith(
-        "--training_steps 10: the run stays at --end_lr 0 from --end_steps 8 on"
-    )
-    found, said = rates_of_run(11, training_steps=11, end_steps=12)
-    assert found[8:] == pytest.approx([2 / 10])
-    assert len(said) == 2 and said[1].endswith(
-        "--training_steps 11: the run ends before its learning rate has come down, at --end_steps 12"
-    )
+        assert len(said) == len(endings) and all(map(str.endswith, said, endings)), said
 
 
 def test_a_copied_checkpoint_of_a_trunk_decays_to_the_bit_as_the_run_planned_so(train, tmp_path):
     """docs/runs.md: the copy needs nothing else of the trunk."""
-    runs, flags = tmp_path / "runs", dict(schedule="wsd", end_lr=0.0, dropout_rate=0.1, blocks=1)
+    runs, flags = tmp_path / "runs", TINY | dict(schedule="wsd", end_lr=0.0, dropout_rate=0.1)
     assert train(**flags, name="trunk", training_steps=3) == 0
     shutil.copytree(runs / "trunk/checkpoints/3", runs / "branch/checkpoints/3")
     flags |= dict(training_steps=5, end_steps=5, decay_steps=2)

@@ -6,15 +6,8 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import (
-    SMALL,
-    SMALL_GPT2,
-    describe,
-    small_config,
-    tokenize_tests,
-    train_small_tokenizer,
-)
-from test_resume import assert_bitwise, checkpoint_of, metrics_of
+from conftest import SMALL, describe, small_config, tokenize_tests, train_small_tokenizer
+from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
 import presets
@@ -56,9 +49,8 @@ def remote(tmp_path, monkeypatch):
 
 
 def open_corpus(root, tmp_path, **flags):
-    return dataset.Corpus(
-        small_config(cache_dir=str(tmp_path / "cache"), **flags), str(root), "train"
-    )
+    cfg = small_config(cache_dir=str(tmp_path / "cache"), **flags)
+    return dataset.Corpus(cfg, str(root), "train")
 
 
 def kept(tmp_path):
@@ -170,8 +162,8 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
     """The run resumes when the shard is back, with the losses of one that never lost it."""
     folder, address, _ = remote
     monkeypatch.setattr(dataset, "WINDOW", 31 * 32)  # a shard: the epoch's last is read last
-    flags = dict(data=address, cache_dir=tmp_path / "cache", blocks=1, eval_every=7)
-    flags |= dict(train_batch_size=32, training_steps=14)
+    flags = TINY | dict(T=32, train_batch_size=32, training_steps=14, eval_every=7)
+    flags |= dict(data=address, cache_dir=tmp_path / "cache")
     name = f"{np.random.default_rng([0, 0]).permutation(SHARDS)[-1]:06d}.npy"
     content, fs = (folder / "train" / name).read_bytes(), fsspec.filesystem("memory")
     make_evaluate = steps.make_evaluate
@@ -213,45 +205,41 @@ def test_checkpoints_to_s3_are_refused(train):
 # --- The vocabulary of the shards -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "size, preset, given, wanted",
-    [
+def test_the_manifest_decides_the_vocabulary(tmp_path, capsys):
+    """Where no flag, no weights and no run does. A preset's that is padded stays."""
+    for size, preset, given, wanted in (
         (512, "tiny", {}, 512),
         (None, "tiny", {}, 8192),
         (50257, "gpt2-124m", {"vocab_size": 50304}, 50304),
         (512, "tiny", {"tokenizer": "x"}, 8192),
         (512, "tiny", {"init_from": "x"}, 8192),
-    ],
-)
-def test_the_manifest_decides_the_vocabulary(tmp_path, capsys, size, preset, given, wanted):
-    """Where no flag, no weights and no run does. A preset's that is padded stays."""
-    cfg = utils.replace(presets.preset(preset), **given, output_dir=str(tmp_path))
-    shards = [("a", "a/train", {} if size is None else dict(vocab_size=size))]
-    given = {*given} - {"vocab_size"}
-    found = settings.follow_shards(settings.Flags(cfg, given), {}, shards).cfg
-    assert found == utils.replace(cfg, vocab_size=wanted)
-    assert ("--vocab_size is" in capsys.readouterr().out) == (found != cfg)
-    stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
-    kept = settings.follow_shards(settings.Flags(cfg, set()), stored, shards)
-    assert kept.cfg.model.vocab_size == (8192 if "init_from" in given else 60000)
+    ):
+        cfg = utils.replace(presets.preset(preset), **given, output_dir=str(tmp_path))
+        shards = [("a", "a/train", dict(vocab_size=size) if size else {})]
+        flags = settings.Flags(cfg, {*given} - {"vocab_size"})
+        found = settings.follow_shards(flags, {}, shards).cfg
+        assert found == utils.replace(cfg, vocab_size=wanted)
+        assert ("--vocab_size is" in capsys.readouterr().out) == (found != cfg)
+        stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
+        kept = settings.follow_shards(settings.Flags(cfg, set()), stored, shards)
+        assert kept.cfg.model.vocab_size == (8192 if "init_from" in given else 60000)
 
 
 # --- The documented cycle in a bucket ---------------------------------------------------------------------------
 
 
-def used(run, shards, tmp_path, capsys, cache):
+def used(run, shards, exported, capsys, cache):
     """What every tool says of the run at an address, and of the shards at another."""
     words = [run, "--prompt=import ", "--max_tokens=4", "--n_devices=1"]
     words.append(f"--compilation_cache={cache}")
     (row,) = sample.main(utils.read_flags(common.Sample, words, "tools/sample.py"))
-    hf.run(["export", run, "exported"])
-    text = tmp_path / "some.txt"
-    text.write_text("import os\n" * 20)
-    data = (str(text), shards, f"{shards}/text.txt")
+    hf.run(["export", run, exported])
+    Path("some.txt").write_text("import os\n" * 20)
+    data = ("some.txt", shards, f"{shards}/text.txt")
     asked = common.Evaluate(model=run, data=data, limit=4, compilation_cache=cache, n_devices=1)
     measured = [row | dict(data="") for row in evaluate.main(asked)["data"]]
     checkpoints.main(checkpoints.Options(run))
-    compare.main(compare.Options((run,), str(tmp_path / "compare.png")))
+    compare.main(compare.Options((run,)))
     said = capsys.readouterr()
     assert "4  sound" in said.out and "warning" not in said.out + said.err
     return row.tokens, measured
@@ -270,7 +258,7 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(
     tokenize_tests(address, tmp_path / "small.tiktoken")
     files.write_file(f"{address}/text.txt", "def f():\n" * 20)
     runs = "gs://bucket/others"  # not runs, whose listing by another test this process may remember
-    flags = SMALL_GPT2 | dict(blocks=1, vocab_size=None, schedule="wsd", T=80, data=address)
+    flags = TINY | dict(vocab_size=None, schedule="wsd", T=80, data=address)
     flags |= dict(cache_dir=tmp_path / "cache", output_dir=runs)
     for end in (2, 4):
         assert train(**flags, training_steps=end) == 0
@@ -281,16 +269,13 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(
     fs.get("bucket", str(local), recursive=True)
     flags |= dict(data=local / "shards", output_dir=tmp_path / "runs")
     assert train(**flags, training_steps=4) == 0
-    assert metrics_of(local / "others/run") == metrics_of(tmp_path / "runs/run")
-    of_both = [checkpoint_of(run, 4) for run in (local / "others/run", tmp_path / "runs/run")]
-    assert_bitwise(*of_both)
-    there = used(f"{runs}/run", address, tmp_path, capsys, cache)
-    (tmp_path / "exported").rename(tmp_path / "exported-there")
-    copy, its_shards = str(local / "others/run"), str(local / "shards")
-    assert there == used(copy, its_shards, tmp_path, capsys, cache)
+    copy, its_shards, whole = local / "others/run", local / "shards", tmp_path / "runs/run"
+    assert metrics_of(copy) == metrics_of(whole)
+    assert_bitwise(checkpoint_of(copy, 4), checkpoint_of(whole, 4))
+    there = used(f"{runs}/run", address, "there", capsys, cache)
+    assert there == used(str(copy), str(its_shards), "here", capsys, cache)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        kinds = ("exported", "exported-there")
-        assert len({(tmp_path / kind / name).read_bytes() for kind in kinds}) == 1
+        assert Path("there", name).read_bytes() == Path("here", name).read_bytes()
     begin = flags | dict(data=address, training_steps=1)
     assert train(**begin, name="weights", init_from=f"{runs}/run") == 0
     assert "warning" not in capsys.readouterr().out
