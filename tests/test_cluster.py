@@ -4,6 +4,7 @@ The hosts get a copy of this repository as it stands, with a stand-in for setup_
 """
 
 import contextlib
+import functools
 import getpass
 import json
 import os
@@ -27,10 +28,10 @@ from runtime import messages, processes
 from training import command_line, steps
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
-LACKING = [name for name in ("ssh", "tmux", "git") if not shutil.which(name)]
 PROGRAMS = """awk basename bash cat chmod cut date df dirname env find git git-receive-pack grep head ls mkdir mktemp mv
 nice ps python3 rm sed sh sleep tail tee tmux tr""".split()
 XLA_FLAGS = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+CACHE_ALL = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 SECRET = "s3cr3t'\"$x y"
 ODD = "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é 漢"
 # of a host: with the file `broken` at home training fails at once, with `instant` it is done at once, with `waits`
@@ -51,17 +52,9 @@ HostKey {root}/host
 StrictModes no
 PidFile none
 AuthorizedKeysFile {root}/authorized
-PasswordAuthentication no
-UsePAM no
 PermitRootLogin yes
-KbdInteractiveAuthentication no
-MaxStartups 100
 SetEnv HOME={root}/home TMUX_TMPDIR={root}/tmux PATH={root}/bin TMPDIR={root}/tmp
 """
-
-
-def make_key(path):
-    subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", path], check=True)
 
 
 class Host:
@@ -74,15 +67,26 @@ class Host:
         self.state = self.home / f".moe-pretraining/train/{self.address}"
         for folder in ("home", "bin", "tmux", "tmp"):
             (self.root / folder).mkdir(parents=True)
-        for name in PROGRAMS:
-            self.restore(name)
-        make_key(self.root / "host")
-        make_key(self.root / "user")
-        shutil.copy(self.root / "user.pub", self.root / "authorized")
+        for key in ("host", "user"):
+            words = ["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", self.root / key]
+            subprocess.run(words, check=True)
         config = SSHD_CONFIG.format(port=port, address=self.address, root=self.root)
         (self.root / "sshd").write_text(config)
 
+    def begin_anew(self):
+        """Up, with all programs, its user's key, and no files of a run."""
+        for folder in (self.home, self.bin, self.root / "tmp"):
+            shutil.rmtree(folder)
+            folder.mkdir()
+        for name in PROGRAMS:
+            if found := sys.executable if name == "python3" else shutil.which(name):
+                (self.bin / name).symlink_to(found)
+        shutil.copy(self.root / "user.pub", self.root / "authorized")
+        self.up()
+
     def up(self):
+        if self.process:
+            return
         if os.getuid() == 0:
             os.makedirs("/run/sshd", exist_ok=True)
         with open(self.root / "sshd.log", "a") as log:
@@ -101,6 +105,7 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        self.process = None
 
     def tmux(self, *words):
         env = CLEAN | {"TMUX_TMPDIR": f"{self.root}/tmux"}
@@ -115,16 +120,6 @@ class Host:
     def pid(self):
         """Of main.py."""
         return int((self.state / "pid").read_text())
-
-    def replace(self, name, text):
-        (self.bin / name).unlink(missing_ok=True)
-        if text:
-            program(self.bin / name, text)
-
-    def restore(self, name):
-        (self.bin / name).unlink(missing_ok=True)
-        if found := sys.executable if name == "python3" else shutil.which(name):
-            (self.bin / name).symlink_to(found)
 
 
 class Cluster:
@@ -171,9 +166,9 @@ class Cluster:
             "SSH_PORT": str(self.hosts[0].port),
             "SSH_USER": getpass.getuser(),
             "MIN_DISK_GB": "0",
-            "PYTHON": "",
-            "PASS_ENV": "JAX_PLATFORMS XLA_FLAGS JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PASS_ENV": " ".join(["JAX_PLATFORMS", "XLA_FLAGS", "RESTART_PAUSE", CACHE_ALL]),
+            CACHE_ALL: "0",
+            "RESTART_PAUSE": "1",
             "COORDINATOR": f"127.0.0.1:{free_port()}",
             "MAX_CLOCK_SKEW": "5",
             "JAX_PLATFORMS": "cpu",
@@ -204,29 +199,32 @@ class Cluster:
         assert done.returncode == 0, done.said
         return done.stdout
 
+    def logs(self):
+        """Of the first two hosts, as they stand there."""
+        return [(host.state / "log").read_text() for host in self.hosts[:2]]
+
 
 def ended(process):
     out, err = process.communicate(timeout=400)
     return SimpleNamespace(returncode=process.returncode, stdout=out, stderr=err, said=out + err)
 
 
-def assert_refused(done, *words, host="127.0.0.1"):
-    """It failed with one sentence about a host that holds the words."""
+def assert_refused(done, *words):
+    """It failed with one sentence about the first host that holds the words."""
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.said
-    assert done.stderr.startswith(f"error: {host}: "), done.said
+    assert done.stderr.startswith("error: 127.0.0.1: "), done.said
     assert all(word in done.stderr for word in words), done.said
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    if LACKING or not SSHD or sys.platform != "linux":
+    found = [SSHD, *map(shutil.which, ("ssh", "tmux", "git"))]
+    if None in found or sys.platform != "linux":
         pytest.skip("needs Linux with sshd, ssh, tmux and git")
     # short: a socket's path has at most 107 bytes
     base = Path(tempfile.mkdtemp(prefix="moe", dir="/tmp"))
     cluster = Cluster(base)
     try:
-        for host in cluster.hosts:
-            host.up()
         yield cluster
     finally:
         for host in cluster.hosts:
@@ -241,9 +239,7 @@ def idle(cluster):
     """The cluster with nothing on its hosts, and the first state of its files again afterwards. No temporary file
     stays, here or there."""
     for host in cluster.hosts:
-        for folder in (host.home, host.root / "tmp"):
-            shutil.rmtree(folder)
-            folder.mkdir()
+        host.begin_anew()
     yield cluster
     for host in cluster.hosts:
         host.tmux("kill-server")
@@ -255,20 +251,14 @@ def idle(cluster):
 
 @pytest.fixture
 def flags(shards, xla_cache, tmp_path):
-    """`flags(n, **more)`: of the small model on n processes with a device each."""
-
-    def flags(processes, **more):
-        batch = 12 // processes
-        small = SMALL_RUN | THIN | dict(n_device_axis=(processes, 1, 1), n_devices=processes)
-        small |= dict(train_batch_size=batch, val_batch_size=batch, peer_timeout=20)
-        small |= dict(name=f"over{processes}", output_dir=tmp_path / "runs", data=shards)
-        small |= dict(compilation_cache=xla_cache, eval_every=5, eval_steps=2)
-        return ["--preset", "tiny", *flags_of(**small | more)]
+    """`flags(**more)`: of the run over2 of the small model on two processes with a device each."""
+    small = SMALL_RUN | dict(blocks=1, n_device_axis=(2, 1, 1), n_devices=2, name="over2")
+    small |= dict(train_batch_size=4, val_batch_size=4, eval_every=5, eval_steps=2)
+    small |= dict(output_dir=tmp_path / "runs", data=shards, compilation_cache=xla_cache)
+    small |= dict(preset="tiny", peer_timeout=20)
+    return lambda **more: flags_of(**small | more)
 
     return flags
-
-
-THIN = dict(n_experts=6, blocks=2, microbatches=2)
 
 
 def losses(run):
@@ -293,9 +283,6 @@ def processes_of(name, word):
 def assert_nothing_was_started(cluster):
     for host in cluster.hosts:
         assert not host.alive and not list(host.home.iterdir())
-
-
-# --- The launcher -------------------------------------------------------------------------------------------------
 
 
 # where tmux could show a secret
@@ -329,22 +316,23 @@ def survive_cut_connections(cluster, run):
     assert status.count("running: ") == 2 and "step" in status
     logs = cluster.passes("--logs", "127.0.0.2")
     assert "compiled in" in logs and "127.0.0.1" not in logs and "Welcome" not in logs
-    assert all(f"--- {host.address}" in cluster.passes("--logs") for host in hosts)
 
 
 def lose_a_process_and_a_part_of_its_checkpoint(cluster, run):
     """kill -9 of process 1, then damage to what it alone reads: both start again from the checkpoint before."""
-    hosts, before = cluster.hosts[:2], max(losses(run))
+    before = max(losses(run))
     wait_for(lambda: max(losses(run)) > before + 7)
-    os.kill(hosts[1].pid, signal.SIGKILL)
-    wait_for(lambda: all("starting it again" in (h.state / "log").read_text() for h in hosts))
+    os.kill(cluster.hosts[1].pid, signal.SIGKILL)
+    wait_for(lambda: all(log.count("starting it again") >= 2 for log in cluster.logs()))
     newest = max(int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit())
     part = run / f"checkpoints/{newest}/state/ocdbt.process_1"
     parts = [path for path in part.rglob("*") if path.is_file()]
     os.truncate(max(parts, key=lambda path: path.stat().st_size), 100)
     before = max(losses(run))
     wait_for(lambda: max(losses(run)) > before + 2)
-    assert cluster.passes("--logs").count("warning: resuming from checkpoint") == 2
+    logs = cluster.passes("--logs")
+    assert all(f"--- {host.address}" in logs for host in cluster.hosts[:2])
+    assert logs.count("warning: resuming from checkpoint") == 2
 
 
 def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
@@ -354,8 +342,8 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     noise = "echo Welcome\nprintf Moreover\ntrap 'echo Goodbye' EXIT\n"
     (second.home / ".bashrc").write_text(noise)
     long = dict(training_steps=100_000, end_steps=200_000, save_steps=5)
-    words = flags(2, prompt=ODD, **long)
-    done = idle.launch(*words, WANDB_API_KEY=SECRET)
+    words = flags(prompt=ODD, **long)
+    done = idle.launch("--max_restarts", "4", *words, WANDB_API_KEY=SECRET)
     assert done.returncode == 0, done.said
     assert done.stdout.count("running") == 2 and SECRET not in done.said
     assert not any(word in done.said for word in ("Welcome", "Moreover", "Goodbye"))
@@ -367,37 +355,22 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert f"WANDB_API_KEY={SECRET}\0" in content(Path(f"/proc/{second.pid}/environ")).decode()
     assert not any(list(host.state.glob("start.*")) for host in hosts)
     assert_secret_is_nowhere(idle, run)
+
     survive_cut_connections(idle, run)
-
-    # a second launch, and flags that main.py would refuse, stop nothing
-    pids = [host.pid for host in hosts]
-    again = idle.launch(*words)
-    assert again.returncode and again.stderr.count("a run of SESSION=train is there already") == 2
-    refused = idle.launch("--restart", *words, "--modle_dimension", 3)
-    assert refused.returncode and refused.stderr.count("error: 127.0.0.2: ") == 1, refused.said
-    assert "--modle_dimension" in refused.stderr and "stop " not in refused.stdout, refused.said
-    assert pids == [host.pid for host in hosts] and all(host.alive for host in hosts)
-
-    restarted = idle.passes("--restart", "--max_restarts", "2", *words)
-    assert restarted.count("ended with status 143: ") == 2
-    assert "resuming over2 at step" in idle.passes("--logs")
-    lose_a_process_and_a_part_of_its_checkpoint(idle, run)
     os.kill(second.pid, signal.SIGTERM)  # a preemption of one host: all write one checkpoint
     again = "main.py ended with status 143; starting it again"
-    wait_for(lambda: all(again in (host.state / "log").read_text() for host in hosts))
+    wait_for(lambda: all(again in log for log in idle.logs()))
+    wait_for(lambda: all("resuming over2 at step" in log for log in idle.logs()))
+    lose_a_process_and_a_part_of_its_checkpoint(idle, run)
     assert idle.passes("--stop").count("ended with status 143: ") == 2
-    assert_same_as_alone(run, train, **long)
 
-
-def assert_same_as_alone(run, train, **long):
-    """A run over two processes has the losses of one process, and a checkpoint at its end."""
+    # the losses of one process, and a checkpoint at the end
     together = losses(run)
     last = max(together)
     assert (run / f"checkpoints/{last}/meta").exists()
     assert sorted(together) == list(range(1, last + 1))
-    batch = dict(train_batch_size=12, val_batch_size=12)
-    assert train(**THIN, **batch, **long | dict(name="one", training_steps=15)) == 0
-    alone = losses(run.parent / "one")
+    assert train(blocks=1, **long | dict(name="one", training_steps=15)) == 0
+    alone = losses(tmp_path / "runs/one")
     assert all(abs(alone[step] - together[step]) < 1e-4 for step in alone)
 
 
@@ -454,9 +427,8 @@ def test_a_launch_cut_short_names_what_it_could_not_take_back_and_leaves_no_file
     named = [line for line in done.stderr.splitlines() if "was not taken back" in line]
     assert done.returncode == 1 and len(named) == 1, done.said
     assert named[0].startswith("error: 127.0.0.2: was not taken back (cannot be reached"), named
-    assert "again up to 2 times" in named[0] and not idle.hosts[0].alive
+    assert "again up to 2 times" in named[0] and not idle.hosts[0].alive and host.alive
     host.up()
-    assert host.alive
     advice = named[0].split("end it by: ")[1]
     subprocess.run(advice, cwd=idle.repo, env=idle.environment(), shell=True, check=True)
     assert not host.alive
@@ -476,76 +448,61 @@ def test_logs_are_followed_on_all_hosts_until_ctrl_c(idle):
         (host.home / ".bashrc").write_text("echo noise; printf 'more of it'\n")
     idle.hosts[2].down()
     follow = idle.begin("--logs", "-f", hosts=3)
-    try:
-        first = {follow.stdout.readline(), follow.stdout.readline()}
-        assert first == {f"127.0.0.{i}: old 127.0.0.{i}\n" for i in (1, 2)}
-        assert follow.stderr.readline().startswith("error: 127.0.0.3: cannot be reached")
-        with open(idle.hosts[1].state / "log", "a") as log:
-            log.write("a  new\\ line\n")
-        assert follow.stdout.readline() == "127.0.0.2: a  new\\ line\n"
-        follow.send_signal(signal.SIGINT)
-        assert ended(follow).returncode
-        wait_for(lambda: not processes_of(b"tail", b".moe-pretraining/train/127.0.0."))
-        wait_for(lambda: not processes_of(b"ssh", bytes(idle.base)))
-    finally:
-        follow.terminate()
-        idle.hosts[2].up()
+    first = {follow.stdout.readline(), follow.stdout.readline()}
+    assert first == {f"127.0.0.{i}: old 127.0.0.{i}\n" for i in (1, 2)}
+    assert follow.stderr.readline().startswith("error: 127.0.0.3: cannot be reached")
+    with open(idle.hosts[1].state / "log", "a") as log:
+        log.write("a  new\\ line\n")
+    assert follow.stdout.readline() == "127.0.0.2: a  new\\ line\n"
+    follow.send_signal(signal.SIGINT)
+    assert ended(follow).returncode
+    wait_for(lambda: not processes_of(b"tail", b".moe-pretraining/train/127.0.0."))
+    wait_for(lambda: not processes_of(b"ssh", bytes(idle.base)))
 
 
-# of three hosts: program that is replaced, its text, and what the sentence must hold
 FULL = "#!/bin/bash\necho x 9 9 9000000 9% /\n"
+# of hosts: program that is replaced, its text, and what the sentence must hold
 BAD_HOSTS = [
-    [
-        ("tmux", None, "tmux is not installed"),
-        ("df", FULL, "disk is full"),
-        ("date", "#!/bin/bash\necho 1000000000.5\n", "its clock is -"),
-    ],
-    [
-        ("python3", None, "no Python runs there"),
-        ("nvidia-smi", "#!/bin/bash\necho 4711\n", "another run holds its devices (process 4711)"),
-        ("df", FULL, "8 GB free"),
-    ],
+    ("tmux", None, "tmux is not installed"),
+    ("df", FULL, "disk is full"),
+    ("date", "#!/bin/bash\necho 1000000000.5\n", "its clock is -"),
+    ("python3", None, "no Python runs there"),
+    ("nvidia-smi", "#!/bin/bash\necho 4711\n", "another run holds its devices (process 4711)"),
+    ("df", FULL, "8 GB free"),
 ]
 
 
-def test_a_host_that_fails_the_check_is_named(idle):
-    for bad in BAD_HOSTS:
-        for host, (name, text, _) in zip(idle.hosts, bad):
-            host.replace(name, text)
-        try:
-            done = idle.launch("--preset", "tiny", hosts=3, MIN_DISK_GB="9")
-        finally:
-            for host, (name, _, _) in zip(idle.hosts, bad):
-                host.restore(name)
-        assert done.returncode == 1 and done.stderr.count("\n") == 3, done.said
-        for line, host, (_, _, words) in zip(sorted(done.stderr.splitlines()), idle.hosts, bad):
-            assert line.startswith(f"error: {host.address}: ") and words in line, done.said
-        assert done.stdout.count("FAILED") == 3
+@pytest.mark.parametrize("bad", [BAD_HOSTS[:3], BAD_HOSTS[3:]])
+def test_a_host_that_fails_the_check_is_named(idle, bad):
+    for host, (name, text, _) in zip(idle.hosts, bad):
+        (host.bin / name).unlink(missing_ok=True)
+        if text:
+            program(host.bin / name, text)
+    done = idle.launch("--preset", "tiny", hosts=3, MIN_DISK_GB="9")
+    assert done.returncode == 1 and done.stderr.count("\n") == 3, done.said
+    for line, host, (_, _, words) in zip(sorted(done.stderr.splitlines()), idle.hosts, bad):
+        assert line.startswith(f"error: {host.address}: ") and words in line, done.said
+    assert done.stdout.count("FAILED") == 3
     assert_nothing_was_started(idle)
 
 
 def test_a_dead_host_a_refused_key_and_a_changed_host_key(idle):
-    refusing, dead, changed = idle.hosts
+    refusing, dead, _ = idle.hosts
     idle.passes("--status", hosts=3)  # their keys are known from here
-    allowed, known = refusing.root / "authorized", idle.base / "known_hosts"
-    key, other_key = allowed.read_text(), (dead.root / "host.pub").read_text()
-    other_key = rf"\1 {other_key}"
-    known.write_text(re.sub(r"(\[127\.0\.0\.3\]\S+) .*\n", other_key, known.read_text()))
-    allowed.write_text("")
+    known, other_key = idle.base / "known_hosts", (dead.root / "host.pub").read_text()
+    changed = re.sub(r"(\[127\.0\.0\.3\]\S+) .*\n", rf"\1 {other_key}", known.read_text())
+    known.write_text(changed)
+    (refusing.root / "authorized").write_text("")
     dead.down()
-    try:
-        done = idle.launch(hosts=3)
-    finally:
-        allowed.write_text(key)
-        dead.up()
+    done = idle.launch(hosts=3)
     refused, unreachable, other = sorted(done.stderr.splitlines())
     assert done.returncode == 1 and refused.startswith("error: 127.0.0.1: refuses the key")
     assert unreachable.startswith("error: 127.0.0.2: cannot be reached")
     assert other.startswith("error: 127.0.0.3: its host key is not the one")
+    assert_nothing_was_started(idle)
     advice = other.split(" run ")[1].split(" and start again")[0]  # it helps, as it stands
     subprocess.run(advice, shell=True, capture_output=True, check=True)
-    idle.passes("--status", hosts=3)
-    assert_nothing_was_started(idle)
+    assert idle.step("--state", idle.hosts[2]).returncode == 0
 
 
 def test_a_tilde_in_a_setting_is_the_home_there(idle):
@@ -562,20 +519,15 @@ def test_a_tilde_in_a_setting_is_the_home_there(idle):
     assert not (host.home / "~").exists()
 
 
-# --- What is sent, and what stays ---------------------------------------------------------------------------------
-
-
 def test_a_wrong_commit(idle):
-    done = idle.launch(COMMIT="nonsense")
-    assert done.returncode == 1 and done.stderr.startswith("error: COMMIT=nonsense: "), done.said
-    assert_nothing_was_started(idle)
     host = idle.hosts[0]
+    for done in idle.launch(COMMIT="nonsense"), idle.step("--code", host, COMMIT="nonsense"):
+        assert done.returncode == 1 and done.stderr.startswith("error: COMMIT=nonsense: ")
+        assert_nothing_was_started(idle)
     assert idle.step("--code", host).returncode == 0
-    assert idle.step("--code", host, COMMIT="nonsense").stderr == done.stderr
     (host.code / "main.py").write_text("print('other')\n")
-    assert_refused(
-        idle.launch(), "it would not run the same commit", "were changed there", "--sync"
-    )
+    wrong = ("it would not run the same commit", "were changed there", "--sync")
+    assert_refused(idle.launch(), *wrong)
     assert not any(host.alive for host in idle.hosts)
 
 
@@ -601,10 +553,7 @@ def test_a_folder_that_others_made_is_left_alone(idle):
 
     # a git repository: with changes in it, then with a commit that no branch holds, and a file that it ignores
     theirs, take = host.home / "theirs", dict(FOLDER="theirs", TAKE_FOLDER="yes")
-
-    def git(*words):
-        return idle.git("-C", theirs, *words)
-
+    git = functools.partial(idle.git, "-C", theirs)
     theirs.mkdir()
     git("init", "-q")
     (theirs / ".git/info/exclude").write_text("main.py\n")
@@ -672,10 +621,7 @@ def test_only_what_was_sent_is_ever_removed(idle):
 def test_sending_that_was_interrupted_is_completed(idle):
     """git was killed, or its machine, while it put another commit's files there."""
     host = idle.hosts[0]
-
-    def git(*words):
-        return idle.git("-C", host.code, *words)
-
+    git = functools.partial(idle.git, "-C", host.code)
     assert idle.step("--code", host).returncode == 0
     tree = idle.git("commit-tree", "-m", "another", "HEAD^{tree}")
     git("update-ref", "refs/moe-launcher/half", git("commit-tree", "-m", "half", "HEAD^{tree}"))
@@ -695,7 +641,7 @@ def test_hosts_that_share_a_folder_get_it_once(idle):
     for host in idle.hosts:
         (host.home / "instant").touch()
     for host in (idle.hosts[0], idle.hosts[2]):
-        host.restore("flock")
+        (host.bin / "flock").symlink_to(shutil.which("flock"))
     shared = idle.base / "shared"
     shared.mkdir()
     for host in idle.hosts[:2]:
@@ -707,14 +653,22 @@ def test_hosts_that_share_a_folder_get_it_once(idle):
     assert done.count("the folder of 127.0.0.") == 2
 
 
-# --- Ends, and other scripts --------------------------------------------------------------------------------------
-
-
-def test_one_host_that_fails_to_start_takes_the_others_back(idle):
+def test_a_run_stays_until_restart_and_one_host_that_fails_to_start_takes_the_others_back(idle):
     for host in idle.hosts:
         (host.home / "waits").touch()
+    idle.passes()
+    pids = [host.pid for host in idle.hosts[:2]]
+    again = idle.launch()
+    assert again.returncode and again.stderr.count("a run of SESSION=train is there already") == 2
+    refused = idle.launch("--restart", "--preset", "tiny", "--modle_dimension", 3)
+    assert refused.returncode and refused.stderr.count("error: 127.0.0.2: ") == 1, refused.said
+    assert "--modle_dimension" in refused.stderr and "stop " not in refused.stdout, refused.said
+    assert pids == [host.pid for host in idle.hosts[:2]]
+    assert all(host.alive for host in idle.hosts[:2])
+
     (idle.hosts[1].home / "broken").touch()
-    done = idle.launch(hosts=3)
+    done = idle.launch("--restart", hosts=3)
+    assert done.stdout.count("ended with status 143: ") == 2
     assert done.returncode == 1 and "taking back" in done.stdout, done.said
     assert "--- the last 20 lines of 127.0.0.2" in done.stderr and "boom 7" in done.stderr
     assert "ended with status 7" in done.stderr and not any(host.alive for host in idle.hosts)
@@ -778,13 +732,15 @@ def start_main(words, **environment):
 
 
 def test_processes_that_do_not_come_together_say_so_in_time(flags):
-    port = free_port()
-    meeting = dict(coordinator=f"127.0.0.1:{port}", num_processes=2)
-    for number in (1, 0):
-        process = start_main(flags(2, peer_timeout=1, **meeting, process_id=number))
+    processes = {}  # each alone at its place
+    for number in range(2):
+        place = f"127.0.0.1:{free_port()}"
+        meeting = dict(coordinator=place, num_processes=2, process_id=number)
+        processes[place] = start_main(flags(peer_timeout=1, **meeting))
+    for place, process in processes.items():
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 1 and "Traceback" not in said, said
-        assert f"did not all meet at --coordinator 127.0.0.1:{port} within" in said
+        assert f"did not all meet at --coordinator {place} within" in said
 
 
 def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
@@ -793,9 +749,7 @@ def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
     task = dict(SLURM_JOB_ID=1, SLURM_STEP_NODELIST="127.0.0.1", SLURM_NTASKS=2)
     task |= dict(SLURM_STEP_NUM_NODES=1, JAX_COORDINATOR_PORT=port)
     task["JAX_COORDINATOR_BIND_ADDRESS"] = f"0.0.0.0:{port}"
-    tasks = [
-        start_main(flags(2, seed=i), **task, SLURM_PROCID=i, SLURM_LOCALID=i) for i in range(2)
-    ]
+    tasks = [start_main(flags(seed=i), **task, SLURM_PROCID=i, SLURM_LOCALID=i) for i in range(2)]
     for process in tasks:
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 2, said
@@ -834,9 +788,9 @@ def test_process_0_listens_where_it_was_named(coordinator, monkeypatch, capsys):
 
 
 def test_a_frozen_process_is_found(flags, tmp_path):
-    long = dict(training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=15)
+    long = dict(training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=8)
     long |= dict(coordinator=f"127.0.0.1:{free_port()}", num_processes=2)
-    first, second = [start_main(flags(2, **long, process_id=i)) for i in range(2)]
+    first, second = [start_main(flags(**long, process_id=i)) for i in range(2)]
     try:
         wait_for(lambda: first.poll() is not None or len(losses(tmp_path / "runs/over2")) > 5)
         assert first.poll() is None, first.communicate()[0]
