@@ -30,7 +30,7 @@ from runtime import parser
 from training import command_line, settings
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = {"minutes", "hosts", "accelerator", "network"}
+KINDS = {"", "python", "sh", "sh minutes", "sh hosts", "sh accelerator", "sh network"}
 SCRIPTS = ["run.sh", "launcher.sh", "setup_tpu.sh", "debug_tpu.sh"]
 PROGRAMS = """main.py data/tokenize_shards.py data/train_tokenizer.py tools/bench.py tools/checkpoints.py
 tools/compare.py tools/evaluate.py tools/hf.py tools/sample.py tools/trace.py""".split()
@@ -95,20 +95,16 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path.read_text()), target
 
 
-def find(file):
-    """The file of the repository that a page names, by its path or, in a page about it, its name alone."""
-    if (ROOT / file).exists():
-        return ROOT / file
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    (alone,) = [path for path in listed.split() if path.endswith(f"/{file}")]
-    return ROOT / alone
-
-
 @every_page
 def test_files_and_names_in_them_are_there(page):
+    """Files by their path or, in a page about one, its name alone."""
+    words = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.split()
     for file, name in re.findall(rf"`({OUR_FILE})(?::\s+([\w.]+))?`", prose(page.read_text())):
         if "NAME" not in file:  # of the reader's choice
-            path = find(file)
+            found = [path for path in listed if path == file or path.endswith(f"/{file}")]
+            assert file in found or len(found) == 1, file
+            path = ROOT / (file if file in found else found[0])
             assert not name or defines(path, name), f"{file}: {name}"
 
 
@@ -163,13 +159,9 @@ def check_command(command):
 @every_page
 def test_commands_are_understood(page):
     for fence in fences(page.read_text()):
+        assert fence.info in KINDS
         for command in commands(fence) if fence.info.startswith("sh") else []:
             check_command(command)
-
-
-def test_fences_say_what_they_are():
-    kinds = {fence.info for page in PAGES for fence in fences(page.read_text())}
-    assert kinds <= {"", "python", "sh"} | {f"sh {reason}" for reason in NOT_RUN}
 
 
 def test_readme_is_short_and_leads_everywhere():

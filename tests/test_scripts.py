@@ -456,9 +456,9 @@ def test_a_run_that_ignores_sigterm_is_killed_whole_and_nobody_else(home):
             assert on_this_host(home, "start", f"1{pid}", "").returncode == 0
             if pid:
                 (home / ".moe-pretraining/s/h/pid").write_text(pid)
-            done = on_this_host(home, "stop", "3")
+            done = on_this_host(home, "stop", "2")
             assert done.returncode == 137, done
-            assert done.stderr.startswith("error: h: it still ran STOP_TIMEOUT=3 s after SIGTERM")
+            assert done.stderr.startswith("error: h: it still ran STOP_TIMEOUT=2 s after SIGTERM")
             assert "by SIGKILL" in done.stderr and done.stderr.count("\n") == 1
             assert done.stdout.startswith("ended with status 137: error: it still ran"), done
             assert (home / "signals").read_text() == "TERM\n"
