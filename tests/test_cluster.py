@@ -360,6 +360,7 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     os.kill(second.pid, signal.SIGTERM)  # a preemption of one host: all write one checkpoint
     again = "main.py ended with status 143; starting it again"
     wait_for(lambda: all(again in log for log in idle.logs()))
+    assert (run / f"checkpoints/{max(losses(run))}/meta").exists()
     wait_for(lambda: all("resuming over2 at step" in log for log in idle.logs()))
     lose_a_process_and_a_part_of_its_checkpoint(idle, run)
     assert idle.passes("--stop").count("ended with status 143: ") == 2
