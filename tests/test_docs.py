@@ -5,10 +5,11 @@ fence right after it shows must be in its output. One of `sh minutes`, `sh hosts
 not run: the flags of its commands are parsed.
 """
 
-import ast
 import base64
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
 import re
@@ -19,23 +20,21 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ROOT, SMALL, flags_of
+from conftest import ROOT, SMALL_RUN, flags_of
 
 import model
 import presets
 import utils
+from planning import plan
 from runtime import parser
 from training import command_line, settings
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = {"minutes", "hosts", "accelerator", "network"}
+KINDS = {"", "python", "sh", "sh minutes", "sh hosts", "sh accelerator", "sh network"}
 SCRIPTS = ["run.sh", "launcher.sh", "setup_tpu.sh", "debug_tpu.sh"]
 PROGRAMS = """main.py data/tokenize_shards.py data/train_tokenizer.py tools/bench.py tools/checkpoints.py
 tools/compare.py tools/evaluate.py tools/hf.py tools/sample.py tools/trace.py""".split()
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
-
-
-# --- What a page says ---------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -74,22 +73,13 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@functools.cache
-def names_in(path):
-    """What a Python file defines at its top, and the methods and fields of its classes as Class.name."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign):
-            names |= {n.id for target in node.targets for n in ast.walk(target) if hasattr(n, "id")}
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        for inner in node.body if isinstance(node, ast.ClassDef) else []:
-            name = getattr(inner, "name", None) or getattr(getattr(inner, "target", None), "id", "")
-            names.add(f"{node.name}.{name}")
-    return names
+def defines(path, name):
+    """Whether a Python file has the name at its top or, for Class.name, in that class."""
+    owner, _, name = name.rpartition(".")
+    before = rf"^class {owner}\b.*\n(?:(?: .*)?\n)*?    " if owner else "^"
+    defined = rf"{before}(?:(?:def|class) {name}\b|(?:\w+, )*{name}(?:,|:| =))"
+    return re.search(defined, path.read_text(), re.MULTILINE)
 
-
-# --- What is there ------------------------------------------------------------------------------------------------
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -105,21 +95,17 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path.read_text()), target
 
 
-def find(file):
-    """The file of the repository that a page names, by its path or, in a page about it, its name alone."""
-    if (ROOT / file).exists():
-        return ROOT / file
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    (alone,) = [path for path in listed.split() if path.endswith(f"/{file}")]
-    return ROOT / alone
-
-
 @every_page
 def test_files_and_names_in_them_are_there(page):
+    """Files by their path or, in a page about one, its name alone."""
+    words = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.split()
     for file, name in re.findall(rf"`({OUR_FILE})(?::\s+([\w.]+))?`", prose(page.read_text())):
         if "NAME" not in file:  # of the reader's choice
-            path = find(file)
-            assert not name or name in names_in(path), f"{file}: {name}"
+            found = [path for path in listed if path == file or path.endswith(f"/{file}")]
+            assert file in found or len(found) == 1, file
+            path = ROOT / (file if file in found else found[0])
+            assert not name or defines(path, name), f"{file}: {name}"
 
 
 def as_flag(word):
@@ -153,16 +139,12 @@ def test_a_program_has_each_flag(page):
     assert {as_flag(flag) for flag in said} <= every_flag()
 
 
-def program_of(command):
-    """(the program of ours that the words of a command call, what follows it), or None."""
-    for i, word in enumerate(command):
-        if word in PROGRAMS or word in SCRIPTS:
-            return word, command[i + 1 :]
-    return None
-
-
-def check_command(program, words):
+def check_command(command):
     """Raises UserError where main.py would, and fails at a flag that the program has not."""
+    ours = [i for i, word in enumerate(command) if word in PROGRAMS + SCRIPTS]
+    if not ours:
+        return
+    program, words = command[ours[0]], command[ours[0] + 1 :]
     if program == "main.py" and "--help" not in words:
         command_line.check(words, True)
     elif program in ("launcher.sh", "run.sh") and "--preset" in words:
@@ -177,14 +159,9 @@ def check_command(program, words):
 @every_page
 def test_commands_are_understood(page):
     for fence in fences(page.read_text()):
+        assert fence.info in KINDS
         for command in commands(fence) if fence.info.startswith("sh") else []:
-            if called := program_of(command):
-                check_command(*called)
-
-
-def test_fences_say_what_they_are():
-    kinds = {fence.info for page in PAGES for fence in fences(page.read_text())}
-    assert kinds <= {"", "python", "sh"} | {f"sh {reason}" for reason in NOT_RUN}
+            check_command(command)
 
 
 def test_readme_is_short_and_leads_everywhere():
@@ -218,11 +195,13 @@ def test_the_curves_of_rates_are_those_of_its_tables():
     assert len(losses) > 20 and all(f"{loss:.3f}" in text for loss in losses)
 
 
-# --- Commands that are run ----------------------------------------------------------------------------------------
-
-
 def run(words, folder):
-    """A command of a page, in `folder`; its output."""
+    """The output of a command in `folder`. A plan, which needs nothing there, is made in this process."""
+    if "--plan" in words:
+        assert words[:2] == ["python", "main.py"]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            assert plan.main(command_line.parse(words[2:])) == 0
+        return said.getvalue()
     words = [sys.executable if word == "python" else word for word in words]
     env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "xla")}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -247,21 +226,16 @@ def copy(tmp_path_factory):
     for i in range(12):
         (folder / "text" / f"{i}.txt").write_text("".join(f"{n} {n * i}\n" for n in range(300)))
     run(f"python data/tokenize_shards.py {SHARDS}".split(), folder)
-    small = {**SMALL, "vocab_size": 257, "blocks": 2, "layers_per_block": 2}
+    small = {**SMALL_RUN, "vocab_size": 257, "blocks": 1}
     run(["python", "main.py", "--preset", "tiny", *flags_of(**small), *TRAIN.split()], folder)
     return folder
 
 
-def missing(shown, output):
-    """Lines that a page shows of an output and that are not in it; spaces and what stands behind # do not count."""
-    plain = " ".join(output.split())
-    lines = [" ".join(line.split("#")[0].split()) for line in shown.splitlines()]
-    return [line for line in lines if line != "..." and line not in plain]
-
-
 @every_page
 def test_commands_run_as_they_stand(page, copy):
+    """Where the page shows lines of an output, spaces and what stands behind # do not count."""
     for fence in fences(page.read_text()):
         if fence.info == "sh":
-            output = "\n".join(run(command, copy) for command in commands(fence))
-            assert missing(fence.shown, output) == []
+            output = " ".join(" ".join(run(words, copy).split()) for words in commands(fence))
+            lines = [" ".join(line.split("#")[0].split()) for line in fence.shown.splitlines()]
+            assert [line for line in lines if line != "..." and line not in output] == []

@@ -48,19 +48,6 @@ def test_what_fits_is_there():
         assert data.train_batch_size == data.val_batch_size == sequences
 
 
-# --- Sessions -----------------------------------------------------------------------------------------------------
-
-
-def make_repository(folder):
-    """A git repository of the files as they are here."""
-    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests", "docs")
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
-    as_someone = ("-c", "user.name=x", "-c", "user.email=x")
-    for words in (("init", "-q"), ("add", "."), (*as_someone, "commit", "-qm", "all")):
-        subprocess.run(["git", *words], cwd=folder, check=True)
-    return folder
-
-
 def session(origin, storage, machine, monkeypatch):
     """A client that runs the notebook in the folder `machine`, where nothing is; only `storage` outlives it."""
     machine.mkdir()
@@ -89,8 +76,12 @@ def lose(client, run):
 
 
 def test_a_lost_session_resumes_in_the_next(tmp_path, monkeypatch):
-    origin = make_repository(tmp_path / "origin")
-    storage = tmp_path / "drive"
+    origin, storage = tmp_path / "origin", tmp_path / "drive"
+    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests", "docs")
+    shutil.copytree(ROOT, origin, ignore=shutil.ignore_patterns(*left_out))
+    as_someone = ("-c", "user.name=x", "-c", "user.email=x")
+    for words in (("init", "-q"), ("add", "."), (*as_someone, "commit", "-qm", "all")):
+        subprocess.run(["git", *words], cwd=origin, check=True)
     run = storage / "deepseek-tiny"
     first = session(origin, storage, tmp_path / "first", monkeypatch)
     threading.Thread(target=lose, args=(first, run), daemon=True).start()
