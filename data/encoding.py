@@ -67,9 +67,7 @@ def encode_document(encoding, dtype, skip, val_fraction, validation, document):
         if part:
             ids[k] = np.insert(encode_text(part, encoding), 0, encoding.eot_token).astype(dtype)
             counts[k].update(documents=1, bytes=len(part.encode()))
-    home = (
-        counts[1] if parts[1] and not parts[0] else counts[0]
-    )  # an empty document counts in train
+    home = counts[1] if parts[1] and not parts[0] else counts[0]  # train, where it is empty
     if not text:
         home["empty_documents"] = 1
         return Encoded(ids, counts)

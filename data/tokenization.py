@@ -85,9 +85,6 @@ class HubTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-# --- Any tokenizer ----------------------------------------------------------------------------------------------
-
-
 def load_tokenizer(name):
     """The `tiktoken.Encoding` of tiktoken's name of it or of the path or address of a .tiktoken file of ranks; the
     `HubTokenizer` of a tokenizer.json. Raises UserError."""
@@ -173,9 +170,6 @@ def known(encoding, token):
     return True
 
 
-# --- Which tokenizer it is ----------------------------------------------------------------------------------------
-
-
 def content_sha256(encoding):
     """Hash of a tokenizer's file, which a manifest keeps: of its ranks or of the whole tokenizer.json."""
     if isinstance(encoding, HubTokenizer):
@@ -240,9 +234,6 @@ def made_shards(encoding, name, sha256):
         return same_tokens(encoding, load_tokenizer(name)) if name else None
     except UserError:  # shards that were copied without it, or no network
         return None
-
-
-# --- A tokenizer's files ----------------------------------------------------------------------------------------
 
 
 def shards_tokenizer(root, manifest, flag=""):

@@ -176,6 +176,8 @@ def load(folder, abstract):
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model
     block = hf_format.float8_block(config, config["model_type"])
     there = check(folder, filled(form.tensors(m)), form, block)
+    if m.tied:
+        check_head_is_tied(folder, there, form, m, block)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
     zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape), abstract)
     params = jax.jit(zeros, out_shardings=shardings)()
@@ -188,6 +190,19 @@ def load(folder, abstract):
         starts += [0] * (node[last].ndim - len(starts))
         node[last] = put(node[last], np.expand_dims(part, numbers), starts)
     return params
+
+
+def check_head_is_tied(folder, there, form, m, block):
+    """Raises UserError where the files hold a head that is not the embedding."""
+    embedding = next(form.tensors(m)).name
+    head, rows = (name_in(there, name, form) for name in (hf_format.HEAD, embedding))
+    if head not in there:
+        return
+    if not np.array_equal(read_tensor(there, head, block), read_tensor(there, rows, block)):
+        raise UserError(
+            f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings must be "
+            f"false there."
+        )
 
 
 @functools.partial(jax.jit, donate_argnums=0)

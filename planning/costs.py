@@ -44,9 +44,7 @@ FITTED = {
     "scores_kept": (0.0, 0.0, 4.2),  # numbers that it keeps per score, where a kernel keeps scores
     "own_copies": (0.0, 0.0, 6.0),  # of the activations of all microbatches that a device embeds
 }
-MUON_TRAFFIC = (
-    10.0  # likewise, per byte of the matrices that Muon brings together and of their blocks
-)
+MUON_TRAFFIC = 10.0  # likewise, per byte of the matrices that Muon works on and of their blocks
 
 
 # --- What travels -------------------------------------------------------------------------------------------------

@@ -236,6 +236,7 @@ BAD_TENSORS = [  # entries of config.json, tensors, what is said
     ({}, {NORM: np.array([np.nan] * 32)}, f"tensor {NORM} holds NaN or infinite values"),
     ({}, {NORM: np.array([1e300] * 32)}, f"tensor {NORM} holds NaN or infinite values"),
     ({"num_hidden_layers": 4}, {}, "model.layers.3.eh_proj.weight is extra"),
+    ({"tie_word_embeddings": True}, {}, "lm_head.weight is not model.embed_tokens.weight"),
     ({}, FLOAT8, f"{OUT} is F8_E4M3"),
     (BLOCKS, FLOAT8, f"{SCALE} is missing"),
     (BLOCKS, {**FLOAT8, SCALE: np.ones((2, 2))}, "[2, 2], but its config.json calls for [2, 3]"),

@@ -159,23 +159,24 @@ def picture(groups, kind="png"):
 
 def read_groups(folders):
     """{name: {seed: Curve}} of run directories: those of NAME-seedN under NAME, any other by itself. Raises UserError
-    where runs of a group differ in more than their seed."""
+    where runs of a group differ in more than their seed; warns of runs that were evaluated on other text."""
     names = [os.path.basename(folder.rstrip("/")) for folder in folders]
     if len(set(names)) < len(names):
         names = folders
-    groups = {}
-    for folder, name in zip(folders, names):
-        curve = read_curve(folder)
+    groups, curves = {}, [read_curve(folder) for folder in folders]
+    for name, curve in zip(names, curves):
         group, _, seed = name.rpartition("-seed")
         group, seed = (group, int(seed)) if group and seed.isdigit() else (name, 0)
         runs = groups.setdefault(group, {})
         runs[seed] = curve
         check_group(next(iter(runs.values())), curve)
+        if curve.text != curves[0].text:
+            warn(f"{curve.folder} was evaluated on other text than {curves[0].folder}")
     return groups
 
 
 def check_group(first, curve):
-    """Raises UserError where two runs of a group differ in a flag beside the seed; warns where one is behind."""
+    """Raises UserError where two runs of a group differ in more than their seed; warns where one is longer."""
     now, then = definition(curve.cfg), definition(first.cfg)
     for flag in then:
         if now[flag] != then[flag]:
@@ -184,21 +185,13 @@ def check_group(first, curve):
                 f"differ in more than their seed names that differ before -seed."
             )
     if curve.tokens[-1] != first.tokens[-1]:
-        warn(f"{curve.folder} and {first.folder} are not equally far, and are averaged")
+        warn(f"{curve.folder} and {first.folder} are averaged, but one has trained for longer")
 
 
 def definition(cfg):
     """{flag: value} of all that the losses of a run depend on, but for its seed and the shards."""
     flags = settings.to_resume(cfg, "") | {"training_steps": cfg.run.training_steps}
     return {flag: value for flag, value in flags.items() if flag != "seed"}
-
-
-def check_text(groups):
-    """Warn of runs that were evaluated on other text than the first."""
-    first, *others = [curve for runs in groups.values() for curve in runs.values()]
-    for curve in others:
-        if curve.text != first.text:
-            warn(f"{curve.folder} was evaluated on other text than {first.folder}")
 
 
 @dataclass(frozen=True)
@@ -221,7 +214,6 @@ def main(options):
         raise UserError(f"--output {output}: must be a file that ends in .png, .svg or .pdf.")
     check_place(output, "--output")
     groups = read_groups(options.runs)
-    check_text(groups)
     print("\n".join(table(groups, options.marks, options.target)))
     write_file(output, picture(groups, output[-3:]))
     print(f"\nthe losses are drawn in {output}")

@@ -111,7 +111,7 @@ def write_json(folder, name, content):
 
 @contextlib.contextmanager
 def appearing(folder):
-    """A new folder that becomes `folder` when all is written, and goes where that fails. Raises UserError."""
+    """A new folder that becomes `folder` when all is written, and is removed where that fails. Raises UserError."""
     part = part_of(os.path.normpath(folder))
     try:
         os.makedirs(part)
