@@ -157,10 +157,13 @@ def pad(sequences, n):
 
 
 def chunks_of(advance, params, state, n):
-    """Yield the next tokens as n chunks int32 [B, CHUNK]."""
-    for _ in range(n):
-        state, drawn = advance(params, state)
+    """Yield the next tokens as n chunks int32 [B, CHUNK]. The devices draw one while the host uses the one before."""
+    state, drawn = advance(params, state)
+    for _ in range(n - 1):
+        state, ahead = advance(params, state)
         yield np.asarray(drawn).T
+        drawn = ahead
+    yield np.asarray(drawn).T
 
 
 def draw_next(logits, key, s):
