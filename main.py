@@ -119,7 +119,7 @@ def train(cfg, stored, encoding, load_weights):
         say(f"nothing to do: --training_steps {cfg.run.training_steps} is reached")
         checkpoints.close()
         return 0
-    on_main_process(lambda: settings.tell_schedule(cfg))
+    on_main_process(lambda: settings.tell_schedule(cfg, stored))
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     training = Training(cfg, mesh, corpus, checkpoints, state, meta)

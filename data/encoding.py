@@ -51,18 +51,19 @@ class Encoded(NamedTuple):
 def encode_document(encoding, dtype, skip, val_fraction, validation, document):
     """The Encoded of a document. skip: leave out and count a file that cannot be read, instead of raising UserError;
     validation: as in splits.py."""
-    nothing = np.empty(0, dtype)
+    ids = [np.empty(0, dtype)] * 2
+    counts = [Counter(), Counter()]
     if document.lost:
-        return Encoded([nothing, nothing], [Counter([document.lost]), Counter()])
+        counts[0][document.lost] = 1
+        return Encoded(ids, counts)
     try:
         text, replaced = read_text(document)
     except UserError as e:
         if not skip:
             raise
-        counts = [Counter(damaged_files=1), Counter()]
-        return Encoded([nothing, nothing], counts, warning=("damage", skipped(e)))
+        counts[0]["damaged_files"] = 1
+        return Encoded(ids, counts, warning=("damage", skipped(e)))
     parts = divide(text, val_fraction, validation)
-    ids, counts = [nothing, nothing], [Counter(), Counter()]
     for k, part in enumerate(parts):
         if part:
             ids[k] = np.insert(encode_text(part, encoding), 0, encoding.eot_token).astype(dtype)

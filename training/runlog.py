@@ -87,11 +87,9 @@ def row_of(line):
         row = {key: math.nan if v is None else v for key, v in json.loads(line).items()}
     except (ValueError, AttributeError, RecursionError):
         return None
-    for value in row.values():
-        if not isinstance(value, float) and not (isinstance(value, int) and abs(value) < 2**63):
-            return None
-    whole = isinstance(row.get("step"), int) and row["step"] > 0 and "loss/train_loss" in row
-    return row if whole else None
+    numbers = [v for v in row.values() if isinstance(v, int | float) and not abs(v) > 1e300]
+    whole = len(numbers) == len(row) and "loss/train_loss" in row
+    return row if whole and row.get("step") in range(1, 2**31) else None
 
 
 def read_rows(content):

@@ -74,16 +74,6 @@ def parts_of(name, path):
     return parts
 
 
-def check_is_text(document):
-    """Raises UserError where a tenth of a file is not UTF-8, as of a PDF or of text in another encoding."""
-    content, replaced = text.read_text(document)
-    if replaced * 10 > len(content):
-        raise UserError(
-            f"--source {document.path}: is no text in UTF-8; give one (iconv -f ENCODING -t utf-8 makes it "
-            f"from another text)."
-        )
-
-
 class Files(Source):
     """A source of which every file is a document."""
 

@@ -6,7 +6,7 @@ import re
 from fsspec.implementations.local import LocalFileSystem
 
 from data.sources.base import many, shown, warn_of_left_out
-from data.sources.files import Files, check_is_text, documents_of, stdlib_documents, walk
+from data.sources.files import Files, documents_of, stdlib_documents, walk
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
@@ -89,7 +89,4 @@ def text_files(source, fs, found):
     """The documents of a local text file, of a folder of them or of a glob, whose files are `found`."""
     path = fs._strip_protocol(source)
     root = path if fs.isdir(path) else os.path.dirname(before_wildcard(path))
-    documents = documents_of(found, root, source)
-    if path in found:
-        check_is_text(documents[0])
-    return documents
+    return documents_of(found, root, source)

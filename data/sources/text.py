@@ -6,6 +6,7 @@ import os
 
 import pyarrow
 
+from data.tokenization import whole_characters
 from runtime.messages import UserError, first_line
 
 # what reading a damaged file raises
@@ -73,12 +74,8 @@ def decode(content):
 
 def without_lone_surrogates(text):
     """(text, number of characters that became U+FFFD): halves of a character alone, and bytes that were not UTF-8."""
-    try:
-        text.encode()
-        return text, 0
-    except UnicodeEncodeError:
-        sound = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return sound, sound.count("\ufffd") - text.count("\ufffd")
+    sound = whole_characters(text)
+    return sound, sound.count("\ufffd") - text.count("\ufffd")
 
 
 def read_text(document):
