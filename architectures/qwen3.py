@@ -166,12 +166,15 @@ def hugging_face_tensors(m):
 
 
 def attention_tensors(m, prefix, n):
-    D, H, H_kv, K = m.model_dimension, m.n_head, m.kv_heads, m.key_dim
-    every, kv = slice(None), ("qwen3", "kv")
-    yield hf.linear(f"{prefix}.q_proj.weight", ("qwen3", "q"), (n,), (D, H, K))
-    yield hf.linear(f"{prefix}.k_proj.weight", kv, (n, every, 0), (D, H_kv, K))
-    yield hf.linear(f"{prefix}.v_proj.weight", kv, (n, every, 1), (D, H_kv, K))
-    yield hf.linear(f"{prefix}.o_proj.weight", ("qwen3", "out"), (n,), (H, K, D), inputs=2)
+    D, H, K = m.model_dimension, m.n_head, m.key_dim
+    key = (D, m.kv_heads, K)
+    for name, leaf, at, part, inputs in [
+        ("q_proj", "q", (n,), (D, H, K), 1),
+        ("k_proj", "kv", (n, slice(None), 0), key, 1),
+        ("v_proj", "kv", (n, slice(None), 1), key, 1),
+        ("o_proj", "out", (n,), (H, K, D), 2),
+    ]:
+        yield hf.linear(f"{prefix}.{name}.weight", ("qwen3", leaf), at, part, inputs)
 
 
 def feed_forward_tensors(m, prefix, n):

@@ -137,7 +137,9 @@ class Output:
             return {}
         try:
             held = dict(np.load(io.BytesIO(content)))
-            return held | json.loads(bytes(held["state"]))
+            held |= json.loads(bytes(held.pop("state")))
+            names = "settings", "validation", "position", "splits", "read_sha256", "hashes"
+            return held | {name: held[name] for name in names}
         except Exception as e:  # damage may raise any error of zipfile, zlib, numpy and json
             raise UserError(
                 f"--output {self.path}: {PROGRESS} is damaged, or not of this program ({first_line(e)}); put back what "

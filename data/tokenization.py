@@ -269,14 +269,8 @@ def keep_tokenizer(folder, name, replace=True):
 
 
 def folder_tokenizer_name(folder):
-    """Name or file of the tokenizer of a run directory or folder in the Hugging Face format; "" where it has none.
-    Raises UserError."""
-    name = read_json(folder, "config.json").get("encoding", "tokenizer.json")
-    if not isinstance(name, str | None):
-        raise UserError(
-            f"{os.path.join(folder, 'config.json')}: encoding is {name!r}, but must name a tokenizer."
-        )
-    name = name or ""
+    """Name or file of the tokenizer of a run directory or folder in the Hugging Face format; "" where it has none."""
+    name = read_json(folder, "config.json").get("encoding", "tokenizer.json") or ""
     return os.path.join(folder, name) if name.endswith(TOKENIZER_FILES) else name
 
 

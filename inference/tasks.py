@@ -21,7 +21,7 @@ import utils
 from data.encoding import encode_text
 from data.tokenization import HubTokenizer, special_tokens, text_of, whole_characters
 from inference import decoding
-from inference.scores import Piece, Scored, length_for, make_scorer
+from inference.scores import Piece, length_for, make_scorer
 from runtime.messages import UserError, first_line, nearest, say
 from training import steps
 
@@ -87,28 +87,29 @@ class TaskModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests, **_):
-        scored = self.measure([pair for _, *pair in requests])
-        return [(-s.loss, s.greedy) for s in scored]
+        return self.measure([pair for _, *pair in requests])
 
     def loglikelihood_rolling(self, requests, disable_tqdm=True):
         begin = [self.prefix_token_id]
         pairs = [(begin, self.tok_encode(*request.args)) for request in requests]
-        return [-s.loss for s in self.measure(pairs)]
+        return [log_likelihood for log_likelihood, _ in self.measure(pairs)]
 
     def measure(self, pairs):
-        """The `Scored` of each continuation in `pairs` of token ids (context, continuation), after its context."""
+        """(log-likelihood, whether greedy decoding would draw it) of each continuation in `pairs` of token ids
+        (context, continuation), after its context."""
         found = []
         for unit, pair in enumerate(pairs):
             for context, continuation in self.windows(*pair):
                 ids = np.array([*context, *continuation][-(self.T + 1) :])
                 found.append(Piece(ids, len(ids) - 1 - len(continuation), unit))
         found.sort(key=lambda piece: -len(piece.ids))  # batches of like lengths, the largest first
-        totals = [Scored(unit, 0.0, 0, True) for unit in range(len(pairs))]
+        likelihoods = [0.0] * len(pairs)
+        greedy = [True] * len(pairs)
         for s in progress(self.score(self.params, found), "likelihoods", len(found)):
             self.alive()
-            _, loss, tokens, greedy = totals[s.unit]
-            totals[s.unit] = Scored(s.unit, loss + s.loss, tokens + s.tokens, greedy and s.greedy)
-        return totals
+            likelihoods[s.unit] -= s.loss
+            greedy[s.unit] &= s.greedy
+        return list(zip(likelihoods, greedy))
 
     def windows(self, context, continuation):
         """A pair as pairs whose continuations fit in T tokens, each after as much as fits with it."""

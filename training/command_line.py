@@ -10,7 +10,7 @@ from presets import preset
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import read_words
-from training.settings import Flags, check_same, settle
+from training.settings import Flags, check_same, settle, without
 from utils import RENAMED, Config, Plan, Run, replace
 
 # A file that comes with the program may be missing yet in the folder where it will run.
@@ -51,13 +51,12 @@ def flags_of_file(path, beside):
         raise UserError(
             f"--config {path}: no such file, or no flag in it; give one such as runs/tiny/config.json."
         )
-    left_out = set(NO_FLAGS)
+    flags = without(NO_FLAGS, content)
     if "n_device_axis" in beside:  # which these follow
-        left_out |= {"n_devices", "pp_interleave"}
-    flags = {RENAMED.get(name, name): value for name, value in content.items()}
-    for name in sorted(flags.keys() - utils.FIELDS.keys() - left_out):
+        flags = without(["n_devices", "pp_interleave"], flags)
+    flags = {RENAMED.get(name, name): value for name, value in flags.items()}
+    for name in sorted(flags.keys() - utils.FIELDS.keys()):
         raise UserError(f"--config {path}: {name} is no flag{nearest(name, utils.FIELDS)}.")
-    flags = {flag: value for flag, value in flags.items() if flag not in left_out}
     return utils.read_values(flags, f"--config {path}")
 
 
@@ -79,15 +78,12 @@ def check_processes(flags):
     """The number of processes, if flags or Slurm tell it, else 1. Raises UserError where the flags do not agree."""
     r = flags.cfg.run
     processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
-    for flag, alone in dict(num_processes=1, process_id=0).items():
-        if r.coordinator and flag not in flags.given:
-            raise UserError(
-                f"--coordinator {r.coordinator}: needs --num_processes and --process_id."
-            )
-        if not r.coordinator and vars(r)[flag] > alone:
-            raise UserError(
-                f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, of process 0."
-            )
+    if r.coordinator and not {"num_processes", "process_id"} <= flags.given:
+        raise UserError(f"--coordinator {r.coordinator}: needs --num_processes and --process_id.")
+    if not r.coordinator and (r.num_processes > 1 or r.process_id):
+        raise UserError(
+            "--num_processes, --process_id: need --coordinator HOST:PORT, of process 0."
+        )
     if not re.fullmatch(r"((\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5})?", r.coordinator):
         raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476.")
     if r.process_id >= processes:

@@ -26,10 +26,7 @@ def make_optimizer(cfg, mesh):
         optax.add_decayed_weights(o.weight_decay, matrices),
         optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), descend),
     )
-    is_embedding = {
-        name: jax.tree.map(lambda _, here=name == "embedding": here, part)
-        for name, part in matrices.items()
-    }
+    is_embedding = {name: name == "embedding" for name in matrices}
     embedding_lr = optax.masked(optax.scale(o.embedding_lr), is_embedding)
     return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), rule, embedding_lr), schedule
 

@@ -78,7 +78,8 @@ class Progress:
         return [f"{words} ({share:.0%} of the plan)", f"MFU {share * self.plan.mfu:.1%}"]
 
 
-SAMPLE = re.compile(r"^(?==== step \d{1,15}$)", re.MULTILINE)  # where the samples of a step begin
+# (step, text) of the samples of a step in samples.txt
+SAMPLES = re.compile(r"^=== step (\d{1,15})\n(.*?)(?=^=== step |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def row_of(line):
@@ -132,7 +133,7 @@ class RunLog:
                 row = {key: v for key, v in row.items() if not key.startswith(not_due)}
             self.history.append(row)
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
-        self.samples = [text for text in re.split(SAMPLE, kept) if text]  # one for each step
+        self.samples = {int(step): text for step, text in SAMPLES.findall(kept)}
         if cfg.run.tensorboard:
             self.events = events.EventFile(self.folder, self.history)
         self._forget(start_step)  # what came after the checkpoint will be written again
@@ -155,9 +156,10 @@ class RunLog:
 
     def text(self, step, texts):
         """Record the samples drawn at `step`."""
-        rows = "".join(f"--- {i}\n{text}\n" for i, text in enumerate(texts))
-        self.samples.append(f"=== step {step}\n{rows}")
-        attempt(lambda: write_file(self.path("samples.txt"), "".join(self.samples)))
+        rows = [f"--- {i}\n{text}\n" for i, text in enumerate(texts)]
+        self.samples[step] = "".join(rows)
+        whole = "".join(f"=== step {n}\n{text}" for n, text in self.samples.items())
+        attempt(lambda: write_file(self.path("samples.txt"), whole))
         self._later(lambda: self._report_samples(step, texts))
 
     def plots(self):
@@ -190,7 +192,7 @@ class RunLog:
 
     def _forget(self, step):
         self.history = [row for row in self.history if row["step"] <= step]
-        self.samples = [text for text in self.samples if step_of_samples(text) <= step]
+        self.samples = {n: text for n, text in self.samples.items() if n <= step}
         self.complete = False
         self.flush()
 
@@ -279,17 +281,14 @@ class RunLog:
         self.wandb = wandb
 
 
-def step_of_samples(text):
-    """The step of one text of samples.txt; 0 where a broken file does not tell."""
-    return int(text.split()[2]) if re.match(SAMPLE, text) else 0
-
-
-def attempt(work):
-    """Call work(); whether it went well. A failure is printed as a warning."""
+def attempt(work, what="the run's log could not be written"):
+    """Call work(); whether it went well. A failure is printed as a warning, which begins with `what`."""
     try:
         work()
-    except Exception as e:  # of storage, plots, TensorBoard or wandb: training continues without
-        warn(f"the run's log could not be written: {first_line(e)}")
+    except (
+        Exception
+    ) as e:  # of storage, plots, TensorBoard, wandb, a profiler: training continues without
+        warn(f"{what}: {first_line(e)}")
         return False
     return True
 

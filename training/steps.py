@@ -214,11 +214,10 @@ def make_evaluate(cfg, mesh, corpus):
     B = cfg.data.val_batch_size * cfg.run.n_device_axis[0]
     n_batches = min(cfg.run.eval_steps, corpus.n_sequences // B)
     if not n_batches:
-        fits = corpus.n_sequences // cfg.run.n_device_axis[0] // M * M
-        advice = f"--val_batch_size {fits}" if fits else "a smaller --T, or shards of more text"
         raise UserError(
             f"--val_batch_size {cfg.data.val_batch_size}: a validation batch would be {B} sequences of "
-            f"{corpus.T + 1} tokens, but {corpus.folder} holds {corpus.n_sequences}; give {advice}."
+            f"{corpus.T + 1} tokens, but {corpus.folder} holds {corpus.n_sequences}; give less, a smaller --T, or "
+            f"shards of more text."
         )
     if n_batches < cfg.run.eval_steps:
         say(
