@@ -176,7 +176,7 @@ class Output:
             self.resume(held)
         for split in SPLITS:
             self.check_shards(split, bool(held))
-        keep_tokenizer(self.path, tokenizer, replace=False)
+        keep_tokenizer(self.path, tokenizer)
         if not self.position:
             settings = self.settings["val_fraction"], self.settings["drop_duplicates"]
             self.validation = choose_validation(self.source, *settings)

@@ -243,11 +243,9 @@ def shards_tokenizer(root, manifest, flag=""):
     return flag or (os.path.join(root, name) if name.endswith(TOKENIZER_FILES) else name)
 
 
-def keep_tokenizer(folder, name, replace=True):
-    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there.
-
-    Unless others may be replaced, raises UserError where there are others of these names.
-    """
+def keep_tokenizer(folder, name):
+    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there. Raises
+    UserError where there are others of these names."""
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name
@@ -256,11 +254,12 @@ def keep_tokenizer(folder, name, replace=True):
         config = "tokenizer_config.json"
         copies = {config: os.path.join(os.path.dirname(name), config), **copies}
     for copy, path in copies.items():
-        content, at = read_file(path), os.path.join(folder, copy)
+        content = read_file(path)
+        at = os.path.join(folder, copy)
         there = read_file(at)
         if content in (None, there):
             continue
-        if there is not None and not replace:
+        if there is not None:
             raise UserError(
                 f"{at} is another file than the {copy} of --tokenizer {name}; move it away, or give another folder."
             )

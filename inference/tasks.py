@@ -121,24 +121,27 @@ class TaskModel(TemplateLM):
     # --- Continuations
 
     def generate_until(self, requests, disable_tqdm=True):
-        groups = {}  # {settings of drawing: [(number, token ids)]}
-        for number, (context, settings) in enumerate(request.args for request in requests):
-            ids = self.tok_encode(context) or [self.prefix_token_id]
-            groups.setdefault(json.dumps(settings, sort_keys=True), []).append((number, ids))
-        answers, params = [None] * len(requests), self.arrange(self.params)
+        prompts = [
+            self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests
+        ]
+        groups = {}  # {settings of drawing: numbers of requests}
+        for number, request in enumerate(requests):
+            settings = json.dumps(request.args[1], sort_keys=True)
+            groups.setdefault(settings, []).append(number)
+        answers = {}
+        params = self.arrange(self.params)
         with progress(total=len(requests), desc="continuations") as bar:
-            for settings, group in groups.items():
+            for settings, numbers in groups.items():
                 options, until = draws(json.loads(settings), self.encoding)
                 room = self.T - options.max_tokens
-                group = [(number, ids[-room:]) for number, ids in group]
-                group.sort(key=lambda item: -len(item[1]))
-                for i in range(0, len(group), self.rows):
-                    numbers, prompts = zip(*group[i : i + self.rows])
-                    texts = self.continued(params, prompts, options, until)
-                    for number, text in zip(numbers, texts):
-                        answers[number] = text
-                        bar.update()
-        return answers
+                numbers.sort(key=lambda number: -len(prompts[number]))
+                for i in range(0, len(numbers), self.rows):
+                    batch = numbers[i : i + self.rows]
+                    cut = [prompts[number][-room:] for number in batch]
+                    texts = self.continued(params, cut, options, until)
+                    answers.update(zip(batch, texts))
+                    bar.update(len(batch))
+        return [answers[number] for number in range(len(requests))]
 
     def continued(self, params, prompts, options, until):
         """The texts that follow the token ids of at most `rows` prompts, each up to the first of the strings until."""
@@ -264,13 +267,13 @@ def ask(lm, params, loaded, limit=0, bootstrap=0):
 
 @contextlib.contextmanager
 def fixed_seeds():
-    """Python's and numpy's random numbers, which some tasks draw, begin as lm_eval lets them, and are restored."""
-    before, numpys = random.getstate(), np.random.get_state()
+    """Python's and numpy's random numbers, which some tasks draw, begin as lm_eval lets them. Python's are restored, or
+    all hosts would wait alike before they try storage again."""
+    before = random.getstate()
     random.seed(0)
     np.random.seed(SEED)
     yield
     random.setstate(before)
-    np.random.set_state(numpys)
 
 
 def numbers(results):

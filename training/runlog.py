@@ -95,12 +95,9 @@ def row_of(line):
 
 def read_rows(content):
     """(rows of metrics.jsonl, by step; whether anything else is in it but a last line that a kill tore)."""
-    *lines, last = re.split(r"[\r\n]+", content.decode(errors="replace"))
-    found = [row_of(line) for line in lines if line]
-    if torn := row_of(last.strip("\0")):
-        found.append(torn)
-    rows = {row["step"]: row for row in reversed(found) if row}
-    return [rows[step] for step in sorted(rows)], len(rows) < len(found)
+    found = [row_of(line) for line in content.splitlines()]
+    rows = {row["step"]: row for row in found if row}
+    return [rows[step] for step in sorted(rows)], not all(found[:-1])
 
 
 class NoLog:
@@ -122,16 +119,8 @@ class RunLog:
         self.events = None
         self.wandb = None
         self.worker = ThreadPoolExecutor(1)  # of plots, TensorBoard and wandb
-        self.history = []  # rows of metrics.jsonl
+        self.history = self._read_history(start_step)  # rows of metrics.jsonl
         self.complete = True  # whether that file has them all
-        # A run evaluates at its last step; the run that resumes there would not have, unless it was due.
-        every = {"loss/val": cfg.run.eval_every}
-        every["tasks/"] = math.lcm(cfg.run.eval_every, cfg.run.save_steps)
-        not_due = tuple(start for start, steps in every.items() if start_step % steps)
-        for row in self._read_history(start_step):
-            if row["step"] == start_step:
-                row = {key: v for key, v in row.items() if not key.startswith(not_due)}
-            self.history.append(row)
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
         self.samples = {int(step): text for step, text in SAMPLES.findall(kept)}
         if cfg.run.tensorboard:
@@ -213,16 +202,12 @@ class RunLog:
             self.wandb.log(numbers, step=row["step"])
 
     def _read_history(self, step):
-        """The rows up to `step`; a warning tells what is missing. Of a damaged metrics.jsonl all that it holds is kept
-        beside it."""
+        """The rows up to `step`. Of a damaged metrics.jsonl all that it holds is kept beside it, with a warning."""
         path = self.path("metrics.jsonl")
-        content = read_file(path)
-        found, is_damaged = read_rows(content or b"")
-        rows = [row for row in found if row["step"] <= step]
+        content = read_file(path) or b""
+        found, is_damaged = read_rows(content)
         # a killed run leaves rows of the next steps behind
-        later = [row["step"] for row in found[len(rows) :]]
-        is_damaged |= later != list(range(step + 1, step + 1 + len(later)))
-        last = rows[-1]["step"] if rows else 0
+        rows = [row for row in found if row["step"] <= step]
         if is_damaged:
             n = 1
             while read_file(f"{path}.damaged-{n}") is not None:
@@ -232,8 +217,6 @@ class RunLog:
                 f"warning: {path} is damaged: it keeps the {len(rows)} rows up to step {step} that can be read, and "
                 f"what it held is saved in {path}.damaged-{n}"
             )
-        elif content is not None and last < step:
-            say(f"warning: {path} ends at step {last}; the rows from there to step {step} are lost")
         return rows
 
     def _report_samples(self, step, texts):
