@@ -178,17 +178,16 @@ def load(folder, abstract):
     there = check(folder, filled(form.tensors(m)), form, block)
     if m.tied:
         check_head_is_tied(folder, there, form, m, block)
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape), abstract)
-    params = jax.jit(zeros, out_shardings=shardings)()
+    params = jax.tree.map(lambda a: jnp.zeros(a.shape, device=a.sharding), abstract)
     for t in filled(form.tensors(m)):
         part = t.ours(read_tensor(there, name_in(there, t.name, form), block))
         *parents, last = t.leaf
         node = functools.reduce(dict.__getitem__, parents, params)
+        leaf = node[last]
         numbers = [dim for dim, index in enumerate(t.at) if isinstance(index, int)]
         starts = [index if isinstance(index, int) else index.start or 0 for index in t.at]
-        starts += [0] * (node[last].ndim - len(starts))
-        node[last] = put(node[last], np.expand_dims(part, numbers), starts)
+        starts += [0] * (leaf.ndim - len(starts))
+        node[last] = put(leaf, np.expand_dims(part, numbers), starts)
     return params
 
 

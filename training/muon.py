@@ -183,19 +183,19 @@ def stacks_of(table, mesh_size):
         split = [axes_size(dim_axes, mesh_size) for dim_axes in axes]
         n = len(p.shape)
         # in the order of the array, so that few are transposed
-        first, second = sorted([sorted(dim % n for dim in dims) for dims in (p.inputs, p.outputs)])
-        row_axes = tuple(axis for dim in first for axis in axes[dim])
-        column_axes = tuple(axis for dim in second for axis in axes[dim])
-        used = {axis for dim_axes in axes for axis in dim_axes}
-        copies = tuple(a for a in EXPERT_AXES if a not in used and mesh_size[a] > 1)
+        sides = [tuple(sorted(dim % n for dim in dims)) for dims in (p.inputs, p.outputs)]
+        first, second = sorted(sides)
+        row_axes = sum((axes[dim] for dim in first), ())
+        column_axes = sum((axes[dim] for dim in second), ())
+        used = sum(axes, ())
+        copies = tuple(a for a in real_axes(EXPERT_AXES, mesh_size) if a not in used)
         layout = Layout(row_axes, column_axes, copies)
         for size in sizes_of_parts(p):
             whole = (*p.shape[:-1], size)
             local = tuple(size // parts for size, parts in zip(whole, split))
-            inputs = math.prod(whole[dim] for dim in p.inputs)
-            outputs = math.prod(whole[dim] for dim in p.outputs)
-            scale = UPDATE_RMS * math.sqrt(max(inputs, outputs))
-            stacks.append(alike(Stack(local, tuple(first), tuple(second), layout, scale)))
+            largest = max(math.prod(whole[dim] for dim in dims) for dims in sides)
+            scale = UPDATE_RMS * math.sqrt(largest)
+            stacks.append(alike(Stack(local, first, second, layout, scale)))
     return stacks
 
 

@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -233,14 +232,14 @@ def make_evaluate(cfg, mesh, corpus):
     def evaluate(params):
         batches = Prefetch(batch, range(n_batches), depth=n_batches)
         together(batches.error(n_batches))
-        losses, cross_entropies = [], []
+        total, cross_entropy = 0, 0
         for tokens, targets in batches:
             value, seen = loss(params, tokens[0], targets[0], jax.random.key(0), 0)
-            losses.append(value)
-            cross_entropies.append(seen.cross_entropy)
+            total += value
+            cross_entropy += seen.cross_entropy
         return {
-            "loss/val_loss": float(sum(losses) / n_batches),
-            "loss/val_cross_entropy_loss": float(sum(cross_entropies) / n_batches),
+            "loss/val_loss": float(total / n_batches),
+            "loss/val_cross_entropy_loss": float(cross_entropy / n_batches),
         }
 
     return evaluate
@@ -250,13 +249,6 @@ def quiet_libraries():
     """Silence what the libraries log about errors that the programs here report themselves, in a sentence each."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a trace for each of Orbax's tasks
-
-    def hook(unraisable):
-        # reads of Orbax end so after another one failed
-        if str(unraisable.exc_value) != "Event loop is closed":
-            sys.__unraisablehook__(unraisable)
-
-    sys.unraisablehook = hook
 
 
 def configure_jax(cfg):
