@@ -241,10 +241,9 @@ def float8_block(left, kind):
     quantized = take_object(left, "quantization_config")
     if not quantized:
         return None
-    quantized = {"quant_method": None} | quantized
     size = quantized.pop("weight_block_size", [128, 128])
     require(
-        quantized,
+        {"quant_method": None} | quantized,
         f"a quantization_config of {kind}",
         # which weights are quantized is seen in the files; activations are not; a scale is a number however chosen
         immaterial={"modules_to_not_convert", "ignored_layers", "dequantize", "scale_fmt"},
@@ -253,8 +252,7 @@ def float8_block(left, kind):
         activation_scheme=["dynamic"],
         expert_dtype=["fp8"],
     )
-    is_list = isinstance(size, list) and len(size) == 2
-    if not is_list or not all(isinstance(n, int) and n > 0 for n in size):
+    if not isinstance(size, list) or [type(n) for n in size] != [int, int]:
         raise UserError(
             f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128]."
         )

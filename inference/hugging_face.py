@@ -66,15 +66,11 @@ class Stored(NamedTuple):
 
 def files_of(folder):
     """{name of tensor: `Stored`} of a folder's safetensors. Raises UserError for files that are missing or torn."""
-    path = os.path.join(folder, INDEX)
-    index = read_json(path)
-    names = index.get("weight_map") if index else {"": "model.safetensors"}
-    if not isinstance(names, dict):
-        raise UserError(
-            f"{path}: its weight_map must give each tensor a file's name; copy it again."
-        )
+    names = {"model.safetensors"}
+    if index := read_json(folder, INDEX):
+        names = {os.path.basename(name) for name in index["weight_map"].values()}
     found = {}
-    for name in sorted({os.path.basename(str(name)) for name in names.values()}):
+    for name in sorted(names):
         found |= header(os.path.join(folder, name))
     return found
 

@@ -32,13 +32,10 @@ def make_sampler(cfg, mesh, encoding):
         state = prefill(params, ids, lengths, jax.random.key(cfg.run.seed))
         _, drawn = advance(params, state)
         rows = np.concatenate([ids, np.asarray(drawn).T], 1)[: s.inference_batch]
-        return [text_after_first(row, encoding) for row in rows.tolist()]
+        texts = []
+        for _, *row in rows.tolist():  # the first begins every document, and is the end of text too
+            shown = itertools.takewhile(lambda token: token != encoding.eot_token, row)
+            texts.append(text_of(encoding, shown))
+        return texts
 
     return sample
-
-
-def text_after_first(row, encoding):
-    """The text of token ids up to the end of text, without the first, which is the end of text too: it begins every
-    document."""
-    ids = itertools.takewhile(lambda token: token != encoding.eot_token, row[1:])
-    return text_of(encoding, ids)

@@ -266,7 +266,6 @@ BAD_FILES = [  # name of a file, its content, what is said
     ("config.json", "{", "is not JSON"),
     ("config.json", "null", "holds None, not a JSON object"),
     ("config.json", '{"model_type": "gpt2"}', "is missing"),
-    (hugging_face.INDEX, '{"weight_map": 3}', "weight_map must give each tensor a file's name"),
     (hugging_face.INDEX, '{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing"),
     ("model.safetensors", "torn", "cannot be read"),
     ("tokenizer.json", '{"a"', "cannot be read as a tokenizer"),
