@@ -12,7 +12,7 @@ if __name__ == "__main__":
     import os
     import sys
 
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin("interrupted; rerun the same command to resume")

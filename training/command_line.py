@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from pathlib import Path
 
 import utils
 from data.tokenization import load_tokenizer
@@ -14,7 +15,7 @@ from training.settings import Flags, check_same, settle, without
 from utils import RENAMED, Config, Plan, Run, replace
 
 # A file that comes with the program may be missing yet in the folder where it will run.
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):

@@ -96,7 +96,8 @@ def complete(cfg, n_present):
             f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
             f"{n_devices}{simulate}."
         )
-    rounds = [n for n in (1, 2, 3, 4) if pp > 1 and cfg.model.blocks % (pp * n) == 0]
+    most = 4 if pp > 1 else 1
+    rounds = [n for n in range(1, most + 1) if cfg.model.blocks % (pp * n) == 0]
     return replace(
         cfg,
         n_device_axis=(dp, pp, tp),
@@ -200,8 +201,9 @@ def follow_batches(flags):
     d = flags.cfg.data
     pp = max(1, flags.cfg.run.n_device_axis[1])
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
+    given = [sizes[flag] for flag in sizes.keys() & flags.given]
+    asked = math.gcd(*given)
     both = math.gcd(*sizes.values())
-    asked = math.gcd(*(sizes[flag] for flag in sizes.keys() & flags.given))
 
     def fit(n):
         return asked % n == 0, both % n == 0, n
@@ -234,7 +236,8 @@ def fit_samples(flags, encoding):
     cfg, given = flags
     if encoding is None or cfg.model.T < 2:
         return cfg
-    T, tokens, length = cfg.model.T, cfg.sample.max_tokens, len(whole_prompt(cfg, encoding))
+    T, tokens = cfg.model.T, cfg.sample.max_tokens
+    length = len(whole_prompt(cfg, encoding))
     if "max_tokens" not in given:
         tokens = max(1, min(tokens, T - length))
     length = length if "prompt" in given else 1
@@ -315,7 +318,8 @@ def check_data(cfg, stored, fingerprint):
 def to_resume(cfg, fingerprint):
     """What `resume` reads of config.json, which every checkpoint keeps."""
     wanted = utils.KEPT | NEEDED_TO_RESUME | SCHEDULE
-    kept = {flag: value for flag, value in flatten(cfg).items() if flag in wanted}
+    flags = flatten(cfg)
+    kept = {flag: flags[flag] for flag in flags.keys() & wanted}
     return kept | dict(data_fingerprint=fingerprint)
 
 
@@ -382,7 +386,9 @@ def check(cfg):
 
 def check_multiples(cfg):
     """Raises UserError where something must divide a flag and does not."""
-    m, d, (dp, pp, tp), rounds = cfg.model, cfg.data, cfg.run.n_device_axis, cfg.run.pp_interleave
+    m, d = cfg.model, cfg.data
+    dp, pp, tp = cfg.run.n_device_axis
+    rounds = cfg.run.pp_interleave
     multiples = [  # (flag, its value, what must divide it, in words)
         ("blocks", m.blocks, pp * rounds, "pp" if rounds == 1 else "pp x pp_interleave"),
         ("n_experts", m.n_experts, m.n_groups, "n_groups"),
