@@ -35,8 +35,8 @@ def encode_text(text, encoding):
     except ValueError:
         cut = CUT.search(text, len(text) // 2)
         half = cut.end() if cut else len(text) // 2
-        first, second = encode_text(text[:half], encoding), encode_text(text[half:], encoding)
-        return np.concatenate([first, second])
+        parts = [encode_text(part, encoding) for part in (text[:half], text[half:])]
+        return np.concatenate(parts)
 
 
 class Encoded(NamedTuple):
@@ -66,7 +66,8 @@ def encode_document(encoding, dtype, skip, val_fraction, validation, document):
     parts = divide(text, val_fraction, validation)
     for k, part in enumerate(parts):
         if part:
-            ids[k] = np.insert(encode_text(part, encoding), 0, encoding.eot_token).astype(dtype)
+            whole = np.insert(encode_text(part, encoding), 0, encoding.eot_token)
+            ids[k] = whole.astype(dtype)
             counts[k].update(documents=1, bytes=len(part.encode()))
     home = counts[1] if parts[1] and not parts[0] else counts[0]  # train, where it is empty
     if not text:

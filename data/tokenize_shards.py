@@ -70,8 +70,10 @@ class Options(Source):
 def parse():
     args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py")
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
-    source, output = Path(args.source).resolve(), Path(args.output).resolve()
-    inside = any(path == source or path.match(str(source)) for path in [output, *output.parents])
+    source = Path(args.source).resolve()
+    output = Path(args.output).resolve()
+    above = [output, *output.parents]
+    inside = source in above or any(path.match(str(source)) for path in above)
     if local and inside:
         raise UserError(
             f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
@@ -99,8 +101,11 @@ def main():
 def settings_of(args, source, encoding):
     """{setting: value} of the manifest, in which shards must agree to be the same."""
     kind = os.path.splitext(args.tokenizer)[1]
+    where = args.source
+    if os.path.exists(where):
+        where = os.path.abspath(where)
     return {
-        "source": os.path.abspath(args.source) if os.path.exists(args.source) else args.source,
+        "source": where,
         **source.identity,
         "tokenizer_sha256": content_sha256(encoding),
         "vocab_size": encoding.n_vocab,
@@ -121,7 +126,9 @@ def write(args, source, output, encoding):
             f"{args.output}: too few documents to hold whole ones out: val is the last {share} of each"
         )
     fill(args, source, output, encoding)
-    totals = sum((writer.totals for writer in output.writers.values()), start=Counter())
+    totals = Counter()
+    for writer in output.writers.values():
+        totals += writer.totals
     damaged = ""
     if totals["damaged_files"] + totals["damaged_records"]:
         files = many(totals["damaged_files"], "damaged file")

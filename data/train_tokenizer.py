@@ -74,7 +74,8 @@ def train(texts, vocab_size):
 def to_ranks(tokenizer):
     """{token bytes: rank}: the ids, which follow the order of the merges."""
     byte = {letter: b for b, letter in byte_letters().items()}
-    return {bytes(byte[c] for c in token): rank for token, rank in tokenizer.get_vocab().items()}
+    ranks = tokenizer.get_vocab()
+    return {bytes(map(byte.get, token)): rank for token, rank in ranks.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

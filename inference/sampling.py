@@ -23,9 +23,11 @@ def make_sampler(cfg, mesh, encoding):
         return lambda params: []
     in_order = utils.replace(cfg, pp_interleave=1)
     rearrange = steps.arranger(cfg, steps.abstract_params(in_order, mesh))
-    s, dp, n = cfg.sample, cfg.run.n_device_axis[0], len(prompt)
-    ids, lengths = decoding.pad([prompt] * (math.ceil(s.inference_batch / dp) * dp), n)
-    prefill, advance = decoding.make_stream(in_order, mesh, s, n + s.max_tokens, s.max_tokens)
+    s, dp = cfg.sample, cfg.run.n_device_axis[0]
+    n_rows = math.ceil(s.inference_batch / dp) * dp  # dp must divide them
+    ids, lengths = decoding.pad([prompt] * n_rows, len(prompt))
+    whole = len(prompt) + s.max_tokens
+    prefill, advance = decoding.make_stream(in_order, mesh, s, whole, s.max_tokens)
 
     def sample(params):
         params = rearrange(params)

@@ -100,7 +100,7 @@ class TaskModel(TemplateLM):
         found = []
         for unit, pair in enumerate(pairs):
             for context, continuation in self.windows(*pair):
-                ids = np.array([*context, *continuation][-(self.T + 1) :])
+                ids = np.array([*context, *continuation])[-self.T - 1 :]
                 found.append(Piece(ids, len(ids) - 1 - len(continuation), unit))
         found.sort(key=lambda piece: -len(piece.ids))  # batches of like lengths, the largest first
         likelihoods = [0.0] * len(pairs)
@@ -146,18 +146,19 @@ class TaskModel(TemplateLM):
     def continued(self, params, prompts, options, until):
         """The texts that follow the token ids of at most `rows` prompts, each up to the first of the strings until."""
         n = length_for(max(map(len, prompts)))
-        chunks = math.ceil(options.max_tokens / decoding.CHUNK)
-        filled = [*prompts, *[[self.eot_token_id]] * (self.rows - len(prompts))]
-        prefill, advance = self.stream(options, n + chunks * decoding.CHUNK)
-        state = prefill(params, *decoding.pad(filled, n), jax.random.key(0))
+        n_chunks = math.ceil(options.max_tokens / decoding.CHUNK)
+        prefill, advance = self.stream(options, n + n_chunks * decoding.CHUNK)
+        missing = self.rows - len(prompts)
+        ids, lengths = decoding.pad([*prompts, *[[self.eot_token_id]] * missing], n)
+        state = prefill(params, ids, lengths, jax.random.key(0))
         drawn = [[] for _ in prompts]
-        for chunk in decoding.chunks_of(advance, params, state, chunks):
+        for chunk in decoding.chunks_of(advance, params, state, n_chunks):
             self.alive()
             drawn = [row + more for row, more in zip(drawn, chunk.tolist())]
-            texts, ended = zip(*[self.ending(row[: options.max_tokens], until) for row in drawn])
-            if all(ended):
+            ends = [self.ending(row[: options.max_tokens], until) for row in drawn]
+            if all(ended for _, ended in ends):
                 break
-        return texts
+        return [text for text, _ in ends]
 
     def ending(self, tokens, until):
         """(the text of token ids up to its end, whether that was reached)."""

@@ -99,7 +99,7 @@ def check(argv, elsewhere):
     whose tokenizers and place among its processes are not known here."""
 
     def load(name):
-        comes = not os.path.isfile(name) and os.path.isfile(os.path.join(ROOT, name))
+        comes = not os.path.isfile(name) and (ROOT / name).is_file()
         return None if elsewhere or comes else load_tokenizer(name)
 
     flags = parse(argv, load, elsewhere)
@@ -114,7 +114,8 @@ def check(argv, elsewhere):
         return flags
     dp, pp, tp = r.n_device_axis
     # where nothing tells how many devices there are: as many as fit any number of experts
-    settle(flags, r.n_devices or (dp or flags.cfg.model.n_experts or 1) * pp * tp)
+    dp = dp or flags.cfg.model.n_experts or 1
+    settle(flags, r.n_devices or dp * pp * tp)
     return flags
 
 

@@ -80,8 +80,8 @@ class Meter:
         metrics = jax.device_get(metrics)
         self.profile.note(step)
         shares = metrics.pop("load/experts", [])
+        metrics |= {f"load/expert_{i}": share for i, share in enumerate(shares)}
         row = {"step": step} | {name: float(value) for name, value in metrics.items()}
-        row |= {f"load/expert_{i}": float(share) for i, share in enumerate(shares)}
         row |= self.corpus.epochs(sequences)
         self.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
         row["bad_steps"] = self.bad_steps.total

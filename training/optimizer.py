@@ -37,7 +37,8 @@ def make_rule(cfg, mesh):
     if cfg.optimizer.optimizer == "adamw":
         return adam
     momentum = optax.trace(cfg.optimizer.muon_momentum, nesterov=True)
-    rules = dict(adamw=adam, muon=optax.chain(momentum, muon.orthogonalize(cfg, mesh)))
+    orthogonal = optax.chain(momentum, muon.orthogonalize(cfg, mesh))
+    rules = dict(adamw=adam, muon=orthogonal)
     names = parameters.table_map(
         lambda param: "muon" if param.hidden else "adamw", model.param_table(cfg)
     )
@@ -76,7 +77,9 @@ def make_schedule(o):
 
     def rate(step):
         # rounding would lead a little past end_lr, and below 0
-        return jnp.where(step < o.end_steps, jnp.maximum(schedule(step), 0), o.end_lr)
+        is_before = step < o.end_steps
+        lr = jnp.maximum(schedule(step), 0)
+        return jnp.where(is_before, lr, o.end_lr)
 
     return rate
 

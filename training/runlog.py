@@ -88,9 +88,12 @@ def row_of(line):
         row = {key: math.nan if v is None else v for key, v in json.loads(line).items()}
     except (ValueError, AttributeError, RecursionError):
         return None
-    numbers = [v for v in row.values() if isinstance(v, int | float) and not abs(v) > 1e300]
-    whole = len(numbers) == len(row) and "loss/train_loss" in row
-    return row if whole and row.get("step") in range(1, 2**31) else None
+    if "loss/train_loss" not in row or row.get("step") not in range(1, 2**31):
+        return None
+    for value in row.values():
+        if not isinstance(value, int | float) or abs(value) > 1e300:
+            return None
+    return row
 
 
 def read_rows(content):
@@ -240,7 +243,8 @@ class RunLog:
         """Begin wandb's run: offline where nobody is logged in, or its server is not reached in half a minute."""
         import wandb
 
-        run_id = (read_file(self.path("wandb_id")) or b"").decode(errors="replace").strip()
+        kept = read_file(self.path("wandb_id")) or b""
+        run_id = kept.decode(errors="replace").strip()
         if not re.fullmatch(r"\w+", run_id):
             run_id = secrets.token_hex(4)
             write_file(self.path("wandb_id"), run_id)

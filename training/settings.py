@@ -34,7 +34,8 @@ class Flags(NamedTuple):
 
     def follow(self, **flags):
         """With these values of those flags that were not given."""
-        return self._replace(cfg=replace(self.cfg, **without(self.given, flags)))
+        rest = without(self.given, flags)
+        return self._replace(cfg=replace(self.cfg, **rest))
 
     def fix(self, **flags):
         """With these values, as if they had been given."""
@@ -363,11 +364,15 @@ def check_model(flags, where, names=None):
     together. names: {flag: what the file calls it}, where that differs."""
     names = {flag: flag for flag in flags} | (names or {})
     utils.read_values(flags, where, names)
+
+    def of_file(flag):
+        return names.get(flag[1], flag[0])
+
+    alone = dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
     try:
-        alone = flags | dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
-        validate(replace(Config(), **alone), 1)
+        validate(replace(Config(), **flags | alone), 1)
     except UserError as e:
-        words = re.sub(r"--(\w+)", lambda flag: names.get(flag[1], flag[0]), str(e))
+        words = re.sub(r"--(\w+)", of_file, str(e))
         raise UserError(f"{where}: {words}") from None
 
 

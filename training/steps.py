@@ -102,7 +102,8 @@ def arranger(cfg, abstract):
     def arrange(tree):
         return jax.tree.map(lambda x, a: x.reshape(a.shape), tree, abstract)
 
-    return jax.jit(arrange, out_shardings=jax.tree.map(lambda a: a.sharding, abstract))
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    return jax.jit(arrange, out_shardings=shardings)
 
 
 def init_state(cfg, abstract, optimizer, params=None):
@@ -111,7 +112,8 @@ def init_state(cfg, abstract, optimizer, params=None):
     def init(params):
         init_key, key = jax.random.split(jax.random.key(cfg.run.seed))
         params = params or parameters.init_params(model.param_table(cfg), init_key)
-        return TrainState(params, optimizer.init(params), jnp.int32(0), jax.random.key_data(key))
+        opt_state = optimizer.init(params)
+        return TrainState(params, opt_state, jnp.int32(0), jax.random.key_data(key))
 
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
     return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
@@ -159,7 +161,8 @@ def accumulate_gradient(gradient, state, tokens, targets):
         more = gradient(state.params, tokens, targets, key, i * M * B)
         return jax.tree.map(jnp.add, total, more), None
 
-    shapes = jax.eval_shape(gradient, state.params, tokens[0], targets[0], key, jnp.int32(0))
+    batch = tokens[0], targets[0]
+    shapes = jax.eval_shape(gradient, state.params, *batch, key, jnp.int32(0))
     zeros = jax.tree.map(jnp.zeros_like, shapes)
     total, _ = lax.scan(add_batch, zeros, (jnp.arange(n_batches), tokens, targets))
     return jax.tree.map(lambda x: x / n_batches, total)
@@ -178,7 +181,8 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         layers = [counts.reshape(-1, cfg.model.n_experts) for counts in seen.load.values()]
         counts = jnp.concatenate(layers)  # [layers, E] tokens routed to each expert
         metrics["loss/load_loss"] = seen.load_loss
-        metrics["load/experts"] = (counts / counts.sum(-1, keepdims=True)).mean(0)  # [E] shares
+        shares = counts / counts.sum(-1, keepdims=True)
+        metrics["load/experts"] = shares.mean(0)  # [E]
         metrics["load/dropped"] = seen.dropped
     if cfg.model.mtp_depth:
         metrics["loss/mtp_loss"] = seen.mtp
@@ -232,9 +236,10 @@ def make_evaluate(cfg, mesh, corpus):
     def evaluate(params):
         batches = Prefetch(batch, range(n_batches), depth=n_batches)
         together(batches.error(n_batches))
+        no_dropout = jax.random.key(0)
         total, cross_entropy = 0, 0
         for tokens, targets in batches:
-            value, seen = loss(params, tokens[0], targets[0], jax.random.key(0), 0)
+            value, seen = loss(params, tokens[0], targets[0], no_dropout, 0)
             total += value
             cross_entropy += seen.cross_entropy
         return {

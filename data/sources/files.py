@@ -20,9 +20,9 @@ def walk(root, leave_out=()):
 
     paths, links = [], []
     for folder, subfolders, files in os.walk(root, onerror=stop):
-        subfolders[:] = [s for s in subfolders if s not in leave_out and not s.startswith(".")]
-        links += filter(os.path.islink, (os.path.join(folder, s) for s in subfolders))
-        paths += filter(os.path.isfile, (os.path.join(folder, f) for f in files))
+        subfolders[:] = [s for s in subfolders if s not in leave_out and s[0] != "."]
+        links += filter(os.path.islink, (f"{folder}/{s}" for s in subfolders))
+        paths += filter(os.path.isfile, (f"{folder}/{f}" for f in files))
     warn_of_left_out("symlinked folder", links)
     return paths
 
@@ -36,7 +36,7 @@ def stdlib_documents():
 
 def documents_of(paths, root):
     """The documents of files in a folder `root`, sorted by name."""
-    names = {os.path.relpath(path, root).replace(os.sep, "/"): path for path in paths}
+    names = {os.path.relpath(path, root): path for path in paths}
     documents = []
     for name, path in sorted(names.items()):
         documents += parts_of(name, path)

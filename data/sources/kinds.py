@@ -39,8 +39,12 @@ def find(source):
             paths = walk(match) if fs.isdir(match) else [match]
             found |= {p: fs.info(p) for p in paths}
     start = before_wildcard(path).rstrip("/")
-    visible = [p for p in sorted(found) if "/." not in p.removeprefix(start)]
-    return fs, {p: found[p]["size"] or 0 for p in visible if found[p]["type"] == "file"}
+    files = {}
+    for p, info in sorted(found.items()):
+        hidden = "/." in p.removeprefix(start)
+        if info["type"] == "file" and not hidden:
+            files[p] = info["size"] or 0
+    return fs, files
 
 
 def open_source(args):
