@@ -182,10 +182,7 @@ def take_T(left):
 
 def take_object(left, name):
     """The object at `name`, taken out of the config `left`; {} where it is missing or null."""
-    value = left.pop(name, None) or {}
-    if not isinstance(value, dict):
-        raise UserError(f"config.json: {name} is {value!r:.40}, but must be an object.")
-    return dict(value)
+    return dict(left.pop(name, None) or {})
 
 
 def take_rope(left):

@@ -152,7 +152,6 @@ class RunLog:
         self.samples[step] = "".join(rows)
         whole = "".join(f"=== step {n}\n{text}" for n, text in self.samples.items())
         attempt(lambda: write_file(self.path("samples.txt"), whole))
-        self._later(lambda: self._report_samples(step, texts))
 
     def plots(self):
         """Redraw the plots from all metrics so far."""
@@ -221,13 +220,6 @@ class RunLog:
                 f"what it held is saved in {path}.damaged-{n}"
             )
         return rows
-
-    def _report_samples(self, step, texts):
-        """Pass samples to wandb."""
-        if self.wandb:
-            rows = [[step, text] for text in texts]
-            table = self.wandb.Table(columns=["step", "sample"], data=rows)
-            self.wandb.log({"samples": table}, step=step)
 
     def _draw_plots(self, rows):
         if self.events:
