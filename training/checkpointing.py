@@ -78,7 +78,7 @@ def kept(losses, keep, every=0):
     """The steps to keep of the checkpoints in {step: validation loss or None}: the newest `keep`, every `every`-th step
     (0: none) and the one with the smallest loss."""
     steps = sorted(losses)
-    measured = [step for step in steps if math.isfinite(losses[step] or math.nan)]
+    measured = [step for step, loss in losses.items() if math.isfinite(loss or math.nan)]
     stay = {*steps[-keep:]}
     if measured:
         stay.add(min(measured, key=losses.get))

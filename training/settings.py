@@ -409,17 +409,12 @@ def check_multiples(cfg):
     ]
     for flag, value, by, words in multiples:
         if value % by:
-            raise not_a_multiple(flag, value, by, words)
+            raise UserError(f"--{flag} {value}: must be a multiple of {words} ({by}).")
     n = dp * tp
     if m.n_experts % n and n % m.n_experts:
         raise UserError(
             f"--n_experts {m.n_experts}: must divide dp x tp, {n}, or be divided by it."
         )
-
-
-def not_a_multiple(flag, value, by, words):
-    """The UserError for a flag that `by`, in words, does not divide."""
-    return UserError(f"--{flag} {value}: must be a multiple of {words} ({by}).")
 
 
 def check_architecture(cfg):
@@ -443,8 +438,9 @@ def check_attention(cfg):
     kernel = kernels[name]
     channels = attention.channels(cfg.model)
     if cfg.model.T % kernel.multiple:
-        words = f"{kernel.multiple} for --attention {name}"
-        raise not_a_multiple("T", cfg.model.T, kernel.multiple, words)
+        raise UserError(
+            f"--T {cfg.model.T}: must be a multiple of {kernel.multiple} for --attention {name}."
+        )
     if channels > kernel.channels:
         raise UserError(
             f"--attention {name}: has room for {kernel.channels} channels of a head's key and value, and this model "

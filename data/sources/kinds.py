@@ -60,7 +60,9 @@ def open_source(args):
     if any(map(kind_of, found)):
         return open_records(args, fs, found)
     if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
-        return Files(text_files(fs, source, found), skip)
+        path = fs._strip_protocol(source)
+        root = path if fs.isdir(path) else os.path.dirname(before_wildcard(path))
+        return Files(documents_of(found, root), skip)
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         return open_dataset(args)
     what = "there is no such file or folder"
@@ -87,10 +89,3 @@ def open_records(args, fs, found):
     warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
     (kind,) = examples
     return kind(fs, records, args.text_column, args.skip_damaged)
-
-
-def text_files(fs, source, found):
-    """The documents of a local text file, of a folder of them or of a glob, whose files are `found`."""
-    path = fs._strip_protocol(source)
-    root = path if fs.isdir(path) else os.path.dirname(before_wildcard(path))
-    return documents_of(found, root)
