@@ -177,7 +177,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--preset tinny": ["--preset tinny", "the nearest is tiny"],
     "--modle_dimension 64": ["--modle_dimension", "the nearest is --model_dimension"],
     "--remat ful": ["--remat ful: must be one of none, dots, full; the nearest is full"],
-    "--attention blockwize": ["--attention blockwize", "xla, blockwise", "auto"],
+    "--attention blockwize": ["--attention blockwize", "one of auto", "blockwise"],
     "--architecture gpt2 --n_experts 4": ["--architecture gpt2", "no such choice", "leave"],
     "--blocks two": ["--blocks two: must be a whole number"],
     "--max_lr high": ["--max_lr high: must be a number"],
