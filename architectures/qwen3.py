@@ -100,12 +100,12 @@ def attention(p, x, tokens, m, cache):
     q = product("btd,dhk->bhtk", x, p["q"])  # [B, H/tp, T, K]
     kv = product("btd,dchk->bchtk", x, p["kv"])  # [B, 2, H_kv/tp, T, K]
 
-    q = rms_norm(q, p["q_norm"], m.norm_eps)
-    k = rms_norm(kv[:, 0], p["k_norm"], m.norm_eps)
-    each = position[:, None]
     frequencies = rotary_frequencies(m.key_dim, m.rope_base)
-    q = rotate(q, each, frequencies)
-    kv = kv.at[:, 0].set(rotate(k, each, frequencies))
+    q = rms_norm(q, p["q_norm"], m.norm_eps)
+    q = rotate(q, position[:, None], frequencies)
+    k = rms_norm(kv[:, 0], p["k_norm"], m.norm_eps)
+    k = rotate(k, position[:, None], frequencies)
+    kv = kv.at[:, 0].set(k)
     return attend_to_heads(q, kv, position, p["out"], tokens, m, cache)
 
 

@@ -50,8 +50,8 @@ def make_decode(cfg, mesh):
         stacks = model.stacked(cfg, weights)
         x, cache = model.pipeline(run_turn, stacks, x[None], cache)  # [1, B/dp, n, D]
 
-        newest = last[:, None, None]
-        x = jnp.take_along_axis(x[0], newest, 1)[:, 0]  # [B/dp, D]
+        x = x[0]
+        x = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]  # [B/dp, D]
         x = collectives.from_last_stage(x, everywhere=True)
         x = arch.norm(x, top["norm"], m.norm_eps)
         return loss.logits_of(x, top["head"], m.vocab_size).T, cache | first
@@ -139,8 +139,9 @@ def make_stream(cfg, mesh, s, length, chunk=CHUNK):
     def advance(params, state):
         def one(state, _):
             token, position, cache, key = state
+            ids = token[:, None]  # [B, 1]
             last = jnp.zeros_like(position)
-            logits, cache = decode(params, token[:, None], cache, position, last)
+            logits, cache = decode(params, ids, cache, position, last)
             drawn, key = draw_next(logits, key, s)
             return (drawn, position + 1, cache, key), token
 
