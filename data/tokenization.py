@@ -247,7 +247,7 @@ def shards_tokenizer(root, manifest, flag=""):
 
 
 def in_folder(folder, name):
-    """What `folder` calls a tokenizer `name`, as others find it: a path where it is a file."""
+    """The tokenizer that a file in `folder` calls `name`: a path where it is a file, too."""
     return os.path.join(folder, name) if name.endswith(TOKENIZER_FILES) else name
 
 
