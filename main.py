@@ -314,9 +314,8 @@ def open_data(cfg, stored, encoding):
 
 def print_setup(cfg, corpus, val_corpus):
     """Print the mesh, the model and the data."""
-    dp, pp, tp = cfg.run.n_device_axis
     kind = jax.devices()[0].device_kind
-    say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
+    say(f"mesh (dp, pp, tp) = {cfg.run.n_device_axis} on {cfg.run.n_devices} x {kind}")
     if jax.default_backend() != "cpu" and chips.chip_of(kind) is None:
         say(f"the peak of {kind} is not known, so no MFU is shown")
     say(f"parameters: {steps.count_in_words(cfg)}")

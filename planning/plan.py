@@ -25,7 +25,6 @@ from training import settings, steps
 
 COMPILED = 4  # configurations that --search compiles
 LISTED = 16  # rows of its table
-TRIED = 50_000  # configurations that it considers at most
 WORTH = 0.02  # share of a step that a flag must save to be named
 
 
@@ -63,9 +62,8 @@ def collectives_of(sent, exposed):
     """The rows of the table, of {(axes, kind): (bytes, times, seconds)} and the exposed seconds, where known."""
     rows = []
     for key, (n_bytes, times, seconds) in sorted(sent.items()):
-        axes, kind = key
-        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds)
-        rows.append(row | dict(exposed=exposed.get(key)))
+        row = dict(bytes=n_bytes, times=times, seconds=seconds, exposed=exposed.get(key))
+        rows.append(dict(zip(("axes", "kind"), key)) | row)
     return rows
 
 
@@ -136,10 +134,10 @@ def answer(cfg, machine, compiled=None, refused=None):
 def report(a, machine):
     """The plan in words, as a list of lines."""
     cfg, memory, seconds = a.cfg, a.memory, a.seconds
-    mesh = ", ".join(map(str, a.mesh.values()))
     parts = [name for name, t in seconds.items() if name != "step" and t >= 5e-4]
     lines = [
-        f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = ({mesh}), "
+        f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, "
+        f"mesh (dp, pp, tp) = {cfg.run.n_device_axis}, "
         f"{a.tokens:,} tokens a step",
         f"parameters   {steps.count_in_words(cfg)}",
         f"memory       {in_parts(memory)}",
@@ -150,8 +148,11 @@ def report(a, machine):
         f"step         {seconds['step']:.3f} s: {', '.join(f'{name} {seconds[name]:.3f}' for name in parts)}",
     ]
     if a.overlapped:
-        links = [part for part in parts if part in a.overlapped]
-        waits = [f"{x} {a.overlapped[x]:.3f} of {seconds[x]:.3f}" for x in links]
+        waits = [
+            f"{part} {a.overlapped[part]:.3f} of {seconds[part]:.3f}"
+            for part in parts
+            if part in a.overlapped
+        ]
         exposed = ", ".join(waits) or "nothing"
         lines.append(f"overlapped   {a.overlapped['step']:.3f} s, of which exposed: {exposed}")
     return [
@@ -209,7 +210,7 @@ def meshes(cfg, n):
 
 
 def variants(cfg, n):
-    """Every configuration that --search considers, of the same global batch. Raises UserError for too many."""
+    """Every configuration that --search considers, of the same global batch."""
     total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
@@ -221,11 +222,6 @@ def variants(cfg, n):
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
         found += [dict(zip(values, row)) for row in itertools.product(*values.values())]
-        if len(found) > TRIED:
-            raise UserError(
-                f"--search: there are more than {TRIED:,} configurations of these flags; give a train_batch_size, "
-                f"blocks or a machine with fewer divisors."
-            )
     return [new for flags in found if (new := fitted(cfg, n, **flags))]
 
 

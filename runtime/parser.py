@@ -21,9 +21,7 @@ from runtime.messages import UserError, nearest
 def flag(default, **facts):
     """A field of the configuration: a flag with its default and what is known of it. Its help is the text below it.
 
-    least, most, below: the smallest and the largest number that make sense, and the one that it must stay below.
-        Without `most` it is MOST.
-    absent: its value in architectures that have no such flag; where there is none, all of them have it.
+    least, below: the smallest number that makes sense, by default 0, and the one that it must stay below.
     of_weights: False where weights in --init_from may be used with another value.
     free_on_resume: True where a run may resume with another value: where neither the parameters' shapes nor the tokens
         seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
@@ -40,16 +38,17 @@ def flag(default, **facts):
 
 # The largest number of a flag, by its type: for int32, and for float32 with room to multiply.
 MOST = {int: 2**31 - 1, float: 1e30}
-MANY = 2**16  # layers, heads, experts, microbatches, devices
-WIDE = 2**20  # channels, sequences of a batch
-VOCABULARY = 2**24  # tokens
-DAYS = 10**7  # seconds
 Mesh = tuple[int, int, int]  # dp pp tp
 
 
 def setting(default, **facts):
     """A `flag` that is free on resume."""
     return flag(default, free_on_resume=True, **facts)
+
+
+def choice(default, **facts):
+    """A `flag` that some architectures have not. absent: its value there, if it is not the default."""
+    return flag(default, **dict(absent=default) | facts)
 
 
 def fields_of(kind):
@@ -138,8 +137,7 @@ def beyond(f, n):
     """In words, which bound of a field a value breaks; "" where it breaks none, or is no number."""
     if type(n) not in MOST:
         return ""
-    most = f.metadata.get("most", MOST[type(n)])
-    least = f.metadata.get("least", -most)
+    least, most = f.metadata.get("least", 0), MOST[type(n)]
     below = f.metadata.get("below", math.inf)
     if math.isnan(n):
         return "a number"

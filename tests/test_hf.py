@@ -260,7 +260,7 @@ BAD_CONFIGS = [  # entries of config.json, what is said
     ({"rope_parameters": {"rope_theta": []}}, "rope_theta is [], but must be a number"),
     ({"num_experts_per_tok": 99}, "num_experts_per_tok 99: cannot be more than there are"),
     ({"num_hidden_layers": 2**16}, "tensor model.layers"),
-    ({"num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824, but must be at most"),
+    ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648, but must be at most"),
 ]
 BAD_FILES = [  # name of a file, its content, what is said
     ("config.json", "{", "is not JSON"),

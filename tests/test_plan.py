@@ -382,27 +382,9 @@ v4:2x2x2x2 v4:ax2x2 gpu:8xv4 H100:8""".split()
 
 
 def test_a_machine_that_is_none():
-    for name in [*NO_MACHINES, f"gpu:{'9' * 5000}xH100"]:
+    for name in NO_MACHINES:
         with pytest.raises(messages.UserError, match="such as"):
             machines.parse_machine(name)
-    for name in ("v4:99999x99999x99999", "gpu:65537xT4"):
-        with pytest.raises(messages.UserError, match=f"^--plan {name}: has .* at most 65,536"):
-            machines.parse_machine(name)
-
-
-LARGEST = (
-    "train_batch_size blocks accumulation_steps vocab_size,model_dimension n_experts,mtp_depth"
-)
-
-
-@pytest.mark.parametrize("names", LARGEST.split())
-def test_a_plan_of_the_largest_values_ends(names, planned):
-    flags = {name: utils.FIELDS[name].metadata["most"] for name in names.split(",")}
-    a = planned("--by_formulas", plan="gpu:8xH200", **flags)
-    assert a["memory"]["total"] > 0 and a["advice"]
-
-
-SEARCHED = "--search --T 4 --blocks 65536 --train_batch_size 65536 --plan gpu:4096xH200"
 
 
 @pytest.mark.parametrize(
@@ -410,7 +392,6 @@ SEARCHED = "--search --T 4 --blocks 65536 --train_batch_size 65536 --plan gpu:40
     [
         ("--plan gpu:8xH200 --n_device_axis 3 1 1", "--n_device_axis 3 1 1"),
         ("--plan gpu:8xH200 --n_devices 4", "--n_devices 4"),
-        (SEARCHED, "--search: there are more than 50,000"),
         ("--search", "--search: needs --plan"),
         ("--plan v7:2x2", "--plan v7:2x2: must be"),
     ],

@@ -10,7 +10,7 @@ from data import tokenization
 from runtime import platforms
 from runtime.files import read_json
 from runtime.messages import UserError, one_sentence
-from runtime.parser import MANY, Mesh, flag
+from runtime.parser import Mesh, flag
 from training import settings
 
 
@@ -21,11 +21,11 @@ class Options:
     model: str = flag(MISSING, positional=True)
     """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, or a local folder in the
     Hugging Face format."""
-    n_device_axis: Mesh = flag(utils.Run.n_device_axis, most=MANY)
+    n_device_axis: Mesh = flag(utils.Run.n_device_axis)
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
-    n_devices: int = flag(utils.Run.n_devices, least=0, most=MANY)
+    n_devices: int = flag(utils.Run.n_devices)
     """Devices to use, as for main.py; 0: all that are present."""
-    T: int = flag(0, least=0, most=2**22)
+    T: int = flag(0)
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
     trained with or, for one that was imported, was made for. Rotary models take more, GPT-2 has no positions then."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
@@ -40,7 +40,7 @@ class Sample(Options, utils.Sample):
 
     prompt: tuple[str, ...] = (utils.Sample.prompt,)
     """Texts to continue."""
-    inference_batch: int = flag(1, least=1, most=MANY)
+    inference_batch: int = flag(1, least=1)
     """Samples to draw of each prompt."""
     max_tokens: int | None = flag(None, least=1)
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
@@ -49,7 +49,7 @@ class Sample(Options, utils.Sample):
     trained here, for others what their own tokenizer puts there."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
-    seed: int = flag(utils.Run.seed, least=0)
+    seed: int = flag(utils.Run.seed)
     """Seed of the draws."""
 
 
@@ -64,16 +64,16 @@ class Evaluate(Options):
     """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy."""
     include_path: tuple[str, ...] = ()
     """Folders of task files (.yaml) of your own."""
-    num_fewshot: int | None = flag(None, least=0)
+    num_fewshot: int | None = flag(None)
     """Solved examples before a question of --tasks. None: as many as the task's file says."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
     """What precedes a question of --tasks: the end-of-text token, nothing, or (auto) what a tokenizer.json puts
     there, as lm_eval has it; where there is no context, the end-of-text or beginning-of-text token always does."""
-    limit: int = flag(0, least=0)
+    limit: int = flag(0)
     """Sequences of T tokens, or questions, to take of each; 0: all."""
-    stride: int = flag(0, least=0)
+    stride: int = flag(0)
     """Tokens of text from the beginning of one sequence to the next; those before are context. 0: T, no overlap."""
-    batch_size: int = flag(8, least=1, most=MANY)
+    batch_size: int = flag(8, least=1)
     """Sequences of a batch per device of dp and stage of pp."""
     text_column: str = "text"
     """Column of a record that holds its text."""

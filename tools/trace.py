@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
     interrupts.begin()
 
+import fnmatch
 import functools
 import gzip
 import math
@@ -24,7 +25,7 @@ from dataclasses import MISSING, dataclass
 from typing import NamedTuple
 
 from runtime import chips, platforms
-from runtime.files import filesystem, persist, read_file, read_json
+from runtime.files import names_in, read_file, read_json
 from runtime.messages import UserError, first_line, size
 from runtime.parser import flag
 from tools import common
@@ -150,12 +151,11 @@ def open_trace(run, name=""):
 
 def devices_in(trace):
     """[[(begin, end, operation of the step)] of a device] in ns, of all processes. Raises UserError."""
-    fs, there = filesystem(trace.folder)
     found = []
-    for path in persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder):
-        content = read_file(f"{trace.folder}/{os.path.basename(path)}")
+    for name in fnmatch.filter(names_in(trace.folder), "*.xplane.pb"):
+        path = f"{trace.folder}/{name}"
         try:
-            data = ProfileData.from_serialized_xspace(content)
+            data = ProfileData.from_serialized_xspace(read_file(path))
         except RuntimeError as e:
             reason = first_line(e)
             raise UserError(f"{path}: is no trace ({reason}); --trace names another.") from None
