@@ -78,7 +78,7 @@ class Corpus:
                 f"--data: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
                 f"makes them (val with a --val_fraction above 0), and run.sh local does so by itself."
             )
-        cache = Cache(os.path.join(data.cache_dir, "blocks"), data.cache_gb * 1e9)
+        cache = Cache(f"{data.cache_dir}/blocks", data.cache_gb * 1e9)
         return [
             Shard(os.path.join(self.folder, name), info, entries.get(name, {}), cache)
             for name, info in found.items()

@@ -10,7 +10,6 @@ if __name__ in ("__main__", "__mp_main__"):
 
 import contextlib
 import functools
-import json
 import math
 import os
 import re
@@ -20,7 +19,7 @@ import traceback
 
 import utils
 from runtime import platforms
-from runtime.files import write_file
+from runtime.files import write_file, write_json
 from runtime.messages import UserError, one_sentence, say
 from training import command_line
 
@@ -362,8 +361,7 @@ def write_config(cfg, data, corpus):
     """Write config.json, which tools read and a resumed run is compared with, and keep the tokenizer beside it."""
     config = utils.flatten(cfg) | {"data_fingerprint": data}
     config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
-    path = os.path.join(cfg.run.folder, "config.json")
-    write_file(path, json.dumps(config, indent=1) + "\n")
+    write_json(f"{cfg.run.folder}/config.json", config)
 
 
 # As XLA says it, its allocators (BFC, TPU) and CUDA; RESOURCE_EXHAUSTED alone may be a full disk.
@@ -399,7 +397,7 @@ def plan_of(cfg):
 
 def write_memory_profile(cfg, name):
     """Write the arrays on this process's devices now, as a profile for pprof, into the run directory."""
-    path = os.path.join(cfg.run.folder, f"{name}-{jax.process_index()}.pprof")
+    path = f"{cfg.run.folder}/{name}-{jax.process_index()}.pprof"
     write_file(path, jax.profiler.device_memory_profile())
     say(f"--profile: {path} holds what is in the devices' memory now")
 

@@ -21,7 +21,7 @@ SHAPE = re.compile(r"\b(pred|bf16|[suf](?:8|16|32|64))\[([0-9,]*)\]")
 CHAIN = re.compile(r'chain_id="(\d+)"')
 # Operations that are not in a schedule themselves, since what they run is; that move nothing; that name all or a part
 # of an array anew; that read a part of their first operand.
-CONTAINERS = ("while", "call", "async", *COLLECTIVES)
+CONTAINERS = ("while", "call", *COLLECTIVES)
 UNMOVED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota")
 VIEWS = ("bitcast", "reshape", "get-tuple-element")
 SLICES = ("slice", "dynamic-slice", "gather")
@@ -248,19 +248,18 @@ class Timeline:
         self.times, self.flying, self.spare = around
         return spare
 
-    def visit(self, name, fused=None, wrapper=""):
+    def visit(self, name, fused=None):
         """Add a computation; returns the operations of its matrix products.
 
         Inside a fusion, `fused` is the set of collectives that fusions before it have parts of: one that runs beside
-        several fusions is part of each. Inside an asynchronous start, `wrapper` is its name. Operations outside
-        fusions are in the order in which a device begins them.
+        several fusions is part of each. Operations outside fusions are in the order in which a device begins them.
         """
         ops, flops, beside = self.comps.get(name, []), 0, set()
         last = {} if fused is not None else self.last_parts(ops)
         for op in ops:
             kind, own = op.kind.removesuffix("-start"), 0
             if kind in COLLECTIVES:
-                self.begin_collective(op, kind, fused, wrapper)
+                self.begin_collective(op, kind, fused)
             elif kind == "send" and "megascale" in op.rest:
                 self.begin_send(op)
             elif kind.endswith("-done"):
@@ -273,22 +272,22 @@ class Timeline:
                 self.hide(n * self.run(body, n * self.times))
             elif kind == "fusion":
                 own = sum(self.visit(callee, beside) for callee in CALLED.findall(op.rest))
-            elif kind in ("call", "async"):
-                begun = op.name if kind != op.kind else ""
+            elif kind == "call":
                 for callee in CALLED.findall(op.rest):
-                    self.visit(callee, None, begun)
+                    self.visit(callee)
             elif is_kernel(op):
                 words = op.name + op.rest.split("backend_config")[0]
                 own = self.in_kernel(words, shapes(" ".join(array.type for array in op.inputs)))
             if fused is None and kind not in CONTAINERS:
                 self.compute(op, own)
-                for chain in last.get(op.name, ()):
-                    self.wait(chain)
+                for chain, fusion in last.items():
+                    if fusion == op.name:
+                        self.wait(chain)
             flops += own
         return flops
 
     def last_parts(self, ops):
-        """{fusion: chains of collectives that end beside it} among scheduled operations."""
+        """{chain of a collective: the fusion beside which it ends} among scheduled operations."""
         last = {}
         for op in ops:
             if op.kind == "fusion":
@@ -296,10 +295,7 @@ class Timeline:
                     for inner in self.comps.get(callee, []):
                         if chain := CHAIN.search(inner.rest):
                             last[chain[1]] = op.name
-        found = defaultdict(list)
-        for chain, name in last.items():
-            found[name].append(chain)
-        return found
+        return last
 
     def trip_count(self, loop):
         """How often a while loop runs its body: as XLA found it; as the scope around it expects, where that depends on
@@ -313,9 +309,9 @@ class Timeline:
                 trips.append(numbers(op.rest)[0])
         return max(trips)
 
-    def begin_collective(self, op, kind, fused, wrapper):
+    def begin_collective(self, op, kind, fused):
         axes, n = group_axes(op, self.mesh)
-        name, chain = wrapper, CHAIN.search(op.rest)
+        name, chain = "", CHAIN.search(op.rest)
         if chain and fused is not None:
             if chain[1] in fused:
                 return

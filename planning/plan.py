@@ -19,7 +19,7 @@ from inference import weights
 from planning import costs, hlo, machines
 from planning.machines import Machine, TooLarge, parse_machine
 from runtime.chips import CHIPS, chip_of
-from runtime.files import check_place, to_json, write_file
+from runtime.files import check_place, write_file, write_json
 from runtime.messages import UserError, say, size
 from training import settings, steps
 
@@ -473,7 +473,7 @@ def main(flags):
         content = as_json(a) | dict(advice=advice)
         if asked.search:
             content["search"] = [as_json(other) for other in found]
-        write_file(asked.plan_json, to_json(content, indent=1) + "\n")
+        write_json(asked.plan_json, content)
         if a.program and asked.plan_json.endswith(".json"):
             write_file(asked.plan_json.removesuffix(".json") + ".hlo", a.program.text)
     return 0

@@ -221,6 +221,11 @@ def read_json(*path):
     return content
 
 
+def write_json(path, content):
+    """Write an object as JSON, as `write_file` does."""
+    write_file(path, to_json(content, indent=1) + "\n")
+
+
 def to_json(content, **settings):
     """JSON of `content`, with null for numbers that are not finite, since it has no others; settings: of json.dumps."""
 

@@ -206,11 +206,6 @@ def test_a_collective_beside_several_fusions_counts_once():
 
 GPU_PROGRAM = """HloModule step, is_scheduled=true
 
-%gather (p: f32[4]) -> f32[8] {
-  %p = f32[4] parameter(0)
-  ROOT %g = f32[8] all-gather(%p), replica_groups={{0,1}}, dimensions={0}
-}
-
 %slice (p: f32[10,4], i: s32[]) -> f32[4] {
   %p = f32[10,4] parameter(0)
   %i = s32[] parameter(1)
@@ -247,9 +242,9 @@ ENTRY %main (x: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
   %i = s32[] parameter(2)
   %sync = (f32[1,4], f32[2,4]) all-gather-start(%u), replica_groups={{0,1}}, backend_config={"is_sync":true}
   %sync_done = f32[2,4] all-gather-done(%sync)
-  %wrapped = ((f32[4]), f32[8]) async-start(%u), calls=%gather
+  %begun = (f32[1,4], f32[2,4]) all-gather-start(%u), replica_groups={{0,1}}
   %a = f32[4] fusion(%x, %i), kind=kLoop, calls=%slice
-  %wrapped_done = f32[8] async-done(%wrapped)
+  %begun_done = f32[2,4] all-gather-done(%begun)
   %w = (s32[], f32[4]) while(%a), condition=%condition, body=%body
   ROOT %b = f32[10,4] fusion(%x, %u, %i), kind=kLoop, calls=%replace
 }

@@ -31,7 +31,7 @@ import numpy as np
 
 import utils
 from runtime import chips, parser, platforms
-from runtime.files import check_place, to_json, write_file
+from runtime.files import check_place, write_json
 from runtime.messages import UserError
 from tools import common
 from training import command_line, settings
@@ -235,7 +235,7 @@ def main(argv):
     lines = [list(cells(row).values()) for row in rows]
     print("\n".join(common.markdown(list(cells(first)), lines)))
     if own.json:
-        write_file(own.json, to_json(where | dict(configurations=rows), indent=1) + "\n")
+        write_json(own.json, where | dict(configurations=rows))
 
 
 if __name__ == "__main__":

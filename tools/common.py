@@ -7,7 +7,7 @@ from typing import Literal
 import utils
 from architectures import architecture
 from data import tokenization
-from runtime import platforms
+from runtime import interrupts, platforms
 from runtime.files import read_json
 from runtime.messages import UserError, one_sentence
 from runtime.parser import Mesh, flag
@@ -89,6 +89,12 @@ def read_options(kind, program):
     if issubclass(kind, Options):
         platforms.set_xla_flags(options.n_devices)
     return options
+
+
+def run_on_cpu(kind, program, main):
+    """Run main(options of the dataclass `kind`) of a program that needs no accelerator: these may belong to a run."""
+    platforms.choose_cpu()
+    interrupts.run(lambda: main(read_options(kind, program)))
 
 
 def open_model(options, text):

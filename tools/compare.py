@@ -23,7 +23,7 @@ import numpy as np
 
 import model
 import utils
-from runtime import parser, platforms
+from runtime import parser
 from runtime.files import check_place, read_file, read_json, write_file
 from runtime.messages import UserError, warn
 from tools import common
@@ -98,8 +98,7 @@ def table(groups, marks=(), target=None):
     first_name, first = next(iter(groups.items()))
     if not marks:
         tokens = next(iter(first.values())).tokens
-        chosen = {math.ceil(len(tokens) * share) - 1 for share in (0.25, 0.5, 0.75)}
-        marks = [tokens[i] for i in sorted(chosen) if i < len(tokens) - 1]
+        marks = np.unique(np.quantile(tokens, (0.25, 0.5, 0.75), method="lower"))
     rows = []
     for name, runs in groups.items():
         curves = list(runs.values())
@@ -123,9 +122,9 @@ def table(groups, marks=(), target=None):
             losses = [np.interp(mark, run.tokens, run.loss, math.nan, math.nan) for run in curves]
             row[f"loss at {in_millions(mark)}"] = cell(losses, ".4f")
         row["final loss"] = cell([run.loss[-1] for run in curves], ".4f")
-        row[f"against {first_name}"] = "-" if runs is first else cell(differences, "+.4f")
+        row[f"against {first_name}"] = cell(differences, "+.4f")
         row["M tokens to target"] = cell(to_target, ".3f")
-        row[f"x {first_name}'s"] = "1" if runs is first else cell(shares, ".3f")
+        row[f"x {first_name}'s"] = cell(shares, ".3f")
         row["MFLOP/token"] = f"{model.flops_per_token(cfg) / 1e6:.2f}"
         row["tokens/s"] = cell([run.speed for run in curves], ",.0f")
         rows.append(row)
@@ -177,21 +176,12 @@ def read_groups(folders):
 
 def check_group(first, curve):
     """Raises UserError where two runs of a group differ in more than their seed; warns where one is longer."""
-    now, then = definition(curve.cfg), definition(first.cfg)
-    for flag in then:
-        if now[flag] != then[flag]:
-            raise UserError(
-                f"{curve.folder}: --{flag} is {now[flag]} here and {then[flag]} in {first.folder}; give runs that "
-                f"differ in more than their seed names that differ before -seed."
-            )
+    flags = settings.to_resume(first.cfg, "") | {"training_steps": first.cfg.run.training_steps}
+    whose = f"{curve.folder} has it, and {first.folder} has"
+    advice = "give runs that differ in more than their seed names that differ before -seed"
+    settings.compare(curve.cfg, flags, utils.FIELDS.keys() - {"seed"}, whose, advice)
     if curve.tokens[-1] != first.tokens[-1]:
         warn(f"{curve.folder} and {first.folder} are averaged, but one has trained for longer")
-
-
-def definition(cfg):
-    """{flag: value} of all that the losses of a run depend on, but for its seed and the shards."""
-    flags = settings.to_resume(cfg, "") | {"training_steps": cfg.run.training_steps}
-    return {flag: value for flag, value in flags.items() if flag != "seed"}
 
 
 @dataclass(frozen=True)
@@ -220,6 +210,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    platforms.choose_cpu()
-    options_given = common.read_options(Options, "tools/compare.py")
-    interrupts.run(lambda: main(options_given))
+    common.run_on_cpu(Options, "tools/compare.py", main)

@@ -46,7 +46,7 @@ from inference.scores import Piece, make_scorer, mean
 def open_shards(options, cfg, path):
     """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does, and where the
     shards were made with another tokenizer than the model's."""
-    for folder in (path, os.path.join(path, "val")):
+    for folder in (path, f"{path}/val"):
         folder = folder.rstrip("/") if is_remote(folder) else os.path.abspath(folder)
         if not list_shards(folder):
             continue

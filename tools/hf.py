@@ -17,23 +17,11 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
-import json
 import math
 import re
 import shutil
 from dataclasses import MISSING, dataclass
 from typing import Literal
-
-import utils
-from data import tokenization
-from runtime import platforms
-from runtime.files import is_remote, part_of, read_json, write_file
-from runtime.messages import UserError, say
-from runtime.parser import flag
-from tools import common
-
-if __name__ == "__main__":
-    platforms.choose_cpu()  # the accelerators may belong to a run
 
 import jax
 import numpy as np
@@ -41,7 +29,13 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import pre_tokenizers
 
+import utils
+from data import tokenization
 from inference import hugging_face, weights
+from runtime.files import is_remote, part_of, read_json, write_json
+from runtime.messages import UserError, say
+from runtime.parser import flag
+from tools import common
 from training import checkpointing, settings, steps
 
 
@@ -63,7 +57,7 @@ def import_folder(folder, run_dir):
         else:
             say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
         save_weights(part, params, run_dir)
-        write_json(part, "config.json", config)
+        write_json(f"{part}/config.json", config)
     say(
         f"{run_dir}: {steps.count_in_words(cfg)}; main.py --init_from {run_dir} begins a run with them"
     )
@@ -86,7 +80,7 @@ def export(run_dir, folder, dtype="float32"):
                 x = np.asarray(functools.reduce(dict.__getitem__, t.leaf, params))[t.at]
             tensors[t.name] = np.ascontiguousarray(t.theirs(x).astype(dtype, copy=False))
         save_file(tensors, f"{part}/model.safetensors", metadata={"format": "pt"})
-        write_json(part, "config.json", config)
+        write_json(f"{part}/config.json", config)
     say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}")
 
 
@@ -103,10 +97,6 @@ def save_weights(folder, params, run_dir):
     checkpoints.close()
     if checkpoints.saved is None:
         raise UserError(f"{run_dir}: the checkpoint could not be written there.")
-
-
-def write_json(folder, name, content):
-    write_file(f"{folder}/{name}", json.dumps(content, indent=1) + "\n")
 
 
 @contextlib.contextmanager
@@ -132,7 +122,7 @@ def export_tokenizer(folder, run_dir, m):
         end = m.end_of_text if m.end_of_text >= 0 else None  # transformers takes no id of its own
         return dict(bos_token_id=end, eos_token_id=end)
     if isinstance(encoding, tokenization.HubTokenizer):
-        tokenization.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
+        tokenization.keep_tokenizer(folder, f"{run_dir}/tokenizer.json")
     else:
         byte_level(encoding).save(f"{folder}/tokenizer.json")
         about = dict(
@@ -142,7 +132,7 @@ def export_tokenizer(folder, run_dir, m):
             model_max_length=m.T,
             clean_up_tokenization_spaces=False,
         )
-        write_json(folder, "tokenizer_config.json", about)
+        write_json(f"{folder}/tokenizer_config.json", about)
     return dict(bos_token_id=encoding.eot_token, eos_token_id=encoding.eot_token)
 
 
@@ -192,8 +182,7 @@ class Options:
     """Type to store an export in; bfloat16 rounds."""
 
 
-def run(argv):
-    options = utils.read_flags(Options, argv, "tools/hf.py")
+def main(options):
     local = [options.target] if options.command == "export" else [options.target, options.source]
     for path in filter(is_remote, local):
         raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
@@ -207,4 +196,4 @@ def run(argv):
 
 
 if __name__ == "__main__":
-    interrupts.run(lambda: run(sys.argv[1:]))
+    common.run_on_cpu(Options, "tools/hf.py", main)

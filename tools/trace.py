@@ -24,12 +24,16 @@ from collections import Counter, defaultdict
 from dataclasses import MISSING, dataclass
 from typing import NamedTuple
 
-from runtime import chips, platforms
+from jax.profiler import ProfileData
+
+import collectives
+from planning import hlo, machines, plan
+from runtime import chips
 from runtime.files import names_in, read_file, read_json
 from runtime.messages import UserError, first_line, size
 from runtime.parser import flag
 from tools import common
-from training import settings
+from training import profiling, settings
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,6 @@ class Options:
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
 
-
-if __name__ == "__main__":
-    platforms.choose_cpu()  # the accelerators may belong to a run
-    options_given = common.read_options(Options, "tools/trace.py")
-
-from jax.profiler import ProfileData
-
-import collectives
-from planning import hlo, machines, plan
-from training import profiling
 
 PRODUCTS = "matrix products"  # as plan.answer calls this part
 REST, IDLE = "rest", "idle"
@@ -301,23 +295,20 @@ def report(trace, found, rows):
     """Lines of text. rows: of `beside`."""
     mesh = trace.cfg.run.n_device_axis
     kind, (first, _) = trace.about["device_kind"], trace.about["steps"]
+    shares = []
+    for part, seconds in found.parts.most_common():
+        shares.append((f"{part}, exposed" if part in found.links else part, seconds))
     lines = [
         f"{trace.folder}: {found.steps} steps from step {first} on, {found.devices} of {math.prod(mesh)} x {kind}, "
-        f"mesh (dp, pp, tp) = ({', '.join(map(str, mesh))})"
+        f"mesh (dp, pp, tp) = {mesh}",
+        *share_table("a step", [*shares, ("sum", found.step)], found.step),
+        "",
     ]
-    shares = []
-    for part in dict.fromkeys([*PARTS.values(), REST, *found.links, IDLE]):
-        words = f"{part}, exposed" if part in found.links else part
-        if part in found.parts:
-            shares.append([words, *share(found.parts[part], found)])
-    shares.append(["sum", *share(found.step, found)])
-    lines += [*common.markdown(["a step", "seconds", "share"], shares), ""]
     for links, seconds in sorted(found.hidden.items()):
         lines.append(f"{links}, hidden behind computation: {seconds:.4f} s")
-    lines.append(f"between two steps: {found.between:.4f} s")
-    costliest = found.operations.most_common(LISTED)
-    operations = [[one.path, *share(seconds, found)] for one, seconds in costliest]
-    lines += ["", *common.markdown(["operation", "seconds", "share"], operations), ""]
+    lines += [f"between two steps: {found.between:.4f} s", ""]
+    costliest = [(one.path, seconds) for one, seconds in found.operations.most_common(LISTED)]
+    lines += [*share_table("operation", costliest, found.step), ""]
     cells = []
     for part, (*seconds, work) in rows.items():
         amount = f"{work / 1e9:,.2f} GFLOP" if part == PRODUCTS else size(work or 0)
@@ -329,9 +320,10 @@ def report(trace, found, rows):
     return lines
 
 
-def share(seconds, found):
-    """Cells: seconds, and their share of a step."""
-    return [f"{seconds:.4f}", f"{seconds / found.step:.1%}"]
+def share_table(heading, parts, step):
+    """Lines of a table of [(part, seconds)] with the share of a step's seconds."""
+    rows = [[part, f"{seconds:.4f}", f"{seconds / step:.1%}"] for part, seconds in parts]
+    return common.markdown([heading, "seconds", "share"], rows)
 
 
 def main(options):
@@ -342,4 +334,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    interrupts.run(lambda: main(options_given))
+    common.run_on_cpu(Options, "tools/trace.py", main)
