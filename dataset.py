@@ -178,9 +178,8 @@ class Mixture:
         self.folder = ", ".join(corpus.folder for corpus in self.corpora)  # for messages
         self.tokenizer = self.corpora[0].tokenizer  # name or file, "" where nothing names it
         if len({corpus.manifest.get("tokenizer_sha256") for corpus in self.corpora}) > 1:
-            folders = " and ".join(corpus.folder for corpus in self.corpora)
             raise UserError(
-                f"--mix: {folders} were made with different tokenizers; tokenize all with the same one."
+                f"--mix: {self.folder} were made with different tokenizers; tokenize all with the same one."
             )
         # the number of the first sequence of each phase but the first
         self.borders = [round(end * n_train) for end, _ in phases[:-1]]
@@ -359,17 +358,14 @@ def parse_mix(mix):
     for part in mix.split(","):
         found = PART_OF_MIX.fullmatch(part)
         name, weight, end = found.groups() if found else ("", 0, None)
-        if not 0 < float(weight) < math.inf or name in weights:
+        in_order = not end or before < float(end) < 1
+        if not 0 < float(weight) < math.inf or name in weights or not in_order:
             raise UserError(
                 f"--mix {mix}: {part.strip()!r} must be a folder that is named once in its phase, a colon and a weight "
-                f"above 0; {EXAMPLE}."
+                f"above 0, until a share of the run above {before:g} and below 1; {EXAMPLE}."
             )
         weights[name] = float(weight)
         if end:
-            if not before < float(end) < 1:
-                raise UserError(
-                    f"--mix {mix}: until {end} must name a share of the run above {before:g} and below 1; {EXAMPLE}."
-                )
             before = float(end)
             phases.append((before, weights))
             weights = {}

@@ -5,7 +5,6 @@ count matrix products and collectives as model.py writes them, whatever a compil
 routing by index, biases) costs memory traffic, taken as a multiple of the activations.
 """
 
-import functools
 import math
 from collections import defaultdict
 
@@ -22,7 +21,7 @@ from planning import hlo
 from training import muon
 
 # Constants fitted to what compilers report of the configurations in docs/planning.md. The GPU compiler reports no
-# times: there they follow the operations of programs (`read_program`).
+# times: there they follow the operations of programs (`Program`).
 # {constant: on (TPUs, TPUs whose compiler forms operands inside products, GPUs)}
 FITTED = {
     # memory traffic, in bytes read and written
@@ -90,31 +89,36 @@ def expert_axes(E, split):
     return hlo.axes_of(devices[:, :1].T, stage), hlo.axes_of(devices[:1], stage)
 
 
-def read_program(text, cfg, machine):
+class Program(hlo.Timeline):
     """`hlo.Timeline` of the optimized HLO `text` of a validated Config's step."""
-    m, mesh, chip = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis)), machine.chip
-    kernel = attention.ATTENTION[attention.choose_kernel(m, machine.kernels)]
-    group = m.n_head // m.kv_heads  # heads of queries that read the same values
 
-    def in_kernel(words, arrays):
-        """Operations of a call of the kernel; 0 of any other's."""
+    def __init__(self, text, cfg, machine):
+        self.cfg, self.machine = cfg, machine
+        self.kernel = attention.ATTENTION[attention.choose_kernel(cfg.model, machine.kernels)]
+        mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
+        super().__init__(text, mesh, machine.slices)
+
+    def in_kernel(self, words, arrays):
+        m, kernel = self.cfg.model, self.kernel
+        group = m.n_head // m.kv_heads  # heads of queries that read the same values
         for name, (keys, values) in kernel.products.items():
             if name in words:  # its first arrays of floats are queries, keys and values
                 q, _, v = [math.prod(dims) for kind, dims in arrays if "f" in kind][:3]
                 return 2 * m.T * kernel.score_share(m) * (keys * q + values * group * v)
         return 0
 
-    def compute_seconds(flops, cycles, moved, is_kernel):
+    def compute_seconds(self, flops, cycles, moved, is_kernel):
+        chip = self.machine.chip
         # no compiler estimates kernels: they run at half the peak
         products = flops / chip.speed * (1 + is_kernel)
         if chip.gpu:
             return max(products, moved / chip.bandwidth)
         return products if is_kernel else cycles / chip.clock
 
-    # what leaves a TPU slice is a transfer of its own in the program
-    joined = machine._replace(groups=machine.groups // machine.slices)
-    seconds = functools.partial(link_seconds, cfg, joined)
-    return hlo.Timeline(text, mesh, machine.slices, in_kernel, compute_seconds, seconds)
+    def link_seconds(self, *transfer):
+        # what leaves a TPU slice is a transfer of its own in the program
+        joined = self.machine._replace(groups=self.machine.groups // self.machine.slices)
+        return link_seconds(self.cfg, joined, *transfer)
 
 
 # --- The step -----------------------------------------------------------------------------------------------------

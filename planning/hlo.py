@@ -209,24 +209,21 @@ def viewed(op):
 class Timeline:
     """What one device does in a step whose optimized HLO is `text`, and how long it computes and waits.
 
-    mesh: {axis: size} of all `slices`; what travels between these is of kind "across slices". in_kernel(words, arrays):
-    operations of a custom kernel, of the words that name it and (dtype, dims) of its operands. compute_seconds(flops,
-    cycles, moved, is_kernel): cycles are the TPU compiler's estimate, `moved` the bytes that an operation of a GPU
-    reads and writes. link_seconds(axes, kind, n_bytes, n) of a transfer.
+    mesh: {axis: size} of all `slices`; what travels between these is of kind "across slices". A subclass has
+    in_kernel(words, arrays), operations of a custom kernel, of the words that name it and (dtype, dims) of its
+    operands; compute_seconds(flops, cycles, moved, is_kernel), where cycles are the TPU compiler's estimate and `moved`
+    the bytes that an operation of a GPU reads and writes; and link_seconds(axes, kind, n_bytes, n) of a transfer.
 
     Computation between the start of a transfer and the wait for it hides that transfer. Each second of computation
     hides one transfer alone, the one that began first. The rest is exposed.
     """
 
-    def __init__(self, text, mesh, slices, in_kernel, compute_seconds, link_seconds):
+    def __init__(self, text, mesh, slices):
         self.comps = computations(text)
         self.slices, self.across = slices, slow_axis(mesh, slices)
         # each slice numbers its own devices
         self.mesh = mesh | {self.across: mesh[self.across] // slices}
         self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
-        self.in_kernel = in_kernel
-        self.compute_seconds = compute_seconds
-        self.link_seconds = link_seconds
         self.flops = 0.0  # of matrix products
         # {(axes, kind): [bytes, times, seconds]}; axes such as ("dp", "tp")
         self.collectives = defaultdict(lambda: [0, 0, 0.0])

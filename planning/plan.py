@@ -89,7 +89,7 @@ def answer(cfg, machine, compiled=None, refused=None):
     rows, overlapped = collectives_of(estimate.sent, {}), None
     if compiled:
         used = compiled.arguments + compiled.temporaries
-        program = costs.read_program(compiled.text, cfg, machine)
+        program = costs.Program(compiled.text, cfg, machine)
         flops = program.flops
         computing = {"matrix products": program.products, "memory": program.others}
         rows = collectives_of(program.collectives, program.exposed)
@@ -141,7 +141,7 @@ def report(a, machine):
         f"{a.tokens:,} tokens a step",
         f"parameters   {steps.count_in_words(cfg)}",
         f"memory       {in_parts(memory)}",
-        f"             {size(memory['total'], 1024)} of a chip's {size(memory['limit'], 1024)}",
+        f"             {size(memory['total'])} of a chip's {size(memory['limit'])}",
         f"operations   {a.flops['program'] / 1e12:.2f} TFLOP of matrix products per chip, "
         f"{a.flops['program'] / a.flops['model']:.2f} x the model's own",
         *collectives_table(a),
@@ -253,7 +253,7 @@ def advise(a, machine):
     """One sentence: the single change that saves most time, or what would make the step fit, by the formulas."""
     cfg, spare = a.cfg, a.memory["limit"] - a.memory["total"]
     if spare < 0:
-        lacks = f"it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
+        lacks = f"it needs {size(-spare)} more than a chip's {size(a.memory['limit'])}"
         return f"does not fit: {lacks}; {what_would_fit(cfg, machine, a.memory)}"
     now, best, saved = answer(cfg, machine), cfg, WORTH
     for new in neighbors(cfg, machine.n):
@@ -308,13 +308,13 @@ def what_would_fit(cfg, machine, memory):
     if not found:
         return "no flags would make it fit, by the formulas; take more devices or a smaller model"
     new, used = found
-    return f"{changed(cfg, new)} would make it fit, by the formulas: {size(used, 1024)}"
+    return f"{changed(cfg, new)} would make it fit, by the formulas: {size(used)}"
 
 
 def in_parts(memory):
     """Words: what a device holds, of {part: bytes}."""
     parts = [(part, n) for part, n in memory.items() if part not in ("total", "limit")]
-    return ", ".join(f"{part} {size(n, 1024)}" for part, n in parts)
+    return ", ".join(f"{part} {size(n)}" for part, n in parts)
 
 
 def machine_of(devices):
@@ -346,7 +346,7 @@ def memory_limit():
 def explain(cfg, machine, message):
     """One sentence for jax's error of memory: what a device holds in a step, and which flags would make it fit."""
     a = answer(cfg, machine, refused=machines.too_large(message))
-    used, limit = (size(a.memory[key], 1024) for key in ("total", "limit"))
+    used, limit = (size(a.memory[key]) for key in ("total", "limit"))
     needs = f"a device has {limit} and a step needs {used} of it ({in_parts(a.memory)})"
     return f"out of memory: {needs}; {what_would_fit(cfg, machine, a.memory)}."
 
@@ -407,7 +407,7 @@ def why_not(a, first):
     """Words: that an `answer` does not fit, or which part takes longer than in the first one."""
     if not a.fits:
         lacks = a.memory["total"] - a.memory["limit"]
-        return f"does not fit: {size(lacks, 1024)} more than there is"
+        return f"does not fit: {size(lacks)} more than there is"
     if a is first:
         return ""
     parts = (a.seconds | first.seconds).keys() - {"step"}

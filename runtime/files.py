@@ -122,12 +122,12 @@ PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end 
 def part_of(path):
     """A name beside the local `path` that nothing has, for what becomes `path` when it is whole."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, f"{name[:50]}.{secrets.token_hex(8)}.part")
+    return os.path.join(folder, f"{name}.{secrets.token_hex(8)}.part")
 
 
 def remove_parts(folder, name="*"):
     """Remove what killed programs left unfinished of a file of a local folder, by default of all its files."""
-    name = name if name == "*" else glob.escape(name[:50])
+    name = name if name == "*" else glob.escape(name)
     for path in glob.glob(os.path.join(glob.escape(folder), f"{name}.*.part")):
         if PART.search(path) and os.path.isfile(path):
             with contextlib.suppress(OSError), open(path, "rb") as part:

@@ -28,12 +28,11 @@ def this_process():
 
 
 def holder_in(content):
-    """What the content of a lock records of its holder: {} where it is torn or something else."""
+    """What the content of a lock records of its holder: {} where it is torn."""
     try:
-        holder = json.loads(content)
+        return json.loads(content)
     except ValueError:
         return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def system_lock(file):
@@ -72,12 +71,8 @@ def lock_file(path, in_use):
         if is_new and not os.listdir(folder):
             os.rmdir(folder)
 
-    try:
-        file.truncate(0)
-        file.write(this_process())
-    except OSError:
-        release()
-        raise
+    file.truncate(0)
+    file.write(this_process())
     return left, release
 
 

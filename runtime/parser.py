@@ -186,7 +186,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
             given[f.name] = value
     if help_asked:
         values = defaults(given) if defaults else {}
-        print(help_of(kind, program, values, others, whole="all" in argv), flush=True)
+        print(help_of(kind, program, values, whole="all" in argv), flush=True)
         sys.exit()
     for name, f in own.items():
         if name not in given and f.default is dataclasses.MISSING:
@@ -233,16 +233,14 @@ def texts_below(kind):
     return found
 
 
-def help_of(kind, program, defaults, others, whole):
+def help_of(kind, program, defaults, whole):
     """What --help prints of the dataclass `kind`: the flags of a first week, or all of them if `whole`."""
     fields = fields_of(kind)
     places = [shown(f).upper() for f in fields.values() if f.metadata.get("positional")]
     usage = " ".join([f"usage: python {program}", *places, "[--flag value ...] [--help]"])
-    lines = [usage, "", inspect.cleandoc(kind.__doc__)]
+    lines = [usage, "", inspect.cleandoc(kind.__doc__), ""]
     groups = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]
     brief = not whole and any(f.metadata.get("first") for f in fields.values())
-    if brief or not groups:
-        lines.append("")
     for group in groups or [kind]:
         if groups and not brief:
             lines += ["", " ".join(group.__doc__.split("\n\n")[0].split())]
@@ -252,8 +250,6 @@ def help_of(kind, program, defaults, others, whole):
                 lines += lines_of(f, texts[f.name], defaults.get(f.name, f.default))
     if brief:
         lines += ["", f"python {program} --help all lists the other flags too, by group."]
-    if others:
-        lines += ["", "Flags of main.py are accepted too; python main.py --help all lists them."]
     return "\n".join(lines)
 
 

@@ -323,7 +323,7 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
         (lambda: hf.export(none, out), "neither a run directory"),
         (lambda: hf.main(hf.Options("export", run, folder)), "exists already"),
         (lambda: hf.main(hf.Options("import", folder, run)), "exists already"),
-        (lambda: hf.import_folder(str(tmp_path), out), "no config.json"),
+        (lambda: hf.import_folder(str(tmp_path), out), "model_type is None; supported are"),
         (
             lambda: hf.main(hf.Options("import", folder, "gs://b/x")),
             "gs://b/x: must be a local folder",

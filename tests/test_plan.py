@@ -52,7 +52,7 @@ def bytes_of(sent):
 
 def check_program(text, cfg, machine):
     """A program's operations and the bytes that it sends are those of the formulas, which are returned."""
-    e, program = costs.Estimate(cfg, machine), costs.read_program(text, cfg, machine)
+    e, program = costs.Estimate(cfg, machine), costs.Program(text, cfg, machine)
     assert e.flops == pytest.approx(program.flops, rel=0.01)
     sent, expected = bytes_of(e.sent), bytes_of(program.collectives)
     few = 4e-4 * sum(expected.values())  # sums of a few numbers are left out
@@ -187,7 +187,7 @@ def test_operations_of_an_attention_kernel():
 }
 """
     scores = 8 * 512 * 512 * attention.ATTENTION["splash"].score_share(cfg.model)
-    found = costs.read_program(text, cfg, machine)
+    found = costs.Program(text, cfg, machine)
     assert found.flops == pytest.approx(2 * scores * (24 + 16))
     assert found.products == pytest.approx(2 * found.flops / machine.chip.speed)
 
@@ -253,8 +253,15 @@ ENTRY %main (x: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
 
 def timeline(text, seconds):
     """Of a program in which a byte is moved in a second and every transfer takes some."""
-    mesh, moved = dict(dp=2, pp=1, tp=1), lambda flops, cycles, moved, is_kernel: moved
-    return hlo.Timeline(text, mesh, 1, None, moved, lambda *_: seconds)
+
+    class Program(hlo.Timeline):
+        def compute_seconds(self, flops, cycles, moved, is_kernel):
+            return moved
+
+        def link_seconds(self, *transfer):
+            return seconds
+
+    return Program(text, dict(dp=2, pp=1, tp=1), 1)
 
 
 def test_computation_hides_what_travels_meanwhile():

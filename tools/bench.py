@@ -130,7 +130,7 @@ def measure(configurations, rounds, steps):
         for worker in workers:
             speeds = worker.about["tokens_per_step"] * steps / np.array(worker.rounds[1:]).T
             first = speeds[0] if first is None else first
-            rows.append(row(worker, *speeds, first) | dict(steps_per_round=steps))
+            rows.append(row(worker, *speeds, first))
             worker.process.shutdown()
     return rows
 
@@ -182,7 +182,10 @@ def machine():
 
 @dataclass(frozen=True)
 class Options:
-    """Speed, memory and compile time of the compiled train step, for one configuration or several side by side."""
+    """Speed, memory and compile time of the compiled train step, for one configuration or several side by side.
+
+    Flags of main.py are accepted too; python main.py --help all lists them.
+    """
 
     vary: tuple[str, ...] = ()
     """A configuration each, by the flags that it has besides, such as remat=none "n_device_axis=2,2,2 n_devices=8"."""
@@ -199,12 +202,9 @@ def parse(argv):
     own, flags = utils.read_own_flags(Options, argv, "tools/bench.py")
     configurations = []
     for variant in own.vary or [""]:
-        words = [*flags, *words_of(variant)]
-        for word in words:
-            if re.match("--(plan|search)", word):
-                raise UserError(f"{word}: bench.py runs steps; give the flag to main.py.")
+        given = command_line.parse([*flags, *words_of(variant)])
         # what is measured is compiling, not reading
-        cfg = settings.follow(command_line.parse(words).follow(compilation_cache="")).cfg
+        cfg = settings.follow(given.follow(compilation_cache="")).cfg
         # the validation batch is no part of the step: any that fits will do
         cfg = utils.replace(cfg, val_batch_size=cfg.data.microbatches)
         configurations.append((variant or cfg.run.preset, cfg))

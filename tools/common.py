@@ -9,7 +9,7 @@ from architectures import architecture
 from data import tokenization
 from runtime import interrupts, platforms
 from runtime.files import read_json
-from runtime.messages import UserError, one_sentence
+from runtime.messages import UserError, one_sentence, warn
 from runtime.parser import Mesh, flag
 from training import settings
 
@@ -30,6 +30,10 @@ class Options:
     trained with or, for one that was imported, was made for. Rotary models take more, GPT-2 has no positions then."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
     """Type of activations and matrices; None: the one that the model was trained in."""
+    start: Literal["auto", "end_of_text", "nothing"] = "auto"
+    """What precedes a prompt, or a question of --tasks: the end-of-text token, as in training here, or nothing. auto:
+    what a tokenizer.json puts there; before the prompts of models trained here the end-of-text token. A question
+    without context always has the end-of-text or beginning-of-text token before it."""
     compilation_cache: str = utils.Run.compilation_cache
     """Folder of XLA's persistent compilation cache; empty: none."""
 
@@ -44,9 +48,6 @@ class Sample(Options, utils.Sample):
     """Samples to draw of each prompt."""
     max_tokens: int | None = flag(None, least=1)
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
-    start: Literal["auto", "end_of_text", "nothing"] = "auto"
-    """What precedes a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
-    trained here, for others what their own tokenizer puts there."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
     seed: int = flag(utils.Run.seed)
@@ -66,9 +67,6 @@ class Evaluate(Options):
     """Folders of task files (.yaml) of your own."""
     num_fewshot: int | None = flag(None)
     """Solved examples before a question of --tasks. None: as many as the task's file says."""
-    start: Literal["auto", "end_of_text", "nothing"] = "auto"
-    """What precedes a question of --tasks: the end-of-text token, nothing, or (auto) what a tokenizer.json puts
-    there, as lm_eval has it; where there is no context, the end-of-text or beginning-of-text token always does."""
     limit: int = flag(0)
     """Sequences of T tokens, or questions, to take of each; 0: all."""
     stride: int = flag(0)
@@ -153,7 +151,7 @@ def warn_or_refuse(name, said):
     """Warn that the positions of an architecture are exceeded. Raises UserError where it learns them."""
     if architecture(name).learns_positions:
         raise UserError(f"{said}; give fewer.")
-    print(f"warning: {said}", file=sys.stderr)
+    warn(said)
 
 
 def config_of(options, flags):

@@ -89,7 +89,7 @@ def cell(values, form):
     return f"{text} ± {error:{form.lstrip('+')}}" if len(values) > 1 else text
 
 
-def table(groups, marks=(), target=None):
+def table(groups, marks, target):
     """Lines of a Markdown table of groups of runs, {name: {seed: Curve}}, beside the first group.
 
     marks: numbers of tokens; none: evaluations of the first run at about a quarter, half and three quarters of it.
@@ -138,7 +138,7 @@ def in_millions(n):
     return f"{n / 1e6:.2f}M" if n >= 999.5e3 else f"{n / 1e3:.0f}k"
 
 
-def picture(groups, kind="png"):
+def picture(groups, kind):
     """Bytes of a picture of groups of runs: the mean over seeds with a band of its standard error."""
     figure = runlog.new_figure(7, 4.5, dpi=120)
     axes = figure.subplots()

@@ -41,8 +41,6 @@ from training import checkpointing, settings, steps
 
 def import_folder(folder, run_dir):
     """Write a run directory with the weights of `folder` as its only checkpoint."""
-    if not os.path.isfile(f"{folder}/config.json"):
-        raise UserError(f"{folder}: there is no config.json; is it in the Hugging Face format?")
     flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read

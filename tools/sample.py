@@ -82,8 +82,8 @@ def show(waiting):
 
 def encode_prompts(options, before, encoding):
     """Token ids of the prompts, the tokens `before` first. Raises UserError where a prompt has none."""
-    if "" in options.stop or not options.prompt:
-        raise UserError("--stop, --prompt: a string is missing or empty.")
+    if "" in options.stop:
+        raise UserError("--stop: is empty; give a text.")
     prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
     if [] in prompts:
         raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
