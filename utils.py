@@ -16,7 +16,6 @@ from runtime.parser import (
     choice,
     flag,
     read_words,
-    renamed,
     setting,
     value_in_file,
 )
@@ -26,15 +25,15 @@ from runtime.parser import (
 class Model:
     """The architecture and its sizes. The defaults are of DeepSeek-V3's blocks (arXiv:2412.19437, section 2.1)."""
 
-    architecture: str = flag("deepseek")
+    architecture: str = "deepseek"
     """Family of the layers: deepseek, gpt2, qwen3 or another file of architectures/."""
     model_dimension: int = flag(768, least=1)
     """Width D of the residual stream, in channels."""
     vocab_size: int = flag(100277, least=2)
     """Token ids; if not given those of --tokenizer, or of the shards. The embedding has a multiple of 128 rows."""
-    tied: bool = flag(True)
+    tied: bool = True
     """Whether the embedding is the output head too."""
-    norm_eps: float = flag(1e-6)
+    norm_eps: float = 1e-6
     """Added to the mean square in norms; in those of latents it is 1e-6, as in DeepSeek-V3's code."""
     n_head: int = flag(12, least=1)
     """Attention heads."""
@@ -54,7 +53,7 @@ class Model:
     """Channels of the query latent; -1: latent_dim, 0: queries are projected from the residual."""
     head_dim: int = choice(0)
     """Channels of a head's value, and of its query and key without rope_dim; 0: model_dimension / n_head."""
-    rope_dim: int = choice(128, absent=0, jaxformer="dhR")
+    rope_dim: int = choice(128, absent=0)
     """Channels of the decoupled rotary part of each query, and of the rotary key that the heads share."""
     rope_base: float = choice(10_000.0, least=1, absent=1.0)
     """Base of the rotary frequencies."""
@@ -66,15 +65,15 @@ class Model:
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
     latent_conv: int = choice(0)
     """Earlier tokens that a short convolution mixes into each token's key/value latent; 0: none."""
-    activation: Literal["swiglu", "gelu"] = flag("swiglu")
+    activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward: swiglu has three matrices, gelu two."""
-    ffn_dim: int = flag(0)
+    ffn_dim: int = 0
     """Hidden width of a dense feed-forward; 0: 4 x model_dimension for gelu, 8/3 x, in multiples of 64, for swiglu."""
     expert_dim: int = choice(0)
     """Hidden width of one expert; 0: the same as ffn_dim."""
     n_experts: int = choice(16, absent=0)
     """Routed experts in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
-    experts_per_token: int = choice(2, absent=0, jaxformer="k")
+    experts_per_token: int = choice(2, absent=0)
     """Routed experts that each token goes to."""
     n_groups: int = choice(1, least=1)
     """Groups that the experts form; a token's experts come from k_groups of them."""
@@ -96,18 +95,18 @@ class Model:
     """Probability of zeroing a channel after the embedding, attention and feed-forward."""
     model_dtype: Literal["bfloat16", "float32"] = flag("bfloat16", of_weights=False)
     """Type of activations and matrix products; parameters and delicate sums are always float32."""
-    remat: Literal["none", "dots", "full"] = setting("full", of_weights=False)
+    remat: Literal["none", "dots", "full"] = setting("full")
     """What a layer recomputes in the backward pass. dots: all but products with weights other than experts'."""
-    fsdp: Literal["full", "hoist", "none"] = setting("hoist", of_weights=False)
+    fsdp: Literal["full", "hoist", "none"] = setting("hoist")
     """Weights over dp. full: split, gathered before every use, for the least memory. hoist: split, gathered once a
     batch. none: whole on every replica (experts are always split)."""
-    sequence_parallel: Literal["megatron", "ulysses"] = setting("ulysses", of_weights=False)
+    sequence_parallel: Literal["megatron", "ulysses"] = setting("ulysses")
     """What is sent over tp. megatron (arXiv:2205.05198): activations; for wide models. ulysses (arXiv:2309.14509):
     latents, the heads' outputs, and weights; for many tokens."""
-    experts: Literal["auto", "buckets", "tiles"] = setting("auto", absent="auto", of_weights=False)
+    experts: Literal["auto", "buckets", "tiles"] = setting("auto", absent="auto")
     """How experts get their tokens. buckets: devices send them to the experts' devices. tiles: each device gathers all
     tokens, without capacity_factor. auto: tiles on CPUs if it can, else buckets."""
-    attention: str = setting("auto", of_weights=False)
+    attention: str = setting("auto")
     """Kernel of the causal attention. xla: all T x T scores in memory; blockwise: half of them, in blocks; splash
     (TPUs) and flash (A100, H100, H200, B200): none. auto: splash or flash where it runs, else blockwise."""
 
@@ -152,12 +151,12 @@ class Model:
 class Data:
     """Where the tokens are."""
 
-    data: str = setting("data/shards", per_process=True, first=True, jaxformer="bucket_name")
+    data: str = setting("data/shards", per_process=True, first=True)
     """Folder, gs:// or s3:// address that holds the shard folders."""
-    mix: str = flag("")
+    mix: str = ""
     """Corpora and weights, such as web:0.7,code:0.3: folders in data, or addresses. Weights may change at shares of the
     run: web:0.7,code:0.3 until 0.8, web:0.3,code:0.7. Validation has their mean. Empty: data is the only corpus."""
-    cache_dir: str = setting("data/cache", per_process=True, jaxformer="process_path")
+    cache_dir: str = setting("data/cache", per_process=True)
     """Local folder for what is read of remote shards; runs and processes of a machine share it."""
     cache_gb: float = setting(16.0)
     """Gigabytes of remote shards to keep there; sequences are shuffled in windows of 2 to 4 GB."""
@@ -168,7 +167,7 @@ class Data:
     """Training sequences per replica and accumulation step; the global batch is this x dp x accumulation_steps."""
     val_batch_size: int = setting(16, least=1)
     """Validation sequences per replica and batch."""
-    microbatches: int = setting(4, least=1, jaxformer="micro_batch_size")
+    microbatches: int = setting(4, least=1)
     """Parts of a batch in the pipeline; pp must divide it."""
 
 
@@ -176,13 +175,13 @@ class Data:
 class Optimizer:
     """AdamW or Muon, with global-norm clipping; the learning rate's schedule."""
 
-    optimizer: Literal["adamw", "muon"] = flag("adamw")
+    optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw; or muon, which orthogonalizes updates of matrices between hidden channels (arXiv:2502.16982)."""
     max_lr: float = flag(6e-4, first=True)
     """Learning rate at the end of the warm-up."""
-    end_lr: float = flag(6e-5)
+    end_lr: float = 6e-5
     """Learning rate from end_steps on; 0: parameters no longer change."""
-    schedule: Literal["cosine", "linear", "wsd"] = flag("cosine")
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     """Learning rate from max_lr, after the warm-up, to end_lr. wsd: max_lr until the last decay_steps."""
     warmup_steps: int = setting(5000)
     """Steps of linear warm-up from 0 to max_lr."""
@@ -192,15 +191,15 @@ class Optimizer:
     """Step at which the learning rate reaches end_lr; training_steps, if only that is given."""
     grad_clip_norm: float = flag(1.0, least=1e-12)
     """Largest global norm of the gradient, in float32; larger gradients are scaled down."""
-    embedding_lr: float = flag(1.0)
+    embedding_lr: float = 1.0
     """Learning rate of the embedding, in multiples of the schedule's; small models gain from 16."""
-    weight_decay: float = flag(0.1)
+    weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms, routers and their biases are exempt."""
     adam_b2: float = flag(0.95, below=1)
     """Decay of AdamW's second moment; the first moment's is 0.9."""
     muon_momentum: float = flag(0.95, below=1.95)
     """Momentum of Muon, the share that the next step keeps. Short runs gain from less."""
-    balance_weight: float = choice(1e-4, of_weights=False, jaxformer="alpha")
+    balance_weight: float = choice(1e-4, of_weights=False)
     """Weight of the sequence-level load-balancing loss."""
     bias_update_rate: float = choice(1e-3, of_weights=False)
     """Step by which a router's selection bias moves towards an even load after every training step."""
@@ -228,11 +227,11 @@ class Run:
     """Rounds of the pipeline, by which its bubble is divided; pp x this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = setting(75000, least=1, first=True)
     """Optimizer step at which training ends, and the schedule unless end_steps is given too."""
-    accumulation_steps: int = setting(1, least=1, jaxformer="grad_step")
+    accumulation_steps: int = setting(1, least=1)
     """Batches whose gradients are accumulated for one optimizer step."""
     eval_steps: int = setting(10, least=1)
     """Validation batches of an evaluation, the same ones every time."""
-    eval_every: int = setting(100, least=1, first=True, jaxformer="checkpoint_steps")
+    eval_every: int = setting(100, least=1, first=True)
     """Steps between evaluations, each with one printed line and new plots."""
     eval_tasks: str = setting("")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to score, with commas between them, at evaluations on
@@ -247,7 +246,7 @@ class Run:
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
     max_bad_steps: int = setting(10)
     """Consecutive skipped steps, whose loss or gradient is not finite, before a rollback to before them; 0: none."""
-    seed: int = flag(0)
+    seed: int = 0
     """Seed of the parameters, the data order, dropout and samples."""
     wandb: bool = setting(False, first=True)
     """Log to Weights & Biases too, into WANDB_PROJECT of WANDB_ENTITY; WANDB_MODE=offline works."""
@@ -329,7 +328,6 @@ class Config:
 GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")
 
 FIELDS = {f.name: f for group in GROUPS for f in dataclasses.fields(getattr(Config(), group))}
-RENAMED = renamed(FIELDS)
 
 
 def flags_with(fact, value=True):
@@ -354,8 +352,7 @@ def flatten(cfg):
 def replace(cfg, **flags):
     """A copy of `cfg` with the given flags changed."""
     groups = {}
-    for group in (*GROUPS, "plan"):
-        values = getattr(cfg, group)
+    for group, values in vars(cfg).items():
         if own := {n: flags.pop(n) for n in vars(values) if n in flags}:
             groups[group] = dataclasses.replace(values, **own)
     assert not flags, f"no such flags: {flags}"

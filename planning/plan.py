@@ -180,8 +180,7 @@ def collectives_table(a):
 
 
 def divisors(n):
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def fitted(cfg, n, **flags):
@@ -410,10 +409,11 @@ def why_not(a, first):
         return f"does not fit: {size(lacks)} more than there is"
     if a is first:
         return ""
-    parts = (a.seconds | first.seconds).keys() - {"step"}
-    more = {part: a.seconds.get(part, 0) - first.seconds.get(part, 0) for part in parts}
-    most = max(more, key=more.get)
-    return f"{most} +{more[most]:.3f} s" if more[most] > 0 else ""
+    more = Counter(a.seconds)
+    more.subtract(first.seconds)
+    del more["step"]
+    [(part, seconds)] = more.most_common(1)
+    return f"{part} +{seconds:.3f} s" if seconds > 0 else ""
 
 
 # --- The program --------------------------------------------------------------------------------------------------

@@ -37,9 +37,8 @@ def one_sentence(program):
 
 def nearest(word, known):
     """The words "; the nearest is X" for one of the words `known`, or "" where none is near."""
-    plain = {k.strip("-").replace("-", "_").lower(): k for k in known}
-    near = difflib.get_close_matches(word.strip("-").replace("-", "_").lower(), plain, 1)
-    return f"; the nearest is {plain[near[0]]}" if near else ""
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; the nearest is {near[0]}" if near else ""
 
 
 def size(n):

@@ -22,14 +22,12 @@ def flag(default, **facts):
     """A field of the configuration: a flag with its default and what is known of it. Its help is the text below it.
 
     least, below: the smallest number that makes sense, by default 0, and the one that it must stay below.
-    of_weights: False where weights in --init_from may be used with another value.
+    of_weights: False where weights in --init_from may be used with another value, as with one that is free on resume.
     free_on_resume: True where a run may resume with another value: where neither the parameters' shapes nor the tokens
         seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
         `settings.resume`).
     per_process: True where processes that train together may have each its own value.
     first: True where people need it in their first week: --help shows these.
-    jaxformer: JAXformer's name of the flag, which is accepted too.
-    positional: True where the value is given without the flag's name.
     derived: True where no command line has it: it follows from the others and the data.
     path: True where ~ at its front is the home folder.
     """
@@ -39,11 +37,27 @@ def flag(default, **facts):
 # The largest number of a flag, by its type: for int32, and for float32 with room to multiply.
 MOST = {int: 2**31 - 1, float: 1e30}
 Mesh = tuple[int, int, int]  # dp pp tp
+# {JAXformer's name of a flag, which is accepted too: the one here}
+RENAMED = {
+    "bucket_name": "data",
+    "micro_batch_size": "microbatches",
+    "checkpoint_steps": "eval_every",
+    "process_path": "cache_dir",
+    "grad_step": "accumulation_steps",
+    "dhR": "rope_dim",
+    "k": "experts_per_token",
+    "alpha": "balance_weight",
+}
 
 
 def setting(default, **facts):
     """A `flag` that is free on resume."""
     return flag(default, free_on_resume=True, **facts)
+
+
+def place():
+    """A flag whose value is given without its name, and must be given."""
+    return flag(dataclasses.MISSING, positional=True)
 
 
 def choice(default, **facts):
@@ -60,13 +74,6 @@ def fields_of(kind):
         elif not f.metadata.get("derived"):
             found[f.name] = f
     return found
-
-
-def renamed(fields):
-    """{JAXformer's name of a flag: the one here} of {flag: its field}."""
-    return {
-        f.metadata["jaxformer"]: name for name, f in fields.items() if "jaxformer" in f.metadata
-    }
 
 
 # --- Values --------------------------------------------------------------------------------------------------------
@@ -198,8 +205,8 @@ def read_flag(word, words, known):
     """(field, words of its value) of a flag, `word`; these are taken off the `words` after it. known: {flag: field}."""
     flag, equals, value = word.partition("=")
     name = flag.lstrip("-").replace("-", "_")
-    switches = {f"no_{n}": f for n, f in known.items() if type_of(f)[1] == 0}
-    by_name = known | switches | {old: known[n] for old, n in renamed(known).items()}
+    name = RENAMED.get(name, name)
+    by_name = known | {f"no_{n}": f for n, f in known.items() if type_of(f)[1] == 0}
     f = by_name.get(name)
     if not flag.startswith("--") or f is None:
         near = nearest(flag, [f"--{n}" for n in by_name])
@@ -243,7 +250,7 @@ def help_of(kind, program, defaults, whole):
     brief = not whole and any(f.metadata.get("first") for f in fields.values())
     for group in groups or [kind]:
         if groups and not brief:
-            lines += ["", " ".join(group.__doc__.split("\n\n")[0].split())]
+            lines += ["", group.__doc__]
         texts = texts_below(group)
         for f in fields_of(group).values():
             if not brief or f.metadata.get("first"):

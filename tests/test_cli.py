@@ -76,7 +76,7 @@ def test_every_field_is_used():
         assert names - found <= {"preset", "config"}, group
 
 
-@pytest.mark.parametrize("old, clear", utils.RENAMED.items())
+@pytest.mark.parametrize("old, clear", parser.RENAMED.items())
 def test_jaxformers_name_of_a_flag_is_accepted(old, clear):
     value = another(clear, utils.flatten(presets.preset("tiny"))[clear])
     wanted = command_line.parse(["--preset", "tiny", f"--{clear}", str(value)])

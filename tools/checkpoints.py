@@ -14,14 +14,14 @@ if __name__ == "__main__":
 
     interrupts.begin()
 
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from runtime.messages import UserError, first_line
-from runtime.parser import flag
+from runtime.parser import place
 from tools import common
 from training import checkpointing, steps
 
@@ -30,7 +30,7 @@ from training import checkpointing, steps
 class Options:
     """List the checkpoints of a run, and verify each."""
 
-    run_dir: str = flag(MISSING, positional=True)
+    run_dir: str = place()
     """A run directory, or its gs:// or s3:// address."""
 
 

@@ -1,7 +1,7 @@
 """What the programs here share: their flags, opening a model, text of tokens."""
 
 import sys
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import utils
@@ -10,7 +10,7 @@ from data import tokenization
 from runtime import interrupts, platforms
 from runtime.files import read_json
 from runtime.messages import UserError, one_sentence, warn
-from runtime.parser import Mesh, flag
+from runtime.parser import Mesh, flag, place
 from training import settings
 
 
@@ -18,14 +18,14 @@ from training import settings
 class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
-    model: str = flag(MISSING, positional=True)
+    model: str = place()
     """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, or a local folder in the
     Hugging Face format."""
-    n_device_axis: Mesh = flag(utils.Run.n_device_axis)
+    n_device_axis: Mesh = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
-    n_devices: int = flag(utils.Run.n_devices)
+    n_devices: int = utils.Run.n_devices
     """Devices to use, as for main.py; 0: all that are present."""
-    T: int = flag(0)
+    T: int = 0
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
     trained with or, for one that was imported, was made for. Rotary models take more, GPT-2 has no positions then."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
@@ -50,7 +50,7 @@ class Sample(Options, utils.Sample):
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
-    seed: int = flag(utils.Run.seed)
+    seed: int = utils.Run.seed
     """Seed of the draws."""
 
 
@@ -65,11 +65,11 @@ class Evaluate(Options):
     """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy."""
     include_path: tuple[str, ...] = ()
     """Folders of task files (.yaml) of your own."""
-    num_fewshot: int | None = flag(None)
+    num_fewshot: int | None = None
     """Solved examples before a question of --tasks. None: as many as the task's file says."""
-    limit: int = flag(0)
+    limit: int = 0
     """Sequences of T tokens, or questions, to take of each; 0: all."""
-    stride: int = flag(0)
+    stride: int = 0
     """Tokens of text from the beginning of one sequence to the next; those before are context. 0: T, no overlap."""
     batch_size: int = flag(8, least=1)
     """Sequences of a batch per device of dp and stage of pp."""

@@ -16,16 +16,16 @@ if __name__ == "__main__":
     interrupts.begin()
 
 import math
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 import model
 import utils
-from runtime import parser
 from runtime.files import check_place, read_file, read_json, write_file
 from runtime.messages import UserError, warn
+from runtime.parser import place
 from tools import common
 from training import runlog, settings, steps
 
@@ -188,7 +188,7 @@ def check_group(first, curve):
 class Options:
     """Compare the losses of runs."""
 
-    runs: tuple[str, ...] = parser.flag(MISSING, positional=True)
+    runs: tuple[str, ...] = place()
     """Run directories, or their gs:// or s3:// addresses, the one that the others are compared with first."""
     output: str = "compare.png"
     """Picture to write: .png, .svg or .pdf."""

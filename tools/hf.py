@@ -20,7 +20,7 @@ import functools
 import math
 import re
 import shutil
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -34,7 +34,7 @@ from data import tokenization
 from inference import hugging_face, weights
 from runtime.files import is_remote, part_of, read_json, write_json
 from runtime.messages import UserError, say
-from runtime.parser import flag
+from runtime.parser import place
 from tools import common
 from training import checkpointing, settings, steps
 
@@ -170,11 +170,11 @@ def halves(token, rank, ranks):
 class Options:
     """A run's weights to and from a folder that Hugging Face's transformers loads."""
 
-    command: Literal["export", "import"] = flag(MISSING, positional=True)
+    command: Literal["export", "import"] = place()
     """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone."""
-    source: str = flag(MISSING, positional=True)
+    source: str = place()
     """The run directory, or the folder to import."""
-    target: str = flag(MISSING, positional=True)
+    target: str = place()
     """The folder or run directory to write."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type to store an export in; bfloat16 rounds."""

@@ -21,7 +21,7 @@ import math
 import re
 import statistics
 from collections import Counter, defaultdict
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax.profiler import ProfileData
@@ -31,7 +31,7 @@ from planning import hlo, machines, plan
 from runtime import chips
 from runtime.files import names_in, read_file, read_json
 from runtime.messages import UserError, size
-from runtime.parser import flag
+from runtime.parser import place
 from tools import common
 from training import profiling, settings
 
@@ -40,7 +40,7 @@ from training import profiling, settings
 class Options:
     """Say where the time of a step went, of a trace that --profile wrote."""
 
-    run: str = flag(MISSING, positional=True)
+    run: str = place()
     """A run directory, or its gs:// or s3:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
