@@ -99,7 +99,8 @@ class Corpus:
         rows = np.empty((len(places), self.T + 1), np.int32)
 
         def fill(row):
-            shard, start = self.shards[order[at[row]]], int(starts[row])
+            shard = self.shards[order[at[row]]]
+            start = int(starts[row])
             rows[row] = shard.read(start, start + self.T + 1, self.vocab_size)
 
         list(READERS.map(fill, range(len(places))))
@@ -320,7 +321,8 @@ def shares_of(mix, names):
 
 def average_mix(phases):
     """{name: weight} of a mixture over a whole run; phases: as `parse_mix` returns them."""
-    average, start = Counter(), 0.0
+    average = Counter()
+    start = 0.0
     for end, mix in phases:
         total = sum(mix.values())
         for name, weight in mix.items():
@@ -335,7 +337,8 @@ def data_fingerprint(*mixtures):
     for corpus in [corpus for mixture in mixtures for corpus in mixture.corpora]:
         shards = []
         for shard in corpus.shards:
-            name, sha256 = os.path.basename(shard.path), shard.about.get("sha256")
+            name = os.path.basename(shard.path)
+            sha256 = shard.about.get("sha256")
             about = {"name": name, "tokens": shard.length, "sha256": sha256}
             shards.append(about if sha256 else (name, shard.length))
         held.append([shards, corpus.manifest.get("tokenizer_sha256")])
@@ -354,7 +357,9 @@ def parse_mix(mix):
     """
     if not mix:
         return [(1.0, {"": 1.0})]
-    phases, weights, before = [], {}, 0.0
+    phases = []
+    weights = {}
+    before = 0.0
     for part in mix.split(","):
         found = PART_OF_MIX.fullmatch(part)
         name, weight, end = found.groups() if found else ("", 0, None)

@@ -69,7 +69,8 @@ def main(flags):
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
     steps.configure_jax(asked)
-    of_weights, load_weights = None, None
+    of_weights = None
+    load_weights = None
     if asked.run.init_from:
         of_weights, load_weights = weights.open_weights(asked.run.init_from)
     on_main_process(lambda: events.check(asked.run))
@@ -209,7 +210,8 @@ class Training:
 
     def look(self):
         """Evaluate, save and sample where that is due after a step. Returns the signal to stop for, or 0."""
-        run, step = self.cfg.run, self.step
+        run = self.cfg.run
+        step = self.step
         # Several processes must know of the step after next: they agree on an answer a step late.
         error = self.batches.error(min(2, jax.process_count()))
         signalled = self.interrupt.agreed(error)  # a later signal belongs to the next step
@@ -270,7 +272,8 @@ class Training:
         self.meter.restart()
         self.state = None  # the devices have room for one
         self.state, meta = self.checkpoints.roll_back(due.before)
-        self.step, self.sequences = meta["step"], due.sequences
+        self.step = meta["step"]
+        self.sequences = due.sequences
         self.bad_steps.rolled_back(self.step)
         self.batches = self.read_batches()
         self.interrupt.asked = 0  # the batch that failed may be left out now
@@ -445,10 +448,12 @@ def run(flags):
 def end_at_once(error):
     """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
     for this one, and end in a stack trace."""
-    status, words = 2, f"error: {error}"
+    status = 2
+    words = f"error: {error}"
     if not isinstance(error, UserError):
         end_if_lost(error)
-        status, words = 1, "".join(traceback.format_exception(error))
+        status = 1
+        words = "".join(traceback.format_exception(error))
     sys.stdout.flush()
     print(words, file=sys.stderr, flush=True)
     if jax.process_index() == 0:

@@ -65,7 +65,9 @@ def size(text):
 
 def computations(text):
     """{name: [Op]}, the program's own under "ENTRY". An operation comes after its operands."""
-    found, ops, known = {}, None, {}
+    found = {}
+    ops = None
+    known = {}
     for line in text.splitlines():
         if head := COMPUTATION.match(line):
             is_entry, name = head.groups()
@@ -188,7 +190,8 @@ def moved_bytes(ops, given):
                 part = op if op.kind in SLICES and at == 0 else view
                 name = given[numbers(array.rest)[0]].name
                 read[name] = min(read[name] + size(part.type), size(array.type))
-    moved, root = sum(read.values()), ops[-1]
+    moved = sum(read.values())
+    root = ops[-1]
     for result in map(viewed, root.inputs if root.kind == "tuple" else [root]):
         if result.kind == "dynamic-update-slice":
             result = result.inputs[1]
@@ -220,7 +223,8 @@ class Timeline:
 
     def __init__(self, text, mesh, slices):
         self.comps = computations(text)
-        self.slices, self.across = slices, slow_axis(mesh, slices)
+        self.slices = slices
+        self.across = slow_axis(mesh, slices)
         # each slice numbers its own devices
         self.mesh = mesh | {self.across: mesh[self.across] // slices}
         self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
@@ -251,10 +255,13 @@ class Timeline:
         Inside a fusion, `fused` is the set of collectives that fusions before it have parts of: one that runs beside
         several fusions is part of each. Operations outside fusions are in the order in which a device begins them.
         """
-        ops, flops, beside = self.comps.get(name, []), 0, set()
+        ops = self.comps.get(name, [])
+        flops = 0
+        beside = set()
         last = {} if fused is not None else self.last_parts(ops)
         for op in ops:
-            kind, own = op.kind.removesuffix("-start"), 0
+            kind = op.kind.removesuffix("-start")
+            own = 0
             if kind in COLLECTIVES:
                 self.begin_collective(op, kind, fused)
             elif kind == "send" and "megascale" in op.rest:
@@ -308,7 +315,8 @@ class Timeline:
 
     def begin_collective(self, op, kind, fused):
         axes, n = group_axes(op, self.mesh)
-        name, chain = "", CHAIN.search(op.rest)
+        name = ""
+        chain = CHAIN.search(op.rest)
         if chain and fused is not None:
             if chain[1] in fused:
                 return

@@ -62,7 +62,8 @@ def parse_machine(name):
     found = GPUS.fullmatch(name) or SLICES.fullmatch(name)
     chip = CHIPS.get(found["kind"]) if found else None
     if chip and chip.gpu == name.startswith("gpu:"):
-        groups, dims = int(found["groups"] or 1), hlo.numbers(found["size"])
+        groups = int(found["groups"] or 1)
+        dims = hlo.numbers(found["size"])
         n = math.prod(dims) * chip.cores * groups
         if n and len(dims) == (1 if chip.gpu else chip.dims):
             topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"

@@ -210,7 +210,8 @@ def meshes(cfg, n):
 
 def variants(cfg, n):
     """Every configuration that --search considers, of the same global batch."""
-    total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
+    total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
+    found = []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
         values = WAYS | dict(
@@ -226,7 +227,8 @@ def variants(cfg, n):
 
 def changed(old, new):
     """The flags that make `new` of `old`, as on a command line."""
-    before, now = utils.flatten(old), utils.flatten(new)
+    before = utils.flatten(old)
+    now = utils.flatten(new)
     words = []
     for flag in SEARCHED:
         if now[flag] != before[flag]:
@@ -250,11 +252,14 @@ def neighbors(cfg, n):
 
 def advise(a, machine):
     """One sentence: the single change that saves most time, or what would make the step fit, by the formulas."""
-    cfg, spare = a.cfg, a.memory["limit"] - a.memory["total"]
+    cfg = a.cfg
+    spare = a.memory["limit"] - a.memory["total"]
     if spare < 0:
         lacks = f"it needs {size(-spare)} more than a chip's {size(a.memory['limit'])}"
         return f"does not fit: {lacks}; {what_would_fit(cfg, machine, a.memory)}"
-    now, best, saved = answer(cfg, machine), cfg, WORTH
+    now = answer(cfg, machine)
+    best = cfg
+    saved = WORTH
     for new in neighbors(cfg, machine.n):
         other = answer(new, machine)
         saves = 1 - other.seconds["step"] / now.seconds["step"]
@@ -356,9 +361,11 @@ def explain(cfg, machine, message):
 def search(cfg, machine, compiler):
     """The `answer`s of the best configuration of every mesh, the fastest first: formulas rank all of them, and the
     compiler, if it is there, checks the best."""
-    best, tried = {}, variants(cfg, machine.n)
+    best = {}
+    tried = variants(cfg, machine.n)
     for new in tried:
-        a, mesh = answer(new, machine), new.run.n_device_axis
+        a = answer(new, machine)
+        mesh = new.run.n_device_axis
         if mesh not in best or rank(a) < rank(best[mesh]):
             best[mesh] = a
     found = sorted(best.values(), key=rank)
@@ -429,7 +436,8 @@ def compiled_answer(cfg, machine):
 
 def planned_config(flags, machine):
     """The configuration that is planned for. Raises UserError."""
-    cfg, asked = flags.cfg, flags.cfg.plan
+    cfg = flags.cfg
+    asked = flags.cfg.plan
     if cfg.run.n_devices not in (0, machine.n):
         raise UserError(f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}.")
     if asked.plan_json:
@@ -445,7 +453,8 @@ def planned_config(flags, machine):
 
 def main(flags):
     """Print the plan of the run that the flags describe, and write what --plan_json asks for."""
-    asked, machine = flags.cfg.plan, parse_machine(flags.cfg.plan.plan)
+    asked = flags.cfg.plan
+    machine = parse_machine(flags.cfg.plan.plan)
     cfg = planned_config(flags, machine)
     steps.configure_jax(cfg)
     compiler = not asked.by_formulas and machines.has_compiler(machine)

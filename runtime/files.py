@@ -32,7 +32,8 @@ LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "boto
 
 def filesystem(path):
     """(fsspec's file system of a local path or remote address, the path in it). Raises UserError."""
-    kind, settings = path.split("://")[0], {}
+    kind = path.split("://")[0]
+    settings = {}
     for library in LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     if kind in ("gs", "gcs"):

@@ -85,7 +85,8 @@ def is_at(file, path):
 
 def lock_object(path, in_use):
     """`lock_file` of a remote folder, by an object that is created only where there is none."""
-    mine, left = this_process(), read_file(path)
+    mine = this_process()
+    left = read_file(path)
     if left is not None:
         if not has_ended(holder_in(left)):
             raise in_use(left, False)

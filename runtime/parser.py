@@ -81,7 +81,8 @@ def fields_of(kind):
 
 def type_of(f):
     """(type of a value of a field, how many it has: 0 of a switch, --NAME or --no_NAME, 1, 3, or -1 for any number)."""
-    kind, inside = f.type, get_args(f.type)
+    kind = f.type
+    inside = get_args(f.type)
     if type(None) in inside:
         kind, inside = inside[0], get_args(inside[0])
     if get_origin(kind) is tuple:
@@ -128,7 +129,8 @@ def value_of(f, words):
 def value_in_file(f, value):
     """The value of a field that `value` in a JSON file means. Raises UserError with what it must be."""
     one, n = type_of(f)
-    choices, values = get_args(one), value if isinstance(value, list) else [value]
+    choices = get_args(one)
+    values = value if isinstance(value, list) else [value]
     if one is float:
         values = [float(v) if type(v) is int else v for v in values]
     fitting = [v for v in values if (v in choices if choices else type(v) is one)]
@@ -144,7 +146,8 @@ def beyond(f, n):
     """In words, which bound of a field a value breaks; "" where it breaks none, or is no number."""
     if type(n) not in MOST:
         return ""
-    least, most = f.metadata.get("least", 0), MOST[type(n)]
+    least = f.metadata.get("least", 0)
+    most = MOST[type(n)]
     below = f.metadata.get("below", math.inf)
     if math.isnan(n):
         return "a number"
@@ -169,7 +172,9 @@ def read_words(kind, argv, program, others=None, defaults=None):
     own = fields_of(kind)
     known = (fields_of(others) if others else {}) | own
     places = [f for f in own.values() if f.metadata.get("positional")]
-    words, given, rest = list(argv), {}, []
+    words = list(argv)
+    given = {}
+    rest = []
     help_asked = {"-h", "--help"} & {*argv}
     if help_asked:
         words = [word for word in argv if word not in ("-h", "--help", "all")]
@@ -179,7 +184,8 @@ def read_words(kind, argv, program, others=None, defaults=None):
         if FLAG.match(word):
             f, values = read_flag(word, words, known)
         elif places:
-            f, values = places[0], [word]
+            f = places[0]
+            values = [word]
             if type_of(f)[1] == 1:
                 del places[0]
         else:

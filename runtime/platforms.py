@@ -84,7 +84,8 @@ def set_xla_flags(n_devices, num_processes=1):
         choose_cpu()
     # the TPU compiler has a variable of its own
     variable = "LIBTPU_INIT_ARGS" if platform() == "tpu" else "XLA_FLAGS"
-    now, flags = os.environ.get(variable, ""), list(XLA_FLAGS.get(platform(), []))
+    now = os.environ.get(variable, "")
+    flags = list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
     added = [flag for flag in flags if flag.split("=")[0] not in now]

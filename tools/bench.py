@@ -121,7 +121,8 @@ def measure(configurations, rounds, steps):
     if platforms.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
         share = min(0.75, 0.9 / len(configurations))
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")
-    rows, first = [], None
+    rows = []
+    first = None
     for group in groups:
         workers = [Worker(name, cfg) for name, cfg in group]
         for _ in range(1 + rounds):  # the first is the warm-up
@@ -141,7 +142,8 @@ def quartiles(x):
 
 def row(worker, speed, per_cpu_second, first):
     """The numbers of one Worker, of its tokens per second and per CPU second in each round, and the first's."""
-    about, mfu = worker.about, None
+    about = worker.about
+    mfu = None
     if chip := chips.chip_of(about["device"]):
         mfu = quartiles(speed * about["flops_per_token"] / chip.peak / about["devices"])
     return about | dict(

@@ -113,7 +113,8 @@ def open_model(options, text):
     check_T(options, flags)
     cfg = settings.validate(config_of(options, flags), jax.device_count())
     steps.configure_jax(cfg)
-    mesh, table = steps.make_mesh(cfg), model.param_table(cfg)
+    mesh = steps.make_mesh(cfg)
+    table = model.param_table(cfg)
 
     def convert(p, w):
         if not p.cast or w.dtype == cfg.model.model_dtype:

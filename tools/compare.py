@@ -162,7 +162,8 @@ def read_groups(folders):
     names = [os.path.basename(folder.rstrip("/")) for folder in folders]
     if len(set(names)) < len(names):
         names = folders
-    groups, curves = {}, [read_curve(folder) for folder in folders]
+    groups = {}
+    curves = [read_curve(folder) for folder in folders]
     for name, curve in zip(names, curves):
         group, _, seed = name.rpartition("-seed")
         group, seed = (group, int(seed)) if group and seed.isdigit() else (name, 0)

@@ -98,7 +98,9 @@ def evaluate(options, path, cfg, encoding, score):
     stride = options.stride or T
     if stride > T:
         raise UserError(f"--stride {stride}: must be at most --T, which is {T}.")
-    limit, sizes, total = options.limit or sys.maxsize, [], None
+    limit = options.limit or sys.maxsize
+    sizes = []
+    total = None
     corpus = open_shards(options, utils.replace(cfg, T=T), path)
     if corpus:  # in the order of main.py's validation
         total = min(corpus.n_sequences, limit)

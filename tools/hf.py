@@ -136,7 +136,8 @@ def export_tokenizer(folder, run_dir, m):
 
 def byte_level(encoding):
     """tokenizers.Tokenizer with the tokens, merges and cuts of a tiktoken.Encoding."""
-    tokens, ranks = tokenization.tokens_of(encoding), encoding._mergeable_ranks
+    tokens = tokenization.tokens_of(encoding)
+    ranks = encoding._mergeable_ranks
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:

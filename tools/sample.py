@@ -53,7 +53,8 @@ class Row:
         """Take further tokens. `text` and `unseen` grow by what no later token changes."""
         if self.done:
             return
-        end, stop = self.encoding.eot_token, self.options.stop
+        end = self.encoding.eot_token
+        stop = self.options.stop
         tokens = tokens[: self.options.max_tokens - len(self.tokens)]
         self.tokens += itertools.takewhile(lambda token: token != end, tokens)
         self.done = end in tokens or len(self.tokens) == self.options.max_tokens

@@ -129,7 +129,8 @@ def open_trace(run, name=""):
     name = name or max(known, key=lambda one: known[one]["written"])
     if name not in known:
         raise UserError(f"--trace {name}: {run} has {', '.join(known)}.")
-    folder, about = f"{traces}/{name}", known[name]
+    folder = f"{traces}/{name}"
+    about = known[name]
     cfg = common.stored_config(about["flags"])
     cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
     text = gzip.decompress(read_file(f"{folder}/step.hlo.gz")).decode()
@@ -177,7 +178,8 @@ class Shares:
     """Seconds of one step, means over the steps and the devices: [(events, [(begin, end) of a step])] of each."""
 
     def __init__(self, runs, trace):
-        self.steps, self.devices = len(runs[0][1]), len(runs)
+        self.steps = len(runs[0][1])
+        self.devices = len(runs)
         # {part: seconds}, exposed communication as its links; they add up to the step
         self.parts = Counter()
         self.hidden = Counter()  # {links: seconds} of communication while the device computes
@@ -246,7 +248,8 @@ def moments(found):
     points = []
     for number, (begin, end, _) in enumerate(found):
         points += [(begin, number), (end, number)]
-    active, before = {}, 0
+    active = {}
+    before = 0
     for at, number in sorted(points):
         if active and at > before:
             yield at - before, list(active.values())
@@ -267,7 +270,8 @@ def beside(trace, found):
     for links in found.links:
         measured[links] = found.parts[links] + found.hidden[links]
     measured["step"] = found.step
-    about, n = trace.about, math.prod(trace.cfg.run.n_device_axis)
+    about = trace.about
+    n = math.prod(trace.cfg.run.n_device_axis)
     kind = about["device_kind"]
     machine = plan.machine_of_kind(kind, about["platform"], n, about["processes"], about["slices"])
     # the memory of the program does not matter here
