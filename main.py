@@ -69,8 +69,7 @@ def main(flags):
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
     steps.configure_jax(asked)
-    of_weights = None
-    load_weights = None
+    of_weights = load_weights = None
     if asked.run.init_from:
         of_weights, load_weights = weights.open_weights(asked.run.init_from)
     on_main_process(lambda: events.check(asked.run))

@@ -169,8 +169,10 @@ def convolution_flops(op, out, lhs, rhs):
     return 2 * valid * out[result.index("b")] * out[result.index("f")] * rhs[right.index("i")]
 
 
-def calls_cublas(op):
-    return op.kind == "custom-call" and "__cublas" in op.rest
+def is_product(op):
+    """Whether an operation is a matrix product, as XLA or cuBLAS computes it."""
+    is_call = op.kind == "custom-call" and "__cublas" in op.rest
+    return is_call or op.kind in ("dot", "convolution")
 
 
 def is_kernel(op):
@@ -268,7 +270,7 @@ class Timeline:
                 self.begin_send(op)
             elif kind.endswith("-done"):
                 self.wait(op.inputs[0].name)
-            elif kind in ("dot", "convolution") or calls_cublas(op):
+            elif is_product(op):
                 own = matmul_flops(op)
             elif kind == "while":
                 n = self.trip_count(op)

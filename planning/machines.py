@@ -110,10 +110,7 @@ class Compiled(NamedTuple):
 
 
 class TooLarge(Exception):
-    """A step that needs more memory than a device has: `used` bytes of `limit`."""
-
-    def __init__(self, used, limit):
-        self.used, self.limit = used, limit
+    """A step that needs more memory than a device has: (bytes used, limit) are its arguments."""
 
 
 def compile_step(cfg, devices):
@@ -158,8 +155,10 @@ def too_large(message):
     )
     if not sizes:
         return None
-    # such as 30.75G
-    return TooLarge(*(float(x[:-1]) * 1024 ** " KMGT".index(x[-1]) for x in sizes.groups() if x))
+    n_bytes = []
+    for x in filter(None, sizes.groups()):  # such as 30.75G
+        n_bytes.append(float(x[:-1]) * 1024 ** " KMGT".index(x[-1]))
+    return TooLarge(*n_bytes)
 
 
 def ask_compiler(cfg, machine):

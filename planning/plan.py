@@ -24,7 +24,6 @@ from runtime.messages import UserError, say, size
 from training import settings, steps
 
 COMPILED = 4  # configurations that --search compiles
-LISTED = 16  # rows of its table
 WORTH = 0.02  # share of a step that a flag must save to be named
 
 
@@ -96,7 +95,7 @@ def answer(cfg, machine, compiled=None, refused=None):
         overlapped = by_links(rows, "exposed")
         overlapped["step"] = sum([*computing.values(), *overlapped.values()])
     elif refused:
-        used, limit = refused.used, refused.limit
+        used, limit = refused.args
     memory = memory_of(estimate, used)
     memory |= dict(total=sum(memory.values()), limit=limit)
     seconds = computing | by_links(rows, "seconds")
@@ -395,7 +394,7 @@ def table(found):
     headings = "dp pp tp rounds micro remat fsdp sequences step MFU GiB by".split()
     lines = [row.format(*headings, "why not")]
     first = found[0]
-    for a in found[:LISTED]:
+    for a in found:
         cells = [
             *a.mesh.values(),
             *(a.flags[flag] for flag in ("pp_interleave", "microbatches", *WAYS)),

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     interrupts.begin()
 
 import math
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -165,8 +166,8 @@ def read_groups(folders):
     groups = {}
     curves = [read_curve(folder) for folder in folders]
     for name, curve in zip(names, curves):
-        group, _, seed = name.rpartition("-seed")
-        group, seed = (group, int(seed)) if group and seed.isdigit() else (name, 0)
+        seeded = re.fullmatch(r"(.+)-seed(\d+)", name)
+        group, seed = seeded.groups() if seeded else (name, "")
         runs = groups.setdefault(group, {})
         runs[seed] = curve
         check_group(next(iter(runs.values())), curve)

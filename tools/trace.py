@@ -90,8 +90,7 @@ class Trace:
         if op.kind.endswith(("-done", "-update")):
             return self.operation(op.inputs[0].name)
         inside = list(self.inside(op))
-        kernels = [hlo.calls_cublas(op) or hlo.is_kernel(op) for op in inside]
-        is_product = any(kernels) or any(op.kind in ("dot", "convolution") for op in inside)
+        is_product = any(hlo.is_product(op) or hlo.is_kernel(op) for op in inside)
         links = "" if is_product else next(filter(None, map(self.links, inside)), "")
         named = re.search(r'op_name="([^"]*)"', " ".join(inner.rest for inner in inside))
         path = named[1] if named else name
