@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from kernels import attention
 from planning import gpus, hlo
 from runtime import platforms
-from runtime.chips import CHIPS, KNOWN, Chip
+from runtime.chips import CHIPS, Chip
 from runtime.messages import UserError, first_line, say
 from training import steps
 from training.optimizer import make_optimizer
@@ -68,12 +68,10 @@ def parse_machine(name):
         if n and len(dims) == (1 if chip.gpu else chip.dims):
             topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"
             return Machine(name, chip, n, groups, topology, "gpu" if chip.gpu else "tpu")
-    tpus = ", ".join(chip.name for chip in KNOWN if not chip.gpu)
-    gpu_kinds = ", ".join(chip.name for chip in KNOWN if chip.gpu)
     raise UserError(
-        f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY with one of {tpus}, such as v4:2x4x4 or 2*v5e:16x16 (v4, v5p "
-        f"and v7x have three dims, the others two), or gpu:[HOSTSx]NUMBERxKIND with one of {gpu_kinds}, such as "
-        f"gpu:8xH200 or gpu:2x8xH200."
+        f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY, such as v4:2x4x4 or 2*v5e:16x16 (v4, v5p and v7x have three "
+        f"dims, the others two), or gpu:[HOSTSx]NUMBERxCHIP, such as gpu:8xH200 or gpu:2x8xH200; the chips are "
+        f"{', '.join(CHIPS)}."
     )
 
 

@@ -220,8 +220,9 @@ def variants(cfg, n):
         )
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
-        found += [dict(zip(values, row)) for row in itertools.product(*values.values())]
-    return [new for flags in found if (new := fitted(cfg, n, **flags))]
+        for row in itertools.product(*values.values()):
+            found.append(fitted(cfg, n, **dict(zip(values, row))))
+    return list(filter(None, found))
 
 
 def changed(old, new):
@@ -231,8 +232,8 @@ def changed(old, new):
     words = []
     for flag in SEARCHED:
         if now[flag] != before[flag]:
-            values = now[flag] if isinstance(now[flag], tuple) else [now[flag]]
-            words.append(f"--{flag} {' '.join(map(str, values))}")
+            value = str(now[flag]).strip("()").replace(",", "")  # also of a mesh
+            words.append(f"--{flag} {value}")
     return " ".join(words)
 
 

@@ -261,7 +261,7 @@ def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path
 def test_corpora_must_share_a_tokenizer(corpora):
     describe(corpora / "a")
     describe(corpora / "b", **small_tokenizer(corpora / "b", 199))
-    words = "--mix: .*a/train and .*b/train were made with diff"
+    words = "--mix: .*a/train, .*b/train were made with diff"
     with pytest.raises(messages.UserError, match=words):
         mixture(corpora, "a:1,b:1")
 
