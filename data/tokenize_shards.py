@@ -53,14 +53,14 @@ class Options(Source):
     tokenizer: str = flag(MISSING, path=True)
     """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
     tokenizer.json; files are copied to OUTPUT."""
-    shard_tokens: int = flag(100_000_000, least=1, most=2**40)
+    shard_tokens: int = flag(100_000_000, least=1)
     """Tokens per shard; memory holds three of them."""
-    val_fraction: float = flag(VAL_FRACTION, least=0, below=1)
+    val_fraction: float = flag(VAL_FRACTION, below=1)
     """Share of the documents that goes to val/: those whose text hashes lowest; where there are too few, the last share
     of each."""
     drop_duplicates: bool = False
     """Leave out documents whose text is exactly that of an earlier one."""
-    workers: int = flag(os.cpu_count(), least=1, most=1024)
+    workers: int = flag(os.cpu_count(), least=1)
     """Processes; the shards do not depend on it."""
     ray: bool = False
     """Have the workers on the Ray cluster that RAY_ADDRESS names, or on one of this machine; all of its machines need

@@ -28,7 +28,7 @@ from data.splits import choose_validation, divide, text_of
 from data.tokenization import PATTERN, byte_letters, dump_ranks
 from runtime.files import check_place, is_remote, read_file, write_file
 from runtime.messages import UserError, say
-from runtime.parser import VOCABULARY, flag
+from runtime.parser import flag
 from utils import read_flags
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
@@ -82,7 +82,7 @@ def to_ranks(tokenizer):
 class Options(Source):
     """Train a byte-level BPE tokenizer on the training part of a source and store it as tiktoken ranks."""
 
-    vocab_size: int = flag(8192, least=257, most=VOCABULARY)
+    vocab_size: int = flag(8192, least=257)
     """Number of tokens, with all 256 bytes and the end of text."""
     output: str = flag(MISSING, path=True)
     """File of ranks to write; its name must end in .tiktoken."""

@@ -54,8 +54,6 @@ def test_what_does_not_fit_the_devices_is_a_sentence_of_the_program():
         ("--rounds 0", ["--rounds 0", "at least 1"]),
         ("--vary remat=sometimes", ["remat", "sometimes"]),
         ("--vary nonsense", ["nonsense"]),
-        ("--plan_json=plan.json", ["--plan_json", "main.py"]),
-        ("--vary search", ["--search", "main.py"]),
     ],
 )
 def test_mistakes_get_one_sentence(words, parts):

@@ -233,7 +233,7 @@ def used(run, shards, exported, capsys, cache):
     words = [run, "--prompt=import ", "--max_tokens=4", "--n_devices=1"]
     words.append(f"--compilation_cache={cache}")
     (row,) = sample.main(utils.read_flags(common.Sample, words, "tools/sample.py"))
-    hf.run(["export", run, exported])
+    hf.main(hf.Options("export", run, exported))
     Path("some.txt").write_text("import os\n" * 20)
     data = ("some.txt", shards, f"{shards}/text.txt")
     asked = common.Evaluate(model=run, data=data, limit=4, compilation_cache=cache, n_devices=1)

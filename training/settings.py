@@ -129,7 +129,7 @@ def adopt(flags, weights):
 
 def free_of_weights(architecture):
     """Flags of the model that may differ between weights and what uses them."""
-    free = flags_with("of_weights", False)
+    free = flags_with("of_weights", False) | flags_with("free_on_resume")
     return free - {"T"} if architectures.architecture(architecture).learns_positions else free
 
 
