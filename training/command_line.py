@@ -10,15 +10,9 @@ from data.tokenization import load_tokenizer
 from presets import preset
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
-<<<<<<< HEAD
-from runtime.parser import read_words
-from training.settings import Flags, check_same, settle, without
-from utils import RENAMED, Config, Plan, Run, replace
-=======
 from runtime.parser import RENAMED, read_words
-from training.settings import Flags, check_same, settle
+from training.settings import Flags, check_same, settle, without
 from utils import Config, Plan, Run, replace
->>>>>>> w-sizea
 
 # A file that comes with the program may be missing yet in the folder where it will run.
 ROOT = Path(__file__).resolve().parents[1]
