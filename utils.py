@@ -12,6 +12,10 @@ from typing import Literal
 
 from runtime.messages import UserError
 from runtime.parser import (
+    DAYS,
+    MANY,
+    VOCABULARY,
+    WIDE,
     Mesh,
     choice,
     flag,
@@ -27,33 +31,33 @@ class Model:
 
     architecture: str = "deepseek"
     """Family of the layers: deepseek, gpt2, qwen3 or another file of architectures/."""
-    model_dimension: int = flag(768, least=1)
+    model_dimension: int = flag(768, least=1, most=WIDE)
     """Width D of the residual stream, in channels."""
-    vocab_size: int = flag(100277, least=2)
+    vocab_size: int = flag(100277, least=2, most=VOCABULARY)
     """Token ids; if not given those of --tokenizer, or of the shards. The embedding has a multiple of 128 rows."""
     tied: bool = True
     """Whether the embedding is the output head too."""
     norm_eps: float = 1e-6
     """Added to the mean square in norms; in those of latents it is 1e-6, as in DeepSeek-V3's code."""
-    n_head: int = flag(12, least=1)
+    n_head: int = flag(12, least=1, most=MANY)
     """Attention heads."""
-    n_kv_head: int = choice(0)
+    n_kv_head: int = choice(0, most=MANY)
     """Heads of keys and values, each read by n_head / n_kv_head query heads (arXiv:2305.13245); 0: n_head."""
-    first_layers: int = choice(0)
+    first_layers: int = choice(0, most=MANY)
     """Dense layers before the blocks. They run on all of pp, as the embedding does, so stages stay even."""
-    blocks: int = flag(8, least=1)
+    blocks: int = flag(8, least=1, most=MANY)
     """Blocks of layers; pp must divide it."""
-    layers_per_block: int = choice(6, least=1, absent=1)
+    layers_per_block: int = choice(6, least=1, absent=1, most=MANY)
     """Layers in a block: the last has a mixture of experts, and rotary positions only where it is alone."""
-    T: int = flag(1024, least=1, of_weights=False, first=True)
+    T: int = flag(1024, least=1, of_weights=False, first=True, most=2**22)
     """Sequence length in tokens; tp must divide it."""
-    latent_dim: int = choice(128, absent=0)
+    latent_dim: int = choice(128, absent=0, most=WIDE)
     """Channels of the key/value latent (multi-head latent attention)."""
-    q_latent_dim: int = choice(-1, least=-1, absent=0)
+    q_latent_dim: int = choice(-1, least=-1, absent=0, most=WIDE)
     """Channels of the query latent; -1: latent_dim, 0: queries are projected from the residual."""
-    head_dim: int = choice(0)
+    head_dim: int = choice(0, most=WIDE)
     """Channels of a head's value, and of its query and key without rope_dim; 0: model_dimension / n_head."""
-    rope_dim: int = choice(128, absent=0)
+    rope_dim: int = choice(128, absent=0, most=WIDE)
     """Channels of the decoupled rotary part of each query, and of the rotary key that the heads share."""
     rope_base: float = choice(10_000.0, least=1, absent=1.0)
     """Base of the rotary frequencies."""
@@ -63,27 +67,27 @@ class Model:
     """Sequence length in tokens for which the rotary frequencies were made, for YaRN."""
     embedding_norm: bool = choice(False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
-    latent_conv: int = choice(0)
+    latent_conv: int = choice(0, most=64)
     """Earlier tokens that a short convolution mixes into each token's key/value latent; 0: none."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward: swiglu has three matrices, gelu two."""
-    ffn_dim: int = 0
+    ffn_dim: int = flag(0, most=WIDE)
     """Hidden width of a dense feed-forward; 0: 4 x model_dimension for gelu, 8/3 x, in multiples of 64, for swiglu."""
-    expert_dim: int = choice(0)
+    expert_dim: int = choice(0, most=WIDE)
     """Hidden width of one expert; 0: the same as ffn_dim."""
-    n_experts: int = choice(16, absent=0)
+    n_experts: int = choice(16, absent=0, most=MANY)
     """Routed experts in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
-    experts_per_token: int = choice(2, absent=0)
+    experts_per_token: int = choice(2, absent=0, most=MANY)
     """Routed experts that each token goes to."""
-    n_groups: int = choice(1, least=1)
+    n_groups: int = choice(1, least=1, most=MANY)
     """Groups that the experts form; a token's experts come from k_groups of them."""
-    k_groups: int = choice(1, least=1)
+    k_groups: int = choice(1, least=1, most=MANY)
     """Groups that each token may choose its experts from."""
     routed_scaling: float = choice(1.0)
     """Factor on the gates."""
-    n_shared: int = choice(2, absent=0)
+    n_shared: int = choice(2, absent=0, most=MANY)
     """Shared experts, each as wide as a routed one, added for every token."""
-    mtp_depth: int = choice(0)
+    mtp_depth: int = choice(0, most=64)
     """Tokens after the next that training predicts too, each by one more layer (arXiv:2412.19437, section 2.2)."""
     capacity_factor: float = choice(0.0, of_weights=False)
     """Bucket size of an expert, in multiples of the mean load. Tokens beyond it skip the expert. 0: no token does."""
@@ -163,11 +167,11 @@ class Data:
     tokenizer: str = flag("", first=True)
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
-    train_batch_size: int = setting(32, least=1, first=True)
+    train_batch_size: int = setting(32, least=1, first=True, most=WIDE)
     """Training sequences per replica and accumulation step; the global batch is this x dp x accumulation_steps."""
-    val_batch_size: int = setting(16, least=1)
+    val_batch_size: int = setting(16, least=1, most=WIDE)
     """Validation sequences per replica and batch."""
-    microbatches: int = setting(4, least=1)
+    microbatches: int = setting(4, least=1, most=MANY)
     """Parts of a batch in the pipeline; pp must divide it."""
 
 
@@ -219,15 +223,15 @@ class Run:
     """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
     init_from: str = setting("", first=True)
     """Weights of a new run: a run directory or a Hugging Face folder, which has the architecture."""
-    n_device_axis: Mesh = setting((0, 1, 1), first=True)
+    n_device_axis: Mesh = setting((0, 1, 1), first=True, most=MANY)
     """Mesh shape: dp pp tp. dp 0: all devices that are left."""
-    n_devices: int = setting(0, first=True)
+    n_devices: int = setting(0, first=True, most=MANY)
     """Devices to use; 0: all. Without an accelerator this many are simulated."""
-    pp_interleave: int = setting(0)
+    pp_interleave: int = setting(0, most=MANY)
     """Rounds of the pipeline, by which its bubble is divided; pp x this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = setting(75000, least=1, first=True)
     """Optimizer step at which training ends, and the schedule unless end_steps is given too."""
-    accumulation_steps: int = setting(1, least=1)
+    accumulation_steps: int = setting(1, least=1, most=WIDE)
     """Batches whose gradients are accumulated for one optimizer step."""
     eval_steps: int = setting(10, least=1)
     """Validation batches of an evaluation, the same ones every time."""
@@ -258,13 +262,13 @@ class Run:
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
     coordinator: str = setting("", per_process=True)
     """HOST:PORT of process 0 of several that train together. Empty: found on TPU pods, Slurm and Kubernetes."""
-    num_processes: int = setting(0)
+    num_processes: int = setting(0, most=MANY)
     """Processes that meet at coordinator, each with an equal part of the devices. 1: this one trains alone."""
-    process_id: int = setting(0, per_process=True)
+    process_id: int = setting(0, per_process=True, most=MANY)
     """Which of the num_processes this is, from 0."""
-    peer_timeout: int = setting(100, least=1, per_process=True)
+    peer_timeout: int = setting(100, least=1, per_process=True, most=DAYS)
     """Seconds of silence after which a process is taken for lost; at the start all must meet in three times these."""
-    stuck_limit: int = setting(1800, least=1)
+    stuck_limit: int = setting(1800, least=1, most=DAYS)
     """Seconds that a step, evaluation, checkpoint or sampling may take before its process ends, with status 75."""
 
     @property
@@ -279,7 +283,7 @@ class Sample:
 
     prompt: str = setting("The")
     """Text that samples continue."""
-    inference_batch: int = setting(4, least=1)
+    inference_batch: int = setting(4, least=1, most=MANY)
     """Samples to draw."""
     max_tokens: int = setting(64, least=1)
     """Tokens to add to the prompt."""

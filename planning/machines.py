@@ -17,6 +17,7 @@ from planning import gpus, hlo
 from runtime import platforms
 from runtime.chips import CHIPS, Chip
 from runtime.messages import UserError, first_line, say
+from runtime.parser import MANY
 from training import steps
 from training.optimizer import make_optimizer
 
@@ -53,7 +54,6 @@ class Machine(NamedTuple):
         return attention.platform_of(device)
 
 
-MOST_DEVICES = 2**16  # the compilers' own lists of more take minutes
 GPUS = re.compile(r"gpu:(?:(?P<groups>\d+)x)?(?P<size>\d+)x(?P<kind>.+)")
 SLICES = re.compile(r"(?:(?P<groups>\d+)\*)?(?P<kind>\w+):(?P<size>\d+(?:x\d+)*)")
 
@@ -66,8 +66,8 @@ def parse_machine(name):
         groups = int(found["groups"] or 1)
         dims = hlo.numbers(found["size"])
         n = math.prod(dims) * chip.cores * groups
-        if n > MOST_DEVICES:
-            raise UserError(f"--plan {name}: has {n:,} devices; give at most {MOST_DEVICES:,}.")
+        if n > MANY:
+            raise UserError(f"--plan {name}: has {n:,} devices; give at most {MANY:,}.")
         if n and len(dims) == (1 if chip.gpu else chip.dims):
             topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"
             return Machine(name, chip, n, groups, topology, "gpu" if chip.gpu else "tpu")

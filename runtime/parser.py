@@ -21,7 +21,8 @@ from runtime.messages import UserError, nearest
 def flag(default, **facts):
     """A field of the configuration: a flag with its default and what is known of it. Its help is the text below it.
 
-    least, below: the smallest number that makes sense, by default 0, and the one that it must stay below.
+    least, most, below: the smallest number that makes sense, by default 0, the largest, by default that of its type,
+        and the one that it must stay below.
     of_weights: False where weights in --init_from may be used with another value, as with one that is free on resume.
     free_on_resume: True where a run may resume with another value: where neither the parameters' shapes nor the tokens
         seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
@@ -36,6 +37,10 @@ def flag(default, **facts):
 
 # The largest number of a flag, by its type: for int32, and for float32 with room to multiply.
 MOST = {int: 2**31 - 1, float: 1e30}
+MANY = 2**16  # layers, heads, experts, microbatches, devices
+WIDE = 2**20  # channels, sequences of a batch
+VOCABULARY = 2**24  # tokens
+DAYS = 10**7  # seconds
 Mesh = tuple[int, int, int]  # dp pp tp
 # {JAXformer's name of a flag, which is accepted too: the one here}
 RENAMED = {
@@ -147,7 +152,7 @@ def beyond(f, n):
     if type(n) not in MOST:
         return ""
     least = f.metadata.get("least", 0)
-    most = MOST[type(n)]
+    most = f.metadata.get("most", MOST[type(n)])
     below = f.metadata.get("below", math.inf)
     if math.isnan(n):
         return "a number"
