@@ -56,6 +56,7 @@ import presets
 import utils
 from architectures import flags_without_choice, parameters
 from data import manifest, storage, tokenization
+from runtime import messages
 from training import settings, steps
 from training.optimizer import make_optimizer
 
@@ -142,15 +143,23 @@ def run_on_tests(program, *words):
     subprocess.run([*map(str, words)], check=True, capture_output=True)
 
 
-def train_small_tokenizer(path):
-    """Write the ranks of a tokenizer of 512 tokens."""
-    run_on_tests("train_tokenizer.py", "--vocab_size", 512, "--output", path)
-
-
 def tokenize_tests(folder, tokenizer):
-    """Write shards."""
+    """Write shards of the tests' own text."""
     words = ("--output", folder, "--tokenizer", tokenizer, "--val_fraction", 0.2)
     run_on_tests("tokenize_shards.py", *words)
+
+
+@pytest.fixture(scope="session")
+def text_shards(tmp_path_factory):
+    """Shards of the tests' own text, which keep the tokenizer of 512 tokens that made them."""
+    folder = tmp_path_factory.mktemp("text")
+    ranks = folder / "small.tiktoken"
+    run_on_tests("train_tokenizer.py", "--vocab_size", 512, "--output", ranks)
+    tokenize_tests(folder / "shards", ranks)
+    return folder / "shards"
+
+
+BYTE_RANKS = {bytes([b]): b for b in range(256)}
 
 
 def small_tokenizer(folder, n=200):
@@ -300,6 +309,15 @@ def run_program(*words, **environment):
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
 
 
+def refusal(call, *parts):
+    """The sentence, which holds the parts, by which a call is refused."""
+    with pytest.raises(messages.UserError) as e:
+        call()
+    said = str(e.value)
+    assert "\n" not in said and said[-1] in ".?" and all(part in said for part in parts), said
+    return said
+
+
 # --- Waiting and ports ------------------------------------------------------------------------------------------
 
 
@@ -319,6 +337,17 @@ def listens(address, port):
     with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
         return True
     return False
+
+
+def in_session(session):
+    """Numbers of the processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
+            if its_session == str(session) and state not in "ZX":
+                found.append(int(stat.parent.name))
+    return found
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Bad steps: counted, and after several in a row a rollback. tests/test_faults.py has whole runs."""
 
-import json
 import math
 
 from training.bad_steps import BadSteps, Rollback
@@ -46,15 +45,3 @@ def test_the_rollback_leads_before_the_first_bad_step_and_past_the_data_of_the_l
     assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
     observe(bad_steps, [NAN], first=7)  # its metrics were under way; its data is read again
     assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
-
-
-def test_what_a_checkpoint_keeps_goes_on_as_if_nothing_had_been():
-    """At every step, through JSON."""
-    losses = [4.0, NAN, NAN, NAN, 4.0, NAN]
-    for saved_at in range(len(losses)):
-        whole, first = BadSteps(limit=3), BadSteps(limit=3)
-        observe(whole, losses)
-        observe(first, losses[:saved_at])
-        second = BadSteps(3, json.loads(json.dumps(first.state())))
-        observe(second, losses[saved_at:], first=saved_at + 1)
-        assert vars(second) == vars(whole)

@@ -1,6 +1,5 @@
 """The programs in data/: shards against a plain loop, however a run is cut, killed, interrupted or disturbed."""
 
-import contextlib
 import gzip
 import hashlib
 import io
@@ -14,14 +13,13 @@ import subprocess
 import sys
 import zlib
 from functools import partial
-from pathlib import Path
 
 import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import wait_for
+from conftest import in_session, wait_for
 
 import data.encoding
 import data.output
@@ -463,16 +461,6 @@ def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
         refused(tokenize("a.jsonl", "out", "--workers", 2), "--workers 2: one was killed")
     assert tokenize("a.jsonl", "out", "--workers", 2)[0] == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
-
-
-def in_session(session):
-    """Numbers of the processes of a session that have not ended."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
-            found += [stat.parent.name] if its_session == str(session) and state not in "ZX" else []
-    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

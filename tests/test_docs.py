@@ -5,7 +5,6 @@ fence right after it shows must be in its output. One of `sh minutes`, `sh hosts
 not run: the flags of its commands are parsed.
 """
 
-import base64
 import contextlib
 import dataclasses
 import functools
@@ -20,11 +19,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ROOT, SMALL_RUN, flags_of
+from conftest import BYTE_RANKS, ROOT, SMALL_RUN, flags_of
 
 import model
 import presets
 import utils
+from data import tokenization
 from planning import plan
 from runtime import parser
 from training import command_line, settings
@@ -220,8 +220,7 @@ def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs") / "copy"
     left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
-    ranks = [base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)]
-    (folder / "bytes.tiktoken").write_bytes(b"".join(ranks))
+    (folder / "bytes.tiktoken").write_bytes(tokenization.dump_ranks(BYTE_RANKS))
     (folder / "text").mkdir()
     for i in range(12):
         (folder / "text" / f"{i}.txt").write_text("".join(f"{n} {n * i}\n" for n in range(300)))

@@ -13,7 +13,6 @@ from test_parity import assert_same, first_params, on_one_device, spread
 
 import model
 from architectures import parameters
-from runtime import messages
 from training import muon, steps
 from training.optimizer import make_optimizer
 
@@ -79,15 +78,6 @@ def test_large_matrices_share_a_turn():
     assert [group.members for group in muon.deal([few, more], mesh)] == [(0, 1)]
     many = matrices(layout, 256, 7168, 64)
     assert len(muon.deal([few, many], mesh)) == 2
-
-
-# --- Runs ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_keeps_its_optimizer(train):
-    assert train(optimizer="adamw", blocks=1, training_steps=1) == 0
-    with pytest.raises(messages.UserError, match="--optimizer muon: run run exists and has adamw"):
-        train(optimizer="muon", blocks=1, training_steps=2)
 
 
 # --- Newton-Schulz steps ------------------------------------------------------------------------------------------

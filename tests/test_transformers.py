@@ -15,8 +15,6 @@ from conftest import (
     SMALL_QWEN3,
     settled,
     small_config,
-    tokenize_tests,
-    train_small_tokenizer,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -138,13 +136,10 @@ def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["groups", "gpt2", "qwen3"])
-def test_text_continues_as_transformers_continues_it(size, train, tmp_path):
+def test_text_continues_as_transformers_continues_it(size, train, text_shards, tmp_path):
     """From a prompt's text to the text after it, by two independent programs, of a run that knows its tokenizer."""
-    ranks, shards = tmp_path / "small.tiktoken", tmp_path / "shards"
-    train_small_tokenizer(ranks)
-    tokenize_tests(shards, ranks)
     flags = {**SIZES[size], "T": 80, "vocab_size": 512, "training_steps": 3, "max_tokens": 8}
-    assert train((1, 1, 1), data=shards, prompt="x", **flags) == 0
+    assert train((1, 1, 1), data=text_shards, prompt="x", **flags) == 0
     hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
