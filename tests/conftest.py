@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -61,53 +62,22 @@ from training import settings, steps
 from training.optimizer import make_optimizer
 
 # A model small enough to compile in seconds, with every part that a large one has.
-SMALL = dict(
-    model_dimension=32,
-    vocab_size=250,
-    n_head=4,
-    blocks=4,
-    layers_per_block=3,
-    T=32,
-    latent_dim=16,
-    rope_dim=8,
-    n_experts=8,
-    experts_per_token=2,
-    n_shared=1,
-    expert_dim=32,
-    ffn_dim=64,
-    capacity_factor=0.0,
-    attention="blockwise",
-    microbatches=4,
-    pp_interleave=1,
-    max_lr=5e-3,
-    end_lr=2e-4,
-    embedding_lr=2.0,
-    warmup_steps=2,
-    end_steps=100,
-    compilation_cache="",
-)
+SMALL = dict(model_dimension=32, vocab_size=250, n_head=4, blocks=4, layers_per_block=3, T=32)
+SMALL |= dict(latent_dim=16, rope_dim=8, ffn_dim=64, attention="blockwise")
+SMALL |= dict(n_experts=8, experts_per_token=2, n_shared=1, expert_dim=32, capacity_factor=0.0)
+SMALL |= dict(max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2, end_steps=100)
+SMALL |= dict(microbatches=4, pp_interleave=1, compilation_cache="")
 # For runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time.
 SMALL_RUN = SMALL | dict(layers_per_block=1)
 # Other architectures in the same size: nothing of SMALL that they have no use for
-SMALL_DEEPSEEK = dict(
-    embedding_norm=False,
-    latent_conv=0,
-    first_layers=1,
-    layers_per_block=1,
-    tied=False,
-    head_dim=12,
-    q_latent_dim=10,
-    n_groups=4,
-    k_groups=2,
-    experts_per_token=3,
-    routed_scaling=2.5,
-)
+SMALL_DEEPSEEK = dict(embedding_norm=False, latent_conv=0, first_layers=1, layers_per_block=1)
+SMALL_DEEPSEEK |= dict(tied=False, head_dim=12, q_latent_dim=10, experts_per_token=3)
+SMALL_DEEPSEEK |= dict(n_groups=4, k_groups=2, routed_scaling=2.5)
 SMALL_GPT2 = {**flags_without_choice("gpt2"), "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
 SMALL_QWEN3 = flags_without_choice("qwen3") | dict(n_kv_head=4, n_head=8)
 SMALL_QWEN3 |= dict(head_dim=12, rope_base=3e4)
 # One small model of each architecture: tests of parity, decoding, plan and export take all of them.
 ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_QWEN3}
-MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
 # Workers take whole files, whose tests share what they compile, and begin with the longest ones.
@@ -271,6 +241,12 @@ def keep_precision():
 def xla_cache(tmp_path_factory):
     """A compilation cache that all runs of main.py in one test session share."""
     return tmp_path_factory.mktemp("xla_cache")
+
+
+def copy_repository(folder, *left_out):
+    """What stands in the repository but what runs and tests write, and tests."""
+    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests", *left_out)
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
 
 
 def flags_of(**flags):

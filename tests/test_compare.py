@@ -31,9 +31,6 @@ def write_run(folder, losses, every=10, speed=100.0, **flags):
     return str(folder)
 
 
-# --- Runs ----------------------------------------------------------------------------------------------------
-
-
 def test_a_curve_is_what_the_metrics_say(tmp_path):
     folder = write_run(tmp_path / "run", [5.0, 4.0, 4.1])
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -94,9 +91,6 @@ def test_what_is_no_run_is_named(tmp_path):
     ):
         refusal(lambda: compared(*runs, "--output", tmp_path / output), said)
     assert not (tmp_path / "x.png").exists()
-
-
-# --- Seeds ------------------------------------------------------------------------------------------------------
 
 
 def losses_of(seed, high):

@@ -46,16 +46,8 @@ HOSTILE_FILES = {
     "zipped.txt.gz": gzip.compress(b"not much"),
 }
 HIDDEN = {".hidden.txt": b"not a document", ".git/config": b"nor this", "nested/.cache/x": b"no"}
-HOSTILE = [
-    "<|endoftext|> <|fim_prefix|>x",
-    "",
-    None,
-    "\0a\0\0b\0",
-    " " * 3000,
-    "👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff",
-    "a\r\nb\u2028c\x85",
-    "legal: \ufffd",
-]
+HOSTILE = ["<|endoftext|> <|fim_prefix|>x", "", None, "\0a\0\0b\0", " " * 3000]
+HOSTILE += ["👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff", "a\r\nb\u2028c\x85", "legal: \ufffd"]
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
 WORDS = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(" ")
 ZSTD = partial(pa.Codec("zstd").compress, asbytes=True)
@@ -567,16 +559,9 @@ def test_tiktoken_encodes_as_the_training_library(tmp_path, monkeypatch):
 
 # --- Errors -----------------------------------------------------------------------------------------------------
 
-BAD_FLAGS = [
-    ("source", "/no/such/folder"),
-    ("source", "empty"),
-    ("tokenizer", "gpt99"),
-    ("tokenizer", "missing.tiktoken"),
-    ("val_fraction", "1"),
-    ("shard_tokens", "10000000000000000"),
-    ("output", "in/shards"),
-    ("output", "a file"),
-]
+BAD_FLAGS = [("source", "/no/such/folder"), ("source", "empty"), ("tokenizer", "gpt99")]
+BAD_FLAGS += [("tokenizer", "missing.tiktoken"), ("val_fraction", "1"), ("output", "in/shards")]
+BAD_FLAGS += [("shard_tokens", "10000000000000000"), ("output", "a file")]
 BAD_TRAINING = [("vocab_size", "256"), ("vocab_size", "100000"), ("output", "ranks.txt")]
 BAD_TRAINING += [("source", "/no/such/folder"), ("output", "a file/x.tiktoken")]
 

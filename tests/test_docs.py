@@ -13,13 +13,12 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import BYTE_RANKS, ROOT, SMALL_RUN, flags_of
+from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, flags_of
 
 import model
 import presets
@@ -218,8 +217,7 @@ TRAIN = """--compilation_cache xla --training_steps 2 --profile 2:2 --warmup_ste
 def copy(tmp_path_factory):
     """A copy of the repository with shards in data/shards/stdlib and a run of a few steps in runs/tiny."""
     folder = tmp_path_factory.mktemp("docs") / "copy"
-    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests")
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
+    copy_repository(folder)
     (folder / "bytes.tiktoken").write_bytes(tokenization.dump_ranks(BYTE_RANKS))
     (folder / "text").mkdir()
     for i in range(12):

@@ -36,8 +36,6 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(attention.ATTENTION, "flash", allowed)
 
 
-# --- Against plain attention --------------------------------------------------------------------------------------
-
 # B, H, T, K, V: widths that are no powers of two, or no multiples of what the kernel multiplies; one block, many blocks
 # of 128 queries, and multiples of 64 alone
 SHAPES = [
@@ -94,9 +92,6 @@ def test_output_and_gradients_equal_those_of_xla(shape, documents, interpreted):
         assert np.square(a - b).mean() < 2**-16 * np.square(a).mean()  # bfloat16 has 8 digits
 
 
-# --- In a model ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "mesh, flags",
     [
@@ -108,9 +103,6 @@ def test_loss_and_gradients_of_a_model(mesh, flags, interpreted):
     flags = dict(flags, **DOCUMENTS, T=64, sequences=8)
     plain, ours = (loss_and_gradients(mesh, attention=name, **flags) for name in ("xla", "flash"))
     assert_same(plain, ours, 1e-5)
-
-
-# --- What the plan counts -----------------------------------------------------------------------------------------
 
 
 def count(block, n, masked):
@@ -166,9 +158,6 @@ def test_documents_leave_out_blocks_that_none_sees():
             for first, end in zip(firsts, ends)
         )
     assert by_queries == by_keys == 2 * half
-
-
-# --- Compiled -----------------------------------------------------------------------------------------------------
 
 
 def head_shapes():

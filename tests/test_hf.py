@@ -10,15 +10,7 @@ import jax
 import numpy as np
 import pytest
 from absl import logging as absl_logging
-from conftest import (
-    ARCHITECTURES,
-    ROOT,
-    SMALL_DEEPSEEK,
-    refusal,
-    settled,
-    small_tokenizer,
-    tokenize_tests,
-)
+from conftest import ARCHITECTURES, ROOT, refusal, settled, small_tokenizer, tokenize_tests
 from safetensors.numpy import load_file, save_file
 from test_tools import make_run
 
@@ -30,13 +22,9 @@ from runtime import files
 from tools import common, evaluate, hf
 from training import settings, steps
 
-DEEPSEEK = SMALL_DEEPSEEK | dict(mtp_depth=1)
-YARN = dict(rope_factor=4.0)
-FLAGS = {
-    **ARCHITECTURES,
-    "deepseek": DEEPSEEK,
-    "yarn": dict(DEEPSEEK, mtp_depth=0, tied=True, n_shared=0, **YARN),
-}
+DEEPSEEK = ARCHITECTURES["deepseek"] | dict(mtp_depth=1)
+YARN = dict(DEEPSEEK, mtp_depth=0, tied=True, n_shared=0, rope_factor=4.0)
+FLAGS = ARCHITECTURES | {"deepseek": DEEPSEEK, "yarn": YARN}
 
 
 def params_of(folder, cfg):
@@ -142,18 +130,9 @@ def test_a_longer_T_than_the_weights_know_gets_a_warning(deepseek, shards, tmp_p
 
 # --- Tokenizers -----------------------------------------------------------------------------------------------------
 
-HOSTILE = [
-    "",
-    "a",
-    "<|endoftext|> spelled",
-    "naïve 日本語 🦙👩‍👩‍👧 \x00\x01",
-    "  \n\n\t x   ",
-    "1234567 89",
-    "I'll WE'VE don't",
-    "def f(x):\n    return x**2  # ünï\r\n",
-    "a" * 300,
-    "\u2028 \u00a0",
-]
+HOSTILE = ["", "a", "<|endoftext|> spelled", "naïve 日本語 🦙👩‍👩‍👧 \x00\x01", "  \n\n\t x   "]
+HOSTILE += ["1234567 89", "I'll WE'VE don't", "def f(x):\n    return x**2  # ünï\r\n"]
+HOSTILE += ["a" * 300, "\u2028 \u00a0"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "trained"])
@@ -317,9 +296,12 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
     _, run, folder = (str(part) for part in deepseek)
     (tmp_path / "file").write_text("")
     out, none, bad = (str(tmp_path / name) for name in ("x", "none", "file/x"))
+    begun = tmp_path / "begun"
+    files.write_file(str(begun / "config.json"), files.read_file(f"{run}/config.json"))
     mixed = make_run(tmp_path, layers_per_block=3)[0]  # of blocks that no class of transformers has
     for call, sentence in [
         (lambda: hf.export(none, out), "neither a run directory"),
+        (lambda: hf.export(str(begun), out), "begun/checkpoints: there is no checkpoint in here"),
         (lambda: hf.run(["export", run, folder]), "exists already"),
         (lambda: hf.run(["import", folder, run]), "exists already"),
         (lambda: hf.import_folder(str(tmp_path), out), "no config.json"),

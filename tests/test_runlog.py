@@ -129,9 +129,6 @@ def test_the_pace_counts_training_alone(monkeypatch):
     assert pace.seconds_for(4) == 6.5
 
 
-# --- The log ------------------------------------------------------------------------------------------------------
-
-
 def log_in(folder, step=0, **flags):
     """The log of a run that resumes at `step`."""
     cfg = utils.replace(small_config(), output_dir=str(folder), name="run", **flags)
@@ -217,8 +214,6 @@ def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, 
     said = capsys.readouterr().out
     assert "warning: --wandb: no key; the run is logged offline, and wandb sync" in said
 
-
-# --- Damage -------------------------------------------------------------------------------------------------------
 
 STEP = 8  # of the checkpoint
 ROWS = [{"step": n, "loss/train_loss": n / 2, "lr": None} for n in range(1, 12)]

@@ -199,9 +199,6 @@ def test_checkpoints_to_s3_are_refused(train):
     refusal(lambda: train(output_dir="s3://bucket/runs"), "--output_dir s3://bucket/runs: must be")
 
 
-# --- The vocabulary of the shards -------------------------------------------------------------------------------
-
-
 def test_the_manifest_decides_the_vocabulary(tmp_path, capsys):
     """Where no flag, no weights and no run does. A preset's that is padded stays."""
     for size, preset, given, wanted in (
@@ -220,9 +217,6 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys):
         stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
         kept = settings.follow_shards(settings.Flags(cfg, set()), stored, shards)
         assert kept.cfg.model.vocab_size == (8192 if "init_from" in given else 60000)
-
-
-# --- The documented cycle in a bucket ---------------------------------------------------------------------------
 
 
 def used(run, shards, exported, capsys, cache):

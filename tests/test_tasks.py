@@ -7,15 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tokenizers
-from conftest import (
-    ROOT,
-    SMALL_DEEPSEEK,
-    SMALL_GPT2,
-    SMALL_RUN,
-    flags_of,
-    refusal,
-    small_config,
-)
+from conftest import ROOT, SMALL_DEEPSEEK, SMALL_GPT2, SMALL_RUN, flags_of, refusal, small_config
 from safetensors.numpy import load_file
 from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
@@ -111,16 +103,10 @@ def models(request, tmp_path_factory, text_shards):
 
 
 def asked(folder, tasks_folder, mesh=(1, 1, 1), **options):
-    flags = dict(
-        model=str(folder),
-        tasks=("local_choices,local_shots", "local_likely,local_pages,local_written"),
-        include_path=(str(tasks_folder),),
-        n_device_axis=mesh,
-        n_devices=int(np.prod(mesh)),
-        model_dtype="float32",
-        compilation_cache="",
-        batch_size=2,
-    )
+    names = ("local_choices,local_shots", "local_likely,local_pages,local_written")
+    flags = dict(model=str(folder), tasks=names, include_path=(str(tasks_folder),), batch_size=2)
+    flags |= dict(n_device_axis=mesh, n_devices=int(np.prod(mesh)))
+    flags |= dict(model_dtype="float32", compilation_cache="")
     return evaluate.main(common.Evaluate(**flags | options))
 
 

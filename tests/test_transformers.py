@@ -9,13 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import (
-    SMALL_DEEPSEEK,
-    SMALL_GPT2,
-    SMALL_QWEN3,
-    settled,
-    small_config,
-)
+from conftest import SMALL_DEEPSEEK, SMALL_GPT2, SMALL_QWEN3, settled, small_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
