@@ -38,9 +38,8 @@ os.environ["XLA_FLAGS"] = (
 if version("jaxlib").startswith("0.10."):  # XLA ends a process that gives later ones this flag
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # small programs are cached too
-gc.set_threshold(
-    100_000
-)  # tracing makes many objects: collecting them often is a fifth of its time
+# tracing makes many objects: collecting them often is a fifth of its time
+gc.set_threshold(100_000)
 
 import fsspec
 import jax

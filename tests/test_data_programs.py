@@ -85,9 +85,8 @@ def write(path, texts):
     elif path.suffix:  # lines, in two frames where they are compressed
         lines = [json.dumps({"id": i, "body": t}).encode() + b"\n" for i, t in enumerate(texts)]
         half, compress = len(lines) // 2, COMPRESS.get(path.suffix, bytes)
-        path.write_bytes(
-            compress(b"".join(lines[:half])) + compress(b"\n" + b"".join(lines[half:]))
-        )
+        frames = b"".join(lines[:half]), b"\n" + b"".join(lines[half:])
+        path.write_bytes(b"".join(map(compress, frames)))
     else:
         write_files(path, {f"{i:03d}.txt": (text or "").encode() for i, text in enumerate(texts)})
 

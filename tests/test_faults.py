@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import math
 import os
 import random
 import re
@@ -35,8 +36,47 @@ from data.sources.kinds import open_source
 from runtime import files, interrupts, locks, messages, processes
 from tools import checkpoints as tool
 from training import checkpointing, steps
+from training.bad_steps import BadSteps, Rollback
 
 # --- Numbers that are not finite ----------------------------------------------------------------------------------
+
+
+PER_STEP = 8  # sequences
+
+
+def observe(bad_steps, losses, first=1):
+    """Let finished steps with these losses, from step `first` on, be observed."""
+    for step, loss in enumerate(losses, first):
+        bad_steps.observe(step, PER_STEP * step, loss, 1.0)
+
+
+def test_single_bad_steps_are_counted_and_cause_no_rollback(capsys):
+    bad_steps = BadSteps(limit=3)
+    observe(bad_steps, [4.0, math.nan, math.inf, 4.0, -math.inf, 4.0])
+    assert (bad_steps.total, bad_steps.consecutive, bad_steps.due) == (3, 0, None)
+    said = r"warning: step (\d) is skipped, its loss is (\S+) and .*\((\d) in a row\)"
+    found = re.findall(said, capsys.readouterr().out)
+    assert found == [("2", "nan", "1"), ("3", "inf", "2"), ("5", "-inf", "1")]
+    never = BadSteps(limit=0)
+    observe(never, [math.nan] * 50)
+    assert never.due is None and never.total == 50
+
+
+def test_a_gradient_that_is_not_finite_is_as_bad_as_a_loss():
+    bad_steps = BadSteps(limit=2)
+    bad_steps.observe(1, 8, 4.0, math.nan)
+    bad_steps.observe(2, 16, 4.0, math.inf)
+    assert bad_steps.due == Rollback(before=1, sequences=16, bad_steps=2)
+
+
+def test_the_rollback_leads_before_the_first_bad_step_and_past_the_data_of_the_last():
+    bad_steps = BadSteps(limit=3)
+    observe(bad_steps, [4.0, math.nan, 4.0, math.nan, math.nan])
+    assert bad_steps.in_progress and bad_steps.due is None
+    observe(bad_steps, [math.nan], first=6)
+    assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
+    observe(bad_steps, [math.nan], first=7)  # its metrics were under way; its data is read again
+    assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
 
 
 def poisoned(make_loss, bad):
@@ -109,10 +149,8 @@ def test_after_three_rollbacks_the_run_ends(train, poison, tmp_path, capsys):
 
 def state_of(seed, n=3000):
     rng = np.random.default_rng(seed)
-    return {
-        "params": {"a": jnp.array(rng.normal(size=n), jnp.float32), "b": jnp.arange(7)},
-        "step": jnp.int32(seed),
-    }
+    params = {"a": jnp.array(rng.normal(size=n), jnp.float32), "b": jnp.arange(7)}
+    return {"params": params, "step": jnp.int32(seed)}
 
 
 @pytest.fixture(scope="module")
@@ -442,20 +480,6 @@ def test_an_interrupt_while_jax_is_imported_is_one_line(tmp_path):
     for words, said in ((["main.py"], lost), (["tools/sample.py", "x"], "interrupted")):
         done = subprocess.run([sys.executable, *words], env=env, cwd=ROOT, **pipes)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", said + "\n"), words
-
-
-def test_signals_are_heard_before_anything_else_is_imported():
-    """Ctrl-C during an import ends in a traceback, if it is not heard yet."""
-    program = f"""
-import os, sys  # which Python itself has imported by then
-sys.path.insert(0, {str(ROOT)!r})
-before = set(sys.modules)
-from runtime import interrupts
-print(*set(sys.modules) - before)
-"""
-    words = [sys.executable, "-S", "-c", program]  # -S: without what is installed
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) <= {"runtime", "runtime.interrupts", "_signal"}
 
 
 # --- Storage without a network, or without rights -----------------------------------------------------------------

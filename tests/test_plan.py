@@ -122,25 +122,21 @@ def test_formulas_agree_with_the_tpu_compiler(
 MESH = dict(dp=2, pp=3, tp=4)
 
 
-@pytest.mark.parametrize(
-    "attribute, axes, n",
-    [
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("tp",), 4),
-        ("replica_groups=[12,2]<=[2,12]T(1,0)", ("dp",), 2),
-        ("replica_groups=[3,8]<=[2,3,4]T(1,0,2)", ("dp", "tp"), 8),
-        ("replica_groups=mesh['a'=2,'b'=3,'c'=4] {'b'}", ("pp",), 3),
-        (
-            "replica_groups=mesh['a'=3,'b'=2,'c'=4], device_ids=([2,3,4]T(1,0,2)) {'b','c'}",
-            ("dp", "tp"),
-            8,
-        ),
-        ("source_target_pairs={{0,4},{4,8},{8,0}}", ("pp",), 2),
-        ("replica_groups={}", ("dp", "pp", "tp"), 24),
-    ],
-)
-def test_axes_of_a_collective(attribute, axes, n):
-    op = hlo.Op("x", "f32[8]", "all-reduce", f"%y), channel_id=1, {attribute}, to_apply=%add")
-    assert hlo.group_axes(op, MESH) == (axes, n)
+GROUPS = {  # of devices, as compilers write them: their axes, and how many are in one
+    "replica_groups={{0,1,2,3},{4,5,6,7}}": ("tp", 4),
+    "replica_groups=[12,2]<=[2,12]T(1,0)": ("dp", 2),
+    "replica_groups=[3,8]<=[2,3,4]T(1,0,2)": ("dp tp", 8),
+    "replica_groups=mesh['a'=2,'b'=3,'c'=4] {'b'}": ("pp", 3),
+    "replica_groups=mesh['a'=3,'b'=2,'c'=4], device_ids=([2,3,4]T(1,0,2)) {'b','c'}": ("dp tp", 8),
+    "source_target_pairs={{0,4},{4,8},{8,0}}": ("pp", 2),
+    "replica_groups={}": ("dp pp tp", 24),
+}
+
+
+def test_axes_of_a_collective():
+    for attribute, (axes, n) in GROUPS.items():
+        op = hlo.Op("x", "f32[8]", "all-reduce", f"%y), channel_id=1, {attribute}, to_apply=%add")
+        assert hlo.group_axes(op, MESH) == (tuple(axes.split()), n), attribute
 
 
 @pytest.mark.parametrize(
@@ -389,12 +385,10 @@ def test_a_machine_that_is_none():
         refusal(lambda: machines.parse_machine(name), *said)
 
 
-LARGEST = (
-    "train_batch_size blocks accumulation_steps vocab_size,model_dimension n_experts,mtp_depth"
-)
+LARGEST = "train_batch_size blocks accumulation_steps vocab_size,model_dimension".split()
 
 
-@pytest.mark.parametrize("names", LARGEST.split())
+@pytest.mark.parametrize("names", [*LARGEST, "n_experts,mtp_depth"])
 def test_a_plan_of_the_largest_values_ends(names, planned):
     flags = {name: utils.FIELDS[name].metadata["most"] for name in names.split(",")}
     a = planned("--by_formulas", plan="gpu:8xH200", **flags)

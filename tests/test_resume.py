@@ -22,10 +22,8 @@ TINY = {**SMALL_GPT2, "blocks": 1, "model_dimension": 16, "ffn_dim": 32, "T": 16
 def metrics_of(run):
     """Rows of metrics.jsonl without the keys that are times."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in row.items() if k not in ("tokens_per_second", "data/wait")}
-        for row in rows
-    ]
+    times = {"tokens_per_second", "data/wait"}
+    return [{key: row[key] for key in row.keys() - times} for row in rows]
 
 
 def checkpoint_of(run, step):
@@ -34,10 +32,8 @@ def checkpoint_of(run, step):
 
     with ocp.StandardCheckpointer() as reader:
         state = reader.restore(run / "checkpoints" / str(step) / "state")
-    return {
-        jax.tree_util.keystr(p): np.asarray(x)
-        for p, x in jax.tree_util.tree_leaves_with_path(state)
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 
 def assert_bitwise(a, b):

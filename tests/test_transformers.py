@@ -24,12 +24,8 @@ from runtime import messages
 from tools import common, hf, sample
 from training import steps
 
-torch = pytest.importorskip(
-    "torch", reason="torch is not installed; pip install torch transformers"
-)
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed; pip install transformers"
-)
+torch = pytest.importorskip("torch", reason="pip install torch transformers")
+transformers = pytest.importorskip("transformers", reason="pip install torch transformers")
 
 # All sizes odd
 DEEPSEEK = SMALL_DEEPSEEK | dict(n_groups=1, k_groups=1, experts_per_token=2, balance_weight=0.0)
@@ -54,9 +50,8 @@ for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, 
 def reference(cfg):
     """transformers' model of the same shape with random weights, every one of which matters."""
     form = architecture(cfg.model.architecture).hugging_face
-    config = transformers.AutoConfig.for_model(
-        **form.config(cfg.model), attn_implementation="eager"
-    )
+    plain = dict(attn_implementation="eager")
+    config = transformers.AutoConfig.for_model(**form.config(cfg.model), **plain)
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():

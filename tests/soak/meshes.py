@@ -101,9 +101,8 @@ def compare(seed):
 def case(rng, sound, folder):
     ended = run(["tests/soak/meshes.py", rng.getrandbits(64)], folder / "work")
     wrong = complaint(ended, (0,))
-    return Case(
-        ended.out.strip(), wrong or f"within {CLOSE:g}", wrong and f"{wrong}: {ended.err}", ended
-    )
+    how, said = wrong or f"within {CLOSE:g}", wrong and f"{wrong}: {ended.err}"
+    return Case(ended.out.strip(), how, said, ended)
 
 
 if __name__ == "__main__":
