@@ -595,12 +595,18 @@ class Pair:
         env.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax sets it here
         supervise = ["bash", ROOT / "tools/cluster/supervise.sh", str(restarts)]
         program = [sys.executable, self.folder / "driver.py", json.dumps(faults)]
-        program += ["--preset", "tiny"]
         self.supervisors = []
         for i in range(2):
             own = self.folder / str(i)
             own.mkdir()
-            words = [*supervise, own, *program, *flags_of(**flags, process_id=i)]
+            words = [
+                *supervise,
+                own,
+                *program,
+                "--preset",
+                "tiny",
+                *flags_of(**flags, process_id=i),
+            ]
             with open(own / "log", "w") as log:
                 out = dict(stdout=log, stderr=subprocess.STDOUT)
                 self.supervisors.append(subprocess.Popen(words, env=env, **out))
