@@ -17,15 +17,12 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_parity import DOCUMENTS, assert_same, loss_and_gradients
+from test_plan import gpu_compiler
 
 import presets
 import utils
 from kernels import attention, flash
 from planning import gpus
-
-gpu_compiler = pytest.mark.skipif(
-    not gpus.has_compiler(), reason="the packages of pyproject.toml's extra plan-gpu"
-)
 
 
 @pytest.fixture

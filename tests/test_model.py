@@ -8,19 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import (
-    ARCHITECTURES,
-    SMALL_DEEPSEEK,
-    SMALL_GPT2,
-    SMALL_QWEN3,
-    begin,
-    furthest,
-    make_params,
-    random_batch,
-    refusal,
-    small_config,
-    steps_of,
-)
+from conftest import ARCHITECTURES, furthest, make_params, random_batch, small_config, steps_of
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
@@ -32,6 +20,7 @@ import utils
 from architectures import deepseek, experts, layers, parameters
 from inference import decoding
 from kernels import attention, grouped, loss
+from runtime import messages
 from training import settings, steps
 from training.optimizer import make_optimizer
 
@@ -280,12 +269,10 @@ def test_router_biases_move_towards_an_even_load():
     flags = dict(blocks=1, layers_per_block=1, mtp_depth=1, bias_update_rate=5e-3, sequences=8)
     cfg = small_config(max_lr=0.0, end_lr=0.0, optimizer="adamw", **flags)
     mesh = steps.make_mesh(cfg)
-    state, step = begin(cfg, mesh)
-    batch = random_batch(cfg, mesh)
-    one = (part[0] for part in batch)
+    batch = (part[0] for part in random_batch(cfg, mesh))
     compute = jax.jit(model.make_loss(cfg, mesh, train=True))
-    _, seen = compute(state.params, *one, jax.random.key(0), 0)
-    after = step(state, *batch)[0].params
+    _, seen = compute(make_params(cfg, mesh), *batch, jax.random.key(0), 0)
+    after = steps_of(cfg, 1)[0].params
     for kind, layer in (("moe", after["moe"]), ("mtp", after["mtp"]["layer"])):
         load = np.asarray(seen.load[kind])
         assert load.std() > 0
@@ -353,7 +340,9 @@ def test_cross_entropy_and_its_gradient():
 def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
     found = []
     for embedding_lr in (1.0, 3.0):
-        cfg = small_config(**SMALL_GPT2 | dict(embedding_lr=embedding_lr, optimizer="adamw"))
+        cfg = small_config(
+            **ARCHITECTURES["gpt2"] | dict(embedding_lr=embedding_lr, optimizer="adamw")
+        )
         mesh = steps.make_mesh(cfg)
         optimizer, _ = make_optimizer(cfg, mesh)
         params = make_params(cfg, mesh)
@@ -373,7 +362,7 @@ def test_one_batch_overfits():
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 
 
-DEEPSEEK = SMALL_DEEPSEEK | dict(first_layers=2, q_latent_dim=0)
+DEEPSEEK = ARCHITECTURES["deepseek"] | dict(first_layers=2, q_latent_dim=0)
 # every part that decoding or documents meet
 DECODED = ARCHITECTURES | dict(deepseek=DEEPSEEK | dict(latent_conv=3, embedding_norm=True))
 STRETCHED = DEEPSEEK | dict(n_shared=0, mtp_depth=1, rope_factor=4.0, rope_original_T=8)
@@ -547,7 +536,8 @@ def test_validation_takes_no_more_batches_than_there_are(capsys):
 def test_heads_of_qwen3_that_do_not_fit_are_refused():
     for flags, said in [
         (dict(n_kv_head=3), "--n_kv_head 3: must divide --n_head 8."),
-        (dict(n_kv_head=2), "--n_kv_head 2: must be a multiple of tp (4)."),
+        (dict(n_kv_head=2), r"--n_kv_head 2: must be a multiple of tp \(4\)."),
         (dict(head_dim=7), "--head_dim 7: must be a multiple of 2"),
     ]:
-        refusal(lambda: small_config((1, 1, 4), **SMALL_QWEN3 | flags), said)
+        with pytest.raises(messages.UserError, match=said):
+            small_config((1, 1, 4), **ARCHITECTURES["qwen3"] | flags)

@@ -14,13 +14,14 @@ import model
 import presets
 import utils
 from kernels import attention
-from planning import costs, hlo, machines, plan
+from planning import costs, gpus, hlo, machines, plan
 from runtime import platforms
 from training import command_line, settings
 
 tpu_compiler = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"'
 )
+gpu_compiler = pytest.mark.skipif(not gpus.has_compiler(), reason="pyproject.toml's plan-gpu")
 SHORT = dict(blocks=2, layers_per_block=1, optimizer="adamw")
 GPT2 = ARCHITECTURES["gpt2"] | SHORT
 QWEN3 = ARCHITECTURES["qwen3"] | SHORT
@@ -446,3 +447,59 @@ def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, planned, monk
 def test_a_slice_that_no_one_sells(no_device):
     machine = machines.parse_machine("v4:3x4x4")
     refusal(lambda: machines.devices_of(machine), "knows no such slice")
+
+
+# --- GPUs, whose compiler needs none ------------------------------------------------------------------------------
+
+
+@gpu_compiler
+@pytest.mark.parametrize("kind", ["T4", "B200"])
+def test_devices_that_exist_for_the_compiler_alone(kind):
+    machine = machines.parse_machine(f"gpu:2x4x{kind}")
+    devices = machines.devices_of(machine)
+    assert len(devices) == machine.n == 8
+    assert {d.process_index for d in devices[:4]} == {0}
+    assert {d.process_index for d in devices[4:]} == {1}
+    assert {(d.platform, d.device_kind) for d in devices} == {("gpu", machine.chip.kind)}
+
+
+def fail(cfg, machine):
+    """What some programs make of the compiler."""
+    raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile")
+
+
+ON_GPUS = ["--preset", "tiny", "--plan", "gpu:4xH200"]
+
+
+@gpu_compiler
+def test_formulas_answer_where_the_compiler_fails(monkeypatch, capsys):
+    monkeypatch.setattr(machines, "compile_for", fail)
+    plan.main(command_line.parse(ON_GPUS))
+    said = capsys.readouterr().out
+    assert "INTERNAL: Mosaic failed" in said and "memory" in said
+
+
+@gpu_compiler
+def test_what_does_not_fit_is_said(monkeypatch, capsys):
+    used = machines.parse_machine("gpu:4xH200").chip.memory
+    ops = ["%x = f32[4] parameter(0)", "ROOT %c = f32[4] copy(%x)"]
+    text = "\n  ".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *ops])
+    compiled = machines.Compiled(text, arguments=2**30, temporaries=used)
+    monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
+    plan.main(command_line.parse(ON_GPUS))
+    said = capsys.readouterr().out
+    assert "does not fit: it needs 1.00 GiB more than a chip's 141.00 GiB" in said
+
+
+GPU_CONFIGURATIONS = [("tiny", "gpu:2x8xH200", (4, 2, 2)), ("qwen3-tiny", "gpu:8xH200", (2, 2, 2))]
+
+
+@gpu_compiler
+@pytest.mark.parametrize("preset, name, mesh", GPU_CONFIGURATIONS, ids=str)
+def test_a_train_step_costs_what_the_formulas_say(preset, name, mesh):
+    machine = machines.parse_machine(name)
+    cfg = utils.replace(presets.preset(preset), n_device_axis=mesh)
+    cfg = settings.validate(cfg, machine.n)
+    compiled = machines.compile_step(cfg, machines.devices_of(machine))
+    assert compiled.arguments + compiled.temporaries < machine.chip.memory
+    check_program(compiled.text, cfg, machine)
