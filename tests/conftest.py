@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -240,12 +239,6 @@ def keep_precision():
 def xla_cache(tmp_path_factory):
     """A compilation cache that all runs of main.py in one test session share."""
     return tmp_path_factory.mktemp("xla_cache")
-
-
-def copy_repository(folder, *left_out):
-    """What stands in the repository but what runs and tests write, and tests."""
-    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests", *left_out)
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
 
 
 def flags_of(**flags):

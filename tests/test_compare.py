@@ -86,7 +86,7 @@ def test_what_is_no_run_is_named(tmp_path):
         ((run, str(empty)), "x.png", f"{empty}: is no run directory"),
         ((run, str(tmp_path / "none")), "x.png", "none: is no run directory"),
         ((begun,), "x.png", "begun: its metrics.jsonl holds no evaluation"),
-        ((run,), "x.gif", "x.gif: must be a file that ends in .png"),
+        ((run,), "x.gif", f"--output {tmp_path}/x.gif: must be a file that ends in .png"),
         ((run,), "run/config.json/x.png", "cannot be written"),
     ):
         refusal(lambda: compared(*runs, "--output", tmp_path / output), said)

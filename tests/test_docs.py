@@ -15,12 +15,13 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, flags_of
+from conftest import BYTE_RANKS, ROOT, SMALL_RUN, flags_of
 
 import model
 import presets
@@ -267,7 +268,8 @@ TRAIN = """--compilation_cache xla --training_steps 2 --profile 2:2 --warmup_ste
 def copy(tmp_path_factory):
     """A copy of the repository with shards in data/shards/stdlib and a run of a few steps in runs/tiny."""
     folder = tmp_path_factory.mktemp("docs") / "copy"
-    copy_repository(folder)
+    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests")
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
     (folder / "bytes.tiktoken").write_bytes(tokenization.dump_ranks(BYTE_RANKS))
     (folder / "text").mkdir()
     for i in range(12):
