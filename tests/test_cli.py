@@ -25,7 +25,6 @@ from training import command_line, settings
 
 FLAGS = parser.fields_of(utils.Config)
 FIELDS = {name: f for name, f in FLAGS.items() if not hasattr(utils.Plan, name)}  # of a run
-BATCH = {"train_batch_size", "val_batch_size", "microbatches"}  # which follow each other, and pp
 
 
 def another(name, value):
