@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from test_tools import make_run
 
 import utils
-from architectures import gpt2
+from architectures import gpt2, hf_format
 from data import tokenization
 from inference import hugging_face, weights
 from runtime import files
@@ -200,6 +200,8 @@ def test_float8_weights_are_read_times_their_scales(block, deepseek, tmp_path):
     a = spoilt(folder, tmp_path / "a", {"quantization_config": quantized}, **stored)
     b = spoilt(folder, tmp_path / "b", **plain)
     assert len(plain) > 20 and same(params_of(a, cfg), params_of(b, cfg))
+    unsaid = {"quantization_config": {"quant_method": "fp8"}}
+    assert hf_format.float8_block(unsaid, "deepseek_v3") == [128, 128]
 
 
 # --- What is refused ------------------------------------------------------------------------------------------------

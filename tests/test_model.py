@@ -279,17 +279,6 @@ def test_router_biases_move_towards_an_even_load():
         assert np.allclose(layer["bias"], 5e-3 * np.sign(load.mean(-1, keepdims=True) - load))
 
 
-def test_short_convolution_stays_within_documents():
-    rng = np.random.default_rng(0)
-    x, w = rng.normal(size=(1, 10, 3)), rng.normal(size=(3, 3))
-    start = np.array([[0, 0, 0, 0, 4, 4, 4, 7, 7, 7]])
-    documents = [short_conv_by_loops(part, w) for part in np.split(x[0], [4, 7])]
-    apart = deepseek.short_conv(jnp.float32(x), jnp.float32(w), jnp.array(start))
-    assert np.allclose(apart[0], np.concatenate(documents), atol=1e-5)
-    together = deepseek.short_conv(jnp.float32(x), jnp.float32(w), None)
-    assert np.allclose(together[0], short_conv_by_loops(x[0], w), atol=1e-5)
-
-
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_pipeline_equals_a_plain_loop(rounds):
     """Four stages with an affine map for each round, against applying all maps in turn; idle ticks leave the state as
