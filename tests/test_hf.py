@@ -128,8 +128,6 @@ def test_a_longer_T_than_the_weights_know_gets_a_warning(deepseek, shards, tmp_p
         assert (T, weights.positions(model, T)) == (4096, 8192)
 
 
-# --- Tokenizers -----------------------------------------------------------------------------------------------------
-
 HOSTILE = ["", "a", "<|endoftext|> spelled", "naïve 日本語 🦙👩‍👩‍👧 \x00\x01", "  \n\n\t x   "]
 HOSTILE += ["1234567 89", "I'll WE'VE don't", "def f(x):\n    return x**2  # ünï\r\n"]
 HOSTILE += ["a" * 300, "\u2028 \u00a0"]
@@ -168,9 +166,6 @@ def test_the_exported_tokenizer_cuts_as_tiktoken_does(
     assert auto.decode(auto.encode(texts[-1])) == texts[-1]
 
 
-# --- float8 ---------------------------------------------------------------------------------------------------------
-
-
 def spoilt(folder, tmp_path, config=None, **tensors):
     """A copy of a folder with entries of its config changed, and tensors changed or, where None, left out."""
     there, out = load_file(folder / "model.safetensors") | tensors, tmp_path / "spoilt"
@@ -203,8 +198,6 @@ def test_float8_weights_are_read_times_their_scales(block, deepseek, tmp_path):
     unsaid = {"quantization_config": {"quant_method": "fp8"}}
     assert hf_format.float8_block(unsaid, "deepseek_v3") == [128, 128]
 
-
-# --- What is refused ------------------------------------------------------------------------------------------------
 
 NORM, OUT = "model.layers.2.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
@@ -323,9 +316,6 @@ def test_an_architecture_may_have_no_such_format(monkeypatch):
     config = {"model_type": "gpt2"}
     said = refusal(lambda: hugging_face.format_of(config, "config.json"), "model_type is 'gpt2'")
     assert said.count("gpt2") == 1
-
-
-# --- Writing --------------------------------------------------------------------------------------------------------
 
 
 def test_what_import_and_export_say(deepseek, tmp_path, capsys, caplog):

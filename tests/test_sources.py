@@ -45,9 +45,6 @@ def texts_in(output, ranks_file):
     return texts
 
 
-# --- Few documents, and duplicates ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["doc", "doc.txt.gz", "doc.md.zst"])
 def test_one_text_file(tokenize, run, ranks_file, tmp_path, monkeypatch, name):
     """Its end validates, however the file is named; the tokenizer learns from its beginning alone."""
@@ -149,9 +146,6 @@ def test_progress_is_in_bytes(tmp_path, kind):
     assert done[-1] == source.total == sum(size for _, size in source.files)
     again = [source.position["done"] for _ in source.read(positions[29])]
     assert again == done[30:]
-
-
-# --- Damage -----------------------------------------------------------------------------------------------------
 
 
 def damage(path):
@@ -340,9 +334,6 @@ def test_a_long_text_file_is_read_in_parts_that_end_with_lines(
         if fraction == 0.1:
             assert len(found) > 10 and sum(not text.endswith("\n") for text in found) == 1
             assert max(len(text.encode()) for text in found) < 900
-
-
-# --- Kinds of files ---------------------------------------------------------------------------------------------
 
 
 def test_a_dataset_of_the_hub(tokenize, ranks_file, tmp_path, monkeypatch):

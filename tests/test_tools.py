@@ -94,9 +94,6 @@ def measured(run, **options):
     return evaluate.main(common.Evaluate(model=str(run[0]), **ONE | options))
 
 
-# --- sample.py --------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_of_prompts_continues_as_a_plain_loop_says_on_every_mesh(run, logits_of, capsys):
     rows = continued(run)
     out, err = capsys.readouterr()
@@ -144,9 +141,6 @@ def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(
     assert row.done and shown == "# >" + wanted and row.text == wanted
 
 
-# --- evaluate.py ------------------------------------------------------------------------------------------------
-
-
 def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, logits_of):
     _, cfg, mesh, params = run
     cfg = utils.replace(cfg, data=str(shards))
@@ -190,9 +184,6 @@ def test_text_measures_as_a_plain_loop_says(run, logits_of, tmp_path, stride):
     (tmp_path / "b.txt").write_text(texts[1])
     (got,) = measured(run, data=(str(tmp_path / "b.txt"),), limit=1)["data"]
     assert got["tokens"] == 32 and got["sequences"] == 1 and got["loss_error"] is None
-
-
-# --- Shards of another tokenizer --------------------------------------------------------------------------------
 
 
 SWAPPED = BYTE_RANKS | {b"a": 98, b"b": 97}
@@ -279,9 +270,6 @@ def test_weights_are_refused_shards_of_another_tokenizer(run, shards, tmp_path, 
     cfg = utils.replace(presets.preset("tiny"), n_device_axis=(1, 1, 1), **ONE, **at)
     flags, said = settings.Flags(cfg, frozenset([*at, "n_devices"])), "another tokenizer"
     refusal(lambda: main.main(flags), f"--init_from {run[0]}: the shards ", said)
-
-
-# --- Mistakes ---------------------------------------------------------------------------------------------------
 
 
 def test_half_a_character_alone_is_replaced(tmp_path):
