@@ -201,20 +201,15 @@ QWEN3_MOE = QWEN3 | json.loads("""{
 }""")
 
 
+CONFIGS = {"deepseek-v3-671b": PUBLISHED, "moonlight-16b": MOONLIGHT, "gpt2-124m": GPT2}
+CONFIGS |= {"qwen3-0.6b": QWEN3, "qwen3-30b-a3b": QWEN3_MOE}
+
+
 @pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize(
-    "config, name",
-    [
-        (PUBLISHED, "deepseek-v3-671b"),
-        (MOONLIGHT, "moonlight-16b"),
-        (GPT2, "gpt2-124m"),
-        (QWEN3, "qwen3-0.6b"),
-        (QWEN3_MOE, "qwen3-30b-a3b"),
-    ],
-)
-def test_a_published_config_is_understood(config, name, saved):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_config_is_understood(name, saved):
     """As it is, and as transformers writes it again."""
-    preset = presets.preset(name)
+    config, preset = CONFIGS[name], presets.preset(name)
     architecture_name, form = hugging_face.format_of(config, "")
     assert architecture_name == preset.model.architecture
     if saved:

@@ -34,14 +34,9 @@ DEEPSEEK_MODEL |= dict(latent_dim=[9, 16], q_latent_dim=[-1, 0, 10])
 DEEPSEEK_MODEL |= dict(rope_dim=[2, 8], latent_conv=[0, 3])
 DEEPSEEK_MODEL |= dict(embedding_norm=[False, True], tied=[False, True])
 # of flags that say how a model and its batch are spread, and may not change a result
-SPREAD = dict(
-    accumulation_steps=[1, 1, 2, 4],
-    pp_interleave=[1, 1, 2],
-    fsdp=["full", "hoist", "none"],
-    remat=["none", "dots", "full"],
-    sequence_parallel=["megatron", "ulysses"],
-    attention=["xla", "blockwise"],
-)
+SPREAD = dict(accumulation_steps=[1, 1, 2, 4], pp_interleave=[1, 1, 2])
+SPREAD |= dict(fsdp=["full", "hoist", "none"], remat=["none", "dots", "full"])
+SPREAD |= dict(sequence_parallel=["megatron", "ulysses"], attention=["xla", "blockwise"])
 PLAIN = dict(fsdp="none", remat="none", attention="xla", microbatches=1, val_batch_size=1)
 
 
