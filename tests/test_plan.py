@@ -140,36 +140,25 @@ def test_axes_of_a_collective():
         assert hlo.group_axes(op, MESH) == (tuple(axes.split()), n), attribute
 
 
-@pytest.mark.parametrize(
-    "out, operands, rest, flops",
-    [
-        # a call of cuBLAS
-        (
-            "(f32[5,7], s8[4096])",
-            ("f32[5,3]", "f32[3,7]"),
-            '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}',
-            2 * 5 * 3 * 7,
-        ),
-        # as the TPU compiler writes [8,512,128] x [128,6,64]: heads are a dim of the window, five sixths on padding
-        (
-            "bf16[8,512,6,64]",
-            ("bf16[8,512,128,1]", "bf16[128,6,64,1]"),
-            "window={size=1x6 pad=0_0x5_5 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f",
-            2 * 8 * 512 * 6 * 64 * 128,
-        ),
-        # and batched products: one place of the window for each member of the batch
-        (
-            "f32[8,6,32,16]",
-            ("bf16[8,32,6,24]", "bf16[8,16,6,24]"),
-            "window={size=8x6 stride=7x5 lhs_dilate=8x6}, dim_labels=0b1f_0o1i->01bf",
-            2 * 8 * 6 * 32 * 16 * 24,
-        ),
-    ],
-)
-def test_operations_of_a_product(out, operands, rest, flops):
+# a call of cuBLAS
+CALL = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}'
+# as the TPU compiler writes [8,512,128] x [128,6,64]: heads are a dim of the window, five sixths on padding
+HEADS = "window={size=1x6 pad=0_0x5_5 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f"
+# and batched products: one place of the window for each member of the batch
+BATCHED = "window={size=8x6 stride=7x5 lhs_dilate=8x6}, dim_labels=0b1f_0o1i->01bf"
+PRODUCTS = [
+    ("(f32[5,7], s8[4096])", "f32[5,3] f32[3,7]", CALL, 5 * 3 * 7),
+    ("bf16[8,512,6,64]", "bf16[8,512,128,1] bf16[128,6,64,1]", HEADS, 8 * 512 * 6 * 64 * 128),
+    ("f32[8,6,32,16]", "bf16[8,32,6,24] bf16[8,16,6,24]", BATCHED, 8 * 6 * 32 * 16 * 24),
+]
+
+
+@pytest.mark.parametrize("out, operands, rest, multiplications", PRODUCTS)
+def test_operations_of_a_product(out, operands, rest, multiplications):
     kind = "convolution" if "window" in rest else "dot"
-    inputs = [hlo.Op("x", operand, "parameter", "") for operand in operands]
-    assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs)) == flops
+    inputs = [hlo.Op("x", operand, "parameter", "") for operand in operands.split()]
+    found = hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs))
+    assert found == 2 * multiplications
 
 
 def test_operations_of_an_attention_kernel():
