@@ -238,15 +238,11 @@ def writes(monkeypatch):
 # --- Shards -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind, name, shard_tokens, val_fraction",
-    [
-        ("", "trained", 97, 0.1),
-        ("", "gpt2", 10**8, 0.5),
-        (".jsonl", "cl100k_base", 1000, 0.3),
-        *[(kind, "trained", 1000, 0.1) for kind in RECORDS],
-    ],
-)
+MADE = [("", "trained", 97, 0.1), ("", "gpt2", 10**8, 0.5), (".jsonl", "cl100k_base", 1000, 0.3)]
+MADE += [(kind, "trained", 1000, 0.1) for kind in RECORDS]
+
+
+@pytest.mark.parametrize("kind, name, shard_tokens, val_fraction", MADE)
 def test_shards_equal_a_plain_loop(
     tokenize, tmp_path, ranks_file, named_tokenizers, kind, name, shard_tokens, val_fraction
 ):

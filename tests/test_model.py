@@ -357,13 +357,11 @@ DECODED = ARCHITECTURES | dict(deepseek=DEEPSEEK | dict(latent_conv=3, embedding
 STRETCHED = DEEPSEEK | dict(n_shared=0, mtp_depth=1, rope_factor=4.0, rope_original_T=8)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(layers_per_block=2, latent_conv=3, embedding_norm=True, capacity_factor=0.5),
-        *(ARCHITECTURES | dict(deepseek=STRETCHED)).values(),
-    ],
-)
+CACHED = [dict(layers_per_block=2, latent_conv=3, embedding_norm=True, capacity_factor=0.5)]
+CACHED += (ARCHITECTURES | dict(deepseek=STRETCHED)).values()
+
+
+@pytest.mark.parametrize("flags", CACHED)
 def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
     """Of prompts of different lengths, on a mesh the scores of one device; no token is dropped. The cache holds a
     token's latent and its rotary key, if any, or its keys and values."""

@@ -282,16 +282,12 @@ def test_parquet_columns_that_hold_text(tokenize, ranks_file, tmp_path):
     check(tmp_path / "out", reference(texts, encoding, 0.1), encoding, 1000)
 
 
-@pytest.mark.parametrize(
-    "source, word",
-    [
-        ("folder", "001.txt"),
-        ("zipped", "1.txt.gz"),
-        ("in.jsonl.gz", "line 2 of"),
-        ("in.parquet", "row 2 of"),
-        ("dictionary.parquet", "row 2 of"),  # which holds every text once
-    ],
-)
+TOO_LONG = {"folder": "001.txt", "zipped": "1.txt.gz", "in.jsonl.gz": "line 2 of"}
+# the second holds every text once
+TOO_LONG |= {"in.parquet": "row 2 of", "dictionary.parquet": "row 2 of"}
+
+
+@pytest.mark.parametrize("source, word", TOO_LONG.items())
 def test_a_document_that_is_too_long(tokenize, ranks_file, tmp_path, monkeypatch, source, word):
     """Refused by its file and place; with --skip_damaged it alone is left out and counted. One that is just short
     enough is read."""
