@@ -78,7 +78,7 @@ class Corpus:
                 f"--data: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
                 f"makes them (val with a --val_fraction above 0), and run.sh local does so by itself."
             )
-        cache = Cache(os.path.join(data.cache_dir, "blocks"), data.cache_gb * 1e9)
+        cache = Cache(f"{data.cache_dir}/blocks", data.cache_gb * 1e9)
         return [
             Shard(os.path.join(self.folder, name), info, entries.get(name, {}), cache)
             for name, info in found.items()
@@ -99,7 +99,8 @@ class Corpus:
         rows = np.empty((len(places), self.T + 1), np.int32)
 
         def fill(row):
-            shard, start = self.shards[order[at[row]]], int(starts[row])
+            shard = self.shards[order[at[row]]]
+            start = int(starts[row])
             rows[row] = shard.read(start, start + self.T + 1, self.vocab_size)
 
         list(READERS.map(fill, range(len(places))))
@@ -178,9 +179,8 @@ class Mixture:
         self.folder = ", ".join(corpus.folder for corpus in self.corpora)  # for messages
         self.tokenizer = self.corpora[0].tokenizer  # name or file, "" where nothing names it
         if len({corpus.manifest.get("tokenizer_sha256") for corpus in self.corpora}) > 1:
-            folders = " and ".join(corpus.folder for corpus in self.corpora)
             raise UserError(
-                f"--mix: {folders} were made with different tokenizers; tokenize all with the same one."
+                f"--mix: {self.folder} were made with different tokenizers; tokenize all with the same one."
             )
         # the number of the first sequence of each phase but the first
         self.borders = [round(end * n_train) for end, _ in phases[:-1]]
@@ -321,7 +321,8 @@ def shares_of(mix, names):
 
 def average_mix(phases):
     """{name: weight} of a mixture over a whole run; phases: as `parse_mix` returns them."""
-    average, start = Counter(), 0.0
+    average = Counter()
+    start = 0.0
     for end, mix in phases:
         total = sum(mix.values())
         for name, weight in mix.items():
@@ -336,7 +337,8 @@ def data_fingerprint(*mixtures):
     for corpus in [corpus for mixture in mixtures for corpus in mixture.corpora]:
         shards = []
         for shard in corpus.shards:
-            name, sha256 = os.path.basename(shard.path), shard.about.get("sha256")
+            name = os.path.basename(shard.path)
+            sha256 = shard.about.get("sha256")
             about = {"name": name, "tokens": shard.length, "sha256": sha256}
             shards.append(about if sha256 else (name, shard.length))
         held.append([shards, corpus.manifest.get("tokenizer_sha256")])
@@ -355,21 +357,20 @@ def parse_mix(mix):
     """
     if not mix:
         return [(1.0, {"": 1.0})]
-    phases, weights, before = [], {}, 0.0
+    phases = []
+    weights = {}
+    before = 0.0
     for part in mix.split(","):
         found = PART_OF_MIX.fullmatch(part)
         name, weight, end = found.groups() if found else ("", 0, None)
-        if not 0 < float(weight) < math.inf or name in weights:
+        in_order = not end or before < float(end) < 1
+        if not 0 < float(weight) < math.inf or name in weights or not in_order:
             raise UserError(
                 f"--mix {mix}: {part.strip()!r} must be a folder that is named once in its phase, a colon and a weight "
-                f"above 0; {EXAMPLE}."
+                f"above 0, until a share of the run above {before:g} and below 1; {EXAMPLE}."
             )
         weights[name] = float(weight)
         if end:
-            if not before < float(end) < 1:
-                raise UserError(
-                    f"--mix {mix}: until {end} must name a share of the run above {before:g} and below 1; {EXAMPLE}."
-                )
             before = float(end)
             phases.append((before, weights))
             weights = {}

@@ -10,7 +10,6 @@ if __name__ in ("__main__", "__mp_main__"):
 
 import contextlib
 import functools
-import json
 import math
 import os
 import re
@@ -20,7 +19,7 @@ import traceback
 
 import utils
 from runtime import platforms
-from runtime.files import write_file
+from runtime.files import write_file, write_json
 from runtime.messages import UserError, one_sentence, say
 from training import command_line
 
@@ -70,7 +69,7 @@ def main(flags):
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
     steps.configure_jax(asked)
-    of_weights, load_weights = None, None
+    of_weights = load_weights = None
     if asked.run.init_from:
         of_weights, load_weights = weights.open_weights(asked.run.init_from)
     on_main_process(lambda: events.check(asked.run))
@@ -119,7 +118,7 @@ def train(cfg, stored, encoding, load_weights):
         say(f"nothing to do: --training_steps {cfg.run.training_steps} is reached")
         checkpoints.close()
         return 0
-    on_main_process(lambda: settings.tell_schedule(cfg))
+    on_main_process(lambda: settings.tell_schedule(cfg, stored))
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     training = Training(cfg, mesh, corpus, checkpoints, state, meta)
@@ -210,7 +209,8 @@ class Training:
 
     def look(self):
         """Evaluate, save and sample where that is due after a step. Returns the signal to stop for, or 0."""
-        run, step = self.cfg.run, self.step
+        run = self.cfg.run
+        step = self.step
         # Several processes must know of the step after next: they agree on an answer a step late.
         error = self.batches.error(min(2, jax.process_count()))
         signalled = self.interrupt.agreed(error)  # a later signal belongs to the next step
@@ -271,7 +271,8 @@ class Training:
         self.meter.restart()
         self.state = None  # the devices have room for one
         self.state, meta = self.checkpoints.roll_back(due.before)
-        self.step, self.sequences = meta["step"], due.sequences
+        self.step = meta["step"]
+        self.sequences = due.sequences
         self.bad_steps.rolled_back(self.step)
         self.batches = self.read_batches()
         self.interrupt.asked = 0  # the batch that failed may be left out now
@@ -314,9 +315,8 @@ def open_data(cfg, stored, encoding):
 
 def print_setup(cfg, corpus, val_corpus):
     """Print the mesh, the model and the data."""
-    dp, pp, tp = cfg.run.n_device_axis
     kind = jax.devices()[0].device_kind
-    say(f"mesh (dp, pp, tp) = ({dp}, {pp}, {tp}) on {cfg.run.n_devices} x {kind}")
+    say(f"mesh (dp, pp, tp) = {cfg.run.n_device_axis} on {cfg.run.n_devices} x {kind}")
     if jax.default_backend() != "cpu" and chips.chip_of(kind) is None:
         say(f"the peak of {kind} is not known, so no MFU is shown")
     say(f"parameters: {steps.count_in_words(cfg)}")
@@ -363,8 +363,7 @@ def write_config(cfg, data, corpus):
     """Write config.json, which tools read and a resumed run is compared with, and keep the tokenizer beside it."""
     config = utils.flatten(cfg) | {"data_fingerprint": data}
     config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
-    path = os.path.join(cfg.run.folder, "config.json")
-    write_file(path, json.dumps(config, indent=1) + "\n")
+    write_json(f"{cfg.run.folder}/config.json", config)
 
 
 # As XLA says it, its allocators (BFC, TPU) and CUDA; RESOURCE_EXHAUSTED alone may be a full disk.
@@ -400,7 +399,7 @@ def plan_of(cfg):
 
 def write_memory_profile(cfg, name):
     """Write the arrays on this process's devices now, as a profile for pprof, into the run directory."""
-    path = os.path.join(cfg.run.folder, f"{name}-{jax.process_index()}.pprof")
+    path = f"{cfg.run.folder}/{name}-{jax.process_index()}.pprof"
     write_file(path, jax.profiler.device_memory_profile())
     say(f"--profile: {path} holds what is in the devices' memory now")
 
@@ -448,10 +447,12 @@ def run(flags):
 def end_at_once(error):
     """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
     for this one, and end in a stack trace."""
-    status, words = 2, f"error: {error}"
+    status = 2
+    words = f"error: {error}"
     if not isinstance(error, UserError):
         end_if_lost(error)
-        status, words = 1, "".join(traceback.format_exception(error))
+        status = 1
+        words = "".join(traceback.format_exception(error))
     sys.stdout.flush()
     print(words, file=sys.stderr, flush=True)
     if jax.process_index() == 0:

@@ -12,14 +12,10 @@ from typing import Literal
 
 from runtime.messages import UserError
 from runtime.parser import (
-    DAYS,
-    MANY,
-    VOCABULARY,
-    WIDE,
     Mesh,
+    choice,
     flag,
     read_words,
-    renamed,
     setting,
     value_in_file,
 )
@@ -29,88 +25,88 @@ from runtime.parser import (
 class Model:
     """The architecture and its sizes. The defaults are of DeepSeek-V3's blocks (arXiv:2412.19437, section 2.1)."""
 
-    architecture: str = flag("deepseek")
+    architecture: str = "deepseek"
     """Family of the layers: deepseek, gpt2, qwen3 or another file of architectures/."""
-    model_dimension: int = flag(768, least=1, most=WIDE)
+    model_dimension: int = flag(768, least=1)
     """Width D of the residual stream, in channels."""
-    vocab_size: int = flag(100277, least=2, most=VOCABULARY)
+    vocab_size: int = flag(100277, least=2)
     """Token ids; if not given those of --tokenizer, or of the shards. The embedding has a multiple of 128 rows."""
-    tied: bool = flag(True)
+    tied: bool = True
     """Whether the embedding is the output head too."""
-    norm_eps: float = flag(1e-6, least=0)
+    norm_eps: float = 1e-6
     """Added to the mean square in norms; in those of latents it is 1e-6, as in DeepSeek-V3's code."""
-    n_head: int = flag(12, least=1, most=MANY)
+    n_head: int = flag(12, least=1)
     """Attention heads."""
-    n_kv_head: int = flag(0, least=0, absent=0, most=MANY)
+    n_kv_head: int = choice(0)
     """Heads of keys and values, each read by n_head / n_kv_head query heads (arXiv:2305.13245); 0: n_head."""
-    first_layers: int = flag(0, least=0, absent=0, most=MANY)
+    first_layers: int = choice(0)
     """Dense layers before the blocks. They run on all of pp, as the embedding does, so stages stay even."""
-    blocks: int = flag(8, least=1, most=MANY)
+    blocks: int = flag(8, least=1)
     """Blocks of layers; pp must divide it."""
-    layers_per_block: int = flag(6, least=1, absent=1, most=MANY)
+    layers_per_block: int = choice(6, least=1, absent=1)
     """Layers in a block: the last has a mixture of experts, and rotary positions only where it is alone."""
-    T: int = flag(1024, least=1, of_weights=False, most=2**22, first=True)
+    T: int = flag(1024, least=1, of_weights=False, first=True)
     """Sequence length in tokens; tp must divide it."""
-    latent_dim: int = flag(128, least=0, absent=0, most=WIDE)
+    latent_dim: int = choice(128, absent=0)
     """Channels of the key/value latent (multi-head latent attention)."""
-    q_latent_dim: int = flag(-1, least=-1, absent=0, most=WIDE)
+    q_latent_dim: int = choice(-1, least=-1, absent=0)
     """Channels of the query latent; -1: latent_dim, 0: queries are projected from the residual."""
-    head_dim: int = flag(0, least=0, absent=0, most=WIDE)
+    head_dim: int = choice(0)
     """Channels of a head's value, and of its query and key without rope_dim; 0: model_dimension / n_head."""
-    rope_dim: int = flag(128, least=0, absent=0, most=WIDE, jaxformer="dhR")
+    rope_dim: int = choice(128, absent=0)
     """Channels of the decoupled rotary part of each query, and of the rotary key that the heads share."""
-    rope_base: float = flag(10_000.0, least=1, absent=1.0)
+    rope_base: float = choice(10_000.0, least=1, absent=1.0)
     """Base of the rotary frequencies."""
-    rope_factor: float = flag(1.0, least=1, absent=1.0)
+    rope_factor: float = choice(1.0, least=1)
     """Multiple of rope_original_T to which YaRN stretches the context (arXiv:2309.00071); 1: no YaRN."""
-    rope_original_T: int = flag(4096, least=1, absent=1)
+    rope_original_T: int = choice(4096, least=1, absent=1)
     """Sequence length in tokens for which the rotary frequencies were made, for YaRN."""
-    embedding_norm: bool = flag(False, absent=False)
+    embedding_norm: bool = choice(False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
-    latent_conv: int = flag(0, least=0, absent=0, most=64)
+    latent_conv: int = choice(0)
     """Earlier tokens that a short convolution mixes into each token's key/value latent; 0: none."""
-    activation: Literal["swiglu", "gelu"] = flag("swiglu")
+    activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward: swiglu has three matrices, gelu two."""
-    ffn_dim: int = flag(0, least=0, most=WIDE)
+    ffn_dim: int = 0
     """Hidden width of a dense feed-forward; 0: 4 x model_dimension for gelu, 8/3 x, in multiples of 64, for swiglu."""
-    expert_dim: int = flag(0, least=0, absent=0, most=WIDE)
+    expert_dim: int = choice(0)
     """Hidden width of one expert; 0: the same as ffn_dim."""
-    n_experts: int = flag(16, least=0, absent=0, most=MANY)
+    n_experts: int = choice(16, absent=0)
     """Routed experts in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
-    experts_per_token: int = flag(2, least=0, absent=0, most=MANY, jaxformer="k")
+    experts_per_token: int = choice(2, absent=0)
     """Routed experts that each token goes to."""
-    n_groups: int = flag(1, least=1, absent=1, most=MANY)
+    n_groups: int = choice(1, least=1)
     """Groups that the experts form; a token's experts come from k_groups of them."""
-    k_groups: int = flag(1, least=1, absent=1, most=MANY)
+    k_groups: int = choice(1, least=1)
     """Groups that each token may choose its experts from."""
-    routed_scaling: float = flag(1.0, least=0, absent=1.0)
+    routed_scaling: float = choice(1.0)
     """Factor on the gates."""
-    n_shared: int = flag(2, least=0, absent=0, most=MANY)
+    n_shared: int = choice(2, absent=0)
     """Shared experts, each as wide as a routed one, added for every token."""
-    mtp_depth: int = flag(0, least=0, absent=0, most=64)
+    mtp_depth: int = choice(0)
     """Tokens after the next that training predicts too, each by one more layer (arXiv:2412.19437, section 2.2)."""
-    capacity_factor: float = flag(0.0, least=0, absent=0.0, of_weights=False)
+    capacity_factor: float = choice(0.0, of_weights=False)
     """Bucket size of an expert, in multiples of the mean load. Tokens beyond it skip the expert. 0: no token does."""
     document_mask: bool = flag(False, of_weights=False)
     """Keep documents apart: no attention across the end-of-text token that begins each; learned positions restart."""
     end_of_text: int = flag(-1, least=-1, of_weights=False, derived=True)
     """Token id that begins a document, for document_mask: the tokenizer's."""
-    dropout_rate: float = flag(0.0, least=0, below=1, of_weights=False)
+    dropout_rate: float = flag(0.0, below=1, of_weights=False)
     """Probability of zeroing a channel after the embedding, attention and feed-forward."""
     model_dtype: Literal["bfloat16", "float32"] = flag("bfloat16", of_weights=False)
     """Type of activations and matrix products; parameters and delicate sums are always float32."""
-    remat: Literal["none", "dots", "full"] = setting("full", of_weights=False)
+    remat: Literal["none", "dots", "full"] = setting("full")
     """What a layer recomputes in the backward pass. dots: all but products with weights other than experts'."""
-    fsdp: Literal["full", "hoist", "none"] = setting("hoist", of_weights=False)
+    fsdp: Literal["full", "hoist", "none"] = setting("hoist")
     """Weights over dp. full: split, gathered before every use, for the least memory. hoist: split, gathered once a
     batch. none: whole on every replica (experts are always split)."""
-    sequence_parallel: Literal["megatron", "ulysses"] = setting("ulysses", of_weights=False)
+    sequence_parallel: Literal["megatron", "ulysses"] = setting("ulysses")
     """What is sent over tp. megatron (arXiv:2205.05198): activations; for wide models. ulysses (arXiv:2309.14509):
     latents, the heads' outputs, and weights; for many tokens."""
-    experts: Literal["auto", "buckets", "tiles"] = setting("auto", absent="auto", of_weights=False)
+    experts: Literal["auto", "buckets", "tiles"] = setting("auto", absent="auto")
     """How experts get their tokens. buckets: devices send them to the experts' devices. tiles: each device gathers all
     tokens, without capacity_factor. auto: tiles on CPUs if it can, else buckets."""
-    attention: str = setting("auto", of_weights=False)
+    attention: str = setting("auto")
     """Kernel of the causal attention. xla: all T x T scores in memory; blockwise: half of them, in blocks; splash
     (TPUs) and flash (A100, H100, H200, B200): none. auto: splash or flash where it runs, else blockwise."""
 
@@ -155,23 +151,23 @@ class Model:
 class Data:
     """Where the tokens are."""
 
-    data: str = setting("data/shards", per_process=True, first=True, jaxformer="bucket_name")
+    data: str = setting("data/shards", per_process=True, first=True)
     """Folder, gs:// or s3:// address that holds the shard folders."""
-    mix: str = flag("")
+    mix: str = ""
     """Corpora and weights, such as web:0.7,code:0.3: folders in data, or addresses. Weights may change at shares of the
     run: web:0.7,code:0.3 until 0.8, web:0.3,code:0.7. Validation has their mean. Empty: data is the only corpus."""
-    cache_dir: str = setting("data/cache", per_process=True, jaxformer="process_path")
+    cache_dir: str = setting("data/cache", per_process=True)
     """Local folder for what is read of remote shards; runs and processes of a machine share it."""
-    cache_gb: float = setting(16.0, least=0)
+    cache_gb: float = setting(16.0)
     """Gigabytes of remote shards to keep there; sequences are shuffled in windows of 2 to 4 GB."""
     tokenizer: str = flag("", first=True)
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
-    train_batch_size: int = setting(32, least=1, most=WIDE, first=True)
+    train_batch_size: int = setting(32, least=1, first=True)
     """Training sequences per replica and accumulation step; the global batch is this x dp x accumulation_steps."""
-    val_batch_size: int = setting(16, least=1, most=WIDE)
+    val_batch_size: int = setting(16, least=1)
     """Validation sequences per replica and batch."""
-    microbatches: int = setting(4, least=1, most=MANY, jaxformer="micro_batch_size")
+    microbatches: int = setting(4, least=1)
     """Parts of a batch in the pipeline; pp must divide it."""
 
 
@@ -179,33 +175,33 @@ class Data:
 class Optimizer:
     """AdamW or Muon, with global-norm clipping; the learning rate's schedule."""
 
-    optimizer: Literal["adamw", "muon"] = flag("adamw")
+    optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw; or muon, which orthogonalizes updates of matrices between hidden channels (arXiv:2502.16982)."""
-    max_lr: float = flag(6e-4, least=0, first=True)
+    max_lr: float = flag(6e-4, first=True)
     """Learning rate at the end of the warm-up."""
-    end_lr: float = flag(6e-5, least=0)
+    end_lr: float = 6e-5
     """Learning rate from end_steps on; 0: parameters no longer change."""
-    schedule: Literal["cosine", "linear", "wsd"] = flag("cosine")
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     """Learning rate from max_lr, after the warm-up, to end_lr. wsd: max_lr until the last decay_steps."""
-    warmup_steps: int = setting(5000, least=0)
+    warmup_steps: int = setting(5000)
     """Steps of linear warm-up from 0 to max_lr."""
-    decay_steps: int = setting(0, least=0)
+    decay_steps: int = setting(0)
     """Steps before end_steps in which wsd decays. 0: never."""
     end_steps: int = setting(75000, least=1)
     """Step at which the learning rate reaches end_lr; training_steps, if only that is given."""
     grad_clip_norm: float = flag(1.0, least=1e-12)
     """Largest global norm of the gradient, in float32; larger gradients are scaled down."""
-    embedding_lr: float = flag(1.0, least=0)
+    embedding_lr: float = 1.0
     """Learning rate of the embedding, in multiples of the schedule's; small models gain from 16."""
-    weight_decay: float = flag(0.1, least=0)
+    weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms, routers and their biases are exempt."""
-    adam_b2: float = flag(0.95, least=0, below=1)
+    adam_b2: float = flag(0.95, below=1)
     """Decay of AdamW's second moment; the first moment's is 0.9."""
-    muon_momentum: float = flag(0.95, least=0, below=1.95)
+    muon_momentum: float = flag(0.95, below=1.95)
     """Momentum of Muon, the share that the next step keeps. Short runs gain from less."""
-    balance_weight: float = flag(1e-4, least=0, absent=1e-4, of_weights=False, jaxformer="alpha")
+    balance_weight: float = choice(1e-4, of_weights=False)
     """Weight of the sequence-level load-balancing loss."""
-    bias_update_rate: float = flag(1e-3, least=0, absent=1e-3, of_weights=False)
+    bias_update_rate: float = choice(1e-3, of_weights=False)
     """Step by which a router's selection bias moves towards an even load after every training step."""
 
 
@@ -223,34 +219,34 @@ class Run:
     """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
     init_from: str = setting("", first=True)
     """Weights of a new run: a run directory or a Hugging Face folder, which has the architecture."""
-    n_device_axis: Mesh = setting((0, 1, 1), most=MANY, first=True)
+    n_device_axis: Mesh = setting((0, 1, 1), first=True)
     """Mesh shape: dp pp tp. dp 0: all devices that are left."""
-    n_devices: int = setting(0, least=0, most=MANY, first=True)
+    n_devices: int = setting(0, first=True)
     """Devices to use; 0: all. Without an accelerator this many are simulated."""
-    pp_interleave: int = setting(0, least=0, most=MANY)
+    pp_interleave: int = setting(0)
     """Rounds of the pipeline, by which its bubble is divided; pp x this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = setting(75000, least=1, first=True)
     """Optimizer step at which training ends, and the schedule unless end_steps is given too."""
-    accumulation_steps: int = setting(1, least=1, most=WIDE, jaxformer="grad_step")
+    accumulation_steps: int = setting(1, least=1)
     """Batches whose gradients are accumulated for one optimizer step."""
     eval_steps: int = setting(10, least=1)
     """Validation batches of an evaluation, the same ones every time."""
-    eval_every: int = setting(100, least=1, first=True, jaxformer="checkpoint_steps")
+    eval_every: int = setting(100, least=1, first=True)
     """Steps between evaluations, each with one printed line and new plots."""
     eval_tasks: str = setting("")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to score, with commas between them, at evaluations on
     a multiple of save_steps and at the end. A name with a slash is a folder of task files."""
-    eval_tasks_limit: int = setting(0, least=0)
+    eval_tasks_limit: int = setting(0)
     """Questions of each task, always the same; 0: all."""
-    save_steps: int = setting(0, least=0)
+    save_steps: int = setting(0)
     """Steps between checkpoints and samples; 0: 10 x eval_every. One more is saved at the end, or when stopped."""
     keep_checkpoints: int = setting(3, least=1)
     """Newest checkpoints to keep, beside those of keep_every and the one with the smallest validation loss."""
-    keep_every: int = setting(0, least=0)
+    keep_every: int = setting(0)
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
-    max_bad_steps: int = setting(10, least=0)
+    max_bad_steps: int = setting(10)
     """Consecutive skipped steps, whose loss or gradient is not finite, before a rollback to before them; 0: none."""
-    seed: int = flag(0, least=0)
+    seed: int = 0
     """Seed of the parameters, the data order, dropout and samples."""
     wandb: bool = setting(False, first=True)
     """Log to Weights & Biases too, into WANDB_PROJECT of WANDB_ENTITY; WANDB_MODE=offline works."""
@@ -262,13 +258,13 @@ class Run:
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
     coordinator: str = setting("", per_process=True)
     """HOST:PORT of process 0 of several that train together. Empty: found on TPU pods, Slurm and Kubernetes."""
-    num_processes: int = setting(0, least=0, most=MANY)
+    num_processes: int = setting(0)
     """Processes that meet at coordinator, each with an equal part of the devices. 1: this one trains alone."""
-    process_id: int = setting(0, least=0, per_process=True, most=MANY)
+    process_id: int = setting(0, per_process=True)
     """Which of the num_processes this is, from 0."""
-    peer_timeout: int = setting(100, least=1, per_process=True, most=DAYS)
+    peer_timeout: int = setting(100, least=1, per_process=True)
     """Seconds of silence after which a process is taken for lost; at the start all must meet in three times these."""
-    stuck_limit: int = setting(1800, least=1, most=DAYS)
+    stuck_limit: int = setting(1800, least=1)
     """Seconds that a step, evaluation, checkpoint or sampling may take before its process ends, with status 75."""
 
     @property
@@ -283,13 +279,13 @@ class Sample:
 
     prompt: str = setting("The")
     """Text that samples continue."""
-    inference_batch: int = setting(4, least=1, most=MANY)
+    inference_batch: int = setting(4, least=1)
     """Samples to draw."""
     max_tokens: int = setting(64, least=1)
     """Tokens to add to the prompt."""
-    top_k: int = setting(40, least=0)
+    top_k: int = setting(40)
     """Most likely tokens to draw from; 0: all."""
-    temperature: float = setting(0.8, least=0)
+    temperature: float = setting(0.8)
     """Divides the logits before drawing; 0: always the most likely token."""
 
 
@@ -332,7 +328,6 @@ class Config:
 GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")
 
 FIELDS = {f.name: f for group in GROUPS for f in dataclasses.fields(getattr(Config(), group))}
-RENAMED = renamed(FIELDS)
 
 
 def flags_with(fact, value=True):
@@ -357,8 +352,7 @@ def flatten(cfg):
 def replace(cfg, **flags):
     """A copy of `cfg` with the given flags changed."""
     groups = {}
-    for group in (*GROUPS, "plan"):
-        values = getattr(cfg, group)
+    for group, values in vars(cfg).items():
         if own := {n: flags.pop(n) for n in vars(values) if n in flags}:
             groups[group] = dataclasses.replace(values, **own)
     assert not flags, f"no such flags: {flags}"

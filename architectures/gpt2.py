@@ -56,9 +56,10 @@ def norm_table(m):
 def attention_table(cfg):
     m = cfg.model
     D, H, K = m.model_dimension, m.n_head, m.key_dim
+    qkv = (D, 3, H, K)
     return dict(
         attention_norm=norm_table(m),
-        qkv=weight_param(cfg, (D, 3, H, K), STD, outputs=(2, 3), fixed={2: "tp"}),
+        qkv=weight_param(cfg, qkv, STD, outputs=(2, 3), fixed={2: "tp"}),
         qkv_bias=bias_param(3, H, K, spec=P(None, "tp", None)),
         out=out_param(cfg, (H, K, D), back_std(m)),
         out_bias=bias_param(D),
@@ -82,7 +83,8 @@ def layer_norm(x, p, eps):
     """Norm by mean and deviation over the last dim (arXiv:1607.06450, equation 3), in float32; returns x's dtype."""
     x32 = x.astype(jnp.float32)
     x32 -= x32.mean(-1, keepdims=True)
-    normal = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    variance = jnp.mean(x32 * x32, -1, keepdims=True)
+    normal = x32 * lax.rsqrt(variance + eps)
     return (normal * p["scale"] + p["bias"]).astype(x.dtype)
 
 
@@ -106,7 +108,8 @@ def feed_forward(p, x, tokens, m):
 
     def mlp(x):
         h = product("btd,df->btf", x, p["up"]) + p["up_bias"]  # [B, T, F/tp]
-        return product("btf,fd->btd", jax.nn.gelu(h).astype(x.dtype), p["down"])
+        h = jax.nn.gelu(h).astype(x.dtype)
+        return product("btf,fd->btd", h, p["down"])
 
     out = tensor_parallel(mlp, x, tokens, m) + p["down_bias"]
     return out.astype(x.dtype)

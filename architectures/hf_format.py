@@ -60,21 +60,25 @@ class Tensor(NamedTuple):
     def theirs(self, x):
         """Array of `part` -> array of `shape`."""
         x = self.in_order(x, 2, -1)
-        return x.reshape(self.shape[::-1]).T if self.transposed else x.reshape(self.shape)
+        if self.transposed:
+            return x.reshape(self.shape[::-1]).T
+        return x.reshape(self.shape)
 
     def in_order(self, x, *pairs):
         """x with its rotated channels, which have the dims `pairs`, in the other order."""
         if not self.rotated:
             return x
-        still, rotated = np.split(x, [x.shape[-1] - self.rotated], -1)
-        other = rotated.reshape(*rotated.shape[:-1], *pairs).swapaxes(-1, -2)
-        return np.concatenate([still, other.reshape(rotated.shape)], -1)
+        still, rotated = np.split(x, [-self.rotated], -1)
+        other = rotated.reshape(*rotated.shape[:-1], *pairs)
+        other = other.swapaxes(-1, -2).reshape(rotated.shape)
+        return np.concatenate([still, other], -1)
 
 
 def linear(name, leaf, at, part, inputs=1, rotated=0):
     """`Tensor` of a torch Linear's weight; the first `inputs` dims of our part are its inputs."""
-    shape = (math.prod(part[inputs:]), math.prod(part[:inputs]))
-    return Tensor(name, shape, leaf, at, part, transposed=True, rotated=rotated)
+    columns = math.prod(part[:inputs])
+    rows = math.prod(part[inputs:])
+    return Tensor(name, (rows, columns), leaf, at, part, transposed=True, rotated=rotated)
 
 
 def plain(name, leaf, at, part, shape=None):
@@ -84,7 +88,8 @@ def plain(name, leaf, at, part, shape=None):
 
 def vocabulary(name, leaf, m):
     """`Tensor` of a table with a row for each token; ours has further rows, of zeros."""
-    return plain(name, (leaf,), (slice(0, m.vocab_size),), (m.vocab_size, m.model_dimension))
+    rows = slice(0, m.vocab_size)
+    return plain(name, (leaf,), (rows,), (m.vocab_size, m.model_dimension))
 
 
 def outer_tensors(m):
@@ -97,8 +102,9 @@ def outer_tensors(m):
 
 def swiglu(prefix, leaf, at, D, F):
     """Yield the `Tensor`s of a SwiGLU feed-forward of width F. Our `up` holds its two branches."""
-    yield linear(f"{prefix}.gate_proj.weight", (*leaf, "up"), (*at, 0), (D, F))
-    yield linear(f"{prefix}.up_proj.weight", (*leaf, "up"), (*at, 1), (D, F))
+    up = (*leaf, "up")
+    yield linear(f"{prefix}.gate_proj.weight", up, (*at, 0), (D, F))
+    yield linear(f"{prefix}.up_proj.weight", up, (*at, 1), (D, F))
     yield plain(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (D, F))
 
 
@@ -176,10 +182,7 @@ def take_T(left):
 
 def take_object(left, name):
     """The object at `name`, taken out of the config `left`; {} where it is missing or null."""
-    value = left.pop(name, None) or {}
-    if not isinstance(value, dict):
-        raise UserError(f"config.json: {name} is {value!r:.40}, but must be an object.")
-    return dict(value)
+    return dict(left.pop(name, None) or {})
 
 
 def take_rope(left):
@@ -229,7 +232,7 @@ def require(left, kind, immaterial=frozenset(), **allowed):
                 f"remove the entry if it changes no number."
             )
         if value not in allowed[key]:
-            words = " or ".join(repr(v) for v in allowed[key] if v is not None) or "none"
+            words = " or ".join(map(repr, allowed[key]))
             raise UserError(
                 f"config.json: {key} is {value!r}, but {kind} is supported with {words} only."
             )
@@ -241,10 +244,9 @@ def float8_block(left, kind):
     quantized = take_object(left, "quantization_config")
     if not quantized:
         return None
-    quantized = {"quant_method": None} | quantized
     size = quantized.pop("weight_block_size", [128, 128])
     require(
-        quantized,
+        {"quant_method": None} | quantized,
         f"a quantization_config of {kind}",
         # which weights are quantized is seen in the files; activations are not; a scale is a number however chosen
         immaterial={"modules_to_not_convert", "ignored_layers", "dequantize", "scale_fmt"},
@@ -253,8 +255,7 @@ def float8_block(left, kind):
         activation_scheme=["dynamic"],
         expert_dtype=["fp8"],
     )
-    is_list = isinstance(size, list) and len(size) == 2
-    if not is_list or not all(isinstance(n, int) and n > 0 for n in size):
+    if not isinstance(size, list) or [type(n) for n in size] != [int, int]:
         raise UserError(
             f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128]."
         )

@@ -57,16 +57,18 @@ def qwen3_table(cfg):
     """The parameter table of Qwen3. Its weights begin as those of architectures/deepseek.py do (`std_into`,
     `std_back`); norms start at 1."""
     m = cfg.model
-    D, E, F = m.model_dimension, m.n_experts, m.ffn_width
+    D = m.model_dimension
+    std = std_into(D)
     layer = attention_table(cfg) | dict(norm=scale_param(D))
-    if E:
-        std = std_back(m.expert_width, m.blocks)
-        layer["router"] = weight_param(cfg, (D, E), std_into(D), cast=False, hidden=False)
-        layer["experts"] = experts_table(cfg, std_into(D), std)
+    if m.n_experts:
+        back = std_back(m.expert_width, m.blocks)
+        layer["router"] = weight_param(cfg, (D, m.n_experts), std, cast=False, hidden=False)
+        layer["experts"] = experts_table(cfg, std, back)
     else:
-        layer["ffn"] = feed_forward_table(cfg, F, std_into(D), std_back(F, m.blocks))
+        back = std_back(m.ffn_width, m.blocks)
+        layer["ffn"] = feed_forward_table(cfg, m.ffn_width, std, back)
     return dict(
-        embedding=embedding_param(cfg, m.padded_vocab, std_into(D), rows=m.vocab_size),
+        embedding=embedding_param(cfg, m.padded_vocab, std, rows=m.vocab_size),
         qwen3=stack(layer, m.blocks),
         norm=scale_param(D),
     )
@@ -76,10 +78,12 @@ def attention_table(cfg):
     """Grouped-query attention: `kv` holds keys and values of n_kv_head heads."""
     m = cfg.model
     D, H, K = m.model_dimension, m.n_head, m.key_dim
+    std = std_into(D)
+    kv = (D, 2, m.kv_heads, K)
     return dict(
         attention_norm=scale_param(D),
-        q=weight_param(cfg, (D, H, K), std_into(D), outputs=(1, 2), fixed={1: "tp"}),
-        kv=weight_param(cfg, (D, 2, m.kv_heads, K), std_into(D), outputs=(2, 3), fixed={2: "tp"}),
+        q=weight_param(cfg, (D, H, K), std, outputs=(1, 2), fixed={1: "tp"}),
+        kv=weight_param(cfg, kv, std, outputs=(2, 3), fixed={2: "tp"}),
         q_norm=scale_param(K),
         k_norm=scale_param(K),
         out=out_param(cfg, (H, K, D), std_back(H * K, m.blocks)),
@@ -97,8 +101,10 @@ def attention(p, x, tokens, m, cache):
     kv = product("btd,dchk->bchtk", x, p["kv"])  # [B, 2, H_kv/tp, T, K]
 
     frequencies = rotary_frequencies(m.key_dim, m.rope_base)
-    q = rotate(rms_norm(q, p["q_norm"], m.norm_eps), position[:, None], frequencies)
-    k = rotate(rms_norm(kv[:, 0], p["k_norm"], m.norm_eps), position[:, None], frequencies)
+    q = rms_norm(q, p["q_norm"], m.norm_eps)
+    q = rotate(q, position[:, None], frequencies)
+    k = rms_norm(kv[:, 0], p["k_norm"], m.norm_eps)
+    k = rotate(k, position[:, None], frequencies)
     kv = kv.at[:, 0].set(k)
     return attend_to_heads(q, kv, position, p["out"], tokens, m, cache)
 
@@ -166,12 +172,15 @@ def hugging_face_tensors(m):
 
 
 def attention_tensors(m, prefix, n):
-    D, H, H_kv, K = m.model_dimension, m.n_head, m.kv_heads, m.key_dim
-    every, kv = slice(None), ("qwen3", "kv")
-    yield hf.linear(f"{prefix}.q_proj.weight", ("qwen3", "q"), (n,), (D, H, K))
-    yield hf.linear(f"{prefix}.k_proj.weight", kv, (n, every, 0), (D, H_kv, K))
-    yield hf.linear(f"{prefix}.v_proj.weight", kv, (n, every, 1), (D, H_kv, K))
-    yield hf.linear(f"{prefix}.o_proj.weight", ("qwen3", "out"), (n,), (H, K, D), inputs=2)
+    D, H, K = m.model_dimension, m.n_head, m.key_dim
+    key = (D, m.kv_heads, K)
+    for name, leaf, at, part, inputs in [
+        ("q_proj", "q", (n,), (D, H, K), 1),
+        ("k_proj", "kv", (n, slice(None), 0), key, 1),
+        ("v_proj", "kv", (n, slice(None), 1), key, 1),
+        ("o_proj", "out", (n,), (H, K, D), 2),
+    ]:
+        yield hf.linear(f"{prefix}.{name}.weight", ("qwen3", leaf), at, part, inputs)
 
 
 def feed_forward_tensors(m, prefix, n):
@@ -179,9 +188,10 @@ def feed_forward_tensors(m, prefix, n):
     if not m.n_experts:
         yield from hf.swiglu(prefix, ("qwen3", "ffn"), (n,), D, m.ffn_width)
         return
-    yield hf.linear(f"{prefix}.gate.weight", ("qwen3", "router"), (n,), (D, m.n_experts))
+    router = (D, m.n_experts)
+    yield hf.linear(f"{prefix}.gate.weight", ("qwen3", "router"), (n,), router)
+    leaf = ("qwen3", "experts")
     for e in range(m.n_experts):
-        leaf = ("qwen3", "experts")
         yield from hf.swiglu(f"{prefix}.experts.{e}", leaf, (n, e), D, m.expert_width)
 
 

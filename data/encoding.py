@@ -35,8 +35,8 @@ def encode_text(text, encoding):
     except ValueError:
         cut = CUT.search(text, len(text) // 2)
         half = cut.end() if cut else len(text) // 2
-        first, second = encode_text(text[:half], encoding), encode_text(text[half:], encoding)
-        return np.concatenate([first, second])
+        parts = [encode_text(part, encoding) for part in (text[:half], text[half:])]
+        return np.concatenate(parts)
 
 
 class Encoded(NamedTuple):
@@ -51,21 +51,23 @@ class Encoded(NamedTuple):
 def encode_document(encoding, dtype, skip, val_fraction, validation, document):
     """The Encoded of a document. skip: leave out and count a file that cannot be read, instead of raising UserError;
     validation: as in splits.py."""
-    nothing = np.empty(0, dtype)
+    ids = [np.empty(0, dtype)] * 2
+    counts = [Counter(), Counter()]
     if document.lost:
-        return Encoded([nothing, nothing], [Counter([document.lost]), Counter()])
+        counts[0][document.lost] = 1
+        return Encoded(ids, counts)
     try:
         text, replaced = read_text(document)
     except UserError as e:
         if not skip:
             raise
-        counts = [Counter(damaged_files=1), Counter()]
-        return Encoded([nothing, nothing], counts, warning=("damage", skipped(e)))
+        counts[0]["damaged_files"] = 1
+        return Encoded(ids, counts, warning=("damage", skipped(e)))
     parts = divide(text, val_fraction, validation)
-    ids, counts = [nothing, nothing], [Counter(), Counter()]
     for k, part in enumerate(parts):
         if part:
-            ids[k] = np.insert(encode_text(part, encoding), 0, encoding.eot_token).astype(dtype)
+            whole = np.insert(encode_text(part, encoding), 0, encoding.eot_token)
+            ids[k] = whole.astype(dtype)
             counts[k].update(documents=1, bytes=len(part.encode()))
     home = counts[1] if parts[1] and not parts[0] else counts[0]  # train, where it is empty
     if not text:

@@ -65,7 +65,8 @@ class ShardWriter:
         blocks = range(0, len(content), BLOCK)
         crc32 = "".join(f"{zlib.crc32(content[start : start + BLOCK]):08x}" for start in blocks)
         sha256 = hashlib.sha256(content).hexdigest()
-        self.shards.append({"name": name, "tokens": self.filled, "sha256": sha256, "crc32": crc32})
+        shard = {"name": name, "tokens": self.filled, "sha256": sha256, "crc32": crc32}
+        self.shards.append(shard)
         self.filled = 0
 
     @property
@@ -109,7 +110,9 @@ class Output:
 
     def check(self, held, name, but=None):
         """Raises UserError where shards were made with other settings than these. but: a setting that may differ."""
-        differ = [k for k, v in self.settings.items() if held.get(k) != v and k != but]
+        differ = [k for k, v in self.settings.items() if held.get(k) != v]
+        if but in differ:
+            differ.remove(but)
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]
         if differ == ["source_listing_sha256"]:
             words = ["the source has other files now, or files of other sizes"]
@@ -155,9 +158,10 @@ class Output:
             "splits": {split: writer.manifest() for split, writer in self.writers.items()},
             "read_sha256": self.source.read_sha256(position),
         }
-        arrays = {split: writer.shard[: writer.filled] for split, writer in self.writers.items()}
+        arrays = {"hashes": self.seen.all()}
         arrays["state"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
-        arrays["hashes"] = self.seen.all()
+        for split, writer in self.writers.items():
+            arrays[split] = writer.shard[: writer.filled]
         file = io.BytesIO()
         np.savez(file, **arrays)
         write_file(os.path.join(self.path, PROGRESS), file.getvalue())
@@ -176,7 +180,7 @@ class Output:
             self.resume(held)
         for split in SPLITS:
             self.check_shards(split, bool(held))
-        keep_tokenizer(self.path, tokenizer, replace=False)
+        keep_tokenizer(self.path, tokenizer)
         if not self.position:
             settings = self.settings["val_fraction"], self.settings["drop_duplicates"]
             self.validation = choose_validation(self.source, *settings)
@@ -221,7 +225,8 @@ class Output:
 
     def check_shards(self, split, begun):
         """Raises UserError where the shards of a split are not those that its writer knows."""
-        names, known = set(list_shards(os.path.join(self.path, split))), set()
+        names = set(list_shards(os.path.join(self.path, split)))
+        known = set()
         if split in self.writers:
             known = {shard["name"] for shard in self.writers[split].shards}
         if gone := known - names:
@@ -232,7 +237,8 @@ class Output:
         others = names - known
         if begun and split in self.writers:
             # the run may have been killed between writing the next ones and saving its progress
-            others -= {manifest.shard_name(i) for i in range(len(known), len(names))}
+            next_ones = range(len(known), len(names))
+            others -= set(map(manifest.shard_name, next_ones))
         if others:
             raise foreign(os.path.join(self.path, split, min(others)))
 

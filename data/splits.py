@@ -18,16 +18,18 @@ FEW = 1000  # documents, from which on whole ones divide evenly enough
 
 def hash_of(text):
     """A hash of a text, below 2**64."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    content = hashlib.blake2b(text.encode(), digest_size=8)
+    return int(content.hexdigest(), 16)
 
 
 def divide(text, val_fraction, validation):
     """(part for train, part for val) of a text; either may be empty."""
     if validation == WHOLE:
         return ("", text) if hash_of(text) < val_fraction * 2**64 else (text, "")
-    at = min(len(text) - 1, max(1, round((1 - val_fraction) * len(text))))
-    if val_fraction == 0 or at < 1:
+    if val_fraction == 0 or len(text) < 2:
         return text, ""
+    at = round((1 - val_fraction) * len(text))
+    at = min(max(1, at), len(text) - 1)
     word_end = CUT.search(text, at, at + 1000)
     at = word_end.end() if word_end else at
     return text[:at], text[at:]
@@ -92,6 +94,9 @@ class Seen:
             new &= array[np.minimum(at, len(array) - 1)] != hashes
         if new.any():
             self.arrays.append(np.sort(hashes[new]))
-        while len(self.arrays) > 1 and len(self.arrays[-2]) <= 2 * len(self.arrays[-1]):
-            self.arrays[-2:] = [np.sort(np.concatenate(self.arrays[-2:]))]
+        while len(self.arrays) > 1:
+            larger, smaller = self.arrays[-2:]
+            if len(larger) > 2 * len(smaller):
+                break
+            self.arrays[-2:] = [np.sort(np.concatenate([larger, smaller]))]
         return ~new

@@ -27,8 +27,8 @@ def list_shards(folder):
         infos = persist(lambda: fs.ls(path, detail=True), folder)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    infos = sorted(infos, key=lambda info: info["name"])
-    return {os.path.basename(i["name"]): i for i in infos if i["name"].endswith(".npy")}
+    found = {os.path.basename(info["name"]): info for info in infos}
+    return {name: found[name] for name in sorted(found) if name.endswith(".npy")}
 
 
 class Cache:
@@ -113,7 +113,8 @@ class Shard:
     def header(self):
         """(position of the first token, dtype, number of tokens)."""
         try:
-            f = io.BytesIO(self._read_bytes(0, min(self.size, BLOCK, 4096)).tobytes())
+            beginning = self._read_bytes(0, min(self.size, BLOCK, 4096))
+            f = io.BytesIO(beginning.tobytes())
             np.lib.format.read_magic(f)
             shape, _, dtype = np.lib.format.read_array_header_1_0(f)
         except (ValueError, OSError) as e:
@@ -141,7 +142,8 @@ class Shard:
         begin, end = offset + start * dtype.itemsize, offset + stop * dtype.itemsize
         ids = self._read_bytes(begin, end).view(dtype)
         # seen as unsigned, negative ids are beyond the vocabulary too
-        top = int(ids.view(dtype.str.replace("i", "u")).max(initial=0))
+        unsigned = dtype.str.replace("i", "u")
+        top = int(ids.view(unsigned).max(initial=0))
         if top >= vocab_size:
             raise UserError(
                 f"--vocab_size {vocab_size}: {self.path} holds token id {top}, beyond the vocabulary; give "
@@ -164,7 +166,9 @@ class Shard:
 
     def _block(self, b):
         """uint8 [at most BLOCK]: block b, verified when it is first touched."""
-        name, start, stop = f"{self.key[:40]}-{b}", b * BLOCK, min((b + 1) * BLOCK, self.size)
+        name = f"{self.key[:40]}-{b}"
+        start = b * BLOCK
+        stop = min(start + BLOCK, self.size)
         with self.locks.setdefault(b, threading.Lock()):  # of two threads one fetches it
             content = self.cache.get(name) if self.is_remote else self.mapped[start:stop]
             if content is not None and (b in self.verified or self._is_sound(b, content)):

@@ -50,7 +50,8 @@ class HubTokenizer:
         # a file may ask for either, for the batches of its own model
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.n_vocab = max(self.tokenizer.get_vocab().values(), default=-1) + 1
+        ids = self.tokenizer.get_vocab().values()
+        self.n_vocab = max(ids, default=-1) + 1
         config = read_json(os.path.dirname(path), "tokenizer_config.json")
         end = config.get("eos_token") or END_OF_TEXT
         self.eot_token = self.id_of(end)
@@ -187,9 +188,10 @@ def special_tokens(encoding):
 
 def byte_letters():
     """{byte: the letter that GPT-2's tokenizer writes for it}: printable bytes stand for themselves."""
-    letters = {b: chr(b) for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
-    others = [b for b in range(256) if b not in letters]
-    return letters | {b: chr(256 + i) for i, b in enumerate(others)}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted({*range(256)} - {*printable})
+    letters = {b: chr(256 + i) for i, b in enumerate(others)}
+    return letters | {b: chr(b) for b in printable}
 
 
 def tokens_of(encoding):
@@ -207,11 +209,11 @@ def meaning(encoding):
     """({id: token} of those that text becomes, the tokens that pairs of others merge into, in that order)."""
     tokens = tokens_of(encoding)
     if isinstance(encoding, HubTokenizer):
-        pairs = json.loads(encoding.tokenizer.to_str())["model"].get("merges", [])
-        merged = ["".join(pair) for pair in pairs]
+        content = json.loads(encoding.tokenizer.to_str())
+        merged = map("".join, content["model"].get("merges", []))
     else:
-        ranks = encoding._mergeable_ranks
-        merged = [tokens[rank] for rank in sorted(ranks.values()) if len(tokens[rank]) > 1]
+        ranks = sorted(encoding._mergeable_ranks.values())
+        merged = [tokens[rank] for rank in ranks if len(tokens[rank]) > 1]
     for number in {*special_tokens(encoding), encoding.eot_token}:
         tokens.pop(number, None)
     return tokens, list(dict.fromkeys(merged))  # some files list all pairs that make a token
@@ -221,7 +223,9 @@ def same_tokens(one, other):
     """Whether the ids of text in tokenizer `other` mean the same in `one`: its end of text, all tokens but the special
     ones, and the order of the merges are equal."""
     end = other.eot_token
-    return tokens_of(one).get(end) == tokens_of(other)[end] and meaning(one) == meaning(other)
+    if tokens_of(one).get(end) != tokens_of(other)[end]:
+        return False
+    return meaning(one) == meaning(other)
 
 
 def made_shards(encoding, name, sha256):
@@ -239,28 +243,31 @@ def made_shards(encoding, name, sha256):
 def shards_tokenizer(root, manifest, flag=""):
     """Name or file of the tokenizer of shards below `root`: --tokenizer, which is `flag`, or what their manifest names;
     "" where neither does."""
-    name = manifest.get("tokenizer", "")
-    return flag or (os.path.join(root, name) if name.endswith(TOKENIZER_FILES) else name)
+    return flag or in_folder(root, manifest.get("tokenizer", ""))
 
 
-def keep_tokenizer(folder, name, replace=True):
-    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there.
+def in_folder(folder, name):
+    """The tokenizer that a file in `folder` calls `name`: a path where it is a file, too."""
+    return os.path.join(folder, name) if name.endswith(TOKENIZER_FILES) else name
 
-    Unless others may be replaced, raises UserError where there are others of these names.
-    """
+
+def keep_tokenizer(folder, name):
+    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there. Raises
+    UserError where there are others of these names."""
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name
     copies = {f"tokenizer{ending}": name}
     if ending == ".json":  # the tokenizer last: where it is there, all are
-        config = "tokenizer_config.json"
-        copies = {config: os.path.join(os.path.dirname(name), config), **copies}
+        beside = os.path.join(os.path.dirname(name), "tokenizer_config.json")
+        copies = {"tokenizer_config.json": beside} | copies
     for copy, path in copies.items():
-        content, at = read_file(path), os.path.join(folder, copy)
+        content = read_file(path)
+        at = os.path.join(folder, copy)
         there = read_file(at)
         if content in (None, there):
             continue
-        if there is not None and not replace:
+        if there is not None:
             raise UserError(
                 f"{at} is another file than the {copy} of --tokenizer {name}; move it away, or give another folder."
             )
@@ -269,15 +276,9 @@ def keep_tokenizer(folder, name, replace=True):
 
 
 def folder_tokenizer_name(folder):
-    """Name or file of the tokenizer of a run directory or folder in the Hugging Face format; "" where it has none.
-    Raises UserError."""
-    name = read_json(folder, "config.json").get("encoding", "tokenizer.json")
-    if not isinstance(name, str | None):
-        raise UserError(
-            f"{os.path.join(folder, 'config.json')}: encoding is {name!r}, but must name a tokenizer."
-        )
-    name = name or ""
-    return os.path.join(folder, name) if name.endswith(TOKENIZER_FILES) else name
+    """Name or file of the tokenizer of a run directory or folder in the Hugging Face format; "" where it has none."""
+    config = read_json(folder, "config.json")
+    return in_folder(folder, config.get("encoding", "tokenizer.json") or "")
 
 
 def folder_tokenizer(folder):

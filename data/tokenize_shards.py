@@ -12,7 +12,7 @@ if __name__ == "__main__":
     import os
     import sys
 
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin("interrupted; rerun the same command to resume")
@@ -53,14 +53,14 @@ class Options(Source):
     tokenizer: str = flag(MISSING, path=True)
     """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
     tokenizer.json; files are copied to OUTPUT."""
-    shard_tokens: int = flag(100_000_000, least=1, most=2**40)
+    shard_tokens: int = flag(100_000_000, least=1)
     """Tokens per shard; memory holds three of them."""
-    val_fraction: float = flag(VAL_FRACTION, least=0, below=1)
+    val_fraction: float = flag(VAL_FRACTION, below=1)
     """Share of the documents that goes to val/: those whose text hashes lowest; where there are too few, the last share
     of each."""
     drop_duplicates: bool = False
     """Leave out documents whose text is exactly that of an earlier one."""
-    workers: int = flag(os.cpu_count(), least=1, most=1024)
+    workers: int = flag(os.cpu_count(), least=1)
     """Processes; the shards do not depend on it."""
     ray: bool = False
     """Have the workers on the Ray cluster that RAY_ADDRESS names, or on one of this machine; all of its machines need
@@ -70,8 +70,10 @@ class Options(Source):
 def parse():
     args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py")
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
-    source, output = Path(args.source).resolve(), Path(args.output).resolve()
-    inside = any(path == source or path.match(str(source)) for path in [output, *output.parents])
+    source = Path(args.source).resolve()
+    output = Path(args.output).resolve()
+    above = [output, *output.parents]
+    inside = source in above or any(path.match(str(source)) for path in above)
     if local and inside:
         raise UserError(
             f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
@@ -99,8 +101,11 @@ def main():
 def settings_of(args, source, encoding):
     """{setting: value} of the manifest, in which shards must agree to be the same."""
     kind = os.path.splitext(args.tokenizer)[1]
+    where = args.source
+    if os.path.exists(where):
+        where = os.path.abspath(where)
     return {
-        "source": os.path.abspath(args.source) if os.path.exists(args.source) else args.source,
+        "source": where,
         **source.identity,
         "tokenizer_sha256": content_sha256(encoding),
         "vocab_size": encoding.n_vocab,
@@ -121,7 +126,9 @@ def write(args, source, output, encoding):
             f"{args.output}: too few documents to hold whole ones out: val is the last {share} of each"
         )
     fill(args, source, output, encoding)
-    totals = sum((writer.totals for writer in output.writers.values()), start=Counter())
+    totals = Counter()
+    for writer in output.writers.values():
+        totals += writer.totals
     damaged = ""
     if totals["damaged_files"] + totals["damaged_records"]:
         files = many(totals["damaged_files"], "damaged file")

@@ -7,7 +7,7 @@ if __name__ == "__main__":
     import os
     import sys
 
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
     from runtime import interrupts
 
     interrupts.begin("interrupted; nothing was written")
@@ -28,7 +28,7 @@ from data.splits import choose_validation, divide, text_of
 from data.tokenization import PATTERN, byte_letters, dump_ranks
 from runtime.files import check_place, is_remote, read_file, write_file
 from runtime.messages import UserError, say
-from runtime.parser import VOCABULARY, flag
+from runtime.parser import flag
 from utils import read_flags
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
@@ -74,14 +74,15 @@ def train(texts, vocab_size):
 def to_ranks(tokenizer):
     """{token bytes: rank}: the ids, which follow the order of the merges."""
     byte = {letter: b for b, letter in byte_letters().items()}
-    return {bytes(byte[c] for c in token): rank for token, rank in tokenizer.get_vocab().items()}
+    ranks = tokenizer.get_vocab()
+    return {bytes(map(byte.get, token)): rank for token, rank in ranks.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Source):
     """Train a byte-level BPE tokenizer on the training part of a source and store it as tiktoken ranks."""
 
-    vocab_size: int = flag(8192, least=257, most=VOCABULARY)
+    vocab_size: int = flag(8192, least=257)
     """Number of tokens, with all 256 bytes and the end of text."""
     output: str = flag(MISSING, path=True)
     """File of ranks to write; its name must end in .tiktoken."""

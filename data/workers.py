@@ -95,7 +95,7 @@ def ray_actors(workers, encode):
             return [encode(document) for document in batch]
 
     # the cluster's other machines have this repository, and tiktoken's ranks, at the paths that they have here
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     if "TIKTOKEN_CACHE_DIR" in os.environ:
         environment["TIKTOKEN_CACHE_DIR"] = os.environ["TIKTOKEN_CACHE_DIR"]
     before = signal.getsignal(signal.SIGTERM)

@@ -29,7 +29,8 @@ def make_decode(cfg, mesh):
     m, arch = cfg.model, architecture_of(cfg)
 
     def local_decode(params, ids, cache, offset, last):
-        tokens = Tokens(offset[:, None] + jnp.arange(ids.shape[1]), split=False)
+        position = offset[:, None] + jnp.arange(ids.shape[1])
+        tokens = Tokens(position, split=False)
         top = model.top_params(params, cfg)
         weights = model.layer_params(params, cfg)
 
@@ -38,7 +39,7 @@ def make_decode(cfg, mesh):
             keep = functools.partial(jnp.where, valid)
             return y, jax.tree.map(keep, new_cache, cache), weights
 
-        x = arch.embed(top, ids, tokens.position)
+        x = arch.embed(top, ids, position)
         first = {}
         if m.first_layers:
             cache = dict(cache)
@@ -49,7 +50,8 @@ def make_decode(cfg, mesh):
         stacks = model.stacked(cfg, weights)
         x, cache = model.pipeline(run_turn, stacks, x[None], cache)  # [1, B/dp, n, D]
 
-        x = jnp.take_along_axis(x[0], last[:, None, None], 1)[:, 0]  # [B/dp, D]
+        x = x[0]
+        x = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]  # [B/dp, D]
         x = collectives.from_last_stage(x, everywhere=True)
         x = arch.norm(x, top["norm"], m.norm_eps)
         return loss.logits_of(x, top["head"], m.vocab_size).T, cache | first
@@ -73,7 +75,8 @@ def cache_specs(cfg):
 def empty_cache(cfg, B, T):
     """Cache of B sequences of at most T tokens, in model_dtype."""
     sizes = architecture_of(cfg).cache(cfg, B, T)
-    return {kind: jnp.zeros(shape, cfg.model.model_dtype) for kind, (shape, _) in sizes.items()}
+    dtype = cfg.model.model_dtype
+    return {kind: jnp.zeros(shape, dtype) for kind, (shape, _) in sizes.items()}
 
 
 def draw_tokens(logits, key, s):
@@ -107,9 +110,11 @@ def kth_largest(x, k):
         reach = (integers >= larger).sum(-1, keepdims=True)
         return jnp.where(reach >= k, larger, found)
 
-    smallest = jnp.full((len(x), 1), jnp.iinfo(jnp.int32).min)
+    least = jnp.iinfo(jnp.int32).min
+    smallest = jnp.full((len(x), 1), least)
     found = lax.fori_loop(0, 32, try_bit, smallest)
-    return jnp.where(integers >= found, x, jnp.inf).min(-1, keepdims=True)
+    reached = jnp.where(integers >= found, x, jnp.inf)
+    return reached.min(-1, keepdims=True)
 
 
 # Tokens that the devices draw for a row before the host looks at them: few looks cost little
@@ -134,8 +139,9 @@ def make_stream(cfg, mesh, s, length, chunk=CHUNK):
     def advance(params, state):
         def one(state, _):
             token, position, cache, key = state
-            newest = token[:, None], cache, position, jnp.zeros_like(position)
-            logits, cache = decode(params, *newest)
+            ids = token[:, None]  # [B, 1]
+            last = jnp.zeros_like(position)
+            logits, cache = decode(params, ids, cache, position, last)
             drawn, key = draw_next(logits, key, s)
             return (drawn, position + 1, cache, key), token
 

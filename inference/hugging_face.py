@@ -66,15 +66,11 @@ class Stored(NamedTuple):
 
 def files_of(folder):
     """{name of tensor: `Stored`} of a folder's safetensors. Raises UserError for files that are missing or torn."""
-    path = os.path.join(folder, INDEX)
-    index = read_json(path)
-    names = index.get("weight_map") if index else {"": "model.safetensors"}
-    if not isinstance(names, dict):
-        raise UserError(
-            f"{path}: its weight_map must give each tensor a file's name; copy it again."
-        )
+    names = {"model.safetensors"}
+    if index := read_json(folder, INDEX):
+        names = {os.path.basename(name) for name in index["weight_map"].values()}
     found = {}
-    for name in sorted({os.path.basename(str(name)) for name in names.values()}):
+    for name in sorted(names):
         found |= header(os.path.join(folder, name))
     return found
 
@@ -114,7 +110,8 @@ def check(folder, tensors, form, block):
     for t in tensors:  # an absurd config calls for billions, but then one of the first is missing
         name = name_in(there, t.name, form)
         shapes = {name: t.shape}
-        if block and name in there and there[name].dtype == FLOAT8 and len(t.shape) == 2:
+        is_float8 = name in there and there[name].dtype == FLOAT8
+        if block and is_float8 and len(t.shape) == 2:
             shapes[name + SCALE] = tuple(-(-n // size) for n, size in zip(t.shape, block))
         for missing in shapes.keys() - there.keys():
             raise UserError(f"{folder}: tensor {missing} is missing; its config.json calls for it.")
@@ -145,10 +142,10 @@ def read_tensor(there, name, block):
     if there[name].dtype == FLOAT8:
         x = read_float8(there[name], name)
         scales = read_tensor(there, name + SCALE, block).astype(np.float32)
-        rows, columns = x.shape
-        for first in range(0, rows, block[0]):
-            scale = np.repeat(scales[first // block[0]], block[1])[:columns]
-            x[first : first + block[0]] *= scale
+        rows, columns = block
+        for i, row in enumerate(scales):
+            scale = np.repeat(row, columns)[: x.shape[1]]
+            x[i * rows :][:rows] *= scale
     else:
         with safe_open(path, "numpy") as f:
             x = f.get_tensor(name)
@@ -178,27 +175,28 @@ def load(folder, abstract):
     there = check(folder, filled(form.tensors(m)), form, block)
     if m.tied:
         check_head_is_tied(folder, there, form, m, block)
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape), abstract)
-    params = jax.jit(zeros, out_shardings=shardings)()
+    params = jax.tree.map(lambda a: jnp.zeros(a.shape, device=a.sharding), abstract)
     for t in filled(form.tensors(m)):
-        part = t.ours(read_tensor(there, name_in(there, t.name, form), block))
+        name = name_in(there, t.name, form)
+        part = t.ours(read_tensor(there, name, block))
         *parents, last = t.leaf
         node = functools.reduce(dict.__getitem__, parents, params)
+        leaf = node[last]
         numbers = [dim for dim, index in enumerate(t.at) if isinstance(index, int)]
         starts = [index if isinstance(index, int) else index.start or 0 for index in t.at]
-        starts += [0] * (node[last].ndim - len(starts))
-        node[last] = put(node[last], np.expand_dims(part, numbers), starts)
+        starts += [0] * (leaf.ndim - len(starts))
+        node[last] = put(leaf, np.expand_dims(part, numbers), starts)
     return params
 
 
 def check_head_is_tied(folder, there, form, m, block):
     """Raises UserError where the files hold a head that is not the embedding."""
-    embedding = next(form.tensors(m)).name
-    head, rows = (name_in(there, name, form) for name in (hf_format.HEAD, embedding))
+    rows = name_in(there, next(form.tensors(m)).name, form)
+    head = name_in(there, hf_format.HEAD, form)
     if head not in there:
         return
-    if not np.array_equal(read_tensor(there, head, block), read_tensor(there, rows, block)):
+    pair = [read_tensor(there, name, block) for name in (head, rows)]
+    if not np.array_equal(*pair):
         raise UserError(
             f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings must be "
             f"false there."

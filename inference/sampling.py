@@ -23,22 +23,21 @@ def make_sampler(cfg, mesh, encoding):
         return lambda params: []
     in_order = utils.replace(cfg, pp_interleave=1)
     rearrange = steps.arranger(cfg, steps.abstract_params(in_order, mesh))
-    s, dp, n = cfg.sample, cfg.run.n_device_axis[0], len(prompt)
-    ids, lengths = decoding.pad([prompt] * (math.ceil(s.inference_batch / dp) * dp), n)
-    prefill, advance = decoding.make_stream(in_order, mesh, s, n + s.max_tokens, s.max_tokens)
+    s, dp = cfg.sample, cfg.run.n_device_axis[0]
+    n_rows = math.ceil(s.inference_batch / dp) * dp  # dp must divide them
+    ids, lengths = decoding.pad([prompt] * n_rows, len(prompt))
+    whole = len(prompt) + s.max_tokens
+    prefill, advance = decoding.make_stream(in_order, mesh, s, whole, s.max_tokens)
 
     def sample(params):
         params = rearrange(params)
         state = prefill(params, ids, lengths, jax.random.key(cfg.run.seed))
         _, drawn = advance(params, state)
         rows = np.concatenate([ids, np.asarray(drawn).T], 1)[: s.inference_batch]
-        return [text_after_first(row, encoding) for row in rows.tolist()]
+        texts = []
+        for _, *row in rows.tolist():  # the first begins every document, and is the end of text too
+            shown = itertools.takewhile(lambda token: token != encoding.eot_token, row)
+            texts.append(text_of(encoding, shown))
+        return texts
 
     return sample
-
-
-def text_after_first(row, encoding):
-    """The text of token ids up to the end of text, without the first, which is the end of text too: it begins every
-    document."""
-    ids = itertools.takewhile(lambda token: token != encoding.eot_token, row[1:])
-    return text_of(encoding, ids)

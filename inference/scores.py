@@ -45,17 +45,20 @@ def make_scorer(cfg, mesh, batch_size):
     def score(params, pieces, T=None):
         pieces = iter(pieces)
         while batch := list(itertools.islice(pieces, rows)):
-            longest = T or length_for(max(len(piece.ids) for piece in batch) - 1)
-            arrays = pad(batch, rows, math.ceil(longest / multiple) * multiple)
-            shaped = [x.reshape(pp, -1, x.shape[1]) for x in arrays]
-            placed = [
-                jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in shaped
-            ]
+            longest = max(len(piece.ids) for piece in batch) - 1
+            length = T or length_for(longest)
+            arrays = pad(batch, rows, math.ceil(length / multiple) * multiple)
+            placed = []
+            for x in arrays:
+                x = x.reshape(pp, -1, x.shape[1])
+                placed.append(jax.make_array_from_callback(x.shape, sharding, x.__getitem__))
             counts = arrays[1] >= 0
-            losses, greedy = (np.asarray(x).reshape(counts.shape) for x in scores(params, *placed))
-            sums = losses.sum(1, dtype=np.float64)
-            greedy = (greedy | ~counts).all(1)
-            for piece, *row in zip(batch, sums.tolist(), counts.sum(1).tolist(), greedy.tolist()):
+            found = scores(params, *placed)
+            losses, greedy = (np.asarray(x).reshape(counts.shape) for x in found)
+            sums = losses.sum(1, dtype=np.float64).tolist()
+            numbers = counts.sum(1).tolist()
+            greedy = (greedy | ~counts).all(1).tolist()
+            for piece, *row in zip(batch, sums, numbers, greedy):
                 yield Scored(piece.unit, *row)
 
     return score

@@ -21,7 +21,7 @@ import utils
 from data.encoding import encode_text
 from data.tokenization import HubTokenizer, special_tokens, text_of, whole_characters
 from inference import decoding
-from inference.scores import Piece, Scored, length_for, make_scorer
+from inference.scores import Piece, length_for, make_scorer
 from runtime.messages import UserError, first_line, nearest, say
 from training import steps
 
@@ -87,28 +87,29 @@ class TaskModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests, **_):
-        scored = self.measure([pair for _, *pair in requests])
-        return [(-s.loss, s.greedy) for s in scored]
+        return self.measure([pair for _, *pair in requests])
 
     def loglikelihood_rolling(self, requests, disable_tqdm=True):
         begin = [self.prefix_token_id]
         pairs = [(begin, self.tok_encode(*request.args)) for request in requests]
-        return [-s.loss for s in self.measure(pairs)]
+        return [log_likelihood for log_likelihood, _ in self.measure(pairs)]
 
     def measure(self, pairs):
-        """The `Scored` of each continuation in `pairs` of token ids (context, continuation), after its context."""
+        """(log-likelihood, whether greedy decoding would draw it) of each continuation in `pairs` of token ids
+        (context, continuation), after its context."""
         found = []
         for unit, pair in enumerate(pairs):
             for context, continuation in self.windows(*pair):
-                ids = np.array([*context, *continuation][-(self.T + 1) :])
+                ids = np.array([*context, *continuation])[-self.T - 1 :]
                 found.append(Piece(ids, len(ids) - 1 - len(continuation), unit))
         found.sort(key=lambda piece: -len(piece.ids))  # batches of like lengths, the largest first
-        totals = [Scored(unit, 0.0, 0, True) for unit in range(len(pairs))]
+        likelihoods = [0.0] * len(pairs)
+        greedy = [True] * len(pairs)
         for s in progress(self.score(self.params, found), "likelihoods", len(found)):
             self.alive()
-            _, loss, tokens, greedy = totals[s.unit]
-            totals[s.unit] = Scored(s.unit, loss + s.loss, tokens + s.tokens, greedy and s.greedy)
-        return totals
+            likelihoods[s.unit] -= s.loss
+            greedy[s.unit] &= s.greedy
+        return list(zip(likelihoods, greedy))
 
     def windows(self, context, continuation):
         """A pair as pairs whose continuations fit in T tokens, each after as much as fits with it."""
@@ -120,40 +121,44 @@ class TaskModel(TemplateLM):
     # --- Continuations
 
     def generate_until(self, requests, disable_tqdm=True):
-        groups = {}  # {settings of drawing: [(number, token ids)]}
-        for number, (context, settings) in enumerate(request.args for request in requests):
-            ids = self.tok_encode(context) or [self.prefix_token_id]
-            groups.setdefault(json.dumps(settings, sort_keys=True), []).append((number, ids))
-        answers, params = [None] * len(requests), self.arrange(self.params)
+        prompts = [
+            self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests
+        ]
+        groups = {}  # {settings of drawing: numbers of requests}
+        for number, request in enumerate(requests):
+            settings = json.dumps(request.args[1], sort_keys=True)
+            groups.setdefault(settings, []).append(number)
+        answers = {}
+        params = self.arrange(self.params)
         with progress(total=len(requests), desc="continuations") as bar:
-            for settings, group in groups.items():
+            for settings, numbers in groups.items():
                 options, until = draws(json.loads(settings), self.encoding)
                 room = self.T - options.max_tokens
-                group = [(number, ids[-room:]) for number, ids in group]
-                group.sort(key=lambda item: -len(item[1]))
-                for i in range(0, len(group), self.rows):
-                    numbers, prompts = zip(*group[i : i + self.rows])
-                    texts = self.continued(params, prompts, options, until)
-                    for number, text in zip(numbers, texts):
-                        answers[number] = text
-                        bar.update()
-        return answers
+                numbers.sort(key=lambda number: -len(prompts[number]))
+                for i in range(0, len(numbers), self.rows):
+                    batch = numbers[i : i + self.rows]
+                    cut = [prompts[number][-room:] for number in batch]
+                    texts = self.continued(params, cut, options, until)
+                    answers.update(zip(batch, texts))
+                    bar.update(len(batch))
+        return [answers[number] for number in range(len(requests))]
 
     def continued(self, params, prompts, options, until):
         """The texts that follow the token ids of at most `rows` prompts, each up to the first of the strings until."""
         n = length_for(max(map(len, prompts)))
-        chunks = math.ceil(options.max_tokens / decoding.CHUNK)
-        filled = [*prompts, *[[self.eot_token_id]] * (self.rows - len(prompts))]
-        prefill, advance = self.stream(options, n + chunks * decoding.CHUNK)
-        state = prefill(params, *decoding.pad(filled, n), jax.random.key(0))
+        n_chunks = math.ceil(options.max_tokens / decoding.CHUNK)
+        prefill, advance = self.stream(options, n + n_chunks * decoding.CHUNK)
+        missing = self.rows - len(prompts)
+        ids, lengths = decoding.pad([*prompts, *[[self.eot_token_id]] * missing], n)
+        state = prefill(params, ids, lengths, jax.random.key(0))
         drawn = [[] for _ in prompts]
-        for chunk in decoding.chunks_of(advance, params, state, chunks):
+        for chunk in decoding.chunks_of(advance, params, state, n_chunks):
             self.alive()
             drawn = [row + more for row, more in zip(drawn, chunk.tolist())]
-            texts, ended = zip(*[self.ending(row[: options.max_tokens], until) for row in drawn])
-            if all(ended):
+            ends = [self.ending(row[: options.max_tokens], until) for row in drawn]
+            if all(ended for _, ended in ends):
                 break
-        return texts
+        return [text for text, _ in ends]
 
     def ending(self, tokens, until):
         """(the text of token ids up to its end, whether that was reached)."""
@@ -263,13 +268,13 @@ def ask(lm, params, loaded, limit=0, bootstrap=0):
 
 @contextlib.contextmanager
 def fixed_seeds():
-    """Python's and numpy's random numbers, which some tasks draw, begin as lm_eval lets them, and are restored."""
-    before, numpys = random.getstate(), np.random.get_state()
+    """Python's and numpy's random numbers, which some tasks draw, begin as lm_eval lets them. Python's are restored, or
+    all hosts would wait alike before they try storage again."""
+    before = random.getstate()
     random.seed(0)
     np.random.seed(SEED)
     yield
     random.setstate(before)
-    np.random.set_state(numpys)
 
 
 def numbers(results):

@@ -5,7 +5,6 @@ count matrix products and collectives as model.py writes them, whatever a compil
 routing by index, biases) costs memory traffic, taken as a multiple of the activations.
 """
 
-import functools
 import math
 from collections import defaultdict
 
@@ -22,7 +21,7 @@ from planning import hlo
 from training import muon
 
 # Constants fitted to what compilers report of the configurations in docs/planning.md. The GPU compiler reports no
-# times: there they follow the operations of programs (`read_program`).
+# times: there they follow the operations of programs (`Program`).
 # {constant: on (TPUs, TPUs whose compiler forms operands inside products, GPUs)}
 FITTED = {
     # memory traffic, in bytes read and written
@@ -90,31 +89,38 @@ def expert_axes(E, split):
     return hlo.axes_of(devices[:, :1].T, stage), hlo.axes_of(devices[:1], stage)
 
 
-def read_program(text, cfg, machine):
+class Program(hlo.Timeline):
     """`hlo.Timeline` of the optimized HLO `text` of a validated Config's step."""
-    m, mesh, chip = cfg.model, dict(zip(collectives.AXES, cfg.run.n_device_axis)), machine.chip
-    kernel = attention.ATTENTION[attention.choose_kernel(m, machine.kernels)]
-    group = m.n_head // m.kv_heads  # heads of queries that read the same values
 
-    def in_kernel(words, arrays):
-        """Operations of a call of the kernel; 0 of any other's."""
+    def __init__(self, text, cfg, machine):
+        self.cfg = cfg
+        self.machine = machine
+        self.kernel = attention.ATTENTION[attention.choose_kernel(cfg.model, machine.kernels)]
+        mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
+        super().__init__(text, mesh, machine.slices)
+
+    def in_kernel(self, words, arrays):
+        m = self.cfg.model
+        kernel = self.kernel
+        group = m.n_head // m.kv_heads  # heads of queries that read the same values
         for name, (keys, values) in kernel.products.items():
             if name in words:  # its first arrays of floats are queries, keys and values
                 q, _, v = [math.prod(dims) for kind, dims in arrays if "f" in kind][:3]
                 return 2 * m.T * kernel.score_share(m) * (keys * q + values * group * v)
         return 0
 
-    def compute_seconds(flops, cycles, moved, is_kernel):
+    def compute_seconds(self, flops, cycles, moved, is_kernel):
+        chip = self.machine.chip
         # no compiler estimates kernels: they run at half the peak
         products = flops / chip.speed * (1 + is_kernel)
         if chip.gpu:
             return max(products, moved / chip.bandwidth)
         return products if is_kernel else cycles / chip.clock
 
-    # what leaves a TPU slice is a transfer of its own in the program
-    joined = machine._replace(groups=machine.groups // machine.slices)
-    seconds = functools.partial(link_seconds, cfg, joined)
-    return hlo.Timeline(text, mesh, machine.slices, in_kernel, compute_seconds, seconds)
+    def link_seconds(self, *transfer):
+        # what leaves a TPU slice is a transfer of its own in the program
+        joined = self.machine._replace(groups=self.machine.groups // self.machine.slices)
+        return link_seconds(self.cfg, joined, *transfer)
 
 
 # --- The step -----------------------------------------------------------------------------------------------------
@@ -124,7 +130,9 @@ class Estimate:
     """What one device does in a step of a validated Config."""
 
     def __init__(self, cfg, machine):
-        self.cfg, self.m, self.machine = cfg, cfg.model, machine
+        self.cfg = cfg
+        self.m = cfg.model
+        self.machine = machine
         column = 2 if machine.platform == "gpu" else int(machine.chip.fuses)
         self.fit = {name: values[column] for name, values in FITTED.items()}
         self.cut_up(cfg)
@@ -194,13 +202,15 @@ class Estimate:
         and again where the backward pass recomputes it. Otherwise they are gathered once a step or, by the TPU
         compiler, once a batch; that one sums the gradients of copies outside the loop of gradient accumulation.
         """
-        m, rounds = self.m, self.cfg.run.pp_interleave
+        m = self.m
+        rounds = self.cfg.run.pp_interleave
         stacks = architecture(m.architecture).stacks
         gathers, sums = 1, self.batches
         if self.machine.platform == "tpu":
             gathers, sums = self.batches, 1
         with_muon = self.cfg.optimizer.optimizer == "muon"
-        used, gathered = 0, defaultdict(int)
+        used = 0
+        gathered = defaultdict(int)
         for name, stack in model.param_table(self.cfg).items():
             layers, times = self.runs.get(name, (1, 1))
             if name in stacks:
@@ -255,7 +265,8 @@ class Estimate:
     def add_layers(self):
         """Add what layers compute, send and keep. Returns the bytes that the forward passes of a batch leave for the
         backward passes, and those of the widest layer's intermediates in its backward pass."""
-        fit, remat = self.fit, self.m.remat
+        fit = self.fit
+        remat = self.m.remat
         copies = fit["layer_copies_kept" if remat == "none" else "layer_copies"]
         kept, widest = 0, 0
         channel = self.own_tokens * self.bytes  # bytes
@@ -310,7 +321,8 @@ class Estimate:
     def peak(self, gathered, largest, kept, widest):
         """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass: while there
         are logits, in a layer's backward pass, or when the embedding's two gradients are added up."""
-        m, fit = self.m, self.fit
+        m = self.m
+        fit = self.fit
         embedding = m.padded_vocab * m.model_dimension
         in_dtype = self.bytes * embedding
         weights, gradients = self.bytes * gathered, 4 * gathered
@@ -347,8 +359,10 @@ class Layer:
     """A layer's passes of one microbatch on one device."""
 
     def __init__(self, step, kind):
-        self.step, self.m = step, step.m
-        m, platform = step.m, step.machine.kernels
+        self.step = step
+        self.m = step.m
+        m = step.m
+        platform = step.machine.kernels
         arch = architecture(m.architecture)
         self.cost = arch.layer_cost(m, kind)
         self.in_tiles = choose_transport(m, platform) == "tiles"
@@ -419,7 +433,8 @@ class Layer:
         collective runs in the forward pass, again where that is recomputed, and its transpose in the backward pass.
         """
         m, s, cost = self.m, self.step, self.cost
-        again, end_again = self.recomputes, self.recomputes and self.needs_end
+        again = self.recomputes
+        end_again = self.recomputes and self.needs_end
         channel = s.tokens * s.bytes  # bytes
         # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
         attention_out = channel * m.model_dimension * self.megatron

@@ -77,9 +77,15 @@ def devices(kind, hosts, per_host):
     major, minor = spec.capability.split(".")
     # instructions of one generation alone, such as Hopper's products of whole warp groups
     extension = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
-    of_capability = dict(major=major, minor=minor, extension=extension, kind=chip.kind)
-    of_chip = dict(bandwidth=chip.bandwidth, memory=chip.memory)
-    target = TARGET.format(**spec._asdict(), **of_chip, **of_capability)
+    target = TARGET.format(
+        major=major,
+        minor=minor,
+        extension=extension,
+        kind=chip.kind,
+        bandwidth=chip.bandwidth,
+        memory=chip.memory,
+        **spec._asdict(),
+    )
     topology = f"1x{hosts}x{per_host}"  # partitions, hosts, devices of each
     return topologies.get_topology_desc(
         platform="cuda", topology=topology, target_config=target

@@ -21,7 +21,7 @@ SHAPE = re.compile(r"\b(pred|bf16|[suf](?:8|16|32|64))\[([0-9,]*)\]")
 CHAIN = re.compile(r'chain_id="(\d+)"')
 # Operations that are not in a schedule themselves, since what they run is; that move nothing; that name all or a part
 # of an array anew; that read a part of their first operand.
-CONTAINERS = ("while", "call", "async", *COLLECTIVES)
+CONTAINERS = ("while", "call", *COLLECTIVES)
 UNMOVED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota")
 VIEWS = ("bitcast", "reshape", "get-tuple-element")
 SLICES = ("slice", "dynamic-slice", "gather")
@@ -65,7 +65,9 @@ def size(text):
 
 def computations(text):
     """{name: [Op]}, the program's own under "ENTRY". An operation comes after its operands."""
-    found, ops, known = {}, None, {}
+    found = {}
+    ops = None
+    known = {}
     for line in text.splitlines():
         if head := COMPUTATION.match(line):
             is_entry, name = head.groups()
@@ -167,8 +169,10 @@ def convolution_flops(op, out, lhs, rhs):
     return 2 * valid * out[result.index("b")] * out[result.index("f")] * rhs[right.index("i")]
 
 
-def calls_cublas(op):
-    return op.kind == "custom-call" and "__cublas" in op.rest
+def is_product(op):
+    """Whether an operation is a matrix product, as XLA or cuBLAS computes it."""
+    is_call = op.kind == "custom-call" and "__cublas" in op.rest
+    return is_call or op.kind in ("dot", "convolution")
 
 
 def is_kernel(op):
@@ -188,7 +192,8 @@ def moved_bytes(ops, given):
                 part = op if op.kind in SLICES and at == 0 else view
                 name = given[numbers(array.rest)[0]].name
                 read[name] = min(read[name] + size(part.type), size(array.type))
-    moved, root = sum(read.values()), ops[-1]
+    moved = sum(read.values())
+    root = ops[-1]
     for result in map(viewed, root.inputs if root.kind == "tuple" else [root]):
         if result.kind == "dynamic-update-slice":
             result = result.inputs[1]
@@ -209,24 +214,22 @@ def viewed(op):
 class Timeline:
     """What one device does in a step whose optimized HLO is `text`, and how long it computes and waits.
 
-    mesh: {axis: size} of all `slices`; what travels between these is of kind "across slices". in_kernel(words, arrays):
-    operations of a custom kernel, of the words that name it and (dtype, dims) of its operands. compute_seconds(flops,
-    cycles, moved, is_kernel): cycles are the TPU compiler's estimate, `moved` the bytes that an operation of a GPU
-    reads and writes. link_seconds(axes, kind, n_bytes, n) of a transfer.
+    mesh: {axis: size} of all `slices`; what travels between these is of kind "across slices". A subclass has
+    in_kernel(words, arrays), operations of a custom kernel, of the words that name it and (dtype, dims) of its
+    operands; compute_seconds(flops, cycles, moved, is_kernel), where cycles are the TPU compiler's estimate and `moved`
+    the bytes that an operation of a GPU reads and writes; and link_seconds(axes, kind, n_bytes, n) of a transfer.
 
     Computation between the start of a transfer and the wait for it hides that transfer. Each second of computation
     hides one transfer alone, the one that began first. The rest is exposed.
     """
 
-    def __init__(self, text, mesh, slices, in_kernel, compute_seconds, link_seconds):
+    def __init__(self, text, mesh, slices):
         self.comps = computations(text)
-        self.slices, self.across = slices, slow_axis(mesh, slices)
+        self.slices = slices
+        self.across = slow_axis(mesh, slices)
         # each slice numbers its own devices
         self.mesh = mesh | {self.across: mesh[self.across] // slices}
         self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
-        self.in_kernel = in_kernel
-        self.compute_seconds = compute_seconds
-        self.link_seconds = link_seconds
         self.flops = 0.0  # of matrix products
         # {(axes, kind): [bytes, times, seconds]}; axes such as ("dp", "tp")
         self.collectives = defaultdict(lambda: [0, 0, 0.0])
@@ -248,24 +251,26 @@ class Timeline:
         self.times, self.flying, self.spare = around
         return spare
 
-    def visit(self, name, fused=None, wrapper=""):
+    def visit(self, name, fused=None):
         """Add a computation; returns the operations of its matrix products.
 
         Inside a fusion, `fused` is the set of collectives that fusions before it have parts of: one that runs beside
-        several fusions is part of each. Inside an asynchronous start, `wrapper` is its name. Operations outside
-        fusions are in the order in which a device begins them.
+        several fusions is part of each. Operations outside fusions are in the order in which a device begins them.
         """
-        ops, flops, beside = self.comps.get(name, []), 0, set()
+        ops = self.comps.get(name, [])
+        flops = 0
+        beside = set()
         last = {} if fused is not None else self.last_parts(ops)
         for op in ops:
-            kind, own = op.kind.removesuffix("-start"), 0
+            kind = op.kind.removesuffix("-start")
+            own = 0
             if kind in COLLECTIVES:
-                self.begin_collective(op, kind, fused, wrapper)
+                self.begin_collective(op, kind, fused)
             elif kind == "send" and "megascale" in op.rest:
                 self.begin_send(op)
             elif kind.endswith("-done"):
                 self.wait(op.inputs[0].name)
-            elif kind in ("dot", "convolution") or calls_cublas(op):
+            elif is_product(op):
                 own = matmul_flops(op)
             elif kind == "while":
                 n = self.trip_count(op)
@@ -273,22 +278,22 @@ class Timeline:
                 self.hide(n * self.run(body, n * self.times))
             elif kind == "fusion":
                 own = sum(self.visit(callee, beside) for callee in CALLED.findall(op.rest))
-            elif kind in ("call", "async"):
-                begun = op.name if kind != op.kind else ""
+            elif kind == "call":
                 for callee in CALLED.findall(op.rest):
-                    self.visit(callee, None, begun)
+                    self.visit(callee)
             elif is_kernel(op):
                 words = op.name + op.rest.split("backend_config")[0]
                 own = self.in_kernel(words, shapes(" ".join(array.type for array in op.inputs)))
             if fused is None and kind not in CONTAINERS:
                 self.compute(op, own)
-                for chain in last.get(op.name, ()):
-                    self.wait(chain)
+                for chain, fusion in last.items():
+                    if fusion == op.name:
+                        self.wait(chain)
             flops += own
         return flops
 
     def last_parts(self, ops):
-        """{fusion: chains of collectives that end beside it} among scheduled operations."""
+        """{chain of a collective: the fusion beside which it ends} among scheduled operations."""
         last = {}
         for op in ops:
             if op.kind == "fusion":
@@ -296,10 +301,7 @@ class Timeline:
                     for inner in self.comps.get(callee, []):
                         if chain := CHAIN.search(inner.rest):
                             last[chain[1]] = op.name
-        found = defaultdict(list)
-        for chain, name in last.items():
-            found[name].append(chain)
-        return found
+        return last
 
     def trip_count(self, loop):
         """How often a while loop runs its body: as XLA found it; as the scope around it expects, where that depends on
@@ -313,9 +315,10 @@ class Timeline:
                 trips.append(numbers(op.rest)[0])
         return max(trips)
 
-    def begin_collective(self, op, kind, fused, wrapper):
+    def begin_collective(self, op, kind, fused):
         axes, n = group_axes(op, self.mesh)
-        name, chain = wrapper, CHAIN.search(op.rest)
+        name = ""
+        chain = CHAIN.search(op.rest)
         if chain and fused is not None:
             if chain[1] in fused:
                 return

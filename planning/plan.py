@@ -19,13 +19,11 @@ from inference import weights
 from planning import costs, hlo, machines
 from planning.machines import Machine, TooLarge, parse_machine
 from runtime.chips import CHIPS, chip_of
-from runtime.files import check_place, to_json, write_file
+from runtime.files import check_place, write_file, write_json
 from runtime.messages import UserError, say, size
 from training import settings, steps
 
 COMPILED = 4  # configurations that --search compiles
-LISTED = 16  # rows of its table
-TRIED = 50_000  # configurations that it considers at most
 WORTH = 0.02  # share of a step that a flag must save to be named
 
 
@@ -63,9 +61,8 @@ def collectives_of(sent, exposed):
     """The rows of the table, of {(axes, kind): (bytes, times, seconds)} and the exposed seconds, where known."""
     rows = []
     for key, (n_bytes, times, seconds) in sorted(sent.items()):
-        axes, kind = key
-        row = dict(axes=list(axes), kind=kind, bytes=n_bytes, times=times, seconds=seconds)
-        rows.append(row | dict(exposed=exposed.get(key)))
+        row = dict(bytes=n_bytes, times=times, seconds=seconds, exposed=exposed.get(key))
+        rows.append(dict(zip(("axes", "kind"), key)) | row)
     return rows
 
 
@@ -91,14 +88,14 @@ def answer(cfg, machine, compiled=None, refused=None):
     rows, overlapped = collectives_of(estimate.sent, {}), None
     if compiled:
         used = compiled.arguments + compiled.temporaries
-        program = costs.read_program(compiled.text, cfg, machine)
+        program = costs.Program(compiled.text, cfg, machine)
         flops = program.flops
         computing = {"matrix products": program.products, "memory": program.others}
         rows = collectives_of(program.collectives, program.exposed)
         overlapped = by_links(rows, "exposed")
         overlapped["step"] = sum([*computing.values(), *overlapped.values()])
     elif refused:
-        used, limit = refused.used, refused.limit
+        used, limit = refused.args
     memory = memory_of(estimate, used)
     memory |= dict(total=sum(memory.values()), limit=limit)
     seconds = computing | by_links(rows, "seconds")
@@ -136,22 +133,25 @@ def answer(cfg, machine, compiled=None, refused=None):
 def report(a, machine):
     """The plan in words, as a list of lines."""
     cfg, memory, seconds = a.cfg, a.memory, a.seconds
-    mesh = ", ".join(map(str, a.mesh.values()))
     parts = [name for name, t in seconds.items() if name != "step" and t >= 5e-4]
     lines = [
-        f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = ({mesh}), "
+        f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, "
+        f"mesh (dp, pp, tp) = {cfg.run.n_device_axis}, "
         f"{a.tokens:,} tokens a step",
         f"parameters   {steps.count_in_words(cfg)}",
         f"memory       {in_parts(memory)}",
-        f"             {size(memory['total'], 1024)} of a chip's {size(memory['limit'], 1024)}",
+        f"             {size(memory['total'])} of a chip's {size(memory['limit'])}",
         f"operations   {a.flops['program'] / 1e12:.2f} TFLOP of matrix products per chip, "
         f"{a.flops['program'] / a.flops['model']:.2f} x the model's own",
         *collectives_table(a),
         f"step         {seconds['step']:.3f} s: {', '.join(f'{name} {seconds[name]:.3f}' for name in parts)}",
     ]
     if a.overlapped:
-        links = [part for part in parts if part in a.overlapped]
-        waits = [f"{x} {a.overlapped[x]:.3f} of {seconds[x]:.3f}" for x in links]
+        waits = [
+            f"{part} {a.overlapped[part]:.3f} of {seconds[part]:.3f}"
+            for part in parts
+            if part in a.overlapped
+        ]
         exposed = ", ".join(waits) or "nothing"
         lines.append(f"overlapped   {a.overlapped['step']:.3f} s, of which exposed: {exposed}")
     return [
@@ -179,8 +179,7 @@ def collectives_table(a):
 
 
 def divisors(n):
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def fitted(cfg, n, **flags):
@@ -209,8 +208,9 @@ def meshes(cfg, n):
 
 
 def variants(cfg, n):
-    """Every configuration that --search considers, of the same global batch. Raises UserError for too many."""
-    total, found = cfg.data.train_batch_size * cfg.run.n_device_axis[0], []
+    """Every configuration that --search considers, of the same global batch."""
+    total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
+    found = []
     for mesh in meshes(cfg, n):
         dp, pp, tp = mesh
         values = WAYS | dict(
@@ -220,23 +220,20 @@ def variants(cfg, n):
         )
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
-        found += [dict(zip(values, row)) for row in itertools.product(*values.values())]
-        if len(found) > TRIED:
-            raise UserError(
-                f"--search: there are more than {TRIED:,} configurations of these flags; give a train_batch_size, "
-                f"blocks or a machine with fewer divisors."
-            )
-    return [new for flags in found if (new := fitted(cfg, n, **flags))]
+        for row in itertools.product(*values.values()):
+            found.append(fitted(cfg, n, **dict(zip(values, row))))
+    return list(filter(None, found))
 
 
 def changed(old, new):
     """The flags that make `new` of `old`, as on a command line."""
-    before, now = utils.flatten(old), utils.flatten(new)
+    before = utils.flatten(old)
+    now = utils.flatten(new)
     words = []
     for flag in SEARCHED:
         if now[flag] != before[flag]:
-            values = now[flag] if isinstance(now[flag], tuple) else [now[flag]]
-            words.append(f"--{flag} {' '.join(map(str, values))}")
+            value = str(now[flag]).strip("()").replace(",", "")  # also of a mesh
+            words.append(f"--{flag} {value}")
     return " ".join(words)
 
 
@@ -255,11 +252,14 @@ def neighbors(cfg, n):
 
 def advise(a, machine):
     """One sentence: the single change that saves most time, or what would make the step fit, by the formulas."""
-    cfg, spare = a.cfg, a.memory["limit"] - a.memory["total"]
+    cfg = a.cfg
+    spare = a.memory["limit"] - a.memory["total"]
     if spare < 0:
-        lacks = f"it needs {size(-spare, 1024)} more than a chip's {size(a.memory['limit'], 1024)}"
+        lacks = f"it needs {size(-spare)} more than a chip's {size(a.memory['limit'])}"
         return f"does not fit: {lacks}; {what_would_fit(cfg, machine, a.memory)}"
-    now, best, saved = answer(cfg, machine), cfg, WORTH
+    now = answer(cfg, machine)
+    best = cfg
+    saved = WORTH
     for new in neighbors(cfg, machine.n):
         other = answer(new, machine)
         saves = 1 - other.seconds["step"] / now.seconds["step"]
@@ -312,13 +312,13 @@ def what_would_fit(cfg, machine, memory):
     if not found:
         return "no flags would make it fit, by the formulas; take more devices or a smaller model"
     new, used = found
-    return f"{changed(cfg, new)} would make it fit, by the formulas: {size(used, 1024)}"
+    return f"{changed(cfg, new)} would make it fit, by the formulas: {size(used)}"
 
 
 def in_parts(memory):
     """Words: what a device holds, of {part: bytes}."""
     parts = [(part, n) for part, n in memory.items() if part not in ("total", "limit")]
-    return ", ".join(f"{part} {size(n, 1024)}" for part, n in parts)
+    return ", ".join(f"{part} {size(n)}" for part, n in parts)
 
 
 def machine_of(devices):
@@ -350,7 +350,7 @@ def memory_limit():
 def explain(cfg, machine, message):
     """One sentence for jax's error of memory: what a device holds in a step, and which flags would make it fit."""
     a = answer(cfg, machine, refused=machines.too_large(message))
-    used, limit = (size(a.memory[key], 1024) for key in ("total", "limit"))
+    used, limit = (size(a.memory[key]) for key in ("total", "limit"))
     needs = f"a device has {limit} and a step needs {used} of it ({in_parts(a.memory)})"
     return f"out of memory: {needs}; {what_would_fit(cfg, machine, a.memory)}."
 
@@ -361,9 +361,11 @@ def explain(cfg, machine, message):
 def search(cfg, machine, compiler):
     """The `answer`s of the best configuration of every mesh, the fastest first: formulas rank all of them, and the
     compiler, if it is there, checks the best."""
-    best, tried = {}, variants(cfg, machine.n)
+    best = {}
+    tried = variants(cfg, machine.n)
     for new in tried:
-        a, mesh = answer(new, machine), new.run.n_device_axis
+        a = answer(new, machine)
+        mesh = new.run.n_device_axis
         if mesh not in best or rank(a) < rank(best[mesh]):
             best[mesh] = a
     found = sorted(best.values(), key=rank)
@@ -393,7 +395,7 @@ def table(found):
     headings = "dp pp tp rounds micro remat fsdp sequences step MFU GiB by".split()
     lines = [row.format(*headings, "why not")]
     first = found[0]
-    for a in found[:LISTED]:
+    for a in found:
         cells = [
             *a.mesh.values(),
             *(a.flags[flag] for flag in ("pp_interleave", "microbatches", *WAYS)),
@@ -411,13 +413,14 @@ def why_not(a, first):
     """Words: that an `answer` does not fit, or which part takes longer than in the first one."""
     if not a.fits:
         lacks = a.memory["total"] - a.memory["limit"]
-        return f"does not fit: {size(lacks, 1024)} more than there is"
+        return f"does not fit: {size(lacks)} more than there is"
     if a is first:
         return ""
-    parts = (a.seconds | first.seconds).keys() - {"step"}
-    more = {part: a.seconds.get(part, 0) - first.seconds.get(part, 0) for part in parts}
-    most = max(more, key=more.get)
-    return f"{most} +{more[most]:.3f} s" if more[most] > 0 else ""
+    more = Counter(a.seconds)
+    more.subtract(first.seconds)
+    del more["step"]
+    [(part, seconds)] = more.most_common(1)
+    return f"{part} +{seconds:.3f} s" if seconds > 0 else ""
 
 
 # --- The program --------------------------------------------------------------------------------------------------
@@ -433,7 +436,8 @@ def compiled_answer(cfg, machine):
 
 def planned_config(flags, machine):
     """The configuration that is planned for. Raises UserError."""
-    cfg, asked = flags.cfg, flags.cfg.plan
+    cfg = flags.cfg
+    asked = flags.cfg.plan
     if cfg.run.n_devices not in (0, machine.n):
         raise UserError(f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}.")
     if asked.plan_json:
@@ -449,7 +453,8 @@ def planned_config(flags, machine):
 
 def main(flags):
     """Print the plan of the run that the flags describe, and write what --plan_json asks for."""
-    asked, machine = flags.cfg.plan, parse_machine(flags.cfg.plan.plan)
+    asked = flags.cfg.plan
+    machine = parse_machine(flags.cfg.plan.plan)
     cfg = planned_config(flags, machine)
     steps.configure_jax(cfg)
     compiler = not asked.by_formulas and machines.has_compiler(machine)
@@ -477,7 +482,7 @@ def main(flags):
         content = as_json(a) | dict(advice=advice)
         if asked.search:
             content["search"] = [as_json(other) for other in found]
-        write_file(asked.plan_json, to_json(content, indent=1) + "\n")
+        write_json(asked.plan_json, content)
         if a.program and asked.plan_json.endswith(".json"):
             write_file(asked.plan_json.removesuffix(".json") + ".hlo", a.program.text)
     return 0

@@ -32,8 +32,9 @@ LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "boto
 
 def filesystem(path):
     """(fsspec's file system of a local path or remote address, the path in it). Raises UserError."""
-    kind, settings = path.split("://")[0], {}
-    for library in LIBRARIES if is_remote(path) else ():
+    kind = path.split("://")[0]
+    settings = {}
+    for library in LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     if kind in ("gs", "gcs"):
         import aiohttp
@@ -89,11 +90,16 @@ def is_denied(error):
     return missing or getattr(error, "code", None) in (401, 403)
 
 
+def ask(path, method, *args, **settings):
+    """What a method of fsspec's file system answers for a path or address. Raises as `persist` does."""
+    fs, there = filesystem(path)
+    return persist(lambda: getattr(fs, method)(there, *args, **settings), path)
+
+
 def names_in(folder):
     """Names of what a local folder or remote address holds; none where it is not there."""
-    fs, there = filesystem(folder)
     try:
-        paths = persist(lambda: fs.ls(there, detail=False), folder)
+        paths = ask(folder, "ls", detail=False)
     except FileNotFoundError:
         return []
     return [os.path.basename(path.rstrip("/")) for path in paths]
@@ -117,12 +123,12 @@ PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end 
 def part_of(path):
     """A name beside the local `path` that nothing has, for what becomes `path` when it is whole."""
     folder, name = os.path.split(path)
-    return os.path.join(folder, f"{name[:50]}.{secrets.token_hex(8)}.part")
+    return os.path.join(folder, f"{name}.{secrets.token_hex(8)}.part")
 
 
 def remove_parts(folder, name="*"):
     """Remove what killed programs left unfinished of a file of a local folder, by default of all its files."""
-    name = name if name == "*" else glob.escape(name[:50])
+    name = name if name == "*" else glob.escape(name)
     for path in glob.glob(os.path.join(glob.escape(folder), f"{name}.*.part")):
         if PART.search(path) and os.path.isfile(path):
             with contextlib.suppress(OSError), open(path, "rb") as part:
@@ -169,8 +175,7 @@ def write_file(path, content):
     """Write bytes or text to a path or address; a reader sees the old content or the new. Raises UserError."""
     content = content.encode() if isinstance(content, str) else content
     if is_remote(path):  # an object appears whole when its upload ends
-        fs, there = filesystem(path)
-        return persist(lambda: fs.pipe_file(there, content), path)
+        return ask(path, "pipe_file", content)
     try:
         with replacing(path) as f:
             f.write(content)
@@ -184,11 +189,9 @@ def check_place(path, flag):
     """Raises UserError where no file can be written at the local `path` that `flag` named: before one works for it."""
     try:
         check_plain(path)
-        at = os.path.realpath(path)
-        while not os.path.isdir(at):
+        at = os.path.dirname(os.path.realpath(path))
+        while not os.path.exists(at):
             at = os.path.dirname(at)
-            if os.path.isfile(at):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         tempfile.TemporaryFile(dir=at).close()
     except OSError as e:
         raise UserError(
@@ -198,9 +201,8 @@ def check_place(path, flag):
 
 def read_file(path):
     """Bytes of a local file or remote object, None where there is none. Raises UserError where it cannot be read."""
-    fs, there = filesystem(path)
     try:
-        return persist(lambda: fs.cat_file(there), path)
+        return ask(path, "cat_file")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as e:
@@ -218,6 +220,11 @@ def read_json(*path):
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds {content!r:.40}, not a JSON object; put back what it was.")
     return content
+
+
+def write_json(path, content):
+    """Write an object as JSON, as `write_file` does."""
+    write_file(path, to_json(content, indent=1) + "\n")
 
 
 def to_json(content, **settings):

@@ -10,7 +10,7 @@ import sys
 import time
 
 from runtime import interrupts
-from runtime.files import filesystem, is_remote, persist, read_file, remove_parts
+from runtime.files import ask, is_remote, read_file, remove_parts
 from runtime.messages import UserError, say
 
 LOCK = "lock"  # the file in a folder that tells which process writes there
@@ -28,12 +28,11 @@ def this_process():
 
 
 def holder_in(content):
-    """What the content of a lock records of its holder: {} where it is torn or something else."""
+    """What the content of a lock records of its holder: {} where it is torn."""
     try:
-        holder = json.loads(content)
+        return json.loads(content)
     except ValueError:
         return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def system_lock(file):
@@ -72,12 +71,8 @@ def lock_file(path, in_use):
         if is_new and not os.listdir(folder):
             os.rmdir(folder)
 
-    try:
-        file.truncate(0)
-        file.write(this_process())
-    except OSError:
-        release()
-        raise
+    file.truncate(0)
+    file.write(this_process())
     return left, release
 
 
@@ -90,14 +85,14 @@ def is_at(file, path):
 
 def lock_object(path, in_use):
     """`lock_file` of a remote folder, by an object that is created only where there is none."""
-    fs, there = filesystem(path)
-    mine, left = this_process(), read_file(path)
+    mine = this_process()
+    left = read_file(path)
     if left is not None:
         if not has_ended(holder_in(left)):
             raise in_use(left, False)
-        persist(lambda: fs.rm_file(there), path)
+        ask(path, "rm_file")
     try:
-        persist(lambda: fs.pipe_file(there, mine, mode="create"), path)
+        ask(path, "pipe_file", mine, mode="create")
     except FileExistsError:
         now = read_file(path)
         if now != mine:  # another process was faster; else a try whose answer got lost
@@ -105,7 +100,7 @@ def lock_object(path, in_use):
 
     def release():
         if read_file(path) == mine:
-            persist(lambda: fs.rm_file(there), path)
+            ask(path, "rm_file")
 
     return left or b"", release
 

@@ -37,16 +37,15 @@ def one_sentence(program):
 
 def nearest(word, known):
     """The words "; the nearest is X" for one of the words `known`, or "" where none is near."""
-    plain = {k.strip("-").replace("-", "_").lower(): k for k in known}
-    near = difflib.get_close_matches(word.strip("-").replace("-", "_").lower(), plain, 1)
-    return f"; the nearest is {plain[near[0]]}" if near else ""
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; the nearest is {near[0]}" if near else ""
 
 
-def size(n, of=1000):
-    """Bytes in a unit that fits, of 1000 or of 1024 of the one below: 999 B, 16.00 KiB, 0.12 GB."""
-    power = max(p for p in range(4) if p == 0 or n >= 0.1 * of**p)
-    unit = ("i" if of == 1024 and power else "") + "B"
-    return f"{n / of**power:.{2 * bool(power)}f} {' KMG'[power].strip()}{unit}"
+def size(n):
+    """Bytes in a unit that fits: 0.06 KiB, 16.00 KiB, 0.12 GiB."""
+    for power, unit in enumerate(("KiB", "MiB", "GiB"), 1):
+        if n < 102.4 * 1024**power or power == 3:
+            return f"{n / 1024**power:.2f} {unit}"
 
 
 def say(words):

@@ -21,17 +21,13 @@ from runtime.messages import UserError, nearest
 def flag(default, **facts):
     """A field of the configuration: a flag with its default and what is known of it. Its help is the text below it.
 
-    least, most, below: the smallest and the largest number that make sense, and the one that it must stay below.
-        Without `most` it is MOST.
-    absent: its value in architectures that have no such flag; where there is none, all of them have it.
-    of_weights: False where weights in --init_from may be used with another value.
+    least, below: the smallest number that makes sense, by default 0, and the one that it must stay below.
+    of_weights: False where weights in --init_from may be used with another value, as with one that is free on resume.
     free_on_resume: True where a run may resume with another value: where neither the parameters' shapes nor the tokens
         seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
         `settings.resume`).
     per_process: True where processes that train together may have each its own value.
     first: True where people need it in their first week: --help shows these.
-    jaxformer: JAXformer's name of the flag, which is accepted too.
-    positional: True where the value is given without the flag's name.
     derived: True where no command line has it: it follows from the others and the data.
     path: True where ~ at its front is the home folder.
     """
@@ -40,16 +36,33 @@ def flag(default, **facts):
 
 # The largest number of a flag, by its type: for int32, and for float32 with room to multiply.
 MOST = {int: 2**31 - 1, float: 1e30}
-MANY = 2**16  # layers, heads, experts, microbatches, devices
-WIDE = 2**20  # channels, sequences of a batch
-VOCABULARY = 2**24  # tokens
-DAYS = 10**7  # seconds
 Mesh = tuple[int, int, int]  # dp pp tp
+# {JAXformer's name of a flag, which is accepted too: the one here}
+RENAMED = {
+    "bucket_name": "data",
+    "micro_batch_size": "microbatches",
+    "checkpoint_steps": "eval_every",
+    "process_path": "cache_dir",
+    "grad_step": "accumulation_steps",
+    "dhR": "rope_dim",
+    "k": "experts_per_token",
+    "alpha": "balance_weight",
+}
 
 
 def setting(default, **facts):
     """A `flag` that is free on resume."""
     return flag(default, free_on_resume=True, **facts)
+
+
+def place():
+    """A flag whose value is given without its name, and must be given."""
+    return flag(dataclasses.MISSING, positional=True)
+
+
+def choice(default, **facts):
+    """A `flag` that some architectures have not. absent: its value there, if it is not the default."""
+    return flag(default, **dict(absent=default) | facts)
 
 
 def fields_of(kind):
@@ -63,19 +76,13 @@ def fields_of(kind):
     return found
 
 
-def renamed(fields):
-    """{JAXformer's name of a flag: the one here} of {flag: its field}."""
-    return {
-        f.metadata["jaxformer"]: name for name, f in fields.items() if "jaxformer" in f.metadata
-    }
-
-
 # --- Values --------------------------------------------------------------------------------------------------------
 
 
 def type_of(f):
     """(type of a value of a field, how many it has: 0 of a switch, --NAME or --no_NAME, 1, 3, or -1 for any number)."""
-    kind, inside = f.type, get_args(f.type)
+    kind = f.type
+    inside = get_args(f.type)
     if type(None) in inside:
         kind, inside = inside[0], get_args(inside[0])
     if get_origin(kind) is tuple:
@@ -122,7 +129,8 @@ def value_of(f, words):
 def value_in_file(f, value):
     """The value of a field that `value` in a JSON file means. Raises UserError with what it must be."""
     one, n = type_of(f)
-    choices, values = get_args(one), value if isinstance(value, list) else [value]
+    choices = get_args(one)
+    values = value if isinstance(value, list) else [value]
     if one is float:
         values = [float(v) if type(v) is int else v for v in values]
     fitting = [v for v in values if (v in choices if choices else type(v) is one)]
@@ -138,8 +146,8 @@ def beyond(f, n):
     """In words, which bound of a field a value breaks; "" where it breaks none, or is no number."""
     if type(n) not in MOST:
         return ""
-    most = f.metadata.get("most", MOST[type(n)])
-    least = f.metadata.get("least", -most)
+    least = f.metadata.get("least", 0)
+    most = MOST[type(n)]
     below = f.metadata.get("below", math.inf)
     if math.isnan(n):
         return "a number"
@@ -164,7 +172,9 @@ def read_words(kind, argv, program, others=None, defaults=None):
     own = fields_of(kind)
     known = (fields_of(others) if others else {}) | own
     places = [f for f in own.values() if f.metadata.get("positional")]
-    words, given, rest = list(argv), {}, []
+    words = list(argv)
+    given = {}
+    rest = []
     help_asked = {"-h", "--help"} & {*argv}
     if help_asked:
         words = [word for word in argv if word not in ("-h", "--help", "all")]
@@ -174,7 +184,8 @@ def read_words(kind, argv, program, others=None, defaults=None):
         if FLAG.match(word):
             f, values = read_flag(word, words, known)
         elif places:
-            f, values = places[0], [word]
+            f = places[0]
+            values = [word]
             if type_of(f)[1] == 1:
                 del places[0]
         else:
@@ -188,7 +199,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
             given[f.name] = value
     if help_asked:
         values = defaults(given) if defaults else {}
-        print(help_of(kind, program, values, others, whole="all" in argv), flush=True)
+        print(help_of(kind, program, values, whole="all" in argv), flush=True)
         sys.exit()
     for name, f in own.items():
         if name not in given and f.default is dataclasses.MISSING:
@@ -200,8 +211,8 @@ def read_flag(word, words, known):
     """(field, words of its value) of a flag, `word`; these are taken off the `words` after it. known: {flag: field}."""
     flag, equals, value = word.partition("=")
     name = flag.lstrip("-").replace("-", "_")
-    switches = {f"no_{n}": f for n, f in known.items() if type_of(f)[1] == 0}
-    by_name = known | switches | {old: known[n] for old, n in renamed(known).items()}
+    name = RENAMED.get(name, name)
+    by_name = known | {f"no_{n}": f for n, f in known.items() if type_of(f)[1] == 0}
     f = by_name.get(name)
     if not flag.startswith("--") or f is None:
         near = nearest(flag, [f"--{n}" for n in by_name])
@@ -235,27 +246,23 @@ def texts_below(kind):
     return found
 
 
-def help_of(kind, program, defaults, others, whole):
+def help_of(kind, program, defaults, whole):
     """What --help prints of the dataclass `kind`: the flags of a first week, or all of them if `whole`."""
     fields = fields_of(kind)
     places = [shown(f).upper() for f in fields.values() if f.metadata.get("positional")]
     usage = " ".join([f"usage: python {program}", *places, "[--flag value ...] [--help]"])
-    lines = [usage, "", inspect.cleandoc(kind.__doc__)]
+    lines = [usage, "", inspect.cleandoc(kind.__doc__), ""]
     groups = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]
     brief = not whole and any(f.metadata.get("first") for f in fields.values())
-    if brief or not groups:
-        lines.append("")
     for group in groups or [kind]:
         if groups and not brief:
-            lines += ["", " ".join(group.__doc__.split("\n\n")[0].split())]
+            lines += ["", group.__doc__]
         texts = texts_below(group)
         for f in fields_of(group).values():
             if not brief or f.metadata.get("first"):
                 lines += lines_of(f, texts[f.name], defaults.get(f.name, f.default))
     if brief:
         lines += ["", f"python {program} --help all lists the other flags too, by group."]
-    if others:
-        lines += ["", "Flags of main.py are accepted too; python main.py --help all lists them."]
     return "\n".join(lines)
 
 

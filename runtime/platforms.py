@@ -22,10 +22,6 @@ XLA_FLAGS = {
     "gpu": ["--xla_gpu_enable_latency_hiding_scheduler=true"],
     "tpu": ["--xla_tpu_enable_async_all_to_all=true"],
 }
-# Where a platform's compiler reads them from; all others from XLA_FLAGS.
-FLAGS_VARIABLE = {"tpu": "LIBTPU_INIT_ARGS"}
-
-
 # What jax needs beside itself for an accelerator: one of these modules.
 PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 
@@ -86,8 +82,10 @@ def set_xla_flags(n_devices, num_processes=1):
     """
     if not os.environ.get("JAX_PLATFORMS") and accelerator() == "cpu":
         choose_cpu()
-    variable = FLAGS_VARIABLE.get(platform(), "XLA_FLAGS")
-    now, flags = os.environ.get(variable, ""), list(XLA_FLAGS.get(platform(), []))
+    # the TPU compiler has a variable of its own
+    variable = "LIBTPU_INIT_ARGS" if platform() == "tpu" else "XLA_FLAGS"
+    now = os.environ.get(variable, "")
+    flags = list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
     added = [flag for flag in flags if flag.split("=")[0] not in now]

@@ -167,7 +167,7 @@ def check_agreement(flags, data, folder):
     if jax.process_count() == 1:
         return
     same_everywhere({f"--{flag}": value for flag, value in flags.items()} | {"--data": data})
-    path = os.path.join(folder, "shared")
+    path = f"{folder}/shared"
     token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
     if jax.process_index() == 0:
         write_file(path, token)

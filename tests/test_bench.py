@@ -44,8 +44,6 @@ def test_configurations_side_by_side_on_simulated_devices(tmp_path):
         ("--rounds 0", ["--rounds 0", "at least 1"]),
         ("--vary remat=sometimes", ["remat", "sometimes"]),
         ("--vary nonsense", ["nonsense"]),
-        ("--plan_json=plan.json", ["--plan_json", "main.py"]),
-        ("--vary search", ["--search", "main.py"]),
     ],
 )
 def test_mistakes_get_one_sentence(words, parts):

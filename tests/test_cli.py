@@ -74,7 +74,7 @@ def test_every_field_is_used():
         assert names - found <= {"preset", "config"}, group
 
 
-@pytest.mark.parametrize("old, clear", utils.RENAMED.items())
+@pytest.mark.parametrize("old, clear", parser.RENAMED.items())
 def test_jaxformers_name_of_a_flag_is_accepted(old, clear):
     value = another(clear, utils.flatten(presets.preset("tiny"))[clear])
     wanted = command_line.parse(["--preset", "tiny", f"--{clear}", str(value)])
@@ -151,15 +151,15 @@ def test_a_mistake_in_a_file_of_flags_gets_a_sentence(tmp_path):
 
 BAD = {  # words beside the small model's on eight devices, and what the sentence must name
     "--n_device_axis 3 2 2": ["--n_device_axis 3 2 2", "12", "8"],
-    "--blocks 3 --n_device_axis 2 2 2": ["--blocks 3", "pp", "2 or 4"],
-    "--T 30 --n_device_axis 2 1 4": ["--T 30", "tp", "28 or 32"],
+    "--blocks 3 --n_device_axis 2 2 2": ["--blocks 3", "multiple of pp (2)"],
+    "--T 30 --n_device_axis 2 1 4": ["--T 30", "multiple of tp (4)"],
     "--microbatches 3 --n_device_axis 4 2 1": ["--microbatches 3", "pp"],
     "--n_experts 12 --n_device_axis 8 1 1": ["--n_experts 12", "8"],
-    "--train_batch_size 6": ["--train_batch_size 6", "4 or 8"],
+    "--train_batch_size 6": ["--train_batch_size 6", "multiple of microbatches (4)"],
     "--model_dimension 30": ["--model_dimension 30", "n_head"],
     "--rope_dim 7": ["--rope_dim 7"],
-    "--attention splash --T 128": ["--attention splash", "TPUs", "auto"],
-    "--attention flash --T 128": ["--attention flash", "GPUs", "auto"],
+    "--attention splash --T 128": ["--attention splash", "tpu", "auto"],
+    "--attention flash --T 128": ["--attention flash", "gpu", "auto"],
     "--attention flash --T 128 --head_dim 512": ["--attention flash", "320", "1032", "auto"],
     "--pp_interleave 3 --n_device_axis 2 2 2": ["--blocks 4", "pp x pp_interleave", "6"],
     "--experts_per_token 9": ["--experts_per_token 9", "--n_experts 8"],
@@ -174,7 +174,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--preset tinny": ["--preset tinny", "the nearest is tiny"],
     "--modle_dimension 64": ["--modle_dimension", "the nearest is --model_dimension"],
     "--remat ful": ["--remat ful: must be one of none, dots, full; the nearest is full"],
-    "--attention blockwize": ["--attention blockwize", "the nearest is blockwise", "auto"],
+    "--attention blockwize": ["--attention blockwize", "one of auto", "blockwise"],
     "--architecture gpt2 --n_experts 4": ["--architecture gpt2", "no such choice", "leave"],
     "--blocks two": ["--blocks two: must be a whole number"],
     "--max_lr high": ["--max_lr high: must be a number"],
@@ -232,7 +232,7 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(program):
         kind, n = parser.type_of(f)
         if kind not in (int, float):
             continue
-        most = f.metadata.get("most", parser.MOST[kind])
+        most = parser.MOST[kind]
         beyond = [-(10**40), most + 1, 2**63, 10**40]
         if kind is float:
             beyond = [2 * most, float("nan"), float("inf"), float("-inf")]
@@ -362,7 +362,6 @@ def test_a_program_names_the_nearest_flag_and_takes_the_flags_of_main_py_too():
         ("--n_experts 1", dict(experts_per_token=1)),
         ("--training_steps 20", dict(end_steps=20, warmup_steps=2)),
         ("--training_steps 460 --schedule wsd", {}),
-        ("--training_steps 20 --schedule wsd --decay_steps 60", dict(end_steps=60, warmup_steps=0)),
         ("--schedule wsd --decay_steps 390", dict(warmup_steps=1)),
         ("--train_batch_size 6", dict(micro=2)),
         ("--train_batch_size 9 --val_batch_size 6", dict(micro=3)),
@@ -378,7 +377,7 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     argv = ["--preset", "tiny", *words.split()]
     devices = int(np.prod([int(n) for n in words.split()[1:4]])) if "axis" in words else 1
     if changed is None:
-        with pytest.raises(messages.UserError, match="such as|cannot be|less than|at most"):
+        with pytest.raises(messages.UserError, match="must be a multiple"):
             settings.settle(command_line.parse(argv), devices)
         return
     cfg, given = settings.follow(command_line.parse(argv))

@@ -64,7 +64,7 @@ def test_every_run_is_printed_and_drawn(tmp_path, capsys):
     rows = rows_of(capsys.readouterr().out)
     for heading, *cells in (
         ("final loss", "4.5000", "5.2500"),
-        ("against a", "-", "+0.7500"),
+        ("against a", "+0.0000", "+0.7500"),
         ("tokens/s", "100", "2,000"),
     ):
         assert [row[heading] for row in rows.values()] == cells, heading
@@ -148,8 +148,8 @@ def test_marks_and_target_may_be_given_and_one_seed_has_no_error(runs, tmp_path,
 def test_what_cannot_be_averaged_or_compared_is_said(runs, tmp_path, capsys):
     flags = dict(seed=7, max_lr=1e-3, training_steps=40)
     other = write_run(tmp_path / "base-seed7", [5.0] * 4, **flags | dict(weight_decay=0.5))
-    said = "base-seed7: --weight_decay is 0.5 here and"
-    refusal(lambda: compared(*runs, other, "--output", tmp_path / "x.png"), said)
+    said = "--weight_decay 0.5: ", "base-seed7 has it, and"
+    refusal(lambda: compared(*runs, other, "--output", tmp_path / "x.png"), *said)
     behind = write_run(tmp_path / "base-seed8", [5.0] * 3, **flags | dict(seed=8))
     longer = write_run(tmp_path / "longer", [5.0] * 4, **flags | dict(T=64))
     compared(*runs, behind, longer, "--output", tmp_path / "x.png")

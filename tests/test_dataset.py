@@ -207,8 +207,11 @@ NO_MIXES = "a", "a:0.7,b", ":1", "a:0,b:1", "a:nan", "a:1e999", "a:1,a:2", "a:1 
         ("a:1,b:1e-9", "b has less"),
         ("a:1 until 0.5, nothing:1", "nothing/train"),
         ("a:1 until 0.5", "nothing follows the last until"),
-        ("a:1 until 1, b:1", "until 1 must name a share of the run above 0 and below 1"),
-        ("a:1 until 0.5, b:1 until 0.5, a:1", "until 0.5 must name a share of the run above 0.5"),
+        ("a:1 until 1, b:1", "'a:1 until 1' must be a folder that is named once"),
+        (
+            "a:1 until 0.5, b:1 until 0.5, a:1",
+            "until a share of the run above 0.5 and below 1",
+        ),
         ("a:1 until 0.004, b:1", "a phase of it has no sequence in a run of 100"),
     ],
 )
@@ -254,7 +257,9 @@ def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path
 def test_corpora_must_share_a_tokenizer(corpora):
     describe(corpora / "a")
     describe(corpora / "b", **small_tokenizer(corpora / "b", 199))
-    refusal(lambda: mixture(corpora, "a:1,b:1"), "a/train and ", "b/train were made with diff")
+    refusal(
+        lambda: mixture(corpora, "a:1,b:1"), "--mix: ", "a/train, ", "b/train were made with diff"
+    )
 
 
 # --- Prefetch ---------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def every_flag():
     """Of all programs and scripts, of pytest and pip none. Old names of main.py are flags too."""
     with ThreadPoolExecutor(2) as both:
         known = set().union(*both.map(help_of, [*PROGRAMS, *SCRIPTS]))
-    return known | {as_flag(old) for old in utils.RENAMED}
+    return known | {as_flag(old) for old in parser.RENAMED}
 
 
 @every_page

@@ -128,7 +128,8 @@ def test_bad_steps_in_a_row_roll_the_run_back_and_past_their_data(train, poison,
         assert train(**flags, name="parts", training_steps=end) == 0
         skipped = re.findall(r"step (\d) is skipped, its loss is nan", capsys.readouterr().out)
         assert skipped == {8: ["7", "8"], 9: ["9"]}.get(end, [])
-    assert metrics_of(runs / "parts") == rows
+    for row, same in zip(metrics_of(runs / "parts"), rows, strict=True):
+        assert row | same == row  # it has evaluated where it was to end
     assert meta_of(runs / "parts", 12) == meta_of(runs / "whole", 12)  # with the fingerprint
 
 

@@ -53,7 +53,7 @@ def bytes_of(sent):
 
 def check_program(text, cfg, machine):
     """A program's operations and the bytes that it sends are those of the formulas, which are returned."""
-    e, program = costs.Estimate(cfg, machine), costs.read_program(text, cfg, machine)
+    e, program = costs.Estimate(cfg, machine), costs.Program(text, cfg, machine)
     assert e.flops == pytest.approx(program.flops, rel=0.01)
     sent, expected = bytes_of(e.sent), bytes_of(program.collectives)
     few = 4e-4 * sum(expected.values())  # sums of a few numbers are left out
@@ -173,7 +173,7 @@ def test_operations_of_an_attention_kernel():
 }
 """
     scores = 8 * 512 * 512 * attention.ATTENTION["splash"].score_share(cfg.model)
-    found = costs.read_program(text, cfg, machine)
+    found = costs.Program(text, cfg, machine)
     assert found.flops == pytest.approx(2 * scores * (24 + 16))
     assert found.products == pytest.approx(2 * found.flops / machine.chip.speed)
 
@@ -191,11 +191,6 @@ def test_a_collective_beside_several_fusions_counts_once():
 
 
 GPU_PROGRAM = """HloModule step, is_scheduled=true
-
-%gather (p: f32[4]) -> f32[8] {
-  %p = f32[4] parameter(0)
-  ROOT %g = f32[8] all-gather(%p), replica_groups={{0,1}}, dimensions={0}
-}
 
 %slice (p: f32[10,4], i: s32[]) -> f32[4] {
   %p = f32[10,4] parameter(0)
@@ -233,9 +228,9 @@ ENTRY %main (x: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
   %i = s32[] parameter(2)
   %sync = (f32[1,4], f32[2,4]) all-gather-start(%u), replica_groups={{0,1}}, backend_config={"is_sync":true}
   %sync_done = f32[2,4] all-gather-done(%sync)
-  %wrapped = ((f32[4]), f32[8]) async-start(%u), calls=%gather
+  %begun = (f32[1,4], f32[2,4]) all-gather-start(%u), replica_groups={{0,1}}
   %a = f32[4] fusion(%x, %i), kind=kLoop, calls=%slice
-  %wrapped_done = f32[8] async-done(%wrapped)
+  %begun_done = f32[2,4] all-gather-done(%begun)
   %w = (s32[], f32[4]) while(%a), condition=%condition, body=%body
   ROOT %b = f32[10,4] fusion(%x, %u, %i), kind=kLoop, calls=%replace
 }
@@ -244,8 +239,15 @@ ENTRY %main (x: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
 
 def timeline(text, seconds):
     """Of a program in which a byte is moved in a second and every transfer takes some."""
-    mesh, moved = dict(dp=2, pp=1, tp=1), lambda flops, cycles, moved, is_kernel: moved
-    return hlo.Timeline(text, mesh, 1, None, moved, lambda *_: seconds)
+
+    class Program(hlo.Timeline):
+        def compute_seconds(self, flops, cycles, moved, is_kernel):
+            return moved
+
+        def link_seconds(self, *transfer):
+            return seconds
+
+    return Program(text, dict(dp=2, pp=1, tp=1), 1)
 
 
 def test_computation_hides_what_travels_meanwhile():
@@ -368,24 +370,8 @@ v4:2x2x2x2 v4:ax2x2 gpu:8xv4 H100:8""".split()
 
 
 def test_a_machine_that_is_none():
-    for name in [*NO_MACHINES, f"gpu:{'9' * 5000}xH100"]:
+    for name in NO_MACHINES:
         refusal(lambda: machines.parse_machine(name), "such as")
-    for name in ("v4:99999x99999x99999", "gpu:65537xT4"):
-        said = f"--plan {name}: has ", " at most 65,536"
-        refusal(lambda: machines.parse_machine(name), *said)
-
-
-LARGEST = "train_batch_size blocks accumulation_steps vocab_size,model_dimension".split()
-
-
-@pytest.mark.parametrize("names", [*LARGEST, "n_experts,mtp_depth"])
-def test_a_plan_of_the_largest_values_ends(names, planned):
-    flags = {name: utils.FIELDS[name].metadata["most"] for name in names.split(",")}
-    a = planned("--by_formulas", plan="gpu:8xH200", **flags)
-    assert a["memory"]["total"] > 0 and a["advice"]
-
-
-SEARCHED = "--search --T 4 --blocks 65536 --train_batch_size 65536 --plan gpu:4096xH200"
 
 
 @pytest.mark.parametrize(
@@ -393,7 +379,6 @@ SEARCHED = "--search --T 4 --blocks 65536 --train_batch_size 65536 --plan gpu:40
     [
         ("--plan gpu:8xH200 --n_device_axis 3 1 1", "--n_device_axis 3 1 1"),
         ("--plan gpu:8xH200 --n_devices 4", "--n_devices 4"),
-        (SEARCHED, "--search: there are more than 50,000"),
         ("--search", "--search: needs --plan"),
         ("--plan v7:2x2", "--plan v7:2x2: must be"),
     ],

@@ -132,7 +132,7 @@ def test_the_schedule_follows_the_length_of_a_run_also_where_that_changes(train,
     flags = TINY | dict(schedule="linear", end_lr=0.0, max_lr=0.01, eval_every=50)
     lives = [  # (--training_steps, --end_steps, shares of max_lr of the last steps, ends of the lines)
         (4, None, [1, 0.5], []),
-        (8, None, [4 / 6, 3 / 6, 2 / 6, 1 / 6], ["here on: end_steps was 4 and is now 8"]),
+        (8, None, [4 / 6, 3 / 6, 2 / 6, 1 / 6], ["here on: --end_steps was 4 and is now 8"]),
         (10, 8, [0, 0], ["--training_steps 10: the run stays at --end_lr 0 from --end_steps 8 on"]),
         (11, 12, [2 / 10], ["is now 12", "has come down, at --end_steps 12"]),
     ]

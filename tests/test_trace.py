@@ -1,8 +1,6 @@
 """--profile and tools/trace.py: what a trace says is what the devices did, by the names of the code."""
 
-import gzip
 import re
-import shutil
 from types import SimpleNamespace
 
 import jax
@@ -233,23 +231,8 @@ def test_the_program_prints_shares_operations_and_the_plan(runs, found, capsys):
 
 
 def test_a_mistake_gets_a_sentence(runs, tmp_path):
-    def damaged(name, pattern, damage):
-        folder = tmp_path / name
-        shutil.copytree(runs / "traced" / profiling.FOLDER, folder / profiling.FOLDER)
-        for path in folder.rglob(pattern):
-            path.write_bytes(damage(path.read_bytes()))
-        return folder
-
-    broken = damaged("broken", "*.xplane.pb", lambda content: content[:1001])
-    cut = damaged("cut", "step.hlo.gz", lambda content: content[:1001])
-    no_text = damaged("no_text", "step.hlo.gz", lambda content: gzip.compress(b"\xff\xfe"))
-    flags = damaged("flags", "about.json", lambda content: content.replace(b'"data"', b'"of"'))
     for run, part, *name in (
         (tmp_path, "holds no whole trace; train with --profile FIRST:LAST"),
         (runs / "traced", "has steps-2-4, steps-7-8", "steps-1-2"),
-        (broken, "is no trace"),
-        (cut, "step.hlo.gz is missing or damaged"),
-        (no_text, "step.hlo.gz is missing or damaged"),
-        (flags, "about.json: data is missing"),
     ):
         refusal(lambda: trace.main(trace.Options(str(run), *name)), part)

@@ -31,7 +31,7 @@ import numpy as np
 
 import utils
 from runtime import chips, parser, platforms
-from runtime.files import check_place, to_json, write_file
+from runtime.files import check_place, write_json
 from runtime.messages import UserError
 from tools import common
 from training import command_line, settings
@@ -121,7 +121,8 @@ def measure(configurations, rounds, steps):
     if platforms.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
         share = min(0.75, 0.9 / len(configurations))
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")
-    rows, first = [], None
+    rows = []
+    first = None
     for group in groups:
         workers = [Worker(name, cfg) for name, cfg in group]
         for _ in range(1 + rounds):  # the first is the warm-up
@@ -130,7 +131,7 @@ def measure(configurations, rounds, steps):
         for worker in workers:
             speeds = worker.about["tokens_per_step"] * steps / np.array(worker.rounds[1:]).T
             first = speeds[0] if first is None else first
-            rows.append(row(worker, *speeds, first) | dict(steps_per_round=steps))
+            rows.append(row(worker, *speeds, first))
             worker.process.shutdown()
     return rows
 
@@ -141,7 +142,8 @@ def quartiles(x):
 
 def row(worker, speed, per_cpu_second, first):
     """The numbers of one Worker, of its tokens per second and per CPU second in each round, and the first's."""
-    about, mfu = worker.about, None
+    about = worker.about
+    mfu = None
     if chip := chips.chip_of(about["device"]):
         mfu = quartiles(speed * about["flops_per_token"] / chip.peak / about["devices"])
     return about | dict(
@@ -182,7 +184,10 @@ def machine():
 
 @dataclass(frozen=True)
 class Options:
-    """Speed, memory and compile time of the compiled train step, for one configuration or several side by side."""
+    """Speed, memory and compile time of the compiled train step, for one configuration or several side by side.
+
+    Flags of main.py are accepted too; python main.py --help all lists them.
+    """
 
     vary: tuple[str, ...] = ()
     """A configuration each, by the flags that it has besides, such as remat=none "n_device_axis=2,2,2 n_devices=8"."""
@@ -199,12 +204,9 @@ def parse(argv):
     own, flags = utils.read_own_flags(Options, argv, "tools/bench.py")
     configurations = []
     for variant in own.vary or [""]:
-        words = [*flags, *words_of(variant)]
-        for word in words:
-            if re.match("--(plan|search)", word):
-                raise UserError(f"{word}: bench.py runs steps; give the flag to main.py.")
+        given = command_line.parse([*flags, *words_of(variant)])
         # what is measured is compiling, not reading
-        cfg = settings.follow(command_line.parse(words).follow(compilation_cache="")).cfg
+        cfg = settings.follow(given.follow(compilation_cache="")).cfg
         # the validation batch is no part of the step: any that fits will do
         cfg = utils.replace(cfg, val_batch_size=cfg.data.microbatches)
         configurations.append((variant or cfg.run.preset, cfg))
@@ -235,7 +237,7 @@ def main(argv):
     lines = [list(cells(row).values()) for row in rows]
     print("\n".join(common.markdown(list(cells(first)), lines)))
     if own.json:
-        write_file(own.json, to_json(where | dict(configurations=rows), indent=1) + "\n")
+        write_json(own.json, where | dict(configurations=rows))
 
 
 if __name__ == "__main__":

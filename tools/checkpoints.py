@@ -14,31 +14,24 @@ if __name__ == "__main__":
 
     interrupts.begin()
 
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 
-from runtime import platforms
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
 from runtime.messages import UserError, first_line
-from runtime.parser import flag
+from runtime.parser import place
 from tools import common
+from training import checkpointing, steps
 
 
 @dataclass(frozen=True)
 class Options:
     """List the checkpoints of a run, and verify each."""
 
-    run_dir: str = flag(MISSING, positional=True)
+    run_dir: str = place()
     """A run directory, or its gs:// or s3:// address."""
-
-
-if __name__ == "__main__":
-    platforms.choose_cpu()  # the accelerators may belong to the run
-    options_given = common.read_options(Options, "tools/checkpoints.py")
-
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
-
-from training import checkpointing, steps
 
 
 def complaint(checkpoints, step):
@@ -83,4 +76,4 @@ def about(meta):
 
 
 if __name__ == "__main__":
-    interrupts.run(lambda: main(options_given))
+    common.run_on_cpu(Options, "tools/checkpoints.py", main)

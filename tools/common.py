@@ -1,16 +1,16 @@
 """What the programs here share: their flags, opening a model, text of tokens."""
 
 import sys
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import utils
 from architectures import architecture
 from data import tokenization
-from runtime import platforms
+from runtime import interrupts, platforms
 from runtime.files import read_json
-from runtime.messages import UserError, one_sentence
-from runtime.parser import MANY, Mesh, flag
+from runtime.messages import UserError, one_sentence, warn
+from runtime.parser import Mesh, flag, place
 from training import settings
 
 
@@ -18,18 +18,22 @@ from training import settings
 class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
-    model: str = flag(MISSING, positional=True)
+    model: str = place()
     """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, or a local folder in the
     Hugging Face format."""
-    n_device_axis: Mesh = flag(utils.Run.n_device_axis, most=MANY)
+    n_device_axis: Mesh = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
-    n_devices: int = flag(utils.Run.n_devices, least=0, most=MANY)
+    n_devices: int = utils.Run.n_devices
     """Devices to use, as for main.py; 0: all that are present."""
-    T: int = flag(0, least=0, most=2**22)
+    T: int = 0
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
     trained with or, for one that was imported, was made for. Rotary models take more, GPT-2 has no positions then."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
     """Type of activations and matrices; None: the one that the model was trained in."""
+    start: Literal["auto", "end_of_text", "nothing"] = "auto"
+    """What precedes a prompt, or a question of --tasks: the end-of-text token, as in training here, or nothing. auto:
+    what a tokenizer.json puts there; before the prompts of models trained here the end-of-text token. A question
+    without context always has the end-of-text or beginning-of-text token before it."""
     compilation_cache: str = utils.Run.compilation_cache
     """Folder of XLA's persistent compilation cache; empty: none."""
 
@@ -40,16 +44,13 @@ class Sample(Options, utils.Sample):
 
     prompt: tuple[str, ...] = (utils.Sample.prompt,)
     """Texts to continue."""
-    inference_batch: int = flag(1, least=1, most=MANY)
+    inference_batch: int = flag(1, least=1)
     """Samples to draw of each prompt."""
     max_tokens: int | None = flag(None, least=1)
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
-    start: Literal["auto", "end_of_text", "nothing"] = "auto"
-    """What precedes a prompt: the end-of-text token, as in training here, or nothing. auto: the first for models
-    trained here, for others what their own tokenizer puts there."""
     stop: tuple[str, ...] = ()
     """Strings before which a row ends; the end-of-text token always ends it."""
-    seed: int = flag(utils.Run.seed, least=0)
+    seed: int = utils.Run.seed
     """Seed of the draws."""
 
 
@@ -64,16 +65,13 @@ class Evaluate(Options):
     """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy."""
     include_path: tuple[str, ...] = ()
     """Folders of task files (.yaml) of your own."""
-    num_fewshot: int | None = flag(None, least=0)
+    num_fewshot: int | None = None
     """Solved examples before a question of --tasks. None: as many as the task's file says."""
-    start: Literal["auto", "end_of_text", "nothing"] = "auto"
-    """What precedes a question of --tasks: the end-of-text token, nothing, or (auto) what a tokenizer.json puts
-    there, as lm_eval has it; where there is no context, the end-of-text or beginning-of-text token always does."""
-    limit: int = flag(0, least=0)
+    limit: int = 0
     """Sequences of T tokens, or questions, to take of each; 0: all."""
-    stride: int = flag(0, least=0)
+    stride: int = 0
     """Tokens of text from the beginning of one sequence to the next; those before are context. 0: T, no overlap."""
-    batch_size: int = flag(8, least=1, most=MANY)
+    batch_size: int = flag(8, least=1)
     """Sequences of a batch per device of dp and stage of pp."""
     text_column: str = "text"
     """Column of a record that holds its text."""
@@ -89,6 +87,12 @@ def read_options(kind, program):
     if issubclass(kind, Options):
         platforms.set_xla_flags(options.n_devices)
     return options
+
+
+def run_on_cpu(kind, program, main):
+    """Run main(options of the dataclass `kind`) of a program that needs no accelerator: these may belong to a run."""
+    platforms.choose_cpu()
+    interrupts.run(lambda: main(read_options(kind, program)))
 
 
 def open_model(options, text):
@@ -109,7 +113,8 @@ def open_model(options, text):
     check_T(options, flags)
     cfg = settings.validate(config_of(options, flags), jax.device_count())
     steps.configure_jax(cfg)
-    mesh, table = steps.make_mesh(cfg), model.param_table(cfg)
+    mesh = steps.make_mesh(cfg)
+    table = model.param_table(cfg)
 
     def convert(p, w):
         if not p.cast or w.dtype == cfg.model.model_dtype:
@@ -147,7 +152,7 @@ def warn_or_refuse(name, said):
     """Warn that the positions of an architecture are exceeded. Raises UserError where it learns them."""
     if architecture(name).learns_positions:
         raise UserError(f"{said}; give fewer.")
-    print(f"warning: {said}", file=sys.stderr)
+    warn(said)
 
 
 def config_of(options, flags):

@@ -16,16 +16,17 @@ if __name__ == "__main__":
     interrupts.begin()
 
 import math
-from dataclasses import MISSING, dataclass
+import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 import model
 import utils
-from runtime import parser, platforms
 from runtime.files import check_place, read_file, read_json, write_file
 from runtime.messages import UserError, warn
+from runtime.parser import place
 from tools import common
 from training import runlog, settings, steps
 
@@ -89,7 +90,7 @@ def cell(values, form):
     return f"{text} ± {error:{form.lstrip('+')}}" if len(values) > 1 else text
 
 
-def table(groups, marks=(), target=None):
+def table(groups, marks, target):
     """Lines of a Markdown table of groups of runs, {name: {seed: Curve}}, beside the first group.
 
     marks: numbers of tokens; none: evaluations of the first run at about a quarter, half and three quarters of it.
@@ -98,8 +99,7 @@ def table(groups, marks=(), target=None):
     first_name, first = next(iter(groups.items()))
     if not marks:
         tokens = next(iter(first.values())).tokens
-        chosen = {math.ceil(len(tokens) * share) - 1 for share in (0.25, 0.5, 0.75)}
-        marks = [tokens[i] for i in sorted(chosen) if i < len(tokens) - 1]
+        marks = np.unique(np.quantile(tokens, (0.25, 0.5, 0.75), method="lower"))
     rows = []
     for name, runs in groups.items():
         curves = list(runs.values())
@@ -123,9 +123,9 @@ def table(groups, marks=(), target=None):
             losses = [np.interp(mark, run.tokens, run.loss, math.nan, math.nan) for run in curves]
             row[f"loss at {in_millions(mark)}"] = cell(losses, ".4f")
         row["final loss"] = cell([run.loss[-1] for run in curves], ".4f")
-        row[f"against {first_name}"] = "-" if runs is first else cell(differences, "+.4f")
+        row[f"against {first_name}"] = cell(differences, "+.4f")
         row["M tokens to target"] = cell(to_target, ".3f")
-        row[f"x {first_name}'s"] = "1" if runs is first else cell(shares, ".3f")
+        row[f"x {first_name}'s"] = cell(shares, ".3f")
         row["MFLOP/token"] = f"{model.flops_per_token(cfg) / 1e6:.2f}"
         row["tokens/s"] = cell([run.speed for run in curves], ",.0f")
         rows.append(row)
@@ -139,7 +139,7 @@ def in_millions(n):
     return f"{n / 1e6:.2f}M" if n >= 999.5e3 else f"{n / 1e3:.0f}k"
 
 
-def picture(groups, kind="png"):
+def picture(groups, kind):
     """Bytes of a picture of groups of runs: the mean over seeds with a band of its standard error."""
     figure = runlog.new_figure(7, 4.5, dpi=120)
     axes = figure.subplots()
@@ -163,10 +163,11 @@ def read_groups(folders):
     names = [os.path.basename(folder.rstrip("/")) for folder in folders]
     if len(set(names)) < len(names):
         names = folders
-    groups, curves = {}, [read_curve(folder) for folder in folders]
+    groups = {}
+    curves = [read_curve(folder) for folder in folders]
     for name, curve in zip(names, curves):
-        group, _, seed = name.rpartition("-seed")
-        group, seed = (group, int(seed)) if group and seed.isdigit() else (name, 0)
+        seeded = re.fullmatch(r"(.+)-seed(\d+)", name)
+        group, seed = seeded.groups() if seeded else (name, "")
         runs = groups.setdefault(group, {})
         runs[seed] = curve
         check_group(next(iter(runs.values())), curve)
@@ -177,28 +178,19 @@ def read_groups(folders):
 
 def check_group(first, curve):
     """Raises UserError where two runs of a group differ in more than their seed; warns where one is longer."""
-    now, then = definition(curve.cfg), definition(first.cfg)
-    for flag in then:
-        if now[flag] != then[flag]:
-            raise UserError(
-                f"{curve.folder}: --{flag} is {now[flag]} here and {then[flag]} in {first.folder}; give runs that "
-                f"differ in more than their seed names that differ before -seed."
-            )
+    flags = settings.to_resume(first.cfg, "") | {"training_steps": first.cfg.run.training_steps}
+    whose = f"{curve.folder} has it, and {first.folder} has"
+    advice = "give runs that differ in more than their seed names that differ before -seed"
+    settings.compare(curve.cfg, flags, utils.FIELDS.keys() - {"seed"}, whose, advice)
     if curve.tokens[-1] != first.tokens[-1]:
         warn(f"{curve.folder} and {first.folder} are averaged, but one has trained for longer")
-
-
-def definition(cfg):
-    """{flag: value} of all that the losses of a run depend on, but for its seed and the shards."""
-    flags = settings.to_resume(cfg, "") | {"training_steps": cfg.run.training_steps}
-    return {flag: value for flag, value in flags.items() if flag != "seed"}
 
 
 @dataclass(frozen=True)
 class Options:
     """Compare the losses of runs."""
 
-    runs: tuple[str, ...] = parser.flag(MISSING, positional=True)
+    runs: tuple[str, ...] = place()
     """Run directories, or their gs:// or s3:// addresses, the one that the others are compared with first."""
     output: str = "compare.png"
     """Picture to write: .png, .svg or .pdf."""
@@ -220,6 +212,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    platforms.choose_cpu()
-    options_given = common.read_options(Options, "tools/compare.py")
-    interrupts.run(lambda: main(options_given))
+    common.run_on_cpu(Options, "tools/compare.py", main)

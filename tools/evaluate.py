@@ -46,7 +46,7 @@ from inference.scores import Piece, make_scorer, mean
 def open_shards(options, cfg, path):
     """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does, and where the
     shards were made with another tokenizer than the model's."""
-    for folder in (path, os.path.join(path, "val")):
+    for folder in (path, f"{path}/val"):
         folder = folder.rstrip("/") if is_remote(folder) else os.path.abspath(folder)
         if not list_shards(folder):
             continue
@@ -98,7 +98,9 @@ def evaluate(options, path, cfg, encoding, score):
     stride = options.stride or T
     if stride > T:
         raise UserError(f"--stride {stride}: must be at most --T, which is {T}.")
-    limit, sizes, total = options.limit or sys.maxsize, [], None
+    limit = options.limit or sys.maxsize
+    sizes = []
+    total = None
     corpus = open_shards(options, utils.replace(cfg, T=T), path)
     if corpus:  # in the order of main.py's validation
         total = min(corpus.n_sequences, limit)

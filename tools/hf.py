@@ -17,23 +17,11 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
-import json
 import math
 import re
 import shutil
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Literal
-
-import utils
-from data import tokenization
-from runtime import platforms
-from runtime.files import is_remote, part_of, read_json, write_file
-from runtime.messages import UserError, say
-from runtime.parser import flag
-from tools import common
-
-if __name__ == "__main__":
-    platforms.choose_cpu()  # the accelerators may belong to a run
 
 import jax
 import numpy as np
@@ -41,14 +29,18 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import pre_tokenizers
 
+import utils
+from data import tokenization
 from inference import hugging_face, weights
+from runtime.files import is_remote, part_of, read_json, write_json
+from runtime.messages import UserError, say
+from runtime.parser import place
+from tools import common
 from training import checkpointing, settings, steps
 
 
 def import_folder(folder, run_dir):
     """Write a run directory with the weights of `folder` as its only checkpoint."""
-    if not os.path.isfile(f"{folder}/config.json"):
-        raise UserError(f"{folder}: there is no config.json; is it in the Hugging Face format?")
     flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
@@ -63,7 +55,7 @@ def import_folder(folder, run_dir):
         else:
             say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
         save_weights(part, params, run_dir)
-        write_json(part, "config.json", config)
+        write_json(f"{part}/config.json", config)
     say(
         f"{run_dir}: {steps.count_in_words(cfg)}; main.py --init_from {run_dir} begins a run with them"
     )
@@ -86,7 +78,7 @@ def export(run_dir, folder, dtype="float32"):
                 x = np.asarray(functools.reduce(dict.__getitem__, t.leaf, params))[t.at]
             tensors[t.name] = np.ascontiguousarray(t.theirs(x).astype(dtype, copy=False))
         save_file(tensors, f"{part}/model.safetensors", metadata={"format": "pt"})
-        write_json(part, "config.json", config)
+        write_json(f"{part}/config.json", config)
     say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}")
 
 
@@ -103,10 +95,6 @@ def save_weights(folder, params, run_dir):
     checkpoints.close()
     if checkpoints.saved is None:
         raise UserError(f"{run_dir}: the checkpoint could not be written there.")
-
-
-def write_json(folder, name, content):
-    write_file(f"{folder}/{name}", json.dumps(content, indent=1) + "\n")
 
 
 @contextlib.contextmanager
@@ -132,7 +120,7 @@ def export_tokenizer(folder, run_dir, m):
         end = m.end_of_text if m.end_of_text >= 0 else None  # transformers takes no id of its own
         return dict(bos_token_id=end, eos_token_id=end)
     if isinstance(encoding, tokenization.HubTokenizer):
-        tokenization.keep_tokenizer(folder, os.path.join(run_dir, "tokenizer.json"))
+        tokenization.keep_tokenizer(folder, f"{run_dir}/tokenizer.json")
     else:
         byte_level(encoding).save(f"{folder}/tokenizer.json")
         about = dict(
@@ -142,13 +130,14 @@ def export_tokenizer(folder, run_dir, m):
             model_max_length=m.T,
             clean_up_tokenization_spaces=False,
         )
-        write_json(folder, "tokenizer_config.json", about)
+        write_json(f"{folder}/tokenizer_config.json", about)
     return dict(bos_token_id=encoding.eot_token, eos_token_id=encoding.eot_token)
 
 
 def byte_level(encoding):
     """tokenizers.Tokenizer with the tokens, merges and cuts of a tiktoken.Encoding."""
-    tokens, ranks = tokenization.tokens_of(encoding), encoding._mergeable_ranks
+    tokens = tokenization.tokens_of(encoding)
+    ranks = encoding._mergeable_ranks
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
@@ -182,18 +171,17 @@ def halves(token, rank, ranks):
 class Options:
     """A run's weights to and from a folder that Hugging Face's transformers loads."""
 
-    command: Literal["export", "import"] = flag(MISSING, positional=True)
+    command: Literal["export", "import"] = place()
     """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone."""
-    source: str = flag(MISSING, positional=True)
+    source: str = place()
     """The run directory, or the folder to import."""
-    target: str = flag(MISSING, positional=True)
+    target: str = place()
     """The folder or run directory to write."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type to store an export in; bfloat16 rounds."""
 
 
-def run(argv):
-    options = utils.read_flags(Options, argv, "tools/hf.py")
+def main(options):
     local = [options.target] if options.command == "export" else [options.target, options.source]
     for path in filter(is_remote, local):
         raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
@@ -207,4 +195,4 @@ def run(argv):
 
 
 if __name__ == "__main__":
-    interrupts.run(lambda: run(sys.argv[1:]))
+    common.run_on_cpu(Options, "tools/hf.py", main)

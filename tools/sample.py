@@ -53,7 +53,8 @@ class Row:
         """Take further tokens. `text` and `unseen` grow by what no later token changes."""
         if self.done:
             return
-        end, stop = self.encoding.eot_token, self.options.stop
+        end = self.encoding.eot_token
+        stop = self.options.stop
         tokens = tokens[: self.options.max_tokens - len(self.tokens)]
         self.tokens += itertools.takewhile(lambda token: token != end, tokens)
         self.done = end in tokens or len(self.tokens) == self.options.max_tokens
@@ -82,8 +83,8 @@ def show(waiting):
 
 def encode_prompts(options, before, encoding):
     """Token ids of the prompts, the tokens `before` first. Raises UserError where a prompt has none."""
-    if "" in options.stop or not options.prompt:
-        raise UserError("--stop, --prompt: a string is missing or empty.")
+    if "" in options.stop:
+        raise UserError("--stop: is empty; give a text.")
     prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
     if [] in prompts:
         raise UserError("--prompt: is empty; give a text, or --start end_of_text.")

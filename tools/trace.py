@@ -14,42 +14,37 @@ if __name__ == "__main__":
 
     interrupts.begin()
 
+import fnmatch
 import functools
 import gzip
 import math
 import re
 import statistics
 from collections import Counter, defaultdict
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from runtime import chips, platforms
-from runtime.files import filesystem, persist, read_file, read_json
-from runtime.messages import UserError, first_line, size
-from runtime.parser import flag
+from jax.profiler import ProfileData
+
+import collectives
+from planning import hlo, machines, plan
+from runtime import chips
+from runtime.files import names_in, read_file, read_json
+from runtime.messages import UserError, size
+from runtime.parser import place
 from tools import common
-from training import settings
+from training import profiling, settings
 
 
 @dataclass(frozen=True)
 class Options:
     """Say where the time of a step went, of a trace that --profile wrote."""
 
-    run: str = flag(MISSING, positional=True)
+    run: str = place()
     """A run directory, or its gs:// or s3:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
 
-
-if __name__ == "__main__":
-    platforms.choose_cpu()  # the accelerators may belong to a run
-    options_given = common.read_options(Options, "tools/trace.py")
-
-from jax.profiler import ProfileData
-
-import collectives
-from planning import hlo, machines, plan
-from training import profiling
 
 PRODUCTS = "matrix products"  # as plan.answer calls this part
 REST, IDLE = "rest", "idle"
@@ -95,8 +90,7 @@ class Trace:
         if op.kind.endswith(("-done", "-update")):
             return self.operation(op.inputs[0].name)
         inside = list(self.inside(op))
-        kernels = [hlo.calls_cublas(op) or hlo.is_kernel(op) for op in inside]
-        is_product = any(kernels) or any(op.kind in ("dot", "convolution") for op in inside)
+        is_product = any(hlo.is_product(op) or hlo.is_kernel(op) for op in inside)
         links = "" if is_product else next(filter(None, map(self.links, inside)), "")
         named = re.search(r'op_name="([^"]*)"', " ".join(inner.rest for inner in inside))
         path = named[1] if named else name
@@ -134,14 +128,11 @@ def open_trace(run, name=""):
     name = name or max(known, key=lambda one: known[one]["written"])
     if name not in known:
         raise UserError(f"--trace {name}: {run} has {', '.join(known)}.")
-    folder, about = f"{traces}/{name}", known[name]
-    settings.check_stored(about["flags"], folder, settings.NEEDED_TO_RESUME, "about.json")
+    folder = f"{traces}/{name}"
+    about = known[name]
     cfg = common.stored_config(about["flags"])
     cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
-    try:
-        text = gzip.decompress(read_file(f"{folder}/step.hlo.gz")).decode()
-    except Exception:  # gzip has many errors for a damaged file
-        raise UserError(f"{folder}: step.hlo.gz is missing or damaged.") from None
+    text = gzip.decompress(read_file(f"{folder}/step.hlo.gz")).decode()
     return Trace(folder, about, cfg, text)
 
 
@@ -149,16 +140,10 @@ def open_trace(run, name=""):
 
 
 def devices_in(trace):
-    """[[(begin, end, operation of the step)] of a device] in ns, of all processes. Raises UserError."""
-    fs, there = filesystem(trace.folder)
+    """[[(begin, end, operation of the step)] of a device] in ns, of all processes."""
     found = []
-    for path in persist(lambda: fs.glob(f"{there}/*.xplane.pb"), trace.folder):
-        content = read_file(f"{trace.folder}/{os.path.basename(path)}")
-        try:
-            data = ProfileData.from_serialized_xspace(content)
-        except RuntimeError as e:
-            reason = first_line(e)
-            raise UserError(f"{path}: is no trace ({reason}); --trace names another.") from None
+    for name in fnmatch.filter(names_in(trace.folder), "*.xplane.pb"):
+        data = ProfileData.from_serialized_xspace(read_file(f"{trace.folder}/{name}"))
         found += events_of(data, trace).values()
     return found
 
@@ -192,7 +177,8 @@ class Shares:
     """Seconds of one step, means over the steps and the devices: [(events, [(begin, end) of a step])] of each."""
 
     def __init__(self, runs, trace):
-        self.steps, self.devices = len(runs[0][1]), len(runs)
+        self.steps = len(runs[0][1])
+        self.devices = len(runs)
         # {part: seconds}, exposed communication as its links; they add up to the step
         self.parts = Counter()
         self.hidden = Counter()  # {links: seconds} of communication while the device computes
@@ -261,7 +247,8 @@ def moments(found):
     points = []
     for number, (begin, end, _) in enumerate(found):
         points += [(begin, number), (end, number)]
-    active, before = {}, 0
+    active = {}
+    before = 0
     for at, number in sorted(points):
         if active and at > before:
             yield at - before, list(active.values())
@@ -282,7 +269,8 @@ def beside(trace, found):
     for links in found.links:
         measured[links] = found.parts[links] + found.hidden[links]
     measured["step"] = found.step
-    about, n = trace.about, math.prod(trace.cfg.run.n_device_axis)
+    about = trace.about
+    n = math.prod(trace.cfg.run.n_device_axis)
     kind = about["device_kind"]
     machine = plan.machine_of_kind(kind, about["platform"], n, about["processes"], about["slices"])
     # the memory of the program does not matter here
@@ -301,23 +289,20 @@ def report(trace, found, rows):
     """Lines of text. rows: of `beside`."""
     mesh = trace.cfg.run.n_device_axis
     kind, (first, _) = trace.about["device_kind"], trace.about["steps"]
+    shares = []
+    for part, seconds in found.parts.most_common():
+        shares.append((f"{part}, exposed" if part in found.links else part, seconds))
     lines = [
         f"{trace.folder}: {found.steps} steps from step {first} on, {found.devices} of {math.prod(mesh)} x {kind}, "
-        f"mesh (dp, pp, tp) = ({', '.join(map(str, mesh))})"
+        f"mesh (dp, pp, tp) = {mesh}",
+        *share_table("a step", [*shares, ("sum", found.step)], found.step),
+        "",
     ]
-    shares = []
-    for part in dict.fromkeys([*PARTS.values(), REST, *found.links, IDLE]):
-        words = f"{part}, exposed" if part in found.links else part
-        if part in found.parts:
-            shares.append([words, *share(found.parts[part], found)])
-    shares.append(["sum", *share(found.step, found)])
-    lines += [*common.markdown(["a step", "seconds", "share"], shares), ""]
     for links, seconds in sorted(found.hidden.items()):
         lines.append(f"{links}, hidden behind computation: {seconds:.4f} s")
-    lines.append(f"between two steps: {found.between:.4f} s")
-    costliest = found.operations.most_common(LISTED)
-    operations = [[one.path, *share(seconds, found)] for one, seconds in costliest]
-    lines += ["", *common.markdown(["operation", "seconds", "share"], operations), ""]
+    lines += [f"between two steps: {found.between:.4f} s", ""]
+    costliest = [(one.path, seconds) for one, seconds in found.operations.most_common(LISTED)]
+    lines += [*share_table("operation", costliest, found.step), ""]
     cells = []
     for part, (*seconds, work) in rows.items():
         amount = f"{work / 1e9:,.2f} GFLOP" if part == PRODUCTS else size(work or 0)
@@ -329,9 +314,10 @@ def report(trace, found, rows):
     return lines
 
 
-def share(seconds, found):
-    """Cells: seconds, and their share of a step."""
-    return [f"{seconds:.4f}", f"{seconds / found.step:.1%}"]
+def share_table(heading, parts, step):
+    """Lines of a table of [(part, seconds)] with the share of a step's seconds."""
+    rows = [[part, f"{seconds:.4f}", f"{seconds / step:.1%}"] for part, seconds in parts]
+    return common.markdown([heading, "seconds", "share"], rows)
 
 
 def main(options):
@@ -342,4 +328,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    interrupts.run(lambda: main(options_given))
+    common.run_on_cpu(Options, "tools/trace.py", main)

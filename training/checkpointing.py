@@ -78,14 +78,19 @@ def kept(losses, keep, every=0):
     """The steps to keep of the checkpoints in {step: validation loss or None}: the newest `keep`, every `every`-th step
     (0: none) and the one with the smallest loss."""
     steps = sorted(losses)
-    measured = {step: loss for step, loss in losses.items() if math.isfinite(loss or math.nan)}
-    best = [min(measured, key=measured.get)] if measured else []
-    return {*steps[-keep:], *best, *(step for step in steps if every and step % every == 0)}
+    measured = [step for step, loss in losses.items() if math.isfinite(loss or math.nan)]
+    stay = {*steps[-keep:]}
+    if measured:
+        stay.add(min(measured, key=losses.get))
+    if every:
+        stay |= {step for step in steps if step % every == 0}
+    return stay
 
 
 def meta_sum(meta):
     """Checksum of what is saved beside a state."""
-    return zlib.crc32(json.dumps({**meta, "sum": 0}, sort_keys=True).encode())
+    content = json.dumps(meta | {"sum": 0}, sort_keys=True)
+    return zlib.crc32(content.encode())
 
 
 class Checkpoints:
@@ -104,7 +109,9 @@ class Checkpoints:
                 copy = f"{self.copy.name}/"
                 persist(lambda: fs.get(f"{there}/", copy, recursive=True), folder)
             folder = self.copy.name
-        self.folder = epath.Path(folder if is_remote(folder) else os.path.abspath(folder))
+        if not is_remote(folder):
+            folder = os.path.abspath(folder)
+        self.folder = epath.Path(folder)
         several = jax.process_count() > 1
         options = ocp.CheckpointManagerOptions(
             create=keep is not None,

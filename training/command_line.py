@@ -3,18 +3,19 @@
 import os
 import re
 import sys
+from pathlib import Path
 
 import utils
 from data.tokenization import load_tokenizer
 from presets import preset
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
-from runtime.parser import read_words
-from training.settings import Flags, check_same, settle
-from utils import RENAMED, Config, Plan, Run, replace
+from runtime.parser import RENAMED, read_words
+from training.settings import Flags, check_same, settle, without
+from utils import Config, Plan, Run, replace
 
 # A file that comes with the program may be missing yet in the folder where it will run.
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
@@ -51,13 +52,12 @@ def flags_of_file(path, beside):
         raise UserError(
             f"--config {path}: no such file, or no flag in it; give one such as runs/tiny/config.json."
         )
-    left_out = set(NO_FLAGS)
+    flags = without(NO_FLAGS, content)
     if "n_device_axis" in beside:  # which these follow
-        left_out |= {"n_devices", "pp_interleave"}
-    flags = {RENAMED.get(name, name): value for name, value in content.items()}
-    for name in sorted(flags.keys() - utils.FIELDS.keys() - left_out):
+        flags = without(["n_devices", "pp_interleave"], flags)
+    flags = {RENAMED.get(name, name): value for name, value in flags.items()}
+    for name in sorted(flags.keys() - utils.FIELDS.keys()):
         raise UserError(f"--config {path}: {name} is no flag{nearest(name, utils.FIELDS)}.")
-    flags = {flag: value for flag, value in flags.items() if flag not in left_out}
     return utils.read_values(flags, f"--config {path}")
 
 
@@ -79,15 +79,12 @@ def check_processes(flags):
     """The number of processes, if flags or Slurm tell it, else 1. Raises UserError where the flags do not agree."""
     r = flags.cfg.run
     processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
-    for flag, alone in dict(num_processes=1, process_id=0).items():
-        if r.coordinator and flag not in flags.given:
-            raise UserError(
-                f"--coordinator {r.coordinator}: needs --num_processes and --process_id."
-            )
-        if not r.coordinator and vars(r)[flag] > alone:
-            raise UserError(
-                f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, of process 0."
-            )
+    if r.coordinator and not {"num_processes", "process_id"} <= flags.given:
+        raise UserError(f"--coordinator {r.coordinator}: needs --num_processes and --process_id.")
+    if not r.coordinator and (r.num_processes > 1 or r.process_id):
+        raise UserError(
+            "--num_processes, --process_id: need --coordinator HOST:PORT, of process 0."
+        )
     if not re.fullmatch(r"((\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5})?", r.coordinator):
         raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476.")
     if r.process_id >= processes:
@@ -102,7 +99,7 @@ def check(argv, elsewhere):
     whose tokenizers and place among its processes are not known here."""
 
     def load(name):
-        comes = not os.path.isfile(name) and os.path.isfile(os.path.join(ROOT, name))
+        comes = not os.path.isfile(name) and (ROOT / name).is_file()
         return None if elsewhere or comes else load_tokenizer(name)
 
     flags = parse(argv, load, elsewhere)
@@ -117,7 +114,8 @@ def check(argv, elsewhere):
         return flags
     dp, pp, tp = r.n_device_axis
     # where nothing tells how many devices there are: as many as fit any number of experts
-    settle(flags, r.n_devices or (dp or flags.cfg.model.n_experts or 1) * pp * tp)
+    dp = dp or flags.cfg.model.n_experts or 1
+    settle(flags, r.n_devices or dp * pp * tp)
     return flags
 
 

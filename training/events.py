@@ -43,7 +43,8 @@ class EventFile:
         self.records = RecordWriter(self.file)
         self.write(Event(file_version="brain.Event:2"))
         start = SessionLog(status=SessionLog.START)
-        self.write(Event(session_log=start, step=rows[0]["step"] if rows else 0))
+        first = rows[0]["step"] if rows else 0
+        self.write(Event(session_log=start, step=first))
         for row in rows:
             self.add(row)
 
@@ -57,8 +58,9 @@ class EventFile:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=key, simple_value=v) for key, v in row.items() if key != "step"]
-        self.write(Event(step=row["step"], summary=Summary(value=values)))
+        step, numbers = row["step"], row.items()
+        values = [Summary.Value(tag=key, simple_value=v) for key, v in numbers if key != "step"]
+        self.write(Event(step=step, summary=Summary(value=values)))
 
     def upload(self):
         """Write all rows so far, to a bucket."""

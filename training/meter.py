@@ -1,7 +1,6 @@
 """What is measured of each step: its metrics, fetched one step late, and its speed."""
 
 import time
-from collections import deque
 
 import jax
 
@@ -12,10 +11,8 @@ class Pace:
 
     def __init__(self, tokens):
         self.tokens = tokens
-        self.since_line = []  # (seconds, of these waiting for data) of the steps since the last progress line
-        self.last_ten = deque(maxlen=10)  # the same
-        self.trained = 0.0  # seconds, without evaluations, checkpoints and samples
-        self.steps = 0
+        self.steps = []  # (seconds, of these waiting for data) of each
+        self.told = 0  # how many of them were there at the last progress line
         self.resume(0.0)
 
     def resume(self, data_wait):
@@ -25,23 +22,21 @@ class Pace:
 
     def ended(self, data_wait):
         """A step has ended. {"tokens_per_second", "data/wait": share of the time}, means of the last ten steps."""
-        now = time.time()
-        step = (now - self.last_end, data_wait - self.data_wait)
-        self.last_end, self.data_wait = now, data_wait
-        self.since_line.append(step)
-        self.last_ten.append(step)
-        self.trained += step[0]
-        self.steps += 1
-        return self._mean(self.last_ten)
+        began, waited = self.last_end, self.data_wait
+        self.resume(data_wait)
+        self.steps.append((self.last_end - began, data_wait - waited))
+        return self._mean(self.steps[-10:])
 
     def since_last(self):
         """The same, means of all steps since the last call."""
-        steps, self.since_line = self.since_line, []
+        steps = self.steps[self.told :]
+        self.told = len(self.steps)
         return self._mean(steps)
 
     def seconds_for(self, steps):
         """How long `steps` more steps will take, at the mean speed so far."""
-        return self.trained / self.steps * steps
+        trained = sum(seconds for seconds, _ in self.steps)
+        return trained / len(self.steps) * steps
 
     def _mean(self, steps):
         seconds = max(1e-9, sum(seconds for seconds, _ in steps))
@@ -85,8 +80,8 @@ class Meter:
         metrics = jax.device_get(metrics)
         self.profile.note(step)
         shares = metrics.pop("load/experts", [])
+        metrics |= {f"load/expert_{i}": share for i, share in enumerate(shares)}
         row = {"step": step} | {name: float(value) for name, value in metrics.items()}
-        row |= {f"load/expert_{i}": float(share) for i, share in enumerate(shares)}
         row |= self.corpus.epochs(sequences)
         self.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
         row["bad_steps"] = self.bad_steps.total

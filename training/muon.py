@@ -72,7 +72,8 @@ def orthogonalize(cfg, mesh):
 def hidden_params(cfg):
     """The `Param`s of Muon's leaves, in the order of a flattened tree."""
     table = model.param_table(cfg)
-    return [p for p in jax.tree.leaves(table, is_leaf=parameters.is_param) if p.hidden]
+    leaves = jax.tree.leaves(table, is_leaf=parameters.is_param)
+    return [p for p in leaves if p.hidden]
 
 
 def orthogonalize_local(leaves, table, mesh_size, dtype):
@@ -81,12 +82,14 @@ def orthogonalize_local(leaves, table, mesh_size, dtype):
     stacks = stacks_of(table, mesh_size)
     pieces = []
     for x, p in zip(leaves, table):
-        pieces += jnp.split(x.astype(dtype), np.cumsum(sizes_of_parts(p))[:-1], -1)
+        borders = np.cumsum(sizes_of_parts(p))[:-1]
+        pieces += jnp.split(x.astype(dtype), borders, -1)
     updates = [None] * len(stacks)
     for group in deal(stacks, mesh_size):
         blocks = [group.pad(stacks[i].to_blocks(pieces[i])) for i in group.members]
         # nothing for the places that the members leave empty
-        blocks.append(jnp.zeros((group.places - group.number, *group.block), dtype))
+        empty = group.places - group.number
+        blocks.append(jnp.zeros((empty, *group.block), dtype))
         whole = to_owners(jnp.concatenate(blocks), *group.layout, group.sharers)
         blocks = from_owners(newton_schulz(whole), *group.layout, group.sharers)
         for i in group.members:
@@ -104,12 +107,13 @@ def newton_schulz(x):
     """About U V^T of each matrix U S V^T of x [n, rows, columns], in x's type: singular values of 0.7 to 1.2, where
     they are at least 0.003 of the matrix's norm. Zero rows and columns stay zero."""
     wide = x.shape[1] <= x.shape[2]
-    norm = jnp.sqrt(jnp.sum(jnp.square(x), (1, 2), jnp.float32, keepdims=True))
+    squares = jnp.sum(jnp.square(x), (1, 2), jnp.float32, keepdims=True)
+    norm = jnp.sqrt(squares)
     scale = (1 / (norm + EPS)).astype(x.dtype)
     for a, b, c in COEFFICIENTS:
         # the smaller of X X^T and X^T X
-        gram = jnp.einsum("nrc,nsc->nrs", x, x) if wide else jnp.einsum("nrc,nrd->ncd", x, x)
-        gram *= scale**2
+        products = "nrc,nsc->nrs" if wide else "nrc,nrd->ncd"
+        gram = jnp.einsum(products, x, x) * scale**2
         factor = b * gram + c * (gram @ gram)
         x = scale * (a * x + (factor @ x if wide else x @ factor))
         scale = 1  # the first step has made it so
@@ -167,7 +171,8 @@ class Stack(NamedTuple):
         rows, columns = self.block
         ordered = [self.shape[dim] for dim in self.order]
         blocks = blocks[:, :rows, :columns].reshape(ordered)
-        return self.scale * blocks.transpose(np.argsort(self.order)).astype(jnp.float32)
+        x = blocks.transpose(np.argsort(self.order))
+        return self.scale * x.astype(jnp.float32)
 
 
 def sizes_of_parts(p):
@@ -183,19 +188,19 @@ def stacks_of(table, mesh_size):
         split = [axes_size(dim_axes, mesh_size) for dim_axes in axes]
         n = len(p.shape)
         # in the order of the array, so that few are transposed
-        first, second = sorted([sorted(dim % n for dim in dims) for dims in (p.inputs, p.outputs)])
-        row_axes = tuple(axis for dim in first for axis in axes[dim])
-        column_axes = tuple(axis for dim in second for axis in axes[dim])
-        used = {axis for dim_axes in axes for axis in dim_axes}
-        copies = tuple(a for a in EXPERT_AXES if a not in used and mesh_size[a] > 1)
+        sides = [tuple(sorted(dim % n for dim in dims)) for dims in (p.inputs, p.outputs)]
+        first, second = sorted(sides)
+        row_axes = sum((axes[dim] for dim in first), ())
+        column_axes = sum((axes[dim] for dim in second), ())
+        used = sum(axes, ())
+        copies = tuple(a for a in real_axes(EXPERT_AXES, mesh_size) if a not in used)
         layout = Layout(row_axes, column_axes, copies)
         for size in sizes_of_parts(p):
             whole = (*p.shape[:-1], size)
             local = tuple(size // parts for size, parts in zip(whole, split))
-            inputs = math.prod(whole[dim] for dim in p.inputs)
-            outputs = math.prod(whole[dim] for dim in p.outputs)
-            scale = UPDATE_RMS * math.sqrt(max(inputs, outputs))
-            stacks.append(alike(Stack(local, tuple(first), tuple(second), layout, scale)))
+            largest = max(math.prod(whole[dim] for dim in dims) for dims in sides)
+            scale = UPDATE_RMS * math.sqrt(largest)
+            stacks.append(alike(Stack(local, first, second, layout, scale)))
     return stacks
 
 
@@ -239,7 +244,8 @@ class Group(NamedTuple):
         """Devices with copies that share the matrices out: as few as make `owned` no larger. The next ones do the same
         among themselves, so that less must be gathered."""
         enough = math.ceil(self.number / (math.prod(self.grid) * self.owned))
-        return next(n for n in range(enough, self.n_copies + 1) if self.n_copies % n == 0)
+        numbers = range(enough, self.n_copies + 1)
+        return next(n for n in numbers if self.n_copies % n == 0)
 
     @property
     def places(self):
@@ -290,7 +296,9 @@ def deal(stacks, mesh_size):
         if not pairs:
             return groups
         a, b = max(pairs, key=lambda pair: saving(*pair))
-        groups = [group for group in groups if group not in (a, b)] + [joined(a, b)]
+        groups.remove(a)
+        groups.remove(b)
+        groups.append(joined(a, b))
 
 
 def axes_size(axes, mesh_size):
@@ -300,8 +308,9 @@ def axes_size(axes, mesh_size):
 
 def joined(a, b):
     """The `Group` of two groups of one layout."""
-    block = tuple(max(sizes) for sizes in zip(a.block, b.block))
-    return a._replace(members=a.members + b.members, block=block, number=a.number + b.number)
+    block = tuple(map(max, a.block, b.block))
+    members = a.members + b.members
+    return a._replace(members=members, block=block, number=a.number + b.number)
 
 
 def saving(a, b):

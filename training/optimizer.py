@@ -26,10 +26,7 @@ def make_optimizer(cfg, mesh):
         optax.add_decayed_weights(o.weight_decay, matrices),
         optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), descend),
     )
-    is_embedding = {
-        name: jax.tree.map(lambda _, here=name == "embedding": here, part)
-        for name, part in matrices.items()
-    }
+    is_embedding = {name: name == "embedding" for name in matrices}
     embedding_lr = optax.masked(optax.scale(o.embedding_lr), is_embedding)
     return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), rule, embedding_lr), schedule
 
@@ -40,7 +37,8 @@ def make_rule(cfg, mesh):
     if cfg.optimizer.optimizer == "adamw":
         return adam
     momentum = optax.trace(cfg.optimizer.muon_momentum, nesterov=True)
-    rules = dict(adamw=adam, muon=optax.chain(momentum, muon.orthogonalize(cfg, mesh)))
+    orthogonal = optax.chain(momentum, muon.orthogonalize(cfg, mesh))
+    rules = dict(adamw=adam, muon=orthogonal)
     names = parameters.table_map(
         lambda param: "muon" if param.hidden else "adamw", model.param_table(cfg)
     )
@@ -79,7 +77,9 @@ def make_schedule(o):
 
     def rate(step):
         # rounding would lead a little past end_lr, and below 0
-        return jnp.where(step < o.end_steps, jnp.maximum(schedule(step), 0), o.end_lr)
+        is_before = step < o.end_steps
+        lr = jnp.maximum(schedule(step), 0)
+        return jnp.where(is_before, lr, o.end_lr)
 
     return rate
 

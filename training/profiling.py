@@ -12,10 +12,12 @@ import jax
 
 import utils
 from runtime.files import names_in, write_file
-from runtime.messages import first_line, say, warn
+from runtime.messages import say
 from training import settings
+from training.runlog import attempt
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
+FAILED = "--profile: no trace is written"
 
 
 def traces_of(folder):
@@ -30,34 +32,29 @@ class Profile:
     def __init__(self, cfg, step):
         """step: the last one that was done before, where the run begins or resumes."""
         self.cfg = cfg
-        self.first, self.last = settings.profiled_steps(cfg.run)
-        self.first = max(self.first, step + 1)
-        self.done = self.began = 0  # the last step done, the first one traced
+        first, self.last = settings.profiled_steps(cfg.run)
+        self.first = max(first, step + 1)
+        self.done = 0  # the last step done
+        self.train_step = None  # compiled, once a trace began
         self.local = None  # folder for the trace that is under way
         self.worker = ThreadPoolExecutor(1, "profile")
-        if not cfg.run.profile:
-            return
-        if self.first > self.last:
+        if cfg.run.profile and self.first > self.last:
             say(f"--profile {cfg.run.profile}: step {step} is done already, so nothing is traced")
         name = f"steps-{self.first}-{self.last}"  # a run that does them again traces them again
         self.folder = os.path.join(cfg.run.folder, FOLDER, name)
 
     def begin(self, step, train_step, wait):
         """Begin the trace where `step` is its first. train_step: compiled; wait() until the steps before are done."""
-        if step != self.first or self.first > self.last or self.began:
+        if step != self.first or self.first > self.last or self.train_step:
             return
         wait()
+        self.train_step = train_step
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # a call of every function would slow the host
-        self.train_step, self.began = train_step, step
-        self.local = tempfile.TemporaryDirectory(prefix="profile-")
-        try:
-            jax.profiler.start_trace(
-                self.local.name, create_perfetto_trace=True, profiler_options=options
-            )
-        except Exception as e:  # whatever the library of a platform raises
-            self.local = None
-            warn(f"--profile: no trace is written: {first_line(e)}")
+        local = tempfile.TemporaryDirectory(prefix="profile-")
+        how = dict(create_perfetto_trace=True, profiler_options=options)
+        if attempt(lambda: jax.profiler.start_trace(local.name, **how), FAILED):
+            self.local = local
 
     def note(self, step):
         """The devices have done `step`; the trace ends with the last one of --profile."""
@@ -68,7 +65,8 @@ class Profile:
     def end(self):
         """End the trace, if one is under way."""
         if self.local:
-            self.worker.submit(self.write, self.local, self.done)
+            local, done = self.local, self.done
+            self.worker.submit(attempt, lambda: self.write(local, done), FAILED)
             self.local = None
 
     def close(self):
@@ -78,12 +76,9 @@ class Profile:
 
     def write(self, local, done):
         """Write the trace into the run directory, under the name of this process."""
-        try:
-            jax.profiler.stop_trace()
-            with local:
-                self.write_files(local.name, done)
-        except Exception as e:  # training continues without it
-            warn(f"--profile: no trace is written: {first_line(e)}")
+        jax.profiler.stop_trace()
+        with local:
+            self.write_files(local.name, done)
 
     def write_files(self, local, done):
         process = jax.process_index()
@@ -98,7 +93,7 @@ class Profile:
         write_file(os.path.join(self.folder, "step.hlo.gz"), program)
         devices = jax.devices()
         about = dict(
-            steps=[self.began, done],
+            steps=[self.first, done],
             written=time.time(),
             platform=devices[0].platform,
             device_kind=devices[0].device_kind,
@@ -108,5 +103,5 @@ class Profile:
         )
         content = json.dumps(about, indent=1) + "\n"
         write_file(os.path.join(self.folder, "about.json"), content)  # last: all else is there
-        words = f"profile: steps {self.began} to {done} in {self.folder}"
+        words = f"profile: steps {self.first} to {done} in {self.folder}"
         say(f"{words}; python tools/trace.py reads it")

@@ -78,7 +78,8 @@ class Progress:
         return [f"{words} ({share:.0%} of the plan)", f"MFU {share * self.plan.mfu:.1%}"]
 
 
-SAMPLE = re.compile(r"^(?==== step \d{1,15}$)", re.MULTILINE)  # where the samples of a step begin
+# (step, text) of the samples of a step in samples.txt
+SAMPLES = re.compile(r"^=== step (\d{1,15})\n(.*?)(?=^=== step |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def row_of(line):
@@ -87,21 +88,19 @@ def row_of(line):
         row = {key: math.nan if v is None else v for key, v in json.loads(line).items()}
     except (ValueError, AttributeError, RecursionError):
         return None
+    if "loss/train_loss" not in row or row.get("step") not in range(1, 2**31):
+        return None
     for value in row.values():
-        if not isinstance(value, float) and not (isinstance(value, int) and abs(value) < 2**63):
+        if not isinstance(value, int | float) or abs(value) > 1e300:
             return None
-    whole = isinstance(row.get("step"), int) and row["step"] > 0 and "loss/train_loss" in row
-    return row if whole else None
+    return row
 
 
 def read_rows(content):
     """(rows of metrics.jsonl, by step; whether anything else is in it but a last line that a kill tore)."""
-    *lines, last = re.split(r"[\r\n]+", content.decode(errors="replace"))
-    found = [row_of(line) for line in lines if line]
-    if torn := row_of(last.strip("\0")):
-        found.append(torn)
-    rows = {row["step"]: row for row in reversed(found) if row}
-    return [rows[step] for step in sorted(rows)], len(rows) < len(found)
+    found = [row_of(line) for line in content.splitlines()]
+    rows = {row["step"]: row for row in found if row}
+    return [rows[step] for step in sorted(rows)], not all(found[:-1])
 
 
 class NoLog:
@@ -123,18 +122,10 @@ class RunLog:
         self.events = None
         self.wandb = None
         self.worker = ThreadPoolExecutor(1)  # of plots, TensorBoard and wandb
-        self.history = []  # rows of metrics.jsonl
+        self.history = self._read_history(start_step)  # rows of metrics.jsonl
         self.complete = True  # whether that file has them all
-        # A run evaluates at its last step; the run that resumes there would not have, unless it was due.
-        every = {"loss/val": cfg.run.eval_every}
-        every["tasks/"] = math.lcm(cfg.run.eval_every, cfg.run.save_steps)
-        not_due = tuple(start for start, steps in every.items() if start_step % steps)
-        for row in self._read_history(start_step):
-            if row["step"] == start_step:
-                row = {key: v for key, v in row.items() if not key.startswith(not_due)}
-            self.history.append(row)
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
-        self.samples = [text for text in re.split(SAMPLE, kept) if text]  # one for each step
+        self.samples = {int(step): text for step, text in SAMPLES.findall(kept)}
         if cfg.run.tensorboard:
             self.events = events.EventFile(self.folder, self.history)
         self._forget(start_step)  # what came after the checkpoint will be written again
@@ -157,10 +148,10 @@ class RunLog:
 
     def text(self, step, texts):
         """Record the samples drawn at `step`."""
-        rows = "".join(f"--- {i}\n{text}\n" for i, text in enumerate(texts))
-        self.samples.append(f"=== step {step}\n{rows}")
-        attempt(lambda: write_file(self.path("samples.txt"), "".join(self.samples)))
-        self._later(lambda: self._report_samples(step, texts))
+        rows = [f"--- {i}\n{text}\n" for i, text in enumerate(texts)]
+        self.samples[step] = "".join(rows)
+        whole = "".join(f"=== step {n}\n{text}" for n, text in self.samples.items())
+        attempt(lambda: write_file(self.path("samples.txt"), whole))
 
     def plots(self):
         """Redraw the plots from all metrics so far."""
@@ -192,7 +183,7 @@ class RunLog:
 
     def _forget(self, step):
         self.history = [row for row in self.history if row["step"] <= step]
-        self.samples = [text for text in self.samples if step_of_samples(text) <= step]
+        self.samples = {n: text for n, text in self.samples.items() if n <= step}
         self.complete = False
         self.flush()
 
@@ -213,16 +204,12 @@ class RunLog:
             self.wandb.log(numbers, step=row["step"])
 
     def _read_history(self, step):
-        """The rows up to `step`; a warning tells what is missing. Of a damaged metrics.jsonl all that it holds is kept
-        beside it."""
+        """The rows up to `step`. Of a damaged metrics.jsonl all that it holds is kept beside it, with a warning."""
         path = self.path("metrics.jsonl")
-        content = read_file(path)
-        found, is_damaged = read_rows(content or b"")
-        rows = [row for row in found if row["step"] <= step]
+        content = read_file(path) or b""
+        found, is_damaged = read_rows(content)
         # a killed run leaves rows of the next steps behind
-        later = [row["step"] for row in found[len(rows) :]]
-        is_damaged |= later != list(range(step + 1, step + 1 + len(later)))
-        last = rows[-1]["step"] if rows else 0
+        rows = [row for row in found if row["step"] <= step]
         if is_damaged:
             n = 1
             while read_file(f"{path}.damaged-{n}") is not None:
@@ -232,16 +219,7 @@ class RunLog:
                 f"warning: {path} is damaged: it keeps the {len(rows)} rows up to step {step} that can be read, and "
                 f"what it held is saved in {path}.damaged-{n}"
             )
-        elif content is not None and last < step:
-            say(f"warning: {path} ends at step {last}; the rows from there to step {step} are lost")
         return rows
-
-    def _report_samples(self, step, texts):
-        """Pass samples to wandb."""
-        if self.wandb:
-            rows = [[step, text] for text in texts]
-            table = self.wandb.Table(columns=["step", "sample"], data=rows)
-            self.wandb.log({"samples": table}, step=step)
 
     def _draw_plots(self, rows):
         if self.events:
@@ -257,7 +235,8 @@ class RunLog:
         """Begin wandb's run: offline where nobody is logged in, or its server is not reached in half a minute."""
         import wandb
 
-        run_id = (read_file(self.path("wandb_id")) or b"").decode(errors="replace").strip()
+        kept = read_file(self.path("wandb_id")) or b""
+        run_id = kept.decode(errors="replace").strip()
         if not re.fullmatch(r"\w+", run_id):
             run_id = secrets.token_hex(4)
             write_file(self.path("wandb_id"), run_id)
@@ -281,17 +260,14 @@ class RunLog:
         self.wandb = wandb
 
 
-def step_of_samples(text):
-    """The step of one text of samples.txt; 0 where a broken file does not tell."""
-    return int(text.split()[2]) if re.match(SAMPLE, text) else 0
-
-
-def attempt(work):
-    """Call work(); whether it went well. A failure is printed as a warning."""
+def attempt(work, what="the run's log could not be written"):
+    """Call work(); whether it went well. A failure is printed as a warning, which begins with `what`."""
     try:
         work()
-    except Exception as e:  # of storage, plots, TensorBoard or wandb: training continues without
-        warn(f"the run's log could not be written: {first_line(e)}")
+    except (
+        Exception
+    ) as e:  # of storage, plots, TensorBoard, wandb, a profiler: training continues without
+        warn(f"{what}: {first_line(e)}")
         return False
     return True
 

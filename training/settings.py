@@ -1,6 +1,7 @@
 """From flags to the final configuration: `settle` is the way in. What it refuses, it refuses in a sentence."""
 
 import contextlib
+import math
 import os
 import re
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import architectures
 import utils
 from runtime import platforms
 from runtime.files import is_remote, names_in, read_json
-from runtime.messages import UserError, nearest, say
+from runtime.messages import UserError, say
 from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies
@@ -33,7 +34,8 @@ class Flags(NamedTuple):
 
     def follow(self, **flags):
         """With these values of those flags that were not given."""
-        return self._replace(cfg=replace(self.cfg, **without(self.given, flags)))
+        rest = without(self.given, flags)
+        return self._replace(cfg=replace(self.cfg, **rest))
 
     def fix(self, **flags):
         """With these values, as if they had been given."""
@@ -95,7 +97,8 @@ def complete(cfg, n_present):
             f"--n_device_axis {dp} {pp} {tp}: dp x pp x tp is {wanted} but must be the number of devices, "
             f"{n_devices}{simulate}."
         )
-    rounds = [n for n in (1, 2, 3, 4) if pp > 1 and cfg.model.blocks % (pp * n) == 0]
+    most = 4 if pp > 1 else 1
+    rounds = [n for n in range(1, most + 1) if cfg.model.blocks % (pp * n) == 0]
     return replace(
         cfg,
         n_device_axis=(dp, pp, tp),
@@ -126,7 +129,7 @@ def adopt(flags, weights):
 
 def free_of_weights(architecture):
     """Flags of the model that may differ between weights and what uses them."""
-    free = flags_with("of_weights", False)
+    free = flags_with("of_weights", False) | flags_with("free_on_resume")
     return free - {"T"} if architectures.architecture(architecture).learns_positions else free
 
 
@@ -150,7 +153,6 @@ def follow_shards(flags, stored, shards):
     if flags.given & {"vocab_size", "tokenizer"} or r.init_from:
         return flags
     if stored:
-        check_stored(stored, r.folder, [])
         return flags.follow(vocab_size=stored.get("vocab_size", now))
     for _, folder, manifest in shards:
         size = manifest.get("vocab_size", now)
@@ -171,14 +173,13 @@ def follow(flags):
 
 
 def follow_schedule(flags):
-    """{flag: value} of a schedule that ends with the run, where training_steps was given alone, or as late as a given
-    warm-up and decay need, up to the default; those that were not given fit in it."""
+    """{flag: value} of a schedule that ends with the run, where training_steps was given without end_steps. A warm-up
+    and a decay that were not given fit in it."""
     (cfg, given), o = flags, flags.cfg.optimizer
-    end, decay = o.end_steps, o.decay_steps if o.schedule == "wsd" else 0
+    end = o.end_steps
     if "training_steps" in given and "end_steps" not in given and ends(o):
-        least = o.warmup_steps if "warmup_steps" in given else 0
-        least += max(1, o.decay_steps) if "decay_steps" in given else 1
-        end = max(cfg.run.training_steps, min(least, end))
+        end = cfg.run.training_steps
+    decay = o.decay_steps if o.schedule == "wsd" else 0
     if "decay_steps" not in given:
         decay = min(decay, max(0, end - o.warmup_steps))
     before = max(0, end - decay)  # steps before the decay
@@ -198,15 +199,19 @@ def follow_batches(flags):
     The most microbatches, up to the default, that divide both batch sizes, or else those that were given. Batch sizes
     are rounded up to a multiple.
     """
-    d, pp = flags.cfg.data, max(1, flags.cfg.run.n_device_axis[1])
+    d = flags.cfg.data
+    pp = max(1, flags.cfg.run.n_device_axis[1])
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
+    given = [sizes[flag] for flag in sizes.keys() & flags.given]
+    asked = math.gcd(*given)
+    both = math.gcd(*sizes.values())
+
+    def fit(n):
+        return asked % n == 0, both % n == 0, n
+
     micro = d.microbatches
     if "microbatches" not in flags.given:
-        asked = sizes.keys() & flags.given
-        counts = range(micro // pp * pp, 0, -pp)
-        of_asked = [n for n in counts if not any(sizes[name] % n for name in asked)]
-        of_both = [n for n in of_asked if not any(size % n for size in sizes.values())]
-        micro = (of_both or of_asked or [-(-micro // pp) * pp])[0]
+        micro = max(range(pp, micro + 1, pp), key=fit, default=pp)
     sizes = {flag: -(-size // micro) * micro for flag, size in sizes.items()}
     return dict(sizes, microbatches=micro)
 
@@ -232,7 +237,8 @@ def fit_samples(flags, encoding):
     cfg, given = flags
     if encoding is None or cfg.model.T < 2:
         return cfg
-    T, tokens, length = cfg.model.T, cfg.sample.max_tokens, len(whole_prompt(cfg, encoding))
+    T, tokens = cfg.model.T, cfg.sample.max_tokens
+    length = len(whole_prompt(cfg, encoding))
     if "max_tokens" not in given:
         tokens = max(1, min(tokens, T - length))
     length = length if "prompt" in given else 1
@@ -313,15 +319,21 @@ def check_data(cfg, stored, fingerprint):
 def to_resume(cfg, fingerprint):
     """What `resume` reads of config.json, which every checkpoint keeps."""
     wanted = utils.KEPT | NEEDED_TO_RESUME | SCHEDULE
-    kept = {flag: value for flag, value in flatten(cfg).items() if flag in wanted}
+    flags = flatten(cfg)
+    kept = {flag: flags[flag] for flag in flags.keys() & wanted}
     return kept | dict(data_fingerprint=fingerprint)
 
 
 def other_flags(cfg, kept):
     """In words: flags of the model that `cfg` has not as a checkpoint, with which {flag: value} or None was saved."""
     now = without(free_of_weights(cfg.model.architecture), vars(cfg.model))
-    then = now | (kept or {})
-    return ", ".join(f"--{f} was {then[f]} and is now {now[f]}" for f in now if then[f] != now[f])
+    return changes(kept or {}, now, now)
+
+
+def changes(then, now, flags):
+    """In words: those of `flags` whose values in the {flag: value} `then`, which may lack some, and `now` differ."""
+    changed = [flag for flag in flags if then.get(flag, now[flag]) != now[flag]]
+    return ", ".join(f"--{flag} was {then[flag]} and is now {now[flag]}" for flag in changed)
 
 
 def stored_config(folder):
@@ -352,11 +364,15 @@ def check_model(flags, where, names=None):
     together. names: {flag: what the file calls it}, where that differs."""
     names = {flag: flag for flag in flags} | (names or {})
     utils.read_values(flags, where, names)
+
+    def of_file(flag):
+        return names.get(flag[1], flag[0])
+
+    alone = dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
     try:
-        alone = flags | dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
-        validate(replace(Config(), **alone), 1)
+        validate(replace(Config(), **flags | alone), 1)
     except UserError as e:
-        words = re.sub(r"--(\w+)", lambda flag: names.get(flag[1], flag[0]), str(e))
+        words = re.sub(r"--(\w+)", of_file, str(e))
         raise UserError(f"{where}: {words}") from None
 
 
@@ -375,7 +391,9 @@ def check(cfg):
 
 def check_multiples(cfg):
     """Raises UserError where something must divide a flag and does not."""
-    m, d, (dp, pp, tp), rounds = cfg.model, cfg.data, cfg.run.n_device_axis, cfg.run.pp_interleave
+    m, d = cfg.model, cfg.data
+    dp, pp, tp = cfg.run.n_device_axis
+    rounds = cfg.run.pp_interleave
     multiples = [  # (flag, its value, what must divide it, in words)
         ("blocks", m.blocks, pp * rounds, "pp" if rounds == 1 else "pp x pp_interleave"),
         ("n_experts", m.n_experts, m.n_groups, "n_groups"),
@@ -391,19 +409,12 @@ def check_multiples(cfg):
     ]
     for flag, value, by, words in multiples:
         if value % by:
-            raise not_a_multiple(flag, value, by, words)
+            raise UserError(f"--{flag} {value}: must be a multiple of {words} ({by}).")
     n = dp * tp
     if m.n_experts % n and n % m.n_experts:
         raise UserError(
             f"--n_experts {m.n_experts}: must divide dp x tp, {n}, or be divided by it."
         )
-
-
-def not_a_multiple(flag, value, by, words):
-    """The UserError for a flag that `by`, in words, does not divide, with the nearest values that it does."""
-    below, above = max(by, value // by * by), -(-value // by) * by
-    near = " or ".join(map(str, sorted({below, above})))
-    return UserError(f"--{flag} {value}: must be a multiple of {words} ({by}), such as {near}.")
 
 
 def check_architecture(cfg):
@@ -418,25 +429,25 @@ def check_attention(cfg):
     """Raises UserError where there is no such attention kernel, or it does not run this model or on these devices."""
     from kernels import attention  # here: it imports jax, which parsing does without
 
-    name, kernels = cfg.model.attention, attention.ATTENTION
+    name = cfg.model.attention
     if name == "auto":
         return
+    kernels = attention.ATTENTION
     if name not in kernels:
-        near = nearest(name, kernels)
-        raise UserError(
-            f"--attention {name}: no such kernel{near}; there are auto, {', '.join(kernels)}."
-        )
-    kernel, channels = kernels[name], attention.channels(cfg.model)
+        raise UserError(f"--attention {name}: must be one of auto, {', '.join(kernels)}.")
+    kernel = kernels[name]
+    channels = attention.channels(cfg.model)
     if cfg.model.T % kernel.multiple:
-        words = f"{kernel.multiple} for --attention {name}"
-        raise not_a_multiple("T", cfg.model.T, kernel.multiple, words)
+        raise UserError(
+            f"--T {cfg.model.T}: must be a multiple of {kernel.multiple} for --attention {name}."
+        )
     if channels > kernel.channels:
         raise UserError(
             f"--attention {name}: has room for {kernel.channels} channels of a head's key and value, and this model "
             f"has {channels}; auto takes the best that fits."
         )
     if platform_of(cfg) not in kernel.platforms:
-        there = " and ".join(f"{platform.upper()}s" for platform in kernel.platforms)
+        there = ", ".join(kernel.platforms)
         raise UserError(f"--attention {name}: is for {there}; auto takes the best for the devices.")
 
 
@@ -477,14 +488,11 @@ def check_limits(m, o):
             raise UserError(words)
 
 
-def tell_schedule(cfg):
-    """Print where a resumed run had another schedule, or it does not end with the run."""
+def tell_schedule(cfg, stored):
+    """Print where the run that `stored` describes had another schedule, or it does not end with the run."""
     o, last = cfg.optimizer, cfg.run.training_steps
-    before, now = stored_config(cfg.run.folder), vars(o)
-    changed = [flag for flag in sorted(SCHEDULE & before.keys()) if before[flag] != now[flag]]
-    if changed:
-        words = [f"{flag} was {before[flag]} and is now {now[flag]}" for flag in changed]
-        say(f"the schedule changes from here on: {', '.join(words)}")
+    if changed := changes(stored, vars(o), sorted(SCHEDULE)):
+        say(f"the schedule changes from here on: {changed}")
     what = f"stays at --end_lr {o.end_lr:g} from --end_steps {o.end_steps} on"
     if last < o.end_steps:
         what = f"ends before its learning rate has come down, at --end_steps {o.end_steps}"

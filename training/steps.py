@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -103,7 +102,8 @@ def arranger(cfg, abstract):
     def arrange(tree):
         return jax.tree.map(lambda x, a: x.reshape(a.shape), tree, abstract)
 
-    return jax.jit(arrange, out_shardings=jax.tree.map(lambda a: a.sharding, abstract))
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    return jax.jit(arrange, out_shardings=shardings)
 
 
 def init_state(cfg, abstract, optimizer, params=None):
@@ -112,7 +112,8 @@ def init_state(cfg, abstract, optimizer, params=None):
     def init(params):
         init_key, key = jax.random.split(jax.random.key(cfg.run.seed))
         params = params or parameters.init_params(model.param_table(cfg), init_key)
-        return TrainState(params, optimizer.init(params), jnp.int32(0), jax.random.key_data(key))
+        opt_state = optimizer.init(params)
+        return TrainState(params, opt_state, jnp.int32(0), jax.random.key_data(key))
 
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
     return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
@@ -160,7 +161,8 @@ def accumulate_gradient(gradient, state, tokens, targets):
         more = gradient(state.params, tokens, targets, key, i * M * B)
         return jax.tree.map(jnp.add, total, more), None
 
-    shapes = jax.eval_shape(gradient, state.params, tokens[0], targets[0], key, jnp.int32(0))
+    batch = tokens[0], targets[0]
+    shapes = jax.eval_shape(gradient, state.params, *batch, key, jnp.int32(0))
     zeros = jax.tree.map(jnp.zeros_like, shapes)
     total, _ = lax.scan(add_batch, zeros, (jnp.arange(n_batches), tokens, targets))
     return jax.tree.map(lambda x: x / n_batches, total)
@@ -179,7 +181,8 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         layers = [counts.reshape(-1, cfg.model.n_experts) for counts in seen.load.values()]
         counts = jnp.concatenate(layers)  # [layers, E] tokens routed to each expert
         metrics["loss/load_loss"] = seen.load_loss
-        metrics["load/experts"] = (counts / counts.sum(-1, keepdims=True)).mean(0)  # [E] shares
+        shares = counts / counts.sum(-1, keepdims=True)
+        metrics["load/experts"] = shares.mean(0)  # [E]
         metrics["load/dropped"] = seen.dropped
     if cfg.model.mtp_depth:
         metrics["loss/mtp_loss"] = seen.mtp
@@ -214,11 +217,10 @@ def make_evaluate(cfg, mesh, corpus):
     B = cfg.data.val_batch_size * cfg.run.n_device_axis[0]
     n_batches = min(cfg.run.eval_steps, corpus.n_sequences // B)
     if not n_batches:
-        fits = corpus.n_sequences // cfg.run.n_device_axis[0] // M * M
-        advice = f"--val_batch_size {fits}" if fits else "a smaller --T, or shards of more text"
         raise UserError(
             f"--val_batch_size {cfg.data.val_batch_size}: a validation batch would be {B} sequences of "
-            f"{corpus.T + 1} tokens, but {corpus.folder} holds {corpus.n_sequences}; give {advice}."
+            f"{corpus.T + 1} tokens, but {corpus.folder} holds {corpus.n_sequences}; give less, a smaller --T, or "
+            f"shards of more text."
         )
     if n_batches < cfg.run.eval_steps:
         say(
@@ -234,14 +236,15 @@ def make_evaluate(cfg, mesh, corpus):
     def evaluate(params):
         batches = Prefetch(batch, range(n_batches), depth=n_batches)
         together(batches.error(n_batches))
-        losses, cross_entropies = [], []
+        no_dropout = jax.random.key(0)
+        total, cross_entropy = 0, 0
         for tokens, targets in batches:
-            value, seen = loss(params, tokens[0], targets[0], jax.random.key(0), 0)
-            losses.append(value)
-            cross_entropies.append(seen.cross_entropy)
+            value, seen = loss(params, tokens[0], targets[0], no_dropout, 0)
+            total += value
+            cross_entropy += seen.cross_entropy
         return {
-            "loss/val_loss": float(sum(losses) / n_batches),
-            "loss/val_cross_entropy_loss": float(sum(cross_entropies) / n_batches),
+            "loss/val_loss": float(total / n_batches),
+            "loss/val_cross_entropy_loss": float(cross_entropy / n_batches),
         }
 
     return evaluate
@@ -251,13 +254,6 @@ def quiet_libraries():
     """Silence what the libraries log about errors that the programs here report themselves, in a sentence each."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a trace for each of Orbax's tasks
-
-    def hook(unraisable):
-        # reads of Orbax end so after another one failed
-        if str(unraisable.exc_value) != "Event loop is closed":
-            sys.__unraisablehook__(unraisable)
-
-    sys.unraisablehook = hook
 
 
 def configure_jax(cfg):

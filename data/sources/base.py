@@ -129,7 +129,9 @@ class Records(Source):
     def read(self, position):
         """Yield documents from `position` on. The records before it in its file are read again: their CRC-32 tells
         whether they are the same."""
-        n, first, line = (position.get(key, 0) for key in ("documents", "file", "line"))
+        n = position.get("documents", 0)
+        first = position.get("file", 0)
+        line = position.get("line", 0)
         before = sum(size for _, size in self.files[:first])
         for file, (name, size) in enumerate(self.files[first:], first):
             crc32, is_reached = 0, line == 0

@@ -6,6 +6,7 @@ import os
 
 import pyarrow
 
+from data.tokenization import whole_characters
 from runtime.messages import UserError, first_line
 
 # what reading a damaged file raises
@@ -71,21 +72,14 @@ def decode(content):
     return text, text.count("\ufffd") - content.count("\ufffd".encode())
 
 
-def without_lone_surrogates(text):
-    """(text, number of characters that became U+FFFD): halves of a character alone, and bytes that were not UTF-8."""
-    try:
-        text.encode()
-        return text, 0
-    except UnicodeEncodeError:
-        sound = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return sound, sound.count("\ufffd") - text.count("\ufffd")
-
-
 def read_text(document):
     """(text, number of characters that became U+FFFD) of a document. Raises UserError where the file cannot be read or
     is too long."""
-    if document.text is not None:
-        return without_lone_surrogates(document.text)
+    if (
+        document.text is not None
+    ):  # lone surrogates are halves of a character, or bytes that were not UTF-8
+        text = whole_characters(document.text)
+        return text, text.count("\ufffd") - document.text.count("\ufffd")
     try:
         with open(document.path, "rb") as raw:
             if document.start is None:
