@@ -53,6 +53,7 @@ class Machine(NamedTuple):
         return attention.platform_of(device)
 
 
+MOST_DEVICES = 2**16  # the compilers' own lists of more take minutes
 GPUS = re.compile(r"gpu:(?:(?P<groups>\d+)x)?(?P<size>\d+)x(?P<kind>.+)")
 SLICES = re.compile(r"(?:(?P<groups>\d+)\*)?(?P<kind>\w+):(?P<size>\d+(?:x\d+)*)")
 
@@ -65,6 +66,8 @@ def parse_machine(name):
         groups = int(found["groups"] or 1)
         dims = hlo.numbers(found["size"])
         n = math.prod(dims) * chip.cores * groups
+        if n > MOST_DEVICES:
+            raise UserError(f"--plan {name}: has {n:,} devices; give at most {MOST_DEVICES:,}.")
         if n and len(dims) == (1 if chip.gpu else chip.dims):
             topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"
             return Machine(name, chip, n, groups, topology, "gpu" if chip.gpu else "tpu")

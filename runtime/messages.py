@@ -37,8 +37,9 @@ def one_sentence(program):
 
 def nearest(word, known):
     """The words "; the nearest is X" for one of the words `known`, or "" where none is near."""
-    near = difflib.get_close_matches(word, known, 1)
-    return f"; the nearest is {near[0]}" if near else ""
+    plain = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), plain, 1)
+    return f"; the nearest is {plain[near[0]]}" if near else ""
 
 
 def size(n):

@@ -579,8 +579,8 @@ def test_bad_flags(ranks_file, run, tmp_path, program, flag, value):
 def test_a_source_without_text(ranks_file, run, tmp_path):
     """Both programs say what is there, and what would do."""
     for name, held, word in [
-        ("hidden/.a.txt", b"text", "0 documents"),
-        ("blank/a.txt", b"", "1 document"),
+        ("hidden/.a.txt", b"text", "its 0 files"),
+        ("blank/a.txt", b"", "its 1 file "),
         ("nulls/a.jsonl", b'{"text": null}\n' * 9, "9 documents"),
     ]:
         write_files(tmp_path, {name: held})

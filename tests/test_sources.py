@@ -216,7 +216,7 @@ def test_damage_is_skipped_and_counted(three, tokenize, writes, tmp_path):
 
 
 def test_files_that_cannot_be_read(tokenize, tmp_path):
-    """Damaged records, two kinds of records, and remote text."""
+    """Damaged records, what is no text, whose shards would hold U+FFFD, two kinds of records, and remote text."""
     for name, held, *words in [
         ("a.jsonl", b'{"body": "x"}\n{"body": ', "--source", "line 2 of"),
         ("a.jsonl", b'{"text": "x"}', "--text_column body", "it has text"),
@@ -224,6 +224,8 @@ def test_files_that_cannot_be_read(tokenize, tmp_path):
         ("a.jsonl", b'{"body": 3}', "--text_column body", "holds 3, not text"),
         ("a.jsonl.gz", b"not gzip", "--source", "cannot be read"),
         ("a.parquet", b"PAR1", "--source", "cannot be read"),
+        ("book.pdf", random.Random(0).randbytes(5000), "book.pdf: is no text in UTF-8"),
+        ("russian.txt", "Привет, мир. ".encode("cp1251") * 99, "russian.txt: is no text in UTF-8"),
     ]:
         write_files(tmp_path, {name: held})
         refused(tokenize(name), *words)
@@ -256,12 +258,13 @@ def test_records_in_other_encodings(tokenize, ranks_file, tmp_path):
 
 
 def test_parquet_columns_that_hold_no_text(tokenize, tmp_path):
-    """The first file has text: the second one and the type that it has instead are named."""
+    """The first file has text: the second one and the type that it has instead are named before anything is written."""
     write(tmp_path / "0.parquet", ["text"] * 9)
     for kind, cell in [("list", ["x"]), ("binary", b"x"), ("int64", 3)]:
         pq.write_table(pa.table({"body": [cell] * 9}), tmp_path / "1.parquet")
         refused(tokenize("*.parquet"), f"--text_column body: {tmp_path}/1.parquet holds {kind}")
-    refused(tokenize("0.parquet", "new", "--text_column", "no"), "--text_column no", "id, body")
+    refused(tokenize("0.parquet", "out", "--text_column", "no"), "--text_column no", "id, body")
+    assert not (tmp_path / "out").exists()
 
 
 def test_parquet_columns_that_hold_text(tokenize, ranks_file, tmp_path):

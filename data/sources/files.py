@@ -4,7 +4,7 @@ import os
 import sysconfig
 
 from data.sources import text
-from data.sources.base import Document, Source, listing_sha256, warn_of_left_out
+from data.sources.base import Document, Source, listing_sha256, many, warn_of_left_out
 from runtime.messages import UserError
 
 PART = 1_000_000  # bytes of a part of a text file that is too long for one document
@@ -20,9 +20,9 @@ def walk(root, leave_out=()):
 
     paths, links = [], []
     for folder, subfolders, files in os.walk(root, onerror=stop):
-        subfolders[:] = [s for s in subfolders if s not in leave_out and s[0] != "."]
-        links += filter(os.path.islink, (f"{folder}/{s}" for s in subfolders))
-        paths += filter(os.path.isfile, (f"{folder}/{f}" for f in files))
+        subfolders[:] = [s for s in subfolders if s not in leave_out and not s.startswith(".")]
+        links += filter(os.path.islink, (os.path.join(folder, s) for s in subfolders))
+        paths += filter(os.path.isfile, (os.path.join(folder, f) for f in files))
     warn_of_left_out("symlinked folder", links)
     return paths
 
@@ -31,15 +31,20 @@ def stdlib_documents():
     """The .py files of Python's standard library, sorted by name."""
     root = sysconfig.get_paths()["stdlib"]
     paths = [path for path in walk(root, NOT_STDLIB) if path.endswith(".py")]
-    return documents_of(paths, root)
+    return documents_of(paths, root, "stdlib")
 
 
-def documents_of(paths, root):
-    """The documents of files in a folder `root`, sorted by name."""
-    names = {os.path.relpath(path, root): path for path in paths}
+def documents_of(paths, root, source):
+    """The documents of files in a folder `root`, sorted by name. Raises UserError where there is no text."""
+    names = {os.path.relpath(path, root).replace(os.sep, "/"): path for path in paths}
     documents = []
     for name, path in sorted(names.items()):
         documents += parts_of(name, path)
+    if not any(d.size for d in documents):
+        raise UserError(
+            f"--source {source}: there is no text in its {many(len(documents), 'file')} (hidden ones and symlinked "
+            f"folders do not count); give a text file, a folder with some, or a file or quoted glob of records."
+        )
     return documents
 
 
@@ -67,6 +72,16 @@ def parts_of(name, path):
     except OSError:  # reading the document says so
         return whole
     return parts
+
+
+def check_is_text(document):
+    """Raises UserError where a tenth of a file is not UTF-8, as of a PDF or of text in another encoding."""
+    content, replaced = text.read_text(document)
+    if replaced * 10 > len(content):
+        raise UserError(
+            f"--source {document.path}: is no text in UTF-8; give one (iconv -f ENCODING -t utf-8 makes it "
+            f"from another text)."
+        )
 
 
 class Files(Source):

@@ -26,8 +26,11 @@ def open_dataset(args):
             f"--source {name}: there is no such file or folder, and the Hugging Face hub gives no such "
             f"dataset with --config {args.config} and --split {split} ({first_line(e)})."
         ) from None
-    kind = Tables if urls[0].endswith(Tables.endings) else Lines
-    if kind is Lines and not urls[0].endswith((".json", ".json.gz", ".json.zst", *Lines.endings)):
+    if all(url.endswith(".parquet") for url in urls):
+        kind = Tables
+    elif all(url.endswith((".json", ".json.gz", ".json.zst", *Lines.endings)) for url in urls):
+        kind = Lines
+    else:
         raise UserError(
             f"--source {name}: its files, such as {urls[0]}, are neither .parquet nor .jsonl, which alone are read."
         )

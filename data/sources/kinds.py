@@ -6,7 +6,7 @@ import re
 from fsspec.implementations.local import LocalFileSystem
 
 from data.sources.base import many, shown, warn_of_left_out
-from data.sources.files import Files, documents_of, stdlib_documents, walk
+from data.sources.files import Files, check_is_text, documents_of, stdlib_documents, walk
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
@@ -39,12 +39,8 @@ def find(source):
             paths = walk(match) if fs.isdir(match) else [match]
             found |= {p: fs.info(p) for p in paths}
     start = before_wildcard(path).rstrip("/")
-    files = {}
-    for p, info in sorted(found.items()):
-        hidden = "/." in p.removeprefix(start)
-        if info["type"] == "file" and not hidden:
-            files[p] = info["size"] or 0
-    return fs, files
+    visible = [p for p in sorted(found) if "/." not in p.removeprefix(start)]
+    return fs, {p: found[p]["size"] or 0 for p in visible if found[p]["type"] == "file"}
 
 
 def open_source(args):
@@ -60,9 +56,7 @@ def open_source(args):
     if any(map(kind_of, found)):
         return open_records(args, fs, found)
     if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
-        path = fs._strip_protocol(source)
-        root = path if fs.isdir(path) else os.path.dirname(before_wildcard(path))
-        return Files(documents_of(found, root), skip)
+        return Files(text_files(source, fs, found), skip)
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         return open_dataset(args)
     what = "there is no such file or folder"
@@ -89,3 +83,13 @@ def open_records(args, fs, found):
     warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
     (kind,) = examples
     return kind(fs, records, args.text_column, args.skip_damaged)
+
+
+def text_files(source, fs, found):
+    """The documents of a local text file, of a folder of them or of a glob, whose files are `found`."""
+    path = fs._strip_protocol(source)
+    root = path if fs.isdir(path) else os.path.dirname(before_wildcard(path))
+    documents = documents_of(found, root, source)
+    if path in found:
+        check_is_text(documents[0])
+    return documents

@@ -1,13 +1,14 @@
 """Documents that are rows of .parquet files."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow
 import pyarrow.parquet
 
 from data.sources import text
 from data.sources.base import Records
-from data.sources.text import check_length
+from data.sources.text import DAMAGE, check_length
 from runtime.messages import UserError
 
 # Arrow's types of a column that holds text
@@ -19,6 +20,15 @@ class Tables(Records):
 
     endings = (".parquet",)
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        with ThreadPoolExecutor(16) as pool:  # remote storage is slow to answer
+            # of each file, the UserError of one that cannot be used, or None
+            self.errors = list(pool.map(self._error_of, [name for name, _ in self.files]))
+        errors = list(filter(None, self.errors))
+        if errors and (not self.skip or len(errors) == len(self.files)):
+            raise errors[0]
+
     def _open(self, f):
         return pyarrow.parquet.ParquetFile(
             f,
@@ -27,23 +37,29 @@ class Tables(Records):
             page_checksum_verification=True,
         )
 
-    def _check_column(self, schema, path):
-        """Raises UserError where a file of this Arrow schema has no text in the column."""
-        has = f"has no such column; it has {', '.join(schema.names)}"
-        if self.column in schema.names:
-            kind = schema.field(self.column).type
+    def _error_of(self, path):
+        """The UserError of a file that is damaged or has no text in the column, else None."""
+        try:
+            with self.fs.open(path, "rb") as f, self._open(f) as table:
+                types = dict(zip(table.schema_arrow.names, table.schema_arrow.types))
+        except DAMAGE as e:
+            return self.cannot_be_read(path, e)
+        has = f"has no such column; it has {', '.join(types)}"
+        if self.column in types:
+            kind = types[self.column]
             if pyarrow.types.is_dictionary(kind):
                 kind = kind.value_type
             if str(kind) in TEXT_TYPES:
-                return
+                return None
             has = f"holds {kind} there, not text; give a column of strings"
-        raise UserError(f"--text_column {self.column}: {path} {has}.")
+        return UserError(f"--text_column {self.column}: {path} {has}.")
 
     def entries(self, file):
         path, size = self.files[file]
+        if self.errors[file]:
+            raise self.errors[file]
         row = 0
         with self.fs.open(path, "rb") as f, self._open(f) as table:
-            self._check_column(table.schema_arrow, path)
             for group in range(table.num_row_groups):
                 for row, cell in enumerate(self._cells(table, group), row + 1):
                     done = size * row // table.metadata.num_rows

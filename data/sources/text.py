@@ -75,11 +75,9 @@ def decode(content):
 def read_text(document):
     """(text, number of characters that became U+FFFD) of a document. Raises UserError where the file cannot be read or
     is too long."""
-    if (
-        document.text is not None
-    ):  # lone surrogates are halves of a character, or bytes that were not UTF-8
-        text = whole_characters(document.text)
-        return text, text.count("\ufffd") - document.text.count("\ufffd")
+    if document.text is not None:
+        content = whole_characters(document.text)
+        return content, content.count("\ufffd") - document.text.count("\ufffd")
     try:
         with open(document.path, "rb") as raw:
             if document.start is None:
