@@ -37,9 +37,8 @@ os.environ["XLA_FLAGS"] = (
 if version("jaxlib").startswith("0.10."):  # XLA ends a process that gives later ones this flag
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # small programs are cached too
-gc.set_threshold(
-    100_000
-)  # tracing makes many objects: collecting them often is a fifth of its time
+# tracing makes many objects: collecting them often is a fifth of its time
+gc.set_threshold(100_000)
 
 import fsspec
 import jax
@@ -56,57 +55,27 @@ import presets
 import utils
 from architectures import flags_without_choice, parameters
 from data import manifest, storage, tokenization
+from runtime import messages
 from training import settings, steps
 from training.optimizer import make_optimizer
 
 # A model small enough to compile in seconds, with every part that a large one has.
-SMALL = dict(
-    model_dimension=32,
-    vocab_size=250,
-    n_head=4,
-    blocks=4,
-    layers_per_block=3,
-    T=32,
-    latent_dim=16,
-    rope_dim=8,
-    n_experts=8,
-    experts_per_token=2,
-    n_shared=1,
-    expert_dim=32,
-    ffn_dim=64,
-    capacity_factor=0.0,
-    attention="blockwise",
-    microbatches=4,
-    pp_interleave=1,
-    max_lr=5e-3,
-    end_lr=2e-4,
-    embedding_lr=2.0,
-    warmup_steps=2,
-    end_steps=100,
-    compilation_cache="",
-)
+SMALL = dict(model_dimension=32, vocab_size=250, n_head=4, blocks=4, layers_per_block=3, T=32)
+SMALL |= dict(latent_dim=16, rope_dim=8, ffn_dim=64, attention="blockwise")
+SMALL |= dict(n_experts=8, experts_per_token=2, n_shared=1, expert_dim=32, capacity_factor=0.0)
+SMALL |= dict(max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2, end_steps=100)
+SMALL |= dict(microbatches=4, pp_interleave=1, compilation_cache="")
 # For runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time.
 SMALL_RUN = SMALL | dict(layers_per_block=1)
 # Other architectures in the same size: nothing of SMALL that they have no use for
-SMALL_DEEPSEEK = dict(
-    embedding_norm=False,
-    latent_conv=0,
-    first_layers=1,
-    layers_per_block=1,
-    tied=False,
-    head_dim=12,
-    q_latent_dim=10,
-    n_groups=4,
-    k_groups=2,
-    experts_per_token=3,
-    routed_scaling=2.5,
-)
+SMALL_DEEPSEEK = dict(embedding_norm=False, latent_conv=0, first_layers=1, layers_per_block=1)
+SMALL_DEEPSEEK |= dict(tied=False, head_dim=12, q_latent_dim=10, experts_per_token=3)
+SMALL_DEEPSEEK |= dict(n_groups=4, k_groups=2, routed_scaling=2.5)
 SMALL_GPT2 = {**flags_without_choice("gpt2"), "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
 SMALL_QWEN3 = flags_without_choice("qwen3") | dict(n_kv_head=4, n_head=8)
 SMALL_QWEN3 |= dict(head_dim=12, rope_base=3e4)
 # One small model of each architecture: tests of parity, decoding, plan and export take all of them.
 ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_QWEN3}
-MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
 # Workers take whole files, whose tests share what they compile, and begin with the longest ones.
@@ -142,15 +111,23 @@ def run_on_tests(program, *words):
     subprocess.run([*map(str, words)], check=True, capture_output=True)
 
 
-def train_small_tokenizer(path):
-    """Write the ranks of a tokenizer of 512 tokens."""
-    run_on_tests("train_tokenizer.py", "--vocab_size", 512, "--output", path)
-
-
 def tokenize_tests(folder, tokenizer):
-    """Write shards."""
+    """Write shards of the tests' own text."""
     words = ("--output", folder, "--tokenizer", tokenizer, "--val_fraction", 0.2)
     run_on_tests("tokenize_shards.py", *words)
+
+
+@pytest.fixture(scope="session")
+def text_shards(tmp_path_factory):
+    """Shards of the tests' own text, which keep the tokenizer of 512 tokens that made them."""
+    folder = tmp_path_factory.mktemp("text")
+    ranks = folder / "small.tiktoken"
+    run_on_tests("train_tokenizer.py", "--vocab_size", 512, "--output", ranks)
+    tokenize_tests(folder / "shards", ranks)
+    return folder / "shards"
+
+
+BYTE_RANKS = {bytes([b]): b for b in range(256)}
 
 
 def small_tokenizer(folder, n=200):
@@ -300,6 +277,15 @@ def run_program(*words, **environment):
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
 
 
+def refusal(call, *parts):
+    """The sentence, which holds the parts, by which a call is refused."""
+    with pytest.raises(messages.UserError) as e:
+        call()
+    said = str(e.value)
+    assert "\n" not in said and said[-1] in ".?" and all(part in said for part in parts), said
+    return said
+
+
 # --- Waiting and ports ------------------------------------------------------------------------------------------
 
 
@@ -319,6 +305,17 @@ def listens(address, port):
     with contextlib.suppress(OSError), socket.create_connection((address, port), 1):
         return True
     return False
+
+
+def in_session(session):
+    """Numbers of the processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
+            if its_session == str(session) and state not in "ZX":
+                found.append(int(stat.parent.name))
+    return found
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------

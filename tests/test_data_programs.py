@@ -1,6 +1,5 @@
 """The programs in data/: shards against a plain loop, however a run is cut, killed, interrupted or disturbed."""
 
-import contextlib
 import gzip
 import hashlib
 import io
@@ -14,14 +13,13 @@ import subprocess
 import sys
 import zlib
 from functools import partial
-from pathlib import Path
 
 import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import wait_for
+from conftest import in_session, wait_for
 
 import data.encoding
 import data.output
@@ -48,16 +46,8 @@ HOSTILE_FILES = {
     "zipped.txt.gz": gzip.compress(b"not much"),
 }
 HIDDEN = {".hidden.txt": b"not a document", ".git/config": b"nor this", "nested/.cache/x": b"no"}
-HOSTILE = [
-    "<|endoftext|> <|fim_prefix|>x",
-    "",
-    None,
-    "\0a\0\0b\0",
-    " " * 3000,
-    "👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff",
-    "a\r\nb\u2028c\x85",
-    "legal: \ufffd",
-]
+HOSTILE = ["<|endoftext|> <|fim_prefix|>x", "", None, "\0a\0\0b\0", " " * 3000]
+HOSTILE += ["👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff", "a\r\nb\u2028c\x85", "legal: \ufffd"]
 LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
 WORDS = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(" ")
 ZSTD = partial(pa.Codec("zstd").compress, asbytes=True)
@@ -95,9 +85,8 @@ def write(path, texts):
     elif path.suffix:  # lines, in two frames where they are compressed
         lines = [json.dumps({"id": i, "body": t}).encode() + b"\n" for i, t in enumerate(texts)]
         half, compress = len(lines) // 2, COMPRESS.get(path.suffix, bytes)
-        path.write_bytes(
-            compress(b"".join(lines[:half])) + compress(b"\n" + b"".join(lines[half:]))
-        )
+        frames = b"".join(lines[:half]), b"\n" + b"".join(lines[half:])
+        path.write_bytes(b"".join(map(compress, frames)))
     else:
         write_files(path, {f"{i:03d}.txt": (text or "").encode() for i, text in enumerate(texts)})
 
@@ -249,15 +238,11 @@ def writes(monkeypatch):
 # --- Shards -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind, name, shard_tokens, val_fraction",
-    [
-        ("", "trained", 97, 0.1),
-        ("", "gpt2", 10**8, 0.5),
-        (".jsonl", "cl100k_base", 1000, 0.3),
-        *[(kind, "trained", 1000, 0.1) for kind in RECORDS],
-    ],
-)
+MADE = [("", "trained", 97, 0.1), ("", "gpt2", 10**8, 0.5), (".jsonl", "cl100k_base", 1000, 0.3)]
+MADE += [(kind, "trained", 1000, 0.1) for kind in RECORDS]
+
+
+@pytest.mark.parametrize("kind, name, shard_tokens, val_fraction", MADE)
 def test_shards_equal_a_plain_loop(
     tokenize, tmp_path, ranks_file, named_tokenizers, kind, name, shard_tokens, val_fraction
 ):
@@ -465,16 +450,6 @@ def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def in_session(session):
-    """Numbers of the processes of a session that have not ended."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
-            found += [stat.parent.name] if its_session == str(session) and state not in "ZX" else []
-    return found
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_tokenizing_is_interrupted(ranks_file, tokenize, tmp_path, number):
     """Two workers encode: one line that says what to do, and no process stays. Until then another run of the folder is
@@ -579,16 +554,9 @@ def test_tiktoken_encodes_as_the_training_library(tmp_path, monkeypatch):
 
 # --- Errors -----------------------------------------------------------------------------------------------------
 
-BAD_FLAGS = [
-    ("source", "/no/such/folder"),
-    ("source", "empty"),
-    ("tokenizer", "gpt99"),
-    ("tokenizer", "missing.tiktoken"),
-    ("val_fraction", "1"),
-    ("shard_tokens", "10000000000000000"),
-    ("output", "in/shards"),
-    ("output", "a file"),
-]
+BAD_FLAGS = [("source", "/no/such/folder"), ("source", "empty"), ("tokenizer", "gpt99")]
+BAD_FLAGS += [("tokenizer", "missing.tiktoken"), ("val_fraction", "1"), ("output", "in/shards")]
+BAD_FLAGS += [("shard_tokens", "10000000000000000"), ("output", "a file")]
 BAD_TRAINING = [("vocab_size", "256"), ("vocab_size", "100000"), ("output", "ranks.txt")]
 BAD_TRAINING += [("source", "/no/such/folder"), ("output", "a file/x.tiktoken")]
 

@@ -1,14 +1,15 @@
-"""The documentation: its links, the files, functions and flags that it names, and its commands.
+"""The documentation: its links, the files, functions and flags that it names, its layout, and its commands.
 
 A fence of plain `sh` is run as it stands, in a copy of the repository with a small corpus and a small run. What a plain
 fence right after it shows must be in its output. One of `sh minutes`, `sh hosts`, `sh accelerator` or `sh network` is
 not run: the flags of its commands are parsed.
 """
 
-import base64
+import ast
 import contextlib
 import dataclasses
 import functools
+import graphlib
 import io
 import json
 import os
@@ -20,11 +21,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ROOT, SMALL_RUN, flags_of
+from conftest import BYTE_RANKS, ROOT, SMALL_RUN, flags_of
 
 import model
 import presets
 import utils
+from data import tokenization
 from planning import plan
 from runtime import parser
 from training import command_line, settings
@@ -81,6 +83,14 @@ def defines(path, name):
     return re.search(defined, path.read_text(), re.MULTILINE)
 
 
+def files_of_repository(*patterns):
+    """Those that git has, or would take."""
+    words = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
+    return subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -98,8 +108,7 @@ def test_links_lead_somewhere(page):
 @every_page
 def test_files_and_names_in_them_are_there(page):
     """Files by their path or, in a page about one, its name alone."""
-    words = ["git", "ls-files", "-co", "--exclude-standard"]
-    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    listed = files_of_repository()
     for file, name in re.findall(rf"`({OUR_FILE})(?::\s+([\w.]+))?`", prose(page.read_text())):
         if "NAME" not in file:  # of the reader's choice
             found = [path for path in listed if path == file or path.endswith(f"/{file}")]
@@ -195,6 +204,47 @@ def test_the_curves_of_rates_are_those_of_its_tables():
     assert len(losses) > 20 and all(f"{loss:.3f}" in text for loss in losses)
 
 
+def order():
+    """{package or module at top level: its place in the arrow}. It may import what is left of it."""
+    arrow = re.search(r"^```\n(.*?◄.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    return {name.strip(): place for place, name in enumerate(arrow[1].split("◄"))}
+
+
+def imported(source):
+    """Modules, or names in modules, that the statements of a source import."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def sources():
+    """{module: source} of the repository's Python files but tests."""
+    found = {}
+    for path in files_of_repository("*.py"):
+        if not path.startswith("tests/") and (ROOT / path).is_file():
+            module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+            found[module] = (ROOT / path).read_text()
+    return found
+
+
+def test_imports_go_one_way_and_in_no_circle():
+    modules = sources()
+    graph = {name: (imported(modules[name]) & modules.keys()) - {name} for name in modules}
+    graphlib.TopologicalSorter(graph).prepare()  # fails at a circle
+    place = order()
+    for module, others in graph.items():
+        for other in others:
+            assert place[other.split(".")[0]] <= place[module.split(".")[0]], (module, other)
+
+
+def test_few_files_stand_at_top_level():
+    assert len(list(ROOT.glob("*.py"))) <= 6
+
+
 def run(words, folder):
     """The output of a command in `folder`. A plan, which needs nothing there, is made in this process."""
     if "--plan" in words:
@@ -220,8 +270,7 @@ def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs") / "copy"
     left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests")
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
-    ranks = [base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)]
-    (folder / "bytes.tiktoken").write_bytes(b"".join(ranks))
+    (folder / "bytes.tiktoken").write_bytes(tokenization.dump_ranks(BYTE_RANKS))
     (folder / "text").mkdir()
     for i in range(12):
         (folder / "text" / f"{i}.txt").write_text("".join(f"{n} {n * i}\n" for n in range(300)))

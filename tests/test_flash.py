@@ -17,15 +17,12 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_parity import DOCUMENTS, assert_same, loss_and_gradients
+from test_plan import gpu_compiler
 
 import presets
 import utils
 from kernels import attention, flash
 from planning import gpus
-
-gpu_compiler = pytest.mark.skipif(
-    not gpus.has_compiler(), reason="the packages of pyproject.toml's extra plan-gpu"
-)
 
 
 @pytest.fixture
@@ -36,19 +33,10 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(attention.ATTENTION, "flash", allowed)
 
 
-# --- Against plain attention --------------------------------------------------------------------------------------
-
 # B, H, T, K, V: widths that are no powers of two, or no multiples of what the kernel multiplies; one block, many blocks
 # of 128 queries, and multiples of 64 alone
-SHAPES = [
-    (1, 1, 64, 16, 16),
-    (2, 1, 64, 5, 7),
-    (1, 5, 128, 48, 32),
-    (3, 2, 128, 192, 64),
-    (2, 3, 192, 8, 100),
-    (1, 2, 256, 192, 128),
-    (1, 1, 320, 96, 64),
-]
+SHAPES = [(1, 1, 64, 16, 16), (2, 1, 64, 5, 7), (1, 5, 128, 48, 32), (3, 2, 128, 192, 64)]
+SHAPES += [(2, 3, 192, 8, 100), (1, 2, 256, 192, 128), (1, 1, 320, 96, 64)]
 
 
 def inputs(shape, dtype, seed=0):
@@ -94,9 +82,6 @@ def test_output_and_gradients_equal_those_of_xla(shape, documents, interpreted):
         assert np.square(a - b).mean() < 2**-16 * np.square(a).mean()  # bfloat16 has 8 digits
 
 
-# --- In a model ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "mesh, flags",
     [
@@ -108,9 +93,6 @@ def test_loss_and_gradients_of_a_model(mesh, flags, interpreted):
     flags = dict(flags, **DOCUMENTS, T=64, sequences=8)
     plain, ours = (loss_and_gradients(mesh, attention=name, **flags) for name in ("xla", "flash"))
     assert_same(plain, ours, 1e-5)
-
-
-# --- What the plan counts -----------------------------------------------------------------------------------------
 
 
 def count(block, n, masked):
@@ -166,9 +148,6 @@ def test_documents_leave_out_blocks_that_none_sees():
             for first, end in zip(firsts, ends)
         )
     assert by_queries == by_keys == 2 * half
-
-
-# --- Compiled -----------------------------------------------------------------------------------------------------
 
 
 def head_shapes():

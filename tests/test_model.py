@@ -8,18 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import (
-    ARCHITECTURES,
-    SMALL_DEEPSEEK,
-    SMALL_GPT2,
-    SMALL_QWEN3,
-    begin,
-    furthest,
-    make_params,
-    random_batch,
-    small_config,
-    steps_of,
-)
+from conftest import ARCHITECTURES, furthest, make_params, random_batch, small_config, steps_of
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
@@ -77,16 +66,6 @@ def test_gathering_joins_parts_in_order_and_reduce_scattering_is_its_transpose(m
     scatter = functools.partial(collectives.reduce_scatter, axis=axis, dim=dim)
     assert np.array_equal(on_mesh(cfg, gather, parts, P())(x), x)
     assert np.array_equal(on_mesh(cfg, scatter, P(), parts)(x), n * x)
-
-
-def test_six_devices_gather_in_two_steps():
-    assert collectives.gather_steps(6, mesh_size=6) == [
-        [[0, 1], [2, 3], [4, 5]],
-        [[0, 2, 4], [1, 3, 5]],
-    ]
-    assert collectives.gather_steps(6, mesh_size=12) == [[[0, 1, 2, 3, 4, 5]]]
-    assert collectives.gather_steps(1, mesh_size=1) == []
-    assert collectives.gather_steps(6, mesh_size=6, platform="gpu") == [[[0, 1, 2, 3, 4, 5]]]
 
 
 def norm(x, scale, eps):
@@ -290,27 +269,14 @@ def test_router_biases_move_towards_an_even_load():
     flags = dict(blocks=1, layers_per_block=1, mtp_depth=1, bias_update_rate=5e-3, sequences=8)
     cfg = small_config(max_lr=0.0, end_lr=0.0, optimizer="adamw", **flags)
     mesh = steps.make_mesh(cfg)
-    state, step = begin(cfg, mesh)
-    batch = random_batch(cfg, mesh)
-    one = (part[0] for part in batch)
+    batch = (part[0] for part in random_batch(cfg, mesh))
     compute = jax.jit(model.make_loss(cfg, mesh, train=True))
-    _, seen = compute(state.params, *one, jax.random.key(0), 0)
-    after = step(state, *batch)[0].params
+    _, seen = compute(make_params(cfg, mesh), *batch, jax.random.key(0), 0)
+    after = steps_of(cfg, 1)[0].params
     for kind, layer in (("moe", after["moe"]), ("mtp", after["mtp"]["layer"])):
         load = np.asarray(seen.load[kind])
         assert load.std() > 0
         assert np.allclose(layer["bias"], 5e-3 * np.sign(load.mean(-1, keepdims=True) - load))
-
-
-def test_short_convolution_stays_within_documents():
-    rng = np.random.default_rng(0)
-    x, w = rng.normal(size=(1, 10, 3)), rng.normal(size=(3, 3))
-    start = np.array([[0, 0, 0, 0, 4, 4, 4, 7, 7, 7]])
-    documents = [short_conv_by_loops(part, w) for part in np.split(x[0], [4, 7])]
-    apart = deepseek.short_conv(jnp.float32(x), jnp.float32(w), jnp.array(start))
-    assert np.allclose(apart[0], np.concatenate(documents), atol=1e-5)
-    together = deepseek.short_conv(jnp.float32(x), jnp.float32(w), None)
-    assert np.allclose(together[0], short_conv_by_loops(x[0], w), atol=1e-5)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -363,7 +329,9 @@ def test_cross_entropy_and_its_gradient():
 def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
     found = []
     for embedding_lr in (1.0, 3.0):
-        cfg = small_config(**SMALL_GPT2 | dict(embedding_lr=embedding_lr, optimizer="adamw"))
+        cfg = small_config(
+            **ARCHITECTURES["gpt2"] | dict(embedding_lr=embedding_lr, optimizer="adamw")
+        )
         mesh = steps.make_mesh(cfg)
         optimizer, _ = make_optimizer(cfg, mesh)
         params = make_params(cfg, mesh)
@@ -383,19 +351,17 @@ def test_one_batch_overfits():
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 
 
-DEEPSEEK = SMALL_DEEPSEEK | dict(first_layers=2, q_latent_dim=0)
+DEEPSEEK = ARCHITECTURES["deepseek"] | dict(first_layers=2, q_latent_dim=0)
 # every part that decoding or documents meet
 DECODED = ARCHITECTURES | dict(deepseek=DEEPSEEK | dict(latent_conv=3, embedding_norm=True))
 STRETCHED = DEEPSEEK | dict(n_shared=0, mtp_depth=1, rope_factor=4.0, rope_original_T=8)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(layers_per_block=2, latent_conv=3, embedding_norm=True, capacity_factor=0.5),
-        *(ARCHITECTURES | dict(deepseek=STRETCHED)).values(),
-    ],
-)
+CACHED = [dict(layers_per_block=2, latent_conv=3, embedding_norm=True, capacity_factor=0.5)]
+CACHED += (ARCHITECTURES | dict(deepseek=STRETCHED)).values()
+
+
+@pytest.mark.parametrize("flags", CACHED)
 def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
     """Of prompts of different lengths, on a mesh the scores of one device; no token is dropped. The cache holds a
     token's latent and its rotary key, if any, or its keys and values."""
@@ -561,4 +527,4 @@ def test_heads_of_qwen3_that_do_not_fit_are_refused():
         (dict(head_dim=7), "--head_dim 7: must be a multiple of 2"),
     ]:
         with pytest.raises(messages.UserError, match=said):
-            small_config((1, 1, 4), **SMALL_QWEN3 | flags)
+            small_config((1, 1, 4), **ARCHITECTURES["qwen3"] | flags)

@@ -13,7 +13,6 @@ from test_parity import assert_same, first_params, on_one_device, spread
 
 import model
 from architectures import parameters
-from runtime import messages
 from training import muon, steps
 from training.optimizer import make_optimizer
 
@@ -64,9 +63,6 @@ def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
     assert_same(params, updated(mesh, **flags)[0], 1e-4)
 
 
-# --- Dealing ------------------------------------------------------------------------------------------------------
-
-
 def matrices(layout, rows, columns, number):
     return muon.Stack((number, rows, columns), (1,), (2,), layout, scale=1.0)
 
@@ -79,18 +75,6 @@ def test_large_matrices_share_a_turn():
     assert [group.members for group in muon.deal([few, more], mesh)] == [(0, 1)]
     many = matrices(layout, 256, 7168, 64)
     assert len(muon.deal([few, many], mesh)) == 2
-
-
-# --- Runs ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_keeps_its_optimizer(train):
-    assert train(optimizer="adamw", blocks=1, training_steps=1) == 0
-    with pytest.raises(messages.UserError, match="--optimizer muon: run run exists and has adamw"):
-        train(optimizer="muon", blocks=1, training_steps=2)
-
-
-# --- Newton-Schulz steps ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=["wide", "tall"])
@@ -119,9 +103,6 @@ def test_singular_values_stay_bounded_in_bfloat16():
 
 def test_no_gradient_no_update():
     assert not muon.newton_schulz(jnp.zeros((2, 8, 16))).any()
-
-
-# --- The update ---------------------------------------------------------------------------------------------------
 
 
 def unfused(p, x):

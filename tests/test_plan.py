@@ -8,19 +8,20 @@ from unittest import mock
 
 import jax
 import pytest
-from conftest import ARCHITECTURES, flags_of, small_config
+from conftest import ARCHITECTURES, flags_of, refusal, small_config
 
 import model
 import presets
 import utils
 from kernels import attention
-from planning import costs, hlo, machines, plan
-from runtime import messages, platforms
+from planning import costs, gpus, hlo, machines, plan
+from runtime import platforms
 from training import command_line, settings
 
 tpu_compiler = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"'
 )
+gpu_compiler = pytest.mark.skipif(not gpus.has_compiler(), reason="pyproject.toml's plan-gpu")
 SHORT = dict(blocks=2, layers_per_block=1, optimizer="adamw")
 GPT2 = ARCHITECTURES["gpt2"] | SHORT
 QWEN3 = ARCHITECTURES["qwen3"] | SHORT
@@ -122,57 +123,42 @@ def test_formulas_agree_with_the_tpu_compiler(
 MESH = dict(dp=2, pp=3, tp=4)
 
 
-@pytest.mark.parametrize(
-    "attribute, axes, n",
-    [
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("tp",), 4),
-        ("replica_groups=[12,2]<=[2,12]T(1,0)", ("dp",), 2),
-        ("replica_groups=[3,8]<=[2,3,4]T(1,0,2)", ("dp", "tp"), 8),
-        ("replica_groups=mesh['a'=2,'b'=3,'c'=4] {'b'}", ("pp",), 3),
-        (
-            "replica_groups=mesh['a'=3,'b'=2,'c'=4], device_ids=([2,3,4]T(1,0,2)) {'b','c'}",
-            ("dp", "tp"),
-            8,
-        ),
-        ("source_target_pairs={{0,4},{4,8},{8,0}}", ("pp",), 2),
-        ("replica_groups={}", ("dp", "pp", "tp"), 24),
-    ],
-)
-def test_axes_of_a_collective(attribute, axes, n):
-    op = hlo.Op("x", "f32[8]", "all-reduce", f"%y), channel_id=1, {attribute}, to_apply=%add")
-    assert hlo.group_axes(op, MESH) == (axes, n)
+GROUPS = {  # of devices, as compilers write them: their axes, and how many are in one
+    "replica_groups={{0,1,2,3},{4,5,6,7}}": ("tp", 4),
+    "replica_groups=[12,2]<=[2,12]T(1,0)": ("dp", 2),
+    "replica_groups=[3,8]<=[2,3,4]T(1,0,2)": ("dp tp", 8),
+    "replica_groups=mesh['a'=2,'b'=3,'c'=4] {'b'}": ("pp", 3),
+    "replica_groups=mesh['a'=3,'b'=2,'c'=4], device_ids=([2,3,4]T(1,0,2)) {'b','c'}": ("dp tp", 8),
+    "source_target_pairs={{0,4},{4,8},{8,0}}": ("pp", 2),
+    "replica_groups={}": ("dp pp tp", 24),
+}
 
 
-@pytest.mark.parametrize(
-    "out, operands, rest, flops",
-    [
-        # a call of cuBLAS
-        (
-            "(f32[5,7], s8[4096])",
-            ("f32[5,3]", "f32[3,7]"),
-            '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}',
-            2 * 5 * 3 * 7,
-        ),
-        # as the TPU compiler writes [8,512,128] x [128,6,64]: heads are a dim of the window, five sixths on padding
-        (
-            "bf16[8,512,6,64]",
-            ("bf16[8,512,128,1]", "bf16[128,6,64,1]"),
-            "window={size=1x6 pad=0_0x5_5 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f",
-            2 * 8 * 512 * 6 * 64 * 128,
-        ),
-        # and batched products: one place of the window for each member of the batch
-        (
-            "f32[8,6,32,16]",
-            ("bf16[8,32,6,24]", "bf16[8,16,6,24]"),
-            "window={size=8x6 stride=7x5 lhs_dilate=8x6}, dim_labels=0b1f_0o1i->01bf",
-            2 * 8 * 6 * 32 * 16 * 24,
-        ),
-    ],
-)
-def test_operations_of_a_product(out, operands, rest, flops):
+def test_axes_of_a_collective():
+    for attribute, (axes, n) in GROUPS.items():
+        op = hlo.Op("x", "f32[8]", "all-reduce", f"%y), channel_id=1, {attribute}, to_apply=%add")
+        assert hlo.group_axes(op, MESH) == (tuple(axes.split()), n), attribute
+
+
+# a call of cuBLAS
+CALL = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}'
+# as the TPU compiler writes [8,512,128] x [128,6,64]: heads are a dim of the window, five sixths on padding
+HEADS = "window={size=1x6 pad=0_0x5_5 rhs_reversal=0x1}, dim_labels=0bf1_i1o0->0b1f"
+# and batched products: one place of the window for each member of the batch
+BATCHED = "window={size=8x6 stride=7x5 lhs_dilate=8x6}, dim_labels=0b1f_0o1i->01bf"
+PRODUCTS = [
+    ("(f32[5,7], s8[4096])", "f32[5,3] f32[3,7]", CALL, 5 * 3 * 7),
+    ("bf16[8,512,6,64]", "bf16[8,512,128,1] bf16[128,6,64,1]", HEADS, 8 * 512 * 6 * 64 * 128),
+    ("f32[8,6,32,16]", "bf16[8,32,6,24] bf16[8,16,6,24]", BATCHED, 8 * 6 * 32 * 16 * 24),
+]
+
+
+@pytest.mark.parametrize("out, operands, rest, multiplications", PRODUCTS)
+def test_operations_of_a_product(out, operands, rest, multiplications):
     kind = "convolution" if "window" in rest else "dot"
-    inputs = [hlo.Op("x", operand, "parameter", "") for operand in operands]
-    assert hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs)) == flops
+    inputs = [hlo.Op("x", operand, "parameter", "") for operand in operands.split()]
+    found = hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs))
+    assert found == 2 * multiplications
 
 
 def test_operations_of_an_attention_kernel():
@@ -385,8 +371,7 @@ v4:2x2x2x2 v4:ax2x2 gpu:8xv4 H100:8""".split()
 
 def test_a_machine_that_is_none():
     for name in NO_MACHINES:
-        with pytest.raises(messages.UserError, match="such as"):
-            machines.parse_machine(name)
+        refusal(lambda: machines.parse_machine(name), "such as")
 
 
 @pytest.mark.parametrize(
@@ -399,9 +384,9 @@ def test_a_machine_that_is_none():
     ],
 )
 def test_mistakes_get_one_sentence(words, said):
-    with pytest.raises(messages.UserError, match=f"^{said}") as e:
-        plan.main(command_line.parse(["--preset", "tiny", *words.split()]))
-    assert "\n" not in str(e.value) and "simulates" not in str(e.value)
+    flags = ["--preset", "tiny", *words.split()]
+    found = refusal(lambda: plan.main(command_line.parse(flags)))
+    assert found.startswith(said) and "simulates" not in found
 
 
 def test_a_plan_is_no_part_of_a_run():
@@ -434,5 +419,61 @@ def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, planned, monk
 
 @tpu_compiler
 def test_a_slice_that_no_one_sells(no_device):
-    with pytest.raises(messages.UserError, match="knows no such slice"):
-        machines.devices_of(machines.parse_machine("v4:3x4x4"))
+    machine = machines.parse_machine("v4:3x4x4")
+    refusal(lambda: machines.devices_of(machine), "knows no such slice")
+
+
+# --- GPUs, whose compiler needs none ------------------------------------------------------------------------------
+
+
+@gpu_compiler
+@pytest.mark.parametrize("kind", ["T4", "B200"])
+def test_devices_that_exist_for_the_compiler_alone(kind):
+    machine = machines.parse_machine(f"gpu:2x4x{kind}")
+    devices = machines.devices_of(machine)
+    assert len(devices) == machine.n == 8
+    assert {d.process_index for d in devices[:4]} == {0}
+    assert {d.process_index for d in devices[4:]} == {1}
+    assert {(d.platform, d.device_kind) for d in devices} == {("gpu", machine.chip.kind)}
+
+
+def fail(cfg, machine):
+    """What some programs make of the compiler."""
+    raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile")
+
+
+ON_GPUS = ["--preset", "tiny", "--plan", "gpu:4xH200"]
+
+
+@gpu_compiler
+def test_formulas_answer_where_the_compiler_fails(monkeypatch, capsys):
+    monkeypatch.setattr(machines, "compile_for", fail)
+    plan.main(command_line.parse(ON_GPUS))
+    said = capsys.readouterr().out
+    assert "INTERNAL: Mosaic failed" in said and "memory" in said
+
+
+@gpu_compiler
+def test_what_does_not_fit_is_said(monkeypatch, capsys):
+    used = machines.parse_machine("gpu:4xH200").chip.memory
+    ops = ["%x = f32[4] parameter(0)", "ROOT %c = f32[4] copy(%x)"]
+    text = "\n  ".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *ops])
+    compiled = machines.Compiled(text, arguments=2**30, temporaries=used)
+    monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
+    plan.main(command_line.parse(ON_GPUS))
+    said = capsys.readouterr().out
+    assert "does not fit: it needs 1.00 GiB more than a chip's 141.00 GiB" in said
+
+
+GPU_CONFIGURATIONS = [("tiny", "gpu:2x8xH200", (4, 2, 2)), ("qwen3-tiny", "gpu:8xH200", (2, 2, 2))]
+
+
+@gpu_compiler
+@pytest.mark.parametrize("preset, name, mesh", GPU_CONFIGURATIONS, ids=str)
+def test_a_train_step_costs_what_the_formulas_say(preset, name, mesh):
+    machine = machines.parse_machine(name)
+    cfg = utils.replace(presets.preset(preset), n_device_axis=mesh)
+    cfg = settings.validate(cfg, machine.n)
+    compiled = machines.compile_step(cfg, machines.devices_of(machine))
+    assert compiled.arguments + compiled.temporaries < machine.chip.memory
+    check_program(compiled.text, cfg, machine)

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import small_config
+from conftest import refusal, small_config
 from test_resume import TINY
 
 import main
 import utils
 from planning import machines, plan
 from presets import preset
-from runtime import chips, files, messages
+from runtime import chips, files
 from training import events, meter, runlog, settings
 
 
@@ -69,14 +69,13 @@ def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(train, tmp
 
 def test_tensorboard_reads_from_a_bucket_what_was_uploaded(bucket, tmp_path, accumulator):
     address, fs, _ = bucket
-    file = events.EventFile(address, [{"step": 1, "lr": 0.5}])
-    file.add({"step": 2, "lr": 0.25})
-    file.upload()
-    file.add({"step": 3, "lr": 0.125})
-    file.begin([{"step": 1, "lr": 0.5}])  # the run rolls back
-    file.add({"step": 2, "lr": 2.0})
-    file.close()
-    for path in fs.glob(f"{address}/{events.BEGINNING}*"):
+    log = log_in(address, tensorboard=True)
+    for step, lr in ((1, 0.5), (2, 0.25), (3, 0.125)):
+        log.metrics({"step": step, "lr": lr})
+    log.rewind(1)
+    log.metrics({"step": 2, "lr": 2.0})
+    log.close()
+    for path in fs.glob(f"{address}/run/{events.BEGINNING}*"):
         fs.get_file(path, str(tmp_path / path.split("/")[-1]))
     assert scalars(accumulator(str(tmp_path))) == [(1, "lr", 0.5), (2, "lr", 2.0)]
 
@@ -130,9 +129,6 @@ def test_the_pace_counts_training_alone(monkeypatch):
     assert pace.seconds_for(4) == 6.5
 
 
-# --- The log ------------------------------------------------------------------------------------------------------
-
-
 def log_in(folder, step=0, **flags):
     """The log of a run that resumes at `step`."""
     cfg = utils.replace(small_config(), output_dir=str(folder), name="run", **flags)
@@ -168,6 +164,16 @@ def test_flushed_rows_are_written_however_long_plots_take(tmp_path, monkeypatch,
         log.close()
     samples = files.read_file(log.path("samples.txt")).decode()
     assert samples == "=== step 2\n--- 0\na\n--- 1\nb\n"
+
+
+def test_experts_are_drawn_in_order(tmp_path, monkeypatch):
+    drawn, shares = [], [f"load/expert_{i}" for i in range(12)]
+    monkeypatch.setattr(runlog, "draw", lambda rows, title, keys: drawn.append(keys) or b"")
+    log = log_in(tmp_path)
+    log.metrics({"step": 1} | dict.fromkeys(sorted(shares), 1 / 12))
+    log.plots()
+    log.close()
+    assert shares in drawn
 
 
 def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, monkeypatch, capsys):
@@ -208,8 +214,6 @@ def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, 
     said = capsys.readouterr().out
     assert "warning: --wandb: no key; the run is logged offline, and wandb sync" in said
 
-
-# --- Damage -------------------------------------------------------------------------------------------------------
 
 STEP = 8  # of the checkpoint
 ROWS = [{"step": n, "loss/train_loss": n / 2, "lr": None} for n in range(1, 12)]
@@ -284,5 +288,4 @@ def test_a_torn_last_row_is_no_damage(tmp_path, capsys):
     assert opened(tmp_path) == [1, 2, 3, 4, 5] and capsys.readouterr().out == ""
     metrics.unlink()
     metrics.mkdir()
-    with pytest.raises(messages.UserError, match="metrics.jsonl: cannot be read .Is a directory"):
-        opened(tmp_path)
+    refusal(lambda: opened(tmp_path), "metrics.jsonl: cannot be read (Is a directory")

@@ -65,10 +65,10 @@ def test_help():
 # --- run.sh -----------------------------------------------------------------------------------------------------
 
 RANKS = "data/shards/bpe8192.tiktoken"
-TRAIN_TOKENIZER = (
-    f"data/train_tokenizer.py --source stdlib --vocab_size 8192 --output {RANKS}".split()
-)
-TOKENIZE = f"data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer {RANKS}".split()
+TRAIN_TOKENIZER = "data/train_tokenizer.py --source stdlib --vocab_size 8192 --output".split()
+TRAIN_TOKENIZER.append(RANKS)
+TOKENIZE = "data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer".split()
+TOKENIZE.append(RANKS)
 # what run.sh adds
 PRESET, DATA = "--preset tiny", "--data data/shards/stdlib"
 SIMULATED = "--n_devices 8 --n_device_axis 2 2 2"

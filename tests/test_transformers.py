@@ -9,15 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import (
-    SMALL_DEEPSEEK,
-    SMALL_GPT2,
-    SMALL_QWEN3,
-    settled,
-    small_config,
-    tokenize_tests,
-    train_small_tokenizer,
-)
+from conftest import SMALL_DEEPSEEK, SMALL_GPT2, SMALL_QWEN3, settled, small_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,12 +24,8 @@ from runtime import messages
 from tools import common, hf, sample
 from training import steps
 
-torch = pytest.importorskip(
-    "torch", reason="torch is not installed; pip install torch transformers"
-)
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed; pip install transformers"
-)
+torch = pytest.importorskip("torch", reason="pip install torch transformers")
+transformers = pytest.importorskip("transformers", reason="pip install torch transformers")
 
 # All sizes odd
 DEEPSEEK = SMALL_DEEPSEEK | dict(n_groups=1, k_groups=1, experts_per_token=2, balance_weight=0.0)
@@ -62,9 +50,8 @@ for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, 
 def reference(cfg):
     """transformers' model of the same shape with random weights, every one of which matters."""
     form = architecture(cfg.model.architecture).hugging_face
-    config = transformers.AutoConfig.for_model(
-        **form.config(cfg.model), attn_implementation="eager"
-    )
+    plain = dict(attn_implementation="eager")
+    config = transformers.AutoConfig.for_model(**form.config(cfg.model), **plain)
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
@@ -138,13 +125,10 @@ def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["groups", "gpt2", "qwen3"])
-def test_text_continues_as_transformers_continues_it(size, train, tmp_path):
+def test_text_continues_as_transformers_continues_it(size, train, text_shards, tmp_path):
     """From a prompt's text to the text after it, by two independent programs, of a run that knows its tokenizer."""
-    ranks, shards = tmp_path / "small.tiktoken", tmp_path / "shards"
-    train_small_tokenizer(ranks)
-    tokenize_tests(shards, ranks)
     flags = {**SIZES[size], "T": 80, "vocab_size": 512, "training_steps": 3, "max_tokens": 8}
-    assert train((1, 1, 1), data=shards, prompt="x", **flags) == 0
+    assert train((1, 1, 1), data=text_shards, prompt="x", **flags) == 0
     hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
@@ -217,20 +201,15 @@ QWEN3_MOE = QWEN3 | json.loads("""{
 }""")
 
 
+CONFIGS = {"deepseek-v3-671b": PUBLISHED, "moonlight-16b": MOONLIGHT, "gpt2-124m": GPT2}
+CONFIGS |= {"qwen3-0.6b": QWEN3, "qwen3-30b-a3b": QWEN3_MOE}
+
+
 @pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize(
-    "config, name",
-    [
-        (PUBLISHED, "deepseek-v3-671b"),
-        (MOONLIGHT, "moonlight-16b"),
-        (GPT2, "gpt2-124m"),
-        (QWEN3, "qwen3-0.6b"),
-        (QWEN3_MOE, "qwen3-30b-a3b"),
-    ],
-)
-def test_a_published_config_is_understood(config, name, saved):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_config_is_understood(name, saved):
     """As it is, and as transformers writes it again."""
-    preset = presets.preset(name)
+    config, preset = CONFIGS[name], presets.preset(name)
     architecture_name, form = hugging_face.format_of(config, "")
     assert architecture_name == preset.model.architecture
     if saved:

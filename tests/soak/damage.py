@@ -6,8 +6,6 @@ from typing import NamedTuple
 from tests.soak import jobs
 from tests.soak.programs import Case, complaint, leftovers, run
 
-# --- Ways to damage a file: each says what it did -----------------------------------------------------------------
-
 WRONG = [None, True, [], {}, [[]], [1, "x"], {"x": 1}, -1, 0, 1, 2**31, 2**63, 10**30, 0.5, 1e308]
 WRONG += [float("nan"), float("inf"), "", "x", "../x", "-1", "/", "nan", "\0", "é漢", "x" * 5000]
 
@@ -82,9 +80,6 @@ def damage(rng, path):
         ways += [edit_json] * 4
     way = rng.choice(ways)
     return f"{way.__name__}: {way(rng, path)}"
-
-
-# --- What is damaged, and which jobs read it ----------------------------------------------------------------------
 
 
 class Subject(NamedTuple):

@@ -29,8 +29,6 @@ SOUND = "text source records.jsonl.gz records.parquet ranks.tiktoken shards soun
 # the sound folder that a verb changes; all others make a new one
 CHANGED = dict(resume="part", again="shards", finish="progress")
 
-# --- Command lines ------------------------------------------------------------------------------------------------
-
 
 def train_words(at, output, steps=STEPS, **flags):
     """main.py with the run `run` in `output`, on the sound shards."""
@@ -68,9 +66,6 @@ def words_of(job, at, place):
         "import": ["tools/hf.py", "import", at["hf"], place / "run"],
     }
     return lines[verb]
-
-
-# --- Results ------------------------------------------------------------------------------------------------------
 
 
 def result_of(job, place, said=""):
@@ -112,9 +107,6 @@ def shards(folder):
             manifest.pop(place, None)
         found[path.parent.name] = manifest
     return found
-
-
-# --- Sound files --------------------------------------------------------------------------------------------------
 
 
 def make_texts(folder):

@@ -22,44 +22,21 @@ from training import steps
 CLOSE = 1e-5  # of losses and gradients; what an optimizer makes of them may differ tenfold
 MESHES = [mesh for mesh in itertools.product(range(1, 9), repeat=3) if 1 < math.prod(mesh) <= 8]
 # values of flags that decide a model's result, on any mesh
-MODEL = dict(
-    n_head=[1, 2, 4, 8],
-    model_dimension=[16, 32, 48, 64],
-    blocks=[1, 2, 3, 4, 6, 8],
-    T=[8, 16, 24, 32],
-    vocab_size=[127, 128, 250],
-    ffn_dim=[24, 48, 72],
-    dropout_rate=[0, 0, 0.1],
-    document_mask=[False, False, True],
-    end_of_text=[7],
-    optimizer=["adamw", "muon", "muon"],
-)
-DEEPSEEK_MODEL = dict(
-    n_experts=[2, 3, 4, 6, 8, 16],
-    experts_per_token=[1, 2, 3],
-    expert_dim=[12, 24, 32],
-    n_groups=[1, 1, 2],
-    k_groups=[1, 2],
-    n_shared=[0, 1, 2],
-    first_layers=[0, 0, 1, 2, 3],
-    layers_per_block=[1, 1, 2, 3],
-    mtp_depth=[0, 0, 1, 2],
-    latent_dim=[9, 16],
-    q_latent_dim=[-1, 0, 10],
-    rope_dim=[2, 8],
-    latent_conv=[0, 3],
-    embedding_norm=[False, True],
-    tied=[False, True],
-)
+MODEL = dict(n_head=[1, 2, 4, 8], model_dimension=[16, 32, 48, 64], blocks=[1, 2, 3, 4, 6, 8])
+MODEL |= dict(T=[8, 16, 24, 32], vocab_size=[127, 128, 250], ffn_dim=[24, 48, 72])
+MODEL |= dict(dropout_rate=[0, 0, 0.1], document_mask=[False, False, True], end_of_text=[7])
+MODEL["optimizer"] = ["adamw", "muon", "muon"]
+DEEPSEEK_MODEL = dict(n_experts=[2, 3, 4, 6, 8, 16], experts_per_token=[1, 2, 3])
+DEEPSEEK_MODEL |= dict(expert_dim=[12, 24, 32], n_groups=[1, 1, 2], k_groups=[1, 2])
+DEEPSEEK_MODEL |= dict(n_shared=[0, 1, 2], first_layers=[0, 0, 1, 2, 3])
+DEEPSEEK_MODEL |= dict(layers_per_block=[1, 1, 2, 3], mtp_depth=[0, 0, 1, 2])
+DEEPSEEK_MODEL |= dict(latent_dim=[9, 16], q_latent_dim=[-1, 0, 10])
+DEEPSEEK_MODEL |= dict(rope_dim=[2, 8], latent_conv=[0, 3])
+DEEPSEEK_MODEL |= dict(embedding_norm=[False, True], tied=[False, True])
 # of flags that say how a model and its batch are spread, and may not change a result
-SPREAD = dict(
-    accumulation_steps=[1, 1, 2, 4],
-    pp_interleave=[1, 1, 2],
-    fsdp=["full", "hoist", "none"],
-    remat=["none", "dots", "full"],
-    sequence_parallel=["megatron", "ulysses"],
-    attention=["xla", "blockwise"],
-)
+SPREAD = dict(accumulation_steps=[1, 1, 2, 4], pp_interleave=[1, 1, 2])
+SPREAD |= dict(fsdp=["full", "hoist", "none"], remat=["none", "dots", "full"])
+SPREAD |= dict(sequence_parallel=["megatron", "ulysses"], attention=["xla", "blockwise"])
 PLAIN = dict(fsdp="none", remat="none", attention="xla", microbatches=1, val_batch_size=1)
 
 
@@ -119,9 +96,8 @@ def compare(seed):
 def case(rng, sound, folder):
     ended = run(["tests/soak/meshes.py", rng.getrandbits(64)], folder / "work")
     wrong = complaint(ended, (0,))
-    return Case(
-        ended.out.strip(), wrong or f"within {CLOSE:g}", wrong and f"{wrong}: {ended.err}", ended
-    )
+    how, said = wrong or f"within {CLOSE:g}", wrong and f"{wrong}: {ended.err}"
+    return Case(ended.out.strip(), how, said, ended)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
 
-from conftest import ROOT  # which also sets the environment of all that follows
+from conftest import ROOT, in_session  # which also sets the environment of all that follows
 
 MOST_MEMORY = 8 << 30  # bytes of address space of a program; jax alone maps several
 SECONDS = 300  # that a program may take
@@ -64,25 +63,15 @@ class Program:
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self.process.wait(SECONDS)
             deadline = time.monotonic() + GRACE
-            while self.session() and time.monotonic() < deadline:
+            while in_session(self.process.pid) and time.monotonic() < deadline:
                 time.sleep(0.05)
-        remaining = self.session()
+        remaining = in_session(self.process.pid)
         for pid in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         said = [(self.folder / name).read_text(errors="replace") for name in ("stdout", "stderr")]
         return Ended(status, *said, len(remaining))
-
-    def session(self):
-        """Numbers of the processes of its session that have not ended."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                state, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
-                if session == str(self.process.pid) and state not in "ZX":
-                    found.append(int(stat.parent.name))
-        return found
 
 
 def run(words, folder):
