@@ -103,20 +103,23 @@ class WithGrad(NamedTuple):
     grad: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_weight(w, p, dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather_weight(w, p, dtype, exchange=False):
     """Gather a weight just before use (ZeRO-3, arXiv:1910.02054, section 5.3): w, stored in float32 as its `Param` p
     says -> `WithGrad` of the whole weight, or of this device's expert where several share one, in `dtype`, which is
-    also what travels. Transpose: the gradient is reduced and scattered to where the weight is stored, in float32."""
+    also what travels. Transpose: the gradient is reduced and scattered to where the weight is stored, in float32, with
+    `exchange` by `scatter_gradient`."""
     whole = _whole(w.astype(dtype), p)
     return WithGrad(whole, jnp.zeros(whole.shape, jnp.float32))
 
 
-def _gather_weight_forward(w, p, dtype):
-    return gather_weight(w, p, dtype), None
+def _gather_weight_forward(w, p, dtype, exchange):
+    return gather_weight(w, p, dtype, exchange), None
 
 
-def _gather_weight_backward(p, dtype, _, cotangent):
+def _gather_weight_backward(p, dtype, exchange, _, cotangent):
+    if exchange and p.gather and not p.expert:
+        return (scatter_gradient(cotangent.grad, *p.gather),)
     stored = list(cotangent.grad.shape)
     if p.gather:
         dim, axes = p.gather
@@ -129,6 +132,28 @@ def _gather_weight_backward(p, dtype, _, cotangent):
 
 
 gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
+
+# Devices of an axis from which on an all-to-all takes longer than a reduce-scatter: bytes travel far on a larger torus
+MOST_EXCHANGED = 64
+
+
+def scatter_gradient(g, dim, axes):
+    """Sum g over mesh axes, each device taking its part along `dim`: each sends every other its part of g, and adds up
+    what it gets. The TPU compiler lets devices compute during an all-to-all, and has them wait for a reduce-scatter."""
+    dim %= g.ndim
+    for axis in axes:
+        n = lax.axis_size(axis)
+        parts = g.reshape(*g.shape[:dim], n, g.shape[dim] // n, *g.shape[dim + 1 :])
+        g = lax.all_to_all(parts, axis, dim, dim).sum(dim)
+    return g
+
+
+def count_slices(devices):
+    """Number of TPU slices that devices lie in, which only a slow network joins; 1 for other devices."""
+    if devices[0].platform != "tpu":
+        return 1
+    # those of a single slice that only the compiler knows (planning/machines.py) have no index
+    return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def _whole(w, p):
@@ -239,18 +264,18 @@ def scatter_sequence(x, split):
 
 
 def exchange_heads(x, split):
-    """Own heads of all tokens -> all heads of own tokens: [B, H/tp, T, V] -> [B, H, T/tp, V] by an all-to-all
-    (DeepSpeed Ulysses, arXiv:2309.14509, section 3.1). Without `split` (decoding), an all-gather -> [B, H, T, V]."""
+    """Own heads of all tokens -> all heads of own tokens: [B, H/tp, T, V] -> [tp, B, H/tp, T/tp, V], a part from each
+    device, by an all-to-all (DeepSpeed Ulysses, arXiv:2309.14509, section 3.1). Without `split` (decoding), an
+    all-gather -> [tp, B, H/tp, T, V]."""
     n = lax.axis_size("tp")
     if n == 1:
-        return x
+        return x[None]
     if not split:
-        return lax.all_gather(x, "tp", axis=1, tiled=True)
+        return lax.all_gather(x, "tp")
     B, H, T, V = x.shape
     x = x.reshape(B, H, n, T // n, V)
     x = jnp.moveaxis(x, 2, 0)  # [receiver, B, H/tp, T/tp, V]
-    x = lax.all_to_all(x, "tp", 0, 0)  # [sender, B, H/tp, T/tp, V]
-    return jnp.moveaxis(x, 0, 1).reshape(B, n * H, T // n, V)
+    return lax.all_to_all(x, "tp", 0, 0)  # [sender, B, H/tp, T/tp, V]
 
 
 # --- Matrices for Muon ------------------------------------------------------------------------------------------

@@ -42,7 +42,9 @@ from collectives import (
     AXES,
     BATCH_SPEC,
     EXPERT_AXES,
+    MOST_EXCHANGED,
     WithGrad,
+    count_slices,
     from_last_stage,
     gather_sequence,
     next_stage,
@@ -221,16 +223,39 @@ def dropless(cfg):
 
 
 def for_devices(cfg, mesh):
-    """`cfg` with what auto stands for on the devices of `mesh`."""
+    """`cfg` with what auto stands for on the devices of `mesh`, and with `choose_fsdp`."""
     device = mesh.devices.flat[0]
     kernel = attention.choose_kernel(cfg.model, attention.platform_of(device))
     experts = choose_transport(cfg.model, device.platform)
-    return utils.replace(cfg, attention=kernel, experts=experts)
+    fsdp = choose_fsdp(cfg, device.platform, count_slices(mesh.devices.flat))
+    return utils.replace(cfg, attention=kernel, experts=experts, fsdp=fsdp)
+
+
+def choose_fsdp(cfg, platform, slices):
+    """What --fsdp becomes on devices of `platform`. hoist is full where each layer runs once a batch: then every layer
+    gathers its own weights, and scatters its gradient, while others compute. full is exchange where gradients are
+    better scattered by an all-to-all (`collectives.scatter_gradient`): on one slice of TPUs."""
+    fsdp = cfg.model.fsdp
+    if fsdp == "hoist" and runs_once(cfg):
+        fsdp = "full"
+    near = cfg.run.n_device_axis[0] <= MOST_EXCHANGED
+    return "exchange" if fsdp == "full" and platform == "tpu" and slices == 1 and near else fsdp
+
+
+def runs_once(cfg):
+    """Whether each layer runs once a batch, for a single microbatch in a single stage."""
+    _, pp, _ = cfg.run.n_device_axis
+    return cfg.data.microbatches == pp == 1
 
 
 def loss_chunk():
     """Number of tokens whose logits a device holds at once."""
-    return losses.LOSS_CHUNK[jax.sharding.get_abstract_mesh().abstract_device.platform]
+    return losses.LOSS_CHUNK[platform()]
+
+
+def platform():
+    """The platform of the mesh's devices: cpu, gpu or tpu."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
 def predict_further(cfg, x, targets, batch, top, layers):
@@ -504,6 +529,11 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
     return x, (load, cache), weights
 
 
+# Layers of a block that a program for accelerators holds one after another. A loop would stack what each layer keeps
+# for its backward pass, and the loop over blocks would stack that again. Longer blocks have the loop, to compile fast.
+UNROLLED = 8
+
+
 def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
     """n layers of one kind, without experts, on x [B, T/tp, D]: those at (*block, 0), (*block, 1), .. of their stack,
     which are numbered from `first`. Returns x, the cache and the weights for what follows."""
@@ -514,18 +544,37 @@ def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
         x, (_, cache), own = run_layer(cfg, kind, own, index, number, x, tokens, cache)
         return x, cache, own
 
-    own, scanned = weights_of(weights, {kind}), (jnp.arange(n), cache)
-    x, cache, own = scan_layers(run_next, own, x, scanned)
+    own = weights_of(weights, {kind})
+    if platform() == "cpu" or n > UNROLLED:
+        x, cache, own = scan_layers(run_next, own, x, (jnp.arange(n), cache))
+    else:
+        caches = []
+        for i in range(n):
+            x, new, own = run_next(own, x, (i, jax.tree.map(lambda part: part[i], cache)))
+            caches.append(new)
+        cache = jax.tree.map(lambda *parts: jnp.stack(parts), *caches)
     return x, cache, WithGrad(weights.value, weights.grad | own.grad)
 
 
-keep_products = jax.checkpoint_policies.save_only_these_names("product")
-# What --remat keeps of a layer's forward pass for its backward pass: all, matrix products, or the input
-REMAT = {
-    "none": lambda f: f,
-    "dots": functools.partial(jax.checkpoint, policy=keep_products),
-    "full": jax.checkpoint,
+# What --remat keeps of a layer's forward pass for its backward pass beside its input
+KEPT = {
+    "dots": jax.checkpoint_policies.save_only_these_names("product"),
+    "full": jax.checkpoint_policies.nothing_saveable,
 }
+
+
+def recompute(cfg, kind, run):
+    """`run`, which runs a layer, with a backward pass that computes anew what --remat does not keep.
+
+    What keeps XLA from doing both at once, and then keeping all, is the loop over microbatches or blocks: forward
+    passes are one loop, backward passes another. Where there is no loop, it takes jax's barriers around each layer,
+    which cost 2% of `moe1b`'s step by the TPU compiler.
+    """
+    if cfg.model.remat == "none":
+        return run
+    loops = blocks_of_stage(cfg) > 1 or not runs_once(cfg)
+    barriers = platform() == "cpu" or kind not in architecture_of(cfg).stacks or not loops
+    return jax.checkpoint(run, prevent_cse=barriers, policy=KEPT[cfg.model.remat])
 
 
 def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
@@ -536,11 +585,12 @@ def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
     if tokens.key is not None:
         tokens = tokens._replace(key=jax.random.fold_in(tokens.key, number))
 
-    @REMAT[m.remat]
+    @functools.partial(recompute, cfg, kind)
     def run(stack, x, cache):
         p, grad = take(stack, index)
-        if m.fsdp == "full":
-            gathered = gather(p, param_table(cfg)[kind], jnp.dtype(m.model_dtype))
+        if m.fsdp in ("full", "exchange"):
+            table, dtype = param_table(cfg)[kind], jnp.dtype(m.model_dtype)
+            gathered = gather(p, table, dtype, exchange=m.fsdp == "exchange")
             p, _ = take(gathered, ())
         x, aside = layer(p, x, tokens, m, cache)
         return x, aside, grad
@@ -555,7 +605,7 @@ def layer_params(params, cfg):
     each layer gathers its own; else they are gathered here, once."""
     m = cfg.model
     table, dtype = param_table(cfg), jnp.dtype(m.model_dtype)
-    if m.fsdp == "full":
+    if m.fsdp in ("full", "exchange"):
         table = table_map(lambda p: p._replace(gather=(), expert=0), table)
         dtype = jnp.float32
     kinds = architecture_of(cfg).layers.keys() & params.keys()

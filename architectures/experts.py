@@ -26,7 +26,8 @@ from collectives import (
 )
 from kernels.grouped import expected_trips, group_begins, grouped_feed_forward, row_space
 
-ROUND = 1.5  # slots of a bucket in a round of dropless experts, in multiples of the mean load
+# Slots of a bucket of dropless experts in the first round and in each further one, in multiples of the mean load
+FIRST_ROUND, FURTHER_ROUND = 1.25, 0.25
 
 
 def experts_table(cfg, up_std, down_std):
@@ -129,9 +130,9 @@ def places(place, size, n):
     return Places(place, entry, source)
 
 
-def capacity(m, n):
-    """Slots of each expert's bucket for n local tokens."""
-    factor = m.capacity_factor or ROUND
+def capacity(m, n, factor=0.0):
+    """Slots of each expert's bucket for n local tokens: `factor` times the mean load, 0 for that of the first round."""
+    factor = factor or m.capacity_factor or FIRST_ROUND
     return min(n, math.ceil(factor * n * m.experts_per_token / m.n_experts))
 
 
@@ -268,7 +269,10 @@ def in_buckets(weights, x, chosen, gates, m):
     section 2.2). x [n, D] -> [n, D] and the number of choices dropped.
 
     Choices that find their bucket full are dropped with a --capacity_factor, and add nothing. Without, they go in
-    further rounds, as many as any device needs: mostly none, since the first has room for ROUND times the mean load.
+    further rounds of fewer slots, as many as any device needs.
+
+    Example: 8,192 tokens choose 2 of 16 experts each, 1,024 choices for each expert where the load is even. The first
+    round takes 1,280 for each. Where an expert has 1,600 on some device, two further rounds take 256 each.
     """
     n = len(x)
     C = capacity(m, n)
@@ -277,9 +281,11 @@ def in_buckets(weights, x, chosen, gates, m):
     out = one_round(C, 0, queues, *operands)
     if m.capacity_factor:
         return out, (queues.rank >= C).sum()
-    rounds = largest(-(-queues.length.max() // C), EXPERT_AXES)
+    more = capacity(m, n, FURTHER_ROUND)
+    left = jnp.maximum(queues.length.max() - C, 0)
+    rounds = largest(-(-left // more), EXPERT_AXES)
     with expected_trips(0):
-        out += later_rounds(C, rounds, queues, *operands)
+        out += further_rounds(C, more, rounds, queues, *operands)
     return out, jnp.int32(0)
 
 
@@ -307,37 +313,37 @@ def one_round(C, first, queues, x, gates, up, down):
     return sum_choices(out, at, k)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def later_rounds(C, rounds, queues, *operands):
-    """The sum of `one_round` for the rounds 1 to `rounds` - 1, of C ranks each. Its gradient is a second such loop, in
-    which each round is computed anew; sums are in float32."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def further_rounds(first, C, rounds, queues, *operands):
+    """The sum of `one_round` for `rounds` rounds of C ranks each, from rank `first` on. Its gradient is a second such
+    loop, in which each round is computed anew; sums are in float32."""
 
     def add(r, out):
-        own = one_round(C, r * C, queues, *operands)
+        own = one_round(C, first + r * C, queues, *operands)
         return out + own.astype(jnp.float32)
 
     x = operands[0]
     zeros = jnp.zeros(x.shape, jnp.float32)
-    out = lax.fori_loop(1, rounds, add, zeros)
+    out = lax.fori_loop(0, rounds, add, zeros)
     return out.astype(x.dtype)
 
 
-def _later_rounds_forward(C, *arguments):
-    return later_rounds(C, *arguments), arguments
+def _further_rounds_forward(first, C, *arguments):
+    return further_rounds(first, C, *arguments), arguments
 
 
-def _later_rounds_backward(C, arguments, d_out):
+def _further_rounds_backward(first, C, arguments, d_out):
     rounds, queues, *operands = arguments
 
     def add(r, sums):
-        run = functools.partial(one_round, C, r * C, queues)
+        run = functools.partial(one_round, C, first + r * C, queues)
         _, transpose = jax.vjp(run, *operands)
         return [total + own.astype(jnp.float32) for total, own in zip(sums, transpose(d_out))]
 
     zeros = [jnp.zeros(operand.shape, jnp.float32) for operand in operands]
-    sums = lax.fori_loop(1, rounds, add, zeros)
+    sums = lax.fori_loop(0, rounds, add, zeros)
     gradients = [total.astype(operand.dtype) for total, operand in zip(sums, operands)]
     return None, None, *gradients
 
 
-later_rounds.defvjp(_later_rounds_forward, _later_rounds_backward)
+further_rounds.defvjp(_further_rounds_forward, _further_rounds_backward)

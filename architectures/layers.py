@@ -1,9 +1,9 @@
 """What the layers of several architectures are made of, on the local shapes inside `shard_map`.
 
 Letters, also of einsums: b B batch, t T sequence, d D model, h H heads, k K head dim, v V value dim, f F feed-forward,
-g branches of a feed-forward, E experts. A layer is a function `layer(p, x, tokens, m, cache)`: parameters, the
-residual [B, T/tp, D], `Tokens`, the flags of utils.Model, and the layer's cache or None. It returns the new residual,
-and a pair of `Load` (None for dense layers before a block's last) and the new cache.
+g branches of a feed-forward, n devices of tp, E experts. A layer is a function `layer(p, x, tokens, m, cache)`:
+parameters, the residual [B, T/tp, D], `Tokens`, the flags of utils.Model, and the layer's cache or None. It returns the
+new residual, and a pair of `Load` (None for dense layers before a block's last) and the new cache.
 """
 
 import functools
@@ -63,12 +63,12 @@ def no_load(*shape):
 
 
 @jax.named_scope("gather_weights")
-def gather(params, table, dtype):
+def gather(params, table, dtype, exchange=False):
     """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32.
-    table: theirs, or a larger one."""
+    table: theirs, or a larger one; exchange: of `gather_weight`."""
 
     def gather_one(p, w):
-        return gather_weight(w, p, dtype if p.cast else jnp.float32)
+        return gather_weight(w, p, dtype if p.cast else jnp.float32, exchange)
 
     table = {name: table[name] for name in params}
     gathered = jax.tree.map(gather_one, table, params, is_leaf=is_param)
@@ -230,8 +230,9 @@ def project_heads(out, weight, tokens, m):
     """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D] by weight [H/tp, V, D], with ulysses
     [H, V, D]."""
     if m.sequence_parallel == "ulysses":
-        out = exchange_heads(out, tokens.split)  # [B, H, T/tp, V]
-        return product("bhtv,hvd->btd", out, weight)
+        out = exchange_heads(out, tokens.split)  # [tp, B, H/tp, T/tp, V]
+        weight = weight.reshape(len(out), -1, *weight.shape[1:])  # [tp, H/tp, V, D]
+        return product("nbhtv,nhvd->btd", out, weight)
     out = product("bhtv,hvd->btd", out, weight)  # [B, T, D], of own heads
     return scatter_sequence(out, tokens.split)
 

@@ -136,6 +136,7 @@ class Estimate:
         column = 2 if machine.platform == "gpu" else int(machine.chip.fuses)
         self.fit = {name: values[column] for name, values in FITTED.items()}
         self.cut_up(cfg)
+        self.fsdp = model.choose_fsdp(cfg, machine.platform, machine.slices)
         self.flops = 0.0  # of matrix products
         self.scores = 0.0  # of these, attention's products of queries, keys and values
         # {(axes, kind): [bytes, collectives, seconds]}
@@ -218,7 +219,7 @@ class Estimate:
             gradients = self.batches * times  # times that a layer gets one
             # times that it is gathered and that its gradients are scattered, layers each time
             use = gathers, self.batches, 1
-            if m.fsdp == "full" and name in self.runs:
+            if self.fsdp in ("full", "exchange") and name in self.runs:
                 use = gradients * (2 if m.remat != "none" else 1), gradients, layers
             for p in jax.tree.leaves(stack, is_leaf=is_param):
                 axes = [axis for entry in p.spec for axis in muon.real_axes(entry, self.split)]
@@ -226,7 +227,7 @@ class Estimate:
                 self.weights += 4 * own
                 self.optimizer += 4 * own * (1 if with_muon and p.hidden else 2)
                 self.send("all-reduce", set(collectives.AXES) - set(axes), 4 * own, sums)
-                whole = self.gather(p, own, *use)
+                whole = self.gather(p, own, name in self.runs, *use)
                 if name in self.runs:
                     gathered[name] += whole
                     used += whole * gradients
@@ -237,9 +238,10 @@ class Estimate:
         largest = max(n / self.runs[name][0] for name, n in gathered.items())
         return sum(gathered.values()), largest / rounds
 
-    def gather(self, p, whole, forward, backward, count):
+    def gather(self, p, whole, in_layer, forward, backward, count):
         """Add the collectives that gather a parameter `forward` times, of which a device stores `whole` numbers, and
-        those that reduce and scatter its gradient in float32. Returns its size when gathered."""
+        those that reduce and scatter its gradient in float32. Returns its size when gathered. in_layer: whether a layer
+        has it."""
         if not p.gather:
             return whole
         width = self.bytes if p.cast else 4
@@ -257,9 +259,10 @@ class Estimate:
             whole *= n
             both_ways("all-gather", "reduce-scatter", together, n)
             return whole
+        back = "all-to-all" if self.fsdp == "exchange" and in_layer else "reduce-scatter"
         for axis in reversed(axes):
             whole *= self.split[axis]
-            both_ways("all-gather", "reduce-scatter", axis)
+            both_ways("all-gather", back, axis)
         return whole
 
     def add_layers(self):
@@ -326,8 +329,13 @@ class Estimate:
         embedding = m.padded_vocab * m.model_dimension
         in_dtype = self.bytes * embedding
         weights, gradients = self.bytes * gathered, 4 * gathered
-        accumulated = gradients if m.fsdp == "none" else self.weights  # gradients summed up so far
-        if m.fsdp == "full":  # a layer at a time: its weights, the next one's, its gradient
+        accumulated = (
+            gradients if self.fsdp == "none" else self.weights
+        )  # gradients summed up so far
+        if self.fsdp in (
+            "full",
+            "exchange",
+        ):  # a layer at a time: its weights, the next one's, its gradient
             weights, gradients = 2 * self.bytes * largest, 4 * largest + self.weights
         # a copy of what is kept of one microbatch, where several are kept
         one_microbatch = kept / self.ticks if self.ticks > 1 else 0

@@ -15,6 +15,7 @@ import jax
 
 import model
 import utils
+from collectives import count_slices
 from inference import weights
 from planning import costs, hlo, machines
 from planning.machines import Machine, TooLarge, parse_machine
@@ -324,7 +325,7 @@ def in_parts(memory):
 def machine_of(devices):
     """The `Machine` of devices that jax has found."""
     processes = len({device.process_index for device in devices})
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    slices = count_slices(devices)
     first = devices[0]
     machine = machine_of_kind(first.device_kind, first.platform, len(devices), processes, slices)
     memory = memory_limit() or machine.chip.memory

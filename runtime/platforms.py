@@ -20,7 +20,14 @@ XLA_FLAGS = {
         "--xla_cpu_collective_call_terminate_timeout_seconds=1800",
     ],
     "gpu": ["--xla_gpu_enable_latency_hiding_scheduler=true"],
-    "tpu": ["--xla_tpu_enable_async_all_to_all=true"],
+    "tpu": [
+        "--xla_tpu_enable_async_all_to_all=true",
+        "--xla_enable_async_all_gather=true",
+        "--xla_tpu_enable_async_collective_fusion=true",
+        "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+        "--xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true",
+        "--xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter=true",
+    ],
 }
 # What jax needs beside itself for an accelerator: one of these modules.
 PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}

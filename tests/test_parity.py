@@ -137,6 +137,22 @@ def test_parity_of_the_published_architectures(mesh, name):
     assert_parity(mesh, **PUBLISHED[name])
 
 
+@pytest.mark.parametrize(
+    "mesh, flags",
+    [
+        ((8, 1, 1), dict(microbatches=1)),
+        ((2, 2, 2), dict(DEEPSEEK, layers_per_block=3, pp_interleave=2, remat="dots")),
+    ],
+    ids=mesh_id,
+)
+def test_parity_of_what_accelerators_do_otherwise(mesh, flags, monkeypatch):
+    """Layers of a block one after another, recomputed without barriers, gradients scattered by an all-to-all."""
+    one = loss_and_gradients((1, 1, 1), **on_one_device(flags))
+    monkeypatch.setattr(model, "platform", lambda: "tpu")
+    monkeypatch.setattr(model, "choose_fsdp", lambda *_: "exchange")
+    assert_same(one, loss_and_gradients.__wrapped__(mesh, **flags), 1e-5)
+
+
 @functools.cache
 def three_steps(mesh, **flags):
     """(parameters, losses, norms) of three clipped steps."""

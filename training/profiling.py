@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 import utils
+from collectives import count_slices
 from runtime.files import names_in, write_file
 from runtime.messages import say
 from training import settings
@@ -98,7 +99,7 @@ class Profile:
             platform=devices[0].platform,
             device_kind=devices[0].device_kind,
             processes=jax.process_count(),
-            slices=len({getattr(device, "slice_index", 0) for device in devices}),
+            slices=count_slices(devices),
             flags=utils.flatten(self.cfg),
         )
         content = json.dumps(about, indent=1) + "\n"

@@ -43,10 +43,7 @@ def make_mesh(cfg, devices=None):
 def device_grid(shape, devices):
     """`devices` as an array of `shape` (dp, pp, tp): tp on the fastest links, then pp, then dp. TPU slices, which
     only a slow network joins, lie along dp, or along pp where they do not divide dp."""
-    slices = 1
-    if devices[0].platform == "tpu":
-        # the devices of a single slice that only the compiler knows (planning/plan.py) have no index
-        slices = len({getattr(device, "slice_index", 0) for device in devices})
+    slices = collectives.count_slices(devices)
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     dp, pp, tp = shape
