@@ -231,8 +231,12 @@ def project_heads(out, weight, tokens, m):
     [H, V, D]."""
     if m.sequence_parallel == "ulysses":
         out = exchange_heads(out, tokens.split)  # [tp, B, H/tp, T/tp, V]
-        weight = weight.reshape(len(out), -1, *weight.shape[1:])  # [tp, H/tp, V, D]
-        return product("nbhtv,nhvd->btd", out, weight)
+        if out.size > weight.size:  # XLA copies what is reshaped here, or its gradient
+            weight = weight.reshape(len(out), -1, *weight.shape[1:])  # [tp, H/tp, V, D]
+            return product("nbhtv,nhvd->btd", out, weight)
+        out = jnp.moveaxis(out, 0, 1)  # [B, tp, H/tp, T/tp, V]
+        out = out.reshape(len(out), -1, *out.shape[3:])
+        return product("bhtv,hvd->btd", out, weight)
     out = product("bhtv,hvd->btd", out, weight)  # [B, T, D], of own heads
     return scatter_sequence(out, tokens.split)
 

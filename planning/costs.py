@@ -122,6 +122,20 @@ class Program(hlo.Timeline):
         joined = self.machine._replace(groups=self.machine.groups // self.machine.slices)
         return link_seconds(self.cfg, joined, *transfer)
 
+    def overlapped(self):
+        """Seconds of the step as the compiler scheduled it."""
+        return self.products + self.others + sum(self.exposed.values())
+
+
+def further_round(program, text):
+    """Seconds by which a step is longer where every layer's experts take one further round (`experts.in_buckets`);
+    program: of the HLO `text`, which takes none."""
+    m, machine = program.cfg.model, program.machine
+    if not m.n_experts or m.capacity_factor or choose_transport(m, machine.platform) == "tiles":
+        return 0.0
+    with_one = text.replace("expected_trips_0/", "expected_trips_1/")
+    return Program(with_one, program.cfg, machine).overlapped() - program.overlapped()
+
 
 # --- The step -----------------------------------------------------------------------------------------------------
 

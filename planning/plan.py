@@ -94,7 +94,8 @@ def answer(cfg, machine, compiled=None, refused=None):
         computing = {"matrix products": program.products, "memory": program.others}
         rows = collectives_of(program.collectives, program.exposed)
         overlapped = by_links(rows, "exposed")
-        overlapped["step"] = sum([*computing.values(), *overlapped.values()])
+        overlapped["step"] = program.overlapped()
+        overlapped["further round"] = costs.further_round(program, compiled.text)
     elif refused:
         used, limit = refused.args
     memory = memory_of(estimate, used)
@@ -155,6 +156,10 @@ def report(a, machine):
         ]
         exposed = ", ".join(waits) or "nothing"
         lines.append(f"overlapped   {a.overlapped['step']:.3f} s, of which exposed: {exposed}")
+        if further := a.overlapped["further round"]:
+            lines.append(
+                f"uneven load  {further:.3f} s more for each further round of all layers' experts"
+            )
     return [
         *lines,
         f"             {a.tokens_per_second:,.0f} tokens/s, MFU {a.mfu:.1%}, pipeline bubble {a.bubble:.1%} of ticks",
