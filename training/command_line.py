@@ -81,10 +81,11 @@ def check_processes(flags):
     processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
     if r.coordinator and not {"num_processes", "process_id"} <= flags.given:
         raise UserError(f"--coordinator {r.coordinator}: needs --num_processes and --process_id.")
-    if not r.coordinator and (r.num_processes > 1 or r.process_id):
-        raise UserError(
-            "--num_processes, --process_id: need --coordinator HOST:PORT, of process 0."
-        )
+    for flag, alone in dict(num_processes=1, process_id=0).items():
+        if not r.coordinator and vars(r)[flag] > alone:
+            raise UserError(
+                f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, of process 0."
+            )
     if not re.fullmatch(r"((\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5})?", r.coordinator):
         raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476.")
     if r.process_id >= processes:
