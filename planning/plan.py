@@ -104,7 +104,6 @@ def answer(cfg, machine, compiled=None, refused=None):
     # a CPU's program on one device: XLA estimates none of it
     step = sum(seconds.values()) or math.nan
     tokens = math.prod(steps.batch_shape(cfg))
-    total, active, embedding = model.count_params(cfg)
     of_model = model.flops_per_token(cfg) * tokens / machine.n
     hours = step * cfg.run.training_steps / 3600
     return SimpleNamespace(
@@ -115,7 +114,7 @@ def answer(cfg, machine, compiled=None, refused=None):
         mesh=estimate.split,
         flags={flag: utils.flatten(cfg)[flag] for flag in SEARCHED},
         compiled=compiled is not None,
-        parameters=dict(total=total, active=active, embedding=embedding),
+        parameters=dict(zip(("total", "active", "embedding"), model.count_params(cfg))),
         tokens=tokens,  # on all devices
         memory=memory,
         fits=memory["total"] <= memory["limit"],
