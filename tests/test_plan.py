@@ -116,6 +116,9 @@ def test_formulas_agree_with_the_tpu_compiler(
     assert a["memory"]["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
     assert a["seconds"]["matrix products"] > 0 and a["seconds"]["memory"] > 0
     assert 0 < a["overlapped"]["step"] <= a["seconds"]["step"]
+    may_overflow = cfg.model.n_experts and not cfg.model.capacity_factor
+    in_rounds = may_overflow and cfg.model.experts != "tiles"
+    assert (a["overlapped"]["further round"] > 0) == bool(in_rounds)
 
 
 # --- Reading programs ---------------------------------------------------------------------------------------------
