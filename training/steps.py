@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -251,6 +252,13 @@ def quiet_libraries():
     """Silence what the libraries log about errors that the programs here report themselves, in a sentence each."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a trace for each of Orbax's tasks
+
+    def hook(unraisable):
+        # reads of Orbax end so after another one failed
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def configure_jax(cfg):
