@@ -23,6 +23,11 @@ EXPERT_AXES = ("dp", "tp")
 BATCH_SPEC = P(None, "pp", "dp", "tp")
 
 
+def platform():
+    """The platform of the mesh's devices, inside `shard_map`: cpu, gpu or tpu."""
+    return jax.sharding.get_abstract_mesh().abstract_device.platform
+
+
 # --- Gather and scatter -----------------------------------------------------------------------------------------
 
 
@@ -48,8 +53,7 @@ def all_gather(x, axis, dim):
         if dim == 0 or columns % cuts:
             cuts = 1
         x = x.reshape(*shape[:dim], shape[dim] * cuts, columns // cuts)
-    platform = jax.sharding.get_abstract_mesh().abstract_device.platform
-    for groups in gather_steps(lax.axis_size(axis), lax.axis_size(AXES), platform):
+    for groups in gather_steps(lax.axis_size(axis), lax.axis_size(AXES), platform()):
         x = lax.all_gather(x, axis, axis=dim, tiled=tiled, axis_index_groups=groups)
     return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 

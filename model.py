@@ -48,6 +48,7 @@ from collectives import (
     from_last_stage,
     gather_sequence,
     next_stage,
+    platform,
     sum_over,
     to_stages,
 )
@@ -251,11 +252,6 @@ def runs_once(cfg):
 def loss_chunk():
     """Number of tokens whose logits a device holds at once."""
     return losses.LOSS_CHUNK[platform()]
-
-
-def platform():
-    """The platform of the mesh's devices: cpu, gpu or tpu."""
-    return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
 def predict_further(cfg, x, targets, batch, top, layers):

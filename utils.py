@@ -103,7 +103,8 @@ class Model:
     """What a layer recomputes in the backward pass. dots: all but products with weights other than experts'."""
     fsdp: Literal["full", "hoist", "none"] = setting("hoist")
     """Weights over dp. full: split, gathered before every use, for the least memory. hoist: split, gathered once a
-    batch. none: whole on every replica (experts are always split)."""
+    batch, and as full where that is one microbatch in one stage. none: whole on every replica (experts are always
+    split)."""
     sequence_parallel: Literal["megatron", "ulysses"] = setting("ulysses")
     """What is sent over tp. megatron (arXiv:2205.05198): activations; for wide models. ulysses (arXiv:2309.14509):
     latents, the heads' outputs, and weights; for many tokens."""

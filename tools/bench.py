@@ -205,6 +205,8 @@ def parse(argv):
     configurations = []
     for variant in own.vary or [""]:
         given = command_line.parse([*flags, *words_of(variant)])
+        if machine := given.cfg.plan.plan:
+            raise UserError(f"--plan {machine}: bench.py runs steps; give the flag to main.py.")
         # what is measured is compiling, not reading
         cfg = settings.follow(given.follow(compilation_cache="")).cfg
         # the validation batch is no part of the step: any that fits will do
