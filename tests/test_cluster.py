@@ -847,7 +847,9 @@ def test_a_frozen_process_is_found(flags, tmp_path):
         first.kill()
         second.kill()
     assert first.returncode == 75, said
-    assert "watchdog: training of step" in said and "Thread 0x" in said and "in fetch" in said, said
+    assert "watchdog: training of step" in said and "Thread 0x" in said, said
+    # the other one froze before it sent its part of a step, or its part of what they agree on after one
+    assert "in fetch" in said or "in agreed" in said, said
 
 
 def slice_devices(slices):
