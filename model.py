@@ -190,7 +190,7 @@ def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
         counts[kind] = sum_over(load.tokens, arch.routed.get(kind, EXPERT_AXES))
     dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES)
     return loss, Metrics(
-        dropped=dropped / max(1, choices),
+        dropped=dropped / float(max(1, choices)),
         cross_entropy=sum_over(cross_entropy, AXES),
         mtp=sum_over(mtp, AXES),
         load_loss=sum_over(balance, AXES),
