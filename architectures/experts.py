@@ -303,10 +303,10 @@ def one_round(C, first, queues, x, gates, up, down):
     gates = take_gates(gates, at).reshape(E, C, 1)
 
     # 3. The experts.
-    h = activate(product("encd,egdf->encgf", buckets, up, keep=False))
+    h = activate(product("ensd,egdf->ensgf", buckets, up, keep=False))
     gates = to_experts(gates)  # [E/(dp tp), dp tp, C, 1]
-    h = jnp.einsum("encf,enc->encf", h, gates[..., 0])
-    out = product("encf,edf->encd", h, down, keep=False)
+    h = jnp.einsum("ensf,ens->ensf", h, gates[..., 0])
+    out = product("ensf,edf->ensd", h, down, keep=False)
 
     # 4. Outputs come back, and every token adds up those of its choices.
     out = from_experts(out).reshape(E * C, D)
