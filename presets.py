@@ -226,8 +226,7 @@ def preset(name):
     """The configuration that `--preset name` stands for."""
     if name not in PRESETS:
         raise UserError(
-            f"--preset {name}: no such preset{nearest(name, PRESETS)}; there are "
-            f"{', '.join(PRESETS)}."
+            f"--preset {name}: no such preset{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}."
         )
     flags = PRESETS[name]
     if "training_steps" in flags:

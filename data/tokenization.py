@@ -144,8 +144,7 @@ def load_by_name(name):
     names = tiktoken.list_encoding_names()
     if name not in names:
         raise UserError(
-            f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of "
-            f"{', '.join(names)}."
+            f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of {', '.join(names)}."
         )
     try:
         return tiktoken.get_encoding(name)

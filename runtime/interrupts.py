@@ -41,17 +41,12 @@ def give_back():
             pass
 
 
-def at_once(words):
-    """Let both signals end the process, with these words, as soon as the main thread is in Python: while it imports.
-    A process that the program spawned ends without a word."""
+def begin(words="interrupted"):
+    """What every program begins with. Both signals end the process, with these words, as soon as the main thread is in
+    Python, while it imports; one that the program spawned ends without a word. A missing package ends it too."""
     words = "" if "__mp_main__" in sys.modules else words
     for number in SIGNALS:
         signal.signal(number, lambda number, _: end(128 + number, words))
-
-
-def begin(words="interrupted"):
-    """What every program begins with: `at_once`, then the end with a sentence where packages are missing."""
-    at_once(words)
     from importlib.util import find_spec  # here: a signal while it is imported is heard
 
     for name in PACKAGES:

@@ -116,15 +116,13 @@ def value_of(f, words):
     choices = get_args(one)
 
     def convert(word):
-        value = word if word in choices else None
-        if f.metadata.get("path"):
-            word = os.path.expanduser(word)
+        value = os.path.expanduser(word) if f.metadata.get("path") else word
         if not choices:
             with contextlib.suppress(ValueError):
-                value = one(word)
-        must = wanted(f) + nearest(word, choices) if value is None else beyond(f, value)
-        if must:
-            raise UserError(f"{shown(f)} {word:.40}: must be {must}; see --help.")
+                value = one(value)
+        if must := unmet(f, value):
+            near = nearest(word, choices)
+            raise UserError(f"{shown(f)} {word:.40}: must be {must}{near}; see --help.")
         return value
 
     values = tuple(map(convert, words))
@@ -134,33 +132,34 @@ def value_of(f, words):
 def value_in_file(f, value):
     """The value of a field that `value` in a JSON file means. Raises UserError with what it must be."""
     one, n = type_of(f)
-    choices = get_args(one)
     values = value if isinstance(value, list) else [value]
     if one is float:
         values = [float(v) if type(v) is int else v for v in values]
-    fitting = [v for v in values if (v in choices if choices else type(v) is one)]
-    if len(values) != max(1, n) or fitting != values:
+    if len(values) != max(1, n):
         raise UserError(wanted(f))
     for v in values:
-        if limit := beyond(f, v):
-            raise UserError(limit)
+        if must := unmet(f, v):
+            raise UserError(must)
     return tuple(values) if n > 1 else values[0]
 
 
-def beyond(f, n):
-    """In words, which bound of a field a value breaks; "" where it breaks none, or is no number."""
-    if type(n) not in MOST:
+def unmet(f, value):
+    """In words: what a value of a field must be and is not; "" where nothing is wrong with it."""
+    one, _ = type_of(f)
+    choices = get_args(one)
+    is_right = value in choices if choices else type(value) is one
+    if not is_right or value != value:  # it is NaN
+        return wanted(f)
+    if one not in MOST:
         return ""
     least = f.metadata.get("least", 0)
-    most = f.metadata.get("most", MOST[type(n)])
+    most = f.metadata.get("most", MOST[one])
     below = f.metadata.get("below", math.inf)
-    if math.isnan(n):
-        return "a number"
-    if n < least:
+    if value < least:
         return f"at least {least}"
-    if n > most:
+    if value > most:
         return f"at most {most}"
-    return "" if n < below else f"below {below}"
+    return "" if value < below else f"below {below}"
 
 
 # --- Command line --------------------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(program):
             with pytest.raises(messages.UserError, match=rf"--{f.name} .*: must be (a|at|below)\b"):
                 read(words)
         if "below" not in f.metadata:
-            assert not parser.beyond(f, most)
+            assert not parser.unmet(f, most)
 
 
 TEXTS = "x é漢 ../x a/b -x -- $(x) %s . ~ * a,b : 1:2 x:0.7,y true None [1".split()

@@ -21,27 +21,27 @@ def check(run):
 class EventFile:
     """A scalar for each number of a row, at the row's step.
 
-    A run that resumes or rolls back begins another file. Its first event makes TensorBoard forget what it has read of
-    later steps, so it shows none twice. An object in a bucket cannot be appended to: `upload` writes all of it.
+    A run that resumes begins another file. An object in a bucket cannot be appended to: `upload` writes all of it.
     """
 
     def __init__(self, folder, rows):
-        """rows: those of metrics.jsonl so far."""
-        self.folder, self.file = folder, None
-        self.begin(rows)
-
-    def begin(self, rows):
-        """Begin the file of what follows these rows. It has them too where no file before does."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        """rows: those of metrics.jsonl so far, which are added where no file before has them."""
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.close()
-        if any(name.startswith(BEGINNING) for name in names_in(self.folder)):
+        self.folder = folder
+        if any(name.startswith(BEGINNING) for name in names_in(folder)):
             rows = rows[-1:]
-        self.path = f"{self.folder}/{BEGINNING}{time.time_ns()}"
-        self.file = io.BytesIO() if is_remote(self.folder) else open(self.path, "wb")
+        self.path = f"{folder}/{BEGINNING}{time.time_ns()}"
+        self.file = io.BytesIO() if is_remote(folder) else open(self.path, "wb")
         self.records = RecordWriter(self.file)
         self.write(Event(file_version="brain.Event:2"))
+        self.restart(rows)
+
+    def restart(self, rows):
+        """Have TensorBoard forget what it has read from the first of these rows on, and add them."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
         start = SessionLog(status=SessionLog.START)
         first = rows[0]["step"] if rows else 0
         self.write(Event(session_log=start, step=first))
@@ -68,6 +68,5 @@ class EventFile:
             write_file(self.path, self.file.getvalue())
 
     def close(self):
-        if self.file:
-            self.upload()
-            self.file.close()
+        self.upload()
+        self.file.close()

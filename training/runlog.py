@@ -163,8 +163,8 @@ class RunLog:
         """Forget what came after `step`, to which the run rolls back."""
         self._forget(step)
         if self.events:
-            rows = list(self.history)
-            self._later(lambda: self.events.begin(rows))
+            last = self.history[-1:]
+            self._later(lambda: self.events.restart(last))
 
     def flush(self):
         """Have metrics.jsonl hold all rows so far: a kill would lose those that a checkpoint is ahead of."""
@@ -264,9 +264,7 @@ def attempt(work, what="the run's log could not be written"):
     """Call work(); whether it went well. A failure is printed as a warning, which begins with `what`."""
     try:
         work()
-    except (
-        Exception
-    ) as e:  # of storage, plots, TensorBoard, wandb, a profiler: training continues without
+    except Exception as e:  # training continues without plots, TensorBoard, wandb or a profile
         warn(f"{what}: {first_line(e)}")
         return False
     return True

@@ -222,8 +222,7 @@ def make_evaluate(cfg, mesh, corpus):
         )
     if n_batches < cfg.run.eval_steps:
         say(
-            f"validation: {corpus.folder} holds {n_batches} batches of {B} sequences, so --eval_steps is "
-            f"{n_batches}"
+            f"validation: {corpus.folder} holds {n_batches} batches of {B} sequences, so --eval_steps is {n_batches}"
         )
     loss = jax.jit(model.make_loss(cfg, mesh, train=False))
     order = functools.partial(corpus.sequences, seed=0)

@@ -63,9 +63,8 @@ def open_source(args):
     if found:
         what = f"{many(len(found), 'file')} there, none ending in {ENDINGS}, which alone are read from there"
     raise UserError(
-        f"--source {source}: {what}; give a text file or a folder or quoted glob of them on this machine, a "
-        f"file, a folder or a quoted glob of {ENDINGS}, a dataset of the Hugging Face hub as "
-        f"ORGANISATION/NAME, or stdlib."
+        f"--source {source}: {what}; give a text file or a folder or quoted glob of them on this machine, a file, a "
+        f"folder or a quoted glob of {ENDINGS}, a dataset of the Hugging Face hub as ORGANISATION/NAME, or stdlib."
     )
 
 
