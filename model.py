@@ -555,6 +555,7 @@ def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
 # What --remat keeps of a layer's forward pass for its backward pass beside its input
 KEPT = {
     "dots": jax.checkpoint_policies.save_only_these_names("product"),
+    "experts": jax.checkpoint_policies.save_only_these_names("experts"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

@@ -99,8 +99,9 @@ class Model:
     """Probability of zeroing a channel after the embedding, attention and feed-forward."""
     model_dtype: Literal["bfloat16", "float32"] = flag("bfloat16", of_weights=False)
     """Type of activations and matrix products; parameters and delicate sums are always float32."""
-    remat: Literal["none", "dots", "full"] = setting("full")
-    """What a layer recomputes in the backward pass. dots: all but products with weights other than experts'."""
+    remat: Literal["none", "dots", "experts", "full"] = setting("full")
+    """What a layer recomputes in the backward pass. dots: all but products with weights other than experts'. experts:
+    all but what routed experts receive and its first product."""
     fsdp: Literal["full", "hoist", "none"] = setting("hoist")
     """Weights over dp. full: split, gathered before every use, for the least memory. hoist: split, gathered once a
     batch, and as full where that is one microbatch in one stage. none: whole on every replica (experts are always

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from architectures.layers import BRANCHES, Load, activate, product
 from architectures.parameters import weight_param
@@ -298,12 +299,14 @@ def one_round(C, first, queues, x, gates, up, down):
     # 1. Tokens go into the buckets, and the buckets to the devices of their experts.
     buckets = take_rows(x, at.source, at.place.reshape(k, n))  # [E*C, D]
     buckets = to_experts(buckets.reshape(E, C, D))  # [E/(dp tp), dp tp, C, D]
+    buckets = checkpoint_name(buckets, "experts")
 
     # 2. So do the gates: where they weigh the hidden channels, no pass, forward or back, needs the experts' outputs.
     gates = take_gates(gates, at).reshape(E, C, 1)
 
     # 3. The experts.
-    h = activate(product("ensd,egdf->ensgf", buckets, up, keep=False))
+    h = product("ensd,egdf->ensgf", buckets, up, keep=False)
+    h = activate(checkpoint_name(h, "experts"))
     gates = to_experts(gates)  # [E/(dp tp), dp tp, C, 1]
     h = jnp.einsum("ensf,ens->ensf", h, gates[..., 0])
     out = product("ensf,edf->ensd", h, down, keep=False)

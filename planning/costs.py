@@ -31,6 +31,7 @@ FITTED = {
     "operand_weights": (22.0, 22.0, 1.5),  # of matrix products, as "weights"
     "logits": (47.0, 35.0, 37.0),  # per logit
     "full": (29.0, 29.0, 9.6),  # per byte kept for the backward pass, with this --remat
+    "experts": (26.0, 6.0, 9.6),
     "dots": (26.0, 6.0, 9.6),
     "none": (11.0, 3.0, 9.6),
     # copies in memory
@@ -390,6 +391,7 @@ class Layer:
         self.in_tiles = choose_transport(m, platform) == "tiles"
         self.megatron = m.sequence_parallel == "megatron"
         self.recomputes = m.remat != "none"
+        self.keeps_experts = m.remat == "experts" and not self.in_tiles
         # recomputation runs to the layer's end only where that is needed: multi-token prediction normalizes it
         self.needs_end = kind == arch.mtp
 
@@ -443,8 +445,9 @@ class Layer:
         flops += self.in_tiles * experts_into
         if self.recomputes:
             flops += self.needs_end * experts_out
-            flops += (self.needs_end or not self.in_tiles) * experts_into
-        if m.remat == "full":
+            again = self.needs_end or not self.in_tiles
+            flops += (again and not self.keeps_experts) * experts_into
+        if m.remat in ("full", "experts"):
             flops += projections - (not self.needs_end) * out
         return flops
 
@@ -488,7 +491,8 @@ class Layer:
 
         if not self.in_tiles:  # buckets
             slots = self.rows * s.bytes  # bytes of a number for each, such as its gate
-            send("all-to-all", slots * m.model_dimension, n * (4 + again + end_again))
+            into_again = again and not self.keeps_experts
+            send("all-to-all", slots * m.model_dimension, n * (4 + into_again + end_again))
             send("all-to-all", slots, n * (2 + again))
             return
         numbers = s.own_tokens * self.sharers  # one of every token
@@ -503,8 +507,10 @@ class Layer:
     def kept(self):
         """Channels per token that it keeps for the backward pass."""
         m, fit = self.m, self.step.fit
-        if m.remat == "full":
-            return m.model_dimension
+        if m.remat in ("full", "experts"):
+            per_row = m.model_dimension + self.cost.branches * m.expert_width
+            in_experts = self.keeps_experts * self.rows / self.step.own_tokens * per_row
+            return m.model_dimension + in_experts
         if m.remat == "dots":
             return self.products + m.model_dimension
         kept = fit["kept"] * self.computed + fit["experts_kept"] * self.in_experts

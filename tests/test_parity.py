@@ -104,7 +104,7 @@ PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK, "gpt2": GPT2}
 FULL, MEGATRON = dict(fsdp="full"), dict(sequence_parallel="megatron")
 VARIANTS = [
     # dropout depends on a token's number, and remat draws it again
-    ((2, 2, 2), dict(dropout_rate=0.2, **FULL, **MEGATRON)),
+    ((2, 2, 2), dict(dropout_rate=0.2, experts="buckets", remat="experts", **FULL, **MEGATRON)),
     (
         (2, 2, 2),
         dict(dropout_rate=0.2, **FULL, pp_interleave=2, remat="dots")
