@@ -200,7 +200,7 @@ class Mixture:
         if passed != [border for border in self.borders if border < n]:
             raise UserError(
                 f"--mix {self.mix}: it would change after {self.borders} sequences now, but after {borders} when the "
-                f"first {n:,} were read; give the --training_steps of before, or another --name."
+                f"first {n:,} were read; give the same --training_steps, or another --name."
             )
 
     @property

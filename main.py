@@ -410,8 +410,8 @@ def tell_end(cfg, checkpoints, step, signalled, seconds):
         newest = checkpoints.on_disk
         then = f"resume from step {newest}" if newest else "begin again: there is none before it"
         print(
-            f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, is not written; make room "
-            f"and rerun the same command to {then}.",
+            f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, could not be written; "
+            f"make room and rerun the same command to {then}.",
             file=sys.stderr,
         )
         return 1

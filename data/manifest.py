@@ -15,7 +15,7 @@ from runtime.messages import UserError
 NAME = "manifest.json"
 CHECKSUM = "manifest_sha256"  # the key of the hash of all other keys
 HEADER = 128  # bytes that numpy.save writes before a row of numbers
-ADVICE = "put back what it was, or delete the folder and tokenize the text again"
+ADVICE = "restore it, or delete the folder and tokenize the text again"
 
 
 def shard_name(i):
@@ -34,7 +34,7 @@ def check_files(folder, manifest, found):
         size, expected = found[shard["name"]]["size"], HEADER + shard["tokens"] * width
         if size != expected:
             raise UserError(
-                f"{at} is damaged (it has {size:,} bytes, and by {path} {expected:,}); {ADVICE}."
+                f"{at} is damaged (it has {size:,} bytes; {path} says {expected:,}); {ADVICE}."
             )
     if others := found.keys() - names:
         raise UserError(
@@ -59,7 +59,7 @@ def read(folder):
     manifest = read_json(path)
     if manifest and manifest.get(CHECKSUM) != checksum(manifest):
         raise UserError(
-            f"{path}: {CHECKSUM} is not the hash of all else in it, which was edited or damaged, or another program "
-            f"wrote it; {ADVICE}."
+            f"{path}: {CHECKSUM} does not match the rest of the file, which was edited, damaged or written by another "
+            f"program; {ADVICE}."
         )
     return manifest

@@ -145,8 +145,8 @@ class Output:
             return held | {name: held[name] for name in names}
         except Exception as e:  # damage may raise any error of zipfile, zlib, numpy and json
             raise UserError(
-                f"--output {self.path}: {PROGRESS} is damaged, or not of this program ({first_line(e)}); put back what "
-                f"it was, or give another folder."
+                f"--output {self.path}: {PROGRESS} is damaged or was not written by this program ({first_line(e)}); "
+                f"restore it, or give another folder."
             ) from None
 
     def save_progress(self, position):
@@ -192,8 +192,8 @@ class Output:
         self.position = held["position"]
         if held["read_sha256"] != self.source.read_sha256(self.position):
             raise UserError(
-                f"--source: files that were read for these shards have changed or gone, or new ones lie between them; "
-                f"put back what was there, or give another --output, or delete {self.path}."
+                f"--source: files that were read for these shards changed or disappeared, or others came between them; "
+                f"restore them, give another --output, or delete {self.path}."
             )
         self.validation = held["validation"]
         self.seen.add(held["hashes"])
@@ -231,8 +231,8 @@ class Output:
             known = {shard["name"] for shard in self.writers[split].shards}
         if gone := known - names:
             raise UserError(
-                f"--output: {os.path.join(self.path, split, min(gone))} is missing, which an interrupted run had "
-                f"written; put it back, or delete the folder."
+                f"--output: {os.path.join(self.path, split, min(gone))} is missing, which an interrupted run "
+                f"wrote; put it back, or delete the folder."
             )
         others = names - known
         if begun and split in self.writers:

@@ -119,7 +119,7 @@ class Shard:
             shape, _, dtype = np.lib.format.read_array_header_1_0(f)
         except (ValueError, OSError) as e:
             raise UserError(
-                f"--data: {self.path} is not a shard one can read ({e}); make it again."
+                f"--data: {self.path} is not a readable shard ({e}); make it again."
             ) from None
         if len(shape) != 1 or dtype.kind not in "ui":
             raise UserError(

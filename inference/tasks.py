@@ -179,7 +179,9 @@ def draws(settings, encoding):
         del given["top_p"]  # which changes nothing
     settings = normalize_gen_kwargs(given, MAX_TOKENS)
     if unknown := settings.keys() - SETTINGS:
-        raise UserError(f"{', '.join(sorted(unknown))}: no such settings of drawing are supported")
+        raise UserError(
+            f"{', '.join(sorted(unknown))}: these settings of generation are not supported"
+        )
     options = utils.Sample(
         max_tokens=settings["max_gen_toks"],
         temperature=float(settings.get("temperature", settings["do_sample"])),
@@ -197,7 +199,7 @@ def load(words, folders, lm, num_fewshot=None):
     between them, which lm_eval and the task files in `folders` know. Raises UserError where one cannot be asked."""
     names = [name for word in words for name in word.split(",") if name]
     if not names:
-        raise UserError("--tasks: there is no name of a task in it.")
+        raise UserError("--tasks: names no task.")
     for folder in folders:
         if not os.path.isdir(folder):
             raise UserError(f"--include_path {folder}: there is no such folder.")
@@ -215,8 +217,7 @@ def load(words, folders, lm, num_fewshot=None):
         except Exception as e:  # of lm_eval, of datasets, or of what the task file says
             said = f"{type(e).__name__}: {first_line(e)}"
             raise UserError(
-                f"--tasks {name}: cannot be loaded ({said}); its data must be on this machine or within reach, and its "
-                f"file must suit it."
+                f"--tasks {name}: cannot be loaded ({said}); check its file, and that its data can be reached."
             ) from None
     return loaded
 
@@ -235,7 +236,9 @@ def load_task(manager, name, lm, num_fewshot):
 def prepare(task, lm, num_fewshot):
     """Set a task's number of examples and make its first question, so that what is wrong with it is seen early."""
     if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        raise UserError(f"{task.task_name} runs code of the model's, or shows it more than text")
+        raise UserError(
+            f"{task.task_name} runs code that the model writes, or shows it more than text"
+        )
     given = task.get_config("num_fewshot")
     if num_fewshot is not None and given != 0:  # as lm_eval does: 0 in a task's file stays
         task.set_config("num_fewshot", num_fewshot)

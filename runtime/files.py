@@ -74,8 +74,8 @@ def persist(work, path):
             late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
             if pause is None or late or (tries == 3 and is_denied(e)):
                 raise UserError(
-                    f"{path} cannot be used ({said}); check that the storage is there and that this machine's "
-                    f"credentials are good for it."
+                    f"{path} cannot be used ({said}); check that the storage exists and that this machine's "
+                    f"credentials give access to it."
                 ) from None
             if pause == 4:
                 warn(f"{path} ({said}); trying again")
@@ -181,7 +181,7 @@ def write_file(path, content):
             f.write(content)
     except OSError as e:
         raise UserError(
-            f"{path} cannot be written ({e.strerror}); give a place that can be, with room."
+            f"{path} cannot be written ({e.strerror}); give one that can be, with enough room."
         ) from None
 
 
@@ -195,7 +195,7 @@ def check_place(path, flag):
         tempfile.TemporaryFile(dir=at).close()
     except OSError as e:
         raise UserError(
-            f"{flag} {path}: cannot be written ({e.strerror}); give a place that can be."
+            f"{flag} {path}: cannot be written ({e.strerror}); give one that can be."
         ) from None
 
 
@@ -216,9 +216,9 @@ def read_json(*path):
     try:
         content = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{path}: is not JSON ({e}); put back what it was.") from None
+        raise UserError(f"{path}: is not JSON ({e}); restore it.") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: holds {content!r:.40}, not a JSON object; put back what it was.")
+        raise UserError(f"{path}: holds {content!r:.40}, not a JSON object; restore it.")
     return content
 
 

@@ -140,7 +140,7 @@ def alone_in(folder, flag, other):
             remove_parts(folder)
         if left:
             pid = holder_in(left).get("pid", "?")
-            say(f"{folder} is taken over from process {pid}, which ended without a word")
+            say(f"{folder} is taken over from process {pid}, which ended without releasing it")
         yield
     finally:
         interrupts.given_back.remove(release)

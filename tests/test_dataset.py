@@ -225,7 +225,7 @@ def test_a_border_may_move_where_nothing_is_read_yet(corpora):
     for borders, n in allowed:
         mixed.check_borders(borders, n)
     for moved in (([240, 700], 900), ([250, 800], 701), ([300, 900], 251), ([200, 700], 230)):
-        refusal(lambda: mixed.check_borders(*moved), "give the --training_steps of before")
+        refusal(lambda: mixed.check_borders(*moved), "give the same --training_steps")
 
 
 def test_a_run_of_phases_resumes_and_keeps_what_it_read(corpora, train, tmp_path, capsys):

@@ -242,7 +242,7 @@ def test_a_run_whose_last_checkpoint_is_not_written_ends_in_an_error(train, caps
     monkeypatch.setattr(checkpointing.Checkpoints, "save", lambda *_: None)
     assert train(**TINY, training_steps=1) == 1
     done = capsys.readouterr()
-    assert "the last checkpoint, of step 1, is not written; make room and rerun" in done.err
+    assert "the last checkpoint, of step 1, could not be written; make room and rerun" in done.err
     assert "done at" not in done.out and "saved in" not in done.out, "one ending"
 
 
@@ -301,7 +301,9 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
         holder.communicate()
     assert train(**flags) == 0
     said = capsys.readouterr().out
-    assert f"{run} is taken over from process {holder.pid}, which ended without a word" in said
+    assert (
+        f"{run} is taken over from process {holder.pid}, which ended without releasing it" in said
+    )
     assert "lock" not in os.listdir(run)
     flags |= dict(output_dir=tmp_path / "other", data=tmp_path / "nowhere")
     refusal(lambda: train(**flags), "--data")

@@ -145,7 +145,7 @@ def test_resume_refuses_other_models_data_and_batches_and_a_torn_config(
     ]
     for content in [config[:100], "[1, 2]", "null", "3", *map(json.dumps, torn)]:
         (run / "config.json").write_text(content)
-        refusal(lambda: train(**TINY, training_steps=4), "config.json: ", "; put back what it was.")
+        refusal(lambda: train(**TINY, training_steps=4), "config.json: ", "; restore it.")
     (run / "config.json").write_bytes(b"\xff\xfe{")
     refusal(lambda: weights.open_weights(str(run)), "config.json: is not JSON")
 

@@ -224,8 +224,8 @@ def test_files_that_cannot_be_read(tokenize, tmp_path):
         ("a.jsonl", b'{"body": 3}', "--text_column body", "holds 3, not text"),
         ("a.jsonl.gz", b"not gzip", "--source", "cannot be read"),
         ("a.parquet", b"PAR1", "--source", "cannot be read"),
-        ("book.pdf", random.Random(0).randbytes(5000), "book.pdf: is no text in UTF-8"),
-        ("russian.txt", "Привет, мир. ".encode("cp1251") * 99, "russian.txt: is no text in UTF-8"),
+        ("book.pdf", random.Random(0).randbytes(5000), "book.pdf: is not UTF-8 text"),
+        ("russian.txt", "Привет, мир. ".encode("cp1251") * 99, "russian.txt: is not UTF-8 text"),
     ]:
         write_files(tmp_path, {name: held})
         refused(tokenize(name), *words)

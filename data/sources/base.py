@@ -158,8 +158,8 @@ class Records(Source):
                     yield lost
             if not is_reached:
                 raise UserError(
-                    f"--source: {name} has changed since it was read for these shards; put back what it was, or give "
-                    f"another --output."
+                    f"--source: {name} has changed since it was read for these shards; restore it, or give another "
+                    f"--output."
                 )
             before += size
             line = 0

@@ -79,8 +79,7 @@ def check_is_text(document):
     content, replaced = text.read_text(document)
     if replaced * 10 > len(content):
         raise UserError(
-            f"--source {document.path}: is no text in UTF-8; give one (iconv -f ENCODING -t utf-8 makes it "
-            f"from another text)."
+            f"--source {document.path}: is not UTF-8 text; convert it first (iconv -f ENCODING -t utf-8)."
         )
 
 

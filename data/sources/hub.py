@@ -32,7 +32,7 @@ def open_dataset(args):
         kind = Lines
     else:
         raise UserError(
-            f"--source {name}: its files, such as {urls[0]}, are neither .parquet nor .jsonl, which alone are read."
+            f"--source {name}: only .parquet and .jsonl files can be read, and its files are others, such as {urls[0]}."
         )
     files = {fs._strip_protocol(url): info["size"] for url, info in zip(urls, infos)}
     source = kind(fs, files, args.text_column, args.skip_damaged)
