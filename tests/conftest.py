@@ -270,13 +270,6 @@ def train(shards, xla_cache, tmp_path):
     return train
 
 
-def run_program(*words, **environment):
-    """main.py in a process of its own; returns the CompletedProcess with text output."""
-    words = [sys.executable, ROOT / "main.py", *map(str, words)]
-    env = {**os.environ, **environment}
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
-
-
 def refusal(call, *parts):
     """The sentence, which holds the parts, by which a call is refused."""
     with pytest.raises(messages.UserError) as e:
