@@ -200,15 +200,8 @@ def test_what_is_hidden_and_exposed_on_an_accelerator(layout, written, monkeypat
     assert ns == {"attention": 30, "experts": 60, "links of dp": 33, "optimizer": 15, "idle": 12}
     assert found.steps == 3 and found.hidden["links of dp"] == pytest.approx(20e-9)
     assert found.products == pytest.approx(10e-9) and found.between == pytest.approx(150e-9)
-
-
-def test_an_operation_is_named_by_its_scopes(written):
-    dot, add = written.operation("dot.1"), written.operation("add.2")
-    assert dot == ("jvp(attention)/dot_general", "attention", "", True)
-    assert add == ("transpose(jvp(experts))/add", "experts", "", False)
-    gather = written.operation("all-gather-done.1")
-    assert gather == written.operation("all-gather-start.1") and gather.links == "links of dp"
-    assert written.operation("add.3").part == "optimizer"
+    paths = {operation.path for operation in found.operations}
+    assert {"jvp(attention)/dot_general", "transpose(jvp(experts))/add"} <= paths
 
 
 def test_a_step_that_is_cut_off_or_missing_is_left_out(written, monkeypatch):
