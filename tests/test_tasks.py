@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import ROOT, SMALL_DEEPSEEK, SMALL_GPT2, SMALL_RUN, flags_of, refusal, small_config
-from safetensors.numpy import load_file
 from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 from tokenizers import processors
@@ -196,15 +195,6 @@ def test_two_processes_are_asked_together(tasks_folder, text_shards, xla_cache, 
     lines = [[line[9:] for line in text.splitlines() if "tasks at step 1" in line] for text in said]
     assert lines[0] == lines[1] and "local_choices/acc" in lines[0][0], said
     assert "tasks/local_choices/acc" in metrics_of(tmp_path / "run")[-1]
-
-
-@pytest.mark.parametrize("models", ["gpt2"], indirect=True)
-def test_llama_cpp_has_a_place_for_each_tensor(models):
-    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
-    names = list(load_file(models[1] / "model.safetensors"))
-    places = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
-    found = {places.get_name(name, (".weight", ".bias")) for name in names}
-    assert None not in found and len(found) == len(names)
 
 
 def test_mistakes_get_a_sentence(tasks_folder, tmp_path, named_tokenizers, monkeypatch):
