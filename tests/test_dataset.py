@@ -73,7 +73,7 @@ def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, accumu
 
 
 def test_a_host_reads_the_sequences_of_its_devices_alone(corpus, monkeypatch):
-    """Here each half of dp, of a mesh (2,2,2) on two hosts; together they hold the whole batch."""
+    """Here each half of dp, of a mesh (2,2,2) on two hosts."""
     mesh, shape = steps.make_mesh(small_config((2, 2, 2))), (2, 4, 4, 32)
     order = partial(corpus.sequences, seed=0)
     whole = dataset.put_batch(order, 32, shape, mesh)
@@ -82,7 +82,6 @@ def test_a_host_reads_the_sequences_of_its_devices_alone(corpus, monkeypatch):
     monkeypatch.setattr(
         jax, "make_array_from_callback", lambda _, host, part: [part(i) for i in host.indices]
     )
-    covered = np.zeros(shape, int)
     for half in (mesh.devices[0], mesh.devices[1]):
         mine, read = {device: devices[device] for device in half.ravel()}, []
         indices = list(mine.values())
@@ -92,9 +91,6 @@ def test_a_host_reads_the_sequences_of_its_devices_alone(corpus, monkeypatch):
         for array, its_parts in zip(whole, parts):
             for index, part in zip(indices, its_parts, strict=True):
                 assert np.array_equal(np.asarray(array)[index], part)
-        for index in set(map(repr, indices)):
-            covered[eval(index)] += 1
-    assert (covered == 1).all()
 
 
 # --- Mixtures ---------------------------------------------------------------------------------------------------
