@@ -253,28 +253,31 @@ def flags_of(**flags):
 
 
 @pytest.fixture
-def train(shards, xla_cache, tmp_path):
-    """`train(mesh, **flags)`: run the program in this process on SMALL_RUN and small shards; its exit status."""
+def run_flags(shards, xla_cache, tmp_path):
+    """`run_flags(mesh, **flags)`: {flag: value} of a run of SMALL_RUN on small shards."""
 
-    def train(mesh=(1, 1, 1), **flags):
+    def run_flags(mesh=(1, 1, 1), **flags):
         batch = 8 // mesh[0]
         small = SMALL_RUN | dict(n_device_axis=mesh, n_devices=int(np.prod(mesh)), name="run")
         small |= dict(train_batch_size=batch, val_batch_size=batch, eval_every=5, eval_steps=2)
         small |= dict(data=shards, output_dir=tmp_path / "runs", compilation_cache=xla_cache)
-        flags = small | flags
+        return small | flags
+
+    return run_flags
+
+
+@pytest.fixture
+def train(run_flags):
+    """`train(mesh, **flags)`: run the program in this process, with `run_flags`; its exit status."""
+
+    def train(mesh=(1, 1, 1), **flags):
+        flags = run_flags(mesh, **flags)
         # not through the command line: its parser compiles source, which Python 3.11 cannot do beside other threads
         flags = {n: str(v) if isinstance(v, Path) else v for n, v in flags.items() if v is not None}
         cfg = utils.replace(presets.preset("tiny"), **flags)
         return main.main(settings.Flags(cfg, frozenset(flags)))
 
     return train
-
-
-def run_program(*words, **environment):
-    """main.py in a process of its own; returns the CompletedProcess with text output."""
-    words = [sys.executable, ROOT / "main.py", *map(str, words)]
-    env = {**os.environ, **environment}
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
 
 
 def refusal(call, *parts):
@@ -382,9 +385,6 @@ class FaultyHandler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = answer
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture(params=["gs", "s3"])

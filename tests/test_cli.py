@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import BYTE_RANKS, ROOT, SMALL, flags_of, refusal, run_program
+from conftest import BYTE_RANKS, ROOT, SMALL, flags_of, refusal
 
 import architectures
 import presets
@@ -310,14 +310,6 @@ def test_a_program_whose_reader_leaves_ends_quietly():
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_a_mistake_ends_the_program_with_status_2(shards, tmp_path):
-    words = flags_of(n_device_axis=(3, 2, 2), output_dir=tmp_path / "runs", data=shards)
-    done = run_program("--preset", "tiny", *words)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: --n_device_axis 3 2 2")
-    assert not any((tmp_path / "runs").glob("*")), "a refusal leaves nothing"
 
 
 def test_flags_are_read_before_jax_is_imported():

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL_RUN, flags_of, free_port, listens, refusal, wait_for
+from conftest import ROOT, flags_of, free_port, listens, refusal, wait_for
 from test_scripts import CLEAN, program
 
 import utils
@@ -254,16 +254,15 @@ def idle(cluster):
 
 
 @pytest.fixture
-def flags(shards, xla_cache, tmp_path):
+def flags(run_flags):
     """`flags(n, **more)`: of the small model on n processes with a device each."""
 
     def flags(processes, **more):
         batch = 12 // processes
-        small = SMALL_RUN | THIN | dict(n_device_axis=(processes, 1, 1), n_devices=processes)
-        small |= dict(train_batch_size=batch, val_batch_size=batch, peer_timeout=20)
-        small |= dict(name=f"over{processes}", output_dir=tmp_path / "runs", data=shards)
-        small |= dict(compilation_cache=xla_cache, eval_every=5, eval_steps=2)
-        return ["--preset", "tiny", *flags_of(**small | more)]
+        small = THIN | dict(train_batch_size=batch, val_batch_size=batch, peer_timeout=20)
+        small |= dict(name=f"over{processes}")
+        small = run_flags((processes, 1, 1), **small | more)
+        return ["--preset", "tiny", *flags_of(**small)]
 
     return flags
 
@@ -362,11 +361,10 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert not any(word in done.said for word in ("Welcome", "Moreover", "Goodbye"))
     assert idle.git("rev-parse", "HEAD") == idle.git("-C", second.code, "rev-parse", "HEAD")
 
-    # flags arrived whole, and so did the secret, in no file any more
+    # flags arrived whole, and so did the secret
     argv = content(Path(f"/proc/{second.pid}/cmdline")).decode().split("\0")
     assert argv[argv.index("--prompt") + 1] == ODD
     assert f"WANDB_API_KEY={SECRET}\0" in content(Path(f"/proc/{second.pid}/environ")).decode()
-    assert not any(list(host.state.glob("start.*")) for host in hosts)
     assert_secret_is_nowhere(idle, run)
     survive_cut_connections(idle, run)
 
@@ -567,12 +565,10 @@ def test_a_tilde_in_a_setting_is_the_home_there(idle):
 
 
 def test_a_wrong_commit(idle):
-    done = idle.launch(COMMIT="nonsense")
-    assert done.returncode == 1 and done.stderr.startswith("error: COMMIT=nonsense: "), done.said
-    assert_nothing_was_started(idle)
     host = idle.hosts[0]
     assert idle.step("--code", host).returncode == 0
-    assert idle.step("--code", host, COMMIT="nonsense").stderr == done.stderr
+    said = idle.step("--code", host, COMMIT="nonsense").stderr
+    assert said.startswith("error: COMMIT=nonsense: "), said
     (host.code / "main.py").write_text("print('other')\n")
     assert_refused(
         idle.launch(), "it would not run the same commit", "were changed there", "--sync"

@@ -86,9 +86,7 @@ def defines(path, name):
 def files_of_repository(*patterns):
     """Those that git has, or would take."""
     words = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
-    return subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
+    return subprocess.check_output(words, cwd=ROOT, text=True).split()
 
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

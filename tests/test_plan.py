@@ -13,7 +13,6 @@ from conftest import ARCHITECTURES, flags_of, refusal, small_config
 import model
 import presets
 import utils
-from kernels import attention
 from planning import costs, gpus, hlo, machines, plan
 from runtime import platforms
 from training import command_line, settings
@@ -162,23 +161,6 @@ def test_operations_of_a_product(out, operands, rest, multiplications):
     inputs = [hlo.Op("x", operand, "parameter", "") for operand in operands.split()]
     found = hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs))
     assert found == 2 * multiplications
-
-
-def test_operations_of_an_attention_kernel():
-    """Two heads of queries read the same keys and values."""
-    cfg, machine = small_config(**QWEN3, T=512), machines.parse_machine("v4:2x2x1")
-    cfg = utils.replace(cfg, attention="splash")
-    text = """ENTRY %main (q: bf16[8,512,24], k: bf16[4,512,24], v: bf16[4,512,16]) -> bf16[8,512,16] {
-  %q = bf16[8,512,24] parameter(0)
-  %k = bf16[4,512,24] parameter(1)
-  %v = bf16[4,512,16] parameter(2)
-  %c = bf16[8,512,16] custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", name="splash_mha_fwd"
-}
-"""
-    scores = 8 * 512 * 512 * attention.ATTENTION["splash"].score_share(cfg.model)
-    found = costs.Program(text, cfg, machine)
-    assert found.flops == pytest.approx(2 * scores * (24 + 16))
-    assert found.products == pytest.approx(2 * found.flops / machine.chip.speed)
 
 
 def test_a_collective_beside_several_fusions_counts_once():
@@ -412,11 +394,19 @@ def abort(cfg, machine):
     os.abort()
 
 
+def fail(cfg, machine):
+    """And of that for GPUs."""
+    raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile")
+
+
 @tpu_compiler
-def test_formulas_answer_where_the_tpu_compiler_crashes(no_device, planned, monkeypatch, capsys):
-    monkeypatch.setattr(machines, "compile_for", abort)
+@pytest.mark.parametrize("what, said", [(abort, "A process in the"), (fail, "INTERNAL: Mosaic")])
+def test_formulas_answer_where_a_compiler_crashes(
+    no_device, planned, monkeypatch, capsys, what, said
+):
+    monkeypatch.setattr(machines, "compile_for", what)
     a = planned(plan="v4:2x2x1", train_batch_size=16)
-    assert "an error of its own (A process in the" in capsys.readouterr().out
+    assert f"an error of its own ({said}" in capsys.readouterr().out
     assert a["fits"] and not a["compiled"]
 
 
@@ -438,34 +428,6 @@ def test_devices_that_exist_for_the_compiler_alone(kind):
     assert {d.process_index for d in devices[:4]} == {0}
     assert {d.process_index for d in devices[4:]} == {1}
     assert {(d.platform, d.device_kind) for d in devices} == {("gpu", machine.chip.kind)}
-
-
-def fail(cfg, machine):
-    """What some programs make of the compiler."""
-    raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile")
-
-
-ON_GPUS = ["--preset", "tiny", "--plan", "gpu:4xH200"]
-
-
-@gpu_compiler
-def test_formulas_answer_where_the_compiler_fails(monkeypatch, capsys):
-    monkeypatch.setattr(machines, "compile_for", fail)
-    plan.main(command_line.parse(ON_GPUS))
-    said = capsys.readouterr().out
-    assert "INTERNAL: Mosaic failed" in said and "memory" in said
-
-
-@gpu_compiler
-def test_what_does_not_fit_is_said(monkeypatch, capsys):
-    used = machines.parse_machine("gpu:4xH200").chip.memory
-    ops = ["%x = f32[4] parameter(0)", "ROOT %c = f32[4] copy(%x)"]
-    text = "\n  ".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *ops])
-    compiled = machines.Compiled(text, arguments=2**30, temporaries=used)
-    monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
-    plan.main(command_line.parse(ON_GPUS))
-    said = capsys.readouterr().out
-    assert "does not fit: it needs 1.00 GiB more than a chip's 141.00 GiB" in said
 
 
 GPU_CONFIGURATIONS = [("tiny", "gpu:2x8xH200", (4, 2, 2)), ("qwen3-tiny", "gpu:8xH200", (2, 2, 2))]

@@ -10,7 +10,7 @@ import sys
 
 import jax
 import numpy as np
-from conftest import ROOT, SMALL_GPT2, SMALL_RUN, flags_of, refusal, small_config, wait_for
+from conftest import ROOT, SMALL_GPT2, flags_of, refusal, small_config, wait_for
 
 import main
 from inference import weights
@@ -97,15 +97,12 @@ def test_resume_is_bitwise_also_past_damage_and_on_another_mesh_sees_the_same_ba
     refusal(lambda: train(**flags, name="parts", training_steps=9), *said)
 
 
-def test_a_signal_leaves_a_checkpoint_to_resume_from(train, shards, xla_cache, tmp_path):
+def test_a_signal_leaves_a_checkpoint_to_resume_from(train, run_flags, tmp_path):
     """Another optimizer than above, and both kinds of layers."""
     number, runs = signal.SIGINT, tmp_path / "runs"
     other = dict(optimizer="adamw", layers_per_block=3, blocks=1, eval_every=100)
-    flags = SMALL_RUN | other
-    flags |= dict(n_device_axis=(1, 1, 1), n_devices=1, name="run", data=shards)
-    flags |= dict(train_batch_size=8, val_batch_size=8, output_dir=runs)
-    flags |= dict(compilation_cache=xla_cache, eval_steps=2, training_steps=100_000)
-    words = [sys.executable, ROOT / "main.py", "--preset", "tiny", *flags_of(**flags)]
+    flags = flags_of(**run_flags(**other, training_steps=100_000))
+    words = [sys.executable, ROOT / "main.py", "--preset", "tiny", *flags]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(words, **pipes)
     metrics = runs / "run" / "metrics.jsonl"

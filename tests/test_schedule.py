@@ -45,15 +45,8 @@ def test_rates_are_those_of_the_formulas():
         assert np.allclose(rates(20, **flags), np.where(step < 4, warmup, after[name])), name
 
 
-@pytest.mark.parametrize("end_lr", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-def test_a_decay_ends_at_end_lr_to_the_bit_and_stays_there(name, end_lr):
-    seen = rates(30, **{**SCHEDULES[name], "end_lr": end_lr})
-    assert (seen[4:20] > end_lr).all() and (seen[20:] == np.float32(end_lr)).all()
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_rate_is_negative_at_any_step(name):
+def test_no_rate_is_negative_and_a_decay_ends_at_end_lr_to_the_bit(name):
     """Rounding made -4e-10 of 0 at the end of a line; the flags are those of presets and odd ones."""
     odd = [(16e-3, 30, 400), (4e-3, 5000, 75000), (6e-4, 0, 7), (1e-9, 2, 3), (3.0, 1, 2**24 + 3)]
     for max_lr, warmup_steps, end_steps in odd:
@@ -68,6 +61,8 @@ def test_no_rate_is_negative_at_any_step(name):
             steps_ = np.concatenate([np.arange(450), near[near > 0], [2**31 - 1]])
             found = jax.jit(jax.vmap(schedule))(jnp.asarray(steps_, jnp.int32))
             assert (found >= 0).all() and jnp.isfinite(found).all(), flags
+            if name != "trunk":
+                assert (found[steps_ >= end_steps] == np.float32(end_lr)).all(), flags
             assert all(schedule(jnp.int32(step)) >= 0 for step in (0, end_steps, end_steps + 60))
 
 

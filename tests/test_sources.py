@@ -121,18 +121,6 @@ def test_the_text_alone_decides(tokenize, ranks_file, tmp_path):
         assert counts == [60, 20, 2]
 
 
-def test_hashes_that_were_seen():
-    """As a set tells, however they come, and in few sorted arrays."""
-    rng, seen, expected = np.random.default_rng(0), splits.Seen(), set()
-    for _ in range(200):
-        hashes = rng.integers(0, 3000, rng.integers(0, 40)).astype(np.uint64)
-        for value, again in zip(hashes.tolist(), seen.add(hashes).tolist()):
-            assert again == (value in expected)
-            expected.add(value)
-        assert len(seen) == len(expected) and len(seen.arrays) < 12
-    assert set(seen.all().tolist()) == expected
-
-
 @pytest.mark.parametrize("kind", ["", *RECORDS])
 def test_progress_is_in_bytes(tmp_path, kind):
     """From each document to the next one, up to all bytes of the source; the same from where a run resumes."""

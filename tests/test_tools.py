@@ -333,6 +333,7 @@ def test_a_model_without_a_tokenizer_measures_shards_alone(run, shards, tmp_path
         ("tools/sample.py RUN --prompt a --max_tokens 3 --temperature 0", "decode: 3 tokens"),
         ("-m tools.evaluate RUN --data nowhere", "error: --data nowhere"),
         ("tools/hf.py export nowhere x", "error: nowhere: neither"),
+        ("main.py --preset tiny --n_device_axis 3 2 2", "error: --n_device_axis 3 2 2"),
         ("tools/bench.py --n_device_axis 3 1 1 --n_devices 2", "error: --n_device_axis 3 1 1"),
         ("-m data.tokenize_shards --sourc x", "error: --sourc"),
     ],
