@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 from conftest import ROOT, SMALL_DEEPSEEK, SMALL_GPT2, flags_of, refusal, small_config
+from safetensors.numpy import load_file
 from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 from tokenizers import processors
@@ -212,3 +213,12 @@ def test_mistakes_get_a_sentence(tasks_folder, tmp_path, named_tokenizers, monke
         ("local_written", tasks_folder, "local_written asks for 13", "--T 12"),
     ]:
         refusal(lambda: tasks.load([name], [str(folder)], lm), *parts)
+
+
+@pytest.mark.parametrize("models", ["gpt2"], indirect=True)
+def test_llama_cpp_has_a_place_for_each_tensor(models):
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    names = list(load_file(models[1] / "model.safetensors"))
+    places = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
+    found = {places.get_name(name, (".weight", ".bias")) for name in names}
+    assert None not in found and len(found) == len(names)
