@@ -266,10 +266,11 @@ def moments(found):
 
 def beside(trace, found):
     """{part: (seconds measured, planned, FLOP or bytes of the program)} of a device's step; None: not known."""
-    computing = sum(t for part, t in found.parts.items() if part not in [IDLE, *found.links])
-    measured = {PRODUCTS: found.products, "memory": computing - found.products}
+    parts = found.parts
+    measured = {PRODUCTS: found.products, "memory": found.step - parts[IDLE] - found.products}
     for links in found.links:
-        measured[links] = found.parts[links] + found.hidden[links]
+        measured[links] = parts[links] + found.hidden[links]
+        measured["memory"] -= parts[links]
     measured["step"] = found.step
     about = trace.about
     n = math.prod(trace.cfg.run.n_device_axis)
@@ -281,7 +282,8 @@ def beside(trace, found):
     planned = {}
     if chips.chip_of(kind):
         planned = answer.seconds | dict(step=answer.overlapped["step"])
-    return {x: (measured.get(x), planned.get(x), work.get(x)) for x in {**work, **measured}}
+    columns = measured, planned, work
+    return {part: tuple(column.get(part) for column in columns) for part in work | measured}
 
 
 # --- Printing -----------------------------------------------------------------------------------------------------
