@@ -56,7 +56,8 @@ def make_decode(cfg, mesh):
         x = arch.norm(x, top["norm"], m.norm_eps)
         return loss.logits_of(x, top["head"], m.vocab_size).T, cache | first
 
-    rows, caches = P("dp"), cache_specs(cfg)
+    rows = P("dp")
+    caches = cache_specs(cfg)
     return jax.shard_map(
         local_decode,
         mesh=mesh,
@@ -147,7 +148,8 @@ def make_stream(cfg, mesh, s, length, chunk=CHUNK):
 
         return lax.scan(one, state, length=chunk)
 
-    rows, everywhere = NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())
+    rows = NamedSharding(mesh, P("dp"))
+    everywhere = NamedSharding(mesh, P())
     cache = {kind: NamedSharding(mesh, spec) for kind, spec in cache_specs(cfg).items()}
     state = (rows, rows, cache, everywhere)
     advance = jax.jit(advance, out_shardings=(state, everywhere), donate_argnums=1)

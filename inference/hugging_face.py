@@ -143,9 +143,8 @@ def read_tensor(there, name, block):
         x = read_float8(there[name], name)
         scales = read_tensor(there, name + SCALE, block).astype(np.float32)
         rows, columns = block
-        for i, row in enumerate(scales):
-            scale = np.repeat(row, columns)[: x.shape[1]]
-            x[i * rows :][:rows] *= scale
+        for i, scale in enumerate(scales.repeat(columns, 1)):
+            x[i * rows :][:rows] *= scale[: x.shape[1]]
     else:
         with safe_open(path, "numpy") as f:
             x = f.get_tensor(name)
@@ -182,10 +181,14 @@ def load(folder, abstract):
         *parents, last = t.leaf
         node = functools.reduce(dict.__getitem__, parents, params)
         leaf = node[last]
-        numbers = [dim for dim, index in enumerate(t.at) if isinstance(index, int)]
-        starts = [index if isinstance(index, int) else index.start or 0 for index in t.at]
-        starts += [0] * (leaf.ndim - len(starts))
-        node[last] = put(leaf, np.expand_dims(part, numbers), starts)
+        starts = [0] * leaf.ndim
+        for dim, index in enumerate(t.at):
+            if isinstance(index, int):
+                starts[dim] = index
+                part = np.expand_dims(part, dim)
+            else:
+                starts[dim] = index.start or 0
+        node[last] = put(leaf, part, starts)
     return params
 
 

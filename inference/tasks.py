@@ -6,7 +6,6 @@ the same weights get the same scores there.
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import os
@@ -29,7 +28,7 @@ try:
     import lm_eval.api.task
     from lm_eval.api.model import TemplateLM
     from lm_eval.evaluator import evaluate
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+    from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as e:
@@ -121,27 +120,23 @@ class TaskModel(TemplateLM):
     # --- Continuations
 
     def generate_until(self, requests, disable_tqdm=True):
-        prompts = [
-            self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests
-        ]
-        groups = {}  # {settings of drawing: numbers of requests}
-        for number, request in enumerate(requests):
-            settings = json.dumps(request.args[1], sort_keys=True)
-            groups.setdefault(settings, []).append(number)
-        answers = {}
+        asked = []  # (prompt, settings of drawing)
+        for request in requests:
+            text, settings = request.args
+            asked.append((self.tok_encode(text) or [self.prefix_token_id], settings))
+        # batches of the same settings, the longest prompts first
+        ordered = Collator(asked, lambda pair: -len(pair[0]), group_by="gen_kwargs")
         params = self.arrange(self.params)
-        with progress(total=len(requests), desc="continuations") as bar:
-            for settings, numbers in groups.items():
-                options, until = draws(json.loads(settings), self.encoding)
+        texts = []
+        with progress(total=len(asked), desc="continuations") as bar:
+            for batch in ordered.get_batched(self.rows):
+                prompts, (settings, *_) = zip(*batch)
+                options, until = draws(settings, self.encoding)
                 room = self.T - options.max_tokens
-                numbers.sort(key=lambda number: -len(prompts[number]))
-                for i in range(0, len(numbers), self.rows):
-                    batch = numbers[i : i + self.rows]
-                    cut = [prompts[number][-room:] for number in batch]
-                    texts = self.continued(params, cut, options, until)
-                    answers.update(zip(batch, texts))
-                    bar.update(len(batch))
-        return [answers[number] for number in range(len(requests))]
+                cut = [prompt[-room:] for prompt in prompts]
+                texts += self.continued(params, cut, options, until)
+                bar.update(len(batch))
+        return ordered.get_original(texts)
 
     def continued(self, params, prompts, options, until):
         """The texts that follow the token ids of at most `rows` prompts, each up to the first of the strings until."""

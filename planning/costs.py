@@ -65,7 +65,7 @@ def link_seconds(cfg, machine, axes, kind, n_bytes, n):
     if not chip.gpu and n > 2:
         seconds /= 2  # both directions
     if not chip.gpu and kind == "all-to-all":
-        dims = 1 if n <= 4 else 2 if n <= 16 else 3  # of the torus
+        dims = 1 + (n > 4) + (n > 16)  # of the torus
         seconds *= max(1.0, n ** (1 / dims) / 4)
     groups = groups_along(axes, cfg.run.n_device_axis, machine.groups)
     if groups == 1:
@@ -77,7 +77,8 @@ def link_seconds(cfg, machine, axes, kind, n_bytes, n):
 
 def groups_along(axes, shape, groups):
     """The number of groups in which the devices along some axes of a mesh lie; a group has neighbors of the mesh."""
-    group = np.arange(math.prod(shape)).reshape(shape) * groups // math.prod(shape)
+    n = math.prod(shape)
+    group = np.arange(n).reshape(shape) * groups // n
     along = tuple(slice(None) if axis in axes else 0 for axis in collectives.AXES)
     return len(np.unique(group[along]))
 
@@ -87,7 +88,8 @@ def expert_axes(E, split):
     stage = {axis: split[axis] for axis in collectives.EXPERT_AXES}
     n = math.prod(stage.values())
     devices = np.arange(n).reshape(-1, max(1, n // E))  # a row of devices holds the same expert
-    return hlo.axes_of(devices[:, :1].T, stage), hlo.axes_of(devices[:1], stage)
+    apart = devices[:, :1].T
+    return hlo.axes_of(apart, stage), hlo.axes_of(devices[:1], stage)
 
 
 class Program(hlo.Timeline):
@@ -120,7 +122,8 @@ class Program(hlo.Timeline):
 
     def link_seconds(self, *transfer):
         # what leaves a TPU slice is a transfer of its own in the program
-        joined = self.machine._replace(groups=self.machine.groups // self.machine.slices)
+        machine = self.machine
+        joined = machine._replace(groups=machine.groups // machine.slices)
         return link_seconds(self.cfg, joined, *transfer)
 
     def overlapped(self):
@@ -152,6 +155,7 @@ class Estimate:
         self.fit = {name: values[column] for name, values in FITTED.items()}
         self.cut_up(cfg)
         self.fsdp = model.choose_fsdp(cfg, machine.platform, machine.slices)
+        self.by_layer = self.fsdp in ("full", "exchange")  # weights are gathered
         self.flops = 0.0  # of matrix products
         self.scores = 0.0  # of these, attention's products of queries, keys and values
         # {(axes, kind): [bytes, collectives, seconds]}
@@ -175,8 +179,8 @@ class Estimate:
         """Set how the step is cut up."""
         microbatches = cfg.data.microbatches
         self.batches = cfg.run.accumulation_steps
-        self.dp, self.pp, self.tp = cfg.run.n_device_axis
-        self.split = dict(dp=self.dp, pp=self.pp, tp=self.tp)
+        self.dp, self.pp, self.tp = mesh = cfg.run.n_device_axis
+        self.split = dict(zip(collectives.AXES, mesh))
         # in each tick every stage runs its blocks of one round, see model.pipeline
         self.ticks = cfg.run.pp_interleave * microbatches + self.pp - 1
         self.own = microbatches // self.pp  # that a device embeds and takes the loss of
@@ -228,22 +232,25 @@ class Estimate:
         used = 0
         gathered = defaultdict(int)
         for name, stack in model.param_table(self.cfg).items():
+            in_layer = name in self.runs
             layers, times = self.runs.get(name, (1, 1))
             if name in stacks:
-                layers, times = layers * rounds, times / rounds
+                layers *= rounds
+                times /= rounds
             gradients = self.batches * times  # times that a layer gets one
             # times that it is gathered and that its gradients are scattered, layers each time
             use = gathers, self.batches, 1
-            if self.fsdp in ("full", "exchange") and name in self.runs:
-                use = gradients * (2 if m.remat != "none" else 1), gradients, layers
+            if self.by_layer and in_layer:
+                use = gradients * (1 if m.remat == "none" else 2), gradients, layers
             for p in jax.tree.leaves(stack, is_leaf=is_param):
                 axes = [axis for entry in p.spec for axis in muon.real_axes(entry, self.split)]
                 own = math.prod(p.shape) // muon.axes_size(axes, self.split)
-                self.weights += 4 * own
-                self.optimizer += 4 * own * (1 if with_muon and p.hidden else 2)
-                self.send("all-reduce", set(collectives.AXES) - set(axes), 4 * own, sums)
-                whole = self.gather(p, own, name in self.runs, *use)
-                if name in self.runs:
+                n_bytes = 4 * own
+                self.weights += n_bytes
+                self.optimizer += n_bytes if with_muon and p.hidden else 2 * n_bytes
+                self.send("all-reduce", self.split.keys() - axes, n_bytes, sums)
+                whole = self.gather(p, own, in_layer, *use)
+                if in_layer:
                     gathered[name] += whole
                     used += whole * gradients
         self.passes += self.fit["weights"] * used
@@ -307,9 +314,10 @@ class Estimate:
 
     def add_head(self):
         """Add the loss over the vocabulary."""
+        m = self.m
         tokens = self.batches * self.own * self.own_tokens
-        logits = tokens * self.m.padded_vocab * (1 + self.m.mtp_depth)
-        self.flops += 6 * logits * self.m.model_dimension  # and their two gradients
+        logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
+        self.flops += 6 * logits * m.model_dimension  # and their two gradients
         self.passes += self.fit["logits"] * logits
 
     def add_muon(self):
@@ -320,13 +328,15 @@ class Estimate:
             rows, columns, near = group.layout
             self.send("all-to-all", rows + columns, width * group.exchanged, 2)
             if len(near) > 1:
-                near = hlo.axes_of(np.arange(group.sharers)[None], dict(dp=self.dp, tp=self.tp))
+                sharers = np.arange(group.sharers)[None]
+                near = hlo.axes_of(sharers, dict(dp=self.dp, tp=self.tp))
             self.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
             self.flops += group.flops
             m, n = sorted(group.whole)
-            self.operands += width * group.owned * muon.STEPS * (4 * m * n + 5 * m * m)
-            blocks = group.places * math.prod(group.block)
-            self.passes += MUON_TRAFFIC * width * (blocks + 2 * group.owned * m * n)
+            owned = width * group.owned * m
+            self.operands += owned * muon.STEPS * (4 * n + 5 * m)
+            blocks = width * group.places * math.prod(group.block)
+            self.passes += MUON_TRAFFIC * (blocks + 2 * owned * n)
 
     def add_pipeline(self):
         """Add what goes from stage to stage: activations, their gradients back, inputs and outputs shared out."""
@@ -343,24 +353,21 @@ class Estimate:
         fit = self.fit
         embedding = m.padded_vocab * m.model_dimension
         in_dtype = self.bytes * embedding
-        weights, gradients = self.bytes * gathered, 4 * gathered
-        accumulated = (
-            gradients if self.fsdp == "none" else self.weights
-        )  # gradients summed up so far
-        if self.fsdp in (
-            "full",
-            "exchange",
-        ):  # a layer at a time: its weights, the next one's, its gradient
-            weights, gradients = 2 * self.bytes * largest, 4 * largest + self.weights
+        weights = self.bytes * gathered
+        gradients = 4 * gathered
+        # gradients summed up so far
+        accumulated = gradients if self.fsdp == "none" else self.weights
+        if self.by_layer:  # its weights, the next one's, its gradient
+            weights = 2 * self.bytes * largest
+            gradients = 4 * largest + self.weights
         # a copy of what is kept of one microbatch, where several are kept
         one_microbatch = kept / self.ticks if self.ticks > 1 else 0
         tokens = self.own * self.own_tokens
-        logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
-        # of these, at once
-        held = min(tokens, loss.LOSS_CHUNK[self.machine.platform]) * m.padded_vocab
+        chunk = loss.LOSS_CHUNK[self.machine.platform]
+        logits = min(tokens, chunk) * m.padded_vocab  # at once
 
-        at_logits = weights + in_dtype + 4 * fit["logit_copies"] * held
-        if held < logits:
+        at_logits = weights + in_dtype + 4 * fit["logit_copies"] * logits
+        if tokens > chunk or m.mtp_depth:
             at_logits += 4 * embedding
         in_layer = weights + in_dtype + gradients + one_microbatch + widest
         at_embedding = gradients + in_dtype + 4 * embedding - kept
@@ -383,8 +390,7 @@ class Layer:
 
     def __init__(self, step, kind):
         self.step = step
-        self.m = step.m
-        m = step.m
+        self.m = m = step.m
         platform = step.machine.kernels
         arch = architecture(m.architecture)
         self.cost = arch.layer_cost(m, kind)
@@ -396,19 +402,21 @@ class Layer:
         self.needs_end = kind == arch.mtp
 
         self.rows = 0  # that routed experts multiply, empty ones included, where the load is even
-        if kind in arch.routed and m.n_experts:
-            self.sharers = min(m.n_experts, step.dp * step.tp)  # devices that share out all experts
-            self.rows = m.n_experts * capacity(m, int(step.own_tokens))
+        E = m.n_experts
+        if kind in arch.routed and E:
+            tokens = int(step.own_tokens)
+            self.sharers = min(E, step.dp * step.tp)  # devices that share out all experts
+            self.rows = E * capacity(m, tokens)
             if self.in_tiles:
-                each = int(step.own_tokens) * self.sharers * m.experts_per_token // m.n_experts
-                self.rows = m.n_experts // self.sharers * grouped.padded(each)
+                each = tokens * self.sharers * m.experts_per_token // E
+                self.rows = E // self.sharers * grouped.padded(each)
         self.count_scores(attention.ATTENTION[attention.choose_kernel(m, platform)])
         self.count_channels()
 
     def count_scores(self, kernel):
         """Set the operations of products of queries, keys and values: in the forward pass, in all passes."""
-        m, cost = self.m, self.cost
-        pairs = 2 * self.step.tokens * m.T * (m.n_head / self.step.tp) * kernel.score_share(m)
+        m, s, cost = self.m, self.step, self.cost
+        pairs = 2 * s.tokens * m.T * (m.n_head / s.tp) * kernel.score_share(m)
         self.scores, *backward = [
             pairs * (keys * cost.query_channels + values * cost.value_channels)
             for keys, values in kernel.products.values()
@@ -495,12 +503,12 @@ class Layer:
             send("all-to-all", slots * m.model_dimension, n * (4 + into_again + end_again))
             send("all-to-all", slots, n * (2 + again))
             return
-        numbers = s.own_tokens * self.sharers  # one of every token
-        channels = numbers * m.model_dimension * s.bytes
-        gates = numbers * m.experts_per_token * s.bytes
-        experts = numbers * m.experts_per_token * 4
+        tokens = s.own_tokens * self.sharers
+        choices = tokens * m.experts_per_token
+        channels = tokens * m.model_dimension * s.bytes
+        gates = choices * s.bytes
         send("all-gather", channels, n * (2 + again))
-        send("all-gather", gates + experts, n * (1 + again))
+        send("all-gather", gates + 4 * choices, n * (1 + again))  # and the experts' numbers
         send("reduce-scatter", channels, n * (2 + end_again))
         send("reduce-scatter", gates, n)
 

@@ -46,7 +46,7 @@ class Op(NamedTuple):
 
 def shapes(text):
     """(dtype, dims) of every array in the text of a type."""
-    return [(dtype, tuple(numbers(dims))) for dtype, dims in SHAPE.findall(text)]
+    return [(dtype, numbers(dims)) for dtype, dims in SHAPE.findall(text)]
 
 
 def numbers(text):
@@ -141,32 +141,36 @@ def slow_axis(mesh, slices):
 
 def matmul_flops(op):
     """2 x the multiplications of a dot, a convolution or a call of cuBLAS."""
-    out, lhs, rhs = [shapes(array.type)[0][1] for array in (op, *op.inputs[:2])]
-    if op.kind != "convolution":
-        contracted = CONTRACTED.search(op.rest)[1]
-        return 2 * math.prod(out) * math.prod(lhs[dim] for dim in numbers(contracted))
-    return convolution_flops(op, out, lhs, rhs)
+    arrays = [shapes(array.type)[0][1] for array in (op, *op.inputs[:2])]
+    if op.kind == "convolution":
+        return convolution_flops(op, *arrays)
+    out, lhs, _ = arrays
+    contracted = CONTRACTED.search(op.rest)[1]
+    return 2 * math.prod(out) * math.prod(lhs[dim] for dim in numbers(contracted))
 
 
 def convolution_flops(op, out, lhs, rhs):
     """2 x the multiplications of a convolution, as the TPU compiler writes batched products, but for its padding."""
     left, right, result = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest).groups()
+    lhs = dict(zip(left, lhs))
+    rhs = dict(zip(right, rhs))
+    out = dict(zip(result, out))
     window = re.search(r"window=\{([^}]*)\}|$", op.rest)[1] or ""
     settings = dict(re.findall(r"(\w+)=([\dx_\-]+)", window))
-
-    def along(name, dim, default=1):
-        if name not in settings:
-            return default
-        return int(settings[name].split("x")[dim].split("_")[0])  # of padding, what is before
-
     valid = 1
-    for dim in range(len(left) - 2):  # of the window, all but batch and features
-        length = lhs[left.index(str(dim))]
-        places = np.arange(out[result.index(str(dim))])[:, None] * along("stride", dim)
-        at = places + np.arange(along("size", dim)) * along("rhs_dilate", dim)
-        inputs = np.arange(length) * along("lhs_dilate", dim) + along("pad", dim, 0)
+    for dim in lhs.keys() - {"b", "f"}:  # of the window
+
+        def along(name, default=1):
+            if name not in settings:
+                return default
+            values = settings[name].split("x")
+            return int(values[int(dim)].split("_")[0])  # of padding, what is before
+
+        places = np.arange(out[dim])[:, None] * along("stride")
+        at = places + np.arange(along("size")) * along("rhs_dilate")
+        inputs = np.arange(lhs[dim]) * along("lhs_dilate") + along("pad", 0)
         valid *= int(np.isin(at, inputs).sum())
-    return 2 * valid * out[result.index("b")] * out[result.index("f")] * rhs[right.index("i")]
+    return 2 * valid * out["b"] * out["f"] * rhs["i"]
 
 
 def is_product(op):
@@ -317,17 +321,14 @@ class Timeline:
 
     def begin_collective(self, op, kind, fused):
         axes, n = group_axes(op, self.mesh)
-        name = ""
-        chain = CHAIN.search(op.rest)
+        found = CHAIN.search(op.rest)
+        chain = found[1] if found else ""
         if chain and fused is not None:
-            if chain[1] in fused:
+            if chain in fused:
                 return
-            fused.add(chain[1])
-        if op.kind.endswith("-start") and '"is_sync":true' not in op.rest:
-            name = op.name
-        elif chain:
-            name = chain[1]
-        self.begin(axes, kind, sent_bytes(op, n), n, name)
+            fused.add(chain)
+        waited = op.kind.endswith("-start") and '"is_sync":true' not in op.rest
+        self.begin(axes, kind, sent_bytes(op, n), n, op.name if waited else chain)
 
     def begin_send(self, op):
         """Add what a "send" to the host takes to other slices."""
@@ -371,9 +372,9 @@ class Timeline:
         elif op.kind == "fusion":
             moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]], op.inputs)
         elif op.kind not in UNMOVED and not op.kind.endswith("-done"):
-            given = []
-            for i, array in enumerate(op.inputs):
-                given.append(array._replace(kind="parameter", rest=str(i)))
+            given = [
+                array._replace(kind="parameter", rest=str(i)) for i, array in enumerate(op.inputs)
+            ]
             moved = moved_bytes([op._replace(inputs=given)], op.inputs)
         seconds = self.compute_seconds(flops, cycles, moved, is_kernel(op))
         self.hide(seconds)

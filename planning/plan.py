@@ -7,6 +7,7 @@ planning/costs.py answer where there is no compiler, rank what --search tries, a
 import itertools
 import math
 import os
+import re
 import typing
 from collections import Counter
 from types import SimpleNamespace
@@ -60,11 +61,11 @@ def memory_of(estimate, used):
 
 def collectives_of(sent, exposed):
     """The rows of the table, of {(axes, kind): (bytes, times, seconds)} and the exposed seconds, where known."""
-    rows = []
-    for key, (n_bytes, times, seconds) in sorted(sent.items()):
-        row = dict(bytes=n_bytes, times=times, seconds=seconds, exposed=exposed.get(key))
-        rows.append(dict(zip(("axes", "kind"), key)) | row)
-    return rows
+    names = ("axes", "kind", "bytes", "times", "seconds", "exposed")
+    return [
+        dict(zip(names, (*key, *amounts, exposed.get(key))))
+        for key, amounts in sorted(sent.items())
+    ]
 
 
 def by_links(rows, key):
@@ -136,9 +137,8 @@ def report(a, machine):
     cfg, memory, seconds = a.cfg, a.memory, a.seconds
     parts = [name for name, t in seconds.items() if name != "step" and t >= 5e-4]
     lines = [
-        f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, "
-        f"mesh (dp, pp, tp) = {cfg.run.n_device_axis}, "
-        f"{a.tokens:,} tokens a step",
+        f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = "
+        f"{cfg.run.n_device_axis}, {a.tokens:,} tokens a step",
         f"parameters   {steps.count_in_words(cfg)}",
         f"memory       {in_parts(memory)}",
         f"             {size(memory['total'])} of a chip's {size(memory['limit'])}",
@@ -148,16 +148,13 @@ def report(a, machine):
         f"step         {seconds['step']:.3f} s: {', '.join(f'{name} {seconds[name]:.3f}' for name in parts)}",
     ]
     if a.overlapped:
-        waits = [
-            f"{part} {a.overlapped[part]:.3f} of {seconds[part]:.3f}"
-            for part in parts
-            if part in a.overlapped
-        ]
+        waited = a.overlapped
+        waits = [f"{x} {waited[x]:.3f} of {seconds[x]:.3f}" for x in parts if x in waited]
         exposed = ", ".join(waits) or "nothing"
-        lines.append(f"overlapped   {a.overlapped['step']:.3f} s, of which exposed: {exposed}")
-        if further := a.overlapped["further round"]:
+        lines.append(f"overlapped   {waited['step']:.3f} s, of which exposed: {exposed}")
+        if more := waited["further round"]:
             lines.append(
-                f"uneven load  {further:.3f} s more for each further round of all layers' experts"
+                f"uneven load  {more:.3f} s more for each further round of all layers' experts"
             )
     return [
         *lines,
@@ -216,10 +213,9 @@ def variants(cfg, n):
     """Every configuration that --search considers, of the same global batch."""
     total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
     found = []
-    for mesh in meshes(cfg, n):
-        dp, pp, tp = mesh
+    for dp, pp, tp in meshes(cfg, n):
         values = WAYS | dict(
-            n_device_axis=[mesh],
+            n_device_axis=[(dp, pp, tp)],
             microbatches=divisors(max(1, total // dp)),
             pp_interleave=divisors(cfg.model.blocks // pp) if pp > 1 else [1],
         )
@@ -234,12 +230,8 @@ def changed(old, new):
     """The flags that make `new` of `old`, as on a command line."""
     before = utils.flatten(old)
     now = utils.flatten(new)
-    words = []
-    for flag in SEARCHED:
-        if now[flag] != before[flag]:
-            value = str(now[flag]).strip("()").replace(",", "")  # also of a mesh
-            words.append(f"--{flag} {value}")
-    return " ".join(words)
+    words = [f"--{flag} {now[flag]}" for flag in SEARCHED if now[flag] != before[flag]]
+    return re.sub("[(),]", "", " ".join(words))  # of a mesh
 
 
 def neighbors(cfg, n):
@@ -258,10 +250,11 @@ def neighbors(cfg, n):
 def advise(a, machine):
     """One sentence: the single change that saves most time, or what would make the step fit, by the formulas."""
     cfg = a.cfg
-    spare = a.memory["limit"] - a.memory["total"]
+    memory = a.memory
+    spare = memory["limit"] - memory["total"]
     if spare < 0:
-        lacks = f"it needs {size(-spare)} more than a chip's {size(a.memory['limit'])}"
-        return f"does not fit: {lacks}; {what_would_fit(cfg, machine, a.memory)}"
+        lacks = f"it needs {size(-spare)} more than a chip's {size(memory['limit'])}"
+        return f"does not fit: {lacks}; {what_would_fit(cfg, machine, memory)}"
     now = answer(cfg, machine)
     best = cfg
     saved = WORTH
@@ -322,8 +315,8 @@ def what_would_fit(cfg, machine, memory):
 
 def in_parts(memory):
     """Words: what a device holds, of {part: bytes}."""
-    parts = [(part, n) for part, n in memory.items() if part not in ("total", "limit")]
-    return ", ".join(f"{part} {size(n)}" for part, n in parts)
+    parts = memory.keys() - {"total", "limit"}
+    return ", ".join(f"{part} {size(memory[part])}" for part in memory if part in parts)
 
 
 def machine_of(devices):
@@ -441,13 +434,12 @@ def compiled_answer(cfg, machine):
 
 def planned_config(flags, machine):
     """The configuration that is planned for. Raises UserError."""
-    cfg = flags.cfg
-    asked = flags.cfg.plan
-    if cfg.run.n_devices not in (0, machine.n):
-        raise UserError(f"--n_devices {cfg.run.n_devices}: --plan {machine.name} has {machine.n}.")
-    if asked.plan_json:
-        check_place(asked.plan_json, "--plan_json")
-    of_weights = weights.open_weights(cfg.run.init_from)[0] if cfg.run.init_from else None
+    run = flags.cfg.run
+    if run.n_devices not in (0, machine.n):
+        raise UserError(f"--n_devices {run.n_devices}: --plan {machine.name} has {machine.n}.")
+    if place := flags.cfg.plan.plan_json:
+        check_place(place, "--plan_json")
+    of_weights = weights.open_weights(run.init_from)[0] if run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.fix(n_devices=0, compilation_cache="")
     cfg = settings.settle(flags, machine.n, of_weights, chip=machine.chip)
@@ -459,7 +451,7 @@ def planned_config(flags, machine):
 def main(flags):
     """Print the plan of the run that the flags describe, and write what --plan_json asks for."""
     asked = flags.cfg.plan
-    machine = parse_machine(flags.cfg.plan.plan)
+    machine = parse_machine(asked.plan)
     cfg = planned_config(flags, machine)
     steps.configure_jax(cfg)
     compiler = not asked.by_formulas and machines.has_compiler(machine)

@@ -101,7 +101,8 @@ class Worker:
     """The process of a configuration. Raises UserError where it ends too early."""
 
     def __init__(self, name, cfg):
-        self.name, self.rounds = name, []  # (wall, CPU) seconds of each
+        self.name = name
+        self.rounds = []  # (wall, CPU) seconds of each
         # a fork would share what jax began
         self.process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         self.about = self.call(prepare, cfg)

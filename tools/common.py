@@ -82,24 +82,23 @@ class Evaluate(Options):
 
 
 def read_options(kind, program):
-    """Options of the program that is run. Call it before jax is imported."""
+    """`Options` of the program that is run. Call it before jax is imported."""
     options = one_sentence(lambda: utils.read_flags(kind, sys.argv[1:], program))
-    if issubclass(kind, Options):
-        platforms.set_xla_flags(options.n_devices)
+    platforms.set_xla_flags(options.n_devices)
     return options
 
 
 def run_on_cpu(kind, program, main):
     """Run main(options of the dataclass `kind`) of a program that needs no accelerator: these may belong to a run."""
     platforms.choose_cpu()
-    interrupts.run(lambda: main(read_options(kind, program)))
+    interrupts.run(lambda: main(utils.read_flags(kind, sys.argv[1:], program)))
 
 
 def open_model(options, text):
     """(Config, mesh, parameters, tokenizer) of `options.model` on the mesh of `options`.
 
     Parameters are sharded, matrices in model_dtype. The tokenizer is None where the model has none; UserError where
-    `text` needs one.
+    `text` needs one. Warns where --T is more than the model was made for, or refuses it.
     """
     import jax  # here: XLA's flags must be in the environment before
 
@@ -110,7 +109,10 @@ def open_model(options, text):
 
     flags, load = weights.open_weights(options.model)
     encoding = open_tokenizer(options.model, flags["vocab_size"], text)
-    check_T(options, flags)
+    most = weights.positions(options.model, flags["T"])
+    if options.T > most:
+        said = f"--T {options.T}: {options.model} was made for {most} tokens"
+        warn_or_refuse(flags["architecture"], said)
     cfg = settings.validate(config_of(options, flags), jax.device_count())
     steps.configure_jax(cfg)
     mesh = steps.make_mesh(cfg)
@@ -136,16 +138,6 @@ def open_tokenizer(folder, vocab_size, needed):
     if encoding and encoding.n_vocab > vocab_size:
         raise UserError(f"{folder}: its tokenizer has more tokens than the model, {vocab_size}.")
     return encoding
-
-
-def check_T(options, flags):
-    """Warn where --T is more than the model was made for. Raises UserError where it has not learned such positions."""
-    from inference import weights
-
-    most = weights.positions(options.model, flags["T"])
-    if options.T > most:
-        said = f"--T {options.T}: {options.model} was made for {most} tokens"
-        warn_or_refuse(flags["architecture"], said)
 
 
 def warn_or_refuse(name, said):
@@ -184,11 +176,11 @@ def stored_config(flags):
 def markdown(headings, rows):
     """Lines of a Markdown table, its columns aligned; all cells are text, the first of each row a name."""
     first, *others = [max(map(len, column)) for column in zip(headings, *rows)]
-    rules = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
+    rules = ["-" * first, *(":".rjust(width, "-") for width in others)]
     lines = []
     for name, *numbers in [headings, rules, *rows]:
-        aligned = [number.rjust(width) for number, width in zip(numbers, others)]
-        lines.append(f"| {' | '.join([name.ljust(first), *aligned])} |")
+        cells = [name.ljust(first), *map(str.rjust, numbers, others)]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -92,7 +92,8 @@ def encode_prompts(options, before, encoding):
 
 
 def fit_max_tokens(options, cfg, longest):
-    """`options` with --max_tokens for prompts of up to `longest` tokens. Warns or refuses as `check_T` does."""
+    """`options` with --max_tokens for prompts of up to `longest` tokens. Warns of those that exceed the model's,
+    or refuses them."""
     most = options.T or positions(options.model, cfg.model.T)
     if options.max_tokens is None:
         room = most - longest if longest < most else math.inf

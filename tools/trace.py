@@ -55,8 +55,8 @@ PARTS |= dict(embed="vocabulary", head="vocabulary", optimizer="optimizer")
 # What jax adds to the path of scopes for a loop or a function, and says nothing.
 NOISE = re.compile(r"(jit\([^()]*\)|shard_map|while|body|cond|closed_call|checkpoint)/")
 LOOPS = ("while", "call", "conditional")  # what they run is traced itself
-# Planes of a trace, and those of their lines that tell what a device does. An operation on a CPU names its device.
-DEVICES = {"/host:CPU$": "", r"/device:TPU:\d+$": "(Async )?XLA Ops", r"/device:GPU:\d+$": "Stream"}
+# "PLANE LINE" of the lines of a trace that tell what a device does. An operation on a CPU names its device.
+DEVICES = re.compile(r"/host:CPU |/device:TPU:\d+ (Async )?XLA Ops|/device:GPU:\d+ Stream")
 
 # --- The trace and its program ------------------------------------------------------------------------------------
 
@@ -74,7 +74,10 @@ class Trace:
     """A trace, and the optimized HLO of its step. about: as profiling.Profile.about wrote it."""
 
     def __init__(self, folder, about, cfg, text):
-        self.folder, self.about, self.cfg, self.text = folder, about, cfg, text
+        self.folder = folder
+        self.about = about
+        self.cfg = cfg
+        self.text = text
         self.mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
         self.program = re.match(r"HloModule ([\w.\-]+)", text)[1]
         self.computations = hlo.computations(text)
@@ -152,9 +155,8 @@ def events_of(data, trace):
     """{device: [(begin, end, operation)]} of a ProfileData, as `devices_in`."""
     found = defaultdict(list)
     for plane in data.planes:
-        lines = [names for kind, names in DEVICES.items() if re.match(kind, plane.name)]
         for line in plane.lines:
-            if not lines or not re.match(lines[0], line.name):
+            if not DEVICES.match(f"{plane.name} {line.name}"):
                 continue
             for event in line.events:
                 stats = dict(event.stats)
@@ -264,10 +266,11 @@ def moments(found):
 
 def beside(trace, found):
     """{part: (seconds measured, planned, FLOP or bytes of the program)} of a device's step; None: not known."""
-    computing = sum(t for part, t in found.parts.items() if part not in [IDLE, *found.links])
-    measured = {PRODUCTS: found.products, "memory": computing - found.products}
+    parts = found.parts
+    measured = {PRODUCTS: found.products, "memory": found.step - parts[IDLE] - found.products}
     for links in found.links:
-        measured[links] = found.parts[links] + found.hidden[links]
+        measured[links] = parts[links] + found.hidden[links]
+        measured["memory"] -= parts[links]
     measured["step"] = found.step
     about = trace.about
     n = math.prod(trace.cfg.run.n_device_axis)
@@ -279,7 +282,8 @@ def beside(trace, found):
     planned = {}
     if chips.chip_of(kind):
         planned = answer.seconds | dict(step=answer.overlapped["step"])
-    return {x: (measured.get(x), planned.get(x), work.get(x)) for x in {**work, **measured}}
+    columns = measured, planned, work
+    return {part: tuple(column.get(part) for column in columns) for part in work | measured}
 
 
 # --- Printing -----------------------------------------------------------------------------------------------------
@@ -291,11 +295,13 @@ def report(trace, found, rows):
     kind, (first, _) = trace.about["device_kind"], trace.about["steps"]
     shares = []
     for part, seconds in found.parts.most_common():
-        shares.append((f"{part}, exposed" if part in found.links else part, seconds))
+        exposed = ", exposed" if part in found.links else ""
+        shares.append((part + exposed, seconds))
+    shares.append(("sum", found.step))
     lines = [
         f"{trace.folder}: {found.steps} steps from step {first} on, {found.devices} of {math.prod(mesh)} x {kind}, "
         f"mesh (dp, pp, tp) = {mesh}",
-        *share_table("a step", [*shares, ("sum", found.step)], found.step),
+        *share_table("a step", shares, found.step),
         "",
     ]
     for links, seconds in sorted(found.hidden.items()):
