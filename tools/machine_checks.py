@@ -1,0 +1,341 @@
+"""The checks of `tools/check_machine.py` that know the right answer: kernels, collectives, small models, resuming.
+
+Each is a function that returns what it found, in words, or raises `Wrong` or `Skipped` with a sentence.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import collectives
+import model
+import utils
+from architectures import parameters
+from architectures.layers import activate
+from collectives import AXES, EXPERT_AXES
+from dataset import put_batch
+from kernels import attention, grouped
+from kernels import loss as losses
+from planning import plan
+from presets import preset
+from tools import bench
+from training import steps
+from training.bad_steps import BadSteps
+from training.checkpointing import fingerprint
+from training.optimizer import make_optimizer
+from training.run_checkpoints import RunCheckpoints
+
+# Largest difference that is rounding, as a share of the largest number of the same array
+LIMITS = {"float32": 1e-4, "bfloat16": 2**-5}
+# XLA takes minutes for some models on a CPU where it optimizes
+COMPILER = {"cpu": {"xla_backend_optimization_level": 0}}
+MODELS = ("deepseek-tiny", "gpt2-tiny", "qwen3-tiny")
+
+
+class Wrong(Exception):
+    """The machine computes something else than it should."""
+
+
+class Skipped(Exception):
+    """The check cannot run on this machine."""
+
+
+def compare(right, found, limit):
+    """Words: how far two trees are apart. Raises Wrong where that is more than `limit`."""
+    furthest, at = 0.0, ""
+    for (path, x), y in zip(jax.tree.leaves_with_path(right), jax.tree.leaves(found), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        difference = np.abs(x - y).max() / np.abs(x).max(initial=1e-30)
+        difference = np.nan_to_num(difference, nan=np.inf)
+        if difference > furthest:
+            furthest, at = difference, jax.tree_util.keystr(path)
+    if furthest > limit:
+        raise Wrong(f"{at} is {furthest:.1e} of its largest number off, more than {limit:.1e}")
+    return f"{furthest:.0e}"
+
+
+# --- Kernels ------------------------------------------------------------------------------------------------------
+
+
+def kernel_checks():
+    """{name: check} of all kernels."""
+    checks = {}
+    for name in attention.ATTENTION:
+        if name != "xla":
+            checks[f"kernel attention {name}"] = partial(check_attention, name)
+    return checks | {"kernel loss": check_loss, "kernel grouped": check_grouped}
+
+
+def draw(*shape):
+    """Random numbers whose rows have length 1."""
+    rng = np.random.default_rng(math.prod(shape))  # others for each shape
+    return rng.standard_normal(shape, np.float32) / math.sqrt(shape[-1])
+
+
+def check_kernel(kernel, plain, *inputs):
+    """Compare outputs and gradients of a kernel, in both types, with `plain` of the same numbers in float32."""
+    found = []
+    for dtype, limit in LIMITS.items():
+        rounded = [jnp.asarray(x, dtype) for x in inputs]
+        right = with_gradients(plain, *(x.astype(jnp.float32) for x in rounded))
+        try:
+            found.append(f"{dtype} {compare(right, with_gradients(kernel, *rounded), limit)}")
+        except Wrong as e:
+            raise Wrong(f"{dtype}: {e}") from None
+    return ", ".join(found)
+
+
+def with_gradients(function, *inputs):
+    """{"output": of a function, "gradients": what a fixed gradient of it makes of the inputs}."""
+
+    @jax.jit
+    def run(*inputs):
+        out, transpose = jax.vjp(function, *inputs)
+        g = jnp.cos(jnp.arange(out.size)).astype(jnp.bfloat16)
+        return dict(output=out, gradients=transpose(g.reshape(out.shape).astype(out.dtype)))
+
+    with jax.default_matmul_precision("float32"):
+        return run(*inputs)
+
+
+def check_attention(name):
+    kernel = attention.ATTENTION[name]
+    platform = attention.platform_of(jax.devices()[0])
+    if platform not in kernel.platforms:
+        raise Skipped(f"it is for {' and '.join(kernel.platforms)}, this is {platform}")
+    B, H, T = 2, 4, 256
+    position = jnp.arange(T)[None]
+    start = jnp.broadcast_to(jnp.where(position < 100, 0, 100), (B, T))  # two documents
+
+    def run(attend, q, k, v):
+        return attend(8 * q, k, v, position, start)
+
+    kernel, plain = (partial(run, one) for one in (kernel.function, attention.attend))
+    # the keys of moe1b's heads; two heads of queries read each
+    return check_kernel(
+        kernel, plain, *(draw(B, h, T, n) for h, n in ((H, 192), (2, 192), (2, 64)))
+    )
+
+
+def check_loss():
+    V, rows, n = 300, 384, 100
+    targets = np.arange(n) * 7 % V
+    targets[::9] = -1  # which do not count
+
+    def plain(x, embedding):
+        likely = jax.nn.log_softmax(x @ embedding[:V].T)[jnp.arange(n), targets]
+        return -jnp.where(targets >= 0, likely, 0).sum()
+
+    def kernel(x, embedding):
+        return losses.cross_entropy(x, embedding, targets, V, 20)
+
+    return check_kernel(kernel, plain, 8 * draw(n, 64), draw(rows, 64))
+
+
+def check_grouped():
+    begins = grouped.group_begins(jnp.array([40, 0, 300]))
+    expert = np.repeat(np.arange(3), np.diff(begins))
+
+    def plain(rows, gates, up, down):
+        h = activate(jnp.einsum("nd,ngdf->ngf", rows, up[expert]))
+        return jnp.einsum("nf,ndf->nd", h * gates, down[expert])
+
+    def kernel(*inputs):
+        return grouped.grouped_feed_forward(activate, 113, *inputs, begins)
+
+    inputs = draw(len(expert), 64), draw(len(expert), 1), draw(3, 2, 64, 96), draw(3, 64, 96)
+    return check_kernel(kernel, plain, *inputs)
+
+
+# --- Collectives --------------------------------------------------------------------------------------------------
+
+
+class Collective(NamedTuple):
+    """A collective, and what it should do."""
+
+    name: str
+    axes: tuple  # along which devices exchange arrays
+    shape: tuple  # of each device's array
+    run: Callable  # on a device's array, inside shard_map
+    plain: Callable  # the arrays [n, ...] of all n devices along the axes -> what each of them gets
+    has_transpose: bool = True
+
+
+def list_collectives(n):
+    """`Collective`s, with arrays that up to n devices can share out. All others are made of these."""
+    c, E = collectives, 2 * n
+    dp, pp, tp = ("dp",), ("pp",), ("tp",)
+    rows = dict(rows=dp, columns=(), copies=(), sharers=1)
+
+    def sum_of(dim):
+        return lambda x: np.split(x.sum(0), len(x), dim)
+
+    def join(dim):
+        return lambda x: [np.concatenate(x, dim)] * len(x)
+
+    found = []
+    for axes in (dp, tp, AXES):
+        where = f"over {'+'.join(axes)}"
+        gather = partial(c.all_gather, axis=axes, dim=1)
+        scatter = partial(c.reduce_scatter, axis=axes, dim=1)
+        found.append(Collective(f"all_gather {where}", axes, (2, 3, 5), gather, join(1)))
+        found.append(Collective(f"reduce_scatter {where}", axes, (2, n, 5), scatter, sum_of(1)))
+
+    def add(name, along, shape, plain, has_transpose=True, **arguments):
+        run = partial(getattr(c, name), **arguments)
+        found.append(Collective(name, along, shape, run, plain, has_transpose))
+
+    add("sum_over", AXES, (3,), lambda x: [x.sum(0)] * len(x), axes=AXES)
+    add("largest", AXES, (3,), lambda x: [x.max(0)] * len(x), False, axes=AXES)
+    add("scatter_gradient", EXPERT_AXES, (n, 3), sum_of(0), dim=0, axes=EXPERT_AXES)
+    add("gather_tokens", EXPERT_AXES, (3, 5), join(0), E=E)
+    add("scatter_tokens", EXPERT_AXES, (n, 5), sum_of(0), E=E)
+    add("to_experts", EXPERT_AXES, (E, 3, 5), lambda x: np.split(x.swapaxes(0, 1), len(x)))
+    add("exchange_heads", tp, (1, 2, n, 3), lambda x: np.split(x, len(x), 3), split=True)
+    add("to_owners", dp, (n, 2, 3), lambda x: np.split(np.concatenate(x, 1), len(x)), **rows)
+    add("from_owners", dp, (1, n, 3), lambda x: np.split(np.concatenate(x), len(x), 1), **rows)
+    add("next_stage", pp, (3,), lambda x: np.roll(x, 1, 0))
+    # only stage 0 feeds the pipeline, so the gradients of the others do not count
+    add("to_stages", pp, (2, 3), join(0), False)
+    add("share_out", pp, (n, 3), lambda x: np.split(x[0], len(x)), stage=0)
+    add("from_last_stage", pp, (n, 3), lambda x: np.split(x[-1], len(x)))
+
+    def there_and_back(x):
+        return c.from_experts(c.to_experts(x))
+
+    found.append(Collective("from_experts", EXPERT_AXES, (E, 3, 5), there_and_back, lambda x: x))
+    return found
+
+
+def all_meshes(n):
+    """Every shape (dp, pp, tp) of n devices, those first that spread them over the most axes."""
+    shapes = [(dp, pp, n // dp // pp) for dp in plan.divisors(n) for pp in plan.divisors(n // dp)]
+    return sorted(shapes, key=lambda shape: shape.count(1))
+
+
+def check_collective(collective, n):
+    """Compare a collective, and its transpose, with numpy: on two meshes, in both types, to the last bit."""
+    if n == 1:
+        raise Skipped("a device alone exchanges nothing")
+    own = [AXES.index(axis) for axis in collective.axes]
+
+    def split(shape):  # over how many of the collective's axes
+        return sum(shape[axis] > 1 for axis in own)
+
+    shapes = sorted(all_meshes(n), key=split, reverse=True)[:2]
+    for shape in shapes:
+        for dtype in LIMITS:
+            try:
+                check_exchange(collective, own, shape, dtype)
+            except Wrong as e:
+                raise Wrong(f"{e} on mesh {shape} in {dtype}") from None
+    return f"equal on meshes {' and '.join(map(str, shapes))}"
+
+
+def check_exchange(collective, own, shape, dtype):
+    """`check_collective` on one mesh in one type, with whole numbers, whose sums are exact."""
+    rng = np.random.default_rng(0)
+    mesh = Mesh(steps.device_grid(shape, jax.devices()[: math.prod(shape)]), AXES)
+    x = rng.integers(-4, 5, (*shape, *collective.shape)).astype(np.float64)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES), check_vma=False)
+    def run(x):
+        return collective.run(x[0, 0, 0])[None, None, None]
+
+    def groups(x):  # [groups, n, ...] of [dp, pp, tp, ...]
+        x = np.moveaxis(x, own, range(3 - len(own), 3))
+        n = math.prod(shape[axis] for axis in own)
+        return x.reshape(-1, n, *x.shape[3:])
+
+    def numbers(x):
+        return np.asarray(x, np.float64)
+
+    run = jax.jit(run)
+    out = run(jnp.asarray(x, dtype))
+    right = [np.stack(collective.plain(group)) for group in groups(x)]
+    if not np.array_equal(right, groups(numbers(out))):
+        raise Wrong("gives other numbers than numpy")
+    if collective.has_transpose:
+        g = rng.integers(-4, 5, out.shape).astype(np.float64)
+        [back] = jax.vjp(run, jnp.asarray(x, dtype))[1](jnp.asarray(g, dtype))
+        if (g * numbers(out)).sum() != (numbers(back) * x).sum():
+            raise Wrong("has a gradient that is not its transpose")
+
+
+# --- Models -------------------------------------------------------------------------------------------------------
+
+
+def small_model(name, n, mesh=(1, 1, 1), **flags):
+    """Validated Config of a preset, with two sequences a step for each of n devices; None where it does not fit."""
+    flags |= dict(train_batch_size=2 * n, val_batch_size=2 * n, microbatches=1)
+    one = utils.replace(preset(name), n_device_axis=(1, 1, 1), **flags)
+    size = math.prod(mesh)
+    return plan.fitted(one, size, n_device_axis=mesh, n_devices=size, microbatches=mesh[1])
+
+
+def random_tokens(cfg, mesh):
+    """Global (tokens, targets) of a step, the same on every mesh."""
+    *count, T = shape = steps.batch_shape(cfg)
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1), np.int32)
+    return put_batch(rows.__getitem__, 0, shape, mesh)
+
+
+def loss_and_gradients(cfg):
+    """The loss of random tokens and the gradients of the first parameters, as one device has them."""
+    mesh = steps.make_mesh(cfg)
+    table = model.param_table(cfg)
+    draw = partial(parameters.init_params, table)
+    params = jax.jit(draw, out_shardings=parameters.shardings(table, mesh))(jax.random.key(0))
+    tokens, targets = random_tokens(cfg, mesh)
+    f = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
+    f = jax.jit(f, compiler_options=COMPILER.get(jax.default_backend()))
+    (loss, _), gradients = f(params, tokens[0], targets[0], jax.random.key(0), jnp.int32(0))
+    return jax.device_get((loss, gradients))
+
+
+@cache
+def plain_loss_and_gradients(name, n):
+    """Those on one device, computed in the plainest way."""
+    plain = dict(attention="xla", experts="auto", remat="none", fsdp="none")
+    return loss_and_gradients(small_model(name, n, **plain))
+
+
+def check_model(name, n, mesh):
+    """Compare loss and gradients on a mesh with the plain ones of one device."""
+    cfg = small_model(name, n, mesh)
+    if not cfg:
+        raise Skipped("the model cannot be spread so")
+    with jax.default_matmul_precision("float32"):
+        right = plain_loss_and_gradients(name, n)
+        found = loss_and_gradients(cfg)
+    # --pp_interleave makes two dims of that of the blocks
+    found = jax.tree.map(lambda x, y: y.reshape(x.shape), right, found)
+    return compare(right, found, LIMITS["float32"])
+
+
+def check_resume(n, mesh):
+    """Train on from a checkpoint and without it: the states must be equal to the last bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = small_model(MODELS[0], n, mesh, output_dir=folder, compilation_cache="")
+        bench.prepare(cfg)
+        mesh = steps.make_mesh(cfg)
+        checkpoints = RunCheckpoints(cfg, mesh, make_optimizer(cfg, mesh)[0], "")
+        bench.run_steps(2)
+        checkpoints.save_running(2, 0, bench.compiled["state"], BadSteps(0))
+        bench.run_steps(2)
+        right = fingerprint(bench.compiled["state"])
+        bench.compiled["state"], _ = checkpoints.restore_or_begin()
+        checkpoints.close()
+        bench.run_steps(2)
+    if not np.array_equal(right, fingerprint(bench.compiled["state"])):
+        raise Wrong("two steps after a checkpoint give other numbers than without it")
+    return "equal to the last bit"
