@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import utils
 from runtime import chips, parser, platforms
 from runtime.files import check_place, names_in, read_json, write_file, write_json
-from runtime.messages import UserError, first_line, say, size
+from runtime.messages import UserError, first_line, say
 from tools import bench, common
 
 PROGRAM = "tools/check_machine.py"
@@ -85,7 +85,7 @@ def largest_preset(devices):
         except UserError:  # it cannot be spread over so many devices
             continue
         a = plan.answer(cfg, machine)
-        if a.memory["total"] < (1 - plan.MARGIN) * a.memory["limit"]:
+        if fits(a):
             found.append((a.parameters["total"], name, cfg))
     if not found:
         raise Skipped("no preset fits the devices by the plan")
@@ -93,12 +93,18 @@ def largest_preset(devices):
 
 
 def cut_batch(cfg, machine):
-    """`cfg` with half of its microbatches, as often as the plan of its step is long."""
+    """`cfg` with half of its microbatches, as often as its step is long by the plan; as few as can be on a CPU."""
     d = cfg.data
-    if d.microbatches % 2 or plan.answer(cfg, machine).seconds["step"] < LONG:
+    is_long = machine.platform == "cpu" or plan.answer(cfg, machine).seconds["step"] > LONG
+    if d.microbatches % 2 or not is_long:
         return cfg
     half = dict(train_batch_size=d.train_batch_size // 2, microbatches=d.microbatches // 2)
     return cut_batch(utils.replace(cfg, **half), machine)
+
+
+def fits(a):
+    """Whether what is planned fits with some room left."""
+    return a.memory["total"] < (1 - plan.MARGIN) * a.memory["limit"]
 
 
 class Step:
@@ -106,19 +112,19 @@ class Step:
 
     def __init__(self, out):
         self.out = out
-        self.devices = jax.devices()
+        self.machine = plan.machine_of(jax.devices())
         self.cfg = None
         self.rows = []  # of bench.row; the first is of the preset's own flags
-        self.plan = None  # of plan.answer
-        self.trace = []  # lines of trace.report
+        self.trace = []  # lines
+        self.plan = []  # lines
 
     def measure(self):
-        self.cfg = largest_preset(self.devices)
+        self.cfg = largest_preset(jax.devices())
         row = self.run(self.cfg.run.preset, self.cfg)
         return f"{row['step_seconds'][1]:.4f} s for {row['tokens_per_step']:,} tokens"
 
     def run(self, name, cfg):
-        """Measure the step of a configuration, and return its row."""
+        """Measure the step of a configuration, which stays in `bench.compiled`, and return its row."""
         now = bench.compiled
         now.clear()  # the devices have room for one
         about = bench.prepare(utils.replace(cfg, compilation_cache=""))
@@ -137,7 +143,7 @@ class Step:
             raise Skipped("no step was measured")
 
     def profile(self):
-        """Trace three steps; where their time went is for the page."""
+        """Trace three steps, and say where their time went."""
         self.need()
         cfg = utils.replace(self.cfg, profile="1:3", output_dir=self.out, name="step")
         profile = Profile(cfg, 0)
@@ -148,49 +154,31 @@ class Step:
         opened = trace.open_trace(cfg.run.folder)
         found = trace.measure(opened)
         self.trace = trace.report(opened, found, trace.beside(opened, found))
-        return f"{found.step:.4f} s of a step on a device"
+        return f"{found.step:.4f} s of a device in a step"
 
-    def compare_plan(self):
-        """Plan the program that was measured; it is not a mistake of the machine where the two differ."""
+    def make_plan(self):
+        """Plan the program that was measured."""
         self.need()
-        kind = self.devices[0].device_kind
+        kind = self.rows[0]["device"]
         if not chips.chip_of(kind):
             raise Skipped(f"there is no plan for {kind}, whose speeds are not known")
-        step = bench.compiled["step"]
-        used = step.memory_analysis()
+        program = bench.compiled["step"]
+        used = program.memory_analysis()
         arguments = used.argument_size_in_bytes
         temporaries = used.peak_memory_in_bytes - arguments
-        compiled = machines.Compiled(step.as_text(), arguments, temporaries)
-        self.plan = plan.answer(self.cfg, plan.machine_of(self.devices), compiled)
-        return f"{self.plan.overlapped['step']:.4f} s planned"
+        compiled = machines.Compiled(program.as_text(), arguments, temporaries)
+        a = plan.answer(self.cfg, self.machine, compiled)
+        self.plan = plan.report(a, self.machine)
+        return f"{a.overlapped['step']:.4f} s a step"
 
     def vary(self, flag, value):
         """Measure the step with another value of a flag."""
         self.need()
         cfg = utils.replace(self.cfg, **{flag: value})
-        memory = plan.answer(cfg, plan.machine_of(self.devices)).memory
-        if memory["total"] > (1 - plan.MARGIN) * memory["limit"]:
-            raise Skipped(f"it needs {size(memory['total'])} of each device by the plan")
+        if not fits(plan.answer(cfg, self.machine)):
+            raise Skipped("it does not fit by the plan")
         row = self.run(f"--{flag} {value}", cfg)
         return f"{row['ratio'][1]:.2f} x the speed of the preset's own flags"
-
-    def table(self):
-        """Lines: the numbers of the preset's step beside the plan's."""
-        row = self.rows[0]
-        seconds, memory = row["step_seconds"][1], row["peak_bytes"]
-        shown = [(f"{seconds:.4f}", f"{row['mfu'][1]:.1%}" if row["mfu"] else "-", size(memory))]
-        if a := self.plan:
-            step = a.overlapped["step"]
-            peak = chips.chip_of(row["device"]).peak
-            shown.append(
-                (f"{step:.4f}", f"{a.flops['model'] / step / peak:.1%}", size(a.memory["total"]))
-            )
-        else:
-            shown.append("---")
-        names = "seconds of a step", "MFU", "peak memory of a device"
-        return common.markdown(
-            ["", "measured", "planned"], [list(one) for one in zip(names, *shown)]
-        )
 
 
 # --- The checks ---------------------------------------------------------------------------------------------------
@@ -201,8 +189,8 @@ def checks_of(step):
     n = 1 << jax.device_count().bit_length() - 1  # a power of two, which meshes divide
     meshes = checks.all_meshes(n)
     found = checks.kernel_checks()
-    for one in checks.list_collectives(n):
-        found[f"collective {one.name}"] = partial(checks.check_collective, one, n)
+    for name, one in checks.list_collectives(n).items():
+        found[name] = partial(checks.check_collective, one, n)
     found["resume"] = partial(checks.check_resume, n, meshes[0])
     for mesh in meshes:
         for name in checks.MODELS:
@@ -210,10 +198,11 @@ def checks_of(step):
             found[f"model {name} on {place}"] = partial(checks.check_model, name, n, mesh)
     found["step"] = step.measure
     found["step and its trace"] = step.profile
-    found["step and its plan"] = step.compare_plan
+    found["step and its plan"] = step.make_plan
     for flag in VARIED:
-        for value in set(plan.WAYS[flag]) - {utils.FIELDS[flag].default}:
-            found[f"flag --{flag} {value}"] = partial(step.vary, flag, value)
+        for value in plan.WAYS[flag]:
+            if value != utils.FIELDS[flag].default:
+                found[f"flag --{flag} {value}"] = partial(step.vary, flag, value)
     return found
 
 
@@ -262,8 +251,7 @@ class Report:
     def write(self):
         step = self.step
         content = dict(program=PROGRAM, verdict=self.verdict(), machine=machine(), checks=self.rows)
-        content |= dict(configurations=step.rows, trace=step.trace)
-        content["plan"] = plan.as_json(step.plan) if step.plan else None
+        content |= dict(configurations=step.rows, trace=step.trace, plan=step.plan)
         write_json(f"{self.options.out}/report.json", content)
         write_file(f"{self.options.out}/report.md", "\n".join(self.page(content["machine"])) + "\n")
 
@@ -273,12 +261,12 @@ class Report:
         lines += [f"- {name}: {value}" for name, value in where.items()]
         lines += ["- attach this page and report.json to an issue, whatever the verdict is", ""]
         if self.step.rows:
-            cfg = self.step.cfg
-            tokens = self.step.rows[0]["tokens_per_step"]
-            lines += [f"## The step of {cfg.run.preset}, {tokens:,} tokens", ""]
-            lines += [*self.step.table(), "", *self.step.trace, "", "## Flags", ""]
+            lines += ["## Train steps", ""]
             cells = [bench.cells(row) for row in self.step.rows]
-            lines += [*common.markdown(list(cells[0]), [list(one.values()) for one in cells]), ""]
+            lines += common.markdown(list(cells[0]), [list(one.values()) for one in cells])
+            for about in (self.step.trace, self.step.plan):
+                lines += ["", "```", *about, "```"]
+            lines.append("")
         lines += ["## Checks", ""]
         rows = []
         for row in self.rows:

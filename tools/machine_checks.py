@@ -21,7 +21,6 @@ import utils
 from architectures import parameters
 from architectures.layers import activate
 from collectives import AXES, EXPERT_AXES
-from dataset import put_batch
 from kernels import attention, grouped
 from kernels import loss as losses
 from planning import plan
@@ -102,7 +101,9 @@ def with_gradients(function, *inputs):
         g = jnp.cos(jnp.arange(out.size)).astype(jnp.bfloat16)
         return dict(output=out, gradients=transpose(g.reshape(out.shape).astype(out.dtype)))
 
-    with jax.default_matmul_precision("float32"):
+    # as training/steps.py: set_precision has it
+    precision = "float32" if inputs[0].dtype == jnp.float32 else None
+    with jax.default_matmul_precision(precision):
         return run(*inputs)
 
 
@@ -116,13 +117,13 @@ def check_attention(name):
     start = jnp.broadcast_to(jnp.where(position < 100, 0, 100), (B, T))  # two documents
 
     def run(attend, q, k, v):
-        return attend(8 * q, k, v, position, start)
+        return attend(30 * q, k, v, position, start)
 
-    kernel, plain = (partial(run, one) for one in (kernel.function, attention.attend))
-    # the keys of moe1b's heads; two heads of queries read each
-    return check_kernel(
-        kernel, plain, *(draw(B, h, T, n) for h, n in ((H, 192), (2, 192), (2, 64)))
-    )
+    # heads as moe1b has them, but two of queries share the keys and values of one
+    q, k, v = draw(B, H, T, 192), draw(B, 2, T, 192), draw(B, 2, T, 64)
+    ours = partial(run, kernel.function)
+    plain = partial(run, attention.attend)
+    return check_kernel(ours, plain, q, k, v)
 
 
 def check_loss():
@@ -164,55 +165,67 @@ class Collective(NamedTuple):
     name: str
     axes: tuple  # along which devices exchange arrays
     shape: tuple  # of each device's array
-    run: Callable  # on a device's array, inside shard_map
     plain: Callable  # the arrays [n, ...] of all n devices along the axes -> what each of them gets
+    arguments: dict = {}
     has_transpose: bool = True
+
+    def __call__(self, x):
+        """On a device's array, inside `shard_map`."""
+        if self.name == "from_experts":
+            x = collectives.to_experts(x)
+        return getattr(collectives, self.name)(x, **self.arguments)
+
+
+def gather(dim):
+    return lambda x: [np.concatenate(x, dim)] * len(x)
+
+
+def split(dim):
+    return lambda x: np.split(x, len(x), dim)
+
+
+def sum_and_split(dim):
+    return lambda x: np.split(x.sum(0), len(x), dim)
 
 
 def list_collectives(n):
-    """`Collective`s, with arrays that up to n devices can share out. All others are made of these."""
-    c, E = collectives, 2 * n
+    """`Collective`s, with arrays that up to n devices can share out. The others are made of these."""
     dp, pp, tp = ("dp",), ("pp",), ("tp",)
-    rows = dict(rows=dp, columns=(), copies=(), sharers=1)
-
-    def sum_of(dim):
-        return lambda x: np.split(x.sum(0), len(x), dim)
-
-    def join(dim):
-        return lambda x: [np.concatenate(x, dim)] * len(x)
-
-    found = []
-    for axes in (dp, tp, AXES):
-        where = f"over {'+'.join(axes)}"
-        gather = partial(c.all_gather, axis=axes, dim=1)
-        scatter = partial(c.reduce_scatter, axis=axes, dim=1)
-        found.append(Collective(f"all_gather {where}", axes, (2, 3, 5), gather, join(1)))
-        found.append(Collective(f"reduce_scatter {where}", axes, (2, n, 5), scatter, sum_of(1)))
-
-    def add(name, along, shape, plain, has_transpose=True, **arguments):
-        run = partial(getattr(c, name), **arguments)
-        found.append(Collective(name, along, shape, run, plain, has_transpose))
-
-    add("sum_over", AXES, (3,), lambda x: [x.sum(0)] * len(x), axes=AXES)
-    add("largest", AXES, (3,), lambda x: [x.max(0)] * len(x), False, axes=AXES)
-    add("scatter_gradient", EXPERT_AXES, (n, 3), sum_of(0), dim=0, axes=EXPERT_AXES)
-    add("gather_tokens", EXPERT_AXES, (3, 5), join(0), E=E)
-    add("scatter_tokens", EXPERT_AXES, (n, 5), sum_of(0), E=E)
-    add("to_experts", EXPERT_AXES, (E, 3, 5), lambda x: np.split(x.swapaxes(0, 1), len(x)))
-    add("exchange_heads", tp, (1, 2, n, 3), lambda x: np.split(x, len(x), 3), split=True)
-    add("to_owners", dp, (n, 2, 3), lambda x: np.split(np.concatenate(x, 1), len(x)), **rows)
-    add("from_owners", dp, (1, n, 3), lambda x: np.split(np.concatenate(x), len(x), 1), **rows)
-    add("next_stage", pp, (3,), lambda x: np.roll(x, 1, 0))
-    # only stage 0 feeds the pipeline, so the gradients of the others do not count
-    add("to_stages", pp, (2, 3), join(0), False)
-    add("share_out", pp, (n, 3), lambda x: np.split(x[0], len(x)), stage=0)
-    add("from_last_stage", pp, (n, 3), lambda x: np.split(x[-1], len(x)))
-
-    def there_and_back(x):
-        return c.from_experts(c.to_experts(x))
-
-    found.append(Collective("from_experts", EXPERT_AXES, (E, 3, 5), there_and_back, lambda x: x))
-    return found
+    E = 2 * n
+    experts = dict(E=E)
+    owners = dict(rows=dp, columns=(), copies=(), sharers=1)
+    along = dict(axis=tp, dim=1)
+    whole = dict(axis=AXES, dim=1)
+    found = [
+        Collective("all_gather", tp, (2, 3, 5), gather(1), along),
+        Collective("all_gather", AXES, (2, 3, 5), gather(1), whole),
+        Collective("reduce_scatter", tp, (2, n, 5), sum_and_split(1), along),
+        Collective("reduce_scatter", AXES, (2, n, 5), sum_and_split(1), whole),
+        Collective("sum_over", AXES, (3,), lambda x: [x.sum(0)] * len(x), dict(axes=AXES)),
+        Collective("largest", AXES, (3,), lambda x: [x.max(0)] * len(x), dict(axes=AXES), False),
+        Collective("gather_tokens", EXPERT_AXES, (3, 5), gather(0), experts),
+        Collective("scatter_tokens", EXPERT_AXES, (n, 5), sum_and_split(0), experts),
+        Collective(
+            "to_experts", EXPERT_AXES, (E, 3, 5), lambda x: np.split(x.swapaxes(0, 1), len(x))
+        ),
+        # there and back
+        Collective("from_experts", EXPERT_AXES, (E, 3, 5), lambda x: x),
+        Collective("exchange_heads", tp, (1, 2, n, 3), split(3), dict(split=True)),
+        Collective(
+            "to_owners", dp, (n, 2, 3), lambda x: np.split(np.concatenate(x, 1), len(x)), owners
+        ),
+        Collective(
+            "from_owners", dp, (1, n, 3), lambda x: np.split(np.concatenate(x), len(x), 1), owners
+        ),
+        Collective("next_stage", pp, (3,), lambda x: np.roll(x, 1, 0)),
+        # only stage 0 feeds the pipeline, so the gradients of the others do not count
+        Collective("to_stages", pp, (2, 3), gather(0), {}, False),
+        Collective("share_out", pp, (n, 3), lambda x: np.split(x[0], len(x)), dict(stage=0)),
+        Collective("from_last_stage", pp, (n, 3), lambda x: np.split(x[-1], len(x))),
+    ]
+    parts = dict(dim=0, axes=EXPERT_AXES)
+    found.append(Collective("scatter_gradient", EXPERT_AXES, (n, 3), sum_and_split(0), parts))
+    return {f"collective {one.name} over {'+'.join(one.axes)}": one for one in found}
 
 
 def all_meshes(n):
@@ -222,52 +235,42 @@ def all_meshes(n):
 
 
 def check_collective(collective, n):
-    """Compare a collective, and its transpose, with numpy: on two meshes, in both types, to the last bit."""
-    if n == 1:
-        raise Skipped("a device alone exchanges nothing")
+    """Compare a collective and its gradient with numpy, in both types, of whole numbers, whose sums are exact."""
     own = [AXES.index(axis) for axis in collective.axes]
 
-    def split(shape):  # over how many of the collective's axes
+    def spread(shape):  # over how many of the collective's axes
         return sum(shape[axis] > 1 for axis in own)
 
-    shapes = sorted(all_meshes(n), key=split, reverse=True)[:2]
-    for shape in shapes:
-        for dtype in LIMITS:
-            try:
-                check_exchange(collective, own, shape, dtype)
-            except Wrong as e:
-                raise Wrong(f"{e} on mesh {shape} in {dtype}") from None
-    return f"equal on meshes {' and '.join(map(str, shapes))}"
+    shape = max(all_meshes(n), key=spread)
+    if not spread(shape):
+        raise Skipped("a device alone exchanges nothing")
+    mesh = Mesh(steps.device_grid(shape, jax.devices()[:n]), AXES)
 
+    def local(x):
+        return collective(x[0, 0, 0])[None, None, None]
 
-def check_exchange(collective, own, shape, dtype):
-    """`check_collective` on one mesh in one type, with whole numbers, whose sums are exact."""
+    lies = P(*AXES)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=lies, out_specs=lies, check_vma=False))
+
+    def in_groups(x):  # [dp, pp, tp, ...] -> [groups, devices along the axes, ...]
+        x = np.moveaxis(np.asarray(x, np.float64), own, range(3 - len(own), 3))
+        return x.reshape(-1, math.prod(shape[axis] for axis in own), *x.shape[3:])
+
     rng = np.random.default_rng(0)
-    mesh = Mesh(steps.device_grid(shape, jax.devices()[: math.prod(shape)]), AXES)
-    x = rng.integers(-4, 5, (*shape, *collective.shape)).astype(np.float64)
-
-    @partial(jax.shard_map, mesh=mesh, in_specs=P(*AXES), out_specs=P(*AXES), check_vma=False)
-    def run(x):
-        return collective.run(x[0, 0, 0])[None, None, None]
-
-    def groups(x):  # [groups, n, ...] of [dp, pp, tp, ...]
-        x = np.moveaxis(x, own, range(3 - len(own), 3))
-        n = math.prod(shape[axis] for axis in own)
-        return x.reshape(-1, n, *x.shape[3:])
-
-    def numbers(x):
-        return np.asarray(x, np.float64)
-
-    run = jax.jit(run)
-    out = run(jnp.asarray(x, dtype))
-    right = [np.stack(collective.plain(group)) for group in groups(x)]
-    if not np.array_equal(right, groups(numbers(out))):
-        raise Wrong("gives other numbers than numpy")
-    if collective.has_transpose:
-        g = rng.integers(-4, 5, out.shape).astype(np.float64)
-        [back] = jax.vjp(run, jnp.asarray(x, dtype))[1](jnp.asarray(g, dtype))
-        if (g * numbers(out)).sum() != (numbers(back) * x).sum():
-            raise Wrong("has a gradient that is not its transpose")
+    x = rng.integers(-4, 5, (*shape, *collective.shape))
+    right = [np.stack(collective.plain(group)) for group in in_groups(x)]
+    for dtype in LIMITS:
+        out = run(jnp.asarray(x, dtype))
+        if not np.array_equal(right, in_groups(out)):
+            raise Wrong(f"gives other numbers than numpy on mesh {shape} in {dtype}")
+        if collective.has_transpose:
+            g = rng.integers(-4, 5, out.shape)
+            _, transpose = jax.vjp(run, jnp.asarray(x, dtype))
+            [back] = transpose(jnp.asarray(g, dtype))
+            # what defines it: the inner product of g and f(x) is that of its gradient and x
+            if (in_groups(g) * in_groups(out)).sum() != (in_groups(back) * in_groups(x)).sum():
+                raise Wrong(f"has a wrong gradient on mesh {shape} in {dtype}")
+    return f"equal on mesh {shape}"
 
 
 # --- Models -------------------------------------------------------------------------------------------------------
@@ -281,21 +284,13 @@ def small_model(name, n, mesh=(1, 1, 1), **flags):
     return plan.fitted(one, size, n_device_axis=mesh, n_devices=size, microbatches=mesh[1])
 
 
-def random_tokens(cfg, mesh):
-    """Global (tokens, targets) of a step, the same on every mesh."""
-    *count, T = shape = steps.batch_shape(cfg)
-    rng = np.random.default_rng(0)
-    rows = rng.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1), np.int32)
-    return put_batch(rows.__getitem__, 0, shape, mesh)
-
-
 def loss_and_gradients(cfg):
     """The loss of random tokens and the gradients of the first parameters, as one device has them."""
     mesh = steps.make_mesh(cfg)
     table = model.param_table(cfg)
     draw = partial(parameters.init_params, table)
     params = jax.jit(draw, out_shardings=parameters.shardings(table, mesh))(jax.random.key(0))
-    tokens, targets = random_tokens(cfg, mesh)
+    tokens, targets = bench.random_batch(cfg, mesh)
     f = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
     f = jax.jit(f, compiler_options=COMPILER.get(jax.default_backend()))
     (loss, _), gradients = f(params, tokens[0], targets[0], jax.random.key(0), jnp.int32(0))
