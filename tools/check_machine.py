@@ -264,6 +264,7 @@ class Report:
             lines += ["## Train steps", ""]
             cells = [bench.cells(row) for row in self.step.rows]
             lines += common.markdown(list(cells[0]), [list(one.values()) for one in cells])
+            lines += ["", "(On accelerators peak GB is the largest of all steps so far.)"]
             for about in (self.step.trace, self.step.plan):
                 lines += ["", "```", *about, "```"]
             lines.append("")
@@ -317,5 +318,12 @@ def main(options):
     return 1 if report.named("FAILED") else 0
 
 
+def run(options):
+    """End the process with the status of `main`, or at once after a signal: the devices may hang."""
+    words = f"interrupted; {options.out}/report.md has what was found until then"
+    interrupts.watch(lambda number: interrupts.end(128 + number, words))
+    sys.exit(main(options))
+
+
 if __name__ == "__main__":
-    interrupts.run(lambda: sys.exit(main(options_given)))
+    interrupts.run(lambda: run(options_given))

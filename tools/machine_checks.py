@@ -234,43 +234,59 @@ def all_meshes(n):
     return sorted(shapes, key=lambda shape: shape.count(1))
 
 
+def widest_mesh(axes, n):
+    """The shape of n devices that spreads them over the most of these axes, or else over the most of all."""
+    own = [AXES.index(axis) for axis in axes]
+    return max(all_meshes(n), key=lambda shape: sum(shape[axis] > 1 for axis in own))
+
+
 def check_collective(collective, n):
     """Compare a collective and its gradient with numpy, in both types, of whole numbers, whose sums are exact."""
+    shape = widest_mesh(collective.axes, n)
     own = [AXES.index(axis) for axis in collective.axes]
-
-    def spread(shape):  # over how many of the collective's axes
-        return sum(shape[axis] > 1 for axis in own)
-
-    shape = max(all_meshes(n), key=spread)
-    if not spread(shape):
+    size = math.prod(shape[axis] for axis in own)
+    if size == 1:
         raise Skipped("a device alone exchanges nothing")
-    mesh = Mesh(steps.device_grid(shape, jax.devices()[:n]), AXES)
+    run = on_devices(collective, shape)
 
-    def local(x):
-        return collective(x[0, 0, 0])[None, None, None]
-
-    lies = P(*AXES)
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=lies, out_specs=lies, check_vma=False))
-
-    def in_groups(x):  # [dp, pp, tp, ...] -> [groups, devices along the axes, ...]
-        x = np.moveaxis(np.asarray(x, np.float64), own, range(3 - len(own), 3))
-        return x.reshape(-1, math.prod(shape[axis] for axis in own), *x.shape[3:])
+    def in_groups(x):
+        """[dp, pp, tp, ...] -> [groups, devices along the axes, ...]."""
+        x = np.asarray(x, np.float64)
+        x = np.moveaxis(x, own, range(3 - len(own), 3))
+        return x.reshape(-1, size, *x.shape[3:])
 
     rng = np.random.default_rng(0)
     x = rng.integers(-4, 5, (*shape, *collective.shape))
     right = [np.stack(collective.plain(group)) for group in in_groups(x)]
     for dtype in LIMITS:
-        out = run(jnp.asarray(x, dtype))
+        out, transpose = run(jnp.asarray(x, dtype))
         if not np.array_equal(right, in_groups(out)):
             raise Wrong(f"gives other numbers than numpy on mesh {shape} in {dtype}")
-        if collective.has_transpose:
-            g = rng.integers(-4, 5, out.shape)
-            _, transpose = jax.vjp(run, jnp.asarray(x, dtype))
-            [back] = transpose(jnp.asarray(g, dtype))
-            # what defines it: the inner product of g and f(x) is that of its gradient and x
-            if (in_groups(g) * in_groups(out)).sum() != (in_groups(back) * in_groups(x)).sum():
-                raise Wrong(f"has a wrong gradient on mesh {shape} in {dtype}")
+        if not collective.has_transpose:
+            continue
+        g = rng.integers(-4, 5, out.shape)
+        [back] = transpose(jnp.asarray(g, dtype))
+        forward = in_groups(g) * in_groups(out)
+        backward = in_groups(back) * in_groups(x)
+        if forward.sum() != backward.sum():  # which define it
+            raise Wrong(f"has a wrong gradient on mesh {shape} in {dtype}")
     return f"equal on mesh {shape}"
+
+
+def on_devices(collective, shape):
+    """Function of [dp, pp, tp, ...], an array for each device of a mesh: (what each gets, the transpose or None)."""
+    devices = jax.devices()[: math.prod(shape)]
+    mesh = Mesh(steps.device_grid(shape, devices), AXES)
+
+    def local(x):
+        return collective(x[0, 0, 0])[None, None, None]
+
+    lies = P(*AXES)
+    run = jax.shard_map(local, mesh=mesh, in_specs=lies, out_specs=lies, check_vma=False)
+    run = jax.jit(run)
+    if collective.has_transpose:
+        return lambda x: jax.vjp(run, x)
+    return lambda x: (run(x), None)
 
 
 # --- Models -------------------------------------------------------------------------------------------------------
