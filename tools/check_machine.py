@@ -225,7 +225,7 @@ class Report:
         jax.config.update("jax_default_matmul_precision", None)  # whatever an earlier check set
         try:
             if began - self.began > 60 * self.options.minutes * LATEST.get(name.split()[0], 1):
-                raise Skipped(f"it would take more than --minutes {self.options.minutes:g}")
+                raise Skipped(f"--minutes {self.options.minutes:g} leaves no time for it")
             row.update(found=check(), verdict="passed")
         except Skipped as e:
             row.update(found=str(e), verdict="skipped")
