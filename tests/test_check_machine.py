@@ -37,11 +37,11 @@ def test_broken_parts_are_named_and_the_others_still_checked(tmp_path, monkeypat
     monkeypatch.setattr(collectives, "next_stage", lambda x: lax.ppermute(x, "pp", [(0, 0)]))
     monkeypatch.setattr(collectives, "share_out", lambda x, stage: x.no_such)
     status, verdicts, page = checked(tmp_path, "kernel loss", "collective n", "collective s")
-    broken = ["kernel loss", "collective next_stage", "collective share_out"]
+    broken = "kernel loss", "collective next_stage over pp", "collective share_out over pp"
     assert status == 1 and page.startswith(f"# Machine check: FAILED: {', '.join(broken)}; ")
-    assert [name for name, verdict in verdicts.items() if verdict == "FAILED"] == broken
-    assert verdicts["collective sum_over"] == "passed" and "AttributeError" in page
-    assert "gives other numbers than numpy on mesh (2, 2, 2) in float32" in page
+    assert [name for name, verdict in verdicts.items() if verdict == "FAILED"] == [*broken]
+    assert verdicts["collective sum_over over dp+pp+tp"] == "passed" and "AttributeError" in page
+    assert "FAILED collective next_stage over pp: gives other numbers than numpy on" in page
 
 
 def test_a_gradient_of_another_scale_is_found():

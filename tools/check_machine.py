@@ -212,6 +212,7 @@ class Report:
     def __init__(self, options, step):
         self.options = options
         self.step = step
+        self.machine = machine()
         self.began = time.monotonic()
         self.rows = []  # {name, verdict, found, seconds} of each check
         self.whole = False
@@ -250,22 +251,26 @@ class Report:
 
     def write(self):
         step = self.step
-        content = dict(program=PROGRAM, verdict=self.verdict(), machine=machine(), checks=self.rows)
-        content |= dict(configurations=step.rows, trace=step.trace, plan=step.plan)
+        content = dict(program=PROGRAM, verdict=self.verdict(), machine=self.machine)
+        content |= dict(checks=self.rows, configurations=step.rows)
+        content |= dict(trace=step.trace, plan=step.plan)
         write_json(f"{self.options.out}/report.json", content)
-        write_file(f"{self.options.out}/report.md", "\n".join(self.page(content["machine"])) + "\n")
+        write_file(f"{self.options.out}/report.md", "\n".join(self.page()) + "\n")
 
-    def page(self, where):
+    def page(self):
         """Lines of Markdown."""
         lines = [f"# Machine check: {self.verdict()}", ""]
-        lines += [f"- {name}: {value}" for name, value in where.items()]
+        for row in self.rows:
+            if row["verdict"] == "FAILED":
+                lines.append(f"- FAILED {row['name']}: {row['found']}")
+        lines += [f"- {name}: {value}" for name, value in self.machine.items()]
         lines += ["- attach this page and report.json to an issue, whatever the verdict is", ""]
         if self.step.rows:
             lines += ["## Train steps", ""]
             cells = [bench.cells(row) for row in self.step.rows]
             lines += common.markdown(list(cells[0]), [list(one.values()) for one in cells])
             lines += ["", "(On accelerators peak GB is the largest of all steps so far.)"]
-            for about in (self.step.trace, self.step.plan):
+            for about in filter(None, (self.step.trace, self.step.plan)):
                 lines += ["", "```", *about, "```"]
             lines.append("")
         lines += ["## Checks", ""]
