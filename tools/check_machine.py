@@ -72,8 +72,8 @@ VARIED = ("remat", "fsdp")
 # --- The step -----------------------------------------------------------------------------------------------------
 
 
-def largest_preset(devices):
-    """Validated Config of the largest preset that fits by the formulas, with a batch that makes a short step."""
+def presets_that_fit(devices):
+    """Yield validated Configs of presets that fit by the formulas, the largest first, with batches for short steps."""
     machine = plan.machine_of(devices)
     found = []
     for name in ["tiny"] if devices[0].platform == "cpu" else PRESETS:
@@ -87,9 +87,8 @@ def largest_preset(devices):
         a = plan.answer(cfg, machine)
         if fits(a):
             found.append((a.parameters["total"], name, cfg))
-    if not found:
-        raise Skipped("no preset fits the devices by the plan")
-    return max(found)[-1]
+    for _, _, cfg in sorted(found, reverse=True):
+        yield cfg
 
 
 def cut_batch(cfg, machine):
@@ -108,20 +107,27 @@ def fits(a):
 
 
 class Step:
-    """The train step of `largest_preset`, and what its checks found for the page."""
+    """The train step of the largest preset that fits, and what its checks found for the page."""
 
     def __init__(self, out):
         self.out = out
         self.machine = plan.machine_of(jax.devices())
+        self.presets = presets_that_fit(jax.devices())
         self.cfg = None
         self.rows = []  # of bench.row; the first is of the preset's own flags
         self.trace = []  # lines
         self.plan = []  # lines
 
     def measure(self):
-        self.cfg = largest_preset(jax.devices())
+        """Measure the step of the largest preset that was not tried yet."""
+        if self.rows:
+            raise Skipped("a larger one was measured")
+        self.cfg = next(self.presets, None)
+        if not self.cfg:
+            raise Skipped("no preset fits by the plan")
         row = self.run(self.cfg.run.preset, self.cfg)
-        return f"{row['step_seconds'][1]:.4f} s for {row['tokens_per_step']:,} tokens"
+        seconds, tokens = row["step_seconds"][1], row["tokens_per_step"]
+        return f"{self.cfg.run.preset}: {seconds:.4f} s for {tokens:,} tokens"
 
     def run(self, name, cfg):
         """Measure the step of a configuration, which stays in `bench.compiled`, and return its row."""
@@ -197,6 +203,7 @@ def checks_of(step):
             place = "x".join(map(str, mesh))
             found[f"model {name} on {place}"] = partial(checks.check_model, name, n, mesh)
     found["step"] = step.measure
+    found["step of a smaller preset"] = step.measure  # where the plan erred
     found["step and its trace"] = step.profile
     found["step and its plan"] = step.make_plan
     for flag in VARIED:
