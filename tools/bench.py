@@ -44,7 +44,6 @@ def prepare(cfg):
     platforms.set_xla_flags(cfg.run.n_devices)  # before jax is imported
     import jax
 
-    import dataset
     import model
     from training import steps
     from training.optimizer import make_optimizer
@@ -57,22 +56,30 @@ def prepare(cfg):
     began = time.perf_counter()
     step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
     seconds = time.perf_counter() - began
-    *count, T = shape = steps.batch_shape(cfg)
-    random = np.random.default_rng(cfg.run.seed)
-    rows = random.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1), np.int32)
     compiled["step"] = step
     compiled["state"] = steps.init_state(cfg, abstract, optimizer)
-    compiled["batch"] = dataset.put_batch(rows.__getitem__, 0, shape, mesh)
+    compiled["batch"] = random_batch(cfg, mesh)
     used = step.memory_analysis()
     new_outputs = used.output_size_in_bytes - used.alias_size_in_bytes
     return dict(
         device=mesh.devices.flat[0].device_kind,
         devices=mesh.size,
-        tokens_per_step=math.prod(shape),
+        tokens_per_step=math.prod(steps.batch_shape(cfg)),
         flops_per_token=model.flops_per_token(cfg),
         compiler_bytes=used.argument_size_in_bytes + used.temp_size_in_bytes + new_outputs,
         compile_seconds=seconds,
     )
+
+
+def random_batch(cfg, mesh):
+    """Global (tokens, targets) [accumulation, M, B, T] of random tokens, the same sequences on every mesh."""
+    from dataset import put_batch
+    from training import steps
+
+    *count, T = shape = steps.batch_shape(cfg)
+    random = np.random.default_rng(cfg.run.seed)
+    rows = random.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1), np.int32)
+    return put_batch(rows.__getitem__, 0, shape, mesh)
 
 
 def run_steps(n):

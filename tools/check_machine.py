@@ -1,0 +1,341 @@
+"""How good is this machine for training? One command, ten minutes, one page to attach to a report.
+
+python tools/check_machine.py
+
+It needs neither data nor flags, and runs on one host. The page is written anew with each check: Ctrl-C or a crash
+leaves what was found until then.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
+    from runtime import interrupts
+
+    interrupts.begin()
+
+import math
+import subprocess
+import time
+import traceback
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from types import SimpleNamespace
+
+import utils
+from runtime import chips, parser, platforms
+from runtime.files import check_place, names_in, read_json, write_file, write_json
+from runtime.messages import UserError, first_line, say
+from tools import bench, common
+
+PROGRAM = "tools/check_machine.py"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Check this machine, and write a page about it."""
+
+    out: str = "machine-report"
+    """Folder for the page, report.md, for the same as report.json, and for a trace."""
+    only: tuple[str, ...] = ()
+    """Beginnings of names: only such checks run, as with kernel collective resume model step flag."""
+    minutes: float = parser.flag(10.0, least=0.1)
+    """Minutes for all checks. Those that would begin too late are skipped."""
+    n_devices: int = utils.Run.n_devices
+    """Devices to simulate where there is no accelerator; 0: one."""
+
+
+if __name__ == "__main__":
+    options_given = common.read_options(Options, PROGRAM)
+    platforms.set_xla_flags(options_given.n_devices)
+
+import jax
+import numpy as np
+
+from planning import machines, plan
+from presets import PRESETS, preset
+from tools import machine_checks as checks
+from tools import trace
+from tools.machine_checks import Skipped, Wrong
+from training import settings
+from training.profiling import Profile
+
+PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-nccl-cu12 libtpu"
+# {first word of a check's name: share of --minutes after which none begins}; all others have all of it
+LATEST = {"model": 0.5, "flag": 0.8}
+LONG = 2.0  # planned seconds of a step above which its batch is cut
+ROUNDS, STEPS = 5, 2  # measured after a first step
+VARIED = ("remat", "fsdp")
+
+# --- The step -----------------------------------------------------------------------------------------------------
+
+
+def presets_that_fit(devices):
+    """Yield validated Configs of presets that fit by the formulas, the largest first, with batches for short steps."""
+    machine = plan.machine_of(devices)
+    found = []
+    for name in ["tiny"] if devices[0].platform == "cpu" else PRESETS:
+        cfg = preset(name)
+        if machine.chip.float32:
+            cfg = utils.replace(cfg, model_dtype="float32")
+        try:
+            cfg = cut_batch(settings.validate(cfg, len(devices)), machine)
+        except UserError:  # it cannot be spread over so many devices
+            continue
+        a = plan.answer(cfg, machine)
+        if fits(a):
+            found.append((a.parameters["total"], name, cfg))
+    for _, _, cfg in sorted(found, reverse=True):
+        yield cfg
+
+
+def cut_batch(cfg, machine):
+    """`cfg` with half of its microbatches, as often as its step is long by the plan; as few as can be on a CPU."""
+    d = cfg.data
+    is_long = machine.platform == "cpu" or plan.answer(cfg, machine).seconds["step"] > LONG
+    if d.microbatches % 2 or not is_long:
+        return cfg
+    half = dict(train_batch_size=d.train_batch_size // 2, microbatches=d.microbatches // 2)
+    return cut_batch(utils.replace(cfg, **half), machine)
+
+
+def fits(a):
+    """Whether what is planned fits with some room left."""
+    return a.memory["total"] < (1 - plan.MARGIN) * a.memory["limit"]
+
+
+class Step:
+    """The train step of the largest preset that fits, and what its checks found for the page."""
+
+    def __init__(self, out):
+        self.out = out
+        self.machine = plan.machine_of(jax.devices())
+        self.presets = presets_that_fit(jax.devices())
+        self.cfg = None
+        self.rows = []  # of bench.row; the first is of the preset's own flags
+        self.trace = []  # lines
+        self.plan = []  # lines
+
+    def measure(self):
+        """Measure the step of the largest preset that was not tried yet."""
+        if self.rows:
+            raise Skipped("a larger one was measured")
+        self.cfg = next(self.presets, None)
+        if not self.cfg:
+            raise Skipped("no preset fits by the plan")
+        row = self.run(self.cfg.run.preset, self.cfg)
+        seconds, tokens = row["step_seconds"][1], row["tokens_per_step"]
+        return f"{self.cfg.run.preset}: {seconds:.4f} s for {tokens:,} tokens"
+
+    def run(self, name, cfg):
+        """Measure the step of a configuration, which stays in `bench.compiled`, and return its row."""
+        now = bench.compiled
+        now.clear()  # the devices have room for one
+        about = bench.prepare(utils.replace(cfg, compilation_cache=""))
+        now["state"], metrics = now["step"](now["state"], *now["batch"])
+        if not math.isfinite(metrics["loss/train_loss"]):
+            raise Wrong("the loss of the first step is not finite")
+        seconds = np.transpose([bench.run_steps(STEPS) for _ in range(ROUNDS)])
+        speed, per_cpu_second = about["tokens_per_step"] * STEPS / seconds
+        first = self.rows[0]["tokens_per_second"][1] if self.rows else np.median(speed)
+        worker = SimpleNamespace(name=name, about=about, call=lambda function: function())
+        self.rows.append(bench.row(worker, speed, per_cpu_second, first))
+        return self.rows[-1]
+
+    def need(self):
+        if not self.rows:
+            raise Skipped("no step was measured")
+
+    def profile(self):
+        """Trace three steps, and say where their time went."""
+        self.need()
+        cfg = utils.replace(self.cfg, profile="1:3", output_dir=self.out, name="step")
+        profile = Profile(cfg, 0)
+        profile.begin(1, bench.compiled["step"], lambda: None)
+        bench.run_steps(3)
+        profile.note(3)
+        profile.close()
+        opened = trace.open_trace(cfg.run.folder)
+        found = trace.measure(opened)
+        self.trace = trace.report(opened, found, trace.beside(opened, found))
+        return f"{found.step:.4f} s of a device in a step"
+
+    def make_plan(self):
+        """Plan the program that was measured."""
+        self.need()
+        kind = self.rows[0]["device"]
+        if not chips.chip_of(kind):
+            raise Skipped(f"there is no plan for {kind}, whose speeds are not known")
+        program = bench.compiled["step"]
+        used = program.memory_analysis()
+        arguments = used.argument_size_in_bytes
+        temporaries = used.peak_memory_in_bytes - arguments
+        compiled = machines.Compiled(program.as_text(), arguments, temporaries)
+        a = plan.answer(self.cfg, self.machine, compiled)
+        self.plan = plan.report(a, self.machine)
+        return f"{a.overlapped['step']:.4f} s a step"
+
+    def vary(self, flag, value):
+        """Measure the step with another value of a flag."""
+        self.need()
+        cfg = utils.replace(self.cfg, **{flag: value})
+        if not fits(plan.answer(cfg, self.machine)):
+            raise Skipped("it does not fit by the plan")
+        row = self.run(f"--{flag} {value}", cfg)
+        return f"{row['ratio'][1]:.2f} x the speed of the preset's own flags"
+
+
+# --- The checks ---------------------------------------------------------------------------------------------------
+
+
+def checks_of(step):
+    """{name: check}, in the order in which they run."""
+    n = 1 << jax.device_count().bit_length() - 1  # a power of two, which meshes divide
+    meshes = checks.all_meshes(n)
+    found = checks.kernel_checks()
+    for name, one in checks.list_collectives(n).items():
+        found[name] = partial(checks.check_collective, one, n)
+    found["resume"] = partial(checks.check_resume, n, meshes[0])
+    for mesh in meshes:
+        for name in checks.MODELS:
+            place = "x".join(map(str, mesh))
+            found[f"model {name} on {place}"] = partial(checks.check_model, name, n, mesh)
+    found["step"] = step.measure
+    found["step of a smaller preset"] = step.measure  # where the plan erred
+    found["step and its trace"] = step.profile
+    found["step and its plan"] = step.make_plan
+    for flag in VARIED:
+        for value in plan.WAYS[flag]:
+            if value != utils.FIELDS[flag].default:
+                found[f"flag --{flag} {value}"] = partial(step.vary, flag, value)
+    return found
+
+
+class Report:
+    """The checks' verdicts, and the page about them."""
+
+    def __init__(self, options, step):
+        self.options = options
+        self.step = step
+        self.machine = machine()
+        self.began = time.monotonic()
+        self.rows = []  # {name, verdict, found, seconds} of each check
+        self.whole = False
+
+    def run(self, name, check):
+        """Run a check. Whatever it raises fails it, but Skipped."""
+        row = dict(name=name, verdict="did not end", found="", seconds=None)
+        self.rows.append(row)
+        self.write()
+        began = time.monotonic()
+        jax.config.update("jax_default_matmul_precision", None)  # whatever an earlier check set
+        try:
+            if began - self.began > 60 * self.options.minutes * LATEST.get(name.split()[0], 1):
+                raise Skipped(f"--minutes {self.options.minutes:g} leaves no time for it")
+            row.update(found=check(), verdict="passed")
+        except Skipped as e:
+            row.update(found=str(e), verdict="skipped")
+        except (Wrong, UserError) as e:
+            row.update(found=str(e), verdict="FAILED")
+        except Exception as e:  # whatever a machine makes the libraries raise
+            words = f"{type(e).__name__}: {first_line(e)}"
+            row.update(found=words, verdict="FAILED", traceback=traceback.format_exc())
+        row["seconds"] = time.monotonic() - began
+        say(f"{row['verdict']:<7} {name}: {row['found']} ({row['seconds']:.0f} s)")
+
+    def named(self, verdict):
+        return [row["name"] for row in self.rows if row["verdict"] == verdict]
+
+    def verdict(self):
+        """One line, which the page begins with."""
+        failed = self.named("FAILED")
+        words = f"{len(self.named('passed'))} checks passed, {len(self.named('skipped'))} skipped"
+        if failed:
+            words = f"FAILED: {', '.join(failed)}; {words}"
+        return words if self.whole else f"not finished; {words}"
+
+    def write(self):
+        step = self.step
+        content = dict(program=PROGRAM, verdict=self.verdict(), machine=self.machine)
+        content |= dict(checks=self.rows, configurations=step.rows)
+        content |= dict(trace=step.trace, plan=step.plan)
+        write_json(f"{self.options.out}/report.json", content)
+        write_file(f"{self.options.out}/report.md", "\n".join(self.page()) + "\n")
+
+    def page(self):
+        """Lines of Markdown."""
+        lines = [f"# Machine check: {self.verdict()}", ""]
+        for row in self.rows:
+            if row["verdict"] == "FAILED":
+                lines.append(f"- FAILED {row['name']}: {row['found']}")
+        lines += [f"- {name}: {value}" for name, value in self.machine.items()]
+        lines += ["- attach this page and report.json to an issue, whatever the verdict is", ""]
+        if self.step.rows:
+            lines += ["## Train steps", ""]
+            cells = [bench.cells(row) for row in self.step.rows]
+            lines += common.markdown(list(cells[0]), [list(one.values()) for one in cells])
+            lines += ["", "(On accelerators peak GB is the largest of all steps so far.)"]
+            for about in filter(None, (self.step.trace, self.step.plan)):
+                lines += ["", "```", *about, "```"]
+            lines.append("")
+        lines += ["## Checks", ""]
+        rows = []
+        for row in self.rows:
+            seconds = "" if row["seconds"] is None else f"{row['seconds']:.1f}"
+            rows.append([row["name"], row["verdict"], row["found"].replace("|", "/"), seconds])
+        return lines + common.markdown(["check", "verdict", "found", "seconds"], rows)
+
+
+def machine():
+    """{name: words} about where this runs."""
+    devices, here = jax.devices(), bench.machine()
+    versions = [f"Python {sys.version.split()[0]}"]
+    for package in PACKAGES.split():
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            pass
+    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    git = ["git", "-C", root, "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return {
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "host": f"{here['cores']} cores of {here['cpu']}",
+        "versions": ", ".join(versions),
+        "driver": first_line(devices[0].client.platform_version),
+        "commit": commit or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main(options):
+    """Run the checks and write the page. Returns 1 where any failed, else 0."""
+    check_place(f"{options.out}/report.md", "--out")
+    if names_in(options.out) and read_json(options.out, "report.json").get("program") != PROGRAM:
+        raise UserError(f"--out {options.out}: holds files of others; give another folder.")
+    step = Step(options.out)
+    found = checks_of(step)
+    if options.only:
+        found = {name: check for name, check in found.items() if name.startswith(options.only)}
+    if not found:
+        raise UserError(f"--only {' '.join(options.only)}: no check's name begins so.")
+    report = Report(options, step)
+    for name, check in found.items():
+        report.run(name, check)
+    report.whole = True
+    report.write()
+    say(f"{report.verdict()}; {options.out}/report.md has all of it")
+    return 1 if report.named("FAILED") else 0
+
+
+def run(options):
+    """End the process with the status of `main`, or at once after a signal: the devices may hang."""
+    words = f"interrupted; {options.out}/report.md has what was found until then"
+    interrupts.watch(lambda number: interrupts.end(128 + number, words))
+    sys.exit(main(options))
+
+
+if __name__ == "__main__":
+    interrupts.run(lambda: run(options_given))
