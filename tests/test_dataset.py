@@ -333,7 +333,7 @@ def test_an_edited_manifest_is_refused(described):
     for key in made:
         for others in (made | {key: "x"}, {k: v for k, v in made.items() if k != key}):
             path.write_text(json.dumps(others))
-            assert f"{path}: manifest_sha256 is not the hash" in refused(described)
+            assert f"{path}: manifest_sha256 does not match" in refused(described)
     path.write_text(json.dumps(dict(reversed(made.items()))))  # laid out otherwise, it is the same
     assert open_described(described).n_sequences
     path.unlink()
@@ -356,7 +356,7 @@ def test_files_and_manifest_agree(described):
         (train / name).unlink()
     path = train / manifest.NAME
     path.write_text(manifest.dump(json.loads(path.read_text()) | {"dtype": "uint32"}))
-    assert f"(it has {len(content):,} bytes, and by {path} {128 + 4 * 1001:,})" in said()
+    assert f"(it has {len(content):,} bytes; {path} says {128 + 4 * 1001:,})" in said()
     describe(described)
     (train / "notes.txt").write_text("no shard")
     assert open_described(described).n_sequences

@@ -509,7 +509,7 @@ def test_missing_rights_are_one_sentence_and_nothing_else(train, monkeypatch, ca
         lambda: train(init_from="gs://bucket/x"),
     ]
     for work in works:
-        refusal(work, "gs://bucket/", " cannot be used", "credentials are good for it.")
+        refusal(work, "gs://bucket/", " cannot be used", "credentials give access to it.")
     server.shutdown()
     fsspec.get_filesystem_class("gs").clear_instance_cache()
     assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
