@@ -228,7 +228,7 @@ class Interrupt:
             say(f"{name}: stopping after this step, with a checkpoint")
         elif self.received == 2:
             say(
-                f"{name}: still finishing what it began; a third signal ends it at once and loses "
+                f"{name}: still finishing what it began; a third signal ends it at once, losing "
                 f"{self.unsaved()}"
             )
         else:
