@@ -206,7 +206,7 @@ def test_mistakes_get_a_sentence(tasks_folder, tmp_path, named_tokenizers, monke
     (tmp_path / "gone.yaml").write_text(f"{lines}test_split: test\ndoc_to_text: a\n")
     lm = SimpleNamespace(encoding=tokenization.load_tokenizer("gpt2"), T=12)
     for name, folder, *parts in [
-        (",", tasks_folder, "--tasks", "no name"),
+        (",", tasks_folder, "--tasks", "names no task"),
         ("local_choice", tasks_folder, "--tasks local_choice", "nearest is local_choices"),
         ("local_choices", "nowhere", "--include_path nowhere", "no such folder"),
         ("gone", tmp_path, "--tasks gone", "gone.jsonl"),
