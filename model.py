@@ -552,14 +552,6 @@ def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
     return x, cache, WithGrad(weights.value, weights.grad | own.grad)
 
 
-# What --remat keeps of a layer's forward pass for its backward pass beside its input
-KEPT = {
-    "dots": jax.checkpoint_policies.save_only_these_names("product"),
-    "experts": jax.checkpoint_policies.save_only_these_names("experts"),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-
-
 def recompute(cfg, kind, run):
     """`run`, which runs a layer, with a backward pass that computes anew what --remat does not keep.
 
@@ -573,7 +565,8 @@ def recompute(cfg, kind, run):
     is_loop = blocks_of_stage(cfg) > 1 or not runs_once(cfg)
     in_block = cfg.model.layers_per_block > 1 and kind in architecture_of(cfg).stacks
     barriers = platform() == "cpu" or not (is_loop and in_block)
-    return jax.checkpoint(run, prevent_cse=barriers, policy=KEPT[cfg.model.remat])
+    named = jax.checkpoint_policies.save_only_these_names(cfg.model.remat)  # by `checkpoint_name`
+    return jax.checkpoint(run, prevent_cse=barriers, policy=named)
 
 
 def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):

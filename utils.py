@@ -100,8 +100,8 @@ class Model:
     model_dtype: Literal["bfloat16", "float32"] = flag("bfloat16", of_weights=False)
     """Type of activations and matrix products; parameters and delicate sums are always float32."""
     remat: Literal["none", "dots", "experts", "full"] = setting("full")
-    """What a layer recomputes in the backward pass. dots: all but products with weights other than experts'. experts:
-    all but what routed experts receive and its first product."""
+    """What a layer keeps for its backward pass, beside its input; it recomputes the rest. dots: products with weights
+    other than experts'. experts: what routed experts receive, and their first product. full: nothing more."""
     fsdp: Literal["full", "hoist", "none"] = setting("hoist")
     """Weights over dp. full: split, gathered before every use, for the least memory. hoist: split, gathered once a
     batch, and as full where that is one microbatch in one stage. none: whole on every replica (experts are always

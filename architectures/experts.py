@@ -305,11 +305,10 @@ def one_round(C, first, queues, x, gates, up, down):
     gates = take_gates(gates, at).reshape(E, C, 1)
 
     # 3. The experts.
-    h = product("ensd,egdf->ensgf", buckets, up, keep=False)
-    h = activate(checkpoint_name(h, "experts"))
+    h = activate(product("ensd,egdf->ensgf", buckets, up, kept_by="experts"))
     gates = to_experts(gates)  # [E/(dp tp), dp tp, C, 1]
     h = jnp.einsum("ensf,ens->ensf", h, gates[..., 0])
-    out = product("ensf,edf->ensd", h, down, keep=False)
+    out = product("ensf,edf->ensd", h, down, kept_by=None)
 
     # 4. Outputs come back, and every token adds up those of its choices.
     out = from_experts(out).reshape(E * C, D)

@@ -114,13 +114,13 @@ def _take_backward(index, gradients):
 take.defvjp(_take_forward, _take_backward)
 
 
-def product(spec, x, w, keep=True):
-    """`jnp.einsum(spec, x, w)` of activations x and a weight w; --remat dots keeps the result, unless `keep` is false.
+def product(spec, x, w, kept_by="dots"):
+    """`jnp.einsum(spec, x, w)` of activations x and a weight w; the --remat `kept_by`, if any, keeps it.
 
     The transpose puts the smaller of x and the result's gradient first, since CPUs copy the first operand of a product.
     """
     y = _product(spec, x, w)
-    return checkpoint_name(y, "product") if keep else y
+    return checkpoint_name(y, kept_by) if kept_by else y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -315,8 +315,8 @@ def what_would_fit(cfg, machine, memory):
 
 def in_parts(memory):
     """Words: what a device holds, of {part: bytes}."""
-    parts = memory.keys() - {"total", "limit"}
-    return ", ".join(f"{part} {size(memory[part])}" for part in memory if part in parts)
+    parts = [part for part in memory if part not in ("total", "limit")]
+    return ", ".join(f"{part} {size(memory[part])}" for part in parts)
 
 
 def machine_of(devices):

@@ -181,7 +181,7 @@ def write_file(path, content):
             f.write(content)
     except OSError as e:
         raise UserError(
-            f"{path} cannot be written ({e.strerror}); give one that can be, with enough room."
+            f"{path} cannot be written ({e.strerror}); give another place, with enough room."
         ) from None
 
 
@@ -195,7 +195,7 @@ def check_place(path, flag):
         tempfile.TemporaryFile(dir=at).close()
     except OSError as e:
         raise UserError(
-            f"{flag} {path}: cannot be written ({e.strerror}); give one that can be."
+            f"{flag} {path}: cannot be written ({e.strerror}); give another place."
         ) from None
 
 

@@ -227,10 +227,7 @@ class Interrupt:
             self.signal = number
             say(f"{name}: stopping after this step, with a checkpoint")
         elif self.received == 2:
-            say(
-                f"{name}: still finishing what it began; a third signal ends it at once, losing "
-                f"{self.unsaved()}"
-            )
+            say(f"{name}: still stopping; a third signal ends it at once, losing {self.unsaved()}")
         else:
             interrupts.end(128 + number, f"{name}: ended at once, losing {self.unsaved()}")
 
