@@ -224,7 +224,8 @@ class Run:
     output_dir: str = setting("runs", per_process=True, first=True)
     """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
     init_from: str = setting("", first=True)
-    """Weights of a new run: a run directory or a Hugging Face folder, which has the architecture."""
+    """Weights of a new run: a run directory, a Hugging Face folder, or hf://ORGANISATION/NAME[@REVISION] or gpt2 of its
+    hub. They have the architecture."""
     n_device_axis: Mesh = setting((0, 1, 1), first=True, most=MANY)
     """Mesh shape: dp pp tp. dp 0: all devices that are left."""
     n_devices: int = setting(0, first=True, most=MANY)

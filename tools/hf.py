@@ -31,7 +31,7 @@ from tokenizers import pre_tokenizers
 
 import utils
 from data import tokenization
-from inference import hugging_face, weights
+from inference import hub, hugging_face, weights
 from runtime.files import is_remote, part_of, read_json, write_json
 from runtime.messages import UserError, say
 from runtime.parser import place
@@ -40,7 +40,8 @@ from training import checkpointing, settings, steps
 
 
 def import_folder(folder, run_dir):
-    """Write a run directory with the weights of `folder` as its only checkpoint."""
+    """Write a run directory with the weights of `folder`, or of a model of the hub, as its only checkpoint."""
+    folder = hub.download(folder)
     flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
@@ -174,7 +175,7 @@ class Options:
     command: Literal["export", "import"] = place()
     """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone."""
     source: str = place()
-    """The run directory, or the folder to import."""
+    """The run directory, or the folder to import, or hf://ORGANISATION/NAME of the Hugging Face hub."""
     target: str = place()
     """The folder or run directory to write."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -182,7 +183,9 @@ class Options:
 
 
 def main(options):
-    local = [options.target] if options.command == "export" else [options.target, options.source]
+    local = [options.target]
+    if options.command == "import" and not hub.is_on_hub(options.source):
+        local.append(options.source)
     for path in filter(is_remote, local):
         raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
     if os.path.lexists(options.target):
