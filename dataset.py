@@ -5,6 +5,7 @@ Sequence i of a shard is its tokens i*T .. i*T + T; the last of them is only a t
 the same place anywhere, and one integer is its whole state.
 """
 
+import glob
 import hashlib
 import itertools
 import json
@@ -36,6 +37,16 @@ PERIOD = 100_000
 READERS = ThreadPoolExecutor(32, "read")
 
 # --- Sequences --------------------------------------------------------------------------------------------------
+
+
+def instead(folder):
+    """What the message says that a folder, train or val, holds no shards: where they are, or what makes them."""
+    root, split = os.path.split(folder)
+    if near := sorted(glob.glob(f"{glob.escape(root)}/*/{split}/*.npy")):
+        return f"give a folder in it, such as {os.path.dirname(os.path.dirname(near[0]))}"
+    if os.path.isfile(root) or glob.glob(f"{glob.escape(root)}/*.*"):
+        return f"bash run.sh local --data {root} makes shards of its text and trains on them"
+    return "data/tokenize_shards.py makes them (val with a --val_fraction above 0), and run.sh local does so by itself"
 
 
 class Corpus:
@@ -75,8 +86,7 @@ class Corpus:
             manifest.check_files(self.folder, self.manifest, found)
         if not found:
             raise UserError(
-                f"--data: there are no shards (.npy) in {self.folder}; data/tokenize_shards.py "
-                f"makes them (val with a --val_fraction above 0), and run.sh local does so by itself."
+                f"--data: there are no shards (.npy) in {self.folder}; {instead(self.folder)}."
             )
         cache = Cache(f"{data.cache_dir}/blocks", data.cache_gb * 1e9)
         return [

@@ -17,10 +17,13 @@ local: trains on this machine. Sets up .venv, makes the corpus if it is missing 
 tokenizer trained on it) and starts main.py with these flags where they are not given:
 
   --preset tiny
-  --data data/shards/stdlib               or stdlib-X, tokenized with X, beside --tokenizer X; nothing is tokenized
-                                          if --data is given
+  --data data/shards/stdlib               or stdlib-X, tokenized with X, beside --tokenizer X
   --n_devices 8 --n_device_axis 2 2 2     without an accelerator: simulated devices; as many as a given
                                           --n_device_axis needs
+
+--data may also name text, a file or a folder of it (.txt, .md, .jsonl, .parquet, also .gz and .zst), as in: bash run.sh
+local --data input.txt. It is tokenized into data/shards/NAME, here data/shards/input, with a tokenizer that is trained
+on it where --tokenizer is not given, and the run has that NAME.
 
 --max_restarts: main.py is started again, up to N times, after a crash, a lost peer or a preemption, not after an error
 in the flags.
@@ -106,16 +109,18 @@ on_a_host() {
 }
 
 # read_given FLAG...: which flags were given, as main.py reads them: --flag value or --flag=value, hyphens for
-# underscores. Sets `given`, `tokenizer` (its value) and `n_devices` (the product of --n_device_axis).
+# underscores. Sets `given`, `tokenizer` and `data` (their values) and `n_devices` (the product of --n_device_axis).
 read_given() {
-  local i flag
-  given=' ' tokenizer='' n_devices=''
+  local i flag value
+  given=' ' tokenizer='' data='' n_devices=''
   for ((i = 1; i <= $#; i++)); do
     [[ ${!i} =~ ^(--?[A-Za-z][A-Za-z0-9_-]*)(=(.*))?$ ]] || continue
     flag=${BASH_REMATCH[1]//-/_}
     given+="$flag "
+    if [[ ${!i} == *=* ]]; then value=${BASH_REMATCH[3]}; else value=${*:i+1:1}; fi
     case $flag in
-      __tokenizer) if [[ ${!i} == *=* ]]; then tokenizer=${BASH_REMATCH[3]}; else tokenizer=${*:i+1:1}; fi ;;
+      __tokenizer) tokenizer=$value ;;
+      __data | __bucket_name) data=$value ;;
       __n_device_axis)
         if [[ ${*:i+1:3} =~ ^([1-9][0-9]*)\ ([1-9][0-9]*)\ ([1-9][0-9]*)$ ]]; then
           n_devices=$((BASH_REMATCH[1] * BASH_REMATCH[2] * BASH_REMATCH[3]))
@@ -126,16 +131,25 @@ read_given() {
 }
 gave() { [[ $given == *" $1 "* ]]; }
 
-# make_corpus BUCKET: tokenize Python's standard library into BUCKET, unless its shards are there.
+# is_text PATH: whether it is a local file, or a folder without shards.
+is_text() {
+  [[ -f $1 ]] || { [[ -d $1 ]] && ! compgen -G "$1/train/*.npy" >/dev/null && ! compgen -G "$1/*/train/*.npy" >/dev/null; }
+}
+
+# make_corpus SOURCE BUCKET RANKS: tokenize SOURCE into BUCKET, unless its shards are there, with --tokenizer or one
+# that is trained on it and stored as RANKS.
 make_corpus() {
+  local vocabulary=8192
   if [[ -z $tokenizer ]]; then
-    tokenizer=data/shards/bpe8192.tiktoken
+    tokenizer=$3
+    # little text has fewer words
+    [[ $1 == stdlib ]] || (($(du -skL -- "$1" | cut -f 1) > 1000)) || vocabulary=1024
     [[ -f $tokenizer ]] ||
-      "$python" data/train_tokenizer.py --source stdlib --vocab_size 8192 --output "$tokenizer"
+      "$python" data/train_tokenizer.py --source "$1" --vocab_size "$vocabulary" --output "$tokenizer"
   fi
-  # a manifest is written last: where there is one, the shards are whole
-  [[ -f $1/train/manifest.json && -f $1/val/manifest.json ]] ||
-    "$python" data/tokenize_shards.py --source stdlib --output "$1" --tokenizer "$tokenizer"
+  # a manifest is written last: where there is one, the shards are whole; a text may have changed
+  [[ $1 == stdlib && -f $2/train/manifest.json && -f $2/val/manifest.json ]] ||
+    "$python" data/tokenize_shards.py --source "$1" --output "$2" --tokenizer "$tokenizer"
 }
 
 # simulate_devices: on a machine without an accelerator, add flags for simulated devices to `train`.
@@ -150,7 +164,7 @@ simulate_devices() {
 
 # on_this_machine FLAG...: set up, make the corpus, train.
 on_this_machine() {
-  local bucket=data/shards/stdlib name
+  local source='' name ranks bucket
   read_given "$@"
   export VENV=${VENV:-.venv}
   bash setup_tpu.sh
@@ -158,12 +172,21 @@ on_this_machine() {
   train=(main.py)
   gave __preset || train+=(--preset tiny)
   if ! gave __data && ! gave __bucket_name; then
+    source=stdlib name=stdlib ranks=data/shards/bpe8192.tiktoken
+  elif is_text "$data"; then
+    source=$data name=${data%/}
+    name=${name##*/} name=${name%%.*}
+    ranks=data/shards/$name.tiktoken
+    gave __name || train+=(--name "$name")
+  fi
+  if [[ -n $source ]]; then
+    bucket=data/shards/$name
     if [[ -n $tokenizer ]]; then
       name=${tokenizer##*/}
       bucket+=-${name%.tiktoken}
     fi
-    train+=(--data "$bucket")
-    gave __help || gave _h || make_corpus "$bucket"
+    gave __help || gave _h || make_corpus "$source" "$bucket" "$ranks"
+    if [[ $source == stdlib ]]; then train+=(--data "$bucket"); else set -- "$@" --data "$bucket"; fi
   fi
   simulate_devices
   # exec: Ctrl-C and SIGTERM reach main.py itself, which then writes a checkpoint

@@ -180,6 +180,37 @@ def test_run_keeps_a_corpus_per_tokenizer(repository):
         assert repository.have_corpus(folder).run(*flags) == [train]
 
 
+def test_run_trains_on_text_that_data_names(repository):
+    """A file, or a folder without shards: tokenized under its name, with a tokenizer of its own."""
+    root = repository.root
+    (root / "books").mkdir()
+    for text, name in (("my.first.txt", "my"), ("books", "books")):
+        (root / "my.first.txt").write_text("text")
+        (root / "books/a.md").write_text("text")
+        ranks, shards = f"data/shards/{name}.tiktoken", f"data/shards/{name}"
+        learn, tokenize, train = repository.run("--data", text)
+        assert learn[1:] == ["--source", text, "--vocab_size", "1024", "--output", ranks]
+        assert tokenize[1:] == ["--source", text, "--output", shards, "--tokenizer", ranks]
+        assert train[1:] == [
+            *PRESET.split(),
+            "--name",
+            name,
+            *SIMULATED.split(),
+            "--data",
+            text,
+            "--data",
+            shards,
+        ]
+        assert repository.run(f"--data={text}", "--tokenizer", "gpt2")[0][4:] == [
+            f"{shards}-gpt2",
+            "--tokenizer",
+            "gpt2",
+        ]
+    (root / "books/x/train").mkdir(parents=True)
+    (root / "books/x/train/0.npy").touch()
+    assert len(repository.run("--data", "books")) == 1
+
+
 def test_run_from_elsewhere_and_failures(repository, tmp_path):
     program(repository.python, "#!/bin/sh\npwd\nexit 7\n")
     (tmp_path / "decoy/a folder").mkdir(parents=True)

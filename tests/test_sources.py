@@ -204,7 +204,7 @@ def test_damage_is_skipped_and_counted(three, tokenize, writes, tmp_path):
 
 
 def test_files_that_cannot_be_read(tokenize, tmp_path):
-    """Damaged records, what is no text, whose shards would hold U+FFFD, two kinds of records, and remote text."""
+    """Damaged records, what is no text, whose shards would hold U+FFFD, and remote text."""
     for name, held, *words in [
         ("a.jsonl", b'{"body": "x"}\n{"body": ', "--source", "line 2 of"),
         ("a.jsonl", b'{"text": "x"}', "--text_column body", "it has text"),
@@ -217,9 +217,7 @@ def test_files_that_cannot_be_read(tokenize, tmp_path):
     ]:
         write_files(tmp_path, {name: held})
         refused(tokenize(name), *words)
-    write_files(tmp_path, {"in/a.parquet": b"", "in/b.jsonl": b""})
     fsspec.filesystem("memory").pipe_file("/texts/a.txt", b"text")
-    refused(tokenize("in", "new"), "different kinds")
     refused(tokenize("none*", "new"), "no such file")
     refused(tokenize("memory://texts", "new"), "1 file there, none ending in")
     assert not (tmp_path / "new").exists()
@@ -234,7 +232,7 @@ def test_records_in_other_encodings(tokenize, ranks_file, tmp_path):
         held = gzip.compress(f"\ufeff{lines}".encode(encoding))
         (tmp_path / "in" / f"{i}.jsonl.gz").write_bytes(held)
     (tmp_path / "in/9.jsonl").write_bytes(b'{"body": "caf\xe9"}')
-    for name in ("README.md", "LICENSE", "x.json"):
+    for name in ("README.rst", "LICENSE", "x.json"):
         (tmp_path / "in" / name).write_text("about it")
     (tmp_path / "in/link").symlink_to(tmp_path / "in")
     status, _, err = tokenize("in", "out", "--val_fraction", 0)
@@ -243,6 +241,33 @@ def test_records_in_other_encodings(tokenize, ranks_file, tmp_path):
     assert "document 8 is not UTF-8: 1 character became U+FFFD" in err
     found = texts_in(tmp_path / "out", ranks_file)["train"]
     assert found == ["naïve €", "second"] * 4 + ["caf\ufffd"]
+
+
+def test_a_folder_of_mixed_kinds(tokenize, writes, ranks_file, tmp_path):
+    """All are read and told, texts first; a run that was killed, and one of two workers, ends with the same shards."""
+    files = {"a.txt": b"plain", "sub/b.md": b"# heading", "c.txt.gz": gzip.compress(b"packed")}
+    files |= {"d.md.zst": COMPRESS[".zst"](b"packed too"), "empty.txt": b"", "e.png": b"picture"}
+    write_files(tmp_path / "in", files)
+    for name in ("f.jsonl", "g.jsonl.gz", "h.parquet", "i.jsonl"):
+        write(
+            tmp_path / "in" / name, [f"{name} {i}" for i in range(9)] if name != "i.jsonl" else []
+        )
+    status, _, err = tokenize("in", "whole", "--val_fraction", 0)
+    assert status == 0 and "9 files: 2 .txt, 2 .jsonl, " in err and "1 .txt.gz" in err, err
+    assert f"left out: 1 other file (such as {tmp_path}/in/e.png)" in err
+    found = texts_in(tmp_path / "whole", ranks_file)["train"]
+    assert found[:4] == ["plain", "packed", "packed too", "# heading"]
+    assert found[4:] == [
+        f"{name} {i}" for name in ("f.jsonl", "g.jsonl.gz", "h.parquet") for i in range(9)
+    ]
+    source = open_source(command_line.Source(str(tmp_path / "in"), text_column="body"))
+    positions = [source.position for _ in source.read({})]
+    assert positions[-1]["done"] == source.total
+    for i, position in enumerate(positions, 1):
+        assert [source.position for _ in source.read(position)] == positions[i:]
+    writes.killed(2, lambda: tokenize("in", "again", "--val_fraction", 0))
+    assert tokenize("in", "again", "--val_fraction", 0, "--workers", 2)[0] == 0
+    assert content(tmp_path / "again") == content(tmp_path / "whole")
 
 
 def test_parquet_columns_that_hold_no_text(tokenize, tmp_path):

@@ -58,6 +58,9 @@ def open_shards(options, cfg, path):
         if corpus.unverified:
             warn(corpus.unverified)
         return corpus
+    if inside := sorted(glob.glob(f"{glob.escape(path)}/*/val/*.npy")):
+        folder = os.path.dirname(os.path.dirname(inside[0]))
+        raise UserError(f"--data {path}: holds shards in folders; give one, such as {folder}.")
     return None
 
 

@@ -172,3 +172,30 @@ class Records(Source):
         address = self.fs.unstrip_protocol(path)
         if self.skip and is_remote(address):
             persist(lambda: self.fs.cat_file(path, start=0, end=1), address)
+
+
+class Mixed(Source):
+    """Sources one after the other, as of a folder with files of several kinds. Only the first may be of whole files:
+    its documents are numbered like its files."""
+
+    def __init__(self, parts):
+        super().__init__([file for part in parts for file in part.files], parts[0].skip)
+        self.parts = parts
+        self.paths = [path for part in parts for path in part.paths]
+        self.identity = parts[-1].identity | {"source_listing_sha256": listing_sha256(self.files)}
+
+    def read(self, position):
+        first = size = 0  # files and bytes of the parts before
+        for part in self.parts:
+            n = len(part.files)
+            if position.get("file", 0) < first + n:
+                documents = position.get("documents", 0)
+                file, done = (position.get(key, 0) for key in ("file", "done"))
+                for document in part.read(position | dict(file=file - first, done=done - size)):
+                    at = part.position
+                    documents = at["documents"]
+                    self.position = at | dict(file=at["file"] + first, done=at["done"] + size)
+                    yield document
+                position = dict(documents=documents, file=first + n, done=size + part.total)
+            first += n
+            size += part.total

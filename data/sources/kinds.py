@@ -2,10 +2,13 @@
 
 import os
 import re
+import sys
+from collections import Counter
 
 from fsspec.implementations.local import LocalFileSystem
+from tqdm import tqdm
 
-from data.sources.base import many, shown, warn_of_left_out
+from data.sources.base import Mixed, many, shown, warn_of_left_out
 from data.sources.files import Files, check_is_text, documents_of, stdlib_documents, walk
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
@@ -15,6 +18,8 @@ from runtime.messages import UserError, first_line
 
 # The kinds of files that hold records, each a subclass of base.Records in a file of its own.
 KINDS = (Lines, Tables)
+TEXT = re.compile(r"\.(txt|md)(\.gz|\.zst)?$")  # files that are read as texts beside records
+ENDING = re.compile(r"(\.\w+)?(\.gz|\.zst)?$")
 ENDINGS = ", ".join(ending for kind in KINDS for ending in kind.endings)
 
 
@@ -56,6 +61,7 @@ def open_source(args):
     if any(map(kind_of, found)):
         return open_records(args, fs, found)
     if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
+        tell_kinds(source, found)
         return Files(text_files(source, fs, found), skip)
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         return open_dataset(args)
@@ -69,19 +75,37 @@ def open_source(args):
 
 
 def open_records(args, fs, found):
-    """A source of the records in the files `found`, {path: bytes}. Raises UserError where they are of two kinds."""
-    records = {path: size for path, size in found.items() if kind_of(path)}
-    examples = {kind_of(path): path for path in records}
-    if len(examples) > 1:
-        raise UserError(
-            f"--source {args.source}: holds files of different kinds ({', '.join(examples.values())}); give a quoted "
-            f"glob of one kind, such as 'FOLDER/**/*{os.path.splitext(min(examples.values()))[1]}'."
-        )
-    others = [path for path in found if path not in records]
-    endings = sorted({os.path.splitext(path)[1] or "no ending" for path in others})
+    """A source of the records and, on this machine, of the texts in the files `found`, {path: bytes}."""
+    texts = []
+    if isinstance(fs, LocalFileSystem):
+        texts = list(filter(TEXT.search, found))
+    sources = []
+    if any(found[path] for path in texts):
+        sources.append(Files(text_files(args.source, fs, texts), args.skip_damaged))
+    read = {*texts}
+    for kind in KINDS:
+        records = {path: size for path, size in found.items() if kind_of(path) is kind}
+        read |= records.keys()
+        if records:
+            sources.append(kind(fs, records, args.text_column, args.skip_damaged))
+    others = [path for path in found if path not in read]
+    endings = sorted({ending_of(path) for path in others})
     warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
-    (kind,) = examples
-    return kind(fs, records, args.text_column, args.skip_damaged)
+    tell_kinds(args.source, read)
+    return sources[0] if len(sources) == 1 else Mixed(sources)
+
+
+def ending_of(path):
+    """The ending of a file's name, .txt or .jsonl.gz, in words where it has none."""
+    return ENDING.search(path)[0] or "no ending"
+
+
+def tell_kinds(source, paths):
+    """Print how many files of each of several endings are read, on stderr: stdout may be one JSON object."""
+    kinds = Counter(map(ending_of, sorted(paths)))
+    if len(kinds) > 1:
+        words = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
+        tqdm.write(f"--source {source}: {many(len(paths), 'file')}: {words}", file=sys.stderr)
 
 
 def text_files(source, fs, found):
