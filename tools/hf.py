@@ -38,6 +38,10 @@ from runtime.parser import place
 from tools import common
 from training import checkpointing, settings, steps
 
+CODE = os.path.realpath(
+    f"{__file__}/../../inference/exported"
+)  # of models that transformers does not know
+
 
 def import_folder(folder, run_dir):
     """Write a run directory with the weights of `folder` as its only checkpoint."""
@@ -79,7 +83,14 @@ def export(run_dir, folder, dtype="float32"):
             tensors[t.name] = np.ascontiguousarray(t.theirs(x).astype(dtype, copy=False))
         save_file(tensors, f"{part}/model.safetensors", metadata={"format": "pt"})
         write_json(f"{part}/config.json", config)
-    say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}")
+        ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+        write_json(f"{part}/generation_config.json", ends | dict(pad_token_id=ends["eos_token_id"]))
+        for name in config.get("auto_map", {}).values():  # transformers knows no such model
+            shutil.copy(f"{CODE}/{name.split('.')[0]}.py", part)
+    needs = (
+        ", which from_pretrained loads with trust_remote_code=True" if "auto_map" in config else ""
+    )
+    say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}{needs}")
 
 
 def config_of_one_device(flags, model):
