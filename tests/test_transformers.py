@@ -5,12 +5,19 @@ import functools
 import json
 import math
 import re
-import shutil
 
 import jax
 import numpy as np
 import pytest
-from conftest import SMALL, SMALL_DEEPSEEK, SMALL_GPT2, SMALL_QWEN3, settled, small_config
+from conftest import (
+    SMALL,
+    SMALL_DEEPSEEK,
+    SMALL_GPT2,
+    SMALL_QWEN3,
+    random_transformer,
+    settled,
+    small_config,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -57,16 +64,7 @@ for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, 
 def reference(cfg, folder):
     """transformers' model of the same shape with random weights, every one of which matters."""
     form = architecture(cfg.model.architecture).hugging_face
-    config = form.config(cfg.model)
-    if "auto_map" in config:
-        shutil.copytree(hf.CODE, folder, dirs_exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config))
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    else:
-        config = transformers.AutoConfig.for_model(**config, attn_implementation="eager")
-    torch.manual_seed(0)
-    make = transformers.AutoModelForCausalLM.from_config
-    theirs = make(config, trust_remote_code=True).float().eval()
+    theirs = random_transformer(form.config(cfg.model), folder).eval()
     with torch.no_grad():
         for name, p in [*theirs.named_parameters(), *theirs.named_buffers()]:
             if "norm" in name or ".ln_" in name:
@@ -149,14 +147,18 @@ def test_text_continues_as_transformers_continues_it(size, train, text_shards, t
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     make = transformers.AutoModelForCausalLM.from_pretrained
     theirs = make(tmp_path / "exported", **own_code)
+    prompts = ["def test_of(", "x"]  # transformers pads the second
     for name, before in [("exported", ""), ("runs/run", tokenization.END_OF_TEXT)]:
-        ids = tokenizer(f"{before}def test_of(", return_tensors="pt").input_ids
-        generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
-        wanted = tokenizer.decode(generated[0, ids.shape[1] :])
-        words = [str(tmp_path / name), "--prompt", "def test_of("]
+        inputs = [before + prompt for prompt in prompts]
+        inputs = tokenizer(inputs, padding=True, return_tensors="pt")
+        plan = dict(max_new_tokens=64, do_sample=False, eos_token_id=None)
+        generated = theirs.generate(**inputs, **plan)[:, inputs.input_ids.shape[1] :]
+        wanted = tokenizer.batch_decode(generated)
+        words = [str(tmp_path / name), "--prompt", *prompts]
         words += "--max_tokens 64 --temperature 0 --n_devices 1 --model_dtype float32".split()
-        (row,) = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
-        assert row.text == wanted.split(tokenization.END_OF_TEXT)[0]
+        rows = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
+        ends = [text.split(tokenization.END_OF_TEXT)[0] for text in wanted]
+        assert [row.text for row in rows] == ends
 
 
 # config.json of deepseek-ai/DeepSeek-V3, and what others have otherwise

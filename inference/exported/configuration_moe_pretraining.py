@@ -17,4 +17,6 @@ class MoEPretrainingConfig(PreTrainedConfig):
 
     model_type = "moe_pretraining"
     max_position_embeddings: int = 2048
-    rope_parameters: dict | None = None  # from which rope_frequencies and rope_temperature were computed
+    rope_parameters: dict | None = (
+        None  # from which rope_frequencies and rope_temperature were computed
+    )
