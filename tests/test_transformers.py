@@ -40,6 +40,8 @@ DEEPSEEK = SMALL_DEEPSEEK | dict(n_groups=1, k_groups=1, experts_per_token=2, ba
 DEEPSEEK |= dict(blocks=2, rope_dim=6, latent_dim=20, q_latent_dim=18)
 GROUPS = dict(n_experts=8, n_groups=4, k_groups=2, experts_per_token=3, n_shared=2)
 NO_LATENT = dict(q_latent_dim=0, first_layers=2, rope_base=5e4, n_shared=0)
+SPARSE = {**NO_LATENT, "first_layers": 0, "n_shared": 1, "n_experts": 16, "experts_per_token": 4}
+SPARSE |= dict(tied=True, expert_dim=8)
 YARN = dict(rope_factor=40.0, rope_original_T=16, model_dimension=40, head_dim=7, rope_dim=10)
 DENSE = dict(n_kv_head=2, blocks=2, n_experts=0, experts_per_token=0, tied=False)
 # Models that transformers does not know, by the code that an export writes beside the weights
@@ -51,6 +53,7 @@ SIZES = {
     "own gelu": OWN_GELU,
     "groups": DEEPSEEK | GROUPS,
     "no query latent": DEEPSEEK | NO_LATENT | dict(sequence_parallel="megatron"),
+    "moe-sparse": DEEPSEEK | SPARSE,
     "yarn": DEEPSEEK | YARN | dict(first_layers=0),
     "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
     "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
