@@ -495,6 +495,9 @@ def moe_tensors(m, prefix, leaf, at):
 def held_predictors(flags, names):
     """`flags` with the depths of multi-token prediction whose tensors are there: many a config.json counts predictors
     that its files lack."""
+    if not flags["mtp_depth"]:
+        return flags
+    names = names()
     layers = flags["first_layers"] + flags["blocks"] * flags["layers_per_block"]
     numbers = range(layers, layers + flags["mtp_depth"])
     held = [n for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]

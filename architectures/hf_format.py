@@ -24,7 +24,7 @@ class HuggingFace(NamedTuple):
     flags: Callable
     copies: str  # pattern of the names of tensors that hold nothing of their own
     prefix: str = ""  # of names of tensors, which some files leave out
-    # ({flag: value}, names of all tensors in the files) -> {flag: value} of what these hold
+    # ({flag: value}, function that returns the names of all tensors in the files) -> {flag: value} of what these hold
     held: Callable = lambda flags, names: flags
 
     @property

@@ -34,7 +34,7 @@ from tokenizers import pre_tokenizers
 
 import utils
 from data import tokenization
-from inference import hugging_face, weights
+from inference import hub, hugging_face, weights
 from inference.model_card import model_card
 from runtime.files import is_remote, part_of, read_json, write_file, write_json
 from runtime.messages import UserError, first_line, say
@@ -42,13 +42,13 @@ from runtime.parser import place
 from tools import common
 from training import checkpointing, settings, steps
 
-CODE = os.path.realpath(
-    f"{__file__}/../../inference/exported"
-)  # of models that transformers does not know
+# of models that transformers does not know
+CODE = os.path.realpath(f"{__file__}/../../inference/exported")
 
 
 def import_folder(folder, run_dir):
-    """Write a run directory with the weights of `folder` as its only checkpoint."""
+    """Write a run directory with the weights of `folder`, or of a model of the hub, as its only checkpoint."""
+    folder = hub.download(folder)
     flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
@@ -105,13 +105,13 @@ def push(run_dir, name, dtype, public):
     """Export a run and upload the folder as the repository `name` of the Hugging Face hub. Raises UserError."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"{name}: must be USER/NAME of a repository of the Hugging Face hub.")
-    hub = huggingface_hub.HfApi()
+    api = huggingface_hub.HfApi()
     with errors_of_hub(name):  # that nobody is logged in is found before the work
-        hub.create_repo(name, private=not public, exist_ok=True)
+        api.create_repo(name, private=not public, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         export(run_dir, f"{folder}/model", dtype, title=name)
         with errors_of_hub(name):
-            commit = hub.upload_folder(repo_id=name, folder_path=f"{folder}/model")
+            commit = api.upload_folder(repo_id=name, folder_path=f"{folder}/model")
     say(f"uploaded to {commit.commit_url}")
 
 
@@ -221,7 +221,7 @@ class Options:
     """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone. push:
     checkpoint -> repository of the Hugging Face hub."""
     source: str = place()
-    """The run directory, or the folder to import."""
+    """The run directory, or the folder to import, or hf://ORGANISATION/NAME of the Hugging Face hub."""
     target: str = place()
     """The folder or run directory to write, or USER/NAME to push to."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -234,7 +234,9 @@ def main(options):
     steps.quiet_libraries()
     if options.command == "push":
         return push(options.source, options.target, options.dtype, options.public)
-    local = [options.target] if options.command == "export" else [options.target, options.source]
+    local = [options.target]
+    if options.command == "import" and not hub.is_on_hub(options.source):
+        local.append(options.source)
     for path in filter(is_remote, local):
         raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
     if os.path.lexists(options.target):

@@ -11,7 +11,7 @@ from data.tokenization import load_tokenizer
 from presets import preset
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
-from runtime.parser import RENAMED, read_words
+from runtime.parser import RENAMED, foreign, read_words
 from training.settings import Flags, check_same, settle, without
 from utils import Config, Plan, Run, replace
 
@@ -58,7 +58,8 @@ def flags_of_file(path, beside):
         flags = without(["n_devices", "pp_interleave"], flags)
     flags = {RENAMED.get(name, name): value for name, value in flags.items()}
     for name in sorted(flags.keys() - utils.FIELDS.keys()):
-        raise UserError(f"--config {path}: {name} is no flag{nearest(name, utils.FIELDS)}.")
+        said = foreign(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS)}"
+        raise UserError(f"--config {path}: {name} {said}.")
     return utils.read_values(flags, f"--config {path}")
 
 
