@@ -91,14 +91,24 @@ def export(run_dir, folder, dtype="float32", title=""):
         write_json(f"{part}/training.json", read_json(run_dir, "config.json"))
         card = model_card(run_dir, title or folder, config, steps.count_in_words(cfg))
         write_file(f"{part}/README.md", card)
-        ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-        write_json(f"{part}/generation_config.json", ends | dict(pad_token_id=ends["eos_token_id"]))
+        write_json(f"{part}/generation_config.json", how_to_continue(config, cfg.model.T))
         for name in config.get("auto_map", {}).values():  # transformers knows no such model
             shutil.copy(f"{CODE}/{name.split('.')[0]}.py", part)
     needs = (
         ", which from_pretrained loads with trust_remote_code=True" if "auto_map" in config else ""
     )
     say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}{needs}")
+
+
+def how_to_continue(config, T):
+    """generation_config.json: transformers' own default, 256 tokens, may exceed the positions of a small model."""
+    end = config["eos_token_id"]
+    return dict(
+        bos_token_id=config["bos_token_id"],
+        eos_token_id=end,
+        pad_token_id=end,
+        max_new_tokens=max(1, int(T) // 2),
+    )
 
 
 def push(run_dir, name, dtype, public):
