@@ -42,8 +42,8 @@ class Options:
 class Sample(Options, utils.Sample):
     """Continue prompts with a trained model."""
 
-    prompt: tuple[str, ...] = (utils.Sample.prompt,)
-    """Texts to continue."""
+    prompt: tuple[str, ...] = ()
+    """Texts to continue; without one, each line that is typed."""
     inference_batch: int = flag(1, least=1)
     """Samples to draw of each prompt."""
     max_tokens: int | None = flag(None, least=1)
