@@ -82,7 +82,12 @@ def parse():
 
 
 def main():
-    args, start = parse(), time.monotonic()
+    tokenize(parse())
+
+
+def tokenize(args):
+    """Write the shards that `Options` ask for, or what is missing of them."""
+    start = time.monotonic()
     source = open_source(args)
     encoding = load_tokenizer(args.tokenizer)
     output = Output(args.output, source, settings_of(args, source, encoding))

@@ -110,6 +110,14 @@ def shown(f):
     return f.name if f.metadata.get("positional") else f"--{f.name}"
 
 
+def first_word(f):
+    """In words: where a place stands and what it takes; "" of a flag."""
+    if not f.metadata.get("positional"):
+        return ""
+    one_of = f", {wanted(f)}" if get_args(type_of(f)[0]) else ""
+    return f", the word that comes before all flags{one_of}"
+
+
 def value_of(f, words):
     """The value of a field that words mean. Raises UserError where they mean none."""
     one, n = type_of(f)
@@ -219,7 +227,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
         sys.exit()
     for name, f in own.items():
         if name not in given and f.default is dataclasses.MISSING:
-            raise UserError(f"{shown(f)}: is missing; see --help.")
+            raise UserError(f"{shown(f)}: is missing{first_word(f)}; see --help.")
     return given, rest
 
 

@@ -34,7 +34,8 @@ from training import command_line, settings
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"", "python", "sh", "sh minutes", "sh hosts", "sh accelerator", "sh network"}
 SCRIPTS = ["run.sh", "launcher.sh", "setup_tpu.sh", "debug_tpu.sh"]
-PROGRAMS = """main.py data/tokenize_shards.py data/train_tokenizer.py tools/bench.py tools/check_machine.py
+PROGRAMS = """main.py data/prepare.py data/tokenize_shards.py data/train_tokenizer.py tools/bench.py
+tools/check_machine.py
 tools/checkpoints.py tools/compare.py tools/evaluate.py tools/hf.py tools/sample.py tools/trace.py""".split()
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
 

@@ -48,7 +48,11 @@ NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
 
 def flags_of_file(path, beside):
     """{flag: value} of the file in --config, `beside` those of the command line. Raises UserError."""
-    content = read_json(path)
+    try:
+        content = read_json(path)
+    except UserError as e:
+        said = str(e).replace("; restore it", "; give a JSON file, such as runs/tiny/config.json")
+        raise UserError(f"--config {said}") from None
     if not content:
         raise UserError(
             f"--config {path}: no such file, or no flag in it; give one such as runs/tiny/config.json."

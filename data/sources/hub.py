@@ -1,5 +1,6 @@
 """Documents that are rows of a dataset of the Hugging Face hub, whose files are parquet or lines of JSON."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 from data.sources.jsonl import Lines
@@ -9,14 +10,14 @@ from runtime.messages import UserError, first_line
 
 
 def open_dataset(args):
-    """The rows of a dataset of the hub, at its newest revision. args: a command_line.Source. Raises UserError."""
+    """The rows of a dataset of the hub, at its newest revision, or in the hub's cache where the hub is not reached.
+    args: a command_line.Source. Raises UserError."""
     import datasets  # takes a second
-    import huggingface_hub
 
     name, split = args.source, args.split
     try:
-        revision = huggingface_hub.HfApi().dataset_info(name).sha
-        builder = datasets.load_dataset_builder(name, args.config, revision=revision)
+        revision, place = newest(name)
+        builder = datasets.load_dataset_builder(place, args.config, revision=revision)
         urls = builder.config.data_files[split]
         fs = filesystem(urls[0])[0]
         with ThreadPoolExecutor(16) as pool:
@@ -39,3 +40,17 @@ def open_dataset(args):
     source.identity = {"config": args.config, "split": split, "revision": revision}
     source.identity["text_column"] = args.text_column
     return source
+
+
+def newest(name):
+    """(revision, name or local folder) of a dataset of the hub. Raises what huggingface_hub does."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        return HfApi().dataset_info(name).sha, name
+    except Exception as e:
+        try:
+            folder = snapshot_download(name, repo_type="dataset", local_files_only=True)
+        except Exception:
+            raise e from None
+        return os.path.basename(folder), folder

@@ -10,7 +10,7 @@ from runtime.messages import UserError
 class Lines(Records):
     """Every line that is not blank is a document: a JSON object with a column of text."""
 
-    endings = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+    endings = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.zstd")
 
     def entries(self, file):
         path = self.files[file][0]

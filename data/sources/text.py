@@ -11,7 +11,7 @@ from runtime.messages import UserError, first_line
 
 # what reading a damaged file raises
 DAMAGE = (OSError, EOFError, UnicodeError, pyarrow.ArrowException)
-COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 # Bytes of the longest document, decompressed. A few kilobytes of an archive can spell gigabytes.
 LONGEST = 256_000_000
 PIECE = 1 << 20  # bytes that are read at once

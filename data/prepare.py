@@ -1,0 +1,110 @@
+"""Prepare a corpus that people train on: shards for training and validation, and the command that trains on them.
+
+python data/prepare.py tinystories
+
+It prints licence, sizes and hours before it begins. Killed at any moment, the same command resumes. data/corpora.json
+lists the corpora; data/tokenize_shards.py does the work, and takes any others.
+"""
+
+if __name__ == "__main__":
+    import os
+    import sys
+
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
+    from runtime import interrupts
+
+    interrupts.begin("interrupted; rerun the same command to resume")
+
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from data import tokenize_shards
+from data.command_line import run
+from data.encoding import encode_text
+from data.tokenization import load_tokenizer
+from runtime.files import is_remote, read_file, write_file
+from runtime.messages import UserError, say
+from runtime.parser import flag, place
+from utils import read_flags
+
+ROOT = Path(__file__).parents[1]
+# {name: where it is, its licence, and what is known of it, rounded: tokens are GPT-2's}
+CORPORA = json.loads((ROOT / "data/corpora.json").read_text())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Prepare a corpus that people train on: shards for training and validation."""
+
+    name: Literal[tuple(CORPORA)] = place()
+    """Which corpus: data/corpora.json says where it is. dclm is a hundredth of DCLM-baseline."""
+    output: str = flag("", path=True)
+    """Folder, gs:// or s3:// address to write train/ and val/ into; empty: data/shards/NAME."""
+    tokenizer: str = flag("gpt2", path=True)
+    """As in data/tokenize_shards.py."""
+    source: str = flag("", path=True)
+    """Its files, if they were downloaded already: a file, a folder or a quoted glob."""
+    workers: int = flag(os.cpu_count(), least=1)
+    """Processes that tokenize."""
+
+
+def announce(corpus, options, shards):
+    """Print what is known of a corpus. Raises UserError where the disk has no room for its shards."""
+    encoding = load_tokenizer(options.tokenizer)
+    rate = bytes_per_second(encoding) * options.workers
+    hours = corpus["text_gb"] * 1e9 / rate / 3600
+    needed = corpus["tokens"] * (2 if encoding.n_vocab <= 2**16 else 4) / 1e9
+    say(f"{options.name}: {shards.source}; licence: {corpus['licence']}")
+    say(
+        f"about {corpus['read_gb']:g} GB to read, {corpus['text_gb']:g} GB of text, {corpus['tokens']:,.0f} tokens; "
+        f"{needed:.2g} GB of shards in {shards.output}"
+    )
+    speed = f"{options.workers} processes tokenize {rate / 1e6:.0f} MB/s here, measured just now"
+    say(f"about {hours:.2g} hours: {speed}; the network may be slower")
+    if not is_remote(shards.output):
+        place = Path(shards.output).resolve()
+        needed -= sum(path.stat().st_size for path in place.rglob("*.npy")) / 1e9
+        free = shutil.disk_usage(next(filter(Path.exists, place.parents))).free / 1e9
+        if free < needed:
+            words = f"{free:.2g} GB are free there and {needed:.2g} are needed; give another place"
+            raise UserError(f"--output {shards.output}: {words}.")
+
+
+def bytes_per_second(encoding):
+    """Bytes of text that one process tokenizes here, measured on the documentation."""
+    text = "".join(path.read_text() for path in ROOT.glob("docs/*.md")) * 10
+    began = time.perf_counter()
+    encode_text(text, encoding)
+    return len(text.encode()) / (time.perf_counter() - began)
+
+
+def main():
+    options = read_flags(Options, sys.argv[1:], "data/prepare.py")
+    corpus = CORPORA[options.name]
+    output = options.output or f"data/shards/{options.name}"
+    shards = tokenize_shards.Options(
+        source=options.source or corpus["source"],
+        output=output,
+        tokenizer=options.tokenizer,
+        val_fraction=corpus["val_fraction"],
+        workers=options.workers,
+        config=corpus.get("config"),
+        text_column=corpus.get("text_column", "text"),
+    )
+    announce(corpus, options, shards)
+    if not options.source and corpus["source"].startswith("https:"):
+        shards = replace(shards, source=f"data/shards/{options.name}.txt")
+        if read_file(shards.source) is None:
+            write_file(shards.source, read_file(corpus["source"]) or b"")
+    tokenize_shards.tokenize(shards)
+    say(f"next: python main.py --preset {corpus['preset']} --data {output} --name {options.name}")
+
+
+if __name__ == "__main__":
+    run(main, "rerun the same command to resume")
