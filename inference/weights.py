@@ -56,25 +56,21 @@ def open_hub(name):
     return flags, lambda abstract: hugging_face.load(on_all(lambda: hub.download(name)), abstract)
 
 
+HINTS = {  # nanoGPT's words for --init_from
+    "resume": "; rerun the same command to resume a run",
+    "scratch": "; without this flag a new run begins with random weights",
+}
+
+
 def hint(folder):
     """What follows the message that `folder` holds no model: what was meant, where that can be told."""
-    if folder == "resume":  # nanoGPT's words
-        return "; rerun the same command to resume a run"
-    if folder == "scratch":
-        return "; without this flag a new run begins with random weights"
     parent = os.path.dirname(os.path.abspath(folder))
-    runs = [os.path.relpath(os.path.dirname(path)) for path in glob.glob(f"{parent}/*/config.json")]
-    inside = glob.glob(f"{glob.escape(folder)}/*/config.json")
-    if near := nearest(os.path.relpath(folder), runs):
-        return near
-    above = [up for up in (parent, os.path.dirname(parent)) if os.path.isfile(f"{up}/config.json")]
-    if above:
-        return f"; give {os.path.relpath(above[0])}"
-    if inside:
-        return f"; give one in it, such as {os.path.dirname(inside[0])}"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder) and not os.path.exists(folder):
-        return f"; a model of the Hugging Face hub is {hub.PREFIX}{folder}"
-    return ""
+    around = [parent, os.path.dirname(parent), *glob.glob(f"{parent}/*"), *glob.glob(f"{folder}/*")]
+    runs = [os.path.relpath(path) for path in around if os.path.isfile(f"{path}/config.json")]
+    other = f"; there is {runs[0]}" if runs else ""
+    if not runs and re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
+        other = f"; a model of the Hugging Face hub is {hub.PREFIX}{folder}"
+    return HINTS.get(folder) or nearest(os.path.relpath(folder), runs) or other
 
 
 def positions(folder, T):

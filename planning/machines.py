@@ -14,8 +14,8 @@ from jax.experimental import topologies
 
 from kernels import attention
 from planning import gpus, hlo
-from runtime import platforms
-from runtime.chips import CHIPS, Chip, machine_name
+from runtime import chips, platforms
+from runtime.chips import Chip
 from runtime.messages import UserError, first_line, say
 from runtime.parser import MANY
 from training import steps
@@ -54,29 +54,25 @@ class Machine(NamedTuple):
         return attention.platform_of(device)
 
 
-GPUS = re.compile(r"gpu:(?:(?P<groups>\d+)x)?(?P<size>\d+)x(?P<kind>.+)")
-SLICES = re.compile(r"(?:(?P<groups>\d+)\*)?(?P<kind>\w+):(?P<size>\d+(?:x\d+)*)")
-
-
 def parse_machine(name):
     """--plan's value -> `Machine`. Raises UserError where it is none."""
-    asked, name = name, machine_name(name)
-    found = GPUS.fullmatch(name) or SLICES.fullmatch(name)
-    chip = CHIPS.get(found["kind"]) if found else None
-    if chip and chip.gpu == name.startswith("gpu:"):
-        groups = int(found["groups"] or 1)
-        dims = hlo.numbers(found["size"])
-        n = math.prod(dims) * chip.cores * groups
-        if n > MANY:
-            raise UserError(f"--plan {name}: has {n:,} devices; give at most {MANY:,}.")
-        if n and len(dims) == (1 if chip.gpu else chip.dims):
-            topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"
-            return Machine(name, chip, n, groups, topology, "gpu" if chip.gpu else "tpu")
-    raise UserError(
-        f"--plan {asked}: must be a slice as Google names it, such as v4-32 or v5e-8, or [SLICES*]CHIP:TOPOLOGY, such "
-        f"as v4:2x4x4 or 2*v5e:16x16 (v4, v5p and v7x have three dims, the others two), or GPUs, [HOSTSx]NUMBERxCHIP, "
-        f"such as 8xH200 or 2x8xH200; the chips are {', '.join(CHIPS)}."
-    )
+    groups, chip, dims = chips.parse_machine(name) or (0, None, ())
+    n = math.prod(dims) * groups * (chip.cores if chip else 0)
+    if n > MANY:
+        raise UserError(f"--plan {name}: has {n:,} devices; give at most {MANY:,}.")
+    if not n or len(dims) != (1 if chip.gpu else chip.dims):
+        raise UserError(
+            f"--plan {name}: must be a slice as Google names it, such as v4-32 or v5e-8, or [SLICES*]CHIP:TOPOLOGY, "
+            f"such as v4:2x4x4 or 2*v5e:16x16 (v4, v5p and v7x have three dims, the others two), or GPUs, "
+            f"[HOSTSx]NUMBERxCHIP, such as 8xH200 or 2x8xH200; the chips are {', '.join(chips.CHIPS)}."
+        )
+    shape = "x".join(map(str, dims))
+    if chip.gpu:
+        hosts = f"{groups}x" if groups > 1 else ""
+        return Machine(f"gpu:{hosts}{shape}x{chip.name}", chip, n, groups, platform="gpu")
+    slices = f"{groups}*" if groups > 1 else ""
+    topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{shape}"
+    return Machine(f"{slices}{chip.name}:{shape}", chip, n, groups, topology)
 
 
 def devices_of(machine):

@@ -61,7 +61,7 @@ def test_a_gpt2_needs_no_prefix_unless_a_folder_is_called_so(cached):
     os.mkdir("gpt2-xl")
     assert hub.is_on_hub("gpt2-medium") and not hub.is_on_hub("gpt2-xl")
     refusal(
-        lambda: weights.open_weights("gpt2-large"), "gpt2-large: is not in the cache", "reached"
+        lambda: weights.open_weights("gpt2-large"), "gpt2-large: is not in the hub's cache"
     )
 
 
@@ -69,15 +69,15 @@ def test_weights_are_fetched_when_they_are_loaded(exported, cached):
     """A plan needs config.json and the names of the tensors; without weights and network one sentence says so."""
     place = cached("org/name")
     os.remove(place / "model.safetensors")
-    refusal(lambda: weights.open_weights("hf://org/name"), "hf://org/name: its weights are not in")
+    refusal(lambda: weights.open_weights("hf://org/name"), "hf://org/name: is not in")
     (place / hub.hugging_face.INDEX).write_text('{"weight_map": {"x": "model.safetensors"}}')
     flags, load = weights.open_weights("hf://org/name")
     assert flags["model_dimension"] == exported[0].model.model_dimension and not flags["mtp_depth"]
-    refusal(lambda: load(None), "hf://org/name: its weights are not in")
+    refusal(lambda: load(None), "hf://org/name: is not in")
 
 
 HINTS = {
-    "hf://org/other": "is not in the cache",
+    "hf://org/other": "is not in the hub's cache",
     "hf://a/b/c": "no such model",
     "hf://": "hf://ORGANISATION/NAME",
     "org/name": "is hf://org/name",

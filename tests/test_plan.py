@@ -356,7 +356,7 @@ v4:2x2x2x2 v4:ax2x2 gpu:8xv4 v9-8 8xK80 v5-8 8xv4 H100x8""".split()
 NAMES = """v4-8=v4:2x2x1 v4-32=v4:2x2x4 v4-64=v4:2x4x4 v4-512=v4:4x8x8 v5p-16=v5p:2x2x2 v5p-1152=v5p:4x12x12
 v5p-12288=v5p:16x16x24 v5e-8=v5e:2x4 v5litepod-8=v5e:2x4 v5e-1=v5e:1x1 v6e-32=v6e:4x8 v6e-256=v6e:16x16 v3-8=v3:2x2
 v3-2048=v3:32x32 tpu7x-128=v7x:4x4x4 2*v5e-64=2*v5e:8x8 8xH100=gpu:8xH100 a100:4=gpu:4xA100 2x8xh200=gpu:2x8xH200
-T4=gpu:1xT4 8xA100-80GB=gpu:8xA100 p4d.24xlarge=gpu:8xA100-40GB""".split()
+T4=gpu:1xT4 8xA100-80GB=gpu:8xA100 gpu:8xH200=gpu:8xH200""".split()
 
 
 def test_a_machine_is_called_as_a_grant_or_a_cloud_calls_it():

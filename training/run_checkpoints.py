@@ -60,9 +60,11 @@ class RunCheckpoints(Checkpoints):
     def _begin(self):
         params = None
         if self.load_weights:
-            of_weights, of_state = map(bytes_of, (self.stored.params, self.stored))
-            words = f"each device holds {size(of_weights)} of weights, {size(of_state)} with the optimizer's state"
+            held = [size(bytes_of(tree)) for tree in (self.stored.params, self.stored)]
             if jax.process_index() == 0:
+                words = (
+                    f"each device holds {held[0]} of weights, {held[1]} with the optimizer's state"
+                )
                 say(f"--init_from {self.cfg.run.init_from}: {words}")
             params = self.load_weights(self.stored.params)
         state = steps.init_state(self.cfg, self.stored, self.optimizer, params)

@@ -111,7 +111,8 @@ def complete(cfg, n_present):
 def platform_of(cfg):
     """The platform that a run is for: that of --plan's machine, else that of the devices here."""
     if cfg.plan.plan:
-        return "gpu" if chips.machine_name(cfg.plan.plan).startswith("gpu:") else "tpu"
+        machine = chips.parse_machine(cfg.plan.plan)
+        return "gpu" if machine and machine[1].gpu else "tpu"
     return platforms.platform()
 
 
