@@ -29,7 +29,7 @@ from data.command_line import run
 from data.encoding import encode_text
 from data.tokenization import load_tokenizer
 from runtime.files import is_remote, read_file, write_file
-from runtime.messages import UserError, say
+from runtime.messages import say, size
 from runtime.parser import flag, place
 from utils import read_flags
 
@@ -54,34 +54,25 @@ class Options:
     """Processes that tokenize."""
 
 
-def announce(corpus, options, shards):
-    """Print what is known of a corpus. Raises UserError where the disk has no room for its shards."""
-    encoding = load_tokenizer(options.tokenizer)
-    rate = bytes_per_second(encoding) * options.workers
-    hours = corpus["text_gb"] * 1e9 / rate / 3600
-    needed = corpus["tokens"] * (2 if encoding.n_vocab <= 2**16 else 4) / 1e9
-    say(f"{options.name}: {shards.source}; licence: {corpus['licence']}")
-    say(
-        f"about {corpus['read_gb']:g} GB to read, {corpus['text_gb']:g} GB of text, {corpus['tokens']:,.0f} tokens; "
-        f"{needed:.2g} GB of shards in {shards.output}"
-    )
-    speed = f"{options.workers} processes tokenize {rate / 1e6:.0f} MB/s here, measured just now"
-    say(f"about {hours:.2g} hours: {speed}; the network may be slower")
-    if not is_remote(shards.output):
-        place = Path(shards.output).resolve()
-        needed -= sum(path.stat().st_size for path in place.rglob("*.npy")) / 1e9
-        free = shutil.disk_usage(next(filter(Path.exists, place.parents))).free / 1e9
-        if free < needed:
-            words = f"{free:.2g} GB are free there and {needed:.2g} are needed; give another place"
-            raise UserError(f"--output {shards.output}: {words}.")
-
-
-def bytes_per_second(encoding):
-    """Bytes of text that one process tokenizes here, measured on the documentation."""
+def announce(corpus, shards):
+    """Print what is known of a corpus. The tokenizer's speed is measured on the documentation."""
+    encoding = load_tokenizer(shards.tokenizer)
     text = "".join(path.read_text() for path in ROOT.glob("docs/*.md")) * 10
     began = time.perf_counter()
     encode_text(text, encoding)
-    return len(text.encode()) / (time.perf_counter() - began)
+    rate = shards.workers * len(text.encode()) / (time.perf_counter() - began)
+    read, text, n_tokens = (corpus[name] for name in ("read_bytes", "text_bytes", "tokens"))
+    on_disk = size(n_tokens * (2 if encoding.n_vocab <= 2**16 else 4))
+    if not is_remote(shards.output):
+        there = next(filter(Path.exists, Path(shards.output).resolve().parents))
+        on_disk += f" ({size(shutil.disk_usage(there).free)} are free there)"
+    say(f"{shards.source}; licence: {corpus['licence']}")
+    say(f"about {n_tokens:,.0f} tokens, {size(text)} of text; {size(read)} to read")
+    say(f"about {on_disk} of shards in {shards.output}")
+    hours = max(0.1, text / rate / 3600)
+    say(
+        f"about {hours:.1f} hours, at {rate / 1e6:.0f} MB/s as measured here now, if the network keeps up"
+    )
 
 
 def main():
@@ -97,7 +88,7 @@ def main():
         config=corpus.get("config"),
         text_column=corpus.get("text_column", "text"),
     )
-    announce(corpus, options, shards)
+    announce(corpus, shards)
     if not options.source and corpus["source"].startswith("https:"):
         shards = replace(shards, source=f"data/shards/{options.name}.txt")
         if read_file(shards.source) is None:

@@ -60,9 +60,7 @@ def test_a_gpt2_needs_no_prefix_unless_a_folder_is_called_so(cached):
     assert hub.folder_of("gpt2") == str(place) == hub.download("gpt2")
     os.mkdir("gpt2-xl")
     assert hub.is_on_hub("gpt2-medium") and not hub.is_on_hub("gpt2-xl")
-    refusal(
-        lambda: weights.open_weights("gpt2-large"), "gpt2-large: is not in the hub's cache"
-    )
+    refusal(lambda: weights.open_weights("gpt2-large"), "gpt2-large: is not in the hub's cache")
 
 
 def test_weights_are_fetched_when_they_are_loaded(exported, cached):
