@@ -57,10 +57,10 @@ class Options:
 def announce(corpus, shards):
     """Print what is known of a corpus. The tokenizer's speed is measured on the documentation."""
     encoding = load_tokenizer(shards.tokenizer)
-    text = "".join(path.read_text() for path in ROOT.glob("docs/*.md")) * 10
+    sample = "".join(path.read_text() for path in ROOT.glob("docs/*.md")) * 10
     began = time.perf_counter()
-    encode_text(text, encoding)
-    rate = shards.workers * len(text.encode()) / (time.perf_counter() - began)
+    encode_text(sample, encoding)
+    rate = shards.workers * len(sample.encode()) / (time.perf_counter() - began)
     read, text, n_tokens = (corpus[name] for name in ("read_bytes", "text_bytes", "tokens"))
     on_disk = size(n_tokens * (2 if encoding.n_vocab <= 2**16 else 4))
     if not is_remote(shards.output):

@@ -101,7 +101,7 @@ def wanted(f):
     if choices := get_args(one):
         return f"one of {', '.join(choices)}"
     if n == 3:
-        return "three whole numbers"
+        return "three whole numbers, as in 8 1 1"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[one]
 
 
@@ -287,7 +287,9 @@ def stray(word, known):
     elif "source" in known and os.path.exists(word):
         said += f"; give --source {word}"
     elif "preset" in known:
-        said += ": each value comes after its flag, as in --preset tiny"
+        said += ": each value comes after its flag, as in --preset tiny; switches such as --wandb take none"
+    elif "prompt" in known:
+        said += "; give --prompt with the text"
     return UserError(f"{word!r:.40}: {said}; see --help.")
 
 

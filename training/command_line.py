@@ -93,6 +93,10 @@ def follow_tokenizer(flags, load):
 def check_processes(flags):
     """The number of processes, if flags or Slurm tell it, else 1. Raises UserError where the flags do not agree."""
     r = flags.cfg.run
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(
+            "torchrun: one process trains on all devices of a host; start python main.py."
+        )
     processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
     if r.coordinator and not {"num_processes", "process_id"} <= flags.given:
         raise UserError(f"--coordinator {r.coordinator}: needs --num_processes and --process_id.")
