@@ -139,7 +139,9 @@ def train(cfg, stored, encoding, load_weights, goodput):
     on_main_process(lambda: write_config(cfg, data, corpus))
     training.log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
     goodput.keep(training.log.found, step)
-    training.progress = Progress(cfg, val_corpus.bytes_per_token, plan_of(cfg))
+    planned = plan_of(cfg)
+    on_main_process(lambda: write_plan(cfg, planned))
+    training.progress = Progress(cfg, val_corpus.bytes_per_token, planned)
 
     # --- Loop
     with memory_explained(cfg):
@@ -381,6 +383,14 @@ def write_config(cfg, data, corpus):
     config = utils.flatten(cfg) | {"data_fingerprint": data}
     config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
     write_json(f"{cfg.run.folder}/config.json", config)
+
+
+def write_plan(cfg, planned):
+    """Write the plan, where there is one, as plan.json: tools/page.py shows it beside the measured speed."""
+    if planned:
+        from planning import plan
+
+        write_json(f"{cfg.run.folder}/plan.json", plan.as_json(planned))
 
 
 # As XLA says it, its allocators (BFC, TPU) and CUDA; RESOURCE_EXHAUSTED alone may be a full disk.

@@ -31,6 +31,8 @@ from runtime import interrupts, platforms
 from runtime.files import ask, filesystem, is_remote, read_file, read_json, to_json
 from runtime.messages import UserError, one_sentence
 from runtime.parser import flag, place
+from tools import common
+from training import steps
 from training.meter import spent_in
 from training.runlog import EXPERT_SHARE, SAMPLES, duration, row_of
 
@@ -84,8 +86,12 @@ class Run:
 
     def __init__(self, folder, name):
         self.folder, self.name = folder, name
+        self.config, self.plan, self.trouble = {}, {}, ""
+        self._forget()
+
+    def _forget(self):
         self.version = secrets.token_hex(4)
-        self.config, self.rows, self.trouble = {}, [], ""
+        self.rows = []
         self.end = 0  # bytes of metrics.jsonl that were read, whole lines
         self.last = b""  # the last of these lines
 
@@ -93,6 +99,7 @@ class Run:
         """Read what is new."""
         try:
             self.config = read_json(self.folder, "config.json")
+            self.plan = read_json(self.folder, "plan.json")
             self._read_rows(f"{self.folder}/metrics.jsonl")
             self.trouble = ""
         except (UserError, OSError) as e:
@@ -108,10 +115,9 @@ class Run:
         if not content.startswith(
             self.last
         ):  # the run resumed or rolled back: it wrote the file anew
-            self.__init__(self.folder, self.name)
-            content = ask(path, "cat_file", start=0, end=size) if size else b""
+            self._forget()
             begin = 0
-            self.config = read_json(self.folder, "config.json")
+            content = ask(path, "cat_file", start=0, end=size) if size else b""
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be torn
         new = whole[len(self.last) :].splitlines(keepends=True)
         self.rows += filter(None, map(row_of, new))
@@ -121,14 +127,14 @@ class Run:
     def column(self, key, rows):
         """The values of a metric, None where a row has none; also of `tokens` and `hours` since the first start."""
         if key == "tokens":
-            c = self.config
-            per_step = (
-                c["train_batch_size"] * c["n_device_axis"][0] * c["accumulation_steps"] * c["T"]
-            )
-            return [row["step"] * per_step for row in rows]
+            return [row["step"] * self.tokens_per_step() for row in rows]
         if key == "hours":
             return [sum(spent_in(row).values()) / 3600 for row in rows]
         return [row.get(key) for row in rows]
+
+    def tokens_per_step(self):
+        c = common.stored_config(self.config)
+        return math.prod(steps.batch_shape(c))
 
     def about(self):
         """What the page lists of it."""
@@ -141,8 +147,10 @@ class Run:
         speeds = [
             row["tokens_per_second"] for row in self.rows[-100:] if "tokens_per_second" in row
         ]
-        about["speed"] = statistics.median(speeds) if speeds else None
-        about["plan"] = read_json(self.folder, "plan.json").get("tokens_per_second")
+        about["planned"] = self.plan.get("seconds", {}).get("step")
+        if speeds:
+            about["speed"] = statistics.median(speeds)
+            about["measured"] = self.tokens_per_step() / about["speed"]
         return about
 
     def _evaluated(self):
@@ -235,7 +243,12 @@ class Runs:
                 for run in self.known.values():
                     run.refresh()
                 self.looked = time.monotonic()
-            return self.known
+            # an exported model has a config.json too
+            return {
+                name: run
+                for name, run in self.known.items()
+                if run.trouble or "n_device_axis" in run.config
+            }
 
     def _names(self, folder):
         """(name, folder) of each run in a folder. Raises UserError where that is not there."""

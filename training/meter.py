@@ -157,8 +157,9 @@ class Meter:
         self.newest = None
         metrics = jax.device_get(metrics)
         self.profile.note(step)
-        shares = metrics.pop("load/experts", [])
-        metrics |= {f"load/expert_{i}": share for i, share in enumerate(shares)}
+        for each in ("expert", "layer"):
+            loads = metrics.pop(f"load/{each}s", [])
+            metrics |= {f"load/{each}_{i}": load for i, load in enumerate(loads)}
         row = {"step": step} | {name: float(value) for name, value in metrics.items()}
         row |= self.corpus.epochs(sequences)
         self.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
