@@ -27,7 +27,7 @@ import time
 from dataclasses import dataclass
 
 import utils
-from runtime import interrupts, platforms
+from runtime import platforms
 from runtime.files import ask, filesystem, is_remote, read_file, read_json, to_json
 from runtime.messages import UserError, one_sentence
 from runtime.parser import flag, place
@@ -391,18 +391,17 @@ def main(options):
         listener = socket.create_server(("127.0.0.1", options.port))
     except OSError as e:
         raise UserError(
-            f"--port {options.port}: cannot be used ({e.strerror}); give another, or 0 for any."
+            f"--port {options.port}: {os.strerror(e.errno).lower()}; give another port, or 0 for a free one."
         ) from None
     port = listener.getsockname()[1]
     print(f"http://127.0.0.1:{port} shows {n} runs; Ctrl-C ends it")
     there = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
     print(f"from another machine: {there}, then the same address there", flush=True)
     app = make_app(runs, Engine(options.batch_size))
-    config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
-    with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
-    interrupts.end(130, "interrupted")  # whatever the engine is at
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    server.capture_signals = contextlib.nullcontext  # those of `interrupts.begin` end it at once
+    server.run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    interrupts.run(lambda: main(options_given))
+    one_sentence(lambda: main(options_given))
