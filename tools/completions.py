@@ -1,8 +1,7 @@
-"""Completions of runs in OpenAI's format, as `tools/page.py` serves them: what a request may ask, and the thread that
-answers all of them in one batch of the cached decoding."""
+"""Completions in OpenAI's format, as `tools/page.py` serves them: what a request may ask, and the thread that answers
+all of them in one batch of the cached decoding."""
 
 import asyncio
-import dataclasses
 import functools
 import json
 import math
@@ -10,12 +9,14 @@ import queue
 import secrets
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 from jax import lax
+from pydantic import Field
 
 from data.tokenization import text_of, whole_characters
 from inference import decoding
@@ -25,53 +26,96 @@ from runtime.messages import UserError, first_line, warn
 from tools import common
 from tools.sample import MULTIPLE, Row
 
-MOST_BYTES = 2**20  # of a request
-MOST_WAITING = 1024  # continuations that wait or are drawn
+MOST_WAITING = 1024  # continuations of a request, or requests
 LIKELIEST = 5  # alternatives to a token that are kept
 
 
 class Refused(Exception):
     """A request that is not answered: HTTP status, sentence, the parameter that it is about."""
 
-    def __init__(self, status, message, param=None, code=None):
+    def __init__(self, status, message, param=None):
         super().__init__(message)
         self.status = status
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {"error": dict(message=message, type=kind, param=param, code=code)}
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": dict(message=message, type=kind, param=param, code=None)}
 
 
 # --- Requests -----------------------------------------------------------------------------------------------------
 
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
+PROMPT = "must be a text, token ids, or a list of either, none of them empty"
+STOP = "must be a text or at most four, none of them empty"
+ONLY = "is not supported; leave it out, or give what changes nothing"
 
-@dataclass
-class Request:
-    """What a client asks, checked, and the events of its answer: None once the prompts are token ids, then choices of
-    OpenAI's format, each with what is new of it, or `Refused`."""
+
+class Parameters(pydantic.BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
+    """The body of a request. A description is what is said of a wrong value, in place of pydantic's words."""
 
     model: str
-    prompt: list
-    max_tokens: int = 16
-    temperature: float = 1.0
-    n: int = 1
-    seed: int | None = None
-    logprobs: int | None = None
-    stop: list = field(default_factory=list)
+    prompt: str | Ids | Several = Field(description=PROMPT)
+    max_tokens: int = Field(16, ge=1)
+    temperature: float = Field(1, ge=0, le=2)
+    n: int = Field(1, ge=1, le=128)
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
+    logprobs: int = Field(None, ge=0, le=LIKELIEST)
+    stop: Text | Annotated[list[Text], Field(max_length=4)] = Field([], description=STOP)
     stream: bool = False
-    folder: str = ""  # of the run
-    n_tokens: int = 0  # of the prompts
-    n_drawn: int = 0  # tokens
-    left: bool = False  # the client has gone
+    user: str = ""
+    best_of: int = Field(1, ge=1, le=1, description=ONLY)
+    echo: bool = False
+    frequency_penalty: float = Field(0, ge=0, le=0, description=ONLY)
+    logit_bias: dict = Field({}, max_length=0, description=ONLY)
+    presence_penalty: float = Field(0, ge=0, le=0, description=ONLY)
+    suffix: str = Field("", max_length=0, description=ONLY)
+    top_p: float = Field(1, ge=1, le=1, description=ONLY)
 
-    def __post_init__(self):
+
+def read_parameters(body):
+    """`Parameters` of the bytes of a body, prompt and stop as lists. Raises `Refused`."""
+    try:
+        given = json.loads(body)
+        given = {name: value for name, value in given.items() if value is not None}
+    except (ValueError, RecursionError, AttributeError):
+        raise Refused(400, "The body must be a JSON object.") from None
+    given.setdefault("seed", secrets.randbits(32))
+    try:
+        asked = Parameters.model_validate(given)
+    except pydantic.ValidationError as e:
+        error = e.errors()[0]
+        name = str(error["loc"][0])[:80]
+        field = Parameters.model_fields.get(name)
+        words = field and field.description or f"cannot be used: {error['msg']}"
+        raise Refused(400, f"{name} {words}.", name) from None
+    if asked.echo:
+        raise Refused(400, f"echo {ONLY}.", "echo")
+    if isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int):
+        asked.prompt = [asked.prompt]
+    if isinstance(asked.stop, str):
+        asked.stop = [asked.stop]
+    if len(asked.prompt) * asked.n > MOST_WAITING:
+        raise Refused(400, f"prompt and n: these are more than {MOST_WAITING} choices.", "n")
+    return asked
+
+
+# --- Answers ------------------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """What the engine makes of a request: events that any thread passes on and the event loop takes."""
+
+    def __init__(self, asked, folder):
+        self.asked, self.folder = asked, folder  # of the run
+        self.n_prompt = self.n_drawn = 0  # tokens
+        self.left = False  # the client has gone
         self.events = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
-        self.seed = secrets.randbits(32) if self.seed is None else self.seed
 
     def tell(self, event):
-        """Pass an event on, from any thread."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
-    async def next_event(self):
+    async def next(self):
         """The next event. Raises `Refused`."""
         event = await self.events.get()
         if isinstance(event, Refused):
@@ -79,145 +123,53 @@ class Request:
         return event
 
     async def pieces(self):
-        """Choices as they grow, until all have ended."""
-        running = len(self.prompt) * self.n
+        """Choices of OpenAI's format, each with what is new of it, until all have ended."""
+        running = len(self.asked.prompt) * self.asked.n
         while running:
-            piece = await self.next_event()
+            piece = await self.next()
             running -= piece["finish_reason"] is not None
             yield piece
 
     async def whole(self):
-        """(all choices, the usage) once all have ended."""
+        """All choices, once they have ended."""
         choices = {}
         async for piece in self.pieces():
-            whole = choices.setdefault(piece["index"], piece)
-            if whole is not piece:
-                whole["text"] += piece["text"]
-                whole["finish_reason"] = piece["finish_reason"]
+            choice = choices.setdefault(piece["index"], piece)
+            if choice is not piece:
+                choice["text"] += piece["text"]
+                choice["finish_reason"] = piece["finish_reason"]
                 for name, more in (piece["logprobs"] or {}).items():
-                    whole["logprobs"][name] += more
-        used = dict(prompt_tokens=self.n_tokens, completion_tokens=self.n_drawn)
-        usage = used | dict(total_tokens=self.n_tokens + self.n_drawn)
-        return [choices[i] for i in sorted(choices)], usage
-
-
-def is_number(value, least, most, kind=int | float):
-    return isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most
-
-
-def is_texts(value, least=0):
-    return isinstance(value, list) and all(isinstance(x, str) and len(x) >= least for x in value)
-
-
-def is_ids(value):
-    return isinstance(value, list) and value and all(is_number(x, 0, 2**31, int) for x in value)
-
-
-def is_prompt(value):
-    if isinstance(value, str) or is_ids(value):
-        return True
-    return bool(value) and (
-        is_texts(value) or (isinstance(value, list) and all(map(is_ids, value)))
-    )
-
-
-def is_stop(value):
-    value = [value] if isinstance(value, str) else value
-    return is_texts(value, least=1) and len(value) <= 4
-
-
-# {parameter: (whether a value is accepted, what would be right)}
-PARAMETERS = {
-    "model": (lambda x: isinstance(x, str), "the name of a run"),
-    "prompt": (is_prompt, "a text, token ids, or a list of either, none of them empty"),
-    "max_tokens": (lambda x: is_number(x, 1, 2**20, int), "a whole number from 1 on"),
-    "temperature": (lambda x: is_number(x, 0, 2), "a number from 0 to 2"),
-    "n": (lambda x: is_number(x, 1, 128, int), "a whole number from 1 to 128"),
-    "seed": (lambda x: is_number(x, -(2**63), 2**63, int), "a whole number of 64 bits"),
-    "logprobs": (
-        lambda x: is_number(x, 0, LIKELIEST, int),
-        f"a whole number from 0 to {LIKELIEST}",
-    ),
-    "stop": (is_stop, "a text or at most four, none of them empty"),
-    "stream": (lambda x: isinstance(x, bool), "true or false"),
-}
-# {parameter that does nothing here: the only value that it may have}
-NEUTRAL = dict(
-    echo=False,
-    best_of=1,
-    suffix="",
-    top_p=1,
-    presence_penalty=0,
-    frequency_penalty=0,
-    logit_bias={},
-)
-
-
-def refuse_constant(name):
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def read_request(body):
-    """The `Request` in the bytes of a body. Raises `Refused`."""
-    try:
-        given = json.loads(body, parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as e:
-        raise Refused(400, f"The body is not JSON ({first_line(e)}).") from None
-    if not isinstance(given, dict):
-        raise Refused(400, "The body must be a JSON object.")
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in ("model", "prompt"):
-        if name not in given:
-            raise Refused(400, f"{name} is missing; give {PARAMETERS[name][1]}.", name)
-    for name, value in given.items():
-        if name in PARAMETERS:
-            accepts, right = PARAMETERS[name]
-            if not accepts(value):
-                raise Refused(400, f"{name}: {value!r:.80} is not possible; give {right}.", name)
-        elif name not in NEUTRAL:
-            raise Refused(400, f"{name!r:.80}: there is no such parameter.", name[:80])
-        elif value != NEUTRAL[name] or isinstance(value, bool) != isinstance(NEUTRAL[name], bool):
-            only = json.dumps(NEUTRAL[name])
-            raise Refused(400, f"{name} is not supported; leave it out or give {only}.", name)
-    fields = {f.name for f in dataclasses.fields(Request)} & PARAMETERS.keys()
-    request = Request(**{name: given[name] for name in fields & given.keys()})
-    if isinstance(request.prompt, str) or is_ids(request.prompt):
-        request.prompt = [request.prompt]
-    if isinstance(request.stop, str):
-        request.stop = [request.stop]
-    if len(request.prompt) * request.n > MOST_WAITING:
-        raise Refused(400, f"prompt and n: more than {MOST_WAITING} continuations.", "n")
-    return request
-
-
-# --- Answers ------------------------------------------------------------------------------------------------------
+                    choice["logprobs"][name] += more
+        return [choices[index] for index in sorted(choices)]
 
 
 class Continuation:
-    """One continuation of a prompt, token ids, number `index` of its request."""
+    """One choice of an answer: the row of its prompt."""
 
-    def __init__(self, request, index, prompt, encoding):
-        self.request, self.index = request, index
-        self.row = Row(encoding, prompt, request, hidden=len(prompt))
-        self.told = []  # of each token: (its log p, the likeliest tokens' log p, these tokens)
-        self.shown = 0  # tokens whose probabilities the client has
+    def __init__(self, answer, index, prompt, encoding):
+        self.answer, self.index = answer, index
+        self.row = Row(encoding, prompt, answer.asked, hidden=len(prompt))
+        self.told = []  # of each token: its log p, the likeliest tokens' log p, these tokens
+        self.shown = 0  # tokens whose probabilities were passed on
 
     def add(self, tokens, told):
-        """Take further tokens and pass on what is new of the text."""
-        self.row.add(tokens)
+        """Take further tokens, with what `draw` tells of them, and pass on what is new."""
+        row = self.row
+        row.add(tokens)
         self.told += told
-        request, row = self.request, self.row
-        reason = ("stop" if row.stopped else "length") if row.done else None
-        logprobs = self.logprobs() if request.logprobs is not None else None
-        if row.done:
-            request.n_drawn += len(row.tokens)
-        choice = dict(index=self.index, text=row.unseen, logprobs=logprobs, finish_reason=reason)
-        request.tell(choice)
+        piece = dict(index=self.index, text=row.unseen, logprobs=None, finish_reason=None)
         row.unseen = ""
+        if self.answer.asked.logprobs is not None:
+            piece["logprobs"] = self.logprobs()
+        if row.done:
+            piece["finish_reason"] = "stop" if row.stopped else "length"
+            self.answer.n_drawn += len(row.tokens)
+        self.answer.tell(piece)
 
     def logprobs(self):
-        """Probabilities of the tokens whose text was shown since the last call, in OpenAI's format."""
-        row, found = self.row, dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        """Those of the tokens whose text was shown since the last call."""
+        row = self.row
+        found = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         while self.shown < len(row.tokens):
             before = row.prompt + row.tokens[: self.shown]
             offset = len(text_of(row.encoding, before)) - row.prompt_length
@@ -225,8 +177,11 @@ class Continuation:
                 break
             own, likeliest, ids = self.told[self.shown]
             alternatives = {}
-            for token, logprob in zip(ids[: self.request.logprobs], likeliest):
-                alternatives.setdefault(text_of(row.encoding, [token]), logprob)
+            for token, logprob in zip(ids[: self.answer.asked.logprobs], likeliest):
+                text = text_of(row.encoding, [token])
+                if text in alternatives:  # parts of a character look alike
+                    text += f" (token {token})"
+                alternatives[text] = logprob
             found["tokens"].append(text_of(row.encoding, [row.tokens[self.shown]]))
             found["token_logprobs"].append(own)
             found["top_logprobs"].append(alternatives)
@@ -244,7 +199,8 @@ def draw(logits, how, _):
     hot = how["temperature"] > 0
 
     def draw_row(seed, count, logits):
-        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), count), logits)
+        key = jax.random.fold_in(jax.random.key(seed), count)
+        return jax.random.categorical(key, logits)
 
     def draw_all():
         scaled = logits / jnp.where(hot, how["temperature"], 1.0)[:, None]
@@ -258,11 +214,19 @@ def draw(logits, how, _):
     return (token.astype(jnp.int32), own, likeliest, ids), how | dict(count=how["count"] + 1)
 
 
+def settings(rows, temperature=0.0, seed=0):
+    """What `draw` needs of that many rows alike."""
+    return dict(
+        temperature=np.full(rows, temperature, np.float32),
+        seed=np.full(rows, seed % 2**32, np.uint32),
+        count=np.zeros(rows, np.int32),
+    )
+
+
 @functools.lru_cache(1)
 def programs(cfg, mesh, T):
     """(prefill, advance) of `decoding.make_stream`, join(state, new, row) -> state with the first row of the state
     `new` in the place of number `row`. A newer checkpoint of the same run takes the same ones."""
-    prefill, advance = decoding.make_stream(cfg, mesh, None, T, draw=draw)
     specs = decoding.cache_specs(cfg)
     dims = {kind: list(spec).index("dp") for kind, spec in specs.items()}
 
@@ -272,13 +236,12 @@ def programs(cfg, mesh, T):
             return lax.dynamic_update_slice_in_dim(x, first, row, dim)
 
         token, position, cache, how = state
-        new_token, new_position, new_cache, new_how = new
-        cache = {kind: put(x, new_cache[kind], dims[kind]) for kind, x in cache.items()}
-        token = jax.tree.map(put, token, new_token)
-        how = jax.tree.map(put, how, new_how)
-        return token, put(position, new_position), cache, how
+        cache = {kind: put(x, new[2][kind], dims[kind]) for kind, x in cache.items()}
+        token, position, how = jax.tree.map(put, (token, position, how), (*new[:2], new[3]))
+        return token, position, cache, how
 
-    return prefill, advance, jax.jit(join, donate_argnums=0)
+    stream = decoding.make_stream(cfg, mesh, None, T, draw=draw)
+    return *stream, jax.jit(join, donate_argnums=0)
 
 
 def newest_step(folder):
@@ -297,54 +260,41 @@ class Batch:
     used or not. So an answer does not depend on what else is asked.
     """
 
-    def __init__(self, folder, step, batch_size):
+    def __init__(self, folder, step, n_rows):
         self.folder, self.step = folder, step
-        options = common.Options(model=folder)
+        options = common.Options(model=folder, n_device_axis=(1, 1, 1), n_devices=1)
         self.cfg, mesh, self.params, self.encoding = common.open_model(options, text=True)
         self.before = common.before_prompt(options, self.encoding)
         self.T = positions(folder, self.cfg.model.T)
-        self.dp = mesh.shape["dp"]
-        self.n_rows = math.ceil(batch_size / self.dp) * self.dp
+        self.n_rows = n_rows
         self.prefill, self.advance, self.join = programs(self.cfg, mesh, self.T)
         self.rows = {}  # {number of a row: its Continuation}
         self.state = None
 
-    def token_ids(self, request):
-        """The prompts of a request as token ids. Raises `Refused`."""
-        prompts = []
-        for prompt in request.prompt:
-            if isinstance(prompt, str):
-                text = whole_characters(prompt)
-                prompt = [*self.before, *self.encoding.encode_ordinary(text)]
-            if not prompt:
-                raise Refused(400, "prompt: is empty; give a text.", "prompt")
-            if max(prompt) >= self.cfg.model.vocab_size:
-                right = f"this model has {self.cfg.model.vocab_size} tokens"
-                raise Refused(400, f"prompt: there is no token {max(prompt)}; {right}.", "prompt")
-            if len(prompt) + request.max_tokens > self.T:
-                said = f"{len(prompt)} tokens of prompt and {request.max_tokens} to be drawn"
-                words = f"{said} exceed the {self.T} tokens that {request.model} was made for."
-                raise Refused(400, words, "max_tokens", "context_length_exceeded")
-            prompts.append(prompt)
-        return prompts
-
-    def how(self, B, temperature=0.0, seed=0):
-        """What `draw` needs of B rows alike."""
-        return dict(
-            temperature=np.full(B, temperature, np.float32),
-            seed=np.full(B, seed, np.uint32),
-            count=np.zeros(B, np.int32),
-        )
+    def token_ids(self, prompt, max_tokens):
+        """A prompt as token ids. Raises `Refused`."""
+        if isinstance(prompt, str):
+            text = self.encoding.encode_ordinary(whole_characters(prompt))
+            prompt = [*self.before, *text]
+        vocabulary = self.cfg.model.vocab_size
+        if not prompt or max(prompt) >= vocabulary:
+            raise Refused(
+                400, f"prompt must have tokens, of the {vocabulary} of this model.", "prompt"
+            )
+        if len(prompt) + max_tokens > self.T:
+            words = f"max_tokens {max_tokens} after a prompt of {len(prompt)} tokens is more than"
+            raise Refused(400, f"{words} the {self.T} that this model was made for.", "max_tokens")
+        return prompt
 
     def begin(self, continuation):
         """Read a prompt into a free row."""
-        request, prompt = continuation.request, continuation.row.prompt
-        row = next(i for i in range(self.n_rows) if i not in self.rows)
+        asked, prompt = continuation.answer.asked, continuation.row.prompt
+        row = next(number for number in range(self.n_rows) if number not in self.rows)
         n = min(self.T, math.ceil(len(prompt) / MULTIPLE) * MULTIPLE)
-        how = self.how(self.dp, request.temperature, (request.seed + continuation.index) % 2**32)
-        new = self.prefill(self.params, *decoding.pad([prompt] * self.dp, n), how)
+        how = settings(1, asked.temperature, asked.seed + continuation.index)
+        new = self.prefill(self.params, *decoding.pad([prompt], n), how)
         if self.state is None:
-            unused = *decoding.pad([[0]] * self.n_rows, 1), self.how(self.n_rows)
+            unused = *decoding.pad([[0]] * self.n_rows, 1), settings(self.n_rows)
             shapes = jax.eval_shape(self.prefill, self.params, *unused)
             self.state = jax.tree.map(
                 lambda x, like: jnp.zeros(x.shape, x.dtype, device=like.sharding), shapes, new
@@ -357,86 +307,75 @@ class Batch:
         self.state, drawn = self.advance(self.params, self.state)
         tokens, *told = (np.asarray(x).swapaxes(0, 1).tolist() for x in drawn)
         for row, continuation in [*self.rows.items()]:
-            continuation.add(tokens[row], list(zip(*(x[row] for x in told))))
-            if continuation.row.done or continuation.request.left:
+            continuation.add(tokens[row], [*zip(*(x[row] for x in told))])
+            if continuation.row.done or continuation.answer.left:
                 del self.rows[row]
 
 
 class Engine:
     """The thread that owns jax: it opens a model at its first request, one at a time, and answers in order."""
 
-    def __init__(self, batch_size):
-        self.batch_size = batch_size  # rows
-        self.requests = queue.Queue()
-        self.next = None  # a request that waits until another model's are done
+    def __init__(self, n_rows):
+        self.n_rows = n_rows
+        self.asked = queue.Queue()  # Answers to begin
+        self.next = None  # one that waits until another model's are done
         self.waiting = deque()  # continuations without a row
         self.batch = None
         threading.Thread(target=self.work, name="engine", daemon=True).start()
 
-    def ask(self, request):
-        """Answer a request, by its events. Raises `Refused`."""
-        if self.requests.qsize() + len(self.waiting) > MOST_WAITING:
+    def answer(self, asked, folder):
+        """The `Answer` to `Parameters`, of the run in `folder`. Raises `Refused`."""
+        if self.asked.qsize() > MOST_WAITING:
             raise Refused(429, f"More than {MOST_WAITING} requests wait; try again later.")
-        self.requests.put(request)
+        answer = Answer(asked, folder)
+        self.asked.put(answer)
+        return answer
+
+    def busy(self):
+        return bool(self.waiting or (self.batch and self.batch.rows))
 
     def work(self):
         while True:
             try:
                 self.turn()
-            except Exception as e:  # of a device, say: the others are answered
+            except Exception as e:  # of a device, say: later requests are answered
                 warn(f"completions: {type(e).__name__}: {first_line(e)}")
-                self.fail(Refused(500, f"The model failed ({first_line(e)})."))
+                rows = self.batch.rows.values()
+                for continuation in [*self.waiting, *rows]:
+                    continuation.answer.tell(Refused(500, f"The model failed: {first_line(e)}."))
+                self.waiting.clear()
+                self.batch = None
 
     def turn(self):
         """Take the requests that came, and draw once for all rows."""
-        while self.next or not self.busy() or not self.requests.empty():
-            self.next = self.next or self.requests.get()
+        while self.next or not self.busy() or not self.asked.empty():
+            self.next = self.next or self.asked.get()
             if self.busy() and self.next.folder != self.batch.folder:
                 break
-            request, self.next = self.next, None
-            self.accept(request)
-        while self.waiting and len(self.batch.rows) < self.batch.n_rows:
-            continuation = self.waiting.popleft()
-            if not continuation.request.left:
-                self.batch.begin(continuation)
-        if self.batch.rows:
-            self.batch.draw()
+            answer, self.next = self.next, None
+            try:
+                self.accept(answer)
+            except Refused as e:
+                answer.tell(e)
+            except Exception as e:  # whatever a damaged run makes the libraries raise
+                status = 404 if isinstance(e, UserError) else 500
+                answer.tell(Refused(status, first_line(e), "model"))
+        while self.waiting and len(self.batch.rows) < self.n_rows:
+            self.batch.begin(self.waiting[0])
+            self.waiting.popleft()  # only now: `work` refuses those that fail
+        self.batch.draw()
 
-    def busy(self):
-        return bool(self.waiting or (self.batch and self.batch.rows))
-
-    def accept(self, request):
-        """Have the continuations of a request wait for rows."""
-        try:
-            if not self.busy():
-                self.open(request.folder)
-            prompts = self.batch.token_ids(request)
-        except Refused as e:
-            return request.tell(e)
-        except UserError as e:
-            return request.tell(Refused(404, str(e), "model", "model_not_found"))
-        except Exception as e:  # whatever a damaged run makes the libraries raise
-            return request.tell(
-                Refused(500, f"{request.model} cannot be opened ({first_line(e)}).")
-            )
-        request.n_tokens = sum(map(len, prompts))
-        request.tell(None)
-        rows = [ids for ids in prompts for _ in range(request.n)]
-        for i, ids in enumerate(rows):
-            self.waiting.append(Continuation(request, i, ids, self.batch.encoding))
-
-    def open(self, folder):
-        """Have the newest checkpoint of a run in `batch`."""
-        step = newest_step(folder)
-        if self.batch and (self.batch.folder, self.batch.step) == (folder, step):
-            return
-        self.batch = None  # there is room for one
-        self.batch = Batch(folder, step, self.batch_size)
-
-    def fail(self, refused):
-        """Refuse all that is in progress."""
-        rows = self.batch.rows.values() if self.batch else []
-        for request in {id(c.request): c.request for c in [*self.waiting, *rows]}.values():
-            request.tell(refused)
-        self.waiting.clear()
-        self.batch = None
+    def accept(self, answer):
+        """Have the continuations of a request wait for rows. The first event of its answer is None."""
+        asked = answer.asked
+        if not self.busy():
+            step = newest_step(answer.folder)
+            if not self.batch or (self.batch.folder, self.batch.step) != (answer.folder, step):
+                self.batch = None  # there is room for one
+                self.batch = Batch(answer.folder, step, self.n_rows)
+        prompts = [self.batch.token_ids(prompt, asked.max_tokens) for prompt in asked.prompt]
+        answer.n_prompt = sum(map(len, prompts))
+        answer.tell(None)
+        rows = [prompt for prompt in prompts for _ in range(asked.n)]
+        for index, prompt in enumerate(rows):
+            self.waiting.append(Continuation(answer, index, prompt, self.batch.encoding))

@@ -36,7 +36,7 @@ from training import steps
 from training.meter import spent_in
 from training.runlog import EXPERT_SHARE, SAMPLES, duration, row_of
 
-PACKAGES = "starlette", "uvicorn", "plotly"
+PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +71,20 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tools.completions import MOST_BYTES, Engine, Refused, newest_step, read_request
+from tools.completions import Engine, Refused, newest_step, read_parameters
 
-LOSS = "loss/train_cross_entropy_loss"
+MOST_BYTES = 2**20  # of a request
 
 # --- Runs ---------------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """A run directory as it grows. version: changes where rows that were read before have changed."""
+    """A run directory as it grows: its config.json, its plan.json if it has one, and the rows of its metrics.jsonl.
+    version: another one once rows that were read before may have changed."""
 
     def __init__(self, folder, name):
         self.folder, self.name = folder, name
@@ -99,6 +101,8 @@ class Run:
         """Read what is new."""
         try:
             self.config = read_json(self.folder, "config.json")
+            if "n_device_axis" not in self.config:
+                raise UserError("its config.json is not that of a run")
             self.plan = read_json(self.folder, "plan.json")
             self._read_rows(f"{self.folder}/metrics.jsonl")
             self.trouble = ""
@@ -124,95 +128,71 @@ class Run:
         self.last = new[-1] if new else self.last
         self.end = begin + len(whole)
 
-    def column(self, key, rows):
-        """The values of a metric, None where a row has none; also of `tokens` and `hours` since the first start."""
-        if key == "tokens":
-            return [row["step"] * self.tokens_per_step() for row in rows]
-        if key == "hours":
-            return [sum(spent_in(row).values()) / 3600 for row in rows]
-        return [row.get(key) for row in rows]
-
-    def tokens_per_step(self):
-        c = common.stored_config(self.config)
-        return math.prod(steps.batch_shape(c))
-
     def about(self):
         """What the page lists of it."""
-        state, words = self.health(time.time())
-        newest = self.rows[-1] if self.rows else {}
+        state, words = health(self, time.time())
         about = dict(
             name=self.name, version=self.version, n=len(self.rows), state=state, words=words
         )
-        about |= dict(keys=sorted({*newest, *self._evaluated()}), spent=spent_in(newest))
-        speeds = [
-            row["tokens_per_second"] for row in self.rows[-100:] if "tokens_per_second" in row
-        ]
+        if self.trouble or not self.rows:
+            return about | dict(keys=[], spent={})
+        newest = self.rows[-1]
+        evaluated = next((row for row in reversed(self.rows) if "loss/val_loss" in row), {})
+        spent = spent_in(newest)
+        about |= dict(keys=sorted({*newest, *evaluated}), spent=spent)
+        about["started"] = newest.get("time", 0) - sum(spent.values())
+        about["tokens"] = math.prod(steps.batch_shape(common.stored_config(self.config)))
+        speeds = [row["tokens_per_second"] for row in self.rows[-100:]]
+        about["measured"] = about["tokens"] / statistics.median(speeds)
         about["planned"] = self.plan.get("seconds", {}).get("step")
-        if speeds:
-            about["speed"] = statistics.median(speeds)
-            about["measured"] = self.tokens_per_step() / about["speed"]
         return about
 
-    def _evaluated(self):
-        return next((row for row in reversed(self.rows[-10_000:]) if "loss/val_loss" in row), {})
 
-    # --- Is it well?
-
-    def health(self, now):
-        """(bad, idle, done or well; a sentence that says why)."""
-        state, words = self._health(now)
-        resumed = self.rows[-1].get("resumed", 0) if self.rows else 0
-        if resumed:
-            words += f", resumed {resumed:.0f} times" if resumed > 1 else ", resumed once"
-        return state, f"{words}."
-
-    def _health(self, now):
-        if self.trouble:
-            return "bad", f"It cannot be read: {self.trouble.rstrip('.')}"
-        if not self.rows:
-            return "idle", "No step is done yet: it compiles, or ended before its first step"
-        row, last = self.rows[-1], self.config.get("training_steps", math.inf)
-        step = row["step"]
-        at = f"step {step:,} of {last:,}"
-        if not math.isfinite(row["loss/train_loss"]):
-            return "bad", f"The loss of step {step:,} is not finite"
-        recent = self.rows[-100:]
-        skipped = row.get("bad_steps", 0) - recent[0].get("bad_steps", 0)
-        if skipped > 0:
-            words = f"{skipped:.0f} of the last {len(recent)} steps were skipped"
-            return "bad", f"{words}: their loss or gradient was not finite"
-        shares = [value for key, value in row.items() if key.startswith(EXPERT_SHARE)]
-        starved = sum(share < 0.1 / len(shares) for share in shares)
-        if 2 * starved > len(shares):
-            return (
-                "bad",
-                f"{starved} of {len(shares)} experts get less than a tenth of an even share",
-            )
-        rise = rising([row[LOSS] for row in self.rows if math.isfinite(row.get(LOSS, math.nan))])
-        if rise:
-            return "bad", f"The training loss rises: {rise} ({at})"
-        if step >= last:
-            return "done", f"Finished at {at}, training loss {row['loss/train_loss']:.3f}"
-        silent = now - row.get("time", now)
-        usual = usual_pause(recent)
-        if silent > max(60, 5 * usual):
-            words = f"No step for {duration(silent)}, usually at most {duration(usual + 1)}"
-            return "idle", f"{words}: it was stopped or hangs at {at}"
-        return "well", f"It trains: {at}, training loss {row['loss/train_loss']:.3f}"
+def health(run, now):
+    """Whether a run is well: (well, done, idle or bad; a sentence that says why). now: time.time()."""
+    if run.trouble:
+        return "bad", f"It cannot be read: {run.trouble}"
+    if not run.rows:
+        return "idle", "No step is done yet: it compiles, or ended before."
+    row, recent = run.rows[-1], run.rows[-100:]
+    last = run.config.get("training_steps", math.inf)
+    state, words = trouble_in(run.rows, recent) or ("well", "It trains")
+    silent = now - row.get("time", now)
+    if row["step"] >= last and state == "well":
+        state, words = "done", "Finished"
+    elif silent > max(60, 5 * usual_pause(recent)) and row["step"] < last:
+        state = "idle"
+        words = f"Stopped, or it hangs: no step for {duration(silent)}"
+    words += f" at step {row['step']:,} of {last:,}, training loss {row['loss/train_loss']:.3f}"
+    if row.get("resumed"):
+        words += f", resumed {row['resumed']:.0f} time{'s' * (row['resumed'] > 1)}"
+    return state, f"{words}."
 
 
-def rising(losses):
-    """How the mean of the newest losses exceeds that of as many before, in words; "" where it does not by more than
-    three standard errors and a hundredth."""
+def trouble_in(rows, recent):
+    """("bad", why) of the rows of a run that is not well, or None. recent: the last of them."""
+    row = rows[-1]
+    if not math.isfinite(row["loss/train_loss"]):
+        return "bad", "Its loss is not finite"
+    skipped = row.get("bad_steps", 0) - recent[0].get("bad_steps", 0)
+    if skipped > 0:
+        return (
+            "bad",
+            f"{skipped:.0f} of the last {len(recent)} steps were skipped, not being finite,",
+        )
+    shares = [value for key, value in row.items() if key.startswith(EXPERT_SHARE)]
+    starved = sum(share * len(shares) < 0.1 for share in shares)
+    if 2 * starved > len(shares):
+        return "bad", f"{starved} of {len(shares)} experts get less than a tenth of an even share"
+    losses = [row["loss/train_loss"] for row in rows]
     n = max(10, len(losses) // 10)
-    if len(losses) < 3 * n:
-        return ""
     before, after = losses[-2 * n : -n], losses[-n:]
+    if len(losses) < 3 * n or not all(map(math.isfinite, before + after)):
+        return None
     rise = statistics.fmean(after) - statistics.fmean(before)
     error = math.sqrt((statistics.variance(before) + statistics.variance(after)) / n)
-    if rise <= max(3 * error, 0.01 * statistics.fmean(before)):
-        return ""
-    return f"by {rise:.3f} over the last {n} steps"
+    if rise > max(3 * error, 0.01 * statistics.fmean(before)):
+        return "bad", f"Its loss rose by {rise:.3f} within {n} steps"
 
 
 def usual_pause(rows):
@@ -232,36 +212,32 @@ class Runs:
         self.lock = threading.Lock()
 
     def look(self):
-        """{name: Run}, up to date."""
+        """{name: Run}, up to date. Raises UserError where a folder is not there."""
         with self.lock:
             if time.monotonic() - self.looked > self.pause:
-                found = dict(name for folder in self.folders for name in self._names(folder))
-                self.known = {
-                    name: self.known.get(name) or Run(folder, name)
-                    for name, folder in found.items()
-                }
-                for run in self.known.values():
-                    run.refresh()
+                found = {}
+                for folder in self.folders:
+                    for name, at in runs_in(folder):
+                        name = name if name and len(self.folders) == 1 else at
+                        found[name] = self.known.get(name) or Run(at, name)
+                        found[name].refresh()
+                        if "model_type" in found[name].config:  # an exported model
+                            del found[name]
+                self.known = found
                 self.looked = time.monotonic()
-            # an exported model has a config.json too
-            return {
-                name: run
-                for name, run in self.known.items()
-                if run.trouble or "n_device_axis" in run.config
-            }
+            return self.known
 
-    def _names(self, folder):
-        """(name, folder) of each run in a folder. Raises UserError where that is not there."""
-        if not is_remote(folder) and not os.path.isdir(folder):
-            raise UserError(f"{folder}: there is no such folder; give one of runs, such as runs.")
-        fs, there = filesystem(folder)
-        fs.invalidate_cache()  # its lists of a bucket's objects
-        for pattern in ("config.json", "*/config.json", "*/*/config.json"):
-            for path in sorted(fs.glob(f"{glob.escape(there)}/{pattern}")):
-                inside = os.path.dirname(os.path.relpath(path, there))
-                at = os.path.join(folder, inside).rstrip("/")
-                alone = len(self.folders) == 1 and inside
-                yield inside if alone else at, at
+
+def runs_in(folder):
+    """(its name in the folder, where it is) of each run."""
+    if not is_remote(folder) and not os.path.isdir(folder):
+        raise UserError(f"{folder}: there is no such folder; give one that holds runs.")
+    fs, there = filesystem(folder)
+    fs.invalidate_cache()  # its lists of a bucket's objects
+    for pattern in ("config.json", "*/config.json", "*/*/config.json"):
+        for path in sorted(fs.glob(f"{glob.escape(there)}/{pattern}")):
+            name = os.path.relpath(os.path.dirname(path), there).removeprefix(".")
+            yield name, os.path.join(folder, name).rstrip("/")
 
 
 # --- The server ---------------------------------------------------------------------------------------------------
@@ -271,94 +247,88 @@ def as_json(content, status=200):
     return Response(to_json(content), status, media_type="application/json")
 
 
-def served_error(_, error):
-    """An error as OpenAI's format has it."""
+def error_as_json(_, error):
+    """An error in OpenAI's format."""
     if not isinstance(error, Refused):
-        error = Refused(error.status_code, f"{error.detail}.")
+        words = getattr(error, "detail", f"What was asked cannot be read: {error}")
+        error = Refused(getattr(error, "status_code", 400), f"{words}.")
     return as_json(error.body, error.status)
 
 
-class Server:
-    """What the page and the clients of /v1 ask for. The functions that are not async run in threads."""
+class Answers:
+    """To what the page and the clients of /v1 ask. The functions that are not async run in threads."""
 
     def __init__(self, runs, engine):
         self.runs, self.engine = runs, engine
 
     def run(self, name):
         """The Run of a name. Raises `Refused`."""
-        known = self.runs.look()
-        if name not in known:
-            raise Refused(404, f"{name!r:.80}: there is no such run.", "model", "model_not_found")
-        return known[name]
+        run = self.runs.look().get(name)
+        if run is None:
+            raise Refused(404, f"{name!r:.80}: there is no such run.", "model")
+        return run
 
     def list(self, _):
         return as_json([run.about() for run in self.runs.look().values()])
 
     def rows(self, request):
-        """The columns `key` of each `every`-th row of a run, from row `after` on if its `version` is the same."""
-        asked = request.query_params
-        run = self.run(asked.get("run"))
-        same = asked.get("version") == run.version
-        after = int(asked.get("after", 0)) if same else 0
-        rows, version = run.rows[after :: int(asked.get("every", 1))], run.version
-        columns = {key: run.column(key, rows) for key in asked.getlist("key")}
-        return as_json(dict(version=version, after=after, n=len(run.rows), columns=columns))
+        """Columns of a run's rows: its metrics `key`, of each `every`-th row, from row `after` on while the rows before
+        are those of `version`."""
+        query = request.query_params
+        run = self.run(query.get("run"))
+        version, rows = run.version, run.rows
+        after = int(query.get("after", 0)) if query.get("version") == version else 0
+        rows = rows[after :: int(query.get("every", 1))]
+        columns = {key: [row.get(key) for row in rows] for key in query.getlist("key")}
+        return as_json(dict(version=version, after=after, columns=columns))
 
     def samples(self, request):
-        content = (
-            read_file(f"{self.run(request.query_params.get('run')).folder}/samples.txt") or b""
-        )
+        run = self.run(request.query_params.get("run"))
+        content = read_file(f"{run.folder}/samples.txt") or b""
         return as_json(dict(SAMPLES.findall(content.decode(errors="replace"))))
 
     def flags(self, request):
-        """{flag: its value in each of the runs}, of those that differ."""
-        configs = [self.run(name).config for name in request.query_params.getlist("run")]
-        names = sorted({name for config in configs for name in config})
-        values = {name: [config.get(name) for config in configs] for name in names}
-        return as_json({name: v for name, v in values.items() if any(x != v[0] for x in v)})
+        return as_json(self.run(request.query_params.get("run")).config)
 
-    # --- OpenAI's
-
-    def models(self, request):
-        """All runs that have a checkpoint, or the one that is named."""
-        name = request.path_params.get("name")
+    def models(self, _):
+        """All runs that have a checkpoint, in OpenAI's format."""
         found = []
-        for run in [self.run(name)] if name else self.runs.look().values():
+        for run in self.runs.look().values():
             with contextlib.suppress(UserError):
                 step = newest_step(run.folder)
                 found.append(dict(id=run.name, object="model", created=0, owned_by=f"step {step}"))
-        if name and not found:
-            raise Refused(404, f"{name}: has no checkpoint yet.", "model", "model_not_found")
-        return as_json(found[0] if name else dict(object="list", data=found))
+        return as_json(dict(object="list", data=found))
 
     async def completions(self, http):
         body = b""
         async for part in http.stream():
             body += part
             if len(body) > MOST_BYTES:
-                raise Refused(413, f"The body has more than {MOST_BYTES:,} bytes.")
-        request = read_request(body)
-        request.folder = (await run_in_threadpool(self.run, request.model)).folder
-        self.engine.ask(request)
-        await request.next_event()
+                raise Refused(413, f"The body must have at most {MOST_BYTES:,} bytes.")
+        asked = read_parameters(body)
+        run = await run_in_threadpool(self.run, asked.model)
+        answer = self.engine.answer(asked, run.folder)
+        await answer.next()  # until the prompts are accepted
         about = dict(id=f"cmpl-{secrets.token_hex(12)}", object="text_completion")
-        about |= dict(created=int(time.time()), model=request.model)
-        if request.stream:
-            return StreamingResponse(stream(request, about), media_type="text/event-stream")
-        choices, usage = await request.whole()
-        return as_json(about | dict(choices=choices, usage=usage))
+        about |= dict(created=int(time.time()), model=run.name)
+        if asked.stream:
+            return StreamingResponse(stream(answer, about), media_type="text/event-stream")
+        about["choices"] = await answer.whole()
+        usage = dict(prompt_tokens=answer.n_prompt, completion_tokens=answer.n_drawn)
+        usage["total_tokens"] = answer.n_prompt + answer.n_drawn
+        return as_json(about | dict(usage=usage))
 
 
-async def stream(request, about):
+async def stream(answer, about):
     """The pieces of an answer as server-sent events."""
     try:
-        async for piece in request.pieces():
+        async for piece in answer.pieces():
             yield f"data: {to_json(about | dict(choices=[piece]))}\n\n"
         yield "data: [DONE]\n\n"
     except Refused as e:
         yield f"data: {to_json(e.body)}\n\n"
     finally:
-        request.left = True
+        answer.left = True
 
 
 def make_app(runs, engine):
@@ -366,21 +336,21 @@ def make_app(runs, engine):
     here = os.path.dirname(os.path.realpath(__file__))
     (plotly,) = importlib.util.find_spec("plotly").submodule_search_locations
     script = f"{plotly}/package_data/plotly.min.js"
-    server = Server(runs, engine)
+    answers = Answers(runs, engine)
     routes = [
         Route("/", lambda _: FileResponse(f"{here}/page.html")),
         Route("/plotly.js", lambda _: FileResponse(script)),
-        Route("/api/runs", server.list),
-        Route("/api/rows", server.rows),
-        Route("/api/samples", server.samples),
-        Route("/api/flags", server.flags),
-        Route("/v1/models", server.models),
-        Route("/v1/models/{name:path}", server.models),
-        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/api/runs", answers.list),
+        Route("/api/rows", answers.rows),
+        Route("/api/samples", answers.samples),
+        Route("/api/flags", answers.flags),
+        Route("/v1/models", answers.models),
+        Route("/v1/completions", answers.completions, methods=["POST"]),
     ]
     # another site's page that a browser shows may not ask under a name of its own
     here_alone = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
-    errors = {Refused: served_error, HTTPException: served_error}
+    kinds = Refused, HTTPException, ValueError, ClientDisconnect
+    errors = dict.fromkeys(kinds, error_as_json)
     return Starlette(routes=routes, middleware=[here_alone], exception_handlers=errors)
 
 
