@@ -380,7 +380,7 @@ def compile_train_step(cfg, mesh, optimizer, schedule):
 
 def write_config(cfg, data, corpus):
     """Write config.json, which tools read and a resumed run is compared with, and keep the tokenizer beside it."""
-    config = utils.flatten(cfg) | {"data_fingerprint": data}
+    config = utils.flatten(cfg) | {"data_fingerprint": data, "commit": command_line.commit()}
     config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
     write_json(f"{cfg.run.folder}/config.json", config)
 

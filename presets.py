@@ -148,6 +148,9 @@ PRESETS = {
     "moe-684m": week(1152, 128, 16, 1024, 2.9e-3, 0.023, 7300, 105_000),
     "moe-1.6b": week(1536, 128, 22, 2048, 3.1e-3, 0.019, 8500, 122_000),
     "moe-6.3b": week(2048, 256, 28, 2048, 2.8e-3, 0.010, 17_000, 243_000) | dict(n_experts=32),
+    # many small experts in every layer; 20B tokens
+    "moe-sparse": week(640, 256, 22, 1024, 3.6e-3, 0.033, 5300, 76_300)
+    | dict(first_layers=0, n_experts=128, expert_dim=256),
     # every part of Qwen3's mixture of experts, as small as tiny
     "qwen3-tiny": MINUTES
     | dict(

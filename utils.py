@@ -224,7 +224,8 @@ class Run:
     output_dir: str = setting("runs", per_process=True, first=True)
     """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
     init_from: str = setting("", first=True)
-    """Weights of a new run: a run directory or a Hugging Face folder, which has the architecture."""
+    """Weights of a new run: a run directory, a Hugging Face folder, or hf://ORGANISATION/NAME[@REVISION] or gpt2 of its
+    hub. They have the architecture."""
     n_device_axis: Mesh = setting((0, 1, 1), first=True, most=MANY)
     """Mesh shape: dp pp tp. dp 0: all devices that are left."""
     n_devices: int = setting(0, first=True, most=MANY)
@@ -300,8 +301,9 @@ class Plan:
     """What a step would cost. Nothing is trained and no device is needed."""
 
     plan: str = flag("", first=True)
-    """Machine whose compiler compiles the step: CHIP:TOPOLOGY such as v4:2x4x4 (v2, v3, v4, v5e, v5p, v6e, v7x),
-    SLICES*CHIP:TOPOLOGY, gpu:8xH200 (any GPU of runtime/chips.py), or gpu:2x8xH200 for two hosts."""
+    """Machine whose compiler compiles the step: a slice as Google names it, v4-32 or v5e-8, CHIP:TOPOLOGY such as
+    v4:2x4x4 (v2, v3, v4, v5e, v5p, v6e, v7x), SLICES*CHIP:TOPOLOGY, 8xH200 (any GPU of runtime/chips.py), or 2x8xH200
+    for two hosts. A step that does not fit its memory ends with status 3."""
     by_formulas: bool = False
     """Answer by formulas alone, in a second, even where the compiler is installed."""
     search: bool = False

@@ -194,9 +194,13 @@ def pair_that_turns(times, m):
 
 
 def score_scale(channels, m):
-    """Factor on the products of queries and keys of `channels` channels, with YaRN's temperature."""
-    temperature = 0.1 * math.log(m.rope_factor) + 1
-    return channels**-0.5 * temperature**2
+    """Factor on the products of queries and keys of `channels` channels."""
+    return channels**-0.5 * temperature(m) ** 2
+
+
+def temperature(m):
+    """YaRN's temperature (arXiv:2309.00071, equation 22); attention's scores are multiplied by its square."""
+    return 0.1 * math.log(m.rope_factor) + 1
 
 
 # --- Attention ----------------------------------------------------------------------------------------------------
@@ -415,13 +419,19 @@ def layer_cost(m, kind):
 
 
 def hugging_face_tensors(m):
-    """Yield the `Tensor`s of DeepseekV3ForCausalLM."""
-    D, layers = m.model_dimension, m.first_layers + m.blocks
+    """Yield the `Tensor`s of DeepseekV3ForCausalLM and of our own MoEPretrainingForCausalLM."""
+    D, L = m.model_dimension, m.layers_per_block
     yield from hf.outer_tensors(m)
+    if m.embedding_norm:
+        yield hf.plain("model.embedding_norm.weight", ("embedding_norm",), (), (D,))
     for n in range(m.first_layers):
         yield from layer_tensors(m, n, ("first",), (n,))
-    for n in range(m.blocks):
-        yield from layer_tensors(m, m.first_layers + n, ("moe",), (n,))
+    for block in range(m.blocks):
+        begin = m.first_layers + block * L
+        for i in range(L - 1):
+            yield from layer_tensors(m, begin + i, ("dense",), (block, i))
+        yield from layer_tensors(m, begin + L - 1, ("moe",), (block,))
+    layers = layers_of(m)
     for d in range(m.mtp_depth):
         prefix = f"model.layers.{layers + d}"
         norms = {"enorm": "token_norm", "hnorm": "hidden_norm", "shared_head.norm": "norm"}
@@ -433,21 +443,25 @@ def hugging_face_tensors(m):
 
 def layer_tensors(m, n, leaf, at):
     """Yield the `Tensor`s of layer n, which is the part `at` of the parameters in `leaf`."""
-    D = m.model_dimension
+    D, routed = m.model_dimension, leaf[0] in ("moe", "mtp")
     prefix = f"model.layers.{n}"
     yield hf.plain(f"{prefix}.input_layernorm.weight", (*leaf, "attention", "norm"), at, (D,))
     yield hf.plain(f"{prefix}.post_attention_layernorm.weight", (*leaf, "norm"), at, (D,))
-    yield from attention_tensors(m, f"{prefix}.self_attn", (*leaf, "attention"), at)
-    if leaf == ("first",):
-        yield from hf.swiglu(f"{prefix}.mlp", (*leaf, "ffn"), at, D, m.ffn_width)
-    else:
+    attention = (*leaf, "attention")
+    rope = rope_channels(m, routed)
+    yield from attention_tensors(m, f"{prefix}.self_attn", attention, at, rope)
+    if routed:
         yield from moe_tensors(m, f"{prefix}.mlp", leaf, at)
+    else:
+        ffn = (*leaf, "ffn")
+        yield from hf.feed_forward(f"{prefix}.mlp", ffn, at, D, m.ffn_width, m.activation)
 
 
-def attention_tensors(m, prefix, leaf, at):
-    """Yield the `Tensor`s of latent attention. Our `down` holds [query latent, key/value latent, rotary key]."""
+def attention_tensors(m, prefix, leaf, at, rope):
+    """Yield the `Tensor`s of latent attention with `rope` rotary channels. Our `down` holds [query latent, key/value
+    latent, rotary key]."""
     D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.key_dim
-    Q, R, rope = m.q_latent, m.latent_dim, m.rope_dim
+    Q, R = m.q_latent, m.latent_dim
     down = (*leaf, "down")
     inputs = slice(None)
     queries, keys = slice(0, Q), slice(Q, Q + R + rope)  # columns of `down`
@@ -462,31 +476,40 @@ def attention_tensors(m, prefix, leaf, at):
     yield hf.plain(f"{prefix}.kv_a_layernorm.weight", (*leaf, "kv_norm"), at, (R,))
     yield hf.linear(f"{prefix}.kv_b_proj.weight", (*leaf, "kv_up"), at, (R, H, K + V))
     yield hf.linear(f"{prefix}.o_proj.weight", (*leaf, "out"), at, (H, V, D), inputs=2)
+    if m.latent_conv:
+        conv = hf.plain(f"{prefix}.conv", (*leaf, "conv"), at, (m.latent_conv, R + rope))
+        yield conv._replace(rotated=rope)
 
 
 def moe_tensors(m, prefix, leaf, at):
     """Yield the `Tensor`s of a router, its bias, and of shared and routed experts."""
     D, E, F = m.model_dimension, m.n_experts, m.expert_width
-    shared, experts = (*leaf, "shared"), (*leaf, "experts")
+    shared, experts, act = (*leaf, "shared"), (*leaf, "experts"), m.activation
     yield hf.linear(f"{prefix}.gate.weight", (*leaf, "router"), at, (D, E))
     yield hf.plain(f"{prefix}.gate.e_score_correction_bias", (*leaf, "bias"), at, (E,))
-    yield from hf.swiglu(f"{prefix}.shared_experts", shared, at, D, m.n_shared * F)
+    yield from hf.feed_forward(f"{prefix}.shared_experts", shared, at, D, m.n_shared * F, act)
     for e in range(E):
-        yield from hf.swiglu(f"{prefix}.experts.{e}", experts, (*at, e), D, F)
+        yield from hf.feed_forward(f"{prefix}.experts.{e}", experts, (*at, e), D, F, act)
 
 
 def held_predictors(flags, names):
     """`flags` with the depths of multi-token prediction whose tensors are there: many a config.json counts predictors
     that its files lack."""
-    layers = flags["first_layers"] + flags["blocks"]
+    if not flags["mtp_depth"]:
+        return flags
+    names = names()
+    layers = flags["first_layers"] + flags["blocks"] * flags["layers_per_block"]
     numbers = range(layers, layers + flags["mtp_depth"])
     held = [n for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]
     return flags | dict(mtp_depth=len(held))
 
 
-# Flags that have one value in DeepseekV3ForCausalLM
+# Flags that have one value in DeepseekV3ForCausalLM. Models with another are exported as MoEPretrainingForCausalLM,
+# with its code (inference/exported/).
 ONE_VALUE = dict(layers_per_block=1, activation="swiglu", embedding_norm=False, latent_conv=0)
-# Entries that hold a flag's value, but for num_hidden_layers, which counts the first layers too
+OWN_TYPE = "moe_pretraining"
+HIDDEN_ACT = dict(swiglu="silu", gelu="gelu_new")
+# Entries that hold a flag's value, but for num_hidden_layers, which counts all layers
 ENTRIES = hf.COMMON | dict(
     moe_intermediate_size="expert_dim",
     n_shared_experts="n_shared",
@@ -501,13 +524,15 @@ ENTRIES = hf.COMMON | dict(
     num_experts_per_tok="experts_per_token",
     first_k_dense_replace="first_layers",
     num_nextn_predict_layers="mtp_depth",
+    layers_per_block="layers_per_block",
+    embedding_norm="embedding_norm",
+    latent_conv="latent_conv",
 )
 # Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
 SUPPORTED = dict(
     scoring_func=["sigmoid", None],
     topk_method=["noaux_tc", None],
     moe_layer_freq=[1, None],
-    hidden_act=["silu"],
     rope_interleave=[True],
     attention_bias=[False, None],
     norm_topk_prob=[True],
@@ -515,20 +540,15 @@ SUPPORTED = dict(
 
 
 def to_hugging_face(m):
-    """config.json of DeepseekV3ForCausalLM. Raises UserError where it has no such model."""
-    for flag, wanted in ONE_VALUE.items():
-        if vars(m)[flag] != wanted:
-            raise UserError(
-                f"--{flag} {vars(m)[flag]}: transformers has no model with such layers; its "
-                f"DeepseekV3ForCausalLM has {flag} {wanted}, as in --preset deepseek-tiny."
-            )
+    """config.json of DeepseekV3ForCausalLM, or of MoEPretrainingForCausalLM where that has no such layers."""
     config = hf.config_of_common(m, ENTRIES, SUPPORTED) | dict(
         architectures=["DeepseekV3ForCausalLM"],
         model_type="deepseek_v3",
-        num_hidden_layers=m.first_layers + m.blocks,
+        num_hidden_layers=layers_of(m),
         num_key_value_heads=m.n_head,
         v_head_dim=m.key_dim,
         q_lora_rank=m.q_latent or None,
+        hidden_act=HIDDEN_ACT[m.activation],
     )
     if m.rope_factor > 1:
         fast, slow = YARN_BETA
@@ -542,19 +562,46 @@ def to_hugging_face(m):
             mscale_all_dim=1.0,
             original_max_position_embeddings=m.rope_original_T,
         )
-    return config
+    if any(getattr(m, flag) != value for flag, value in ONE_VALUE.items()):
+        return config | own_entries(m)
+    return {name: value for name, value in config.items() if name not in ONE_VALUE}
+
+
+def own_entries(m):
+    """Entries of config.json that MoEPretrainingForCausalLM has otherwise or besides."""
+    return dict(
+        architectures=["MoEPretrainingForCausalLM"],
+        model_type=OWN_TYPE,
+        auto_map=dict(
+            AutoConfig="configuration_moe_pretraining.MoEPretrainingConfig",
+            AutoModelForCausalLM="modeling_moe_pretraining.MoEPretrainingForCausalLM",
+        ),
+        rope_frequencies=yarn_frequencies(m).tolist(),
+        rope_temperature=temperature(m),
+    )
 
 
 def from_hugging_face(flags, left):
-    """{flag: value} of config.json of DeepseekV3ForCausalLM; see `hf_format.HuggingFace.flags`."""
-    flags |= ONE_VALUE | rope_flags(left)
-    flags["blocks"] -= flags["first_layers"]
-    hf.float8_block(left, "deepseek_v3")
+    """{flag: value} of a config.json that `to_hugging_face` may have written; see `hf_format.HuggingFace.flags`."""
+    kind = left["model_type"]
+    activations = {name: flag for flag, name in HIDDEN_ACT.items()}
+    if kind != OWN_TYPE:
+        activations = dict(silu="swiglu")
+    flags["activation"] = activations.get(left.get("hidden_act", "silu"))
+    flags |= rope_flags(left)
+    in_blocks = flags["blocks"] - flags["first_layers"]
+    flags["blocks"], rest = divmod(in_blocks, max(1, flags["layers_per_block"]))
+    if rest:
+        raise UserError(
+            f"config.json: {in_blocks} layers are no multiple of layers_per_block {flags['layers_per_block']}."
+        )
+    hf.float8_block(left, kind)
     hf.require(
         left,
-        "deepseek_v3",
-        {"aux_loss_alpha", "seq_aux"},
+        kind,
+        {"aux_loss_alpha", "seq_aux", "rope_frequencies", "rope_temperature"},
         **SUPPORTED,
+        hidden_act=[*activations],
         num_key_value_heads=[flags["n_head"], None],
         v_head_dim=[flags["head_dim"]],
         head_dim=[flags["rope_dim"]],
@@ -606,11 +653,17 @@ ARCHITECTURE = Architecture(
     cache=latent_cache,
     layer_cost=layer_cost,
     hugging_face=hf.HuggingFace(
-        model_types=("deepseek_v3",),
+        model_types=("deepseek_v3", OWN_TYPE),
         tensors=hugging_face_tensors,
         config=to_hugging_face,
         entries=ENTRIES,
-        missing=dict(tie_word_embeddings=False, num_nextn_predict_layers=0),
+        missing=dict(
+            tie_word_embeddings=False,
+            num_nextn_predict_layers=0,
+            layers_per_block=1,
+            embedding_norm=False,
+            latent_conv=0,
+        ),
         flags=from_hugging_face,
         copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
         held=held_predictors,

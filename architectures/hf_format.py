@@ -24,7 +24,7 @@ class HuggingFace(NamedTuple):
     flags: Callable
     copies: str  # pattern of the names of tensors that hold nothing of their own
     prefix: str = ""  # of names of tensors, which some files leave out
-    # ({flag: value}, names of all tensors in the files) -> {flag: value} of what these hold
+    # ({flag: value}, function that returns the names of all tensors in the files) -> {flag: value} of what these hold
     held: Callable = lambda flags, names: flags
 
     @property
@@ -100,11 +100,12 @@ def outer_tensors(m):
         yield vocabulary(HEAD, "head", m)
 
 
-def swiglu(prefix, leaf, at, D, F):
-    """Yield the `Tensor`s of a SwiGLU feed-forward of width F. Our `up` holds its two branches."""
-    up = (*leaf, "up")
-    yield linear(f"{prefix}.gate_proj.weight", up, (*at, 0), (D, F))
-    yield linear(f"{prefix}.up_proj.weight", up, (*at, 1), (D, F))
+def feed_forward(prefix, leaf, at, D, F, activation="swiglu"):
+    """Yield the `Tensor`s of a feed-forward of width F. Our `up` holds its branches, of which the last has no
+    activation where there are two."""
+    branches = ["gate_proj", "up_proj"] if activation == "swiglu" else ["up_proj"]
+    for i, name in enumerate(branches):
+        yield linear(f"{prefix}.{name}.weight", (*leaf, "up"), (*at, i), (D, F))
     yield plain(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (D, F))
 
 

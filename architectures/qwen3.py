@@ -186,13 +186,13 @@ def attention_tensors(m, prefix, n):
 def feed_forward_tensors(m, prefix, n):
     D = m.model_dimension
     if not m.n_experts:
-        yield from hf.swiglu(prefix, ("qwen3", "ffn"), (n,), D, m.ffn_width)
+        yield from hf.feed_forward(prefix, ("qwen3", "ffn"), (n,), D, m.ffn_width)
         return
     router = (D, m.n_experts)
     yield hf.linear(f"{prefix}.gate.weight", ("qwen3", "router"), (n,), router)
     leaf = ("qwen3", "experts")
     for e in range(m.n_experts):
-        yield from hf.swiglu(f"{prefix}.experts.{e}", leaf, (n, e), D, m.expert_width)
+        yield from hf.feed_forward(f"{prefix}.experts.{e}", leaf, (n, e), D, m.expert_width)
 
 
 # Entries that hold a flag's value

@@ -168,7 +168,7 @@ def pad(sequences, n):
 
 
 def chunks_of(advance, params, state, n):
-    """Yield the next tokens as n chunks int32 [B, CHUNK]. The devices draw one while the host uses the one before."""
+    """Yield the next tokens as n chunks int32 [B, chunk]. The devices draw one while the host uses the one before."""
     state, drawn = advance(params, state)
     for _ in range(n - 1):
         state, ahead = advance(params, state)

@@ -46,12 +46,15 @@ def format_to_export(name):
     return form
 
 
-def model_flags(config, folder):
-    """{flag: value} of the model in a folder with this config.json. Raises UserError for one that is not supported."""
+def model_flags(config, folder, names=None):
+    """{flag: value} of the model in a folder with this config.json. names(): those of its tensors, where they may not
+    be in the folder yet. Raises UserError for a model that is not supported."""
     where = os.path.join(folder, "config.json")
     name, form = format_of(config, where)
     own = hf_format.read_flags(form, config, where)
-    flags = form.held(architectures.flags_without_choice(name) | own, files_of(folder))
+    flags = form.held(
+        architectures.flags_without_choice(name) | own, names or files_of(folder).keys
+    )
     settings.check_model(flags, where, form.names)
     return flags
 
@@ -64,13 +67,17 @@ class Stored(NamedTuple):
     dtype: str
 
 
+def weight_files(folder):
+    """Names of a folder's safetensors, there or not."""
+    index = read_json(folder, INDEX)
+    names = index["weight_map"].values() if index else ["model.safetensors"]
+    return sorted({os.path.basename(name) for name in names})
+
+
 def files_of(folder):
     """{name of tensor: `Stored`} of a folder's safetensors. Raises UserError for files that are missing or torn."""
-    names = {"model.safetensors"}
-    if index := read_json(folder, INDEX):
-        names = {os.path.basename(name) for name in index["weight_map"].values()}
     found = {}
-    for name in sorted(names):
+    for name in weight_files(folder):
         found |= header(os.path.join(folder, name))
     return found
 

@@ -1,13 +1,16 @@
-"""Weights from elsewhere: another run, or a folder in the Hugging Face format."""
+"""Weights from elsewhere: another run, a folder in the Hugging Face format, or a model of the Hugging Face hub."""
 
 import functools
+import glob
 import os
+import re
 
 import utils
 from data import tokenization
-from inference import hugging_face
+from inference import hub, hugging_face
 from runtime.files import is_remote, read_json
-from runtime.messages import UserError, say
+from runtime.messages import UserError, nearest, say
+from runtime.processes import on_all
 from training import settings
 from training.checkpointing import Checkpoints
 
@@ -15,7 +18,10 @@ from training.checkpointing import Checkpoints
 def open_weights(folder):
     """({flag: value} of the model in `folder`, load_weights), where load_weights(abstract) reads its parameters and
     places them like `abstract`, of `steps.abstract_params`. `folder` is a run directory, whose newest sound checkpoint
-    is taken, or in the Hugging Face format. Raises UserError where it is neither."""
+    is taken, in the Hugging Face format, or a name of `hub.is_on_hub`, whose weights load_weights downloads. Raises
+    UserError where it is none of these."""
+    if hub.is_on_hub(folder):
+        return open_hub(folder)
     config = read_json(folder, "config.json")
     if "model_type" in config:
         if is_remote(folder):
@@ -26,7 +32,8 @@ def open_weights(folder):
         return flags, functools.partial(hugging_face.load, folder)
     if "model_dimension" not in config:
         raise UserError(
-            f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)."
+            f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)"
+            f"{hint(folder)}."
         )
     settings.check_stored(config, folder, ["architecture"])
     flags = {name: config[name] for name in vars(utils.Model()) if name in config}
@@ -37,10 +44,43 @@ def open_weights(folder):
     return flags, checkpoints.restore_params
 
 
+def open_hub(name):
+    """`open_weights` of a model of the hub."""
+    folder = hub.folder_of(name)
+
+    def names():
+        index = read_json(folder, hugging_face.INDEX)
+        return index["weight_map"] if index else hugging_face.files_of(hub.download(name))
+
+    flags = hugging_face.model_flags(read_json(folder, "config.json"), folder, names)
+    return flags, lambda abstract: hugging_face.load(on_all(lambda: hub.download(name)), abstract)
+
+
+def hint(folder):
+    """What follows the message that `folder` holds no model: what was meant, where that can be told."""
+    if folder == "resume":  # nanoGPT's words
+        return "; rerun the same command to resume a run"
+    if folder == "scratch":
+        return "; without this flag a new run begins with random weights"
+    parent = os.path.dirname(os.path.abspath(folder))
+    runs = [os.path.relpath(os.path.dirname(path)) for path in glob.glob(f"{parent}/*/config.json")]
+    inside = glob.glob(f"{glob.escape(folder)}/*/config.json")
+    if near := nearest(os.path.relpath(folder), runs):
+        return near
+    above = [up for up in (parent, os.path.dirname(parent)) if os.path.isfile(f"{up}/config.json")]
+    if above:
+        return f"; give {os.path.relpath(above[0])}"
+    if inside:
+        return f"; give one in it, such as {os.path.dirname(inside[0])}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder) and not os.path.exists(folder):
+        return f"; a model of the Hugging Face hub is {hub.PREFIX}{folder}"
+    return ""
+
+
 def positions(folder, T):
     """Tokens of the longest sequence that the model in `folder` was made for; T: that of `open_weights`, which may be
     less."""
-    config = read_json(folder, "config.json")
+    config = read_json(hub.folder_of(folder), "config.json")
     most = config.get("max_position_embeddings") or config.get("positions")
     return most if isinstance(most, int) else T
 
@@ -48,7 +88,8 @@ def positions(folder, T):
 def check_tokenizer(where, folder, shards, flag="", warn=say):
     """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than the weights
     in `folder` know; warns where that is not known. where: begins the message; flag: --tokenizer of the shards."""
-    encoding = tokenization.folder_tokenizer(folder)
+    local = hub.folder_of(folder)
+    encoding = tokenization.folder_tokenizer(local)
     unknown = []
     for root, there, manifest in shards:
         made_with = tokenization.shards_tokenizer(root, manifest, flag)
@@ -58,7 +99,7 @@ def check_tokenizer(where, folder, shards, flag="", warn=say):
         if same is None:
             unknown.append(there)
         elif not same:
-            own = tokenization.folder_tokenizer_name(folder)
+            own = tokenization.folder_tokenizer_name(local)
             raise UserError(
                 f"{where}: the shards in {there} were made with another tokenizer ({made_with}) than the weights "
                 f"({own}), so their ids mean other tokens; tokenize the text with {own}."

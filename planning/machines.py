@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from kernels import attention
 from planning import gpus, hlo
 from runtime import platforms
-from runtime.chips import CHIPS, Chip
+from runtime.chips import CHIPS, Chip, machine_name
 from runtime.messages import UserError, first_line, say
 from runtime.parser import MANY
 from training import steps
@@ -60,6 +60,7 @@ SLICES = re.compile(r"(?:(?P<groups>\d+)\*)?(?P<kind>\w+):(?P<size>\d+(?:x\d+)*)
 
 def parse_machine(name):
     """--plan's value -> `Machine`. Raises UserError where it is none."""
+    asked, name = name, machine_name(name)
     found = GPUS.fullmatch(name) or SLICES.fullmatch(name)
     chip = CHIPS.get(found["kind"]) if found else None
     if chip and chip.gpu == name.startswith("gpu:"):
@@ -72,9 +73,9 @@ def parse_machine(name):
             topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{found['size']}"
             return Machine(name, chip, n, groups, topology, "gpu" if chip.gpu else "tpu")
     raise UserError(
-        f"--plan {name}: must be [SLICES*]CHIP:TOPOLOGY, such as v4:2x4x4 or 2*v5e:16x16 (v4, v5p and v7x have three "
-        f"dims, the others two), or gpu:[HOSTSx]NUMBERxCHIP, such as gpu:8xH200 or gpu:2x8xH200; the chips are "
-        f"{', '.join(CHIPS)}."
+        f"--plan {asked}: must be a slice as Google names it, such as v4-32 or v5e-8, or [SLICES*]CHIP:TOPOLOGY, such "
+        f"as v4:2x4x4 or 2*v5e:16x16 (v4, v5p and v7x have three dims, the others two), or GPUs, [HOSTSx]NUMBERxCHIP, "
+        f"such as 8xH200 or 2x8xH200; the chips are {', '.join(CHIPS)}."
     )
 
 

@@ -449,9 +449,12 @@ def planned_config(flags, machine):
 
 
 def main(flags):
-    """Print the plan of the run that the flags describe, and write what --plan_json asks for."""
+    """Print the plan of the run that the flags describe, and write what --plan_json asks for. Returns 3 where it does
+    not fit the memory, else 0."""
     asked = flags.cfg.plan
     machine = parse_machine(asked.plan)
+    if asked.plan != machine.name:
+        say(f"{asked.plan} is {machine.name}: {machine.n} devices")
     cfg = planned_config(flags, machine)
     steps.configure_jax(cfg)
     compiler = not asked.by_formulas and machines.has_compiler(machine)
@@ -482,7 +485,7 @@ def main(flags):
         write_json(asked.plan_json, content)
         if a.program and asked.plan_json.endswith(".json"):
             write_file(asked.plan_json.removesuffix(".json") + ".hlo", a.program.text)
-    return 0
+    return 0 if a.fits else 3
 
 
 def as_json(a):

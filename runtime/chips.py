@@ -12,7 +12,10 @@ elsewhere. No jax in here. Where they come from:
 - Links of GPUs without NVLink are PCIe, through which the GPUs of a host are counted as if it were a switch.
 """
 
+import re
 from typing import NamedTuple
+
+from runtime.messages import UserError
 
 GiB = 2**30
 
@@ -82,3 +85,75 @@ CHIPS = {chip.name: chip for chip in KNOWN}
 def chip_of(device_kind):
     """The `Chip` that jax calls so; None where it is not known."""
     return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
+
+
+# --- Names of clouds and grants ------------------------------------------------------------------------------------
+
+# chips of the largest slice: cloud.google.com/tpu/docs, the page of each
+LARGEST = dict(v2=256, v3=1024, v4=4096, v5e=256, v5p=6144, v6e=256, v7x=9216)
+BELOW_A_CUBE = {
+    4: (2, 2, 1),
+    8: (2, 2, 2),
+    16: (2, 2, 4),
+    32: (2, 4, 4),
+}  # of 64 chips, in three dims
+OTHER_NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "tpu7x": "v7x", "v7": "v7x"}
+OTHER_NAMES |= {"a100-80gb": "A100", "h100-80gb": "H100", "3090": "RTX3090", "4090": "RTX4090"}
+OTHER_NAMES |= {name.lower(): name for name in CHIPS}
+INSTANCES = {
+    **dict.fromkeys(["p4d.24xlarge", "a2-highgpu-8g"], "8xA100-40GB"),
+    **dict.fromkeys(["p4de.24xlarge", "a2-ultragpu-8g"], "8xA100"),
+    **dict.fromkeys(["p5.48xlarge", "a3-highgpu-8g", "a3-megagpu-8g"], "8xH100"),
+    **dict.fromkeys(["p5e.48xlarge", "p5en.48xlarge", "a3-ultragpu-8g"], "8xH200"),
+}
+TPU = re.compile(r"((?:\d+[*x])?)(?:tpu-)?(v\w+|tpu7x)-(\d+)")
+GPU = re.compile(r"(?:gpu:)?(?:(\d+)x)?(?:(\d+)x)?([a-z][\w-]*|[34]090)(?::(\d+))?")
+
+
+def machine_name(name):
+    """The name that --plan takes, CHIP:TOPOLOGY or gpu:NUMBERxCHIP, of a machine as a cloud or a grant calls it: v4-32,
+    v5litepod-8, 8xH100, h100:8. Any other name is returned as it is. Raises UserError for a slice that is none."""
+    word = INSTANCES.get(name.lower(), name).lower()
+    if found := TPU.fullmatch(word):
+        slices, kind, number = found.groups()
+        chip = CHIPS.get(OTHER_NAMES.get(kind))
+        if chip and not chip.gpu:
+            return f"{slices.replace('x', '*')}{chip.name}:{slice_shape(chip, int(number), name)}"
+    if found := GPU.fullmatch(word):
+        hosts, number, kind, after = found.groups()
+        chip = CHIPS.get(OTHER_NAMES.get(kind))
+        if chip and chip.gpu and not (hosts and after):
+            hosts, number = (hosts, number) if number else (None, hosts)
+            return f"gpu:{f'{hosts}x' if hosts else ''}{number or after or 1}x{chip.name}"
+    return name
+
+
+def slice_shape(chip, number, name):
+    """The topology of a slice that Google names by its number of TensorCores, two a chip, or of v5e and v6e, of chips.
+    Raises UserError where it sells no such slice; `name` is the slice in --plan."""
+    cores = 1 if (chip.dims, chip.cores) == (2, 1) else 2
+    sizes = [n for n in range(1, LARGEST[chip.name] + 1) if dims_of(chip, n)]
+    if number % cores or number // cores not in sizes:
+        near = sorted(sizes, key=lambda n: abs(n * cores - number))[:2]
+        first, second = (f"{chip.name}-{n * cores}" for n in sorted(near))
+        unit = "chips" if cores == 1 else "TensorCores, two a chip"
+        raise UserError(
+            f"--plan {name}: there is no such slice; the number counts {unit}, and near it are {first} and {second}."
+        )
+    return "x".join(map(str, dims_of(chip, number // cores)))
+
+
+def dims_of(chip, n):
+    """The dims of a slice of n chips, () where there is none: 1, 4, 8, 16, 32, ... chips, as near to a square as can
+    be, or in three dims those below a cube of 64 and any number of cubes, as near to a cube as can be."""
+    if chip.dims == 2:
+        side = 2 ** ((n.bit_length() - 1) // 2)
+        return (side, n // side) if n.bit_count() == 1 and n != 2 else ()
+    if n % 64:
+        return BELOW_A_CUBE.get(n, ())
+    cubes = n // 64
+    pairs = [
+        (a, b) for a in range(1, cubes + 1) if cubes % a == 0 for b in range(a, cubes // a + 1)
+    ]
+    shapes = [(4 * a, 4 * b, 4 * (cubes // a // b)) for a, b in pairs if cubes // a % b == 0]
+    return min((tuple(sorted(shape)) for shape in shapes), key=sum)

@@ -60,8 +60,9 @@ def begin(words="interrupted"):
 
 
 def run(program):
-    """What every program ends with: run `program()` and end the process, with status 0, 2 and a sentence after a
-    UserError, 130 after Ctrl-C, or 141 without a word where the reader of its output has left, as head does."""
+    """What every program ends with: run `program()` and end the process, with the status that it returns or 0, with 2
+    and a sentence after a UserError, 130 after Ctrl-C, or 141 without a word where the reader of its output has left,
+    as head does."""
     import multiprocessing
 
     from runtime import messages
@@ -69,8 +70,8 @@ def run(program):
     try:  # with the signals as Python has them: KeyboardInterrupt, and the end
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        messages.one_sentence(program)
-        sys.exit()
+        done = messages.one_sentence(program)
+        sys.exit(done if isinstance(done, int) else 0)
     except KeyboardInterrupt:
         for child in multiprocessing.active_children():
             child.kill()  # it may miss the signal while it imports

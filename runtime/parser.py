@@ -165,6 +165,18 @@ def unmet(f, value):
 # --- Command line --------------------------------------------------------------------------------------------------
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
+TRUTHS = {
+    "true",
+    "false",
+    "yes",
+    "no",
+    "on",
+    "off",
+    "0",
+    "1",
+}  # that other programs take after a switch
+# lines of flags as nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval call them, each with what is said
+FOREIGN = os.path.join(os.path.dirname(__file__), "foreign_flags.txt")
 
 
 def read_words(kind, argv, program, others=None, defaults=None):
@@ -193,7 +205,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
             if type_of(f)[1] == 1:
                 del places[0]
         else:
-            raise UserError(f"{word!r:.40}: belongs to no flag; see --help.")
+            raise stray(word, known)
         value = value_of(f, values)
         if f.name not in own:
             rest += before[: len(before) - len(words)]
@@ -218,12 +230,15 @@ def read_flag(word, words, known):
     name = RENAMED.get(name, name)
     by_name = known | {f"no_{n}": f for n, f in known.items() if type_of(f)[1] == 0}
     f = by_name.get(name)
+    if f is None and (said := foreign(name, known)):
+        raise UserError(f"{flag}: {said}; see --help.")
     if not flag.startswith("--") or f is None:
         near = nearest(flag, [f"--{n}" for n in by_name])
         raise UserError(f"{flag}: there is no such flag{near}; see --help.")
     _, n = type_of(f)
-    if n == 0 and equals:
-        raise UserError(f"{word:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
+    if n == 0 and (equals or (words and words[0].lower() in TRUTHS)):
+        given = word if equals else f"{word} {words[0]}"
+        raise UserError(f"{given:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
     if n == 0:
         return f, [name == f.name]
     if equals:
@@ -234,6 +249,38 @@ def read_flag(word, words, known):
         raise UserError(f"--{f.name}: must have {wanted(f)} after it; see --help.")
     del words[: len(values)]
     return f, values
+
+
+def foreign(name, known):
+    """In words: what a flag of another program is here, in a program with the flags `known`; "" where that is not
+    known."""
+    name = name.split(".")[-1]  # torchtitan's have their group before them
+    with open(FOREIGN) as f:
+        lines = f.read().splitlines()
+    said = ""
+    for names, words in zip(lines[::2], lines[1::2]):
+        named = re.findall(r"--(?:no_)?(\w+)|\b(MODEL)\b", words)
+        if {name, name.removeprefix("no_")} & {*names.split()}:
+            said = "belongs to another program here"
+            if known.keys() >= {flag or place.lower() for flag, place in named}:
+                return words.strip()
+    return said
+
+
+def stray(word, known):
+    """The UserError for a word that no flag takes: what it should have been, where that can be told."""
+    name, equals, value = word.partition("=")
+    said = "belongs to no flag"
+    if equals and name.isidentifier():  # as MaxText has them
+        f, _ = read_flag(f"--{word}", [], known)
+        said = f"begins with no hyphens; give --{f.name} {value}"
+    elif re.search(r"\.(py|ya?ml|toml|json)$", word) and "preset" in known:
+        said += "; a file of flags is --config FILE.json, and a model with its settings is --preset NAME"
+    elif "source" in known and os.path.exists(word):
+        said += f"; give --source {word}"
+    elif "preset" in known:
+        said += ": each value comes after its flag, as in --preset tiny"
+    return UserError(f"{word!r:.40}: {said}; see --help.")
 
 
 # --- Help -------------------------------------------------------------------------------------------------------

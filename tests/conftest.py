@@ -6,8 +6,10 @@ import functools
 import gc
 import hashlib
 import itertools
+import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -103,6 +105,21 @@ def settled(m):
     widths = dict(head_dim=m.key_dim, q_latent_dim=m.q_latent)
     widths |= dict(ffn_dim=m.ffn_width, expert_dim=m.expert_width)
     return dataclasses.replace(m, **widths)
+
+
+def random_transformer(config, folder):
+    """The torch model of a config.json, float32; its own code, where it needs some, is copied to `folder`."""
+    import torch  # here: few tests have it
+    import transformers
+
+    from tools import hf
+
+    shutil.copytree(hf.CODE, folder, dirs_exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code="auto_map" in config)
+    torch.manual_seed(0)
+    make = transformers.AutoModelForCausalLM.from_config
+    return make(config, trust_remote_code=True, attn_implementation="eager").float()
 
 
 def run_on_tests(program, *words):

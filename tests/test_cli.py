@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import typing
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -130,6 +131,7 @@ def test_a_file_of_flags_is_between_the_preset_and_what_is_given(tmp_path):
 
 BAD_FILES = {
     '{"bloks": 6}': "bloks is no flag; the nearest is blocks",
+    '{"n_layer": 6}': "n_layer is --blocks here",
     '{"blocks": "two"}': "blocks is 'two', but must be a whole number",
     '{"tied": 1}': "tied is 1, but must be true or false",
     '{"max_lr": NaN}': "max_lr is nan, but must be a number",
@@ -178,7 +180,12 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--architecture gpt2 --n_experts 4": ["--architecture gpt2", "no such choice", "leave"],
     "--blocks two": ["--blocks two: must be a whole number"],
     "--max_lr high": ["--max_lr high: must be a number"],
-    "--wandb yes": ["'yes': belongs to no flag"],
+    "--wandb yes": ["--wandb yes: takes no value; give --wandb or --no_wandb alone"],
+    "train": ["'train': belongs to no flag: each value comes after its flag"],
+    "blocks=4": ["'blocks=4': begins with no hyphens; give --blocks 4"],
+    "batch_size=4": ["--batch_size: is --train_batch_size here"],
+    "config/train.py": ["belongs to no flag; a file of flags is --config FILE.json"],
+    "--training.seq-len 8": ["--training.seq-len: is --T here"],
     "--document-mask=0": ["takes no value; give --document_mask or"],
     "--n_device_axis a 2 2": ["--n_device_axis a: must be three whole numbers"],
     "--seed": ["--seed: must have a whole number"],
@@ -197,6 +204,30 @@ def test_a_mistake_gets_a_sentence(words):
     if words != "--n_devices 16":  # only devices tell
         argv += ["--n_devices", "8"]
         refusal(lambda: command_line.check(argv, elsewhere=False))
+
+
+def test_flags_of_other_programs_are_answered_with_those_here(tmp_path):
+    """Each in some program, by flags that it has, and none that a program here has is answered."""
+    lines = Path(parser.FOREIGN).read_text().splitlines()
+    programs = [*map(parser.fields_of, PROGRAMS)]
+    for names, words in zip(lines[::2], lines[1::2], strict=True):
+        for name in names.split():
+            said = {parser.foreign(name, known) for known in programs if name not in known}
+            assert words.strip() in said, (name, words)
+    alike = dict(
+        block_size="T", n_layer="blocks", steps="training_steps", lr="max_lr", bf16="model_dtype"
+    )
+    alike |= dict(
+        max_grad_norm="grad_clip_norm", dataset="data", out_dir="output_dir", gpus="n_devices"
+    )
+    for name, here in alike.items():
+        for word in (f"--{name}", f"--{name.replace('_', '-')}=1"):
+            refusal(lambda: command_line.parse([word]), f": is --{here} here")
+    text = tmp_path / "a.txt"
+    text.write_text("text")
+    refusal(
+        lambda: utils.read_flags(tokenize_shards.Options, [str(text)], ""), f"give --source {text}"
+    )
 
 
 def test_a_plan_takes_the_kernels_of_its_machine():

@@ -1,16 +1,30 @@
 """Export and import without transformers: bitwise round trips, tokenizers, and what is refused."""
 
+import base64
 import contextlib
+import http.server
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+import threading
 
 import jax
 import numpy as np
 import pytest
 from absl import logging as absl_logging
-from conftest import ARCHITECTURES, ROOT, refusal, settled, small_tokenizer, tokenize_tests
+from conftest import (
+    ARCHITECTURES,
+    ROOT,
+    SMALL,
+    SMALL_RUN,
+    refusal,
+    settled,
+    small_tokenizer,
+    tokenize_tests,
+)
 from safetensors.numpy import load_file, save_file
 from test_tools import make_run
 
@@ -24,7 +38,8 @@ from training import settings, steps
 
 DEEPSEEK = ARCHITECTURES["deepseek"] | dict(mtp_depth=1)
 YARN = dict(DEEPSEEK, mtp_depth=0, tied=True, n_shared=0, rope_factor=4.0)
-FLAGS = ARCHITECTURES | {"deepseek": DEEPSEEK, "yarn": YARN}
+OWN = SMALL | dict(mtp_depth=1)  # with layers that transformers does not know
+FLAGS = ARCHITECTURES | {"deepseek": DEEPSEEK, "yarn": YARN, "own": OWN}
 
 
 def params_of(folder, cfg):
@@ -219,7 +234,7 @@ BAD_TENSORS = [  # entries of config.json, tensors, what is said
 ]
 YARN_SCALING = dict(type="yarn", factor=2.0, mscale=1.0, mscale_all_dim=1.0)
 BAD_CONFIGS = [  # entries of config.json, what is said
-    ({"model_type": "t5"}, "model_type is 't5'; supported are deepseek_v3, gpt2,"),
+    ({"model_type": "t5"}, "model_type is 't5'; supported are deepseek_v3, moe_pretraining, gpt2,"),
     ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
     ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
     ({"rope_scaling": YARN_SCALING | {"factor": 0.5}}, "factor is 0.5"),
@@ -287,7 +302,6 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
     out, none, bad = (str(tmp_path / name) for name in ("x", "none", "file/x"))
     begun = tmp_path / "begun"
     files.write_file(str(begun / "config.json"), files.read_file(f"{run}/config.json"))
-    mixed = make_run(tmp_path, layers_per_block=3)[0]  # of blocks that no class of transformers has
     for *words, said in [
         ("export", none, out, "neither a run directory"),
         ("export", begun, out, "begun/checkpoints: there is no checkpoint in here"),
@@ -296,7 +310,7 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
         ("import", tmp_path, out, "model_type is None; supported are"),
         ("import", folder, "gs://b/x", "gs://b/x: must be a local folder"),
         ("import", folder, "target: is missing; see --help"),
-        ("export", mixed, out, "layers_per_block 3: transformers has"),
+        ("push", run, "x", "x: must be USER/NAME"),
         ("export", run, bad, "file/x: cannot be written"),
         ("import", folder, bad, "x: cannot be written"),
     ]:
@@ -327,6 +341,107 @@ def test_what_import_and_export_say(deepseek, tmp_path, capsys, caplog):
     for end_of_text, wanted in ((7, 7), (-1, None)):  # of runs without a tokenizer
         m = utils.Model(end_of_text=end_of_text)
         assert hf.export_tokenizer(str(tmp_path), str(tmp_path), m)["eos_token_id"] == wanted
+
+
+@pytest.fixture
+def hub():
+    """A stand-in for the hub: (its address, {name of file: content} of what was committed to user/name)."""
+    uploads, committed = {}, {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def answer(self, content, status=200):
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def body(self):
+            return self.rfile.read(int(self.headers["Content-Length"]))
+
+        def do_PUT(self):
+            uploads[self.path] = self.body()
+            self.answer({})
+
+        def do_POST(self):
+            body, base = self.body(), f"http://{self.headers['Host']}"
+            if self.headers["Authorization"] != "Bearer hf_right":
+                self.answer({"error": "Invalid username or password."}, 401)
+            elif self.path == "/api/repos/create":
+                asked = json.loads(body)  # of older and newer clients
+                assert asked.get("private") or asked["visibility"] == "private"
+                self.answer({"url": f"{base}/user/name"})
+            elif "/preupload/" in self.path:
+                paths = [f["path"] for f in json.loads(body)["files"]]
+                modes = {path: "lfs" if path.endswith("tensors") else "regular" for path in paths}
+                self.answer(
+                    {
+                        "files": [
+                            {"path": p, "uploadMode": m, "shouldIgnore": False}
+                            for p, m in modes.items()
+                        ]
+                    }
+                )
+            elif self.path.endswith("/objects/batch"):
+                objects = json.loads(body)["objects"]
+                for o in objects:
+                    o["actions"] = {"upload": {"href": f"{base}/{o['oid']}"}}
+                self.answer({"transfer": "basic", "objects": objects})
+            elif "/commit/" in self.path:
+                for line in map(json.loads, body.splitlines()):
+                    value = line["value"]
+                    if line["key"] == "file":
+                        committed[value["path"]] = base64.b64decode(value["content"])
+                    elif line["key"] == "lfsFile":
+                        committed[value["path"]] = uploads[f"/{value['oid']}"]
+                self.answer({"commitUrl": f"{base}/user/name/commit/1", "commitOid": "1" * 40})
+            else:  # of the card's form
+                self.answer({})
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", committed
+        server.shutdown()
+
+
+def test_a_run_is_pushed_to_the_hub_with_its_numbers(hub, train, text_shards, tmp_path):
+    """All that an export writes; the card has what the run wrote. A wrong token is one sentence."""
+    endpoint, committed = hub
+    assert (
+        train((1, 1, 1), data=text_shards, **SMALL_RUN | dict(vocab_size=512), training_steps=2)
+        == 0
+    )
+    run = tmp_path / "runs/run"
+
+    def push(token):
+        words = [sys.executable, ROOT / "tools/hf.py", "push", run, "user/name"]
+        env = dict(os.environ, HF_ENDPOINT=endpoint, HF_TOKEN=token, HF_HUB_DISABLE_XET="1")
+        return subprocess.run([*map(str, words)], capture_output=True, text=True, env=env)
+
+    refused = push("hf_wrong")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "user/name: the hub took nothing" in refused.stderr and not committed
+    assert push("hf_right").returncode == 0
+    hf.export(str(run), str(tmp_path / "exported"))
+    written = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
+    card = committed.pop("README.md").decode()
+    written.pop("README.md")
+    assert {name: committed[name] for name in written} == written
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    cfg = json.loads((run / "config.json").read_text())
+    tokens = 2 * cfg["train_batch_size"] * cfg["T"]
+    for known in (
+        f"{tokens:,} (2 steps",
+        f"{rows[-1]['loss/train_cross_entropy_loss']:.4f} nats",
+        f"{rows[-1]['loss/val_cross_entropy_loss']:.4f} nats",
+        str(text_shards),
+        cfg["commit"],
+        '"user/name", trust_remote_code=True)',
+    ):
+        assert known in card, known
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path):

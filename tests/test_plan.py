@@ -321,7 +321,7 @@ def test_the_flag_that_is_advised_is_faster(planned, capsys):
 def test_what_does_not_fit_says_what_would(capsys):
     batch = dict(train_batch_size=4096, microbatches=4, val_batch_size=4)
     words = flags_of(preset="moe1b", plan="gpu:1xA100", **batch)
-    plan.main(command_line.parse(["--by_formulas", *words]))
+    assert plan.main(command_line.parse(["--by_formulas", *words])) == 3
     said = capsys.readouterr().out
     assert "does not fit: it needs" in said and "--" in said.split("next")[1]
 
@@ -350,8 +350,22 @@ def test_machines(name, n, groups, topology):
     assert topology in (None, machine.topology)
 
 
-NO_MACHINES = """v4 v9:2x2 v4:2x2 v5e:2x2x2 v4:2x0x2 0*v4:2x2x1 gpu:8xK80 8xH200 gpu:0xH100 gpu:0x8xH100 gpu:2x2x8xH100
-v4:2x2x2x2 v4:ax2x2 gpu:8xv4 H100:8""".split()
+NO_MACHINES = """v4 v9:2x2 v4:2x2 v5e:2x2x2 v4:2x0x2 0*v4:2x2x1 gpu:8xK80 gpu:0xH100 gpu:0x8xH100 gpu:2x2x8xH100
+v4:2x2x2x2 v4:ax2x2 gpu:8xv4 v9-8 8xK80 v5-8 8xv4 H100x8""".split()
+# Google's tables, and how others write GPUs
+NAMES = """v4-8=v4:2x2x1 v4-32=v4:2x2x4 v4-64=v4:2x4x4 v4-512=v4:4x8x8 v5p-16=v5p:2x2x2 v5p-1152=v5p:4x12x12
+v5p-12288=v5p:16x16x24 v5e-8=v5e:2x4 v5litepod-8=v5e:2x4 v5e-1=v5e:1x1 v6e-32=v6e:4x8 v6e-256=v6e:16x16 v3-8=v3:2x2
+v3-2048=v3:32x32 tpu7x-128=v7x:4x4x4 2*v5e-64=2*v5e:8x8 8xH100=gpu:8xH100 a100:4=gpu:4xA100 2x8xh200=gpu:2x8xH200
+T4=gpu:1xT4 8xA100-80GB=gpu:8xA100 p4d.24xlarge=gpu:8xA100-40GB""".split()
+
+
+def test_a_machine_is_called_as_a_grant_or_a_cloud_calls_it():
+    for names in NAMES:
+        name, ours = names.split("=")
+        assert machines.parse_machine(name) == machines.parse_machine(ours)
+        assert machines.parse_machine(name).name == ours
+    for name, near in {"v4-12": "v4-8 and v4-16", "v5e-2": "v5e-1 and v5e-4"}.items():
+        refusal(lambda: machines.parse_machine(name), f"--plan {name}: there is no such", near)
 
 
 def test_a_machine_that_is_none():

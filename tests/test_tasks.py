@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, SMALL_DEEPSEEK, SMALL_GPT2, flags_of, refusal, small_config
+from conftest import ROOT, SMALL_GPT2, flags_of, random_transformer, refusal, small_config
 from safetensors.numpy import load_file
 from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager
 from inference import tasks
 
 T = 48
-MODELS = {"gpt2": dict(SMALL_GPT2, blocks=2), "deepseek": dict(SMALL_DEEPSEEK, blocks=2)}
+MODELS = {"gpt2": dict(SMALL_GPT2, blocks=2), "own": dict(blocks=2, head_dim=12)}
 
 CHOICE = "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: gold\n"
 KINDS = {
@@ -70,14 +70,14 @@ def tasks_folder(tmp_path_factory):
 def models(request, tmp_path_factory, text_shards):
     """(run directory of an imported random model, the folder that it is exported to)."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
     from architectures import architecture
 
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer = tokenization.load_tokenizer(str(text_shards / "tokenizer.tiktoken"))
     tokenizer = hf.byte_level(tokenizer)
     names = dict(bos_token=tokenization.END_OF_TEXT, eos_token=tokenization.END_OF_TEXT)
-    if request.param == "deepseek":  # whose tokenizer begins every text with a token
+    if request.param == "own":  # whose tokenizer begins every text with a token
         names["bos_token"] = "<begin>"
         tokenizer.add_special_tokens([tokenizers.AddedToken("<begin>", special=True)])
         begin = ("<begin>", tokenizer.token_to_id("<begin>"))
@@ -86,9 +86,7 @@ def models(request, tmp_path_factory, text_shards):
     cfg = small_config(T=T, vocab_size=tokenizer.get_vocab_size(), **MODELS[request.param])
     form = architecture(cfg.model.architecture).hugging_face
     ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in names.items()}
-    config = transformers.AutoConfig.for_model(**form.config(cfg.model) | ids)
-    torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).float()
+    theirs = random_transformer(form.config(cfg.model) | ids, folder)
     with torch.no_grad():
         for p in theirs.parameters():
             if p.dim() > 1 and p.numel():
@@ -116,7 +114,7 @@ def scores_there(models, tasks_folder):
     pytest.importorskip("accelerate", reason="accelerate, which that backend needs, is missing")
     from lm_eval.models.huggingface import HFLM
 
-    lm = HFLM(str(models[1]), dtype="float32", device="cpu", batch_size=4)
+    lm = HFLM(str(models[1]), dtype="float32", device="cpu", batch_size=4, trust_remote_code=True)
     manager = TaskManager(include_path=str(tasks_folder), include_defaults=False)
     names = manager.all_tasks
     return lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=0)
@@ -133,7 +131,7 @@ def numbers_in(answers):
 def test_scores_are_those_of_the_backend_for_hugging_face_models(
     models, tasks_folder, scores_there, xla_cache, monkeypatch
 ):
-    """Of an exported GPT-2 on one device, and of an imported DeepSeek-V3 on a mesh."""
+    """Of an exported GPT-2 on one device, and of an imported model of our own on a mesh."""
     run, exported = models
     folder, mesh = (exported, (1, 1, 1)) if "gpt2" in str(run) else (run, (2, 2, 2))
     with_answers = functools.partial(lm_eval.evaluate, log_samples=True)

@@ -1,5 +1,6 @@
 """The programs that use a trained model: what they print is what a plain loop over the model says."""
 
+import io
 import json
 import math
 import os
@@ -92,6 +93,17 @@ def continued(run, prompts=PROMPTS, **options):
 
 def measured(run, **options):
     return evaluate.main(common.Evaluate(model=str(run[0]), **ONE | options))
+
+
+def test_typed_lines_continue_as_prompts_do(run, capsys, monkeypatch):
+    lines = [prompt for prompt in PROMPTS if prompt]
+    rows = [continued(run, prompts=(line,))[0].text for line in lines]
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n".join(lines)))
+    assert continued(run, prompts=()) is None
+    out, err = capsys.readouterr()
+    assert out == "".join(f"{p}{text}\n" for p, text in zip(lines, rows))
+    assert "Ctrl-D" in err
 
 
 def test_a_batch_of_prompts_continues_as_a_plain_loop_says_on_every_mesh(run, logits_of, capsys):

@@ -9,7 +9,15 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import SMALL_DEEPSEEK, SMALL_GPT2, SMALL_QWEN3, settled, small_config
+from conftest import (
+    SMALL,
+    SMALL_DEEPSEEK,
+    SMALL_GPT2,
+    SMALL_QWEN3,
+    random_transformer,
+    settled,
+    small_config,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,11 +40,20 @@ DEEPSEEK = SMALL_DEEPSEEK | dict(n_groups=1, k_groups=1, experts_per_token=2, ba
 DEEPSEEK |= dict(blocks=2, rope_dim=6, latent_dim=20, q_latent_dim=18)
 GROUPS = dict(n_experts=8, n_groups=4, k_groups=2, experts_per_token=3, n_shared=2)
 NO_LATENT = dict(q_latent_dim=0, first_layers=2, rope_base=5e4, n_shared=0)
+SPARSE = {**NO_LATENT, "first_layers": 0, "n_shared": 1, "n_experts": 16, "experts_per_token": 4}
+SPARSE |= dict(tied=True, expert_dim=8)
 YARN = dict(rope_factor=40.0, rope_original_T=16, model_dimension=40, head_dim=7, rope_dim=10)
 DENSE = dict(n_kv_head=2, blocks=2, n_experts=0, experts_per_token=0, tied=False)
+# Models that transformers does not know, by the code that an export writes beside the weights
+OWN = SMALL | dict(balance_weight=0.0, n_head=2, blocks=2, head_dim=9, first_layers=1, rope_dim=6)
+OWN_GELU = OWN | GROUPS | dict(activation="gelu", layers_per_block=1, embedding_norm=False)
+OWN_GELU |= dict(q_latent_dim=0, tied=False, n_shared=0, rope_factor=40.0, rope_original_T=16)
 SIZES = {
+    "own": OWN,
+    "own gelu": OWN_GELU,
     "groups": DEEPSEEK | GROUPS,
     "no query latent": DEEPSEEK | NO_LATENT | dict(sequence_parallel="megatron"),
+    "moe-sparse": DEEPSEEK | SPARSE,
     "yarn": DEEPSEEK | YARN | dict(first_layers=0),
     "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
     "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
@@ -47,17 +64,16 @@ for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, 
     flags["norm_eps"] = float(10**exponent)
 
 
-def reference(cfg):
+def reference(cfg, folder):
     """transformers' model of the same shape with random weights, every one of which matters."""
     form = architecture(cfg.model.architecture).hugging_face
-    plain = dict(attn_implementation="eager")
-    config = transformers.AutoConfig.for_model(**form.config(cfg.model), **plain)
-    torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    theirs = random_transformer(form.config(cfg.model), folder).eval()
     with torch.no_grad():
         for name, p in [*theirs.named_parameters(), *theirs.named_buffers()]:
             if "norm" in name or ".ln_" in name:
                 p.uniform_(0.5, 1.5)
+            elif name.endswith("conv"):
+                p.uniform_(-0.2, 0.2)
             elif "correction_bias" in name:
                 p.uniform_(-0.2, 0.2)
             elif p.dim() > 1 and p.numel():
@@ -68,13 +84,13 @@ def reference(cfg):
 
 
 def gradients_of(theirs, m):
-    """{name in a file: gradient}; in memory the matrices of all experts of a layer are one tensor."""
+    """{name in a file: gradient}; in memory transformers' matrices of all experts of a layer are one tensor."""
     gradients = {}
     for name, p in theirs.named_parameters():
         if not p.numel():  # of shared experts where there are none
             continue
         g = p.grad.numpy()
-        if ".mlp.experts." not in name:
+        if g.ndim < 3:
             gradients[name] = g
             continue
         for e in range(m.n_experts):
@@ -90,7 +106,7 @@ def gradients_of(theirs, m):
 @pytest.mark.parametrize("size", SIZES)
 def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
     cfg = small_config((2, 2, 2), sequences=8, **SIZES[size])
-    m, mesh, theirs = cfg.model, steps.make_mesh(cfg), reference(cfg)
+    m, mesh, theirs = cfg.model, steps.make_mesh(cfg), reference(cfg, tmp_path)
     rows = np.random.default_rng(0).integers(0, m.vocab_size, (8, m.T + 1))
     logits = theirs(torch.tensor(rows[:, :-1])).logits
     wanted = torch.tensor(rows[:, 1:]).flatten()
@@ -124,22 +140,28 @@ def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
     assert not wanted
 
 
-@pytest.mark.parametrize("size", ["groups", "gpt2", "qwen3"])
+@pytest.mark.parametrize("size", ["own", "groups", "gpt2", "qwen3"])
 def test_text_continues_as_transformers_continues_it(size, train, text_shards, tmp_path):
     """From a prompt's text to the text after it, by two independent programs, of a run that knows its tokenizer."""
     flags = {**SIZES[size], "T": 80, "vocab_size": 512, "training_steps": 3, "max_tokens": 8}
     assert train((1, 1, 1), data=text_shards, prompt="x", **flags) == 0
     hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
+    own_code = dict(trust_remote_code=size == "own")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    make = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = make(tmp_path / "exported", **own_code)
+    prompts = ["def test_of(", "x"]  # transformers pads the second
     for name, before in [("exported", ""), ("runs/run", tokenization.END_OF_TEXT)]:
-        ids = tokenizer(f"{before}def test_of(", return_tensors="pt").input_ids
-        generated = theirs.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None)
-        wanted = tokenizer.decode(generated[0, ids.shape[1] :])
-        words = [str(tmp_path / name), "--prompt", "def test_of("]
+        inputs = [before + prompt for prompt in prompts]
+        inputs = tokenizer(inputs, padding=True, return_tensors="pt")
+        plan = dict(max_new_tokens=64, do_sample=False, eos_token_id=None)
+        generated = theirs.generate(**inputs, **plan)[:, inputs.input_ids.shape[1] :]
+        wanted = tokenizer.batch_decode(generated)
+        words = [str(tmp_path / name), "--prompt", *prompts]
         words += "--max_tokens 64 --temperature 0 --n_devices 1 --model_dtype float32".split()
-        (row,) = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
-        assert row.text == wanted.split(tokenization.END_OF_TEXT)[0]
+        rows = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
+        ends = [text.split(tokenization.END_OF_TEXT)[0] for text in wanted]
+        assert [row.text for row in rows] == ends
 
 
 # config.json of deepseek-ai/DeepSeek-V3, and what others have otherwise

@@ -16,7 +16,6 @@ if __name__ == "__main__":
     interrupts.begin()
 
 import math
-import subprocess
 import time
 import traceback
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ from presets import PRESETS, preset
 from tools import machine_checks as checks
 from tools import trace
 from tools.machine_checks import Skipped, Wrong
-from training import settings
+from training import command_line, settings
 from training.profiling import Profile
 
 PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-nccl-cu12 libtpu"
@@ -297,15 +296,12 @@ def machine():
             versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             pass
-    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    git = ["git", "-C", root, "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "host": f"{here['cores']} cores of {here['cpu']}",
         "versions": ", ".join(versions),
         "driver": first_line(devices[0].client.platform_version),
-        "commit": commit or "unknown",
+        "commit": command_line.commit() or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
 

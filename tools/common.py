@@ -19,8 +19,8 @@ class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
     model: str = place()
-    """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, or a local folder in the
-    Hugging Face format."""
+    """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, a local folder in the
+    Hugging Face format, or a model of its hub, hf://ORGANISATION/NAME, with @REVISION behind it."""
     n_device_axis: Mesh = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
     n_devices: int = utils.Run.n_devices
@@ -42,8 +42,8 @@ class Options:
 class Sample(Options, utils.Sample):
     """Continue prompts with a trained model."""
 
-    prompt: tuple[str, ...] = (utils.Sample.prompt,)
-    """Texts to continue."""
+    prompt: tuple[str, ...] = ()
+    """Texts to continue; without one, each line that is typed."""
     inference_batch: int = flag(1, least=1)
     """Samples to draw of each prompt."""
     max_tokens: int | None = flag(None, least=1)
@@ -104,11 +104,11 @@ def open_model(options, text):
 
     import model
     from architectures import parameters
-    from inference import weights
+    from inference import hub, weights
     from training import steps
 
     flags, load = weights.open_weights(options.model)
-    encoding = open_tokenizer(options.model, flags["vocab_size"], text)
+    encoding = open_tokenizer(hub.folder_of(options.model), flags["vocab_size"], text)
     most = weights.positions(options.model, flags["T"])
     if options.T > most:
         said = f"--T {options.T}: {options.model} was made for {most} tokens"
@@ -188,6 +188,9 @@ def before_prompt(options, encoding):
     """Token ids that `options.start` puts before every prompt."""
     if options.start == "nothing":
         return []
-    trained_here = "data_fingerprint" in read_json(options.model, "config.json")
+    from inference import hub  # here: it imports jax
+
+    folder = hub.folder_of(options.model)
+    trained_here = "data_fingerprint" in read_json(folder, "config.json")
     own = isinstance(encoding, tokenization.HubTokenizer) and not trained_here
     return encoding.before_text() if own and options.start == "auto" else [encoding.eot_token]

@@ -2,6 +2,7 @@
 
 python tools/hf.py export runs/deepseek-tiny exported      checkpoint -> folder
 python tools/hf.py import exported runs/imported           folder -> run directory with its weights alone
+python tools/hf.py push runs/deepseek-tiny user/name       checkpoint -> repository of the Hugging Face hub
 
 `main.py --init_from FOLDER` trains on from such a folder without the detour.
 """
@@ -20,9 +21,11 @@ import functools
 import math
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from typing import Literal
 
+import huggingface_hub
 import jax
 import numpy as np
 import tokenizers
@@ -31,16 +34,21 @@ from tokenizers import pre_tokenizers
 
 import utils
 from data import tokenization
-from inference import hugging_face, weights
-from runtime.files import is_remote, part_of, read_json, write_json
-from runtime.messages import UserError, say
+from inference import hub, hugging_face, weights
+from inference.model_card import model_card
+from runtime.files import is_remote, part_of, read_json, write_file, write_json
+from runtime.messages import UserError, first_line, say
 from runtime.parser import place
 from tools import common
 from training import checkpointing, settings, steps
 
+# of models that transformers does not know
+CODE = os.path.realpath(f"{__file__}/../../inference/exported")
+
 
 def import_folder(folder, run_dir):
-    """Write a run directory with the weights of `folder` as its only checkpoint."""
+    """Write a run directory with the weights of `folder`, or of a model of the hub, as its only checkpoint."""
+    folder = hub.download(folder)
     flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
@@ -61,8 +69,9 @@ def import_folder(folder, run_dir):
     )
 
 
-def export(run_dir, folder, dtype="float32"):
-    """Write the newest sound checkpoint of a run directory as a folder that transformers loads."""
+def export(run_dir, folder, dtype="float32", title=""):
+    """Write the newest sound checkpoint of a run directory as a folder that transformers loads. title: the name under
+    which it will be found, where that is not the folder."""
     flags, load = weights.open_weights(run_dir)
     cfg = config_of_one_device(flags, run_dir)
     form = hugging_face.format_to_export(cfg.model.architecture)
@@ -79,7 +88,52 @@ def export(run_dir, folder, dtype="float32"):
             tensors[t.name] = np.ascontiguousarray(t.theirs(x).astype(dtype, copy=False))
         save_file(tensors, f"{part}/model.safetensors", metadata={"format": "pt"})
         write_json(f"{part}/config.json", config)
-    say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}")
+        write_json(f"{part}/training.json", read_json(run_dir, "config.json"))
+        card = model_card(run_dir, title or folder, config, steps.count_in_words(cfg))
+        write_file(f"{part}/README.md", card)
+        write_json(f"{part}/generation_config.json", how_to_continue(config, cfg.model.T))
+        for name in config.get("auto_map", {}).values():  # transformers knows no such model
+            shutil.copy(f"{CODE}/{name.split('.')[0]}.py", part)
+    needs = (
+        ", which from_pretrained loads with trust_remote_code=True" if "auto_map" in config else ""
+    )
+    say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}{needs}")
+
+
+def how_to_continue(config, T):
+    """generation_config.json: transformers' own default, 256 tokens, may exceed the positions of a small model."""
+    end = config["eos_token_id"]
+    return dict(
+        bos_token_id=config["bos_token_id"],
+        eos_token_id=end,
+        pad_token_id=end,
+        max_new_tokens=max(1, int(T) // 2),
+    )
+
+
+def push(run_dir, name, dtype, public):
+    """Export a run and upload the folder as the repository `name` of the Hugging Face hub. Raises UserError."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"{name}: must be USER/NAME of a repository of the Hugging Face hub.")
+    api = huggingface_hub.HfApi()
+    with errors_of_hub(name):  # that nobody is logged in is found before the work
+        api.create_repo(name, private=not public, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        export(run_dir, f"{folder}/model", dtype, title=name)
+        with errors_of_hub(name):
+            commit = api.upload_folder(repo_id=name, folder_path=f"{folder}/model")
+    say(f"uploaded to {commit.commit_url}")
+
+
+@contextlib.contextmanager
+def errors_of_hub(name):
+    """Raises UserError for what the hub's client raises; its kinds of errors change with its version."""
+    try:
+        yield
+    except Exception as e:
+        raise UserError(
+            f"{name}: the hub took nothing ({first_line(e)}); see that you are logged in (hf auth login) and rerun."
+        ) from None
 
 
 def config_of_one_device(flags, model):
@@ -127,6 +181,8 @@ def export_tokenizer(folder, run_dir, m):
             tokenizer_class="PreTrainedTokenizerFast",
             bos_token=tokenization.END_OF_TEXT,
             eos_token=tokenization.END_OF_TEXT,
+            pad_token=tokenization.END_OF_TEXT,
+            padding_side="left",  # so that prompts of several lengths continue as one batch
             model_max_length=m.T,
             clean_up_tokenization_spaces=False,
         )
@@ -171,23 +227,30 @@ def halves(token, rank, ranks):
 class Options:
     """A run's weights to and from a folder that Hugging Face's transformers loads."""
 
-    command: Literal["export", "import"] = place()
-    """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone."""
+    command: Literal["export", "import", "push"] = place()
+    """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone. push:
+    checkpoint -> repository of the Hugging Face hub."""
     source: str = place()
-    """The run directory, or the folder to import."""
+    """The run directory, or the folder to import, or hf://ORGANISATION/NAME of the Hugging Face hub."""
     target: str = place()
-    """The folder or run directory to write."""
+    """The folder or run directory to write, or USER/NAME to push to."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type to store an export in; bfloat16 rounds."""
+    public: bool = False
+    """Let everyone see a repository that push makes."""
 
 
 def main(options):
-    local = [options.target] if options.command == "export" else [options.target, options.source]
+    steps.quiet_libraries()
+    if options.command == "push":
+        return push(options.source, options.target, options.dtype, options.public)
+    local = [options.target]
+    if options.command == "import" and not hub.is_on_hub(options.source):
+        local.append(options.source)
     for path in filter(is_remote, local):
         raise UserError(f"{path}: must be a local folder; copy it with the storage's own tool.")
     if os.path.lexists(options.target):
         raise UserError(f"{options.target} exists already; give another place, or remove that one.")
-    steps.quiet_libraries()
     if options.command == "export":
         export(options.source, options.target, options.dtype)
     else:

@@ -1,6 +1,7 @@
 """Text from the newest checkpoint of a run or from a model in the Hugging Face format.
 
 python tools/sample.py runs/tiny --prompt "def " "import os" --max_tokens 100
+python tools/sample.py runs/tiny                                    # continues what is typed, line by line
 
 Prompts of all lengths are one batch, decoded with a cache on any mesh. Text goes to stdout as it comes, row after row;
 speeds go to stderr.
@@ -15,6 +16,7 @@ if __name__ == "__main__":
 
     interrupts.begin()
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -108,8 +110,33 @@ def fit_max_tokens(options, cfg, longest):
 
 
 def main(options):
-    """Print the continuations of the prompts; returns their `Row`s."""
-    cfg, mesh, params, encoding = common.open_model(options, text=True)
+    """Print the continuations of --prompt and return their `Row`s, or of what is typed, line by line."""
+    opened = common.open_model(options, text=True)
+    programs = {}  # {(rows, tokens of the prompts, chunks): what `compiled` returns}
+    if options.prompt:
+        return continue_prompts(options, *opened, programs)
+    print(
+        f"temperature {options.temperature}, top_k {options.top_k}; type a prompt, Ctrl-D ends",
+        file=sys.stderr,
+    )
+    for number, line in enumerate(typed_lines()):
+        one = dataclasses.replace(options, prompt=(line,), seed=options.seed + number)
+        try:
+            continue_prompts(one, *opened, programs, chunk=1)
+        except UserError as e:  # of a prompt that is too long
+            print(f"error: {e}", file=sys.stderr)
+
+
+def typed_lines():
+    """Yield the lines of stdin that are not empty."""
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := input("> " if sys.stdin.isatty() else ""):
+                yield line
+
+
+def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
+    """Print the continuations of the prompts, `chunk` tokens at a time; returns their `Row`s."""
     before = common.before_prompt(options, encoding)
     prompts = encode_prompts(options, before, encoding)
     longest = max(map(len, prompts))
@@ -123,15 +150,16 @@ def main(options):
     n_tokens = sum(map(len, batch))
     batch += [[encoding.eot_token]] * (-len(batch) % mesh.shape["dp"])  # dp must divide it
     n = math.ceil(longest / MULTIPLE) * MULTIPLE
-    chunks = math.ceil(options.max_tokens / decoding.CHUNK)
+    chunks = math.ceil(options.max_tokens / chunk)
     begin = *decoding.pad(batch, n), jax.random.key(options.seed)
 
-    prefill, advance = decoding.make_stream(cfg, mesh, options, n + chunks * decoding.CHUNK)
-    prefill = prefill.lower(params, *begin).compile()
+    shape = len(batch), n, chunks
+    if shape not in programs:
+        programs[shape] = compiled(cfg, mesh, params, options, begin, n, chunks, chunk)
+    prefill, advance = programs[shape]
     began = time.perf_counter()
     state = jax.block_until_ready(prefill(params, *begin))
     prefill_seconds = time.perf_counter() - began
-    advance = advance.lower(params, state).compile()
     began = time.perf_counter()
     waiting = deque(rows)
     for drawn in decoding.chunks_of(advance, params, state, chunks):
@@ -148,6 +176,13 @@ def main(options):
         file=sys.stderr,
     )
     return rows
+
+
+def compiled(cfg, mesh, params, options, begin, n, chunks, chunk):
+    """`decoding.make_stream` for prompts of n tokens like `begin`, compiled, so that speeds are those of devices."""
+    prefill, advance = decoding.make_stream(cfg, mesh, options, n + chunks * chunk, chunk)
+    prefill = prefill.lower(params, *begin).compile()
+    return prefill, advance.lower(params, prefill(params, *begin)).compile()
 
 
 if __name__ == "__main__":

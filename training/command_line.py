@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from data.tokenization import load_tokenizer
 from presets import preset
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
-from runtime.parser import RENAMED, read_words
+from runtime.parser import RENAMED, foreign, read_words
 from training.settings import Flags, check_same, settle, without
 from utils import Config, Plan, Run, replace
 
@@ -41,7 +42,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
 
 
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
-NO_FLAGS = {"data_fingerprint", "encoding", "end_of_text", "config"}
+NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "config"}
 NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
 
 
@@ -57,8 +58,18 @@ def flags_of_file(path, beside):
         flags = without(["n_devices", "pp_interleave"], flags)
     flags = {RENAMED.get(name, name): value for name, value in flags.items()}
     for name in sorted(flags.keys() - utils.FIELDS.keys()):
-        raise UserError(f"--config {path}: {name} is no flag{nearest(name, utils.FIELDS)}.")
+        said = foreign(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS)}"
+        raise UserError(f"--config {path}: {name} {said}.")
     return utils.read_values(flags, f"--config {path}")
+
+
+def commit():
+    """The commit of this program, with -dirty where files were changed since; "" where there is no git for it."""
+    words = ["git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def follow_tokenizer(flags, load):

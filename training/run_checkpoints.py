@@ -1,6 +1,7 @@
 """The training state of a run: begun, restored and saved, laid out as the run's mesh and pipeline need it."""
 
 import functools
+import math
 import os
 
 import jax
@@ -9,8 +10,15 @@ import optax
 import orbax.checkpoint as ocp
 
 import utils
+from runtime.messages import say, size
 from training import settings, steps
 from training.checkpointing import Checkpoints
+
+
+def bytes_of(abstract):
+    """Bytes that a device holds of a tree of ShapeDtypeStructs."""
+    leaves = jax.tree.leaves(abstract)
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
 
 
 class RunCheckpoints(Checkpoints):
@@ -50,7 +58,13 @@ class RunCheckpoints(Checkpoints):
         return self.to_running(state), meta
 
     def _begin(self):
-        params = self.load_weights(self.stored.params) if self.load_weights else None
+        params = None
+        if self.load_weights:
+            of_weights, of_state = map(bytes_of, (self.stored.params, self.stored))
+            words = f"each device holds {size(of_weights)} of weights, {size(of_state)} with the optimizer's state"
+            if jax.process_index() == 0:
+                say(f"--init_from {self.cfg.run.init_from}: {words}")
+            params = self.load_weights(self.stored.params)
         state = steps.init_state(self.cfg, self.stored, self.optimizer, params)
         return state, dict(step=0, sequences=0)
 

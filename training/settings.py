@@ -10,7 +10,7 @@ import numpy as np
 
 import architectures
 import utils
-from runtime import platforms
+from runtime import chips, platforms
 from runtime.files import is_remote, names_in, read_json
 from runtime.messages import UserError, say
 from utils import Config, flags_with, flatten, replace
@@ -111,7 +111,7 @@ def complete(cfg, n_present):
 def platform_of(cfg):
     """The platform that a run is for: that of --plan's machine, else that of the devices here."""
     if cfg.plan.plan:
-        return "gpu" if cfg.plan.plan.startswith("gpu:") else "tpu"
+        return "gpu" if chips.machine_name(cfg.plan.plan).startswith("gpu:") else "tpu"
     return platforms.platform()
 
 
