@@ -100,6 +100,21 @@ def test_rows_are_read_as_they_come_also_torn_ones_and_after_a_rollback(run):
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4] and run.version != version
 
 
+def test_a_bucket_is_read_as_it_grows(bucket, folder):
+    address, fs, _ = bucket
+    fs.put_file(str(folder / "run" / "config.json"), f"{address}/deep/run/config.json")
+    runs = page.Runs([address])
+    runs.pause = 0
+    assert [run.rows for run in runs.look().values()] == [[]]
+    for n in (1, 3):
+        fs.pipe_file(
+            f"{address}/deep/run/metrics.jsonl", lines(*map(row, range(1, n + 1))).encode()
+        )
+        (run,) = runs.look().values()
+        assert run.name == "deep/run" and [row["step"] for row in run.rows] == [*range(1, n + 1)]
+        assert not run.trouble
+
+
 FALLING = [row(n, 5 - n / 50) for n in range(1, 61)]
 EVEN = {f"load/expert_{i}": 0.25 for i in range(4)}
 
@@ -128,4 +143,4 @@ def test_it_says_whether_a_run_is_well(run, rows, now, state, words):
 def test_mistakes_get_a_sentence(tmp_path, monkeypatch):
     refusal(page.Runs([str(tmp_path / "none")]).look, "none", "no such folder")
     monkeypatch.setattr(page, "PACKAGES", ("json", "no_such_package"))
-    refusal(page.check_packages, "no_such_package", "pip install json no_such_package")
+    refusal(page.check_packages, "no_such_package", "pip install no_such_package")

@@ -55,8 +55,9 @@ def check_packages():
     """Raises UserError where one of PACKAGES is missing."""
     missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
     if missing:
-        command = f"{sys.executable} -m pip install {' '.join(PACKAGES)}"
-        raise UserError(f"{', '.join(missing)}: not installed; {command} installs what is needed.")
+        command = f"{sys.executable} -m pip install {' '.join(missing)}"
+        words = f"the page needs {' and '.join(missing)}, not installed here"
+        raise UserError(f"{words}; bash setup_tpu.sh page adds what it needs, or {command}.")
 
 
 if __name__ == "__main__":
