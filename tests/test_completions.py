@@ -32,7 +32,8 @@ def asked(i, **more):
     return dict(model="run", prompt="abcdefgh"[: i % 9] + "xyz"[: i % 4], n=1 + i % 2) | few | more
 
 
-def test_concurrent_answers_are_those_of_each_request_alone(served):  # noqa: F811
+def test_concurrent_answers_are_those_of_each_request_alone(served, folder):  # noqa: F811
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     alone = [post(served, asked(i)) for i in range(32)]
     with ThreadPoolExecutor(32) as pool:
         together = list(pool.map(lambda i: post(served, asked(i)), range(32)))
@@ -41,6 +42,7 @@ def test_concurrent_answers_are_those_of_each_request_alone(served):  # noqa: F8
         assert one["usage"] == other["usage"]
         (first, *others) = one["choices"]
         assert all(choice["text"] == first["text"] for choice in others)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert len({one["choices"][0]["text"] for _, one in alone}) > 8
 
 
