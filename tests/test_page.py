@@ -112,7 +112,7 @@ def test_a_bucket_is_read_as_it_grows(bucket, folder):
         )
         (run,) = runs.look().values()
         assert run.name == "deep/run" and [row["step"] for row in run.rows] == [*range(1, n + 1)]
-        assert not run.trouble
+        assert run.about["state"] != "bad"
 
 
 FALLING = [row(n, 5 - n / 50) for n in range(1, 61)]
@@ -125,7 +125,7 @@ EVEN = {f"load/expert_{i}": 0.25 for i in range(4)}
         ([], 0, "idle", "No step is done"),
         ([*FALLING, row(61, 3.7, **EVEN)], 1062, "well", "It trains at step 61 of 100"),
         ([*FALLING, row(61, float("nan"))], 1062, "bad", "not finite"),
-        ([*FALLING, row(61, bad_steps=2.0)], 1062, "bad", "2 of the last 61 steps were skipped"),
+        ([*FALLING, row(61, bad_steps=2.0)], 1062, "bad", "2 of the last 61 steps were not finite"),
         ([*FALLING, *(row(n, 4.6) for n in range(61, 71))], 1072, "bad", "Its loss rose by"),
         ([*FALLING, row(61, **EVEN, **{f"load/expert_{i}": 0.0 for i in range(4, 9)})], 1062, "bad", "5 of 9"),
         (FALLING, 1660, "idle", "no step for 10m00s at step 60 of 100"),
@@ -138,6 +138,16 @@ def test_it_says_whether_a_run_is_well(run, rows, now, state, words):
     run.refresh()
     said = page.health(run, now)
     assert said[0] == state and words in said[1], said
+
+
+def test_what_others_left_in_a_run_breaks_no_page(run):
+    for content in ("{", "[]", '{"n_device_axis": 3}', "{}"):
+        with open(os.path.join(run.folder, "config.json"), "w") as f:
+            f.write(content)
+        with open(os.path.join(run.folder, "metrics.jsonl"), "w") as f:
+            f.write(lines(row(1)))
+        run.refresh()
+        assert run.about["state"] == "bad" and run.about["words"].startswith("It cannot be read")
 
 
 def test_mistakes_get_a_sentence(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import utils
 from runtime import platforms
 from runtime.files import ask, filesystem, is_remote, read_file, read_json, to_json
-from runtime.messages import UserError, one_sentence
+from runtime.messages import UserError, first_line, one_sentence
 from runtime.parser import flag, place
 from tools import common
 from training import steps
@@ -85,11 +85,11 @@ MOST_BYTES = 2**20  # of a request
 
 class Run:
     """A run directory as it grows: its config.json, its plan.json if it has one, and the rows of its metrics.jsonl.
-    version: another one once rows that were read before may have changed."""
+    version: another one once rows that were read before may have changed. about: what the page lists of it."""
 
     def __init__(self, folder, name):
         self.folder, self.name = folder, name
-        self.config, self.plan, self.trouble = {}, {}, ""
+        self.config, self.plan = {}, {}
         self._forget()
 
     def _forget(self):
@@ -102,13 +102,14 @@ class Run:
         """Read what is new."""
         try:
             self.config = read_json(self.folder, "config.json")
-            if "n_device_axis" not in self.config:
-                raise UserError("its config.json is not that of a run")
             self.plan = read_json(self.folder, "plan.json")
             self._read_rows(f"{self.folder}/metrics.jsonl")
-            self.trouble = ""
-        except (UserError, OSError) as e:
-            self.trouble = str(e)
+            state, words = health(self, time.time())
+            found = self._measured() if self.rows else {}
+        except Exception as e:  # the run of somebody else may hold anything
+            state, words, found = "bad", f"It cannot be read: {first_line(e)}", {}
+        self.about = dict(name=self.name, version=self.version, n=len(self.rows), keys=[], spent={})
+        self.about |= dict(state=state, words=words) | found
 
     def _read_rows(self, path):
         try:
@@ -117,9 +118,7 @@ class Run:
             size = 0
         begin = self.end - len(self.last)
         content = ask(path, "cat_file", start=begin, end=size) if size > begin else b""
-        if not content.startswith(
-            self.last
-        ):  # the run resumed or rolled back: it wrote the file anew
+        if not content.startswith(self.last):  # a run that resumes writes the file anew
             self._forget()
             begin = 0
             content = ask(path, "cat_file", start=0, end=size) if size else b""
@@ -129,30 +128,25 @@ class Run:
         self.last = new[-1] if new else self.last
         self.end = begin + len(whole)
 
-    def about(self):
-        """What the page lists of it."""
-        state, words = health(self, time.time())
-        about = dict(
-            name=self.name, version=self.version, n=len(self.rows), state=state, words=words
-        )
-        if self.trouble or not self.rows:
-            return about | dict(keys=[], spent={})
+    def _measured(self):
+        """Names of the metrics, goodput, the beginning, tokens of a step, its measured and planned seconds."""
         newest = self.rows[-1]
         evaluated = next((row for row in reversed(self.rows) if "loss/val_loss" in row), {})
         spent = spent_in(newest)
-        about |= dict(keys=sorted({*newest, *evaluated}), spent=spent)
-        about["started"] = newest.get("time", 0) - sum(spent.values())
-        about["tokens"] = math.prod(steps.batch_shape(common.stored_config(self.config)))
+        tokens = math.prod(steps.batch_shape(common.stored_config(self.config)))
         speeds = [row["tokens_per_second"] for row in self.rows[-100:]]
-        about["measured"] = about["tokens"] / statistics.median(speeds)
-        about["planned"] = self.plan.get("seconds", {}).get("step")
-        return about
+        return dict(
+            keys=sorted({*newest, *evaluated}),
+            spent=spent,
+            started=newest.get("time", 0) - sum(spent.values()),
+            tokens=tokens,
+            measured=tokens / statistics.median(speeds),
+            planned=self.plan.get("seconds", {}).get("step"),
+        )
 
 
 def health(run, now):
     """Whether a run is well: (well, done, idle or bad; a sentence that says why). now: time.time()."""
-    if run.trouble:
-        return "bad", f"It cannot be read: {run.trouble}"
     if not run.rows:
         return "idle", "No step is done yet: it compiles, or ended before."
     row, recent = run.rows[-1], run.rows[-100:]
@@ -161,9 +155,8 @@ def health(run, now):
     silent = now - row.get("time", now)
     if row["step"] >= last and state == "well":
         state, words = "done", "Finished"
-    elif silent > max(60, 5 * usual_pause(recent)) and row["step"] < last:
-        state = "idle"
-        words = f"Stopped, or it hangs: no step for {duration(silent)}"
+    elif silent > max(60, 5 * usual_pause(recent)) and state == "well":
+        state, words = "idle", f"Stopped, or it hangs: no step for {duration(silent)}"
     words += f" at step {row['step']:,} of {last:,}, training loss {row['loss/train_loss']:.3f}"
     if row.get("resumed"):
         words += f", resumed {row['resumed']:.0f} time{'s' * (row['resumed'] > 1)}"
@@ -177,10 +170,7 @@ def trouble_in(rows, recent):
         return "bad", "Its loss is not finite"
     skipped = row.get("bad_steps", 0) - recent[0].get("bad_steps", 0)
     if skipped > 0:
-        return (
-            "bad",
-            f"{skipped:.0f} of the last {len(recent)} steps were skipped, not being finite,",
-        )
+        return "bad", f"{skipped:.0f} of the last {len(recent)} steps were not finite, so skipped,"
     shares = [value for key, value in row.items() if key.startswith(EXPERT_SHARE)]
     starved = sum(share * len(shares) < 0.1 for share in shares)
     if 2 * starved > len(shares):
@@ -270,7 +260,7 @@ class Answers:
         return run
 
     def list(self, _):
-        return as_json([run.about() for run in self.runs.look().values()])
+        return as_json([run.about for run in self.runs.look().values()])
 
     def rows(self, request):
         """Columns of a run's rows: its metrics `key`, of each `every`-th row, from row `after` on while the rows before
@@ -350,7 +340,7 @@ def make_app(runs, engine):
     ]
     # another site's page that a browser shows may not ask under a name of its own
     here_alone = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
-    kinds = Refused, HTTPException, ValueError, ClientDisconnect
+    kinds = Refused, UserError, HTTPException, ValueError, ClientDisconnect
     errors = dict.fromkeys(kinds, error_as_json)
     return Starlette(routes=routes, middleware=[here_alone], exception_handlers=errors)
 
