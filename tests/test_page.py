@@ -11,9 +11,7 @@ from test_tools import make_run
 
 from runtime.files import to_json
 
-for package in ("starlette", "uvicorn", "plotly", "pydantic"):
-    pytest.importorskip(package, reason="bash setup_tpu.sh page")
-import uvicorn
+uvicorn = pytest.importorskip("uvicorn", reason="bash setup_tpu.sh page")
 
 from tools import page
 from tools.completions import Engine
@@ -22,12 +20,20 @@ SERVED = dict(n_devices=1, training_steps=100)  # of the run
 
 
 def row(step, loss=3.0, **more):
-    losses = {"loss/train_loss": loss, "loss/train_cross_entropy_loss": loss}
-    return dict(step=step, time=1000.0 + step, tokens_per_second=100.0) | losses | more
+    row = dict(step=step, time=1000.0 + step, tokens_per_second=100.0)
+    return row | {"loss/train_loss": loss} | more
 
 
 def lines(*rows):
     return "".join(to_json(row) + "\n" for row in rows)
+
+
+def write(run, rows, name="metrics.jsonl"):
+    """Rows, or any content, into a `page.Run`, which then reads it; its state and words."""
+    with open(os.path.join(run.folder, name), "w") as f:
+        f.write(rows if isinstance(rows, str) else lines(*rows))
+    run.refresh()
+    return run.about["state"], run.about["words"]
 
 
 @pytest.fixture(scope="module")
@@ -82,21 +88,14 @@ def test_the_numbers_are_those_of_metrics_jsonl_and_nothing_is_written(folder, s
 
 
 def test_rows_are_read_as_they_come_also_torn_ones_and_after_a_rollback(run):
-    path = os.path.join(run.folder, "metrics.jsonl")
     whole = lines(row(1), row(2))
-    for content, steps in ((whole[:-9], [1]), (whole, [1, 2]), ("{}\n" + whole, [1, 2])):
-        with open(path, "w") as f:
-            f.write(content)
-        run.refresh()
-        assert [row["step"] for row in run.rows] == steps
+    for content, last in ((whole[:-9], 1), (whole, 2), ("{}\n" + whole, 2)):
+        write(run, content)
+        assert [row["step"] for row in run.rows] == [*range(1, last + 1)]
     version = run.version
-    with open(path, "a") as f:
-        f.write(lines(row(3)))
-    run.refresh()
+    write(run, "{}\n" + whole + lines(row(3)))
     assert len(run.rows) == 3 and run.version == version
-    with open(path, "w") as f:
-        f.write("{}\n" + lines(row(1), row(2, 9.0, time=2001.5), row(3, time=2002.5), row(4)))
-    run.refresh()
+    write(run, [row(1), row(2, 9.0, time=2001.5), row(3, time=2002.5), row(4)])
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4] and run.version != version
 
 
@@ -132,22 +131,17 @@ EVEN = {f"load/expert_{i}": 0.25 for i in range(4)}
         ([row(100, resumed=2)], 9000, "done", "Finished at step 100 of 100, training loss 3.000, resumed 2 times."),
     ],
 )  # fmt: skip
-def test_it_says_whether_a_run_is_well(run, rows, now, state, words):
-    with open(os.path.join(run.folder, "metrics.jsonl"), "w") as f:
-        f.write(lines(*rows))
-    run.refresh()
-    said = page.health(run, now)
+def test_it_says_whether_a_run_is_well(run, monkeypatch, rows, now, state, words):
+    monkeypatch.setattr(page.time, "time", lambda: now)
+    said = write(run, rows)
     assert said[0] == state and words in said[1], said
 
 
 def test_what_others_left_in_a_run_breaks_no_page(run):
+    write(run, [row(1)])
     for content in ("{", "[]", '{"n_device_axis": 3}', "{}"):
-        with open(os.path.join(run.folder, "config.json"), "w") as f:
-            f.write(content)
-        with open(os.path.join(run.folder, "metrics.jsonl"), "w") as f:
-            f.write(lines(row(1)))
-        run.refresh()
-        assert run.about["state"] == "bad" and run.about["words"].startswith("It cannot be read")
+        state, words = write(run, content, "config.json")
+        assert state == "bad" and words.startswith("It cannot be read: ")
 
 
 def test_mistakes_get_a_sentence(tmp_path, monkeypatch):

@@ -123,24 +123,12 @@ class Answer:
         return event
 
     async def pieces(self):
-        """Choices of OpenAI's format, each with what is new of it, until all have ended."""
+        """Choices of OpenAI's format: whole ones as they end, or with `stream` what is new of each as it comes."""
         running = len(self.asked.prompt) * self.asked.n
         while running:
             piece = await self.next()
             running -= piece["finish_reason"] is not None
             yield piece
-
-    async def whole(self):
-        """All choices, once they have ended."""
-        choices = {}
-        async for piece in self.pieces():
-            choice = choices.setdefault(piece["index"], piece)
-            if choice is not piece:
-                choice["text"] += piece["text"]
-                choice["finish_reason"] = piece["finish_reason"]
-                for name, more in (piece["logprobs"] or {}).items():
-                    choice["logprobs"][name] += more
-        return [choices[index] for index in sorted(choices)]
 
 
 class Continuation:
@@ -153,10 +141,12 @@ class Continuation:
         self.shown = 0  # tokens whose probabilities were passed on
 
     def add(self, tokens, told):
-        """Take further tokens, with what `draw` tells of them, and pass on what is new."""
+        """Take further tokens, with what `draw` tells of them, and pass on what may be shown."""
         row = self.row
         row.add(tokens)
         self.told += told
+        if not (row.done or self.answer.asked.stream):
+            return
         piece = dict(index=self.index, text=row.unseen, logprobs=None, finish_reason=None)
         row.unseen = ""
         if self.answer.asked.logprobs is not None:

@@ -304,7 +304,8 @@ class Answers:
         about |= dict(created=int(time.time()), model=run.name)
         if asked.stream:
             return StreamingResponse(stream(answer, about), media_type="text/event-stream")
-        about["choices"] = await answer.whole()
+        choices = [piece async for piece in answer.pieces()]
+        about["choices"] = sorted(choices, key=lambda choice: choice["index"])
         usage = dict(prompt_tokens=answer.n_prompt, completion_tokens=answer.n_drawn)
         usage["total_tokens"] = answer.n_prompt + answer.n_drawn
         return as_json(about | dict(usage=usage))
@@ -355,7 +356,7 @@ def main(options):
             f"--port {options.port}: {os.strerror(e.errno).lower()}; give another port, or 0 for a free one."
         ) from None
     port = listener.getsockname()[1]
-    print(f"http://127.0.0.1:{port} shows {n} runs; Ctrl-C ends it")
+    print(f"http://127.0.0.1:{port} shows {n} run{'s' * (n != 1)}; Ctrl-C ends it")
     there = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
     print(f"from another machine: {there}, then the same address there", flush=True)
     app = make_app(runs, Engine(options.batch_size))
