@@ -71,10 +71,12 @@ def test_the_numbers_are_those_of_metrics_jsonl_and_nothing_is_written(folder, s
     path = folder / "run" / "metrics.jsonl"
     path.write_text(lines(*(row(n, 1 / n, lr=n / 7) for n in range(1, 9))))
     (folder / "run" / "samples.txt").write_text("=== step 5\n--- 0\n<b>é\n")
+    (folder / "run" / "plan.json").write_text('{"seconds": {"step": 0.5}}')
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     wait_for(lambda: get(f"{served}/api/runs")[0]["n"] == 8)
     (about,) = get(f"{served}/api/runs")
+    assert about["planned"] == 0.5 and about["measured"] == about["tokens"] / 100
     assert about["name"] == "run" and set(about["keys"]) == set(rows[0])
     keys = "&".join(f"key={key}" for key in rows[0])
     found = get(f"{served}/api/rows?run=run&{keys}")

@@ -4,7 +4,6 @@ all of them in one batch of the cached decoding."""
 import asyncio
 import functools
 import json
-import math
 import queue
 import secrets
 import threading
@@ -20,11 +19,12 @@ from pydantic import Field
 
 from data.tokenization import text_of, whole_characters
 from inference import decoding
+from inference.scores import length_for
 from inference.weights import positions
 from runtime.files import names_in
 from runtime.messages import UserError, first_line, warn
 from tools import common
-from tools.sample import MULTIPLE, Row
+from tools.sample import Row
 
 MOST_WAITING = 1024  # continuations of a request, or requests
 LIKELIEST = 5  # alternatives to a token that are kept
@@ -246,7 +246,7 @@ def newest_step(folder):
 class Batch:
     """The rows of a model that are continued at once. A row joins when another has ended.
 
-    Programs have fixed shapes: a prompt is read alone, padded to a multiple of MULTIPLE, and all rows advance together,
+    Programs have fixed shapes: a prompt is read alone, padded to a length of `length_for`; all rows advance together,
     used or not. So an answer does not depend on what else is asked.
     """
 
@@ -268,9 +268,8 @@ class Batch:
             prompt = [*self.before, *text]
         vocabulary = self.cfg.model.vocab_size
         if not prompt or max(prompt) >= vocabulary:
-            raise Refused(
-                400, f"prompt must have tokens, of the {vocabulary} of this model.", "prompt"
-            )
+            words = f"prompt must have tokens, of the {vocabulary} of this model."
+            raise Refused(400, words, "prompt")
         if len(prompt) + max_tokens > self.T:
             words = f"max_tokens {max_tokens} after a prompt of {len(prompt)} tokens is more than"
             raise Refused(400, f"{words} the {self.T} that this model was made for.", "max_tokens")
@@ -280,7 +279,7 @@ class Batch:
         """Read a prompt into a free row."""
         asked, prompt = continuation.answer.asked, continuation.row.prompt
         row = next(number for number in range(self.n_rows) if number not in self.rows)
-        n = min(self.T, math.ceil(len(prompt) / MULTIPLE) * MULTIPLE)
+        n = min(self.T, length_for(len(prompt)))
         how = settings(1, asked.temperature, asked.seed + continuation.index)
         new = self.prefill(self.params, *decoding.pad([prompt], n), how)
         if self.state is None:
@@ -315,7 +314,7 @@ class Engine:
 
     def answer(self, asked, folder):
         """The `Answer` to `Parameters`, of the run in `folder`. Raises `Refused`."""
-        if self.asked.qsize() > MOST_WAITING:
+        if self.asked.qsize() + len(self.waiting) > MOST_WAITING:
             raise Refused(429, f"More than {MOST_WAITING} requests wait; try again later.")
         answer = Answer(asked, folder)
         self.asked.put(answer)
