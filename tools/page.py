@@ -366,4 +366,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    one_sentence(lambda: main(options_given))
+    one_sentence(lambda: main(options_given))  # not interrupts.run: no signal waits for the server

@@ -56,7 +56,7 @@ class Goodput:
         first = rows[0]["time"] - sum(spent_in(rows[0]).values())
         kept = [row for row in rows if row["step"] <= step]
         before = spent_in(kept[-1]) if kept else dict.fromkeys(PARTS, 0.0)
-        self.resumed = 1 + int(max(row.get("resumed", 0) for row in rows))
+        self.resumed = 1 + max(row.get("resumed", 0) for row in rows)
         before["lost"] += max(0.0, self.began - first - sum(before.values()))
         self.seconds = {part: self.seconds[part] + before[part] for part in PARTS}
 
