@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import subprocess
 import threading
 import urllib.request
 
@@ -87,6 +89,20 @@ def test_the_numbers_are_those_of_metrics_jsonl_and_nothing_is_written(folder, s
     assert urllib.request.urlopen(f"{served}/plotly.js").status == 200
     assert b"Where the time" in urllib.request.urlopen(served).read()
     assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+
+
+def test_a_browser_shows_it(folder, served):
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if not chromium:
+        pytest.skip("needs chromium")
+    words = (
+        f"{chromium} --headless --no-sandbox --disable-gpu --virtual-time-budget=9000 --dump-dom"
+    )
+    (folder / "run" / "metrics.jsonl").write_text(lines(*(row(n, lr=0.5) for n in range(1, 9))))
+    command = [*words.split(), served]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert "Finished" not in shown and "at step 8 of 100, training loss 3.000" in shown
+    assert "as of " in shown and shown.count('class="main-svg"') > 4  # the plots are drawn
 
 
 def test_rows_are_read_as_they_come_also_torn_ones_and_after_a_rollback(run):
