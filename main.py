@@ -442,12 +442,10 @@ def tell_end(cfg, checkpoints, step, signalled, seconds, goodput):
             file=sys.stderr,
         )
         return 1
-    shares = (
-        f" {goodput.words()};" if jax.process_index() == 0 else ""
-    )  # the others know this start alone
-    words = (
-        f"at step {step} after {duration(seconds)};{shares} everything is saved in {cfg.run.folder}"
-    )
+    # processes but the first know the time since this start alone
+    shares = f" {goodput.words()};" if jax.process_index() == 0 else ""
+    saved = f"everything is saved in {cfg.run.folder}"
+    words = f"at step {step} after {duration(seconds)};{shares} {saved}"
     if signalled:
         say(f"stopped {words}; rerun the same command to resume")
         return 128 + signalled

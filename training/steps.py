@@ -181,9 +181,8 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         metrics["loss/load_loss"] = seen.load_loss
         shares = counts / counts.sum(-1, keepdims=True)
         metrics["load/experts"] = shares.mean(0)  # [E]
-        metrics["load/layers"] = cfg.model.n_experts * shares.max(
-            -1
-        )  # [layers], 1 where it is even
+        # the fullest expert of each layer, [layers]; 1 where the load is even
+        metrics["load/layers"] = cfg.model.n_experts * shares.max(-1)
         metrics["load/dropped"] = seen.dropped
     if cfg.model.mtp_depth:
         metrics["loss/mtp_loss"] = seen.mtp
