@@ -309,7 +309,7 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
         ("import", folder, run, "exists already"),
         ("import", tmp_path, out, "model_type is None; supported are"),
         ("import", folder, "gs://b/x", "gs://b/x: must be a local folder"),
-        ("import", folder, "target: is missing; see --help"),
+        ("import", folder, "target: is missing, the word that comes"),
         ("push", run, "x", "x: must be USER/NAME"),
         ("export", run, bad, "file/x: cannot be written"),
         ("import", folder, bad, "x: cannot be written"),

@@ -101,13 +101,13 @@ def export(run_dir, folder, dtype="float32", title=""):
 
 
 def how_to_continue(config, T):
-    """generation_config.json: transformers' own default, 256 tokens, may exceed the positions of a small model."""
+    """generation_config.json. Without max_length transformers adds 256 tokens, more than a small model has positions."""
     end = config["eos_token_id"]
     return dict(
         bos_token_id=config["bos_token_id"],
         eos_token_id=end,
         pad_token_id=end,
-        max_new_tokens=max(1, int(T) // 2),
+        max_length=int(T),
     )
 
 
