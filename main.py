@@ -110,10 +110,8 @@ def train(cfg, stored, encoding, load_weights, goodput):
 
     # --- Restore
     checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders)
-    goodput.turn("restoring" if checkpoints.steps() else "starting")
-    with memory_explained(cfg):
+    with goodput.during("restoring" if checkpoints.steps() else "starting"), memory_explained(cfg):
         state, meta = checkpoints.restore_or_begin()
-    goodput.turn("waiting")
     step = meta["step"]
     corpus.check_borders(meta.get("mix_borders", []), meta["sequences"])
     if step:
@@ -125,29 +123,24 @@ def train(cfg, stored, encoding, load_weights, goodput):
     on_main_process(lambda: settings.tell_schedule(cfg, stored))
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
-    training = Training(cfg, mesh, corpus, checkpoints, state, meta, goodput)
-    goodput.turn("starting")
+    with goodput.during("waiting"):
+        training = Training(cfg, mesh, corpus, checkpoints, state, meta, goodput)
     training.evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
     training.score_tasks = on_all(lambda: open_tasks(cfg, mesh, encoding))
-    goodput.turn("compiling")
-    with memory_explained(cfg):
+    with goodput.during("compiling"), memory_explained(cfg):
         training.train_step = compile_train_step(cfg, mesh, optimizer, schedule)
-    goodput.turn("starting")
     training.sample = make_sampler(cfg, mesh, encoding)
 
     # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
     training.log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
     goodput.keep(training.log.found, step)
-    planned = plan_of(cfg)
-    on_main_process(lambda: write_plan(cfg, planned))
-    training.progress = Progress(cfg, val_corpus.bytes_per_token, planned)
+    training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg))
 
     # --- Loop
     with memory_explained(cfg):
         signalled = training.run()
-    seconds = time.time() - began
-    return tell_end(cfg, checkpoints, training.step, signalled, seconds, goodput)
+    return tell_end(cfg, checkpoints, training.step, signalled, began, goodput)
 
 
 class Training:
@@ -385,12 +378,14 @@ def write_config(cfg, data, corpus):
     write_json(f"{cfg.run.folder}/config.json", config)
 
 
-def write_plan(cfg, planned):
-    """Write the plan, where there is one, as plan.json: tools/page.py shows it beside the measured speed."""
-    if planned:
-        from planning import plan
+def write_plan(cfg):
+    """`plan_of` the run, after writing it as plan.json: tools/page.py shows it beside the measured speed."""
+    if planned := plan_of(cfg):
+        from planning.plan import as_json
 
-        write_json(f"{cfg.run.folder}/plan.json", plan.as_json(planned))
+        path = f"{cfg.run.folder}/plan.json"
+        on_main_process(lambda: write_json(path, as_json(planned)))
+    return planned
 
 
 # As XLA says it, its allocators (BFC, TPU) and CUDA; RESOURCE_EXHAUSTED alone may be a full disk.
@@ -431,7 +426,7 @@ def write_memory_profile(cfg, name):
     say(f"--profile: {path} holds what is in the devices' memory now")
 
 
-def tell_end(cfg, checkpoints, step, signalled, seconds, goodput):
+def tell_end(cfg, checkpoints, step, signalled, began, goodput):
     """Print how the run ended; returns its exit status."""
     if checkpoints.saved != step:
         newest = checkpoints.on_disk
@@ -445,7 +440,7 @@ def tell_end(cfg, checkpoints, step, signalled, seconds, goodput):
     # processes but the first know the time since this start alone
     shares = f" {goodput.words()};" if jax.process_index() == 0 else ""
     saved = f"everything is saved in {cfg.run.folder}"
-    words = f"at step {step} after {duration(seconds)};{shares} {saved}"
+    words = f"at step {step} after {duration(time.time() - began)};{shares} {saved}"
     if signalled:
         say(f"stopped {words}; rerun the same command to resume")
         return 128 + signalled

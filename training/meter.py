@@ -1,5 +1,6 @@
 """What is measured: the metrics of each step, fetched one step late, its speed, and where the time of a run goes."""
 
+import contextlib
 import time
 
 import jax
@@ -42,6 +43,14 @@ class Goodput:
         now = time.time()
         self.seconds[self.part] += now - self.since
         self.part, self.since = part, now
+
+    @contextlib.contextmanager
+    def during(self, part):
+        """This part as long as the block lasts, then the one before."""
+        before = self.part
+        self.turn(part)
+        yield
+        self.turn(before)
 
     def waited(self, seconds):
         """So much of the time of the steps was spent waiting for data."""
