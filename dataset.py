@@ -47,7 +47,7 @@ def instead(folder):
     has_files = glob.glob(f"{glob.escape(root)}/*.*") and not os.path.exists(f"{root}/train")
     if os.path.isfile(root) or has_files:
         return f"bash run.sh local --data {root} makes shards of its text and trains on them"
-    return "data/tokenize_shards.py makes them of text (val if --val_fraction is not 0), data/prepare.py of known corpora"
+    return "data/tokenize_shards.py makes them of text (val if --val_fraction is above 0), data/prepare.py of corpora"
 
 
 class Corpus:
