@@ -55,7 +55,7 @@ from runtime.processes import (
 )
 from training import events, settings, steps
 from training.bad_steps import BadSteps
-from training.meter import Meter
+from training.meter import Goodput, Meter
 from training.optimizer import make_optimizer
 from training.profiling import Profile
 from training.run_checkpoints import RunCheckpoints
@@ -64,8 +64,10 @@ from training.runlog import NoLog, Progress, RunLog, duration
 # --- The run ------------------------------------------------------------------------------------------------------
 
 
-def main(flags):
-    """Train as `settings.Flags` say, resuming where the run left off. Returns 0 or 128 + the signal."""
+def main(flags, began=None):
+    """Train as `settings.Flags` say, resuming where the run left off. began: when the process did, by
+    time.time(); None: now. Returns 0 or 128 + the signal."""
+    goodput = Goodput(began or time.time())
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
     steps.configure_jax(asked)
@@ -88,12 +90,12 @@ def main(flags):
             if cfg.model.T > most:
                 them = f"the weights in --init_from {cfg.run.init_from}"
                 say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
-        return train(cfg, stored, encoding, load_weights)
+        return train(cfg, stored, encoding, load_weights, goodput)
 
 
-def train(cfg, stored, encoding, load_weights):
+def train(cfg, stored, encoding, load_weights, goodput):
     """`main`, settled, in a run directory that is this run's alone. stored: its config.json so far. load_weights: of
-    `open_weights`, for --init_from."""
+    `open_weights`, for --init_from. goodput: a `Goodput`."""
     began = time.time()
 
     # --- Data
@@ -108,8 +110,10 @@ def train(cfg, stored, encoding, load_weights):
 
     # --- Restore
     checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders)
+    goodput.turn("restoring" if checkpoints.steps() else "starting")
     with memory_explained(cfg):
         state, meta = checkpoints.restore_or_begin()
+    goodput.turn("waiting")
     step = meta["step"]
     corpus.check_borders(meta.get("mix_borders", []), meta["sequences"])
     if step:
@@ -121,23 +125,29 @@ def train(cfg, stored, encoding, load_weights):
     on_main_process(lambda: settings.tell_schedule(cfg, stored))
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
-    training = Training(cfg, mesh, corpus, checkpoints, state, meta)
+    training = Training(cfg, mesh, corpus, checkpoints, state, meta, goodput)
+    goodput.turn("starting")
     training.evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
     training.score_tasks = on_all(lambda: open_tasks(cfg, mesh, encoding))
+    goodput.turn("compiling")
     with memory_explained(cfg):
         training.train_step = compile_train_step(cfg, mesh, optimizer, schedule)
+    goodput.turn("starting")
     training.sample = make_sampler(cfg, mesh, encoding)
 
     # --- Log
     on_main_process(lambda: write_config(cfg, data, corpus))
     training.log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
-    training.progress = Progress(cfg, val_corpus.bytes_per_token, plan_of(cfg))
+    goodput.keep(training.log.found, step)
+    planned = plan_of(cfg)
+    on_main_process(lambda: write_plan(cfg, planned))
+    training.progress = Progress(cfg, val_corpus.bytes_per_token, planned)
 
     # --- Loop
     with memory_explained(cfg):
         signalled = training.run()
     seconds = time.time() - began
-    return tell_end(cfg, checkpoints, training.step, signalled, seconds)
+    return tell_end(cfg, checkpoints, training.step, signalled, seconds, goodput)
 
 
 class Training:
@@ -146,11 +156,12 @@ class Training:
     state: TrainState after `step` steps on `sequences` sequences, which `checkpoints` restored with its meta.
     """
 
-    def __init__(self, cfg, mesh, corpus, checkpoints, state, meta):
+    def __init__(self, cfg, mesh, corpus, checkpoints, state, meta, goodput):
         self.cfg = cfg
         self.mesh = mesh
         self.corpus = corpus
         self.checkpoints = checkpoints
+        self.goodput = goodput
         self.state = state
         self.step = meta["step"]
         self.sequences = meta["sequences"]
@@ -158,7 +169,7 @@ class Training:
         self.profile = Profile(cfg, self.step)
         self.per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
         tokens = self.per_step * corpus.T
-        self.meter = Meter(tokens, corpus, self.bad_steps, self.profile)
+        self.meter = Meter(tokens, corpus, self.bad_steps, self.profile, goodput)
         self.batches = self.read_batches()
 
     def run(self):
@@ -184,6 +195,7 @@ class Training:
                 self.keep()
                 raise
             finally:
+                self.goodput.turn("saving")
                 self.watchdog.over.set()
                 self.profile.close()
                 bar.close()
@@ -195,6 +207,7 @@ class Training:
         """Launch a step, and log the one before."""
         step = self.step + 1
         self.watchdog.begin("training", step)
+        self.goodput.turn("steps")
         self.profile.begin(step, self.train_step, self.meter.wait)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             tokens, targets = next(self.batches)
@@ -205,7 +218,7 @@ class Training:
             write_memory_profile(self.cfg, "memory")
         before = self.meter.launched(step, self.sequences, metrics, self.batches.waited)
         if before:
-            self.log.metrics(before)
+            self.log_row(before)
 
     def look(self):
         """Evaluate, save and sample where that is due after a step. Returns the signal to stop for, or 0."""
@@ -222,11 +235,12 @@ class Training:
         self.row = self.meter.fetch()
         if evaluates:
             self.watchdog.begin("evaluation", step)
+            self.goodput.turn("evaluating")
             self.row |= self.evaluate(self.state.params)
             self.progress.print(self.row, self.meter.pace, self.checkpoints.on_disk)
             self.row |= self.score_tasks(self.state.params, step, last, self.watchdog)
         val_loss = self.row.get("loss/val_cross_entropy_loss")
-        self.log_row()
+        self.log_row(self.row)
         if evaluates or signalled:
             self.log.plots()
         samples = last or (samples and not self.bad_steps.in_progress)
@@ -234,6 +248,7 @@ class Training:
             self.save(val_loss)
         if samples:  # also before a stop: the run that resumes draws none of this step
             self.watchdog.begin("sampling", step)
+            self.goodput.turn("evaluating")
             texts = self.sample(self.state.params)
             if texts:
                 self.log.text(step, texts)
@@ -242,13 +257,14 @@ class Training:
         self.meter.pace.resume(self.batches.waited)
         return signalled
 
-    def log_row(self):
-        self.log.metrics(self.row)
+    def log_row(self, row):
+        self.log.metrics(row | self.goodput.row())
         self.row = None
 
     def save(self, val_loss=None):
         """Begin to write a checkpoint."""
         self.watchdog.begin("checkpoint", self.step)
+        self.goodput.turn("saving")
         self.log.flush()
         self.checkpoints.save_running(
             self.step, self.sequences, self.state, self.bad_steps, val_loss
@@ -258,7 +274,7 @@ class Training:
         """Log and save what was reached before an error."""
         self.row = self.row or self.meter.fetch()
         if self.row:
-            self.log_row()
+            self.log_row(self.row)
         if not self.bad_steps.due:
             self.save()
 
@@ -267,6 +283,8 @@ class Training:
         due = self.bad_steps.due
         self.bad_steps.check()
         self.watchdog.begin("rollback", self.step)
+        self.goodput.begin(time.time())
+        self.goodput.turn("restoring")
         self.batches.close()
         self.meter.restart()
         self.state = None  # the devices have room for one
@@ -276,6 +294,7 @@ class Training:
         self.bad_steps.rolled_back(self.step)
         self.batches = self.read_batches()
         self.interrupt.asked = 0  # the batch that failed may be left out now
+        self.goodput.keep(self.log.history, self.step)
         self.log.rewind(self.step)
         self.meter.pace.resume(self.batches.waited)
 
@@ -366,6 +385,14 @@ def write_config(cfg, data, corpus):
     write_json(f"{cfg.run.folder}/config.json", config)
 
 
+def write_plan(cfg, planned):
+    """Write the plan, where there is one, as plan.json: tools/page.py shows it beside the measured speed."""
+    if planned:
+        from planning import plan
+
+        write_json(f"{cfg.run.folder}/plan.json", plan.as_json(planned))
+
+
 # As XLA says it, its allocators (BFC, TPU) and CUDA; RESOURCE_EXHAUSTED alone may be a full disk.
 OUT_OF_MEMORY = re.compile("out.of.memory|RESOURCE_EXHAUSTED: .*(allocat|reserve|hbm)", re.I)
 
@@ -404,7 +431,7 @@ def write_memory_profile(cfg, name):
     say(f"--profile: {path} holds what is in the devices' memory now")
 
 
-def tell_end(cfg, checkpoints, step, signalled, seconds):
+def tell_end(cfg, checkpoints, step, signalled, seconds, goodput):
     """Print how the run ended; returns its exit status."""
     if checkpoints.saved != step:
         newest = checkpoints.on_disk
@@ -415,7 +442,10 @@ def tell_end(cfg, checkpoints, step, signalled, seconds):
             file=sys.stderr,
         )
         return 1
-    words = f"at step {step} after {duration(seconds)}; everything is saved in {cfg.run.folder}"
+    # processes but the first know the time since this start alone
+    shares = f" {goodput.words()};" if jax.process_index() == 0 else ""
+    saved = f"everything is saved in {cfg.run.folder}"
+    words = f"at step {step} after {duration(seconds)};{shares} {saved}"
     if signalled:
         say(f"stopped {words}; rerun the same command to resume")
         return 128 + signalled
@@ -431,7 +461,7 @@ def run(flags):
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.NOTHING_LOST))
     join_processes(flags.cfg)
     try:
-        status = main(flags)
+        status = main(flags, interrupts.BEGAN)
     except BaseException as e:
         if jax.process_count() == 1:
             raise

@@ -104,8 +104,8 @@ PRESETS = {
         muon_momentum=0.85,
         max_lr=16e-3,
         training_steps=400,
-        weight_decay=0.1,
-        balance_weight=4e-2,
+        weight_decay=0.4,
+        balance_weight=1e-3,
         bias_update_rate=1e-2,
     ),
     # JAXformer's small configuration, 8,192 tokens a step on one device, to measure speed on a CPU: see tools/bench.py

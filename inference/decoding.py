@@ -122,28 +122,31 @@ def kth_largest(x, k):
 CHUNK = 8
 
 
-def make_stream(cfg, mesh, s, length, chunk=CHUNK):
+def make_stream(cfg, mesh, s, length, chunk=CHUNK, draw=None):
     """Jitted functions that continue prompts with a cache, as the settings `s` (utils.Sample) say, in rows of at most
     `length` tokens: `prefill(params, ids [B, n], lengths [B], key)` -> state, and `advance(params, state)` -> state,
     the next tokens [chunk, B].
 
     A state, which `advance` uses up: (newest token [B], not yet in the cache; its position [B]; cache; the next key).
+    With a `draw` of the caller's in place of `draw_next`, (token, ..), further arrays [B, ..], is where a token is, and
+    the key is any tree.
     """
+    draw = draw or draw_next
     decode = make_decode(cfg, mesh)
 
     def prefill(params, ids, lengths, key):
         cache = empty_cache(cfg, len(ids), length)
         logits, cache = decode(params, ids, cache, jnp.zeros_like(lengths), lengths - 1)
-        token, key = draw_next(logits, key, s)
+        token, key = draw(logits, key, s)
         return token, lengths, cache, key
 
     def advance(params, state):
         def one(state, _):
             token, position, cache, key = state
-            ids = token[:, None]  # [B, 1]
+            ids = jax.tree.leaves(token)[0][:, None]  # [B, 1]
             last = jnp.zeros_like(position)
             logits, cache = decode(params, ids, cache, position, last)
-            drawn, key = draw_next(logits, key, s)
+            drawn, key = draw(logits, key, s)
             return (drawn, position + 1, cache, key), token
 
         return lax.scan(one, state, length=chunk)

@@ -93,12 +93,8 @@ def chip_of(device_kind):
 
 # chips of the largest slice: cloud.google.com/tpu/docs, the page of each
 LARGEST = dict(v2=256, v3=1024, v4=4096, v5e=256, v5p=6144, v6e=256, v7x=9216)
-BELOW_A_CUBE = {
-    4: (2, 2, 1),
-    8: (2, 2, 2),
-    16: (2, 2, 4),
-    32: (2, 4, 4),
-}  # of 64 chips, in three dims
+# dims of slices below a cube of 64 chips
+BELOW_A_CUBE = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 BY_NAME = {name.lower(): chip for name, chip in CHIPS.items()}
 OTHER_NAMES = {
     "v5litepod": "v5e",

@@ -6,12 +6,14 @@ Imports nothing that takes time to load: Ctrl-C in the middle of that would end 
 import _signal as signal  # what is behind signal, without its enums
 import os
 import sys
+import time
 from _thread import allocate_lock
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 PACKAGES = "jax", "optax", "orbax", "tiktoken", "fsspec"  # that every program needs
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
 
+BEGAN = time.time()  # of the process
 given_back = []  # functions that release what is held of others; they run also where the process ends at once
 ending = allocate_lock()  # held while the process ends; workers start under it, whole or not at all
 

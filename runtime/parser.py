@@ -173,16 +173,8 @@ def unmet(f, value):
 # --- Command line --------------------------------------------------------------------------------------------------
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
-TRUTHS = {
-    "true",
-    "false",
-    "yes",
-    "no",
-    "on",
-    "off",
-    "0",
-    "1",
-}  # that other programs take after a switch
+# what other programs take after a switch
+TRUTHS = set("true false yes no on off 0 1".split())
 # lines of flags as nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval call them, each with what is said
 FOREIGN = os.path.join(os.path.dirname(__file__), "foreign_flags.txt")
 

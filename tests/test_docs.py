@@ -35,8 +35,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 KINDS = {"", "python", "sh", "sh minutes", "sh hosts", "sh accelerator", "sh network"}
 SCRIPTS = ["run.sh", "launcher.sh", "setup_tpu.sh", "debug_tpu.sh"]
 PROGRAMS = """main.py data/prepare.py data/tokenize_shards.py data/train_tokenizer.py tools/bench.py
-tools/check_machine.py
-tools/checkpoints.py tools/compare.py tools/evaluate.py tools/hf.py tools/sample.py tools/trace.py""".split()
+tools/check_machine.py tools/checkpoints.py tools/compare.py tools/evaluate.py tools/hf.py tools/page.py
+tools/sample.py tools/trace.py""".split()
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
 
 

@@ -113,6 +113,44 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
     assert f"MFU {planned.mfu / 4:.1%}" in line
 
 
+def test_goodput_counts_every_moment_once_also_over_restarts_and_rollbacks(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(meter.time, "time", lambda: clock.now)
+
+    def step(goodput, number):
+        goodput.turn("steps")
+        clock.now += 10
+        goodput.waited(2)
+        return {"step": number} | goodput.row()
+
+    def spent(row):
+        return {part: seconds for part, seconds in meter.spent_in(row).items() if seconds}
+
+    goodput = meter.Goodput(90.0)
+    goodput.turn("compiling")
+    clock.now += 5
+    rows = [step(goodput, number) for number in (1, 2, 3)]
+    assert spent(rows[-1]) == dict(starting=10, compiling=5, steps=24, waiting=6)
+    assert rows[-1]["goodput"] == pytest.approx(24 / 45, abs=1e-6) and rows[-1]["resumed"] == 0
+
+    clock.now += 7  # killed, started again 3 s ago, resumed from step 1
+    goodput = meter.Goodput(clock.now - 3)
+    goodput.turn("restoring")
+    goodput.keep(rows, 1)
+    row = step(goodput, 2)
+    assert spent(row) == dict(starting=13, compiling=5, steps=16, waiting=4, lost=24)
+    assert sum(spent(row).values()) == clock.now - 90 and row["resumed"] == 1
+    assert goodput.words().startswith("26% of 1m02s in steps, 39% lost to restarts, 21% starting")
+
+    goodput.begin(clock.now)  # rolls back to the same step
+    goodput.keep([rows[0], row], 1)
+    assert meter.spent_in(goodput.row())["lost"] == 37  # from the row of step 1 until now
+    assert goodput.resumed == 2 and sum(goodput.seconds.values()) == clock.now - 90
+    other = meter.Goodput(clock.now)
+    other.keep([{"step": 1, "lr": 0.1}], 1)  # of an older run: it counts from here
+    assert sum(other.seconds.values()) == 0
+
+
 def test_the_pace_counts_training_alone(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(meter.time, "time", lambda: clock.now)

@@ -48,6 +48,7 @@ class Row:
         self.tokens = []  # that were drawn
         self.text = ""  # of them, as far as no later token changes it
         self.done = False
+        self.stopped = False  # by the end of text or a stop string, not by max_tokens
         self.prompt_length = len(text_of(encoding, prompt))  # characters
         self.unseen = head + text_of(encoding, prompt[hidden:])  # text that was not printed yet
 
@@ -59,11 +60,12 @@ class Row:
         stop = self.options.stop
         tokens = tokens[: self.options.max_tokens - len(self.tokens)]
         self.tokens += itertools.takewhile(lambda token: token != end, tokens)
-        self.done = end in tokens or len(self.tokens) == self.options.max_tokens
+        self.stopped = end in tokens
         text = text_of(self.encoding, self.prompt + self.tokens)[self.prompt_length :]
         for string in stop:
-            self.done = self.done or string in text
+            self.stopped = self.stopped or string in text
             text = text.split(string)[0]
+        self.done = self.stopped or len(self.tokens) == self.options.max_tokens
         if not self.done:  # the end may be part of a character, or of a stop string
             text = text.rstrip("\ufffd")
             held = max(map(len, stop), default=1) - 1

@@ -1,8 +1,85 @@
-"""What is measured of each step: its metrics, fetched one step late, and its speed."""
+"""What is measured: the metrics of each step, fetched one step late, its speed, and where the time of a run goes."""
 
 import time
 
 import jax
+
+from training.runlog import duration
+
+# {part of a run's wall time, as metrics.jsonl calls it: in words, after its share}
+PARTS = {
+    "steps": "in steps",
+    "starting": "starting",
+    "compiling": "compiling the step",
+    "restoring": "restoring",
+    "waiting": "waiting for data",
+    "evaluating": "evaluating and sampling",
+    "saving": "saving",
+    "lost": "lost to restarts",
+}
+
+
+class Goodput:
+    """Where the wall time since the first start of a run went, over all processes that it had one after the other.
+
+    Every moment belongs to one of PARTS. Lost is what lies between the last step that a restart or a rollback keeps and
+    that restart: steps that are repeated, and the time without a process.
+    """
+
+    def __init__(self, began):
+        """began: when this process did, by time.time()."""
+        self.resumed = 0  # times
+        self.begin(began)
+
+    def begin(self, began):
+        """The run starts, or rolls back: what it spent before is up to `keep`."""
+        self.began = self.since = began
+        self.part = "starting"
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def turn(self, part):
+        """The part until now has ended, this one begins."""
+        now = time.time()
+        self.seconds[self.part] += now - self.since
+        self.part, self.since = part, now
+
+    def waited(self, seconds):
+        """So much of the time of the steps was spent waiting for data."""
+        self.seconds["steps"] -= seconds
+        self.seconds["waiting"] += seconds
+
+    def keep(self, rows, step):
+        """The run resumes after `step`: add what it spent until then. rows: of its metrics.jsonl, also later ones."""
+        rows = [row for row in rows if "time" in row]
+        if not rows:
+            return
+        first = rows[0]["time"] - sum(spent_in(rows[0]).values())
+        kept = [row for row in rows if row["step"] <= step]
+        before = spent_in(kept[-1]) if kept else dict.fromkeys(PARTS, 0.0)
+        self.resumed = 1 + max(row.get("resumed", 0) for row in rows)
+        before["lost"] += max(0.0, self.began - first - sum(before.values()))
+        self.seconds = {part: self.seconds[part] + before[part] for part in PARTS}
+
+    def row(self):
+        """{name: number} for metrics.jsonl, up to now."""
+        self.turn(self.part)
+        share = self.seconds["steps"] / max(1e-9, sum(self.seconds.values()))
+        row = {"time": round(self.since, 3), "goodput": round(share, 6), "resumed": self.resumed}
+        return row | {f"seconds/{part}": round(s, 3) for part, s in self.seconds.items()}
+
+    def words(self):
+        """The shares of all parts that have one, the largest of the others first."""
+        self.turn(self.part)
+        whole = sum(self.seconds.values())
+        shares = {part: seconds / max(1e-9, whole) for part, seconds in self.seconds.items()}
+        others = sorted(PARTS.keys() - {"steps"}, key=shares.get, reverse=True)
+        parts = [f"{shares[part]:.0%} {PARTS[part]}" for part in others if shares[part] >= 0.005]
+        return ", ".join([f"{shares['steps']:.0%} of {duration(whole)} in steps", *parts])
+
+
+def spent_in(row):
+    """{part: seconds} of a row of metrics.jsonl."""
+    return {part: row.get(f"seconds/{part}", 0.0) for part in PARTS}
 
 
 class Pace:
@@ -50,13 +127,14 @@ class Pace:
 class Meter:
     """The metrics of each step, fetched one step late, so that the devices always have work."""
 
-    def __init__(self, tokens, corpus, bad_steps, profile):
+    def __init__(self, tokens, corpus, bad_steps, profile, goodput):
         """tokens: of a step; corpus: a Mixture, which knows how often its data was seen; bad_steps: observes each
-        step's loss and gradient; profile: a Profile, which ends its trace after the last step."""
+        step's loss and gradient; profile: a Profile, which ends its trace after the last step; goodput: a Goodput."""
         self.pace = Pace(tokens)
         self.corpus = corpus
         self.bad_steps = bad_steps
         self.profile = profile
+        self.goodput = goodput
         # (step, sequences, metrics on the devices, seconds waited for data) of the last step, until it is fetched
         self.newest = None
 
@@ -79,13 +157,17 @@ class Meter:
         self.newest = None
         metrics = jax.device_get(metrics)
         self.profile.note(step)
-        shares = metrics.pop("load/experts", [])
-        metrics |= {f"load/expert_{i}": share for i, share in enumerate(shares)}
+        for each in ("expert", "layer"):
+            loads = metrics.pop(f"load/{each}s", [])
+            metrics |= {f"load/{each}_{i}": load for i, load in enumerate(loads)}
         row = {"step": step} | {name: float(value) for name, value in metrics.items()}
         row |= self.corpus.epochs(sequences)
         self.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
         row["bad_steps"] = self.bad_steps.total
-        return row | self.pace.ended(data_wait)
+        row |= self.pace.ended(data_wait)
+        _, waited = self.pace.steps[-1]
+        self.goodput.waited(waited)
+        return row
 
     def restart(self):
         """Forget the newest step and all speeds: the run rolls back."""

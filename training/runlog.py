@@ -106,6 +106,8 @@ def read_rows(content):
 class NoLog:
     """The log of a process that writes none: every call does nothing."""
 
+    found = history = ()
+
     def __getattr__(self, name):
         return lambda *_: None
 
@@ -122,13 +124,14 @@ class RunLog:
         self.events = None
         self.wandb = None
         self.worker = ThreadPoolExecutor(1)  # of plots, TensorBoard and wandb
-        self.history = self._read_history(start_step)  # rows of metrics.jsonl
+        self.found = self._read_history(start_step)  # rows of metrics.jsonl, also of later steps
+        self.history = self.found
         self.complete = True  # whether that file has them all
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
         self.samples = {int(step): text for step, text in SAMPLES.findall(kept)}
+        self._forget(start_step)  # what came after the checkpoint will be written again
         if cfg.run.tensorboard:
             self.events = events.EventFile(self.folder, self.history)
-        self._forget(start_step)  # what came after the checkpoint will be written again
         if cfg.run.wandb:
             self._later(lambda: self._begin_wandb(cfg))
 
@@ -204,13 +207,13 @@ class RunLog:
             self.wandb.log(numbers, step=row["step"])
 
     def _read_history(self, step):
-        """The rows up to `step`. Of a damaged metrics.jsonl all that it holds is kept beside it, with a warning."""
+        """The rows. Of a damaged metrics.jsonl all that it holds is kept beside it, with a warning about those up to
+        `step`."""
         path = self.path("metrics.jsonl")
         content = read_file(path) or b""
         found, is_damaged = read_rows(content)
-        # a killed run leaves rows of the next steps behind
-        rows = [row for row in found if row["step"] <= step]
         if is_damaged:
+            rows = [row for row in found if row["step"] <= step]
             n = 1
             while read_file(f"{path}.damaged-{n}") is not None:
                 n += 1
@@ -219,7 +222,7 @@ class RunLog:
                 f"warning: {path} is damaged: it keeps the {len(rows)} rows up to step {step} that can be read, and "
                 f"what it held is saved in {path}.damaged-{n}"
             )
-        return rows
+        return found  # a killed run leaves rows of the next steps behind
 
     def _draw_plots(self, rows):
         if self.events:

@@ -168,7 +168,7 @@ def accumulate_gradient(gradient, state, tokens, targets):
 
 @jax.named_scope("metrics")
 def step_metrics(cfg, loss, seen, lr, grad_norm):
-    """{name: float32 [], or [E]} of a training step, as metrics.jsonl calls them. seen: `model.Metrics`."""
+    """{name: float32 [], [E] or [layers]} of a training step, as metrics.jsonl calls them. seen: `model.Metrics`."""
     metrics = {
         "loss/train_loss": loss,
         "loss/train_cross_entropy_loss": seen.cross_entropy,
@@ -181,6 +181,8 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         metrics["loss/load_loss"] = seen.load_loss
         shares = counts / counts.sum(-1, keepdims=True)
         metrics["load/experts"] = shares.mean(0)  # [E]
+        # the fullest expert of each layer, [layers]; 1 where the load is even
+        metrics["load/layers"] = cfg.model.n_experts * shares.max(-1)
         metrics["load/dropped"] = seen.dropped
     if cfg.model.mtp_depth:
         metrics["loss/mtp_loss"] = seen.mtp

@@ -245,9 +245,8 @@ class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):
         """input_ids [B, t] -> logits [B, t, vocabulary], or of the last logits_to_keep tokens alone. attention_mask
         [B, T] is 0 for padding; labels [B, t] as transformers has them, -100 for tokens without a loss."""
         B, t = input_ids.shape
-        cache = (
-            past_key_values if cache is None else cache
-        )  # transformers before 5.24 calls it by the other name
+        if cache is None:  # transformers before 5.24 calls it by the other name
+            cache = past_key_values
         if use_cache and cache is None:
             cache = DynamicCache()
         before = 0 if cache is None else cache.get_seq_length()
@@ -259,9 +258,8 @@ class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask = torch.ones_like(key).expand(B, -1)
         real = attention_mask.bool()
         seen = (key <= query[:, None]) & real[:, None]
-        seen = seen | (
-            key == query[:, None]
-        )  # padding attends to itself, since softmax of nothing is NaN
+        # padding attends to itself, since softmax of nothing is NaN
+        seen = seen | (key == query[:, None])
 
         x = self.model(input_ids, position_ids, real, seen, cache)
         logits = self.lm_head(x[:, -logits_to_keep:])

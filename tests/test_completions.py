@@ -1,0 +1,126 @@
+"""Completions in OpenAI's format: each answer is that of its request alone, and what is malformed is refused."""
+
+import json
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette", reason="bash setup_tpu.sh page")
+from test_page import SERVED, folder, served  # noqa: F401  fixtures
+from test_tools import make_run
+
+from inference import decoding
+
+
+def post(address, body):
+    """(status, answer) of a body, bytes or what becomes JSON."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(f"{address}/v1/completions", body)
+        answer = urllib.request.urlopen(request, timeout=60)
+        return answer.status, json.load(answer)
+    except urllib.error.HTTPError as e:
+        return e.code, json.load(e)
+
+
+def asked(i, **more):
+    few = dict(max_tokens=3 + i % 17, temperature=0, logprobs=2)
+    return dict(model="run", prompt="abcdefgh"[: i % 9] + "xyz"[: i % 4], n=1 + i % 2) | few | more
+
+
+def test_concurrent_answers_are_those_of_each_request_alone(served, folder):  # noqa: F811
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    alone = [post(served, asked(i)) for i in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda i: post(served, asked(i)), range(32)))
+    for (status, one), (_, other) in zip(alone, together):
+        assert status == 200 and one["choices"] == other["choices"]
+        assert one["usage"] == other["usage"]
+        assert len({choice["text"] for choice in one["choices"]}) == 1
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert len({one["choices"][0]["text"] for _, one in alone}) > 8
+
+
+def test_probabilities_are_those_of_the_model(served, tmp_path):  # noqa: F811
+    _, cfg, mesh, params = make_run(tmp_path, **SERVED)
+    ids, lengths = decoding.pad([[256, *b"ab"]], 3)
+    decode = jax.jit(decoding.make_decode(cfg, mesh))
+    cache = decoding.empty_cache(cfg, 1, 3)
+    logits, _ = decode(params, ids, cache, np.zeros(1, np.int32), lengths - 1)
+    (expected,) = np.asarray(jax.nn.log_softmax(logits))
+    for prompt in ("ab", [256, 97, 98]):
+        _, answer = post(served, asked(0, prompt=prompt, logprobs=5))
+        (choice,) = answer["choices"]
+        found = choice["logprobs"]
+        likeliest = sorted(found["top_logprobs"][0].values())
+        assert np.allclose(likeliest, np.sort(expected)[-5:], atol=1e-4)
+        assert found["token_logprobs"][0] == likeliest[-1]
+        assert "".join(found["tokens"]) == choice["text"] and found["text_offset"] == [0, 1, 2]
+
+
+def test_draws_depend_on_the_seed_alone(served):  # noqa: F811
+    def text(**more):
+        return post(served, asked(16, temperature=1, **more))[1]["choices"][0]["text"]
+
+    first, again, other = text(seed=1), text(seed=1, n=8), text(seed=-2)
+    assert first == again != other
+    whole = text(seed=1, logprobs=None)
+    stopped = post(served, asked(16, temperature=1, seed=1, stop=[whole[2:4]]))[1]["choices"][0]
+    assert stopped["text"] == whole[:2] and stopped["finish_reason"] == "stop"
+
+
+# A parameter and values of it, as JSON without spaces
+WRONG = """
+model             null 1 "other" "../run" [] {}
+prompt            null 1 [] {} [1,"a"] [[]] [["a"]] [true] [-1] [257] [1.5] [1099511627776] ["a",1]
+max_tokens        0 -1 "3" 1.5 true [] 99 1000000000 1e3 10000000000000000000000000000000
+temperature       -0.1 2.1 "0" [] true NaN Infinity -Infinity 1e999
+n                 0 -1 129 "1" 1.5 true
+seed              "1" 1.5 9223372036854775808 [] true
+logprobs          -1 6 true "1" 1.5
+stop              "" 1 [""] [1] ["a","b","c","d","e"] {}
+stream            "yes" 1 0 []
+echo              true 1 "no"
+best_of           2 0 "1"
+top_p             0.5 0 2 "1" NaN
+suffix            "x" 1
+logit_bias        {"1":2} [] 1
+presence_penalty  1 "0" []
+frequency_penalty -1 {} "a"
+user              1 []
+messages          [] "a"
+best              1
+"""
+BODIES = [b"", *b'{ [] null 1 "a" {}{}'.split(), b"\xff", b"[" * 10**5, b"x" * (2**20 + 1)]
+
+
+def test_what_is_malformed_is_refused(served):  # noqa: F811
+    bodies = [*BODIES]
+    for name, *values in map(str.split, WRONG.strip().splitlines()):
+        good = json.dumps(asked(0) | {name: "*"})
+        bodies += [good.replace('"*"', value).encode() for value in values]
+    assert len(bodies) >= 100
+    for body in bodies:
+        status, answer = post(served, body)
+        error = answer["error"]
+        assert 400 <= status < 500 and error["type"] == "invalid_request_error", (body, status)
+        assert error["message"][-1] == "." and "\n" not in error["message"], error
+    assert post(served, asked(0) | dict(top_p=1.0, echo=False, stop=None, best_of=1))[0] == 200
+
+
+def test_the_client_of_openai_reads_it(served):  # noqa: F811
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["run"]
+    whole = client.completions.create(**asked(16))
+    pieces = list(client.completions.create(**asked(16), stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    assert pieces[-1].choices[0].finish_reason == "length" and len(pieces) > 1
+    with pytest.raises(openai.BadRequestError, match="n cannot be used"):
+        client.completions.create(**asked(0) | dict(n=0))
+    with pytest.raises(openai.NotFoundError, match="there is no such run"):
+        client.completions.create(**asked(0) | dict(model="other"))

@@ -1,0 +1,168 @@
+"""The local page: its numbers are those of metrics.jsonl, it writes nothing, and what it says of a run is so."""
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import urllib.request
+
+import pytest
+from conftest import free_port, listens, refusal, wait_for
+from test_tools import make_run
+
+from runtime.files import to_json
+
+uvicorn = pytest.importorskip("uvicorn", reason="bash setup_tpu.sh page")
+
+from tools import page
+from tools.completions import Engine
+
+SERVED = dict(n_devices=1, training_steps=100)  # of the run
+
+
+def row(step, loss=3.0, **more):
+    row = dict(step=step, time=1000.0 + step, tokens_per_second=100.0)
+    return row | {"loss/train_loss": loss} | more
+
+
+def lines(*rows):
+    return "".join(to_json(row) + "\n" for row in rows)
+
+
+def write(run, rows, name="metrics.jsonl"):
+    """Rows, or any content, into a `page.Run`, which then reads it; its state and words."""
+    with open(os.path.join(run.folder, name), "w") as f:
+        f.write(rows if isinstance(rows, str) else lines(*rows))
+    run.refresh()
+    return run.about["state"], run.about["words"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of runs with one, `run`, which has a checkpoint."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder, **SERVED)
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    """A `page.Run` whose metrics are the test's."""
+    (tmp_path / "config.json").write_bytes((folder / "run" / "config.json").read_bytes())
+    return page.Run(str(tmp_path), "run")
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    """Address of the page of `folder`."""
+    port = free_port()
+    app = page.make_app(page.Runs([str(folder)]), Engine(32))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
+    threading.Thread(target=server.run, daemon=True).start()
+    wait_for(lambda: listens("127.0.0.1", port))
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+
+
+def get(address):
+    return json.load(urllib.request.urlopen(address))
+
+
+def test_the_numbers_are_those_of_metrics_jsonl_and_nothing_is_written(folder, served):
+    path = folder / "run" / "metrics.jsonl"
+    path.write_text(lines(*(row(n, 1 / n, lr=n / 7) for n in range(1, 9))))
+    (folder / "run" / "samples.txt").write_text("=== step 5\n--- 0\n<b>é\n")
+    (folder / "run" / "plan.json").write_text('{"seconds": {"step": 0.5}}')
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    wait_for(lambda: get(f"{served}/api/runs")[0]["n"] == 8)
+    (about,) = get(f"{served}/api/runs")
+    assert about["planned"] == 0.5 and about["measured"] == about["tokens"] / 100
+    assert about["name"] == "run" and set(about["keys"]) == set(rows[0])
+    keys = "&".join(f"key={key}" for key in rows[0])
+    found = get(f"{served}/api/rows?run=run&{keys}")
+    assert found["columns"] == {key: [row[key] for row in rows] for key in rows[0]}
+    more = get(f"{served}/api/rows?run=run&key=lr&after=6&version={found['version']}")
+    assert more["columns"]["lr"] == [1.0, 8 / 7] and more["after"] == 6
+    assert get(f"{served}/api/samples?run=run") == {"5": "--- 0\n<b>é\n"}
+    assert urllib.request.urlopen(f"{served}/plotly.js").status == 200
+    assert b"Where the time" in urllib.request.urlopen(served).read()
+    assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+
+
+def test_a_browser_shows_it(folder, served):
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if not chromium:
+        pytest.skip("needs chromium")
+    words = (
+        f"{chromium} --headless --no-sandbox --disable-gpu --virtual-time-budget=9000 --dump-dom"
+    )
+    (folder / "run" / "metrics.jsonl").write_text(lines(*(row(n, lr=0.5) for n in range(1, 9))))
+    command = [*words.split(), served]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert "Finished" not in shown and "at step 8 of 100, training loss 3.000" in shown
+    assert "as of " in shown and shown.count('class="main-svg"') > 4  # the plots are drawn
+
+
+def test_rows_are_read_as_they_come_also_torn_ones_and_after_a_rollback(run):
+    whole = lines(row(1), row(2))
+    for content, last in ((whole[:-9], 1), (whole, 2), ("{}\n" + whole, 2)):
+        write(run, content)
+        assert [row["step"] for row in run.rows] == [*range(1, last + 1)]
+    version = run.version
+    write(run, "{}\n" + whole + lines(row(3)))
+    assert len(run.rows) == 3 and run.version == version
+    write(run, [row(1), row(2, 9.0, time=2001.5), row(3, time=2002.5), row(4)])
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4] and run.version != version
+
+
+def test_a_bucket_is_read_as_it_grows(bucket, folder):
+    address, fs, _ = bucket
+    fs.put_file(str(folder / "run" / "config.json"), f"{address}/deep/run/config.json")
+    runs = page.Runs([address])
+    runs.pause = 0
+    assert [run.rows for run in runs.look().values()] == [[]]
+    for n in (1, 3):
+        fs.pipe_file(
+            f"{address}/deep/run/metrics.jsonl", lines(*map(row, range(1, n + 1))).encode()
+        )
+        (run,) = runs.look().values()
+        assert run.name == "deep/run" and [row["step"] for row in run.rows] == [*range(1, n + 1)]
+        assert run.about["state"] != "bad"
+
+
+FALLING = [row(n, 5 - n / 50) for n in range(1, 61)]
+EVEN = {f"load/expert_{i}": 0.25 for i in range(4)}
+
+
+@pytest.mark.parametrize(
+    "rows, now, state, words",
+    [
+        ([], 0, "idle", "No step is done"),
+        ([*FALLING, row(61, 3.7, **EVEN)], 1062, "well", "It trains at step 61 of 100"),
+        ([*FALLING, row(61, float("nan"))], 1062, "bad", "not finite"),
+        ([*FALLING, row(61, bad_steps=2.0)], 1062, "bad", "2 of the last 61 steps were not finite"),
+        ([*FALLING, *(row(n, 4.6) for n in range(61, 71))], 1072, "bad", "Its loss rose by"),
+        ([*FALLING, row(61, **EVEN, **{f"load/expert_{i}": 0.0 for i in range(4, 9)})], 1062, "bad", "5 of 9"),
+        (FALLING, 1660, "idle", "no step for 10m00s at step 60 of 100"),
+        ([row(100, resumed=2)], 9000, "done", "Finished at step 100 of 100, training loss 3.000, resumed 2 times."),
+    ],
+)  # fmt: skip
+def test_it_says_whether_a_run_is_well(run, monkeypatch, rows, now, state, words):
+    monkeypatch.setattr(page.time, "time", lambda: now)
+    said = write(run, rows)
+    assert said[0] == state and words in said[1], said
+
+
+def test_what_others_left_in_a_run_breaks_no_page(run):
+    write(run, [row(1)])
+    for content in ("{", "[]", '{"n_device_axis": 3}', "{}"):
+        state, words = write(run, content, "config.json")
+        assert state == "bad" and words.startswith("It cannot be read: ")
+
+
+def test_mistakes_get_a_sentence(tmp_path, monkeypatch):
+    refusal(page.Runs([str(tmp_path / "none")]).look, "none", "no such folder")
+    monkeypatch.setattr(page, "PACKAGES", ("json", "no_such_package"))
+    refusal(page.check_packages, "no_such_package", "pip install no_such_package")

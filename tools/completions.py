@@ -1,0 +1,370 @@
+"""Completions in OpenAI's format, as `tools/page.py` serves them: what a request may ask, and the thread that answers
+all of them in one batch of the cached decoding."""
+
+import asyncio
+import functools
+import json
+import queue
+import secrets
+import threading
+from collections import deque
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+from jax import lax
+from pydantic import Field
+
+from data.tokenization import text_of, whole_characters
+from inference import decoding
+from inference.scores import length_for
+from inference.weights import positions
+from runtime.files import names_in
+from runtime.messages import UserError, first_line, warn
+from tools import common
+from tools.sample import Row
+
+MOST_WAITING = 1024  # continuations of a request, or requests
+LIKELIEST = 5  # alternatives to a token that are kept
+
+
+class Refused(Exception):
+    """A request that is not answered: HTTP status, sentence, the parameter that it is about."""
+
+    def __init__(self, status, message, param=None):
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": dict(message=message, type=kind, param=param, code=None)}
+
+
+# --- Requests -----------------------------------------------------------------------------------------------------
+
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
+PROMPT = "must be a text, token ids, or a list of either, none of them empty"
+STOP = "must be a text or at most four, none of them empty"
+ONLY = "is not supported; leave it out, or give what changes nothing"
+
+
+class Parameters(pydantic.BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
+    """The body of a request. A description is what is said of a wrong value, in place of pydantic's words."""
+
+    model: str
+    prompt: str | Ids | Several = Field(description=PROMPT)
+    max_tokens: int = Field(16, ge=1)
+    temperature: float = Field(1, ge=0, le=2)
+    n: int = Field(1, ge=1, le=128)
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
+    logprobs: int = Field(None, ge=0, le=LIKELIEST)
+    stop: Text | Annotated[list[Text], Field(max_length=4)] = Field([], description=STOP)
+    stream: bool = False
+    user: str = ""
+    best_of: int = Field(1, ge=1, le=1, description=ONLY)
+    echo: bool = False
+    frequency_penalty: float = Field(0, ge=0, le=0, description=ONLY)
+    logit_bias: dict = Field({}, max_length=0, description=ONLY)
+    presence_penalty: float = Field(0, ge=0, le=0, description=ONLY)
+    suffix: str = Field("", max_length=0, description=ONLY)
+    top_p: float = Field(1, ge=1, le=1, description=ONLY)
+
+
+def read_parameters(body):
+    """`Parameters` of the bytes of a body, prompt and stop as lists. Raises `Refused`."""
+    try:
+        given = json.loads(body)
+        given = {name: value for name, value in given.items() if value is not None}
+    except (ValueError, RecursionError, AttributeError):
+        raise Refused(400, "The body must be a JSON object.") from None
+    given.setdefault("seed", secrets.randbits(32))
+    try:
+        asked = Parameters.model_validate(given)
+    except pydantic.ValidationError as e:
+        error = e.errors()[0]
+        name = str(error["loc"][0])[:80]
+        field = Parameters.model_fields.get(name)
+        words = field and field.description or f"cannot be used: {error['msg']}"
+        raise Refused(400, f"{name} {words}.", name) from None
+    if asked.echo:
+        raise Refused(400, f"echo {ONLY}.", "echo")
+    if isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int):
+        asked.prompt = [asked.prompt]
+    if isinstance(asked.stop, str):
+        asked.stop = [asked.stop]
+    if len(asked.prompt) * asked.n > MOST_WAITING:
+        raise Refused(400, f"prompt and n: these are more than {MOST_WAITING} choices.", "n")
+    return asked
+
+
+# --- Answers ------------------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """What the engine makes of a request: events that any thread passes on and the event loop takes."""
+
+    def __init__(self, asked, folder):
+        self.asked, self.folder = asked, folder  # of the run
+        self.n_prompt = self.n_drawn = 0  # tokens
+        self.left = False  # the client has gone
+        self.events = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+
+    def tell(self, event):
+        self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+    async def next(self):
+        """The next event. Raises `Refused`."""
+        event = await self.events.get()
+        if isinstance(event, Refused):
+            raise event
+        return event
+
+    async def pieces(self):
+        """Choices of OpenAI's format: whole ones as they end, or with `stream` what is new of each as it comes."""
+        running = len(self.asked.prompt) * self.asked.n
+        while running:
+            piece = await self.next()
+            running -= piece["finish_reason"] is not None
+            yield piece
+
+
+class Continuation:
+    """One choice of an answer: the row of its prompt."""
+
+    def __init__(self, answer, index, prompt, encoding):
+        self.answer, self.index = answer, index
+        self.row = Row(encoding, prompt, answer.asked, hidden=len(prompt))
+        self.told = []  # of each token: its log p, the likeliest tokens' log p, these tokens
+        self.shown = 0  # tokens whose probabilities were passed on
+
+    def add(self, tokens, told):
+        """Take further tokens, with what `draw` tells of them, and pass on what may be shown."""
+        row = self.row
+        row.add(tokens)
+        self.told += told
+        if not (row.done or self.answer.asked.stream):
+            return
+        piece = dict(index=self.index, text=row.unseen, logprobs=None, finish_reason=None)
+        row.unseen = ""
+        if self.answer.asked.logprobs is not None:
+            piece["logprobs"] = self.logprobs()
+        if row.done:
+            piece["finish_reason"] = "stop" if row.stopped else "length"
+            self.answer.n_drawn += len(row.tokens)
+        self.answer.tell(piece)
+
+    def logprobs(self):
+        """Those of the tokens whose text was shown since the last call."""
+        row = self.row
+        found = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        while self.shown < len(row.tokens):
+            before = row.prompt + row.tokens[: self.shown]
+            offset = len(text_of(row.encoding, before)) - row.prompt_length
+            if offset >= len(row.text):
+                break
+            own, likeliest, ids = self.told[self.shown]
+            alternatives = {}
+            for token, logprob in zip(ids[: self.answer.asked.logprobs], likeliest):
+                text = text_of(row.encoding, [token])
+                if text in alternatives:  # parts of a character look alike
+                    text += f" (token {token})"
+                alternatives[text] = logprob
+            found["tokens"].append(text_of(row.encoding, [row.tokens[self.shown]]))
+            found["token_logprobs"].append(own)
+            found["top_logprobs"].append(alternatives)
+            found["text_offset"].append(offset)
+            self.shown += 1
+        return found
+
+
+# --- Drawing ------------------------------------------------------------------------------------------------------
+
+
+def draw(logits, how, _):
+    """As `decoding.draw_next`, each row with a temperature and a seed of its own, so that no row depends on the others:
+    ((token, its log p, the log p of the likeliest tokens, these tokens), how to draw the next)."""
+    hot = how["temperature"] > 0
+
+    def draw_row(seed, count, logits):
+        key = jax.random.fold_in(jax.random.key(seed), count)
+        return jax.random.categorical(key, logits)
+
+    def draw_all():
+        scaled = logits / jnp.where(hot, how["temperature"], 1.0)[:, None]
+        return jax.vmap(draw_row)(how["seed"], how["count"], scaled)
+
+    greedy = jnp.argmax(logits, -1)
+    token = jnp.where(hot, lax.cond(hot.any(), draw_all, lambda: greedy), greedy)
+    logprobs = jax.nn.log_softmax(logits)
+    own = jnp.take_along_axis(logprobs, token[:, None], 1)[:, 0]
+    likeliest, ids = lax.top_k(logprobs, LIKELIEST)
+    return (token.astype(jnp.int32), own, likeliest, ids), how | dict(count=how["count"] + 1)
+
+
+def settings(rows, temperature=0.0, seed=0):
+    """What `draw` needs of that many rows alike."""
+    return dict(
+        temperature=np.full(rows, temperature, np.float32),
+        seed=np.full(rows, seed % 2**32, np.uint32),
+        count=np.zeros(rows, np.int32),
+    )
+
+
+@functools.lru_cache(1)
+def programs(cfg, mesh, T):
+    """(prefill, advance) of `decoding.make_stream`, join(state, new, row) -> state with the first row of the state
+    `new` in the place of number `row`. A newer checkpoint of the same run takes the same ones."""
+    specs = decoding.cache_specs(cfg)
+    dims = {kind: list(spec).index("dp") for kind, spec in specs.items()}
+
+    def join(state, new, row):
+        def put(x, y, dim=0):
+            first = lax.slice_in_dim(y, 0, 1, axis=dim)
+            return lax.dynamic_update_slice_in_dim(x, first, row, dim)
+
+        token, position, cache, how = state
+        cache = {kind: put(x, new[2][kind], dims[kind]) for kind, x in cache.items()}
+        token, position, how = jax.tree.map(put, (token, position, how), (*new[:2], new[3]))
+        return token, position, cache, how
+
+    stream = decoding.make_stream(cfg, mesh, None, T, draw=draw)
+    return *stream, jax.jit(join, donate_argnums=0)
+
+
+def newest_step(folder):
+    """The step of the newest checkpoint of a run. Raises UserError where there is none."""
+    names = names_in(f"{folder}/checkpoints")
+    found = [int(name) for name in names if name.isdecimal()]
+    if not found:
+        raise UserError(f"{folder}: has no checkpoint yet.")
+    return max(found)
+
+
+class Batch:
+    """The rows of a model that are continued at once. A row joins when another has ended.
+
+    Programs have fixed shapes: a prompt is read alone, padded to a length of `length_for`; all rows advance together,
+    used or not. So an answer does not depend on what else is asked.
+    """
+
+    def __init__(self, folder, step, n_rows):
+        self.folder, self.step = folder, step
+        options = common.Options(model=folder, n_device_axis=(1, 1, 1), n_devices=1)
+        self.cfg, mesh, self.params, self.encoding = common.open_model(options, text=True)
+        self.before = common.before_prompt(options, self.encoding)
+        self.T = positions(folder, self.cfg.model.T)
+        self.n_rows = n_rows
+        self.prefill, self.advance, self.join = programs(self.cfg, mesh, self.T)
+        self.rows = {}  # {number of a row: its Continuation}
+        self.state = None
+
+    def token_ids(self, prompt, max_tokens):
+        """A prompt as token ids. Raises `Refused`."""
+        if isinstance(prompt, str):
+            text = self.encoding.encode_ordinary(whole_characters(prompt))
+            prompt = [*self.before, *text]
+        vocabulary = self.cfg.model.vocab_size
+        if not prompt or max(prompt) >= vocabulary:
+            words = f"prompt must have tokens, of the {vocabulary} of this model."
+            raise Refused(400, words, "prompt")
+        if len(prompt) + max_tokens > self.T:
+            words = f"max_tokens {max_tokens} after a prompt of {len(prompt)} tokens is more than"
+            raise Refused(400, f"{words} the {self.T} that this model was made for.", "max_tokens")
+        return prompt
+
+    def begin(self, continuation):
+        """Read a prompt into a free row."""
+        asked, prompt = continuation.answer.asked, continuation.row.prompt
+        row = next(number for number in range(self.n_rows) if number not in self.rows)
+        n = min(self.T, length_for(len(prompt)))
+        how = settings(1, asked.temperature, asked.seed + continuation.index)
+        new = self.prefill(self.params, *decoding.pad([prompt], n), how)
+        if self.state is None:
+            unused = *decoding.pad([[0]] * self.n_rows, 1), settings(self.n_rows)
+            shapes = jax.eval_shape(self.prefill, self.params, *unused)
+            self.state = jax.tree.map(
+                lambda x, like: jnp.zeros(x.shape, x.dtype, device=like.sharding), shapes, new
+            )
+        self.state = self.join(self.state, new, row)
+        self.rows[row] = continuation
+
+    def draw(self):
+        """Draw the next tokens of all rows, and pass them on."""
+        self.state, drawn = self.advance(self.params, self.state)
+        tokens, *told = (np.asarray(x).swapaxes(0, 1).tolist() for x in drawn)
+        for row, continuation in [*self.rows.items()]:
+            continuation.add(tokens[row], [*zip(*(x[row] for x in told))])
+            if continuation.row.done or continuation.answer.left:
+                del self.rows[row]
+
+
+class Engine:
+    """The thread that owns jax: it opens a model at its first request, one at a time, and answers in order."""
+
+    def __init__(self, n_rows):
+        self.n_rows = n_rows
+        self.asked = queue.Queue()  # Answers to begin
+        self.next = None  # one that waits until another model's are done
+        self.waiting = deque()  # continuations without a row
+        self.batch = None
+        threading.Thread(target=self.work, name="engine", daemon=True).start()
+
+    def answer(self, asked, folder):
+        """The `Answer` to `Parameters`, of the run in `folder`. Raises `Refused`."""
+        if self.asked.qsize() + len(self.waiting) > MOST_WAITING:
+            raise Refused(429, f"More than {MOST_WAITING} requests wait; try again later.")
+        answer = Answer(asked, folder)
+        self.asked.put(answer)
+        return answer
+
+    def busy(self):
+        return bool(self.waiting or (self.batch and self.batch.rows))
+
+    def work(self):
+        while True:
+            try:
+                self.turn()
+            except Exception as e:  # of a device, say: later requests are answered
+                warn(f"completions: {type(e).__name__}: {first_line(e)}")
+                rows = self.batch.rows.values()
+                for continuation in [*self.waiting, *rows]:
+                    continuation.answer.tell(Refused(500, f"The model failed: {first_line(e)}."))
+                self.waiting.clear()
+                self.batch = None
+
+    def turn(self):
+        """Take the requests that came, and draw once for all rows."""
+        while self.next or not self.busy() or not self.asked.empty():
+            self.next = self.next or self.asked.get()
+            if self.busy() and self.next.folder != self.batch.folder:
+                break
+            answer, self.next = self.next, None
+            try:
+                self.accept(answer)
+            except Refused as e:
+                answer.tell(e)
+            except Exception as e:  # whatever a damaged run makes the libraries raise
+                status = 404 if isinstance(e, UserError) else 500
+                answer.tell(Refused(status, first_line(e), "model"))
+        while self.waiting and len(self.batch.rows) < self.n_rows:
+            self.batch.begin(self.waiting[0])
+            self.waiting.popleft()  # only now: `work` refuses those that fail
+        self.batch.draw()
+
+    def accept(self, answer):
+        """Have the continuations of a request wait for rows. The first event of its answer is None."""
+        asked = answer.asked
+        if not self.busy():
+            step = newest_step(answer.folder)
+            if not self.batch or (self.batch.folder, self.batch.step) != (answer.folder, step):
+                self.batch = None  # there is room for one
+                self.batch = Batch(answer.folder, step, self.n_rows)
+        prompts = [self.batch.token_ids(prompt, asked.max_tokens) for prompt in asked.prompt]
+        answer.n_prompt = sum(map(len, prompts))
+        answer.tell(None)
+        rows = [prompt for prompt in prompts for _ in range(asked.n)]
+        for index, prompt in enumerate(rows):
+            self.waiting.append(Continuation(answer, index, prompt, self.batch.encoding))

@@ -1,0 +1,369 @@
+"""A local page about runs: their curves, whether they are well, text of their newest checkpoints, and completions.
+
+python tools/page.py runs gs://bucket/runs
+python tools/page.py /home/another/runs --port 9000
+
+It reads and never writes in the runs, which may be those of others. /v1/completions answers in OpenAI's format.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.realpath(__file__ + "/../..")
+    from runtime import interrupts
+
+    interrupts.begin()
+
+import contextlib
+import glob
+import importlib.util
+import math
+import secrets
+import socket
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+
+import utils
+from runtime import platforms
+from runtime.files import ask, filesystem, is_remote, read_file, read_json, to_json
+from runtime.messages import UserError, first_line, one_sentence
+from runtime.parser import flag, place
+from tools import common
+from training import steps
+from training.meter import spent_in
+from training.runlog import EXPERT_SHARE, SAMPLES, duration, row_of
+
+PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Show runs on a local page, and answer /v1/completions."""
+
+    runs: tuple[str, ...] = place()
+    """Run directories, or folders of them; gs:// and s3:// addresses too."""
+    port: int = flag(8321, least=0, most=65535)
+    """Port of 127.0.0.1 to listen on; 0: any that is free."""
+    batch_size: int = flag(32, least=1)
+    """Continuations that are drawn at once; each has a cache of the model's whole T."""
+
+
+def check_packages():
+    """Raises UserError where one of PACKAGES is missing."""
+    missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
+    if missing:
+        command = f"{sys.executable} -m pip install {' '.join(missing)}"
+        words = f"the page needs {' and '.join(missing)}, not installed here"
+        raise UserError(f"{words}; bash setup_tpu.sh page adds what it needs, or {command}.")
+
+
+if __name__ == "__main__":
+    if "JAX_PLATFORMS" not in os.environ:  # the accelerator may belong to a run
+        platforms.choose_cpu()
+    options_given = one_sentence(lambda: utils.read_flags(Page, sys.argv[1:], "tools/page.py"))
+    one_sentence(check_packages)
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tools.completions import Engine, Refused, newest_step, read_parameters
+
+MOST_BYTES = 2**20  # of a request
+
+# --- Runs ---------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run directory as it grows: its config.json, its plan.json if it has one, and the rows of its metrics.jsonl.
+    version: another one once rows that were read before may have changed. about: what the page lists of it."""
+
+    def __init__(self, folder, name):
+        self.folder, self.name = folder, name
+        self.config, self.plan = {}, {}
+        self._forget()
+
+    def _forget(self):
+        self.version = secrets.token_hex(4)
+        self.rows = []
+        self.end = 0  # bytes of metrics.jsonl that were read, whole lines
+        self.last = b""  # the last of these lines
+
+    def refresh(self):
+        """Read what is new."""
+        try:
+            self.config = read_json(self.folder, "config.json")
+            self.plan = read_json(self.folder, "plan.json")
+            self._read_rows(f"{self.folder}/metrics.jsonl")
+            state, words = health(self, time.time())
+            found = self._measured() if self.rows else {}
+        except Exception as e:  # the run of somebody else may hold anything
+            state, words, found = "bad", f"It cannot be read: {first_line(e)}", {}
+        self.about = dict(name=self.name, version=self.version, n=len(self.rows), keys=[], spent={})
+        self.about |= dict(state=state, words=words) | found
+
+    def _read_rows(self, path):
+        try:
+            size = ask(path, "info")["size"]
+        except FileNotFoundError:
+            size = 0
+        begin = self.end - len(self.last)
+        content = ask(path, "cat_file", start=begin, end=size) if size > begin else b""
+        if not content.startswith(self.last):  # a run that resumes writes the file anew
+            self._forget()
+            begin = 0
+            content = ask(path, "cat_file", start=0, end=size) if size else b""
+        whole = content[: content.rfind(b"\n") + 1]  # the last line may be torn
+        new = whole[len(self.last) :].splitlines(keepends=True)
+        self.rows += filter(None, map(row_of, new))
+        self.last = new[-1] if new else self.last
+        self.end = begin + len(whole)
+
+    def _measured(self):
+        """Names of the metrics, goodput, the beginning, tokens of a step, its measured and planned seconds."""
+        newest = self.rows[-1]
+        evaluated = next((row for row in reversed(self.rows) if "loss/val_loss" in row), {})
+        spent = spent_in(newest)
+        tokens = math.prod(steps.batch_shape(common.stored_config(self.config)))
+        speeds = [row["tokens_per_second"] for row in self.rows[-100:]]
+        return dict(
+            keys=sorted({*newest, *evaluated}),
+            spent=spent,
+            started=newest.get("time", 0) - sum(spent.values()),
+            tokens=tokens,
+            measured=tokens / statistics.median(speeds),
+            planned=self.plan.get("seconds", {}).get("step"),
+        )
+
+
+def health(run, now):
+    """Whether a run is well: (well, done, idle or bad; a sentence that says why). now: time.time()."""
+    if not run.rows:
+        return "idle", "No step is done yet: it compiles, or ended before."
+    row, recent = run.rows[-1], run.rows[-100:]
+    last = run.config.get("training_steps", math.inf)
+    state, words = trouble_in(run.rows, recent) or ("well", "It trains")
+    silent = now - row.get("time", now)
+    if row["step"] >= last and state == "well":
+        state, words = "done", "Finished"
+    elif silent > max(60, 5 * usual_pause(recent)) and state == "well":
+        state, words = "idle", f"Stopped, or it hangs: no step for {duration(silent)}"
+    words += f" at step {row['step']:,} of {last:,}, training loss {row['loss/train_loss']:.3f}"
+    if row.get("resumed"):
+        words += f", resumed {row['resumed']:.0f} time{'s' * (row['resumed'] > 1)}"
+    return state, f"{words}."
+
+
+def trouble_in(rows, recent):
+    """("bad", why) of the rows of a run that is not well, or None. recent: the last of them."""
+    row = rows[-1]
+    if not math.isfinite(row["loss/train_loss"]):
+        return "bad", "Its loss is not finite"
+    skipped = row.get("bad_steps", 0) - recent[0].get("bad_steps", 0)
+    if skipped > 0:
+        return "bad", f"{skipped:.0f} of the last {len(recent)} steps were not finite, so skipped,"
+    shares = [value for key, value in row.items() if key.startswith(EXPERT_SHARE)]
+    starved = sum(share * len(shares) < 0.1 for share in shares)
+    if 2 * starved > len(shares):
+        return "bad", f"{starved} of {len(shares)} experts get less than a tenth of an even share"
+    losses = [row["loss/train_loss"] for row in rows]
+    n = max(10, len(losses) // 10)
+    before, after = losses[-2 * n : -n], losses[-n:]
+    if len(losses) < 3 * n or not all(map(math.isfinite, before + after)):
+        return None
+    rise = statistics.fmean(after) - statistics.fmean(before)
+    error = math.sqrt((statistics.variance(before) + statistics.variance(after)) / n)
+    if rise > max(3 * error, 0.01 * statistics.fmean(before)):
+        return "bad", f"Its loss rose by {rise:.3f} within {n} steps"
+
+
+def usual_pause(rows):
+    """The longest time between two steps of one process, seconds."""
+    pairs = [(a, b) for a, b in zip(rows, rows[1:]) if a.get("resumed") == b.get("resumed")]
+    return max((b["time"] - a["time"] for a, b in pairs if "time" in a), default=0.0)
+
+
+class Runs:
+    """The runs in folders and addresses, looked at when somebody asks."""
+
+    def __init__(self, folders):
+        self.folders = [folder.rstrip("/") for folder in folders]
+        self.pause = 15 if any(map(is_remote, folders)) else 1  # seconds between two looks
+        self.looked = -math.inf
+        self.known = {}
+        self.lock = threading.Lock()
+
+    def look(self):
+        """{name: Run}, up to date. Raises UserError where a folder is not there."""
+        with self.lock:
+            if time.monotonic() - self.looked > self.pause:
+                found = {}
+                for folder in self.folders:
+                    for name, at in runs_in(folder):
+                        name = name if name and len(self.folders) == 1 else at
+                        found[name] = self.known.get(name) or Run(at, name)
+                        found[name].refresh()
+                        if "model_type" in found[name].config:  # an exported model
+                            del found[name]
+                self.known = found
+                self.looked = time.monotonic()
+            return self.known
+
+
+def runs_in(folder):
+    """(its name in the folder, where it is) of each run."""
+    if not is_remote(folder) and not os.path.isdir(folder):
+        raise UserError(f"{folder}: there is no such folder; give one that holds runs.")
+    fs, there = filesystem(folder)
+    fs.invalidate_cache()  # its lists of a bucket's objects
+    for pattern in ("config.json", "*/config.json", "*/*/config.json"):
+        for path in sorted(fs.glob(f"{glob.escape(there)}/{pattern}")):
+            name = os.path.relpath(os.path.dirname(path), there).removeprefix(".")
+            yield name, os.path.join(folder, name).rstrip("/")
+
+
+# --- The server ---------------------------------------------------------------------------------------------------
+
+
+def as_json(content, status=200):
+    return Response(to_json(content), status, media_type="application/json")
+
+
+def error_as_json(_, error):
+    """An error in OpenAI's format."""
+    if not isinstance(error, Refused):
+        words = getattr(error, "detail", f"What was asked cannot be read: {error}")
+        error = Refused(getattr(error, "status_code", 400), f"{words}.")
+    return as_json(error.body, error.status)
+
+
+class Answers:
+    """To what the page and the clients of /v1 ask. The functions that are not async run in threads."""
+
+    def __init__(self, runs, engine):
+        self.runs, self.engine = runs, engine
+
+    def run(self, name):
+        """The Run of a name. Raises `Refused`."""
+        run = self.runs.look().get(name)
+        if run is None:
+            raise Refused(404, f"{name!r:.80}: there is no such run.", "model")
+        return run
+
+    def list(self, _):
+        return as_json([run.about for run in self.runs.look().values()])
+
+    def rows(self, request):
+        """Columns of a run's rows: its metrics `key`, of each `every`-th row, from row `after` on while the rows before
+        are those of `version`."""
+        query = request.query_params
+        run = self.run(query.get("run"))
+        version, rows = run.version, run.rows
+        after = int(query.get("after", 0)) if query.get("version") == version else 0
+        rows = rows[after :: int(query.get("every", 1))]
+        columns = {key: [row.get(key) for row in rows] for key in query.getlist("key")}
+        return as_json(dict(version=version, after=after, columns=columns))
+
+    def samples(self, request):
+        run = self.run(request.query_params.get("run"))
+        content = read_file(f"{run.folder}/samples.txt") or b""
+        return as_json(dict(SAMPLES.findall(content.decode(errors="replace"))))
+
+    def flags(self, request):
+        return as_json(self.run(request.query_params.get("run")).config)
+
+    def models(self, _):
+        """All runs that have a checkpoint, in OpenAI's format."""
+        found = []
+        for run in self.runs.look().values():
+            with contextlib.suppress(UserError):
+                step = newest_step(run.folder)
+                found.append(dict(id=run.name, object="model", created=0, owned_by=f"step {step}"))
+        return as_json(dict(object="list", data=found))
+
+    async def completions(self, http):
+        body = b""
+        async for part in http.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise Refused(413, f"The body must have at most {MOST_BYTES:,} bytes.")
+        asked = read_parameters(body)
+        run = await run_in_threadpool(self.run, asked.model)
+        answer = self.engine.answer(asked, run.folder)
+        await answer.next()  # until the prompts are accepted
+        about = dict(id=f"cmpl-{secrets.token_hex(12)}", object="text_completion")
+        about |= dict(created=int(time.time()), model=run.name)
+        if asked.stream:
+            return StreamingResponse(stream(answer, about), media_type="text/event-stream")
+        choices = [piece async for piece in answer.pieces()]
+        about["choices"] = sorted(choices, key=lambda choice: choice["index"])
+        usage = dict(prompt_tokens=answer.n_prompt, completion_tokens=answer.n_drawn)
+        usage["total_tokens"] = answer.n_prompt + answer.n_drawn
+        return as_json(about | dict(usage=usage))
+
+
+async def stream(answer, about):
+    """The pieces of an answer as server-sent events."""
+    try:
+        async for piece in answer.pieces():
+            yield f"data: {to_json(about | dict(choices=[piece]))}\n\n"
+        yield "data: [DONE]\n\n"
+    except Refused as e:
+        yield f"data: {to_json(e.body)}\n\n"
+    finally:
+        answer.left = True
+
+
+def make_app(runs, engine):
+    """The page and what it asks for."""
+    here = os.path.dirname(os.path.realpath(__file__))
+    (plotly,) = importlib.util.find_spec("plotly").submodule_search_locations
+    script = f"{plotly}/package_data/plotly.min.js"
+    answers = Answers(runs, engine)
+    routes = [
+        Route("/", lambda _: FileResponse(f"{here}/page.html")),
+        Route("/plotly.js", lambda _: FileResponse(script)),
+        Route("/api/runs", answers.list),
+        Route("/api/rows", answers.rows),
+        Route("/api/samples", answers.samples),
+        Route("/api/flags", answers.flags),
+        Route("/v1/models", answers.models),
+        Route("/v1/completions", answers.completions, methods=["POST"]),
+    ]
+    # another site's page that a browser shows may not ask under a name of its own
+    here_alone = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    kinds = Refused, UserError, HTTPException, ValueError, ClientDisconnect
+    errors = dict.fromkeys(kinds, error_as_json)
+    return Starlette(routes=routes, middleware=[here_alone], exception_handlers=errors)
+
+
+def main(options):
+    runs = Runs(options.runs)
+    n = len(runs.look())
+    try:
+        listener = socket.create_server(("127.0.0.1", options.port))
+    except OSError as e:
+        raise UserError(
+            f"--port {options.port}: {os.strerror(e.errno).lower()}; give another port, or 0 for a free one."
+        ) from None
+    port = listener.getsockname()[1]
+    print(f"http://127.0.0.1:{port} shows {n} run{'s' * (n != 1)}; Ctrl-C ends it")
+    there = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+    print(f"from another machine: {there}, then the same address there", flush=True)
+    app = make_app(runs, Engine(options.batch_size))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    server.capture_signals = contextlib.nullcontext  # those of `interrupts.begin` end it at once
+    server.run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    one_sentence(lambda: main(options_given))  # not interrupts.run: no signal waits for the server
