@@ -44,9 +44,10 @@ def instead(folder):
     root, split = os.path.split(folder)
     if near := sorted(glob.glob(f"{glob.escape(root)}/*/{split}/*.npy")):
         return f"give a folder in it, such as {os.path.dirname(os.path.dirname(near[0]))}"
-    if os.path.isfile(root) or glob.glob(f"{glob.escape(root)}/*.*"):
+    has_files = glob.glob(f"{glob.escape(root)}/*.*") and not os.path.exists(f"{root}/train")
+    if os.path.isfile(root) or has_files:
         return f"bash run.sh local --data {root} makes shards of its text and trains on them"
-    return "data/tokenize_shards.py makes them (val with a --val_fraction above 0), and run.sh local does so by itself"
+    return "data/tokenize_shards.py makes them of text (val if --val_fraction is above 0), data/prepare.py of corpora"
 
 
 class Corpus:

@@ -246,7 +246,7 @@ def read_flag(word, words, known):
     follow = itertools.takewhile(lambda word: not re.match(r"--[A-Za-z][\w-]*(=|$)", word), words)
     values = list(itertools.islice(follow, n if n > 0 else None))
     if len(values) < max(1, n):
-        raise UserError(f"--{f.name}: must have {wanted(f)} after it; see --help.")
+        raise UserError(f"--{f.name}: must be followed by {wanted(f)}; see --help.")
     del words[: len(values)]
     return f, values
 
@@ -271,7 +271,7 @@ def stray(word, known):
     """The UserError for a word that no flag takes: what it should have been, where that can be told."""
     name, equals, value = word.partition("=")
     said = "belongs to no flag"
-    if equals and name.isidentifier():  # as MaxText has them
+    if equals and re.fullmatch(r"[A-Za-z][\w.]*", name):  # as MaxText has them
         f, _ = read_flag(f"--{word}", [], known)
         said = f"begins with no hyphens; give --{f.name} {value}"
     elif re.search(r"\.(py|ya?ml|toml|json)$", word) and "preset" in known:

@@ -188,7 +188,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--training.seq-len 8": ["--training.seq-len: is --T here"],
     "--document-mask=0": ["takes no value; give --document_mask or"],
     "--n_device_axis a 2 2": ["--n_device_axis a: must be three whole numbers"],
-    "--seed": ["--seed: must have a whole number"],
+    "--seed": ["--seed: must be followed by a whole number"],
     f"--profile 1:{'9' * 5000}": ["--profile 1:999", "FIRST:LAST"],
     "--profile 8:9 --training_steps 8": ["--profile 8:9", "--training_steps 8"],
     "--profile 1:51": ["--profile 1:51", "at most 50 steps"],
