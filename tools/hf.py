@@ -101,7 +101,7 @@ def export(run_dir, folder, dtype="float32", title=""):
 
 
 def how_to_continue(config, T):
-    """generation_config.json. Without max_length transformers adds 256 tokens, which a small GPT-2 has no positions for."""
+    """generation_config.json. Without max_length transformers adds 256 tokens, too many for a small GPT-2."""
     end = config["eos_token_id"]
     return dict(
         bos_token_id=config["bos_token_id"],
