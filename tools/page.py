@@ -1,7 +1,7 @@
 """A local page about runs: their curves, whether they are well, text of their newest checkpoints, and completions.
 
 python tools/page.py runs gs://bucket/runs
-python tools/page.py /home/another/runs --port 9000
+python tools/page.py ../theirs/runs --port 9000
 
 It reads and never writes in the runs, which may be those of others. /v1/completions answers in OpenAI's format.
 """
