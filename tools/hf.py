@@ -89,7 +89,8 @@ def export(run_dir, folder, dtype="float32", title=""):
         save_file(tensors, f"{part}/model.safetensors", metadata={"format": "pt"})
         write_json(f"{part}/config.json", config)
         write_json(f"{part}/training.json", read_json(run_dir, "config.json"))
-        card = model_card(run_dir, title or folder, config, steps.count_in_words(cfg))
+        name = title or os.path.basename(os.path.abspath(folder))
+        card = model_card(run_dir, name, config, steps.count_in_words(cfg))
         write_file(f"{part}/README.md", card)
         write_json(f"{part}/generation_config.json", how_to_continue(config, cfg.model.T))
         for name in config.get("auto_map", {}).values():  # transformers knows no such model
