@@ -454,7 +454,7 @@ def main(flags):
     asked = flags.cfg.plan
     machine = parse_machine(asked.plan)
     if asked.plan != machine.name:
-        say(f"{asked.plan} is {machine.name}: {machine.n} devices")
+        say(f"{asked.plan} is {machine.name}, {machine.n} x {machine.chip.name}")
     cfg = planned_config(flags, machine)
     steps.configure_jax(cfg)
     compiler = not asked.by_formulas and machines.has_compiler(machine)
