@@ -27,6 +27,30 @@ MINUTES = dict(
 )
 # Muon to a rate of 0
 MUON = dict(optimizer="muon", schedule="linear", end_lr=0.0, embedding_lr=1.75)
+# the blocks of moe1b for minutes on two CPU cores
+TINY = (
+    MINUTES
+    | MUON
+    | dict(
+        blocks=2,
+        layers_per_block=2,
+        latent_dim=64,
+        rope_dim=32,
+        embedding_norm=True,
+        latent_conv=3,
+        n_experts=8,
+        n_shared=1,
+        expert_dim=128,
+        train_batch_size=8,
+        microbatches=4,
+        muon_momentum=0.85,
+        max_lr=16e-3,
+        training_steps=400,
+        weight_decay=0.4,
+        balance_weight=1e-3,
+        bias_update_rate=1e-2,
+    )
+)
 # nanoGPT's training of GPT-2: half a million tokens a step where dp is 1
 GPT2 = dict(
     architecture="gpt2",
@@ -87,26 +111,15 @@ def week(width, batch, blocks, T, max_lr, weight_decay, warmup_steps, training_s
 PRESETS = {
     # rates as docs/rates.md derives them from those of tiny
     "moe1b": MUON | dict(max_lr=4e-3, weight_decay=0.03, embedding_norm=True, latent_conv=3),
-    "tiny": MINUTES
-    | MUON
+    "tiny": TINY,
+    # many small experts in every layer, at tiny's operations a token
+    "sparse-tiny": TINY
     | dict(
-        blocks=2,
-        layers_per_block=2,
-        latent_dim=64,
-        rope_dim=32,
-        embedding_norm=True,
-        latent_conv=3,
-        n_experts=8,
-        n_shared=1,
-        expert_dim=128,
-        train_batch_size=8,
-        microbatches=4,
-        muon_momentum=0.85,
-        max_lr=16e-3,
-        training_steps=400,
-        weight_decay=0.4,
-        balance_weight=1e-3,
-        bias_update_rate=1e-2,
+        blocks=4,
+        layers_per_block=1,
+        n_experts=64,
+        experts_per_token=5,
+        expert_dim=64,
     ),
     # JAXformer's small configuration, 8,192 tokens a step on one device, to measure speed on a CPU: see tools/bench.py
     "jaxformer-small": dict(
