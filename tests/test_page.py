@@ -144,11 +144,21 @@ EVEN = {f"load/expert_{i}": 0.25 for i in range(4)}
         ([*FALLING, row(61, float("nan"))], 1062, "bad", "not finite"),
         ([*FALLING, row(61, bad_steps=2.0)], 1062, "bad", "2 of the last 61 steps were not finite"),
         ([*FALLING, *(row(n, 4.6) for n in range(61, 71))], 1072, "bad", "Its loss rose by"),
-        ([*FALLING, row(61, **EVEN, **{f"load/expert_{i}": 0.0 for i in range(4, 9)})], 1062, "bad", "5 of 9"),
+        (
+            [*FALLING, row(61, **EVEN, **{f"load/expert_{i}": 0.0 for i in range(4, 9)})],
+            1062,
+            "bad",
+            "5 of 9",
+        ),
         (FALLING, 1660, "idle", "no step for 10m00s at step 60 of 100"),
-        ([row(100, resumed=2)], 9000, "done", "Finished at step 100 of 100, training loss 3.000, resumed 2 times."),
+        (
+            [row(100, resumed=2)],
+            9000,
+            "done",
+            "Finished at step 100 of 100, training loss 3.000, resumed 2 times.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_it_says_whether_a_run_is_well(run, monkeypatch, rows, now, state, words):
     monkeypatch.setattr(page.time, "time", lambda: now)
     said = write(run, rows)

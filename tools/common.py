@@ -1,5 +1,6 @@
 """What the programs here share: their flags, opening a model, text of tokens."""
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -171,6 +172,13 @@ def stored_config(flags):
     flags = {name: value for name, value in flags.items() if name in utils.FIELDS}
     mesh = tuple(flags["n_device_axis"])
     return utils.replace(utils.Config(), **flags | dict(n_device_axis=mesh))
+
+
+def tokens_per_step(cfg):
+    """Tokens of a training step on the whole mesh."""
+    from training import steps  # here: it imports jax
+
+    return math.prod(steps.batch_shape(cfg))
 
 
 def markdown(headings, rows):

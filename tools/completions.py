@@ -21,10 +21,10 @@ from data.tokenization import text_of, whole_characters
 from inference import decoding
 from inference.scores import length_for
 from inference.weights import positions
-from runtime.files import names_in
 from runtime.messages import UserError, first_line, warn
 from tools import common
 from tools.sample import Row
+from training.settings import checkpoint_steps
 
 MOST_WAITING = 1024  # continuations of a request, or requests
 LIKELIEST = 5  # alternatives to a token that are kept
@@ -236,11 +236,9 @@ def programs(cfg, mesh, T):
 
 def newest_step(folder):
     """The step of the newest checkpoint of a run. Raises UserError where there is none."""
-    names = names_in(f"{folder}/checkpoints")
-    found = [int(name) for name in names if name.isdecimal()]
-    if not found:
-        raise UserError(f"{folder}: has no checkpoint yet.")
-    return max(found)
+    for step in checkpoint_steps(folder):
+        return step
+    raise UserError(f"{folder}: has no checkpoint yet.")
 
 
 class Batch:

@@ -35,11 +35,11 @@ from tokenizers import pre_tokenizers
 import utils
 from data import tokenization
 from inference import hub, hugging_face, weights
-from inference.model_card import model_card
 from runtime.files import is_remote, part_of, read_json, write_file, write_json
 from runtime.messages import UserError, first_line, say
 from runtime.parser import place
 from tools import common
+from tools.model_card import model_card
 from training import checkpointing, settings, steps
 
 # of models that transformers does not know

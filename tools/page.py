@@ -32,7 +32,6 @@ from runtime.files import ask, filesystem, is_remote, read_file, read_json, to_j
 from runtime.messages import UserError, first_line, one_sentence
 from runtime.parser import flag, place
 from tools import common
-from training import steps
 from training.meter import spent_in
 from training.runlog import EXPERT_SHARE, SAMPLES, duration, row_of
 
@@ -133,7 +132,7 @@ class Run:
         newest = self.rows[-1]
         evaluated = next((row for row in reversed(self.rows) if "loss/val_loss" in row), {})
         spent = spent_in(newest)
-        tokens = math.prod(steps.batch_shape(common.stored_config(self.config)))
+        tokens = common.tokens_per_step(common.stored_config(self.config))
         speeds = [row["tokens_per_second"] for row in self.rows[-100:]]
         return dict(
             keys=sorted({*newest, *evaluated}),

@@ -53,7 +53,7 @@ class Goodput:
         self.turn(before)
 
     def waited(self, seconds):
-        """So much of the time of the steps was spent waiting for data."""
+        """That part of the steps' time was spent waiting for data."""
         self.seconds["steps"] -= seconds
         self.seconds["waiting"] += seconds
 

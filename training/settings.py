@@ -337,12 +337,17 @@ def changes(then, now, flags):
     return ", ".join(f"--{flag} was {then[flag]} and is now {now[flag]}" for flag in changed)
 
 
+def checkpoint_steps(folder):
+    """Steps of the checkpoints in a run directory, the newest first."""
+    names = names_in(f"{folder}/checkpoints")
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
 def stored_config(folder):
     """config.json of a run directory, or else what the newest sound checkpoint keeps of it; {} without either."""
     if stored := read_json(folder, "config.json"):
         return stored
-    steps = [int(name) for name in names_in(f"{folder}/checkpoints") if name.isdigit()]
-    for step in sorted(steps, reverse=True):
+    for step in checkpoint_steps(folder):
         with contextlib.suppress(UserError):  # a damaged one
             meta = read_json(folder, "checkpoints", str(step), "meta", "metadata")
             if stored := meta.get("config"):

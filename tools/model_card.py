@@ -2,7 +2,9 @@
 
 import os
 
-from runtime.files import names_in, read_file, read_json
+from runtime.files import read_file, read_json
+from tools import common
+from training import settings
 from training.runlog import read_rows
 
 CARD = """---
@@ -57,15 +59,14 @@ def model_card(run_dir, title, config, count):
 def rows_up_to_the_checkpoint(run_dir):
     """Rows of metrics.jsonl up to the newest checkpoint."""
     rows, _ = read_rows(read_file(os.path.join(run_dir, "metrics.jsonl")) or b"")
-    steps = [int(name) for name in names_in(f"{run_dir}/checkpoints") if name.isdigit()]
-    return [row for row in rows if row["step"] <= max(steps, default=0)]
+    newest = max(settings.checkpoint_steps(run_dir), default=0)
+    return [row for row in rows if row["step"] <= newest]
 
 
 def facts(flags, rows):
     """Yield (what, value) of a run, by its config.json and the rows of metrics.jsonl."""
     step = rows[-1]["step"]
-    mesh = tuple(flags["n_device_axis"])
-    batch = flags["train_batch_size"] * mesh[0] * flags["accumulation_steps"] * flags["T"]
+    batch = common.tokens_per_step(common.stored_config(flags))
     yield (
         "tokens",
         f"{step * batch:,} ({step:,} steps of {batch:,}; {flags['training_steps']:,} steps planned)",
@@ -81,6 +82,6 @@ def facts(flags, rows):
     for name, score in rows[-1].items():
         if name.startswith("tasks/"):
             yield name, score
-    yield "mesh (dp, pp, tp)", mesh
+    yield "mesh (dp, pp, tp)", tuple(flags["n_device_axis"])
     if flags.get("commit"):
         yield "commit of the program", f"`{flags['commit']}`"
