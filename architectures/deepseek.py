@@ -595,7 +595,6 @@ def from_hugging_face(flags, left):
         raise UserError(
             f"config.json: {in_blocks} layers are no multiple of layers_per_block {flags['layers_per_block']}."
         )
-    hf.float8_block(left, kind)
     hf.require(
         left,
         kind,
