@@ -87,8 +87,6 @@ class Model:
     """Factor on the gates."""
     n_shared: int = choice(2, absent=0, most=MANY)
     """Shared experts, each as wide as a routed one, added for every token."""
-    mtp_depth: int = choice(0, most=64)
-    """Tokens after the next that training predicts too, each by one more layer (arXiv:2412.19437, section 2.2)."""
     capacity_factor: float = choice(0.0, of_weights=False)
     """Bucket size of an expert, in multiples of the mean load. Tokens beyond it skip the expert. 0: no token does."""
     document_mask: bool = flag(False, of_weights=False)

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437): parameters, layers, cache, costs and Hugging Face format.
 
 Letters of einsums, beside those of layers.py: r a latent's channels, with those of the rotary key where it has them;
-s tokens as keys; c the two inputs of multi-token prediction, d and e the model dimension.
+s tokens as keys.
 """
 
 import math
@@ -40,7 +40,7 @@ from architectures.parameters import (
     std_into,
     weight_param,
 )
-from collectives import AXES, EXPERT_AXES, gather_sequence
+from collectives import gather_sequence
 from kernels import attention as kernels
 from runtime.messages import UserError
 
@@ -57,7 +57,7 @@ LATENT_NORM_EPS = 1e-6
 FLAGS = frozenset(
     "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
     "rope_factor rope_original_T embedding_norm latent_conv "
-    "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared mtp_depth "
+    "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared "
     "capacity_factor experts balance_weight bias_update_rate".split()
 )
 
@@ -95,13 +95,11 @@ def deepseek_table(cfg):
         table["first"] = stack(dense, m.first_layers, over=None)
     if m.layers_per_block > 1:
         table["dense"] = stack(dense, m.blocks, m.layers_per_block - 1)
-    if m.mtp_depth:
-        table["mtp"] = stack(mtp_table(cfg, moe), m.mtp_depth, over=None)
     return table
 
 
 def layers_of(m):
-    """Number of layers, without those of multi-token prediction."""
+    """Number of layers."""
     return m.first_layers + m.blocks * m.layers_per_block
 
 
@@ -158,18 +156,6 @@ def layer_table(cfg, routed):
     if m.n_shared:
         table["shared"] = mlp(m.n_shared * F)
     return table
-
-
-def mtp_table(cfg, layer):
-    """One depth of multi-token prediction, with the table of the layer that it runs."""
-    D = cfg.model.model_dimension
-    return dict(
-        token_norm=scale_param(D),
-        hidden_norm=scale_param(D),
-        merge=weight_param(cfg, (2, D, D), std_into(2 * D), inputs=(0, 1), dim=1),
-        layer=layer,
-        norm=scale_param(D),
-    )
 
 
 def yarn_frequencies(m):
@@ -349,17 +335,6 @@ def layer(p, x, tokens, m, cache):
     return x, (load, cache)
 
 
-def mtp_layer(p, x, tokens, m, cache):
-    """One depth of multi-token prediction (DeepSeek-V3, section 2.2). x is a pair, each [B, T/tp, D]: the hidden state
-    of the depth before, and the embedding of the token that it predicts."""
-    hidden, token = x
-    token = rms_norm(token, p["token_norm"], m.norm_eps)
-    hidden = rms_norm(hidden, p["hidden_norm"], m.norm_eps)
-    merged = jnp.einsum("cbtd,cde->bte", jnp.stack([token, hidden]), p["merge"])
-    x, aside = layer(p["layer"], merged, tokens, m, cache)
-    return rms_norm(x, p["norm"], m.norm_eps), aside
-
-
 def embed(top, ids, position):
     """ids [B, T] -> rows of the embedding [B, T, D], normalized with --embedding_norm. Layers add positions."""
     x = top["embedding"][ids]
@@ -387,15 +362,13 @@ def layer_cost(m, kind):
     arXiv:2002.05202."""
     D, R, Q = m.model_dimension, m.latent_dim, m.q_latent
     K = V = m.key_dim
-    routed = kind in ("moe", "mtp")
+    routed = kind == "moe"
     rope = rope_channels(m, routed)
     latents = Q + R + rope
 
     own_weights = D * latents + m.latent_conv * (R + rope)
     if routed:
         own_weights += D * m.n_experts
-    if kind == "mtp":
-        own_weights += 2 * D * D  # merge
 
     # project_queries rotates by a second product, project_keys copies the rotary key by a larger one
     queries = (Q or D) * (K + 2 * rope)
@@ -431,19 +404,11 @@ def hugging_face_tensors(m):
         for i in range(L - 1):
             yield from layer_tensors(m, begin + i, ("dense",), (block, i))
         yield from layer_tensors(m, begin + L - 1, ("moe",), (block,))
-    layers = layers_of(m)
-    for d in range(m.mtp_depth):
-        prefix = f"model.layers.{layers + d}"
-        norms = {"enorm": "token_norm", "hnorm": "hidden_norm", "shared_head.norm": "norm"}
-        for name, leaf in norms.items():
-            yield hf.plain(f"{prefix}.{name}.weight", ("mtp", leaf), (d,), (D,))
-        yield hf.linear(f"{prefix}.eh_proj.weight", ("mtp", "merge"), (d,), (2, D, D), inputs=2)
-        yield from layer_tensors(m, layers + d, ("mtp", "layer"), (d,))
 
 
 def layer_tensors(m, n, leaf, at):
     """Yield the `Tensor`s of layer n, which is the part `at` of the parameters in `leaf`."""
-    D, routed = m.model_dimension, leaf[0] in ("moe", "mtp")
+    D, routed = m.model_dimension, leaf == ("moe",)
     prefix = f"model.layers.{n}"
     yield hf.plain(f"{prefix}.input_layernorm.weight", (*leaf, "attention", "norm"), at, (D,))
     yield hf.plain(f"{prefix}.post_attention_layernorm.weight", (*leaf, "norm"), at, (D,))
@@ -492,18 +457,6 @@ def moe_tensors(m, prefix, leaf, at):
         yield from hf.feed_forward(f"{prefix}.experts.{e}", experts, (*at, e), D, F, act)
 
 
-def held_predictors(flags, names):
-    """`flags` with the depths of multi-token prediction whose tensors are there: many a config.json counts predictors
-    that its files lack."""
-    if not flags["mtp_depth"]:
-        return flags
-    names = names()
-    layers = flags["first_layers"] + flags["blocks"] * flags["layers_per_block"]
-    numbers = range(layers, layers + flags["mtp_depth"])
-    held = [n for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]
-    return flags | dict(mtp_depth=len(held))
-
-
 # Flags that have one value in DeepseekV3ForCausalLM. Models with another are exported as MoEPretrainingForCausalLM,
 # with its code (inference/exported/).
 ONE_VALUE = dict(layers_per_block=1, activation="swiglu", embedding_norm=False, latent_conv=0)
@@ -523,7 +476,6 @@ ENTRIES = hf.COMMON | dict(
     topk_group="k_groups",
     num_experts_per_tok="experts_per_token",
     first_k_dense_replace="first_layers",
-    num_nextn_predict_layers="mtp_depth",
     layers_per_block="layers_per_block",
     embedding_norm="embedding_norm",
     latent_conv="latent_conv",
@@ -536,6 +488,10 @@ SUPPORTED = dict(
     rope_interleave=[True],
     attention_bias=[False, None],
     norm_topk_prob=[True],
+)
+# Entries that change no number here; multi-token prediction serves training alone
+IMMATERIAL = set(
+    "aux_loss_alpha seq_aux rope_frequencies rope_temperature num_nextn_predict_layers".split()
 )
 
 
@@ -598,7 +554,7 @@ def from_hugging_face(flags, left):
     hf.require(
         left,
         kind,
-        {"aux_loss_alpha", "seq_aux", "rope_frequencies", "rope_temperature"},
+        IMMATERIAL,
         **SUPPORTED,
         hidden_act=[*activations],
         num_key_value_heads=[flags["n_head"], None],
@@ -641,12 +597,10 @@ def rope_flags(left):
 
 ARCHITECTURE = Architecture(
     table=deepseek_table,
-    layers=dict(first=layer, dense=layer, moe=layer, mtp=mtp_layer),
+    layers=dict(first=layer, dense=layer, moe=layer),
     last="moe",
     inner="dense",
     first="first",
-    mtp="mtp",
-    routed=dict(moe=EXPERT_AXES, mtp=AXES),
     embed=embed,
     norm=rms_norm,
     cache=latent_cache,
@@ -658,14 +612,12 @@ ARCHITECTURE = Architecture(
         entries=ENTRIES,
         missing=dict(
             tie_word_embeddings=False,
-            num_nextn_predict_layers=0,
             layers_per_block=1,
             embedding_norm=False,
             latent_conv=0,
         ),
         flags=from_hugging_face,
         copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
-        held=held_predictors,
     ),
     flags=FLAGS,
     check=check_flags,

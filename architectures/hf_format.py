@@ -24,8 +24,6 @@ class HuggingFace(NamedTuple):
     flags: Callable
     copies: str  # pattern of the names of tensors that hold nothing of their own
     prefix: str = ""  # of names of tensors, which some files leave out
-    # ({flag: value}, function that returns the names of all tensors in the files) -> {flag: value} of what these hold
-    held: Callable = lambda flags, names: flags
 
     @property
     def names(self):
@@ -137,7 +135,6 @@ NULL = dict(
     q_lora_rank=0,
     n_group=1,
     topk_group=1,
-    num_nextn_predict_layers=0,
     tie_word_embeddings=False,
 )
 # Attributes of utils.Model with the value of a flag once its default is resolved

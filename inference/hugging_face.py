@@ -43,15 +43,12 @@ def format_to_export(name):
     return form
 
 
-def model_flags(config, folder, names=None):
-    """{flag: value} of the model in a folder with this config.json. names(): those of its tensors, where they may not
-    be in the folder yet. Raises UserError for a model that is not supported."""
+def model_flags(config, folder):
+    """{flag: value} of the model in a folder with this config.json. Raises UserError for one that is not supported."""
     where = os.path.join(folder, "config.json")
     name, form = format_of(config, where)
     own = hf_format.read_flags(form, config, where)
-    flags = form.held(
-        architectures.flags_without_choice(name) | own, names or files_of(folder).keys
-    )
+    flags = architectures.flags_without_choice(name) | own
     settings.check_model(flags, where, form.names)
     return flags
 
@@ -111,6 +108,8 @@ def check(folder, tensors, form):
     Raises UserError naming a tensor that is missing, extra, misshapen or of an unreadable type.
     """
     there, wanted = files_of(folder), {}
+    # layers of multi-token prediction, which serve training alone
+    predictors = [name.removesuffix("eh_proj.weight") for name in there if "eh_proj" in name]
     for t in tensors:  # an absurd config calls for billions, but then one of the first is missing
         name = name_in(there, t.name, form)
         if name not in there:
@@ -118,7 +117,8 @@ def check(folder, tensors, form):
         wanted[name] = t.shape
     for name, (_, shape, dtype) in there.items():
         if name not in wanted:
-            if re.search(form.copies, name) or 0 in shape:
+            is_copy = re.search(form.copies, name) or 0 in shape
+            if is_copy or name.startswith(tuple(predictors)):
                 continue
             raise UserError(
                 f"{folder}: tensor {name} is extra; its config.json has no place for it."

@@ -31,8 +31,8 @@ CONFIGURATIONS = [
     ((8, 1, 1), dict(SHORT, fsdp="full", layers_per_block=2, n_shared=0, optimizer="muon")),
     ((1, 2, 4), dict(SHORT, **ACCUMULATED, fsdp="full", remat="none", blocks=4)),
     ((2, 1, 4), dict(SHORT, q_latent_dim=0, experts="buckets", fsdp="none", remat="experts")),
-    ((2, 2, 2), dict(ARCHITECTURES["deepseek"], mtp_depth=1, capacity_factor=1.5, blocks=2)),
-    ((2, 1, 4), dict(SHORT, **MEGATRON, mtp_depth=1, remat="dots")),
+    ((2, 2, 2), dict(ARCHITECTURES["deepseek"], capacity_factor=1.5, blocks=2)),
+    ((2, 1, 4), dict(SHORT, **MEGATRON, remat="dots")),
     ((2, 2, 2), dict(GPT2, **MEGATRON, remat="dots")),
     ((1, 2, 4), dict(QWEN3, **MEGATRON, remat="dots")),
 ]

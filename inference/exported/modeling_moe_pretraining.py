@@ -223,11 +223,6 @@ class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = Transformer(config)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
-        further = range(
-            config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers
-        )
-        # layers of multi-token prediction, which serve training alone
-        self._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in further]
         self.post_init()
 
     def forward(
