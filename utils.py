@@ -61,10 +61,6 @@ class Model:
     """Channels of the decoupled rotary part of each query, and of the rotary key that the heads share."""
     rope_base: float = choice(10_000.0, least=1, absent=1.0)
     """Base of the rotary frequencies."""
-    rope_factor: float = choice(1.0, least=1)
-    """Multiple of rope_original_T to which YaRN stretches the context (arXiv:2309.00071); 1: no YaRN."""
-    rope_original_T: int = choice(4096, least=1, absent=1)
-    """Sequence length in tokens for which the rotary frequencies were made, for YaRN."""
     embedding_norm: bool = choice(False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
     latent_conv: int = choice(0, most=64)

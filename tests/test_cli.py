@@ -171,7 +171,6 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--n_groups 8": ["--n_groups 8", "two experts"],
     "--experts tiles --capacity_factor 2": ["--experts tiles", "--capacity_factor 2"],
     "--n_groups 4 --k_groups 1 --experts_per_token 3": ["--k_groups 1", "--experts_per_token 3"],
-    "--rope_factor 2 --rope_base 1": ["--rope_base 1", "above 1"],
     "--n_devices 16": ["--n_devices 16", "8"],
     "--preset tinny": ["--preset tinny", "the nearest is tiny"],
     "--modle_dimension 64": ["--modle_dimension", "the nearest is --model_dimension"],

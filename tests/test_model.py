@@ -363,11 +363,11 @@ def test_one_batch_overfits():
 DEEPSEEK = ARCHITECTURES["deepseek"] | dict(first_layers=2, q_latent_dim=0)
 # every part that decoding or documents meet
 DECODED = ARCHITECTURES | dict(deepseek=DEEPSEEK | dict(latent_conv=3, embedding_norm=True))
-STRETCHED = DEEPSEEK | dict(n_shared=0, rope_factor=4.0, rope_original_T=8)
+NO_SHARED = DEEPSEEK | dict(n_shared=0)
 
 
 CACHED = [dict(layers_per_block=2, latent_conv=3, embedding_norm=True, capacity_factor=0.5)]
-CACHED += (ARCHITECTURES | dict(deepseek=STRETCHED)).values()
+CACHED += (ARCHITECTURES | dict(deepseek=NO_SHARED)).values()
 
 
 @pytest.mark.parametrize("flags", CACHED)

@@ -95,7 +95,7 @@ def test_parity_where_all_tokens_choose_one_expert(experts):
 
 DOCUMENTS = dict(document_mask=True, end_of_text=7)
 # DeepSeek-V3's first layers run on all of pp; experts as on accelerators
-DEEPSEEK = ARCHITECTURES["deepseek"] | dict(rope_factor=4.0, embedding_norm=True, latent_conv=3)
+DEEPSEEK = ARCHITECTURES["deepseek"] | dict(embedding_norm=True, latent_conv=3)
 DEEPSEEK |= dict(experts="buckets")
 FEW_EXPERTS = dict(n_experts=4, n_groups=2, k_groups=1, experts_per_token=2)
 GPT2 = ARCHITECTURES["gpt2"] | DOCUMENTS | dict(blocks=8, dropout_rate=0.1)
