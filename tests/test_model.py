@@ -328,8 +328,8 @@ def test_cross_entropy_and_its_gradient():
 def test_a_batch_of_more_choices_than_int32_counts():
     cfg = small_config()
     shape = 1, 2**25, 32  # 2**30 tokens, each of which makes two choices in every block
-    loads = {"moe": layers.no_load(4, cfg.model.n_experts)._replace(dropped=jnp.float32(2**32))}
-    reduce = functools.partial(model.reduce_loss, cfg, shape, jnp.float32(0), jnp.float32(0), loads)
+    load = layers.no_load(4, cfg.model.n_experts)._replace(dropped=jnp.float32(2**32))
+    reduce = functools.partial(model.reduce_loss, cfg, shape, jnp.float32(0), load)
     _, seen = on_mesh(cfg, reduce, (), P())()
     choices = 2**30 * cfg.model.experts_per_token * cfg.model.blocks
     assert seen.dropped == 2**32 / choices
