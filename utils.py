@@ -233,7 +233,7 @@ class Run:
     eval_steps: int = setting(10, least=1)
     """Validation batches of an evaluation, the same ones every time."""
     eval_every: int = setting(100, least=1, first=True)
-    """Steps between evaluations, each with one printed line and new plots."""
+    """Steps between evaluations, each with one printed line."""
     eval_tasks: str = setting("")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to score, with commas between them, at evaluations on
     a multiple of save_steps and at the end. A name with a slash is a folder of task files."""

@@ -508,8 +508,6 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path, byte_ranks):
     samples = (run / "samples.txt").read_text()
     assert re.findall(r"=== step (\d+)", samples) == ["4", "6"]
     assert len(re.findall(r"--- \d\ndef", samples)) == 4
-    for plot in ("val_loss", "load_loss", "tokens_per_expert"):
-        assert (run / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     stored = json.loads((run / "config.json").read_text())
     assert stored["T"] == 16 and set(FIELDS) < set(stored)
     assert train(training_steps=7, **flags) == 0
