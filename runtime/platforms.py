@@ -24,7 +24,6 @@ XLA_FLAGS = {
         "--xla_tpu_enable_async_all_to_all=true",
         "--xla_enable_async_all_gather=true",
         "--xla_tpu_enable_async_collective_fusion=true",
-        "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
         "--xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true",
         "--xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter=true",
     ],
