@@ -5,7 +5,6 @@ Sequence i of a shard is its tokens i*T .. i*T + T; the last of them is only a t
 the same place anywhere, and one integer is its whole state.
 """
 
-import glob
 import hashlib
 import itertools
 import json
@@ -39,17 +38,6 @@ READERS = ThreadPoolExecutor(32, "read")
 # --- Sequences --------------------------------------------------------------------------------------------------
 
 
-def instead(folder):
-    """What the message says that a folder, train or val, holds no shards: where they are, or what makes them."""
-    root, split = os.path.split(folder)
-    if near := sorted(glob.glob(f"{glob.escape(root)}/*/{split}/*.npy")):
-        return f"give a folder in it, such as {os.path.dirname(os.path.dirname(near[0]))}"
-    has_files = glob.glob(f"{glob.escape(root)}/*.*") and not os.path.exists(f"{root}/train")
-    if os.path.isfile(root) or has_files:
-        return f"bash run.sh local --data {root} makes shards of its text and trains on them"
-    return "data/tokenize_shards.py makes them of text (val if --val_fraction is above 0), data/prepare.py of corpora"
-
-
 class Corpus:
     """The shards of `folder` inside `root`, read as sequences of T + 1 tokens. Raises UserError where they are missing,
     unreadable, or do not fit the vocabulary."""
@@ -62,12 +50,28 @@ class Corpus:
         # mean number of UTF-8 bytes of a token, None where no manifest tells
         self.bytes_per_token = made["bytes"] / made["tokens"] if made else None
         self.tokenizer = shards_tokenizer(root, made, cfg.data.tokenizer)
+        warning = f"warning: {self.folder} has no {manifest.NAME}, so its shards are not verified"
+        self.unverified = "" if made else warning
         if made.get("vocab_size", 0) > self.vocab_size:
             raise UserError(
                 f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
                 f"of {made['vocab_size']} ({made['tokenizer']}); give that or other shards."
             )
-        self.shards = self._open_shards(cfg.data)
+        found = list_shards(self.folder)
+        if made:
+            manifest.check_files(self.folder, made, found)
+        if not found:
+            raise UserError(
+                f"--data: there are no shards (.npy) in {self.folder}; bash run.sh local --data FOLDER makes some of "
+                f"text and trains on them, as data/tokenize_shards.py (val if --val_fraction is above 0) and "
+                f"data/prepare.py make them."
+            )
+        entries = {entry["name"]: entry for entry in made.get("shards", [])}
+        cache = Cache(f"{cfg.data.cache_dir}/blocks", cfg.data.cache_gb * 1e9)
+        self.shards = []
+        for name, info in found.items():
+            path = os.path.join(self.folder, name)
+            self.shards.append(Shard(path, info, entries.get(name, {}), cache))
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
         self.n_sequences = int(self.counts.sum())
@@ -78,29 +82,6 @@ class Corpus:
             )
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(lambda shard: shard.check(self.vocab_size), self.shards))
-
-    def _open_shards(self, data):
-        """The shards, sorted by name. A manifest, where there is one, says which must be there."""
-        found = list_shards(self.folder)
-        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
-        if self.manifest:
-            manifest.check_files(self.folder, self.manifest, found)
-        if not found:
-            raise UserError(
-                f"--data: there are no shards (.npy) in {self.folder}; {instead(self.folder)}."
-            )
-        cache = Cache(f"{data.cache_dir}/blocks", data.cache_gb * 1e9)
-        return [
-            Shard(os.path.join(self.folder, name), info, entries.get(name, {}), cache)
-            for name, info in found.items()
-        ]
-
-    @property
-    def unverified(self):
-        """A warning where nothing verifies the shards, else ""."""
-        if self.manifest:
-            return ""
-        return f"warning: {self.folder} has no {manifest.NAME}, so its shards are not verified"
 
     def read(self, places, order):
         """int32 [n, T + 1]: the sequences at `places` [n] of the shards laid end to end in `order`."""
@@ -415,8 +396,8 @@ def put_batch(sequences, first, shape, mesh):
 
 
 class Prefetch:
-    """Iterator over make(n) for every n of `numbers`. A background thread makes `depth` of them ahead; an error is
-    raised where its item would have come.
+    """Iterator over make(n) for every n of `numbers`. A background thread makes `depth` of them ahead; an error
+    is raised where its item would have come.
 
     `waited`: seconds in which the devices only waited for items; they count from when busy(), called before each wait,
     has returned.

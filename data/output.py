@@ -69,21 +69,11 @@ class ShardWriter:
         self.shards.append(shard)
         self.filled = 0
 
-    @property
-    def n_tokens(self):  # of the shards that are written
-        return sum(shard["tokens"] for shard in self.shards)
-
     def manifest(self):
         """What there is so far, for the manifest and to resume from."""
+        n_tokens = sum(shard["tokens"] for shard in self.shards)
         counts = {key: self.totals[key] for key in COUNTS}
-        return {"tokens": self.n_tokens, **counts, "shards": self.shards}
-
-    def restore(self, so_far, ids):
-        """Return to the state that `manifest` described and the tokens `ids` of the unfinished shard."""
-        self.shards = so_far["shards"]
-        self.filled = len(ids)
-        self.shard[: len(ids)] = ids
-        self.totals.update({key: so_far[key] for key in COUNTS})
+        return {"tokens": n_tokens, **counts, "shards": self.shards}
 
 
 def foreign(path):
@@ -198,7 +188,10 @@ class Output:
         self.validation = held["validation"]
         self.seen.add(held["hashes"])
         for split, writer in self.writers.items():
-            writer.restore(held["splits"][split], held[split])
+            so_far = held["splits"][split]
+            writer.shards = so_far["shards"]
+            writer.totals.update({key: so_far[key] for key in COUNTS})
+            writer.add(held[split])
 
     def add(self, batch, position):
         """Write a batch, a list of encoding.Encoded, which ends at `position` in the source, and the progress where it
@@ -225,22 +218,19 @@ class Output:
 
     def check_shards(self, split, begun):
         """Raises UserError where the shards of a split are not those that its writer knows."""
-        names = set(list_shards(os.path.join(self.path, split)))
-        known = set()
-        if split in self.writers:
-            known = {shard["name"] for shard in self.writers[split].shards}
+        folder = os.path.join(self.path, split)
+        names = set(list_shards(folder))
+        writer = self.writers.get(split)
+        known = {shard["name"] for shard in writer.shards} if writer else set()
         if gone := known - names:
             raise UserError(
-                f"--output: {os.path.join(self.path, split, min(gone))} is missing, which an interrupted run "
-                f"wrote; put it back, or delete the folder."
+                f"--output: {os.path.join(folder, min(gone))} is missing, which an interrupted run wrote; put it back, "
+                f"or delete the folder."
             )
-        others = names - known
-        if begun and split in self.writers:
-            # the run may have been killed between writing the next ones and saving its progress
-            next_ones = range(len(known), len(names))
-            others -= set(map(manifest.shard_name, next_ones))
-        if others:
-            raise foreign(os.path.join(self.path, split, min(others)))
+        # a run may have been killed between writing the next ones and saving its progress
+        next_ones = range(len(known), len(names)) if begun and writer else ()
+        if others := names - known - set(map(manifest.shard_name, next_ones)):
+            raise foreign(os.path.join(folder, min(others)))
 
     def finish(self):
         """Write the last shards, then the manifests, and forget the progress."""

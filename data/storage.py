@@ -118,14 +118,9 @@ class Shard:
             np.lib.format.read_magic(f)
             shape, _, dtype = np.lib.format.read_array_header_1_0(f)
         except (ValueError, OSError) as e:
-            raise UserError(
-                f"--data: {self.path} is not a readable shard ({e}); make it again."
-            ) from None
+            raise self._damaged(f"it is no .npy file: {e}") from None
         if len(shape) != 1 or dtype.kind not in "ui":
-            raise UserError(
-                f"--data: {self.path} holds {dtype} of shape {shape}; a shard is one row of token "
-                f"ids."
-            )
+            raise self._damaged(f"it holds {dtype} of shape {shape}, not one row of token ids")
         offset, n_tokens = f.tell(), shape[0]
         if offset + n_tokens * dtype.itemsize > self.size:
             raise self._damaged(f"it has {self.size:,} bytes")

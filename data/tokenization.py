@@ -87,13 +87,26 @@ class HubTokenizer:
 
 
 def load_tokenizer(name):
-    """The `tiktoken.Encoding` of tiktoken's name of it or of the path or address of a .tiktoken file of ranks; the
-    `HubTokenizer` of a tokenizer.json. Raises UserError."""
+    """The `tiktoken.Encoding` of tiktoken's name of it, which it may fetch from the network, or of the path or address
+    of a .tiktoken file of ranks; the `HubTokenizer` of a tokenizer.json. Raises UserError."""
+    import tiktoken
+
     if name.endswith(".json"):
         return HubTokenizer(name)
     if name.endswith(".tiktoken"):
         return load_ranks(name)
-    return load_by_name(name)
+    names = tiktoken.list_encoding_names()
+    if name not in names:
+        raise UserError(
+            f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of {', '.join(names)}."
+        )
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as e:  # requests' errors are OSErrors too
+        raise UserError(
+            f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
+            f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR."
+        ) from None
 
 
 def content_of(path):
@@ -117,10 +130,9 @@ def load_ranks(path):
             token, rank = line.split()
             ranks[base64.b64decode(token)] = int(rank)
         # tiktoken itself panics at others
-        if sorted(ranks.values()) != list(range(len(ranks))):
-            raise ValueError("its ranks are not 0, 1, 2, ..., each once")
-        if any(bytes([b]) not in ranks for b in range(256)):
-            raise ValueError("it lacks one of the 256 bytes")
+        every_byte = all(bytes([b]) in ranks for b in range(256))
+        if not every_byte or sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError("not all bytes are in it, or not the ranks 0, 1, 2, ..., each once")
     except ValueError as e:
         raise UserError(f"--tokenizer {path}: not a file of tiktoken ranks ({e}).") from None
     return tiktoken.Encoding(
@@ -218,25 +230,22 @@ def meaning(encoding):
     return tokens, list(dict.fromkeys(merged))  # some files list all pairs that make a token
 
 
-def same_tokens(one, other):
-    """Whether the ids of text in tokenizer `other` mean the same in `one`: its end of text, all tokens but the special
-    ones, and the order of the merges are equal."""
-    end = other.eot_token
-    if tokens_of(one).get(end) != tokens_of(other)[end]:
-        return False
-    return meaning(one) == meaning(other)
-
-
 def made_shards(encoding, name, sha256):
-    """Whether shards were made with a tokenizer; None where nothing tells. name, sha256: of the one that made them."""
+    """Whether shards were made with a tokenizer, or one whose ids of text mean the same: its end of text, all tokens
+    but the special ones, and the order of the merges are equal. None where nothing tells. name, sha256: of the one that
+    made them."""
     if sha256 == content_sha256(encoding):
         return True
     if sha256 and not name.endswith(".json") and not isinstance(encoding, HubTokenizer):
         return False  # both hashes are of ranks
+    if not name:
+        return None
     try:
-        return same_tokens(encoding, load_tokenizer(name)) if name else None
+        other = load_tokenizer(name)
     except UserError:  # shards that were copied without it, or no network
         return None
+    end, its_end = (tokens_of(one).get(other.eot_token) for one in (encoding, other))
+    return end == its_end and meaning(encoding) == meaning(other)
 
 
 def shards_tokenizer(root, manifest, flag=""):

@@ -101,7 +101,7 @@ def main():
     args, start = parse(), time.monotonic()
     texts = sample(open_source(args))
     if not any(texts):
-        raise no_text(args, many(len(texts), "document"))
+        raise no_text(args, many(len(texts), "empty document"))
     tokenizer = train(texts, args.vocab_size - 1)
     most = tokenizer.get_vocab_size() + 1
     if most < args.vocab_size:

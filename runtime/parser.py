@@ -105,17 +105,13 @@ def wanted(f):
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[one]
 
 
+def is_place(f):
+    return f.metadata.get("positional", False)
+
+
 def shown(f):
     """A field as a message names it."""
-    return f.name if f.metadata.get("positional") else f"--{f.name}"
-
-
-def first_word(f):
-    """In words: where a place stands and what it takes; "" of a flag."""
-    if not f.metadata.get("positional"):
-        return ""
-    one_of = f", {wanted(f)}" if get_args(type_of(f)[0]) else ""
-    return f", the word that comes before all flags{one_of}"
+    return f.name if is_place(f) else f"--{f.name}"
 
 
 def value_of(f, words):
@@ -187,7 +183,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
     """
     own = fields_of(kind)
     known = (fields_of(others) if others else {}) | own
-    places = [f for f in own.values() if f.metadata.get("positional")]
+    places = list(filter(is_place, own.values()))
     words = list(argv)
     given = {}
     rest = []
@@ -219,7 +215,8 @@ def read_words(kind, argv, program, others=None, defaults=None):
         sys.exit()
     for name, f in own.items():
         if name not in given and f.default is dataclasses.MISSING:
-            raise UserError(f"{shown(f)}: is missing{first_word(f)}; see --help.")
+            where = ", the word that comes before all flags" if is_place(f) else ""
+            raise UserError(f"{shown(f)}: is missing{where}; see --help.")
     return given, rest
 
 
@@ -268,20 +265,11 @@ def foreign(name, known):
 
 
 def stray(word, known):
-    """The UserError for a word that no flag takes: what it should have been, where that can be told."""
-    name, equals, value = word.partition("=")
-    said = "belongs to no flag"
-    if equals and re.fullmatch(r"[A-Za-z][\w.]*", name):  # as MaxText has them
-        f, _ = read_flag(f"--{word}", [], known)
+    """The UserError for a word that no flag takes."""
+    said = "belongs to no flag: each value comes after its flag, and a switch takes none"
+    if re.match(r"[A-Za-z][\w.]*=", word):  # as MaxText has them
+        f, (value,) = read_flag(f"--{word}", [], known)
         said = f"begins with no hyphens; give --{f.name} {value}"
-    elif re.search(r"\.(py|ya?ml|toml|json)$", word) and "preset" in known:
-        said += "; a file of flags is --config FILE.json, and a model with its settings is --preset NAME"
-    elif "source" in known and os.path.exists(word):
-        said += f"; give --source {word}"
-    elif "preset" in known:
-        said += ": each value comes after its flag, as in --preset tiny; switches such as --wandb take none"
-    elif "prompt" in known:
-        said += "; give --prompt with the text"
     return UserError(f"{word!r:.40}: {said}; see --help.")
 
 
@@ -302,7 +290,7 @@ def texts_below(kind):
 def help_of(kind, program, defaults, whole):
     """What --help prints of the dataclass `kind`: the flags of a first week, or all of them if `whole`."""
     fields = fields_of(kind)
-    places = [shown(f).upper() for f in fields.values() if f.metadata.get("positional")]
+    places = [f.name.upper() for f in filter(is_place, fields.values())]
     usage = " ".join([f"usage: python {program}", *places, "[--flag value ...] [--help]"])
     lines = [usage, "", inspect.cleandoc(kind.__doc__), ""]
     groups = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]

@@ -2,12 +2,10 @@
 
 import contextlib
 import faulthandler
-import ipaddress
 import math
 import os
 import re
 import signal
-import socket
 import statistics
 import sys
 import threading
@@ -75,38 +73,19 @@ def join_processes(cfg):
 
 
 def meeting_place(run):
-    """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none. Process 0 listens only on
-    the addresses of its host where it has them all."""
+    """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none."""
     if not run.coordinator:
         return {}
     host, port = run.coordinator.rsplit(":", 1)
-    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", run.coordinator)
-    if bind == run.coordinator and not is_reachable(host.strip("[]")):
-        # by itself jax listens on [::], which a machine without IPv6 does not have
-        bind = f"[::]:{port}" if host[0] == "[" else f"0.0.0.0:{port}"
-        if run.process_id == 0:
-            words = f"{host} leads others to no address of this machine; listening on all"
-            say(f"--coordinator {run.coordinator}: {words} interfaces")
+    # by itself jax listens on [::], which a machine without IPv6 does not have
+    every = "[::]" if host[0] == "[" else "0.0.0.0"
+    bind = run.coordinator if host in ("localhost", "127.0.0.1") else f"{every}:{port}"
     return dict(
         coordinator_address=run.coordinator,
         num_processes=run.num_processes,
         process_id=run.process_id,
-        coordinator_bind_address=bind,
+        coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind),
     )
-
-
-def is_reachable(host):
-    """Whether others reach a process that listens only where `host`, a name or an address, leads on this machine."""
-    is_name = ":" not in host and re.search("[A-Za-z]", host) and "localhost" not in host
-    try:
-        for family, _, _, _, (address, *_) in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            if not ipaddress.ip_address(address).is_loopback:
-                socket.create_server((address, 0), family=family).close()
-            elif is_name:  # Debian gives a machine's own name 127.0.1.1
-                return False
-    except OSError:
-        return False
-    return True
 
 
 def end_too_late(run, limit):
@@ -121,8 +100,6 @@ def end_too_late(run, limit):
 
 def all_of(here):
     """Whether `here` is true on every process; waits for all of them."""
-    if jax.process_count() == 1:
-        return here
     return bool(multihost_utils.process_allgather(np.array(here)).all())
 
 

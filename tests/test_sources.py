@@ -73,7 +73,7 @@ def test_few_documents(tokenize, ranks_file, tmp_path, monkeypatch, kind):
     texts = some_texts(3)
     write(tmp_path / f"in{kind}", [*texts, texts[0]])
     status, out, _ = tokenize(f"in{kind}")
-    assert status == 0 and "1 exact duplicate among them" in out
+    assert status == 0 and "1 exact duplicate kept" in out
     train, val = texts_in(tmp_path / "out", ranks_file).values()
     assert [a + b for a, b in zip(train, val, strict=True)] == [*texts, texts[0]]
     assert all(0.05 * len(t) < len(end) < 0.15 * len(t) for t, end in zip(texts, val))
@@ -109,7 +109,7 @@ def test_the_text_alone_decides(tokenize, ranks_file, tmp_path):
             held = content(tmp_path / output)
             return ended[1], {name: held[name] for name in held if name.endswith(".npy")}
 
-        assert "20 exact duplicates among them (--drop_duplicates" in shards("in", "out")[0]
+        assert "20 exact duplicates kept (--drop_duplicates" in shards("in", "out")[0]
         found = texts_in(tmp_path / f"out{kind}", ranks_file)
         here = {split: sorted(set(found[split])) for split in splits.SPLITS}
         sides = sides or here
@@ -253,8 +253,7 @@ def test_a_folder_of_mixed_kinds(tokenize, writes, ranks_file, tmp_path):
             tmp_path / "in" / name, [f"{name} {i}" for i in range(9)] if name != "i.jsonl" else []
         )
     status, _, err = tokenize("in", "whole", "--val_fraction", 0)
-    assert status == 0 and "9 files: 2 .txt, 2 .jsonl, " in err and "1 .txt.gz" in err, err
-    assert f"left out: 1 other file (such as {tmp_path}/in/e.png)" in err
+    assert status == 0 and f"left out: 1 other file (such as {tmp_path}/in/e.png)" in err
     found = texts_in(tmp_path / "whole", ranks_file)["train"]
     assert found[:4] == ["plain", "packed", "packed too", "# heading"]
     assert found[4:] == [

@@ -6,7 +6,6 @@ import sys
 import zlib
 from typing import NamedTuple
 
-from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from data.sources.text import DAMAGE
@@ -42,10 +41,10 @@ def many(n, noun):
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def warn_of_left_out(what, paths, more=""):
-    """Warn of paths that are left out; `what` is one of them in words, `more` ends the sentence."""
+def warn_of_left_out(what, paths):
+    """Warn of paths that are left out; `what` is one of them in words."""
     if paths:
-        warn(what, f"left out: {many(len(paths), what)} (such as {min(paths)}){more}")
+        warn(what, f"left out: {many(len(paths), what)} (such as {min(paths)})")
 
 
 def skipped(error):
@@ -67,10 +66,7 @@ class Source:
                          the next one begins: {"documents": how many, "done": bytes of files, "file": files read to
                          their end}. Raises UserError where what `position` was taken of has changed.
         identity         {setting: value} of the manifest; shards of another identity are other shards
-        paths            of its local files
     """
-
-    paths = ()
 
     def __init__(self, files, skip):
         self.files = files  # [(name, bytes)]
@@ -82,19 +78,6 @@ class Source:
     def read_sha256(self, position):
         """Hash of the names and sizes of the files that were read before `position`: they must stay."""
         return listing_sha256(self.files[: position.get("file", 0)])
-
-    def was_written_after(self, path):
-        """Whether a local file of the source is newer than the local file `path`."""
-        if is_remote(path):
-            return False
-        written = os.path.getmtime(path)
-        return any(os.path.getmtime(file) > written for file in self.paths)
-
-    def cannot_be_read(self, what, error):
-        """The UserError for an error that was raised in reading `what`."""
-        if isinstance(error, UserError):
-            return error
-        return UserError(f"--source: {what} cannot be read ({first_line(error)}){self.advice}.")
 
     def damaged(self, error, count):
         """Warn of `error`, a UserError, and return a Document that counts what is lost. Raises it without
@@ -122,8 +105,6 @@ class Records(Source):
         super().__init__(list(files.items()), skip)
         self.fs = fs
         self.column = column
-        if isinstance(fs, LocalFileSystem):
-            self.paths = list(files)
         self.identity = {"source_listing_sha256": listing_sha256(self.files), "text_column": column}
 
     def read(self, position):
@@ -167,6 +148,12 @@ class Records(Source):
     def _stand_at(self, documents, done, file, line, crc32):
         self.position = dict(documents=documents, done=done, file=file, line=line, crc32=crc32)
 
+    def cannot_be_read(self, path, error):
+        """The UserError for an error that was raised in reading a file."""
+        if isinstance(error, UserError):
+            return error
+        return UserError(f"--source: {path} cannot be read ({first_line(error)}){self.advice}.")
+
     def _check_storage(self, path):
         """Raises UserError where remote storage gives nothing of a file at all: the file is not damaged then."""
         address = self.fs.unstrip_protocol(path)
@@ -181,21 +168,21 @@ class Mixed(Source):
     def __init__(self, parts):
         super().__init__([file for part in parts for file in part.files], parts[0].skip)
         self.parts = parts
-        self.paths = [path for part in parts for path in part.paths]
         self.identity = parts[-1].identity | {"source_listing_sha256": listing_sha256(self.files)}
 
     def read(self, position):
+        at = dict(documents=0, done=0, file=0) | position
         first = size = 0  # files and bytes of the parts before
         for part in self.parts:
-            n = len(part.files)
-            if position.get("file", 0) < first + n:
-                documents = position.get("documents", 0)
-                file, done = (position.get(key, 0) for key in ("file", "done"))
-                for document in part.read(position | dict(file=file - first, done=done - size)):
-                    at = part.position
-                    documents = at["documents"]
-                    self.position = at | dict(file=at["file"] + first, done=at["done"] + size)
+            end = first + len(part.files)
+            if at["file"] < end:
+                here = dict(file=at["file"] - first, done=at["done"] - size)
+                for document in part.read(at | here):
+                    at = dict(part.position)
+                    at["file"] += first
+                    at["done"] += size
+                    self.position = at
                     yield document
-                position = dict(documents=documents, file=first + n, done=size + part.total)
-            first += n
+                at = dict(documents=at["documents"], file=end, done=size + part.total)
+            first = end
             size += part.total

@@ -4,7 +4,7 @@ import os
 import sysconfig
 
 from data.sources import text
-from data.sources.base import Document, Source, listing_sha256, many, warn_of_left_out
+from data.sources.base import Document, Source, listing_sha256, warn_of_left_out
 from runtime.messages import UserError
 
 PART = 1_000_000  # bytes of a part of a text file that is too long for one document
@@ -31,21 +31,13 @@ def stdlib_documents():
     """The .py files of Python's standard library, sorted by name."""
     root = sysconfig.get_paths()["stdlib"]
     paths = [path for path in walk(root, NOT_STDLIB) if path.endswith(".py")]
-    return documents_of(paths, root, "stdlib")
+    return documents_of(paths, root)
 
 
-def documents_of(paths, root, source):
-    """The documents of files in a folder `root`, sorted by name. Raises UserError where there is no text."""
+def documents_of(paths, root):
+    """The documents of files in a folder `root`, sorted by name."""
     names = {os.path.relpath(path, root).replace(os.sep, "/"): path for path in paths}
-    documents = []
-    for name, path in sorted(names.items()):
-        documents += parts_of(name, path)
-    if not any(d.size for d in documents):
-        raise UserError(
-            f"--source {source}: there is no text in its {many(len(documents), 'file')} (hidden ones and symlinked "
-            f"folders do not count); give a text file, a folder with some, or a file or quoted glob of records."
-        )
-    return documents
+    return [document for name, path in sorted(names.items()) for document in parts_of(name, path)]
 
 
 def parts_of(name, path):
@@ -89,7 +81,6 @@ class Files(Source):
     def __init__(self, documents, skip):
         super().__init__([(d.name, d.size) for d in documents], skip)
         self.documents = documents
-        self.paths = [d.path for d in documents]
         # names and sizes, quick to compare: another Python has another stdlib, and folders change
         self.identity = {"source_listing_sha256": listing_sha256(self.files)}
 
