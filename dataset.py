@@ -39,8 +39,7 @@ READERS = ThreadPoolExecutor(32, "read")
 
 
 class Corpus:
-    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens. Raises UserError where they are missing,
-    unreadable, or do not fit the vocabulary."""
+    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens. Raises UserError."""
 
     def __init__(self, cfg, root, folder):
         self.T = cfg.model.T
@@ -267,8 +266,7 @@ class Phase:
         self.earlier = np.cumsum(one_hot, axis=0) - one_hot
 
     def seen(self, numbers):
-        """int64 [..., corpora]: sequences of each corpus before those with these numbers [...], which lie in this phase
-        or right after it."""
+        """int64 [..., corpora]: sequences of each corpus before those with these numbers [...] of this phase."""
         periods, places = np.divmod(numbers - self.start, len(self.which))
         return self.before + np.multiply.outer(periods, self.shares) + self.earlier[places]
 
@@ -279,8 +277,7 @@ def corpus_root(cfg, name):
 
 
 def manifests(cfg, *splits):
-    """[(root, folder, its manifest, {} without one)] of the folders `splits` that hold shards, of the corpora of --mix
-    or of the one of --data."""
+    """[(root, folder, its manifest or {})] of the folders `splits` that hold shards, of all corpora."""
     found = []
     for name in average_mix(parse_mix(cfg.data.mix)):
         root = corpus_root(cfg, name)
@@ -291,8 +288,7 @@ def manifests(cfg, *splits):
 
 
 def encoding_of(shards, flag):
-    """The tokenizer of shards as `manifests` lists them, or of --tokenizer, which is `flag`; None where neither names
-    one."""
+    """The tokenizer of shards as `manifests` lists them, or of --tokenizer, `flag`; None where none is named."""
     root, _, made = shards[0] if shards else ("", "", {})
     name = shards_tokenizer(root, made, flag)
     return load_tokenizer(name) if name else None

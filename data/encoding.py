@@ -49,8 +49,7 @@ class Encoded(NamedTuple):
 
 
 def encode_document(encoding, dtype, skip, val_fraction, validation, document):
-    """The Encoded of a document. skip: leave out and count a file that cannot be read, instead of raising UserError;
-    validation: as in splits.py."""
+    """The Encoded of a document. skip: leave out and count a file that cannot be read; validation: as in splits.py."""
     ids = [np.empty(0, dtype)] * 2
     counts = [Counter(), Counter()]
     if document.lost:

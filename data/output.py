@@ -49,8 +49,7 @@ class ShardWriter:
                 self.flush()
 
     def flush(self):
-        """Write what is there as a shard, perhaps once more after a kill. Raises UserError where another file has its
-        name."""
+        """Write what is there as a shard, perhaps once more. Raises UserError where another file has its name."""
         if not self.filled:
             return
         name = manifest.shard_name(len(self.shards))

@@ -32,8 +32,7 @@ def list_shards(folder):
 
 
 class Cache:
-    """Blocks of remote shards, in a local folder of at most `limit` bytes, which the processes of a host may share. The
-    least recently used ones leave first."""
+    """Blocks of remote shards in a folder of at most `limit` bytes, which processes may share; the least used leave."""
 
     def __init__(self, folder, limit):
         self.folder = folder

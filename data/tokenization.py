@@ -87,8 +87,7 @@ class HubTokenizer:
 
 
 def load_tokenizer(name):
-    """The `tiktoken.Encoding` of tiktoken's name of it, which it may fetch from the network, or of the path or address
-    of a .tiktoken file of ranks; the `HubTokenizer` of a tokenizer.json. Raises UserError."""
+    """The `tiktoken.Encoding` of a name or of a .tiktoken file, or the `HubTokenizer` of a .json. Raises UserError."""
     import tiktoken
 
     if name.endswith(".json"):
@@ -147,24 +146,6 @@ def dump_ranks(ranks):
     """The bytes of a file of tiktoken ranks, {token bytes: rank}."""
     tokens = sorted(ranks, key=ranks.get)
     return b"".join(base64.b64encode(token) + b" %d\n" % ranks[token] for token in tokens)
-
-
-def load_by_name(name):
-    """tiktoken's encoding of this name, which it may fetch from the network. Raises UserError."""
-    import tiktoken
-
-    names = tiktoken.list_encoding_names()
-    if name not in names:
-        raise UserError(
-            f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of {', '.join(names)}."
-        )
-    try:
-        return tiktoken.get_encoding(name)
-    except OSError as e:  # requests' errors are OSErrors too
-        raise UserError(
-            f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
-            f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR."
-        ) from None
 
 
 def text_of(encoding, ids):
@@ -249,8 +230,7 @@ def made_shards(encoding, name, sha256):
 
 
 def shards_tokenizer(root, manifest, flag=""):
-    """Name or file of the tokenizer of shards below `root`: --tokenizer, which is `flag`, or what their manifest names;
-    "" where neither does."""
+    """Name or file of the tokenizer of shards below `root`: --tokenizer, `flag`, or that of their manifest; "" of none."""
     return flag or in_folder(root, manifest.get("tokenizer", ""))
 
 
@@ -260,8 +240,7 @@ def in_folder(folder, name):
 
 
 def keep_tokenizer(folder, name):
-    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there. Raises
-    UserError where there are others of these names."""
+    """Copy the files of the tokenizer `name`, if any, into a folder; returns its name there. Raises UserError."""
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name

@@ -112,8 +112,7 @@ MACHINES = [
 
 
 def parse_machine(name):
-    """(slices or hosts, Chip, dims of a slice or number of GPUs) of a machine; None where it is none. Raises UserError
-    where Google sells no such slice."""
+    """(slices or hosts, Chip, dims of a slice or number of GPUs) of a machine, or None. Raises UserError."""
     for pattern in MACHINES:
         found = re.fullmatch(pattern, name.lower())
         kind = found and OTHER_NAMES.get(found["kind"], found["kind"])

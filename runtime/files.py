@@ -102,8 +102,7 @@ def names_in(folder):
 
 
 def check_plain(path):
-    """Raises OSError where no plain file can be at the local `path`: it would take the place of a folder, a device or a
-    pipe, or of a file that may not be written."""
+    """Raises OSError where no plain file can be written at the local `path`, as where a folder or a pipe is."""
     with contextlib.suppress(FileNotFoundError):
         if path.endswith("/") or not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(errno.EINVAL, "it is no plain file")

@@ -36,8 +36,7 @@ def holder_in(content):
 
 
 def system_lock(file):
-    """Whether this process now has the system's lock of an open file, which ends with the process; None where the file
-    system has no such locks."""
+    """Whether this process now has the system's lock of an open file; None where the file system has none."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -48,8 +47,7 @@ def system_lock(file):
 
 
 def lock_file(path, in_use):
-    """Lock a local folder, made if need be, by the file `path`: (what a dead holder left in it, function that releases
-    the folder). Raises in_use(content, is it alive) where another process holds it, and OSError."""
+    """Lock a local folder by the file `path`: (what a dead holder left in it, function that releases it), or raise."""
     folder = os.path.dirname(path) or "."
     is_new = not os.path.lexists(folder)
     os.makedirs(folder, exist_ok=True)

@@ -118,8 +118,8 @@ def value_of(f, words):
     """The value of a field that words mean. Raises UserError where they mean none."""
     one, n = type_of(f)
     choices = get_args(one)
-
-    def convert(word):
+    values = []
+    for word in words:
         value = os.path.expanduser(word) if f.metadata.get("path") else word
         if not choices:
             with contextlib.suppress(ValueError):
@@ -127,10 +127,8 @@ def value_of(f, words):
         if must := unmet(f, value):
             near = nearest(word, choices)
             raise UserError(f"{shown(f)} {word:.40}: must be {must}{near}; see --help.")
-        return value
-
-    values = tuple(map(convert, words))
-    return values[0] if n in (0, 1) else values
+        values.append(value)
+    return values[0] if n in (0, 1) else tuple(values)
 
 
 def value_in_file(f, value):
@@ -169,8 +167,6 @@ def unmet(f, value):
 # --- Command line --------------------------------------------------------------------------------------------------
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
-# what other programs take after a switch
-TRUTHS = set("true false yes no on off 0 1".split())
 # lines of flags as nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval call them, each with what is said
 FOREIGN = os.path.join(os.path.dirname(__file__), "foreign_flags.txt")
 
@@ -233,9 +229,8 @@ def read_flag(word, words, known):
         near = nearest(flag, [f"--{n}" for n in by_name])
         raise UserError(f"{flag}: there is no such flag{near}; see --help.")
     _, n = type_of(f)
-    if n == 0 and (equals or (words and words[0].lower() in TRUTHS)):
-        given = word if equals else f"{word} {words[0]}"
-        raise UserError(f"{given:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
+    if n == 0 and equals:
+        raise UserError(f"{word:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
     if n == 0:
         return f, [name == f.name]
     if equals:
@@ -249,19 +244,16 @@ def read_flag(word, words, known):
 
 
 def foreign(name, known):
-    """In words: what a flag of another program is here, in a program with the flags `known`; "" where that is not
-    known."""
+    """In words: what a flag of another program is here, in a program with the flags `known`, or ""."""
     name = name.split(".")[-1]  # torchtitan's have their group before them
     with open(FOREIGN) as f:
         lines = f.read().splitlines()
-    said = ""
     for names, words in zip(lines[::2], lines[1::2]):
         named = re.findall(r"--(?:no_)?(\w+)|\b(MODEL)\b", words)
-        if {name, name.removeprefix("no_")} & {*names.split()}:
-            said = "belongs to another program here"
-            if known.keys() >= {flag or place.lower() for flag, place in named}:
-                return words.strip()
-    return said
+        needed = {flag or place.lower() for flag, place in named}
+        if {name, name.removeprefix("no_")} & {*names.split()} and known.keys() >= needed:
+            return words.strip()
+    return ""
 
 
 def stray(word, known):

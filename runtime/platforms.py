@@ -3,7 +3,6 @@
 python runtime/platforms.py     prints what this machine computes on: tpu, gpu or cpu (setup_tpu.sh asks so)
 """
 
-import contextlib
 import functools
 import glob
 import importlib.util
@@ -11,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 # Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers. TPUs and
 # GPUs compute while bytes travel.
@@ -42,10 +42,11 @@ def accelerator():
         return "gpu"
     if glob.glob("/dev/accel[0-9]*"):
         return "tpu"
-    # vfio hands any device to a program
-    if glob.glob("/dev/vfio/[0-9]*") and has_google_chip():
-        return "tpu"
-    return "cpu"
+    # vfio hands any device to a program: one by Google, which makes TPUs, is on the PCI bus then
+    vendors = [
+        Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")
+    ]
+    return "tpu" if glob.glob("/dev/vfio/[0-9]*") and "0x1ae0" in vendors else "cpu"
 
 
 def platform():
@@ -70,15 +71,6 @@ def nvidia_smi_lists_gpus():
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     return listed.stdout.startswith("GPU")
-
-
-def has_google_chip():
-    """Whether a chip by Google, which makes TPUs, is on the PCI bus."""
-    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-        with contextlib.suppress(OSError), open(path) as f:
-            if f.read().strip() == "0x1ae0":
-                return True
-    return False
 
 
 def set_xla_flags(n_devices, num_processes=1):

@@ -130,8 +130,7 @@ def on_main_process(work):
 
 @contextlib.contextmanager
 def alone_in_folder(run):
-    """Hold the run directory for the processes of this run, by process 0, before any of them writes there. Raises
-    UserError on all of them where another run holds it or it cannot be written."""
+    """Hold the run directory for the processes of this run, by process 0. Raises UserError on all of them."""
     with contextlib.ExitStack() as held:
         lock = locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name")
         on_main_process(lambda: held.enter_context(lock))

@@ -179,7 +179,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--architecture gpt2 --n_experts 4": ["--architecture gpt2", "no such choice", "leave"],
     "--blocks two": ["--blocks two: must be a whole number"],
     "--max_lr high": ["--max_lr high: must be a number"],
-    "--wandb yes": ["--wandb yes: takes no value; give --wandb or --no_wandb alone"],
+    "--wandb yes": ["'yes': belongs to no flag: each value comes after its flag, and a switch"],
     "train": ["'train': belongs to no flag: each value comes after its flag"],
     "blocks=4": ["'blocks=4': begins with no hyphens; give --blocks 4"],
     "batch_size=4": ["--batch_size: is --train_batch_size here"],

@@ -27,7 +27,8 @@ import data.workers
 from data import splits, tokenization, tokenize_shards, train_tokenizer
 from data.sources import files as source_files
 from data.sources import text as source_text
-from data.sources.files import Files, stdlib_documents
+from data.sources.base import Source
+from data.sources.files import stdlib_documents
 from runtime import files, locks, messages
 
 HOSTILE_FILES = {
@@ -540,7 +541,7 @@ def test_tiktoken_encodes_as_the_training_library(tmp_path, monkeypatch):
     names = [d.name for d in documents]
     assert names == sorted(set(names)) and {"os.py", "json/decoder.py"} <= set(names)
     assert all(n.endswith(".py") and "site-packages" not in n for n in names)
-    texts = train_tokenizer.sample(Files(documents, False))
+    texts = train_tokenizer.sample(Source(documents, [], False))
     assert sum(map(len, texts)) > 290_000
     trained = train_tokenizer.train([*texts, " " * 10**6 + "x" * 10**6], 1000)
     ranks = tokenization.dump_ranks(train_tokenizer.to_ranks(trained))

@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from data.sources.base import Source
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
 from runtime.files import filesystem
@@ -10,8 +11,7 @@ from runtime.messages import UserError, first_line
 
 
 def open_dataset(args):
-    """The rows of a dataset of the hub, at its newest revision, or in the hub's cache where the hub is not reached.
-    args: a command_line.Source. Raises UserError."""
+    """The rows of a dataset of the hub, at its newest revision, or in the hub's cache. args: a command_line.Source."""
     import datasets  # takes a second
 
     name, split = args.source, args.split
@@ -36,7 +36,8 @@ def open_dataset(args):
             f"--source {name}: only .parquet and .jsonl files can be read, and its files are others, such as {urls[0]}."
         )
     files = {fs._strip_protocol(url): info["size"] for url, info in zip(urls, infos)}
-    source = kind(fs, files, args.text_column, args.skip_damaged)
+    records = kind(fs, files, args.text_column, args.skip_damaged)
+    source = Source([], [records], args.skip_damaged)
     source.identity = {"config": args.config, "split": split, "revision": revision}
     source.identity["text_column"] = args.text_column
     return source

@@ -12,8 +12,7 @@ class Lines(Records):
 
     endings = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.zstd")
 
-    def entries(self, file):
-        path = self.files[file][0]
+    def entries(self, path):
         with self.fs.open(path, "rb") as raw:
             for i, line in enumerate(lines(decompressed(raw, path)), 1):
                 if line.strip():

@@ -5,11 +5,12 @@ import re
 
 from fsspec.implementations.local import LocalFileSystem
 
-from data.sources.base import Mixed, many, shown, warn_of_left_out
-from data.sources.files import Files, check_is_text, documents_of, stdlib_documents, walk
+from data.sources.base import Source, many, shown, warn_of_left_out
+from data.sources.files import documents_of, stdlib_documents, walk
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
+from data.sources.text import read_text
 from runtime.files import filesystem, is_remote, persist
 from runtime.messages import UserError, first_line
 
@@ -45,7 +46,7 @@ def open_source(args):
     source, skip = args.source, args.skip_damaged
     shown.clear()
     if source == "stdlib":
-        return Files(stdlib_documents(), skip)
+        return Source(stdlib_documents(), [], skip)
     try:
         fs, found = persist(lambda: find(source), source)
     except (OSError, ValueError, ImportError) as e:
@@ -53,7 +54,7 @@ def open_source(args):
     if any(map(kind_of, found)):
         return open_records(args, fs, found)
     if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
-        return Files(text_files(source, fs, found), skip)
+        return Source(text_files(source, fs, found), [], skip)
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         return open_dataset(args)
     what = "there is no such file or folder"
@@ -68,19 +69,19 @@ def open_source(args):
 def open_records(args, fs, found):
     """A source of the records and, on this machine, of the texts in the files `found`, {path: bytes}."""
     is_local = isinstance(fs, LocalFileSystem)
-    others = {*found}
     texts = [path for path in found if is_local and TEXT.search(path)]
-    others -= {*texts}
-    sources = []
-    if any(found[path] for path in texts):
-        sources.append(Files(text_files(args.source, fs, texts), args.skip_damaged))
+    others = found.keys() - set(texts)
+    kinds = []
     for kind in KINDS:
-        records = {path: size for path, size in found.items() if kind_of(path) is kind}
-        others -= records.keys()
-        if records:
-            sources.append(kind(fs, records, args.text_column, args.skip_damaged))
+        files = {path: size for path, size in found.items() if kind_of(path) is kind}
+        others -= files.keys()
+        if files:
+            kinds.append(kind(fs, files, args.text_column, args.skip_damaged))
     warn_of_left_out("other file", others)
-    return sources[0] if len(sources) == 1 else Mixed(sources)
+    documents = []
+    if any(found[path] for path in texts):
+        documents = text_files(args.source, fs, texts)
+    return Source(documents, kinds, args.skip_damaged)
 
 
 def text_files(source, fs, found):
@@ -89,5 +90,9 @@ def text_files(source, fs, found):
     root = path if fs.isdir(path) else os.path.dirname(WILDCARD.split(path)[0])
     documents = documents_of(found, root)
     if path in found:
-        check_is_text(documents[0])
+        content, replaced = read_text(documents[0])
+        if replaced * 10 > len(content):  # as of a PDF or of text in another encoding
+            raise UserError(
+                f"--source {source}: is not UTF-8 text; convert it first (iconv -f ENCODING -t utf-8)."
+            )
     return documents

@@ -51,8 +51,7 @@ def wide_encoding(content):
 
 
 def lines(stream):
-    """Yield the lines of a stream of bytes as text, where bytes that are not UTF-8 are lone surrogates; of a line that
-    is longer than LONGEST, a beginning that is, too."""
+    """Yield the lines of a stream as text, bytes that are not UTF-8 as lone surrogates; of a longer one LONGEST + 1."""
     encoding = wide_encoding(stream.peek(4))
     errors = "strict" if encoding else "surrogateescape"
     text = io.TextIOWrapper(stream, encoding or "utf-8-sig", errors, newline="\n")
@@ -73,8 +72,7 @@ def decode(content):
 
 
 def read_text(document):
-    """(text, number of characters that became U+FFFD) of a document. Raises UserError where the file cannot be read or
-    is too long."""
+    """(text, number of characters that became U+FFFD) of a document. Raises UserError where it cannot be read."""
     if document.text is not None:
         content = whole_characters(document.text)
         return content, content.count("\ufffd") - document.text.count("\ufffd")
