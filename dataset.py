@@ -53,17 +53,15 @@ class Corpus:
         self.unverified = "" if made else warning
         if made.get("vocab_size", 0) > self.vocab_size:
             raise UserError(
-                f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
-                f"of {made['vocab_size']} ({made['tokenizer']}); give that or other shards."
+                f"--vocab_size {self.vocab_size}: the shards in {self.folder} need {made['vocab_size']}; give that."
             )
         found = list_shards(self.folder)
         if made:
             manifest.check_files(self.folder, made, found)
         if not found:
             raise UserError(
-                f"--data: there are no shards (.npy) in {self.folder}; bash run.sh local --data FOLDER makes some of "
-                f"text and trains on them, as data/tokenize_shards.py (val if --val_fraction is above 0) and "
-                f"data/prepare.py make them."
+                f"--data: there are no shards (.npy) in {self.folder}; bash run.sh local --data FOLDER makes them of "
+                "text, as data/tokenize_shards.py does (val if --val_fraction is above 0), or data/prepare.py."
             )
         entries = {entry["name"]: entry for entry in made.get("shards", [])}
         cache = Cache(f"{cfg.data.cache_dir}/blocks", cfg.data.cache_gb * 1e9)
@@ -76,8 +74,7 @@ class Corpus:
         self.n_sequences = int(self.counts.sum())
         if not self.n_sequences:
             raise UserError(
-                f"--T {self.T}: the shards in {self.folder} hold no sequence of {self.T + 1} tokens; "
-                f"give a smaller --T, or shards of more text."
+                f"--T {self.T}: the shards in {self.folder} have no {self.T + 1} tokens; give less."
             )
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(lambda shard: shard.check(self.vocab_size), self.shards))
@@ -301,9 +298,7 @@ def shares_of(mix, names):
     shares = np.diff(np.rint(edges).astype(np.int64))
     for name, weight, share in zip(names, weights, shares):
         if weight and not share:
-            raise UserError(
-                f"--mix: {name} has less than 1/{PERIOD:,} of the sequences; give it more or leave it out."
-            )
+            raise UserError(f"--mix: {name} has less than 1/{PERIOD:,} of the run; leave it out.")
     return shares // np.gcd.reduce(shares)
 
 

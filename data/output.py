@@ -78,8 +78,7 @@ class ShardWriter:
 def foreign(path):
     """The UserError for a file that is in the way and that no run of this program is known to have made."""
     return UserError(
-        f"--output: {path} is in the way, and nothing shows that this program made it for these shards; move it away, "
-        f"or give another folder."
+        f"--output: {path} is in the way and not known to be of these shards; move it away, or give another folder."
     )
 
 
@@ -107,8 +106,7 @@ class Output:
             words = ["the source has other files now, or files of other sizes"]
         if differ:
             raise UserError(
-                f"--output {self.path}: {name} holds shards of other settings ({', '.join(words)}); give "
-                f"another folder, or delete this one."
+                f"--output {self.path}: {name} has other settings ({', '.join(words)}); give another folder."
             )
 
     def is_finished(self):
@@ -134,8 +132,7 @@ class Output:
             return held | {name: held[name] for name in names}
         except Exception as e:  # damage may raise any error of zipfile, zlib, numpy and json
             raise UserError(
-                f"--output {self.path}: {PROGRESS} is damaged or was not written by this program ({first_line(e)}); "
-                f"restore it, or give another folder."
+                f"--output {self.path}: {PROGRESS} is damaged or another program's ({first_line(e)}); give another."
             ) from None
 
     def save_progress(self, position):
@@ -181,8 +178,7 @@ class Output:
         self.position = held["position"]
         if held["read_sha256"] != self.source.read_sha256(self.position):
             raise UserError(
-                f"--source: files that were read for these shards changed or disappeared, or others came between them; "
-                f"restore them, give another --output, or delete {self.path}."
+                "--source: files that were read for these shards changed; restore them, or give another --output."
             )
         self.validation = held["validation"]
         self.seen.add(held["hashes"])
@@ -223,8 +219,7 @@ class Output:
         known = {shard["name"] for shard in writer.shards} if writer else set()
         if gone := known - names:
             raise UserError(
-                f"--output: {os.path.join(folder, min(gone))} is missing, which an interrupted run wrote; put it back, "
-                f"or delete the folder."
+                f"--output: {folder}/{min(gone)} is missing, which an interrupted run wrote; put it back."
             )
         # a run may have been killed between writing the next ones and saving its progress
         next_ones = range(len(known), len(names)) if begun and writer else ()

@@ -66,9 +66,7 @@ def announce(corpus, shards):
     say(f"about {n_tokens:,.0f} tokens, {size(text)} of text; {size(read)} to read")
     say(f"about {on_disk} of shards in {shards.output}")
     hours = max(0.1, text / rate / 3600)
-    say(
-        f"about {hours:.1f} hours, at {rate / 1e6:.0f} MB/s as measured here now, if the network keeps up"
-    )
+    say(f"about {hours:.1f} hours, at {rate / 1e6:.0f} MB/s as measured; the network may be slower")
 
 
 def main():

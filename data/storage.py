@@ -56,8 +56,7 @@ class Cache:
                 f.write(content)
         except OSError as e:
             raise UserError(
-                f"--cache_dir: {path} cannot be written ({e}); make room, or give another folder or a "
-                f"smaller --cache_gb."
+                f"--cache_dir: {path} cannot be written ({e}); make room, give another folder, or less --cache_gb."
             ) from None
         with self.lock:
             self.unseen += len(content)
@@ -140,8 +139,7 @@ class Shard:
         top = int(ids.view(unsigned).max(initial=0))
         if top >= vocab_size:
             raise UserError(
-                f"--vocab_size {vocab_size}: {self.path} holds token id {top}, beyond the vocabulary; give "
-                f"a larger --vocab_size or other shards."
+                f"--vocab_size {vocab_size}: {self.path} holds token id {top}; give more, or other shards."
             )
         return ids
 
@@ -181,9 +179,7 @@ class Shard:
         try:
             return persist(fetch, self.path)
         except FileNotFoundError:
-            raise UserError(
-                f"--data: {self.path} is missing; put it back or make it again."
-            ) from None
+            raise UserError(f"--data: {self.path} is missing; make it again.") from None
 
     def _is_sound(self, b, content):
         """Whether `content` has the length and, where one is known, the checksum of block b."""

@@ -43,9 +43,7 @@ class HubTokenizer:
         try:
             self.tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as e:  # the library raises no other class
-            raise UserError(
-                f"--tokenizer {path}: cannot be read as a tokenizer ({e}); copy it again."
-            ) from None
+            raise UserError(f"--tokenizer {path}: is no tokenizer ({e}); copy it again.") from None
         self.tokenizer.encode_special_tokens = True
         # a file may ask for either, for the batches of its own model
         self.tokenizer.no_truncation()
@@ -59,8 +57,7 @@ class HubTokenizer:
         self.bos_token = self.eot_token if begin is None else begin
         if self.eot_token is None:
             raise UserError(
-                f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
-                f"tokenizer_config.json beside it."
+                f"--tokenizer {path}: has no token {end}; name its eos_token in the tokenizer_config.json beside it."
             )
 
     def id_of(self, token):
@@ -103,8 +100,7 @@ def load_tokenizer(name):
         return tiktoken.get_encoding(name)
     except OSError as e:  # requests' errors are OSErrors too
         raise UserError(
-            f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
-            f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR."
+            f"--tokenizer {name}: cannot be fetched ({type(e).__name__}); TIKTOKEN_CACHE_DIR may name its folder."
         ) from None
 
 
@@ -112,9 +108,7 @@ def content_of(path):
     """Bytes of a tokenizer's file, local or remote. Raises UserError."""
     content = read_file(path)
     if content is None:
-        raise UserError(
-            f"--tokenizer {path}: there is no such file; data/train_tokenizer.py makes .tiktoken files."
-        )
+        raise UserError(f"--tokenizer {path}: there is no such file; give another.")
     return content
 
 
@@ -230,7 +224,7 @@ def made_shards(encoding, name, sha256):
 
 
 def shards_tokenizer(root, manifest, flag=""):
-    """Name or file of the tokenizer of shards below `root`: --tokenizer, `flag`, or that of their manifest; "" of none."""
+    """Name or file of the tokenizer of shards below `root`: of --tokenizer, `flag`, or of their manifest; or ""."""
     return flag or in_folder(root, manifest.get("tokenizer", ""))
 
 

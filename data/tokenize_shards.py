@@ -123,9 +123,7 @@ def write(args, source, output, encoding):
     output.begin(args.tokenizer)
     if output.validation == ENDS:
         share = f"{100 * args.val_fraction:g}%"
-        say(
-            f"{args.output}: too few documents to hold whole ones out: val is the last {share} of each"
-        )
+        say(f"{args.output}: too few documents to hold some out: val is the last {share} of each")
     fill(args, source, output, encoding)
     totals = sum((writer.totals for writer in output.writers.values()), Counter())
     damaged = ""

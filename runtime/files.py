@@ -46,8 +46,7 @@ def filesystem(path):
         return fsspec.core.url_to_fs(path, **settings)
     except (ImportError, ValueError) as e:
         raise UserError(
-            f"{path}: is no address that can be used ({e}); bash setup_tpu.sh gs or s3 adds the package for gs:// or "
-            f"s3://."
+            f"{path}: is no address that can be used ({e}); bash setup_tpu.sh gs or s3 adds these packages."
         ) from None
 
 
@@ -71,8 +70,7 @@ def persist(work, path):
             late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
             if pause is None or late or (tries == 3 and is_denied(e)):
                 raise UserError(
-                    f"{path} cannot be used ({said}); check that the storage exists and that this machine's "
-                    f"credentials give access to it."
+                    f"{path} cannot be used ({said}); check that it exists and your credentials give access to it."
                 ) from None
             if pause == 4:
                 warn(f"{path} ({said}); trying again")
@@ -173,9 +171,7 @@ def write_file(path, content):
         with replacing(path) as f:
             f.write(content)
     except OSError as e:
-        raise UserError(
-            f"{path} cannot be written ({e.strerror}); give another place, with enough room."
-        ) from None
+        raise UserError(f"{path} cannot be written ({e.strerror}); give another place.") from None
 
 
 def check_place(path, flag):
@@ -187,9 +183,7 @@ def check_place(path, flag):
             at = os.path.dirname(at)
         tempfile.TemporaryFile(dir=at).close()
     except OSError as e:
-        raise UserError(
-            f"{flag} {path}: cannot be written ({e.strerror}); give another place."
-        ) from None
+        raise UserError(f"{flag} {path}: cannot be written ({e.strerror}); give another.") from None
 
 
 def read_file(path):

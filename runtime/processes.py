@@ -45,7 +45,12 @@ def join_processes(cfg):
     # That service would swallow SIGTERM from here on; `Interrupt` makes a signal known to all processes.
     jax.config.update("jax_enable_preemption_service", False)
     limit = 3 * run.peer_timeout  # machines do not all start at one moment
-    late = threading.Timer(limit, end_too_late, [run, limit])
+    # else jax would end in a stack trace
+    words = (
+        f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet within {limit} s; does the same "
+        f"command run on every host, each with its own --process_id, and can all reach --coordinator?"
+    )
+    late = threading.Timer(limit, interrupts.end, [1, words])  # not 2: another try may succeed
     late.daemon = True
     late.start()
     try:
@@ -67,8 +72,7 @@ def join_processes(cfg):
         late.cancel()
     if run.n_devices not in (0, jax.device_count()):
         raise UserError(
-            f"--n_devices {run.n_devices}: {jax.process_count()} processes train on all devices that they have, "
-            f"{jax.device_count()}."
+            f"--n_devices {run.n_devices}: several processes train on all their devices, {jax.device_count()}."
         )
 
 
@@ -86,16 +90,6 @@ def meeting_place(run):
         process_id=run.process_id,
         coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind),
     )
-
-
-def end_too_late(run, limit):
-    """End this process because the others did not come within `limit` seconds: jax would end in a stack trace."""
-    where = f" at --coordinator {run.coordinator}" if run.coordinator else ""
-    words = (
-        f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet{where} within {limit} s; is the "
-        f"same command running on every host, each with its own --process_id, and can that be reached?"
-    )
-    interrupts.end(1, words)  # not 2: another try may succeed
 
 
 def all_of(here):

@@ -168,8 +168,7 @@ class Source:
                 yield lost
         if not is_reached:
             raise UserError(
-                f"--source: {path} has changed since it was read for these shards; restore it, or give another "
-                f"--output."
+                f"--source: {path} has changed since it was read; restore it, or give another --output."
             )
 
     def _stand_at(self, documents, done, file, line, crc32):

@@ -92,7 +92,5 @@ def text_files(source, fs, found):
     if path in found:
         content, replaced = read_text(documents[0])
         if replaced * 10 > len(content):  # as of a PDF or of text in another encoding
-            raise UserError(
-                f"--source {source}: is not UTF-8 text; convert it first (iconv -f ENCODING -t utf-8)."
-            )
+            raise UserError(f"--source {source}: is not UTF-8 text; convert it (iconv -t utf-8).")
     return documents

@@ -26,9 +26,7 @@ WIDE = {  # those of 32 bits first: their marks begin with those of 16
 def check_length(size, what, advice=""):
     """Raises UserError where `what`, a document of `size` bytes, is longer than LONGEST."""
     if size > LONGEST:
-        raise UserError(
-            f"--source: {what} is longer than {LONGEST:,} bytes, the most that a document may have{advice}."
-        )
+        raise UserError(f"--source: {what} is longer than {LONGEST:,} bytes{advice}.")
 
 
 def decompressed(raw, path):
@@ -44,10 +42,7 @@ def decompressed(raw, path):
 
 def wide_encoding(content):
     """Name of the encoding that the byte order mark at the beginning of `content` tells, or None: UTF-8."""
-    for mark, name in WIDE.items():
-        if content.startswith(mark):
-            return name
-    return None
+    return next((name for mark, name in WIDE.items() if content.startswith(mark)), None)
 
 
 def lines(stream):
