@@ -159,8 +159,7 @@ class Mixture:
         if n_train is None:
             phases = [(1.0, average)]
             has_split = [n for n in names if list_shards(os.path.join(corpus_root(cfg, n), folder))]
-            # where none has the split, opening the first one raises
-            names = has_split or names
+            names = has_split or names  # where none has the split, opening the first one raises
         self.T = cfg.model.T
         self.names = names
         self.corpora = [Corpus(cfg, corpus_root(cfg, name), folder) for name in names]
@@ -320,10 +319,9 @@ def data_fingerprint(*mixtures):
     for corpus in [corpus for mixture in mixtures for corpus in mixture.corpora]:
         shards = []
         for shard in corpus.shards:
-            name = os.path.basename(shard.path)
+            about = {"name": os.path.basename(shard.path), "tokens": shard.length}
             sha256 = shard.about.get("sha256")
-            about = {"name": name, "tokens": shard.length, "sha256": sha256}
-            shards.append(about if sha256 else (name, shard.length))
+            shards.append(about | {"sha256": sha256} if sha256 else tuple(about.values()))
         held.append([shards, corpus.manifest.get("tokenizer_sha256")])
     return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
@@ -387,19 +385,16 @@ def put_batch(sequences, first, shape, mesh):
 
 
 class Prefetch:
-    """Iterator over make(n) for every n of `numbers`. A background thread makes `depth` of them ahead; an error
-    is raised where its item would have come.
-
-    `waited`: seconds in which the devices only waited for items; they count from when busy(), called before each wait,
-    has returned.
-    """
+    """Iterator over make(n) for every n of `numbers`. A background thread makes `depth` of them ahead; an error is
+    raised where its item would have come."""
 
     def __init__(self, make, numbers, depth=3, busy=lambda: None):
+        """busy: called before each wait, returns when the devices have nothing to do."""
         self.make = make
         self.numbers = iter(numbers)
         self.depth = depth
         self.busy = busy
-        self.waited = 0.0
+        self.waited = 0.0  # seconds in which the devices only waited for items
         self.worker = ThreadPoolExecutor(1, "prefetch")
         self.ahead = deque()  # futures, in order
 

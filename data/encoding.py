@@ -11,16 +11,8 @@ from data.splits import divide, hash_of
 from data.tokenization import CUT
 from runtime.messages import UserError
 
-COUNTS = (
-    "documents",
-    "bytes",
-    "empty_documents",
-    "replaced_documents",
-    "replaced_characters",
-    "damaged_files",
-    "damaged_records",
-    "duplicate_documents",
-)
+COUNTS = """documents bytes empty_documents replaced_documents replaced_characters damaged_files damaged_records
+duplicate_documents""".split()
 
 
 def encode_text(text, encoding):

@@ -98,9 +98,7 @@ class Output:
 
     def check(self, held, name, but=None):
         """Raises UserError where shards were made with other settings than these. but: a setting that may differ."""
-        differ = [k for k, v in self.settings.items() if held.get(k) != v]
-        if but in differ:
-            differ.remove(but)
+        differ = [k for k, v in self.settings.items() if k != but and held.get(k) != v]
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]
         if differ == ["source_listing_sha256"]:
             words = ["the source has other files now, or files of other sizes"]

@@ -2,8 +2,8 @@
 
 python data/prepare.py tinystories
 
-It prints licence, sizes and hours before it begins. Killed at any moment, the same command resumes. data/corpora.json
-lists the corpora; data/tokenize_shards.py does the work, and takes any others.
+It prints licence, sizes and hours before it begins. data/corpora.json lists the corpora; data/tokenize_shards.py does
+the work, and takes any others.
 """
 
 if __name__ == "__main__":

@@ -111,8 +111,7 @@ class Shard:
     def header(self):
         """(position of the first token, dtype, number of tokens)."""
         try:
-            beginning = self._read_bytes(0, min(self.size, BLOCK, 4096))
-            f = io.BytesIO(beginning.tobytes())
+            f = io.BytesIO(self._read_bytes(0, min(self.size, BLOCK, 4096)).tobytes())
             np.lib.format.read_magic(f)
             shape, _, dtype = np.lib.format.read_array_header_1_0(f)
         except (ValueError, OSError) as e:

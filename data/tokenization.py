@@ -206,9 +206,8 @@ def meaning(encoding):
 
 
 def made_shards(encoding, name, sha256):
-    """Whether shards were made with a tokenizer, or one whose ids of text mean the same: its end of text, all tokens
-    but the special ones, and the order of the merges are equal. None where nothing tells. name, sha256: of the one that
-    made them."""
+    """Whether shards were made with a tokenizer, by `name` and `sha256`, or one whose end of text, tokens but special
+    ones, and order of the merges are the same; None where nothing tells."""
     if sha256 == content_sha256(encoding):
         return True
     if sha256 and not name.endswith(".json") and not isinstance(encoding, HubTokenizer):

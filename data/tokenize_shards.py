@@ -102,9 +102,7 @@ def tokenize(args):
 def settings_of(args, source, encoding):
     """{setting: value} of the manifest, in which shards must agree to be the same."""
     kind = os.path.splitext(args.tokenizer)[1]
-    where = args.source
-    if os.path.exists(where):
-        where = os.path.abspath(where)
+    where = os.path.abspath(args.source) if os.path.exists(args.source) else args.source
     return {
         "source": where,
         **source.identity,

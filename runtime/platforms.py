@@ -75,10 +75,8 @@ def nvidia_smi_lists_gpus():
 
 def set_xla_flags(n_devices, num_processes=1):
     """Add this platform's XLA flags to the environment; what the user has set there stays and wins. Of n_devices
-    simulated ones each process gets its part.
-
-    Without an accelerator jax looks for none: where a plugin is installed, as for --plan, it would complain.
-    """
+    simulated ones each process gets its part."""
+    # jax would complain where a plugin is installed, as for --plan, and no accelerator is there
     if not os.environ.get("JAX_PLATFORMS") and accelerator() == "cpu":
         choose_cpu()
     # the TPU compiler has a variable of its own
