@@ -130,7 +130,7 @@ class Output:
             return held | {name: held[name] for name in names}
         except Exception as e:  # damage may raise any error of zipfile, zlib, numpy and json
             raise UserError(
-                f"--output {self.path}: {PROGRESS} is damaged or another program's ({first_line(e)}); give another."
+                f"--output {self.path}: {PROGRESS} is damaged or foreign ({first_line(e)}); give another folder."
             ) from None
 
     def save_progress(self, position):

@@ -100,7 +100,7 @@ def load_tokenizer(name):
         return tiktoken.get_encoding(name)
     except OSError as e:  # requests' errors are OSErrors too
         raise UserError(
-            f"--tokenizer {name}: cannot be fetched ({type(e).__name__}); TIKTOKEN_CACHE_DIR may name its folder."
+            f"--tokenizer {name}: cannot be fetched ({type(e).__name__}); name a folder of ranks in TIKTOKEN_CACHE_DIR."
         ) from None
 
 

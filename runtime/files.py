@@ -46,7 +46,7 @@ def filesystem(path):
         return fsspec.core.url_to_fs(path, **settings)
     except (ImportError, ValueError) as e:
         raise UserError(
-            f"{path}: is no address that can be used ({e}); bash setup_tpu.sh gs or s3 adds these packages."
+            f"{path}: is no address that can be used ({e}); bash setup_tpu.sh gs, or s3, adds the package for that."
         ) from None
 
 

@@ -42,11 +42,10 @@ def accelerator():
         return "gpu"
     if glob.glob("/dev/accel[0-9]*"):
         return "tpu"
-    # vfio hands any device to a program: one by Google, which makes TPUs, is on the PCI bus then
-    vendors = [
-        Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor")
-    ]
-    return "tpu" if glob.glob("/dev/vfio/[0-9]*") and "0x1ae0" in vendors else "cpu"
+    # vfio hands any device to a program: a TPU is by Google
+    vendors = glob.glob("/sys/bus/pci/devices/*/vendor") if glob.glob("/dev/vfio/[0-9]*") else []
+    is_tpu = any(Path(path).read_text().strip() == "0x1ae0" for path in vendors)
+    return "tpu" if is_tpu else "cpu"
 
 
 def platform():

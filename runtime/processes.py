@@ -76,6 +76,9 @@ def join_processes(cfg):
         )
 
 
+LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # which no other machine reaches
+
+
 def meeting_place(run):
     """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none."""
     if not run.coordinator:
@@ -83,7 +86,7 @@ def meeting_place(run):
     host, port = run.coordinator.rsplit(":", 1)
     # by itself jax listens on [::], which a machine without IPv6 does not have
     every = "[::]" if host[0] == "[" else "0.0.0.0"
-    bind = run.coordinator if host in ("localhost", "127.0.0.1") else f"{every}:{port}"
+    bind = run.coordinator if host in LOOPBACK else f"{every}:{port}"
     return dict(
         coordinator_address=run.coordinator,
         num_processes=run.num_processes,
