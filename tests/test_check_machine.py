@@ -18,7 +18,7 @@ def checked(out, *only, **options):
     """(exit status, {check: verdict} of report.json, report.md)."""
     status = check_machine.main(check_machine.Options(str(out), only, **options))
     found = json.loads((out / "report.json").read_text())
-    verdicts = {row["name"]: row["verdict"] for row in found["checks"]}
+    verdicts = {row["check"]: row["verdict"] for row in found["checks"]}
     page = (out / "report.md").read_text()
     assert all(f"| {name} " in page for name in verdicts) and found["verdict"] in page
     return status, verdicts, page
@@ -43,14 +43,14 @@ def test_broken_parts_are_named_and_the_others_still_checked(tmp_path, monkeypat
     assert status == 1 and page.startswith(f"# Machine check: FAILED: {', '.join(broken)}; ")
     assert [name for name, verdict in verdicts.items() if verdict == "FAILED"] == [*broken]
     assert verdicts["collective sum_over over dp+pp+tp"] == "passed" and "AttributeError" in page
-    assert "FAILED collective next_stage over pp: gives other numbers than numpy on" in page
+    assert "Wrong: gives other numbers than numpy on mesh (1, 8, 1)" in page
 
 
 def test_a_gradient_of_another_scale_is_found():
     x = jnp.ones(3)
     with pytest.raises(machine_checks.Wrong, match="'gradients'.* 7.0e.00"):
         machine_checks.compare(dict(gradients=x), dict(gradients=8 * x), 1e-4)
-    with pytest.raises(machine_checks.Wrong, match="inf"):
+    with pytest.raises(machine_checks.Wrong, match="nan"):
         machine_checks.compare([x], [x * jnp.nan], 1e-4)
 
 
@@ -67,6 +67,4 @@ def test_an_interruption_leaves_a_page(tmp_path, monkeypatch):
 
 
 def test_mistakes_get_a_sentence(tmp_path):
-    (tmp_path / "notes").write_text("mine")
-    refusal(lambda: checked(tmp_path), f"--out {tmp_path}", "another folder")
     refusal(lambda: checked(tmp_path / "new", "nonsense"), "--only nonsense")

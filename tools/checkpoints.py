@@ -5,15 +5,10 @@ python tools/checkpoints.py runs/tiny
 It needs no accelerator, and may look at a run that is in progress. To delete a checkpoint, remove its folder.
 """
 
+if not __package__:
+    import begin
+
 import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
-
 from dataclasses import dataclass
 
 import jax

@@ -181,15 +181,16 @@ def tokens_per_step(cfg):
     return math.prod(steps.batch_shape(cfg))
 
 
-def markdown(headings, rows):
-    """Lines of a Markdown table, its columns aligned; all cells are text, the first of each row a name."""
-    first, *others = [max(map(len, column)) for column in zip(headings, *rows)]
-    rules = ["-" * first, *(":".rjust(width, "-") for width in others)]
-    lines = []
-    for name, *numbers in [headings, rules, *rows]:
+def markdown(rows):
+    """A Markdown table of rows {heading: text}, its columns aligned, the first one of names."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    first, *others = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * first, *(":".rjust(width, "-") for width in others)])
+    table = []
+    for name, *numbers in lines:
         cells = [name.ljust(first), *map(str.rjust, numbers, others)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table)
 
 
 def before_prompt(options, encoding):

@@ -6,16 +6,11 @@ python tools/compare.py runs/base-seed* runs/high-seed*
 Runs whose names differ in their end -seedN alone are one line: their mean and its standard error.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -6,22 +6,19 @@ python tools/evaluate.py runs/tiny --tasks hellaswag,arc_easy
 Standard errors treat tokens as drawn in clusters: the sequences of shards, the documents of text.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import functools
 import glob
 import math
+import os
+import sys
 from importlib.metadata import version
 
 import utils
 from data import tokenization
+from runtime import interrupts
 from runtime.files import check_place, is_remote, read_file, to_json, write_file
 from runtime.messages import UserError
 from tools import common

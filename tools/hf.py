@@ -7,18 +7,13 @@ python tools/hf.py push runs/deepseek-tiny user/name       checkpoint -> reposit
 `main.py --init_from FOLDER` trains on from such a folder without the detour.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import contextlib
 import functools
 import math
+import os
 import re
 import shutil
 import tempfile

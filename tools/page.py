@@ -6,22 +6,18 @@ python tools/page.py ../theirs/runs --port 9000
 It reads and never writes in the runs, which may be those of others. /v1/completions answers in OpenAI's format.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import contextlib
 import glob
 import importlib.util
 import math
+import os
 import secrets
 import socket
 import statistics
+import sys
 import threading
 import time
 from dataclasses import dataclass

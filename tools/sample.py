@@ -7,24 +7,20 @@ Prompts of all lengths are one batch, decoded with a cache on any mesh. Text goe
 speeds go to stderr.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from collections import deque
 
 import utils
 from data.tokenization import text_of
+from runtime import interrupts
 from runtime.messages import UserError
 from tools import common
 
