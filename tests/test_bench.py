@@ -43,7 +43,7 @@ def test_configurations_side_by_side_on_simulated_devices(tmp_path):
     [
         ("--rounds 0", ["--rounds 0", "at least 1"]),
         ("--vary remat=sometimes", ["remat", "sometimes"]),
-        ("--plan v4:2x4x4", ["--plan v4:2x4x4", "main.py"]),
+        ("--plan v4:2x4x4", ["--plan", "main.py"]),
         ("--vary nonsense", ["nonsense"]),
     ],
 )

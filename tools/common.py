@@ -109,7 +109,12 @@ def open_model(options, text):
     from training import steps
 
     flags, load = weights.open_weights(options.model)
-    encoding = open_tokenizer(hub.folder_of(options.model), flags["vocab_size"], text)
+    folder = hub.folder_of(options.model)
+    encoding = tokenization.folder_tokenizer(folder)
+    if encoding is None and text:
+        raise UserError(f"{folder}: has no tokenizer; put its tokenizer.json there.")
+    if encoding and encoding.n_vocab > flags["vocab_size"]:
+        raise UserError(f"{folder}: its tokenizer has more tokens than the model's vocabulary.")
     most = weights.positions(options.model, flags["T"])
     if options.T > most:
         said = f"--T {options.T}: {options.model} was made for {most} tokens"
@@ -131,16 +136,6 @@ def open_model(options, text):
     return cfg, mesh, params, encoding
 
 
-def open_tokenizer(folder, vocab_size, needed):
-    """The tokenizer of the model in `folder`, or None. Raises UserError where it is `needed` or too large."""
-    encoding = tokenization.folder_tokenizer(folder)
-    if encoding is None and needed:
-        raise UserError(f"{folder}: has no tokenizer; put its tokenizer.json there.")
-    if encoding and encoding.n_vocab > vocab_size:
-        raise UserError(f"{folder}: its tokenizer has more tokens than the model, {vocab_size}.")
-    return encoding
-
-
 def warn_or_refuse(name, said):
     """Warn that the positions of an architecture are exceeded. Raises UserError where it learns them."""
     if architecture(name).learns_positions:
@@ -151,7 +146,7 @@ def warn_or_refuse(name, said):
 def config_of(options, flags):
     """The Config, not validated yet, for a model of these flags on the mesh of `options`."""
     batch = max(1, options.n_device_axis[1])  # any batch that fits the mesh does
-    own = dict(
+    flags = flags | dict(
         n_device_axis=options.n_device_axis,
         n_devices=options.n_devices,
         compilation_cache=options.compilation_cache,
@@ -163,15 +158,15 @@ def config_of(options, flags):
         val_batch_size=batch,
     )
     if options.model_dtype:
-        own["model_dtype"] = options.model_dtype
-    return utils.replace(utils.Config(), **flags | own)
+        flags["model_dtype"] = options.model_dtype
+    return utils.replace(utils.Config(), **flags)
 
 
 def stored_config(flags):
     """The Config of {flag: value} as config.json has it; flags that it lacks have their defaults."""
-    flags = {name: value for name, value in flags.items() if name in utils.FIELDS}
-    mesh = tuple(flags["n_device_axis"])
-    return utils.replace(utils.Config(), **flags | dict(n_device_axis=mesh))
+    flags = {name: flags[name] for name in flags.keys() & utils.FIELDS}
+    flags["n_device_axis"] = tuple(flags["n_device_axis"])
+    return utils.replace(utils.Config(), **flags)
 
 
 def tokens_per_step(cfg):
@@ -179,6 +174,12 @@ def tokens_per_step(cfg):
     from training import steps  # here: it imports jax
 
     return math.prod(steps.batch_shape(cfg))
+
+
+def cell(value, error, form):
+    """A number, and its standard error if there is one, as text."""
+    text = f"{value:{form}}"
+    return text if error is None else f"{text} ± {error:{form.lstrip('+')}}"
 
 
 def markdown(rows):
@@ -195,11 +196,12 @@ def markdown(rows):
 
 def before_prompt(options, encoding):
     """Token ids that `options.start` puts before every prompt."""
-    if options.start == "nothing":
-        return []
     from inference import hub  # here: it imports jax
 
-    folder = hub.folder_of(options.model)
-    trained_here = "data_fingerprint" in read_json(folder, "config.json")
-    own = isinstance(encoding, tokenization.HubTokenizer) and not trained_here
-    return encoding.before_text() if own and options.start == "auto" else [encoding.eot_token]
+    if options.start == "nothing":
+        return []
+    if options.start == "auto" and isinstance(encoding, tokenization.HubTokenizer):
+        config = read_json(hub.folder_of(options.model), "config.json")
+        if "data_fingerprint" not in config:  # not trained here
+            return encoding.before_text()
+    return [encoding.eot_token]

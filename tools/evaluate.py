@@ -43,22 +43,20 @@ from inference.scores import Piece, make_scorer, mean
 def open_shards(options, cfg, path):
     """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does, and where the
     shards were made with another tokenizer than the model's."""
-    for folder in (path, f"{path}/val"):
-        folder = folder.rstrip("/") if is_remote(folder) else os.path.abspath(folder)
-        if not list_shards(folder):
-            continue
-        root, name = os.path.split(folder)
-        shards = [(root, folder, manifest.read(folder))]
-        warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
-        weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
-        corpus = Corpus(cfg, root, name)
-        if corpus.unverified:
-            warn(corpus.unverified)
-        return corpus
-    if inside := sorted(glob.glob(f"{glob.escape(path)}/*/val/*.npy")):
-        folder = os.path.dirname(os.path.dirname(inside[0]))
-        raise UserError(f"--data {path}: holds shards in folders; give one, such as {folder}.")
-    return None
+    folders = [path, f"{path}/val"]
+    if not is_remote(path):
+        folders = map(os.path.abspath, folders)
+    folder = next(filter(list_shards, folders), None)
+    if not folder:
+        return None
+    root, name = os.path.split(folder.rstrip("/"))
+    shards = [(root, folder, manifest.read(folder))]
+    warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
+    weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
+    corpus = Corpus(cfg, root, name)
+    if corpus.unverified:
+        warn(corpus.unverified)
+    return corpus
 
 
 def texts(path, column):
@@ -93,7 +91,8 @@ def text_pieces(documents, encoding, T, stride, limit, sizes):
 
 
 def evaluate(options, path, cfg, encoding, score):
-    """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data, with `losses`."""
+    """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data; each standard error, None of a
+    single cluster, under the name with "_error"."""
     T = options.T or cfg.model.T
     stride = options.stride or T
     if stride > T:
@@ -116,20 +115,19 @@ def evaluate(options, path, cfg, encoding, score):
         raise UserError(f"--data {path}: there is no text in it.")
     unit, sums, tokens, _ = map(np.array, zip(*scored))
     sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)  # of each cluster
+    loss, error = mean(sums, tokens)
+    perplexity = math.exp(loss)
     n_bytes = np.array(sizes)
     if corpus:
-        n_bytes = tokens * corpus.bytes_per_token if corpus.bytes_per_token else None
-    counts = dict(data=path, sequences=len(unit), clusters=len(sums), tokens=int(tokens.sum()))
-    return counts | losses(sums, tokens, n_bytes)
-
-
-def losses(sums, tokens, n_bytes):
-    """Loss, perplexity and bits per byte, each with its standard error (None of a single cluster), of the sums of -log
-    p, the tokens and the bytes, which may be None, of clusters: arrays [clusters]."""
-    loss, error = mean(sums, tokens)
-    perplexity = float(np.exp(loss))
-    bits, bits_error = (None, None) if n_bytes is None else mean(sums / math.log(2), n_bytes)
+        n_bytes = tokens * (corpus.bytes_per_token or math.nan)
+    bits, bits_error = mean(sums / math.log(2), n_bytes)
+    if math.isnan(bits):  # nobody counted the bytes
+        bits = bits_error = None
     return dict(
+        data=path,
+        sequences=len(unit),
+        clusters=len(sums),
+        tokens=int(tokens.sum()),
         loss=loss,
         loss_error=error,
         perplexity=perplexity,
@@ -139,19 +137,17 @@ def losses(sums, tokens, n_bytes):
     )
 
 
-def table(rows):
-    """Lines of a table of what `evaluate` returned."""
-    headings = [key for key in rows[0] if not key.endswith("_error")]
-    cells = [[cell(row[key], row.get(f"{key}_error")) for key in headings] for row in rows]
-    return common.markdown(headings, cells)
-
-
-def cell(value, error):
-    """A value, and its standard error if there is one."""
-    if value is None or isinstance(value, str):
-        return value or "-"
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
-    return text if error is None else f"{text} ± {error:,.4f}"
+def table(results):
+    """A table of what `evaluate` returned."""
+    rows = []
+    for result in results:
+        row = {key: f"{result[key]:,}" for key in ("sequences", "clusters", "tokens")}
+        for key in ("loss", "perplexity", "bits_per_byte"):
+            row[key] = "-"
+            if result[key] is not None:
+                row[key] = common.cell(result[key], result[f"{key}_error"], ",.4f")
+        rows.append({"data": result["data"]} | row)
+    return common.markdown(rows)
 
 
 def ask_tasks(options, cfg, mesh, params, encoding):
@@ -190,7 +186,7 @@ def main(options):
         print(as_json)
         return results
     if data:
-        print("\n".join(table(data)))
+        print(table(data))
     if options.tasks:
         from lm_eval.utils import make_table
 
