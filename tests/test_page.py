@@ -151,12 +151,7 @@ EVEN = {f"load/expert_{i}": 0.25 for i in range(4)}
             "5 of 9",
         ),
         (FALLING, 1660, "idle", "no step for 10m00s at step 60 of 100"),
-        (
-            [row(100, resumed=2)],
-            9000,
-            "done",
-            "Finished at step 100 of 100, training loss 3.000, resumed 2 times.",
-        ),
+        ([row(100)], 9000, "done", "Finished at step 100 of 100, training loss 3.000."),
     ],
 )
 def test_it_says_whether_a_run_is_well(run, monkeypatch, rows, now, state, words):
@@ -175,4 +170,4 @@ def test_what_others_left_in_a_run_breaks_no_page(run):
 def test_mistakes_get_a_sentence(tmp_path, monkeypatch):
     refusal(page.Runs([str(tmp_path / "none")]).look, "none", "no such folder")
     monkeypatch.setattr(page, "PACKAGES", ("json", "no_such_package"))
-    refusal(page.check_packages, "no_such_package", "pip install no_such_package")
+    refusal(page.check_packages, "no_such_package", "bash setup_tpu.sh page")
