@@ -108,13 +108,11 @@ def fit_max_tokens(options, cfg, longest):
 def main(options):
     """Print the continuations of --prompt and return their `Row`s, or of what is typed, line by line."""
     opened = common.open_model(options, text=True)
-    programs = {}  # {(rows, tokens of the prompts, chunks): what `compiled` returns}
+    programs = {}  # {(rows, tokens of the prompts, chunks): (prefill, advance), compiled}
     if options.prompt:
         return continue_prompts(options, *opened, programs)
-    print(
-        f"temperature {options.temperature}, top_k {options.top_k}; type a prompt, Ctrl-D ends",
-        file=sys.stderr,
-    )
+    about = f"temperature {options.temperature}, top_k {options.top_k}"
+    print(f"{about}; type a prompt, Ctrl-D ends", file=sys.stderr)
     for number, line in enumerate(typed_lines()):
         one = dataclasses.replace(options, prompt=(line,), seed=options.seed + number)
         try:
@@ -137,7 +135,6 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
     prompts = encode_prompts(options, before, encoding)
     longest = max(map(len, prompts))
     options = fit_max_tokens(options, cfg, longest)
-
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
     rows = []
     for i, ids in enumerate(batch):
@@ -147,16 +144,16 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
     batch += [[encoding.eot_token]] * (-len(batch) % mesh.shape["dp"])  # dp must divide it
     n = math.ceil(longest / MULTIPLE) * MULTIPLE
     chunks = math.ceil(options.max_tokens / chunk)
-    begin = *decoding.pad(batch, n), jax.random.key(options.seed)
-
+    begin = params, *decoding.pad(batch, n), jax.random.key(options.seed)
     shape = len(batch), n, chunks
-    if shape not in programs:
-        programs[shape] = compiled(cfg, mesh, params, options, begin, n, chunks, chunk)
+    if shape not in programs:  # compiled before, so that speeds are those of devices
+        prefill, advance = decoding.make_stream(cfg, mesh, options, n + chunks * chunk, chunk)
+        prefill = prefill.lower(*begin).compile()
+        programs[shape] = prefill, advance.lower(params, prefill(*begin)).compile()
     prefill, advance = programs[shape]
     began = time.perf_counter()
-    state = jax.block_until_ready(prefill(params, *begin))
-    prefill_seconds = time.perf_counter() - began
-    began = time.perf_counter()
+    state = jax.block_until_ready(prefill(*begin))
+    prefilled = time.perf_counter()
     waiting = deque(rows)
     for drawn in decoding.chunks_of(advance, params, state, chunks):
         for row, tokens in zip(rows, drawn.tolist()):
@@ -164,21 +161,14 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
         show(waiting)
         if not waiting:
             break
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - prefilled
     drawn = sum(len(row.tokens) for row in rows)
     print(
-        f"prefill: {n_tokens} tokens, {n_tokens / prefill_seconds:,.0f} tokens/s; "
+        f"prefill: {n_tokens} tokens, {n_tokens / (prefilled - began):,.0f} tokens/s; "
         f"decode: {drawn} tokens, {drawn / seconds:,.0f} tokens/s",
         file=sys.stderr,
     )
     return rows
-
-
-def compiled(cfg, mesh, params, options, begin, n, chunks, chunk):
-    """`decoding.make_stream` for prompts of n tokens like `begin`, compiled, so that speeds are those of devices."""
-    prefill, advance = decoding.make_stream(cfg, mesh, options, n + chunks * chunk, chunk)
-    prefill = prefill.lower(params, *begin).compile()
-    return prefill, advance.lower(params, prefill(params, *begin)).compile()
 
 
 if __name__ == "__main__":
