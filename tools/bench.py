@@ -3,7 +3,7 @@
 python tools/bench.py --preset tiny --vary remat=full remat=none [--json FILE]
 
 Takes every flag of main.py and trains on random tokens, on one host. Each configuration runs in a process of its own.
-They take turns, a round of a few steps each, so that other load on the machine slows all of them alike.
+On CPUs they take turns, a round of a few steps each, so that other load on the machine slows all of them alike.
 """
 
 if __name__ == "__mp_main__":
@@ -114,11 +114,8 @@ def call(process, function, *args):
 def measure(configurations, rounds, steps):
     """[dict of numbers] of [(name, Config)]: each quantity with a spread is [lower quartile, median, upper one]."""
     groups = [configurations]
-    if platforms.platform() == "tpu":  # it belongs to one process at a time
+    if platforms.platform() != "cpu":  # an accelerator's memory belongs to one process at a time
         groups = [[configuration] for configuration in configurations]
-    if platforms.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
-        share = min(0.75, 0.9 / len(configurations))
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")
     spawn = multiprocessing.get_context("spawn")  # a fork would share what jax began
     rows = []
     for group in groups:

@@ -21,7 +21,7 @@ from importlib import metadata
 import utils
 from runtime import chips, interrupts, parser
 from runtime.files import check_place, write_file, write_json
-from runtime.messages import UserError, first_line, say
+from runtime.messages import UserError, first_line, one_sentence, say
 from tools import bench, common
 
 
@@ -60,8 +60,6 @@ LATEST = {"model": 0.5, "flag": 0.8}
 LONG = 2.0  # planned seconds of a step above which its batch is cut
 ROUNDS, STEPS = 5, 2  # measured after a first step
 VARIED = ("remat", "fsdp")
-
-# --- The step -----------------------------------------------------------------------------------------------------
 
 
 def presets_that_fit(devices):
@@ -173,9 +171,6 @@ class Step:
             raise Skipped("it does not fit by the plan")
         row = self.run(f"--{flag} {value}", cfg)
         return f"{row['ratio'][1]:.2f} x the speed of the preset's own flags"
-
-
-# --- The checks ---------------------------------------------------------------------------------------------------
 
 
 def checks_of(step):
@@ -297,12 +292,8 @@ def main(options):
     return 1 if report.named("FAILED") else 0
 
 
-def run(options):
-    """End the process with the status of `main`, or at once after a signal: the devices may hang."""
-    words = f"interrupted; {options.out}/report.md has what was found until then"
-    interrupts.watch(lambda number: interrupts.end(128 + number, words))
-    sys.exit(main(options))
-
-
 if __name__ == "__main__":
-    interrupts.run(lambda: run(options_given))
+    # at once after a signal: the devices may hang
+    words = f"interrupted; {options_given.out}/report.md has what was found until then"
+    interrupts.watch(lambda number: interrupts.end(128 + number, words))
+    sys.exit(one_sentence(lambda: main(options_given)))

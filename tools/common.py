@@ -20,8 +20,8 @@ class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
     model: str = place()
-    """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, a local folder in the
-    Hugging Face format, or a model of its hub, hf://ORGANISATION/NAME, with @REVISION behind it."""
+    """A run directory, local or gs:// or s3://, whose newest sound checkpoint is taken, a local folder in the Hugging
+    Face format, or a model of its hub, hf://ORGANISATION/NAME, with @REVISION behind it."""
     n_device_axis: Mesh = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
     n_devices: int = utils.Run.n_devices
@@ -32,9 +32,8 @@ class Options:
     model_dtype: Literal["bfloat16", "float32"] | None = None
     """Type of activations and matrices; None: the one that the model was trained in."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
-    """What precedes a prompt, or a question of --tasks: the end-of-text token, as in training here, or nothing. auto:
-    what a tokenizer.json puts there; before the prompts of models trained here the end-of-text token. A question
-    without context always has the end-of-text or beginning-of-text token before it."""
+    """What precedes a prompt, or a question of --tasks with a context: the end-of-text token, or nothing. auto: what a
+    tokenizer.json puts there; before the prompts of models trained here the end-of-text token."""
     compilation_cache: str = utils.Run.compilation_cache
     """Folder of XLA's persistent compilation cache; empty: none."""
 

@@ -50,10 +50,8 @@ PARTS |= dict(embed="vocabulary", head="vocabulary")
 # What jax adds to the path of scopes for a loop or a function, and says nothing.
 NOISE = re.compile(r"(jit\([^()]*\)|shard_map|while|body|cond|closed_call|checkpoint)/")
 LOOPS = ("while", "call", "conditional")  # what they run is traced itself
-# "PLANE LINE" of the lines of a trace that tell what a device does. An operation on a CPU names its device.
+# "PLANE LINE" of the lines of a trace that tell what a device does
 DEVICES = re.compile(r"/host:CPU |/device:TPU:\d+ (Async )?XLA Ops|/device:GPU:\d+ Stream")
-
-# --- The trace and its program ------------------------------------------------------------------------------------
 
 
 class Operation(NamedTuple):
@@ -127,9 +125,6 @@ def open_trace(run, name=""):
     cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
     text = gzip.decompress(read_file(f"{folder}/step.hlo.gz")).decode()
     return Trace(folder, known[name], cfg, text)
-
-
-# --- What the devices did -----------------------------------------------------------------------------------------
 
 
 def devices_in(trace):
@@ -232,9 +227,6 @@ class Shares:
             self.parts[IDLE] += seconds
 
 
-# --- The plan -----------------------------------------------------------------------------------------------------
-
-
 def beside(trace, found):
     """{part: (seconds measured, planned, FLOP or bytes of the program)} of a device's step; None: not known."""
     measured = {links: found.parts[links] + found.hidden[links] for links in found.links}
@@ -256,9 +248,6 @@ def beside(trace, found):
     return {part: tuple(column.get(part) for column in columns) for part in work | measured}
 
 
-# --- Printing -----------------------------------------------------------------------------------------------------
-
-
 def report(trace, found):
     """Text about `Shares`, beside the plan."""
     mesh = trace.cfg.run.n_device_axis
@@ -266,10 +255,10 @@ def report(trace, found):
     for part, seconds in found.parts.most_common():
         exposed = ", exposed" if part in found.links else ""
         shares.append((part + exposed, seconds))
+    shares.append(("sum", found.step))
+    for links, seconds in found.hidden.most_common():
+        shares.append((f"{links}, hidden behind computation", seconds))
     costliest = [(one.path, seconds) for one, seconds in found.operations.most_common(LISTED)]
-    hidden = ""
-    for links, seconds in sorted(found.hidden.items()):
-        hidden += f"{links}, hidden behind computation: {seconds:.4f} s\n"
     rows = []
     for part, (measured, planned, work) in beside(trace, found).items():
         row = {"a step of a device": part}
@@ -280,9 +269,8 @@ def report(trace, found):
         rows.append(row)
     return f"""{trace.folder}: {found.steps} steps from step {trace.about["steps"][0]} on, {found.devices} of \
 {math.prod(mesh)} x {trace.about["device_kind"]}, mesh (dp, pp, tp) = {mesh}
-{share_table("a step", [*shares, ("sum", found.step)], found.step)}
+{share_table("a step", shares, found.step)}
 
-{hidden}
 {share_table("operation", costliest, found.step)}
 
 {common.markdown(rows)}"""
