@@ -46,6 +46,7 @@ import jax
 import numpy as np
 
 import model
+from kernels import attention
 from planning import machines, plan
 from presets import PRESETS, preset
 from tools import machine_checks as checks
@@ -177,7 +178,12 @@ def checks_of(step):
     """{name: check}, in the order in which they run."""
     n = 1 << jax.device_count().bit_length() - 1  # a power of two, which meshes divide
     meshes = checks.all_meshes(n)
-    found = checks.kernel_checks()
+    found = {}
+    for name in attention.ATTENTION:
+        if name != "xla":
+            found[f"kernel attention {name}"] = partial(checks.check_attention, name)
+    found["kernel loss"] = checks.check_loss
+    found["kernel grouped"] = checks.check_grouped
     for name, (axes, *_) in checks.list_collectives(n).items():
         along = "+".join(axes)
         found[f"collective {name} over {along}"] = partial(checks.check_collective, name, n)

@@ -40,8 +40,6 @@ class Refused(Exception):
         self.body = {"error": dict(message=message, type=kind, param=param, code=None)}
 
 
-# --- Requests -----------------------------------------------------------------------------------------------------
-
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
@@ -95,9 +93,6 @@ def read_parameters(body):
     if len(asked.prompt) * asked.n > MOST_WAITING:
         raise Refused(400, f"prompt and n: these are more than {MOST_WAITING} choices.", "n")
     return asked
-
-
-# --- Answers ------------------------------------------------------------------------------------------------------
 
 
 class Answer:
@@ -175,9 +170,6 @@ class Continuation:
             found["text_offset"].append(offset)
             self.shown += 1
         return found
-
-
-# --- Drawing ------------------------------------------------------------------------------------------------------
 
 
 def draw(logits, how, _):

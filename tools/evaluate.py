@@ -150,21 +150,8 @@ def table(results):
     return common.markdown(rows)
 
 
-def ask_tasks(options, cfg, mesh, params, encoding):
-    """lm_eval's results of --tasks, with the versions of what made them."""
-    from inference import tasks  # here: it takes lm_eval seconds to be imported
-
-    T = options.T or cfg.model.T
-    lm = tasks.TaskModel(cfg, mesh, encoding, options.batch_size, T, options.start)
-    loaded = tasks.load(options.tasks, options.include_path, lm, options.num_fewshot)
-    results = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
-    about = dict(model=options.model, T=T, limit=options.limit, start=options.start)
-    versions = {name: version(name) for name in ("lm_eval", "datasets", "jax")}
-    return results | dict(config=about, packages=versions)
-
-
 def main(options):
-    """Print and return the results, {"data": [dicts of `evaluate`], "tasks": what `ask_tasks` returns, if asked}."""
+    """Print and return the results, {"data": [dicts of `evaluate`], "tasks": those of lm_eval, if asked}."""
     if not options.data and not options.tasks:
         raise UserError("--data, --tasks: give at least one of them.")
     if options.output and not is_remote(options.output):
@@ -177,22 +164,24 @@ def main(options):
         # the modules that read shards and text know them by the flags of other programs
         raise UserError(str(e).replace("--source", "--data")) from None
     results = dict(data=data)
-    if options.tasks:
-        results["tasks"] = ask_tasks(options, cfg, mesh, params, encoding)
-    as_json = to_json(results, default=str)
-    if options.output:
-        write_file(options.output, as_json + "\n")
-    if options.json:
-        print(as_json)
-        return results
-    if data:
-        print(table(data))
+    tables = [table(data)] if data else []
     if options.tasks:
         from lm_eval.utils import make_table
 
-        for groups in ("results", "groups"):
-            if groups in results["tasks"]:
-                print(make_table(results["tasks"], groups))
+        from inference import tasks  # here: it takes lm_eval seconds to be imported
+
+        T = options.T or cfg.model.T
+        lm = tasks.TaskModel(cfg, mesh, encoding, options.batch_size, T, options.start)
+        loaded = tasks.load(options.tasks, options.include_path, lm, options.num_fewshot)
+        found = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
+        found["config"] = dict(model=options.model, T=T, limit=options.limit, start=options.start)
+        found["packages"] = {name: version(name) for name in ("lm_eval", "datasets", "jax")}
+        tables += [make_table(found, kind) for kind in ("results", "groups") if kind in found]
+        results["tasks"] = found
+    as_json = to_json(results, default=str)
+    if options.output:
+        write_file(options.output, as_json + "\n")
+    print(as_json if options.json else "\n".join(tables))
     return results
 
 

@@ -58,18 +58,6 @@ def compare(right, found, limit):
     return f"{furthest:.0e}"
 
 
-# --- Kernels ------------------------------------------------------------------------------------------------------
-
-
-def kernel_checks():
-    """{name: check} of all kernels."""
-    checks = {}
-    for name in attention.ATTENTION:
-        if name != "xla":
-            checks[f"kernel attention {name}"] = partial(check_attention, name)
-    return checks | {"kernel loss": check_loss, "kernel grouped": check_grouped}
-
-
 def draw(*shape):
     """Random numbers whose rows have length 1."""
     rng = np.random.default_rng(math.prod(shape))  # others for each shape
@@ -151,9 +139,6 @@ def check_grouped():
     return check_kernel(kernel, plain, *inputs)
 
 
-# --- Collectives --------------------------------------------------------------------------------------------------
-
-
 def list_collectives(n):
     """{name: (axes along which n devices exchange arrays, shape of each one's array, what it should do, its arguments)}
     of functions of collectives.py; the others are made of these. What it should do: the arrays [n, ...] of all devices
@@ -225,9 +210,6 @@ def check_collective(name, n):
         if np.sum(g * out, dtype=float) != np.sum(back * x, dtype=float):  # which define it
             raise Wrong(f"has a wrong gradient on mesh {shape}")
     return f"equal on mesh {shape}"
-
-
-# --- Models -------------------------------------------------------------------------------------------------------
 
 
 def small_model(name, n, mesh=(1, 1, 1), **flags):

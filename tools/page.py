@@ -78,8 +78,6 @@ MOST_BYTES = 2**20  # of a request
 RECENT = 100  # rows, of which the state of a run is told
 LOSS = "loss/train_loss"
 
-# --- Runs ---------------------------------------------------------------------------------------------------------
-
 
 class Run:
     """A run directory as it grows: its config.json, its plan.json if it has one, and the rows of its metrics.jsonl.
@@ -219,9 +217,6 @@ def runs_in(folder):
         for path in sorted(fs.glob(f"{glob.escape(there)}/{pattern}")):
             name = os.path.relpath(os.path.dirname(path), there).removeprefix(".")
             yield name, os.path.join(folder, name).rstrip("/")
-
-
-# --- The server ---------------------------------------------------------------------------------------------------
 
 
 def as_json(content, status=200):

@@ -81,16 +81,6 @@ def show(waiting):
         waiting.popleft()
 
 
-def encode_prompts(options, before, encoding):
-    """Token ids of the prompts, the tokens `before` first. Raises UserError where a prompt has none."""
-    if "" in options.stop:
-        raise UserError("--stop: is empty; give a text.")
-    prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
-    if [] in prompts:
-        raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
-    return prompts
-
-
 def fit_max_tokens(options, cfg, longest):
     """`options` with --max_tokens for prompts of up to `longest` tokens. Warns of those that exceed the model's,
     or refuses them."""
@@ -132,7 +122,11 @@ def typed_lines():
 def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
     """Print the continuations of the prompts, `chunk` tokens at a time; returns their `Row`s."""
     before = common.before_prompt(options, encoding)
-    prompts = encode_prompts(options, before, encoding)
+    if "" in options.stop:
+        raise UserError("--stop: is empty; give a text.")
+    prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
+    if [] in prompts:
+        raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
     longest = max(map(len, prompts))
     options = fit_max_tokens(options, cfg, longest)
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
