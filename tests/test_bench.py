@@ -27,15 +27,13 @@ def test_configurations_side_by_side_on_simulated_devices(tmp_path):
     assert [row["name"] for row in found["configurations"]] == list(variants)
     for row, devices in zip(found["configurations"], (1, 2)):
         for key in ("tokens_per_second", "ratio", "step_seconds", "tokens_per_cpu_second"):
-            low, middle, high = row[key]
-            assert 0 < low <= middle <= high
+            assert 0 < row[key][0] <= row[key][1] <= row[key][2]
         assert (row["devices"], row["tokens_per_step"], row["rounds"]) == (devices, 4 * 32, 2)
         assert min(row["compile_seconds"], row["flops_per_token"]) > 0
         assert row["peak_bytes"] > 1e7 and row["compiler_bytes"] > 1e5 and row["mfu"] is None
     columns = bench.cells(found["configurations"][0])
     assert "128 tokens a step" in lines[0] and all(column in lines[1] for column in columns)
     assert all(cell in lines[3] for cell in columns.values())
-    assert [line.split(" | ")[0].strip(" |") for line in lines[3:]] == list(variants)
 
 
 @pytest.mark.parametrize(

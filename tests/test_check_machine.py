@@ -28,9 +28,8 @@ def test_what_is_sound_passes_and_what_is_not_here_is_skipped(tmp_path):
     status, verdicts, page = checked(tmp_path, "kernel", "collective to_e", "resume", "step")
     assert status == 0 and page.startswith("# Machine check: 7 checks passed, 4 skipped\n")
     assert verdicts["kernel attention flash"] == verdicts["step and its plan"] == "skipped"
-    assert all(
-        part in page for part in ("8 x cpu", "it is for gpu", "no plan for cpu", "| experts ")
-    )
+    for part in ("8 x cpu", "it is for gpu", "no plan for cpu", "| experts "):
+        assert part in page
 
 
 def test_broken_parts_are_named_and_the_others_still_checked(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import math
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -233,14 +234,12 @@ class Report:
         row["seconds"] = round(time.monotonic() - began, 1)
         say(f"{row['verdict']:<7} {name}: {row['found']} ({row['seconds']} s)")
 
-    def named(self, verdict):
-        return [row["check"] for row in self.rows if row["verdict"] == verdict]
-
     def verdict(self):
         """One line, with which the page begins."""
-        failed = self.named("FAILED")
-        words = f"{len(self.named('passed'))} checks passed, {len(self.named('skipped'))} skipped"
-        if failed:
+        counts = Counter(row["verdict"] for row in self.rows)
+        words = f"{counts['passed']} checks passed, {counts['skipped']} skipped"
+        if counts["FAILED"]:
+            failed = [row["check"] for row in self.rows if row["verdict"] == "FAILED"]
             words = f"FAILED: {', '.join(failed)}; {words}"
         return words if self.whole else f"not finished; {words}"
 
@@ -295,7 +294,7 @@ def main(options):
     report.whole = True
     report.write()
     say(f"{report.verdict()}; {options.out}/report.md has all of it")
-    return 1 if report.named("FAILED") else 0
+    return int("FAILED" in report.verdict())
 
 
 if __name__ == "__main__":

@@ -252,8 +252,8 @@ class Batch:
             words = f"prompt must have tokens, of the {vocabulary} of this model."
             raise Refused(400, words, "prompt")
         if len(prompt) + max_tokens > self.T:
-            words = f"max_tokens {max_tokens} after a prompt of {len(prompt)} tokens is more than"
-            raise Refused(400, f"{words} the {self.T} that this model was made for.", "max_tokens")
+            words = f"max_tokens must leave room for a prompt of {len(prompt)} in {self.T} tokens."
+            raise Refused(400, words, "max_tokens")
         return prompt
 
     def take(self, answer):
@@ -316,13 +316,12 @@ class Engine:
     def begin(self):
         """Begin the answers to the requests that came, and to one at least where there is nothing else to do."""
         while True:
-            batch = self.batch
-            busy = batch and batch.busy()
+            busy = self.batch and self.batch.busy()
             nothing_new = not self.next and self.asked.empty()
-            if busy and (nothing_new or len(batch.waiting) >= self.n_rows):
+            if busy and (nothing_new or len(self.batch.waiting) >= self.n_rows):
                 return
             self.next = self.next or self.asked.get()
-            if busy and self.next.folder != batch.folder:
+            if busy and self.next.folder != self.batch.folder:
                 return
             answer, self.next = self.next, None
             try:

@@ -117,12 +117,10 @@ def evaluate(options, path, cfg, encoding, score):
     sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)  # of each cluster
     loss, error = mean(sums, tokens)
     perplexity = math.exp(loss)
-    n_bytes = np.array(sizes)
-    if corpus:
-        n_bytes = tokens * (corpus.bytes_per_token or math.nan)
-    bits, bits_error = mean(sums / math.log(2), n_bytes)
-    if math.isnan(bits):  # nobody counted the bytes
-        bits = bits_error = None
+    bits = bits_error = None
+    if not corpus or corpus.bytes_per_token:
+        n_bytes = tokens * corpus.bytes_per_token if corpus else np.array(sizes)
+        bits, bits_error = mean(sums / math.log(2), n_bytes)
     return dict(
         data=path,
         sequences=len(unit),

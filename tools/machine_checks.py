@@ -220,6 +220,7 @@ def small_model(name, n, mesh=(1, 1, 1), **flags):
     return plan.fitted(one, size, n_device_axis=mesh, n_devices=size, microbatches=mesh[1])
 
 
+@cache
 def loss_and_gradients(cfg):
     """The loss of random tokens and the gradients of the first parameters, as one device has them."""
     mesh = steps.make_mesh(cfg)
@@ -233,20 +234,14 @@ def loss_and_gradients(cfg):
     return jax.device_get((loss, gradients))
 
 
-@cache
-def plain_loss_and_gradients(name, n):
-    """Those on one device, computed in the plainest way."""
-    plain = dict(attention="xla", experts="auto", remat="none", fsdp="none")
-    return loss_and_gradients(small_model(name, n, **plain))
-
-
 def check_model(name, n, mesh):
-    """Compare loss and gradients on a mesh with the plain ones of one device."""
+    """Compare loss and gradients on a mesh with those of one device that computes them in the plainest way."""
     cfg = small_model(name, n, mesh)
     if not cfg:
         raise Skipped("the model cannot be spread so")
     with jax.default_matmul_precision("float32"):
-        right = plain_loss_and_gradients(name, n)
+        plain = dict(attention="xla", experts="auto", remat="none", fsdp="none")
+        right = loss_and_gradients(small_model(name, n, **plain))
         found = loss_and_gradients(cfg)
     # --pp_interleave makes two dims of that of the blocks
     found = jax.tree.map(lambda x, y: y.reshape(x.shape), right, found)

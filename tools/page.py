@@ -275,11 +275,9 @@ class Answers:
         return as_json(dict(object="list", data=found))
 
     async def completions(self, http):
-        body = b""
-        async for part in http.stream():
-            body += part
-            if len(body) > MOST_BYTES:
-                raise Refused(413, f"The body must have at most {MOST_BYTES:,} bytes.")
+        body = await http.body()
+        if len(body) > MOST_BYTES:
+            raise Refused(413, f"The body must have at most {MOST_BYTES:,} bytes.")
         asked = read_parameters(body)
         run = await run_in_threadpool(self.run, asked.model)
         answer = self.engine.answer(asked, run.folder)
@@ -336,9 +334,8 @@ def main(options):
     try:
         listener = socket.create_server(("127.0.0.1", options.port))
     except OSError as e:
-        raise UserError(
-            f"--port {options.port}: {os.strerror(e.errno).lower()}; give another port, or 0 for a free one."
-        ) from None
+        words = f"--port {options.port}: {e.strerror}; give another, or 0 for a free one."
+        raise UserError(words) from None
     port = listener.getsockname()[1]
     print(f"http://127.0.0.1:{port} shows {n} run{'s' * (n != 1)}; Ctrl-C ends it")
     there = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"

@@ -10,7 +10,6 @@ speeds go to stderr.
 if not __package__:
     import begin
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -103,20 +102,16 @@ def main(options):
         return continue_prompts(options, *opened, programs)
     about = f"temperature {options.temperature}, top_k {options.top_k}"
     print(f"{about}; type a prompt, Ctrl-D ends", file=sys.stderr)
-    for number, line in enumerate(typed_lines()):
-        one = dataclasses.replace(options, prompt=(line,), seed=options.seed + number)
+    shown = "> " if sys.stdin.isatty() else ""
+    for number in itertools.count():
         try:
-            continue_prompts(one, *opened, programs, chunk=1)
+            if line := input(shown):
+                one = dataclasses.replace(options, prompt=(line,), seed=options.seed + number)
+                continue_prompts(one, *opened, programs, chunk=1)
+        except EOFError:
+            return None
         except UserError as e:  # of a prompt that is too long
             print(f"error: {e}", file=sys.stderr)
-
-
-def typed_lines():
-    """Yield the lines of stdin that are not empty."""
-    with contextlib.suppress(EOFError):
-        while True:
-            if line := input("> " if sys.stdin.isatty() else ""):
-                yield line
 
 
 def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):

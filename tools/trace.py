@@ -185,8 +185,7 @@ def moments(found):
 
 
 class Shares:
-    """Seconds of one step of a trace, means over the steps and the devices. Raises UserError where it does not hold its
-    steps."""
+    """Seconds of one step of a trace, means over steps and devices. Raises UserError where it does not hold them."""
 
     def __init__(self, trace):
         # {part: seconds}, exposed communication as its links; they add up to the step
