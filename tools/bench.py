@@ -139,8 +139,8 @@ def quartiles(x):
 
 
 def row(name, about, speeds, first, peak):
-    """The numbers of a configuration, of its tokens per second and per CPU second in each round, the tokens per second
-    of the first one, and the peak memory."""
+    """The numbers of a configuration. speeds: tokens per second and per CPU second of each round; first: the former of
+    the first configuration."""
     speed, per_cpu_second = speeds
     mfu = None
     if chip := chips.chip_of(about["device"]):

@@ -2,8 +2,7 @@
 
 python tools/check_machine.py
 
-It needs neither data nor flags, and runs on one host. The page is written anew with each check: Ctrl-C or a crash
-leaves what was found until then.
+It needs neither data nor flags, and runs on one host. The page is written anew with each check.
 """
 
 if not __package__:
@@ -20,7 +19,7 @@ from functools import partial
 from importlib import metadata
 
 import utils
-from runtime import chips, interrupts, parser
+from runtime import interrupts, parser
 from runtime.files import check_place, write_file, write_json
 from runtime.messages import UserError, first_line, one_sentence, say
 from tools import bench, common
@@ -48,7 +47,7 @@ import numpy as np
 
 import model
 from kernels import attention
-from planning import machines, plan
+from planning import plan
 from presets import PRESETS, preset
 from tools import machine_checks as checks
 from tools import trace
@@ -61,7 +60,6 @@ PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-nccl-cu12 libt
 LATEST = {"model": 0.5, "flag": 0.8}
 LONG = 2.0  # planned seconds of a step above which its batch is cut
 ROUNDS, STEPS = 5, 2  # measured after a first step
-VARIED = ("remat", "fsdp")
 
 
 def presets_that_fit(devices):
@@ -74,7 +72,7 @@ def presets_that_fit(devices):
             cfg = utils.replace(cfg, model_dtype="float32")
         with contextlib.suppress(UserError):  # it cannot be spread over so many devices
             cfg = cut_batch(settings.validate(cfg, len(devices)), machine)
-            found.append((sum(model.count_params(cfg)), name, cfg))
+            found.append((model.count_params(cfg)[0], name, cfg))
     for _, _, cfg in sorted(found, reverse=True):
         if fits(plan.answer(cfg, machine)):
             yield cfg
@@ -104,7 +102,7 @@ class Step:
         self.presets = presets_that_fit(jax.devices())
         self.cfg = None
         self.rows = []  # of bench.row; the first is of the preset's own flags
-        self.reports = []  # of the trace and the plan
+        self.report = ""  # of a trace, beside the plan
 
     def measure(self):
         """Measure the step of the largest preset that was not tried yet."""
@@ -147,23 +145,8 @@ class Step:
         profile.close()
         opened = trace.open_trace(cfg.run.folder)
         found = trace.Shares(opened)
-        self.reports.append(trace.report(opened, found))
+        self.report = trace.report(opened, found)
         return f"{found.step:.4f} s of a device in a step"
-
-    def make_plan(self):
-        """Plan the program that was measured."""
-        self.need()
-        kind = self.rows[0]["device"]
-        if not chips.chip_of(kind):
-            raise Skipped(f"there is no plan for {kind}, whose speeds are not known")
-        program = bench.compiled["step"]
-        used = program.memory_analysis()
-        arguments = used.argument_size_in_bytes
-        temporaries = used.peak_memory_in_bytes - arguments
-        compiled = machines.Compiled(program.as_text(), arguments, temporaries)
-        a = plan.answer(self.cfg, self.machine, compiled)
-        self.reports.append("\n".join(plan.report(a, self.machine)))
-        return f"{a.overlapped['step']:.4f} s a step"
 
     def vary(self, flag, value):
         """Measure the step with another value of a flag."""
@@ -196,8 +179,7 @@ def checks_of(step):
     found["step"] = step.measure
     found["step of a smaller preset"] = step.measure  # where the plan erred
     found["step and its trace"] = step.profile
-    found["step and its plan"] = step.make_plan
-    for flag in VARIED:
+    for flag in ("remat", "fsdp"):
         for value in plan.WAYS[flag]:
             if value != utils.FIELDS[flag].default:
                 found[f"flag --{flag} {value}"] = partial(step.vary, flag, value)
@@ -247,7 +229,7 @@ class Report:
         """Write report.json, and the same as report.md."""
         step = self.step
         content = dict(verdict=self.verdict(), machine=self.machine, checks=self.rows)
-        content |= dict(configurations=step.rows, reports=step.reports)
+        content |= dict(configurations=step.rows, trace=step.report)
         write_json(f"{self.options.out}/report.json", content)
         parts = [f"# Machine check: {self.verdict()}"]
         parts.append("\n".join(f"- {name}: {value}" for name, value in self.machine.items()))
@@ -255,7 +237,8 @@ class Report:
         if step.rows:
             parts += ["## Train steps", common.markdown(list(map(bench.cells, step.rows)))]
             parts.append("(On accelerators peak GB is the largest of all steps so far.)")
-        parts += [f"```\n{report}\n```" for report in step.reports]
+        if step.report:
+            parts.append(step.report)
         shown = ("check", "verdict", "found", "seconds")
         rows = [{key: str(row[key]).replace("|", "/") for key in shown} for row in self.rows]
         parts += ["## Checks", common.markdown(rows)]

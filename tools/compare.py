@@ -150,8 +150,7 @@ def picture(groups, kind):
 
 def read_groups(folders):
     """{name: {seed: Curve}} of run directories: those of NAME-seedN under NAME, any other by itself. Raises UserError
-    where runs of a group differ in more than their seed; warns of runs that were evaluated on other text or whose group
-    has a longer one."""
+    where runs of a group differ in more than their seed; warns of other lengths and of other texts."""
     names = [os.path.basename(folder.rstrip("/")) for folder in folders]
     if len(set(names)) < len(names):
         names = folders

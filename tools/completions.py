@@ -175,18 +175,14 @@ class Continuation:
 def draw(logits, how, _):
     """As `decoding.draw_next`, each row with a temperature and a seed of its own, so that no row depends on the others:
     ((token, its log p, the log p of the likeliest tokens, these tokens), how to draw the next)."""
-    hot = how["temperature"] > 0
 
-    def draw_row(seed, count, logits):
+    def draw_row(logits, temperature, seed, count):
         key = jax.random.fold_in(jax.random.key(seed), count)
-        return jax.random.categorical(key, logits)
+        hot = temperature > 0
+        drawn = jax.random.categorical(key, logits / jnp.where(hot, temperature, 1.0))
+        return jnp.where(hot, drawn, jnp.argmax(logits))
 
-    def draw_all():
-        scaled = logits / jnp.where(hot, how["temperature"], 1.0)[:, None]
-        return jax.vmap(draw_row)(how["seed"], how["count"], scaled)
-
-    greedy = jnp.argmax(logits, -1)
-    token = jnp.where(hot, lax.cond(hot.any(), draw_all, lambda: greedy), greedy)
+    token = jax.vmap(draw_row)(logits, **how)
     logprobs = jax.nn.log_softmax(logits)
     own = jnp.take_along_axis(logprobs, token[:, None], 1)[:, 0]
     likeliest, ids = lax.top_k(logprobs, LIKELIEST)

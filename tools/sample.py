@@ -81,8 +81,7 @@ def show(waiting):
 
 
 def fit_max_tokens(options, cfg, longest):
-    """`options` with --max_tokens for prompts of up to `longest` tokens. Warns of those that exceed the model's,
-    or refuses them."""
+    """`options` with --max_tokens for prompts of up to `longest` tokens. Warns or refuses as `warn_or_refuse` does."""
     most = options.T or positions(options.model, cfg.model.T)
     if options.max_tokens is None:
         room = most - longest if longest < most else math.inf

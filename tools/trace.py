@@ -43,7 +43,6 @@ class Options:
 
 PRODUCTS = "matrix products"  # as plan.answer calls this part
 REST, IDLE = "rest", "idle"
-LISTED = 10  # operations, the costliest
 # Parts of a step, by the innermost of these scopes (jax.named_scope) around an operation.
 PARTS = {name: name for name in ("attention", "feed_forward", "experts", "optimizer")}
 PARTS |= dict(embed="vocabulary", head="vocabulary")
@@ -257,7 +256,7 @@ def report(trace, found):
     shares.append(("sum", found.step))
     for links, seconds in found.hidden.most_common():
         shares.append((f"{links}, hidden behind computation", seconds))
-    costliest = [(one.path, seconds) for one, seconds in found.operations.most_common(LISTED)]
+    costliest = [(one.path, seconds) for one, seconds in found.operations.most_common(10)]
     rows = []
     for part, (measured, planned, work) in beside(trace, found).items():
         row = {"a step of a device": part}
@@ -268,6 +267,7 @@ def report(trace, found):
         rows.append(row)
     return f"""{trace.folder}: {found.steps} steps from step {trace.about["steps"][0]} on, {found.devices} of \
 {math.prod(mesh)} x {trace.about["device_kind"]}, mesh (dp, pp, tp) = {mesh}
+
 {share_table("a step", shares, found.step)}
 
 {share_table("operation", costliest, found.step)}
