@@ -37,14 +37,10 @@ def runs(shards, xla_cache, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def first(runs):
-    """`trace.Trace` of steps 2 to 4, with an evaluation after step 3."""
-    return trace.open_trace(str(runs / "traced"), "steps-2-4")
-
-
-@pytest.fixture(scope="module")
-def found(first):
-    return trace.Shares(first)
+def measured(runs):
+    """`trace.Trace` of steps 2 to 4, with an evaluation after step 3, and its `trace.Shares`."""
+    first = trace.open_trace(str(runs / "traced"), "steps-2-4")
+    return first, trace.Shares(first)
 
 
 def test_a_profile_changes_no_number_and_each_part_of_a_run_has_its_own(runs):
@@ -77,8 +73,9 @@ def test_a_trace_that_cannot_be_made_ends_no_run(train, monkeypatch, capsys):
     assert capsys.readouterr().err.count("--profile: no trace is written: no profiler here\n") == 1
 
 
-def test_parts_add_up_to_the_step(first, found):
+def test_parts_add_up_to_the_step(measured):
     lengths = []
+    first, found = measured
     for events in trace.devices_in(first):
         lengths += [end - begin for begin, end in trace.steps_in(events, first, 3)]
     assert found.devices == 8 and found.steps == 3 and len(lengths) == 24
@@ -92,8 +89,9 @@ def test_parts_add_up_to_the_step(first, found):
     assert all(way in paths for way in ("jvp(", "transpose(", "rematted_computation"))
 
 
-def test_the_plan_stands_beside_it(first, found):
+def test_the_plan_stands_beside_it(measured):
     """The program's own work on any device, seconds where the device's speeds are known."""
+    first, found = measured
     rows = trace.beside(first, found)
     assert rows["step"] == (found.step, None, None) and 0 < found.products < found.step
     estimate = costs.Estimate(first.cfg, plan.machine_of(jax.devices()))
@@ -191,17 +189,16 @@ def test_a_step_that_is_cut_off_or_missing_is_left_out(written, monkeypatch):
     refusal(lambda: trace.Shares(written), "holds no whole step")
 
 
-def test_the_program_prints_shares_operations_and_the_plan(runs, found, capsys):
+def test_the_program_prints_shares_operations_and_the_plan(runs, measured, capsys):
     trace.main(trace.Options(str(runs / "traced"), "steps-2-4"))
     said = capsys.readouterr().out
+    _, found = measured
     shares, operations = said.split("| operation")
     parts = re.findall(r"^\| (.+?) +\| +([\d.]+) \| +([\d.]+)% \|$", shares, re.MULTILINE)
-    parts = parts[: len(found.parts) + 1]
-    (*rows, (name, step, whole)) = parts
+    (*rows, (name, step, whole)) = parts[: len(found.parts) + 1]
     assert name == "sum" and whole == "100.0" and float(step) == pytest.approx(found.step, abs=1e-4)
     assert sum(float(share) for _, _, share in rows) == pytest.approx(100, abs=1)
-    assert len(re.findall(r"% \|$", operations, re.MULTILINE)) == 10
-    assert "| links of dp" in said
+    assert len(re.findall(r"% \|$", operations, re.MULTILINE)) == 10 and "| links of dp" in said
 
 
 def test_a_mistake_gets_a_sentence(runs, tmp_path):

@@ -8,7 +8,7 @@ import queue
 import secrets
 import threading
 from collections import deque
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -43,31 +43,24 @@ class Refused(Exception):
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
-PROMPT = "must be a text, token ids, or a list of either, none of them empty"
-STOP = "must be a text or at most four, none of them empty"
-ONLY = "is not supported; leave it out, or give what changes nothing"
+# of OpenAI's parameters, what changes nothing
+UNCHANGED = dict(best_of=1, echo=False, logit_bias={}, suffix="", top_p=1)
+UNCHANGED |= dict(frequency_penalty=0, presence_penalty=0)
 
 
 class Parameters(pydantic.BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """The body of a request. A description is what is said of a wrong value, in place of pydantic's words."""
+    """The body of a request."""
 
     model: str
-    prompt: str | Ids | Several = Field(description=PROMPT)
+    prompt: str | Ids | Several
     max_tokens: int = Field(16, ge=1)
     temperature: float = Field(1, ge=0, le=2)
     n: int = Field(1, ge=1, le=128)
     seed: int = Field(0, ge=-(2**63), lt=2**63)
     logprobs: int = Field(None, ge=0, le=LIKELIEST)
-    stop: Text | Annotated[list[Text], Field(max_length=4)] = Field([], description=STOP)
+    stop: Text | Annotated[list[Text], Field(max_length=4)] = []
     stream: bool = False
     user: str = ""
-    best_of: int = Field(1, ge=1, le=1, description=ONLY)
-    echo: Literal[False] = Field(False, description=ONLY)
-    frequency_penalty: float = Field(0, ge=0, le=0, description=ONLY)
-    logit_bias: dict = Field({}, max_length=0, description=ONLY)
-    presence_penalty: float = Field(0, ge=0, le=0, description=ONLY)
-    suffix: str = Field("", max_length=0, description=ONLY)
-    top_p: float = Field(1, ge=1, le=1, description=ONLY)
 
 
 def read_parameters(body):
@@ -77,15 +70,17 @@ def read_parameters(body):
         given = {name: value for name, value in given.items() if value is not None}
     except (ValueError, RecursionError, AttributeError):
         raise Refused(400, "The body must be a JSON object.") from None
+    for name, value in UNCHANGED.items():
+        if given.pop(name, value) != value:
+            words = f"{name} is not supported; leave it out, or give what changes nothing."
+            raise Refused(400, words, name)
     given.setdefault("seed", secrets.randbits(32))
     try:
         asked = Parameters.model_validate(given)
     except pydantic.ValidationError as e:
         error = e.errors()[0]
         name = str(error["loc"][0])[:80]
-        field = Parameters.model_fields.get(name)
-        words = field and field.description or f"cannot be used: {error['msg']}"
-        raise Refused(400, f"{name} {words}.", name) from None
+        raise Refused(400, f"{name} cannot be used: {error['msg']}.", name) from None
     if isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int):
         asked.prompt = [asked.prompt]
     if isinstance(asked.stop, str):

@@ -70,7 +70,6 @@ def export(run_dir, folder, dtype="float32", title=""):
     cfg = config_of_one_device(flags, run_dir)
     form = hugging_face.format_to_export(cfg.model.architecture)
     config = form.config(cfg.model) | dict(torch_dtype=dtype)
-    tokenization.folder_tokenizer(run_dir)  # a torn tokenizer is refused before weights are read
     params = load(steps.abstract_params(cfg, steps.make_mesh(cfg)))
     count = steps.count_in_words(cfg)
     with appearing(folder) as part:
