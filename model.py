@@ -13,7 +13,6 @@ model; there is no second implementation. From a batch to its loss:
             run_stage                 the blocks of one stage
               run_layers, run_layer   -> a layer of architectures/NAME.py
       head_loss                       -> kernels/loss.py
-      predict_further                 --mtp_depth
       reduce_loss                     sums over the mesh
 
 Letters: B batch, T sequence, D model, H heads, K head dim, R latent, E experts, C capacity, F feed-forward,
@@ -54,9 +53,6 @@ from collectives import (
 )
 from kernels import attention
 from kernels import loss as losses
-
-# of the mean cross-entropy of multi-token prediction: DeepSeek-V3's for most of its training (section 4.2)
-MTP_WEIGHT = 0.3
 
 # --- Parameters: one table --------------------------------------------------------------------------------------
 
@@ -102,13 +98,13 @@ def flops_per_token(cfg):
     m = cfg.model
     arch = architecture_of(cfg)
     _, active, _ = count_params(cfg)
-    heads = m.mtp_depth + m.tied  # a head of its own is among the active weights once
     channels = 0
     for kind, number in arch.numbers(m).items():
         cost = arch.layer_cost(m, kind)
         channels += number * (cost.query_channels + cost.value_channels)
     attention_flops = m.T * m.n_head * channels / 2
-    return 6 * (active + heads * m.vocab_size * m.model_dimension + attention_flops)
+    head = m.tied * m.vocab_size * m.model_dimension  # one of its own is among the active weights
+    return 6 * (active + head + attention_flops)
 
 
 # --- Loss -------------------------------------------------------------------------------------------------------
@@ -118,9 +114,8 @@ class Metrics(NamedTuple):
     """What is measured of one batch over the whole mesh."""
 
     cross_entropy: jax.Array  # [] nats per token
-    mtp: jax.Array  # [] nats per token of multi-token prediction, mean over its depths
     load_loss: jax.Array  # [] load-balancing loss, summed over layers, mean over sequences
-    load: dict  # {kind of layer: [layers, E]} choices that fell on each expert; dims as in param_table
+    load: jax.Array  # [layers, E] choices that fell on each expert; dims as in param_table
     dropped: jax.Array  # [] share of the choices that found their expert's bucket full
 
 
@@ -128,73 +123,52 @@ def make_loss(cfg, mesh, train):
     """`loss(params, tokens, targets, key, first)` on global arrays -> the loss, float32 [], and `Metrics`.
 
     tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:]; key of dropout; first: number, within the training
-    step, of the batch's first sequence. Without `train` there is no dropout and no multi-token prediction.
+    step, of the batch's first sequence. Without `train` there is no dropout.
     """
     cfg = for_devices(cfg, mesh)
-    arch = architecture_of(cfg)
-    in_rounds = cfg.run.pp_interleave > 1
-    loads = {arch.last: P(None, "pp") if in_rounds else P("pp")}
-    if train and cfg.model.mtp_depth:
-        loads[arch.mtp] = P()
+    load = P(None, "pp") if cfg.run.pp_interleave > 1 else P("pp")
     spec = P(*BATCH_SPEC[1:])
     # check_vma is off: reduce_loss replicates what out_specs calls so. Tests hold gradients to those of one device.
     return jax.shard_map(
         functools.partial(local_loss, cfg, train),
         mesh=mesh,
         in_specs=(param_specs(cfg), spec, spec, P(), P()),
-        out_specs=(P(), Metrics(P(), P(), P(), loads, P())),
+        out_specs=(P(), Metrics(P(), P(), load, P())),
         check_vma=False,
     )
 
 
 def local_loss(cfg, train, params, ids, targets, key, first):
     """`make_loss`'s on one device: ids and targets [M/S, B/dp, T/tp]."""
-    m, arch = cfg.model, architecture_of(cfg)
+    m = cfg.model
     batch = describe_batch(m, ids, key if train and m.dropout_rate else None, first)
-    x, load, top, layers = hidden_states(cfg, params, batch)
-    cross_entropy = head_loss(m, x, top["head"], targets)
-    loads, mtp = {arch.last: load}, jnp.float32(0)
-    if train and m.mtp_depth:
-        with jax.named_scope("mtp"):
-            mtp, loads[arch.mtp] = predict_further(cfg, x, targets, batch, top, layers)
-    return reduce_loss(cfg, ids.shape, cross_entropy, mtp, loads)
-
-
-@jax.named_scope("head")
-def head_loss(m, x, head, targets):
-    """Sum of the cross-entropies of targets [M/S, B/dp, T/tp], given their hidden states x [M/S, B/dp, T/tp, D]."""
-    return losses.cross_entropy(x, head, targets, m.vocab_size, loss_chunk())
+    x, load, head = hidden_states(cfg, params, batch)
+    with jax.named_scope("head"):
+        cross_entropy = losses.cross_entropy(x, head, targets, m.vocab_size, loss_chunk())
+    return reduce_loss(cfg, ids.shape, cross_entropy, load)
 
 
 @jax.named_scope("reduce_loss")
-def reduce_loss(cfg, shape, cross_entropy, mtp, loads):
-    """The loss and `Metrics` of the whole batch from one device's sums of nats and {kind of layer: `Load`}; shape:
-    [M/S, B/dp, T/tp] of its tokens."""
+def reduce_loss(cfg, shape, cross_entropy, load):
+    """The loss and `Metrics` of the whole batch from one device's sum of nats and `Load`; shape: [M/S, B/dp, T/tp] of
+    its tokens."""
     m, o = cfg.model, cfg.optimizer
     M, B, t = shape
     dp, pp, tp = map(lax.axis_size, AXES)
     sequences = M * pp * B * dp
     tokens = sequences * t * tp
-    arch = architecture_of(cfg)
-    depths = m.mtp_depth if arch.mtp in loads else 0
-    choices = tokens * m.experts_per_token * (m.blocks + depths)
+    choices = tokens * m.experts_per_token * m.blocks
     cross_entropy = cross_entropy / tokens
-    mtp = mtp / (tokens * max(1, depths))
-    balance = sum(load.loss.sum() for load in loads.values()) / sequences
-    loss = sum_over(cross_entropy + o.balance_weight * balance + MTP_WEIGHT * mtp, AXES)
+    balance = load.loss / sequences
+    loss = sum_over(cross_entropy + o.balance_weight * balance, AXES)
 
     # Metrics have no gradient, so they may be summed as well.
-    cross_entropy, mtp, balance, loads = lax.stop_gradient((cross_entropy, mtp, balance, loads))
-    counts = {}
-    for kind, load in loads.items():
-        counts[kind] = sum_over(load.tokens, arch.routed.get(kind, EXPERT_AXES))
-    dropped = sum_over(sum(load.dropped.sum() for load in loads.values()), AXES)
+    cross_entropy, balance, load = lax.stop_gradient((cross_entropy, balance, load))
     return loss, Metrics(
-        dropped=dropped / float(max(1, choices)),
         cross_entropy=sum_over(cross_entropy, AXES),
-        mtp=sum_over(mtp, AXES),
         load_loss=sum_over(balance, AXES),
-        load=counts,
+        load=sum_over(load.tokens, EXPERT_AXES),
+        dropped=sum_over(load.dropped, AXES) / float(max(1, choices)),
     )
 
 
@@ -205,8 +179,8 @@ def make_score(cfg, mesh):
     m = cfg.model
 
     def local_score(params, ids, targets):
-        x, _, top, _ = hidden_states(cfg, params, describe_batch(m, ids))
-        return losses.token_losses(x, top["head"], targets, m.vocab_size, loss_chunk())
+        x, _, head = hidden_states(cfg, params, describe_batch(m, ids))
+        return losses.token_losses(x, head, targets, m.vocab_size, loss_chunk())
 
     spec = P(*BATCH_SPEC[1:])
     return jax.shard_map(
@@ -252,39 +226,6 @@ def runs_once(cfg):
 def loss_chunk():
     """Number of tokens whose logits a device holds at once."""
     return losses.LOSS_CHUNK[platform()]
-
-
-def predict_further(cfg, x, targets, batch, top, layers):
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): sum of the cross-entropies of all depths,
-    and `Load` with tokens [mtp_depth, E]. Depth d reads the hidden states of depth d - 1, first x [M/S, B/dp, T/tp, D],
-    and the tokens d ahead, first the targets, and predicts the tokens after those."""
-    m, arch = cfg.model, architecture_of(cfg)
-    M, B, t = targets.shape
-    depths = m.mtp_depth
-    whole = gather_sequence(targets.reshape(M * B, t), True)
-    whole = jnp.pad(whole, ((0, 0), (0, depths)), constant_values=-1)  # [M*B, T + depths]
-    weights = weights_of(layers, {arch.mtp})
-    first_number = m.blocks * m.layers_per_block + m.first_layers  # of its layers, for dropout
-
-    def run_depth(weights, _, scanned, depth):
-        x, ids, microbatch = scanned
-        x = x, arch.embed(top, jnp.maximum(ids, 0), None)
-        tokens = batch.tokens(microbatch)
-        number = first_number + depth
-        x, (load, _), weights = run_layer(cfg, arch.mtp, weights, (depth,), number, x, tokens)
-        return (), (x, load), weights
-
-    total, loads = 0, []
-    for depth in range(depths):
-        first = lax.axis_index("tp") * t + depth
-        ahead = lax.dynamic_slice_in_dim(whole, first, t + 1, 1)
-        ahead = ahead.reshape(M, B, t + 1)
-        scanned = x, ahead[..., :-1], own_microbatches(M)
-        step = functools.partial(run_depth, depth=depth)
-        _, (x, load), weights = scan_layers(step, weights, (), scanned)
-        loads.append(jax.tree.map(lambda part: part.sum(0), load))
-        total += head_loss(m, x, top["head"], ahead[..., 1:])
-    return total, jax.tree.map(lambda *parts: jnp.stack(parts), *loads)
 
 
 # --- Forward pass -----------------------------------------------------------------------------------------------
@@ -338,7 +279,7 @@ def own_microbatches(M):
 
 
 def hidden_states(cfg, params, batch):
-    """What the head reads, [M/S, B/dp, T/tp, D]; the stage's `Load`; `top_params` and `layer_params`."""
+    """What the head reads, [M/S, B/dp, T/tp, D]; the stage's `Load`; the head."""
     layers = layer_params(params, cfg)
     with jax.named_scope("embed"):
         top = top_params(params, cfg)
@@ -349,7 +290,7 @@ def hidden_states(cfg, params, batch):
         x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
     with jax.named_scope("head"):
         x = architecture_of(cfg).norm(x, top["norm"], cfg.model.norm_eps)
-    return x, load, top, layers
+    return x, load, top["head"]
 
 
 def embed(cfg, top, layers, batch):
@@ -616,17 +557,14 @@ def top_params(params, cfg):
 # --- Router bias ------------------------------------------------------------------------------------------------
 
 
-def update_router_bias(params, load, rate):
-    """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias moves by `rate` towards an even
-    load. load {kind: [layers, E]}: choices that fell on each expert in one training step, dims as in param_table."""
-    return params | {kind: move_bias(params[kind], load[kind], rate) for kind in load}
-
-
-def move_bias(layers, load, rate):
-    """A stack's parameters with its router bias moved, if it has one."""
-    if "layer" in layers:  # of a multi-token predictor, which holds a layer
-        return layers | {"layer": move_bias(layers["layer"], load, rate)}
+def update_router_bias(cfg, params, load):
+    """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias, where routers have one, moves by
+    --bias_update_rate towards an even load. load [layers, E]: choices that fell on each expert in one training step,
+    dims as in param_table."""
+    kind = architecture_of(cfg).last
+    layers = params[kind]
     if "bias" not in layers:
-        return layers
+        return params
     below_mean = load.mean(-1, keepdims=True) - load
-    return layers | {"bias": layers["bias"] + rate * jnp.sign(below_mean)}
+    bias = layers["bias"] + cfg.optimizer.bias_update_rate * jnp.sign(below_mean)
+    return params | {kind: layers | {"bias": bias}}

@@ -61,10 +61,6 @@ class Model:
     """Channels of the decoupled rotary part of each query, and of the rotary key that the heads share."""
     rope_base: float = choice(10_000.0, least=1, absent=1.0)
     """Base of the rotary frequencies."""
-    rope_factor: float = choice(1.0, least=1)
-    """Multiple of rope_original_T to which YaRN stretches the context (arXiv:2309.00071); 1: no YaRN."""
-    rope_original_T: int = choice(4096, least=1, absent=1)
-    """Sequence length in tokens for which the rotary frequencies were made, for YaRN."""
     embedding_norm: bool = choice(False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
     latent_conv: int = choice(0, most=64)
@@ -87,8 +83,6 @@ class Model:
     """Factor on the gates."""
     n_shared: int = choice(2, absent=0, most=MANY)
     """Shared experts, each as wide as a routed one, added for every token."""
-    mtp_depth: int = choice(0, most=64)
-    """Tokens after the next that training predicts too, each by one more layer (arXiv:2412.19437, section 2.2)."""
     capacity_factor: float = choice(0.0, of_weights=False)
     """Bucket size of an expert, in multiples of the mean load. Tokens beyond it skip the expert. 0: no token does."""
     document_mask: bool = flag(False, of_weights=False)
@@ -239,7 +233,7 @@ class Run:
     eval_steps: int = setting(10, least=1)
     """Validation batches of an evaluation, the same ones every time."""
     eval_every: int = setting(100, least=1, first=True)
-    """Steps between evaluations, each with one printed line and new plots."""
+    """Steps between evaluations, each with one printed line."""
     eval_tasks: str = setting("")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to score, with commas between them, at evaluations on
     a multiple of save_steps and at the end. A name with a slash is a folder of task files."""

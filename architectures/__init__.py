@@ -39,12 +39,10 @@ class Architecture(NamedTuple):
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
     inner: str = ""  # kind of the layers before it in a block (--layers_per_block), if it has such
     first: str = ""  # kind of the layers before the blocks (--first_layers), if it has such
-    mtp: str = ""  # kind of the layers of multi-token prediction (--mtp_depth), if it has such
     flags: frozenset = frozenset()  # flags that it has of those with an `absent` in utils.py
     fixed: dict = {}  # {flag: the one value that it has here}, of flags without an `absent`
     check: Callable = lambda cfg: None  # raises UserError for flags that do not fit each other
     learns_positions: bool = False  # whether its weights fix T
-    routed: dict = {}  # {kind of layer with routed experts: mesh axes that spread its tokens}
     hugging_face: hf_format.HuggingFace | None = None  # the Hugging Face format, if it has one
 
     @property
@@ -58,7 +56,6 @@ class Architecture(NamedTuple):
             self.first: m.first_layers,
             self.inner: m.blocks * (m.layers_per_block - 1),
             self.last: m.blocks,
-            self.mtp: m.mtp_depth,
         }
         return {kind: number for kind, number in numbers.items() if number}
 

@@ -1,10 +1,8 @@
 """DeepSeek-V3 (arXiv:2412.19437): parameters, layers, cache, costs and Hugging Face format.
 
 Letters of einsums, beside those of layers.py: r a latent's channels, with those of the rotary key where it has them;
-s tokens as keys; c the two inputs of multi-token prediction, d and e the model dimension.
+s tokens as keys.
 """
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +38,10 @@ from architectures.parameters import (
     std_into,
     weight_param,
 )
-from collectives import AXES, EXPERT_AXES, gather_sequence
+from collectives import gather_sequence
 from kernels import attention as kernels
 from runtime.messages import UserError
 
-# YaRN keeps frequencies of more turns over the original T than the first, and stretches those of less than the second.
-YARN_BETA = (32, 1)
 # Factor on the weights of short convolutions. They begin at 0 and AdamW moves all weights alike; so these move faster.
 CONV_SCALE = 4
 # Added to the mean square of a row of the embedding, which begins at 1 / D and is 0 for tokens that never come.
@@ -56,8 +52,8 @@ LATENT_NORM_EPS = 1e-6
 
 FLAGS = frozenset(
     "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
-    "rope_factor rope_original_T embedding_norm latent_conv "
-    "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared mtp_depth "
+    "embedding_norm latent_conv "
+    "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared "
     "capacity_factor experts balance_weight bias_update_rate".split()
 )
 
@@ -68,10 +64,6 @@ def check_flags(cfg):
     for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
         if not getattr(m, flag):
             raise UserError(f"--{flag} 0: must be at least 1 for --architecture {m.architecture}.")
-    if m.rope_factor > 1 and m.rope_base <= 1:
-        raise UserError(
-            f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
-        )
 
 
 # --- Parameters ---------------------------------------------------------------------------------------------------
@@ -95,13 +87,11 @@ def deepseek_table(cfg):
         table["first"] = stack(dense, m.first_layers, over=None)
     if m.layers_per_block > 1:
         table["dense"] = stack(dense, m.blocks, m.layers_per_block - 1)
-    if m.mtp_depth:
-        table["mtp"] = stack(mtp_table(cfg, moe), m.mtp_depth, over=None)
     return table
 
 
 def layers_of(m):
-    """Number of layers, without those of multi-token prediction."""
+    """Number of layers."""
     return m.first_layers + m.blocks * m.layers_per_block
 
 
@@ -160,49 +150,6 @@ def layer_table(cfg, routed):
     return table
 
 
-def mtp_table(cfg, layer):
-    """One depth of multi-token prediction, with the table of the layer that it runs."""
-    D = cfg.model.model_dimension
-    return dict(
-        token_norm=scale_param(D),
-        hidden_norm=scale_param(D),
-        merge=weight_param(cfg, (2, D, D), std_into(2 * D), inputs=(0, 1), dim=1),
-        layer=layer,
-        norm=scale_param(D),
-    )
-
-
-def yarn_frequencies(m):
-    """Radians per position [rope_dim/2] of the pairs of rotary channels, float32, by YaRN (arXiv:2309.00071, section
-    3.2) as DeepSeek's code has it: pairs that turn often over rope_original_T keep their frequency, those that turn
-    less than once are slowed down by rope_factor, with a ramp between them."""
-    plain = rotary_frequencies(m.rope_dim, m.rope_base)
-    if m.rope_factor == 1:
-        return plain
-    fast, slow = (pair_that_turns(beta, m) for beta in YARN_BETA)
-    low = max(math.floor(fast), 0)
-    high = min(math.ceil(slow), m.rope_dim - 1)
-    ramp = (np.arange(m.rope_dim // 2, dtype=np.float32) - low) / (high - low or 1e-3)
-    slowed = np.clip(ramp, 0, 1)
-    return plain * (1 - slowed) + plain / m.rope_factor * slowed
-
-
-def pair_that_turns(times, m):
-    """Number, with a fraction, of the pair of channels that turns that often over rope_original_T."""
-    wavelength = m.rope_original_T / (times * 2 * math.pi)
-    return m.rope_dim // 2 * math.log(wavelength) / math.log(m.rope_base)
-
-
-def score_scale(channels, m):
-    """Factor on the products of queries and keys of `channels` channels."""
-    return channels**-0.5 * temperature(m) ** 2
-
-
-def temperature(m):
-    """YaRN's temperature (arXiv:2309.00071, equation 22); attention's scores are multiplied by its square."""
-    return 0.1 * math.log(m.rope_factor) + 1
-
-
 # --- Attention ----------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +187,8 @@ def project_latents(p, x, tokens, m):
     if Q:
         latents.append(rms_norm(q, p["q_norm"], LATENT_NORM_EPS))
     latents.append(rms_norm(kv, p["kv_norm"], LATENT_NORM_EPS))
-    latents.append(rotate(k_rope, tokens.position, yarn_frequencies(m)[: k_rope.shape[-1] // 2]))
+    frequencies = rotary_frequencies(m.rope_dim, m.rope_base)
+    latents.append(rotate(k_rope, tokens.position, frequencies[: k_rope.shape[-1] // 2]))
     latents = jnp.concatenate(latents, -1)
     latents = gather_sequence(latents, tokens.split)  # [B, T, Q + R + rope_dim]
     q = latents[..., :Q] if Q else gather_sequence(x, tokens.split)
@@ -268,11 +216,12 @@ def short_conv(x, w, start):
 def project_queries(x, w, position, m):
     """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D] by w [Q or D, H/tp, K + rope_dim]. A rotated
     channel is its own product times cos, plus its partner's, from a second one, times sin."""
-    K, scale = m.key_dim, score_scale(w.shape[-1], m)
+    K, scale = m.key_dim, w.shape[-1] ** -0.5
     if w.shape[-1] == K:  # no rotary channels
         return product("btr,rhk->bhtk", x, w * scale)
     a, b = jnp.split(w[..., K:], 2, -1)
-    angle = position[:, None, :, None] * np.tile(yarn_frequencies(m), 2)  # [B or 1, 1, T, rope_dim]
+    frequencies = np.tile(rotary_frequencies(m.rope_dim, m.rope_base), 2)
+    angle = position[:, None, :, None] * frequencies  # [B or 1, 1, T, rope_dim]
     sin = (jnp.sin(angle) * scale).astype(x.dtype)
     cos = (jnp.cos(angle) * scale).astype(x.dtype)
     partner = product("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
@@ -349,17 +298,6 @@ def layer(p, x, tokens, m, cache):
     return x, (load, cache)
 
 
-def mtp_layer(p, x, tokens, m, cache):
-    """One depth of multi-token prediction (DeepSeek-V3, section 2.2). x is a pair, each [B, T/tp, D]: the hidden state
-    of the depth before, and the embedding of the token that it predicts."""
-    hidden, token = x
-    token = rms_norm(token, p["token_norm"], m.norm_eps)
-    hidden = rms_norm(hidden, p["hidden_norm"], m.norm_eps)
-    merged = jnp.einsum("cbtd,cde->bte", jnp.stack([token, hidden]), p["merge"])
-    x, aside = layer(p["layer"], merged, tokens, m, cache)
-    return rms_norm(x, p["norm"], m.norm_eps), aside
-
-
 def embed(top, ids, position):
     """ids [B, T] -> rows of the embedding [B, T, D], normalized with --embedding_norm. Layers add positions."""
     x = top["embedding"][ids]
@@ -387,15 +325,13 @@ def layer_cost(m, kind):
     arXiv:2002.05202."""
     D, R, Q = m.model_dimension, m.latent_dim, m.q_latent
     K = V = m.key_dim
-    routed = kind in ("moe", "mtp")
+    routed = kind == "moe"
     rope = rope_channels(m, routed)
     latents = Q + R + rope
 
     own_weights = D * latents + m.latent_conv * (R + rope)
     if routed:
         own_weights += D * m.n_experts
-    if kind == "mtp":
-        own_weights += 2 * D * D  # merge
 
     # project_queries rotates by a second product, project_keys copies the rotary key by a larger one
     queries = (Q or D) * (K + 2 * rope)
@@ -431,19 +367,11 @@ def hugging_face_tensors(m):
         for i in range(L - 1):
             yield from layer_tensors(m, begin + i, ("dense",), (block, i))
         yield from layer_tensors(m, begin + L - 1, ("moe",), (block,))
-    layers = layers_of(m)
-    for d in range(m.mtp_depth):
-        prefix = f"model.layers.{layers + d}"
-        norms = {"enorm": "token_norm", "hnorm": "hidden_norm", "shared_head.norm": "norm"}
-        for name, leaf in norms.items():
-            yield hf.plain(f"{prefix}.{name}.weight", ("mtp", leaf), (d,), (D,))
-        yield hf.linear(f"{prefix}.eh_proj.weight", ("mtp", "merge"), (d,), (2, D, D), inputs=2)
-        yield from layer_tensors(m, layers + d, ("mtp", "layer"), (d,))
 
 
 def layer_tensors(m, n, leaf, at):
     """Yield the `Tensor`s of layer n, which is the part `at` of the parameters in `leaf`."""
-    D, routed = m.model_dimension, leaf[0] in ("moe", "mtp")
+    D, routed = m.model_dimension, leaf == ("moe",)
     prefix = f"model.layers.{n}"
     yield hf.plain(f"{prefix}.input_layernorm.weight", (*leaf, "attention", "norm"), at, (D,))
     yield hf.plain(f"{prefix}.post_attention_layernorm.weight", (*leaf, "norm"), at, (D,))
@@ -492,18 +420,6 @@ def moe_tensors(m, prefix, leaf, at):
         yield from hf.feed_forward(f"{prefix}.experts.{e}", experts, (*at, e), D, F, act)
 
 
-def held_predictors(flags, names):
-    """`flags` with the depths of multi-token prediction whose tensors are there: many a config.json counts predictors
-    that its files lack."""
-    if not flags["mtp_depth"]:
-        return flags
-    names = names()
-    layers = flags["first_layers"] + flags["blocks"] * flags["layers_per_block"]
-    numbers = range(layers, layers + flags["mtp_depth"])
-    held = [n for n in numbers if f"model.layers.{n}.eh_proj.weight" in names]
-    return flags | dict(mtp_depth=len(held))
-
-
 # Flags that have one value in DeepseekV3ForCausalLM. Models with another are exported as MoEPretrainingForCausalLM,
 # with its code (inference/exported/).
 ONE_VALUE = dict(layers_per_block=1, activation="swiglu", embedding_norm=False, latent_conv=0)
@@ -523,7 +439,6 @@ ENTRIES = hf.COMMON | dict(
     topk_group="k_groups",
     num_experts_per_tok="experts_per_token",
     first_k_dense_replace="first_layers",
-    num_nextn_predict_layers="mtp_depth",
     layers_per_block="layers_per_block",
     embedding_norm="embedding_norm",
     latent_conv="latent_conv",
@@ -537,6 +452,8 @@ SUPPORTED = dict(
     attention_bias=[False, None],
     norm_topk_prob=[True],
 )
+# Entries that change no number here; multi-token prediction serves training alone
+IMMATERIAL = set("aux_loss_alpha seq_aux rope_frequencies num_nextn_predict_layers".split())
 
 
 def to_hugging_face(m):
@@ -550,18 +467,6 @@ def to_hugging_face(m):
         q_lora_rank=m.q_latent or None,
         hidden_act=HIDDEN_ACT[m.activation],
     )
-    if m.rope_factor > 1:
-        fast, slow = YARN_BETA
-        config["rope_scaling"] = dict(
-            type="yarn",
-            rope_type="yarn",
-            factor=m.rope_factor,
-            beta_fast=fast,
-            beta_slow=slow,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-            original_max_position_embeddings=m.rope_original_T,
-        )
     if any(getattr(m, flag) != value for flag, value in ONE_VALUE.items()):
         return config | own_entries(m)
     return {name: value for name, value in config.items() if name not in ONE_VALUE}
@@ -576,8 +481,7 @@ def own_entries(m):
             AutoConfig="configuration_moe_pretraining.MoEPretrainingConfig",
             AutoModelForCausalLM="modeling_moe_pretraining.MoEPretrainingForCausalLM",
         ),
-        rope_frequencies=yarn_frequencies(m).tolist(),
-        rope_temperature=temperature(m),
+        rope_frequencies=rotary_frequencies(m.rope_dim, m.rope_base).tolist(),
     )
 
 
@@ -588,19 +492,23 @@ def from_hugging_face(flags, left):
     if kind != OWN_TYPE:
         activations = dict(silu="swiglu")
     flags["activation"] = activations.get(left.get("hidden_act", "silu"))
-    flags |= rope_flags(left)
+    flags["T"] = hf.take_T(left)
+    flags["rope_base"], rope = hf.take_rope(left)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     in_blocks = flags["blocks"] - flags["first_layers"]
     flags["blocks"], rest = divmod(in_blocks, max(1, flags["layers_per_block"]))
     if rest:
         raise UserError(
             f"config.json: {in_blocks} layers are no multiple of layers_per_block {flags['layers_per_block']}."
         )
-    hf.float8_block(left, kind)
     hf.require(
-        left,
+        {"rope_type": rope_type} | left | rope,
         kind,
-        {"aux_loss_alpha", "seq_aux", "rope_frequencies", "rope_temperature"},
+        IMMATERIAL,
         **SUPPORTED,
+        rope_type=["default"],
+        type=["default"],
+        partial_rotary_factor=[1],
         hidden_act=[*activations],
         num_key_value_heads=[flags["n_head"], None],
         v_head_dim=[flags["head_dim"]],
@@ -610,44 +518,12 @@ def from_hugging_face(flags, left):
     return flags
 
 
-def rope_flags(left):
-    """{flag: value} of the positions in a config, whose entries are taken out, as transformers computes them
-    (modeling_rope_utils.py: RotaryEmbeddingConfigMixin)."""
-    positions = left.get("max_position_embeddings", hf.MOST_T)
-    original = left.pop("original_max_position_embeddings", None)
-    base, rope = hf.take_rope(left)
-    flags = dict(T=hf.take_T(left), rope_base=base, rope_factor=1.0)
-    kind = rope.pop("rope_type", rope.get("type", "default"))
-    rope.pop("type", None)
-    if kind == "yarn":
-        inner = rope.pop("original_max_position_embeddings", positions)
-        flags |= dict(rope_factor=rope.pop("factor", None), rope_original_T=original or inner)
-        # DeepSeek-V3's: the temperature is all in the scores, no factor is on the rotated channels alone
-        rope = dict(mscale=None, mscale_all_dim=None) | rope
-    fast, slow = YARN_BETA
-    hf.require(
-        {"rope_type": kind} | rope,
-        "deepseek_v3",
-        rope_type=["default", "yarn"],
-        beta_fast=[fast, None],
-        beta_slow=[slow, None],
-        truncate=[True],
-        mscale=[1],
-        mscale_all_dim=[1],
-        attention_factor=[1, None],
-        partial_rotary_factor=[1],
-    )
-    return flags
-
-
 ARCHITECTURE = Architecture(
     table=deepseek_table,
-    layers=dict(first=layer, dense=layer, moe=layer, mtp=mtp_layer),
+    layers=dict(first=layer, dense=layer, moe=layer),
     last="moe",
     inner="dense",
     first="first",
-    mtp="mtp",
-    routed=dict(moe=EXPERT_AXES, mtp=AXES),
     embed=embed,
     norm=rms_norm,
     cache=latent_cache,
@@ -659,14 +535,12 @@ ARCHITECTURE = Architecture(
         entries=ENTRIES,
         missing=dict(
             tie_word_embeddings=False,
-            num_nextn_predict_layers=0,
             layers_per_block=1,
             embedding_norm=False,
             latent_conv=0,
         ),
         flags=from_hugging_face,
         copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
-        held=held_predictors,
     ),
     flags=FLAGS,
     check=check_flags,

@@ -226,7 +226,6 @@ def from_hugging_face(flags, left):
         activation_function=["gelu_new", "gelu_pytorch_tanh"],
         scale_attn_weights=[True],
         scale_attn_by_inverse_layer_idx=[False],
-        quantization_config=[None],
     )
     return flags
 

@@ -24,8 +24,6 @@ class HuggingFace(NamedTuple):
     flags: Callable
     copies: str  # pattern of the names of tensors that hold nothing of their own
     prefix: str = ""  # of names of tensors, which some files leave out
-    # ({flag: value}, function that returns the names of all tensors in the files) -> {flag: value} of what these hold
-    held: Callable = lambda flags, names: flags
 
     @property
     def names(self):
@@ -115,8 +113,6 @@ MOST_T = 4096
 OTHER_NAMES = dict(
     T="max_position_embeddings",
     rope_base="rope_theta",
-    rope_factor="factor",
-    rope_original_T="original_max_position_embeddings",
 )
 
 
@@ -137,7 +133,6 @@ NULL = dict(
     q_lora_rank=0,
     n_group=1,
     topk_group=1,
-    num_nextn_predict_layers=0,
     tie_word_embeddings=False,
 )
 # Attributes of utils.Model with the value of a flag once its default is resolved
@@ -198,7 +193,7 @@ def take_rope(left):
 IMMATERIAL = set(
     # names: of classes, of what wrote it, of the type that weights are stored in, which each tensor says itself
     "architectures auto_map model_type torch_dtype dtype use_bfloat16 transformers_version name_or_path _name_or_path "
-    "_commit_hash unsloth_version unsloth_fixed "
+    "_commit_hash unsloth_version unsloth_fixed quantization_config "
     # how a program runs it: kernels, caches, devices, the order of products
     "use_cache pretraining_tp ep_size attn_implementation _attn_implementation _attn_implementation_autoset "
     "_attn_implementation_internal experts_implementation _experts_implementation torchscript gradient_checkpointing "
@@ -224,6 +219,10 @@ def require(left, kind, immaterial=frozenset(), **allowed):
     """Raise UserError where an entry that is left of a config may change a number: it has none of its values `allowed`,
     or it is neither among these nor known to be immaterial."""
     allowed |= SUPPORTED
+    if left.get("quantization_config"):
+        raise UserError(
+            "config.json: its quantization_config says that the weights are quantized; convert them to bfloat16 first."
+        )
     for key, value in left.items():
         if key in IMMATERIAL or key in immaterial:
             continue
@@ -237,27 +236,3 @@ def require(left, kind, immaterial=frozenset(), **allowed):
             raise UserError(
                 f"config.json: {key} is {value!r}, but {kind} is supported with {words} only."
             )
-
-
-def float8_block(left, kind):
-    """(rows, columns) of the blocks that share a scale in the float8 weights of a config, whose entry is taken out;
-    None where there are no such weights."""
-    quantized = take_object(left, "quantization_config")
-    if not quantized:
-        return None
-    size = quantized.pop("weight_block_size", [128, 128])
-    require(
-        {"quant_method": None} | quantized,
-        f"a quantization_config of {kind}",
-        # which weights are quantized is seen in the files; activations are not; a scale is a number however chosen
-        immaterial={"modules_to_not_convert", "ignored_layers", "dequantize", "scale_fmt"},
-        quant_method=["fp8"],
-        fmt=["e4m3", None],
-        activation_scheme=["dynamic"],
-        expert_dtype=["fp8"],
-    )
-    if not isinstance(size, list) or [type(n) for n in size] != [int, int]:
-        raise UserError(
-            f"config.json: weight_block_size is {size!r}, but must be two numbers, such as [128, 128]."
-        )
-    return size

@@ -29,7 +29,7 @@ from architectures.parameters import (
     std_into,
     weight_param,
 )
-from collectives import EXPERT_AXES, gather_sequence
+from collectives import gather_sequence
 from runtime.messages import UserError
 
 FLAGS = frozenset(
@@ -251,7 +251,6 @@ ARCHITECTURE = Architecture(
     table=qwen3_table,
     layers=dict(qwen3=qwen3_layer),
     last="qwen3",
-    routed=dict(qwen3=EXPERT_AXES),
     embed=lambda top, ids, position: top["embedding"][ids],
     norm=rms_norm,
     cache=qwen3_cache,

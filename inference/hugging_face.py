@@ -1,7 +1,6 @@
-"""Weights from a folder in the Hugging Face format: config.json and safetensors, float8 ones too, onto a mesh."""
+"""Weights from a folder in the Hugging Face format: config.json and safetensors, onto a mesh."""
 
 import functools
-import json
 import math
 import os
 import re
@@ -21,8 +20,6 @@ from runtime.messages import UserError
 from training import settings
 
 READABLE = {"F32", "F16", "BF16", "F64"}  # as safetensors names types
-FLOAT8 = "F8_E4M3"  # the type of quantized weights
-SCALE = "_scale_inv"  # what the name of their scales ends with
 INDEX = "model.safetensors.index.json"
 
 
@@ -46,15 +43,12 @@ def format_to_export(name):
     return form
 
 
-def model_flags(config, folder, names=None):
-    """{flag: value} of the model in a folder with this config.json. names(): those of its tensors, where they may not
-    be in the folder yet. Raises UserError for a model that is not supported."""
+def model_flags(config, folder):
+    """{flag: value} of the model in a folder with this config.json. Raises UserError for one that is not supported."""
     where = os.path.join(folder, "config.json")
     name, form = format_of(config, where)
     own = hf_format.read_flags(form, config, where)
-    flags = form.held(
-        architectures.flags_without_choice(name) | own, names or files_of(folder).keys
-    )
+    flags = architectures.flags_without_choice(name) | own
     settings.check_model(flags, where, form.names)
     return flags
 
@@ -108,24 +102,23 @@ def filled(tensors):
     return (t for t in tensors if math.prod(t.shape))
 
 
-def check(folder, tensors, form, block):
-    """{name: `Stored`} of a folder that holds exactly `tensors`, float8 ones with scales of blocks of that size.
+def check(folder, tensors, form):
+    """{name: `Stored`} of a folder that holds exactly `tensors`.
 
     Raises UserError naming a tensor that is missing, extra, misshapen or of an unreadable type.
     """
     there, wanted = files_of(folder), {}
+    # layers of multi-token prediction, which serve training alone
+    predictors = [name.removesuffix("eh_proj.weight") for name in there if "eh_proj" in name]
     for t in tensors:  # an absurd config calls for billions, but then one of the first is missing
         name = name_in(there, t.name, form)
-        shapes = {name: t.shape}
-        is_float8 = name in there and there[name].dtype == FLOAT8
-        if block and is_float8 and len(t.shape) == 2:
-            shapes[name + SCALE] = tuple(-(-n // size) for n, size in zip(t.shape, block))
-        for missing in shapes.keys() - there.keys():
-            raise UserError(f"{folder}: tensor {missing} is missing; its config.json calls for it.")
-        wanted |= shapes
+        if name not in there:
+            raise UserError(f"{folder}: tensor {name} is missing; its config.json calls for it.")
+        wanted[name] = t.shape
     for name, (_, shape, dtype) in there.items():
         if name not in wanted:
-            if re.search(form.copies, name) or 0 in shape:
+            is_copy = re.search(form.copies, name) or 0 in shape
+            if is_copy or name.startswith(tuple(predictors)):
                 continue
             raise UserError(
                 f"{folder}: tensor {name} is extra; its config.json has no place for it."
@@ -135,40 +128,22 @@ def check(folder, tensors, form, block):
                 f"{folder}: tensor {name} is {list(shape)}, but its config.json calls for "
                 f"{list(wanted[name])}."
             )
-        if dtype not in READABLE and name + SCALE not in wanted:
+        if dtype not in READABLE:
             raise UserError(
                 f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}."
             )
     return there
 
 
-def read_tensor(there, name, block):
-    """numpy array of a tensor in a folder; a float8 one in float32, each block of it times its scale (DeepSeek-V3,
-    arXiv:2412.19437, section 3.3.2). Raises UserError where a number is not finite in float32."""
+def read_tensor(there, name):
+    """numpy array of a tensor in a folder. Raises UserError where a number is not finite in float32."""
     path = there[name].path
-    if there[name].dtype == FLOAT8:
-        x = read_float8(there[name], name)
-        scales = read_tensor(there, name + SCALE, block).astype(np.float32)
-        rows, columns = block
-        for i, scale in enumerate(scales.repeat(columns, 1)):
-            x[i * rows :][:rows] *= scale[: x.shape[1]]
-    else:
-        with safe_open(path, "numpy") as f:
-            x = f.get_tensor(name)
+    with safe_open(path, "numpy") as f:
+        x = f.get_tensor(name)
     with np.errstate(over="ignore"):
         if not np.isfinite(x.astype(np.float32, copy=False)).all():
             raise UserError(f"{path}: tensor {name} holds NaN or infinite values; copy it again.")
     return x
-
-
-def read_float8(stored, name):
-    """A float8 tensor as it is stored, in float32. numpy has no such type, so safetensors does not read it."""
-    with open(stored.path, "rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        begin, end = json.loads(f.read(length))[name]["data_offsets"]
-        f.seek(8 + length + begin)
-        x = np.frombuffer(f.read(end - begin), jnp.float8_e4m3fn)
-    return x.reshape(stored.shape).astype(np.float32)
 
 
 def load(folder, abstract):
@@ -177,14 +152,13 @@ def load(folder, abstract):
     config = read_json(folder, "config.json")
     _, form = format_of(config, os.path.join(folder, "config.json"))
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model
-    block = hf_format.float8_block(config, config["model_type"])
-    there = check(folder, filled(form.tensors(m)), form, block)
+    there = check(folder, filled(form.tensors(m)), form)
     if m.tied:
-        check_head_is_tied(folder, there, form, m, block)
+        check_head_is_tied(folder, there, form, m)
     params = jax.tree.map(lambda a: jnp.zeros(a.shape, device=a.sharding), abstract)
     for t in filled(form.tensors(m)):
         name = name_in(there, t.name, form)
-        part = t.ours(read_tensor(there, name, block))
+        part = t.ours(read_tensor(there, name))
         *parents, last = t.leaf
         node = functools.reduce(dict.__getitem__, parents, params)
         leaf = node[last]
@@ -199,13 +173,13 @@ def load(folder, abstract):
     return params
 
 
-def check_head_is_tied(folder, there, form, m, block):
+def check_head_is_tied(folder, there, form, m):
     """Raises UserError where the files hold a head that is not the embedding."""
     rows = name_in(there, next(form.tensors(m)).name, form)
     head = name_in(there, hf_format.HEAD, form)
     if head not in there:
         return
-    pair = [read_tensor(there, name, block) for name in (head, rows)]
+    pair = [read_tensor(there, name) for name in (head, rows)]
     if not np.array_equal(*pair):
         raise UserError(
             f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings must be "

@@ -47,12 +47,7 @@ def open_weights(folder):
 def open_hub(name):
     """`open_weights` of a model of the hub."""
     folder = hub.folder_of(name)
-
-    def names():
-        index = read_json(folder, hugging_face.INDEX)
-        return index["weight_map"] if index else hugging_face.files_of(hub.download(name))
-
-    flags = hugging_face.model_flags(read_json(folder, "config.json"), folder, names)
+    flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
     return flags, lambda abstract: hugging_face.load(on_all(lambda: hub.download(name)), abstract)
 
 

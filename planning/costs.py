@@ -316,7 +316,7 @@ class Estimate:
         """Add the loss over the vocabulary."""
         m = self.m
         tokens = self.batches * self.own * self.own_tokens
-        logits = tokens * m.padded_vocab * (1 + m.mtp_depth)
+        logits = tokens * m.padded_vocab
         self.flops += 6 * logits * m.model_dimension  # and their two gradients
         self.passes += self.fit["logits"] * logits
 
@@ -367,7 +367,7 @@ class Estimate:
         logits = min(tokens, chunk) * m.padded_vocab  # at once
 
         at_logits = weights + in_dtype + 4 * fit["logit_copies"] * logits
-        if tokens > chunk or m.mtp_depth:
+        if tokens > chunk:
             at_logits += 4 * embedding
         in_layer = weights + in_dtype + gradients + one_microbatch + widest
         at_embedding = gradients + in_dtype + 4 * embedding - kept
@@ -398,12 +398,10 @@ class Layer:
         self.megatron = m.sequence_parallel == "megatron"
         self.recomputes = m.remat != "none"
         self.keeps_experts = m.remat == "experts" and not self.in_tiles
-        # recomputation runs to the layer's end only where that is needed: multi-token prediction normalizes it
-        self.needs_end = kind == arch.mtp
 
         self.rows = 0  # that routed experts multiply, empty ones included, where the load is even
         E = m.n_experts
-        if kind in arch.routed and E:
+        if kind == arch.last and E:
             tokens = int(step.own_tokens)
             self.sharers = min(E, step.dp * step.tp)  # devices that share out all experts
             self.rows = E * capacity(m, tokens)
@@ -451,12 +449,11 @@ class Layer:
         flops = 3 * (projections + experts_into + experts_out) + self.all_scores
         # the gradient of tiles computes the hidden channels anew, whatever else is recomputed
         flops += self.in_tiles * experts_into
-        if self.recomputes:
-            flops += self.needs_end * experts_out
-            again = self.needs_end or not self.in_tiles
-            flops += (again and not self.keeps_experts) * experts_into
+        # recomputation stops before the layer's last product
+        if self.recomputes and not self.in_tiles and not self.keeps_experts:
+            flops += experts_into
         if m.remat in ("full", "experts"):
-            flops += projections - (not self.needs_end) * out
+            flops += projections - out
         return flops
 
     def send(self, n):
@@ -467,7 +464,6 @@ class Layer:
         """
         m, s, cost = self.m, self.step, self.cost
         again = self.recomputes
-        end_again = self.recomputes and self.needs_end
         channel = s.tokens * s.bytes  # bytes
         # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
         attention_out = channel * m.model_dimension * self.megatron
@@ -481,15 +477,14 @@ class Layer:
             ("reduce-scatter", gathered, 1),
             ("reduce-scatter", attention_out + feed_forward, 1),
             ("reduce-scatter", attention_out, again),
-            ("reduce-scatter", feed_forward, end_again),
             ("all-to-all", exchanged, 2 + again),
             ("all-reduce", choices, 1 + again),
         ):
             s.send(kind, "tp", whole, n * times)
         if self.rows:
-            self.send_tokens(n, again, end_again)
+            self.send_tokens(n, again)
 
-    def send_tokens(self, n, again, end_again):
+    def send_tokens(self, n, again):
         """Add what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
         m, s = self.m, self.step
         apart, _ = expert_axes(m.n_experts, s.split)
@@ -500,7 +495,7 @@ class Layer:
         if not self.in_tiles:  # buckets
             slots = self.rows * s.bytes  # bytes of a number for each, such as its gate
             into_again = again and not self.keeps_experts
-            send("all-to-all", slots * m.model_dimension, n * (4 + into_again + end_again))
+            send("all-to-all", slots * m.model_dimension, n * (4 + into_again))
             send("all-to-all", slots, n * (2 + again))
             return
         tokens = s.own_tokens * self.sharers
@@ -509,7 +504,7 @@ class Layer:
         gates = choices * s.bytes
         send("all-gather", channels, n * (2 + again))
         send("all-gather", gates + 4 * choices, n * (1 + again))  # and the experts' numbers
-        send("reduce-scatter", channels, n * (2 + end_again))
+        send("reduce-scatter", channels, n * 2)
         send("reduce-scatter", gates, n)
 
     def kept(self):

@@ -13,14 +13,11 @@ from inference import hub, weights
 from tools import common, hf, sample
 
 COMMIT = "1" * 40
-DEEPSEEK = ARCHITECTURES["deepseek"] | dict(
-    mtp_depth=1
-)  # whose names are asked for before its weights are there
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    return exported_run(tmp_path_factory.mktemp("hub"), DEEPSEEK)
+    return exported_run(tmp_path_factory.mktemp("hub"), ARCHITECTURES["deepseek"])
 
 
 @pytest.fixture
@@ -64,13 +61,10 @@ def test_a_gpt2_needs_no_prefix_unless_a_folder_is_called_so(cached):
 
 
 def test_weights_are_fetched_when_they_are_loaded(exported, cached):
-    """A plan needs config.json and the names of the tensors; without weights and network one sentence says so."""
-    place = cached("org/name")
-    os.remove(place / "model.safetensors")
-    refusal(lambda: weights.open_weights("hf://org/name"), "hf://org/name: is not in")
-    (place / hub.hugging_face.INDEX).write_text('{"weight_map": {"x": "model.safetensors"}}')
+    """A plan needs config.json alone; without weights and network one sentence says so."""
+    os.remove(cached("org/name") / "model.safetensors")
     flags, load = weights.open_weights("hf://org/name")
-    assert flags["model_dimension"] == exported[0].model.model_dimension and not flags["mtp_depth"]
+    assert flags["model_dimension"] == exported[0].model.model_dimension
     refusal(lambda: load(None), "hf://org/name: is not in")
 
 

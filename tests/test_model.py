@@ -265,18 +265,17 @@ def test_grouped_products_equal_a_product_for_each_row(branches):
 
 
 def test_router_biases_move_towards_an_even_load():
-    """Of blocks and of a multi-token predictor, in one step, in which nothing else moves."""
-    flags = dict(blocks=1, layers_per_block=1, mtp_depth=1, bias_update_rate=5e-3, sequences=8)
+    """In one step, in which nothing else moves."""
+    flags = dict(blocks=1, layers_per_block=1, bias_update_rate=5e-3, sequences=8)
     cfg = small_config(max_lr=0.0, end_lr=0.0, optimizer="adamw", **flags)
     mesh = steps.make_mesh(cfg)
     batch = (part[0] for part in random_batch(cfg, mesh))
     compute = jax.jit(model.make_loss(cfg, mesh, train=True))
     _, seen = compute(make_params(cfg, mesh), *batch, jax.random.key(0), 0)
     after = steps_of(cfg, 1)[0].params
-    for kind, layer in (("moe", after["moe"]), ("mtp", after["mtp"]["layer"])):
-        load = np.asarray(seen.load[kind])
-        assert load.std() > 0
-        assert np.allclose(layer["bias"], 5e-3 * np.sign(load.mean(-1, keepdims=True) - load))
+    load = np.asarray(seen.load)
+    assert load.std() > 0
+    assert np.allclose(after["moe"]["bias"], 5e-3 * np.sign(load.mean(-1, keepdims=True) - load))
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -329,8 +328,8 @@ def test_cross_entropy_and_its_gradient():
 def test_a_batch_of_more_choices_than_int32_counts():
     cfg = small_config()
     shape = 1, 2**25, 32  # 2**30 tokens, each of which makes two choices in every block
-    loads = {"moe": layers.no_load(4, cfg.model.n_experts)._replace(dropped=jnp.float32(2**32))}
-    reduce = functools.partial(model.reduce_loss, cfg, shape, jnp.float32(0), jnp.float32(0), loads)
+    load = layers.no_load(4, cfg.model.n_experts)._replace(dropped=jnp.float32(2**32))
+    reduce = functools.partial(model.reduce_loss, cfg, shape, jnp.float32(0), load)
     _, seen = on_mesh(cfg, reduce, (), P())()
     choices = 2**30 * cfg.model.experts_per_token * cfg.model.blocks
     assert seen.dropped == 2**32 / choices
@@ -364,11 +363,11 @@ def test_one_batch_overfits():
 DEEPSEEK = ARCHITECTURES["deepseek"] | dict(first_layers=2, q_latent_dim=0)
 # every part that decoding or documents meet
 DECODED = ARCHITECTURES | dict(deepseek=DEEPSEEK | dict(latent_conv=3, embedding_norm=True))
-STRETCHED = DEEPSEEK | dict(n_shared=0, mtp_depth=1, rope_factor=4.0, rope_original_T=8)
+NO_SHARED = DEEPSEEK | dict(n_shared=0)
 
 
 CACHED = [dict(layers_per_block=2, latent_conv=3, embedding_norm=True, capacity_factor=0.5)]
-CACHED += (ARCHITECTURES | dict(deepseek=STRETCHED)).values()
+CACHED += (ARCHITECTURES | dict(deepseek=NO_SHARED)).values()
 
 
 @pytest.mark.parametrize("flags", CACHED)
@@ -452,40 +451,6 @@ def test_documents_kept_apart_score_as_each_does_alone(name):
     for i, n in enumerate(lengths):  # the last token of a document has another target in company
         assert np.allclose(losses[0, at : at + n - 1], losses[1 + i, : n - 1], atol=1e-5)
         at += n
-
-
-def test_multi_token_prediction_equals_a_plain_loop():
-    """Depth d sees the hidden states of depth d - 1 and the token d ahead, and predicts the one after that."""
-    cfg = small_config(T=8, sequences=8, microbatches=8, mtp_depth=2, **DEEPSEEK)
-    m, mesh = cfg.model, steps.make_mesh(cfg)
-    params, ((tokens,), (targets,)) = make_params(cfg, mesh), random_batch(cfg, mesh)
-    compute = jax.jit(model.make_loss(cfg, mesh, train=True))
-    _, metrics = compute(params, tokens, targets, jax.random.key(0), 0)
-
-    def hidden(params, ids):
-        return model.hidden_states(cfg, params, model.describe_batch(m, ids))[0]
-
-    specs = parameters.table_map(lambda p: p.spec, model.param_table(cfg))
-    h, total = on_mesh(cfg, hidden, (specs, P()), P())(params, tokens), 0
-    ids = np.concatenate([tokens[:, 0], targets[:, 0, -1:]], 1)  # [B, T + 1]
-    normed = functools.partial(norm, eps=m.norm_eps)
-
-    for depth in range(2):
-        p = jax.tree.map(lambda w: w[depth], params["mtp"])
-        h = h[:, :, : 8 - 1 - depth]  # those for which the token to predict is known
-        ahead = params["embedding"][ids[:, None, 1 + depth : 8]]
-        ahead, h = normed(ahead, p["token_norm"]), normed(h, p["hidden_norm"])
-        x = jnp.concatenate([ahead, h], -1) @ p["merge"].reshape(-1, m.model_dimension)
-
-        def layer(p, x):
-            return deepseek.layer(p, x, layers.Tokens(jnp.arange(x.shape[1])[None]), m, None)[0]
-
-        h = on_mesh(cfg, layer, (P(), P()), P())(p["layer"], x[:, 0])
-        h = normed(h[:, None], p["norm"])
-        logits = (h[:, 0] @ params["head"].T)[..., : m.vocab_size]
-        found = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 2 + depth :, None], -1)
-        total -= found.sum()
-    assert np.allclose(metrics.mtp, total / (2 * 8 * 8), rtol=1e-4)
 
 
 def test_a_threshold_draws_what_sorting_draws():

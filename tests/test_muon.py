@@ -17,7 +17,7 @@ from training import muon, steps
 from training.optimizer import make_optimizer
 
 # matrices of all kinds, and experts fewer than devices
-DEEPSEEK = dict(n_experts=2, first_layers=1, layers_per_block=1, mtp_depth=1)
+DEEPSEEK = dict(n_experts=2, first_layers=1, layers_per_block=1)
 
 
 @functools.cache

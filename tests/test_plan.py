@@ -31,8 +31,8 @@ CONFIGURATIONS = [
     ((8, 1, 1), dict(SHORT, fsdp="full", layers_per_block=2, n_shared=0, optimizer="muon")),
     ((1, 2, 4), dict(SHORT, **ACCUMULATED, fsdp="full", remat="none", blocks=4)),
     ((2, 1, 4), dict(SHORT, q_latent_dim=0, experts="buckets", fsdp="none", remat="experts")),
-    ((2, 2, 2), dict(ARCHITECTURES["deepseek"], mtp_depth=1, capacity_factor=1.5, blocks=2)),
-    ((2, 1, 4), dict(SHORT, **MEGATRON, mtp_depth=1, remat="dots")),
+    ((2, 2, 2), dict(ARCHITECTURES["deepseek"], capacity_factor=1.5, blocks=2)),
+    ((2, 1, 4), dict(SHORT, **MEGATRON, remat="dots")),
     ((2, 2, 2), dict(GPT2, **MEGATRON, remat="dots")),
     ((1, 2, 4), dict(QWEN3, **MEGATRON, remat="dots")),
 ]
@@ -303,7 +303,7 @@ def test_search_keeps_the_global_batch_and_ranks(planned, capsys):
     assert all(row["tokens"] == 64 * 128 for row in a["search"])
     steps = [row["seconds"]["step"] for row in a["search"]]
     assert steps == sorted(steps) and a["seconds"]["step"] == steps[0]
-    assert "links of" in said and "formulas" in said and "the fastest: --" in said
+    assert "formulas" in said and "the fastest: --" in said
 
 
 def test_the_flag_that_is_advised_is_faster(planned, capsys):

@@ -9,6 +9,7 @@ Runs whose names differ in their end -seedN alone are one line: their mean and i
 if not __package__:
     import begin
 
+import io
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 
 import model
 import utils
@@ -132,7 +134,8 @@ def in_millions(n):
 
 def picture(groups, kind):
     """Bytes of a picture of groups of runs: the mean over seeds with a band of its standard error."""
-    figure = runlog.new_figure(7, 4.5, dpi=120)
+    # without pyplot: no display is needed
+    figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for i, (name, runs) in enumerate(groups.items()):
         curves = list(runs.values())
@@ -145,7 +148,9 @@ def picture(groups, kind):
     axes.xaxis.set_major_formatter(lambda tokens, _: in_millions(tokens) if tokens else "0")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    return runlog.picture(figure, kind)
+    image = io.BytesIO()
+    figure.savefig(image, format=kind)
+    return image.getvalue()
 
 
 def read_groups(folders):

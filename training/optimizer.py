@@ -51,6 +51,13 @@ def descend(updates, state, params=None, *, rate, **_):
 
 
 NEVER = 2**31 - 1  # a step, int32, that no run reaches
+# {--schedule: share of the decay -> share of max_lr - end_lr that is left}. wsd's, of the shapes that arXiv:2405.18392
+# compares, ends with the lowest loss, below a straight line.
+SHAPES = dict(
+    cosine=lambda share: (1 + jnp.cos(jnp.pi * share)) / 2,
+    linear=lambda share: 1 - share,
+    wsd=lambda share: 1 - jnp.sqrt(share),
+)
 
 
 def make_schedule(o):
@@ -63,45 +70,23 @@ def make_schedule(o):
         linear                  0     0.5   1     0.5   0.4   0.3   0.2   0
         wsd                     0     0.5   1     1     1     0.5   0.29  0
         wsd, decay_steps 0      0     0.5   1     1     1     1     1     1
+
+    Runs that differ in steps and rates alone compile to programs that differ in these numbers alone. XLA may not look
+    at them, or it would simplify each program in its own way and round differently. So a branch is to the bit the run
+    that was planned so from the start.
     """
+    begin = o.warmup_steps
     if o.schedule == "wsd":
-        return make_wsd(o)
-    if o.schedule == "cosine":
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0, o.max_lr, o.warmup_steps, o.end_steps, o.end_lr
-        )
-    else:
-        warmup = optax.linear_schedule(0.0, o.max_lr, o.warmup_steps)
-        line = optax.linear_schedule(o.max_lr, o.end_lr, o.end_steps - o.warmup_steps)
-        schedule = optax.join_schedules([warmup, line], [o.warmup_steps])
-
-    def rate(step):
-        # rounding would lead a little past end_lr, and below 0
-        is_before = step < o.end_steps
-        lr = jnp.maximum(schedule(step), 0)
-        return jnp.where(is_before, lr, o.end_lr)
-
-    return rate
-
-
-def make_wsd(o):
-    """step -> learning rate of wsd. It decays as 1 - sqrt(share of the decay): of the shapes that arXiv:2405.18392
-    compares this one ends with the lowest loss, below a straight line.
-
-    Runs that differ in the decay alone compile to programs that differ in these numbers alone. XLA may not look at
-    them, or it would simplify each program in its own way and round differently. So a branch is to the bit the run that
-    was planned so from the start.
-    """
-    begin = o.end_steps - o.decay_steps if o.decay_steps else NEVER
+        begin = o.end_steps - o.decay_steps if o.decay_steps else NEVER
     rates = np.float32([o.max_lr, o.end_lr])
-    steps = np.int32([max(1, o.warmup_steps), begin, max(1, o.decay_steps)])
+    steps = np.int32([max(1, o.warmup_steps), begin, max(1, o.end_steps - begin)])
 
     def rate(step):
-        (high, end), (warmup, begin, decay) = lax.optimization_barrier((rates, steps))
-        warming = high * (step / warmup)
-        share = jnp.clip((step - begin) / decay, 0, 1)
-        decaying = end + (high - end) * (1 - jnp.sqrt(share))
-        stable = jnp.where(step < begin, high, decaying)
-        return jnp.where(step < o.warmup_steps, warming, stable)
+        (high, end), (warmup, begin, length) = lax.optimization_barrier((rates, steps))
+        share = jnp.clip((step - begin) / length, 0, 1)
+        decaying = (high - end) * SHAPES[o.schedule](share) + end
+        warming = high - high * (1 - step / warmup)
+        rest = jnp.where(step < begin, high, decaying)
+        return jnp.where(step < o.warmup_steps, warming, rest)
 
     return rate

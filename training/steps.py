@@ -134,7 +134,7 @@ def make_train_step(cfg, mesh, optimizer, schedule):
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params, rate=rate)
             params = optax.apply_updates(state.params, updates)
-            params = model.update_router_bias(params, seen.load, cfg.optimizer.bias_update_rate)
+            params = model.update_router_bias(cfg, params, seen.load)
             norm = optax.tree.norm(grads)
             sound = jnp.isfinite(loss) & jnp.isfinite(norm)
             params, opt_state = jax.tree.map(
@@ -176,16 +176,14 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         "grad_norm": grad_norm,
     }
     if cfg.model.n_experts:
-        layers = [counts.reshape(-1, cfg.model.n_experts) for counts in seen.load.values()]
-        counts = jnp.concatenate(layers)  # [layers, E] tokens routed to each expert
+        # [layers, E] tokens routed to each expert
+        counts = seen.load.reshape(-1, cfg.model.n_experts)
         metrics["loss/load_loss"] = seen.load_loss
         shares = counts / counts.sum(-1, keepdims=True)
         metrics["load/experts"] = shares.mean(0)  # [E]
         # the fullest expert of each layer, [layers]; 1 where the load is even
         metrics["load/layers"] = cfg.model.n_experts * shares.max(-1)
         metrics["load/dropped"] = seen.dropped
-    if cfg.model.mtp_depth:
-        metrics["loss/mtp_loss"] = seen.mtp
     return metrics
 
 

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         if config.latent_conv:
             self.conv = nn.Parameter(torch.zeros(config.latent_conv, self.R + rope))
         self.frequencies = config.rope_frequencies[: rope // 2]
-        self.scale = config.rope_temperature**2 * (self.K + rope) ** -0.5
+        self.scale = (self.K + rope) ** -0.5
 
     def forward(self, x, positions, real, seen, cache):
         """x [B, t, D] -> the same; real [B, T] is False for padding, seen [B, t, T] says who attends to whom."""
@@ -223,11 +223,6 @@ class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = Transformer(config)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
-        further = range(
-            config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers
-        )
-        # layers of multi-token prediction, which serve training alone
-        self._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in further]
         self.post_init()
 
     def forward(
