@@ -17,8 +17,7 @@ TINY = SMALL | SMALL_GPT2 | dict(blocks=1, train_batch_size=4, val_batch_size=4,
 def test_configurations_side_by_side_on_simulated_devices(tmp_path):
     variants = "remat=none", "n_device_axis=2,1,1 n_devices=2 train_batch_size=2 microbatches=2"
     words = [sys.executable, ROOT / "tools" / "bench.py", "--preset", "tiny", *flags_of(**TINY)]
-    words += ["--rounds", "2", "--steps", "1", "--json", tmp_path / "bench.json"]
-    words += ["--vary", *variants]
+    words += ["--rounds=2", "--steps=1", f"--json={tmp_path}/bench.json", "--vary", *variants]
     # the number of devices is the program's own affair
     env = os.environ | {"XLA_FLAGS": re.sub(r"\S*device_count=8", "", os.environ["XLA_FLAGS"])}
     ran = subprocess.run(words, capture_output=True, text=True, timeout=600, env=env)
