@@ -205,7 +205,8 @@ class Report:
         began = time.monotonic()
         jax.config.update("jax_default_matmul_precision", None)  # whatever an earlier check set
         try:
-            if began - self.began > 60 * self.options.minutes * LATEST.get(name.split()[0], 1):
+            share = LATEST.get(name.split()[0], 1)
+            if began - self.began > 60 * self.options.minutes * share:
                 raise Skipped(f"--minutes {self.options.minutes:g} leaves no time for it")
             row.update(found=check(), verdict="passed")
         except Skipped as e:

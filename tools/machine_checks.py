@@ -3,6 +3,7 @@
 Each is a function that returns what it found, in words, or raises `Wrong` or `Skipped` with a sentence.
 """
 
+import itertools
 import math
 import tempfile
 from functools import cache, partial
@@ -103,10 +104,8 @@ def check_attention(name):
         return attend(30 * q, k, v, position, start)
 
     # heads as moe1b has them, but two of queries share the keys and values of one
-    q, k, v = draw(B, H, T, 192), draw(B, 2, T, 192), draw(B, 2, T, 64)
-    ours = partial(run, kernel.function)
-    plain = partial(run, attention.attend)
-    return check_kernel(ours, plain, q, k, v)
+    inputs = draw(B, H, T, 192), draw(B, 2, T, 192), draw(B, 2, T, 64)
+    return check_kernel(partial(run, kernel.function), partial(run, attention.attend), *inputs)
 
 
 def check_loss():
@@ -172,7 +171,8 @@ def list_collectives(n):
 
 def all_meshes(n):
     """Every shape (dp, pp, tp) of n devices, those first that spread them over the most axes."""
-    shapes = [(dp, pp, n // dp // pp) for dp in plan.divisors(n) for pp in plan.divisors(n // dp)]
+    lengths = itertools.product(plan.divisors(n), repeat=3)
+    shapes = [shape for shape in lengths if math.prod(shape) == n]
     return sorted(shapes, key=lambda shape: shape.count(1))
 
 

@@ -60,7 +60,9 @@ def training(flags, rows):
         facts["began with the weights of"] = f"`{flags['init_from']}`"
     if flags.get("commit"):
         facts["commit of the program"] = f"`{flags['commit']}`"
-    facts |= {name: str(x) for name, x in rows[-1].items() if name.startswith("tasks/")}
+    for name, score in rows[-1].items():
+        if name.startswith("tasks/"):
+            facts[name] = f"{score}"
     table = common.markdown([{"what": name, "value": value} for name, value in facts.items()])
     return f"""{table}
 

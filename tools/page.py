@@ -104,8 +104,8 @@ class Run:
             found = self._measured() if self.rows else {}
         except Exception as e:  # the run of somebody else may hold anything
             state, words, found = "bad", f"It cannot be read: {first_line(e)}", {}
-        self.about = dict(name=self.name, version=self.version, n=len(self.rows), keys=[], spent={})
-        self.about |= dict(state=state, words=words) | found
+        self.about = dict(name=self.name, version=self.version, n=len(self.rows))
+        self.about |= dict(state=state, words=words, keys=[], spent={}) | found
 
     def _read_rows(self, path):
         size = ask(path, "info")["size"]

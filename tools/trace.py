@@ -167,7 +167,8 @@ def steps_in(events, trace, n):
         if op in entry:
             times[op].append((begin, end))
     once_a_step = [every[:n] for every in times.values() if len(every) in (n, n + 1)]
-    return [(min(b for b, _ in step), max(e for _, e in step)) for step in zip(*once_a_step)]
+    steps = [zip(*step) for step in zip(*once_a_step)]
+    return [(min(begins), max(ends)) for begins, ends in steps]
 
 
 def moments(found):
