@@ -20,7 +20,7 @@ from importlib import metadata
 
 import utils
 from runtime import interrupts, parser
-from runtime.files import check_place, write_file, write_json
+from runtime.files import check_place, names_in, read_json, write_file, write_json
 from runtime.messages import UserError, first_line, one_sentence, say
 from tools import bench, common
 
@@ -266,6 +266,8 @@ def machine():
 def main(options):
     """Run the checks and write the page. Returns 1 where any failed, else 0."""
     check_place(f"{options.out}/report.md", "--out")
+    if names_in(options.out) and "verdict" not in read_json(options.out, "report.json"):
+        raise UserError(f"--out {options.out}: holds files of others; give another folder.")
     step = Step(options.out)
     found = checks_of(step)
     if options.only:
