@@ -67,7 +67,7 @@ SMALL |= dict(latent_dim=16, rope_dim=8, ffn_dim=64, attention="blockwise")
 SMALL |= dict(n_experts=8, experts_per_token=2, n_shared=1, expert_dim=32, capacity_factor=0.0)
 SMALL |= dict(max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2, end_steps=100)
 SMALL |= dict(microbatches=4, pp_interleave=1, compilation_cache="")
-# For runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time.
+# for runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time
 SMALL_RUN = SMALL | dict(layers_per_block=1)
 # Other architectures in the same size: nothing of SMALL that they have no use for
 SMALL_DEEPSEEK = dict(embedding_norm=False, latent_conv=0, first_layers=1, layers_per_block=1)
@@ -81,15 +81,12 @@ ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_
 
 
 # Workers take whole files, whose tests share what they compile, and begin with the longest ones.
-LONGEST = "parity cluster model storage faults resume trace muon docs memory".split()
+LONGEST = "memory docs muon trace resume faults storage model cluster parity".split()
 
 
 def pytest_collection_modifyitems(items):
-    def place(item):
-        name = item.path.stem.removeprefix("test_")
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
-    items.sort(key=place)
+    for name in LONGEST:
+        items.sort(key=lambda item: item.path.stem != f"test_{name}")
 
 
 def small_config(mesh=(1, 1, 1), sequences=32, **flags):
@@ -120,6 +117,21 @@ def random_transformer(config, folder):
     torch.manual_seed(0)
     make = transformers.AutoModelForCausalLM.from_config
     return make(config, trust_remote_code=True, attn_implementation="eager").float()
+
+
+def files_of_repository(*patterns):
+    """Those that git has, or would take."""
+    words = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
+    listed = subprocess.check_output(words, cwd=ROOT, text=True).split()
+    return [path for path in listed if (ROOT / path).is_file()]
+
+
+def copy_repository(folder, *left_out):
+    """All but tests/ and other folders."""
+    for path in files_of_repository():
+        if path.split("/")[0] not in ("tests", *left_out):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
 
 
 def run_on_tests(program, *words):
@@ -203,13 +215,9 @@ def random_batch(cfg, mesh, seed=0):
 def furthest(a, b):
     """Largest difference between two trees, each leaf relative to its own largest entry, and that leaf's path."""
     found = []
-
-    def compare(at, x, y):
-        x, y = np.asarray(x), np.asarray(y)
-        difference = np.abs(x - y).max(initial=0) / np.abs(x).max(initial=1e-30)
-        found.append((float(difference), jax.tree_util.keystr(at)))
-
-    jax.tree_util.tree_map_with_path(compare, a, b)
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        difference = np.abs(np.subtract(x, y)).max(initial=0) / np.abs(x).max(initial=1e-30)
+        found.append((float(difference), jax.tree_util.keystr(path)))
     return max(found)
 
 
@@ -221,12 +229,12 @@ def begin(cfg, mesh):
     return steps.init_state(cfg, abstract, optimizer, make_params(cfg, mesh)), step
 
 
-def steps_of(cfg, n, seeds=None):
-    """TrainState after n optimizer steps on random batches, and the metrics of every step."""
+def steps_of(cfg, seeds):
+    """TrainState after a step on the random batch of each seed, and the metrics of every step."""
     mesh = steps.make_mesh(cfg)
     state, step = begin(cfg, mesh)
     seen = []
-    for seed in seeds or range(n):
+    for seed in seeds:
         state, metrics = step(state, *random_batch(cfg, mesh, seed))
         seen.append(jax.device_get(metrics))
     return state, seen

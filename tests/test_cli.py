@@ -194,16 +194,25 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--profile 1:51": ["--profile 1:51", "at most 50 steps"],
     "--tokenizer no.tiktoken": ["--tokenizer no.tiktoken", "no such file"],
 }
+BAD_PROCESSES = {
+    "--num_processes 2": ["--num_processes 2: ", " --coordinator HOST:PORT"],
+    "--process_id 1": ["--process_id 1: ", " --coordinator"],
+    "--coordinator h:1": ["--coordinator h:1: ", " --num_processes and --process_id"],
+    "--coordinator h:1 --num_processes 2": ["--process_id"],
+    "--coordinator h --num_processes 2 --process_id 0": ["--coordinator h: ", "HOST:PORT"],
+    "--coordinator h:1 --num_processes 2 --process_id 2": ["--process_id 2: ", "--num_processes 2"],
+    "--coordinator h:1 --num_processes 2 --process_id 0 --n_devices 3": ["--n_devices 3: "],
+}
 
 
-@pytest.mark.parametrize("words", BAD)
-def test_a_mistake_gets_a_sentence(words):
-    small = flags_of(**SMALL, train_batch_size=8, val_batch_size=8)
+@pytest.mark.parametrize("words, said", (BAD | BAD_PROCESSES).items())
+def test_a_mistake_gets_a_sentence(words, said):
+    small = flags_of(**SMALL, train_batch_size=8, val_batch_size=8, n_devices=8)
     argv = ["--preset", "tiny", *small, *words.split()]
-    refusal(lambda: settings.settle(command_line.parse(argv), 8), *BAD[words])
+    if words in BAD:
+        refusal(lambda: settings.settle(command_line.parse(argv), 8), *said)
     if words != "--n_devices 16":  # only devices tell
-        argv += ["--n_devices", "8"]
-        refusal(lambda: command_line.check(argv, elsewhere=False))
+        refusal(lambda: command_line.check(argv, elsewhere=False), *said)
 
 
 def test_flags_of_other_programs_are_answered_with_those_here(tmp_path):

@@ -7,7 +7,6 @@ not run: the flags of its commands are parsed.
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import graphlib
 import io
@@ -15,13 +14,12 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import BYTE_RANKS, ROOT, SMALL_RUN, flags_of
+from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, files_of_repository, flags_of
 
 import model
 import presets
@@ -40,17 +38,10 @@ tools/sample.py tools/trace.py""".split()
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
 
 
-@dataclasses.dataclass
-class Fence:
-    info: str  # what stands behind the opening backticks
-    body: str
-    shown: str  # the plain fence right after it, "" where there is none
-
-
-def fences(text):
+def fences(page):
+    """[(what stands behind the opening backticks, body, the plain fence right after it or "")]."""
     pattern = r"^```([^\n]*)\n(.*?)^```$(?=(?:\n\n```\n(.*?)^```$)?)"
-    found = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
-    return [Fence(info.strip(), body, shown) for info, body, shown in found]
+    return re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def prose(text):
@@ -58,16 +49,14 @@ def prose(text):
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def commands(fence):
+def commands(body):
     """The command lines of a fence: comments dropped, continued lines joined, `a && b` as two, variables replaced by
     their values, those of loops by the first."""
-    known = dict(re.findall(r'^(\w+)="(.*)"$', fence.body, re.MULTILINE))
-    known |= dict(re.findall(r"for (\w+) in (\w+)", fence.body))
-    body = re.sub(r"\$(\w+)", lambda name: known.get(name[1], name[0]), fence.body)
-    lines = body.replace("\\\n", " ").splitlines()
-    parts = [part for line in lines for part in line.split("&&")]
-    words = [shlex.split(part, comments=True) for part in parts]
-    return [command for command in words if command]
+    known = dict(re.findall(r'^(\w+)="(.*)"$', body, re.MULTILINE))
+    known |= dict(re.findall(r"for (\w+) in (\w+)", body))
+    body = re.sub(r"\$(\w+)", lambda name: known.get(name[1], name[0]), body)
+    lines = body.replace("\\\n", " ").replace("&&", "\n").splitlines()
+    return list(filter(None, [shlex.split(line, comments=True) for line in lines]))
 
 
 def anchors(text):
@@ -82,12 +71,6 @@ def defines(path, name):
     before = rf"^class {owner}\b.*\n(?:(?: .*)?\n)*?    " if owner else "^"
     defined = rf"{before}(?:(?:def|class) {name}\b|(?:\w+, )*{name}(?:,|:| =))"
     return re.search(defined, path.read_text(), re.MULTILINE)
-
-
-def files_of_repository(*patterns):
-    """Those that git has, or would take."""
-    words = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
-    return subprocess.check_output(words, cwd=ROOT, text=True).split()
 
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -110,7 +93,7 @@ def test_files_and_names_in_them_are_there(page):
     listed = files_of_repository()
     for file, name in re.findall(rf"`({OUR_FILE})(?::\s+([\w.]+))?`", prose(page.read_text())):
         if "NAME" not in file:  # of the reader's choice
-            found = [path for path in listed if path == file or path.endswith(f"/{file}")]
+            found = [path for path in listed if f"/{path}".endswith(f"/{file}")]
             assert file in found or len(found) == 1, file
             path = ROOT / (file if file in found else found[0])
             assert not name or defines(path, name), f"{file}: {name}"
@@ -166,9 +149,9 @@ def check_command(command):
 
 @every_page
 def test_commands_are_understood(page):
-    for fence in fences(page.read_text()):
-        assert fence.info in KINDS
-        for command in commands(fence) if fence.info.startswith("sh") else []:
+    for info, body, _ in fences(page):
+        assert info in KINDS
+        for command in commands(body) if info.startswith("sh") else []:
             check_command(command)
 
 
@@ -209,10 +192,10 @@ def order():
     return {name.strip(): place for place, name in enumerate(arrow[1].split("◄"))}
 
 
-def imported(source):
-    """Modules, or names in modules, that the statements of a source import."""
+def imported(path):
+    """Modules, or names in modules, that the statements of a file import."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -220,19 +203,11 @@ def imported(source):
     return names
 
 
-def sources():
-    """{module: source} of the repository's Python files but tests."""
-    found = {}
-    for path in files_of_repository("*.py"):
-        if not path.startswith("tests/") and (ROOT / path).is_file():
-            module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-            found[module] = (ROOT / path).read_text()
-    return found
-
-
 def test_imports_go_one_way_and_in_no_circle():
-    modules = sources()
-    graph = {name: (imported(modules[name]) & modules.keys()) - {name} for name in modules}
+    paths = [path for path in files_of_repository("*.py") if not path.startswith("tests/")]
+    names = [re.sub(r"(\.__init__)?\.py$", "", path.replace("/", ".")) for path in paths]
+    graph = {name: imported(ROOT / path) & {*names} for name, path in zip(names, paths)}
+    graph = {name: others - {name} for name, others in graph.items()}
     graphlib.TopologicalSorter(graph).prepare()  # fails at a circle
     place = order()
     for module, others in graph.items():
@@ -267,8 +242,7 @@ TRAIN = """--compilation_cache xla --training_steps 2 --profile 2:2 --warmup_ste
 def copy(tmp_path_factory):
     """A copy of the repository with shards in data/shards/stdlib and a run of a few steps in runs/tiny."""
     folder = tmp_path_factory.mktemp("docs") / "copy"
-    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests")
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
+    copy_repository(folder)
     (folder / "bytes.tiktoken").write_bytes(tokenization.dump_ranks(BYTE_RANKS))
     (folder / "text").mkdir()
     for i in range(12):
@@ -282,8 +256,8 @@ def copy(tmp_path_factory):
 @every_page
 def test_commands_run_as_they_stand(page, copy):
     """Where the page shows lines of an output, spaces and what stands behind # do not count."""
-    for fence in fences(page.read_text()):
-        if fence.info == "sh":
-            output = " ".join(" ".join(run(words, copy).split()) for words in commands(fence))
-            lines = [" ".join(line.split("#")[0].split()) for line in fence.shown.splitlines()]
+    for info, body, shown in fences(page):
+        if info == "sh":
+            output = " ".join(" ".join(run(words, copy).split()) for words in commands(body))
+            lines = [" ".join(line.split("#")[0].split()) for line in shown.splitlines()]
             assert [line for line in lines if line != "..." and line not in output] == []

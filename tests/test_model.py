@@ -272,7 +272,7 @@ def test_router_biases_move_towards_an_even_load():
     batch = (part[0] for part in random_batch(cfg, mesh))
     compute = jax.jit(model.make_loss(cfg, mesh, train=True))
     _, seen = compute(make_params(cfg, mesh), *batch, jax.random.key(0), 0)
-    after = steps_of(cfg, 1)[0].params
+    after = steps_of(cfg, [0])[0].params
     load = np.asarray(seen.load)
     assert load.std() > 0
     assert np.allclose(after["moe"]["bias"], 5e-3 * np.sign(load.mean(-1, keepdims=True) - load))
@@ -356,7 +356,7 @@ def test_one_batch_overfits():
     schedule = dict(max_lr=1e-2, end_lr=1e-3, warmup_steps=10, end_steps=100)
     small = dict(sequences=8, T=16, blocks=1, layers_per_block=2)
     cfg = small_config(bias_update_rate=1e-2, **small, **schedule)
-    _, metrics = steps_of(cfg, 0, seeds=[0] * 100)
+    _, metrics = steps_of(cfg, [0] * 100)
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 
 

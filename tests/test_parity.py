@@ -153,7 +153,7 @@ def three_steps(mesh, **flags):
     # balance_weight, clipping and weight_decay are strong enough for an error in any to show
     strong = dict(grad_clip_norm=0.1, balance_weight=0.1, weight_decay=1.0, max_lr=1e-3)
     sequences = 32 // flags.get("accumulation_steps", 1)
-    state, metrics = steps_of(small_config(mesh, sequences, **strong | flags), 3)
+    state, metrics = steps_of(small_config(mesh, sequences, **strong | flags), range(3))
     losses, norms = ([m[key] for m in metrics] for key in ("loss/train_loss", "grad_norm"))
     assert min(norms) > 0.2, "clipping is not active"
     return jax.tree.map(np.asarray, (state.params, losses, norms))

@@ -28,11 +28,9 @@ MODEL |= dict(dropout_rate=[0, 0, 0.1], document_mask=[False, False, True], end_
 MODEL["optimizer"] = ["adamw", "muon", "muon"]
 DEEPSEEK_MODEL = dict(n_experts=[2, 3, 4, 6, 8, 16], experts_per_token=[1, 2, 3])
 DEEPSEEK_MODEL |= dict(expert_dim=[12, 24, 32], n_groups=[1, 1, 2], k_groups=[1, 2])
-DEEPSEEK_MODEL |= dict(n_shared=[0, 1, 2], first_layers=[0, 0, 1, 2, 3])
-DEEPSEEK_MODEL |= dict(layers_per_block=[1, 1, 2, 3])
-DEEPSEEK_MODEL |= dict(latent_dim=[9, 16], q_latent_dim=[-1, 0, 10])
-DEEPSEEK_MODEL |= dict(rope_dim=[2, 8], latent_conv=[0, 3])
-DEEPSEEK_MODEL |= dict(embedding_norm=[False, True], tied=[False, True])
+DEEPSEEK_MODEL |= dict(n_shared=[0, 1, 2], first_layers=[0, 0, 1, 2, 3], rope_dim=[2, 8])
+DEEPSEEK_MODEL |= dict(layers_per_block=[1, 1, 2, 3], latent_dim=[9, 16], latent_conv=[0, 3])
+DEEPSEEK_MODEL |= dict(q_latent_dim=[-1, 0, 10], embedding_norm=[False, True], tied=[False, True])
 # of flags that say how a model and its batch are spread, and may not change a result
 SPREAD = dict(accumulation_steps=[1, 1, 2, 4], pp_interleave=[1, 1, 2])
 SPREAD |= dict(fsdp=["full", "hoist", "none"], remat=["none", "dots", "full"])
@@ -48,7 +46,7 @@ def draw(rng):
     """(what was drawn, Config of one device with the plainest way of each thing, Config of the mesh)."""
     base = rng.choice([{}, DEEPSEEK, SMALL_GPT2, SMALL_QWEN3])
     while True:
-        flags = {**base, **values(rng, MODEL)}
+        flags = base | values(rng, MODEL)
         plain, spread = dict(PLAIN), values(rng, SPREAD)
         if base in ({}, DEEPSEEK):
             flags |= values(rng, DEEPSEEK_MODEL)
@@ -59,8 +57,8 @@ def draw(rng):
         sequences = mesh[0] * microbatches * rng.choice([1, 2])
         whole = sequences * spread["accumulation_steps"]
         with contextlib.suppress(messages.UserError):  # of values that do not go together
-            one = small_config((1, 1, 1), whole, **{**flags, **plain})
-            many = small_config(mesh, sequences, **{**flags, **spread})
+            one = small_config((1, 1, 1), whole, **flags | plain)
+            many = small_config(mesh, sequences, **flags | spread)
             return dict(mesh=mesh, sequences=whole, **spread, model=flags), one, many
 
 
