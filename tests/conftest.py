@@ -314,9 +314,6 @@ def refusal(call, *parts):
     return said
 
 
-# --- Waiting and ports ------------------------------------------------------------------------------------------
-
-
 def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
@@ -346,9 +343,6 @@ def in_session(session):
     return found
 
 
-# --- Tokenizers -------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def made_ranks(n):
     """{token bytes: rank} of n tokens: every byte, every pair of bytes in a random order, triples of common letters."""
@@ -371,9 +365,6 @@ def named_tokenizers(monkeypatch):
     for name, n in loaders.items():
         monkeypatch.setattr(openai_public, name, lambda *_, n=n, **__: made_ranks(n))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})  # those made before
-
-
-# --- Buckets ----------------------------------------------------------------------------------------------------
 
 
 class Faulty(ThreadingHTTPServer):

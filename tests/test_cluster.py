@@ -277,9 +277,6 @@ def assert_nothing_was_started(cluster):
         assert not host.alive and not list(host.home.iterdir())
 
 
-# --- The launcher -------------------------------------------------------------------------------------------------
-
-
 # where tmux could show a secret
 TMUX_SHOWS = ["capture-pane -p -S -", "show-environment -g", "show-environment", "list-buffers"]
 TMUX_SHOWS += ["list-panes -F #{pane_start_command}"]
@@ -535,9 +532,6 @@ def test_a_tilde_in_a_setting_is_the_home_there(idle):
     assert not (host.home / "~").exists()
 
 
-# --- What is sent, and what stays ---------------------------------------------------------------------------------
-
-
 def test_changes_made_there_are_not_overwritten(idle):
     host = idle.hosts[0]
     assert idle.step("--code", host).returncode == 0
@@ -675,9 +669,6 @@ def test_hosts_that_share_a_folder_get_it_once(idle):
     assert done.count("the folder of 127.0.0.") == 2
 
 
-# --- Ends, and other scripts --------------------------------------------------------------------------------------
-
-
 def test_one_host_that_fails_to_start_takes_the_others_back(idle):
     for host in idle.hosts:
         (host.home / "waits").touch()
@@ -716,9 +707,6 @@ def test_a_tpus_hosts_come_from_gcloud(idle):
     hosts = [line.split()[1] for line in done.stdout.splitlines()[1:]]
     assert done.returncode == 0 and hosts == ["127.0.0.1", "127.0.0.3"]
     assert "compute tpus tpu-vm describe pod --zone z --project p" in done.stderr
-
-
-# --- Processes --------------------------------------------------------------------------------------------------
 
 
 def start_main(words, **environment):

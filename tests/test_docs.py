@@ -45,7 +45,6 @@ def fences(page):
 
 
 def prose(text):
-    """The page without its fences."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -163,7 +162,6 @@ def test_readme_is_short_and_leads_everywhere():
 
 
 def test_every_flag_is_listed_once():
-    """The table of flags in docs/runs.md."""
     table = (ROOT / "docs" / "runs.md").read_text().split("| group | flags |")[1].split("\n\n")[0]
     listed = re.findall(r"`(\w+)`", table)
     assert sorted(listed) == sorted(parser.fields_of(utils.Config))

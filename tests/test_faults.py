@@ -37,9 +37,6 @@ from tools import checkpoints as tool
 from training import checkpointing, steps
 from training.bad_steps import BadSteps, Rollback
 
-# --- Numbers that are not finite ----------------------------------------------------------------------------------
-
-
 PER_STEP = 8  # sequences
 
 
@@ -90,7 +87,6 @@ def poisoned(cfg, steps, per_step):
 
 @pytest.fixture
 def poison(shards, monkeypatch):
-    """`poison(steps)`: let the batches that an undisturbed run has at these steps give a NaN."""
     cfg = utils.replace(presets.preset("tiny"), data=str(shards), T=16, vocab_size=250)
     return lambda steps: monkeypatch.setattr(model, "make_loss", poisoned(cfg, steps, PER_STEP))
 
@@ -130,9 +126,6 @@ def test_after_three_rollbacks_the_run_ends(train, poison, tmp_path, capsys):
         said = capsys.readouterr().out
         assert len(re.findall("rollback . of 3 to step 4", said)) == 3
     assert [p.name for p in (tmp_path / "runs/run/checkpoints").iterdir()] == ["4"]
-
-
-# --- Checkpoints --------------------------------------------------------------------------------------------------
 
 
 def state_of(seed, n=3000):
@@ -241,8 +234,6 @@ def test_checkpoints_are_listed_and_verified(two_checkpoints, tmp_path, capsys):
     refusal(run, "1 of 2 checkpoints are damaged")
     assert "2  damaged: " in capsys.readouterr().out
 
-
-# --- One process in a folder --------------------------------------------------------------------------------------
 
 HOLD = """
 import sys, time
@@ -402,9 +393,6 @@ def test_a_signal_gives_back_the_lock_and_removes_what_is_half_written(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-# --- Signals ------------------------------------------------------------------------------------------------------
-
-
 def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monkeypatch):
     heard, save = [], checkpointing.Checkpoints.save
 
@@ -460,9 +448,6 @@ def test_an_interrupt_while_jax_is_imported_is_one_line(tmp_path):
         assert (done.returncode, done.stdout, done.stderr) == (130, "", said + "\n"), words
 
 
-# --- Storage without a network, or without rights -----------------------------------------------------------------
-
-
 class Refusing(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response_only(403)
@@ -509,8 +494,6 @@ def test_storage_that_does_not_answer_is_tried_for_a_minute_with_a_word(monkeypa
         files.persist(fails, "/local")
     refusal(lambda: files.read_file("foo://x"), "foo://x: is no address that can be used (")
 
-
-# --- Two processes ------------------------------------------------------------------------------------------------
 
 BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20
 SAVE = 20
@@ -620,7 +603,6 @@ def pair(shards, xla_cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(pair):
-    """A run that nothing but its data disturbed."""
     whole = pair("whole")
     assert all("rollback 1 of 3 to step 20" in log for log in whole.ends(0))
     return whole.run

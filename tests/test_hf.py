@@ -226,7 +226,6 @@ BAD_FILES = [  # name of a file, its content, what is said
 
 
 def assert_refused(folder, tmp_path, said):
-    """And nothing is written."""
     refusal(lambda: hf.import_folder(str(folder), str(tmp_path / "x")), said)
     assert not list(tmp_path.glob("x*"))
 

@@ -119,7 +119,6 @@ def unfused(p, x):
 
 @pytest.mark.parametrize("flags", [DEEPSEEK, SMALL_GPT2], ids=["deepseek", "gpt2"])
 def test_updates_are_those_of_optax(flags):
-    """Of each matrix on its own, over three steps."""
     cfg = small_config(optimizer="muon", **flags)
     table = jax.tree.leaves(model.param_table(cfg), is_leaf=parameters.is_param)
     _, schedule = make_optimizer(cfg, steps.make_mesh(cfg))

@@ -38,7 +38,6 @@ def test_outputs_are_stripped():
 
 
 def test_what_fits_is_there():
-    """The devices and presets that the notebook's table names."""
     (cell,) = [cell for cell in notebook().cells if cell.source.startswith("def ask")]
     fits = ast.literal_eval(re.search(r"FITS = (\{.*?\})", cell.source, re.DOTALL)[1])
     assert all(chips.chip_of(kind) for kind in fits.keys() - {"cpu"})

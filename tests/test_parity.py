@@ -15,7 +15,6 @@ from training.optimizer import make_optimizer
 
 
 def mesh_id(value):
-    """2x2x2 of (2, 2, 2), in the names of tests."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else None
 
 
@@ -30,7 +29,6 @@ def on_one_device(flags):
 
 @functools.cache
 def first_params(**flags):
-    """Parameters on one device."""
     cfg = small_config((1, 1, 1), **flags)
     return jax.tree.map(np.asarray, make_params(cfg, steps.make_mesh(cfg)))
 

@@ -97,7 +97,6 @@ def test_weight_decay_follows_the_schedule_and_at_rate_0_nothing_moves(optimizer
 
 
 def test_a_bad_step_counts_in_the_rate_applied_and_logged_and_changes_nothing_else(monkeypatch):
-    """Without a gradient a sound step takes rate x weight_decay of a matrix away."""
     flags = SCHEDULES["linear"] | dict(weight_decay=0.25, embedding_lr=1.0)
     cfg = small_config(**flags, blocks=1, layers_per_block=1)
     bad = jnp.array([2, 3, 4, 13])

@@ -59,8 +59,6 @@ def test_help():
         assert result.stdout.startswith(f"usage: bash {script}")
 
 
-# --- run.sh -----------------------------------------------------------------------------------------------------
-
 RANKS = "data/shards/bpe8192.tiktoken"
 TRAIN_TOKENIZER = "data/train_tokenizer.py --source stdlib --vocab_size 8192 --output".split()
 TOKENIZE = "data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer".split()
@@ -230,8 +228,6 @@ def test_run_hands_signals_to_the_training(repository):
         assert process.wait(300) == 143 and not process.stdout.read()
 
 
-# --- launcher.sh, as far as it needs no host ---------------------------------------------------------------------
-
 WRONG_WORDS = {  # and what the sentence must hold
     "--preset tiny --restart": "--restart before",
     "--max-restarts 3": "--max-restarts before",
@@ -316,9 +312,6 @@ def test_every_form_of_cluster_env_works_or_is_refused_before_a_host_is_asked(re
     env.mkdir()
     assert_one_sentence(repository.launch("--status"), 1, "cluster.env: is no file")
     assert not (repository.root / "asked").exists()
-
-
-# --- tools/cluster/on_host.sh, on this machine -------------------------------------------------------------------
 
 
 def on_this_host(home, *call, **settings):
@@ -482,8 +475,6 @@ def test_a_run_that_ignores_sigterm_is_killed_whole_and_nobody_else(home):
     done = on_this_host(home, "stop", "60")
     assert done.returncode == 0 and done.stdout.startswith("ended with status 137"), done
 
-
-# --- setup_tpu.sh -----------------------------------------------------------------------------------------------
 
 # A Python whose venv is a copy of itself and whose pip only writes down what it was to install.
 STAND_IN = """#!/bin/sh

@@ -110,7 +110,6 @@ def asked(folder, tasks_folder, mesh=(1, 1, 1), **options):
 
 @pytest.fixture(scope="module")
 def scores_there(models, tasks_folder):
-    """The results of lm_eval's backend for Hugging Face models, with every answer."""
     pytest.importorskip("accelerate", reason="accelerate, which that backend needs, is missing")
     from lm_eval.models.huggingface import HFLM
 

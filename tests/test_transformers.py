@@ -158,7 +158,6 @@ CONFIGS = json.loads((ROOT / "tests/published.json").read_text())
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_is_understood(name, saved):
-    """As it is, and as transformers writes it again."""
     config, preset = CONFIGS[name], presets.preset(name)
     architecture_name, form = hugging_face.format_of(config, "")
     assert architecture_name == preset.model.architecture
