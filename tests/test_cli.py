@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import BYTE_RANKS, ROOT, SMALL, flags_of, refusal
+from conftest import ARCHITECTURES, BYTE_RANKS, ROOT, SMALL, flags_of, refusal, small_config
 
 import architectures
 import presets
@@ -514,3 +514,12 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path, byte_ranks):
     assert train(training_steps=7, **flags) == 0
     ids = {p.name.split("-")[-1] for p in run.glob("wandb/offline-run-*")}
     assert ids == {(run / "wandb_id").read_text()}, "a restart resumes the same wandb run"
+
+
+def test_heads_of_qwen3_that_do_not_fit_are_refused():
+    for flags, said in [
+        (dict(n_kv_head=3), "--n_kv_head 3: must divide --n_head 8."),
+        (dict(n_kv_head=2), "--n_kv_head 2: must be a multiple of tp (4)."),
+        (dict(head_dim=7), "--head_dim 7: must be a multiple of 2"),
+    ]:
+        refusal(lambda: small_config((1, 1, 4), **ARCHITECTURES["qwen3"] | flags), said)

@@ -146,14 +146,13 @@ def test_parity_of_what_accelerators_do_otherwise(mesh, flags, monkeypatch):
 
 
 @functools.cache
-def three_steps(mesh, **flags):
+def three_steps(mesh, sequences=32, **flags):
     """(parameters, losses, norms) of three clipped steps."""
     # balance_weight, clipping and weight_decay are strong enough for an error in any to show
     strong = dict(grad_clip_norm=0.1, balance_weight=0.1, weight_decay=1.0, max_lr=1e-3)
-    sequences = 32 // flags.get("accumulation_steps", 1)
+    sequences //= flags.get("accumulation_steps", 1)
     state, metrics = steps_of(small_config(mesh, sequences, **strong | flags), range(3))
     losses, norms = ([m[key] for m in metrics] for key in ("loss/train_loss", "grad_norm"))
-    assert min(norms) > 0.2, "clipping is not active"
     return jax.tree.map(np.asarray, (state.params, losses, norms))
 
 
@@ -169,6 +168,7 @@ def three_steps(mesh, **flags):
 )
 def test_parity_after_three_clipped_steps_however_a_batch_is_cut(mesh, flags):
     one = three_steps((1, 1, 1), **on_one_device(flags))
+    assert min(one[2]) > 0.2, "clipping is not active"
     assert_same(one, three_steps(mesh, **flags), 1e-4)
 
 

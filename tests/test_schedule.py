@@ -34,7 +34,6 @@ def rates(n, **flags):
 
 def test_rates_are_those_of_the_formulas():
     step = np.arange(20)
-    warmup = step / 4
     after = {
         "cosine": (1 + np.cos(np.pi * (step - 4) / 16)) / 2,
         "linear": 1 - (step - 4) / 16,
@@ -42,28 +41,26 @@ def test_rates_are_those_of_the_formulas():
         "trunk": np.ones(20),
     }
     for name, flags in SCHEDULES.items():
-        assert np.allclose(rates(20, **flags), np.where(step < 4, warmup, after[name])), name
+        assert np.allclose(rates(20, **flags), np.where(step < 4, step / 4, after[name])), name
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_rate_is_negative_and_a_decay_ends_at_end_lr_to_the_bit(name):
     """Rounding made -4e-10 of 0 at the end of a line; the flags are those of presets and odd ones."""
     odd = [(16e-3, 30, 400), (4e-3, 5000, 75000), (6e-4, 0, 7), (1e-9, 2, 3), (3.0, 1, 2**24 + 3)]
-    for max_lr, warmup_steps, end_steps in odd:
-        for end_lr in (0.0, 0.3 * max_lr):
-            rates_ = dict(max_lr=max_lr, end_lr=end_lr)
-            whole = dict(warmup_steps=warmup_steps, end_steps=end_steps, decay_steps=0)
-            if name == "wsd":
-                whole["decay_steps"] = (end_steps - warmup_steps) // 2 + 1
-            flags = {**SCHEDULES[name], **rates_, **whole}
-            schedule = make_schedule(small_config(**flags).optimizer)
-            near = np.arange(-40, 200) + end_steps
-            steps_ = np.concatenate([np.arange(450), near[near > 0], [2**31 - 1]])
-            found = jax.jit(jax.vmap(schedule))(jnp.asarray(steps_, jnp.int32))
-            assert (found >= 0).all() and jnp.isfinite(found).all(), flags
-            if name != "trunk":
-                assert (found[steps_ >= end_steps] == np.float32(end_lr)).all(), flags
-            assert all(schedule(jnp.int32(step)) >= 0 for step in (0, end_steps, end_steps + 60))
+    for (max_lr, warmup, end), share in itertools.product(odd, (0.0, 0.3)):
+        flags = SCHEDULES[name] | dict(max_lr=max_lr, end_lr=share * max_lr)
+        flags |= dict(warmup_steps=warmup, end_steps=end, decay_steps=0)
+        if name == "wsd":
+            flags["decay_steps"] = (end - warmup) // 2 + 1
+        schedule = make_schedule(small_config(**flags).optimizer)
+        near = np.arange(-40, 200) + end
+        steps_ = np.concatenate([np.arange(450), near[near > 0], [2**31 - 1]])
+        found = jax.jit(jax.vmap(schedule))(jnp.asarray(steps_, jnp.int32))
+        assert (found >= 0).all() and jnp.isfinite(found).all(), flags
+        if name != "trunk":
+            assert (found[steps_ >= end] == np.float32(share * max_lr)).all(), flags
+        assert all(schedule(jnp.int32(step)) >= 0 for step in (0, end, end + 60))
 
 
 def test_a_trunk_is_every_run_that_decays_later_to_the_bit():
