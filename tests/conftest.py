@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -57,25 +58,33 @@ import presets
 import utils
 from architectures import flags_without_choice, parameters
 from data import manifest, storage, tokenization
-from runtime import messages
+from runtime import messages, parser
 from training import settings, steps
 from training.optimizer import make_optimizer
 
+
+def given(words):
+    """{flag: value} of words of a command line."""
+    return parser.read_words(utils.Config, shlex.split(words), "tests")[0]
+
+
 # A model small enough to compile in seconds, with every part that a large one has.
-SMALL = dict(model_dimension=32, vocab_size=250, n_head=4, blocks=4, layers_per_block=3, T=32)
-SMALL |= dict(latent_dim=16, rope_dim=8, ffn_dim=64, attention="blockwise")
-SMALL |= dict(n_experts=8, experts_per_token=2, n_shared=1, expert_dim=32, capacity_factor=0.0)
-SMALL |= dict(max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2, end_steps=100)
-SMALL |= dict(microbatches=4, pp_interleave=1, compilation_cache="")
+SMALL = given("""
+    --model_dimension 32 --vocab_size 250 --n_head 4 --blocks 4 --layers_per_block 3 --T 32 --latent_dim 16
+    --rope_dim 8 --ffn_dim 64 --attention blockwise --n_experts 8 --experts_per_token 2 --n_shared 1
+    --expert_dim 32 --capacity_factor 0 --max_lr 5e-3 --end_lr 2e-4 --embedding_lr 2 --warmup_steps 2
+    --end_steps 100 --microbatches 4 --pp_interleave 1 --compilation_cache ''
+""")
 # for runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time
 SMALL_RUN = SMALL | dict(layers_per_block=1)
 # Other architectures in the same size: nothing of SMALL that they have no use for
-SMALL_DEEPSEEK = dict(embedding_norm=False, latent_conv=0, first_layers=1, layers_per_block=1)
-SMALL_DEEPSEEK |= dict(tied=False, head_dim=12, q_latent_dim=10, experts_per_token=3)
-SMALL_DEEPSEEK |= dict(n_groups=4, k_groups=2, routed_scaling=2.5)
-SMALL_GPT2 = {**flags_without_choice("gpt2"), "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
-SMALL_QWEN3 = flags_without_choice("qwen3") | dict(n_kv_head=4, n_head=8)
-SMALL_QWEN3 |= dict(head_dim=12, rope_base=3e4)
+SMALL_DEEPSEEK = given("""
+    --no_embedding_norm --latent_conv 0 --first_layers 1 --layers_per_block 1 --no_tied --head_dim 12
+    --q_latent_dim 10 --experts_per_token 3 --n_groups 4 --k_groups 2 --routed_scaling 2.5
+""")
+SMALL_GPT2 = flags_without_choice("gpt2") | given("--blocks 4 --ffn_dim 72 --embedding_lr 1")
+QWEN3_SIZES = given("--n_kv_head 4 --n_head 8 --head_dim 12 --rope_base 3e4")
+SMALL_QWEN3 = flags_without_choice("qwen3") | QWEN3_SIZES
 # One small model of each architecture: tests of parity, decoding, plan and export take all of them.
 ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_QWEN3}
 
@@ -202,7 +211,7 @@ def make_params(cfg, mesh):
     return jax.device_put(drawn, parameters.shardings(table, mesh))
 
 
-def random_batch(cfg, mesh, seed=0):
+def batch_of(cfg, mesh, seed=0):
     """Global (tokens, targets) [accumulation, M, B, T] of random tokens; the same sequences however they are cut."""
     A, M = cfg.run.accumulation_steps, cfg.data.microbatches
     B = cfg.data.train_batch_size * cfg.run.n_device_axis[0] // M
@@ -235,7 +244,7 @@ def steps_of(cfg, seeds):
     state, step = begin(cfg, mesh)
     seen = []
     for seed in seeds:
-        state, metrics = step(state, *random_batch(cfg, mesh, seed))
+        state, metrics = step(state, *batch_of(cfg, mesh, seed))
         seen.append(jax.device_get(metrics))
     return state, seen
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, furthest, make_params, random_batch, small_config, steps_of
+from conftest import ARCHITECTURES, batch_of, furthest, make_params, small_config, steps_of
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
@@ -249,7 +249,7 @@ def test_router_biases_move_towards_an_even_load():
     flags = dict(blocks=1, layers_per_block=1, bias_update_rate=5e-3, sequences=8)
     cfg = small_config(max_lr=0.0, end_lr=0.0, optimizer="adamw", **flags)
     mesh = steps.make_mesh(cfg)
-    batch = (part[0] for part in random_batch(cfg, mesh))
+    batch = (part[0] for part in batch_of(cfg, mesh))
     compute = jax.jit(model.make_loss(cfg, mesh, train=True))
     _, seen = compute(make_params(cfg, mesh), *batch, jax.random.key(0), 0)
     after, load = steps_of(cfg, [0])[0].params, np.asarray(seen.load)
@@ -352,7 +352,7 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
     token's latent and its rotary key, if any, or its keys and values."""
     one, cfg = (small_config(mesh, T=16, sequences=8, **flags) for mesh in [(1, 1, 1), (2, 2, 2)])
     mesh = steps.make_mesh(one)
-    ids, targets = (np.asarray(part).reshape(8, 16) for part in random_batch(one, mesh))
+    ids, targets = (np.asarray(part).reshape(8, 16) for part in batch_of(one, mesh))
     targets = np.where(np.arange(16) == 4, ids, targets)  # where some are the likeliest
     score = jax.jit(model.make_score(one, mesh))
     known = np.where(np.arange(16) == 15, -1, targets)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import begin, random_batch, small_config
+from conftest import batch_of, begin, small_config
 from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
 import model
@@ -106,7 +106,7 @@ def test_a_bad_step_counts_in_the_rate_applied_and_logged_and_changes_nothing_el
 
     monkeypatch.setattr(steps, "accumulate_gradient", no_gradient)
     state, step = begin(cfg, steps.make_mesh(cfg))
-    batch, planned = random_batch(cfg, steps.make_mesh(cfg)), rates(22, **flags)
+    batch, planned = batch_of(cfg, steps.make_mesh(cfg)), rates(22, **flags)
     for i in range(22):
         before = jax.device_get(state)
         state, metrics = step(state, *batch)

@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, ROOT, random_batch, random_transformer, settled, small_config
+from conftest import ARCHITECTURES, ROOT, batch_of, given, random_transformer, settled, small_config
 
 import model
 import presets
@@ -25,21 +25,34 @@ torch = pytest.importorskip("torch", reason="pip install torch transformers")
 transformers = pytest.importorskip("transformers", reason="pip install torch transformers")
 
 # All sizes odd
-DEEPSEEK = ARCHITECTURES["deepseek"] | dict(n_groups=1, k_groups=1, experts_per_token=2)
-DEEPSEEK |= dict(blocks=2, rope_dim=6, latent_dim=20, q_latent_dim=18, balance_weight=0.0)
-GPT2 = dict(ARCHITECTURES["gpt2"], model_dimension=36, T=24)
-QWEN3 = dict(ARCHITECTURES["qwen3"], balance_weight=0.0)
-GROUPS = dict(n_experts=8, n_groups=4, k_groups=2, experts_per_token=3, n_shared=2)
-NO_LATENT = dict(q_latent_dim=0, first_layers=2, rope_base=5e4, n_shared=0)
-SPARSE = {**NO_LATENT, "first_layers": 0, "n_shared": 1, "n_experts": 16, "experts_per_token": 4}
-SPARSE |= dict(tied=True, expert_dim=8)
-YARN = dict(rope_factor=40.0, rope_original_T=16, model_dimension=40, head_dim=7, rope_dim=10)
-DENSE = dict(n_kv_head=2, blocks=2, n_experts=0, experts_per_token=0, tied=False)
+DEEPSEEK = ARCHITECTURES["deepseek"] | given("""
+    --n_groups 1 --k_groups 1 --experts_per_token 2 --blocks 2 --rope_dim 6 --latent_dim 20
+    --q_latent_dim 18 --balance_weight 0
+""")
+GPT2 = ARCHITECTURES["gpt2"] | given("--model_dimension 36 --T 24")
+WIDE = given("--model_dimension 28 --n_head 2 --blocks 2 --ffn_dim 0 --no_tied")
+QWEN3 = ARCHITECTURES["qwen3"] | given("--balance_weight 0")
+GROUPS = given("--n_experts 8 --n_groups 4 --k_groups 2 --experts_per_token 3 --n_shared 2")
+NO_LATENT = given("--q_latent_dim 0 --first_layers 2 --rope_base 5e4 --n_shared 0")
+SPARSE = NO_LATENT | given("--first_layers 0 --n_shared 1 --n_experts 16 --experts_per_token 4")
+SPARSE |= given("--tied --expert_dim 8")
+YARN = given(
+    "--rope_factor 40 --rope_original_T 16 --model_dimension 40 --head_dim 7 --rope_dim 10"
+)
+DENSE = given("--n_kv_head 2 --blocks 2 --n_experts 0 --experts_per_token 0 --no_tied")
 # Models that transformers does not know, by the code that an export writes beside the weights
-OWN = dict(n_head=2, blocks=2, layers_per_block=3, head_dim=9, first_layers=1, rope_dim=6)
-OWN["balance_weight"] = 0.0
-OWN_GELU = OWN | GROUPS | dict(activation="gelu", layers_per_block=1, embedding_norm=False)
-OWN_GELU |= dict(q_latent_dim=0, tied=False, n_shared=0, rope_factor=40.0, rope_original_T=16)
+OWN = given("""
+    --n_head 2 --blocks 2 --layers_per_block 3 --head_dim 9 --first_layers 1 --rope_dim 6
+    --balance_weight 0
+""")
+OWN_GELU = (
+    OWN
+    | GROUPS
+    | given("""
+    --activation gelu --layers_per_block 1 --no_embedding_norm --q_latent_dim 0 --no_tied --n_shared 0
+    --rope_factor 40 --rope_original_T 16
+""")
+)
 SIZES = {
     "own": OWN,
     "own gelu": OWN_GELU,
@@ -48,7 +61,7 @@ SIZES = {
     "moe-sparse": DEEPSEEK | SPARSE,
     "yarn": DEEPSEEK | YARN | dict(first_layers=0),
     "gpt2": GPT2,
-    "gpt2 wide": dict(GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
+    "gpt2 wide": GPT2 | WIDE,
     "qwen3": QWEN3,
     "qwen3 dense": QWEN3 | DENSE,
 }
@@ -97,7 +110,7 @@ def gradients_of(theirs, m):
 def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
     cfg = small_config((2, 2, 2), sequences=8, **SIZES[size])
     m, mesh, theirs = cfg.model, steps.make_mesh(cfg), reference(cfg, tmp_path)
-    batch = [part[0] for part in random_batch(cfg, mesh)]
+    batch = [part[0] for part in batch_of(cfg, mesh)]
     ids, targets = (np.asarray(part).reshape(8, m.T) for part in batch)
     logits = theirs(torch.tensor(ids)).logits
     targets = torch.tensor(targets.flatten(), dtype=torch.long)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from conftest import SMALL_RUN, flags_of
+from conftest import SMALL_RUN, flags_of, given
 from test_resume import metrics_of
 
 from tests.soak.programs import run
@@ -22,9 +22,10 @@ from tests.soak.programs import run
 WORDS = "hello world def return import self for in while yield é漢 \n 12 x(y) &&".split(" ")
 STEPS = 12
 # the smallest mixture of experts that trains
-MODEL = SMALL_RUN | dict(blocks=1, n_experts=4, n_head=2, T=16, vocab_size=280, microbatches=2)
-MODEL |= dict(train_batch_size=4, val_batch_size=4, max_tokens=4, inference_batch=1)
-MODEL |= dict(embedding_norm=False, latent_conv=0)  # as transformers knows such models
+MODEL = SMALL_RUN | given("""
+    --blocks 1 --n_experts 4 --n_head 2 --T 16 --vocab_size 280 --microbatches 2 --train_batch_size 4
+    --val_batch_size 4 --max_tokens 4 --inference_batch 1 --no_embedding_norm --latent_conv 0
+""")  # with no layers that transformers does not know
 SOUND = "text source records.jsonl.gz records.parquet ranks.tiktoken shards sound hf part progress cache"
 # the sound folder that a verb changes; all others make a new one
 CHANGED = dict(resume="part", again="shards", finish="progress")
