@@ -8,7 +8,7 @@ from unittest import mock
 
 import jax
 import pytest
-from conftest import ARCHITECTURES, flags_of, refusal, small_config
+from conftest import ARCHITECTURES, ROOT, flags_of, given, refusal, small_config
 
 import model
 import presets
@@ -20,28 +20,31 @@ from training import command_line, settings
 no_tpu_compiler = not importlib.util.find_spec("libtpu")
 tpu_compiler = pytest.mark.skipif(no_tpu_compiler, reason='pip install "jax[tpu]"')
 gpu_compiler = pytest.mark.skipif(not gpus.has_compiler(), reason="pyproject.toml's plan-gpu")
-SHORT = dict(blocks=2, layers_per_block=1, optimizer="adamw")
+SHORT = given("--blocks 2 --layers_per_block 1 --optimizer adamw")
 GPT2 = ARCHITECTURES["gpt2"] | SHORT
 QWEN3 = ARCHITECTURES["qwen3"] | SHORT
-ACCUMULATED = dict(accumulation_steps=2, train_batch_size=16)
-MEGATRON = dict(sequence_parallel="megatron", fsdp="none")
+DEEPSEEK = ARCHITECTURES["deepseek"] | given("--capacity_factor 1.5 --blocks 2")
+ACCUMULATED = given("--accumulation_steps 2 --train_batch_size 16 --blocks 4 --fsdp full")
+MEGATRON = given("--sequence_parallel megatron --fsdp none --remat dots")
+MUON = given("--fsdp full --layers_per_block 2 --n_shared 0 --optimizer muon")
+BUCKETS = given("--q_latent_dim 0 --experts buckets --fsdp none --remat experts")
 # (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
-    ((8, 1, 1), dict(SHORT, fsdp="full", layers_per_block=2, n_shared=0, optimizer="muon")),
-    ((1, 2, 4), dict(SHORT, **ACCUMULATED, fsdp="full", remat="none", blocks=4)),
-    ((2, 1, 4), dict(SHORT, q_latent_dim=0, experts="buckets", fsdp="none", remat="experts")),
-    ((2, 2, 2), dict(ARCHITECTURES["deepseek"], capacity_factor=1.5, blocks=2)),
-    ((2, 1, 4), dict(SHORT, **MEGATRON, remat="dots")),
-    ((2, 2, 2), dict(GPT2, **MEGATRON, remat="dots")),
-    ((1, 2, 4), dict(QWEN3, **MEGATRON, remat="dots")),
+    ((8, 1, 1), SHORT | MUON),
+    ((1, 2, 4), SHORT | ACCUMULATED | given("--remat none")),
+    ((2, 1, 4), SHORT | BUCKETS),
+    ((2, 2, 2), DEEPSEEK),
+    ((2, 1, 4), SHORT | MEGATRON),
+    ((2, 2, 2), GPT2 | MEGATRON),
+    ((1, 2, 4), QWEN3 | MEGATRON),
 ]
 assert {"deepseek", "gpt2", "qwen3"} == ARCHITECTURES.keys(), "a new one belongs above and below"
-OF_TPUS = dict(T=512, model_dimension=256, model_dtype="bfloat16")
+OF_TPUS = given("--T 512 --model_dimension 256 --model_dtype bfloat16")
 # one sequence a microbatch, grouped keys
-GROUPED = dict(ARCHITECTURES["qwen3"], head_dim=64, attention="auto", train_batch_size=4)
+GROUPED = given("--head_dim 64 --attention auto --train_batch_size 4")
 TPU_CONFIGURATIONS = [
-    ("v4:2x2x2", (2, 2, 2), dict(OF_TPUS, optimizer="adamw", layers_per_block=1)),
-    ("v5e:2x4", (4, 1, 2), dict(OF_TPUS, **GROUPED)),
+    ("v4:2x2x2", (2, 2, 2), OF_TPUS | given("--optimizer adamw --layers_per_block 1")),
+    ("v5e:2x4", (4, 1, 2), OF_TPUS | ARCHITECTURES["qwen3"] | GROUPED),
 ]
 
 
@@ -174,53 +177,6 @@ def test_a_collective_beside_several_fusions_counts_once():
     assert found == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 0]}
 
 
-GPU_PROGRAM = """HloModule step, is_scheduled=true
-
-%slice (p: f32[10,4], i: s32[]) -> f32[4] {
-  %p = f32[10,4] parameter(0)
-  %i = s32[] parameter(1)
-  %view = f32[40] bitcast(%p)
-  %s = f32[4] dynamic-slice(%view, %i), dynamic_slice_sizes={4}
-  ROOT %n = f32[4] negate(%s)
-}
-
-%replace (p: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
-  %p = f32[10,4] parameter(0)
-  %u = f32[1,4] parameter(1)
-  %i = s32[] parameter(2)
-  ROOT %r = f32[10,4] dynamic-update-slice(%p, %u, %i, %i)
-}
-
-%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %p = (s32[], f32[4]) parameter(0)
-  %x = f32[4] get-tuple-element(%p), index=1
-  %start = (f32[4], f32[4]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
-  %d = f32[4,4] dot(%x, %x), lhs_contracting_dims={}, rhs_contracting_dims={}
-  %done = f32[4] collective-permute-done(%start)
-  ROOT %t = (s32[], f32[4]) tuple(%x, %done)
-}
-
-%condition (p: (s32[], f32[4])) -> pred[] {
-  %p = (s32[], f32[4]) parameter(0)
-  %n = s32[] constant(5)
-  ROOT %less = pred[] compare(%p, %n), direction=LT
-}
-
-ENTRY %main (x: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
-  %x = f32[10,4] parameter(0)
-  %u = f32[1,4] parameter(1)
-  %i = s32[] parameter(2)
-  %sync = (f32[1,4], f32[2,4]) all-gather-start(%u), replica_groups={{0,1}}, backend_config={"is_sync":true}
-  %sync_done = f32[2,4] all-gather-done(%sync)
-  %begun = (f32[1,4], f32[2,4]) all-gather-start(%u), replica_groups={{0,1}}
-  %a = f32[4] fusion(%x, %i), kind=kLoop, calls=%slice
-  %begun_done = f32[2,4] all-gather-done(%begun)
-  %w = (s32[], f32[4]) while(%a), condition=%condition, body=%body
-  ROOT %b = f32[10,4] fusion(%x, %u, %i), kind=kLoop, calls=%replace
-}
-"""
-
-
 def timeline(text, seconds):
     """Of a program in which a byte is moved in a second and every transfer takes some."""
 
@@ -235,7 +191,9 @@ def timeline(text, seconds):
 
 
 def test_computation_hides_what_travels_meanwhile():
-    short, long = timeline(GPU_PROGRAM, 10), timeline(GPU_PROGRAM, 100)
+    """As a compiler for GPUs writes it."""
+    text = (ROOT / "tests/program.hlo").read_text()
+    short, long = timeline(text, 10), timeline(text, 100)
     gathered, permuted = (("dp",), "all-gather"), (("dp",), "collective-permute")
     assert short.flops == 5 * 2 * 16
     assert short.collectives == {gathered: [32, 2, 2 * 10], permuted: [5 * 16, 5, 5 * 10]}
